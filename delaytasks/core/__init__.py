@@ -1,0 +1,1 @@
+"""Values and rules of delayed tasks; standard library only."""

@@ -1,0 +1,143 @@
+"""Every error that delaytasks raises.
+
+    DelayTaskError
+    ├── InvalidInputError (also a ValueError)      the caller's arguments
+    │   ├── InvalidDelayError, NaiveDatetimeError, InvalidScheduleError
+    │   ├── BodyNotJSONError, BodyTooLargeError, BodyNotStorableError
+    │   ├── InvalidTagError, InvalidKeyError, InvalidQueueError, InvalidIdError, InvalidPriorityError
+    │   ├── InvalidQueryError
+    │   └── UnknownTagError
+    ├── TaskStateError                             the task is not in a state that allows it
+    │   ├── TaskNotFoundError (also a LookupError)
+    │   ├── DuplicateTaskError
+    │   ├── CancelTooLateError, InvalidStatusError, StaleVersionError
+    ├── StoreError                                 the database
+    │   ├── StoreUnavailableError, OutcomeUnknownError, SessionUnusableError
+    ├── ConfigError
+    └── DuplicateProcessorError
+"""
+
+from __future__ import annotations
+
+
+class DelayTaskError(Exception):
+    """Root of all errors raised by delaytasks."""
+
+
+class DelayTaskWarning(UserWarning):
+    """Root of all warnings issued by delaytasks."""
+
+
+class InvalidInputError(DelayTaskError, ValueError):
+    """An argument can not be accepted; nothing was done."""
+
+
+class InvalidDelayError(InvalidInputError):
+    """The delay is negative, not finite, not a number, or above `max_delay_s`."""
+
+
+class NaiveDatetimeError(InvalidInputError):
+    """An instant has no time zone."""
+
+
+class InvalidScheduleError(InvalidInputError):
+    """The arguments contradict each other."""
+
+
+class BodyNotJSONError(InvalidInputError):
+    """The body holds something that JSON can not say."""
+
+
+class BodyTooLargeError(InvalidInputError):
+    """The body is longer than `max_body_bytes`."""
+
+
+class BodyNotStorableError(InvalidInputError):
+    """The text holds NUL or a lone surrogate, which no database here can store."""
+
+
+class InvalidTagError(InvalidInputError):
+    """The tag is empty, blank, too long, or has control characters."""
+
+
+class InvalidKeyError(InvalidInputError):
+    """The key is empty, blank, too long, or has control characters."""
+
+
+class InvalidQueueError(InvalidInputError):
+    """The queue is empty, blank, too long, or has control characters."""
+
+
+class InvalidIdError(InvalidInputError):
+    """Not an integer from 1 to 2^63 − 1."""
+
+
+class InvalidPriorityError(InvalidInputError):
+    """Not an integer from 0 to 9."""
+
+
+class InvalidQueryError(InvalidInputError):
+    """A page size or cursor can not be used."""
+
+
+class UnknownTagError(InvalidInputError):
+    """Nobody registered a processor for the tag (only raised with `strict_tags`)."""
+
+
+class TaskStateError(DelayTaskError):
+    """The task does not allow this move now; `id` names it."""
+
+    def __init__(self, message: str, id: int | None = None) -> None:
+        super().__init__(message)
+        self.id = id
+
+
+class TaskNotFoundError(TaskStateError, LookupError):
+    """There is no such task."""
+
+
+class DuplicateTaskError(TaskStateError):
+    """A live task has this key, or another task has this id; `id` is the one that exists."""
+
+
+class InvalidStatusError(TaskStateError):
+    """The task's status does not allow the move."""
+
+
+class CancelTooLateError(InvalidStatusError):
+    """The task is running already."""
+
+
+class StaleVersionError(TaskStateError):
+    """Somebody else moved the task since it was read."""
+
+
+class StoreError(DelayTaskError):
+    """The database did not do what was asked."""
+
+
+class StoreUnavailableError(StoreError):
+    """The database can not be reached, or stays busy; nothing was done."""
+
+
+class OutcomeUnknownError(StoreError):
+    """The connection broke before the answer came: it may be done or not.
+
+    Scheduling again with `id=error.id` is safe either way.
+    """
+
+    def __init__(self, message: str, id: int | None = None) -> None:
+        super().__init__(message)
+        self.id = id
+
+
+class SessionUnusableError(StoreError):
+    """The caller's session or connection is closed, aborted or read-only; nothing was sent."""
+
+
+class ConfigError(DelayTaskError):
+    """A setting is wrong; the message names it and the remedy."""
+
+
+class DuplicateProcessorError(DelayTaskError):
+    """The tag has a processor already."""

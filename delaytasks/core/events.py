@@ -1,0 +1,57 @@
+"""One stream of events; logs, counters and Flower subscribe to it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+Subscriber = Callable[[str, dict[str, Any]], None]
+
+logger = logging.getLogger("delaytasks")
+
+#: Events that somebody should read; all others are for counters and debugging.
+_LEVELS = {
+    "task.failed": logging.ERROR,
+    "task.no_processor": logging.WARNING,
+    "task.lapsed": logging.WARNING,
+    "task.gave_up": logging.ERROR,
+    "task.lease_lost": logging.WARNING,
+    "message.refused": logging.WARNING,
+    "timer.down": logging.WARNING,
+    "timer.up": logging.INFO,
+    "store.down": logging.ERROR,
+    "store.up": logging.INFO,
+    "sweep.self": logging.WARNING,
+    "worker.lost": logging.WARNING,
+    "loop.failed": logging.ERROR,
+}
+
+
+class Events:
+    """Counts every event and hands it to the subscribers; a subscriber that fails harms nobody."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._subscribers: list[Subscriber] = [log_event]
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        self._subscribers.append(subscriber)
+
+    def emit(self, name: str, count: int = 1, **fields: Any) -> None:
+        self.counts[name] += count
+        if count != 1:
+            fields["count"] = count
+        for subscriber in self._subscribers:
+            try:
+                subscriber(name, fields)
+            except Exception:
+                logger.exception("a subscriber failed on %s", name)
+
+
+def log_event(name: str, fields: dict[str, Any]) -> None:
+    level = _LEVELS.get(name, logging.DEBUG)
+    if logger.isEnabledFor(level):
+        # repr keeps CR, LF and ANSI sequences of strangers inside one escaped line.
+        logger.log(level, "%s %s", name, " ".join(f"{key}={value!r:.300}" for key, value in fields.items()))

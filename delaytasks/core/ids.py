@@ -1,0 +1,46 @@
+"""Task ids: made by the producer, so that they are known before the insert.
+
+63 bits: 41 of milliseconds since 2020, 5 of shard, 17 of a counter that starts at random.
+Ids from elsewhere (a database default, an older program) are small numbers and just as good.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Callable
+
+from delaytasks.core.errors import InvalidIdError
+
+EPOCH_MS = 1_577_836_800_000  # 2020-01-01
+SHARD_BITS = 5
+COUNTER_BITS = 17
+MAX_ID = 2**63 - 1
+_COUNTER_MASK = (1 << COUNTER_BITS) - 1
+
+
+class IdMaker:
+    """Thread-safe; a forked child starts its counter anew, so parent and child do not walk in step."""
+
+    def __init__(self, wall_ms: Callable[[], int], shard: int = 0) -> None:
+        self._wall_ms = wall_ms
+        self._shard = shard << COUNTER_BITS
+        self._pid = 0
+        self._counter: itertools.count[int] = itertools.count()
+
+    def __call__(self) -> int:
+        if self._pid != os.getpid():
+            self._counter = itertools.count(random.SystemRandom().getrandbits(COUNTER_BITS))
+            self._pid = os.getpid()
+        elapsed = self._wall_ms() - EPOCH_MS
+        return elapsed << (SHARD_BITS + COUNTER_BITS) | self._shard | next(self._counter) & _COUNTER_MASK
+
+
+def check_id(value: object) -> int:
+    """`value` as a task id, from an integer or its decimal text."""
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_ID:
+        raise InvalidIdError(f"a task id is an integer from 1 to 2^63 - 1, not {value!r:.60}")
+    return value

@@ -1,0 +1,165 @@
+"""All settings: one frozen object, read once, validated once.
+
+They come from Celery's configuration (`delaytasks_*` keys), then from the environment (`DELAYTASKS_*`),
+then from arguments of `DelayTasks(...)`; the later one wins.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from delaytasks.core.errors import ConfigError
+
+PREFIX = "delaytasks_"
+
+
+def _setting(default: Any, about: str, secret: bool = False) -> Any:
+    return field(default=default, metadata={"about": about, "secret": secret})
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Durations end in `_s` and are seconds."""
+
+    database_url: str = _setting("", "SQLAlchemy URL; empty: SQLite in data_dir", secret=True)
+    data_dir: str = _setting(".delaytasks", "folder of the embedded database and broker")
+    namespace: str = _setting("delaytasks", "prefix of our queues, so that deployments can share a broker")
+    table_prefix: str = _setting("", "prefix of our tables, so that deployments can share a database")
+    table_schema: str = _setting("", "schema of our tables (PostgreSQL, MySQL); empty: the connection's own")
+    pool_size: int = _setting(5, "database connections kept by each process")
+
+    arm: str = _setting("inline", "who sends near tasks to the broker: the call (inline) or a thread (background)")
+    horizon_s: float | None = _setting(30.0, "only tasks due within it are sent to the broker; none: all of them")
+    publish_limit_s: float = _setting(0.5, "longest time that sending may take; after it the sweep sends")
+    default_queue: str = _setting("default", "queue of tasks whose processor names none")
+    strict_tags: bool = _setting(False, "refuse to schedule tags that this process has no processor for")
+    max_delay_s: float = _setting(10 * 366 * 86400.0, "longest delay")
+    max_body_bytes: int = _setting(256 * 1024, "longest body, as JSON")
+    max_error_bytes: int = _setting(64 * 1024, "longest error text kept")
+
+    chunk_time_box_s: float = _setting(0.05, "rows of a chunk that did not start by then are given back")
+    chunk_max: int = _setting(200, "most rows in one chunk")
+    grace_s: float = _setting(1.0, "a task that is later than this is left to the table, where all workers help")
+    lease_s: float = _setting(60.0, "a running task belongs to its worker for so long; renewed at a third")
+    max_lapses: int = _setting(5, "a task whose worker died so many times in a row is FAILED")
+
+    sweep_s: float = _setting(5.0, "time between sweeps")
+    self_sweep_s: float = _setting(10.0, "a worker that saw no sweep for so long sweeps by itself")
+    houses: int = _setting(1, "number of sweeps that share the table (house numbers)")
+    drain_tokens: int = _setting(2, "drain messages per worker and queue at each sweep")
+    purge_after_s: float | None = _setting(None, "finished tasks older than this are deleted; none: never")
+
+    origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, is_right, rule in _RULES:
+            value = getattr(self, name)
+            if not is_right(self, value):
+                raise ConfigError(f"{PREFIX}{name} = {value!r} (from {self.origin(name)}): {rule}")
+
+    def origin(self, name: str) -> str:
+        return self.origins.get(name, "default")
+
+    def effective(self) -> list[tuple[str, str, str, str]]:
+        """(name, value, origin, meaning) of each setting, secrets masked."""
+        rows = []
+        for spec in _SPECS.values():
+            value = getattr(self, spec.name)
+            shown = mask_url(value) if spec.metadata["secret"] else "none" if value is None else str(value)
+            rows.append((PREFIX + spec.name, shown, self.origin(spec.name), str(spec.metadata["about"])))
+        return rows
+
+
+_SPECS = {spec.name: spec for spec in fields(Settings) if spec.metadata}
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+_IDENTIFIER = re.compile(r"[A-Za-z0-9_]*")
+
+
+def _positive(_: Settings, value: float) -> bool:
+    return value > 0
+
+
+def _positive_or_none(_: Settings, value: float | None) -> bool:
+    return value is None or value > 0
+
+
+_RULES: list[tuple[str, Callable[[Settings, Any], bool], str]] = [
+    *((name, _positive, "must be above 0") for name, spec in _SPECS.items() if str(spec.type) in ("int", "float")),
+    *((name, _positive_or_none, "must be above 0, or none") for name in ("horizon_s", "purge_after_s")),
+    ("arm", lambda s, v: v in ("inline", "background"), "is 'inline' or 'background'"),
+    ("namespace", lambda s, v: bool(_NAME.fullmatch(v)), "has letters, digits, '_', '.' and '-' only"),
+    ("table_prefix", lambda s, v: bool(_IDENTIFIER.fullmatch(v)), "has letters, digits and '_' only"),
+    ("table_schema", lambda s, v: bool(_IDENTIFIER.fullmatch(v)), "has letters, digits and '_' only"),
+    ("default_queue", lambda s, v: bool(_NAME.fullmatch(v)), "has letters, digits, '_', '.' and '-' only"),
+    ("chunk_max", lambda s, v: v <= 1000, "is at most 1000"),
+    ("max_lapses", lambda s, v: v <= 1000, "is at most 1000"),
+    ("lease_s", lambda s, v: v >= 2 * s.chunk_time_box_s, "must be at least twice chunk_time_box_s"),
+    ("self_sweep_s", lambda s, v: v >= s.sweep_s, "must not be below sweep_s"),
+    ("horizon_s", lambda s, v: v is None or v >= 2 * s.sweep_s, "must be at least twice sweep_s, or rows fall between"),
+]
+
+
+def load_settings(conf: Mapping[str, Any], environ: Mapping[str, str], **arguments: Any) -> Settings:
+    """Settings from Celery's configuration, the environment and arguments; the last one wins."""
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    sources: list[tuple[str, dict[str, Any]]] = [
+        ("celery configuration", {k[len(PREFIX) :]: v for k, v in conf.items() if k.startswith(PREFIX)}),
+        (
+            "environment",
+            {k[len(PREFIX) :].lower(): v for k, v in environ.items() if k.startswith(PREFIX.upper()) and not _ours(k)},
+        ),
+        ("arguments", arguments),
+    ]
+    for origin, given in sources:
+        for name, value in given.items():
+            if name not in _SPECS:
+                close = difflib.get_close_matches(name, _SPECS, n=1, cutoff=0.5)
+                hint = f"; did you mean {PREFIX}{close[0]}?" if close else ""
+                raise ConfigError(f"unknown setting {PREFIX}{name} (from {origin}){hint}")
+            values[name] = _convert(name, value, origin)
+            origins[name] = origin
+    return Settings(**values, origins=origins)
+
+
+def _ours(variable: str) -> bool:
+    """Variables that are not settings: where the tests find their services, where the app is."""
+    return variable.startswith("DELAYTASKS_TEST_") or variable in ("DELAYTASKS_APP", "DELAYTASKS_BROKER_URL")
+
+
+def _convert(name: str, value: Any, origin: str) -> Any:
+    kind = str(_SPECS[name].type)
+    if value is None or (isinstance(value, str) and value.lower() == "none"):
+        if "None" in kind:
+            return None
+    elif kind == "str" and isinstance(value, str):
+        return value
+    elif kind == "bool":
+        text = str(value).lower()
+        if text in ("true", "1", "yes", "on", "false", "0", "no", "off"):
+            return text in ("true", "1", "yes", "on")
+    elif kind == "int" and not isinstance(value, bool):
+        try:
+            if float(value) == int(value):
+                return int(value)
+        except (TypeError, ValueError, OverflowError):
+            pass
+    elif "float" in kind and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if math.isfinite(number):
+            return number
+    raise ConfigError(f"{PREFIX}{name} = {value!r:.60} (from {origin}) is not of type {kind}")
+
+
+def mask_url(url: str) -> str:
+    """A URL without its password, wherever it stands: before the host or among the options."""
+    url = re.sub(r"(?<=://)([^/@:]*):[^@/]*@", r"\1:***@", url)
+    return re.sub(r"(?i)((?:password|passwd|secret|token)=)[^&]*", r"\1***", url)

@@ -1,0 +1,55 @@
+"""The life of a task: its statuses, and every move between them. Nothing else decides about statuses."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+
+class Status(IntEnum):
+    """Values of the `status` column. 0 to 3 are a contract with other programs that read the table."""
+
+    NOT_COMPLETE = 0
+    DONE = 1
+    FAILED = 2
+    RUNNING = 3
+    CANCELLED = 4
+    HELD = 5
+
+
+class Move(NamedTuple):
+    name: str
+    sources: frozenset[Status]
+    target: Status
+
+
+def _move(name: str, sources: tuple[Status, ...], target: Status) -> tuple[str, Move]:
+    return name, Move(name, frozenset(sources), target)
+
+
+#: Every move, by name. `schedule` has no source: it makes the row.
+MOVES: dict[str, Move] = dict(
+    [
+        _move("schedule", (), Status.NOT_COMPLETE),
+        _move("claim", (Status.NOT_COMPLETE,), Status.RUNNING),
+        _move("succeed", (Status.RUNNING,), Status.DONE),
+        _move("fail", (Status.RUNNING,), Status.FAILED),
+        _move("give_back", (Status.RUNNING,), Status.NOT_COMPLETE),
+        _move("lapse", (Status.RUNNING,), Status.NOT_COMPLETE),
+        _move("give_up", (Status.RUNNING,), Status.FAILED),
+        _move("cancel", (Status.NOT_COMPLETE, Status.HELD), Status.CANCELLED),
+        _move("reschedule", (Status.NOT_COMPLETE, Status.HELD), Status.NOT_COMPLETE),
+        _move("replace", (Status.NOT_COMPLETE, Status.HELD), Status.NOT_COMPLETE),
+        _move("retry", (Status.FAILED, Status.CANCELLED), Status.NOT_COMPLETE),
+    ]
+)
+
+#: Statuses that nothing but an operator's `retry` leaves.
+FINISHED = frozenset({Status.DONE, Status.FAILED, Status.CANCELLED})
+#: Statuses in which a task may still run.
+LIVE = frozenset(Status) - FINISHED
+
+
+def moves_from(status: Status) -> list[str]:
+    """The names of the moves that `status` allows, for buttons and messages."""
+    return [move.name for move in MOVES.values() if status in move.sources]

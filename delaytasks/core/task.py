@@ -1,0 +1,113 @@
+"""A task as callers and processors see it."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from delaytasks.core.states import FINISHED, Status
+
+
+@dataclass(frozen=True, slots=True)
+class DelayTask:
+    """A row of `yb_delay_task_message`, as it was when it was read."""
+
+    id: int
+    tag: str
+    body_json: str
+    expected_time: datetime
+    status: Status = Status.NOT_COMPLETE
+    version: int = 0
+    queue: str = "default"
+    priority: int = 0
+    key: str | None = None
+    delay_s: int = 0
+    attempts: int = 0
+    lapses: int = 0
+    create_time: datetime | None = None
+    update_time: datetime | None = None
+    execution_time: datetime | None = None
+    lease_until: datetime | None = None
+    worker: str | None = None
+    ip: int | None = None
+    error: str | None = None
+
+    @property
+    def body(self) -> Any:
+        """The body, decoded; `ValueError` when another program stored something that is not JSON."""
+        return json.loads(self.body_json)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status in FINISHED
+
+    @property
+    def ip_address(self) -> str | None:
+        """The executing host's IPv4 address in dotted form."""
+        return None if self.ip is None else str(ipaddress.IPv4Address(self.ip))
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json` and APIs. Ids are strings, since JavaScript rounds integers above 2^53."""
+        return {
+            "id": str(self.id),
+            "tag": self.tag,
+            "key": self.key,
+            "status": self.status.name,
+            "queue": self.queue,
+            "priority": self.priority,
+            "body": _lenient(self.body_json),
+            "expected_time": _iso(self.expected_time),
+            "execution_time": _iso(self.execution_time),
+            "create_time": _iso(self.create_time),
+            "update_time": _iso(self.update_time),
+            "lease_until": _iso(self.lease_until),
+            "delay_s": self.delay_s,
+            "attempts": self.attempts,
+            "lapses": self.lapses,
+            "version": self.version,
+            "worker": self.worker,
+            "ip_address": self.ip_address,
+            "error": self.error,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class NewTask:
+    """One task to schedule, for `schedule_many`: give `delay` or `when`."""
+
+    tag: str
+    body: Any
+    delay: Any = None
+    when: datetime | None = None
+    key: str | None = None
+    queue: str | None = None
+    priority: int = 0
+    id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Some of the tasks that `find` was asked for; `cursor` gets the next ones, None at the end."""
+
+    tasks: list[DelayTask]
+    cursor: str | None
+
+    def __iter__(self) -> Any:
+        return iter(self.tasks)
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+
+def _iso(instant: datetime | None) -> str | None:
+    return None if instant is None else instant.isoformat()
+
+
+def _lenient(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

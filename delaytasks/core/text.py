@@ -1,0 +1,35 @@
+"""Text from processors and strangers, made fit to store and to show."""
+
+from __future__ import annotations
+
+import re
+import traceback
+
+_UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
+_CUT = "\n… {n:,} characters left out …\n"
+
+
+def storable(text: str, max_bytes: int) -> str:
+    """`text` without what databases refuse, its middle left out when it is too long."""
+    text = _UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+    if len(text.encode()) <= max_bytes:
+        return text
+    # At most four bytes a character, and the end of a traceback says more than its start.
+    keep = max(max_bytes - 64, 0) // 4
+    head = keep // 4
+    return text[:head] + _CUT.format(n=len(text) - keep) + text[len(text) - (keep - head) :]
+
+
+def traceback_text(error: BaseException, max_bytes: int) -> str:
+    """The full traceback, from the processor's frame on; survives errors that can not say themselves."""
+    try:
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    except Exception as unsayable:
+        text = f"{type(error).__name__} (its text can not be made: {type(unsayable).__name__})"
+    return storable(text, max_bytes)
+
+
+def one_line(text: str, longest: int = 200) -> str:
+    """For logs and tables: control characters escaped, so that nobody forges a line or colours a terminal."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:longest])
+    return shown if len(text) <= longest else shown + "…"
