@@ -1,0 +1,152 @@
+"""What the engine needs of the rooms below it, said as types: the store, the timers, a caller's transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal, NamedTuple, Protocol
+
+from delaytasks.core.states import Status
+from delaytasks.core.task import DelayTask, Page
+
+OnConflict = Literal["reject", "keep", "replace"]
+
+
+class Entry(NamedTuple):
+    """A near task on its way: what a timer holds and a message names."""
+
+    id: int
+    version: int
+    due_us: int
+    queue: str = "default"
+    priority: int = 0
+
+    @classmethod
+    def of(cls, task: DelayTask, to_us: Callable[[datetime], int]) -> Entry:
+        return cls(task.id, task.version, to_us(task.expected_time), task.queue, task.priority)
+
+
+class Miss(NamedTuple):
+    """A task that a message named and the claim did not get."""
+
+    id: int
+    version: int
+    status: Status
+    due_us: int
+    lapses: int
+
+
+class Level(NamedTuple):
+    """A queue and a priority that have tasks waiting."""
+
+    queue: str
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """How one run ended: the move that is to be made, fenced by the version that the claim gave."""
+
+    task: DelayTask
+    move: Literal["succeed", "fail", "give_back"]
+    began: datetime | None = None
+    error: str | None = None
+    due: datetime | None = None
+
+
+class Executor(Protocol):
+    """The caller's database connection, as far as the store uses it."""
+
+    def execute(self, statement: Any, parameters: Any = None, /) -> Any: ...
+
+    def begin_nested(self) -> AbstractContextManager[Any]: ...
+
+
+class Unit(Protocol):
+    """A transaction of the caller's, in which rows are written; arming waits for its commit."""
+
+    @property
+    def executor(self) -> Executor: ...
+
+    def after_commit(self, tasks: Sequence[DelayTask], action: Callable[[Sequence[DelayTask]], None]) -> None: ...
+
+    def guard(self) -> AbstractContextManager[None]:
+        """Turns errors of the caller's connection into `SessionUnusableError`."""
+        ...
+
+
+class TaskStore(Protocol):
+    """Rows, as producers and operators see them. `on` is the caller's connection, if there is one."""
+
+    def insert(self, task: DelayTask, on: Executor | None = None) -> bool: ...
+    def insert_many(self, tasks: Sequence[DelayTask], on: Executor | None = None) -> bool: ...
+    def insert_keyed(
+        self, task: DelayTask, on_conflict: OnConflict, on: Executor | None = None
+    ) -> tuple[DelayTask, bool]: ...
+    def get(self, id: int, on: Executor | None = None) -> DelayTask | None: ...
+    def id_of_key(self, tag: str, key: str, on: Executor | None = None) -> int | None: ...
+    def find(
+        self,
+        tag: str | None,
+        status: Status | None,
+        key: str | None,
+        since: datetime | None,
+        until: datetime | None,
+        cursor: str | None,
+        limit: int,
+    ) -> Page: ...
+    def cancel(self, id: int, version: int | None = None, on: Executor | None = None) -> DelayTask | None: ...
+    def reschedule(
+        self, id: int, due: datetime, version: int | None = None, on: Executor | None = None
+    ) -> DelayTask: ...
+    def retry(self, id: int, due: datetime, version: int | None = None, on: Executor | None = None) -> DelayTask: ...
+    def touch(self, id: int, due: datetime, on: Executor | None = None) -> bool: ...
+    def counts(self) -> dict[Status, int]: ...
+    def now(self) -> datetime: ...
+
+
+class ClaimStore(Protocol):
+    """Rows, as workers see them."""
+
+    def claim(self, entries: Sequence[Entry]) -> list[DelayTask]: ...
+    def claim_alone(self, id: int, version: int) -> DelayTask | None: ...
+    def claim_due(self, queue: str, priorities: Sequence[int], limit: int) -> list[DelayTask]: ...
+    def claim_suspect(self, queue: str) -> DelayTask | None: ...
+    def misses(self, ids: Iterable[int]) -> list[Miss]: ...
+    def settle(self, settlements: Sequence[Settlement]) -> set[int]: ...
+    def renew(self, ids: Sequence[int]) -> int: ...
+    def release_lost(self, ids: Sequence[int], max_lapses: int) -> int: ...
+
+
+class SweepStore(Protocol):
+    """The table, as the sweep sees it."""
+
+    def begin_sweep(self, house: int, houses: int, at_least_s: float) -> datetime | None: ...
+    def mark_armed(self, house: int, houses: int, until: datetime) -> None: ...
+    def near(self, since: datetime, until: datetime, house: int, houses: int) -> Iterator[list[Entry]]: ...
+    def levels(self, late_s: float) -> list[Level]: ...
+    def lapse(self, max_lapses: int, limit: int) -> int: ...
+    def purge(self, older_than_s: float, limit: int) -> int: ...
+    def last_sweep_age_s(self) -> float | None: ...
+
+
+class WorkerStore(Protocol):
+    """One row for each worker."""
+
+    def seen(self, name: str, queues: Sequence[str], pool: str, concurrency: int, offset_us: int) -> None: ...
+    def gone(self, name: str) -> None: ...
+    def bury(self, silent_s: float) -> list[str]: ...
+    def alive(self) -> list[dict[str, Any]]: ...
+
+
+class Timer(Protocol):
+    """Holds near tasks until they are due, and then brings them to a worker."""
+
+    @property
+    def is_up(self) -> bool: ...
+
+    def arm(self, entries: Iterable[Entry]) -> bool: ...
+
+    def drain(self, queue: str, tokens: int, expires_s: float) -> bool: ...

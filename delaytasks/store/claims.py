@@ -1,0 +1,252 @@
+"""Rows as workers see them: claimed, settled, renewed, one statement for many rows each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Select,
+    Update,
+    and_,
+    any_,
+    bindparam,
+    case,
+    delete,
+    func,
+    select,
+    update,
+)
+from sqlalchemy.dialects.postgresql import ARRAY
+
+from delaytasks.core.clock import to_us
+from delaytasks.core.ports import Entry, Miss, Settlement
+from delaytasks.core.states import MOVES, Status
+from delaytasks.core.task import DelayTask
+from delaytasks.store.database import Database
+from delaytasks.store.rows import CLAIMED, columns, dump_rows, instant_text, json_rows, task_of
+from delaytasks.store.schema import Schema
+from delaytasks.store.types import db_now, db_now_plus
+
+NO_LONGER_ALIVE = "gave up: the worker died or lost its lease {n} times in a row while this task ran"
+
+
+class Claims:
+    """Claims for one worker, whose name and address its rows carry."""
+
+    def __init__(self, database: Database, schema: Schema, worker: str, ip: int | None, lease_s: float) -> None:
+        self._db = database
+        self._t = t = schema.tasks
+        self._keys = schema.keys
+        self._columns = columns(schema, CLAIMED)
+        self._dialect = dialect = database.url.get_backend_name()
+        self._worker = worker
+        self._claimed = {
+            "status": int(MOVES["claim"].target),
+            "version": t.c.version + 1,
+            "attempts": t.c.attempts + 1,
+            "execution_time": db_now(),
+            "lease_until": db_now_plus(lease_s),
+            "update_time": db_now(),
+            "worker": worker,
+            "ip_address": ip,
+        }
+        waiting = and_(t.c.status == int(Status.NOT_COMPLETE), t.c.expected_time <= db_now())
+        wanted = json_rows(dialect, ("id", "version"))
+        named = and_(t.c.id == wanted.c.id, t.c.version == wanted.c.version, waiting)
+        self._lease_s = lease_s
+        self._pick_named = self._lock(select(t.c.id).join(wanted, named).order_by(t.c.id))
+        if database.can.array_parameters:
+            # Without it a table that was never analysed is read from end to end.
+            self._pick_named = self._pick_named.where(t.c.id == any_(bindparam("ids", type_=ARRAY(BigInteger))))
+        self._pick_due = self._lock(
+            select(t.c.id)
+            .where(waiting, t.c.queue == bindparam("due_queue"), t.c.priority == bindparam("due_priority"))
+            .where(t.c.lapses == 0)
+            .order_by(t.c.expected_time)
+            .limit(bindparam("due_limit"))
+        )
+        self._pick_suspect = self._lock(
+            select(t.c.id)
+            .where(waiting, t.c.queue == bindparam("due_queue"), t.c.lapses > 0)
+            .order_by(t.c.expected_time)
+            .limit(1)
+        )
+        self._settle = self._settle_statement()
+
+    # -- claim ------------------------------------------------------------------------------------
+
+    def claim(self, entries: Sequence[Entry]) -> list[DelayTask]:
+        """Those of the entries that are due, unchanged, and nobody else's. Rows that lapsed are left out."""
+        if not entries:
+            return []
+        pick = self._pick_named.where(self._t.c.lapses == 0)
+        return self._claim(pick, self._naming([(entry.id, entry.version) for entry in entries]))
+
+    def claim_alone(self, id: int, version: int) -> DelayTask | None:
+        """One row, whether it lapsed before or not: a row that kills its worker harms no neighbour."""
+        rows = self._claim(self._pick_named, self._naming([(id, version)]))
+        return rows[0] if rows else None
+
+    def claim_due(self, queue: str, priorities: Sequence[int], limit: int) -> list[DelayTask]:
+        """The oldest due rows of the highest priority: the slow path, which needs no message."""
+        claimed: list[DelayTask] = []
+        for priority in sorted(priorities, reverse=True):
+            wanted = {"due_queue": queue, "due_priority": priority, "due_limit": limit - len(claimed)}
+            claimed += self._claim(self._pick_due, wanted)
+            if len(claimed) >= limit:
+                break
+        return claimed
+
+    def claim_suspect(self, queue: str) -> DelayTask | None:
+        rows = self._claim(self._pick_suspect, {"due_queue": queue})
+        return rows[0] if rows else None
+
+    def _naming(self, pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
+        pairs = sorted(pairs)
+        parameters: dict[str, Any] = {"rows": dump_rows([{"id": id, "version": version} for id, version in pairs])}
+        if self._db.can.array_parameters:
+            parameters["ids"] = [id for id, _ in pairs]
+        return parameters
+
+    def _lock(self, query: Select[Any]) -> Select[Any]:
+        return query.with_for_update(skip_locked=True, of=self._t if self._db.can.update_returning else None)
+
+    def _claim(self, pick: Select[Any], parameters: dict[str, Any]) -> list[DelayTask]:
+        t = self._t
+        if self._db.can.update_returning:
+            picked = pick.cte("picked")
+            statement = update(t).where(t.c.id.in_(select(picked.c.id)))
+            if "ids" in parameters:
+                statement = statement.where(t.c.id == any_(bindparam("ids", type_=ARRAY(BigInteger))))
+            statement = statement.values(self._claimed).returning(*self._columns)
+            rows = self._db.alone(lambda c: c.execute(statement, parameters).all())
+        else:
+            rows = self._db.run(lambda: self._claim_in_two(pick, parameters))
+        return sorted((task_of(row) for row in rows), key=lambda task: (-task.priority, task.expected_time, task.id))
+
+    def _claim_in_two(self, pick: Select[Any], parameters: dict[str, Any]) -> list[Any]:
+        t = self._t
+        with self._db.begin() as connection:
+            ids = connection.execute(pick, parameters).scalars().all()
+            if not ids:
+                return []
+            mine = t.c.id.in_(ids)
+            connection.execute(update(t).where(mine).values(self._claimed))
+            return list(connection.execute(select(*self._columns).where(mine)).all())
+
+    def misses(self, ids: Iterable[int]) -> list[Miss]:
+        t = self._t
+        query = select(t.c.id, t.c.version, t.c.status, t.c.expected_time, t.c.lapses).where(t.c.id.in_(list(ids)))
+        rows = self._db.alone(lambda c: c.execute(query).all())
+        return [Miss(row[0], row[1], Status(row[2]), to_us(row[3]), row[4]) for row in rows]
+
+    # -- settle -----------------------------------------------------------------------------------
+
+    def _settle_statement(self) -> Update:
+        t = self._t
+        w = json_rows(self._dialect, ("id", "version", "status", "error", "began", "due", "returned", "is_finished"))
+        statement = (
+            update(t)
+            .where(t.c.id == w.c.id, t.c.version == w.c.version, t.c.status == int(Status.RUNNING))
+            .values(
+                status=w.c.status,
+                version=t.c.version + 1,
+                error_stack=w.c.error,
+                execution_time=func.coalesce(w.c.began, t.c.execution_time),
+                expected_time=func.coalesce(w.c.due, t.c.expected_time),
+                attempts=t.c.attempts - w.c.returned,
+                lapses=case((w.c.is_finished == 1, 0), else_=t.c.lapses),
+                lease_until=None,
+                update_time=db_now(),
+            )
+        )
+        if self._db.can.array_parameters:
+            statement = statement.where(t.c.id == any_(bindparam("ids", type_=ARRAY(BigInteger))))
+        return statement
+
+    def settle(self, settlements: Sequence[Settlement]) -> set[int]:
+        """The ids whose end was accepted; the others were no longer ours."""
+        if not settlements:
+            return set()
+        ordered = sorted(settlements, key=lambda settlement: settlement.task.id)
+        parameters: dict[str, Any] = {"rows": dump_rows([self._settled_row(s) for s in ordered])}
+        if self._db.can.array_parameters:
+            parameters["ids"] = [s.task.id for s in ordered]
+        keyed = [s.task for s in ordered if s.task.key is not None and s.move != "give_back"]
+        if not keyed:
+            return self._db.alone(lambda c: self._settled(c, ordered, parameters))
+
+        def together() -> set[int]:
+            with self._db.begin() as connection:
+                accepted = self._settled(connection, ordered, parameters)
+                k = self._keys
+                for task in keyed:
+                    if task.id in accepted:
+                        mine = and_(k.c.tag == task.tag, k.c.task_key == task.key, k.c.task_id == task.id)
+                        connection.execute(delete(k).where(mine))
+                return accepted
+
+        return self._db.run(together)
+
+    def _settled_row(self, settlement: Settlement) -> dict[str, Any]:
+        return {
+            "id": settlement.task.id,
+            "version": settlement.task.version,
+            "status": int(MOVES[settlement.move].target),
+            "error": settlement.error,
+            "began": instant_text(self._dialect, settlement.began),
+            "due": instant_text(self._dialect, settlement.due),
+            "returned": int(settlement.move == "give_back"),
+            "is_finished": int(settlement.move != "give_back"),
+        }
+
+    def _settled(self, connection: Any, ordered: Sequence[Settlement], parameters: dict[str, Any]) -> set[int]:
+        result = connection.execute(self._settle, parameters)
+        expected = {s.task.id: self._after(s) for s in ordered}
+        if result.rowcount == len(ordered):
+            return set(expected)
+        # Some were not ours any more, or the same settlement came through before its answer was lost.
+        t = self._t
+        query = select(t.c.id, t.c.version, t.c.status, t.c.lapses).where(t.c.id.in_(list(expected)))
+        return {row[0] for row in connection.execute(query) if tuple(row[1:]) == expected[row[0]]}
+
+    @staticmethod
+    def _after(settlement: Settlement) -> tuple[int, int, int]:
+        """Version, status and lapses of a row that this settlement left; a lapse leaves other ones."""
+        task, is_finished = settlement.task, settlement.move != "give_back"
+        return task.version + 1, int(MOVES[settlement.move].target), 0 if is_finished else task.lapses
+
+    # -- leases -----------------------------------------------------------------------------------
+
+    def renew(self, ids: Sequence[int]) -> int:
+        """The lease of rows that this worker's children still run, begun anew."""
+        t = self._t
+        mine = and_(t.c.id.in_(sorted(ids)), t.c.status == int(Status.RUNNING), t.c.worker == self._worker)
+        statement = update(t).where(mine).values(lease_until=db_now_plus(self._lease_s))
+        return int(self._db.alone(lambda c: c.execute(statement).rowcount))
+
+    def release_lost(self, ids: Sequence[int], max_lapses: int) -> int:
+        """What a dead child of this worker held lapses at once, instead of when its lease ends."""
+        t = self._t
+        mine = and_(t.c.id.in_(sorted(ids)), t.c.status == int(Status.RUNNING), t.c.worker == self._worker)
+        statement = lapse_statement(t, max_lapses).where(mine)
+        return int(self._db.alone(lambda c: c.execute(statement).rowcount))
+
+
+def lapse_statement(tasks: Any, max_lapses: int) -> Update:
+    """RUNNING → NOT_COMPLETE, or FAILED when it happened too often in a row. MySQL assigns from left to right,
+    so `lapses` comes last: all the others look at its old value."""
+    is_last = tasks.c.lapses + 1 >= max_lapses
+    return (
+        update(tasks)
+        .ordered_values(
+            (tasks.c.status, case((is_last, int(MOVES["give_up"].target)), else_=int(MOVES["lapse"].target))),
+            (tasks.c.version, tasks.c.version + 1),
+            (tasks.c.error_stack, case((is_last, NO_LONGER_ALIVE.format(n=max_lapses)), else_=tasks.c.error_stack)),
+            (tasks.c.lease_until, None),
+            (tasks.c.update_time, db_now()),
+            (tasks.c.lapses, tasks.c.lapses + 1),
+        )
+    )

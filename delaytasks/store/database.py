@@ -1,0 +1,249 @@
+"""Connections: engines made for each database's ways, safe across forks, with our errors and our retries."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sqlalchemy import URL, Connection, Engine, Row, Select, create_engine, event, exc, make_url
+
+from delaytasks.core.errors import (
+    ConfigError,
+    DelayTaskError,
+    OutcomeUnknownError,
+    StoreError,
+    StoreUnavailableError,
+)
+
+T = TypeVar("T")
+TRIES = 5
+
+#: What databases answer when a transaction should simply be tried again.
+_RETRY_PG = {"40001", "40P01", "55P03"}  # serialization failure, deadlock, lock not available
+_RETRY_MYSQL = {1205, 1213}  # lock wait timeout, deadlock
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a database can do; the store asks these, never for a database's name."""
+
+    #: One UPDATE can pick, lock, change and return rows.
+    update_returning: bool
+    #: A list of ids is one parameter, so that the index is used whatever the statistics say.
+    array_parameters: bool
+    #: INSERT can pass over rows that exist; elsewhere a failed INSERT leaves the transaction usable.
+    insert_or_skip: bool
+    #: COPY FROM STDIN.
+    copy: bool
+    #: A cursor of the server's can hand out rows bit by bit, inside a transaction.
+    server_side_cursors: bool
+
+
+POSTGRESQL = Capabilities(
+    update_returning=True, array_parameters=True, insert_or_skip=True, copy=True, server_side_cursors=True
+)
+MYSQL = Capabilities(
+    update_returning=False, array_parameters=False, insert_or_skip=False, copy=False, server_side_cursors=True
+)
+SQLITE = Capabilities(
+    update_returning=True, array_parameters=False, insert_or_skip=True, copy=False, server_side_cursors=False
+)
+_BY_NAME = {"postgresql": POSTGRESQL, "mysql": MYSQL, "mariadb": MYSQL, "sqlite": SQLITE}
+
+
+def capabilities_of(dialect_name: str) -> Capabilities:
+    try:
+        return _BY_NAME[dialect_name]
+    except KeyError:
+        raise ConfigError(f"database {dialect_name!r} is not supported (known: {', '.join(_BY_NAME)})") from None
+
+
+def normalize_url(text: str) -> URL:
+    """The URL with the driver that this project is tested with, where it names none."""
+    try:
+        url = make_url(text)
+    except exc.ArgumentError:
+        raise ConfigError("delaytasks_database_url is not a database URL (dialect://user:password@host/name)") from None
+    drivers = {"postgres": "postgresql+psycopg2", "postgresql": "postgresql+psycopg2"}
+    drivers |= {"mysql": "mysql+pymysql", "mariadb": "mariadb+pymysql"}
+    url = url.set(drivername=drivers.get(url.drivername, url.drivername))
+    capabilities_of(url.get_backend_name())
+    return url
+
+
+class Database:
+    """Two engines on one database: `auto` for single statements, `begin()` for transactions."""
+
+    def __init__(self, url: str, pool_size: int = 5) -> None:
+        self.url = normalize_url(url)
+        self.can = capabilities_of(self.url.get_backend_name())
+        self._pool_size = pool_size
+        self._lock = threading.Lock()
+        self._auto: Engine | None = None
+        self._tx: Engine | None = None
+        _open_databases.add(self)
+
+    @property
+    def auto(self) -> Engine:
+        return self._auto or self._make("_auto", "AUTOCOMMIT")
+
+    @property
+    def tx(self) -> Engine:
+        return self._tx or self._make("_tx", "READ COMMITTED")
+
+    @contextmanager
+    def begin(self) -> Iterator[Connection]:
+        """A short transaction of our own, READ COMMITTED."""
+        with self.tx.begin() as connection:
+            yield connection
+
+    def alone(self, work: Callable[[Connection], T]) -> T:
+        """`work` with a connection on which each statement is a transaction of its own."""
+
+        def once() -> T:
+            with self.auto.connect() as connection:
+                return work(connection)
+
+        return self.run(once)
+
+    def stream(self, query: Select[Any], size: int) -> Iterator[Sequence[Row[Any]]]:
+        """Rows as the database finds them, `size` at a time, however many there are."""
+        engine = self.tx if self.can.server_side_cursors else self.auto
+        try:
+            with engine.connect().execution_options(yield_per=size) as connection:
+                yield from connection.execute(query).partitions()
+        except exc.DBAPIError as error:
+            raise translate(error) from error
+
+    def dispose(self, close: bool = True) -> None:
+        for engine in (self._auto, self._tx):
+            if engine is not None:
+                engine.dispose(close=close)
+
+    def run(self, work: Callable[[], T], unknown_id: int | None = None, tries: int = TRIES) -> T:
+        """`work`, tried again while that is safe: conflicts always, lost connections because all our
+        statements either are fenced by a version or name their own ids. Driver errors become ours."""
+        for attempt in range(1, tries + 1):
+            try:
+                return work()
+            except exc.DBAPIError as error:
+                sent = error.connection_invalidated
+                if not (is_conflict(error) or is_disconnect(error)) or attempt == tries:
+                    raise translate(error, unknown_id if sent else None) from error
+                time.sleep(random.uniform(0.01, 0.05) * 2**attempt)
+            except exc.TimeoutError as error:
+                raise StoreUnavailableError(
+                    f"no free database connection (setting pool_size = {self._pool_size}): {error}"
+                ) from error
+        raise AssertionError("unreachable")
+
+    def _make(self, attribute: str, isolation_level: str) -> Engine:
+        with self._lock:
+            engine: Engine | None = getattr(self, attribute)
+            if engine is None:
+                engine = _make_engine(self.url, self._pool_size, isolation_level)
+                setattr(self, attribute, engine)
+            return engine
+
+
+def _make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
+    autocommit = isolation_level == "AUTOCOMMIT"
+    options: dict[str, Any] = {"pool_size": pool_size, "max_overflow": 20, "pool_timeout": 10}
+    backend = url.get_backend_name()
+    if backend == "sqlite":
+        if url.database and url.database != ":memory:" and not url.database.startswith("file:"):
+            Path(url.database).parent.mkdir(parents=True, exist_ok=True)
+        engine = create_engine(url, connect_args={"timeout": 30, "check_same_thread": False}, **options)
+        event.listen(engine, "connect", _sqlite_connect)
+        if not autocommit:
+            event.listen(engine, "begin", _sqlite_begin_immediate)
+        return engine
+    if backend == "postgresql":
+        # PostgreSQL 14+ notices a client that is gone while it waits; older ones ignore the option's absence.
+        options["connect_args"] = {"connect_timeout": 5, "application_name": "delaytasks"}
+    else:
+        options["connect_args"] = {"connect_timeout": 5, "charset": "utf8mb4"}
+    if autocommit:
+        # Nothing is ever open on such a connection: a ROLLBACK on return would be a round trip for nothing.
+        options["pool_reset_on_return"] = None
+    try:
+        return create_engine(url, isolation_level=isolation_level, **options)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"no driver {error.name!r} for {url.drivername}: pip install 'delaytasks[mysql]'") from error
+
+
+def _sqlite_connect(connection: Any, _record: Any) -> None:
+    # We say BEGIN ourselves, and say it IMMEDIATE: a deferred one fails when two writers meet.
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA busy_timeout = 30000")
+    cursor.execute("PRAGMA journal_mode = WAL")
+    cursor.execute("PRAGMA synchronous = NORMAL")
+    cursor.close()
+
+
+def _sqlite_begin_immediate(connection: Connection) -> None:
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+def is_disconnect(error: exc.DBAPIError) -> bool:
+    return error.connection_invalidated or (
+        isinstance(error, (exc.OperationalError, exc.InterfaceError)) and _sqlstate(error) in (None, "57P03", "53300")
+        and not is_conflict(error) and "sqlite3" not in type(error.orig).__module__ and not _mysql_says(error)
+    )
+
+
+def _mysql_says(error: exc.DBAPIError) -> bool:
+    """A MySQL server answered, so the connection works; client-side trouble has numbers from 2000 on."""
+    code = error.orig.args[0] if error.orig is not None and error.orig.args else None
+    return isinstance(code, int) and not 2000 <= code < 3000
+
+
+def is_conflict(error: exc.DBAPIError) -> bool:
+    if _sqlstate(error) in _RETRY_PG:
+        return True
+    code = error.orig.args[0] if error.orig is not None and error.orig.args else None
+    return code in _RETRY_MYSQL or (isinstance(code, str) and "database is locked" in code)
+
+
+def _sqlstate(error: exc.DBAPIError) -> str | None:
+    return getattr(error.orig, "pgcode", None)
+
+
+def translate(error: exc.DBAPIError, unknown_id: int | None = None) -> DelayTaskError:
+    """The typed error for a driver's error. Its own text says no values: those may be secrets."""
+    reason = str(error.orig).strip().splitlines()[0] if error.orig is not None else str(error)
+    if is_disconnect(error):
+        if unknown_id is not None:
+            return OutcomeUnknownError(
+                f"the connection broke before the answer came ({reason}); scheduling again with id={unknown_id} is safe",
+                unknown_id,
+            )
+        return StoreUnavailableError(f"the database can not be reached: {reason}")
+    if is_conflict(error):
+        return StoreUnavailableError(f"the database stayed busy for {TRIES} tries: {reason}")
+    if "no such table" in reason or "does not exist" in reason or "doesn't exist" in reason:
+        return StoreError(f"the tables are missing or old ({reason}); run: delaytasks db upgrade")
+    return StoreError(f"the database refused: {reason}")
+
+
+_open_databases: weakref.WeakSet[Database] = weakref.WeakSet()
+
+
+def _forget_connections() -> None:
+    """A forked child must not use its parent's sockets, nor close them."""
+    for database in list(_open_databases):
+        database._lock = threading.Lock()
+        database.dispose(close=False)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_connections)

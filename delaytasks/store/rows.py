@@ -1,0 +1,111 @@
+"""Between rows and tasks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Column,
+    FromClause,
+    Integer,
+    SmallInteger,
+    Text,
+    bindparam,
+    cast,
+    column,
+    func,
+    literal_column,
+    select,
+    text,
+)
+from sqlalchemy.types import TypeEngine
+
+from delaytasks.core.clock import UTC
+from delaytasks.core.states import Status
+from delaytasks.core.task import DelayTask
+from delaytasks.store.schema import Schema
+from delaytasks.store.types import UTCDateTime
+
+#: In the order of DelayTask's fields.
+COLUMNS = (
+    "id tag message_body expected_time status version queue priority task_key delay_time attempts lapses create_time "
+    "update_time execution_time lease_until worker ip_address error_stack"
+).split()
+#: What a worker needs of a row it has claimed: everything before update_time.
+CLAIMED = COLUMNS[: COLUMNS.index("update_time")]
+
+
+def columns(schema: Schema, names: Sequence[str] = COLUMNS) -> list[Column[Any]]:
+    return [schema.tasks.c[name] for name in names]
+
+
+def task_of(row: Sequence[Any]) -> DelayTask:
+    return DelayTask(row[0], row[1], row[2], row[3], Status(row[4]), *row[5:])
+
+
+def values_of(task: DelayTask) -> dict[str, Any]:
+    """The row of a task that is scheduled now."""
+    return {
+        "id": task.id,
+        "tag": task.tag,
+        "message_body": task.body_json,
+        "status": int(task.status),
+        "version": task.version,
+        "delay_time": task.delay_s,
+        "expected_time": task.expected_time,
+        "create_time": task.create_time,
+        "update_time": task.create_time,
+        "queue": task.queue,
+        "priority": task.priority,
+        "task_key": task.key,
+    }
+
+
+#: The columns of a list of rows that travels as one JSON parameter, so that a statement's text never varies.
+_TYPES: dict[str, tuple[TypeEngine[Any], str]] = {
+    "id": (BigInteger(), "BIGINT"),
+    "version": (BigInteger(), "BIGINT"),
+    "status": (SmallInteger(), "SMALLINT"),
+    "error": (Text(), "LONGTEXT"),
+    "began": (UTCDateTime(), "DATETIME(6)"),
+    "due": (UTCDateTime(), "DATETIME(6)"),
+    "returned": (Integer(), "INT"),
+    "is_finished": (Integer(), "INT"),
+}
+
+
+def json_rows(dialect: str, names: Sequence[str]) -> FromClause:
+    """A table `w` with these columns, made by the database from the JSON array parameter `rows`."""
+    if dialect == "postgresql":
+        shape = [column(name, _TYPES[name][0]) for name in names]
+        return (
+            func.json_to_recordset(cast(bindparam("rows", type_=Text()), JSON))
+            .table_valued(*shape)
+            .render_derived(name="w", with_types=True)
+        )
+    if dialect == "sqlite":
+        picked = [
+            func.json_extract(literal_column("j.value"), f"$.{name}", type_=_TYPES[name][0]).label(name)
+            for name in names
+        ]
+        return select(*picked).select_from(text("json_each(:rows) AS j")).subquery("w")
+    fields = ", ".join(f"{name} {_TYPES[name][1]} PATH '$.{name}'" for name in names)
+    picked = [literal_column(f"j.{name}", _TYPES[name][0]).label(name) for name in names]
+    return select(*picked).select_from(text(f"JSON_TABLE(:rows, '$[*]' COLUMNS ({fields})) AS j")).subquery("w")
+
+
+def dump_rows(rows: Sequence[dict[str, Any]]) -> str:
+    return json.dumps(rows, separators=(",", ":"))
+
+
+def instant_text(dialect: str, instant: datetime | None) -> str | None:
+    """An instant inside a JSON parameter."""
+    if instant is None:
+        return None
+    shown = instant.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")
+    return shown + "+00" if dialect == "postgresql" else shown

@@ -1,0 +1,118 @@
+"""The tables. The migrations build exactly these; a test compares them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Identity,
+    Index,
+    Integer,
+    MetaData,
+    PrimaryKeyConstraint,
+    SmallInteger,
+    String,
+    Table,
+    text,
+)
+from sqlalchemy.sql.elements import conv
+
+from delaytasks.core.inputs import KEY_LENGTH, QUEUE_LENGTH, TAG_LENGTH
+from delaytasks.core.states import Status
+from delaytasks.store.types import LongText, UTCDateTime, db_now
+
+#: SQLite makes ids by itself only for a column that is exactly INTEGER PRIMARY KEY.
+RowId = BigInteger().with_variant(Integer(), "sqlite")
+
+HOT = f"status IN ({Status.NOT_COMPLETE:d}, {Status.RUNNING:d})"
+#: MySQL compares text without case and trailing blanks unless told otherwise: 'a' and 'A' are two tags.
+_MYSQL = {
+    "mysql_charset": "utf8mb4",
+    "mysql_collate": "utf8mb4_bin",
+    "mariadb_charset": "utf8mb4",
+    "mariadb_collate": "utf8mb4_bin",
+}
+
+
+@dataclass(frozen=True)
+class Schema:
+    metadata: MetaData
+    tasks: Table
+    keys: Table
+    sweeps: Table
+    workers: Table
+
+
+def build_schema(prefix: str = "", schema: str | None = None) -> Schema:
+    metadata = MetaData(schema=schema or None)
+    tasks = Table(
+        prefix + "yb_delay_task_message",
+        metadata,
+        # Columns up to update_time are a contract: a row that has only these is a good task.
+        Column("id", RowId, Identity(always=False), primary_key=True),
+        Column("tag", String(TAG_LENGTH), nullable=False),
+        Column("message_body", LongText, nullable=False),
+        Column("status", SmallInteger, nullable=False, server_default=text(f"{Status.NOT_COMPLETE:d}")),
+        Column("error_stack", LongText),
+        Column("version", BigInteger, nullable=False, server_default=text("0")),
+        Column("ip_address", BigInteger),
+        Column("delay_time", BigInteger, nullable=False, server_default=text("0")),
+        Column("expected_time", UTCDateTime, nullable=False, server_default=db_now()),
+        Column("execution_time", UTCDateTime),
+        Column("create_time", UTCDateTime, nullable=False, server_default=db_now()),
+        Column("update_time", UTCDateTime, nullable=False, server_default=db_now()),
+        Column("queue", String(QUEUE_LENGTH), nullable=False, server_default="default"),
+        Column("priority", SmallInteger, nullable=False, server_default=text("0")),
+        Column("headers", LongText),
+        Column("attempts", Integer, nullable=False, server_default=text("0")),
+        Column("lapses", Integer, nullable=False, server_default=text("0")),
+        Column("lease_until", UTCDateTime),
+        Column("worker", String(255)),
+        Column("task_key", String(KEY_LENGTH)),
+        Index(conv(prefix + "idx_expectedTime_status"), "expected_time", "status"),
+        Index(
+            conv(prefix + "idx_yb_delay_hot"),
+            "status",
+            "queue",
+            "priority",
+            "expected_time",
+            postgresql_where=text(HOT),
+            sqlite_where=text(HOT),
+        ),
+        **_MYSQL,
+    )
+    keys = Table(
+        prefix + "yb_delay_task_key",
+        metadata,
+        Column("tag", String(TAG_LENGTH), nullable=False),
+        Column("task_key", String(KEY_LENGTH), nullable=False),
+        Column("task_id", BigInteger, nullable=False),
+        PrimaryKeyConstraint("tag", "task_key", name=conv(prefix + "pk_yb_delay_task_key")),
+        **_MYSQL,
+    )
+    sweeps = Table(
+        prefix + "yb_delay_sweep",
+        metadata,
+        Column("house", Integer, nullable=False, autoincrement=False),
+        Column("houses", Integer, nullable=False, autoincrement=False),
+        Column("swept_at", UTCDateTime, nullable=False),
+        Column("armed_until", UTCDateTime, nullable=False),
+        PrimaryKeyConstraint("houses", "house", name=conv(prefix + "pk_yb_delay_sweep")),
+        **_MYSQL,
+    )
+    workers = Table(
+        prefix + "yb_delay_worker",
+        metadata,
+        Column("name", String(255), nullable=False),
+        Column("seen_at", UTCDateTime, nullable=False),
+        Column("started_at", UTCDateTime, nullable=False),
+        Column("queues", LongText, nullable=False),
+        Column("pool", String(64), nullable=False),
+        Column("concurrency", Integer, nullable=False),
+        Column("clock_offset_us", BigInteger, nullable=False, server_default=text("0")),
+        PrimaryKeyConstraint("name", name=conv(prefix + "pk_yb_delay_worker")),
+        **_MYSQL,
+    )
+    return Schema(metadata, tasks, keys, sweeps, workers)

@@ -1,0 +1,139 @@
+"""The table as the sweep sees it: near, overdue and lapsed rows, and old ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import and_, delete, exists, exc, func, insert, select, update
+
+from delaytasks.core.clock import to_us
+from delaytasks.core.ports import Entry, Level
+from delaytasks.core.states import FINISHED, Status
+from delaytasks.store.claims import lapse_statement
+from delaytasks.store.database import Database
+from delaytasks.store.schema import Schema
+from delaytasks.store.types import db_now, db_now_plus
+
+#: Neighbouring ids go to different houses; ids of one producer differ mostly in their low bits.
+_HOUSE_PRIME = 1_000_003
+
+
+class Sweeps:
+    def __init__(self, database: Database, schema: Schema) -> None:
+        self._db = database
+        self._t = schema.tasks
+        self._s = schema.sweeps
+
+    def begin_sweep(self, house: int, houses: int, at_least_s: float) -> datetime | None:
+        """Until when near rows were armed, if this sweep is ours to do; None if somebody just did it.
+
+        Any number of beats and workers may ask: the row's compare-and-set lets one through.
+        """
+        s = self._s
+
+        def work() -> datetime | None:
+            with self._db.begin() as connection:
+                mine = and_(s.c.house == house, s.c.houses == houses)
+                row = connection.execute(select(s.c.armed_until).where(mine).with_for_update()).first()
+                if row is None:
+                    now = connection.execute(select(db_now())).scalar_one()
+                    connection.execute(
+                        insert(s).values(house=house, houses=houses, swept_at=now, armed_until=now)
+                    )
+                    return now  # type: ignore[no-any-return]
+                late = s.c.swept_at <= db_now_plus(-at_least_s)
+                if not connection.execute(update(s).where(mine, late).values(swept_at=db_now())).rowcount:
+                    return None
+                return row[0]  # type: ignore[no-any-return]
+
+        try:
+            return self._db.run(work)
+        except Exception as error:
+            if isinstance(error.__cause__, exc.IntegrityError):
+                return None  # two first sweeps at once
+            raise
+
+    def mark_armed(self, house: int, houses: int, until: datetime) -> None:
+        s = self._s
+        statement = update(s).where(s.c.house == house, s.c.houses == houses).values(armed_until=until)
+        self._db.alone(lambda c: c.execute(statement))
+
+    def forget_armed(self) -> None:
+        """What was armed may be lost with a worker or a broker: the next sweeps arm it again."""
+        s = self._s
+        self._db.alone(lambda c: c.execute(update(s).where(s.c.armed_until > db_now()).values(armed_until=db_now())))
+
+    def last_sweep_age_s(self) -> float | None:
+        s = self._s
+        row = self._db.alone(lambda c: c.execute(select(func.max(s.c.swept_at), db_now())).first())
+        return None if row is None or row[0] is None else (row[1] - row[0]).total_seconds()
+
+    def near(self, since: datetime, until: datetime, house: int, houses: int) -> Iterator[list[Entry]]:
+        """Waiting rows due in (since, until], some hundreds at a time, by due time."""
+        t = self._t
+        query = (
+            select(t.c.id, t.c.version, t.c.expected_time, t.c.queue, t.c.priority)
+            .where(t.c.status == int(Status.NOT_COMPLETE), t.c.expected_time > since, t.c.expected_time <= until)
+            .order_by(t.c.expected_time)
+        )
+        if houses > 1:
+            query = query.where((t.c.id % _HOUSE_PRIME) % houses == house)
+        for rows in self._db.stream(query, size=1000):
+            yield [Entry(row[0], row[1], to_us(row[2]), row[3], row[4]) for row in rows]
+
+    def levels(self, late_s: float) -> list[Level]:
+        """The queues and priorities that have rows late by more than `late_s`, the highest priority first.
+
+        Steps from one to the next through the index: its cost is the number of levels, not of rows.
+        """
+        t, waiting = self._t, self._t.c.status == int(Status.NOT_COMPLETE)
+
+        def work(connection: Any) -> list[Level]:
+            found: list[Level] = []
+            queue = connection.execute(select(func.min(t.c.queue)).where(waiting)).scalar()
+            while queue is not None:
+                in_queue = and_(waiting, t.c.queue == queue)
+                priority = connection.execute(select(func.min(t.c.priority)).where(in_queue)).scalar()
+                while priority is not None:
+                    level = and_(in_queue, t.c.priority == priority, t.c.expected_time <= db_now_plus(-late_s))
+                    if connection.execute(select(exists().where(level))).scalar():
+                        found.append(Level(queue, priority))
+                    priority = connection.execute(
+                        select(func.min(t.c.priority)).where(in_queue, t.c.priority > priority)
+                    ).scalar()
+                queue = connection.execute(select(func.min(t.c.queue)).where(waiting, t.c.queue > queue)).scalar()
+            return sorted(found, key=lambda level: (-level.priority, level.queue))
+
+        return self._db.alone(work)
+
+    def lapse(self, max_lapses: int, limit: int) -> int:
+        """RUNNING rows whose lease is over: their worker is dead or stuck."""
+        t = self._t
+        over = and_(t.c.status == int(Status.RUNNING), t.c.lease_until < db_now())
+
+        def work() -> int:
+            with self._db.begin() as connection:
+                query = select(t.c.id).where(over).order_by(t.c.id).limit(limit).with_for_update(skip_locked=True)
+                ids = connection.execute(query).scalars().all()
+                if ids:
+                    connection.execute(lapse_statement(t, max_lapses).where(t.c.id.in_(ids), over))
+                return len(ids)
+
+        return self._db.run(work)
+
+    def purge(self, older_than_s: float, limit: int) -> int:
+        """One small step: finished rows that were last touched long ago."""
+        t = self._t
+        old = and_(t.c.status.in_([int(s) for s in FINISHED]), t.c.update_time < db_now_plus(-older_than_s))
+        # A task is due before it is finished, so the index on expected_time finds the old ones.
+        query = (
+            select(t.c.id).where(old, t.c.expected_time < db_now_plus(-older_than_s)).order_by(t.c.expected_time)
+        ).limit(limit)
+
+        def work(connection: Any) -> int:
+            ids = connection.execute(query).scalars().all()
+            return int(connection.execute(delete(t).where(t.c.id.in_(sorted(ids)), old)).rowcount) if ids else 0
+
+        return self._db.alone(work)

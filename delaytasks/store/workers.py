@@ -1,0 +1,59 @@
+"""One row for each worker: who is alive, what it serves, and how far its clock is off."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import delete, insert, select, update
+
+from delaytasks.store.database import Database
+from delaytasks.store.schema import Schema
+from delaytasks.store.types import db_now, db_now_plus
+
+
+
+class Workers:
+    def __init__(self, database: Database, schema: Schema) -> None:
+        self._db = database
+        self._w = schema.workers
+
+    def seen(self, name: str, queues: Sequence[str], pool: str, concurrency: int, offset_us: int) -> None:
+        w = self._w
+        values = {
+            "seen_at": db_now(),
+            "queues": json.dumps(sorted(queues)),
+            "pool": pool,
+            "concurrency": concurrency,
+            "clock_offset_us": offset_us,
+        }
+
+        def work() -> None:
+            with self._db.begin() as connection:
+                if not connection.execute(update(w).where(w.c.name == name).values(values)).rowcount:
+                    connection.execute(insert(w).values(name=name, started_at=db_now(), **values))
+
+        self._db.run(work)
+
+    def gone(self, name: str) -> None:
+        """It stopped in order, and has sent back what it held."""
+        w = self._w
+        self._db.alone(lambda c: c.execute(delete(w).where(w.c.name == name)))
+
+    def bury(self, silent_s: float) -> list[str]:
+        """The workers that were not seen for so long; each is reported once."""
+        w = self._w
+
+        def work(connection: Any) -> list[str]:
+            stale = w.c.seen_at < db_now_plus(-silent_s)
+            names = connection.execute(select(w.c.name).where(stale)).scalars().all()
+            return [n for n in names if connection.execute(delete(w).where(w.c.name == n, stale)).rowcount]
+
+        return self._db.alone(work)
+
+    def alive(self) -> list[dict[str, Any]]:
+        w = self._w
+        query = select(w.c.name, w.c.seen_at, w.c.started_at, w.c.queues, w.c.pool, w.c.concurrency, w.c.clock_offset_us)
+        rows = self._db.alone(lambda c: c.execute(query.order_by(w.c.name)).mappings().all())
+        return [{**row, "queues": json.loads(row["queues"])} for row in rows]
