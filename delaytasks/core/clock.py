@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 
+from delaytasks.core.forks import reset_in_child
+
 UTC = timezone.utc
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
@@ -50,6 +52,10 @@ class Clock:
         self._measured_at = -1e9
         #: Seconds that the host's clock is ahead of the database's, when last measured.
         self.offset_s = 0.0
+        reset_in_child(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
 
     def now_us(self) -> int:
         at = time.monotonic()

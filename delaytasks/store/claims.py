@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from typing import Any
 
 from sqlalchemy import (
@@ -33,7 +34,7 @@ NO_LONGER_ALIVE = "gave up: the worker died or lost its lease {n} times in a row
 
 
 class Claims:
-    """Claims for one worker, whose name and address its rows carry."""
+    """Claims for one worker process, whose name and address its rows carry."""
 
     def __init__(self, database: Database, schema: Schema, worker: str, ip: int | None, lease_s: float) -> None:
         self._db = database
@@ -41,7 +42,7 @@ class Claims:
         self._keys = schema.keys
         self._columns = columns(schema, CLAIMED)
         self._dialect = dialect = database.url.get_backend_name()
-        self._worker = worker
+        self._mine = and_(t.c.status == int(Status.RUNNING), t.c.worker == worker)
         self._claimed = {
             "status": int(MOVES["claim"].target),
             "version": t.c.version + 1,
@@ -220,19 +221,19 @@ class Claims:
 
     # -- leases -----------------------------------------------------------------------------------
 
-    def renew(self, ids: Sequence[int]) -> int:
-        """The lease of rows that this worker's children still run, begun anew."""
+    def renew(self, since: datetime) -> int:
+        """Begins the leases anew of what this worker claimed since then. What it claimed before and still holds
+        was lost on the way: nobody runs it, so its lease must end."""
         t = self._t
-        mine = and_(t.c.id.in_(sorted(ids)), t.c.status == int(Status.RUNNING), t.c.worker == self._worker)
-        statement = update(t).where(mine).values(lease_until=db_now_plus(self._lease_s))
-        return int(self._db.alone(lambda c: c.execute(statement).rowcount))
+        statement = (
+            update(t).where(self._mine, t.c.update_time >= since).values(lease_until=db_now_plus(self._lease_s))
+        )
+        return self._db.alone(lambda c: c.execute(statement).rowcount)
 
-    def release_lost(self, ids: Sequence[int], max_lapses: int) -> int:
-        """What a dead child of this worker held lapses at once, instead of when its lease ends."""
-        t = self._t
-        mine = and_(t.c.id.in_(sorted(ids)), t.c.status == int(Status.RUNNING), t.c.worker == self._worker)
-        statement = lapse_statement(t, max_lapses).where(mine)
-        return int(self._db.alone(lambda c: c.execute(statement).rowcount))
+    def release(self, max_lapses: int) -> int:
+        """This worker process is dead: what it held lapses at once, instead of when the lease ends."""
+        statement = lapse_statement(self._t, max_lapses).where(self._mine)
+        return self._db.alone(lambda c: c.execute(statement).rowcount)
 
 
 def lapse_statement(tasks: Any, max_lapses: int) -> Update:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from delaytasks.core.errors import (
     StoreError,
     StoreUnavailableError,
 )
+from delaytasks.core.forks import reset_in_child
 
 T = TypeVar("T")
 TRIES = 5
@@ -89,7 +88,7 @@ class Database:
         self._lock = threading.Lock()
         self._auto: Engine | None = None
         self._tx: Engine | None = None
-        _open_databases.add(self)
+        reset_in_child(self)
 
     @property
     def auto(self) -> Engine:
@@ -122,6 +121,11 @@ class Database:
                 yield from connection.execute(query).partitions()
         except exc.DBAPIError as error:
             raise translate(error) from error
+
+    def after_fork(self) -> None:
+        """A forked child must not use its parent's sockets, nor close them."""
+        self._lock = threading.Lock()
+        self.dispose(close=False)
 
     def dispose(self, close: bool = True) -> None:
         for engine in (self._auto, self._tx):
@@ -233,17 +237,3 @@ def translate(error: exc.DBAPIError, unknown_id: int | None = None) -> DelayTask
     if "no such table" in reason or "does not exist" in reason or "doesn't exist" in reason:
         return StoreError(f"the tables are missing or old ({reason}); run: delaytasks db upgrade")
     return StoreError(f"the database refused: {reason}")
-
-
-_open_databases: weakref.WeakSet[Database] = weakref.WeakSet()
-
-
-def _forget_connections() -> None:
-    """A forked child must not use its parent's sockets, nor close them."""
-    for database in list(_open_databases):
-        database._lock = threading.Lock()
-        database.dispose(close=False)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_connections)

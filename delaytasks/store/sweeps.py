@@ -65,10 +65,12 @@ class Sweeps:
         s = self._s
         self._db.alone(lambda c: c.execute(update(s).where(s.c.armed_until > db_now()).values(armed_until=db_now())))
 
-    def last_sweep_age_s(self) -> float | None:
+    def stale_houses(self, houses: int, age_s: float) -> list[int]:
+        """The house numbers that nobody swept for so long."""
         s = self._s
-        row = self._db.alone(lambda c: c.execute(select(func.max(s.c.swept_at), db_now())).first())
-        return None if row is None or row[0] is None else (row[1] - row[0]).total_seconds()
+        fresh = select(s.c.house).where(s.c.houses == houses, s.c.swept_at > db_now_plus(-age_s))
+        swept = set(self._db.alone(lambda c: c.execute(fresh).scalars().all()))
+        return [house for house in range(houses) if house not in swept]
 
     def near(self, since: datetime, until: datetime, house: int, houses: int) -> Iterator[list[Entry]]:
         """Waiting rows due in (since, until], some hundreds at a time, by due time."""

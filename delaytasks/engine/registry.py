@@ -1,0 +1,99 @@
+"""Which function processes which tag."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from delaytasks.core.errors import DuplicateProcessorError, UnknownTagError
+from delaytasks.core.inputs import check_queue, check_tag
+from delaytasks.core.task import DelayTask
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    tag: str
+    function: Callable[..., Any]
+    queue: str | None
+    wants_task: bool
+
+    def __call__(self, task: DelayTask) -> Any:
+        return self.function(task.body, task) if self.wants_task else self.function(task.body)
+
+
+class Registry:
+    def __init__(self) -> None:
+        self._processors: dict[str, Processor] = {}
+
+    def processor(self, tag: str, *, queue: str | None = None) -> Callable[[F], F]:
+        """Registers the decorated function for `tag`: `f(body)`, or `f(body, task)` to see the whole task."""
+        check_tag(tag)
+        if queue is not None:
+            check_queue(queue)
+
+        def register(function: F) -> F:
+            known = self._processors.get(tag)
+            if known is not None and not _is_same(known.function, function):
+                raise DuplicateProcessorError(
+                    f"tag {tag!r} has the processor {_name(known.function)} already; {_name(function)} needs another tag"
+                )
+            self._processors[tag] = Processor(tag, function, queue, _wants_task(function))
+            return function
+
+        return register
+
+    def get(self, tag: str) -> Processor | None:
+        return self._processors.get(tag)
+
+    def demand(self, tag: str) -> Processor:
+        processor = self._processors.get(tag)
+        if processor is None:
+            known = difflib.get_close_matches(tag, self._processors, n=3, cutoff=0.0)
+            raise UnknownTagError(
+                f"no processor for tag {tag!r} (known: {', '.join(map(repr, known)) or 'none'}); is its module imported?"
+            )
+        return processor
+
+    def queue_of(self, tag: str) -> str | None:
+        processor = self._processors.get(tag)
+        return None if processor is None else processor.queue
+
+    def queues(self) -> set[str]:
+        return {p.queue for p in self._processors.values() if p.queue is not None}
+
+    def __iter__(self) -> Iterator[Processor]:
+        return iter(self._processors.values())
+
+
+def _wants_task(function: Callable[..., Any]) -> bool:
+    """True for `f(body, task)`. Arguments with defaults are the function's own business."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind in positional and parameter.default is parameter.empty
+    ]
+    if len(required) not in (1, 2):
+        raise TypeError(f"a processor takes (body) or (body, task); {_name(function)} takes {len(required)} arguments")
+    return len(required) == 2
+
+
+def _is_same(known: Callable[..., Any], function: Callable[..., Any]) -> bool:
+    """A module that is run as __main__ and imported as well registers its functions twice."""
+    if known is function:
+        return True
+    here, there = getattr(known, "__code__", None), getattr(function, "__code__", None)
+    return here is not None and there is not None and (here.co_filename, here.co_firstlineno, here.co_name) == (
+        there.co_filename,
+        there.co_firstlineno,
+        there.co_name,
+    )
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"

@@ -1,0 +1,210 @@
+"""The way of a task, part 3: claim, run, settle. Here a row goes from RUNNING to DONE."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
+
+from delaytasks.core.clock import Clock, monotonic, to_us
+from delaytasks.core.errors import StoreError
+from delaytasks.core.events import Events
+from delaytasks.core.ports import ClaimStore, Entry, Settlement, Timer
+from delaytasks.core.settings import Settings
+from delaytasks.core.states import Status
+from delaytasks.core.task import DelayTask
+from delaytasks.core.text import storable, traceback_text
+from delaytasks.engine.chunk import Chunk, TimeBox
+from delaytasks.engine.registry import Processor, Registry
+
+Execute = Callable[[Processor, DelayTask], Any]
+#: A message that is early by less is worth waiting for: clocks agree to a fraction of it.
+NAP_US = 50_000
+#: A tag without a processor is tried again after a tenth of the time it has waited, within these bounds.
+UNKNOWN_MIN_S, UNKNOWN_MAX_S = 5.0, 600.0
+
+
+class Report(NamedTuple):
+    """What became of a chunk, as the worker's main process wants to know it."""
+
+    claimed: int = 0
+    ran: int = 0
+    seconds: float = 0.0
+    early: tuple[Entry, ...] = ()
+    is_full: bool = False
+
+
+class Runner:
+    """Runs chunks in one process. `execute` calls the processor in the surroundings that it expects."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        claims: ClaimStore,
+        clock: Clock,
+        registry: Registry,
+        timer: Timer,
+        events: Events,
+        execute: Execute,
+    ) -> None:
+        self._settings = settings
+        self._claims = claims
+        self._clock = clock
+        self._registry = registry
+        self._timer = timer
+        self._events = events
+        self._execute = execute
+        self._time_box = TimeBox(settings.chunk_time_box_s, self._expire)
+
+    def run(self, entries: Sequence[Entry]) -> Report:
+        """The fast path: the entries of messages that fell due."""
+        claimed_at = monotonic()
+        tasks = self._claims.claim(entries)
+        early: tuple[Entry, ...] = ()
+        alone: list[DelayTask] = []
+        if len(tasks) < len(entries):
+            missing = {entry.id: entry for entry in entries}
+            for task in tasks:
+                missing.pop(task.id, None)
+            early, alone = self._look_after(missing)
+        ran, seconds = self._run_chunk(tasks, claimed_at)
+        for task in alone:
+            also, longer = self._run_chunk([task], monotonic())
+            ran, seconds = ran + also, seconds + longer
+        return Report(len(tasks) + len(alone), ran, seconds, early)
+
+    def drain(self, queue: str, priorities: Sequence[int], limit: int) -> Report:
+        """The slow path: whatever is due, straight from the table."""
+        claimed_at = monotonic()
+        tasks = self._claims.claim_due(queue, priorities, limit)
+        is_full = len(tasks) >= limit
+        ran, seconds = self._run_chunk(tasks, claimed_at)
+        claimed = len(tasks)
+        if not is_full:
+            suspect = self._claims.claim_suspect(queue)
+            if suspect is not None:
+                also, longer = self._run_chunk([suspect], monotonic())
+                claimed, ran, seconds, is_full = claimed + 1, ran + also, seconds + longer, True
+        return Report(claimed, ran, seconds, (), is_full)
+
+    def _look_after(self, missing: dict[int, Entry]) -> tuple[tuple[Entry, ...], list[DelayTask]]:
+        """The entries that the claim did not get: early ones go back to the timer, those that lapsed before are
+        claimed alone, and all others are not ours: cancelled, moved, or somebody else's already."""
+        now = self._clock.now_us()
+        early: list[Entry] = []
+        alone: list[DelayTask] = []
+        dropped = 0
+        for miss in self._claims.misses(missing):
+            entry = missing.pop(miss.id)
+            if miss.status is not Status.NOT_COMPLETE or miss.version != entry.version:
+                dropped += 1
+            elif 0 < miss.due_us - now <= NAP_US or (miss.due_us <= now and miss.lapses):
+                time.sleep(max(miss.due_us - now, 0) / 1e6)
+                task = self._claims.claim_alone(miss.id, miss.version)
+                alone += [task] if task else []
+            elif miss.due_us > now:
+                early.append(entry._replace(due_us=miss.due_us))
+            else:
+                dropped += 1
+        self._count_dropped(dropped + len(missing))
+        return tuple(early), alone
+
+    def _count_dropped(self, count: int) -> None:
+        if count:
+            self._events.emit("entry.dropped", count=count)
+
+    # -- a chunk ----------------------------------------------------------------------------------
+
+    def _run_chunk(self, tasks: Sequence[DelayTask], claimed_at: float) -> tuple[int, float]:
+        if not tasks:
+            return 0, 0.0
+        self._events.emit("chunk.claimed", count=len(tasks), tasks=tasks)
+        chunk = Chunk(tasks, self._settings.lease_s - (monotonic() - claimed_at))
+        self._time_box.open(chunk)
+        ran, began_at = 0, monotonic()
+        try:
+            while (task := chunk.start_next()) is not None:
+                chunk.finish(self._run_one(task))
+                ran += 1
+            seconds = monotonic() - began_at
+        finally:
+            self._time_box.close(chunk)
+            self._settle(chunk)
+        return ran, seconds
+
+    def _run_one(self, task: DelayTask) -> Settlement:
+        processor = self._registry.get(task.tag)
+        if processor is None:
+            return self._give_back_unknown(task)
+        began = self._clock.now()
+        self._events.emit("task.started", task=task, began=began)
+        try:
+            self._execute(processor, task)
+        except Exception as error:
+            return self._failed(task, began, error)
+        except BaseException as error:
+            if not isinstance(error, (SystemExit, KeyboardInterrupt)) or type(error) in (SystemExit, KeyboardInterrupt):
+                return self._failed(task, began, error)
+            raise  # Celery's WorkerShutdown and WorkerTerminate
+        self._events.emit("task.succeeded", task=task, began=began, ended=self._clock.now())
+        return Settlement(task, "succeed", began)
+
+    def _failed(self, task: DelayTask, began: datetime, error: BaseException) -> Settlement:
+        text = traceback_text(error, self._settings.max_error_bytes)
+        self._events.emit(
+            "task.failed", id=task.id, tag=task.tag, error=error, task=task, began=began, ended=self._clock.now(), text=text
+        )
+        return Settlement(task, "fail", began, text)
+
+    def _give_back_unknown(self, task: DelayTask) -> Settlement:
+        """A deploy may bring its processor: never failed, tried again less and less often."""
+        now = self._clock.now()
+        first_due = (task.create_time or now) + timedelta(seconds=task.delay_s)
+        wait = min(max((now - first_due).total_seconds() / 10, UNKNOWN_MIN_S), UNKNOWN_MAX_S)
+        self._events.emit("task.no_processor", id=task.id, tag=task.tag, next_try_s=wait)
+        known = ", ".join(sorted(p.tag for p in self._registry)) or "none"
+        error = storable(f"no such processor, tag={task.tag} (this worker knows: {known}); is its module imported?", 4096)
+        return Settlement(task, "give_back", None, error, now + timedelta(seconds=wait))
+
+    def _expire(self, chunk: Chunk) -> None:
+        """The time box is over: what is finished is settled, what did not start goes to other workers at once."""
+        waiting = chunk.take_waiting()
+        for task in waiting:
+            chunk.finish(Settlement(task, "give_back", error=None))
+        if waiting:
+            self._events.emit("chunk.gave_back", count=len(waiting))
+        self._settle(chunk)
+
+    def _settle(self, chunk: Chunk) -> None:
+        waiting = [Settlement(task, "give_back") for task in chunk.take_waiting()]
+        settlements = chunk.take_finished() + waiting
+        if not settlements:
+            return
+        accepted = self._settled(settlements)
+        lost = [s for s in settlements if s.task.id not in accepted]
+        for settlement in lost:
+            self._events.emit("task.lease_lost", id=settlement.task.id, tag=settlement.task.tag)
+        self._arm_given_back([s for s in settlements if s.move == "give_back" and s.task.id in accepted])
+
+    def _settled(self, settlements: Sequence[Settlement]) -> set[int]:
+        """A settlement is fenced and can be repeated, so it is, for as long as the leases may be ours."""
+        deadline = monotonic() + self._settings.lease_s
+        while True:
+            try:
+                return self._claims.settle(settlements)
+            except StoreError as error:
+                self._events.emit("store.down", error=str(error))
+                if monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
+
+    def _arm_given_back(self, settlements: Sequence[Settlement]) -> None:
+        horizon = self._clock.now_us() + (self._settings.horizon_s or 1e9) * 1e6
+        entries = [
+            Entry(s.task.id, s.task.version + 1, to_us(s.due or s.task.expected_time), s.task.queue, s.task.priority)
+            for s in settlements
+        ]
+        near = [entry for entry in entries if entry.due_us <= horizon]
+        if near:
+            self._timer.arm(near)

@@ -1,0 +1,101 @@
+"""The way of a task, part 4: the sweep finds what the fast path missed, and prepares what is near."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from delaytasks.core.clock import Clock, UTC
+from delaytasks.core.events import Events
+from delaytasks.core.ports import SweepStore, Timer, WorkerStore
+from delaytasks.core.settings import Settings
+
+#: Rows in one step of lapsing and purging: small enough that nobody waits for their locks.
+STEP = 500
+#: Steps of purging in one sweep.
+PURGE_STEPS = 20
+#: A worker that said nothing for so many sweeps is dead.
+SILENT_SWEEPS = 3
+
+
+class Sweeper:
+    def __init__(
+        self, settings: Settings, sweeps: SweepStore, workers: WorkerStore, clock: Clock, timer: Timer, events: Events
+    ) -> None:
+        self._settings = settings
+        self._sweeps = sweeps
+        self._workers = workers
+        self._clock = clock
+        self._timer = timer
+        self._events = events
+
+    def sweep(self, house: int = 0) -> bool:
+        """One sweep of one house number; False if another worker just did it."""
+        settings = self._settings
+        armed_until = self._sweeps.begin_sweep(house, settings.houses, settings.sweep_s * 0.8)
+        if armed_until is None:
+            return False
+        if house == 0:
+            self._bury_dead_workers()
+        if settings.horizon_s is not None:
+            self._arm_near(house, armed_until, settings.horizon_s)
+        if house == 0:
+            self._lapse()
+            self._drain_overdue()
+            self._purge()
+        self._events.emit("sweep.done", house=house)
+        return True
+
+    def _arm_near(self, house: int, armed_until: object, horizon_s: float) -> None:
+        now = self._clock.now()
+        since = max(armed_until, now)  # type: ignore[type-var, call-overload]
+        until = now + timedelta(seconds=horizon_s)
+        armed = 0
+        for entries in self._sweeps.near(since, until, house, self._settings.houses):
+            if not self._timer.arm(entries):
+                return  # the broker is away: the next sweep begins here again
+            armed += len(entries)
+        # Moved only now: a crash before it costs duplicate messages, which are harmless; never a gap.
+        self._sweeps.mark_armed(house, self._settings.houses, until.astimezone(UTC))
+        if armed:
+            self._events.emit("sweep.armed", count=armed)
+
+    def _lapse(self) -> None:
+        while True:
+            lapsed = self._sweeps.lapse(self._settings.max_lapses, STEP)
+            if lapsed:
+                self._events.emit("task.lapsed", count=lapsed)
+            if lapsed < STEP:
+                return
+
+    def _drain_overdue(self) -> None:
+        """Nothing is listed or rewritten: a few tokens let the workers claim what is late by themselves."""
+        levels = self._sweeps.levels(self._settings.grace_s)
+        if not levels:
+            return
+        workers = max(len(self._workers.alive()), 1)
+        queues: dict[str, list[int]] = {}
+        for level in levels:
+            queues.setdefault(level.queue, []).append(level.priority)
+        for queue, priorities in queues.items():
+            tokens = self._settings.drain_tokens * workers
+            self._timer.drain(queue, priorities, tokens, self._settings.sweep_s)
+            self._events.emit("sweep.drain", queue=queue, tokens=tokens)
+
+    def _bury_dead_workers(self) -> None:
+        """What a dead worker held in memory is armed again, in time, at the price of duplicates."""
+        names = self._workers.bury(SILENT_SWEEPS * self._settings.sweep_s)
+        if names:
+            self._sweeps.forget_armed()
+            for name in names:
+                self._events.emit("worker.lost", worker=name)
+
+    def _purge(self) -> None:
+        age = self._settings.purge_after_s
+        if age is None:
+            return
+        for _ in range(PURGE_STEPS):
+            purged = self._sweeps.purge(age, STEP)
+            if purged:
+                self._events.emit("task.purged", count=purged)
+            if purged < STEP:
+                return
