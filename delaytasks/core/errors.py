@@ -1,20 +1,20 @@
 """Every error that delaytasks raises.
 
-    DelayTaskError
-    ├── InvalidInputError (also a ValueError)      the caller's arguments
-    │   ├── InvalidDelayError, NaiveDatetimeError, InvalidScheduleError
-    │   ├── BodyNotJSONError, BodyTooLargeError, BodyNotStorableError
-    │   ├── InvalidTagError, InvalidKeyError, InvalidQueueError, InvalidIdError, InvalidPriorityError
-    │   ├── InvalidQueryError
-    │   └── UnknownTagError
-    ├── TaskStateError                             the task is not in a state that allows it
-    │   ├── TaskNotFoundError (also a LookupError)
-    │   ├── DuplicateTaskError
-    │   ├── CancelTooLateError, InvalidStatusError, StaleVersionError
-    ├── StoreError                                 the database
-    │   ├── StoreUnavailableError, OutcomeUnknownError, SessionUnusableError
-    ├── ConfigError
-    └── DuplicateProcessorError
+DelayTaskError
+├── InvalidInputError (also a ValueError)      the caller's arguments
+│   ├── InvalidDelayError, NaiveDatetimeError, InvalidScheduleError
+│   ├── BodyNotJSONError, BodyTooLargeError, BodyNotStorableError
+│   ├── InvalidTagError, InvalidKeyError, InvalidQueueError, InvalidIdError, InvalidPriorityError
+│   ├── InvalidQueryError
+│   └── UnknownTagError
+├── TaskStateError                             the task is not in a state that allows it
+│   ├── TaskNotFoundError (also a LookupError)
+│   ├── DuplicateTaskError
+│   ├── CancelTooLateError, InvalidStatusError, StaleVersionError
+├── StoreError                                 the database
+│   ├── StoreUnavailableError, OutcomeUnknownError, SessionUnusableError
+├── ConfigError
+└── DuplicateProcessorError
 """
 
 from __future__ import annotations

@@ -11,6 +11,9 @@ Subscriber = Callable[[str, dict[str, Any]], None]
 
 logger = logging.getLogger("delaytasks")
 
+#: Fields of other types are for subscribers.
+_SHOWN = (str, int, float, BaseException)
+
 #: Events that somebody should read; all others are for counters and debugging.
 _LEVELS = {
     "task.failed": logging.ERROR,
@@ -26,6 +29,7 @@ _LEVELS = {
     "sweep.self": logging.WARNING,
     "worker.lost": logging.WARNING,
     "loop.failed": logging.ERROR,
+    "chunk.failed": logging.ERROR,
 }
 
 
@@ -54,4 +58,5 @@ def log_event(name: str, fields: dict[str, Any]) -> None:
     level = _LEVELS.get(name, logging.DEBUG)
     if logger.isEnabledFor(level):
         # repr keeps CR, LF and ANSI sequences of strangers inside one escaped line.
-        logger.log(level, "%s %s", name, " ".join(f"{key}={value!r:.300}" for key, value in fields.items()))
+        shown = (f"{key}={value!r:.300}" for key, value in fields.items() if isinstance(value, _SHOWN))
+        logger.log(level, "%s %s", name, " ".join(shown))

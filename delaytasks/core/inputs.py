@@ -57,7 +57,9 @@ def _check_name(value: object, what: str, longest: int, error: type[InvalidInput
 
 def check_priority(priority: object) -> int:
     if not isinstance(priority, int) or isinstance(priority, bool) or not 0 <= priority <= MAX_PRIORITY:
-        raise InvalidPriorityError(f"a priority is an integer from 0 to {MAX_PRIORITY} (higher first), not {priority!r}")
+        raise InvalidPriorityError(
+            f"a priority is an integer from 0 to {MAX_PRIORITY} (higher first), not {priority!r}"
+        )
     return priority
 
 
@@ -68,7 +70,9 @@ def check_delay(delay: object, max_delay_s: float) -> timedelta:
     elif isinstance(delay, (int, float)) and not isinstance(delay, bool):
         seconds = delay
     else:
-        raise InvalidDelayError(f"a delay is a number of seconds or a timedelta, not {type(delay).__name__} ({delay!r:.40})")
+        raise InvalidDelayError(
+            f"a delay is a number of seconds or a timedelta, not {type(delay).__name__} ({delay!r:.40})"
+        )
     if not math.isfinite(seconds) or seconds < 0:
         raise InvalidDelayError(f"a delay is finite and not negative, not {seconds!r}")
     if seconds > max_delay_s:

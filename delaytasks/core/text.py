@@ -21,9 +21,12 @@ def storable(text: str, max_bytes: int) -> str:
 
 
 def traceback_text(error: BaseException, max_bytes: int) -> str:
-    """The full traceback, from the processor's frame on; survives errors that can not say themselves."""
+    """The full traceback from the processor's frame on; survives errors that can not say themselves."""
+    frames = error.__traceback__
+    while frames is not None and str(frames.tb_frame.f_globals.get("__name__")).startswith("delaytasks."):
+        frames = frames.tb_next
     try:
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        text = "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
     except Exception as unsayable:
         text = f"{type(error).__name__} (its text can not be made: {type(unsayable).__name__})"
     return storable(text, max_bytes)

@@ -88,10 +88,15 @@ def _is_same(known: Callable[..., Any], function: Callable[..., Any]) -> bool:
     if known is function:
         return True
     here, there = getattr(known, "__code__", None), getattr(function, "__code__", None)
-    return here is not None and there is not None and (here.co_filename, here.co_firstlineno, here.co_name) == (
-        there.co_filename,
-        there.co_firstlineno,
-        there.co_name,
+    return (
+        here is not None
+        and there is not None
+        and (here.co_filename, here.co_firstlineno, here.co_name)
+        == (
+            there.co_filename,
+            there.co_firstlineno,
+            there.co_name,
+        )
     )
 
 

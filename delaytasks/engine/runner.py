@@ -35,6 +35,15 @@ class Report(NamedTuple):
     is_full: bool = False
 
 
+class Failure(NamedTuple):
+    """A failed run, for subscribers; the log shows its error only."""
+
+    task: DelayTask
+    began: datetime
+    ended: datetime
+    traceback: str
+
+
 class Runner:
     """Runs chunks in one process. `execute` calls the processor in the surroundings that it expects."""
 
@@ -131,6 +140,7 @@ class Runner:
         finally:
             self._time_box.close(chunk)
             self._settle(chunk)
+            self._events.emit("chunk.settled")
         return ran, seconds
 
     def _run_one(self, task: DelayTask) -> Settlement:
@@ -152,8 +162,9 @@ class Runner:
 
     def _failed(self, task: DelayTask, began: datetime, error: BaseException) -> Settlement:
         text = traceback_text(error, self._settings.max_error_bytes)
+        ended = self._clock.now()
         self._events.emit(
-            "task.failed", id=task.id, tag=task.tag, error=error, task=task, began=began, ended=self._clock.now(), text=text
+            "task.failed", id=task.id, tag=task.tag, error=error, failure=Failure(task, began, ended, text)
         )
         return Settlement(task, "fail", began, text)
 
@@ -164,7 +175,9 @@ class Runner:
         wait = min(max((now - first_due).total_seconds() / 10, UNKNOWN_MIN_S), UNKNOWN_MAX_S)
         self._events.emit("task.no_processor", id=task.id, tag=task.tag, next_try_s=wait)
         known = ", ".join(sorted(p.tag for p in self._registry)) or "none"
-        error = storable(f"no such processor, tag={task.tag} (this worker knows: {known}); is its module imported?", 4096)
+        error = storable(
+            f"no such processor, tag={task.tag} (this worker knows: {known}); is its module imported?", 4096
+        )
         return Settlement(task, "give_back", None, error, now + timedelta(seconds=wait))
 
     def _expire(self, chunk: Chunk) -> None:

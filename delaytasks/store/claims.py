@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from datetime import datetime
 from typing import Any
 
 from sqlalchemy import (
@@ -42,7 +41,6 @@ class Claims:
         self._keys = schema.keys
         self._columns = columns(schema, CLAIMED)
         self._dialect = dialect = database.url.get_backend_name()
-        self._mine = and_(t.c.status == int(Status.RUNNING), t.c.worker == worker)
         self._claimed = {
             "status": int(MOVES["claim"].target),
             "version": t.c.version + 1,
@@ -56,7 +54,6 @@ class Claims:
         waiting = and_(t.c.status == int(Status.NOT_COMPLETE), t.c.expected_time <= db_now())
         wanted = json_rows(dialect, ("id", "version"))
         named = and_(t.c.id == wanted.c.id, t.c.version == wanted.c.version, waiting)
-        self._lease_s = lease_s
         self._pick_named = self._lock(select(t.c.id).join(wanted, named).order_by(t.c.id))
         if database.can.array_parameters:
             # Without it a table that was never analysed is read from end to end.
@@ -218,22 +215,6 @@ class Claims:
         """Version, status and lapses of a row that this settlement left; a lapse leaves other ones."""
         task, is_finished = settlement.task, settlement.move != "give_back"
         return task.version + 1, int(MOVES[settlement.move].target), 0 if is_finished else task.lapses
-
-    # -- leases -----------------------------------------------------------------------------------
-
-    def renew(self, since: datetime) -> int:
-        """Begins the leases anew of what this worker claimed since then. What it claimed before and still holds
-        was lost on the way: nobody runs it, so its lease must end."""
-        t = self._t
-        statement = (
-            update(t).where(self._mine, t.c.update_time >= since).values(lease_until=db_now_plus(self._lease_s))
-        )
-        return self._db.alone(lambda c: c.execute(statement).rowcount)
-
-    def release(self, max_lapses: int) -> int:
-        """This worker process is dead: what it held lapses at once, instead of when the lease ends."""
-        statement = lapse_statement(self._t, max_lapses).where(self._mine)
-        return self._db.alone(lambda c: c.execute(statement).rowcount)
 
 
 def lapse_statement(tasks: Any, max_lapses: int) -> Update:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from delaytasks.core.settings import Settings
 from delaytasks.store.claims import Claims
 from delaytasks.store.database import Database
+from delaytasks.store.leases import Leases
 from delaytasks.store.schema import build_schema
 from delaytasks.store.sweeps import Sweeps
 from delaytasks.store.tasks import Tasks
@@ -17,6 +18,7 @@ class Store:
         self.schema = build_schema(settings.table_prefix, settings.table_schema)
         self.tasks = Tasks(self.database, self.schema)
         self.sweeps = Sweeps(self.database, self.schema)
+        self.leases = Leases(self.database, self.schema, settings.lease_s)
         self.workers = Workers(self.database, self.schema)
         self._lease_s = settings.lease_s
 

@@ -1,0 +1,71 @@
+"""How Alembic reaches our tables.
+
+The database is, in this order: a connection in `config.attributes` (delaytasks' own commands), `-x url=…`,
+`sqlalchemy.url` of the ini file, delaytasks' settings. `-x prefix=…` and `-x schema=…` likewise.
+"""
+
+from __future__ import annotations
+
+import os
+from logging.config import fileConfig
+from typing import Any
+
+from sqlalchemy import Connection
+
+from alembic import context
+from delaytasks.core.settings import load_settings
+from delaytasks.store.database import Database, normalize_url
+from delaytasks.store.migrations import exclusively, is_other_default, url_of, version_table
+from delaytasks.store.schema import build_schema
+
+config = context.config
+settings = load_settings({}, os.environ)
+given: dict[str, Any] = {**context.get_x_argument(as_dictionary=True), **config.attributes}
+url: str = given.get("url") or config.get_main_option("sqlalchemy.url") or url_of(settings)
+prefix: str = given.get("prefix", settings.table_prefix)
+schema: str | None = given.get("schema", settings.table_schema) or None
+
+if config.config_file_name is not None:
+    fileConfig(config.config_file_name, disable_existing_loggers=False)
+
+target = build_schema(prefix, schema).metadata
+names = {table.name for table in target.tables.values()}
+options: dict[str, Any] = {
+    "target_metadata": target,
+    # A table of our own, so that the application's own Alembic in the same database never meets us.
+    "version_table": version_table(prefix),
+    "version_table_schema": schema,
+    "include_schemas": schema is not None,
+    "include_name": lambda name, kind, parents: (
+        name == schema if kind == "schema" else kind != "table" or (name in names and parents["schema_name"] == schema)
+    ),
+    "compare_type": True,
+    "compare_server_default": is_other_default,
+}
+
+
+def is_undone(connection: Connection) -> bool:
+    # Our SQLite engine says BEGIN itself, so there too a migration that fails leaves nothing behind.
+    return connection.dialect.name in ("postgresql", "sqlite")
+
+
+def migrate(connection: Connection) -> None:
+    context.configure(connection=connection, transactional_ddl=is_undone(connection), **options)
+    if context.get_context().opts.get("dont_mutate"):  # alembic current, alembic check
+        context.run_migrations(prefix=prefix, schema=schema)
+        return
+    with exclusively(connection, prefix, schema), context.begin_transaction():
+        context.run_migrations(prefix=prefix, schema=schema)
+
+
+if context.is_offline_mode():
+    context.configure(url=normalize_url(url), literal_binds=True, dialect_opts={"paramstyle": "named"}, **options)
+    with context.begin_transaction():
+        context.run_migrations(prefix=prefix, schema=schema)
+elif "connection" in given:
+    migrate(given["connection"])
+else:
+    database = Database(url)
+    with database.begin() as mine:
+        migrate(mine)
+    database.dispose()

@@ -1,0 +1,163 @@
+"""The tables of delaytasks; a task table that exists is adopted.
+
+History is frozen: nothing here follows `delaytasks/store/schema.py` when that changes. A test holds that the newest
+revision and the metadata are the same.
+
+MySQL commits every DDL statement at once, so each step looks first and can be run again after a failure.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import mysql
+
+from alembic import op
+from delaytasks.store import adoption
+
+revision = "0001"
+down_revision = None
+branch_labels = None
+depends_on = None
+
+INSTANT = sa.DateTime(timezone=True).with_variant(mysql.DATETIME(fsp=6), "mysql", "mariadb")
+LONG_TEXT = sa.Text().with_variant(mysql.LONGTEXT(), "mysql", "mariadb")
+#: SQLite makes ids by itself only for a column that is exactly INTEGER PRIMARY KEY.
+ROW_ID = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+NOW = {
+    "postgresql": "clock_timestamp()",
+    "mysql": "(UTC_TIMESTAMP(6))",
+    "sqlite": "(strftime('%Y-%m-%d %H:%M:%f000', 'now'))",
+}
+#: MySQL compares text without case and trailing blanks unless told otherwise: 'a' and 'A' are two tags.
+OPTIONS = {
+    "mysql_charset": "utf8mb4",
+    "mysql_collate": "utf8mb4_bin",
+    "mariadb_charset": "utf8mb4",
+    "mariadb_collate": "utf8mb4_bin",
+}
+#: Each row is written twice more after its insert, and both change an indexed column: never a HOT update. Room in
+#: the page keeps the new versions beside the old ones, and lets renewals of the lease, which touch no index, be HOT.
+#: Autovacuum's default waits until a fifth of the table is dead, which for a table that keeps its finished rows is
+#: millions of dead entries in the small hot index that every claim walks; here it comes after some thousands.
+STORAGE = {
+    "fillfactor": "85",
+    "autovacuum_vacuum_scale_factor": "0.01",
+    "autovacuum_vacuum_threshold": "5000",
+    "autovacuum_analyze_scale_factor": "0.02",
+    "autovacuum_analyze_threshold": "5000",
+}
+
+
+def _now() -> sa.TextClause:
+    name = op.get_context().dialect.name
+    return sa.text(NOW["mysql" if name == "mariadb" else name])
+
+
+def _task_columns() -> list[sa.Column[object]]:
+    return [
+        # The mission's columns: a row that has only these is a good task.
+        sa.Column("id", ROW_ID, sa.Identity(always=False), primary_key=True),
+        sa.Column("tag", sa.String(128), nullable=False),
+        sa.Column("message_body", LONG_TEXT, nullable=False),
+        sa.Column("status", sa.SmallInteger(), nullable=False, server_default=sa.text("0")),
+        sa.Column("error_stack", LONG_TEXT),
+        sa.Column("version", sa.BigInteger(), nullable=False, server_default=sa.text("0")),
+        sa.Column("ip_address", sa.BigInteger()),
+        sa.Column("delay_time", sa.BigInteger(), nullable=False, server_default=sa.text("0")),
+        sa.Column("expected_time", INSTANT, nullable=False, server_default=_now()),
+        sa.Column("execution_time", INSTANT),
+        sa.Column("create_time", INSTANT, nullable=False, server_default=_now()),
+        sa.Column("update_time", INSTANT, nullable=False, server_default=_now()),
+        # Ours.
+        sa.Column("queue", sa.String(100), nullable=False, server_default=sa.text("'default'")),
+        sa.Column("priority", sa.SmallInteger(), nullable=False, server_default=sa.text("0")),
+        sa.Column("headers", LONG_TEXT),
+        sa.Column("attempts", sa.Integer(), nullable=False, server_default=sa.text("0")),
+        sa.Column("lapses", sa.Integer(), nullable=False, server_default=sa.text("0")),
+        sa.Column("lease_until", INSTANT),
+        sa.Column("worker", sa.String(255)),
+        sa.Column("task_key", sa.String(191)),
+    ]
+
+
+ADDED = ("queue", "priority", "headers", "attempts", "lapses", "lease_until", "worker", "task_key")
+
+
+def upgrade(prefix: str = "", schema: str | None = None) -> None:
+    tasks = prefix + "yb_delay_task_message"
+    existing = adoption.tables(op, schema)
+    was_here = tasks in existing and adoption.lacks(op, tasks, schema, ADDED)
+    if tasks in existing:
+        adoption.adopt(op, sa.Table(tasks, sa.MetaData(), *_task_columns(), schema=schema, **OPTIONS))
+    else:
+        op.create_table(tasks, *_task_columns(), schema=schema, **OPTIONS)
+    if op.get_context().dialect.name == "postgresql":
+        options = ", ".join(f"{name} = {value}" for name, value in STORAGE.items())
+        op.execute(f"ALTER TABLE {adoption.quoted(op, tasks, schema)} SET ({options})")
+    adoption.create_index(op, prefix + "idx_expectedTime_status", tasks, ["expected_time", "status"], schema)
+    # Only rows that wait or run: finished ones, which are most, are not in it. MySQL has no partial indexes, and
+    # SQLite does not use them for a status that comes as a parameter.
+    adoption.create_index(
+        op,
+        prefix + "idx_yb_delay_hot",
+        tasks,
+        ["status", "queue", "priority", "expected_time"],
+        schema,
+        postgresql_where=sa.text("status IN (0, 3)"),
+    )
+    if prefix + "yb_delay_task_key" not in existing:
+        op.create_table(
+            prefix + "yb_delay_task_key",
+            sa.Column("tag", sa.String(128), nullable=False),
+            sa.Column("task_key", sa.String(191), nullable=False),
+            sa.Column("task_id", sa.BigInteger(), nullable=False),
+            sa.PrimaryKeyConstraint("tag", "task_key", name=prefix + "pk_yb_delay_task_key"),
+            schema=schema,
+            **OPTIONS,
+        )
+    if prefix + "yb_delay_sweep" not in existing:
+        op.create_table(
+            prefix + "yb_delay_sweep",
+            sa.Column("house", sa.Integer(), nullable=False, autoincrement=False),
+            sa.Column("houses", sa.Integer(), nullable=False, autoincrement=False),
+            sa.Column("swept_at", INSTANT, nullable=False),
+            sa.Column("armed_until", INSTANT, nullable=False),
+            sa.PrimaryKeyConstraint("houses", "house", name=prefix + "pk_yb_delay_sweep"),
+            schema=schema,
+            **OPTIONS,
+        )
+    if prefix + "yb_delay_worker" not in existing:
+        op.create_table(
+            prefix + "yb_delay_worker",
+            sa.Column("name", sa.String(255), nullable=False),
+            sa.Column("seen_at", INSTANT, nullable=False),
+            sa.Column("started_at", INSTANT, nullable=False),
+            sa.Column("queues", LONG_TEXT, nullable=False),
+            sa.Column("pool", sa.String(64), nullable=False),
+            sa.Column("concurrency", sa.Integer(), nullable=False),
+            sa.Column("clock_offset_us", sa.BigInteger(), nullable=False, server_default=sa.text("0")),
+            sa.PrimaryKeyConstraint("name", name=prefix + "pk_yb_delay_worker"),
+            schema=schema,
+            **OPTIONS,
+        )
+    if was_here:
+        adoption.remember(op, prefix + "yb_delay_task_key", schema)
+
+
+def downgrade(prefix: str = "", schema: str | None = None) -> None:
+    """Nobody's rows are dropped: the task table goes only when it is empty and was not here before us. Else it
+    keeps the mission's columns, their index and its rows; what we added to it, and our other tables, go.
+    """
+    tasks = prefix + "yb_delay_task_message"
+    existing = adoption.tables(op, schema)
+    keeps = adoption.keeps_rows(op, tasks, prefix + "yb_delay_task_key", schema)
+    for name in ("yb_delay_task_key", "yb_delay_sweep", "yb_delay_worker"):
+        if prefix + name in existing or op.get_context().as_sql:
+            op.drop_table(prefix + name, schema=schema)
+    if keeps:
+        adoption.drop_index(op, prefix + "idx_yb_delay_hot", tasks, schema)
+        adoption.drop_columns(op, tasks, schema, ADDED)
+        if op.get_context().dialect.name == "postgresql":
+            op.execute(f"ALTER TABLE {adoption.quoted(op, tasks, schema)} RESET ({', '.join(STORAGE)})")
+    elif tasks in existing:
+        op.drop_table(tasks, schema=schema)

@@ -1,0 +1,54 @@
+"""The module-level functions: methods of the default instance, which is made on first use."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from delaytasks.app import DelayTasks
+
+P = ParamSpec("P")
+R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
+
+_default: DelayTasks | None = None
+
+
+def default() -> DelayTasks:
+    """The instance behind the module-level functions: `delaytasks.celery.delays`, unless another one was set."""
+    if _default is not None:
+        return _default
+    from delaytasks.celery import delays
+
+    return delays
+
+
+def set_default(delays: DelayTasks | None) -> None:
+    """Makes the module-level functions use `delays`: for frameworks that make their own instance."""
+    global _default
+    _default = delays
+
+
+def _of_default(method: Callable[Concatenate[DelayTasks, P], R]) -> Callable[P, R]:
+    @functools.wraps(method)
+    def function(*args: P.args, **kwargs: P.kwargs) -> R:
+        return method(default(), *args, **kwargs)
+
+    return function
+
+
+schedule_delay = _of_default(DelayTasks.schedule_delay)
+schedule_at = _of_default(DelayTasks.schedule_at)
+schedule_many = _of_default(DelayTasks.schedule_many)
+cancel = _of_default(DelayTasks.cancel)
+reschedule = _of_default(DelayTasks.reschedule)
+touch = _of_default(DelayTasks.touch)
+retry = _of_default(DelayTasks.retry)
+get = _of_default(DelayTasks.get)
+find = _of_default(DelayTasks.find)
+
+
+def processor(tag: str, *, queue: str | None = None) -> Callable[[F], F]:
+    """As `DelayTasks.processor`, of the default instance."""
+    return default().processor(tag, queue=queue)

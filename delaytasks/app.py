@@ -1,0 +1,450 @@
+"""`DelayTasks`: settings, database, broker and processors of one Celery app, wired together."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+from delaytasks.core.clock import Clock, wall_ms
+from delaytasks.core.errors import (
+    ConfigError,
+    InvalidQueryError,
+    InvalidScheduleError,
+    TaskNotFoundError,
+)
+from delaytasks.core.events import Events
+from delaytasks.core.ids import IdMaker, check_id
+from delaytasks.core.inputs import check_instant, check_key, check_tag
+from delaytasks.core.ports import OnConflict, Timer, Unit
+from delaytasks.core.settings import Settings, load_settings
+from delaytasks.core.states import Status
+from delaytasks.core.task import DelayTask, NewTask, Page
+from delaytasks.engine.producer import Producer
+from delaytasks.engine.registry import Registry
+from delaytasks.engine.runner import Runner
+from delaytasks.engine.sweeper import Sweeper
+from delaytasks.store.store import Store
+from delaytasks.store.units import unit_of
+from delaytasks.timers.background import BackgroundTimer
+from delaytasks.timers.eta import EtaTimer
+from delaytasks.timers.publisher import Publisher
+from delaytasks.worker.rowevents import RowEvents
+from delaytasks.worker.surroundings import Surroundings
+from delaytasks.worker.tasks import SWEEP, register_tasks
+
+F = TypeVar("F", bound=Callable[..., Any])
+PAGE_MAX = 1000
+
+
+class DelayTasks:
+    """Delayed tasks for one Celery app.
+
+    >>> delays = DelayTasks(celery_app, database_url="postgresql://localhost/shop")
+    >>> @delays.processor("order.close")
+    ... def close_order(body): ...
+    >>> delays.schedule_delay("order.close", {"order": 7}, 1800)
+
+    `celery -A proj worker` then serves them, and `celery -A proj beat` sweeps.
+    """
+
+    def __init__(self, celery_app: Any, database_url: str | None = None, **settings: Any) -> None:
+        if database_url is not None:
+            settings["database_url"] = database_url
+        self.celery = celery_app
+        self._arguments = settings
+        self.registry = Registry()
+        self.events = Events()
+        #: How a call without `session=` finds the caller's transaction; Django's integration sets it.
+        self.ambient_unit: Callable[[], Unit | None] = lambda: None
+        self._lock = threading.RLock()
+        self._parts: _Parts | None = None
+        self._served: tuple[str, str, list[str]] | None = None
+        self._runner: tuple[int, Runner, RowEvents] | None = None
+        register_tasks(self)
+        celery_app.steps["worker"].add("delaytasks.worker.steps:DelaysStep")
+        celery_app.on_after_finalize.connect(self._add_to_beat, weak=False)
+
+    # -- parts, made when they are first needed ---------------------------------------------------
+
+    @property
+    def _made(self) -> _Parts:
+        if self._parts is None:
+            with self._lock:
+                if self._parts is None:
+                    self._parts = _Parts(self)
+        return self._parts
+
+    @property
+    def settings(self) -> Settings:
+        return self._made.settings
+
+    @property
+    def store(self) -> Store:
+        return self._made.store
+
+    @property
+    def clock(self) -> Clock:
+        return self._made.clock
+
+    @property
+    def timer(self) -> Timer:
+        return self._made.timer
+
+    @property
+    def publisher(self) -> Publisher:
+        return self._made.publisher
+
+    @property
+    def sweeper(self) -> Sweeper:
+        return self._made.sweeper
+
+    @property
+    def producer(self) -> Producer:
+        return self._made.producer
+
+    # -- processors -------------------------------------------------------------------------------
+
+    def processor(self, tag: str, *, queue: str | None = None) -> Callable[[F], F]:
+        """Registers the decorated function, `f(body)` or `f(body, task)`, for `tag`.
+
+        Tasks of the tag go to `queue` unless they name another one. A tag has one processor.
+        """
+        return self.registry.processor(tag, queue=queue)
+
+    # -- schedule ---------------------------------------------------------------------------------
+
+    def schedule_delay(
+        self,
+        tag: str,
+        body: Any,
+        delay: float | timedelta,
+        *,
+        key: str | None = None,
+        on_conflict: OnConflict = "reject",
+        queue: str | None = None,
+        priority: int = 0,
+        id: int | None = None,
+        session: Any = None,
+    ) -> DelayTask:
+        """Runs the processor of `tag` with `body`, `delay` seconds (or a timedelta) from now.
+
+        `key` names the task within its tag; while a live task has the key, `on_conflict` says what happens:
+        "reject" raises `DuplicateTaskError`, "keep" returns that task, "replace" gives it the new body and time.
+        `session` is a SQLAlchemy Session or Connection: the row becomes part of its transaction. `priority` is 0
+        to 9, higher first. Scheduling again with the same `id` is harmless.
+        """
+        new = NewTask(tag, body, delay, None, key, queue, priority, id)
+        return self.producer.schedule(new, on_conflict, self._unit(session))
+
+    def schedule_at(
+        self,
+        tag: str,
+        body: Any,
+        when: datetime,
+        *,
+        key: str | None = None,
+        on_conflict: OnConflict = "reject",
+        queue: str | None = None,
+        priority: int = 0,
+        id: int | None = None,
+        session: Any = None,
+    ) -> DelayTask:
+        """As `schedule_delay`, at an instant (an aware datetime). The past means now."""
+        new = NewTask(tag, body, None, when, key, queue, priority, id)
+        return self.producer.schedule(new, on_conflict, self._unit(session))
+
+    def schedule_many(
+        self,
+        tasks: Iterable[NewTask | tuple[str, Any, float | timedelta | datetime]],
+        *,
+        on_conflict: OnConflict = "reject",
+        session: Any = None,
+        on_batch: Callable[[Sequence[DelayTask]], None] | None = None,
+    ) -> int:
+        """Schedules many tasks, given as `NewTask` or as (tag, body, delay or instant), and returns their number.
+
+        Takes a generator, and holds a few thousand tasks at a time; `on_batch` is called with each lot once it is
+        written, for progress and for the ids. Without `session` each lot is a transaction of its own.
+        """
+        return self.producer.schedule_many(map(_new_task, tasks), on_conflict, self._unit(session), on_batch)
+
+    # -- operate ----------------------------------------------------------------------------------
+
+    def cancel(
+        self,
+        task: int | str | DelayTask | None = None,
+        *,
+        tag: str | None = None,
+        key: str | None = None,
+        version: int | None = None,
+        session: Any = None,
+    ) -> bool:
+        """Cancels a task that waits, named by id or by tag and key. False if it was cancelled already;
+        `CancelTooLateError` while it runs, `InvalidStatusError` after that."""
+        with self._named(task, tag, key, session) as (id, unit):
+            cancelled = self.store.tasks.cancel(id, version, _executor(unit))
+        if cancelled is not None:
+            self.events.emit("task.cancelled", id=id, tag=cancelled.tag)
+        return cancelled is not None
+
+    def reschedule(
+        self,
+        task: int | str | DelayTask | None = None,
+        delay: float | timedelta | None = None,
+        *,
+        when: datetime | None = None,
+        tag: str | None = None,
+        key: str | None = None,
+        version: int | None = None,
+        session: Any = None,
+    ) -> DelayTask:
+        """Gives a task that waits another time: `delay` seconds from now, or the instant `when`.
+
+        With `version` (as read before), `StaleVersionError` if somebody moved it meanwhile.
+        """
+        due = self.producer.due_of(delay, when)
+        with self._named(task, tag, key, session) as (id, unit):
+            moved = self.store.tasks.reschedule(id, due, version, _executor(unit))
+        self.events.emit("task.rescheduled", id=id, tag=moved.tag)
+        self.producer.arm_after_commit([moved], unit)
+        return moved
+
+    def touch(
+        self,
+        task: int | str | DelayTask | None = None,
+        delay: float | timedelta | None = None,
+        *,
+        tag: str | None = None,
+        key: str | None = None,
+        session: Any = None,
+    ) -> bool:
+        """Pushes a timeout away: the task is due `delay` seconds from now, unless it is later already.
+
+        One row update and no message, made for heartbeats. False if the task does not wait any more.
+        """
+        due = self.producer.due_of(delay, None)
+        with self._named(task, tag, key, session) as (id, unit):
+            return self.store.tasks.touch(id, due, _executor(unit))
+
+    def retry(
+        self,
+        task: int | str | DelayTask | None = None,
+        delay: float | timedelta = 0,
+        *,
+        version: int | None = None,
+        session: Any = None,
+    ) -> DelayTask:
+        """Runs a FAILED or CANCELLED task again, `delay` seconds from now; attempts are counted anew."""
+        due = self.producer.due_of(delay, None)
+        with self._named(task, None, None, session) as (id, unit):
+            moved = self.store.tasks.retry(id, due, version, _executor(unit))
+        self.events.emit("task.retried", id=id, tag=moved.tag)
+        self.producer.arm_after_commit([moved], unit)
+        return moved
+
+    # -- look up ----------------------------------------------------------------------------------
+
+    def get(
+        self,
+        task: int | str | DelayTask | None = None,
+        *,
+        tag: str | None = None,
+        key: str | None = None,
+        session: Any = None,
+    ) -> DelayTask:
+        """The task as it is now; `TaskNotFoundError` if there is none."""
+        with self._named(task, tag, key, session) as (id, unit):
+            found = self.store.tasks.get(id, _executor(unit))
+        if found is None:
+            raise TaskNotFoundError(f"there is no task {id}", id)
+        return found
+
+    def find(
+        self,
+        *,
+        tag: str | None = None,
+        status: Status | str | None = None,
+        key: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        cursor: str | None = None,
+        limit: int = 100,
+    ) -> Page:
+        """Tasks by tag, status, key and due time (since ≤ expected_time < until), in the order of their due times.
+
+        `page.cursor` gets the next page, and is None at the end.
+        """
+        if not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= PAGE_MAX:
+            raise InvalidQueryError(f"limit is an integer from 1 to {PAGE_MAX}, not {limit!r:.40}")
+        return self.store.tasks.find(
+            None if tag is None else check_tag(tag),
+            None if status is None else _status(status),
+            None if key is None else check_key(key),
+            None if since is None else check_instant(since),
+            None if until is None else check_instant(until),
+            cursor,
+            limit,
+        )
+
+    # -- the worker's side ------------------------------------------------------------------------
+
+    def serve(self, hostname: str) -> None:
+        """This process is a worker's main process; its children inherit the name."""
+        self._served = (hostname, secrets.token_hex(2), [])
+
+    def serve_queues(self, queues: list[str]) -> None:
+        assert self._served is not None
+        self._served = (*self._served[:2], queues)
+
+    def served_queues(self) -> list[str]:
+        return [] if self._served is None else self._served[2]
+
+    def process_name(self, pid: int) -> str:
+        """What the `worker` column says: the worker, and which of its processes, told apart from any earlier one."""
+        hostname, token, _ = self._served or (socket.gethostname(), f"{self.own_pid():x}", [])
+        return f"{hostname}/{pid}-{token}"
+
+    @staticmethod
+    def own_pid() -> int:
+        return os.getpid()
+
+    def runner(self, sends_events: bool = False) -> Runner:
+        """The runner of this process."""
+        with self._lock:
+            pid = os.getpid()
+            if self._runner is None or self._runner[0] != pid:
+                hostname = self._served[0] if self._served else f"delaytasks@{socket.gethostname()}"
+                claims = self.store.claims(self.process_name(pid), own_address(self.store.database.url.host))
+                rows = RowEvents(self.celery, hostname)
+                self.events.subscribe(rows)
+                surroundings = Surroundings(self.celery, hostname)
+                parts = (self.settings, claims, self.clock, self.registry, self._made.inline_timer, self.events)
+                self._runner = (pid, Runner(*parts, surroundings), rows)
+            _, runner, rows = self._runner
+            rows.is_on = sends_events
+            return runner
+
+    def check_ready(self) -> None:
+        """What is wrong with the configuration is said at start, with its remedy."""
+        self._made.check_broker_timeouts()
+        self._made.check_database()
+
+    def close(self) -> None:
+        """Sends what waits to be armed, and closes connections."""
+        if self._parts is not None:
+            self._parts.close()
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _unit(self, session: Any) -> Unit | None:
+        return self.ambient_unit() if session is None else unit_of(session)
+
+    @contextmanager
+    def _named(self, task: Any, tag: str | None, key: str | None, session: Any) -> Iterator[tuple[int, Unit | None]]:
+        """The id of the task that a call names, and the transaction that the call is part of."""
+        if (task is None) == (key is None) or (key is not None and tag is None):
+            raise InvalidScheduleError("name the task by its id, or by tag= and key=")
+        unit = self._unit(session)
+        with unit.guard() if unit is not None else nullcontext():
+            if isinstance(task, DelayTask):
+                id: int | None = task.id
+            elif task is not None:
+                id = check_id(task)
+            else:
+                id = self.store.tasks.id_of_key(check_tag(tag), check_key(key), _executor(unit))
+                if id is None:
+                    raise TaskNotFoundError(f"no live task of tag {tag!r} has the key {key!r}")
+            yield id, unit
+
+    def _add_to_beat(self, sender: Any, **_: Any) -> None:
+        """Beat sweeps, whatever else it does; a schedule that names our sweep already is left alone."""
+        schedule = sender.conf.beat_schedule
+        if any(entry.get("task") == SWEEP for entry in schedule.values()):
+            return
+        for house in range(self.settings.houses):
+            schedule[f"delaytasks-sweep-{house}"] = {
+                "task": SWEEP,
+                "schedule": self.settings.sweep_s,
+                "args": (house,),
+                "options": {
+                    "queue": self.publisher.queue(self.settings.default_queue),
+                    "expires": self.settings.sweep_s,
+                },
+            }
+
+
+class _Parts:
+    """Everything that needs settings: made on first use, when the Celery app is configured."""
+
+    def __init__(self, delays: DelayTasks) -> None:
+        self._app = delays.celery
+        self.settings = load_settings(delays.celery.conf, os.environ, **delays._arguments)
+        settings, events = self.settings, delays.events
+        url = settings.database_url or f"sqlite:///{Path(settings.data_dir).absolute() / 'delays.sqlite3'}"
+        self.store = Store(url, settings)
+        self.clock = Clock(self.store.tasks.now)
+        self.publisher = Publisher(delays.celery, settings.namespace, settings.publish_limit_s, events)
+        self.inline_timer: Timer = EtaTimer(self.publisher, self.clock)
+        self.timer: Timer = BackgroundTimer(self.inline_timer) if settings.arm == "background" else self.inline_timer
+        self.sweeper = Sweeper(settings, self.store.sweeps, self.store.workers, self.clock, self.inline_timer, events)
+        self.producer = Producer(
+            settings, self.store.tasks, self.clock, IdMaker(wall_ms), self.timer, delays.registry, events
+        )
+
+    def check_broker_timeouts(self) -> None:
+        """An entry is acknowledged on receipt, but while the worker is busy messages wait in it unacknowledged."""
+        horizon = self.settings.horizon_s
+        visibility = (self._app.conf.broker_transport_options or {}).get("visibility_timeout")
+        if horizon is not None and visibility is not None and horizon >= float(visibility):
+            raise ConfigError(
+                f"delaytasks_horizon_s = {horizon:g} is not below the broker's visibility_timeout = {visibility:g}: "
+                "messages would be delivered twice; lower the horizon, or raise visibility_timeout in "
+                "broker_transport_options"
+            )
+
+    def check_database(self) -> None:
+        self.store.tasks.now()
+
+    def close(self) -> None:
+        if isinstance(self.timer, BackgroundTimer):
+            self.timer.flush()
+        self.publisher.close()
+        self.store.close()
+
+
+def _executor(unit: Unit | None) -> Any:
+    return None if unit is None else unit.executor
+
+
+def _new_task(item: Any) -> NewTask:
+    if isinstance(item, NewTask):
+        return item
+    if isinstance(item, tuple) and len(item) == 3:
+        tag, body, at = item
+        return NewTask(tag, body, when=at) if isinstance(at, datetime) else NewTask(tag, body, at)
+    raise InvalidScheduleError(f"schedule_many takes NewTask, or (tag, body, delay or instant), not {item!r:.80}")
+
+
+def _status(status: Status | str) -> Status:
+    try:
+        return Status(status) if isinstance(status, int) else Status[str(status).upper()]
+    except (KeyError, ValueError):
+        raise InvalidQueryError(f"status is one of {', '.join(s.name for s in Status)}, not {status!r:.40}") from None
+
+
+def own_address(toward: str | None) -> int | None:
+    """This host's IPv4 address as a number, as seen from the database's side; None where there is only IPv6."""
+    try:
+        # A connected datagram socket sends nothing: it only asks which way the packets would go.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((toward or "127.0.0.1", 9))
+            return int.from_bytes(socket.inet_aton(probe.getsockname()[0]), "big")
+    except OSError:
+        return None

@@ -1,0 +1,37 @@
+"""Leases of rows that run: renewed while their process lives, released when it is dead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import ColumnElement, and_, update
+
+from delaytasks.core.states import Status
+from delaytasks.store.claims import lapse_statement
+from delaytasks.store.database import Database
+from delaytasks.store.schema import Schema
+from delaytasks.store.types import db_now_plus
+
+
+class Leases:
+    def __init__(self, database: Database, schema: Schema, lease_s: float) -> None:
+        self._db = database
+        self._t = schema.tasks
+        self._lease_s = lease_s
+
+    def renew(self, workers: Sequence[str], since: datetime) -> int:
+        """Begins the leases anew of what these processes claimed since then. What they claimed before and still
+        hold was lost on the way: nobody runs it, so its lease must end."""
+        held = and_(self._held(workers), self._t.c.update_time >= since)
+        statement = update(self._t).where(held).values(lease_until=db_now_plus(self._lease_s))
+        return self._db.alone(lambda c: c.execute(statement).rowcount)
+
+    def release(self, workers: Sequence[str], max_lapses: int) -> int:
+        """These processes are dead: what they held lapses at once, instead of when the lease ends."""
+        statement = lapse_statement(self._t, max_lapses).where(self._held(workers))
+        return self._db.alone(lambda c: c.execute(statement).rowcount)
+
+    def _held(self, workers: Sequence[str]) -> ColumnElement[Any]:
+        return and_(self._t.c.status == int(Status.RUNNING), self._t.c.worker.in_(list(workers)))

@@ -1,0 +1,160 @@
+"""The migrations, as commands of our own: they run where only the package is installed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, func, inspect, select, text
+from sqlalchemy.dialects import registry
+from sqlalchemy.engine import Dialect
+from sqlalchemy.schema import CreateIndex, CreateSchema, CreateTable
+
+from delaytasks.core.errors import ConfigError, StoreUnavailableError
+from delaytasks.core.settings import Settings
+from delaytasks.store.database import Database
+from delaytasks.store.schema import STORAGE, Schema, build_schema
+
+#: A migration that waits for a lock makes everybody behind it wait too: it gives up soon, and is tried again.
+LOCK_TIMEOUT_S = 2
+#: Two deployments that migrate at once do so one after the other.
+_TURN_S = 60
+
+#: Alembic's `context` and `op` belong to the whole process.
+_alembic = threading.Lock()
+
+
+def upgrade(database: Database, prefix: str = "", schema: str | None = None, revision: str = "head") -> None:
+    _run(database, prefix, schema, lambda config: command.upgrade(config, revision))
+
+
+def downgrade(database: Database, prefix: str = "", schema: str | None = None, revision: str = "-1") -> None:
+    _run(database, prefix, schema, lambda config: command.downgrade(config, revision))
+
+
+def current(database: Database, prefix: str = "", schema: str | None = None) -> str | None:
+    """The revision of this database; None before the first."""
+    options = {"version_table": version_table(prefix), "version_table_schema": schema or None}
+    return database.alone(lambda c: MigrationContext.configure(c, opts=options).get_current_revision())
+
+
+def is_current(database: Database, prefix: str = "", schema: str | None = None) -> bool:
+    return current(database, prefix, schema) == head()
+
+
+def head() -> str:
+    """The newest revision of this package."""
+    found = ScriptDirectory.from_config(_config()).get_current_head()
+    assert found is not None
+    return found
+
+
+def version_table(prefix: str) -> str:
+    return prefix + "yb_delay_alembic_version"
+
+
+def url_of(settings: Settings) -> str:
+    return settings.database_url or f"sqlite:///{Path(settings.data_dir) / 'delaytasks.sqlite3'}"
+
+
+def ddl(dialect: str, prefix: str = "", schema: str | None = None) -> list[str]:
+    """The statements that make the tables, for frameworks with migrations of their own."""
+    made: Dialect = registry.load(dialect)()
+    tables, statements = build_schema(prefix, schema), []
+    for table in tables.metadata.sorted_tables:
+        statements.append(str(CreateTable(table).compile(dialect=made)).strip())
+        for index in sorted(table.indexes, key=lambda index: str(index.name)):
+            statements.append(str(CreateIndex(index).compile(dialect=made)).strip())
+    if dialect == "postgresql":
+        options = ", ".join(f"{name} = {value}" for name, value in STORAGE.items())
+        target = made.identifier_preparer.format_table(tables.tasks)
+        statements.append(f"ALTER TABLE {target} SET ({options})")
+    return statements
+
+
+def check_charset(database: Database, schema: Schema) -> None:
+    """`ConfigError` when the task table can not hold every character; MySQL and MariaDB only."""
+    if database.url.get_backend_name() not in ("mysql", "mariadb"):
+        return
+    place = "table_name = :name AND table_schema = COALESCE(:schema, DATABASE())"
+    query = text(
+        f"SELECT column_name, character_set_name FROM information_schema.columns WHERE {place} "
+        "AND column_name IN ('tag', 'message_body', 'error_stack') AND character_set_name <> 'utf8mb4'"
+    )
+    values = {"name": schema.tasks.name, "schema": schema.tasks.schema}
+    narrow = database.alone(lambda c: c.execute(query, values).all())
+    if narrow:
+        columns = ", ".join(f"{row[0]} is {row[1]}" for row in narrow)
+        raise ConfigError(
+            f"{schema.tasks.fullname} can not store every character (emoji, for one), since {columns}; run: "
+            f"ALTER TABLE {schema.tasks.fullname} CONVERT TO CHARACTER SET utf8mb4 COLLATE utf8mb4_bin"
+        )
+
+
+@contextmanager
+def exclusively(connection: Connection, prefix: str, schema: str | None) -> Iterator[None]:
+    """Our turn on this database, with short waits for locks; used by alembic/env.py."""
+    dialect, name = connection.dialect.name, f"{schema or ''}.{version_table(prefix)}"
+    if dialect == "postgresql":
+        connection.execute(select(func.pg_advisory_xact_lock(func.hashtext(name))))
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S}s'")
+        if schema and schema not in inspect(connection).get_schema_names():
+            connection.execute(CreateSchema(schema))
+        yield
+    elif dialect == "sqlite":  # its writers take turns by themselves
+        yield
+    else:
+        if not connection.execute(select(func.get_lock(name[-64:], _TURN_S))).scalar():
+            raise StoreUnavailableError(f"another migration of {version_table(prefix)} has run for {_TURN_S} s")
+        connection.exec_driver_sql(f"SET SESSION lock_wait_timeout = {LOCK_TIMEOUT_S}")
+        try:
+            yield
+        finally:
+            connection.exec_driver_sql("SET SESSION lock_wait_timeout = DEFAULT")
+            connection.execute(select(func.release_lock(name[-64:])))
+
+
+def is_other_default(
+    _context: Any, _inspected: Any, _column: Any, found: str | None, _default: Any, ours: str | None
+) -> bool | None:
+    """For Alembic's comparison; databases show the same expression in their own words."""
+    return _plain(found) != _plain(ours)
+
+
+def _plain(default: str | None) -> str | None:
+    if default is None:
+        return None
+    return default.lower().partition("::")[0].strip("()' ").replace("'", "")
+
+
+def _run(database: Database, prefix: str, schema: str | None, work: Callable[[Config], None]) -> None:
+    def once() -> None:
+        with _alembic, database.begin() as connection:
+            work(_config(connection=connection, prefix=prefix, schema=schema))
+
+    database.run(once)
+
+
+def _config(**attributes: Any) -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(scripts()).replace("%", "%%"))
+    config.set_main_option("path_separator", "os")
+    config.attributes.update(attributes)
+    return config
+
+
+def scripts() -> Path:
+    """The folder `alembic`: inside the package where it is installed, beside it in the project."""
+    package = Path(__file__).parents[1]
+    for folder in (package / "alembic", package.parent / "alembic"):
+        # Installed, the second one is Alembic itself.
+        if (folder / "versions" / "0001_tables.py").exists():
+            return folder
+    raise ConfigError(f"the migrations are missing from {package}: install delaytasks again")

@@ -1,0 +1,1 @@
+"""Where near tasks wait until they are due."""

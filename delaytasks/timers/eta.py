@@ -1,0 +1,77 @@
+"""The `eta` timer: near tasks wait as Celery messages, many to a message, held by the worker's wheel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+from delaytasks.core.clock import Clock, from_us
+from delaytasks.core.errors import InvalidInputError
+from delaytasks.core.ids import check_id
+from delaytasks.core.ports import Entry
+from delaytasks.timers.publisher import Publisher
+
+RUN = "delaytasks.run"
+#: Ids in one message: it costs the same to send as one with a single id.
+PER_MESSAGE = 100
+
+
+class EtaTimer:
+    """A message is `delaytasks.run([[id, version, due, priority], …])`, its eta the first due time. The worker
+    acknowledges it on receipt and holds each entry until its own due time, so none is ever early."""
+
+    def __init__(self, publisher: Publisher, clock: Clock) -> None:
+        self._publisher = publisher
+        self._clock = clock
+
+    @property
+    def is_up(self) -> bool:
+        return self._publisher.is_up
+
+    def arm(self, entries: Iterable[Entry]) -> bool:
+        queues: dict[str, list[Entry]] = {}
+        for entry in entries:
+            queues.setdefault(entry.queue, []).append(entry)
+        return all([self._publisher.send(RUN, queue, list(_messages(some))) for queue, some in queues.items()])
+
+    def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float) -> bool:
+        """Asks workers to claim by themselves what is overdue in `queue`."""
+        expires = self._clock.now() + timedelta(seconds=expires_s)
+        token: tuple[list[Any], dict[str, Any]] = ([[], {"drain": list(priorities)}], {"expires": expires})
+        return self._publisher.send(RUN, queue, [token] * tokens)
+
+
+def _messages(entries: list[Entry]) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    entries.sort(key=lambda entry: entry.due_us)
+    for start in range(0, len(entries), PER_MESSAGE):
+        some = entries[start : start + PER_MESSAGE]
+        args = [[[entry.id, entry.version, entry.due_us, entry.priority] for entry in some]]
+        eta: datetime = from_us(some[0].due_us)
+        yield args, {"eta": eta, "repr": f"({len(some)} tasks)"}
+
+
+def read_message(args: Any, queue: str) -> tuple[list[Entry], list[int] | None]:
+    """The entries of a message, or the priorities of a drain token. Anybody may have written the message: what is
+    not of our form raises `ValueError`, and what is says nothing that the row does not check again."""
+    if not isinstance(args, (list, tuple)) or not 1 <= len(args) <= 2 or not isinstance(args[0], list):
+        raise ValueError("not a list of entries")
+    if len(args[0]) > 10 * PER_MESSAGE:
+        raise ValueError("too many entries")
+    entries = []
+    for item in args[0]:
+        if not isinstance(item, list) or len(item) != 4 or not all(type(number) is int for number in item):
+            raise ValueError("an entry is [id, version, due, priority]")
+        try:
+            id = check_id(item[0])
+        except InvalidInputError as error:
+            raise ValueError(str(error)) from None
+        if not (0 <= item[1] < 2**63 and 0 <= item[2] < 2**63):
+            raise ValueError("version and due are not negative")
+        entries.append(Entry(id, item[1], item[2], queue, item[3]))
+    if len(args) == 1:
+        return entries, None
+    priorities = args[1].get("drain") if isinstance(args[1], dict) else None
+    if not isinstance(priorities, list) or len(priorities) > 100 or not all(type(p) is int for p in priorities):
+        raise ValueError("a drain token has priorities")
+    return entries, priorities

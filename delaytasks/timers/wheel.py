@@ -1,0 +1,155 @@
+"""A hashed timing wheel: slots of one tick each, and in each slot the entries of every round.
+
+Adding, cancelling and moving an entry costs the same however many are held, and so does a tick.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterable
+from typing import Generic, TypeVar
+
+from delaytasks.core.clock import Clock, monotonic
+
+E = TypeVar("E")
+
+SLOTS = 4096
+TICK_US = 1000
+
+
+class Wheel(Generic[E]):
+    """Entries by name, each due at a tick. It has no clock: `advance` says what tick it is."""
+
+    def __init__(self, slots: int = SLOTS, now: int = 0) -> None:
+        self._slots: list[dict[int, dict[Hashable, E]]] = [{} for _ in range(slots)]
+        self._ticks: dict[Hashable, int] = {}
+        self._now = now
+
+    def __len__(self) -> int:
+        return len(self._ticks)
+
+    def __contains__(self, name: Hashable) -> bool:
+        return name in self._ticks
+
+    def add(self, name: Hashable, tick: int, entry: E) -> int:
+        """Holds `entry` until `tick`; one that is over already comes out at the next. Moves it if it is held."""
+        if name in self._ticks:
+            self.cancel(name)
+        if tick <= self._now:
+            tick = self._now + 1
+        self._ticks[name] = tick
+        round, slot = divmod(tick, len(self._slots))
+        rounds = self._slots[slot]
+        if round in rounds:
+            rounds[round][name] = entry
+        else:
+            rounds[round] = {name: entry}
+        return tick
+
+    def cancel(self, name: Hashable) -> E | None:
+        """The entry, if it was held."""
+        tick = self._ticks.pop(name, None)
+        if tick is None:
+            return None
+        round, slot = divmod(tick, len(self._slots))
+        held = self._slots[slot][round]
+        entry = held.pop(name)
+        if not held:
+            del self._slots[slot][round]
+        return entry
+
+    def advance(self, tick: int) -> list[E]:
+        """All entries due up to `tick`, in the order of their ticks."""
+        due: list[E] = []
+        size = len(self._slots)
+        while self._now < tick:
+            if not self._ticks:
+                self._now = tick  # nothing is held: no need to look into the slots between
+                break
+            self._now += 1
+            round, slot = divmod(self._now, size)
+            held = self._slots[slot].pop(round, None)
+            if held is not None:
+                for name in held:
+                    del self._ticks[name]
+                due.extend(held.values())
+        return due
+
+    def next_tick(self) -> int | None:
+        """When to look again: the next entry's tick, at most one turn of the wheel ahead; None when empty."""
+        if not self._ticks:
+            return None
+        size = len(self._slots)
+        for tick in range(self._now + 1, self._now + size + 1):
+            round, slot = divmod(tick, size)
+            if round in self._slots[slot]:
+                return tick
+        return self._now + size
+
+    def take_all(self) -> list[E]:
+        entries = [entry for rounds in self._slots for held in rounds.values() for entry in held.values()]
+        for rounds in self._slots:
+            rounds.clear()
+        self._ticks.clear()
+        return entries
+
+
+class WheelThread(Generic[E]):
+    """Turns a wheel: one thread that sleeps until the next entry is due, and not at all when none is held."""
+
+    def __init__(self, clock: Clock, on_due: Callable[[list[E]], None]) -> None:
+        self._clock = clock
+        self._on_due = on_due
+        self._changed = threading.Condition()
+        self._wheel: Wheel[E] = Wheel(now=self._tick())
+        self._wakes_at: int | None = None
+        self._is_running = False
+        self._thread: threading.Thread | None = None
+        #: When the thread last went round, by the monotonic clock: a watchdog reads it.
+        self.turned_at = monotonic()
+
+    def __len__(self) -> int:
+        return len(self._wheel)
+
+    def start(self) -> None:
+        self._is_running = True
+        self._thread = threading.Thread(target=self._turn, name="delaytasks-wheel", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> list[E]:
+        """Waits for the thread, and returns what is still held."""
+        with self._changed:
+            self._is_running = False
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+        with self._changed:
+            return self._wheel.take_all()
+
+    def add(self, entries: Iterable[tuple[Hashable, int, E]]) -> None:
+        """(name, due in microseconds, entry) each."""
+        with self._changed:
+            for name, due_us, entry in entries:
+                # Rounded up: a tick comes out when it has begun, and that must not be before the due time.
+                tick = self._wheel.add(name, -(-due_us // TICK_US), entry)
+                if self._wakes_at is None or tick < self._wakes_at:
+                    self._wakes_at = tick
+                    self._changed.notify()
+
+    def _tick(self) -> int:
+        return self._clock.now_us() // TICK_US
+
+    def _turn(self) -> None:
+        while True:
+            with self._changed:
+                if not self._is_running:
+                    return
+                due = self._wheel.advance(self._tick())
+                self.turned_at = monotonic()
+                if not due:
+                    self._wakes_at = self._wheel.next_tick()
+                    left = None if self._wakes_at is None else self._wakes_at * TICK_US - self._clock.now_us()
+                    if left is None or left > 0:
+                        self._changed.wait(None if left is None else left / 1e6)
+            if due:
+                self._on_due(due)

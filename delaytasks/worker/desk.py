@@ -1,0 +1,120 @@
+"""What the worker's main process does for delayed tasks: it holds what is near, hands chunks to the pool, sweeps,
+and looks after leases."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from celery.utils.log import get_logger
+
+from delaytasks.core.clock import from_us, monotonic
+from delaytasks.core.ports import Entry
+from delaytasks.timers.wheel import WheelThread
+from delaytasks.worker.dispatcher import Dispatcher
+from delaytasks.worker.leases import LeaseKeeper
+from delaytasks.worker.sweeping import Sweeping
+
+if TYPE_CHECKING:
+    from delaytasks.app import DelayTasks
+
+logger = get_logger(__name__)
+#: A refused message is logged at most so often: anybody may send them.
+REFUSAL_LOG_S = 60.0
+
+
+class Desk:
+    def __init__(self, delays: DelayTasks, worker: Any) -> None:
+        self.delays = delays
+        self._worker = worker
+        self._calls = None if worker.hub else CallThread()
+        self.wheel: WheelThread[Entry] = WheelThread(delays.clock, lambda due: self.dispatcher.take(due))
+        self.dispatcher = Dispatcher(
+            delays.settings,
+            delays.clock,
+            delays.events,
+            worker.pool,
+            soon=self._calls.call if self._calls else worker.hub.call_soon,
+            rearm=self.hold,
+            sends_events=self._sends_events,
+        )
+        self._leases = LeaseKeeper(delays, worker, self.dispatcher)
+        self._sweeping = Sweeping(delays, worker)
+        self._refusal_logged_at = -REFUSAL_LOG_S
+
+    def start(self) -> None:
+        if self._calls is not None:
+            self._calls.start()
+        self.wheel.start()
+        self._leases.start()
+        self._sweeping.start()
+
+    def stop(self) -> None:
+        """Sends back what is held, so that other workers have it in time."""
+        waiting = self.dispatcher.close()
+        waiting += self.wheel.stop()
+        self._sweeping.stop()
+        if waiting:
+            self.delays.timer.arm(waiting)
+            logger.info("delaytasks: sent back %d near tasks", len(waiting))
+
+    def after_pool(self) -> None:
+        """The pool has finished what it ran; until then leases are renewed."""
+        self._leases.stop()
+
+    def hold(self, entries: Sequence[Entry]) -> None:
+        now = self.delays.clock.now_us()
+        due = [entry for entry in entries if entry.due_us <= now]
+        if due:
+            self.dispatcher.take(due)
+        if len(due) < len(entries):
+            self.wheel.add(((e.id, e.version), e.due_us, e) for e in entries if e.due_us > now)
+
+    def sweep(self, house: int | None) -> None:
+        self._sweeping.request(house)
+
+    def refuse(self, task: str, error: Exception) -> None:
+        """A message that is not of our form: dropped, counted, and logged now and then."""
+        if monotonic() - self._refusal_logged_at < REFUSAL_LOG_S:
+            self.delays.events.counts["message.refused"] += 1
+            return
+        self._refusal_logged_at = monotonic()
+        self.delays.events.emit("message.refused", task=task, reason=str(error)[:200])
+
+    def info(self) -> dict[str, Any]:
+        return {
+            "held": len(self.wheel),
+            "waiting": self.dispatcher.waiting,
+            "chunks": len(self.dispatcher.in_flight),
+            "timer_is_up": self.delays.timer.is_up,
+            "oldest_chunk": min(map(from_us, map(int, self.dispatcher.in_flight.values())), default=None),
+            "events": dict(self.delays.events.counts),
+        }
+
+    def _sends_events(self) -> bool:
+        consumer = getattr(self._worker, "consumer", None)
+        dispatcher = getattr(consumer, "event_dispatcher", None)
+        return bool(dispatcher is not None and dispatcher.enabled)
+
+
+class CallThread:
+    """Takes the event loop's place where the transport has none."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="delaytasks-calls", daemon=True).start()
+
+    def call(self, function: Callable[[], None]) -> None:
+        self._queue.put(function)
+
+    def _run(self) -> None:
+        while True:
+            function = self._queue.get()
+            try:
+                function()
+            except Exception:
+                logger.exception("delaytasks: a call failed")

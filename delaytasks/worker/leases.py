@@ -1,0 +1,52 @@
+"""Renews the leases of what the pool runs, from the main process: a processor that holds the GIL for minutes, or
+sits in C, is alive as long as its process is. What a dead process held is released at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from delaytasks.core.clock import from_us, monotonic
+from delaytasks.worker.loop import Loop
+
+if TYPE_CHECKING:
+    from delaytasks.app import DelayTasks
+    from delaytasks.worker.dispatcher import Dispatcher
+
+#: How often the pool's processes are counted.
+LOOK_S = 1.0
+#: Clocks agree better than this; a chunk's rows are claimed after it is handed to the pool.
+SLACK_US = 1_000_000
+
+
+class LeaseKeeper:
+    def __init__(self, delays: DelayTasks, worker: Any, dispatcher: Dispatcher) -> None:
+        self._delays = delays
+        self._pool = worker.pool
+        self._dispatcher = dispatcher
+        self._lease_s = delays.settings.lease_s
+        self._known: set[int] = set()
+        self._dead: set[str] = set()
+        self._renewed_at = monotonic()
+        self._loop = Loop("leases", min(LOOK_S, self._lease_s / 6), self._turn, delays.events)
+        self.start, self.stop = self._loop.start, self._loop.stop
+
+    def _turn(self) -> None:
+        delays = self._delays
+        alive = set(self._pids())
+        self._dead |= {delays.process_name(pid) for pid in self._known - alive}
+        self._known = alive
+        if self._dead:
+            lapsed = delays.store.leases.release(sorted(self._dead), delays.settings.max_lapses)
+            self._dead.clear()
+            if lapsed:
+                delays.events.emit("task.lapsed", count=lapsed, reason="a pool process died")
+        now = delays.clock.now_us()
+        oldest = min(self._dispatcher.in_flight.values(), default=now)
+        if now - oldest > self._lease_s * 0.25e6 and monotonic() - self._renewed_at >= self._lease_s / 3 - LOOK_S:
+            names = [delays.process_name(pid) for pid in alive]
+            delays.store.leases.renew(names, from_us(int(oldest) - SLACK_US))
+            self._renewed_at = monotonic()
+
+    def _pids(self) -> list[int]:
+        info: list[int] = (self._pool.info or {}).get("processes") or [self._delays.own_pid()]
+        return info

@@ -1,0 +1,40 @@
+"""What crosses into the pool's processes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from celery import current_app
+from celery.utils.log import get_logger
+
+from delaytasks.core.ports import Entry
+from delaytasks.engine.runner import Report
+from delaytasks.timers.eta import RUN
+
+logger = get_logger(__name__)
+
+
+class Job(NamedTuple):
+    """A chunk: entries that fell due, or (`drain`) a queue whose oldest rows are to be claimed."""
+
+    entries: tuple[Entry, ...]
+    drain: str | None = None
+    priorities: tuple[int, ...] = ()
+    limit: int = 0
+    events: bool = False
+
+
+def run_job(job: Job) -> Report | str:
+    """In a pool process, thread, or inline; the current app is the worker's. A failure is returned as text, since
+    not every pool tells of exceptions."""
+    delays = current_app.tasks[RUN].delays
+    try:
+        runner = delays.runner(sends_events=job.events)
+        if job.drain is not None:
+            report: Report = runner.drain(job.drain, job.priorities, job.limit)
+        else:
+            report = runner.run(job.entries)
+    except Exception as error:
+        logger.exception("a chunk failed")
+        return f"{type(error).__name__}: {error}"
+    return report

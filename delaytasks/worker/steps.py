@@ -1,0 +1,56 @@
+"""The worker's bootstep, and the queues that a worker serves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from celery import bootsteps
+
+from delaytasks.timers.eta import RUN
+from delaytasks.worker.desk import Desk
+
+if TYPE_CHECKING:
+    from delaytasks.app import DelayTasks
+
+
+class DelaysStep(bootsteps.StartStopStep):
+    """Runs the desk while the worker runs: started after the pool has forked, stopped before it is joined."""
+
+    label = "Delays"
+    requires = ("celery.worker.components:Pool",)
+
+    def __init__(self, worker: Any, **kwargs: Any) -> None:
+        super().__init__(worker, **kwargs)
+        worker.delays_desk = None
+
+    def create(self, worker: Any) -> Any:
+        delays: DelayTasks = worker.app.tasks[RUN].delays
+        delays.serve(worker.hostname)
+        add_queues(worker.app, delays)
+        worker.delays_desk = Desk(delays, worker)
+        return self
+
+    def start(self, worker: Any) -> None:
+        worker.delays_desk.delays.check_ready()
+        worker.delays_desk.start()
+
+    def stop(self, worker: Any) -> None:
+        worker.delays_desk.stop()
+
+    def terminate(self, worker: Any) -> None:
+        worker.delays_desk.stop()
+
+    def info(self, worker: Any) -> dict[str, Any]:
+        """For `celery inspect stats`."""
+        return {"delaytasks": worker.delays_desk.info()}
+
+
+def add_queues(app: Any, delays: DelayTasks) -> None:
+    """A worker started without -Q serves all our queues; one with -Q those that it names."""
+    queues, prefix = app.amqp.queues, delays.settings.namespace + "."
+    chosen = queues._consume_from
+    for name in {delays.settings.default_queue, *delays.registry.queues()}:
+        queue = delays.publisher.queue(name)
+        if chosen is None or queue.name in chosen:
+            queues.select_add(queue)
+    delays.serve_queues(sorted(name.removeprefix(prefix) for name in queues.consume_from if name.startswith(prefix)))

@@ -1,0 +1,74 @@
+"""Takes in our messages: acknowledged on receipt, since the row is the truth, and handed to what holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+from celery.utils.log import get_logger
+
+from delaytasks.timers.eta import read_message
+
+logger = get_logger(__name__)
+Handler = Callable[..., None]
+#: Longer ones are not ours: 1,000 entries of four 64-bit numbers fit.
+MOST_BYTES = 256 * 1024
+
+
+def run_strategy(task: Any, app: Any, consumer: Any) -> Handler:
+    desk = consumer.controller.delays_desk
+    prefix = desk.delays.settings.namespace + "."
+    connection_errors = consumer.connection_errors
+
+    def on_message(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **_: Any) -> None:
+        message.ack_log_error(logger, connection_errors)
+        try:
+            queue = (message.delivery_info or {}).get("routing_key") or ""
+            args = _arguments(message, body)
+            entries, priorities = read_message(args, queue.removeprefix(prefix))
+            is_over = priorities is not None and _is_expired(message, desk)
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+            desk.refuse("run", error)
+            return
+        if entries:
+            desk.hold(entries)
+        if priorities is not None and not is_over:
+            desk.dispatcher.drain(queue.removeprefix(prefix), priorities)
+
+    return on_message
+
+
+def sweep_strategy(task: Any, app: Any, consumer: Any) -> Handler:
+    desk = consumer.controller.delays_desk
+    connection_errors = consumer.connection_errors
+
+    def on_message(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **_: Any) -> None:
+        message.ack_log_error(logger, connection_errors)
+        try:
+            args = _arguments(message, body)
+            house = args[0] if args else None
+            if house is not None and (type(house) is not int or not 0 <= house < desk.delays.settings.houses):
+                raise ValueError(f"house {house!r:.20} of {desk.delays.settings.houses}")
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+            desk.refuse("sweep", error)
+            return
+        desk.sweep(house)
+
+    return on_message
+
+
+def _arguments(message: Any, body: Any) -> Any:
+    if message.content_type != "application/json":
+        raise ValueError(f"content type {message.content_type!r:.40}")
+    if len(message.body) > MOST_BYTES:
+        raise ValueError("too long")
+    payload = message.payload if body is None else body
+    if isinstance(payload, dict):
+        return payload["args"]  # protocol 1
+    return payload[0]
+
+
+def _is_expired(message: Any, desk: Any) -> bool:
+    expires = message.headers.get("expires")
+    return expires is not None and datetime.fromisoformat(expires) < desk.delays.clock.now()

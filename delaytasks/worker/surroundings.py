@@ -1,0 +1,94 @@
+"""A processor's surroundings: fresh context variables, a current Celery task with a request of its own, and
+Celery's signals, so that what hangs on them (Django's connections, Sentry, OpenTelemetry) works for each row."""
+
+from __future__ import annotations
+
+import contextvars
+import sys
+from typing import Any
+
+from billiard.einfo import ExceptionInfo
+from celery import signals
+from celery._state import _task_stack
+
+from delaytasks.core.task import DelayTask
+from delaytasks.engine.registry import Processor
+
+
+class Surroundings:
+    """Calls processors. The Celery task that a row's signals see is named by its tag, and made once per tag."""
+
+    def __init__(self, app: Any, hostname: str) -> None:
+        self._app = app
+        self._hostname = hostname
+        self._tasks: dict[str, Any] = {}
+
+    def __call__(self, processor: Processor, task: DelayTask) -> Any:
+        return contextvars.copy_context().run(self._run, processor, task)
+
+    def _run(self, processor: Processor, task: DelayTask) -> Any:
+        sender = self._tasks.get(task.tag) or self._make_task(processor)
+        id, args = str(task.id), (task.body,)
+        _task_stack.push(sender)
+        sender.push_request(
+            id=id,
+            root_id=id,
+            task=task.tag,
+            args=args,
+            kwargs={},
+            retries=task.attempts - 1,
+            is_eager=False,
+            called_directly=False,
+            hostname=self._hostname,
+            delivery_info={"routing_key": task.queue, "priority": task.priority, "redelivered": task.attempts > 1},
+            eta=task.expected_time.isoformat(),
+            delay_task=task,
+        )
+        state, result = "FAILURE", None
+        try:
+            if signals.task_prerun.receivers:
+                signals.task_prerun.send(sender=sender, task_id=id, task=sender, args=args, kwargs={})
+            try:
+                result = processor(task)
+            except Exception as error:
+                result = error
+                self._tell_failure(sender, id, args, error)
+                raise
+            state = "SUCCESS"
+            if signals.task_success.receivers:
+                signals.task_success.send(sender=sender, result=result)
+            return result
+        finally:
+            try:
+                if signals.task_postrun.receivers:
+                    signals.task_postrun.send(
+                        sender=sender, task_id=id, task=sender, args=args, kwargs={}, retval=result, state=state
+                    )
+            finally:
+                sender.pop_request()
+                _task_stack.pop()
+
+    @staticmethod
+    def _tell_failure(sender: Any, id: str, args: tuple[Any, ...], error: Exception) -> None:
+        if signals.task_failure.receivers:
+            signals.task_failure.send(
+                sender=sender,
+                task_id=id,
+                exception=error,
+                args=args,
+                kwargs={},
+                traceback=error.__traceback__,
+                einfo=ExceptionInfo(sys.exc_info()),
+            )
+
+    def _make_task(self, processor: Processor) -> Any:
+        """Not in the app's registry: nobody can call it by a message."""
+        body = {
+            "name": processor.tag,
+            "run": staticmethod(processor.function),
+            "__module__": processor.function.__module__,
+        }
+        sender = type("DelayTaskRow", (self._app.Task,), body)()
+        sender.bind(self._app)
+        self._tasks[processor.tag] = sender
+        return sender

@@ -1,0 +1,53 @@
+"""The two Celery tasks. Their messages never reach Celery's own task machinery: a strategy takes them in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from delaytasks.timers.eta import RUN, read_message
+
+if TYPE_CHECKING:
+    from delaytasks.app import DelayTasks
+
+SWEEP = "delaytasks.sweep"
+#: Whatever the app's own configuration says: the row is the truth, so the message needs no care.
+_OURS = {
+    "ignore_result": True,
+    "acks_late": False,
+    "serializer": "json",
+    "send_events": False,
+    "store_errors_even_if_ignored": False,
+    "autoretry_for": (),
+    "rate_limit": None,
+    "time_limit": None,
+    "soft_time_limit": None,
+    "typing": False,
+}
+
+
+def register_tasks(delays: DelayTasks) -> None:
+    """Puts our tasks on the instance's Celery app. Called without a worker (task_always_eager), they do their
+    work on the spot."""
+
+    def run(entries: list[Any], options: Any = None) -> None:
+        args = [entries] if options is None else [entries, options]
+        due, priorities = read_message(args, delays.settings.default_queue)
+        runner = delays.runner()
+        if due:
+            runner.run(due)
+        if priorities:
+            runner.drain(delays.settings.default_queue, priorities, delays.settings.chunk_max)
+
+    def sweep(house: int | None = None) -> None:
+        for number in range(delays.settings.houses) if house is None else [house]:
+            delays.sweeper.sweep(number)
+
+    _register(delays, run, RUN, "delaytasks.worker.strategy:run_strategy")
+    _register(delays, sweep, SWEEP, "delaytasks.worker.strategy:sweep_strategy")
+
+
+def _register(delays: DelayTasks, function: Callable[..., None], name: str, strategy: str) -> None:
+    task = delays.celery.task(function, name=name, **_OURS)
+    task.Strategy = strategy
+    task.delays = delays

@@ -1,0 +1,146 @@
+"""Services and databases for the tests: found, embedded or reported as missing, and always left clean."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from sqlalchemy import delete
+
+from delaytasks.core.settings import Settings, load_settings
+from delaytasks.store.store import Store
+from tests.services import MissingServiceError, Services, own_database
+
+_IS_CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
+_missing: dict[str, str] = {}
+_not_run: dict[str, set[str]] = defaultdict(set)
+
+
+@pytest.fixture(scope="session")
+def services() -> Iterator[Services]:
+    found = Services()
+    yield found
+    found.close()
+
+
+def _url(services: Services, name: str) -> str:
+    try:
+        return services.url(name)
+    except MissingServiceError as error:
+        _missing[name] = str(error)
+        _give_up(name)
+
+
+def _give_up(name: str) -> NoReturn:
+    """A laptop may lack a service; CI may not, or nobody would notice what is never tested."""
+    reason = f"needs {name}: {_missing[name]}"
+    if _IS_CI:
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def postgresql_url(services: Services) -> Iterator[str]:
+    """A database of this session's own."""
+    yield from _own(_url(services, "postgresql"))
+
+
+@pytest.fixture(scope="session")
+def mysql_url(services: Services) -> Iterator[str]:
+    """A database of this session's own, on MariaDB or MySQL."""
+    yield from _own(_url(services, "mysql"))
+
+
+def _own(url: str) -> Iterator[str]:
+    mine, drop = own_database(url)
+    yield mine
+    drop()
+
+
+@pytest.fixture(scope="session")
+def redis_url(services: Services) -> str:
+    """May be shared with others: use keys with a prefix of your own."""
+    return _url(services, "redis")
+
+
+@pytest.fixture(scope="session")
+def rabbitmq_url(services: Services) -> str:
+    """May be shared with others: use queues with a prefix of your own."""
+    return _url(services, "rabbitmq")
+
+
+@pytest.fixture(scope="session", params=["postgresql", "mariadb", "sqlite"])
+def database_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An empty database of each kind, for this session."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path_factory.mktemp('sqlite') / 'test.sqlite3'}"
+    url: str = request.getfixturevalue("postgresql_url" if request.param == "postgresql" else "mysql_url")
+    return url
+
+
+def settings_for(url: str, **changes: Any) -> Settings:
+    return load_settings({}, {}, database_url=url, **changes)
+
+
+def open_store(url: str, **changes: Any) -> Store:
+    """A store with its tables made anew."""
+    store = Store(url, settings_for(url, **changes))
+    with store.database.begin() as connection:
+        store.schema.metadata.drop_all(connection)
+        store.schema.metadata.create_all(connection)
+    return store
+
+
+def empty(store: Store) -> None:
+    """DELETE, since on small tables it is many times cheaper than TRUNCATE."""
+    with store.database.begin() as connection:
+        for table in store.schema.metadata.sorted_tables:
+            connection.execute(delete(table))
+
+
+@pytest.fixture(scope="session")
+def session_store(database_url: str) -> Iterator[Store]:
+    store = open_store(database_url, table_prefix="s_")
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def store(session_store: Store) -> Store:
+    """Empty tables on each database."""
+    empty(session_store)
+    return session_store
+
+
+@pytest.fixture
+def sqlite_path(tmp_path: Path) -> Callable[[str], str]:
+    """URLs of SQLite files that are this test's own."""
+    return lambda name="test": f"sqlite:///{tmp_path / name}.sqlite3"
+
+
+# -- what could not be run ------------------------------------------------------------------------
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    outcome: Any = yield
+    report = outcome.get_result()
+    if report.when == "setup" and report.outcome != "passed":
+        for name, reason in _missing.items():
+            if f"needs {name}: {reason}" in str(report.longrepr):
+                _not_run[name].add(item.nodeid)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if not _not_run:
+        return
+    terminalreporter.section("not run on this machine", yellow=True)
+    for name, tests in sorted(_not_run.items()):
+        files = Counter(test.partition("::")[0] for test in tests)
+        terminalreporter.write_line(f"{name}: {len(tests)} tests; {_missing[name]}")
+        for file, count in sorted(files.items()):
+            terminalreporter.write_line(f"    {file}: {count}")

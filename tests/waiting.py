@@ -1,0 +1,21 @@
+"""Tests never sleep for a guess: they wait for a condition, with a deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def wait_until(condition: Callable[[], T], deadline_s: float, what: str, every_s: float = 0.01) -> T:
+    """What `condition` answers as soon as it is true; `AssertionError` naming `what` when it stays false."""
+    ends = time.monotonic() + deadline_s
+    while True:
+        answer = condition()
+        if answer:
+            return answer
+        if time.monotonic() > ends:
+            raise AssertionError(f"waited {deadline_s:g} s for {what}; the last answer was {answer!r}")
+        time.sleep(every_s)
