@@ -1,25 +1,35 @@
 """How Alembic reaches our tables.
 
 The database is, in this order: a connection in `config.attributes` (delaytasks' own commands), `-x url=…`,
-`sqlalchemy.url` of the ini file, delaytasks' settings. `-x prefix=…` and `-x schema=…` likewise.
+`sqlalchemy.url` of the ini file, delaytasks' settings (environment, celeryconfig.py). `-x prefix=…` and
+`-x schema=…` likewise.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from logging.config import fileConfig
 from typing import Any
 
+from alembic import context
 from sqlalchemy import Connection
 
-from alembic import context
 from delaytasks.core.settings import load_settings
 from delaytasks.store.database import Database, normalize_url
-from delaytasks.store.migrations import exclusively, is_other_default, url_of, version_table
+from delaytasks.store.migrations import compares_defaults, exclusively, url_of, version_table
 from delaytasks.store.schema import build_schema
 
 config = context.config
-settings = load_settings({}, os.environ)
+
+
+def celery_configuration() -> dict[str, Any]:
+    """celeryconfig.py, where there is one beside alembic.ini, as Celery would read it."""
+    name = os.environ.get("CELERY_CONFIG_MODULE", "celeryconfig")
+    return vars(importlib.import_module(name)) if importlib.util.find_spec(name) else {}
+
+
+settings = load_settings({} if "connection" in config.attributes else celery_configuration(), os.environ)
 given: dict[str, Any] = {**context.get_x_argument(as_dictionary=True), **config.attributes}
 url: str = given.get("url") or config.get_main_option("sqlalchemy.url") or url_of(settings)
 prefix: str = given.get("prefix", settings.table_prefix)
@@ -40,7 +50,6 @@ options: dict[str, Any] = {
         name == schema if kind == "schema" else kind != "table" or (name in names and parents["schema_name"] == schema)
     ),
     "compare_type": True,
-    "compare_server_default": is_other_default,
 }
 
 
@@ -50,6 +59,7 @@ def is_undone(connection: Connection) -> bool:
 
 
 def migrate(connection: Connection) -> None:
+    options["compare_server_default"] = compares_defaults(connection.dialect.name)
     context.configure(connection=connection, transactional_ddl=is_undone(connection), **options)
     if context.get_context().opts.get("dont_mutate"):  # alembic current, alembic check
         context.run_migrations(prefix=prefix, schema=schema)

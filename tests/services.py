@@ -73,7 +73,8 @@ class Services:
 
     def _postgresql(self) -> str:
         user = getpass.getuser()
-        usual = [f"postgresql+psycopg2://{who}@127.0.0.1:5432/postgres" for who in (user, "postgres", "postgres:postgres")]
+        logins = (user, "postgres", "postgres:postgres")
+        usual = [f"postgresql+psycopg2://{login}@127.0.0.1:5432/postgres" for login in logins]
         url, reason = _first_database("DELAYTASKS_TEST_POSTGRESQL_URL", usual, "postgresql+psycopg2")
         return url or self._embedded_postgresql(reason)
 

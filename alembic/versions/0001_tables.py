@@ -9,9 +9,9 @@ MySQL commits every DDL statement at once, so each step looks first and can be r
 from __future__ import annotations
 
 import sqlalchemy as sa
+from alembic import op
 from sqlalchemy.dialects import mysql
 
-from alembic import op
 from delaytasks.store import adoption
 
 revision = "0001"

@@ -16,12 +16,14 @@ from sqlalchemy import (
     DateTime,
     MetaData,
     Table,
+    Text,
     and_,
     func,
     inspect,
     or_,
     select,
     text,
+    type_coerce,
     update,
 )
 from sqlalchemy.schema import CreateColumn
@@ -126,7 +128,7 @@ def _check(connection: Connection, table: Table) -> None:
             )
     key = inspector.get_pk_constraint(table.name, schema=table.schema)["constrained_columns"]
     if key not in ([], ["id"]):
-        raise ConfigError(f"the primary key of {name} is ({', '.join(key)}), not (id); make it (id), then migrate again")
+        raise ConfigError(f"the primary key of {name} is ({', '.join(key)}); make it (id), then migrate again")
     checks = {
         "tags that are NULL or longer than 128": or_(table.c.tag.is_(None), func.length(table.c.tag) > 128),
     }
@@ -275,8 +277,8 @@ def _on_sqlite(op: Operations, connection: Connection, table: Table) -> None:
     def as_ours(_inspector: Any, _table: Any, info: Any) -> None:
         column = table.c.get(info["name"])
         if column is not None:
-            default = column.server_default
-            info.update(type=column.type, nullable=column.nullable, default=getattr(default, "arg", None))
+            default = getattr(column.server_default, "arg", None)
+            info.update(type=column.type, nullable=column.nullable, default=None if default is None else str(default))
 
     listeners = {"listeners": [("column_reflect", as_ours)]}
     with op.batch_alter_table(table.name, recreate="always", reflect_kwargs=listeners) as batch:
@@ -286,7 +288,8 @@ def _on_sqlite(op: Operations, connection: Connection, table: Table) -> None:
 
 def _straighten(connection: Connection, table: Table, column: Column[Any]) -> None:
     """SQLite compares times as text, so they must be said in one way: ours, in UTC, six digits of a second."""
-    odd = or_(column.like("%T%"), column.like("%Z"), column.op("GLOB")("*[+-][0-9][0-9]:[0-9][0-9]"))
+    said = type_coerce(column, Text)
+    odd = or_(said.like("%T%"), said.like("%Z"), said.op("GLOB")("*[+-][0-9][0-9]:[0-9][0-9]"))
     plain = func.strftime("%Y-%m-%d %H:%M:%f000", column)
     short = and_(func.length(column) == 19, func.typeof(column) == "text")
     connection.execute(update(table).where(or_(odd, short), plain.is_not(None)).values({column: plain}))

@@ -61,7 +61,7 @@ def version_table(prefix: str) -> str:
 
 
 def url_of(settings: Settings) -> str:
-    return settings.database_url or f"sqlite:///{Path(settings.data_dir) / 'delaytasks.sqlite3'}"
+    return settings.database_url or f"sqlite:///{Path(settings.data_dir).absolute() / 'delays.sqlite3'}"
 
 
 def ddl(dialect: str, prefix: str = "", schema: str | None = None) -> list[str]:
@@ -121,17 +121,11 @@ def exclusively(connection: Connection, prefix: str, schema: str | None) -> Iter
             connection.execute(select(func.release_lock(name[-64:])))
 
 
-def is_other_default(
-    _context: Any, _inspected: Any, _column: Any, found: str | None, _default: Any, ours: str | None
-) -> bool | None:
-    """For Alembic's comparison; databases show the same expression in their own words."""
-    return _plain(found) != _plain(ours)
-
-
-def _plain(default: str | None) -> str | None:
-    if default is None:
-        return None
-    return default.lower().partition("::")[0].strip("()' ").replace("'", "")
+def compares_defaults(dialect: str) -> Any:
+    """What Alembic's comparison is to make of defaults: an identity is PostgreSQL's word for ids that count."""
+    if dialect == "postgresql":
+        return True
+    return lambda _context, _found, column, *_defaults: False if column.identity is not None else None
 
 
 def _run(database: Database, prefix: str, schema: str | None, work: Callable[[Config], None]) -> None:

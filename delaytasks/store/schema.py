@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import (
     BigInteger,
@@ -28,7 +29,7 @@ RowId = BigInteger().with_variant(Integer(), "sqlite")
 
 HOT = f"status IN ({Status.NOT_COMPLETE:d}, {Status.RUNNING:d})"
 #: MySQL compares text without case and trailing blanks unless told otherwise: 'a' and 'A' are two tags.
-_MYSQL = {
+_MYSQL: Any = {
     "mysql_charset": "utf8mb4",
     "mysql_collate": "utf8mb4_bin",
     "mariadb_charset": "utf8mb4",
