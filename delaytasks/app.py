@@ -354,13 +354,14 @@ class DelayTasks:
         unit = self._unit(session)
         with unit.guard() if unit is not None else nullcontext():
             if isinstance(task, DelayTask):
-                id: int | None = task.id
+                id = task.id
             elif task is not None:
                 id = check_id(task)
             else:
-                id = self.store.tasks.id_of_key(check_tag(tag), check_key(key), _executor(unit))
-                if id is None:
+                found = self.store.tasks.id_of_key(check_tag(tag), check_key(key), _executor(unit))
+                if found is None:
                     raise TaskNotFoundError(f"no live task of tag {tag!r} has the key {key!r}")
+                id = found
             yield id, unit
 
     def _add_to_beat(self, sender: Any, **_: Any) -> None:

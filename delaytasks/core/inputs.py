@@ -132,7 +132,7 @@ def _check_json(value: Any, path: str, depth: int) -> None:
         _check_storable(value, path)
     elif not isinstance(value, int):
         raise BodyNotJSONError(
-            f"{path}: {kind.__name__} can not be said in JSON; convert it first (str(value), value.isoformat(), list(value))"
+            f"{path}: {kind.__name__} can not be said in JSON; convert it first (str(value), list(value), …)"
         )
 
 

@@ -40,7 +40,7 @@ class Registry:
             known = self._processors.get(tag)
             if known is not None and not _is_same(known.function, function):
                 raise DuplicateProcessorError(
-                    f"tag {tag!r} has the processor {_name(known.function)} already; {_name(function)} needs another tag"
+                    f"tag {tag!r} has the processor {_name(known.function)} already; give {_name(function)} another"
                 )
             self._processors[tag] = Processor(tag, function, queue, _wants_task(function))
             return function
@@ -54,9 +54,7 @@ class Registry:
         processor = self._processors.get(tag)
         if processor is None:
             known = difflib.get_close_matches(tag, self._processors, n=3, cutoff=0.0)
-            raise UnknownTagError(
-                f"no processor for tag {tag!r} (known: {', '.join(map(repr, known)) or 'none'}); is its module imported?"
-            )
+            raise UnknownTagError(f"no processor for tag {tag!r} (known: {_listed(known)}); is its module imported?")
         return processor
 
     def queue_of(self, tag: str) -> str | None:
@@ -98,6 +96,10 @@ def _is_same(known: Callable[..., Any], function: Callable[..., Any]) -> bool:
             there.co_name,
         )
     )
+
+
+def _listed(tags: list[str]) -> str:
+    return ", ".join(map(repr, tags)) or "none"
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 
-from delaytasks.core.clock import Clock, UTC
+from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
 from delaytasks.core.ports import SweepStore, Timer, WorkerStore
 from delaytasks.core.settings import Settings
@@ -45,9 +45,9 @@ class Sweeper:
         self._events.emit("sweep.done", house=house)
         return True
 
-    def _arm_near(self, house: int, armed_until: object, horizon_s: float) -> None:
+    def _arm_near(self, house: int, armed_until: datetime, horizon_s: float) -> None:
         now = self._clock.now()
-        since = max(armed_until, now)  # type: ignore[type-var, call-overload]
+        since = max(armed_until, now)
         until = now + timedelta(seconds=horizon_s)
         armed = 0
         for entries in self._sweeps.near(since, until, house, self._settings.houses):
@@ -55,7 +55,7 @@ class Sweeper:
                 return  # the broker is away: the next sweep begins here again
             armed += len(entries)
         # Moved only now: a crash before it costs duplicate messages, which are harmless; never a gap.
-        self._sweeps.mark_armed(house, self._settings.houses, until.astimezone(UTC))
+        self._sweeps.mark_armed(house, self._settings.houses, until)
         if armed:
             self._events.emit("sweep.armed", count=armed)
 

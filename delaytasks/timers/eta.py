@@ -33,7 +33,8 @@ class EtaTimer:
         queues: dict[str, list[Entry]] = {}
         for entry in entries:
             queues.setdefault(entry.queue, []).append(entry)
-        return all([self._publisher.send(RUN, queue, list(_messages(some))) for queue, some in queues.items()])
+        results = [self._publisher.send(RUN, queue, list(_messages(some))) for queue, some in queues.items()]
+        return all(results)
 
     def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float) -> bool:
         """Asks workers to claim by themselves what is overdue in `queue`."""

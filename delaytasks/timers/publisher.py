@@ -6,7 +6,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from kombu import Exchange, Producer, Queue
+from kombu.entity import Exchange, Queue
+from kombu.messaging import Producer
 from kombu.utils.uuid import uuid
 
 from delaytasks.core.clock import monotonic

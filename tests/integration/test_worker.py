@@ -1,0 +1,287 @@
+"""One worker on each broker, pool and database: scheduled tasks run on time, once, and say so in their row."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import insert, text
+
+from delaytasks import Status
+from tests.running import Deployment
+from tests.waiting import wait_until
+
+#: Where the broker is, and what Celery is told of it.
+BROKERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "redis": ("redis_url", {}),
+    "rabbitmq": ("rabbitmq_url", {}),
+    "rabbitmq-quorum": ("rabbitmq_url", {"task_default_queue_type": "quorum"}),
+    "filesystem": ("filesystem_url", {}),
+}
+COMBINATIONS = [
+    ("postgresql", "redis", "prefork"),
+    ("postgresql", "redis", "threads"),
+    ("postgresql", "redis", "solo"),
+    ("postgresql", "rabbitmq", "prefork"),
+    ("postgresql", "rabbitmq", "threads"),
+    ("postgresql", "rabbitmq-quorum", "prefork"),
+    ("mysql", "redis", "prefork"),
+    ("mysql", "rabbitmq", "solo"),
+    ("sqlite", "redis", "prefork"),
+    ("sqlite", "filesystem", "prefork"),
+    ("sqlite", "filesystem", "threads"),
+    ("sqlite", "filesystem", "solo"),
+]
+Deploy = Callable[..., Deployment]
+
+
+@pytest.fixture
+def deploy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deploy]:
+    made: list[Deployment] = []
+
+    def make(database: str = "postgresql", broker: str = "redis", **settings: Any) -> Deployment:
+        if database == "sqlite":
+            database_url = f"sqlite:///{tmp_path / 'test.sqlite3'}"
+        else:
+            database_url = request.getfixturevalue(f"{database}_url")
+        fixture, conf = BROKERS[broker]
+        if broker == "filesystem":
+            folder = tmp_path / "broker"
+            folder.mkdir()
+            options = {"data_folder_in": str(folder), "data_folder_out": str(folder), "control_folder": str(folder)}
+            broker_url, conf = "filesystem://", {"broker_transport_options": options}
+        else:
+            broker_url = request.getfixturevalue(fixture)
+        deployment = Deployment(tmp_path, database_url, broker_url, conf, **settings)
+        made.append(deployment)
+        return deployment
+
+    yield make
+    for deployment in made:
+        deployment.close()
+
+
+@pytest.mark.parametrize(("database", "broker", "pool"), COMBINATIONS, ids=["-".join(combination) for combination in COMBINATIONS])
+def test_tasks_run_on_time_and_say_so_in_their_rows(deploy: Deploy, database: str, broker: str, pool: str) -> None:
+    d = deploy(database, broker)
+    worker = d.worker(pool=pool)
+    near = [d.schedule(delay=1 + n / 50) for n in range(50)]
+    mail = d.schedule("test.mail", 0.5)
+    cancelled = d.schedule(delay=2)
+    assert d.delays.cancel(cancelled)
+    failing = d.schedule("test.fail", 0, body={"text": "no way"})
+    unknown = d.schedule("test.nobody", 0)
+    with d.store.database.begin() as connection:
+        plain = {"tag": "test.note", "message_body": f'{{"file": "{d.file}"}}', "status": 0, "version": 0, "delay_time": 0}
+        connection.execute(insert(d.store.schema.tasks).values(**plain))
+    d.wait_for([*near, mail])
+    d.wait_for([failing], Status.FAILED)
+    wait_until(lambda: d.delays.find(tag="test.note", status="DONE", limit=100).cursor is None, 5, "a page")
+    wait_until(
+        lambda: len(d.delays.find(tag="test.note", status="DONE", limit=100)) == 51, 15, "the plain row to run", 0.05
+    )
+
+    runs = d.runs()
+    noted = [run[0] for run in runs if run[1] != "mail"]
+    assert len(noted) == len(set(noted)) == 51
+    assert min(int(run[1]) for run in runs if run[1] != "mail") >= 0, "nothing runs early"
+    assert d.status(cancelled) is Status.CANCELLED
+    done = d.delays.get(near[0])
+    assert (done.attempts, done.version, done.error, done.lease_until) == (1, 2, None, None)
+    assert done.worker is not None
+    assert done.worker.startswith("w0@test/")
+    assert done.execution_time is not None
+    assert done.execution_time >= done.expected_time
+    assert done.ip_address is not None
+    socket.inet_aton(done.ip_address)
+    failed = d.delays.get(failing)
+    assert failed.error is not None
+    assert "ValueError: no way" in failed.error
+    assert 'in fail\n    raise ValueError(body.get("text", "as asked"))' in failed.error
+    assert "delaytasks/engine" not in failed.error, "the traceback begins with the processor"
+    waiting = d.delays.get(unknown)
+    assert waiting.status is Status.NOT_COMPLETE
+    assert waiting.attempts == 0
+    assert "no such processor, tag=test.nobody" in (waiting.error or "")
+    assert waiting.expected_time > unknown.expected_time
+
+    held = [d.schedule(delay=5) for _ in range(3)]
+    worker.terminate()
+    assert {d.status(task) for task in held} == {Status.NOT_COMPLETE}
+
+
+def test_a_stopped_worker_sends_back_what_it_holds(deploy: Deploy) -> None:
+    d = deploy(sweep_s=60, self_sweep_s=120, horizon_s=120, grace_s=30)  # nothing but messages can bring it in time
+    worker = d.worker()
+    held = [d.schedule(delay=6) for _ in range(20)]
+    wait_until(lambda: "sent back" in worker.log() or not d.delays.find(status="RUNNING").tasks, 5, "the worker to rest")
+    worker.terminate()
+    assert "sent back 20 near tasks" in worker.log()
+    d.worker()
+    d.wait_for(held)
+    late_us = [int(run[1]) for run in d.runs()]
+    assert 0 <= min(late_us)
+    assert max(late_us) < 1_000_000
+
+
+def test_far_tasks_do_not_hold_up_a_near_one(deploy: Deploy, broker: str = "redis") -> None:
+    _far_and_near(deploy("postgresql", "redis", horizon_s=30))
+
+
+@pytest.mark.parametrize("broker", ["rabbitmq", "rabbitmq-quorum"])
+def test_far_tasks_do_not_hold_up_a_near_one_on_rabbitmq(deploy: Deploy, broker: str) -> None:
+    _far_and_near(deploy("postgresql", broker, horizon_s=30))
+
+
+def test_far_tasks_do_not_hold_up_a_near_one_on_embedded_parts(deploy: Deploy) -> None:
+    _far_and_near(deploy("sqlite", "redis", horizon_s=30))
+
+
+def _far_and_near(d: Deployment) -> None:
+    d.worker()
+    for _ in range(10_000):
+        d.schedule("test.quiet", 14)
+    near = d.schedule(delay=1)
+    d.wait_for([near], deadline_s=10)
+    assert int(d.runs()[0][1]) < 100_000, "the near one is on time"
+    wait_until(lambda: d.store.tasks.counts()[Status.DONE] == 10_001, 40, "all of them to run", 0.1)
+
+
+def test_each_row_has_celerys_request_and_the_tags_name(deploy: Deploy) -> None:
+    d = deploy()
+    d.worker()
+    task = d.schedule("test.request", 0)
+    d.wait_for([task])
+    assert d.runs() == [["test.request", str(task.id), "0", "default"]]
+
+
+def test_a_processor_that_exits_fails_its_task_and_not_the_worker(deploy: Deploy) -> None:
+    d = deploy("postgresql", "redis")
+    d.worker(pool="threads")
+    task = d.schedule("test.exit", 0)
+    d.wait_for([task], Status.FAILED)
+    assert "SystemExit: 3" in (d.delays.get(task).error or "")
+    after = d.schedule()
+    d.wait_for([after])
+
+
+def test_a_worker_serves_only_the_queues_it_was_started_for(deploy: Deploy) -> None:
+    d = deploy()
+    d.worker("-Q", d.settings["namespace"] + ".mail")
+    other, mail = d.schedule(), d.schedule("test.mail", queue="mail")
+    d.wait_for([mail])
+    assert d.status(other) is Status.NOT_COMPLETE
+    d.worker()
+    d.wait_for([other])
+
+
+def test_rows_behind_a_slow_one_are_given_back_and_run_elsewhere(deploy: Deploy) -> None:
+    d = deploy(sweep_s=30, self_sweep_s=60, grace_s=20)
+    due = d.delays.clock.now() + timedelta(seconds=4)
+    body = {"file": str(d.file), "seconds": 6}
+    slow = d.delays.schedule_at("test.sleep", body, due, priority=9)
+    others = [d.delays.schedule_at("test.note", {"file": str(d.file)}, due) for _ in range(9)]
+    d.worker(concurrency=2)
+    d.wait_for(others, deadline_s=8)
+    assert d.status(slow) is Status.RUNNING
+    assert max(int(run[1]) for run in d.runs() if run[1].isdigit()) < 2_000_000, "the time box, and a moment"
+    d.wait_for([slow])
+    assert [run[1] for run in d.runs() if run[0] == str(slow.id)] == ["began", "ended"]
+
+
+def test_a_processor_that_holds_the_gil_longer_than_its_lease_runs_once(deploy: Deploy) -> None:
+    d = deploy(lease_s=3)
+    d.worker()
+    task = d.schedule("test.hold_gil", 0, body={"seconds": 8})
+    d.wait_for([task])
+    assert [run[1] for run in d.runs()] == ["began", "ended"]
+    assert d.delays.get(task).lapses == 0
+
+
+def test_a_task_that_kills_its_process_fails_after_its_lapses_and_harms_no_neighbour(deploy: Deploy) -> None:
+    d = deploy(max_lapses=3, lease_s=5)
+    due = d.delays.clock.now() + timedelta(seconds=4)
+    poison = d.delays.schedule_at("test.abort", {"file": str(d.file)}, due)
+    neighbours = [d.delays.schedule_at("test.note", {"file": str(d.file)}, due) for _ in range(20)]
+    d.worker()
+    d.wait_for([poison], Status.FAILED, deadline_s=60)
+    d.wait_for(neighbours)
+    assert d.delays.get(poison).lapses == 3
+    assert "3 times in a row" in (d.delays.get(poison).error or "")
+    assert len([run for run in d.runs() if run[1] == "aborts"]) == 3
+    assert max(d.delays.get(n).attempts for n in neighbours) <= 2, "neighbours run once more at most"
+
+
+def test_a_killed_workers_tasks_run_elsewhere(deploy: Deploy) -> None:
+    d = deploy(lease_s=3)
+    first = d.worker()
+    running = d.schedule("test.sleep", 0, body={"seconds": 2})
+    wait_until(lambda: d.runs(), 10, "the sleeper to begin")
+    held = [d.schedule(delay=2) for _ in range(30)]
+    first.kill()
+    d.worker()
+    d.wait_for([*held, running])
+    assert d.delays.get(running).attempts == 2
+    noted = [run[0] for run in d.runs() if run[1].isdigit()]
+    assert len(noted) == len(set(noted)) == 30
+    assert d.store.workers.alive()
+
+
+def test_overdue_rows_are_drained_without_messages_of_their_own(deploy: Deploy) -> None:
+    d = deploy()
+    past = d.delays.clock.now() - timedelta(hours=1)
+    rows = [{"tag": "test.quiet", "message_body": "{}", "expected_time": past} for _ in range(5000)]
+    with d.store.database.begin() as connection:
+        connection.execute(insert(d.store.schema.tasks), rows)
+    d.worker()
+    fresh = d.schedule(delay=1)
+    d.wait_for([fresh])
+    wait_until(lambda: d.store.tasks.counts()[Status.DONE] == 5001, 20, "the backlog to be drained", 0.05)
+
+
+def test_two_beats_sweep_as_one(deploy: Deploy) -> None:
+    d = deploy(self_sweep_s=60)
+    d.beat(), d.beat()
+    d.worker()
+    with d.store.database.begin() as connection:
+        table = d.store.schema.tasks.name
+        connection.execute(
+            text(f"INSERT INTO {table} (tag, message_body, expected_time) VALUES ('test.note', :body, now() + interval '4 s')"),
+            {"body": f'{{"file": "{d.file}"}}'},
+        )
+    wait_until(lambda: d.store.tasks.counts()[Status.DONE] == 1, 15, "beat's sweep to find the row", 0.05)
+    assert len(d.runs()) == 1
+
+
+def test_garbage_messages_are_dropped_and_counted(deploy: Deploy) -> None:
+    d = deploy()
+    worker = d.worker()
+    near = d.schedule(delay=3)
+    with d.delays.celery.connection_for_write() as connection:
+        producer = connection.Producer(serializer="json")
+        headers = {"task": "delaytasks.run", "id": "forged", "lang": "py"}
+        queue = d.settings["namespace"] + ".default"
+        forged: list[Any] = [
+            [[], {}, {}],
+            ["x", {}, {}],
+            [[[[1, 2]]], {}, {}],
+            [[[[-1, 0, 0, 0]]], {}, {}],
+            [[[["1", 0, 0, 0]]], {}, {}],
+            [[[[near.id, near.version + 7, 0, 0]]], {}, {}],  # another version
+            [[[[near.id, near.version, 0, 0]]], {}, {}],  # not due
+            [[[[2**62, 0, 0, 0]]], {}, {}],  # no such row
+            [[[[1, 0, 0, 0]] * 5000], {}, {}],
+            [[[], {"drain": "all"}], {}, {}],
+        ]
+        for payload in forged:
+            producer.publish(payload, exchange="", routing_key=queue, headers=headers)
+        producer.publish("\x80\x04]", exchange="", routing_key=queue, headers=headers, content_type="application/x-python-serialize", content_encoding="binary", serializer=None)
+    d.wait_for([near])
+    assert len(d.runs()) == 1
+    assert int(d.runs()[0][1]) >= 0
+    assert "message.refused" in worker.log()
+    assert not worker.ended()

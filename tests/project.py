@@ -1,0 +1,73 @@
+"""A project such as a user has: processors, found through Celery's `imports`. Each run is a line in the file that
+the body names."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from typing import Any
+
+from celery import current_task
+
+from delaytasks import DelayTask, processor
+from delaytasks.api import default
+
+
+def note(body: dict[str, Any], *words: object) -> None:
+    line = " ".join(map(str, words))
+    with open(body["file"], "a") as file:
+        file.write(line + "\n")
+
+
+@processor("test.note")
+def note_run(body: dict[str, Any], task: DelayTask) -> None:
+    late_us = (default().clock.now() - task.expected_time).total_seconds() * 1e6
+    note(body, task.id, int(late_us), os.getpid())
+
+
+@processor("test.quiet")
+def do_nothing(body: dict[str, Any]) -> None:
+    """As cheap as a processor can be."""
+
+
+@processor("test.mail", queue="mail")
+def note_mail(body: dict[str, Any], task: DelayTask) -> None:
+    note(body, task.id, "mail", os.getpid())
+
+
+@processor("test.fail")
+def fail(body: dict[str, Any]) -> None:
+    raise ValueError(body.get("text", "as asked"))
+
+
+@processor("test.exit")
+def exit_politely(body: dict[str, Any]) -> None:
+    raise SystemExit(3)
+
+
+@processor("test.abort")
+def abort(body: dict[str, Any], task: DelayTask) -> None:
+    note(body, task.id, "aborts", os.getpid())
+    os.abort()
+
+
+@processor("test.sleep")
+def sleep(body: dict[str, Any], task: DelayTask) -> None:
+    note(body, task.id, "began", os.getpid())
+    time.sleep(body["seconds"])
+    note(body, task.id, "ended", os.getpid())
+
+
+@processor("test.hold_gil")
+def hold_gil(body: dict[str, Any], task: DelayTask) -> None:
+    """Sleeps in C without letting any other thread of the process run."""
+    note(body, task.id, "began", os.getpid())
+    ctypes.PyDLL(None).usleep(int(body["seconds"] * 1e6))
+    note(body, task.id, "ended", os.getpid())
+
+
+@processor("test.request")
+def note_request(body: dict[str, Any], task: DelayTask) -> None:
+    request = current_task.request
+    note(body, current_task.name, request.id, request.retries, request.delivery_info["routing_key"])

@@ -1,0 +1,143 @@
+"""Real workers and beats for tests: processes of their own, on tables and queues of their own."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from celery import Celery
+
+from delaytasks import DelayTask, DelayTasks, Status
+from tests.waiting import wait_until
+
+ROOT = Path(__file__).parent.parent
+#: Short times, so that tests of what is slow by design take seconds.
+QUICK: dict[str, Any] = {"sweep_s": 1, "self_sweep_s": 2, "grace_s": 0.5, "horizon_s": 10, "lease_s": 4}
+
+
+class Deployment:
+    """A database, a broker, and the processes that a test starts on them."""
+
+    def __init__(
+        self, folder: Path, database_url: str, broker_url: str, conf: dict[str, Any] | None = None, **settings: Any
+    ) -> None:
+        self.folder = folder
+        self.file = folder / "runs.txt"
+        self.file.touch()
+        name = "t" + secrets.token_hex(4)
+        self.settings = {**QUICK, "namespace": name, "table_prefix": name + "_", **settings}
+        self.conf = {"broker_url": broker_url, "broker_connection_retry_on_startup": True, **(conf or {})}
+        self.conf["task_default_queue"] = f"{name}.celery"
+        app = Celery("producer", set_as_current=False)
+        app.conf.update(self.conf)
+        self.delays = DelayTasks(app, database_url, **self.settings)
+        self.store = self.delays.store
+        with self.store.database.begin() as connection:
+            self.store.schema.metadata.create_all(connection)
+        self._processes: list[Process] = []
+        self._database_url = database_url
+
+    def worker(self, *options: str, pool: str = "prefork", concurrency: int = 2) -> Process:
+        name = f"w{len(self._processes)}@test"
+        command = ["worker", "-P", pool, "-c", str(concurrency), "-n", name, "-l", "INFO"]
+        process = self._start(name, [*command, "--without-gossip", "--without-mingle", *options])
+        wait_until(lambda: " ready." in process.log() or process.ended(), 30, "the worker to be ready", every_s=0.05)
+        assert not process.ended(), process.log()
+        return process
+
+    def beat(self) -> Process:
+        schedule = self.folder / f"beat{len(self._processes)}"
+        return self._start("beat", ["beat", "-s", str(schedule), "-l", "INFO"])
+
+    def _start(self, name: str, arguments: list[str]) -> Process:
+        config = self.folder / "test_celeryconfig.py"
+        conf = {"imports": ["tests.project"], "delaytasks_database_url": self._database_url, **self.conf}
+        conf |= {f"delaytasks_{key}": value for key, value in self.settings.items()}
+        config.write_text("".join(f"{key} = {value!r}\n" for key, value in conf.items()))
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{self.folder}{os.pathsep}{ROOT}",
+            "CELERY_CONFIG_MODULE": "test_celeryconfig",
+        }
+        command = [sys.executable, "-W", "ignore", "-m", "celery", "-A", "delaytasks", *arguments]
+        process = Process(command, environment, self.folder / f"{len(self._processes)}-{name}.log")
+        self._processes.append(process)
+        return process
+
+    # -- what happened ----------------------------------------------------------------------------
+
+    def schedule(self, tag: str = "test.note", delay: float = 0, **options: Any) -> DelayTask:
+        body = {"file": str(self.file), **options.pop("body", {})}
+        return self.delays.schedule_delay(tag, body, delay, **options)
+
+    def runs(self) -> list[list[str]]:
+        return [line.split() for line in self.file.read_text().splitlines()]
+
+    def status(self, task: DelayTask) -> Status:
+        return self.delays.get(task).status
+
+    def wait_for(self, tasks: Iterable[DelayTask], status: Status = Status.DONE, deadline_s: float = 20) -> None:
+        for task in tasks:
+            wait_until(
+                lambda task=task: self.status(task) is status,  # type: ignore[misc]
+                deadline_s,
+                f"task {task.tag} to be {status.name}: {self.delays.get(task)}\n{self.logs()}",
+                every_s=0.05,
+            )
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {p.log_file.name}\n{p.log()[-4000:]}" for p in self._processes)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        with self.store.database.begin() as connection:
+            self.store.schema.metadata.drop_all(connection)
+        self._delete_queues()
+        self.delays.close()
+
+    def _delete_queues(self) -> None:
+        with self.delays.celery.connection_for_write() as connection:
+            for name in ("default", "mail", "celery"):
+                queue = self.delays.publisher.queue(name)(connection)
+                try:
+                    queue.delete()
+                except connection.channel_errors + connection.connection_errors:
+                    pass
+
+
+class Process:
+    def __init__(self, command: list[str], environment: dict[str, str], log_file: Path) -> None:
+        self.log_file = log_file
+        with log_file.open("wb") as log:
+            self._popen = subprocess.Popen(
+                command, env=environment, cwd=log_file.parent, stdout=log, stderr=log, start_new_session=True
+            )
+        self.pid = self._popen.pid
+
+    def log(self) -> str:
+        return self.log_file.read_text(errors="replace")
+
+    def ended(self) -> bool:
+        return self._popen.poll() is not None
+
+    def terminate(self, deadline_s: float = 20) -> None:
+        self._popen.send_signal(signal.SIGTERM)
+        wait_until(self.ended, deadline_s, f"the worker to stop\n{self.log()[-3000:]}")
+
+    def signal(self, number: signal.Signals) -> None:
+        self._popen.send_signal(number)
+
+    def kill(self) -> None:
+        """With all its children, which are in its session."""
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._popen.wait()
