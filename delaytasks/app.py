@@ -2,45 +2,42 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime, timedelta
-from pathlib import Path
+from importlib import metadata
 from typing import Any, TypeVar
 
-from delaytasks.core.clock import Clock, wall_ms
+from celery import signals
+
+from delaytasks.core.clock import Clock
 from delaytasks.core.errors import (
-    ConfigError,
     InvalidQueryError,
     InvalidScheduleError,
     TaskNotFoundError,
 )
 from delaytasks.core.events import Events
-from delaytasks.core.ids import IdMaker, check_id
+from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import check_instant, check_key, check_tag
 from delaytasks.core.ports import OnConflict, Timer, Unit
-from delaytasks.core.settings import Settings, load_settings
+from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask, NewTask, Page
 from delaytasks.engine.producer import Producer
 from delaytasks.engine.registry import Registry
 from delaytasks.engine.runner import Runner
 from delaytasks.engine.sweeper import Sweeper
+from delaytasks.parts import Parts
 from delaytasks.store.store import Store
 from delaytasks.store.units import unit_of
-from delaytasks.timers.background import BackgroundTimer
-from delaytasks.timers.eta import EtaTimer
 from delaytasks.timers.publisher import Publisher
-from delaytasks.worker.rowevents import RowEvents
-from delaytasks.worker.surroundings import Surroundings
+from delaytasks.worker.processes import Processes
 from delaytasks.worker.tasks import SWEEP, register_tasks
 
 F = TypeVar("F", bound=Callable[..., Any])
 PAGE_MAX = 1000
+ENTRY_POINTS = "delaytasks.processors"
 
 
 class DelayTasks:
@@ -63,22 +60,24 @@ class DelayTasks:
         self.events = Events()
         #: How a call without `session=` finds the caller's transaction; Django's integration sets it.
         self.ambient_unit: Callable[[], Unit | None] = lambda: None
+        #: Entered around each call of a processor, the first one outermost; Flask's integration adds one.
+        self.around: list[Callable[[DelayTask], AbstractContextManager[Any]]] = []
         self._lock = threading.RLock()
-        self._parts: _Parts | None = None
-        self._served: tuple[str, str, list[str]] | None = None
-        self._runner: tuple[int, Runner, RowEvents] | None = None
+        self._parts: Parts | None = None
+        self.processes = Processes(self)
         register_tasks(self)
         celery_app.steps["worker"].add("delaytasks.worker.steps:DelaysStep")
         celery_app.on_after_finalize.connect(self._add_to_beat, weak=False)
+        signals.import_modules.connect(self._import_entry_points, sender=celery_app, weak=False)
 
     # -- parts, made when they are first needed ---------------------------------------------------
 
     @property
-    def _made(self) -> _Parts:
+    def _made(self) -> Parts:
         if self._parts is None:
             with self._lock:
                 if self._parts is None:
-                    self._parts = _Parts(self)
+                    self._parts = Parts(self.celery, self._arguments, self.registry, self.events)
         return self._parts
 
     @property
@@ -96,6 +95,10 @@ class DelayTasks:
     @property
     def timer(self) -> Timer:
         return self._made.timer
+
+    @property
+    def inline_timer(self) -> Timer:
+        return self._made.inline_timer
 
     @property
     def publisher(self) -> Publisher:
@@ -276,6 +279,7 @@ class DelayTasks:
         until: datetime | None = None,
         cursor: str | None = None,
         limit: int = 100,
+        session: Any = None,
     ) -> Page:
         """Tasks by tag, status, key and due time (since ≤ expected_time < until), in the order of their due times.
 
@@ -283,53 +287,26 @@ class DelayTasks:
         """
         if not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= PAGE_MAX:
             raise InvalidQueryError(f"limit is an integer from 1 to {PAGE_MAX}, not {limit!r:.40}")
-        return self.store.tasks.find(
+        by = (
             None if tag is None else check_tag(tag),
             None if status is None else _status(status),
             None if key is None else check_key(key),
             None if since is None else check_instant(since),
             None if until is None else check_instant(until),
-            cursor,
-            limit,
         )
+        unit = self._unit(session)
+        with unit.guard() if unit is not None else nullcontext():
+            return self.store.tasks.find(*by, cursor, limit, _executor(unit))
 
     # -- the worker's side ------------------------------------------------------------------------
 
-    def serve(self, hostname: str) -> None:
-        """This process is a worker's main process; its children inherit the name."""
-        self._served = (hostname, secrets.token_hex(2), [])
-
-    def serve_queues(self, queues: list[str]) -> None:
-        assert self._served is not None
-        self._served = (*self._served[:2], queues)
-
-    def served_queues(self) -> list[str]:
-        return [] if self._served is None else self._served[2]
-
-    def process_name(self, pid: int) -> str:
-        """What the `worker` column says: the worker, and which of its processes, told apart from any earlier one."""
-        hostname, token, _ = self._served or (socket.gethostname(), f"{self.own_pid():x}", [])
-        return f"{hostname}/{pid}-{token}"
-
-    @staticmethod
-    def own_pid() -> int:
-        return os.getpid()
-
     def runner(self, sends_events: bool = False) -> Runner:
-        """The runner of this process."""
-        with self._lock:
-            pid = os.getpid()
-            if self._runner is None or self._runner[0] != pid:
-                hostname = self._served[0] if self._served else f"delaytasks@{socket.gethostname()}"
-                claims = self.store.claims(self.process_name(pid), own_address(self.store.database.url.host))
-                rows = RowEvents(self.celery, hostname)
-                self.events.subscribe(rows)
-                surroundings = Surroundings(self.celery, hostname)
-                parts = (self.settings, claims, self.clock, self.registry, self._made.inline_timer, self.events)
-                self._runner = (pid, Runner(*parts, surroundings), rows)
-            _, runner, rows = self._runner
-            rows.is_on = sends_events
-            return runner
+        """What runs chunks of tasks in this process."""
+        return self.processes.runner(sends_events)
+
+    def database_now(self) -> datetime:
+        """What the clock follows; Django's integration asks on Django's own connection."""
+        return self.store.tasks.now()
 
     def check_ready(self) -> None:
         """What is wrong with the configuration is said at start, with its remedy."""
@@ -364,6 +341,11 @@ class DelayTasks:
                 id = found
             yield id, unit
 
+    def _import_entry_points(self, **_: Any) -> None:
+        """Installed packages may bring processors: `[project.entry-points."delaytasks.processors"]`."""
+        for point in metadata.entry_points(group=ENTRY_POINTS):
+            point.load()
+
     def _add_to_beat(self, sender: Any, **_: Any) -> None:
         """Beat sweeps, whatever else it does; a schedule that names our sweep already is left alone."""
         schedule = sender.conf.beat_schedule
@@ -379,45 +361,6 @@ class DelayTasks:
                     "expires": self.settings.sweep_s,
                 },
             }
-
-
-class _Parts:
-    """Everything that needs settings: made on first use, when the Celery app is configured."""
-
-    def __init__(self, delays: DelayTasks) -> None:
-        self._app = delays.celery
-        self.settings = load_settings(delays.celery.conf, os.environ, **delays._arguments)
-        settings, events = self.settings, delays.events
-        url = settings.database_url or f"sqlite:///{Path(settings.data_dir).absolute() / 'delays.sqlite3'}"
-        self.store = Store(url, settings)
-        self.clock = Clock(self.store.tasks.now)
-        self.publisher = Publisher(delays.celery, settings.namespace, settings.publish_limit_s, events)
-        self.inline_timer: Timer = EtaTimer(self.publisher, self.clock)
-        self.timer: Timer = BackgroundTimer(self.inline_timer) if settings.arm == "background" else self.inline_timer
-        self.sweeper = Sweeper(settings, self.store.sweeps, self.store.workers, self.clock, self.inline_timer, events)
-        self.producer = Producer(
-            settings, self.store.tasks, self.clock, IdMaker(wall_ms), self.timer, delays.registry, events
-        )
-
-    def check_broker_timeouts(self) -> None:
-        """An entry is acknowledged on receipt, but while the worker is busy messages wait in it unacknowledged."""
-        horizon = self.settings.horizon_s
-        visibility = (self._app.conf.broker_transport_options or {}).get("visibility_timeout")
-        if horizon is not None and visibility is not None and horizon >= float(visibility):
-            raise ConfigError(
-                f"delaytasks_horizon_s = {horizon:g} is not below the broker's visibility_timeout = {visibility:g}: "
-                "messages would be delivered twice; lower the horizon, or raise visibility_timeout in "
-                "broker_transport_options"
-            )
-
-    def check_database(self) -> None:
-        self.store.tasks.now()
-
-    def close(self) -> None:
-        if isinstance(self.timer, BackgroundTimer):
-            self.timer.flush()
-        self.publisher.close()
-        self.store.close()
 
 
 def _executor(unit: Unit | None) -> Any:
@@ -438,14 +381,3 @@ def _status(status: Status | str) -> Status:
         return Status(status) if isinstance(status, int) else Status[str(status).upper()]
     except (KeyError, ValueError):
         raise InvalidQueryError(f"status is one of {', '.join(s.name for s in Status)}, not {status!r:.40}") from None
-
-
-def own_address(toward: str | None) -> int | None:
-    """This host's IPv4 address as a number, as seen from the database's side; None where there is only IPv6."""
-    try:
-        # A connected datagram socket sends nothing: it only asks which way the packets would go.
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((toward or "127.0.0.1", 9))
-            return int.from_bytes(socket.inet_aton(probe.getsockname()[0]), "big")
-    except OSError:
-        return None

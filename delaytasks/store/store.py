@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from sqlalchemy import Connection, exc, inspect
+
+from delaytasks.core.errors import ConfigError
 from delaytasks.core.settings import Settings
 from delaytasks.store.claims import Claims
 from delaytasks.store.database import Database
 from delaytasks.store.leases import Leases
+from delaytasks.store.migrations import check_charset
 from delaytasks.store.schema import build_schema
 from delaytasks.store.sweeps import Sweeps
 from delaytasks.store.tasks import Tasks
@@ -25,5 +29,22 @@ class Store:
     def claims(self, worker: str, ip: int | None) -> Claims:
         return Claims(self.database, self.schema, worker, ip, self._lease_s)
 
+    def check(self) -> None:
+        """`ConfigError` if the tables are missing, older than this code, or too narrow for its texts."""
+        t = self.schema.tasks
+        found = self.database.alone(lambda c: _column_names(c, t.name, t.schema))
+        missing = [column.name for column in t.columns if column.name not in found]
+        if missing:
+            what = f"has no column {', '.join(missing)}" if found else "does not exist"
+            raise ConfigError(f"table {t.fullname} {what}; run: delaytasks db upgrade")
+        check_charset(self.database, self.schema)
+
     def close(self) -> None:
         self.database.dispose()
+
+
+def _column_names(connection: Connection, table: str, schema: str | None) -> set[str]:
+    try:
+        return {column["name"] for column in inspect(connection).get_columns(table, schema)}
+    except exc.NoSuchTableError:
+        return set()

@@ -3,6 +3,7 @@ sits in C, is alive as long as its process is. What a dead process held is relea
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.clock import from_us, monotonic
@@ -33,7 +34,7 @@ class LeaseKeeper:
     def _turn(self) -> None:
         delays = self._delays
         alive = set(self._pids())
-        self._dead |= {delays.process_name(pid) for pid in self._known - alive}
+        self._dead |= {delays.processes.name(pid) for pid in self._known - alive}
         self._known = alive
         if self._dead:
             lapsed = delays.store.leases.release(sorted(self._dead), delays.settings.max_lapses)
@@ -43,10 +44,10 @@ class LeaseKeeper:
         now = delays.clock.now_us()
         oldest = min(self._dispatcher.in_flight.values(), default=now)
         if now - oldest > self._lease_s * 0.25e6 and monotonic() - self._renewed_at >= self._lease_s / 3 - LOOK_S:
-            names = [delays.process_name(pid) for pid in alive]
+            names = [delays.processes.name(pid) for pid in alive]
             delays.store.leases.renew(names, from_us(int(oldest) - SLACK_US))
             self._renewed_at = monotonic()
 
     def _pids(self) -> list[int]:
-        info: list[int] = (self._pool.info or {}).get("processes") or [self._delays.own_pid()]
+        info: list[int] = (self._pool.info or {}).get("processes") or [os.getpid()]
         return info

@@ -25,7 +25,7 @@ class DelaysStep(bootsteps.StartStopStep):
 
     def create(self, worker: Any) -> Any:
         delays: DelayTasks = worker.app.tasks[RUN].delays
-        delays.serve(worker.hostname)
+        delays.processes.serve(worker.hostname)
         add_queues(worker.app, delays)
         worker.delays_desk = Desk(delays, worker)
         return self
@@ -53,4 +53,5 @@ def add_queues(app: Any, delays: DelayTasks) -> None:
         queue = delays.publisher.queue(name)
         if chosen is None or queue.name in chosen:
             queues.select_add(queue)
-    delays.serve_queues(sorted(name.removeprefix(prefix) for name in queues.consume_from if name.startswith(prefix)))
+    served = (name.removeprefix(prefix) for name in queues.consume_from if name.startswith(prefix))
+    delays.processes.queues = sorted(served)

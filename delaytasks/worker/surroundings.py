@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextvars
 import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from billiard.einfo import ExceptionInfo
@@ -18,9 +20,12 @@ from delaytasks.engine.registry import Processor
 class Surroundings:
     """Calls processors. The Celery task that a row's signals see is named by its tag, and made once per tag."""
 
-    def __init__(self, app: Any, hostname: str) -> None:
+    def __init__(
+        self, app: Any, hostname: str, around: Sequence[Callable[[DelayTask], AbstractContextManager[Any]]] = ()
+    ) -> None:
         self._app = app
         self._hostname = hostname
+        self._around = around
         self._tasks: dict[str, Any] = {}
 
     def __call__(self, processor: Processor, task: DelayTask) -> Any:
@@ -49,7 +54,7 @@ class Surroundings:
             if signals.task_prerun.receivers:
                 signals.task_prerun.send(sender=sender, task_id=id, task=sender, args=args, kwargs={})
             try:
-                result = processor(task)
+                result = self._call(processor, task) if self._around else processor(task)
             except Exception as error:
                 result = error
                 self._tell_failure(sender, id, args, error)
@@ -67,6 +72,12 @@ class Surroundings:
             finally:
                 sender.pop_request()
                 _task_stack.pop()
+
+    def _call(self, processor: Processor, task: DelayTask) -> Any:
+        with ExitStack() as stack:
+            for surround in self._around:
+                stack.enter_context(surround(task))
+            return processor(task)
 
     @staticmethod
     def _tell_failure(sender: Any, id: str, args: tuple[Any, ...], error: Exception) -> None:

@@ -42,7 +42,7 @@ class Sweeping:
             self._seen_at = monotonic()
             delays.store.workers.seen(
                 self._worker.hostname,
-                delays.served_queues(),
+                delays.processes.queues,
                 type(self._worker.pool).__module__.rpartition(".")[2],
                 int(self._worker.pool.limit or 1),
                 int(delays.clock.offset_s * 1e6),

@@ -1,0 +1,62 @@
+"""The composition root: from settings to everything wired."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from delaytasks.core.clock import Clock, wall_ms
+from delaytasks.core.errors import ConfigError, StoreUnavailableError
+from delaytasks.core.events import Events
+from delaytasks.core.ids import IdMaker
+from delaytasks.core.ports import Timer
+from delaytasks.core.settings import load_settings
+from delaytasks.engine.producer import Producer
+from delaytasks.engine.registry import Registry
+from delaytasks.engine.sweeper import Sweeper
+from delaytasks.store.migrations import url_of
+from delaytasks.store.store import Store
+from delaytasks.timers.background import BackgroundTimer
+from delaytasks.timers.eta import EtaTimer
+from delaytasks.timers.publisher import Publisher
+
+
+class Parts:
+    """Everything that needs settings: made on first use, when the Celery app is configured."""
+
+    def __init__(self, app: Any, arguments: Mapping[str, Any], registry: Registry, events: Events) -> None:
+        self._app = app
+        self.settings = load_settings(app.conf, os.environ, **arguments)
+        settings = self.settings
+        self._events = events
+        self.store = Store(url_of(settings), settings)
+        self.clock = Clock(self.store.tasks.now)
+        self.publisher = Publisher(app, settings.namespace, settings.publish_limit_s, events)
+        self.inline_timer: Timer = EtaTimer(self.publisher, self.clock)
+        self.timer: Timer = BackgroundTimer(self.inline_timer) if settings.arm == "background" else self.inline_timer
+        self.sweeper = Sweeper(settings, self.store.sweeps, self.store.workers, self.clock, self.inline_timer, events)
+        self.producer = Producer(settings, self.store.tasks, self.clock, IdMaker(wall_ms), self.timer, registry, events)
+
+    def check_broker_timeouts(self) -> None:
+        """An entry is acknowledged on receipt, but while the worker is busy messages wait in it unacknowledged."""
+        horizon = self.settings.horizon_s
+        visibility = (self._app.conf.broker_transport_options or {}).get("visibility_timeout")
+        if horizon is not None and visibility is not None and horizon >= float(visibility):
+            raise ConfigError(
+                f"delaytasks_horizon_s = {horizon:g} is not below the broker's visibility_timeout = {visibility:g}: "
+                "messages would be delivered twice; lower the horizon, or raise visibility_timeout in "
+                "broker_transport_options"
+            )
+
+    def check_database(self) -> None:
+        try:
+            self.store.check()
+        except StoreUnavailableError as error:
+            self._events.emit("store.down", error=str(error))  # it may come back: a worker waits for it
+
+    def close(self) -> None:
+        if isinstance(self.timer, BackgroundTimer):
+            self.timer.flush()
+        self.publisher.close()
+        self.store.close()

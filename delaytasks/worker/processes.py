@@ -1,0 +1,68 @@
+"""Who runs what: the worker's processes by name, and the runner of this one."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+from delaytasks.core.forks import reset_in_child
+from delaytasks.engine.runner import Runner
+from delaytasks.worker.rowevents import RowEvents
+from delaytasks.worker.surroundings import Surroundings
+
+if TYPE_CHECKING:
+    from delaytasks.app import DelayTasks
+
+
+class Processes:
+    def __init__(self, delays: DelayTasks) -> None:
+        self._delays = delays
+        self.hostname = f"delaytasks@{socket.gethostname()}"
+        self._token = secrets.token_hex(2)
+        #: The logical queues that this worker serves.
+        self.queues: list[str] = []
+        self.after_fork()
+        reset_in_child(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+        self._runner: Runner | None = None
+
+    def serve(self, hostname: str) -> None:
+        """This process is the main process of a worker; its children inherit the name."""
+        self.hostname = hostname
+
+    def name(self, pid: int) -> str:
+        """What the `worker` column says: the worker, and which of its processes, told apart from any earlier one."""
+        return f"{self.hostname}/{pid}-{self._token}"
+
+    def runner(self, sends_events: bool = False) -> Runner:
+        with self._lock:
+            if self._runner is None:
+                self._runner = self._make_runner()
+            self._rows.is_on = sends_events
+            return self._runner
+
+    def _make_runner(self) -> Runner:
+        delays = self._delays
+        claims = delays.store.claims(self.name(os.getpid()), own_address(delays.store.database.url.host))
+        surroundings = Surroundings(delays.celery, self.hostname)
+        self._rows = RowEvents(delays.celery, self.hostname)
+        delays.events.subscribe(self._rows)
+        return Runner(
+            delays.settings, claims, delays.clock, delays.registry, delays.inline_timer, delays.events, surroundings
+        )
+
+
+def own_address(toward: str | None) -> int | None:
+    """This host's IPv4 address as a number, as seen from the database's side; None where there is only IPv6."""
+    try:
+        # A connected datagram socket sends nothing: it only asks which way the packets would go.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((toward or "127.0.0.1", 9))
+            return int.from_bytes(socket.inet_aton(probe.getsockname()[0]), "big")
+    except OSError:
+        return None
