@@ -1,0 +1,84 @@
+"""`python -m benchmarks [names…] [--quick] [--rounds N] [--json FILE] [--broker URL] [--strict]`"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import where
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", help="cases; without any, all of them")
+    parser.add_argument("--quick", action="store_true", help="fewer tasks and one round: shows that all works")
+    parser.add_argument("--rounds", type=int, help="default: 3, with --quick 1")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all values there")
+    parser.add_argument("--broker", metavar="URL", help="instead of DELAYTASKS_BENCH_BROKER_URL")
+    parser.add_argument("--strict", action="store_true", help="end with status 1 when a target is missed")
+    options = parser.parse_args()
+    where.use(options.broker)
+
+    # Only now, since these make their Celery apps at import.
+    from benchmarks import brokers, machine, report, table
+    from benchmarks.cases import CASES
+    from benchmarks.notes import Notes
+    from benchmarks.sides import Bare, Ours
+    from benchmarks.stage import Stage
+    from benchmarks.waiting import BenchError
+
+    unknown = sorted(set(options.names) - set(CASES))
+    if unknown:
+        parser.error(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}")
+    rounds = options.rounds or (1 if options.quick else 3)
+    console = report.console()
+    folder = Path(tempfile.mkdtemp(prefix="delaytasks-bench-"))
+    notes = Notes(folder / "notes")
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        console.print(f"[dim]{time.monotonic() - began:5.0f} s  {text}[/dim]", highlight=False)
+
+    stage = Stage(Ours(folder, notes), Bare(folder, notes), options.quick, say)
+    facts: dict[str, Any] = {}
+    failures: list[str] = []
+    try:
+        brokers.check()
+        brokers.clear()
+        table.make()
+        facts = {**machine.facts(), "database": table.server_version(), "broker": brokers.describe()}
+        report.print_facts(console, facts)
+        for name in options.names or CASES:
+            for number in range(rounds):
+                say(f"{name}, round {number + 1} of {rounds}")
+                try:
+                    CASES[name](stage)
+                except BenchError as error:
+                    failures.append(f"{name}, round {number + 1}: {error}")
+                    console.print(f"[red]{name}: [/red]{error}", highlight=False, markup=True)
+    except BenchError as error:
+        failures.append(str(error))
+        console.print(str(error), style="red", markup=False)
+    finally:
+        table.drop()
+        brokers.clear()
+    report.print_table(console, stage.figures)
+    if options.json is not None:
+        found = [figure.as_json() for figure in stage.figures]
+        text = json.dumps({"machine": facts, "quick": options.quick, "figures": found, "failures": failures}, indent=1)
+        options.json.write_text(text + os.linesep)
+    if failures:
+        console.print(f"{len(failures)} failed; the logs are in {folder}", style="red", markup=False)
+        return 1
+    is_missed = any(figure.is_reached is False for figure in stage.figures)
+    return 1 if is_missed and options.strict else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,21 @@
+"""The other side: a Celery app as anybody has it, and a task with an eta."""
+
+from __future__ import annotations
+
+from celery import Celery
+
+from benchmarks.notes import note
+from benchmarks.where import BARE_QUEUE, broker_url
+
+app = Celery("bench_bare", broker=broker_url(), set_as_current=False)
+app.conf.update(
+    task_ignore_result=True,
+    worker_prefetch_multiplier=4,
+    broker_connection_retry_on_startup=True,
+    task_default_queue=BARE_QUEUE,
+)
+
+
+@app.task(name="bench.note")  # type: ignore[untyped-decorator]  # Celery ships no types
+def note_task(due: float) -> None:
+    note(due)

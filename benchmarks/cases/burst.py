@@ -1,0 +1,82 @@
+"""Many tasks due at one instant: how fast they are drained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from benchmarks import brokers, table
+from benchmarks.figures import Target, percentile
+from benchmarks.machine import load
+from benchmarks.producers import schedule_singly
+from benchmarks.sides import Ours, Side
+from benchmarks.stage import Stage
+from benchmarks.waiting import BenchError, sleep_until, wall
+from delaytasks.core.states import Status
+
+#: Bare Celery may take its time.
+DEADLINE_S = 240.0
+
+
+def run_bulk(stage: Stage) -> None:
+    """Scheduled by `schedule_many`, and by a loop of `apply_async`."""
+    count, lead = stage.size(20_000, 5_000), stage.size(60, 15)
+
+    def schedule(side: Side) -> float:
+        due = wall() + lead
+        side.schedule_burst(count, due)
+        return due
+
+    _compare(stage, "burst_bulk", f"{count:,} due at once, schedule_many {lead} s ahead", count, schedule, 6)
+
+
+def run_single(stage: Stage) -> None:
+    """Scheduled one call at a time, by a few producers at once."""
+    count, lead = stage.size(20_000, 4_000), stage.size(20, 10)
+
+    def schedule(side: Side) -> float:
+        return schedule_singly(stage, side, count, lead)
+
+    _compare(stage, "burst_single", f"{count:,} due at once, one call each {lead} s ahead", count, schedule, 5)
+
+
+def _compare(stage: Stage, case: str, what: str, count: int, schedule: Callable[[Side], float], least: float) -> None:
+    drained = stage.figure(case, what, "drained/s", Target("ratio", least=least))
+    late = stage.figure(case, "lateness p99", "ms")
+    cpu = stage.figure(case, "worker CPU per task", "ms")
+    found = [_drain(stage, case, side, count, schedule) for side in (stage.ours, stage.bare)]
+    for figure, index in ((drained, 0), (late, 1), (cpu, 2)):
+        figure.add(found[0][index], found[1][index])
+
+
+def _drain(
+    stage: Stage, case: str, side: Side, count: int, schedule: Callable[[Side], float]
+) -> tuple[float, float, float]:
+    with side.serving():
+        began = side.cpu_s()
+        due = schedule(side)
+        if wall() > due:
+            raise BenchError(f"{case}: {side.name} could not schedule {count:,} tasks in time")
+        stage.say(f"{case}: {side.name} has scheduled, {due - wall():.0f} s ahead")
+        sleep_until(due)
+        side.wait_for(count, DEADLINE_S)
+        took = side.ended_at() - due
+        lateness = side.lateness_ms()
+        ended = side.cpu_s()
+        if isinstance(side, Ours):
+            _check(case, count, lateness)
+    brokers.clear()
+    cpu = (ended - began) / count * 1000 if began is not None and ended is not None else float("nan")
+    p50, p99 = percentile(lateness, 0.5), percentile(lateness, 0.99)
+    stage.say(
+        f"{case}: {side.name} drained {count:,} in {took:.2f} s, {count / took:,.0f}/s, lateness p50 {p50:.0f} ms, "
+        f"p99 {p99:.0f} ms, worker CPU {cpu:.2f} ms a task, load {load():.1f}"
+    )
+    return count / took, p99, cpu
+
+
+def _check(case: str, count: int, lateness: list[float]) -> None:
+    done, all_rows = table.count(Status.DONE), table.count()
+    if not done == all_rows == count:
+        raise BenchError(f"{case}: of {count:,} tasks {done:,} are DONE, and there are {all_rows:,} rows")
+    if min(lateness) < 0:
+        raise BenchError(f"{case}: a task began {-min(lateness):.3f} ms early")

@@ -1,0 +1,58 @@
+"""One call of `schedule_delay`, in a transaction of its own, against one `apply_async(eta=…)`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+
+from benchmarks import bare, brokers, ours, table
+from benchmarks.figures import Target
+from benchmarks.stage import Stage
+from delaytasks import DelayTasks
+
+BLOCK = 100
+BEYOND_S, WITHIN_S = 3600.0, 20.0
+
+_background_app, _background = ours.make("bench_background", arm="background")
+
+
+def _schedule(delays: DelayTasks, delay: float) -> Callable[[], object]:
+    body = {"due": 0.5, "order": 7, "customer": "c-1234"}
+    return lambda: delays.schedule_delay(ours.TAG, body, delay)
+
+
+def _send() -> object:
+    return bare.note_task.apply_async((0.5,), eta=datetime.now(timezone.utc) + timedelta(seconds=WITHIN_S))  # noqa: TID251
+
+
+#: Each with the most that it may cost, in calls of apply_async.
+_CALLS: list[tuple[str, Callable[[], object], float]] = [
+    ("beyond the horizon", _schedule(ours.delays, BEYOND_S), 1.5),
+    ("within it, inline", _schedule(ours.delays, WITHIN_S), 2.5),
+    ("within it, background", _schedule(_background, WITHIN_S), 1.5),
+]
+
+
+def run(stage: Stage) -> None:
+    """Blocks of calls in turn, so that a slow moment of the machine meets all of them."""
+    costs: dict[str, list[float]] = {}
+    table.clear()
+    for block in range(stage.size(15, 5) + 1):
+        for name, call, _ in [("apply_async", _send, 0.0), *_CALLS]:
+            took = [_timed(call) for _ in range(BLOCK)]
+            if "background" in name:
+                _background.timer.flush(10)  # type: ignore[attr-defined]
+            if block:  # the first one warms up
+                costs.setdefault(name, []).extend(took)
+    for name, _, most in _CALLS:
+        figure = stage.figure("call", f"schedule_delay, {name}", "µs", Target("ratio", most=most))
+        figure.add(statistics.median(costs[name]), statistics.median(costs["apply_async"]))
+    brokers.clear()
+
+
+def _timed(call: Callable[[], object]) -> float:
+    before = time.perf_counter()
+    call()
+    return (time.perf_counter() - before) * 1e6

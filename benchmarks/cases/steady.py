@@ -1,0 +1,47 @@
+"""Fifty tasks a second, due in one to five seconds: how late they begin."""
+
+from __future__ import annotations
+
+import random
+
+from benchmarks import brokers
+from benchmarks.figures import Target, percentile
+from benchmarks.machine import load
+from benchmarks.sides import Side
+from benchmarks.stage import Stage
+from benchmarks.waiting import sleep_until, wall
+
+RATE = 50
+SOONEST_S, LATEST_S = 1.0, 5.0
+DEADLINE_S = 60.0
+
+
+def run(stage: Stage) -> None:
+    p50 = stage.figure("steady", f"{RATE}/s due in 1 to 5 s, lateness p50", "ms", Target("value", most=3))
+    p99 = stage.figure("steady", "lateness p99", "ms", Target("value", most=10))
+    early = stage.figure("steady", "begun early", "tasks", Target("value", most=0))
+    found = []
+    for side in (stage.ours, stage.bare):
+        with side.serving():
+            lateness = work(stage, side)
+            found.append(lateness)
+        brokers.clear()
+        stage.say(
+            f"steady: {side.name} p50 {percentile(lateness, 0.5):.2f} ms, p99 {percentile(lateness, 0.99):.2f} ms, "
+            f"worst {max(lateness):.1f} ms, load {load():.1f}"
+        )
+    p50.add(*(percentile(lateness, 0.5) for lateness in found))
+    p99.add(*(percentile(lateness, 0.99) for lateness in found))
+    early.add(*(float(sum(late < 0 for late in lateness)) for lateness in found))
+
+
+def work(stage: Stage, side: Side) -> list[float]:
+    """The lateness of each task, in milliseconds."""
+    count = RATE * stage.size(20, 8)
+    chance = random.Random(1)  # the same delays on both sides and in every round
+    began = wall()
+    for number in range(count):
+        sleep_until(began + number / RATE)
+        side.schedule(wall() + chance.uniform(SOONEST_S, LATEST_S))
+    side.wait_for(count, DEADLINE_S)
+    return side.lateness_ms()

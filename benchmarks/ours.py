@@ -1,0 +1,34 @@
+"""The delaytasks side: its defaults, in tables and queues of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery import Celery
+
+from benchmarks.notes import note
+from benchmarks.where import NAMESPACE, TABLE_PREFIX, broker_url, database_url
+from delaytasks import DelayTasks
+
+TAG = "bench.note"
+
+
+def make(name: str, **settings: Any) -> tuple[Celery, DelayTasks]:
+    made = Celery(name, broker=broker_url(), set_as_current=False)
+    # As in the project's celeryconfig.py. The default queue is not ours: nothing is sent to it.
+    made.conf.update(
+        task_ignore_result=True,
+        worker_prefetch_multiplier=4,
+        broker_connection_retry_on_startup=True,
+        task_default_queue="bench_idle",
+    )
+    found = DelayTasks(made, database_url(), namespace=NAMESPACE, table_prefix=TABLE_PREFIX, **settings)
+    return made, found
+
+
+app, delays = make("bench")
+
+
+@delays.processor(TAG)
+def note_task(body: Any) -> None:
+    note(body["due"])

@@ -1,0 +1,86 @@
+"""Workers and beats as users start them: real processes, ended by their ids."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.machine import Usage, usage
+
+ROOT = Path(__file__).parents[1]
+POOL = ["-P", "prefork", "-c", "2"]
+STOP_S = 30.0
+
+
+class Process:
+    """A command in a process group of its own, its output in a file."""
+
+    def __init__(self, name: str, command: Sequence[str], folder: Path, **environment: str) -> None:
+        self.name = name
+        self.log = folder / f"{name}-{time.monotonic_ns()}.log"
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *command],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def usage(self) -> Usage | None:
+        return usage(self.pid)
+
+    def tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line.encode() + b"\n")
+        self._process.stdin.flush()
+
+    def kill(self) -> None:
+        """As a machine that runs out of memory does it."""
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        """Asks the process, then ends what is left of its group."""
+        if self.is_alive:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                pass
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def last_words(self, lines: int = 15) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def worker(app: str, name: str, folder: Path, notes: str) -> Process:
+    command = ["celery", "-A", app, "worker", *POOL, "-n", f"{name}@%h", "--loglevel", "WARNING"]
+    return Process(name, command, folder, BENCH_NOTES=notes)
+
+
+def beat(app: str, folder: Path) -> Process:
+    schedule = folder / f"beat-{time.monotonic_ns()}"
+    return Process("beat", ["celery", "-A", app, "beat", "-s", str(schedule), "--loglevel", "WARNING"], folder)

@@ -1,0 +1,66 @@
+"""Producers in processes of their own: `python -m benchmarks.producers ours|bare`, told what to do on stdin."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from benchmarks.processes import Process
+from benchmarks.waiting import BenchError, wait_until, wall
+
+if TYPE_CHECKING:
+    from benchmarks.sides import Side
+    from benchmarks.stage import Stage
+
+PRODUCERS = 2
+
+
+def schedule_singly(stage: Stage, side: Side, count: int, lead: float) -> float:
+    """`count` tasks in as many calls, due at one instant, which is returned."""
+    each = count // PRODUCERS
+    made = [Process(f"producer{n}", ["benchmarks.producers", side.name], side.folder) for n in range(PRODUCERS)]
+    try:
+        for process in made:
+            _expect(process, "ready", 30)
+        due = wall() + lead
+        for process in made:
+            process.tell(f"{each} {due!r}")
+        for process in made:
+            _expect(process, "scheduled", lead + 120)
+        if wall() > due:
+            raise BenchError(f"{side.name} scheduled {count:,} tasks in {wall() - due + lead:.1f} s, not in {lead:g} s")
+        took = [float(process.last_words(1).split()[1]) for process in made]
+        stage.say(f"{side.name}: {count:,} calls by {PRODUCERS} producers at once in {max(took):.1f} s")
+    finally:
+        for process in made:
+            process.stop()
+    return due
+
+
+def _expect(process: Process, word: str, deadline_s: float) -> None:
+    def said() -> bool:
+        if process.last_words(1).startswith(word):
+            return True
+        if not process.is_alive:
+            raise BenchError(f"a producer ended:\n{process.last_words()}")
+        return False
+
+    wait_until(said, deadline_s, f"{process.name} to say {word!r}")
+
+
+def _main() -> None:
+    from benchmarks.sides import Bare, Ours
+
+    side = {made.name: made for made in (Ours(), Bare())}[sys.argv[1]]
+    side.connect()
+    print("ready", flush=True)
+    count, due = sys.stdin.readline().split()
+    before = time.monotonic()
+    for _ in range(int(count)):
+        side.schedule(float(due))
+    print("scheduled", time.monotonic() - before, flush=True)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,194 @@
+"""The two sides of every comparison, with the same verbs: start workers, schedule, wait, tell how late tasks ran."""
+
+from __future__ import annotations
+
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from benchmarks import bare, ours, processes, table
+from benchmarks.notes import Notes
+from benchmarks.processes import Process
+from benchmarks.waiting import BenchError, wait_until, wall
+
+START_S = 60.0
+#: Tasks that fresh workers run before anything is measured: connections are made, code is loaded.
+WARM_UP = 300
+
+
+class Side(ABC):
+    """One of the two systems, with workers of two prefork processes each while it is `serving`."""
+
+    name: str
+    app: Any
+    app_path: str
+
+    def __init__(self, folder: Path = Path(), notes: Notes | None = None) -> None:
+        self.folder = folder
+        self._notes = notes
+        self.workers: list[Process] = []
+        self._others: list[Process] = []
+        self._killed: list[Process] = []
+
+    @property
+    def notes(self) -> Notes:
+        assert self._notes is not None, "a producer reads no notes"
+        return self._notes
+
+    @contextmanager
+    def serving(self, count: int = 1) -> Iterator[None]:
+        try:
+            names = [f"{self.name}{number}" for number in range(count)]
+            self.workers = [processes.worker(self.app_path, name, self.folder, self.notes.path) for name in names]
+            self._others = self._start_others()
+            self._wait_for_start([f"{name}@{socket.gethostname()}" for name in names])
+            self.clear()
+            yield
+            for process in self.workers + self._others:
+                if not process.is_alive and process not in self._killed:
+                    raise BenchError(f"{process.name} ended by itself")
+        except BenchError as error:
+            words = [f"{p.name}, {p.log}:\n{p.last_words()}" for p in self.workers + self._others]
+            raise BenchError("\n".join([str(error), *words])) from error
+        finally:
+            for process in self.workers + self._others:
+                process.stop()
+            self.workers, self._others, self._killed = [], [], []
+
+    def kill(self, process: Process) -> None:
+        self._killed.append(process)
+        process.kill()
+
+    def cpu_s(self) -> float | None:
+        found = [process.usage() for process in self.workers]
+        return sum(one.cpu_s for one in found if one is not None) if all(found) else None
+
+    def rss_mb(self) -> float | None:
+        found = [process.usage() for process in self.workers]
+        return sum(one.rss_bytes for one in found if one is not None) / 2**20 if all(found) else None
+
+    def wait_for(self, count: int, deadline_s: float, every_s: float = 0.05) -> None:
+        what = f"{count:,} tasks of {self.name}"
+        try:
+            wait_until(lambda: self.is_done(count), deadline_s, what, every_s)
+        except BenchError as error:
+            raise BenchError(f"{error}: {len(self.notes):,} ran") from None
+
+    @abstractmethod
+    def connect(self) -> None:
+        """Makes the connections that scheduling needs."""
+
+    @abstractmethod
+    def schedule(self, due: float) -> None:
+        """One task, in one call."""
+
+    @abstractmethod
+    def schedule_burst(self, count: int, due: float) -> None:
+        """Tasks due at one instant, in the quickest way there is."""
+
+    @abstractmethod
+    def is_done(self, count: int) -> bool:
+        """Whether so many tasks have run, and none that is due waits."""
+
+    @abstractmethod
+    def ended_at(self) -> float:
+        """When the last one was over."""
+
+    @abstractmethod
+    def lateness_ms(self) -> list[float]:
+        """How late each task began."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forgets all tasks."""
+
+    def _start_others(self) -> list[Process]:
+        return []
+
+    def _wait_for_start(self, names: list[str]) -> None:
+        def answer() -> bool:
+            for process in self.workers:
+                if not process.is_alive:
+                    raise BenchError(f"{process.name} did not start")
+            return len(self.app.control.ping(destination=names, timeout=0.5)) == len(names)
+
+        wait_until(answer, START_S, f"{', '.join(names)} to answer")
+        self.clear()
+        now, count = wall(), WARM_UP * len(names)
+        for _ in range(count):
+            self.schedule(now)
+        self.wait_for(count, START_S)
+
+
+class Ours(Side):
+    """delaytasks, with a beat, as its documentation asks for. Times are those in the rows: the database's clock."""
+
+    name = "delaytasks"
+    app = ours.app
+    app_path = "benchmarks.ours:app"
+
+    def connect(self) -> None:
+        ours.delays.clock.now()
+
+    def schedule(self, due: float) -> None:
+        ours.delays.schedule_at(ours.TAG, {"due": due}, _instant(due))
+
+    def schedule_burst(self, count: int, due: float) -> None:
+        when = _instant(due)
+        ours.delays.schedule_many((ours.TAG, {"due": due}, when) for _ in range(count))
+
+    def is_done(self, count: int) -> bool:
+        return len(self.notes) >= count and not table.has_unfinished_due()
+
+    def ended_at(self) -> float:
+        return table.last_settled_at()
+
+    def lateness_ms(self) -> list[float]:
+        return table.lateness_ms()
+
+    def clear(self) -> None:
+        table.clear()
+        self.notes.clear()
+
+    def _start_others(self) -> list[Process]:
+        return [processes.beat(self.app_path, self.folder)]
+
+
+class Bare(Side):
+    """Celery's own eta. Times are those that the tasks noted."""
+
+    name = "celery"
+    app = bare.app
+    app_path = "benchmarks.bare:app"
+
+    def connect(self) -> None:
+        with bare.app.pool.acquire() as connection:
+            connection.ensure_connection(max_retries=1)
+
+    def schedule(self, due: float) -> None:
+        bare.note_task.apply_async((due,), eta=_instant(due))
+
+    def schedule_burst(self, count: int, due: float) -> None:
+        eta = _instant(due)
+        for _ in range(count):
+            bare.note_task.apply_async((due,), eta=eta)
+
+    def is_done(self, count: int) -> bool:
+        return len(self.notes) >= count
+
+    def ended_at(self) -> float:
+        return max(note.at for note in self.notes.read())
+
+    def lateness_ms(self) -> list[float]:
+        return [(note.at - note.due) * 1000 for note in self.notes.read()]
+
+    def clear(self) -> None:
+        self.notes.clear()
+
+
+def _instant(due: float) -> datetime:
+    return datetime.fromtimestamp(due, timezone.utc)

@@ -1,0 +1,30 @@
+"""What a case needs: the two sides, and how much to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from benchmarks.figures import Figure, Target
+from benchmarks.sides import Bare, Ours
+
+
+@dataclass
+class Stage:
+    ours: Ours
+    bare: Bare
+    is_quick: bool
+    say: Callable[[str], None]
+    _figures: dict[tuple[str, str], Figure] = field(default_factory=dict)
+
+    def figure(self, case: str, what: str, unit: str, target: Target | None = None, against: str = "") -> Figure:
+        """The figure of this name, which is made in the first round."""
+        made = Figure(case, what, unit, target=target, against=against)
+        return self._figures.setdefault((case, what), made)
+
+    @property
+    def figures(self) -> list[Figure]:
+        return list(self._figures.values())
+
+    def size(self, full: int, quick: int) -> int:
+        return quick if self.is_quick else full

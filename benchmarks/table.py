@@ -1,0 +1,74 @@
+"""The rows of the benchmark: made, looked at and dropped. The only SQL of the benchmarks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Connection, exists, func, select, text
+
+from benchmarks.ours import delays
+from benchmarks.where import TABLE_PREFIX
+from delaytasks.core.states import Status
+from delaytasks.store import migrations
+from delaytasks.store.types import db_now
+
+_database = delays.store.database
+_t = delays.store.schema.tasks
+_LIVE = _t.c.status.in_([int(Status.NOT_COMPLETE), int(Status.RUNNING)])
+
+
+def make() -> None:
+    drop()
+    migrations.upgrade(_database, TABLE_PREFIX)
+
+
+def drop() -> None:
+    def work(connection: Connection) -> None:
+        delays.store.schema.metadata.drop_all(connection)
+        connection.execute(text(f"DROP TABLE IF EXISTS {migrations.version_table(TABLE_PREFIX)}"))
+
+    _database.alone(work)
+
+
+def clear() -> None:
+    """Empty, with empty statistics: the hardest case for the planner."""
+    names = ", ".join(table.name for table in (_t, delays.store.schema.keys))
+    _alone(text(f"TRUNCATE {names}") if _database.can.copy else _t.delete())
+
+
+def count(status: Status | None = None) -> int:
+    query = select(func.count()).select_from(_t)
+    return int(_scalar(query if status is None else query.where(_t.c.status == int(status))))
+
+
+def has_unfinished_due() -> bool:
+    """Whether a task that is due has not ended: one look into an index."""
+    return bool(_scalar(select(exists().where(_LIVE, _t.c.expected_time <= db_now()))))
+
+
+def last_settled_at() -> float:
+    finished = _t.c.status == int(Status.DONE)
+    return float(_scalar(select(func.max(_t.c.update_time)).where(finished)).timestamp())
+
+
+def lateness_ms() -> list[float]:
+    query = select(_t.c.execution_time, _t.c.expected_time).where(_t.c.status == int(Status.DONE))
+    rows = _database.alone(lambda c: c.execute(query).all())
+    return [(began - due).total_seconds() * 1000 for began, due in rows]
+
+
+def repeated() -> int:
+    """Rows that ran more than once."""
+    return int(_scalar(select(func.count()).select_from(_t).where(_t.c.attempts > 1)))
+
+
+def server_version() -> str:
+    return str(_scalar(text("SELECT version()"))).partition(" (")[0]
+
+
+def _scalar(query: Any) -> Any:
+    return _database.alone(lambda c: c.execute(query).scalar_one())
+
+
+def _alone(statement: Any) -> None:
+    _database.alone(lambda c: c.execute(statement))

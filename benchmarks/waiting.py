@@ -1,0 +1,27 @@
+"""Waits for conditions, never for a guess."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class BenchError(Exception):
+    """A measurement that can not be trusted, or did not come to its end; the text says why."""
+
+
+def wait_until(is_so: Callable[[], object], deadline_s: float, what: str, every_s: float = 0.05) -> None:
+    ends = time.monotonic() + deadline_s
+    while not is_so():
+        if time.monotonic() > ends:
+            raise BenchError(f"waited {deadline_s:.0f} s for {what}")
+        time.sleep(every_s)
+
+
+def wall() -> float:
+    """Seconds since 1970, as the tasks note them."""
+    return time.time_ns() / 1e9
+
+
+def sleep_until(instant: float) -> None:
+    time.sleep(max(instant - wall(), 0))
