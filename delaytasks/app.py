@@ -65,9 +65,17 @@ class DelayTasks:
         self._lock = threading.RLock()
         self._parts: Parts | None = None
         self.processes = Processes(self)
+        if celery_app is not None:
+            self._attach(celery_app)
+
+    def _attach(self, celery_app: Any) -> None:
+        """Makes the Celery app serve this instance. A framework that learns of its app late calls it then."""
+        self.celery = celery_app
         register_tasks(self)
         celery_app.steps["worker"].add("delaytasks.worker.steps:DelaysStep")
         celery_app.on_after_finalize.connect(self._add_to_beat, weak=False)
+        if celery_app.finalized:  # and tells of it no more
+            self._add_to_beat(celery_app)
         signals.import_modules.connect(self._import_entry_points, sender=celery_app, weak=False)
 
     # -- parts, made when they are first needed ---------------------------------------------------
@@ -77,7 +85,7 @@ class DelayTasks:
         if self._parts is None:
             with self._lock:
                 if self._parts is None:
-                    self._parts = Parts(self.celery, self._arguments, self.registry, self.events)
+                    self._parts = Parts(self.celery, self._arguments, self.registry, self.events, self.database_now)
         return self._parts
 
     @property

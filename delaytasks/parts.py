@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from typing import Any
 
 from delaytasks.core.clock import Clock, wall_ms
@@ -25,13 +26,20 @@ from delaytasks.timers.publisher import Publisher
 class Parts:
     """Everything that needs settings: made on first use, when the Celery app is configured."""
 
-    def __init__(self, app: Any, arguments: Mapping[str, Any], registry: Registry, events: Events) -> None:
+    def __init__(
+        self,
+        app: Any,
+        arguments: Mapping[str, Any],
+        registry: Registry,
+        events: Events,
+        measure: Callable[[], datetime],
+    ) -> None:
         self._app = app
         self.settings = load_settings(app.conf, os.environ, **arguments)
         settings = self.settings
         self._events = events
         self.store = Store(url_of(settings), settings)
-        self.clock = Clock(self.store.tasks.now)
+        self.clock = Clock(measure)
         self.publisher = Publisher(app, settings.namespace, settings.publish_limit_s, events)
         self.inline_timer: Timer = EtaTimer(self.publisher, self.clock)
         self.timer: Timer = BackgroundTimer(self.inline_timer) if settings.arm == "background" else self.inline_timer

@@ -96,6 +96,7 @@ class TaskStore(Protocol):
         until: datetime | None,
         cursor: str | None,
         limit: int,
+        on: Executor | None = None,
     ) -> Page: ...
     def cancel(self, id: int, version: int | None = None, on: Executor | None = None) -> DelayTask | None: ...
     def reschedule(

@@ -41,7 +41,7 @@ class Tasks:
         self._keys = k = schema.keys
         self._columns = columns(schema)
         dialect = database.url.get_backend_name()
-        skip = {"postgresql": postgresql.insert, "sqlite": sqlite.insert}.get(dialect)
+        skip: Any = {"postgresql": postgresql.insert, "sqlite": sqlite.insert}.get(dialect)
         self._insert = skip(t).on_conflict_do_nothing() if skip else insert(t)
         self._insert_key = skip(k).on_conflict_do_nothing() if skip else insert(k)
         self._get = select(*self._columns).where(t.c.id == bindparam("task_id"))
@@ -95,13 +95,14 @@ class Tasks:
         lines.seek(0)
         target = connection.dialect.identifier_preparer.format_table(self._t)
         names = ", ".join(values_of(tasks[0]))
-        with connection.connection.cursor() as cursor:
-            try:
-                cursor.copy_expert(f"COPY {target} ({names}) FROM STDIN", lines)
-            except connection.dialect.dbapi.Error as error:
-                raise exc.DBAPIError.instance(
-                    "COPY", None, error, connection.dialect.dbapi.Error, dialect=connection.dialect
-                ) from error
+        driver: Any = connection.dialect.dbapi
+        cursor: Any = connection.connection.cursor()
+        try:
+            cursor.copy_expert(f"COPY {target} ({names}) FROM STDIN", lines)
+        except driver.Error as error:
+            raise exc.DBAPIError.instance("COPY", None, error, driver.Error, dialect=connection.dialect) from error
+        finally:
+            cursor.close()
 
     def insert_keyed(
         self, task: DelayTask, on_conflict: OnConflict, on: Executor | None = None
@@ -168,6 +169,7 @@ class Tasks:
         until: datetime | None,
         cursor: str | None,
         limit: int,
+        on: Executor | None = None,
     ) -> Page:
         """In the order of their due times; a cursor stands for a place, so pages stay right while rows move."""
         t = self._t
@@ -187,7 +189,7 @@ class Tasks:
             query = query.where(
                 t.c.expected_time >= due, or_(t.c.expected_time > due, and_(t.c.expected_time == due, t.c.id > id))
             )
-        rows = self._read(lambda c: c.execute(query).all(), None)
+        rows = self._read(lambda c: c.execute(query).all(), on)
         tasks = [task_of(row) for row in rows[:limit]]
         return Page(tasks, _make_cursor(tasks[-1]) if len(rows) > limit else None)
 

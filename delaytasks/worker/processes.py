@@ -22,6 +22,7 @@ class Processes:
         self._delays = delays
         self.hostname = f"delaytasks@{socket.gethostname()}"
         self._token = secrets.token_hex(2)
+        self.is_worker = False
         #: The logical queues that this worker serves.
         self.queues: list[str] = []
         self.after_fork()
@@ -34,6 +35,7 @@ class Processes:
     def serve(self, hostname: str) -> None:
         """This process is the main process of a worker; its children inherit the name."""
         self.hostname = hostname
+        self.is_worker = True
 
     def name(self, pid: int) -> str:
         """What the `worker` column says: the worker, and which of its processes, told apart from any earlier one."""
@@ -49,7 +51,7 @@ class Processes:
     def _make_runner(self) -> Runner:
         delays = self._delays
         claims = delays.store.claims(self.name(os.getpid()), own_address(delays.store.database.url.host))
-        surroundings = Surroundings(delays.celery, self.hostname)
+        surroundings = Surroundings(delays.celery, self.hostname, delays.around)
         self._rows = RowEvents(delays.celery, self.hostname)
         delays.events.subscribe(self._rows)
         return Runner(
