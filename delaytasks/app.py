@@ -13,6 +13,7 @@ from celery import signals
 
 from delaytasks.core.clock import Clock
 from delaytasks.core.errors import (
+    ConfigError,
     InvalidQueryError,
     InvalidScheduleError,
     TaskNotFoundError,
@@ -71,6 +72,9 @@ class DelayTasks:
     def _attach(self, celery_app: Any) -> None:
         """Makes the Celery app serve this instance. A framework that learns of its app late calls it then."""
         self.celery = celery_app
+        if getattr(celery_app, "delaytasks", None) is not None:
+            raise ConfigError(f"{celery_app!r} has delayed tasks already: one DelayTasks per Celery app")
+        celery_app.delaytasks = self
         register_tasks(self)
         celery_app.steps["worker"].add("delaytasks.worker.steps:DelaysStep")
         celery_app.on_after_finalize.connect(self._add_to_beat, weak=False)
@@ -359,15 +363,13 @@ class DelayTasks:
         schedule = sender.conf.beat_schedule
         if any(entry.get("task") == SWEEP for entry in schedule.values()):
             return
+        queue = self.publisher.queue(self.settings.default_queue).name
         for house in range(self.settings.houses):
             schedule[f"delaytasks-sweep-{house}"] = {
                 "task": SWEEP,
                 "schedule": self.settings.sweep_s,
                 "args": (house,),
-                "options": {
-                    "queue": self.publisher.queue(self.settings.default_queue),
-                    "expires": self.settings.sweep_s,
-                },
+                "options": {"queue": queue, "expires": self.settings.sweep_s},
             }
 
 

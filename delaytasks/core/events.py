@@ -27,6 +27,7 @@ _LEVELS = {
     "store.down": logging.ERROR,
     "store.up": logging.INFO,
     "sweep.self": logging.WARNING,
+    "queue.unserved": logging.WARNING,
     "worker.lost": logging.WARNING,
     "loop.failed": logging.ERROR,
     "chunk.failed": logging.ERROR,

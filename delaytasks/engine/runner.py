@@ -70,18 +70,15 @@ class Runner:
         """The fast path: the entries of messages that fell due."""
         claimed_at = monotonic()
         tasks = self._claims.claim(entries)
-        early: tuple[Entry, ...] = ()
-        alone: list[DelayTask] = []
+        ran, seconds = self._run_chunk(tasks, claimed_at)
+        early: list[Entry] = []
         if len(tasks) < len(entries):
             missing = {entry.id: entry for entry in entries}
             for task in tasks:
                 missing.pop(task.id, None)
-            early, alone = self._look_after(missing)
-        ran, seconds = self._run_chunk(tasks, claimed_at)
-        for task in alone:
-            also, longer = self._run_chunk([task], monotonic())
-            ran, seconds = ran + also, seconds + longer
-        return Report(len(tasks) + len(alone), ran, seconds, early)
+            also, early = self._look_after(missing)
+            ran, seconds = ran + also[0], seconds + also[1]
+        return Report(len(tasks), ran, seconds, tuple(early))
 
     def drain(self, queue: str, priorities: Sequence[int], limit: int) -> Report:
         """The slow path: whatever is due, straight from the table."""
@@ -97,31 +94,40 @@ class Runner:
                 claimed, ran, seconds, is_full = claimed + 1, ran + also, seconds + longer, True
         return Report(claimed, ran, seconds, (), is_full)
 
-    def _look_after(self, missing: dict[int, Entry]) -> tuple[tuple[Entry, ...], list[DelayTask]]:
-        """The entries that the claim did not get: early ones go back to the timer, those that lapsed before are
-        claimed alone, and all others are not ours: cancelled, moved, or somebody else's already."""
+    def _look_after(self, missing: dict[int, Entry]) -> tuple[tuple[int, float], list[Entry]]:
+        """The entries that the claim did not get. Those that were early by a blink are waited for, other early ones
+        go back to the wheel, those that lapsed before are claimed alone; all others are not ours: cancelled, moved,
+        or somebody else's already."""
         now = self._clock.now_us()
+        horizon_s = self._settings.horizon_s
+        soon: list[Entry] = []
         early: list[Entry] = []
-        alone: list[DelayTask] = []
-        dropped = 0
+        suspects: list[Entry] = []
         for miss in self._claims.misses(missing):
-            entry = missing.pop(miss.id)
+            entry = missing[miss.id]._replace(due_us=miss.due_us)
             if miss.status is not Status.NOT_COMPLETE or miss.version != entry.version:
-                dropped += 1
-            elif 0 < miss.due_us - now <= NAP_US or (miss.due_us <= now and miss.lapses):
-                time.sleep(max(miss.due_us - now, 0) / 1e6)
-                task = self._claims.claim_alone(miss.id, miss.version)
-                alone += [task] if task else []
-            elif miss.due_us > now:
-                early.append(entry._replace(due_us=miss.due_us))
-            else:
-                dropped += 1
-        self._count_dropped(dropped + len(missing))
-        return tuple(early), alone
-
-    def _count_dropped(self, count: int) -> None:
-        if count:
-            self._events.emit("entry.dropped", count=count)
+                continue
+            if miss.lapses and miss.due_us <= now + NAP_US:
+                suspects.append(entry)
+            elif miss.due_us <= now + NAP_US:
+                soon.append(entry)
+            elif horizon_s is None or miss.due_us <= now + horizon_s * 1e6:
+                early.append(entry)
+        dropped = len(missing) - len(soon) - len(early) - len(suspects)
+        if dropped:
+            self._events.emit("entry.dropped", count=dropped)
+        ran, seconds = 0, 0.0
+        if soon or suspects:
+            self._clock.forget()  # either it is wrong about the database's, or a row was locked for a moment
+            time.sleep(max(max(entry.due_us for entry in soon + suspects) - now, 0) / 1e6)
+            claimed_at = monotonic()
+            ran, seconds = self._run_chunk(self._claims.claim(soon), claimed_at)
+        for entry in suspects:
+            claimed_at = monotonic()
+            task = self._claims.claim_alone(entry.id, entry.version)
+            also, longer = self._run_chunk([task] if task else [], claimed_at)
+            ran, seconds = ran + also, seconds + longer
+        return (ran, seconds), early
 
     # -- a chunk ----------------------------------------------------------------------------------
 

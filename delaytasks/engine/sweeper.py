@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from datetime import datetime, timedelta
 
 from delaytasks.core.clock import Clock
@@ -72,12 +73,15 @@ class Sweeper:
         levels = self._sweeps.levels(self._settings.grace_s)
         if not levels:
             return
-        workers = max(len(self._workers.alive()), 1)
+        serving = Counter(queue for worker in self._workers.alive() for queue in worker["queues"])
         queues: dict[str, list[int]] = {}
         for level in levels:
             queues.setdefault(level.queue, []).append(level.priority)
         for queue, priorities in queues.items():
-            tokens = self._settings.drain_tokens * workers
+            if not serving[queue]:  # tokens that nobody takes would pile up
+                self._events.emit("queue.unserved", queue=queue, remedy="start a worker that serves it (-Q)")
+                continue
+            tokens = self._settings.drain_tokens * serving[queue]
             self._timer.drain(queue, priorities, tokens, self._settings.sweep_s)
             self._events.emit("sweep.drain", queue=queue, tokens=tokens)
 

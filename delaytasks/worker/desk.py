@@ -52,17 +52,14 @@ class Desk:
         self._sweeping.start()
 
     def stop(self) -> None:
-        """Sends back what is held, so that other workers have it in time."""
+        """Sends back what is held, so that other workers have it in time. Leases are renewed for as long as the
+        process lives, since the pool may have rows to finish."""
         waiting = self.dispatcher.close()
         waiting += self.wheel.stop()
         self._sweeping.stop()
         if waiting:
             self.delays.timer.arm(waiting)
             logger.info("delaytasks: sent back %d near tasks", len(waiting))
-
-    def after_pool(self) -> None:
-        """The pool has finished what it ran; until then leases are renewed."""
-        self._leases.stop()
 
     def hold(self, entries: Sequence[Entry]) -> None:
         now = self.delays.clock.now_us()
