@@ -6,18 +6,23 @@ import atexit
 import threading
 from collections.abc import Iterable, Sequence
 
+from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.forks import reset_in_child
 from delaytasks.core.ports import Entry, Timer
 
 #: More than this many entries waiting are dropped: they are rows, and the sweep finds them.
 MOST = 100_000
+#: Entries are gathered for so long at most, and never for more than half of the time that the nearest one has.
+GATHER_S = 0.05
 
 
 class BackgroundTimer:
-    """What is armed while the thread sends travels together in its next messages."""
+    """What is armed within a moment travels together: a thread that woke for each entry would take more of the
+    caller's time than it saves."""
 
-    def __init__(self, timer: Timer) -> None:
+    def __init__(self, timer: Timer, clock: Clock) -> None:
         self._timer = timer
+        self._clock = clock
         self.after_fork()
         reset_in_child(self)
         atexit.register(self.flush)
@@ -26,6 +31,7 @@ class BackgroundTimer:
         """What waits belongs to the parent, whose thread sends it."""
         self._changed = threading.Condition()
         self._waiting: list[Entry] = []
+        self._send_at: float | None = None
         self._is_sending = False
         self._thread: threading.Thread | None = None
 
@@ -34,6 +40,11 @@ class BackgroundTimer:
         return self._timer.is_up
 
     def arm(self, entries: Iterable[Entry]) -> bool:
+        entries = list(entries)
+        if not entries:
+            return True
+        left_s = (min(entry.due_us for entry in entries) - self._clock.now_us()) / 1e6
+        send_at = monotonic() + min(max(left_s / 2, 0), GATHER_S)
         with self._changed:
             if len(self._waiting) > MOST:
                 return False
@@ -41,7 +52,9 @@ class BackgroundTimer:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._send, name="delaytasks-arm", daemon=True)
                 self._thread.start()
-            self._changed.notify_all()
+            if self._send_at is None or send_at < self._send_at:
+                self._send_at = send_at
+                self._changed.notify_all()
         return True
 
     def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float) -> bool:
@@ -50,13 +63,18 @@ class BackgroundTimer:
     def flush(self, timeout_s: float = 2.0) -> bool:
         """Waits until all is sent; at exit the process waits a little, then leaves the rest to the sweep."""
         with self._changed:
+            if self._waiting:
+                self._send_at = monotonic()
+                self._changed.notify_all()
             return self._changed.wait_for(lambda: not self._waiting and not self._is_sending, timeout_s)
 
     def _send(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting)
-                entries, self._waiting, self._is_sending = self._waiting, [], True
+                while self._send_at is None or (left_s := self._send_at - monotonic()) > 0:
+                    self._changed.wait(None if self._send_at is None else left_s)
+                entries, self._waiting = self._waiting, []
+                self._send_at, self._is_sending = None, True
             try:
                 self._timer.arm(entries)
             finally:
