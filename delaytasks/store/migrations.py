@@ -12,6 +12,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from alembic.util import CommandError
 from sqlalchemy import Connection, func, inspect, select, text
 from sqlalchemy.dialects import registry
 from sqlalchemy.engine import Dialect
@@ -131,7 +132,10 @@ def compares_defaults(dialect: str) -> Any:
 def _run(database: Database, prefix: str, schema: str | None, work: Callable[[Config], None]) -> None:
     def once() -> None:
         with _alembic, database.begin() as connection:
-            work(_config(connection=connection, prefix=prefix, schema=schema))
+            try:
+                work(_config(connection=connection, prefix=prefix, schema=schema))
+            except CommandError as error:
+                raise ConfigError(f"the migration can not run: {error}") from error
 
     database.run(once)
 

@@ -1,0 +1,193 @@
+"""What every command needs: the Celery app, its delayed tasks, and how to tell of errors."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import shlex
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from delaytasks.cli.output import failure_of
+from delaytasks.core.errors import ConfigError, DelayTaskError
+
+if TYPE_CHECKING:
+    from delaytasks.app import DelayTasks
+
+R = TypeVar("R")
+_CLI = "delaytasks.cli"
+_JSON = "delaytasks.json"
+EXIT_CODES = "Exit codes: 0 it worked; 1 it did not (no such task, too late, database away); 2 wrong usage or settings."
+
+
+class Cli:
+    """One call of the command line, on one Celery app."""
+
+    def __init__(self, ctx: click.Context, find: Callable[[], Any], command: str, app_origin: str) -> None:
+        self._ctx = ctx
+        self._find = find
+        self.app_origin = app_origin
+        #: How the commands are called here, for hints that can be copied.
+        self.command = command
+        self.is_json = bool(ctx.meta.get(_JSON))
+        if self.is_json:
+            # Nobody reads our log there, and stderr is for one JSON document.
+            logger, silent = logging.getLogger("delaytasks"), logging.NullHandler()
+            logger.addHandler(silent)
+            ctx.call_on_close(lambda: logger.removeHandler(silent))
+
+    @functools.cached_property
+    def app(self) -> Any:
+        with self.guarded_stdout():
+            return self._find()
+
+    @functools.cached_property
+    def delays(self) -> DelayTasks:
+        """The `DelayTasks` of the app: what its `delaytasks.run` task belongs to."""
+        found = self._delays_of_app()
+        if found is None:
+            self.import_processors()  # it may be made in a module that only workers import
+            found = self._delays_of_app()
+        if found is None:
+            raise ConfigError(
+                f"the Celery app {self.app.main or '(unnamed)'!r} has no delayed tasks; "
+                "make one with DelayTasks(app) where the app is made"
+            )
+        self._ctx.call_on_close(found.close)
+        return found
+
+    def _delays_of_app(self) -> DelayTasks | None:
+        return getattr(self.app.tasks.get("delaytasks.run"), "delays", None)
+
+    def import_processors(self) -> None:
+        """As a worker does at its start: processors bring their queues, and are what `drain` runs."""
+        with _telling_of_imports("the modules of the app"), self.guarded_stdout():
+            self.app.loader.import_default_modules()
+
+    def guarded_stdout(self) -> AbstractContextManager[Any]:
+        """Other people's code may print, and stdout is for one JSON document."""
+        return redirect_stdout(sys.stderr) if self.is_json else nullcontext()
+
+    def note(self, text: str) -> None:
+        """For people only."""
+        if not self.is_json:
+            click.secho(text, fg="yellow", err=True)
+
+    def note_broker_away(self) -> None:
+        if not self.delays.timer.is_up:
+            self.note("The broker can not be reached: the database has the task, and a sweep will send it.")
+
+
+def find_app(name: str) -> Any:
+    """The Celery app that `celery -A name` finds."""
+    from celery import Celery
+    from celery.app.utils import find_app as find
+
+    # As `celery` itself does: modules where the command is started count.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    with _telling_of_imports(f"the app {name!r}"):
+        try:
+            found = find(name)
+        except AttributeError as error:
+            raise ConfigError(f"{name!r} has no Celery app: {error}; name it, as -A package.module:app") from None
+    if not isinstance(found, Celery):
+        raise ConfigError(f"{name!r} is no Celery app but a {type(found).__name__}; name it, as -A package.module:app")
+    return found
+
+
+@contextmanager
+def _telling_of_imports(what: str) -> Iterator[None]:
+    """An error in somebody's module ends the command like a wrong setting, and says where it happened."""
+    try:
+        yield
+    except DelayTaskError:
+        raise
+    except Exception as error:
+        message = f"importing {what} failed: {type(error).__name__}: {error}"
+        is_name_wrong = isinstance(error, ModuleNotFoundError) and bool(error.name) and str(error.name) in what
+        is_json = bool(click.get_current_context().meta.get(_JSON))
+        raise failure_of(ConfigError(message), is_json, "" if is_name_wrong else traceback.format_exc()) from error
+
+
+class Commands(click.Group):
+    """A group whose errors are all told in the same way, by exit code and in JSON where that is asked for."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        # Looked for here, since an error may come before the command's own options are read.
+        ctx.meta[_JSON] = "--json" in (args[: args.index("--")] if "--" in args else args)
+        with _telling_of_errors(ctx):
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _telling_of_errors(ctx):
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _telling_of_errors(ctx: click.Context) -> Iterator[None]:
+    is_json = bool(ctx.meta.get(_JSON))
+    try:
+        yield
+    except DelayTaskError as error:
+        raise failure_of(error, is_json) from error
+    except click.UsageError as error:
+        if not is_json:
+            raise
+        raise failure_of(error, is_json) from error
+
+
+json_option = click.option("--json", is_flag=True, expose_value=False, help="Print one JSON document.")
+
+
+def pass_cli(function: Callable[..., R]) -> Callable[..., R]:
+    """Gives a command the `Cli` as its first argument, and the option --json."""
+
+    @json_option
+    @click.pass_context
+    @functools.wraps(function)
+    def with_cli(ctx: click.Context, /, *args: Any, **kwargs: Any) -> R:
+        return function(cli_of(ctx), *args, **kwargs)
+
+    return with_cli
+
+
+_ORIGINS: dict[ParameterSource | None, str] = {
+    ParameterSource.COMMANDLINE: "command line",
+    ParameterSource.ENVIRONMENT: "environment",
+}
+
+
+def open_cli(ctx: click.Context, app: str) -> None:
+    """For `delaytasks -A app …`."""
+    origin = _ORIGINS.get(ctx.get_parameter_source("app"), "default")
+    command = f"delaytasks -A {shlex.quote(app)}" if origin == "command line" else "delaytasks"
+    _open(ctx, Cli(ctx, lambda: find_app(app), command, origin))
+
+
+def open_cli_under_celery(ctx: click.Context) -> None:
+    """For `celery -A proj delays …`: Celery has found the app."""
+    if ctx.obj.no_color:
+        ctx.color = False
+    app = ctx.obj.app
+    name = ctx.parent.params.get("app") if ctx.parent is not None else None
+    command = f"celery -A {shlex.quote(name)} delays" if isinstance(name, str) else "celery delays"
+    _open(ctx, Cli(ctx, lambda: app, command, "celery"))
+
+
+def _open(ctx: click.Context, cli: Cli) -> None:
+    ctx.meta[_CLI] = cli
+    if ctx.invoked_subcommand == "up":
+        ctx.obj = cli.delays  # what `up` starts
+
+
+def cli_of(ctx: click.Context) -> Cli:
+    cli: Cli = ctx.meta[_CLI]
+    return cli

@@ -1,0 +1,98 @@
+"""Durations and instants, as people type them and as tables show them."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime, timedelta
+
+import click
+
+from delaytasks.core.clock import UTC
+from delaytasks.core.errors import InvalidDelayError, InvalidScheduleError, NaiveDatetimeError
+
+_UNITS = {"w": 604_800.0, "d": 86_400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
+_NUMBER = r"[0-9]+(?:\.[0-9]+)?"
+#: Each unit at most once, the largest first: "30m1h" is a slip more often than it is meant.
+_PARTS = re.compile(r"\s*".join(rf"(?:({_NUMBER})\s*{unit}(?![a-z]))?" for unit in _UNITS), re.ASCII)
+_RULE = "write seconds (90, 0.5), or w, d, h, m, s, ms with the largest first (1h30m, 2d, 500ms)"
+
+
+def parse_duration(text: str) -> timedelta:
+    """`"90"`, `"1h30m"`, `"2d"` or `"500ms"` as a timedelta; `InvalidDelayError` says what else it may be."""
+    typed = text.strip().lower()
+    if typed.startswith("-"):
+        raise InvalidDelayError(f"a delay is not negative, as {text!r:.40} is; {_RULE}")
+    if re.fullmatch(_NUMBER, typed, re.ASCII):
+        seconds = float(typed)
+    else:
+        match = _PARTS.fullmatch(typed)
+        if match is None or not any(match.groups()):
+            raise InvalidDelayError(f"{text!r:.40} is not a delay; {_RULE}")
+        counts = [float(count or 0) for count in match.groups()]
+        seconds = sum(count * size for count, size in zip(counts, _UNITS.values(), strict=True))
+    try:
+        return timedelta(seconds=seconds)
+    except OverflowError:
+        raise InvalidDelayError(f"{text!r:.40} is longer than a delay can be; {_RULE}") from None
+
+
+def parse_instant(text: str) -> datetime:
+    """An ISO 8601 instant with its time zone."""
+    # Python 3.10 does not know Z.
+    typed = re.sub(r"[zZ]$", "+00:00", text.strip())
+    try:
+        instant = datetime.fromisoformat(typed)
+    except ValueError:
+        raise InvalidScheduleError(
+            f"{text!r:.40} is not an instant; write it as 2030-01-31T18:00:00Z or 2030-01-31T18:00:00+02:00"
+        ) from None
+    if instant.tzinfo is None:
+        raise NaiveDatetimeError(
+            f"{text!r:.40} has no time zone; end it with Z for UTC, or with an offset (2030-01-31T18:00:00+02:00)"
+        )
+    return instant
+
+
+def show_duration(seconds: float) -> str:
+    """The two largest units, in the form that `parse_duration` reads: 1h30m, 2d, 5s."""
+    left = round(abs(seconds))
+    if left == 0:
+        return f"{round(abs(seconds) * 1000)}ms" if seconds else "0s"
+    shown: list[str] = []
+    for unit, size in _UNITS.items():
+        if unit == "ms" or len(shown) == 2:
+            break
+        count, left = divmod(left, int(size))
+        if count:
+            shown.append(f"{count}{unit}")
+        elif shown:
+            break
+    return "".join(shown)
+
+
+def show_from_now(instant: datetime, now: datetime) -> str:
+    """in 1h30m, or 5s ago."""
+    seconds = (instant - now).total_seconds()
+    return f"in {show_duration(seconds)}" if seconds > 0 else f"{show_duration(seconds)} ago"
+
+
+def show_instant(instant: datetime) -> str:
+    """UTC to the second, in the form that `parse_instant` reads."""
+    return instant.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def to_duration(_ctx: click.Context, _option: click.Parameter, typed: str | None) -> timedelta | None:
+    """An option's callback: unlike a type's, its error keeps its own class."""
+    return None if typed is None else parse_duration(typed)
+
+
+def to_instant(_ctx: click.Context, _option: click.Parameter, typed: str | None) -> datetime | None:
+    return None if typed is None else parse_instant(typed)
+
+
+delay_option = click.option(
+    "--delay", callback=to_duration, metavar="DURATION", help="From now: 90 (seconds), 30m, 1h30m, 2d, 500ms."
+)
+at_option = click.option(
+    "--at", "when", callback=to_instant, metavar="INSTANT", help="As 2030-01-31T18:00:00Z. The past means now."
+)

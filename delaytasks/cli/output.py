@@ -1,0 +1,171 @@
+"""What commands print: one JSON document, or text and tables in which strangers' text can do no harm."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+import click
+
+from delaytasks.cli.durations import show_from_now, show_instant
+from delaytasks.core.errors import ConfigError, DelayTaskError, InvalidInputError
+from delaytasks.core.states import Status
+from delaytasks.core.task import DelayTask
+from delaytasks.core.text import one_line
+
+#: What stands where there is nothing, so that the columns of a piped table can be counted.
+NOTHING = "-"
+LONGEST = 10_000
+_COLOURS = {
+    "DONE": "green",
+    "FAILED": "red",
+    "RUNNING": "cyan",
+    "CANCELLED": "bright_black",
+    "HELD": "yellow",
+    "NOT_COMPLETE": "",
+}
+
+
+class Failure(click.ClickException):
+    """An error as the command line tells it: one line in red, or {"error": …, "type": …}."""
+
+    def __init__(self, error: DelayTaskError | click.UsageError, is_json: bool, details: str = "") -> None:
+        super().__init__(error.format_message() if isinstance(error, click.UsageError) else str(error))
+        self._type = type(error).__name__
+        self._is_json = is_json
+        self._details = details
+
+    def show(self, file: Any = None) -> None:
+        if self._is_json:
+            click.echo(json.dumps({"error": self.message, "type": self._type}), err=True)
+            return
+        if self._details:
+            click.echo(self._details.rstrip(), err=True)
+        click.secho(f"Error: {one_line(self.message, LONGEST)}", fg="red", err=True)
+
+
+class Refusal(Failure):
+    """The caller must write something else."""
+
+    exit_code = 2
+
+
+def failure_of(error: DelayTaskError | click.UsageError, is_json: bool, details: str = "") -> Failure:
+    kind = Refusal if isinstance(error, (InvalidInputError, ConfigError, click.UsageError)) else Failure
+    return kind(error, is_json, details)
+
+
+# -- JSON -----------------------------------------------------------------------------------------
+
+
+def print_json(document: Any) -> None:
+    click.echo(json.dumps(document, indent=2, allow_nan=False))
+
+
+def task_json(task: DelayTask) -> dict[str, Any]:
+    """As `DelayTask.as_json`; a body that another program wrote, and that JSON can not say, stays text."""
+    try:
+        document = task.as_json()
+        json.dumps(document["body"], allow_nan=False)
+    except (ValueError, RecursionError):
+        document = {**replace(task, body_json="null").as_json(), "body": task.body_json}
+    return document
+
+
+# -- text -----------------------------------------------------------------------------------------
+
+
+#: Text, or (text, colour).
+Cell = str | tuple[str, str]
+
+
+def say(text: str, **style: Any) -> None:
+    click.secho(text, **style)
+
+
+def cell(value: object, longest: int = 200) -> str:
+    """One line of any value."""
+    return NOTHING if value is None or value == "" else one_line(str(value), longest)
+
+
+def reason(error: str | None) -> str:
+    """The line of a traceback that says what happened: the first one after its frames."""
+    lines = (error or "").strip().split("\n")
+    last_frame = max((n for n, line in enumerate(lines) if line.startswith('  File "')), default=-1)
+    after = [line for line in lines[last_frame + 1 :] if line and not line.startswith(" ")]
+    return cell(after[0] if after else lines[-1], 80)
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def block(text: str, indent: str = "  ") -> str:
+    """Text of several lines, each of them made harmless."""
+    return "\n".join(indent + one_line(line, LONGEST) for line in text.rstrip("\n").split("\n"))
+
+
+def pretty_body(task: DelayTask) -> str:
+    try:
+        return json.dumps(json.loads(task.body_json), indent=2, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return task.body_json
+
+
+def sentence(task: DelayTask, done: str, now: datetime) -> str:
+    due = task.expected_time
+    return f"{done} task {task.id} ({cell(task.tag)}): due {show_instant(due)}, {show_from_now(due, now)}"
+
+
+def coloured(status: Status) -> tuple[str, str]:
+    return status.name, _COLOURS[status.name]
+
+
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[Cell]], right: str = "") -> None:
+    """In a pipe: no colour, no frame, no wrapping, one line for each row.
+
+    On a terminal columns without any value are left out, since every one of them costs width.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    is_terminal = sys.stdout.isatty()
+    cells = [[(each, "") if isinstance(each, str) else each for each in row] for row in rows]
+    shown = [
+        number
+        for number in range(len(headings))
+        if not is_terminal or not cells or any(row[number][0] != NOTHING for row in cells)
+    ]
+    table = Table(box=box.SIMPLE_HEAD if is_terminal else None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number in shown:
+        justify: Any = "right" if headings[number] in right.split() else "left"
+        table.add_column(headings[number], justify=justify, overflow="fold", no_wrap=not is_terminal or number == 0)
+    for row in cells:
+        # Text is taken as it is: no markup, no emoji codes.
+        table.add_row(*(Text(row[number][0], style=row[number][1]) for number in shown))
+    page = io.StringIO()
+    Console(
+        file=page,
+        force_terminal=is_terminal,
+        width=None if is_terminal else 100_000,
+        highlight=False,
+        legacy_windows=False,
+    ).print(table)
+    click.echo(re.sub(r"[ ]+$", "", page.getvalue(), flags=re.MULTILINE), nl=False)
+
+
+def print_fields(fields: Iterable[tuple[str, Cell]]) -> None:
+    """name  value, one a line."""
+    pairs = list(fields)
+    width = max(len(name) for name, _ in pairs)
+    for name, value in pairs:
+        text, colour = (value, "") if isinstance(value, str) else value
+        click.echo(f"{name:{width}}  {click.style(text, fg=colour or None)}")

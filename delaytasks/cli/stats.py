@@ -1,0 +1,187 @@
+"""`stats`: how this deployment does."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from datetime import datetime
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from delaytasks.cli.config import broker_url
+from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli
+from delaytasks.cli.durations import show_duration, show_instant
+from delaytasks.cli.output import NOTHING, Cell, cell, coloured, print_fields, print_json, print_table, say
+from delaytasks.core.states import Status
+
+if TYPE_CHECKING:
+    from delaytasks.app import DelayTasks
+
+BAD, GOOD = "red", "green"
+
+
+@click.command(epilog=EXIT_CODES)
+@pass_cli
+def stats(cli: Cli) -> None:
+    """Print counts, what is late, workers and sweeps.
+
+    \b
+    delaytasks stats
+    """
+    found = gather(cli.delays)
+    if cli.is_json:
+        print_json(found)
+        return
+    counts = found["counts"].items()
+    print_table(("status", "tasks"), ([coloured(Status[name]), f"{count:,}"] for name, count in counts), right="tasks")
+    say("")
+    _print_health(found, cli.command)
+    say("")
+    _print_sweeps(found["sweeps"])
+    say("")
+    _print_workers(found["workers"])
+
+
+# -- gather ---------------------------------------------------------------------------------------
+
+
+def gather(delays: DelayTasks) -> dict[str, Any]:
+    from delaytasks.engine.sweeper import SILENT_SWEEPS
+    from delaytasks.store.stats import Stats
+
+    settings, store = delays.settings, delays.store
+    numbers, now = Stats(store.database, store.schema), store.tasks.now()
+
+    def age(instant: datetime) -> float:
+        return round(max((now - instant).total_seconds(), 0.0), 3)
+
+    overdue = numbers.overdue(settings.grace_s)
+    workers = [
+        {
+            "name": worker["name"],
+            "age_s": age(worker["seen_at"]),
+            "is_alive": age(worker["seen_at"]) <= SILENT_SWEEPS * settings.sweep_s,
+            "up_s": age(worker["started_at"]),
+            "pool": worker["pool"],
+            "concurrency": worker["concurrency"],
+            "queues": worker["queues"],
+            "clock_offset_s": worker["clock_offset_us"] / 1e6,
+        }
+        for worker in store.workers.alive()
+    ]
+    sweeps = [
+        {
+            "house": swept.house,
+            "age_s": swept.at and age(swept.at),
+            "is_late": swept.at is None or age(swept.at) > settings.self_sweep_s,
+            "armed_until": swept.armed_until and show_instant(swept.armed_until),
+        }
+        for swept in numbers.sweeps(settings.houses)
+    ]
+    return {
+        "now": show_instant(now),
+        "counts": {status.name: count for status, count in store.tasks.counts().items()},
+        "overdue": {
+            "count": overdue.tasks,
+            "oldest": overdue.oldest and show_instant(overdue.oldest),
+            "late_s": overdue.oldest and age(overdue.oldest),
+        },
+        "lapsed": numbers.lapsed(),
+        "workers": workers,
+        "sweeps": sweeps,
+        "broker": _broker(delays),
+        "database": _database(delays, numbers.server()),
+        "versions": {
+            **{name: _version(name) for name in ("delaytasks", "celery", "sqlalchemy")},
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _database(delays: DelayTasks, server: str) -> dict[str, Any]:
+    from delaytasks.store import migrations
+
+    settings, database = delays.settings, delays.store.database
+    revision = migrations.current(database, settings.table_prefix, settings.table_schema or None)
+    url = database.url.render_as_string(hide_password=True)
+    return {"url": url, "server": server, "revision": revision, "head": migrations.head()}
+
+
+def _broker(delays: DelayTasks) -> dict[str, Any]:
+    """Whether the broker answers now. The timer's own flag says only what this process has met."""
+    app, limit = delays.celery, delays.settings.publish_limit_s
+    error = None
+    try:
+        with app.connection_for_write(connect_timeout=limit) as connection:
+            connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0, timeout=limit)
+    except Exception as reason:  # each transport has errors of its own, and all mean the same
+        error = f"{type(reason).__name__}: {reason}"
+    return {"url": broker_url(app), "is_up": error is None, "error": error}
+
+
+# -- print ----------------------------------------------------------------------------------------
+
+
+def _print_health(found: dict[str, Any], command: str) -> None:
+    overdue, database, broker = found["overdue"], found["database"], found["broker"]
+    late = f"{overdue['count']:,}"
+    if overdue["count"]:
+        late += f", the oldest since {overdue['oldest']}, {show_duration(overdue['late_s'])} ago"
+    revision = f"{database['url']} ({database['server']}), revision {database['revision'] or 'unknown'}"
+    if database["revision"] != database["head"]:
+        revision += f", this version has {database['head']}; run: {command} db upgrade"
+    broker_state = "up" if broker["is_up"] else f"down ({cell(broker['error'])})"
+    print_fields(
+        [
+            ("overdue", (late, BAD if overdue["count"] else "")),
+            ("lease over", (f"{found['lapsed']:,}", BAD if found["lapsed"] else "")),
+            ("database", revision),
+            ("broker", (f"{broker['url']}: {broker_state}", "" if broker["is_up"] else BAD)),
+            ("versions", ", ".join(f"{name} {number}" for name, number in found["versions"].items())),
+            ("now", found["now"]),
+        ]
+    )
+
+
+def _print_sweeps(sweeps: list[dict[str, Any]]) -> None:
+    rows = (
+        [
+            str(sweep["house"]),
+            (_ago(sweep["age_s"]), BAD if sweep["is_late"] else GOOD),
+            sweep["armed_until"] or NOTHING,
+        ]
+        for sweep in sweeps
+    )
+    print_table(("sweep", "last", "armed until"), rows)
+
+
+def _print_workers(workers: list[dict[str, Any]]) -> None:
+    if not workers:
+        say("no workers; start one with: celery -A … worker", fg="yellow")
+        return
+    rows: Iterable[list[Cell]] = (
+        [
+            cell(worker["name"]),
+            (_ago(worker["age_s"]), GOOD if worker["is_alive"] else BAD),
+            show_duration(worker["up_s"]),
+            cell(worker["pool"]),
+            str(worker["concurrency"]),
+            cell(", ".join(worker["queues"])),
+            f"{worker['clock_offset_s'] * 1000:+.1f}ms",
+        ]
+        for worker in workers
+    )
+    print_table(("worker", "seen", "up for", "pool", "processes", "queues", "clock offset"), rows)
+
+
+def _ago(seconds: float | None) -> str:
+    return "never" if seconds is None else f"{show_duration(seconds)} ago"

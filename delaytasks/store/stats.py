@@ -1,0 +1,64 @@
+"""The table and its surroundings in numbers, for `delaytasks stats` and the like."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import NamedTuple
+
+from sqlalchemy import Connection, and_, func, select
+
+from delaytasks.core.states import Status
+from delaytasks.store.database import Database
+from delaytasks.store.schema import Schema
+from delaytasks.store.types import UTCDateTime, db_now, db_now_plus
+
+
+class Overdue(NamedTuple):
+    """Tasks that should have begun."""
+
+    tasks: int
+    oldest: datetime | None
+
+
+class Swept(NamedTuple):
+    """The last sweep of one house number; no time, if nobody swept it yet."""
+
+    house: int
+    at: datetime | None
+    armed_until: datetime | None
+
+
+class Stats:
+    def __init__(self, database: Database, schema: Schema) -> None:
+        self._db = database
+        self._t = schema.tasks
+        self._s = schema.sweeps
+
+    def overdue(self, late_s: float) -> Overdue:
+        """Waiting rows that are late by more than `late_s`."""
+        t = self._t
+        late = and_(t.c.status == int(Status.NOT_COMPLETE), t.c.expected_time <= db_now_plus(-late_s))
+        # SQLite's min() forgets what type it was given.
+        query = select(func.count(), func.min(t.c.expected_time, type_=UTCDateTime())).where(late)
+        return self._db.alone(lambda c: Overdue(*c.execute(query).one()))
+
+    def lapsed(self) -> int:
+        """Rows that seem to run, though their lease is over: the next sweep takes them back."""
+        t = self._t
+        over = and_(t.c.status == int(Status.RUNNING), t.c.lease_until < db_now())
+        return self._db.alone(lambda c: int(c.execute(select(func.count()).where(over)).scalar_one()))
+
+    def sweeps(self, houses: int) -> list[Swept]:
+        s = self._s
+        query = select(s.c.house, s.c.swept_at, s.c.armed_until).where(s.c.houses == houses)
+        found = self._db.alone(lambda c: {row[0]: Swept(*row) for row in c.execute(query)})
+        return [found.get(house, Swept(house, None, None)) for house in range(houses)]
+
+    def server(self) -> str:
+        """The database's kind and version."""
+
+        def version(connection: Connection) -> str:
+            numbers = connection.dialect.server_version_info or ()
+            return f"{connection.dialect.name} {'.'.join(map(str, numbers))}".strip()
+
+        return self._db.alone(version)
