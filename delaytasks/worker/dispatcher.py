@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from delaytasks.core.clock import Clock, monotonic
@@ -21,6 +22,15 @@ FIRST_SIZE = 10
 LEARNING = 0.3
 #: After a chunk failed as a whole (the database is away) nothing is sent to the pool for this long.
 REST_S = 1.0
+
+
+@dataclass
+class Drain:
+    """A queue that is being worked off from the table, by one chunk at first, by all processes once it proves deep."""
+
+    priorities: set[int]
+    chunks: int = 0
+    is_deep: bool = False
 
 
 class Dispatcher:
@@ -46,7 +56,7 @@ class Dispatcher:
         self.sends_events = sends_events
         self._lock = threading.RLock()
         self._ready: dict[int, deque[Entry]] = {}
-        self._drains: dict[str, set[int]] = {}
+        self._drains: dict[str, Drain] = {}
         self._row_s: float | None = None
         self._drains_next = False
         self._is_pumping = False
@@ -68,7 +78,7 @@ class Dispatcher:
     def drain(self, queue: str, priorities: Sequence[int]) -> None:
         """Claim by ourselves what is overdue in `queue`, until a chunk comes back that is not full."""
         with self._lock:
-            self._drains.setdefault(queue, set()).update(priorities)
+            self._drain_of(queue).priorities.update(priorities)
         self._soon(self.pump)
 
     def close(self) -> list[Entry]:
@@ -111,15 +121,26 @@ class Dispatcher:
             self._drop_late()
             waiting = self.waiting
             # When both wait they take turns: neither a backlog nor a stream of fresh tasks starves the other.
-            if self._drains and (self._drains_next or not waiting):
-                self._drains_next = False
-                queue, priorities = next(iter(self._drains.items()))
-                del self._drains[queue]
-                return Job((), queue, tuple(priorities), self._size(), self.sends_events())
+            if self._drains_next or not waiting:
+                job = self._next_drain()
+                if job is not None:
+                    self._drains_next = False
+                    return job
             if not waiting:
                 return None
             self._drains_next = True
             return Job(tuple(self._take_ready(min(self._size(), -(-waiting // free)))), events=self.sends_events())
+
+    def _next_drain(self) -> Job | None:
+        for queue, drain in self._drains.items():
+            if not drain.chunks or drain.is_deep:
+                drain.chunks += 1
+                self._drains[queue] = self._drains.pop(queue)  # the next one's turn comes first
+                return Job((), queue, tuple(drain.priorities), self._size(), self.sends_events())
+        return None
+
+    def _drain_of(self, queue: str) -> Drain:
+        return self._drains.setdefault(queue, Drain(set()))
 
     def _drop_late(self) -> None:
         """What is late belongs to the table, where every worker helps."""
@@ -127,7 +148,7 @@ class Dispatcher:
         for priority, queue in self._ready.items():
             dropped = 0
             while queue and queue[0].due_us < late_before:
-                self._drains.setdefault(queue.popleft().queue, set()).add(priority)
+                self._drain_of(queue.popleft().queue).priorities.add(priority)
                 dropped += 1
             if dropped:
                 self._events.emit("entry.late", count=dropped)
@@ -162,18 +183,18 @@ class Dispatcher:
             self._done(number, job, report)
 
         def lost(info: Any) -> None:
-            self._failed(number, info)
+            self._failed(number, job, info)
 
         result = self._pool.apply_async(run_job, args=(job,), callback=done, error_callback=lost)
         if number not in self.in_flight:
             return True
         if result is None:
-            self._failed(number, "the pool takes no more work")
+            self._failed(number, job, "the pool takes no more work")
         return False
 
     def _done(self, number: int, job: Job, report: Any) -> None:
         if not isinstance(report, Report):
-            self._failed(number, report)
+            self._failed(number, job, report)
             return
         with self._lock:
             self.in_flight.pop(number, None)
@@ -181,17 +202,28 @@ class Dispatcher:
                 row_s = report.seconds / report.ran
                 known = row_s if self._row_s is None else self._row_s
                 self._row_s = known + LEARNING * (row_s - known)
-            if job.drain is not None and report.is_full and self._is_open:
-                self._drains.setdefault(job.drain, set()).update(job.priorities)
+            if job.drain is not None:
+                self._drained(job.drain, job.priorities, report.is_full)
         if report.early:
             self._rearm(report.early)
         self._soon(self.pump)
 
-    def _failed(self, number: int, info: Any) -> None:
+    def _drained(self, queue: str, priorities: Sequence[int], is_full: bool) -> None:
+        if is_full and self._is_open:
+            drain = self._drain_of(queue)
+            drain.priorities.update(priorities)
+            drain.chunks = max(drain.chunks - 1, 0)
+            drain.is_deep = True
+        else:
+            self._drains.pop(queue, None)
+
+    def _failed(self, number: int, job: Job, info: Any) -> None:
         """A chunk's process died, or the database is away: its rows are the sweep's and the leases' business."""
         with self._lock:
             self.in_flight.pop(number, None)
             self._rests_until = monotonic() + REST_S
+            if job.drain is not None:
+                self._drains.pop(job.drain, None)  # the next sweep's token begins anew
         self._events.emit("chunk.failed", error=str(getattr(info, "exception", info)))
         timer = threading.Timer(REST_S, self._soon, (self.pump,))
         timer.daemon = True
