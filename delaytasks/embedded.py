@@ -207,6 +207,14 @@ def server_command(server: Server, broker: Broker) -> list[str]:
     return [server.program, *(part for name, value in options.items() for part in (f"--{name}", value))]
 
 
+def leave(data_dir: str | Path) -> None:
+    """Takes away the folder of the socket, once the server has stopped."""
+    try:
+        socket_path(data_dir).parent.rmdir()
+    except OSError:
+        pass  # there is none, or a server still uses it
+
+
 def answers(path: Path) -> bool:
     """Whether a Redis on this socket has loaded its data and serves."""
     try:

@@ -1,0 +1,230 @@
+"""Child processes that belong together: one log, started again when they die, stopped in order, none left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from rich.console import Console
+from rich.text import Text
+
+#: A child that dies is started again after this, and each time it dies soon again after twice as long.
+FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
+#: A child that lived for so long did start well.
+SETTLED_S = 20.0
+#: How often children are looked at.
+LOOK_S = 0.1
+
+_LEVELS = {"D": "dim", "W": "yellow", "E": "bold red", "C": "bold red"}
+#: How Celery's, Flower's and Redis' lines begin; only the level is of interest, since each line gets our own time.
+_HEADS = re.compile(
+    r"\[[\d-]+ [\d:,]+: (?P<celery>[A-Z])[A-Z]*/\S+\] |"
+    r"\[(?P<flower>[A-Z]) \d+ [\d:]+ \S+\] |"
+    r"\d+:[A-Z] [\w :]*[.]\d+ [#*.-] "
+)
+_CONTROLS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0a-\x1f\x7f]")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What to run, and how to stop it."""
+
+    name: str
+    command: Sequence[str]
+    color: str
+    #: Children of one stage are stopped together; a lower stage is started earlier and stopped later.
+    stage: int
+    #: How long it may take to stop by itself.
+    patience_s: float = 10.0
+    #: Asked before the next stage starts.
+    is_ready: Callable[[], bool] | None = None
+    #: Part of the line by which it says that it serves.
+    ready_line: str | None = None
+    #: Lines that tell nobody anything.
+    noise: re.Pattern[str] | None = None
+    pass_fds: tuple[int, ...] = ()
+
+
+@dataclass
+class Child:
+    spec: Spec
+    process: subprocess.Popen[bytes] | None = None
+    started_at: float = 0.0
+    start_at: float | None = None
+    rest_s: float = FIRST_REST_S
+    said_ready: threading.Event = field(default_factory=threading.Event)
+
+
+class Log:
+    """One line per line, with the time and the name of who says it."""
+
+    def __init__(self, console: Console, names: Sequence[str]) -> None:
+        self._console = console
+        self._width = max(map(len, names))
+
+    def say(self, text: str, style: str = "bold") -> None:
+        self._line("up", "bold white", text, style)
+
+    def line(self, spec: Spec, text: str) -> None:
+        if spec.noise is not None and spec.noise.search(text):
+            return
+        head = _HEADS.match(text)
+        style = "" if head is None else _LEVELS.get(head["celery"] or head["flower"] or "", "")
+        self._line(spec.name, spec.color, text if head is None else text[head.end() :], style)
+
+    def _line(self, name: str, color: str, text: str, style: str) -> None:
+        text = _CONTROLS.sub("", text.rstrip())  # a log line must not move the cursor, nor pass for another one
+        if text:
+            prefix = (f"{time.strftime('%H:%M:%S')} ", "dim"), (f"{name:<{self._width}} │ ", color)
+            self._console.print(Text.assemble(*prefix, (text, style)), soft_wrap=True)
+
+
+class Supervisor:
+    """`run` returns when everything has stopped; it belongs to the main thread."""
+
+    def __init__(self, specs: Sequence[Spec], console: Console, environ: dict[str, str] | None = None) -> None:
+        self.log = Log(console, ["up", *(spec.name for spec in specs)])
+        self.children = [Child(spec) for spec in specs]
+        self._environ = {**(os.environ if environ is None else environ), "PYTHONUNBUFFERED": "1"}
+        self._signals = 0
+
+    def run(self, on_ready: Callable[[], None]) -> int:
+        """Starts all, calls `on_ready` when those with a `ready_line` have said it, and looks after them until a
+        signal comes. The answer is the exit code."""
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, self._on_signal) for number in numbers}
+        is_announced = False
+        try:
+            for stage in sorted({child.spec.stage for child in self.children}):
+                self._start_stage([child for child in self.children if child.spec.stage == stage])
+            while not self._signals:
+                self._look()
+                if not is_announced and all(c.said_ready.is_set() or not c.spec.ready_line for c in self.children):
+                    is_announced = True
+                    on_ready()
+                time.sleep(LOOK_S)
+        finally:
+            self._stop()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return 0
+
+    # -- start ------------------------------------------------------------------------------------
+
+    def _start_stage(self, children: list[Child]) -> None:
+        for child in children:
+            if not self._signals:
+                self._start(child)
+        while not self._signals and not all(c.spec.is_ready is None or c.spec.is_ready() for c in children):
+            self._look()
+            time.sleep(LOOK_S / 4)
+
+    def _start(self, child: Child) -> None:
+        child.started_at, child.start_at = time.monotonic(), None
+        child.process = subprocess.Popen(
+            child.spec.command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=self._environ,
+            pass_fds=child.spec.pass_fds,
+            # Ctrl-C in a terminal is for us alone, so that the order of stopping is ours.
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        threading.Thread(target=self._read, args=(child, child.process.stdout), daemon=True).start()
+
+    def _read(self, child: Child, lines: IO[bytes]) -> None:
+        for line in lines:
+            text = line.decode(errors="replace")
+            self.log.line(child.spec, text)
+            if child.spec.ready_line is not None and child.spec.ready_line in text:
+                child.said_ready.set()
+
+    # -- look after -------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        for child in self.children:
+            if child.process is not None and child.process.poll() is not None:
+                self._bury(child, now)
+            if child.start_at is not None and now >= child.start_at:
+                self._start(child)
+
+    def _bury(self, child: Child, now: float) -> None:
+        """What a dead child leaves behind (a worker's pool) goes with it, and it is started again later."""
+        assert child.process is not None
+        _kill_group(child.process, signal.SIGKILL)
+        if now - child.started_at > SETTLED_S:
+            child.rest_s = FIRST_REST_S
+        how = _how_it_ended(child.process.returncode)
+        self.log.say(f"{child.spec.name} {how}; it is started again in {child.rest_s:g} s", "bold red")
+        child.process, child.start_at = None, now + child.rest_s
+        child.rest_s = min(child.rest_s * 2, LONGEST_REST_S)
+
+    # -- stop -------------------------------------------------------------------------------------
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        self._signals += 1
+
+    def _stop(self) -> None:
+        self.log.say("stopping; once more Ctrl-C does not wait for running tasks")
+        self._signals = 0
+        for stage in sorted({child.spec.stage for child in self.children}, reverse=True):
+            stopping = [child for child in self.children if child.spec.stage == stage and child.process is not None]
+            for child in stopping:
+                _kill(child.process, signal.SIGTERM)
+            for child in stopping:
+                self._await_end(child)
+        self.log.say("all stopped")
+
+    def _await_end(self, child: Child) -> None:
+        process = child.process
+        assert process is not None
+        deadline = child.spec.patience_s + time.monotonic()
+        while process.poll() is None and time.monotonic() < deadline and not self._signals:
+            time.sleep(LOOK_S / 4)
+        if process.poll() is None:
+            why = "asked to" if self._signals else f"it did not stop within {child.spec.patience_s:g} s"
+            self.log.say(f"killing {child.spec.name}: {why}", "bold red")
+        _kill_group(process, signal.SIGKILL)
+        process.wait()
+        child.process = None
+        self.log.say(f"{child.spec.name} stopped", "")
+
+
+def _how_it_ended(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def _kill(process: subprocess.Popen[bytes] | None, number: int) -> None:
+    if process is not None and process.poll() is None:
+        process.send_signal(number)
+
+
+def _kill_group(process: subprocess.Popen[bytes], number: int) -> None:
+    try:
+        os.killpg(process.pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass  # nobody is left in it
+
+
+_PR_SET_PDEATHSIG = 1
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+
+def _die_with_parent() -> None:
+    """Runs in the child: whatever kills us, even -9, the kernel then tells the child to end."""
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,145 @@
+"""`delaytasks up`: the database, the broker, a worker, beat and Flower, with one log."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from delaytasks import embedded
+from delaytasks.cli.context import Cli, pass_cli
+from delaytasks.cli.supervisor import Spec, Supervisor
+from delaytasks.core.settings import mask_url
+from delaytasks.store import migrations
+
+FLOWER_PORT = 5555
+#: How long a worker may go on with what it runs, once it is told to stop.
+WORKER_PATIENCE_S = 60.0
+#: What Redis says at each start and stop.
+_REDIS_NOISE = re.compile(
+    "oO0Oo|Redis version=|Configuration loaded|Server initialized|overcommit|signal-handler|User requested|bye bye"
+)
+#: Six lines of Celery's, for which we have one.
+_ROOT_NOISE = re.compile(
+    "SecurityWarning: You're running|absolutely not recommended!|Please specify a different user|"
+    "User information: uid=|_warn_or_raise_security_error"
+)
+
+
+@click.command()
+@click.option("--concurrency", "-c", type=click.IntRange(1), help="Processes or threads of the worker [CPUs].")
+@click.option("--pool", "-P", type=click.Choice(["prefork", "threads", "solo"]), default="prefork", show_default=True)
+@click.option("--port", type=click.IntRange(1, 65535), help=f"Flower's port [{FLOWER_PORT}, or the next free one].")
+@click.option("--no-flower", is_flag=True, help="Without Flower, even where it is installed.")
+@pass_cli
+def up(cli: Cli, concurrency: int | None, pool: str, port: int | None, no_flower: bool) -> None:
+    """Start everything here: database tables, broker, worker, beat and Flower, with one log.
+
+    What is not configured is embedded: SQLite and a private Redis, kept in .delaytasks/.
+    A process that dies is started again. Ctrl-C stops everything.
+    """
+    if os.name != "posix":
+        raise click.UsageError("up runs on Linux and macOS; on Windows use WSL, or start the lines of the Procfile")
+    has_flower = not no_flower and importlib.util.find_spec("flower") is not None
+    flower_port = _free_port(port) if has_flower else None
+    cli.import_processors()
+    delays = cli.delays
+    settings, database = delays.settings, delays.store.database
+    migrations.upgrade(database, settings.table_prefix, settings.table_schema or None)
+    broker, specs = _broker(cli)
+    specs += _celery(_app_name(), settings.data_dir, concurrency, pool, flower_port)
+    console = Console(highlight=False, emoji=False)
+    supervisor = Supervisor(specs, console)
+    if broker == embedded.FILES_NOTE:
+        supervisor.log.say(broker, "yellow")
+    if os.geteuid() == 0:
+        supervisor.log.say("running as root; a user of its own is safer", "yellow")
+    database.dispose()  # the children have connections of their own
+
+    def announce() -> None:
+        for name, text in _what_to_open(cli, broker, flower_port):
+            console.print(Text.assemble((f"  {name:12}", "bold"), text), soft_wrap=True)
+
+    code = supervisor.run(announce)
+    embedded.leave(settings.data_dir)
+    sys.exit(code)
+
+
+def _app_name() -> str:
+    """What the children are to be given as `celery -A`: what this command was given."""
+    given = click.get_current_context().find_root().params
+    return str(given.get("app_name") or given.get("app") or "delaytasks.celery")
+
+
+def _broker(cli: Cli) -> tuple[str, list[Spec]]:
+    """What people are told about the broker, and the server to run for it, if it is the embedded one."""
+    url, data_dir = cli.app.conf.broker_url, cli.delays.settings.data_dir
+    if url != embedded.broker_of(data_dir).url:
+        return mask_url(url), []
+    lock = embedded.hold(data_dir)
+    server, broker = embedded.find_server(), embedded.choose(data_dir)
+    embedded.record(broker)
+    if server is None or broker.socket is None:
+        return embedded.FILES_NOTE, []
+    path, command = broker.socket, embedded.server_command(server, broker)
+    spec = Spec(
+        "redis", command, "red", stage=0, is_ready=lambda: embedded.answers(path), noise=_REDIS_NOISE, pass_fds=(lock,)
+    )
+    return f"private {server}", [spec]
+
+
+def _celery(app: str, data_dir: str, concurrency: int | None, pool: str, flower_port: int | None) -> list[Spec]:
+    celery = [sys.executable, "-m", "celery", "--quiet", "-A", app]
+    # There is one worker, so there is nobody to mingle or gossip with, which saves a second at start.
+    worker = ["worker", "--loglevel=INFO", f"--pool={pool}", "--without-mingle", "--without-gossip"]
+    worker += [f"--concurrency={concurrency}"] if concurrency else []
+    worker += ["--task-events"] if flower_port else []
+    folder = Path(data_dir).absolute()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # At INFO beat would say every five seconds that it sweeps.
+    beat = ["beat", "--loglevel=WARNING", f"--schedule={folder / 'celerybeat-schedule'}"]
+    specs = [
+        Spec("worker", celery + worker, "cyan", 1, WORKER_PATIENCE_S, ready_line=" ready.", noise=_ROOT_NOISE),
+        Spec("beat", celery + beat, "magenta", stage=2),
+    ]
+    if flower_port:
+        # At WARNING it would say that the worker, which is just starting, does not answer yet.
+        flower = ["flower", "--address=127.0.0.1", f"--port={flower_port}", "--logging=error"]
+        specs.append(Spec("flower", celery + flower, "green", stage=2))
+    return specs
+
+
+def _free_port(wanted: int | None) -> int:
+    for port in [wanted] if wanted else range(FLOWER_PORT, FLOWER_PORT + 50):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                continue
+    raise click.UsageError(f"port {wanted or FLOWER_PORT} is in use; choose another one by --port, or use --no-flower")
+
+
+def _what_to_open(cli: Cli, broker: str, flower_port: int | None) -> Iterator[tuple[str, str]]:
+    yield "delaytasks", "is up"
+    yield "database", mask_url(cli.delays.store.database.url.render_as_string(hide_password=False))
+    yield "broker", "files, without a Redis" if broker == embedded.FILES_NOTE else broker
+    flower = "install Flower for a web page: pip install 'delaytasks[flower]'"
+    yield "watch", f"http://127.0.0.1:{flower_port} (Flower)" if flower_port else flower
+    tags = sorted(processor.tag for processor in cli.delays.registry)
+    if not tags:
+        yield "processors", "none yet: put @delaytasks.processor functions into a module, say tasks.py,"
+        yield "", 'and into celeryconfig.py here: imports = ["tasks"]'
+    tag = tags[0] if tags else "hello"
+    yield "try", f"in another shell, in this folder: {cli.command} schedule {tag} '{{\"n\": 1}}' --delay 5"
+    yield "", f"then: {cli.command} list"
+    yield "stop", "Ctrl-C"
