@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from delaytasks.core.clock import Clock, monotonic, to_us
 from delaytasks.core.errors import StoreError
@@ -35,13 +35,14 @@ class Report(NamedTuple):
     is_full: bool = False
 
 
-class Failure(NamedTuple):
-    """A failed run, for subscribers; the log shows its error only."""
+class Watcher(Protocol):
+    """Sees every row's run, and is told when to pass on what it saw. It must not raise."""
 
-    task: DelayTask
-    began: datetime
-    ended: datetime
-    traceback: str
+    def started(self, task: DelayTask, claimed: datetime, began: datetime) -> None: ...
+    def succeeded(self, task: DelayTask, began: datetime, ended: datetime) -> None: ...
+    def failed(self, task: DelayTask, began: datetime, ended: datetime, error: object, traceback: str) -> None: ...
+    def put_off(self, task: DelayTask, claimed: datetime, why: str) -> None: ...
+    def flush(self) -> None: ...
 
 
 class Runner:
@@ -64,6 +65,8 @@ class Runner:
         self._timer = timer
         self._events = events
         self._execute = execute
+        #: With nobody watching, a row pays a test for it.
+        self.watcher: Watcher | None = None
         self._time_box = TimeBox(settings.chunk_time_box_s, self._expire)
 
     def run(self, entries: Sequence[Entry]) -> Report:
@@ -88,7 +91,7 @@ class Runner:
         ran, seconds = self._run_chunk(tasks, claimed_at)
         claimed = len(tasks)
         if not is_full:
-            suspect = self._claims.claim_suspect(queue)
+            suspect = self._claims.claim_suspect(queue, priorities)
             if suspect is not None:
                 also, longer = self._run_chunk([suspect], monotonic())
                 claimed, ran, seconds, is_full = claimed + 1, ran + also, seconds + longer, True
@@ -134,27 +137,31 @@ class Runner:
     def _run_chunk(self, tasks: Sequence[DelayTask], claimed_at: float) -> tuple[int, float]:
         if not tasks:
             return 0, 0.0
-        self._events.emit("chunk.claimed", count=len(tasks), tasks=tasks)
+        claimed = self._clock.now()
+        self._events.emit("chunk.claimed", count=len(tasks))
         chunk = Chunk(tasks, self._settings.lease_s - (monotonic() - claimed_at))
         self._time_box.open(chunk)
         ran, began_at = 0, monotonic()
         try:
             while (task := chunk.start_next()) is not None:
-                chunk.finish(self._run_one(task))
+                chunk.finish(self._run_one(task, claimed))
                 ran += 1
             seconds = monotonic() - began_at
         finally:
             self._time_box.close(chunk)
-            self._settle(chunk)
-            self._events.emit("chunk.settled")
+            try:
+                self._settle(chunk)
+            finally:
+                self._flush()
         return ran, seconds
 
-    def _run_one(self, task: DelayTask) -> Settlement:
-        processor = self._registry.get(task.tag)
+    def _run_one(self, task: DelayTask, claimed: datetime) -> Settlement:
+        processor, watcher = self._registry.get(task.tag), self.watcher
         if processor is None:
-            return self._give_back_unknown(task)
+            return self._give_back_unknown(task, claimed)
         began = self._clock.now()
-        self._events.emit("task.started", task=task, began=began)
+        if watcher is not None:
+            watcher.started(task, claimed, began)
         try:
             self._execute(processor, task)
         except Exception as error:
@@ -163,18 +170,18 @@ class Runner:
             if not isinstance(error, (SystemExit, KeyboardInterrupt)) or type(error) in (SystemExit, KeyboardInterrupt):
                 return self._failed(task, began, error)
             raise  # Celery's WorkerShutdown and WorkerTerminate
-        self._events.emit("task.succeeded", task=task, began=began, ended=self._clock.now())
+        if watcher is not None:
+            watcher.succeeded(task, began, self._clock.now())
         return Settlement(task, "succeed", began)
 
     def _failed(self, task: DelayTask, began: datetime, error: BaseException) -> Settlement:
         text = traceback_text(error, self._settings.max_error_bytes)
-        ended = self._clock.now()
-        self._events.emit(
-            "task.failed", id=task.id, tag=task.tag, error=error, failure=Failure(task, began, ended, text)
-        )
+        self._events.emit("task.failed", id=task.id, tag=task.tag, error=error)
+        if self.watcher is not None:
+            self.watcher.failed(task, began, self._clock.now(), error, text)
         return Settlement(task, "fail", began, text)
 
-    def _give_back_unknown(self, task: DelayTask) -> Settlement:
+    def _give_back_unknown(self, task: DelayTask, claimed: datetime) -> Settlement:
         """A deploy may bring its processor: never failed, tried again less and less often."""
         now = self._clock.now()
         first_due = (task.create_time or now) + timedelta(seconds=task.delay_s)
@@ -184,6 +191,8 @@ class Runner:
         error = storable(
             f"no such processor, tag={task.tag} (this worker knows: {known}); is its module imported?", 4096
         )
+        if self.watcher is not None:
+            self.watcher.put_off(task, claimed, error)
         return Settlement(task, "give_back", None, error, now + timedelta(seconds=wait))
 
     def _expire(self, chunk: Chunk) -> None:
@@ -194,6 +203,11 @@ class Runner:
         if waiting:
             self._events.emit("chunk.gave_back", count=len(waiting))
         self._settle(chunk)
+        self._flush()  # whoever watches sees the row that is still running
+
+    def _flush(self) -> None:
+        if self.watcher is not None:
+            self.watcher.flush()
 
     def _settle(self, chunk: Chunk) -> None:
         waiting = [Settlement(task, "give_back") for task in chunk.take_waiting()]
@@ -201,6 +215,9 @@ class Runner:
         if not settlements:
             return
         accepted = self._settled(settlements)
+        done = sum(s.move == "succeed" and s.task.id in accepted for s in settlements)
+        if done:
+            self._events.emit("task.succeeded", count=done)
         lost = [s for s in settlements if s.task.id not in accepted]
         for settlement in lost:
             self._events.emit("task.lease_lost", id=settlement.task.id, tag=settlement.task.tag)

@@ -20,6 +20,17 @@ REST_S = 1.0
 _BOUNDS = {"redis": ("socket_timeout", "socket_connect_timeout"), "amqp": ("read_timeout", "write_timeout")}
 
 
+def bounded_connection(app: Any, limit_s: float) -> Any:
+    """An open connection on which neither connecting nor sending takes much longer than `limit_s`."""
+    connection = app.connection_for_write(connect_timeout=limit_s)
+    bounds = _BOUNDS.get(connection.transport.driver_type, ())
+    options = {**(app.conf.broker_transport_options or {}), **dict.fromkeys(bounds, limit_s)}
+    connection = app.connection_for_write(connect_timeout=limit_s, transport_options=options)
+    # Said in full, since `default_channel` would try for ever, and `connect` rests 2 s between its two tries.
+    connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0, timeout=limit_s)
+    return connection
+
+
 class Publisher:
     """Thread-safe, and made anew after a fork. The database is the truth, so nothing is retried here."""
 
@@ -100,13 +111,7 @@ class Publisher:
         )
 
     def _connect(self) -> Any:
-        limit = self._limit_s
-        connection = self._app.connection_for_write(connect_timeout=limit)
-        bounds = _BOUNDS.get(connection.transport.driver_type, ())
-        options = {**(self._app.conf.broker_transport_options or {}), **dict.fromkeys(bounds, limit)}
-        self._connection = self._app.connection_for_write(connect_timeout=limit, transport_options=options)
-        # Said in full, since `default_channel` would try for ever, and `connect` rests 2 s between its two tries.
-        self._connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0, timeout=limit)
+        self._connection = bounded_connection(self._app, self._limit_s)
         self._producer = Producer(self._connection.channel(), auto_declare=False)
         return self._producer
 

@@ -15,6 +15,7 @@ from delaytasks.core.ports import Entry
 from delaytasks.timers.wheel import WheelThread
 from delaytasks.worker.dispatcher import Dispatcher
 from delaytasks.worker.leases import LeaseKeeper
+from delaytasks.worker.rowevents import wants_row_events
 from delaytasks.worker.sweeping import Sweeping
 
 if TYPE_CHECKING:
@@ -91,9 +92,7 @@ class Desk:
         }
 
     def _sends_events(self) -> bool:
-        consumer = getattr(self._worker, "consumer", None)
-        dispatcher = getattr(consumer, "event_dispatcher", None)
-        return bool(dispatcher is not None and dispatcher.enabled)
+        return wants_row_events(getattr(self._worker, "consumer", None))
 
 
 class CallThread:

@@ -45,15 +45,14 @@ class Processes:
         with self._lock:
             if self._runner is None:
                 self._runner = self._make_runner()
-            self._rows.is_on = sends_events
+            self._runner.watcher = self._rows if sends_events else None
             return self._runner
 
     def _make_runner(self) -> Runner:
         delays = self._delays
         claims = delays.store.claims(self.name(os.getpid()), own_address(delays.store.database.url.host))
         surroundings = Surroundings(delays.celery, self.hostname, delays.around)
-        self._rows = RowEvents(delays.celery, self.hostname)
-        delays.events.subscribe(self._rows)
+        self._rows = RowEvents(delays.celery, self.hostname, delays.settings.publish_limit_s)
         return Runner(
             delays.settings, claims, delays.clock, delays.registry, delays.inline_timer, delays.events, surroundings
         )

@@ -1,86 +1,176 @@
-"""Celery events for rows, so that Flower shows each row as a task of its own, named by its tag."""
+"""Celery events for rows, so that Flower and other monitors show each row as a task of its own, named by its tag.
+
+They look as a worker sends them, except that `clock` and `utcoffset` are left out: a monitor then orders them by
+arrival, since the pool's processes have no common logical clock, and takes their times as they are.
+"""
 
 from __future__ import annotations
 
+import os
+import threading
+from collections import deque
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from delaytasks.core.task import DelayTask
+from celery.events.event import get_exchange
+from celery.utils.log import get_logger
+from kombu.messaging import Producer
 
-#: Flower cuts longer arguments anyway.
-REPR_LENGTH = 1000
+from delaytasks.core.clock import monotonic
+from delaytasks.core.task import DelayTask
+from delaytasks.core.text import shown, storable
+from delaytasks.timers.publisher import bounded_connection
+
+logger = get_logger(__name__)
+#: As Celery cuts arguments.
+LONGEST_REPR = 1024
+#: The row has the whole traceback; monitors hold all that they get in memory.
+LONGEST_TRACEBACK = 16 * 1024
+#: Events in one message.
+MOST_EVENTS = 300
+#: After a failure nothing is sent, and nothing kept, for this long: tasks must not wait for a broker that is away.
+REST_S = 5.0
+LAPSED = "the worker's process died, or lost its lease, while this attempt ran"
+
+
+def wants_row_events(consumer: Any) -> bool:
+    """Whether the worker sends task events now: by -E, or switched on and off by remote control, as Flower does."""
+    dispatcher = getattr(consumer, "event_dispatcher", None)
+    return bool(
+        dispatcher is not None and dispatcher.enabled and (not dispatcher.groups or "task" in dispatcher.groups)
+    )
 
 
 class RowEvents:
-    """A subscriber of `Events`. The events of a chunk travel together; the broker's absence harms nobody."""
+    """A runner's `Watcher`. The events of a chunk travel together; a broker that is away harms nobody."""
 
-    def __init__(self, app: Any, hostname: str) -> None:
+    def __init__(self, app: Any, hostname: str, limit_s: float) -> None:
         self._app = app
-        self._hostname = hostname
-        self._dispatcher: Any = None
-        self.is_on = False
+        self._limit_s = limit_s
+        self._who = {"hostname": hostname, "pid": os.getpid()}
+        self._pending: deque[dict[str, Any]] = deque()
+        self._sending = threading.Lock()
+        self._connection: Any = None
+        self._producer: Any = None
+        self._rests_until = 0.0
+        self._is_up = True
 
-    def __call__(self, name: str, fields: dict[str, Any]) -> None:
-        if not self.is_on:
-            return
-        if name == "chunk.claimed":
-            for task in fields["tasks"]:
-                self._receive(task)
-        elif name == "task.started":
-            self._send("task-started", fields["task"], timestamp=fields["began"].timestamp())
-        elif name == "task.succeeded":
-            self._finish("task-succeeded", fields["task"], fields["began"], fields["ended"], result="")
-        elif name == "task.failed":
-            task, began, ended, text = fields["failure"]
-            error = repr(fields["error"])[:REPR_LENGTH]
-            self._finish("task-failed", task, began, ended, exception=error, traceback=text)
-        elif name == "chunk.settled":
-            self.flush()
+    # -- what the runner tells --------------------------------------------------------------------
 
-    def _receive(self, task: DelayTask) -> None:
-        self._send(
-            "task-received",
-            task,
-            name=task.tag,
-            args=_shorten(task.body_json),
-            kwargs=_describe(task),
-            retries=task.attempts - 1,
-            eta=task.expected_time.isoformat(),
-            expires=None,
-            root_id=str(task.id),
-            parent_id=None,
-        )
+    def started(self, task: DelayTask, claimed: datetime, began: datetime) -> None:
+        self._received(task, claimed)
+        self._add("task-started", task, began)
 
-    def _finish(self, kind: str, task: DelayTask, began: datetime, ended: datetime, **more: Any) -> None:
-        self._send(kind, task, runtime=(ended - began).total_seconds(), timestamp=ended.timestamp(), **more)
+    def succeeded(self, task: DelayTask, began: datetime, ended: datetime) -> None:
+        self._add("task-succeeded", task, ended, runtime=(ended - began).total_seconds(), result="")
 
-    def _send(self, kind: str, task: DelayTask, **fields: Any) -> None:
-        try:
-            if self._dispatcher is None:
-                self._dispatcher = self._connect()
-            self._dispatcher.send(kind, uuid=f"{task.id}-{task.attempts}", **fields)
-        except Exception:
-            self._dispatcher = None
+    def failed(self, task: DelayTask, began: datetime, ended: datetime, error: object, traceback: str) -> None:
+        runtime = (ended - began).total_seconds()
+        self._add("task-failed", task, ended, runtime=runtime, **_error(shown(error, LONGEST_REPR), traceback))
+
+    def put_off(self, task: DelayTask, claimed: datetime, why: str) -> None:
+        self._received(task, claimed)
+        self._add("task-retried", task, claimed, **_error(why))
 
     def flush(self) -> None:
-        try:
-            if self._dispatcher is not None:
-                self._dispatcher.flush()
-        except Exception:
-            self._dispatcher = None
+        """Sends what has gathered. A thread that finds another one at it leaves its events to that one."""
+        while self._pending and self._sending.acquire(blocking=False):
+            try:
+                self._send([self._pending.popleft() for _ in range(min(len(self._pending), MOST_EVENTS))])
+            finally:
+                self._sending.release()
 
-    def _connect(self) -> Any:
-        connection = self._app.connection_for_write()
-        connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0, timeout=1)
-        return self._app.events.Dispatcher(
-            connection, hostname=self._hostname, buffer_group=frozenset(["task"]), buffer_limit=100
+    # -- events -----------------------------------------------------------------------------------
+
+    def _received(self, task: DelayTask, claimed: datetime) -> None:
+        if task.lapses and task.attempts > 1:
+            before = replace(task, attempts=task.attempts - 1)
+            self._add("task-failed", before, claimed, **_about(before), **_error(LAPSED))
+        if task.version != 2 * task.attempts - 1:
+            # More than claims and lapses happened to this row, and an operator's retry counts its attempts anew. Only
+            # a retry takes a task out of the final state in which monitors keep it; `retried` itself is not shown.
+            self._add("task-retried", task, claimed, exception=None, traceback=None, retried=None)
+        self._add(
+            "task-received",
+            task,
+            claimed,
+            retries=task.attempts - 1,
+            eta=task.expected_time.isoformat(),
+            routing_key=task.queue,
+            root_id=f"{task.id}-1",
+            parent_id=f"{task.id}-{task.attempts - 1}" if task.attempts > 1 else None,
+            **_about(task),
         )
 
+    def _add(self, kind: str, task: DelayTask, at: datetime, **fields: Any) -> None:
+        # The name is in each of them: a monitor that came after the first one shows, and counts, the tag as well.
+        event = {"type": kind, "uuid": f"{task.id}-{task.attempts}", "name": task.tag, "timestamp": at.timestamp()}
+        self._pending.append({**event, **self._who, **fields})
 
-def _describe(task: DelayTask) -> str:
+    # -- sending ----------------------------------------------------------------------------------
+
+    def _send(self, events: list[dict[str, Any]]) -> None:
+        if monotonic() < self._rests_until:
+            return
+        while True:
+            is_new = self._producer is None
+            try:
+                if is_new:
+                    self._connect()
+                self._publish(events)
+            except Exception as error:  # each transport has errors of its own
+                self._close()
+                if not is_new:
+                    continue  # it may have died while it was idle: once more, on a new one
+                self._rest(error)
+            else:
+                self._is_up = True
+            return
+
+    def _connect(self) -> None:
+        self._connection = bounded_connection(self._app, self._limit_s)
+        exchange = get_exchange(self._connection, name=self._app.conf.event_exchange)
+        self._producer = Producer(self._connection.channel(), exchange, auto_declare=False)
+
+    def _publish(self, events: list[dict[str, Any]]) -> None:
+        self._producer.publish(
+            events,
+            routing_key="task.multi",
+            serializer=self._app.conf.event_serializer,
+            headers={"hostname": self._who["hostname"]},
+            delivery_mode=1,
+            declare=[self._producer.exchange],
+            retry=False,
+        )
+
+    def _rest(self, error: Exception) -> None:
+        self._rests_until = monotonic() + REST_S
+        if self._is_up:
+            self._is_up = False
+            logger.warning("row events are not sent, tasks run on: %s: %s", type(error).__name__, error)
+
+    def _close(self) -> None:
+        connection, self._connection, self._producer = self._connection, None, None
+        if connection is not None:
+            try:
+                connection.release()
+            except Exception:
+                pass  # it is broken: that is why it is closed
+
+
+def _about(task: DelayTask) -> dict[str, str]:
     key = "" if task.key is None else f", 'key': {task.key!r}"
-    return f"{{'id': '{task.id}', 'attempt': {task.attempts}, 'queue': {task.queue!r}{key}}}"
+    body = task.body_json
+    return {
+        "args": body if len(body) <= LONGEST_REPR else body[:LONGEST_REPR] + "…",
+        "kwargs": f"{{'id': '{task.id}', 'attempt': {task.attempts}{key}}}",
+    }
 
 
-def _shorten(text: str) -> str:
-    return f"({text[:REPR_LENGTH]})" if len(text) <= REPR_LENGTH else f"({text[:REPR_LENGTH]}…)"
+def _error(exception: str, traceback: str = "") -> dict[str, str | None]:
+    """Texts that strangers made; a monitor's page must not fail on them."""
+    return {
+        "exception": storable(exception, 4 * LONGEST_REPR),
+        "traceback": storable(traceback, LONGEST_TRACEBACK) or None,
+    }
