@@ -22,6 +22,9 @@ from delaytasks.timers.background import BackgroundTimer
 from delaytasks.timers.eta import EtaTimer
 from delaytasks.timers.publisher import Publisher
 
+#: kombu's own default.
+REDIS_VISIBILITY_S = 3600.0
+
 
 class Parts:
     """Everything that needs settings: made on first use, when the Celery app is configured."""
@@ -47,13 +50,14 @@ class Parts:
         self.producer = Producer(settings, self.store.tasks, self.clock, IdMaker(wall_ms), self.timer, registry, events)
 
     def check_broker_timeouts(self) -> None:
-        """An entry is acknowledged on receipt, but while the worker is busy messages wait in it unacknowledged."""
+        """Our messages are acknowledged on receipt; but they may wait unacknowledged in a worker that is blocked."""
         horizon = self.settings.horizon_s
-        visibility = (self._app.conf.broker_transport_options or {}).get("visibility_timeout")
+        default = REDIS_VISIBILITY_S if "redis" in str(self._app.conf.broker_url) else None
+        visibility = (self._app.conf.broker_transport_options or {}).get("visibility_timeout", default)
         if horizon is not None and visibility is not None and horizon >= float(visibility):
             raise ConfigError(
                 f"delaytasks_horizon_s = {horizon:g} is not below the broker's visibility_timeout = {visibility:g}: "
-                "messages would be delivered twice; lower the horizon, or raise visibility_timeout in "
+                "messages could be delivered twice; lower the horizon, or raise visibility_timeout in "
                 "broker_transport_options"
             )
 

@@ -1,0 +1,114 @@
+"""Several instances and deployments side by side: in one process, on one broker, in one database."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from sqlalchemy import text
+
+import delaytasks
+from delaytasks import DelayTasks, api
+from delaytasks.core.errors import ConfigError, DuplicateProcessorError, TaskNotFoundError
+from delaytasks.store import migrations
+from tests.running import Deployment
+
+
+def instance(tmp_path: Path, name: str, **settings: Any) -> DelayTasks:
+    made = DelayTasks(
+        Celery(name, broker="memory://", set_as_current=False), f"sqlite:///{tmp_path / name}.db", **settings
+    )
+    with made.store.database.begin() as connection:
+        made.store.schema.metadata.create_all(connection)
+    return made
+
+
+def test_two_instances_in_one_process_do_not_touch_each_other(tmp_path: Path) -> None:
+    one, two = instance(tmp_path, "one", namespace="one"), instance(tmp_path, "two", namespace="two")
+    ran: list[str] = []
+    one.processor("same.tag")(lambda body: ran.append("one"))
+    two.processor("same.tag", queue="mine")(lambda body: ran.append("two"))
+    task = one.schedule_delay("same.tag", {}, 0)
+    other = two.schedule_delay("same.tag", {}, 0)
+    assert (task.queue, other.queue) == ("default", "mine")
+    with pytest.raises(TaskNotFoundError):
+        two.get(task)
+    one.runner().drain("default", [0], 10)
+    assert ran == ["one"]
+    assert two.get(other).status is delaytasks.Status.NOT_COMPLETE
+    assert one.publisher.queue("default").name == "one.default"
+    assert one.events.counts["task.scheduled"] == two.events.counts["task.scheduled"] == 1
+
+
+def test_an_app_has_one_instance() -> None:
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    DelayTasks(app, "sqlite://")
+    with pytest.raises(ConfigError, match="one DelayTasks per Celery app"):
+        DelayTasks(app, "sqlite://")
+
+
+def test_the_module_level_functions_are_the_default_instances(tmp_path: Path) -> None:
+    mine = instance(tmp_path, "mine")
+    api.set_default(mine)
+    try:
+
+        @delaytasks.processor("default.tag")
+        def process(body: Any) -> None: ...
+
+        task = delaytasks.schedule_delay("default.tag", {"a": 1}, 60, key="k")
+        assert mine.get(task).body == delaytasks.get(tag="default.tag", key="k").body == {"a": 1}
+        with pytest.raises(DuplicateProcessorError, match=r"default\.tag.*process"):
+            delaytasks.processor("default.tag")(lambda body: None)
+    finally:
+        api.set_default(None)
+
+
+@pytest.fixture
+def schema_url(postgresql_url: str) -> tuple[str, str]:
+    return postgresql_url, "dt_" + secrets.token_hex(4)
+
+
+def test_deployments_share_a_database_by_schema_or_prefix(schema_url: tuple[str, str]) -> None:
+    url, schema = schema_url
+    apart = [{"table_schema": schema}, {"table_prefix": "a_"}, {"table_prefix": "b_"}]
+    made = [DelayTasks(Celery(str(n), broker="memory://", set_as_current=False), url, **s) for n, s in enumerate(apart)]
+    try:
+        for d in made:
+            migrations.upgrade(d.store.database, d.settings.table_prefix, d.settings.table_schema or None)
+            d.store.check()
+        tasks = [d.schedule_delay("some.tag", n, 60, key="same") for n, d in enumerate(made)]
+        for n, d in enumerate(made):
+            assert [task.id for task in d.find(tag="some.tag")] == [tasks[n].id]
+            assert d.get(tag="some.tag", key="same").body == n
+    finally:
+        for d in made:
+            migrations.downgrade(d.store.database, d.settings.table_prefix, d.settings.table_schema or None, "base")
+            d.close()
+        with made[0].store.database.begin() as connection:
+            connection.execute(text(f"DROP SCHEMA IF EXISTS {schema} CASCADE"))
+
+
+def test_the_horizon_must_be_below_the_brokers_visibility_timeout(tmp_path: Path) -> None:
+    app = Celery("shop", broker="redis://127.0.0.1:1/0", set_as_current=False)
+    app.conf.broker_transport_options = {"visibility_timeout": 20}
+    with pytest.raises(ConfigError, match="visibility_timeout = 20"):
+        DelayTasks(app, f"sqlite:///{tmp_path / 'x.db'}", horizon_s=20).check_ready()
+
+
+def test_without_a_horizon_a_message_outlives_the_visibility_timeout_and_runs_once(
+    tmp_path: Path, postgresql_url: str, redis_url: str
+) -> None:
+    """It is acknowledged on receipt, so the broker has nothing to deliver again."""
+    conf = {"broker_transport_options": {"visibility_timeout": 2}}
+    d = Deployment(tmp_path, postgresql_url, redis_url, conf, horizon_s=None, sweep_s=60, self_sweep_s=120)
+    try:
+        d.worker()
+        tasks = [d.schedule(delay=7) for _ in range(20)]
+        d.wait_for(tasks)
+        assert sorted(int(run[0]) for run in d.runs()) == sorted(task.id for task in tasks)
+        assert min(int(run[1]) for run in d.runs()) >= 0
+    finally:
+        d.close()

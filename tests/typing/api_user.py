@@ -1,0 +1,46 @@
+"""Code as a user writes it; mypy must find exactly these types. Never run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+from celery import Celery
+from typing_extensions import assert_type
+
+import delaytasks
+from delaytasks import DelayTask, DelayTasks, NewTask, Page, Status
+
+delays = DelayTasks(Celery("shop"), "sqlite://", horizon_s=20)
+
+
+@delaytasks.processor("order.close", queue="orders")
+def close_order(body: dict[str, int]) -> bool:
+    return bool(body)
+
+
+@delays.processor("order.remind")
+def remind(body: dict[str, int], task: DelayTask) -> None: ...
+
+
+def stream() -> Iterator[NewTask | tuple[str, Any, float]]:
+    yield NewTask("order.close", {"order": 1}, when=datetime.now(timezone.utc))
+    yield ("order.close", {"order": 2}, 1800)
+
+
+assert_type(close_order({"order": 1}), bool)
+assert_type(delaytasks.schedule_delay("order.close", {"order": 1}, timedelta(minutes=30), key="1"), DelayTask)
+assert_type(delays.schedule_at("order.close", None, datetime.now(timezone.utc), on_conflict="replace"), DelayTask)
+assert_type(delaytasks.schedule_many(stream()), int)
+assert_type(delaytasks.cancel(tag="order.close", key="1"), bool)
+assert_type(delaytasks.reschedule(7, 60), DelayTask)
+assert_type(delaytasks.touch(tag="order.close", key="1", delay=60), bool)
+assert_type(delaytasks.retry("7"), DelayTask)
+assert_type(delaytasks.get(7).status, Status)
+assert_type(delaytasks.find(tag="order.close", status=Status.FAILED), Page)
+assert_type([task.id for task in delaytasks.find().tasks], list[int])
+
+delaytasks.schedule_delay("order.close", {}, "soon")  # type: ignore[arg-type]
+delaytasks.schedule_delay("order.close", {}, 5, on_conflict="ignore")  # type: ignore[arg-type]
+delaytasks.schedule_delay("order.close", {}, 5, colour="red")  # type: ignore[call-arg]
