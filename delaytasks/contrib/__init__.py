@@ -1,0 +1,1 @@
+"""Where delaytasks meets other frameworks. Nothing else imports these modules."""

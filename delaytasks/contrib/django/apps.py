@@ -1,0 +1,25 @@
+"""What INSTALLED_APPS finds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.apps import AppConfig
+
+from delaytasks import api
+from delaytasks.contrib.django.instance import project_delays
+
+
+class DelayTasksConfig(AppConfig):
+    name = "delaytasks.contrib.django"
+    label = "delaytasks"
+    verbose_name = "Delayed tasks"
+    default_auto_field = "django.db.models.BigAutoField"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # Before any models.py is imported: one that registers a processor must find this instance.
+        api.set_default(project_delays())
+
+    def ready(self) -> None:
+        project_delays().import_processors()

@@ -1,0 +1,148 @@
+"""Runs delaytasks' statements on a connection of Django's: same transaction, same log, same query counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+from zoneinfo import ZoneInfo
+
+from django.db import IntegrityError, transaction
+from sqlalchemy import exc
+from sqlalchemy.dialects import mysql, postgresql, sqlite
+from sqlalchemy.engine import Dialect
+from sqlalchemy.types import TypeEngine
+
+from delaytasks.store.types import UTCDateTime
+
+#: Rows in one INSERT; fewer where the database takes fewer parameters.
+_ROWS = 500
+
+
+class DjangoExecutor:
+    """What the store needs of a SQLAlchemy connection: `execute` and `begin_nested`."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self._dialect = dialect_of(connection)
+        #: The id of the row that was written last, if the outcome of its transaction should be unknown.
+        self.written_id: int | None = None
+
+    def begin_nested(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = transaction.atomic(using=self._connection.alias)
+        return context
+
+    def execute(self, statement: Any, parameters: Any = None, /) -> Result:
+        if isinstance(parameters, (list, tuple)):
+            return self._execute_many(statement, parameters)
+        if parameters and "id" in parameters:
+            self.written_id = parameters["id"]
+        sql, values = self._compile(statement, parameters)
+        with self._connection.cursor() as cursor:
+            return self._result(cursor, statement, sql, values)
+
+    def peek(self, statement: Any) -> Result:
+        """As `execute`, unseen by Django's query log, and so by `assertNumQueries`."""
+        sql, values = self._compile(statement, None)
+        self._connection.ensure_connection()
+        with self._connection.create_cursor() as cursor:
+            return self._result(cursor, statement, sql, values)
+
+    def _execute_many(self, statement: Any, rows: Sequence[Mapping[str, Any]]) -> Result:
+        at_most = self._connection.features.max_query_params or _ROWS * len(rows[0])
+        size = max(1, min(_ROWS, at_most // len(rows[0])))
+        parts = (rows[start : start + size] for start in range(0, len(rows), size))
+        return Result([], sum(self.execute(statement.values(list(part))).rowcount for part in parts))
+
+    def _compile(self, statement: Any, parameters: Mapping[str, Any] | None) -> tuple[str, list[Any]]:
+        if parameters:
+            compiled = _compile_template(statement, self._dialect, tuple(parameters))
+        else:  # its values are part of it: nobody sends it twice
+            compiled = statement.compile(dialect=self._dialect)
+        state = compiled.construct_expanded_state(parameters or {})
+        values = []
+        for name in state.positiontup:
+            process = state.processors.get(name)
+            if process is None and name in compiled.binds:
+                process = compiled.binds[name].type.dialect_impl(self._dialect).bind_processor(self._dialect)
+            value = state.parameters[name]
+            values.append(value if process is None else process(value))
+        return state.statement, values
+
+    def _result(self, cursor: Any, statement: Any, sql: str, values: list[Any]) -> Result:
+        try:
+            # A list even when it is empty: only then do cursors take a doubled percent sign for one.
+            cursor.execute(sql, values)
+        except IntegrityError as error:
+            raise self._integrity_error(sql, error) from error
+        rows = cursor.fetchall() if cursor.description else []
+        return Result([self._read(statement, row) for row in rows], cursor.rowcount)
+
+    def _integrity_error(self, sql: str, error: IntegrityError) -> exc.IntegrityError:
+        """The store tells a duplicate by the driver's error, which Django keeps as the cause."""
+        cause: Any = error.__cause__ or error
+        if self._connection.vendor == "postgresql" and not hasattr(cause, "pgcode"):
+            cause.pgcode = cause.sqlstate  # psycopg 3
+        return exc.IntegrityError(sql, None, cause)
+
+    def _read(self, statement: Any, row: Sequence[Any]) -> tuple[Any, ...]:
+        readers = [self._reader(column.type) for column in statement.selected_columns]
+        return tuple(read(value) if read else value for read, value in zip(readers, row, strict=True))
+
+    def _reader(self, kind: TypeEngine[Any]) -> Callable[[Any], Any] | None:
+        process: Callable[[Any], Any] | None = kind.dialect_impl(self._dialect).result_processor(self._dialect, None)
+        if not isinstance(kind, UTCDateTime):
+            return process
+
+        def read(value: Any) -> Any:
+            if not isinstance(value, datetime):
+                return value if process is None else process(value)
+            # Django's driver made it. Without USE_TZ, PostgreSQL's instants come in the session's zone, unnamed.
+            if value.tzinfo is None and self._connection.vendor == "postgresql":
+                value = value.replace(tzinfo=ZoneInfo(self._connection.timezone_name))
+            return kind.process_result_value(value, self._dialect)
+
+        return read
+
+
+class Result:
+    """What the store asks of a result. The rows are fetched already, so that the cursor is free."""
+
+    def __init__(self, rows: list[tuple[Any, ...]], rowcount: int) -> None:
+        self._rows = rows
+        self.rowcount = rowcount
+
+    def all(self) -> list[tuple[Any, ...]]:
+        return self._rows
+
+    def first(self) -> tuple[Any, ...] | None:
+        return self._rows[0] if self._rows else None
+
+    def scalar(self) -> Any:
+        return self._rows[0][0] if self._rows else None
+
+    scalar_one = scalar
+
+
+def dialect_of(connection: Any) -> Dialect:
+    """SQLAlchemy's dialect for what Django's cursor takes."""
+    is_psycopg3 = connection.vendor == "postgresql" and connection.Database.__name__ == "psycopg"
+    return _dialect("psycopg" if is_psycopg3 else connection.vendor)
+
+
+@lru_cache
+def _dialect(name: str) -> Dialect:
+    if name == "psycopg":
+        from sqlalchemy.dialects.postgresql import psycopg
+
+        return psycopg.dialect(paramstyle="format")
+    made: Dialect = {"postgresql": postgresql, "mysql": mysql, "sqlite": sqlite}[name].dialect(paramstyle="format")
+    return made
+
+
+@lru_cache(maxsize=64)
+def _compile_template(statement: Any, dialect: Dialect, names: tuple[str, ...]) -> Any:
+    """The store keeps its statements, so most are compiled once."""
+    return statement.compile(dialect=dialect, column_keys=names)

@@ -1,0 +1,103 @@
+"""The one `DelayTasks` of a Django project, made from settings.DELAYTASKS and settings.DATABASES."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+from celery import Celery, _state
+from django.conf import settings
+from django.db import connections
+from django.utils.module_loading import autodiscover_modules, import_string
+from sqlalchemy import select
+
+from delaytasks.app import DelayTasks
+from delaytasks.contrib.django.executor import DjangoExecutor
+from delaytasks.contrib.django.unit import DjangoUnit
+from delaytasks.contrib.django.url import database_url
+from delaytasks.core.errors import ConfigError
+from delaytasks.parts import Parts
+from delaytasks.store.types import db_now
+
+
+class DjangoDelays(DelayTasks):
+    """Delayed tasks whose rows are written on a connection of Django's."""
+
+    def __init__(self, celery_app: Any, alias: str = "default", **options: Any) -> None:
+        if alias not in connections.settings:
+            known = ", ".join(map(repr, connections.settings))
+            raise ConfigError(f"settings.DELAYTASKS['database'] = {alias!r} is not in settings.DATABASES ({known})")
+        self.alias = alias
+        self._database: Any = None
+        super().__init__(celery_app, **options)
+        self.ambient_unit = self._unit_of_django
+
+    def _unit_of_django(self) -> DjangoUnit:
+        return DjangoUnit(self.alias)
+
+    @property
+    def _made(self) -> Parts:
+        """Django's test runner gives the database another name, and back: we go where it goes."""
+        name = connections.settings[self.alias]["NAME"]
+        if self._parts is None or name != self._database:
+            with self._lock:
+                if self._parts is not None and name != self._database:
+                    self.close()
+                    self._parts = None
+                connection = connections[self.alias]
+                self._arguments["database_url"] = database_url(connection.vendor, connection.settings_dict)
+                self._database = name
+        return super()._made
+
+    def import_processors(self) -> None:
+        """`delays.py` of every installed app, and what installed packages bring."""
+        autodiscover_modules("delays")
+        self._import_entry_points()  # Celery's signal for it is being sent already when a worker sets Django up
+
+    def database_now(self) -> datetime:
+        """Asked on Django's connection. One of our own would stay open, and Django's test runner could not drop
+        its database then. A worker has connections of its own anyway, and threads in which nobody closes Django's."""
+        if self.processes.is_worker:
+            return super().database_now()
+        now: datetime = DjangoExecutor(connections[self.alias]).peek(select(db_now())).scalar()
+        return now
+
+
+@lru_cache(maxsize=1)
+def project_delays() -> DjangoDelays:
+    """Made once, whoever asks first."""
+    options = getattr(settings, "DELAYTASKS", {})
+    if not isinstance(options, dict):
+        raise ConfigError(f"settings.DELAYTASKS is a dict of settings, not {type(options).__name__}")
+    options = dict(options)
+    if "database_url" in options:
+        raise ConfigError(
+            "settings.DELAYTASKS has 'database_url', but rows are written on a connection of Django's: name an alias "
+            "of settings.DATABASES as 'database' instead"
+        )
+    path, alias = options.pop("celery_app", None), options.pop("database", "default")
+    delays = DjangoDelays(_celery_app(path), alias, **options)
+    try:
+        _ = delays.settings
+    except ConfigError as error:
+        raise ConfigError(f"{error} (see settings.DELAYTASKS)") from None
+    return delays
+
+
+def _celery_app(path: str | None) -> Any:
+    """The app that is named; else the project's, which is the current one; else one that Django's settings make."""
+    if path is not None:
+        found = import_string(path.replace(":", "."))
+        if not isinstance(found, Celery):
+            raise ConfigError(
+                f"settings.DELAYTASKS['celery_app'] = {path!r} is a {type(found).__name__}, not a Celery app"
+            )
+        return found
+    current = _state._tls.current_app or _state.default_app
+    if current is not None:
+        return current
+    made = Celery(str(settings.ROOT_URLCONF).partition(".")[0] if settings.ROOT_URLCONF else "django")
+    made.config_from_object("django.conf:settings", namespace="CELERY")
+    made.autodiscover_tasks()
+    return made

@@ -1,0 +1,73 @@
+"""The task table for queries: `DelayTaskRow.objects.filter(tag="order.close")`. Read only."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+from django.db import models
+
+from delaytasks.contrib.django.instance import project_delays
+from delaytasks.core.inputs import KEY_LENGTH, QUEUE_LENGTH, TAG_LENGTH
+from delaytasks.core.states import Status
+
+
+def table_name() -> str:
+    """With the prefix and schema that the settings say."""
+    settings = project_delays().settings
+    name = f"{settings.table_prefix}yb_delay_task_message"
+    if not settings.table_schema:
+        return name
+    # Django quotes a name unless it is quoted already.
+    mark = "`" if project_delays().store.database.url.get_backend_name() == "mysql" else '"'
+    return f"{mark}{settings.table_schema}{mark}.{mark}{name}{mark}"
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise TypeError("rows of tasks are read only here: use schedule_delay, cancel, reschedule and retry of delaytasks")
+
+
+class DelayTaskRows(models.QuerySet):
+    create = get_or_create = update_or_create = update = delete = bulk_create = bulk_update = _refuse
+
+
+class DelayTaskRow(models.Model):
+    """A row of `yb_delay_task_message`."""
+
+    id = models.BigIntegerField(primary_key=True)
+    tag = models.CharField(max_length=TAG_LENGTH)
+    message_body = models.TextField()
+    status = models.SmallIntegerField(choices=[(int(status), status.name) for status in Status])
+    error_stack = models.TextField(null=True)
+    version = models.BigIntegerField()
+    ip_address = models.BigIntegerField(null=True)
+    delay_time = models.BigIntegerField()
+    expected_time = models.DateTimeField()
+    execution_time = models.DateTimeField(null=True)
+    create_time = models.DateTimeField()
+    update_time = models.DateTimeField()
+    queue = models.CharField(max_length=QUEUE_LENGTH)
+    priority = models.SmallIntegerField()
+    headers = models.TextField(null=True)
+    attempts = models.IntegerField()
+    lapses = models.IntegerField()
+    lease_until = models.DateTimeField(null=True)
+    worker = models.CharField(max_length=255, null=True)
+    task_key = models.CharField(max_length=KEY_LENGTH, null=True)
+
+    objects = DelayTaskRows.as_manager()
+
+    save = delete = _refuse
+
+    class Meta:
+        managed = False
+        db_table = table_name()
+        verbose_name = "delayed task"
+
+    def __str__(self) -> str:
+        return f"{self.tag} {self.id} ({self.get_status_display()})"
+
+    @property
+    def body(self) -> Any:
+        """What the processor gets."""
+        return json.loads(self.message_body)

@@ -1,0 +1,62 @@
+"""The tables, as Django's `migrate` makes them: the same ones as `delaytasks db upgrade`, and both know it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from django.db import transaction
+from sqlalchemy import Column, MetaData, PrimaryKeyConstraint, String, Table, insert
+from sqlalchemy.schema import CreateTable
+
+from delaytasks.contrib.django.executor import DjangoExecutor, dialect_of
+from delaytasks.contrib.django.instance import DjangoDelays, project_delays
+from delaytasks.store import migrations
+
+
+def upgrade(_apps: Any, schema_editor: Any) -> None:
+    delays, connection = project_delays(), schema_editor.connection
+    if connection.alias == delays.alias:
+        make(delays, schema_editor)
+
+
+def downgrade(_apps: Any, schema_editor: Any) -> None:
+    """As Alembic's downgrade: a task table that has rows stays."""
+    delays = project_delays()
+    if schema_editor.connection.alias == delays.alias:
+        _run_alembic(delays, migrations.downgrade, "base")
+
+
+def make(delays: DjangoDelays, schema_editor: Any) -> None:
+    prefix, schema = delays.settings.table_prefix, delays.settings.table_schema or None
+    connection = schema_editor.connection
+    ours = {table.name for table in delays.store.schema.metadata.tables.values()} | {migrations.version_table(prefix)}
+    with connection.cursor() as cursor:
+        is_new = schema is None and ours.isdisjoint(connection.introspection.table_names(cursor))
+    if not is_new:
+        # Alembic knows how to go on from what is there: to adopt a table, or to stop at once.
+        _run_alembic(delays, migrations.upgrade, "head")
+        return
+    with transaction.atomic(connection.alias) if connection.features.can_rollback_ddl else nullcontext():
+        for statement in migrations.ddl(connection.vendor, prefix, schema):
+            schema_editor.execute(statement, None)  # a percent sign is one
+        _stamp(schema_editor, prefix)
+
+
+def _stamp(schema_editor: Any, prefix: str) -> None:
+    """What Alembic itself would write after the same work."""
+    name = migrations.version_table(prefix)
+    table = Table(
+        name,
+        MetaData(),
+        Column("version_num", String(32), nullable=False),
+        PrimaryKeyConstraint("version_num", name=f"{name}_pkc"),
+    )
+    schema_editor.execute(str(CreateTable(table).compile(dialect=dialect_of(schema_editor.connection))), None)
+    DjangoExecutor(schema_editor.connection).execute(insert(table), {"version_num": migrations.head()})
+
+
+def _run_alembic(delays: DjangoDelays, command: Any, revision: str) -> None:
+    database, settings = delays.store.database, delays.settings
+    command(database, settings.table_prefix, settings.table_schema or None, revision)
+    database.dispose()  # or Django's test runner could not copy or drop the database

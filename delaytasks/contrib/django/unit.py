@@ -1,0 +1,70 @@
+"""Django's transaction of the moment, as the unit that rows are written in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+from django.db import Error, InterfaceError, OperationalError, connections, transaction
+from sqlalchemy import exc
+
+from delaytasks.contrib.django.executor import DjangoExecutor
+from delaytasks.core.errors import OutcomeUnknownError, SessionUnusableError, StoreError, StoreUnavailableError
+from delaytasks.core.task import DelayTask
+
+Action = Callable[[Sequence[DelayTask]], None]
+
+
+class DjangoUnit:
+    """Inside `atomic` the caller's transaction; outside of it a transaction of each call's own."""
+
+    def __init__(self, alias: str) -> None:
+        self._connection = connections[alias]
+        self.executor = DjangoExecutor(self._connection)
+
+    def after_commit(self, tasks: Sequence[DelayTask], action: Action) -> None:
+        connection = self._connection
+        if connection.in_atomic_block or connection.get_autocommit():
+            transaction.on_commit(partial(action, tasks), using=connection.alias, robust=True)
+        # Else the caller commits by hand, which Django tells nobody of: the sweep finds the row.
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        connection, is_written, is_alone = self._connection, False, False
+        try:
+            is_alone = not connection.in_atomic_block and connection.get_autocommit()
+            with transaction.atomic(using=connection.alias) if is_alone else nullcontext():
+                yield
+                is_written = True
+        except (Error, exc.DBAPIError) as error:
+            if is_alone:
+                raise self._typed(error, is_written) from error
+            if connection.in_atomic_block:
+                # PostgreSQL answers COMMIT with a silent ROLLBACK now, so nobody may go on and believe in a commit.
+                transaction.set_rollback(True, using=connection.alias)
+            raise SessionUnusableError(
+                f"the transaction on database {connection.alias!r} can not be used: {_reason(error)}; leave the atomic "
+                "block by an exception, nothing was sent"
+            ) from error
+
+    def _typed(self, error: Exception, is_written: bool) -> StoreError:
+        alias, reason = self._connection.alias, _reason(error)
+        if not isinstance(error, (OperationalError, InterfaceError)):
+            return StoreError(f"database {alias!r} refused: {reason}")
+        if is_written and self.executor.written_id is not None:
+            id = self.executor.written_id
+            return OutcomeUnknownError(
+                f"the connection to database {alias!r} broke before the answer came ({reason}); scheduling again with "
+                f"id={id} is safe",
+                id,
+            )
+        return StoreUnavailableError(f"database {alias!r} can not be used: {reason}")
+
+
+def _reason(error: Any) -> str:
+    """The first line only: what follows may show values, and those may be secrets."""
+    text = (str(getattr(error, "orig", None) or error).strip().splitlines() or [type(error).__name__])[0]
+    is_missing = "yb_delay_" in text and ("no such table" in text or "exist" in text)
+    return f"{text} (run: manage.py migrate)" if is_missing else text

@@ -1,0 +1,115 @@
+"""A SQLAlchemy URL for a database of Django's, so that workers reach the tables that `migrate` made."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sqlalchemy import URL
+
+from delaytasks.core.errors import ConfigError
+
+#: Django's own options, and those of psycopg 3, which psycopg2 does not know.
+_NOT_LIBPQ = {
+    "assume_role",
+    "context",
+    "cursor_factory",
+    "isolation_level",
+    "pool",
+    "prepare_threshold",
+    "row_factory",
+    "server_side_binding",
+}
+#: What both MySQL drivers take in a URL; character set and isolation level are the store's own.
+_MYSQL_OPTIONS = {
+    "connect_timeout",
+    "init_command",
+    "read_default_file",
+    "read_default_group",
+    "read_timeout",
+    "sql_mode",
+    "unix_socket",
+    "write_timeout",
+}
+_TLS_FILES = {"ca": "ssl_ca", "capath": "ssl_capath", "cert": "ssl_cert", "key": "ssl_key", "cipher": "ssl_cipher"}
+#: MySQL's `ssl_mode`: is TLS used, and is the server's name compared with its certificate?
+_TLS_MODES = {"REQUIRED": "false", "VERIFY_CA": "false", "VERIFY_IDENTITY": "true"}
+
+
+def database_url(vendor: str, database: Mapping[str, Any]) -> str:
+    """The URL of one entry of settings.DATABASES, as a connection of Django's has it in `settings_dict`."""
+    try:
+        make = _BY_VENDOR[vendor]
+    except KeyError:
+        raise ConfigError(
+            f"settings.DATABASES: delaytasks can not use a {vendor!r} database (only {', '.join(_BY_VENDOR)}); name "
+            "another alias in settings.DELAYTASKS['database']"
+        ) from None
+    return make(database).render_as_string(hide_password=False)
+
+
+def _postgresql(database: Mapping[str, Any]) -> URL:
+    options = database.get("OPTIONS") or {}
+    query = {name: str(value) for name, value in options.items() if name not in _NOT_LIBPQ and _is_plain(value)}
+    role = options.get("assume_role")
+    if role:
+        query["options"] = f"{query.get('options', '')} -c role={str(role).replace(' ', chr(92) + ' ')}".strip()
+    host, port = str(database.get("HOST") or ""), str(database.get("PORT") or "")
+    if not _fits_before_slash(host) or (port and not port.isdigit()):  # a socket's folder, or several hosts
+        query |= {"host": host} | ({"port": port} if port else {})
+        host = port = ""
+    return _url("postgresql+psycopg2", database, host, port, query)
+
+
+def _mysql(database: Mapping[str, Any]) -> URL:
+    options = database.get("OPTIONS") or {}
+    query = {name: str(value) for name, value in options.items() if name in _MYSQL_OPTIONS}
+    tls = options.get("ssl") or {}
+    query |= {name: str(tls[key]) for key, name in _TLS_FILES.items() if tls.get(key)}
+    mode = str(options.get("ssl_mode", "")).upper()
+    if mode in _TLS_MODES:
+        query["ssl_check_hostname"] = _TLS_MODES[mode]
+    host = str(database.get("HOST") or "")
+    if host.startswith("/"):
+        query["unix_socket"], host = host, ""
+    # mysqlclient where it is the only one: Django needs it, and delaytasks' own extra brings PyMySQL.
+    driver = "pymysql" if importlib.util.find_spec("pymysql") else "mysqldb"
+    host = host or ("localhost" if "read_default_file" not in query else "")
+    return _url(f"mysql+{driver}", database, host, str(database.get("PORT") or ""), query)
+
+
+def _sqlite(database: Mapping[str, Any]) -> URL:
+    name = str(database["NAME"])
+    # Django's test databases in memory are named like this; any other name is a file.
+    query = {"uri": "true"} if name.startswith("file:") else {}
+    path, _, parameters = name.partition("?") if query else (name, "", "")
+    query |= dict(pair.partition("=")[::2] for pair in parameters.split("&") if pair)
+    return URL.create("sqlite", database=path, query=query)
+
+
+_BY_VENDOR: dict[str, Callable[[Mapping[str, Any]], URL]] = {
+    "postgresql": _postgresql,
+    "mysql": _mysql,
+    "sqlite": _sqlite,
+}
+
+
+def _url(driver: str, database: Mapping[str, Any], host: str, port: str, query: Mapping[str, str]) -> URL:
+    return URL.create(
+        driver,
+        username=str(database.get("USER") or "") or None,
+        password=str(database.get("PASSWORD") or "") or None,
+        host=host or None,
+        port=int(port) if port else None,
+        database=str(database.get("NAME") or "") or None,
+        query=query,
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (str, int)) or hasattr(value, "__fspath__")
+
+
+def _fits_before_slash(host: str) -> bool:
+    return "/" not in host and "," not in host and not host.startswith("@")

@@ -1,0 +1,49 @@
+"""How a project tests what it schedules: rows are in the test's transaction, and no broker is needed."""
+
+from unittest import mock
+
+from django.test import TestCase, TransactionTestCase
+
+from delaytasks import find
+from delaytasks.api import default
+from delaytasks.contrib.django.models import DelayTaskRow
+from orders.delays import close_order
+from orders.models import Order
+
+
+class OrderTest(TestCase):
+    def test_an_order_schedules_its_closing(self) -> None:
+        number = self.client.post("/orders", {"item": "a pen"}).json()["number"]
+        [task] = find(tag="order.close")
+        self.assertEqual((task.body, task.key), ({"order": number}, str(number)))
+
+    def test_paying_cancels_it(self) -> None:
+        number = self.client.post("/orders").json()["number"]
+        self.assertEqual(self.client.post(f"/orders/{number}/pay").json()["status"], "paid")
+        self.assertEqual(DelayTaskRow.objects.get(tag="order.close").get_status_display(), "CANCELLED")
+
+    def test_what_fails_schedules_nothing(self) -> None:
+        self.client.raise_request_exception = False
+        self.assertEqual(self.client.post("/orders/fail").status_code, 500)
+        self.assertFalse(Order.objects.exists() or DelayTaskRow.objects.exists())
+
+    def test_it_is_handed_to_the_broker_after_the_commit(self) -> None:
+        with mock.patch.object(default().timer, "arm") as arm:
+            with self.captureOnCommitCallbacks(execute=True):
+                self.client.post("/orders")
+                arm.assert_not_called()
+            arm.assert_called_once()
+
+    def test_a_processor_is_a_function(self) -> None:
+        order = Order.objects.create(item="a hat")
+        close_order({"order": order.pk})
+        order.refresh_from_db()
+        self.assertEqual(order.status, "closed")
+
+
+class CommittedOrderTest(TransactionTestCase):
+    def test_an_order_is_committed_with_its_task(self) -> None:
+        with mock.patch.object(default().timer, "arm") as arm:
+            self.client.post("/orders")
+        arm.assert_called_once()
+        self.assertEqual(len(find(tag="order.close")), 1)

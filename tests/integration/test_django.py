@@ -1,0 +1,415 @@
+"""Django: rows on its own connection, in its own transactions; its migrations, its test runner, a real shop."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+
+pytest.importorskip("django")
+
+from django.db import connections, transaction
+from django.test.utils import CaptureQueriesContext, override_settings
+
+from delaytasks import NewTask, Status
+from delaytasks.contrib.django.instance import DjangoDelays, project_delays
+from delaytasks.contrib.django.unit import DjangoUnit
+from delaytasks.contrib.django.url import database_url as url_of
+from delaytasks.core.errors import (
+    ConfigError,
+    DuplicateTaskError,
+    OutcomeUnknownError,
+    SessionUnusableError,
+    StoreError,
+    StoreUnavailableError,
+)
+from delaytasks.core.ports import Entry
+from tests.integration import django_settings
+
+DUE = datetime(2031, 2, 3, 4, 5, 6, tzinfo=timezone.utc)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def django() -> Iterator[None]:
+    with django_settings.configured():
+        yield
+
+
+@pytest.fixture(scope="module")
+def alias(django: None, database_url: str) -> Iterator[str]:
+    name = "test_" + database_url.partition(":")[0].partition("+")[0]
+    django_settings.add_database(name, database_url)
+    yield name
+    django_settings.remove_database(name)
+
+
+@pytest.fixture(scope="module")
+def module_delays(alias: str) -> Iterator[DjangoDelays]:
+    prefix = "d" + secrets.token_hex(3) + "_"
+    delays = DjangoDelays(django_settings.new_celery_app(), alias, table_prefix=prefix)
+    with delays.store.database.begin() as connection:
+        delays.store.schema.metadata.create_all(connection)
+    yield delays
+    with delays.store.database.begin() as connection:
+        delays.store.schema.metadata.drop_all(connection)
+    delays.close()
+
+
+@pytest.fixture
+def armed(module_delays: DjangoDelays, monkeypatch: pytest.MonkeyPatch) -> list[Entry]:
+    entries: list[Entry] = []
+    monkeypatch.setattr(module_delays.timer, "arm", entries.extend)
+    return entries
+
+
+@pytest.fixture
+def delays(module_delays: DjangoDelays, armed: list[Entry]) -> Iterator[DjangoDelays]:
+    yield module_delays
+    connection = connections[module_delays.alias]
+    assert not connection.in_atomic_block
+    with connection.cursor() as cursor:
+        for table in module_delays.store.schema.metadata.sorted_tables:
+            cursor.execute(f"DELETE FROM {table.name}")
+
+
+def rows(delays: DjangoDelays) -> list[Any]:
+    """What others see: read by a connection of delaytasks' own."""
+    return delays.store.tasks.find(None, None, None, None, None, None, 1000).tasks
+
+
+# -- transactions ---------------------------------------------------------------------------------
+
+
+def test_a_task_is_written_in_the_atomic_block_and_armed_after_its_commit(
+    delays: DjangoDelays, armed: list[Entry]
+) -> None:
+    with transaction.atomic(delays.alias):
+        task = delays.schedule_delay("order.close", {"order": 7}, 1)
+        assert delays.get(task).body == {"order": 7}
+        assert not armed
+        if connections[delays.alias].vendor != "sqlite":  # whose readers would wait, or see the last commit
+            assert not rows(delays)
+    assert [entry.id for entry in armed] == [task.id]
+    assert rows(delays) == [delays.get(task)]
+
+
+def test_outside_of_atomic_a_task_is_there_and_armed_at_once(delays: DjangoDelays, armed: list[Entry]) -> None:
+    plain = delays.schedule_delay("order.close", 1, 1)
+    keyed = delays.schedule_delay("order.close", 2, 1, key="k")
+    assert {task.id for task in rows(delays)} == {entry.id for entry in armed} == {plain.id, keyed.id}
+
+
+def test_a_rollback_leaves_no_row_and_arms_nothing(delays: DjangoDelays, armed: list[Entry]) -> None:
+    with pytest.raises(ZeroDivisionError), transaction.atomic(delays.alias):
+        delays.schedule_delay("order.close", 1, 1)
+        delays.schedule_delay("order.close", 2, 1, key="k")
+        delays.schedule_many([("order.close", n, 1) for n in range(700)])
+        raise ZeroDivisionError
+    assert not rows(delays)
+    assert not armed
+    delays.schedule_delay("order.close", 3, 1, key="k")  # the key is free
+
+
+def test_a_savepoint_that_is_rolled_back_takes_its_tasks_with_it(delays: DjangoDelays, armed: list[Entry]) -> None:
+    with transaction.atomic(delays.alias):
+        kept = delays.schedule_delay("order.close", 1, 1)
+        with pytest.raises(ZeroDivisionError), transaction.atomic(delays.alias):
+            delays.schedule_delay("order.close", 2, 1)
+            raise ZeroDivisionError
+        with transaction.atomic(delays.alias):
+            inner = delays.schedule_delay("order.close", 3, 1)
+    assert {task.id for task in rows(delays)} == {entry.id for entry in armed} == {kept.id, inner.id}
+
+
+def test_a_transaction_that_is_committed_by_hand_has_its_tasks(delays: DjangoDelays, armed: list[Entry]) -> None:
+    connection = connections[delays.alias]
+    connection.set_autocommit(False, force_begin_transaction_with_broken_autocommit=True)
+    try:
+        delays.schedule_delay("order.close", 1, 1)
+        connection.rollback()
+        delays.schedule_delay("order.close", 2, 1)
+        connection.commit()
+    finally:
+        connection.set_autocommit(True)
+    assert [task.body for task in rows(delays)] == [2]
+    assert not armed  # Django tells nobody of such a commit: the sweep arms
+
+
+def test_one_call_in_atomic_is_one_query(delays: DjangoDelays) -> None:
+    delays.clock.forget()  # it is asked again within the call, and that does not count
+    with transaction.atomic(delays.alias), CaptureQueriesContext(connections[delays.alias]) as queries:
+        delays.schedule_delay("order.close", 1, 1)
+    assert len(queries) == 1, queries.captured_queries
+
+
+# -- what a statement must survive on Django's cursor ----------------------------------------------
+
+
+@pytest.mark.parametrize("is_atomic", [True, False])
+def test_what_is_read_is_what_was_written(delays: DjangoDelays, is_atomic: bool) -> None:
+    body = {"percent": "100 % %s %(x)s %%", "quote": "it's \\ \"", "text": "Zoë 🕐", "number": 2**60}
+    for when in (DUE, DUE.replace(microsecond=1), DUE.astimezone(timezone(timedelta(hours=-5)))):
+        if is_atomic:
+            with transaction.atomic(delays.alias):
+                task = delays.schedule_at("%s", body, when, key="%", priority=3, queue="q")
+                read = delays.get(tag="%s", key="%")
+                delays.cancel(task)
+        else:
+            task = delays.schedule_at("%s", body, when, key="%", priority=3, queue="q")
+            read = delays.get(tag="%s", key="%")
+            delays.cancel(task)
+        assert (read.id, read.tag, read.body, read.key) == (task.id, "%s", body, "%")
+        assert (read.priority, read.queue, read.status) == (3, "q", Status.NOT_COMPLETE)
+        assert read.expected_time == when
+        assert read.expected_time.utcoffset() == timedelta(0)
+        assert read.create_time == task.create_time
+        own = delays.store.tasks.get(task.id)  # on a connection of delaytasks' own
+        assert own is not None
+        assert (own.expected_time, own.body) == (when, body)
+
+
+def test_without_use_tz_instants_are_the_same(delays: DjangoDelays) -> None:
+    connection = connections[delays.alias]
+
+    def renew() -> None:
+        connection.close()
+        for name in ("timezone", "timezone_name"):
+            connection.__dict__.pop(name, None)
+
+    with override_settings(USE_TZ=False, TIME_ZONE="Asia/Kolkata"):
+        renew()
+        with transaction.atomic(delays.alias):
+            task = delays.schedule_at("order.close", 1, DUE)
+            assert delays.get(task).expected_time == DUE
+        delays.clock.forget()
+        assert abs(delays.clock.now() - delays.store.tasks.now()) < timedelta(seconds=1)
+    renew()
+    assert rows(delays)[0].expected_time == DUE
+
+
+def test_many_tasks_go_in_the_callers_transaction(delays: DjangoDelays, armed: list[Entry]) -> None:
+    with transaction.atomic(delays.alias):
+        count = delays.schedule_many(
+            [*[("order.close", n, 5) for n in range(1200)], NewTask("order.close", 0, 5, key="k")]
+        )
+        assert not armed
+    assert count == 1201 == len(armed)
+    page = delays.find(limit=1000)
+    assert len(page) + len(delays.find(limit=1000, cursor=page.cursor)) == 1201
+
+
+def test_a_taken_id_among_many_leaves_the_transaction_usable(delays: DjangoDelays) -> None:
+    with transaction.atomic(delays.alias):
+        task = delays.schedule_delay("order.close", 1, 60)
+        unit = DjangoUnit(delays.alias)
+        assert not delays.store.tasks.insert_many([task], unit.executor)
+        assert not delays.store.tasks.insert(task, unit.executor)
+        assert delays.schedule_delay("order.close", 1, 60, id=task.id).id == task.id
+    assert [found.id for found in rows(delays)] == [task.id]
+
+
+def test_find_sees_what_the_transaction_wrote(delays: DjangoDelays) -> None:
+    with transaction.atomic(delays.alias):
+        task = delays.schedule_at("order.close", 1, DUE, key="k")
+        found = delays.find(tag="order.close", status="not_complete", key="k", since=DUE, until=DUE + timedelta(1))
+        assert [found.id for found in found] == [task.id]
+        assert not delays.find(until=DUE).tasks
+
+
+# -- keys and moves -------------------------------------------------------------------------------
+
+
+def test_a_key_is_rejected_kept_or_replaced_in_a_transaction(delays: DjangoDelays, armed: list[Entry]) -> None:
+    with transaction.atomic(delays.alias):
+        first = delays.schedule_delay("order.close", 1, 1, key="k")
+        with pytest.raises(DuplicateTaskError) as error:
+            delays.schedule_delay("order.close", 2, 1, key="k")
+        assert error.value.id == first.id
+        assert delays.schedule_delay("order.close", 3, 1, key="k", on_conflict="keep").id == first.id
+        replaced = delays.schedule_delay("order.close", 4, 2, key="k", on_conflict="replace")
+        assert (replaced.id, replaced.version) == (first.id, 1)
+    assert [task.body for task in rows(delays)] == [4]  # the rejection left the transaction usable
+    assert [(entry.id, entry.version) for entry in armed] == [(first.id, 0), (first.id, 1)]
+
+
+def test_operators_moves_are_part_of_the_transaction(delays: DjangoDelays, armed: list[Entry]) -> None:
+    task = delays.schedule_at("order.close", 1, DUE, key="k")
+    with pytest.raises(ZeroDivisionError), transaction.atomic(delays.alias):
+        assert delays.cancel(tag="order.close", key="k")
+        raise ZeroDivisionError
+    assert delays.get(task).status is Status.NOT_COMPLETE
+    with transaction.atomic(delays.alias):
+        delays.reschedule(task, 3)
+        assert delays.touch(tag="order.close", key="k", delay=5)
+        assert not armed
+    assert [(entry.id, entry.version) for entry in armed] == [(task.id, 1)]
+    with transaction.atomic(delays.alias):
+        assert delays.cancel(task)
+        assert not delays.cancel(task)
+        assert delays.retry(task, 7).version == 3
+    assert delays.get(tag="order.close", key="k").status is Status.NOT_COMPLETE
+    assert len(armed) == 2
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def test_a_broken_transaction_is_told_and_nothing_is_armed(delays: DjangoDelays, armed: list[Entry]) -> None:
+    with pytest.raises(ZeroDivisionError), transaction.atomic(delays.alias):
+        with pytest.raises(ZeroDivisionError), transaction.atomic(delays.alias, savepoint=False):
+            raise ZeroDivisionError
+        with pytest.raises(SessionUnusableError, match="leave the atomic block"):
+            delays.schedule_delay("order.close", 1, 1)
+        raise ZeroDivisionError
+    assert not rows(delays)
+    assert not armed
+
+
+def test_an_error_of_the_database_rolls_back_the_callers_block_even_if_he_goes_on(
+    delays: DjangoDelays, armed: list[Entry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with transaction.atomic(delays.alias):
+        delays.schedule_delay("order.close", 1, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(delays.store.tasks, "insert", fail_in_sql)
+            with pytest.raises(SessionUnusableError, match="no_such_table"):
+                delays.schedule_delay("order.close", 2, 1)
+        with pytest.raises(SessionUnusableError):
+            delays.schedule_delay("order.close", 3, 1)
+    assert not rows(delays)
+    assert not armed
+
+
+def fail_in_sql(_task: Any, on: Any) -> bool:
+    with on._connection.cursor() as cursor:
+        cursor.execute("SELECT 1 FROM no_such_table")
+    return True
+
+
+def test_missing_tables_are_told_with_the_command_that_makes_them(alias: str) -> None:
+    delays = DjangoDelays(django_settings.new_celery_app(), alias, table_prefix="nowhere_")
+    try:
+        with pytest.raises(StoreError, match=r"nowhere_yb_delay_task_message.*manage\.py migrate"):
+            delays.schedule_delay("order.close", 1, 1)
+        with pytest.raises(SessionUnusableError, match="manage.py migrate"), transaction.atomic(alias):
+            delays.schedule_delay("order.close", 1, 1)
+    finally:
+        delays.close()
+
+
+def test_a_connection_that_breaks_is_told_and_one_that_breaks_in_commit_with_the_id(
+    delays: DjangoDelays, armed: list[Entry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from django.db import OperationalError
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise OperationalError("server closed the connection unexpectedly\nsecret")
+
+    connection = connections[delays.alias]
+    with monkeypatch.context() as patch:
+        patch.setattr(delays.store.tasks, "insert", broken)
+        with pytest.raises(StoreUnavailableError, match="closed the connection") as error:
+            delays.schedule_delay("order.close", 1, 1)
+        assert "secret" not in str(error.value)
+    with monkeypatch.context() as patch:
+        patch.setattr(connection, "commit", broken)
+        with pytest.raises(OutcomeUnknownError) as unknown:
+            delays.schedule_delay("order.close", 1, 1)
+    assert unknown.value.id is not None
+    assert delays.schedule_delay("order.close", 1, 1, id=unknown.value.id).id == unknown.value.id
+
+
+# -- which database -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("vendor", "settings", "url"),
+    [
+        (
+            "postgresql",
+            {"NAME": "shop", "USER": "me", "PASSWORD": "p@ss:/%", "HOST": "db", "PORT": "5433"},
+            "postgresql+psycopg2://me:p%40ss%3A%2F%25@db:5433/shop",
+        ),
+        ("postgresql", {"NAME": "shop"}, "postgresql+psycopg2:///shop"),
+        (
+            "postgresql",
+            {"NAME": "shop", "HOST": "/var/run/postgresql", "PORT": 5433},
+            "postgresql+psycopg2:///shop?host=%2Fvar%2Frun%2Fpostgresql&port=5433",
+        ),
+        (
+            "postgresql",
+            {"NAME": "shop", "HOST": "db", "OPTIONS": {"sslmode": "require", "pool": True, "isolation_level": 3}},
+            "postgresql+psycopg2://db/shop?sslmode=require",
+        ),
+        (
+            "postgresql",
+            {"NAME": "shop", "HOST": "db", "OPTIONS": {"options": "-c search_path=a", "assume_role": "b"}},
+            "postgresql+psycopg2://db/shop?options=-c+search_path%3Da+-c+role%3Db",
+        ),
+        ("postgresql", {"NAME": "", "OPTIONS": {"service": "shop"}}, "postgresql+psycopg2://?service=shop"),
+        (
+            "mysql",
+            {"NAME": "shop", "USER": "me", "PASSWORD": "p w", "HOST": "db", "PORT": 3307, "OPTIONS": {"charset": "x"}},
+            "mysql+pymysql://me:p w@db:3307/shop",
+        ),
+        (
+            "mysql",
+            {"NAME": "shop", "HOST": "/run/mysqld.sock"},
+            "mysql+pymysql://localhost/shop?unix_socket=%2Frun%2Fmysqld.sock",
+        ),
+        (
+            "mysql",
+            {"NAME": "shop", "HOST": "db", "OPTIONS": {"ssl_mode": "VERIFY_CA", "ssl": {"ca": "/ca.pem"}}},
+            "mysql+pymysql://db/shop?ssl_ca=%2Fca.pem&ssl_check_hostname=false",
+        ),
+        ("sqlite", {"NAME": "/srv/shop.sqlite3"}, "sqlite:////srv/shop.sqlite3"),
+        (
+            "sqlite",
+            {"NAME": "file:memorydb_default?mode=memory&cache=shared"},
+            "sqlite:///file%3Amemorydb_default?cache=shared&mode=memory&uri=true",
+        ),
+    ],
+)
+def test_the_url_says_what_djangos_settings_say(vendor: str, settings: dict[str, Any], url: str) -> None:
+    assert url_of(vendor, settings) == url
+
+
+def test_a_database_that_is_not_supported_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"oracle.*DELAYTASKS\['database'\]"):
+        url_of("oracle", {"NAME": "shop"})
+
+
+def test_it_follows_the_test_runner_to_its_database(tmp_path: Any) -> None:
+    django_settings.add_database("moving", f"sqlite:///{tmp_path / 'shop.sqlite3'}")
+    try:
+        delays = DjangoDelays(django_settings.new_celery_app(), "moving")
+        before = delays.store
+        assert delays.store is before
+        connections.settings["moving"]["NAME"] = str(tmp_path / "test_shop.sqlite3")
+        assert str(delays.store.database.url.database) == str(tmp_path / "test_shop.sqlite3")
+        assert delays.store is delays.store is not before
+        delays.close()
+    finally:
+        django_settings.remove_database("moving")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"horizon": 30}, "did you mean delaytasks_horizon_s"),
+        ({"horizon_s": -1}, "delaytasks_horizon_s = -1"),
+        ({"database": "orders"}, r"'orders' is not in settings.DATABASES \('default'"),
+        ({"database_url": "sqlite://"}, "name an alias"),
+        ({"celery_app": "delaytasks.app.DelayTasks"}, "not a Celery app"),
+        ([("horizon_s", 30)], "is a dict"),
+    ],
+)
+def test_a_wrong_setting_is_told_at_start(options: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if isinstance(options, dict):
+        monkeypatch.setattr(django_settings, "celery_app", django_settings.new_celery_app())
+        options = {"celery_app": f"{django_settings.__name__}.celery_app", **options}
+    with override_settings(DELAYTASKS=options), pytest.raises(ConfigError, match=message):
+        project_delays.__wrapped__()
