@@ -8,7 +8,7 @@ The database: DELAYTASKS_DATABASE_URL, or `delaytasks_database_url` here; withou
 from __future__ import annotations
 
 # Modules that register processors; worker and beat import them.
-imports: list[str] = []
+imports = ["examples.hello"]
 
 # Beat starts a sweep every five seconds. Any number of beats is harmless.
 beat_schedule = {

@@ -81,8 +81,7 @@ def use_embedded_broker(app: Any, data_dir: str) -> Broker:
         check_private(broker.socket.parent)
     else:
         app.conf.broker_transport_options = {**(app.conf.broker_transport_options or {}), **broker.options}
-        for name in ("data_folder_in", "control_folder"):
-            Path(broker.options[name]).mkdir(parents=True, exist_ok=True)
+        _make_folders(broker)
     _tell_at_start(broker)
     return broker
 
@@ -205,6 +204,17 @@ def server_command(server: Server, broker: Broker) -> list[str]:
         "loglevel": "warning",
     }
     return [server.program, *(part for name, value in options.items() for part in (f"--{name}", value))]
+
+
+def start_files(broker: Broker) -> None:
+    """Messages of an earlier run are thrown away: most are for readers that are gone, and nobody else ever would."""
+    shutil.rmtree(broker.data_dir / "broker", ignore_errors=True)
+    _make_folders(broker)
+
+
+def _make_folders(broker: Broker) -> None:
+    for name in ("data_folder_in", "control_folder"):
+        Path(broker.options[name]).mkdir(parents=True, exist_ok=True)
 
 
 def leave(data_dir: str | Path) -> None:

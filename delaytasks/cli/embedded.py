@@ -34,6 +34,7 @@ def run_broker(data_dir: str) -> None:
     server, broker = embedded.find_server(), embedded.choose(data_dir)
     embedded.record(broker)
     if server is None:
+        embedded.start_files(broker)
         say(embedded.FILES_NOTE)
         return
     say(f"the broker is {server}, at {broker.socket}")

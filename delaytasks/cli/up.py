@@ -27,8 +27,9 @@ WORKER_PATIENCE_S = 60.0
 _REDIS_NOISE = re.compile(
     "oO0Oo|Redis version=|Configuration loaded|Server initialized|overcommit|signal-handler|User requested|bye bye"
 )
-#: Six lines of Celery's, for which we have one.
-_ROOT_NOISE = re.compile(
+#: What a worker says of root, for which we have one line, and of files, which have no host.
+_WORKER_NOISE = re.compile(
+    "No hostname was supplied|"
     "SecurityWarning: You're running|absolutely not recommended!|Please specify a different user|"
     "User information: uid=|_warn_or_raise_security_error"
 )
@@ -88,6 +89,7 @@ def _broker(cli: Cli) -> tuple[str, list[Spec]]:
     server, broker = embedded.find_server(), embedded.choose(data_dir)
     embedded.record(broker)
     if server is None or broker.socket is None:
+        embedded.start_files(broker)
         return embedded.FILES_NOTE, []
     path, command = broker.socket, embedded.server_command(server, broker)
     spec = Spec(
@@ -107,7 +109,7 @@ def _celery(app: str, data_dir: str, concurrency: int | None, pool: str, flower_
     # At INFO beat would say every five seconds that it sweeps.
     beat = ["beat", "--loglevel=WARNING", f"--schedule={folder / 'celerybeat-schedule'}"]
     specs = [
-        Spec("worker", celery + worker, "cyan", 1, WORKER_PATIENCE_S, ready_line=" ready.", noise=_ROOT_NOISE),
+        Spec("worker", celery + worker, "cyan", 1, WORKER_PATIENCE_S, ready_line=" ready.", noise=_WORKER_NOISE),
         Spec("beat", celery + beat, "magenta", stage=2),
     ]
     if flower_port:

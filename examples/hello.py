@@ -1,0 +1,18 @@
+"""The smallest processor. `celeryconfig.py` imports it, so that after `./dev up` there is something to schedule:
+
+    delaytasks schedule hello '{"name": "you"}' --delay 5
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from delaytasks import processor
+
+logger = logging.getLogger(__name__)
+
+
+@processor("hello")
+def say_hello(body: dict[str, Any]) -> None:
+    logger.info("hello, %s", body.get("name", "world"))
