@@ -29,7 +29,7 @@ def config(cli: Cli) -> None:
     places = {
         "app": (cli.app.main or NOTHING, cli.app_origin),
         "database": (database, settings.origin("database_url")),
-        "broker": (broker_url(cli.app), _broker_origin(cli.app)),
+        "broker": (broker_url(cli.app), _broker_origin(cli)),
     }
     rows = settings.effective()
     if cli.is_json:
@@ -43,7 +43,7 @@ def config(cli: Cli) -> None:
         [name, cell(value), (origin, "" if origin == "default" else "green"), about]
         for name, value, origin, about in rows
     ]
-    print_table(("setting", "value", "origin", "meaning"), table)
+    print_table(("setting", "value", "origin", "meaning"), table, folded="value meaning", extra="meaning")
 
 
 def broker_url(app: Any) -> str:
@@ -53,7 +53,10 @@ def broker_url(app: Any) -> str:
     return mask_url(str(sanitize_url(app.conf.broker_write_url, mask="***") or NOTHING))
 
 
-def _broker_origin(app: Any) -> str:
+def _broker_origin(cli: Cli) -> str:
+    from delaytasks.embedded import broker_of
+
     if any(os.environ.get(variable) for variable in _BROKER_VARIABLES):
         return "environment"
-    return "celery configuration" if app.conf.broker_url else "default"
+    configured = cli.app.conf.broker_url
+    return "default" if configured in (None, broker_of(cli.delays.settings.data_dir).url) else "celery configuration"

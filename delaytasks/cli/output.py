@@ -22,6 +22,8 @@ from delaytasks.core.text import one_line
 #: What stands where there is nothing, so that the columns of a piped table can be counted.
 NOTHING = "-"
 LONGEST = 10_000
+#: Columns of a terminal that has room for everything.
+WIDE = 120
 _COLOURS = {
     "DONE": "green",
     "FAILED": "red",
@@ -86,7 +88,8 @@ Cell = str | tuple[str, str]
 
 
 def say(text: str, **style: Any) -> None:
-    click.secho(text, **style)
+    # click would end even a plain line with a reset.
+    click.echo(click.style(text, **style) if style else text)
 
 
 def cell(value: object, longest: int = 200) -> str:
@@ -127,10 +130,13 @@ def coloured(status: Status) -> tuple[str, str]:
     return status.name, _COLOURS[status.name]
 
 
-def print_table(headings: Sequence[str], rows: Iterable[Sequence[Cell]], right: str = "") -> None:
-    """In a pipe: no colour, no frame, no wrapping, one line for each row.
+def print_table(
+    headings: Sequence[str], rows: Iterable[Sequence[Cell]], right: str = "", folded: str = "", extra: str = ""
+) -> None:
+    """In a pipe: no colour, no frame, no wrapping, one line for each row, two spaces or more between columns.
 
-    On a terminal columns without any value are left out, since every one of them costs width.
+    A terminal has no width to waste: columns without any value are left out there, `extra` ones too where it is
+    narrow, and only the `folded` ones may take several lines.
     """
     from rich import box
     from rich.console import Console
@@ -138,27 +144,31 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[Cell]], right: 
     from rich.text import Text
 
     is_terminal = sys.stdout.isatty()
-    cells = [[(each, "") if isinstance(each, str) else each for each in row] for row in rows]
-    shown = [
-        number
-        for number in range(len(headings))
-        if not is_terminal or not cells or any(row[number][0] != NOTHING for row in cells)
-    ]
-    table = Table(box=box.SIMPLE_HEAD if is_terminal else None, pad_edge=False, padding=(0, 2, 0, 0))
-    for number in shown:
-        justify: Any = "right" if headings[number] in right.split() else "left"
-        table.add_column(headings[number], justify=justify, overflow="fold", no_wrap=not is_terminal or number == 0)
-    for row in cells:
-        # Text is taken as it is: no markup, no emoji codes.
-        table.add_row(*(Text(row[number][0], style=row[number][1]) for number in shown))
     page = io.StringIO()
-    Console(
+    console = Console(
         file=page,
         force_terminal=is_terminal,
         width=None if is_terminal else 100_000,
         highlight=False,
         legacy_windows=False,
-    ).print(table)
+    )
+    left_out = extra.split() if console.width < WIDE else []
+    cells = [[(each, "") if isinstance(each, str) else each for each in row] for row in rows]
+    shown = [
+        number
+        for number, heading in enumerate(headings)
+        if heading not in left_out and not (is_terminal and cells and all(row[number][0] == NOTHING for row in cells))
+    ]
+    table = Table(box=box.SIMPLE_HEAD if is_terminal else None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number in shown:
+        heading = headings[number]
+        justify: Any = "right" if heading in right.split() else "left"
+        is_whole = not is_terminal or heading not in folded.split()
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=is_whole)
+    for row in cells:
+        # Text is taken as it is: no markup, no emoji codes.
+        table.add_row(*(Text(row[number][0], style=row[number][1]) for number in shown))
+    console.print(table)
     click.echo(re.sub(r"[ ]+$", "", page.getvalue(), flags=re.MULTILINE), nl=False)
 
 
@@ -168,4 +178,4 @@ def print_fields(fields: Iterable[tuple[str, Cell]]) -> None:
     width = max(len(name) for name, _ in pairs)
     for name, value in pairs:
         text, colour = (value, "") if isinstance(value, str) else value
-        click.echo(f"{name:{width}}  {click.style(text, fg=colour or None)}")
+        click.echo(f"{name:{width}}  {click.style(text, fg=colour) if colour else text}")

@@ -180,7 +180,9 @@ def _print_workers(workers: list[dict[str, Any]]) -> None:
         ]
         for worker in workers
     )
-    print_table(("worker", "seen", "up for", "pool", "processes", "queues", "clock offset"), rows)
+    print_table(
+        ("worker", "seen", "up for", "pool", "processes", "queues", "clock offset"), rows, folded="worker queues"
+    )
 
 
 def _ago(seconds: float | None) -> str:

@@ -81,8 +81,9 @@ def list_(
         cli.note("No tasks.")
         return
     now = cli.delays.clock.now()
-    headings = ("id", "status", "tag", "key", "due", "", "queue", "attempts", "error")
-    print_table(headings, (_row(task, now) for task in page), right="attempts")
+    headings = ("id", "status", "tag", "key", "when", "due", "queue", "attempts", "error")
+    rows = (_row(task, now) for task in page)
+    print_table(headings, rows, right="attempts", folded="tag key queue error", extra="due queue attempts")
     if page.cursor is not None:
         given = {"--tag": tag, "--status": status, "--key": key, "--since": since, "--until": until}
         words = [f"{name} {shlex.quote(_as_typed(value))}" for name, value in given.items() if value is not None]
@@ -101,8 +102,8 @@ def _row(task: DelayTask, now: datetime) -> list[Cell]:
         coloured(task.status),
         cell(task.tag),
         cell(task.key),
+        show_from_now(due, now),
         show_instant(due),
-        NOTHING if task.is_finished else show_from_now(due, now).replace(" ", "_"),
         cell(task.queue),
         str(task.attempts),
         (reason(task.error), "red"),

@@ -1,0 +1,222 @@
+"""The command line without a database: how it prints, refuses and helps."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from delaytasks.cli import output
+from delaytasks.cli.main import delays, main
+from delaytasks.core import errors
+from delaytasks.core.task import DelayTask
+
+HOSTILE = "\x1b[31mred\x1b[0m [red]markup[/red] :smile: \r\n\u202eforged line\x9b1m"
+NOON = datetime(2030, 1, 31, 12, tzinfo=timezone.utc)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Terminal]:
+    """Call it in the test: until then stdout is pytest's business."""
+
+    def begin() -> Terminal:
+        screen = Terminal()
+        monkeypatch.setattr(sys, "stdout", screen)
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        return screen
+
+    return begin
+
+
+def commands(group: click.Group, path: str = "") -> Iterator[tuple[str, click.Command]]:
+    for name in group.list_commands(click.Context(group)):
+        command = group.get_command(click.Context(group), name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{path}{name} ")
+        else:
+            yield path + name, command
+
+
+OURS = [(path, command) for path, command in commands(main) if path != "up"]
+
+
+# -- help -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("path", "command"), OURS, ids=[path for path, _ in OURS])
+def test_every_command_explains_itself_with_an_example_and_its_exit_codes(path: str, command: click.Command) -> None:
+    shown = CliRunner().invoke(main, [*path.split(), "--help"])
+    assert shown.exit_code == 0
+    assert f"\n  delaytasks {path}" in shown.output
+    assert "Exit codes: 0" in shown.output
+    assert "--json" in shown.output
+
+
+def test_celery_offers_the_same_commands() -> None:
+    assert [path for path, _ in commands(delays)] == [path for path, _ in commands(main)]
+
+
+def test_the_mission_s_commands_are_all_there() -> None:
+    wanted = ["up", "config", "schedule", "list", "show", "cancel", "reschedule", "retry", "stats", "drain"]
+    assert {*wanted, "db upgrade", "db downgrade", "db current"} == {path for path, _ in commands(main)}
+
+
+def test_the_version_is_printed() -> None:
+    shown = CliRunner().invoke(main, ["--version"])
+    assert shown.exit_code == 0
+    assert shown.output.startswith("delaytasks ")
+
+
+def test_help_does_not_wait_for_what_only_some_commands_need() -> None:
+    code = "import sys, delaytasks; before = set(sys.modules); import delaytasks.cli.main; " + (
+        "print({'rich', 'alembic.command', 'delaytasks.celery', 'delaytasks.cli.up'} & (set(sys.modules) - before))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "set()"
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def all_errors(root: type[errors.DelayTaskError] = errors.DelayTaskError) -> Iterator[type[errors.DelayTaskError]]:
+    for kind in root.__subclasses__():
+        if kind.__module__ == errors.__name__:
+            yield kind
+            yield from all_errors(kind)
+
+
+@pytest.mark.parametrize("kind", list(all_errors()), ids=lambda kind: kind.__name__)
+def test_what_the_caller_wrote_wrong_ends_with_2_and_all_other_errors_with_1(kind: type) -> None:
+    is_callers = issubclass(kind, (errors.InvalidInputError, errors.ConfigError))
+    assert output.failure_of(kind("no"), is_json=False).exit_code == (2 if is_callers else 1)
+
+
+def failing_group(error: Exception) -> click.Group:
+    @click.group(cls=type(main))
+    @click.option("--json", is_flag=True, expose_value=False)
+    def group() -> None: ...
+
+    @group.command()
+    @click.option("--json", is_flag=True, expose_value=False)
+    def fail() -> None:
+        raise error
+
+    return group
+
+
+def test_an_error_is_one_line_on_stderr_without_a_traceback() -> None:
+    shown = CliRunner().invoke(failing_group(errors.TaskNotFoundError("there is no task 7")), ["fail"])
+    assert (shown.exit_code, shown.stdout, shown.stderr) == (1, "", "Error: there is no task 7\n")
+
+
+@pytest.mark.parametrize("arguments", [["fail", "--json"], ["--json", "fail"]])
+def test_an_error_is_a_json_document_where_json_is_asked_for(arguments: list[str]) -> None:
+    shown = CliRunner().invoke(failing_group(errors.InvalidDelayError("no\nsuch delay")), arguments)
+    assert (shown.exit_code, shown.stdout) == (2, "")
+    assert json.loads(shown.stderr) == {"error": "no\nsuch delay", "type": "InvalidDelayError"}
+
+
+@pytest.mark.parametrize("arguments", [["fial", "--json"], ["fail", "--json", "--bogus"], ["--json", "--bogus"]])
+def test_wrong_usage_is_told_in_json_too(arguments: list[str]) -> None:
+    shown = CliRunner().invoke(failing_group(Exception()), arguments)
+    assert (shown.exit_code, shown.stdout) == (2, "")
+    assert json.loads(shown.stderr)["type"].startswith("NoSuch")
+
+
+def test_json_after_two_dashes_is_somebody_s_argument() -> None:
+    shown = CliRunner().invoke(failing_group(Exception()), ["fail", "--", "--json"])
+    assert shown.exit_code == 2
+    assert shown.stderr.startswith("Usage:")
+
+
+def test_an_error_with_strangers_text_stays_one_harmless_line() -> None:
+    shown = CliRunner().invoke(failing_group(errors.InvalidStatusError(HOSTILE)), ["fail"], color=True)
+    plain = shown.stderr.removeprefix("\x1b[31m").removesuffix("\x1b[0m\n")
+    assert plain.isprintable()
+    assert "[red]markup[/red] :smile:" in plain
+
+
+# -- tables and documents -------------------------------------------------------------------------
+
+
+def test_a_piped_table_has_one_plain_line_for_each_row(capsys: pytest.CaptureFixture[str]) -> None:
+    output.print_table(("tag", "n"), [(output.cell(HOSTILE), ("1", "red")), ("long " * 60, "22")], right="n")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert all(line.isprintable() and line == line.rstrip() for line in lines)
+    assert r"\x1b[31mred\x1b[0m [red]markup[/red] :smile: \r\n\u202eforged line\x9b1m" in lines[1]
+    assert lines[1].endswith("  1")
+
+
+def test_a_terminal_s_table_has_our_colours_only(terminal: Callable[[], Terminal]) -> None:
+    screen = terminal()
+    output.print_table(("tag", "status"), [(output.cell(HOSTILE), ("FAILED", "red"))], folded="tag")
+    shown = screen.getvalue()
+    assert "\x1b[31mFAILED" in shown
+    assert r"\x1b[31mred" in shown
+    assert "[red]markup[/red]" in shown
+    assert "\x9b" not in shown
+    assert "\u202e" not in shown
+
+
+def test_a_narrow_terminal_leaves_out_what_is_empty_or_extra(terminal: Callable[[], Terminal]) -> None:
+    screen = terminal()
+    output.print_table(("id", "key", "due"), [("1", output.NOTHING, "now")], extra="due")
+    assert "id" in screen.getvalue()
+    assert "key" not in screen.getvalue()
+    assert "due" not in screen.getvalue()
+
+
+def test_a_pipe_leaves_out_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    output.print_table(("id", "key", "due"), [("1", output.NOTHING, "now")], extra="due")
+    assert capsys.readouterr().out.split() == ["id", "key", "due", "1", "-", "now"]
+
+
+def test_a_block_keeps_its_lines_and_escapes_each() -> None:
+    assert output.block("a\x1b[1m\n\tb\n") == "  a\\x1b[1m\n  \\tb"
+
+
+TRACEBACK = (
+    'Traceback (most recent call last):\n  File "a.py", line 8, in bad\n    raise\nValueError: boom\nsecond line\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [(TRACEBACK, "ValueError: boom"), ("gave up", "gave up"), ("", "-"), (None, "-"), ("  indented", "indented")],
+)
+def test_the_reason_is_the_first_line_after_the_frames(error: str | None, shown: str) -> None:
+    assert output.reason(error) == shown
+
+
+@pytest.mark.parametrize("body", ["NaN", "[" * 200_000, "not json", "[Infinity]"])
+def test_a_body_that_json_can_not_say_is_shown_as_its_text(body: str) -> None:
+    task = DelayTask(7, "t", body, NOON)
+    document = output.task_json(task)
+    assert document["body"] == body
+    assert document["id"] == "7"
+    json.dumps(document, allow_nan=False)
+    assert output.pretty_body(task).strip() in (body, "NaN", "[\n  Infinity\n]")
+
+
+def test_a_body_keeps_its_integers_exactly(capsys: pytest.CaptureFixture[str]) -> None:
+    output.print_json(output.task_json(DelayTask(2**60 + 1, "t", '{"n": 9007199254740993}', NOON)))
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert document["id"] == str(2**60 + 1)
+    assert document["body"] == {"n": 9007199254740993}

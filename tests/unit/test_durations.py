@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delaytasks.cli.durations import parse_duration, parse_instant, show_duration, show_from_now, show_instant
+from delaytasks.core.errors import InvalidDelayError, InvalidScheduleError, NaiveDatetimeError
+
+NOON = datetime(2030, 1, 31, 12, tzinfo=timezone.utc)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 90),
+        ("0", 0),
+        ("0.5", 0.5),
+        ("1h30m", 5400),
+        ("1h 30m", 5400),
+        (" 2d ", 172_800),
+        ("1w", 604_800),
+        ("500ms", 0.5),
+        ("1.5h", 5400),
+        ("1H30M", 5400),
+        ("1m500ms", 60.5),
+        ("1w2d3h4m5s6ms", 788_645.006),
+    ],
+)
+def test_a_duration_is_read_as_people_write_it(text: str, seconds: float) -> None:
+    assert parse_duration(text) == timedelta(seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "x", "1x", "h", "30m1h", "1h1h", "1e9", "nan", "inf", "1,5", "1h30", "٣", "1m s", "0x10", "1 2"]
+)
+def test_what_is_no_duration_is_refused_with_the_forms_that_are(text: str) -> None:
+    with pytest.raises(InvalidDelayError, match="1h30m"):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize("text", ["-5", "-1h", " -0.1"])
+def test_a_negative_duration_is_refused_as_negative(text: str) -> None:
+    with pytest.raises(InvalidDelayError, match="not negative"):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize("text", ["9" * 30, "9" * 400, "9" * 30 + "w"])
+def test_a_duration_beyond_all_bounds_is_refused_and_does_not_overflow(text: str) -> None:
+    with pytest.raises(InvalidDelayError, match="longer"):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize("text", ["2030-01-31T12:00:00Z", "2030-01-31 12:00z", "2030-01-31T13:00:00+01:00"])
+def test_an_instant_is_read_with_its_zone(text: str) -> None:
+    assert parse_instant(text) == NOON
+
+
+def test_an_instant_without_a_zone_is_refused() -> None:
+    with pytest.raises(NaiveDatetimeError, match="Z for UTC"):
+        parse_instant("2030-01-31T12:00:00")
+
+
+@pytest.mark.parametrize("text", ["", "tomorrow", "2030-02-31T00:00:00Z", "Z"])
+def test_what_is_no_instant_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(InvalidScheduleError, match="2030-01-31T18:00:00Z"):
+        parse_instant(text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0, "0s"),
+        (0.0123, "12ms"),
+        (5.2, "5s"),
+        (59.9, "1m"),
+        (5400, "1h30m"),
+        (3605, "1h"),
+        (172_800, "2d"),
+        (-90, "1m30s"),
+    ],
+)
+def test_a_duration_is_shown_by_its_two_largest_units(seconds: float, shown: str) -> None:
+    assert show_duration(seconds) == shown
+
+
+@given(st.integers(0, 10**9))
+def test_what_is_shown_can_be_typed_again(seconds: int) -> None:
+    again = parse_duration(show_duration(seconds)).total_seconds()
+    # What is left out is less than one of the second unit: less than a day of a week, at worst.
+    assert again <= seconds <= again * 8 / 7
+
+
+def test_an_instant_is_shown_so_that_it_can_be_typed_again() -> None:
+    assert show_instant(NOON) == "2030-01-31T12:00:00Z"
+    assert parse_instant(show_instant(NOON)) == NOON
+
+
+def test_the_past_and_the_future_are_told_apart() -> None:
+    assert show_from_now(NOON + timedelta(minutes=90), NOON) == "in 1h30m"
+    assert show_from_now(NOON - timedelta(seconds=5), NOON) == "5s ago"
