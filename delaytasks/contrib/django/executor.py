@@ -12,11 +12,13 @@ from zoneinfo import ZoneInfo
 from django.db import IntegrityError, transaction
 from sqlalchemy import exc
 from sqlalchemy.dialects import mysql, postgresql, sqlite
-from sqlalchemy.engine import Dialect
+from sqlalchemy.engine import Dialect, IteratorResult
+from sqlalchemy.engine.result import SimpleResultMetaData
 from sqlalchemy.types import TypeEngine
 
 from delaytasks.store.types import UTCDateTime
 
+Reader = Callable[[Any], Any]
 #: Rows in one INSERT; fewer where the database takes fewer parameters.
 _ROWS = 500
 
@@ -54,7 +56,7 @@ class DjangoExecutor:
         at_most = self._connection.features.max_query_params or _ROWS * len(rows[0])
         size = max(1, min(_ROWS, at_most // len(rows[0])))
         parts = (rows[start : start + size] for start in range(0, len(rows), size))
-        return Result([], sum(self.execute(statement.values(list(part))).rowcount for part in parts))
+        return Result([], [], sum(self.execute(statement.values(list(part))).rowcount for part in parts))
 
     def _compile(self, statement: Any, parameters: Mapping[str, Any] | None) -> tuple[str, list[Any]]:
         if parameters:
@@ -77,8 +79,10 @@ class DjangoExecutor:
             cursor.execute(sql, values)
         except IntegrityError as error:
             raise self._integrity_error(sql, error) from error
-        rows = cursor.fetchall() if cursor.description else []
-        return Result([self._read(statement, row) for row in rows], cursor.rowcount)
+        columns = statement.selected_columns if cursor.description else ()
+        readers = [self._reader(column.type) for column in columns]
+        rows = [self._read(readers, row) for row in cursor.fetchall()] if columns else []
+        return Result([column.key for column in columns], rows, cursor.rowcount)
 
     def _integrity_error(self, sql: str, error: IntegrityError) -> exc.IntegrityError:
         """The store tells a duplicate by the driver's error, which Django keeps as the cause."""
@@ -87,12 +91,12 @@ class DjangoExecutor:
             cause.pgcode = cause.sqlstate  # psycopg 3
         return exc.IntegrityError(sql, None, cause)
 
-    def _read(self, statement: Any, row: Sequence[Any]) -> tuple[Any, ...]:
-        readers = [self._reader(column.type) for column in statement.selected_columns]
+    @staticmethod
+    def _read(readers: Sequence[Reader | None], row: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(read(value) if read else value for read, value in zip(readers, row, strict=True))
 
-    def _reader(self, kind: TypeEngine[Any]) -> Callable[[Any], Any] | None:
-        process: Callable[[Any], Any] | None = kind.dialect_impl(self._dialect).result_processor(self._dialect, None)
+    def _reader(self, kind: TypeEngine[Any]) -> Reader | None:
+        process: Reader | None = kind.dialect_impl(self._dialect).result_processor(self._dialect, None)
         if not isinstance(kind, UTCDateTime):
             return process
 
@@ -107,23 +111,12 @@ class DjangoExecutor:
         return read
 
 
-class Result:
-    """What the store asks of a result. The rows are fetched already, so that the cursor is free."""
+class Result(IteratorResult[Any]):
+    """SQLAlchemy's own kind of result, over rows that are fetched already, so that the cursor is free."""
 
-    def __init__(self, rows: list[tuple[Any, ...]], rowcount: int) -> None:
-        self._rows = rows
+    def __init__(self, names: Sequence[str], rows: Sequence[tuple[Any, ...]], rowcount: int) -> None:
+        super().__init__(SimpleResultMetaData(names), iter(rows))
         self.rowcount = rowcount
-
-    def all(self) -> list[tuple[Any, ...]]:
-        return self._rows
-
-    def first(self) -> tuple[Any, ...] | None:
-        return self._rows[0] if self._rows else None
-
-    def scalar(self) -> Any:
-        return self._rows[0][0] if self._rows else None
-
-    scalar_one = scalar
 
 
 def dialect_of(connection: Any) -> Dialect:

@@ -60,7 +60,7 @@ class DjangoDelays(DelayTasks):
         its database then. A worker has connections of its own anyway, and threads in which nobody closes Django's."""
         if self.processes.is_worker:
             return super().database_now()
-        now: datetime = DjangoExecutor(connections[self.alias]).peek(select(db_now())).scalar()
+        now: datetime = DjangoExecutor(connections[self.alias]).peek(select(db_now())).scalar_one()
         return now
 
 

@@ -15,17 +15,18 @@ class OrderTest(TestCase):
     def test_an_order_schedules_its_closing(self) -> None:
         number = self.client.post("/orders", {"item": "a pen"}).json()["number"]
         [task] = find(tag="order.close")
-        self.assertEqual((task.body, task.key), ({"order": number}, str(number)))
+        assert (task.body, task.key) == ({"order": number}, str(number))
 
     def test_paying_cancels_it(self) -> None:
         number = self.client.post("/orders").json()["number"]
-        self.assertEqual(self.client.post(f"/orders/{number}/pay").json()["status"], "paid")
-        self.assertEqual(DelayTaskRow.objects.get(tag="order.close").get_status_display(), "CANCELLED")
+        assert self.client.post(f"/orders/{number}/pay").json()["status"] == "paid"
+        assert DelayTaskRow.objects.get(tag="order.close").get_status_display() == "CANCELLED"
 
     def test_what_fails_schedules_nothing(self) -> None:
         self.client.raise_request_exception = False
-        self.assertEqual(self.client.post("/orders/fail").status_code, 500)
-        self.assertFalse(Order.objects.exists() or DelayTaskRow.objects.exists())
+        assert self.client.post("/orders/fail").status_code == 500
+        assert not Order.objects.exists()
+        assert not DelayTaskRow.objects.exists()
 
     def test_it_is_handed_to_the_broker_after_the_commit(self) -> None:
         with mock.patch.object(default().timer, "arm") as arm:
@@ -38,7 +39,7 @@ class OrderTest(TestCase):
         order = Order.objects.create(item="a hat")
         close_order({"order": order.pk})
         order.refresh_from_db()
-        self.assertEqual(order.status, "closed")
+        assert order.status == "closed"
 
 
 class CommittedOrderTest(TransactionTestCase):
@@ -46,4 +47,4 @@ class CommittedOrderTest(TransactionTestCase):
         with mock.patch.object(default().timer, "arm") as arm:
             self.client.post("/orders")
         arm.assert_called_once()
-        self.assertEqual(len(find(tag="order.close")), 1)
+        assert len(find(tag="order.close")) == 1

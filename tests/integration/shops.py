@@ -1,0 +1,149 @@
+"""The example shops as people start them: a web server and a worker, processes of their own, driven by HTTP."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import requests
+from celery import Celery
+from sqlalchemy import create_engine, make_url
+
+from delaytasks import DelayTask, DelayTasks
+from tests.running import ROOT, Process
+from tests.services import free_port
+from tests.waiting import wait_until
+
+PAY_WITHIN_S = 2.0
+
+
+class Shop:
+    """An example under `examples/`, with a database and queues of its own."""
+
+    def __init__(self, example: str, folder: Path, database_url: str, broker_url: str) -> None:
+        self.project = ROOT / "examples" / example
+        self.folder = folder
+        self.database_url = database_url
+        name = "shop" + secrets.token_hex(3)
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("DELAYTASKS_")},
+            "PYTHONPATH": f"{self.project}{os.pathsep}{ROOT}",
+            "SHOP_DATABASE_URL": database_url,
+            "SHOP_NAMESPACE": name,
+            "SHOP_PAY_WITHIN_S": str(PAY_WITHIN_S),
+            "CELERY_BROKER_URL": broker_url,
+        }
+        app = Celery("reader", set_as_current=False)
+        app.conf.broker_url = broker_url
+        #: The same tables and queues, seen from outside.
+        self.delays = DelayTasks(app, database_url, namespace=name)
+        self._processes: list[Process] = []
+        self.url = ""
+
+    def command(self, *arguments: str) -> str:
+        """Runs a command of the project to its end."""
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", *arguments],
+            cwd=self.project, env=self.environment, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def serve(self, *command: str) -> None:
+        """Starts the web server, whose port and folder stand in the command as `{port}` and `{project}`."""
+        port = free_port()
+        server = self._start("web", [part.format(port=port, project=self.project) for part in command])
+        self.url = f"http://127.0.0.1:{port}"
+        wait_until(lambda: self._answers() or server.ended(), 30, f"the shop\n{server.log()}", every_s=0.05)
+        assert not server.ended(), server.log()
+
+    def work(self, *options: str) -> Process:
+        command = [
+            "-m",
+            "celery",
+            "-A",
+            "shop",
+            "worker",
+            "-c",
+            "1",
+            "-n",
+            f"{secrets.token_hex(3)}@shop",
+            "-l",
+            "INFO",
+        ]
+        worker = self._start("worker", [*command, "--without-gossip", "--without-mingle", *options])
+        wait_until(lambda: " ready." in worker.log() or worker.ended(), 30, "the worker", every_s=0.05)
+        assert not worker.ended(), worker.log()
+        return worker
+
+    def _start(self, name: str, command: list[str]) -> Process:
+        log = self.folder / f"{name}{len(self._processes)}.log"
+        process = Process([sys.executable, "-W", "ignore", *command], self.environment, log)
+        self._processes.append(process)
+        return process
+
+    def _answers(self) -> bool:
+        try:
+            return requests.get(f"{self.url}/orders/0", timeout=5).status_code == 404
+        except requests.ConnectionError:
+            return False
+
+    # -- as a customer ----------------------------------------------------------------------------
+
+    def post(self, path: str, status: int, **fields: str) -> dict[str, Any]:
+        answer = requests.post(self.url + path, data=fields, timeout=20)
+        assert answer.status_code == status, f"{answer.status_code} {answer.text[:2000]}\n{self.logs()}"
+        body: dict[str, Any] = answer.json() if answer.headers["content-type"] == "application/json" else {}
+        return body
+
+    def status(self, number: int) -> str:
+        answer = requests.get(f"{self.url}/orders/{number}", timeout=20)
+        return str(answer.json()["status"])
+
+    def wait_for(self, number: int, status: str, deadline_s: float = 20) -> None:
+        wait_until(
+            lambda: self.status(number) == status,
+            deadline_s,
+            f"order {number} to be {status}: {self.tasks()}\n{self.logs()}",
+            every_s=0.05,
+        )
+
+    # -- behind the counter -----------------------------------------------------------------------
+
+    def tasks(self) -> list[DelayTask]:
+        return self.delays.find(tag="order.close").tasks
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {p.log_file.name}\n{p.log()[-4000:]}" for p in self._processes)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        with self.delays.celery.connection_for_write() as connection:
+            for name in ("default", "celery"):
+                try:
+                    self.delays.publisher.queue(name)(connection).delete()
+                except connection.channel_errors + connection.connection_errors:
+                    pass
+        self.delays.close()
+
+
+def new_database(url: str) -> tuple[str, Callable[[], None]]:
+    """A database without any tables, beside the one named, and how to drop it."""
+    place, name = make_url(url), f"dt_shop_{secrets.token_hex(4)}"
+    is_postgresql = place.get_backend_name() == "postgresql"
+
+    def run(statement: str) -> None:
+        engine = create_engine(url, isolation_level="AUTOCOMMIT")
+        with engine.connect() as connection:
+            connection.exec_driver_sql(statement)
+        engine.dispose()
+
+    run(f"CREATE DATABASE {name}" + ("" if is_postgresql else " CHARACTER SET utf8mb4"))
+    drop = f"DROP DATABASE IF EXISTS {name}" + (" WITH (FORCE)" if is_postgresql else "")
+    return place.set(database=name).render_as_string(hide_password=False), lambda: run(drop)

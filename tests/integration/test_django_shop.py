@@ -1,0 +1,190 @@
+"""The Django example: its migrations on each database, its own tests, and the shop with a real worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import create_engine, text
+
+from delaytasks import Status
+from delaytasks.store import migrations
+from tests.integration.shops import PAY_WITHIN_S, Shop, new_database
+from tests.waiting import wait_until
+
+pytest.importorskip("django")
+
+
+@pytest.fixture
+def fresh_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A database of this test's own."""
+    kind = request.param
+    if kind == "sqlite":
+        yield f"sqlite:///{tmp_path / 'shop.sqlite3'}"
+        return
+    url, drop = new_database(request.getfixturevalue(f"{kind}_url"))
+    yield url
+    drop()
+
+
+each_database = pytest.mark.parametrize("fresh_url", ["postgresql", "mysql", "sqlite"], indirect=True)
+
+
+@pytest.fixture
+def shop(fresh_url: str, redis_url: str, tmp_path: Path) -> Iterator[Shop]:
+    """Its database is empty, and nothing is started."""
+    shop = Shop("django_shop", tmp_path, fresh_url, redis_url)
+    yield shop
+    shop.close()
+
+
+def differences(shop: Shop) -> list[Any]:
+    """What Alembic would change to make the tables those of the metadata."""
+    tables = shop.delays.store.schema.metadata
+    options = {
+        "compare_type": True,
+        "include_name": lambda name, kind, _parents: kind != "table" or name in tables.tables,
+    }
+    with shop.delays.store.database.begin() as connection:
+        found: list[Any] = compare_metadata(MigrationContext.configure(connection, opts=options), tables)
+    return found
+
+
+def create_statements(url: str) -> dict[str, str]:
+    """What the database itself says of each of our tables and indexes."""
+    engine = create_engine(url)
+    with engine.connect() as connection:
+        if engine.dialect.name == "sqlite":
+            query = "SELECT name, sql FROM sqlite_master WHERE tbl_name LIKE 'yb_delay%' AND sql IS NOT NULL"
+        elif engine.dialect.name == "postgresql":
+            query = """
+                SELECT table_name || '.' || column_name,
+                  concat_ws(' ', data_type, is_nullable, column_default, character_maximum_length, is_identity)
+                  FROM information_schema.columns WHERE table_name LIKE 'yb_delay%'
+                UNION ALL SELECT indexname, indexdef FROM pg_indexes WHERE tablename LIKE 'yb_delay%'
+                UNION ALL SELECT relname, reloptions::text FROM pg_class
+                  WHERE relname LIKE 'yb_delay%' AND reloptions IS NOT NULL"""
+        else:
+            names = [row[0] for row in connection.execute(text("SHOW TABLES LIKE 'yb_delay%'"))]
+            return {name: str(connection.execute(text(f"SHOW CREATE TABLE {name}")).one()[1]) for name in names}
+        found = {str(name): " ".join(str(sql).split()) for name, sql in connection.execute(text(query))}
+    engine.dispose()
+    return found
+
+
+# -- migrations -----------------------------------------------------------------------------------
+
+
+@each_database
+def test_migrate_makes_the_tables_of_the_metadata_as_alembic_does(shop: Shop) -> None:
+    shop.command("manage.py", "migrate")
+    assert differences(shop) == []
+    assert migrations.is_current(shop.delays.store.database)
+    by_django = create_statements(shop.database_url)
+    assert len(by_django) >= 5
+
+    shop.command("manage.py", "migrate", "delaytasks", "zero")
+    with shop.delays.store.database.begin() as connection:
+        connection.execute(text("DROP TABLE yb_delay_alembic_version"))
+    assert not create_statements(shop.database_url)
+    migrations.upgrade(shop.delays.store.database)
+    assert create_statements(shop.database_url) == by_django
+
+
+@each_database
+def test_migrate_finds_the_tables_that_delaytasks_db_upgrade_made(shop: Shop) -> None:
+    migrations.upgrade(shop.delays.store.database)
+    task = shop.delays.schedule_delay("order.close", {"order": 7}, 3600)
+    shop.command("manage.py", "migrate")
+    assert shop.delays.get(task).body == {"order": 7}
+    assert differences(shop) == []
+
+
+@each_database
+def test_migrate_adopts_a_table_of_the_missions_columns_and_going_back_keeps_its_rows(shop: Shop) -> None:
+    is_sqlite = shop.database_url.startswith("sqlite")
+    instant = "DATETIME" if is_sqlite else "TIMESTAMP"
+    columns = "id BIGINT PRIMARY KEY" if not is_sqlite else "id INTEGER PRIMARY KEY"
+    with shop.delays.store.database.begin() as connection:
+        connection.execute(
+            text(
+                f"CREATE TABLE yb_delay_task_message ({columns}, tag VARCHAR(128) NOT NULL, message_body TEXT NOT NULL,"
+                " status SMALLINT NOT NULL DEFAULT 0, error_stack TEXT, version BIGINT NOT NULL DEFAULT 0,"
+                " ip_address BIGINT, delay_time BIGINT NOT NULL DEFAULT 0,"
+                f" expected_time {instant} NULL, execution_time {instant} NULL,"
+                f" create_time {instant} NULL, update_time {instant} NULL)"
+            )
+        )
+        connection.execute(text("INSERT INTO yb_delay_task_message (id, tag, message_body) VALUES (7, 'old', '{}')"))
+    shop.command("manage.py", "migrate")
+    assert shop.delays.get(7).tag == "old"
+    assert migrations.is_current(shop.delays.store.database)
+    shop.command("manage.py", "migrate", "delaytasks", "zero")
+    with shop.delays.store.database.begin() as connection:
+        assert connection.execute(text("SELECT tag FROM yb_delay_task_message")).scalar() == "old"
+    shop.command("manage.py", "migrate")
+    assert shop.delays.get(7).tag == "old"
+
+
+@pytest.mark.parametrize("fresh_url", ["sqlite"], indirect=True)
+def test_djangos_models_ask_for_no_other_migration(shop: Shop) -> None:
+    assert "No changes detected" in shop.command("manage.py", "makemigrations", "--check", "--dry-run")
+
+
+# -- the project ----------------------------------------------------------------------------------
+
+
+@each_database
+def test_the_shops_own_tests_pass_in_djangos_test_databases(shop: Shop) -> None:
+    """They are made, filled, copied for a second process and dropped: nobody may hold a connection to them."""
+    assert "OK" in shop.command("manage.py", "test", "--parallel", "2")
+
+
+@pytest.mark.parametrize("fresh_url", ["sqlite"], indirect=True)
+def test_delays_modules_are_imported_and_the_module_level_functions_are_the_projects(shop: Shop) -> None:
+    shown = shop.command(
+        "manage.py",
+        "shell",
+        "-c",
+        "from delaytasks.api import default; from shop.celery import app; d = default(); "
+        "print('tags', [p.tag for p in d.registry], d.celery is app, d.settings.namespace)",
+    )
+    assert f"tags ['order.close'] True {shop.environment['SHOP_NAMESPACE']}" in shown
+
+
+@pytest.mark.parametrize("fresh_url", ["postgresql", "sqlite"], indirect=True)
+def test_orders_are_closed_on_time_unless_they_are_paid_or_rolled_back(shop: Shop) -> None:
+    shop.command("manage.py", "migrate")
+    shop.serve("{project}/manage.py", "runserver", "--noreload", "127.0.0.1:{port}")
+    shop.work()
+    unpaid = shop.post("/orders", 201, item="a book")["number"]
+    paid = shop.post("/orders", 201, item="a pen")["number"]
+    shop.post("/orders/fail", 500)
+    assert shop.post(f"/orders/{paid}/pay", 200) == {"number": paid, "status": "paid"}
+    assert shop.status(unpaid) == "placed"
+
+    shop.wait_for(unpaid, "closed")
+    assert shop.status(paid) == "paid"
+    assert shop.post(f"/orders/{unpaid}/pay", 409)["error"] == "too late to pay"
+
+    tasks = {task.body["order"]: task for task in shop.tasks()}
+    assert set(tasks) == {unpaid, paid}  # and none of the request that failed
+    wait_until(lambda: shop.delays.get(tasks[unpaid]).status is Status.DONE, 10, "the task to be settled")
+    done = shop.delays.get(tasks[unpaid])
+    assert tasks[paid].status is Status.CANCELLED
+    assert done.execution_time is not None
+    assert done.create_time is not None
+    assert timedelta(0) <= done.execution_time - done.expected_time < timedelta(seconds=1.5), shop.logs()
+    assert done.expected_time - done.create_time == timedelta(seconds=PAY_WITHIN_S)
+    if shop.database_url.startswith("postgresql"):
+        # Django's connections name no application, delaytasks' own do. Celery closes Django's after each task.
+        query = text(
+            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = ''"
+        )
+        database = shop.delays.store.database
+        wait_until(lambda: database.alone(lambda c: c.execute(query).scalar()) == 0, 5, "Django's connections to close")
