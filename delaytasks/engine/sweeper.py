@@ -35,8 +35,8 @@ class Sweeper:
         armed_until = self._sweeps.begin_sweep(house, settings.houses, settings.sweep_s * 0.8)
         if armed_until is None:
             return False
-        if house == 0:
-            self._bury_dead_workers()
+        if house == 0 and self._bury_dead_workers():
+            armed_until = self._clock.now()  # ours was read before it was forgotten
         if settings.horizon_s is not None:
             self._arm_near(house, armed_until, settings.horizon_s)
         if house == 0:
@@ -85,13 +85,15 @@ class Sweeper:
             self._timer.drain(queue, priorities, tokens, self._settings.sweep_s)
             self._events.emit("sweep.drain", queue=queue, tokens=tokens)
 
-    def _bury_dead_workers(self) -> None:
-        """What a dead worker held in memory is armed again, in time, at the price of duplicates."""
+    def _bury_dead_workers(self) -> bool:
+        """What a dead worker held in memory is armed again, in time, at the price of duplicates. True if there was
+        one."""
         names = self._workers.bury(SILENT_SWEEPS * self._settings.sweep_s)
         if names:
             self._sweeps.forget_armed()
             for name in names:
                 self._events.emit("worker.lost", worker=name)
+        return bool(names)
 
     def _purge(self) -> None:
         age = self._settings.purge_after_s
