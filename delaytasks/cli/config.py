@@ -24,11 +24,10 @@ def config(cli: Cli) -> None:
 
     Passwords are masked. Later ones win: Celery's configuration, the environment, arguments of DelayTasks(...).
     """
-    delays = cli.delays
-    settings, database = delays.settings, delays.store.database.url.render_as_string(hide_password=True)
+    settings = cli.delays.settings
     places = {
         "app": (cli.app.main or NOTHING, cli.app_origin),
-        "database": (database, settings.origin("database_url")),
+        "database": (cli.database_url, settings.origin("database_url")),
         "broker": (broker_url(cli.app), _broker_origin(cli)),
     }
     rows = settings.effective()

@@ -17,6 +17,7 @@ from click.core import ParameterSource
 
 from delaytasks.cli.output import failure_of
 from delaytasks.core.errors import ConfigError, DelayTaskError
+from delaytasks.core.settings import mask_url
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
@@ -62,6 +63,11 @@ class Cli:
             )
         self._ctx.call_on_close(found.close)
         return found
+
+    @property
+    def database_url(self) -> str:
+        """Without passwords, which may stand among its options too."""
+        return mask_url(self.delays.store.database.url.render_as_string(hide_password=True))
 
     def _delays_of_app(self) -> DelayTasks | None:
         return getattr(self.app.tasks.get("delaytasks.run"), "delays", None)

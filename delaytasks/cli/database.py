@@ -53,7 +53,9 @@ def downgrade(cli: Cli, revision: str, yes: bool) -> None:
     if not yes:
         if cli.is_json or not sys.stdin.isatty():
             raise click.UsageError("A downgrade may drop columns and tables; say --yes.")
-        click.confirm(f"Downgrade {_shown(cli)} by {revision}? Columns and tables may be dropped", abort=True, err=True)
+        click.confirm(
+            f"Downgrade {cli.database_url} by {revision}? Columns and tables may be dropped", abort=True, err=True
+        )
     migrations.downgrade(*_place(cli), revision)
     _done(cli, "downgraded")
 
@@ -74,7 +76,7 @@ def current(cli: Cli, check: bool) -> None:
 
 def _done(cli: Cli, done: str) -> None:
     if not cli.is_json:
-        say(f"{done} {_shown(cli)}")
+        say(f"{done} {cli.database_url}")
     _print_current(cli)
 
 
@@ -83,7 +85,7 @@ def _print_current(cli: Cli) -> bool:
 
     revision, head = migrations.current(*_place(cli)), migrations.head()
     if cli.is_json:
-        print_json({"database": _shown(cli), "revision": revision, "head": head, "is_current": revision == head})
+        print_json({"database": cli.database_url, "revision": revision, "head": head, "is_current": revision == head})
     elif revision is None:
         say(f"no tables yet (this version has {head}); run: {cli.command} db upgrade")
     elif revision == head:
@@ -96,7 +98,3 @@ def _print_current(cli: Cli) -> bool:
 def _place(cli: Cli) -> tuple[Database, str, str | None]:
     settings = cli.delays.settings
     return cli.delays.store.database, settings.table_prefix, settings.table_schema or None
-
-
-def _shown(cli: Cli) -> str:
-    return cli.delays.store.database.url.render_as_string(hide_password=True)

@@ -30,7 +30,7 @@ def stats(cli: Cli) -> None:
     \b
     delaytasks stats
     """
-    found = gather(cli.delays)
+    found = _gather(cli)
     if cli.is_json:
         print_json(found)
         return
@@ -47,11 +47,11 @@ def stats(cli: Cli) -> None:
 # -- gather ---------------------------------------------------------------------------------------
 
 
-def gather(delays: DelayTasks) -> dict[str, Any]:
+def _gather(cli: Cli) -> dict[str, Any]:
     from delaytasks.engine.sweeper import SILENT_SWEEPS
     from delaytasks.store.stats import Stats
 
-    settings, store = delays.settings, delays.store
+    delays, settings, store = cli.delays, cli.delays.settings, cli.delays.store
     numbers, now = Stats(store.database, store.schema), store.tasks.now()
 
     def age(instant: datetime) -> float:
@@ -92,7 +92,7 @@ def gather(delays: DelayTasks) -> dict[str, Any]:
         "workers": workers,
         "sweeps": sweeps,
         "broker": _broker(delays),
-        "database": _database(delays, numbers.server()),
+        "database": _database(cli, numbers.server()),
         "versions": {
             **{name: _version(name) for name in ("delaytasks", "celery", "sqlalchemy")},
             "python": platform.python_version(),
@@ -107,13 +107,12 @@ def _version(name: str) -> str:
         return "(not installed)"
 
 
-def _database(delays: DelayTasks, server: str) -> dict[str, Any]:
+def _database(cli: Cli, server: str) -> dict[str, Any]:
     from delaytasks.store import migrations
 
-    settings, database = delays.settings, delays.store.database
+    settings, database = cli.delays.settings, cli.delays.store.database
     revision = migrations.current(database, settings.table_prefix, settings.table_schema or None)
-    url = database.url.render_as_string(hide_password=True)
-    return {"url": url, "server": server, "revision": revision, "head": migrations.head()}
+    return {"url": cli.database_url, "server": server, "revision": revision, "head": migrations.head()}
 
 
 def _broker(delays: DelayTasks) -> dict[str, Any]:
