@@ -1,0 +1,299 @@
+"""What the documentation shows is so: its code runs, its commands and settings exist, its tables are those of the code.
+
+In a page, `<!-- runs -->` before a Python block has it executed, all of a page in one process, on an SQLite file and a
+broker in memory; a comment that begins with `<!-- setup` brings what a reader has already. The tables between
+`<!-- generated: … -->` and `<!-- end -->` are written by `python -m tests.unit.test_docs`.
+"""
+
+from __future__ import annotations
+
+import ast
+import logging
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import pytest
+
+from delaytasks.core import errors
+from delaytasks.core.events import _LEVELS as LEVELS
+from delaytasks.core.settings import Settings
+from delaytasks.core.states import MOVES, Status
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+#: Stands in the pages for the reader's own database.
+DATABASE_URL = "postgresql://localhost/shop"
+SHELLS = {"sh", "bash", "console"}
+
+
+class Block(NamedTuple):
+    """A piece of code in a page; `line` is where it begins."""
+
+    language: str
+    text: str
+    line: int
+    runs: bool
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    lines = page.read_text().splitlines()
+    before = ""
+    numbers = iter(range(len(lines)))
+    for number in numbers:
+        stripped = lines[number].strip()
+        if stripped.startswith("```") or stripped == "<!-- setup":
+            end = "-->" if stripped == "<!-- setup" else "```"
+            inside = []
+            for inner in numbers:
+                if lines[inner].strip() == end:
+                    break
+                inside.append(lines[inner])
+            else:
+                raise ValueError(f"{page}:{number + 1}: the block has no end")
+            language = "python" if end == "-->" else stripped.removeprefix("```")
+            text = textwrap.dedent("\n".join(inside)) + "\n"
+            yield Block(language, text, number + 2, end == "-->" or before == "<!-- runs -->")
+        if stripped:
+            before = stripped
+
+
+def _of(language: str) -> list[Any]:
+    found = [(page, block) for page in PAGES for block in blocks(page) if block.language == language]
+    return [pytest.param(*each, id=f"{each[0].relative_to(ROOT)}:{each[1].line}") for each in found]
+
+
+# -- Python ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("page", "block"), _of("python"))
+def test_each_python_block_is_python(page: Path, block: Block) -> None:
+    compile(block.text, f"{page.name}:{block.line}", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+@pytest.mark.parametrize("name", [n for n, page in zip(NAMES, PAGES, strict=True) if any(b.runs for b in blocks(page))])
+def test_the_blocks_of_a_page_that_say_so_run(name: str, tmp_path: Path) -> None:
+    environment = {
+        **{key: value for key, value in os.environ.items() if not key.startswith(("DELAYTASKS_", "CELERY_"))},
+        "PYTHONPATH": str(ROOT),
+        "DELAYTASKS_DATABASE_URL": f"sqlite:///{tmp_path / 'docs.sqlite3'}",
+        "CELERY_BROKER_URL": "memory://",
+    }
+    command = [sys.executable, "-m", "tests.unit.test_docs", "run", str(ROOT / name)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def run_page(page: Path) -> None:
+    """Executes the page's blocks, one after another, with the names that their setups may use."""
+    from delaytasks.api import default
+    from delaytasks.store import migrations
+
+    def make_tables(delays: Any = None) -> None:
+        migrations.upgrade((delays or default()).store.database)
+
+    url = os.environ["DELAYTASKS_DATABASE_URL"]
+    names: dict[str, Any] = {"__name__": "docs", "database_url": url, "make_tables": make_tables}
+    for block in blocks(page):
+        if block.runs:
+            text = "\n" * (block.line - 1) + block.text.replace(DATABASE_URL, url)  # tracebacks name the page's lines
+            exec(compile(text, str(page), "exec", dont_inherit=True), names)
+
+
+# -- commands, settings, links --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_command_shown_exists_with_its_options(name: str) -> None:
+    for block in blocks(ROOT / name):
+        if block.language in SHELLS:
+            for line in block.text.splitlines():
+                words = shlex.split(line, comments=True)
+                if words:
+                    _check_command(words, f"{name}: {line}")
+
+
+def _check_command(words: list[str], where: str) -> None:
+    from delaytasks.cli.main import main
+
+    if words[0] == "./dev":
+        assert words[1] in re.findall(r"^    (\w+)\)", (ROOT / "dev").read_text(), re.MULTILINE), where
+    elif words[:2] == ["celery", "-A"] and "delays" in words:
+        _check_click(main, words[words.index("delays") + 1 :], where)
+    elif words[0] == "celery":
+        from celery.bin.celery import celery
+
+        _check_click(celery, words[1:], where)
+    elif words[0] == "delaytasks":
+        _check_click(main, words[1:], where)
+
+
+def _check_click(command: click.Command, words: list[str], where: str) -> None:
+    """Follows the words into subcommands; an option must be one of the command's."""
+    context = click.Context(command)
+    while words:
+        word = words.pop(0)
+        if word.startswith("-") and word != "-":
+            option = word.partition("=")[0]
+            known = {o: p for p in command.get_params(context) for o in (*p.opts, *p.secondary_opts)}
+            assert option in known, f"{where}: {command.name} has no option {option} (known: {', '.join(known)})"
+            if not getattr(known[option], "is_flag", False) and "=" not in word and not getattr(known[option], "count", 0):
+                words.pop(0)
+        elif isinstance(command, click.Group):
+            inner = command.get_command(context, word)
+            if command.name == "celery" and word == "flower":
+                return  # there only where Flower is installed
+            assert inner is not None, f"{where}: {command.name} has no command {word}"
+            command, context = inner, click.Context(inner)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_setting_named_exists(name: str) -> None:
+    known = {row[0] for row in Settings().effective()}
+    text = (ROOT / name).read_text()
+    for found in re.findall(r"\b(?:delaytasks|DELAYTASKS)_[A-Za-z0-9_]+\b", text):
+        if not found.startswith(("DELAYTASKS_TEST_", "DELAYTASKS_BENCH_", "DELAYTASKS_APP")):
+            assert found.lower() in known, f"{name} names {found}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_link_inside_the_project_leads_somewhere(name: str) -> None:
+    page = ROOT / name
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), f"{name} links {target}"
+        if anchor:
+            assert anchor in {_anchor(line) for line in found.read_text().splitlines()}, f"{name} links {target}"
+
+
+def _anchor(heading: str) -> str | None:
+    """As GitHub and MkDocs make them."""
+    if not heading.startswith("#"):
+        return None
+    return re.sub(r"[^\w\- ]", "", heading.lstrip("#").strip().lower()).replace(" ", "-")
+
+
+# -- tables that the code knows -------------------------------------------------------------------
+
+
+def settings_table() -> str:
+    rows = ["| setting | default | meaning |", "|---|---|---|"]
+    for name, value, _, about in Settings().effective():
+        rows.append(f"| `{name}` | {f'`{value}`' if value else ''} | {about} |")
+    return "\n".join(rows)
+
+
+def moves_table() -> str:
+    rows = ["| move | from | to |", "|---|---|---|"]
+    for move in MOVES.values():
+        sources = ", ".join(status.name for status in Status if status in move.sources)
+        rows.append(f"| `{move.name}` | {sources or '–'} | {move.target.name} |")
+    return "\n".join(rows)
+
+
+GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
+    "settings": ("docs/operations.md", settings_table),
+    "moves": ("docs/how-it-works.md", moves_table),
+}
+
+
+def _place(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<=<!-- generated: {name} -->\n).*?(?=<!-- end -->)", re.DOTALL)
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_generated_tables_are_those_of_the_code(name: str) -> None:
+    page, make = GENERATED[name]
+    found = _place(name).search((ROOT / page).read_text())
+    assert found is not None, f"{page} has no place for {name}"
+    assert found[0].strip() == make().strip(), "out of date; run: python -m tests.unit.test_docs"
+
+
+def write_tables() -> None:
+    for name, (page, make) in GENERATED.items():
+        text = (ROOT / page).read_text()
+        (ROOT / page).write_text(_place(name).sub(lambda _, made=make(): f"\n{made}\n\n", text))
+
+
+def test_each_event_that_is_logged_is_explained_with_its_level() -> None:
+    shown: dict[str, str] = {}
+    for names, levels in re.findall(r"^\| (`[a-z_.`, ]+) \| ([A-Z, ]+) \|", (ROOT / "docs/worker.md").read_text(), re.MULTILINE):
+        shown.update(zip(re.findall(r"`([^`]+)`", names), levels.split(", "), strict=True))
+    source = "".join(path.read_text() for path in (ROOT / "delaytasks").rglob("*.py"))
+    emitted = set(re.findall(r'emit\(\s*"([a-z_.]+)"', source))
+    assert shown == {name: logging.getLevelName(level) for name, level in LEVELS.items() if name in emitted}
+
+
+def test_each_error_is_explained() -> None:
+    page = (ROOT / "docs/errors.md").read_text()
+    for name, value in vars(errors).items():
+        if isinstance(value, type) and issubclass(value, errors.DelayTaskError):
+            assert f"`{name}`" in page or re.search(rf"^\W*{name}\b", page, re.MULTILINE), name
+
+
+def test_the_extras_of_the_readme_are_those_of_the_package() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    table = re.search(r"^\[project\.optional-dependencies\]\n(.*?)^\[", text, re.MULTILINE | re.DOTALL)
+    assert table is not None
+    shown = re.findall(r"`delaytasks\[(\w+)\]`", (ROOT / "README.md").read_text())
+    assert sorted(shown) == sorted(re.findall(r"^(\w+) = \[", table[1], re.MULTILINE))
+
+
+def test_the_columns_in_the_docs_are_those_of_the_table() -> None:
+    from delaytasks.store.schema import build_schema
+
+    page = (ROOT / "docs/scheduling.md").read_text().partition("## The columns")[2]
+    shown = [name for row in re.findall(r"^\| (`.+?) \|", page, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(shown) == sorted(column.name for column in build_schema().tasks.columns)
+
+
+# -- SQL ------------------------------------------------------------------------------------------
+
+
+def test_the_plain_row_in_the_docs_is_a_good_task(database_url: str) -> None:
+    from datetime import timedelta
+
+    from sqlalchemy import text
+
+    from tests.conftest import open_store
+
+    titles = {"postgresql": "-- PostgreSQL", "mysql": "-- MySQL, MariaDB", "sqlite": "-- SQLite"}
+    store = open_store(database_url, table_prefix="docs_")
+    title = titles[store.database.url.get_backend_name()]
+    shown = [b.text for b in blocks(ROOT / "docs/scheduling.md") if b.language == "sql"]
+    [insertion] = [sql for sql in shown if sql.startswith(title)]
+    [cancellation] = [sql for sql in shown if sql.startswith("UPDATE")]
+    try:
+        with store.database.begin() as connection:
+            # A colon is SQLAlchemy's sign for a parameter.
+            connection.execute(text(insertion.replace("yb_", "docs_yb_").replace(":", "\\:")))
+        [task] = store.tasks.find(None, None, None, None, None, None, 10)
+        assert (task.tag, task.body, task.delay_s, task.status) == ("order.close", {"order": 7}, 1800, Status.NOT_COMPLETE)
+        assert timedelta(seconds=1790) < task.expected_time - store.tasks.now() <= timedelta(seconds=1800)
+        with store.database.begin() as connection:
+            connection.execute(text(cancellation.replace("yb_", "docs_yb_").replace("42", str(task.id))))
+        cancelled = store.tasks.get(task.id)
+        assert cancelled is not None
+        assert (cancelled.status, cancelled.version) == (Status.CANCELLED, 1)
+    finally:
+        with store.database.begin() as connection:
+            store.schema.metadata.drop_all(connection)
+        store.close()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["run"]:
+        run_page(Path(sys.argv[2]))
+    else:
+        write_tables()
