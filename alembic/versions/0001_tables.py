@@ -111,7 +111,8 @@ def upgrade(prefix: str = "", schema: str | None = None) -> None:
             sa.Column("tag", sa.String(128), nullable=False),
             sa.Column("task_key", sa.String(191), nullable=False),
             sa.Column("task_id", sa.BigInteger(), nullable=False),
-            sa.PrimaryKeyConstraint("tag", "task_key", name=prefix + "pk_yb_delay_task_key"),
+            # The key first: it tells rows apart. By their tag first, a planner may read all keys of a tag.
+            sa.PrimaryKeyConstraint("task_key", "tag", name=prefix + "pk_yb_delay_task_key"),
             schema=schema,
             **OPTIONS,
         )

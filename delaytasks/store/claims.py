@@ -7,6 +7,7 @@ from typing import Any
 
 from sqlalchemy import (
     BigInteger,
+    ColumnElement,
     Select,
     Update,
     and_,
@@ -21,13 +22,14 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import ARRAY
 
 from delaytasks.core.clock import to_us
+from delaytasks.core.inputs import MAX_PRIORITY
 from delaytasks.core.ports import Entry, Miss, Settlement
 from delaytasks.core.states import MOVES, Status
 from delaytasks.core.task import DelayTask
 from delaytasks.store.database import Database
 from delaytasks.store.rows import CLAIMED, columns, dump_rows, instant_text, json_rows, task_of
 from delaytasks.store.schema import Schema
-from delaytasks.store.types import db_now, db_now_plus
+from delaytasks.store.types import db_now, db_now_plus, once
 
 NO_LONGER_ALIVE = "gave up: the worker died or lost its lease {n} times in a row while this task ran"
 
@@ -51,9 +53,11 @@ class Claims:
             "worker": worker,
             "ip_address": ip,
         }
-        waiting = and_(t.c.status == int(Status.NOT_COMPLETE), t.c.expected_time <= db_now())
+        waiting = and_(t.c.status == int(Status.NOT_COMPLETE), t.c.expected_time <= once(db_now()))
         wanted = json_rows(dialect, ("id", "version"))
-        named = and_(t.c.id == wanted.c.id, t.c.version == wanted.c.version, waiting)
+        # `+ 0` keeps planners from an index on status: all rows that wait are in it.
+        is_waiting = and_(t.c.status + 0 == int(Status.NOT_COMPLETE), t.c.expected_time <= db_now())
+        named = and_(t.c.id == wanted.c.id, t.c.version == wanted.c.version, is_waiting)
         self._pick_named = self._lock(select(t.c.id).join(wanted, named).order_by(t.c.id))
         if database.can.array_parameters:
             # Without it a table that was never analysed is read from end to end.
@@ -68,7 +72,9 @@ class Claims:
         self._pick_suspect = self._lock(
             select(t.c.id)
             .where(waiting, t.c.queue == bindparam("due_queue"), t.c.lapses > 0)
-            .order_by(t.c.expected_time)
+            .where(t.c.priority == bindparam("due_priority"))
+            # By lapses first, also because in the order of time alone MySQL would walk the index of all past rows.
+            .order_by(t.c.lapses, t.c.expected_time)
             .limit(1)
         )
         self._settle = self._settle_statement()
@@ -97,9 +103,14 @@ class Claims:
                 break
         return claimed
 
-    def claim_suspect(self, queue: str) -> DelayTask | None:
-        rows = self._claim(self._pick_suspect, {"due_queue": queue})
-        return rows[0] if rows else None
+    def claim_suspect(self, queue: str, priorities: Sequence[int] = range(MAX_PRIORITY + 1)) -> DelayTask | None:
+        """The due row that lapsed least and is oldest, of the highest priority. Each priority is asked for by itself:
+        else the index would be walked through all rows that wait in the queue, however far in the future."""
+        for priority in sorted(priorities, reverse=True):
+            rows = self._claim(self._pick_suspect, {"due_queue": queue, "due_priority": priority})
+            if rows:
+                return rows[0]
+        return None
 
     def _naming(self, pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
         pairs = sorted(pairs)
@@ -115,10 +126,11 @@ class Claims:
         t = self._t
         if self._db.can.update_returning:
             picked = pick.cte("picked")
-            statement = update(t).where(t.c.id.in_(select(picked.c.id)))
-            if "ids" in parameters:
-                statement = statement.where(t.c.id == any_(bindparam("ids", type_=ARRAY(BigInteger))))
-            statement = statement.values(self._claimed).returning(*self._columns)
+            mine: ColumnElement[bool] = t.c.id.in_(select(picked.c.id))
+            if self._db.can.array_parameters:
+                # A list that is made first: the planner can only look each id up.
+                mine = t.c.id == any_(func.array(select(picked.c.id).scalar_subquery()))
+            statement = update(t).where(mine).values(self._claimed).returning(*self._columns)
             rows = self._db.alone(lambda c: c.execute(statement, parameters).all())
         else:
             rows = self._db.run(lambda: self._claim_in_two(pick, parameters))
@@ -138,7 +150,7 @@ class Claims:
         t = self._t
         query = select(t.c.id, t.c.version, t.c.status, t.c.expected_time, t.c.lapses).where(t.c.id.in_(list(ids)))
         rows = self._db.alone(lambda c: c.execute(query).all())
-        return [Miss(row[0], row[1], Status(row[2]), to_us(row[3]), row[4]) for row in rows]
+        return [Miss(row[0], row[1], Status.of(row[2]), to_us(row[3]), row[4]) for row in rows]
 
     # -- settle -----------------------------------------------------------------------------------
 
@@ -147,7 +159,7 @@ class Claims:
         w = json_rows(self._dialect, ("id", "version", "status", "error", "began", "due", "returned", "is_finished"))
         statement = (
             update(t)
-            .where(t.c.id == w.c.id, t.c.version == w.c.version, t.c.status == int(Status.RUNNING))
+            .where(t.c.id == w.c.id, t.c.version == w.c.version, t.c.status + 0 == int(Status.RUNNING))
             .values(
                 status=w.c.status,
                 version=t.c.version + 1,
@@ -176,14 +188,17 @@ class Claims:
         if not keyed:
             return self._db.alone(lambda c: self._settled(c, ordered, parameters))
 
+        k = self._keys
+        held = and_(k.c.tag.in_({task.tag for task in keyed}), k.c.task_key.in_({task.key for task in keyed}))
+        # Keys before tasks, as those who replace a task do it: the other way round they would deadlock.
+        lock = select(k.c.task_id).where(held, k.c.task_id.in_([task.id for task in keyed]))
+        lock = lock.order_by(k.c.task_key, k.c.tag).with_for_update()
+
         def together() -> set[int]:
             with self._db.begin() as connection:
+                connection.execute(lock).all()
                 accepted = self._settled(connection, ordered, parameters)
-                k = self._keys
-                for task in keyed:
-                    if task.id in accepted:
-                        mine = and_(k.c.tag == task.tag, k.c.task_key == task.key, k.c.task_id == task.id)
-                        connection.execute(delete(k).where(mine))
+                connection.execute(delete(k).where(held, k.c.task_id.in_(accepted)))
                 return accepted
 
         return self._db.run(together)

@@ -99,7 +99,8 @@ def build_schema(prefix: str = "", schema: str | None = None) -> Schema:
         Column("tag", String(TAG_LENGTH), nullable=False),
         Column("task_key", String(KEY_LENGTH), nullable=False),
         Column("task_id", BigInteger, nullable=False),
-        PrimaryKeyConstraint("tag", "task_key", name=conv(prefix + "pk_yb_delay_task_key")),
+        # The key first: it tells rows apart. By their tag first, a planner may read all keys of a tag.
+        PrimaryKeyConstraint("task_key", "tag", name=conv(prefix + "pk_yb_delay_task_key")),
         **_MYSQL,
     )
     sweeps = Table(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import DateTime, Text
+from sqlalchemy import ColumnElement, DateTime, ScalarSelect, Text, select
 from sqlalchemy.dialects import mysql
 from sqlalchemy.engine import Dialect
 from sqlalchemy.ext.compiler import compiles
@@ -53,6 +53,12 @@ class db_now_plus(functions.GenericFunction[datetime]):
     type = UTCDateTime()
     inherit_cache = True
     name = "db_now_plus"
+
+
+def once(instant: ColumnElement[datetime]) -> ScalarSelect[datetime]:
+    """The instant, asked for once in a statement: an index can not be searched by PostgreSQL's clock_timestamp(),
+    since that may differ from row to row."""
+    return select(instant).scalar_subquery()
 
 
 _SQLITE_NOW = "strftime('%Y-%m-%d %H:%M:%f000', 'now'"

@@ -6,12 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import delete, exc, insert, select, update
 
 from delaytasks.store.database import Database
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now, db_now_plus
-
 
 
 class Workers:
@@ -29,12 +28,16 @@ class Workers:
             "clock_offset_us": offset_us,
         }
 
-        def work() -> None:
-            with self._db.begin() as connection:
-                if not connection.execute(update(w).where(w.c.name == name).values(values)).rowcount:
-                    connection.execute(insert(w).values(name=name, started_at=db_now(), **values))
+        def work(connection: Any) -> None:
+            known = update(w).where(w.c.name == name).values(values)
+            if connection.execute(known).rowcount:
+                return
+            try:
+                connection.execute(insert(w).values(name=name, started_at=db_now(), **values))
+            except exc.IntegrityError:  # another thread of the same worker was faster
+                connection.execute(known)
 
-        self._db.run(work)
+        self._db.alone(work)
 
     def gone(self, name: str) -> None:
         """It stopped in order, and has sent back what it held."""
@@ -54,6 +57,5 @@ class Workers:
 
     def alive(self) -> list[dict[str, Any]]:
         w = self._w
-        query = select(w.c.name, w.c.seen_at, w.c.started_at, w.c.queues, w.c.pool, w.c.concurrency, w.c.clock_offset_us)
-        rows = self._db.alone(lambda c: c.execute(query.order_by(w.c.name)).mappings().all())
+        rows = self._db.alone(lambda c: c.execute(select(w).order_by(w.c.name)).mappings().all())
         return [{**row, "queues": json.loads(row["queues"])} for row in rows]
