@@ -11,9 +11,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import requests
 from celery import Celery
 
 from delaytasks import DelayTask, DelayTasks, Status
+from tests.services import free_port
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parent.parent
@@ -55,7 +57,30 @@ class Deployment:
         schedule = self.folder / f"beat{len(self._processes)}"
         return self._start("beat", ["beat", "-s", str(schedule), "-l", "INFO"])
 
-    def _start(self, name: str, arguments: list[str]) -> Process:
+    def flower(self, *options: str) -> str:
+        """Flower on a port of its own, with its API open; its address."""
+        port = free_port()
+        command = ["flower", "--address=127.0.0.1", f"--port={port}", *options]
+        process = self._start("flower", command, FLOWER_UNAUTHENTICATED_API="true")
+        url = f"http://127.0.0.1:{port}"
+
+        def answers() -> bool:
+            assert not process.ended(), process.log()
+            try:
+                return requests.get(f"{url}/healthcheck", timeout=5).ok
+            except requests.ConnectionError:
+                return False
+
+        wait_until(answers, 30, "Flower to answer", every_s=0.1)
+        return url
+
+    def command(self, *arguments: str, deadline_s: float = 30) -> Process:
+        """A command of Celery's that ends by itself; its answer is its log."""
+        process = self._start(arguments[0], list(arguments))
+        wait_until(process.ended, deadline_s, f"celery {' '.join(arguments)} to end", every_s=0.05)
+        return process
+
+    def _start(self, name: str, arguments: list[str], **more: str) -> Process:
         config = self.folder / "test_celeryconfig.py"
         conf = {"imports": ["tests.project"], "delaytasks_database_url": self._database_url, **self.conf}
         conf |= {f"delaytasks_{key}": value for key, value in self.settings.items()}
@@ -64,6 +89,7 @@ class Deployment:
             **os.environ,
             "PYTHONPATH": f"{self.folder}{os.pathsep}{ROOT}",
             "CELERY_CONFIG_MODULE": "test_celeryconfig",
+            **more,
         }
         command = [sys.executable, "-W", "ignore", "-m", "celery", "-A", "delaytasks", *arguments]
         process = Process(command, environment, self.folder / f"{len(self._processes)}-{name}.log")

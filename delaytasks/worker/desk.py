@@ -14,8 +14,9 @@ from delaytasks.core.clock import from_us, monotonic
 from delaytasks.core.ports import Entry
 from delaytasks.timers.wheel import WheelThread
 from delaytasks.worker.dispatcher import Dispatcher
+from delaytasks.worker.givenup import GivenUp
 from delaytasks.worker.leases import LeaseKeeper
-from delaytasks.worker.rowevents import wants_row_events
+from delaytasks.worker.rowevents import RowEvents, wants_row_events
 from delaytasks.worker.sweeping import Sweeping
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ class Desk:
         if self._calls is not None:
             self._calls.start()
         self.wheel.start()
+        delays = self.delays
+        rows = RowEvents(delays.celery, self._worker.hostname, delays.settings.publish_limit_s)
+        delays.events.subscribe(GivenUp(delays, rows, self._sends_events))
         self._leases.start()
         self._sweeping.start()
 

@@ -61,6 +61,8 @@ class RowEvents:
     def started(self, task: DelayTask, claimed: datetime, began: datetime) -> None:
         self._received(task, claimed)
         self._add("task-started", task, began)
+        if task.lapses:
+            self.flush()  # it may kill this process too
 
     def succeeded(self, task: DelayTask, began: datetime, ended: datetime) -> None:
         self._add("task-succeeded", task, ended, runtime=(ended - began).total_seconds(), result="")
@@ -72,6 +74,11 @@ class RowEvents:
     def put_off(self, task: DelayTask, claimed: datetime, why: str) -> None:
         self._received(task, claimed)
         self._add("task-retried", task, claimed, **_error(why))
+
+    def gave_up(self, task: DelayTask) -> None:
+        """The row failed without a process that could tell."""
+        failed = task.update_time or task.expected_time
+        self._add("task-failed", task, failed, **_about(task), **_error(task.error or LAPSED))
 
     def flush(self) -> None:
         """Sends what has gathered. A thread that finds another one at it leaves its events to that one."""

@@ -1,0 +1,338 @@
+"""A real Flower beside a real worker: people see each row as a task of its own, named by its tag."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import secrets
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from delaytasks import DelayTask, Status
+from tests.running import Deployment
+from tests.waiting import wait_until
+
+TAGS = {"test.note", "test.fail", "test.sleep", "test.abort", "test.nobody", "test.quiet"}
+#: The second process of a deployment, after Flower.
+WORKER = "w1@test"
+HOSTILE = "<script>document.title = 'owned'</script>"
+
+
+class Site:
+    """A worker that sends events, and Flower, on a broker of which they share only the server with others."""
+
+    def __init__(self, folder: Path, database_url: str, broker_url: str, **settings: Any) -> None:
+        self.token = "t" + secrets.token_hex(4)
+        # Flower switches the events of all workers on that hear it: not those of other tests.
+        conf = {"event_exchange": f"{self.token}.ev", "control_exchange": f"{self.token}.control"}
+        self.deployment = Deployment(folder, database_url, broker_url, conf, **settings)
+        self.url = ""
+
+    def get(self, path: str, **parameters: Any) -> Any:
+        answer = requests.get(f"{self.url}{path}", params=parameters, timeout=10)
+        answer.raise_for_status()
+        return answer.json()
+
+    def page(self, path: str) -> str:
+        return requests.get(f"{self.url}{path}", timeout=10).text
+
+    def info(self, task: DelayTask, attempt: int = 1) -> dict[str, Any]:
+        """What Flower knows of one attempt; nothing yet: {}."""
+        answer = requests.get(f"{self.url}/api/task/info/{task.id}-{attempt}", timeout=10)
+        if answer.status_code == 404:
+            return {}
+        answer.raise_for_status()
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def wait_for(self, state: str, task: DelayTask, attempt: int = 1, deadline_s: float = 20) -> dict[str, Any]:
+        def found() -> dict[str, Any] | None:
+            info = self.info(task, attempt)
+            return info if info.get("state") == state else None
+
+        what = f"Flower to show {task.tag} as {state}"
+        try:
+            return wait_until(found, deadline_s, what, every_s=0.02) or {}
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.info(task, attempt)}\n{self.deployment.logs()}") from None
+
+    def online(self) -> dict[str, Any]:
+        """Flower's workers by name."""
+        return {worker["hostname"]: worker for worker in self.get("/workers", json=1)["data"]}
+
+    def close(self) -> None:
+        with self.deployment.delays.celery.connection_for_write() as connection:
+            if connection.transport.driver_type == "amqp":
+                for name in ("ev", "control.pidbox"):
+                    connection.default_channel.exchange_delete(f"{self.token}.{name}")
+                connection.default_channel.exchange_delete(f"reply.{self.token}.control.pidbox")
+        self.deployment.close()
+
+
+@contextmanager
+def a_site(request: pytest.FixtureRequest, folder: Path, broker: str, **settings: Any) -> Iterator[Site]:
+    database_url = request.getfixturevalue("postgresql_url")
+    site = Site(folder, database_url, request.getfixturevalue(f"{broker}_url"), **settings)
+    try:
+        yield site
+    finally:
+        site.close()
+
+
+@pytest.fixture(scope="module", params=["redis", "rabbitmq"])
+def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with a_site(request, tmp_path_factory.mktemp("flower"), request.param, max_lapses=2) as site:
+        site.url = site.deployment.flower()
+        site.deployment.worker("-E")
+        yield site
+
+
+@pytest.fixture
+def make_site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Site]]:
+    made: list[Any] = []
+
+    def make(broker: str = "redis", **settings: Any) -> Site:
+        context = a_site(request, tmp_path, broker, **settings)
+        made.append(context)
+        return context.__enter__()
+
+    yield make
+    for context in made:
+        context.__exit__(None, None, None)
+
+
+# -- the API ------------------------------------------------------------------------------------------
+
+
+def test_each_row_is_a_task_named_by_its_tag(site: Site) -> None:
+    d = site.deployment
+    task = d.schedule("test.note", 1, key="the-key", body={"order": 7})
+    info = site.wait_for("SUCCESS", task)
+    row = d.delays.get(task)
+    assert row.status is Status.DONE
+    assert info["name"] == "test.note"
+    assert info["uuid"] == f"{task.id}-1"
+    assert json.loads(info["args"]) == {"file": str(d.file), "order": 7}
+    assert info["kwargs"] == f"{{'id': '{task.id}', 'attempt': 1, 'key': 'the-key'}}"
+    assert info["worker"] == "w1@test"
+    assert (row.worker or "").startswith("w1@test/")
+    assert task.expected_time.timestamp() <= info["received"] <= info["started"] <= info["succeeded"]
+    assert info["succeeded"] < task.expected_time.timestamp() + 10
+    assert 0 < info["runtime"] < 5
+    assert info["eta"] == task.expected_time.isoformat()
+    assert info["routing_key"] == "default"
+    assert info["exception"] is None
+
+
+def test_a_failed_row_shows_its_error(site: Site) -> None:
+    d = site.deployment
+    task = d.schedule("test.fail", 0, body={"text": HOSTILE, "words": HOSTILE})
+    info = site.wait_for("FAILURE", task)
+    assert d.status(task) is Status.FAILED
+    assert info["name"] == "test.fail"
+    assert info["exception"] == f"ValueError({HOSTILE!r})"
+    assert 'in fail\n    raise ValueError(body.get("text", "as asked"))' in info["traceback"]
+    assert info["traceback"].rstrip().endswith(f"ValueError: {HOSTILE}")
+    page = site.page(f"/task/{task.id}-1")
+    assert html.escape(HOSTILE) in page
+    assert HOSTILE not in page
+    assert re.search(r'class="badge text-bg-danger">\s*FAILURE', page)
+
+
+def test_errors_that_no_page_could_show_are_shown(site: Site) -> None:
+    task = site.deployment.schedule("test.fail", 0, body={"text": "a\x7f\x1b[31m\r\n💥" + "x" * 100_000})
+    info = site.wait_for("FAILURE", task)
+    assert len(info["exception"]) < 5_000
+    assert len(info["traceback"]) < 20_000
+    assert "FAILURE" in site.page(f"/task/{task.id}-1")
+
+
+def test_a_long_row_is_seen_while_it_runs(site: Site) -> None:
+    d = site.deployment
+    task = d.schedule("test.sleep", 0, body={"seconds": 3})
+    info = site.wait_for("STARTED", task, deadline_s=3)
+    assert info["name"] == "test.sleep"
+    assert info["succeeded"] is None
+    assert d.status(task) is Status.RUNNING
+    assert site.wait_for("SUCCESS", task)["runtime"] == pytest.approx(3, abs=0.5)
+
+
+def test_a_second_attempt_is_a_second_task(site: Site) -> None:
+    d = site.deployment
+    task = d.schedule("test.abort", 0)
+    first = site.wait_for("FAILURE", task, deadline_s=30)
+    assert "lost its lease" in first["exception"]
+    assert "'attempt': 1}" in first["kwargs"]
+    second = site.wait_for("FAILURE", task, attempt=2)
+    assert d.status(task) is Status.FAILED
+    assert "2 times in a row" in second["exception"]
+    assert second["parent_id"] == first["uuid"] == f"{task.id}-1"
+    assert second["retries"] == 1
+    assert "'attempt': 2}" in second["kwargs"]
+
+
+def test_a_row_that_nobody_can_run_is_shown_as_put_off(site: Site) -> None:
+    d = site.deployment
+    task = d.schedule("test.nobody", 0)
+    info = site.wait_for("RETRY", task)
+    assert "no such processor, tag=test.nobody" in info["exception"]
+    assert d.status(task) is Status.NOT_COMPLETE
+
+
+def test_the_carrier_messages_are_not_seen(site: Site) -> None:
+    site.wait_for("SUCCESS", site.deployment.schedule())
+    tasks = site.get("/api/tasks", limit=10_000)
+    assert {"test.note"} <= {task["name"] for task in tasks.values()} <= TAGS
+    metrics = site.page("/metrics")
+    assert "delaytasks." not in metrics
+
+
+def test_the_metrics_have_the_tag_and_no_ids(site: Site) -> None:
+    task = site.deployment.schedule()
+    site.wait_for("SUCCESS", task)
+    metrics = site.page("/metrics")
+    labels = set(re.findall(r'[,{]task="([^"]*)"', metrics))
+    assert {"test.note"} <= labels <= TAGS | {""}
+    count = r'flower_events_total\{task="test.note",type="task-succeeded",worker="w1@test"\} [1-9]'
+    assert re.search(count, metrics), metrics
+    assert str(task.id) not in metrics
+
+
+def test_the_worker_is_online_with_its_counts(site: Site) -> None:
+    site.wait_for("SUCCESS", site.deployment.schedule())
+    site.wait_for("FAILURE", site.deployment.schedule("test.fail"))
+    worker = site.online()["w1@test"]
+    assert worker["status"] is True
+    assert worker["task-received"] >= worker["task-succeeded"] + worker["task-failed"] - 1
+    assert worker["task-succeeded"] >= 1
+    assert worker["task-failed"] >= 1
+    assert "w1@test" in site.page("/worker/w1@test")
+
+
+# -- the pages ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chromium(tmp_path: Path) -> Callable[..., str]:
+    """Renders a page, its scripts included, and returns what stands there then; or makes a picture of it."""
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        reason = "needs chromium: there is none on the PATH"
+        if os.environ.get("CI", "").lower() in ("1", "true", "yes"):
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
+    quiet = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
+    options = [f"--{name}" for name in f"{quiet} disable-component-update disable-sync".split()]
+
+    def render(url: str, *what: str) -> str:
+        command = [program, *options, f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1400,900"]
+        # Flower's pages poll, so time is counted for them as it passes for scripts, and ends.
+        command += ["--virtual-time-budget=5000", *(what or ["--dump-dom"]), url]
+        run = subprocess.run(command, capture_output=True, timeout=60, check=True)
+        return run.stdout.decode()
+
+    return render
+
+
+def test_in_a_browser_people_see_the_tag_the_id_and_red(
+    make_site: Callable[..., Site], chromium: Callable[..., str]
+) -> None:
+    site = make_site()
+    site.url = site.deployment.flower()
+    site.deployment.worker("-E")
+    good = site.deployment.schedule("test.note", 0)
+    bad = site.deployment.schedule("test.fail", 0, body={"text": HOSTILE})
+    site.wait_for("SUCCESS", good)
+    site.wait_for("FAILURE", bad)
+
+    rows = re.findall(r"<tr[^>]*>.*?</tr>", chromium(f"{site.url}/tasks"), re.DOTALL)
+    shown = {tag: row for row in rows for tag in ("test.note", "test.fail") if f">{tag}</a>" in row}
+    assert f"{good.id}-1" in shown["test.note"]
+    assert f"{bad.id}-1" in shown["test.fail"]
+    assert '<span class="badge text-bg-danger">FAILURE</span>' in shown["test.fail"]
+    assert '<span class="badge text-bg-success">SUCCESS</span>' in shown["test.note"]
+
+    page = chromium(f"{site.url}/task/{bad.id}-1")
+    assert '<span class="badge text-bg-danger">FAILURE</span>' in page
+    assert ">test.fail</a>" in page
+    assert f">{bad.id}-1</code>" in page
+    assert "ValueError: &lt;script&gt;" in page
+    assert HOSTILE not in page
+    assert "<title>owned" not in page
+
+    overview = chromium(f"{site.url}/")
+    assert WORKER in overview
+    assert ">Online</span>" in overview
+
+
+# -- Celery's own commands ----------------------------------------------------------------------------
+
+
+def ask(site: Site, *command: str) -> Any:
+    """What the one worker answers to a command such as `inspect stats`."""
+    ended = site.deployment.command(*command, "--json", "--timeout", "10", "--destination", "w0@test")
+    for line in ended.log().splitlines():
+        if line.startswith(("{", "[")):
+            answers = json.loads(line)
+            return (answers[0] if isinstance(answers, list) else answers)["w0@test"]
+    raise AssertionError(f"{' '.join(command)}: {ended.log()}\n{site.deployment.logs()}")
+
+
+@pytest.mark.parametrize("broker", ["redis", "rabbitmq"])
+def test_inspect_and_control_work_as_for_any_worker(make_site: Callable[..., Site], broker: str) -> None:
+    site = make_site(broker)
+    d = site.deployment
+    worker = d.worker()
+    far = d.schedule("test.note", 8)
+    running = d.schedule("test.sleep", 0, body={"seconds": 6})
+    wait_until(lambda: d.status(running) is Status.RUNNING, 5, "the sleeper to run")
+    stats = ask(site, "inspect", "stats")["delaytasks"]
+    assert stats["held"] == 1
+    assert stats["chunks"] == 1
+    assert stats["timer_is_up"] is True
+    assert ask(site, "inspect", "ping") == {"ok": "pong"}
+    assert {"delaytasks.run", "delaytasks.sweep"} <= set(ask(site, "inspect", "registered"))
+    assert ask(site, "inspect", "active") == []
+    assert f"{d.settings['namespace']}.default" in {queue["name"] for queue in ask(site, "inspect", "active_queues")}
+    d.command("control", "shutdown", "--destination", "w0@test")
+    wait_until(worker.ended, 20, "the worker to shut down", every_s=0.05)
+    assert "sent back 1 near tasks" in worker.log()
+    assert d.status(running) is Status.DONE, "what runs may end"
+    assert d.status(far) is Status.NOT_COMPLETE
+
+
+@pytest.mark.parametrize(("broker", "pool"), [("redis", "prefork"), ("rabbitmq", "threads"), ("redis", "solo")])
+def test_row_events_are_switched_on_and_off_while_the_worker_runs(
+    make_site: Callable[..., Site], broker: str, pool: str
+) -> None:
+    site = make_site(broker)
+    d = site.deployment
+    d.worker(pool=pool)
+    site.url = d.flower("--enable-events=False")
+    wait_until(lambda: "w0@test" in site.online(), 20, "Flower to see the worker")
+
+    def run_some() -> DelayTask:
+        task = d.schedule()
+        d.wait_for([task])
+        return task
+
+    unseen = run_some()
+    assert ask(site, "control", "enable_events") == {"ok": "task events enabled"}
+    seen = run_some()
+    site.wait_for("SUCCESS", seen)
+    assert ask(site, "control", "disable_events") == {"ok": "task events disabled"}
+    also_unseen = run_some()
+    assert ask(site, "control", "enable_events") == {"ok": "task events enabled"}
+    site.wait_for("SUCCESS", run_some())  # events arrive in order, so those of earlier tasks are not on their way
+    assert site.info(seen)
+    assert not site.info(unseen)
+    assert not site.info(also_unseen)
