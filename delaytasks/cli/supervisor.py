@@ -139,7 +139,7 @@ class Supervisor:
             pass_fds=child.spec.pass_fds,
             # Ctrl-C in a terminal is for us alone, so that the order of stopping is ours.
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
         threading.Thread(target=self._read, args=(child, child.process.stdout), daemon=True).start()
 
@@ -224,7 +224,7 @@ _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Runs in the child: whatever kills us, even -9, the kernel then tells the child to end."""
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

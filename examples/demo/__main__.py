@@ -1,0 +1,86 @@
+"""`./dev demo`, or `python -m examples.demo` in the project's folder: under a minute, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+NEXT = """
+What to read next:
+  examples/demo/shop.py    the two processors of this shop
+  examples/hello.py        the smallest one; start it with ./dev up
+  README.md                how to use it in a project of your own
+  docs/                    how it works, settings, operation
+"""
+
+
+def main() -> int:
+    console = Console(highlight=False)
+    if os.name != "posix":
+        console.print("The demo kills processes, and runs on Linux and macOS; on Windows use WSL.")
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    folder = Path(tempfile.mkdtemp(prefix="delaytasks-demo-"))
+    _use_nothing_but(folder)
+    try:
+        return _play(console, folder)
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return 130
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _use_nothing_but(folder: Path) -> None:
+    """Whatever is configured around here, the demo has its own database and broker."""
+    for name in [name for name in os.environ if name.startswith(("DELAYTASKS_", "CELERY_"))]:
+        del os.environ[name]
+    os.environ["CELERY_CONFIG_MODULE"] = "examples.demo.config"
+    os.environ["DELAYTASKS_DATA_DIR"] = str(folder / "data")
+    os.environ["DEMO_PARTNER"] = str(folder / "partner-answers")
+
+
+def _play(console: Console, folder: Path) -> int:
+    # Only now, since importing delaytasks.celery reads the configuration.
+    from delaytasks.api import default
+    from delaytasks.store import migrations
+    from examples.demo.display import Display
+    from examples.demo.figures import complaints, lateness_table, outcome_table
+    from examples.demo.servers import Servers
+    from examples.demo.story import Story
+
+    delays: Any = default()
+    console.print("[bold]delaytasks[/]: starting a database, a broker, two workers and beat of its own …")
+    migrations.upgrade(delays.store.database)
+    servers = Servers(folder, delays.settings.data_dir)
+    try:
+        servers.start()
+        console.print(f"  database  {delays.store.database.url}\n  broker    {servers.broker}")
+        with Display(console) as display:
+            story = Story(servers.kill, folder / "partner-answers", display.tell)
+            is_over = story.run(display.draw)
+        shop = story.shop
+        console.print(outcome_table(shop), lateness_table(shop))
+        wrong = complaints(shop)
+        if wrong or not is_over:
+            console.print(f"[bold red]{len(wrong)} tasks did not end as they should have:[/]", *wrong[:20], sep="\n")
+            for name in ("one", "two"):
+                console.print(f"--- worker {name} said:", servers.log(name)[-3000:], sep="\n", markup=False)
+            return 1
+        console.print("[bold green]Nothing was lost, nothing ran early.[/]")
+        console.print(NEXT, markup=False)
+        return 0
+    finally:
+        servers.stop()
+        delays.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
