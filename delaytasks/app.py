@@ -25,6 +25,7 @@ from delaytasks.core.ports import OnConflict, Timer, Unit
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask, NewTask, Page
+from delaytasks.core.text import shown
 from delaytasks.engine.producer import Producer
 from delaytasks.engine.registry import Registry
 from delaytasks.engine.runner import Runner
@@ -298,7 +299,7 @@ class DelayTasks:
         `page.cursor` gets the next page, and is None at the end.
         """
         if not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= PAGE_MAX:
-            raise InvalidQueryError(f"limit is an integer from 1 to {PAGE_MAX}, not {limit!r:.40}")
+            raise InvalidQueryError(f"limit is an integer from 1 to {PAGE_MAX}, not {shown(limit)}")
         by = (
             None if tag is None else check_tag(tag),
             None if status is None else _status(status),
@@ -349,7 +350,7 @@ class DelayTasks:
             else:
                 found = self.store.tasks.id_of_key(check_tag(tag), check_key(key), _executor(unit))
                 if found is None:
-                    raise TaskNotFoundError(f"no live task of tag {tag!r} has the key {key!r}")
+                    raise TaskNotFoundError(f"no live task of tag {shown(tag)} has the key {shown(key)}")
                 id = found
             yield id, unit
 
@@ -383,11 +384,15 @@ def _new_task(item: Any) -> NewTask:
     if isinstance(item, tuple) and len(item) == 3:
         tag, body, at = item
         return NewTask(tag, body, when=at) if isinstance(at, datetime) else NewTask(tag, body, at)
-    raise InvalidScheduleError(f"schedule_many takes NewTask, or (tag, body, delay or instant), not {item!r:.80}")
+    raise InvalidScheduleError(f"schedule_many takes NewTask, or (tag, body, delay or instant), not {shown(item)}")
 
 
 def _status(status: Status | str) -> Status:
     try:
-        return Status(status) if isinstance(status, int) else Status[str(status).upper()]
+        if isinstance(status, str):
+            return Status[status.upper()]
+        if isinstance(status, int) and not isinstance(status, bool):
+            return Status(status)
     except (KeyError, ValueError):
-        raise InvalidQueryError(f"status is one of {', '.join(s.name for s in Status)}, not {status!r:.40}") from None
+        pass  # said below
+    raise InvalidQueryError(f"status is one of {', '.join(s.name for s in Status)}, not {shown(status)}")

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable
 
 from delaytasks.core.errors import InvalidIdError
+from delaytasks.core.text import shown
 
 EPOCH_MS = 1_577_836_800_000  # 2020-01-01
 SHARD_BITS = 5
@@ -39,8 +40,8 @@ class IdMaker:
 
 def check_id(value: object) -> int:
     """`value` as a task id, from an integer or its decimal text."""
-    if isinstance(value, str) and value.isascii() and value.isdigit():
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= len(str(MAX_ID)):
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_ID:
-        raise InvalidIdError(f"a task id is an integer from 1 to 2^63 - 1, not {value!r:.60}")
-    return value
+        raise InvalidIdError(f"a task id is an integer from 1 to 2^63 - 1, not {shown(value)}")
+    return int(value)  # a plain one: drivers write subclasses (enums) as they say themselves

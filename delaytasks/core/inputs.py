@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -21,12 +22,16 @@ from delaytasks.core.errors import (
     InvalidTagError,
     NaiveDatetimeError,
 )
+from delaytasks.core.text import shown
 
 TAG_LENGTH = 128
 KEY_LENGTH = 191
 QUEUE_LENGTH = 100
 MAX_DEPTH = 100
 MAX_PRIORITY = 9
+#: Python reads no integers of more than 4,300 digits.
+_INTEGER_BITS = 14_280
+_QUEUE = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def check_tag(tag: object) -> str:
@@ -38,7 +43,11 @@ def check_key(key: object) -> str:
 
 
 def check_queue(queue: object) -> str:
-    return _check_name(queue, "queue", QUEUE_LENGTH, InvalidQueueError)
+    """Brokers make more of it than text: RabbitMQ counts its bytes, the filesystem transport takes it for a path."""
+    name = _check_name(queue, "queue", QUEUE_LENGTH, InvalidQueueError)
+    if not _QUEUE.fullmatch(name):
+        raise InvalidQueueError(f"a queue has letters, digits, '_', '.' and '-' only, not {shown(name)}")
+    return name
 
 
 def _check_name(value: object, what: str, longest: int, error: type[InvalidInputError]) -> str:
@@ -49,41 +58,43 @@ def _check_name(value: object, what: str, longest: int, error: type[InvalidInput
     if len(value) > longest:
         raise error(f"a {what} has at most {longest} characters, this one has {len(value)}: {value[:40]!r}…")
     if value.isprintable():
-        return value
+        return str.__str__(value)  # a plain one: drivers write subclasses (enums) as they say themselves
     if "\x00" in value or any("\ud800" <= c <= "\udfff" for c in value):
-        raise BodyNotStorableError(f"the {what} {value!r:.60} holds NUL or a lone surrogate, which can not be stored")
-    raise error(f"the {what} {value!r:.60} holds control or unprintable characters")
+        raise BodyNotStorableError(f"the {what} {shown(value)} holds NUL or a lone surrogate, which can not be stored")
+    raise error(f"the {what} {shown(value)} holds control or unprintable characters")
 
 
 def check_priority(priority: object) -> int:
     if not isinstance(priority, int) or isinstance(priority, bool) or not 0 <= priority <= MAX_PRIORITY:
         raise InvalidPriorityError(
-            f"a priority is an integer from 0 to {MAX_PRIORITY} (higher first), not {priority!r}"
+            f"a priority is an integer from 0 to {MAX_PRIORITY} (higher first), not {shown(priority)}"
         )
-    return priority
+    return int(priority)
 
 
 def check_delay(delay: object, max_delay_s: float) -> timedelta:
     """Seconds or a timedelta, as a timedelta."""
     if isinstance(delay, timedelta):
         seconds = delay.total_seconds()
-    elif isinstance(delay, (int, float)) and not isinstance(delay, bool):
+    elif isinstance(delay, int) and not isinstance(delay, bool):
+        seconds = min(max(delay, -1), 2**53)  # integers may be longer than any float
+    elif isinstance(delay, float):
         seconds = delay
     else:
         raise InvalidDelayError(
-            f"a delay is a number of seconds or a timedelta, not {type(delay).__name__} ({delay!r:.40})"
+            f"a delay is a number of seconds or a timedelta, not {type(delay).__name__} ({shown(delay)})"
         )
     if not math.isfinite(seconds) or seconds < 0:
-        raise InvalidDelayError(f"a delay is finite and not negative, not {seconds!r}")
+        raise InvalidDelayError(f"a delay is finite and not negative, not {shown(delay)}")
     if seconds > max_delay_s:
-        raise InvalidDelayError(f"a delay is at most {max_delay_s:g} s (setting max_delay_s), not {seconds!r}")
+        raise InvalidDelayError(f"a delay is at most {max_delay_s:g} s (setting max_delay_s), not {shown(delay)}")
     return timedelta(seconds=seconds)
 
 
 def check_instant(when: object) -> datetime:
     """An aware datetime, in UTC; the past is fine and means now."""
     if not isinstance(when, datetime):
-        raise InvalidScheduleError(f"an instant is an aware datetime, not {type(when).__name__} ({when!r:.40})")
+        raise InvalidScheduleError(f"an instant is an aware datetime, not {type(when).__name__} ({shown(when)})")
     if when.tzinfo is None or when.utcoffset() is None:
         raise NaiveDatetimeError(f"{when.isoformat()} has no time zone; use datetime.now(timezone.utc) or an aware one")
     try:
@@ -94,54 +105,66 @@ def check_instant(when: object) -> datetime:
 
 def encode_body(body: Any, max_bytes: int) -> str:
     """The body as compact JSON, or an error that names the place that is wrong."""
-    _check_json(body, "$", 0)
-    text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    size = len(text)
+    _check_json(body, "$", 0, max_bytes)
+    try:
+        text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:  # types that show one content here and another one there
+        raise BodyNotJSONError(f"$: {type(body).__name__} can not be said in JSON ({type(error).__name__})") from None
     # A character is at most 4 bytes: only texts near the limit have to be encoded to be measured.
-    if size * 4 > max_bytes:
-        size = len(text.encode())
-        if size > max_bytes:
-            raise BodyTooLargeError(
-                f"the body is {size:,} bytes of JSON, more than {max_bytes:,} (setting max_body_bytes); "
-                "store it elsewhere and schedule its name"
-            )
+    if len(text) * 4 > max_bytes and (size := len(text.encode())) > max_bytes:
+        raise _too_large(max_bytes, f": {size:,}")
     return text
 
 
-def _check_json(value: Any, path: str, depth: int) -> None:
-    kind = type(value)
-    if kind is str:
-        _check_storable(value, path)
-    elif kind is int or kind is bool or value is None:
-        return
-    elif depth > MAX_DEPTH:
+def _too_large(max_bytes: int, size: str = "") -> BodyTooLargeError:
+    return BodyTooLargeError(
+        f"the body is more than {max_bytes:,} bytes of JSON (setting max_body_bytes){size}; "
+        "store it elsewhere and schedule its name"
+    )
+
+
+def _check_json(value: Any, path: str, depth: int, room: int) -> int:
+    """The number of bytes that the JSON has at least: a body that holds one part millions of times is found too
+    large long before all of it is looked at."""
+    if isinstance(value, str):
+        return _check_storable(value, path)
+    if value is None or isinstance(value, int):
+        if value is not None and value.bit_length() > _INTEGER_BITS:
+            raise BodyNotJSONError(f"{path[:200]}: an integer so long (more than 4,300 digits) can not be read back")
+        return 1
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise BodyNotJSONError(f"{path[:200]}: {value!r} can not be said in JSON")
+        return 3
+    if not isinstance(value, (dict, list, tuple)):
+        kind = type(value).__name__
+        raise BodyNotJSONError(
+            f"{path[:200]}: {kind} can not be said in JSON; convert it first (str(value), list(value), …)"
+        )
+    if depth >= MAX_DEPTH:
         raise BodyNotJSONError(f"{path[:80]}… is nested deeper than {MAX_DEPTH}, or holds itself")
-    elif isinstance(value, dict):
+    size = 1
+    if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise BodyNotJSONError(f"{path}: the key {key!r:.40} is not a string, but {type(key).__name__}")
-            _check_storable(key, path)
-            _check_json(item, f"{path}.{key}", depth + 1)
-    elif isinstance(value, (list, tuple)):
+                raise BodyNotJSONError(f"{path[:200]}: the key {shown(key)} is not a string, but {type(key).__name__}")
+            size += _check_storable(key, path) + 2 + _check_json(item, f"{path}.{key}", depth + 1, room)
+            if size > room:
+                raise _too_large(room)
+    else:
         for index, item in enumerate(value):
-            _check_json(item, f"{path}[{index}]", depth + 1)
-    elif isinstance(value, float):
-        if not math.isfinite(value):
-            raise BodyNotJSONError(f"{path}: {value!r} can not be said in JSON")
-    elif isinstance(value, str):
-        _check_storable(value, path)
-    elif not isinstance(value, int):
-        raise BodyNotJSONError(
-            f"{path}: {kind.__name__} can not be said in JSON; convert it first (str(value), list(value), …)"
-        )
+            size += _check_json(item, f"{path}[{index}]", depth + 1, room) + 1
+            if size > room:
+                raise _too_large(room)
+    return size
 
 
-def _check_storable(text: str, path: str) -> None:
-    if text.isascii() and "\x00" not in text:
-        return
-    if "\x00" in text:
-        raise BodyNotStorableError(f"{path} holds NUL (\\u0000), which can not be stored")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise BodyNotStorableError(f"{path} holds a lone surrogate, which can not be stored") from None
+def _check_storable(text: str, path: str) -> int:
+    if not text.isascii() or "\x00" in text:
+        if "\x00" in text:
+            raise BodyNotStorableError(f"{path[:200]} holds NUL (\\u0000), which can not be stored")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise BodyNotStorableError(f"{path[:200]} holds a lone surrogate, which can not be stored") from None
+    return len(text) + 2

@@ -16,6 +16,16 @@ class Status(IntEnum):
     CANCELLED = 4
     HELD = 5
 
+    @classmethod
+    def of(cls, number: int) -> Status:
+        """The status of a row. A number that only another program knows is shown, and allows no move."""
+        try:
+            return cls(number)
+        except ValueError:
+            unknown = int.__new__(cls, number)
+            unknown._name_, unknown._value_ = f"UNKNOWN_{number}", number
+            return unknown
+
 
 class Move(NamedTuple):
     name: str

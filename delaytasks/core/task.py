@@ -47,7 +47,10 @@ class DelayTask:
     @property
     def ip_address(self) -> str | None:
         """The executing host's IPv4 address in dotted form."""
-        return None if self.ip is None else str(ipaddress.IPv4Address(self.ip))
+        try:
+            return None if self.ip is None else str(ipaddress.IPv4Address(self.ip))
+        except ValueError:
+            return str(self.ip)  # another program's
 
     def as_json(self) -> dict[str, Any]:
         """For `--json` and APIs. Ids are strings, since JavaScript rounds integers above 2^53."""
@@ -109,5 +112,5 @@ def _iso(instant: datetime | None) -> str | None:
 def _lenient(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

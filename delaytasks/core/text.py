@@ -32,6 +32,15 @@ def traceback_text(error: BaseException, max_bytes: int) -> str:
     return storable(text, max_bytes)
 
 
+def shown(value: object, longest: int = 60) -> str:
+    """`repr` for messages: short, and there even for what can not say itself (strangers' objects, huge integers)."""
+    try:
+        text = repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= longest else text[:longest] + "…"
+
+
 def one_line(text: str, longest: int = 200) -> str:
     """For logs and tables: control characters escaped, so that nobody forges a line or colours a terminal."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:longest])

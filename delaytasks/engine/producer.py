@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 from delaytasks.core.clock import Clock, to_us
@@ -23,13 +24,17 @@ from delaytasks.core.inputs import (
     check_tag,
     encode_body,
 )
-from delaytasks.core.ports import Entry, OnConflict, TaskStore, Timer, Unit
+from delaytasks.core.ports import Entry, Executor, OnConflict, TaskStore, Timer, Unit
 from delaytasks.core.settings import Settings
+from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask, NewTask
+from delaytasks.core.text import shown
 from delaytasks.engine.registry import Registry
 
 #: Producers arm a little beyond the horizon, so that a row committed while a sweep reads falls to one of the two.
 SLACK_US = 1_000_000
+#: What is armed just before its commit is due no earlier than so: a worker that looks before the commit finds nothing.
+COMMIT_US = 50_000
 BULK = 5000
 ID_TRIES = 5
 
@@ -56,13 +61,14 @@ class Producer:
     # -- one --------------------------------------------------------------------------------------
 
     def schedule(self, new: NewTask, on_conflict: OnConflict, unit: Unit | None) -> DelayTask:
-        if on_conflict not in ("reject", "keep", "replace"):
-            raise InvalidScheduleError(f"on_conflict is 'reject', 'keep' or 'replace', not {on_conflict!r}")
-        task = self.build(new)
+        _check_on_conflict(on_conflict)
+        task, has_own_id = self.build(new), new.id is not None
         with unit.guard() if unit is not None else nullcontext():
-            task, is_new = self._write(task, on_conflict, has_own_id=new.id is not None, unit=unit)
+            task, is_new = self._write(task, on_conflict, has_own_id, None if unit is None else unit.executor)
         if is_new:
             self._events.emit("task.scheduled", id=task.id, tag=task.tag)
+        if is_new or (has_own_id and task.status is Status.NOT_COMPLETE):
+            # The first call with this id may have got as far as the row.
             self.arm_after_commit([task], unit)
         return task
 
@@ -79,8 +85,8 @@ class Producer:
             delay = check_delay(new.delay, settings.max_delay_s)
             due = now + delay
         else:
-            due = check_instant(new.when)
-            delay = check_delay(max(due - now, timedelta()), settings.max_delay_s)
+            due = max(check_instant(new.when), now)
+            delay = check_delay(due - now, settings.max_delay_s)
         queue = new.queue if new.queue is not None else self._registry.queue_of(tag)
         return DelayTask(
             id=self._make_id() if new.id is None else check_id(new.id),
@@ -95,13 +101,14 @@ class Producer:
         )
 
     def _write(
-        self, task: DelayTask, on_conflict: OnConflict, has_own_id: bool, unit: Unit | None
+        self, task: DelayTask, on_conflict: OnConflict, has_own_id: bool, on: Executor | None
     ) -> tuple[DelayTask, bool]:
-        on = None if unit is None else unit.executor
+        """The task that is there afterwards, and whether it is new."""
         for _ in range(ID_TRIES):
             try:
                 if task.key is not None:
-                    return self._store.insert_keyed(task, on_conflict, on)
+                    there, is_new = self._store.insert_keyed(task, on_conflict, on)
+                    return there, is_new or (there.id == task.id and not has_own_id)
                 if self._store.insert(task, on):
                     return task, True
             except DuplicateTaskError as error:
@@ -109,7 +116,7 @@ class Producer:
                     raise
             existing = self._store.get(task.id, on)
             if existing is not None and (has_own_id or _is_same(existing, task)):
-                # The caller schedules again after an unknown outcome, or our own retry found the first try's row.
+                # The caller schedules again after an unknown outcome, or the store's retry found its first try's row.
                 return existing, not has_own_id
             if has_own_id:
                 raise DuplicateTaskError(f"there was a task with id {task.id}, and now it is gone", task.id)
@@ -126,11 +133,20 @@ class Producer:
         on_batch: Callable[[Sequence[DelayTask]], None] | None,
     ) -> int:
         """Rows in bulk, a few thousand at a time, so that memory stays flat. Returns their number."""
+        _check_on_conflict(on_conflict)
         total = 0
         source = iter(items)
         while batch := list(itertools.islice(source, BULK)):
+            tasks = [self.build(new) for new in batch]
+            # Keys and ids of the caller's may exist, each with its own answer; all others go in one statement.
+            single = [(t, new.id is not None) for t, new in zip(tasks, batch, strict=True) if _is_named(new)]
+            plain = [t for t, new in zip(tasks, batch, strict=True) if not _is_named(new)]
+            write = functools.partial(self._write_lot, plain, single, on_conflict)
             with unit.guard() if unit is not None else nullcontext():
-                written = self._write_batch(batch, on_conflict, unit)
+                if unit is not None:
+                    written = write(unit.executor)
+                else:
+                    written = self._store.together(write) if single else write(None)
             self._events.emit("task.scheduled", count=len(written))
             self.arm_after_commit(written, unit)
             total += len(written)
@@ -138,20 +154,26 @@ class Producer:
                 on_batch(written)
         return total
 
-    def _write_batch(self, batch: Sequence[NewTask], on_conflict: OnConflict, unit: Unit | None) -> list[DelayTask]:
-        on = None if unit is None else unit.executor
-        tasks = [self.build(new) for new in batch]
-        # Keys and ids of the caller's may exist, each with its own answer; all others go in one statement.
-        single = [t for t, new in zip(tasks, batch, strict=True) if new.key is not None or new.id is not None]
-        plain = [t for t, new in zip(tasks, batch, strict=True) if new.key is None and new.id is None]
+    def _write_lot(
+        self,
+        plain: Sequence[DelayTask],
+        single: Sequence[tuple[DelayTask, bool]],
+        on_conflict: OnConflict,
+        on: Executor | None,
+    ) -> list[DelayTask]:
+        """The new ones of one transaction's tasks."""
+        lot = list(plain)
         for _ in range(ID_TRIES):
-            if not plain or self._store.insert_many(plain, on):
+            if not lot or self._store.insert_many(lot, on):
                 break
-            plain = [replace(task, id=self._make_id()) for task in plain]
+            existing = self._store.get(lot[0].id, on)
+            if existing is not None and _is_same(existing, lot[0]):
+                break  # the store's retry found its first try's rows: all of them, since they go in one statement
+            lot = [replace(task, id=self._make_id()) for task in lot]
         else:
             raise DuplicateTaskError(f"{ID_TRIES} times ids were taken; is another program writing ids?")
-        written = (self._write(t, on_conflict, has_own_id=t.key is None, unit=unit) for t in single)
-        return plain + [task for task, is_new in written if is_new]
+        written = [self._write(task, on_conflict, has_own_id, on) for task, has_own_id in single]
+        return lot + [task for task, is_new in written if is_new]
 
     # -- arm --------------------------------------------------------------------------------------
 
@@ -161,11 +183,13 @@ class Producer:
         else:
             unit.after_commit(tasks, self.arm)
 
-    def arm(self, tasks: Sequence[DelayTask]) -> None:
+    def arm(self, tasks: Sequence[DelayTask], is_committed: bool = True) -> None:
         """Hands near tasks to the timer. Its failure is nobody's: the sweep finds the row."""
-        horizon = self._settings.horizon_s
-        until = math.inf if horizon is None else self._clock.now_us() + horizon * 1e6 + SLACK_US
+        horizon, now = self._settings.horizon_s, self._clock.now_us()
+        until = math.inf if horizon is None else now + horizon * 1e6 + SLACK_US
         near = [entry for entry in (Entry.of(task, to_us) for task in tasks) if entry.due_us <= until]
+        if not is_committed:
+            near = [entry._replace(due_us=max(entry.due_us, now + COMMIT_US)) for entry in near]
         if near:
             self._timer.arm(near)
 
@@ -174,8 +198,17 @@ class Producer:
         if (delay is None) == (when is None):
             raise InvalidScheduleError("give a delay or an instant (when), one of the two")
         if when is not None:
-            return check_instant(when)
+            return max(check_instant(when), self._clock.now())
         return self._clock.now() + check_delay(delay, self._settings.max_delay_s)
+
+
+def _check_on_conflict(on_conflict: object) -> None:
+    if on_conflict not in ("reject", "keep", "replace"):
+        raise InvalidScheduleError(f"on_conflict is 'reject', 'keep' or 'replace', not {shown(on_conflict)}")
+
+
+def _is_named(new: NewTask) -> bool:
+    return new.key is not None or new.id is not None
 
 
 def _is_same(existing: DelayTask, task: DelayTask) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, Row, Select, create_engine, event, exc, make_url
+from sqlalchemy import URL, Connection, Engine, Select, create_engine, event, exc, make_url
 
 from delaytasks.core.errors import (
     ConfigError,
@@ -42,18 +42,35 @@ class Capabilities:
     insert_or_skip: bool
     #: COPY FROM STDIN.
     copy: bool
+    #: The driver begins a transaction with the first statement that writes, not with the first one.
+    begins_late: bool
     #: A cursor of the server's can hand out rows bit by bit, inside a transaction.
     server_side_cursors: bool
 
 
 POSTGRESQL = Capabilities(
-    update_returning=True, array_parameters=True, insert_or_skip=True, copy=True, server_side_cursors=True
+    update_returning=True,
+    array_parameters=True,
+    insert_or_skip=True,
+    copy=True,
+    begins_late=False,
+    server_side_cursors=True,
 )
 MYSQL = Capabilities(
-    update_returning=False, array_parameters=False, insert_or_skip=False, copy=False, server_side_cursors=True
+    update_returning=False,
+    array_parameters=False,
+    insert_or_skip=False,
+    copy=False,
+    begins_late=False,
+    server_side_cursors=True,
 )
 SQLITE = Capabilities(
-    update_returning=True, array_parameters=False, insert_or_skip=True, copy=False, server_side_cursors=False
+    update_returning=True,
+    array_parameters=False,
+    insert_or_skip=True,
+    copy=False,
+    begins_late=True,
+    server_side_cursors=False,
 )
 _BY_NAME = {"postgresql": POSTGRESQL, "mysql": MYSQL, "mariadb": MYSQL, "sqlite": SQLITE}
 
@@ -113,7 +130,7 @@ class Database:
 
         return self.run(once)
 
-    def stream(self, query: Select[Any], size: int) -> Iterator[Sequence[Row[Any]]]:
+    def stream(self, query: Select[Any], size: int) -> Iterator[Sequence[Any]]:
         """Rows as the database finds them, `size` at a time, however many there are."""
         engine = self.tx if self.can.server_side_cursors else self.auto
         try:
@@ -228,7 +245,7 @@ def translate(error: exc.DBAPIError, unknown_id: int | None = None) -> DelayTask
     if is_disconnect(error):
         if unknown_id is not None:
             return OutcomeUnknownError(
-                f"the connection broke before the answer came ({reason}); scheduling again with id={unknown_id} is safe",
+                f"the connection broke before the answer ({reason}); scheduling again with id={unknown_id} is safe",
                 unknown_id,
             )
         return StoreUnavailableError(f"the database can not be reached: {reason}")

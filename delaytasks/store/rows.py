@@ -45,7 +45,7 @@ def columns(schema: Schema, names: Sequence[str] = COLUMNS) -> list[Column[Any]]
 
 
 def task_of(row: Sequence[Any]) -> DelayTask:
-    return DelayTask(row[0], row[1], row[2], row[3], Status(row[4]), *row[5:])
+    return DelayTask(row[0], row[1], row[2], row[3], Status.of(row[4]), *row[5:])
 
 
 def values_of(task: DelayTask) -> dict[str, Any]:

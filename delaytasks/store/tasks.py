@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +10,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, and_, bindparam, case, delete, exc, func, insert, or_, select, update
+from sqlalchemy import Connection, and_, bindparam, case, delete, exc, false, func, insert, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from delaytasks.core.clock import from_us, to_us
@@ -21,12 +20,14 @@ from delaytasks.core.errors import (
     InvalidQueryError,
     InvalidStatusError,
     StaleVersionError,
+    StoreUnavailableError,
     TaskNotFoundError,
 )
 from delaytasks.core.ports import Executor, OnConflict
 from delaytasks.core.states import MOVES, Status
 from delaytasks.core.task import DelayTask, Page
-from delaytasks.store.database import Database
+from delaytasks.core.text import shown
+from delaytasks.store.database import TRIES, Database
 from delaytasks.store.rows import columns, task_of, values_of
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now
@@ -75,7 +76,7 @@ class Tasks:
 
         def work(connection: Any) -> bool:
             try:
-                with connection.begin_nested():
+                with self._savepoint(connection):
                     self._insert_bulk(connection, tasks)
             except exc.IntegrityError as error:
                 if not _is_duplicate(error):
@@ -86,7 +87,7 @@ class Tasks:
         return self._in_transaction(work, on)
 
     def _insert_bulk(self, connection: Any, tasks: Sequence[DelayTask]) -> None:
-        if not (self._db.can.copy and isinstance(connection, Connection)):
+        if not (self._db.can.copy and isinstance(connection, Connection) and connection.dialect.driver == "psycopg2"):
             connection.execute(insert(self._t), [values_of(task) for task in tasks])
             return
         lines = io.StringIO()
@@ -108,14 +109,27 @@ class Tasks:
         self, task: DelayTask, on_conflict: OnConflict, on: Executor | None = None
     ) -> tuple[DelayTask, bool]:
         """The task that has the key afterwards, and whether it was written now."""
-        return self._in_transaction(lambda c: self._take_key(c, task, on_conflict), on, unknown_id=task.id)
+        def work(connection: Any) -> tuple[DelayTask, bool]:
+            if on is None:
+                return self._take_key(connection, task, on_conflict)
+            with self._savepoint(connection):  # an id that exists must not leave its key behind
+                return self._take_key(connection, task, on_conflict)
+
+        return self._in_transaction(work, on, unknown_id=task.id)
 
     def _take_key(self, on: Any, task: DelayTask, on_conflict: OnConflict) -> tuple[DelayTask, bool]:
-        key = {"tag": task.tag, "task_key": task.key}
-        if self._insert_or_skip(on, self._insert_key, {**key, "task_id": task.id}):
-            return self._insert_own(on, task)
-        holder_id = on.execute(self._of_key.with_for_update(), key).scalar()
-        holder = None if holder_id is None else self._locked(on, holder_id)
+        for attempt in range(TRIES):
+            # In MySQL a failed INSERT would leave a lock on the key, so a look comes first there.
+            is_free = self._db.can.insert_or_skip or self._holder(on, task, is_locked=attempt > 0) is None
+            if is_free and self._insert_or_skip(on, self._insert_key, _key_row(task)):
+                return self._insert_own(on, task)
+            # The key's row first, then the task's: settling and cancelling go the same way, or they would deadlock.
+            holder_id = self._holder(on, task, is_locked=True)
+            if holder_id is not None:
+                break  # else its task has just ended
+        else:
+            raise StoreUnavailableError(f"key {task.key!r} of tag {task.tag!r} changed hands {TRIES} times; try again")
+        holder = self._locked(on, holder_id)
         if holder is None or holder.is_finished:
             return self._take_over_key(on, task)  # what had the key was purged, or finished by another program
         if holder.id == task.id:
@@ -134,6 +148,12 @@ class Tasks:
         values.pop("create_time")
         self._move(on, "replace", holder, {**values, "attempts": 0, "lapses": 0, "error_stack": None})
         return replace(task, id=holder.id, version=holder.version + 1, create_time=holder.create_time), True
+
+    def _holder(self, on: Any, task: DelayTask, is_locked: bool) -> int | None:
+        """The id that has the key of this task."""
+        query = self._of_key.with_for_update() if is_locked else self._of_key
+        found: int | None = on.execute(query, {"tag": task.tag, "task_key": task.key}).scalar()
+        return found
 
     def _take_over_key(self, on: Any, task: DelayTask) -> tuple[DelayTask, bool]:
         on.execute(
@@ -199,8 +219,14 @@ class Tasks:
         return {status: found.get(int(status), 0) for status in Status}
 
     def now(self) -> datetime:
-        instant: datetime = self._read(lambda c: c.execute(select(db_now())).scalar_one(), None)
-        return instant
+        """Asked once: whoever wants the time has another way, and asks again soon."""
+
+        def ask() -> datetime:
+            with self._db.auto.connect() as connection:
+                instant: datetime = connection.execute(select(db_now())).scalar_one()
+                return instant
+
+        return self._db.run(ask, tries=1)
 
     # -- move -------------------------------------------------------------------------------------
 
@@ -208,7 +234,7 @@ class Tasks:
         """The task as it was left, or None if it was cancelled already."""
 
         def work(connection: Any) -> DelayTask | None:
-            task = self._found(connection, id, version)
+            task = self._found(connection, id, version, with_key=True)
             if task.status is Status.CANCELLED:
                 return None
             if task.status is Status.RUNNING:
@@ -226,7 +252,7 @@ class Tasks:
 
     def retry(self, id: int, due: datetime, version: int | None = None, on: Executor | None = None) -> DelayTask:
         def work(connection: Any) -> DelayTask:
-            task = self._found(connection, id, version)
+            task = self._found(connection, id, version, with_key=True)
             moved = self._move(connection, "retry", task, {"expected_time": due, "attempts": 0, "lapses": 0})
             if task.key is not None:
                 self._take_key_again(connection, task)
@@ -242,21 +268,23 @@ class Tasks:
             .where(t.c.id == id, t.c.status.in_([int(s) for s in MOVES["reschedule"].sources]))
             .values(expected_time=case((t.c.expected_time < due, due), else_=t.c.expected_time), update_time=db_now())
         )
-        if on is not None:
-            return bool(on.execute(statement).rowcount)
 
-        def work() -> bool:
-            with self._db.auto.connect() as connection:
-                return bool(connection.execute(statement).rowcount)
+        def work(connection: Any) -> bool:
+            if connection.execute(statement).rowcount:
+                return True
+            if connection.execute(self._get, {"task_id": id}).first() is None:
+                raise TaskNotFoundError(f"there is no task {id}", id)
+            return False
 
-        return self._db.run(work)
+        return work(on) if on is not None else self._db.alone(work)
 
     def _move(self, on: Any, name: str, task: DelayTask, values: dict[str, Any]) -> DelayTask:
         """One move by an operator, fenced by the version that was read."""
         move, t = MOVES[name], self._t
         if task.status not in move.sources:
             allowed = ", ".join(sorted(s.name for s in move.sources))
-            raise InvalidStatusError(f"{name}: task {task.id} ({task.tag}) is {task.status.name}, not {allowed}", task.id)
+            fact = f"task {task.id} ({task.tag}) is {task.status.name}"
+            raise InvalidStatusError(f"{name}: {fact}, not {allowed}", task.id)
         values = {**values, "status": int(move.target), "version": task.version + 1, "update_time": db_now()}
         result = on.execute(update(t).where(t.c.id == task.id, t.c.version == task.version).values(**values))
         if not result.rowcount:
@@ -268,12 +296,16 @@ class Tasks:
             expected_time=values.get("expected_time", task.expected_time),
         )
 
-    def _found(self, on: Any, id: int, version: int | None) -> DelayTask:
+    def _found(self, on: Any, id: int, version: int | None, with_key: bool = False) -> DelayTask:
+        if with_key:
+            row = on.execute(self._get, {"task_id": id}).first()
+            if row is not None and row.task_key is not None:
+                self._holder(on, task_of(row), is_locked=True)
         task = self._locked(on, id)
         if task is None:
             raise TaskNotFoundError(f"there is no task {id}", id)
         if version is not None and task.version != version:
-            raise StaleVersionError(f"task {id} has version {task.version}, not {version}; read it again", id)
+            raise StaleVersionError(f"task {id} has version {task.version}, not {shown(version)}; read it again", id)
         return task
 
     def _locked(self, on: Any, id: int) -> DelayTask | None:
@@ -288,14 +320,24 @@ class Tasks:
             on.execute(delete(k).where(k.c.tag == task.tag, k.c.task_key == task.key, k.c.task_id == task.id))
 
     def _take_key_again(self, on: Any, task: DelayTask) -> None:
-        key = {"tag": task.tag, "task_key": task.key}
-        if self._insert_or_skip(on, self._insert_key, {**key, "task_id": task.id}):
+        if self._insert_or_skip(on, self._insert_key, _key_row(task)):
             return
-        holder = on.execute(self._of_key, key).scalar()
+        holder = self._holder(on, task, is_locked=True)
         if holder != task.id:
             raise DuplicateTaskError(f"retry: task {holder} has the key {task.key!r} of task {task.id} now", holder)
 
     # -- connections ------------------------------------------------------------------------------
+
+    def together(self, work: Callable[[Any], T]) -> T:
+        """`work` with a connection whose transaction is committed after it; tried again as a whole."""
+        return self._in_transaction(work, None)
+
+    def _savepoint(self, on: Any) -> AbstractContextManager[Any]:
+        if self._db.can.begins_late:
+            # Only a statement that writes begins a transaction; without one the savepoint's end would commit.
+            on.execute(delete(self._keys).where(false()))
+        context: AbstractContextManager[Any] = on.begin_nested()
+        return context
 
     def _in_transaction(self, work: Callable[[Any], T], on: Any, unknown_id: int | None = None) -> T:
         if on is not None:
@@ -314,6 +356,10 @@ class Tasks:
                 return work(connection)
 
         return read() if on is not None else self._db.run(read)
+
+
+def _key_row(task: DelayTask) -> dict[str, Any]:
+    return {"tag": task.tag, "task_key": task.key, "task_id": task.id}
 
 
 def _is_duplicate(error: exc.IntegrityError) -> bool:
@@ -340,7 +386,10 @@ def _make_cursor(task: DelayTask) -> str:
 
 def _parse_cursor(cursor: str) -> tuple[datetime, int]:
     try:
-        due_us, _, id = base64.urlsafe_b64decode(cursor.encode()).decode().partition(":")
-        return from_us(int(due_us)), int(id)
-    except (ValueError, OverflowError, binascii.Error):
-        raise InvalidQueryError(f"{cursor!r:.60} is not a cursor that find() gave") from None
+        due_us, _, id = base64.b64decode(cursor.encode(), b"-_", validate=True).decode().partition(":")
+        due, after = from_us(int(due_us)), int(id)
+    except (AttributeError, ValueError, OverflowError):
+        raise InvalidQueryError(f"{shown(cursor)} is not a cursor that find() gave") from None
+    if not -(2**63) <= after < 2**63:
+        raise InvalidQueryError(f"{shown(cursor)} is not a cursor that find() gave")
+    return due, after

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from sqlalchemy import Connection, event, exc
 from sqlalchemy.orm import Session
@@ -13,21 +15,23 @@ from delaytasks.core.errors import SessionUnusableError
 from delaytasks.core.ports import Executor, Unit
 from delaytasks.core.task import DelayTask
 
-Action = Callable[[Sequence[DelayTask]], None]
+Action = Callable[..., None]
 _PENDING = "delaytasks.pending"
 
 
 def unit_of(session: Any) -> Unit:
     """The unit for what the caller gave as `session=`."""
-    if isinstance(session, Connection):
-        return ConnectionUnit(session)
-    session = getattr(session, "sync_session", session)  # AsyncSession
+    given = type(session).__name__
     if callable(getattr(session, "registry", None)):
         session = session()  # scoped_session, as Flask-SQLAlchemy has it
+    session = getattr(session, "sync_session", session)  # AsyncSession
+    session = getattr(session, "sync_connection", session)  # AsyncConnection
+    if isinstance(session, Connection):
+        return ConnectionUnit(session)
     if isinstance(session, Session):
         return SessionUnit(session)
     raise SessionUnusableError(
-        f"session= takes a SQLAlchemy Session, AsyncSession.sync_session or Connection, not {type(session).__name__}"
+        f"session= takes a SQLAlchemy Session, AsyncSession.sync_session or Connection, not {given}"
     )
 
 
@@ -39,10 +43,15 @@ class _Unit:
         except exc.DBAPIError as error:
             # Never tried again by us: the transaction may be rolled back as a whole, with what the caller did.
             raise SessionUnusableError(
-                f"the caller's transaction can not be used: {str(error.orig).strip()}; roll it back, nothing was sent"
+                f"the caller's transaction can not be used: {_reason(error)}; roll it back, nothing was sent"
             ) from error
         except exc.SQLAlchemyError as error:
             raise SessionUnusableError(f"the caller's session can not be used: {error}") from error
+
+
+def _reason(error: exc.DBAPIError) -> str:
+    """Only the first line: what follows may show the row."""
+    return (str(error.orig).strip().splitlines() or [type(error).__name__])[0]
 
 
 class SessionUnit(_Unit):
@@ -57,22 +66,25 @@ class SessionUnit(_Unit):
 
     def after_commit(self, tasks: Sequence[DelayTask], action: Action) -> None:
         session = self._session
-        pending: list[tuple[Any, Sequence[DelayTask], Action]] | None = session.info.get(_PENDING)
-        if pending is None:
-            pending = session.info[_PENDING] = []
         if not event.contains(session, "after_commit", _on_commit):
             event.listen(session, "after_commit", _on_commit)
             event.listen(session, "after_soft_rollback", _on_rollback)
             event.listen(session, "after_transaction_end", _on_end)
-        pending.append((session.get_nested_transaction() or session.get_transaction(), tasks, action))
+        pending = session.info.setdefault(_PENDING, [])
+        transaction = session.get_nested_transaction() or session.get_transaction()
+        pending.append((transaction, session.connection(), tasks, action))
 
 
 def _on_commit(session: Session) -> None:
     """Fires for savepoints too; only the outermost commit is one that others see."""
     if session.in_nested_transaction():
         return
-    for _, tasks, action in session.info.pop(_PENDING, ()):
-        action(tasks)
+    for _, connection, tasks, action in session.info.pop(_PENDING, ()):
+        if not connection.closed and connection.in_transaction():
+            # The session joined a transaction that somebody else began, and will end.
+            ConnectionUnit(connection).after_commit(tasks, action)
+        else:
+            action(tasks)
 
 
 def _on_rollback(session: Session, ended: Any) -> None:
@@ -95,9 +107,20 @@ def _is_inside(transaction: Any, ended: Any) -> bool:
     return False
 
 
+@dataclass
+class _Waiting:
+    """What waits for a Connection's commit, and how much of it was there when each savepoint was set."""
+
+    actions: list[tuple[Sequence[DelayTask], Action]] = field(default_factory=list)
+    savepoints: dict[str, int] = field(default_factory=dict)
+
+
+#: Not in `Connection.info`: that belongs to the driver's connection, which the pool gives to others.
+_waiting: WeakKeyDictionary[Connection, _Waiting] = WeakKeyDictionary()
+
+
 class ConnectionUnit(_Unit):
-    """SQLAlchemy tells of a Connection's commit just before it happens: what is armed then is a message that comes
-    a moment later, and one that comes too early is found by the sweep."""
+    """SQLAlchemy tells of a Connection's commit just before it happens, so what is armed then is not there yet."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -110,19 +133,32 @@ class ConnectionUnit(_Unit):
 
     def after_commit(self, tasks: Sequence[DelayTask], action: Action) -> None:
         connection = self._connection
-        if not connection.in_transaction():
-            action(tasks)  # AUTOCOMMIT
+        if not connection.in_transaction() or connection._is_autocommit_isolation():
+            action(tasks)
             return
         if not event.contains(connection, "commit", _on_connection_commit):
             event.listen(connection, "commit", _on_connection_commit)
             event.listen(connection, "rollback", _on_connection_rollback)
-        connection.info.setdefault(_PENDING, []).append((tasks, action))
+            event.listen(connection, "savepoint", _on_savepoint)
+            event.listen(connection, "rollback_savepoint", _on_rollback_to_savepoint)
+        _waiting.setdefault(connection, _Waiting()).actions.append((tasks, action))
 
 
 def _on_connection_commit(connection: Connection) -> None:
-    for tasks, action in connection.info.pop(_PENDING, ()):
-        action(tasks)
+    for tasks, action in _waiting.pop(connection, _Waiting()).actions:
+        action(tasks, is_committed=False)
 
 
 def _on_connection_rollback(connection: Connection) -> None:
-    connection.info.pop(_PENDING, None)
+    _waiting.pop(connection, None)
+
+
+def _on_savepoint(connection: Connection, name: str) -> None:
+    waiting = _waiting.setdefault(connection, _Waiting())
+    waiting.savepoints[name] = len(waiting.actions)
+
+
+def _on_rollback_to_savepoint(connection: Connection, name: str, context: None) -> None:
+    if waiting := _waiting.get(connection):
+        # A savepoint that we were not told of was set before anything of ours was written.
+        del waiting.actions[waiting.savepoints.get(name, 0) :]

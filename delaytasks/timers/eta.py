@@ -32,6 +32,8 @@ class EtaTimer:
     def arm(self, entries: Iterable[Entry]) -> bool:
         queues: dict[str, list[Entry]] = {}
         for entry in entries:
+            if entry.id <= 0 or entry.version < 0 or entry.due_us < 0:
+                continue  # another program's; workers refuse a message with it, and find the row in the table
             queues.setdefault(entry.queue, []).append(entry)
         results = [self._publisher.send(RUN, queue, list(_messages(some))) for queue, some in queues.items()]
         return all(results)

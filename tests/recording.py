@@ -1,0 +1,43 @@
+"""A timer that remembers what it was given, and a `DelayTasks` on it: what was sent can be counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from celery import Celery
+
+from delaytasks import DelayTasks
+from delaytasks.core.ports import Entry
+
+
+class RecordingTimer:
+    def __init__(self) -> None:
+        self.armed: list[Entry] = []
+        self.drained: list[tuple[str, list[int], int]] = []
+        self.is_up = True
+
+    def arm(self, entries: Iterable[Entry]) -> bool:
+        self.armed += entries if self.is_up else ()
+        return self.is_up
+
+    def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float) -> bool:
+        self.drained.append((queue, list(priorities), tokens))
+        return self.is_up
+
+    @property
+    def ids(self) -> list[int]:
+        return [entry.id for entry in self.armed]
+
+
+def delays_on(url: str, **settings: Any) -> DelayTasks:
+    """On a broker in memory."""
+    app = Celery("test", broker="memory://", set_as_current=False)
+    return DelayTasks(app, url, **settings)
+
+
+def record(delays: DelayTasks) -> RecordingTimer:
+    """From now on `delays` arms this timer."""
+    timer = RecordingTimer()
+    delays.producer._timer = timer
+    return timer
