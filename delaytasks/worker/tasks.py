@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 SWEEP = "delaytasks.sweep"
 #: Whatever the app's own configuration says: the row is the truth, so the message needs no care.
 _OURS = {
+    "shared": False,  # or every other Celery app of the process would have it, working for this instance
     "ignore_result": True,
     "acks_late": False,
     "serializer": "json",

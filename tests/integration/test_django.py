@@ -16,6 +16,7 @@ from django.db import connections, transaction
 from django.test.utils import CaptureQueriesContext, override_settings
 
 from delaytasks import NewTask, Status
+from delaytasks.contrib.django.executor import DjangoExecutor
 from delaytasks.contrib.django.instance import DjangoDelays, project_delays
 from delaytasks.contrib.django.unit import DjangoUnit
 from delaytasks.contrib.django.url import database_url as url_of
@@ -293,8 +294,9 @@ def test_an_error_of_the_database_rolls_back_the_callers_block_even_if_he_goes_o
     assert not armed
 
 
-def fail_in_sql(_task: Any, on: Any) -> bool:
-    with on._connection.cursor() as cursor:
+def fail_in_sql(*arguments: Any) -> bool:
+    executor = next(argument for argument in arguments if isinstance(argument, DjangoExecutor))
+    with executor._connection.cursor() as cursor:
         cursor.execute("SELECT 1 FROM no_such_table")
     return True
 
@@ -330,6 +332,18 @@ def test_a_connection_that_breaks_is_told_and_one_that_breaks_in_commit_with_the
             delays.schedule_delay("order.close", 1, 1)
     assert unknown.value.id is not None
     assert delays.schedule_delay("order.close", 1, 1, id=unknown.value.id).id == unknown.value.id
+
+
+def test_outside_of_atomic_a_call_is_done_as_a_whole_or_not_at_all(
+    delays: DjangoDelays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(delays.store.tasks, "_insert_own", fail_in_sql)
+        with pytest.raises(StoreError):
+            delays.schedule_delay("order.close", 1, 60, key="k")
+    with connections[delays.alias].cursor() as cursor:
+        cursor.execute(f"SELECT count(*) FROM {delays.store.schema.keys.name}")
+        assert cursor.fetchone() == (0,)
 
 
 # -- which database -------------------------------------------------------------------------------

@@ -1,0 +1,6 @@
+from flask_sqlalchemy import SQLAlchemy
+
+from delaytasks.contrib.flask import FlaskDelays
+
+db = SQLAlchemy()
+delays = FlaskDelays()

@@ -1,0 +1,379 @@
+"""Flask: rows in the request's session, processors in an application context, and a real shop."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flask_sqlalchemy")
+
+from celery import Celery
+from flask import Flask, current_app
+from flask_sqlalchemy import SQLAlchemy
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from delaytasks import DelayTask, NewTask, Status, api, schedule_delay
+from delaytasks.contrib.flask import FlaskDelays
+from delaytasks.core.errors import ConfigError, SessionUnusableError
+from delaytasks.core.ports import Entry
+from tests.integration.shops import PAY_WITHIN_S, Shop, new_database
+from tests.waiting import wait_until
+
+
+@pytest.fixture(autouse=True)
+def own_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever becomes the default instance is not it after the test."""
+    monkeypatch.setattr(api, "_default", None)
+
+
+class Project:
+    """What a module of a Flask project has."""
+
+    def __init__(self, **options: Any) -> None:
+        self.db = SQLAlchemy()
+        self.delays = FlaskDelays(**options)
+        self.armed: list[Entry] = []
+
+    def create_app(self, url: str | None, **settings: Any) -> Flask:
+        app = Flask("shop")
+        app.config.update(CELERY={"broker_url": "memory://"}, DELAYTASKS=settings)
+        if url is not None:
+            app.config["SQLALCHEMY_DATABASE_URI"] = url
+            self.db.init_app(app)
+        self.delays.init_app(app)
+        return app
+
+    def run(self, task: DelayTask) -> DelayTask:
+        """As a worker does, without one."""
+        self.delays.runner().run([Entry(task.id, task.version, 0)])
+        return self.delays.get(task)
+
+
+@pytest.fixture
+def project(database_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
+    """With tables of its own; `project.delays` has an app."""
+    project = Project()
+    project.create_app(database_url, table_prefix="f" + secrets.token_hex(3) + "_")
+    monkeypatch.setattr(project.delays.timer, "arm", project.armed.extend)
+    tables, database = project.delays.store.schema.metadata, project.delays.store.database
+    with database.begin() as connection:
+        tables.create_all(connection)
+    yield project
+    with app_of(project).app_context():
+        project.db.engine.dispose()
+    with database.begin() as connection:
+        tables.drop_all(connection)
+    project.delays.close()
+
+
+def app_of(project: Project) -> Flask:
+    app = project.delays._flask
+    assert app is not None
+    return app
+
+
+def count(project: Project) -> int:
+    """The rows that others see."""
+    query = select(func.count()).select_from(project.delays.store.schema.tasks)
+    found: int = project.delays.store.database.alone(lambda c: c.execute(query).scalar_one())
+    return found
+
+
+# -- the request's transaction --------------------------------------------------------------------
+
+
+def test_a_task_is_part_of_the_requests_transaction_and_armed_after_its_commit(project: Project) -> None:
+    with app_of(project).test_request_context():
+        task = project.delays.schedule_delay("order.close", {"order": 7}, 1)
+        assert project.delays.get(task).body == {"order": 7}
+        assert [found.id for found in project.delays.find(tag="order.close")] == [task.id]
+        assert count(project) == 0
+        assert not project.armed
+        project.db.session.commit()
+        assert count(project) == 1
+        assert [entry.id for entry in project.armed] == [task.id]
+
+
+def test_a_rollback_leaves_no_row_and_arms_nothing(project: Project) -> None:
+    with app_of(project).test_request_context():
+        project.delays.schedule_delay("order.close", 1, 1, key="k")
+        project.delays.schedule_many([NewTask("order.close", n, 1) for n in range(10)])
+        project.db.session.rollback()
+        kept = project.delays.schedule_delay("order.close", 2, 1, key="k")
+        project.db.session.commit()
+    assert count(project) == 1
+    assert [entry.id for entry in project.armed] == [kept.id]
+
+
+def test_a_savepoint_that_is_rolled_back_takes_its_tasks_with_it(project: Project) -> None:
+    with app_of(project).test_request_context():
+        kept = project.delays.schedule_delay("order.close", 1, 1)
+        savepoint = project.db.session.begin_nested()
+        project.delays.schedule_delay("order.close", 2, 1)
+        savepoint.rollback()
+        project.db.session.commit()
+    assert count(project) == 1
+    assert [entry.id for entry in project.armed] == [kept.id]
+
+
+def test_cancelling_is_part_of_the_requests_transaction(project: Project) -> None:
+    task = project.delays.schedule_delay("order.close", 1, 3600, key="k")
+    with app_of(project).app_context():
+        assert project.delays.cancel(tag="order.close", key="k")
+        project.db.session.rollback()
+    assert project.delays.get(task).status is Status.NOT_COMPLETE
+    with app_of(project).app_context():
+        assert project.delays.cancel(tag="order.close", key="k")
+        project.db.session.commit()
+    assert project.delays.get(task).status is Status.CANCELLED
+
+
+def test_a_request_that_forgets_to_commit_is_told_of_in_the_log(
+    project: Project, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = app_of(project)
+
+    @app.get("/forgets")
+    def forget() -> str:
+        project.delays.schedule_delay("order.close", 1, 1)
+        return "placed"
+
+    @app.get("/commits")
+    def commit() -> str:
+        project.delays.schedule_delay("order.close", 1, 1)
+        project.db.session.commit()
+        return "placed"
+
+    with caplog.at_level(logging.WARNING, "shop"):
+        app.test_client().get("/commits")
+        assert "not committed" not in caplog.text
+        app.test_client().get("/forgets")
+    assert "1 delayed task(s) scheduled in db.session, which was not committed" in caplog.text
+    assert count(project) == 1
+
+
+def test_without_an_application_context_a_task_is_there_at_once(project: Project) -> None:
+    project.delays.schedule_delay("order.close", 1, 1)
+    assert count(project) == len(project.armed) == 1
+
+
+def test_a_session_that_is_given_is_the_one_that_counts(project: Project) -> None:
+    with app_of(project).app_context():
+        with Session(project.db.engine) as other, other.begin():
+            project.delays.schedule_delay("order.close", 1, 1, session=other)
+        project.db.session.rollback()
+    assert count(project) == len(project.armed) == 1
+
+
+def test_a_database_of_its_own_or_join_session_false_leave_the_requests_session_alone(
+    tmp_path: Path, sqlite_path: Callable[[str], str]
+) -> None:
+    own, joined = Project(), Project(join_session=False)
+    for project, settings in ((own, {"database_url": sqlite_path("tasks")}), (joined, {})):
+        app = project.create_app(sqlite_path("shop"), **settings)
+        with project.delays.store.database.begin() as connection:
+            project.delays.store.schema.metadata.create_all(connection)
+        with app.app_context():
+            project.delays.schedule_delay("order.close", 1, 60)
+            project.db.session.rollback()
+        assert count(project) == 1
+        project.delays.close()
+
+
+# -- processors -----------------------------------------------------------------------------------
+
+
+def test_a_processor_has_an_application_context_and_a_session_of_its_own(project: Project) -> None:
+    seen: list[Any] = []
+
+    @project.delays.processor("order.look")
+    def look(body: Any) -> None:
+        seen.append((current_app.name, project.db.session()))
+        project.db.session.execute(select(1))
+
+    for _ in range(2):
+        task = project.delays.schedule_delay("order.look", 1, 0)
+        assert project.run(task).status is Status.DONE
+    (name, first), (_, second) = seen
+    assert name == "shop"
+    assert first is not second
+    assert not first.in_transaction()  # it was closed, and its connection given back
+    assert not second.in_transaction()
+
+
+def test_what_a_processor_schedules_is_part_of_its_transaction(project: Project) -> None:
+    @project.delays.processor("order.chain")
+    def chain(body: str) -> None:
+        project.delays.schedule_delay("order.next", body, 60)
+        if body == "fails":
+            raise ValueError(body)
+        if body == "rolls back":
+            project.db.session.rollback()
+        if body == "commits":
+            project.db.session.commit()
+
+    def run(body: str) -> tuple[DelayTask, int]:
+        done = project.run(project.delays.schedule_delay("order.chain", body, 0))
+        return done, len(project.delays.find(tag="order.next"))
+
+    assert run("fails")[1] == 0
+    done, following = run("rolls back")
+    assert (done.status, following) == (Status.DONE, 0)
+    forgetful, following = run("forgets")
+    assert (forgetful.status, following) == (Status.FAILED, 0)
+    assert "ended without db.session.commit()" in str(forgetful.error)
+    done, following = run("commits")
+    assert (done.status, following) == (Status.DONE, 1)
+
+
+# -- putting it together --------------------------------------------------------------------------
+
+
+def test_the_celery_app_is_the_one_given_or_the_apps_or_made_from_its_configuration() -> None:
+    given, extension = (Celery(name, broker="memory://", set_as_current=False) for name in ("given", "extension"))
+    app = Flask("shop")
+    app.extensions["celery"] = extension
+    assert FlaskDelays(app).celery is extension
+    assert FlaskDelays(Flask("shop"), celery_app=given).celery is given
+    app = Flask("shop")
+    app.config["CELERY"] = {"broker_url": "memory://made"}
+    made = FlaskDelays(app)
+    assert made.celery.main == "shop"
+    assert made.celery.conf.broker_url == "memory://made"
+    assert app.extensions["celery"] is made.celery
+    assert app.extensions["delaytasks"] is made
+    assert "delaytasks.run" in made.celery.tasks
+
+
+def test_the_module_level_functions_are_the_extensions_unless_told_otherwise(project: Project) -> None:
+    task = schedule_delay("order.close", 1, 60)
+    assert project.delays.get(task).tag == "order.close"
+    FlaskDelays(default=False)
+    assert api.default() is project.delays
+
+
+def test_each_app_of_a_test_suite_has_its_own_database_and_settings(sqlite_path: Callable[[str], str]) -> None:
+    project = Project()
+
+    @project.delays.processor("order.close")
+    def close(body: Any) -> None: ...
+
+    for name in ("one", "two"):
+        app = project.create_app(sqlite_path(name), namespace=name)
+        assert str(project.delays.store.database.url) == sqlite_path(name)
+        assert project.delays.settings.namespace == name
+        assert project.delays.celery is app.extensions["celery"]
+        assert project.delays.registry.get("order.close") is not None
+
+
+def test_an_in_memory_database_is_enough_for_tests_of_views() -> None:
+    project = Project()
+    app = project.create_app("sqlite://")
+    with app.app_context():
+        project.delays.store.schema.metadata.create_all(project.db.session.connection())
+        task = project.delays.schedule_delay("order.close", 1, 60, key="k")
+        assert [found.id for found in project.delays.find(tag="order.close")] == [task.id]
+        assert project.delays.cancel(tag="order.close", key="k")
+        project.db.session.commit()
+
+
+@pytest.mark.parametrize(
+    ("uri", "url"),
+    [
+        ("postgresql://me:p%40ss@db/shop", "postgresql+psycopg2://me:p%40ss@db/shop"),
+        ("postgresql+psycopg://db/shop?sslmode=require", "postgresql+psycopg2://db/shop?sslmode=require"),
+        ("mysql+pymysql://me@db:3307/shop", "mysql+pymysql://me@db:3307/shop"),
+        ("sqlite:////srv/shop.sqlite3", "sqlite:////srv/shop.sqlite3"),
+    ],
+)
+def test_the_url_is_that_of_flask_sqlalchemy_even_where_only_its_configuration_is(uri: str, url: str) -> None:
+    app = Flask("shop")
+    app.config["SQLALCHEMY_DATABASE_URI"] = uri
+    delays = FlaskDelays(app, celery_app=Celery(broker="memory://", set_as_current=False))
+    assert delays.store.database.url.render_as_string(hide_password=False) == url
+
+
+def test_a_relative_sqlite_file_is_where_flask_sqlalchemy_has_it(tmp_path: Path) -> None:
+    db, delays = SQLAlchemy(), FlaskDelays()
+    app = Flask("shop", instance_path=str(tmp_path))
+    app.config.update(SQLALCHEMY_DATABASE_URI="sqlite:///shop.sqlite3", CELERY={"broker_url": "memory://"})
+    with pytest.raises(ConfigError, match=r"db\.init_app\(app\) before"):
+        delays.init_app(app)
+    db.init_app(app)
+    delays.init_app(app)
+    assert delays.store.database.url.database == str(tmp_path / "shop.sqlite3")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"horizon": 30}, "did you mean delaytasks_horizon_s"),
+        ({"horizon_s": -1}, "delaytasks_horizon_s = -1"),
+        ([("horizon_s", 30)], "is a dict"),
+    ],
+)
+def test_a_wrong_setting_is_told_by_init_app(options: Any, message: str) -> None:
+    app = Flask("shop")
+    app.config["DELAYTASKS"] = options
+    with pytest.raises(ConfigError, match=message):
+        FlaskDelays(app)
+
+
+def test_without_an_app_it_says_what_is_missing() -> None:
+    with pytest.raises(ConfigError, match=r"init_app\(app\)"):
+        FlaskDelays().schedule_delay("order.close", 1, 1)
+
+
+def test_a_session_that_is_broken_is_told(project: Project) -> None:
+    with app_of(project).app_context():
+        project.db.session.connection().invalidate()
+        with pytest.raises(SessionUnusableError):
+            project.delays.schedule_delay("order.close", 1, 1)
+
+
+# -- the shop -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["postgresql", "sqlite"])
+def shop(request: pytest.FixtureRequest, redis_url: str, tmp_path: Path) -> Iterator[Shop]:
+    drop: Callable[[], None] = lambda: None  # noqa: E731
+    url = f"sqlite:///{tmp_path / 'shop.sqlite3'}"
+    if request.param != "sqlite":
+        url, drop = new_database(request.getfixturevalue(f"{request.param}_url"))
+    shop = Shop("flask_shop", tmp_path, url, redis_url)
+    yield shop
+    shop.close()
+    drop()
+
+
+def test_orders_are_closed_on_time_unless_they_are_paid_or_rolled_back(shop: Shop) -> None:
+    shop.command("-m", "flask", "--app", "shop", "create-tables")
+    shop.command("-c", "from delaytasks.cli.main import main; main()", "-A", "shop", "db", "upgrade")
+    shop.serve("-m", "flask", "--app", "shop", "run", "--no-reload", "--port", "{port}")
+    shop.work()
+    unpaid = shop.post("/orders", 201, item="a book")["number"]
+    paid = shop.post("/orders", 201, item="a pen")["number"]
+    shop.post("/orders/fail", 500)
+    assert shop.post(f"/orders/{paid}/pay", 200) == {"number": paid, "status": "paid"}
+    assert shop.status(unpaid) == "placed"
+
+    shop.wait_for(unpaid, "closed")
+    assert shop.status(paid) == "paid"
+    assert shop.post(f"/orders/{unpaid}/pay", 409)["error"] == "too late to pay"
+
+    tasks = {task.body["order"]: task for task in shop.tasks()}
+    assert set(tasks) == {unpaid, paid}  # and none of the request that failed
+    wait_until(lambda: shop.delays.get(tasks[unpaid]).status is Status.DONE, 10, "the task to be settled")
+    done = shop.delays.get(tasks[unpaid])
+    assert tasks[paid].status is Status.CANCELLED
+    assert done.execution_time is not None
+    assert done.create_time is not None
+    assert timedelta(0) <= done.execution_time - done.expected_time < timedelta(seconds=1.5), shop.logs()
+    assert done.expected_time - done.create_time == timedelta(seconds=PAY_WITHIN_S)
