@@ -1,0 +1,242 @@
+"""What monitors make of the events of rows, told by Celery's own `State`, which Flower stands on."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.events.state import State, Task
+
+from delaytasks.core.task import DelayTask
+from delaytasks.worker import rowevents
+from delaytasks.worker.rowevents import RowEvents, wants_row_events
+
+NOON = datetime(2030, 1, 1, 12, tzinfo=timezone.utc)
+ROW = DelayTask(7, "order.close", '{"order": 1}', NOON, version=1, attempts=1)
+
+
+class Heard:
+    """Stands where the broker is; what arrives goes through JSON to Celery's State."""
+
+    def __init__(self, rows: RowEvents) -> None:
+        self.messages: list[list[dict[str, Any]]] = []
+        self.state = State()
+        self._clock = 0
+        rows._connect = lambda: setattr(rows, "_producer", self)  # type: ignore[method-assign]
+        rows._publish = self._publish  # type: ignore[method-assign]
+
+    def _publish(self, events: list[dict[str, Any]]) -> None:
+        events = json.loads(json.dumps(events))
+        self.messages.append(events)
+        for event in events:
+            self._clock += 1
+            self.state.event({**event, "clock": self._clock, "local_received": event["timestamp"]})
+
+    def task(self, uuid: str = "7-1") -> Task:
+        return self.state.tasks[uuid]
+
+
+@pytest.fixture
+def rows() -> Iterator[RowEvents]:
+    app = Celery("test", broker="memory://", set_as_current=False)
+    yield RowEvents(app, "w@test", 0.5)
+    app.close()
+
+
+@pytest.fixture
+def heard(rows: RowEvents) -> Heard:
+    return Heard(rows)
+
+
+def fail(rows: RowEvents, row: DelayTask, error: object = "no") -> None:
+    rows.started(row, NOON, NOON)
+    rows.failed(row, NOON, NOON + timedelta(seconds=2), error, "Traceback: no")
+
+
+def test_a_run_is_one_message(rows: RowEvents, heard: Heard) -> None:
+    for number in range(50):
+        row = replace(ROW, id=number + 1)
+        rows.started(row, NOON, NOON + timedelta(seconds=1))
+        rows.succeeded(row, NOON + timedelta(seconds=1), NOON + timedelta(seconds=3))
+    assert heard.messages == []
+    rows.flush()
+    assert len(heard.messages) == 1
+    task = heard.task("7-1")
+    assert (task.name, task.state, task.runtime, task.worker.hostname) == ("order.close", "SUCCESS", 2, "w@test")
+    assert task.started - task.received == 1
+    rows.flush()
+    assert len(heard.messages) == 1, "nothing is sent when nothing happened"
+
+
+def test_a_row_that_an_operator_retries_is_shown_anew(rows: RowEvents, heard: Heard) -> None:
+    fail(rows, ROW)
+    rows.flush()
+    assert heard.task().state == "FAILURE"
+    again = replace(ROW, version=4)  # claimed, failed, retried, claimed: attempts are counted anew
+    rows.started(again, NOON, NOON)
+    rows.flush()
+    assert (heard.task().state, heard.task().exception, heard.task().traceback) == ("STARTED", None, None)
+    rows.succeeded(again, NOON, NOON)
+    rows.flush()
+    assert (heard.task().state, heard.task().exception) == ("SUCCESS", None)
+
+
+def test_a_row_that_was_only_moved_is_not_shown_as_retried(rows: RowEvents, heard: Heard) -> None:
+    moved = replace(ROW, version=2)
+    rows.started(moved, NOON, NOON)
+    rows.succeeded(moved, NOON, NOON)
+    rows.flush()
+    assert (heard.task().state, heard.task().retried) == ("SUCCESS", None)
+
+
+def test_the_attempt_before_a_lapse_has_failed(rows: RowEvents, heard: Heard) -> None:
+    rows.started(ROW, NOON, NOON)
+    rows.flush()
+    second = replace(ROW, version=3, attempts=2, lapses=1)
+    rows.started(second, NOON, NOON)
+    assert heard.task("7-2").state == "STARTED", "told at once: it may kill its process again"
+    assert heard.task("7-1").state == "FAILURE"
+    assert "lost its lease" in heard.task("7-1").exception
+    assert heard.task("7-2").parent_id == "7-1"
+
+
+def test_a_row_without_processor_is_put_off_and_runs_later(rows: RowEvents, heard: Heard) -> None:
+    rows.put_off(ROW, NOON, "no such processor, tag=order.close")
+    rows.flush()
+    assert (heard.task().state, heard.task().exception) == ("RETRY", "no such processor, tag=order.close")
+    later = replace(ROW, version=3)
+    rows.started(later, NOON, NOON)
+    rows.succeeded(later, NOON, NOON)
+    rows.flush()
+    assert (heard.task().state, heard.task().exception) == ("SUCCESS", None)
+
+
+def test_a_row_that_was_given_up_has_failed(rows: RowEvents, heard: Heard) -> None:
+    rows.gave_up(replace(ROW, attempts=5, lapses=5, error="gave up: its worker died", update_time=NOON))
+    rows.flush()
+    task = heard.task("7-5")
+    assert (task.name, task.state, task.exception) == ("order.close", "FAILURE", "gave up: its worker died")
+
+
+class Unsayable(Exception):
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+@pytest.mark.parametrize("error", [Unsayable(), ValueError("\x00\ud800"), ValueError("x" * 1_000_000)])
+def test_any_error_can_be_told(rows: RowEvents, heard: Heard, error: Exception) -> None:
+    rows.started(ROW, NOON, NOON)
+    rows.failed(ROW, NOON, NOON, error, "\x00\ud800" + "y" * 1_000_000)
+    rows.flush()
+    task = heard.task()
+    assert task.state == "FAILURE"
+    for text in (task.exception, task.traceback):
+        assert len(text.encode()) <= 16 * 1024
+        assert "\x00" not in text
+
+
+def test_a_long_body_is_cut(rows: RowEvents, heard: Heard) -> None:
+    rows.started(replace(ROW, body_json="[" + "1," * 100_000 + "1]"), NOON, NOON)
+    rows.flush()
+    assert len(heard.task().args) < 1100
+
+
+def test_monitors_order_events_by_arrival_and_take_their_times_as_they_are(rows: RowEvents, heard: Heard) -> None:
+    fail(rows, ROW)
+    rows.flush()
+    events = heard.messages[0]
+    assert not {"clock", "utcoffset"} & {field for event in events for field in event}
+    assert {event["name"] for event in events} == {"order.close"}, "whoever comes later counts the tag as well"
+
+
+def test_threads_lose_no_event(rows: RowEvents, heard: Heard) -> None:
+    def run(thread: int) -> None:
+        for number in range(300):
+            row = replace(ROW, id=thread * 1000 + number)
+            rows.started(row, NOON, NOON)
+            rows.succeeded(row, NOON, NOON)
+            rows.flush()
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert sum(map(len, heard.messages)) == 4 * 300 * 3
+    assert {task.state for task in heard.state.tasks.values()} == {"SUCCESS"}
+
+
+def test_a_connection_that_died_while_idle_is_made_anew(rows: RowEvents, heard: Heard) -> None:
+    publish, failures = rows._publish, [ConnectionError("idle for too long")]
+
+    def publish_or_fail(events: list[dict[str, Any]]) -> None:
+        if failures:
+            raise failures.pop()
+        publish(events)
+
+    rows._connect()
+    rows._publish = publish_or_fail  # type: ignore[method-assign]
+    fail(rows, ROW)
+    rows.flush()
+    assert heard.task().state == "FAILURE"
+
+
+@pytest.fixture
+def black_hole() -> Iterator[int]:
+    """A port that takes connections in and never says a word."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(16)
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("scheme", ["redis", "amqp"])
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "silent"])
+def test_a_broker_that_is_away_costs_little_time_and_no_memory(
+    scheme: str, is_closed: bool, black_hole: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = 1 if is_closed else black_hole
+    app = Celery("test", broker=f"{scheme}://127.0.0.1:{port}//", set_as_current=False)
+    rows = RowEvents(app, "w@test", 0.2)
+    began = time.monotonic()
+    fail(rows, ROW)
+    rows.flush()
+    assert time.monotonic() - began < 2
+    again = time.monotonic()
+    for _ in range(100):
+        fail(rows, ROW)
+        rows.flush()
+    assert time.monotonic() - again < 0.5, "it rests before it tries again"
+    assert not rows._pending
+    assert caplog.text.count("row events are not sent, tasks run on") == 1
+
+    monkeypatch.setattr(rowevents, "REST_S", 0)
+    rows._rests_until = 0
+    heard = Heard(rows)
+    fail(rows, ROW)
+    rows.flush()
+    assert heard.task().state == "FAILURE", "it comes back by itself"
+
+
+@pytest.mark.parametrize(
+    ("enabled", "groups", "wanted"),
+    [(True, set(), True), (True, {"worker"}, False), (True, {"worker", "task"}, True), (False, set(), False)],
+    ids=["-E", "without -E", "switched on", "none at all"],
+)
+def test_row_events_follow_the_workers_own_switch(enabled: bool, groups: set[str], wanted: bool) -> None:
+    dispatcher = SimpleNamespace(enabled=enabled, groups=groups)
+    assert wants_row_events(SimpleNamespace(event_dispatcher=dispatcher)) is wanted
+
+
+@pytest.mark.parametrize("consumer", [None, SimpleNamespace(event_dispatcher=None)])
+def test_there_are_no_row_events_while_the_worker_is_not_connected(consumer: Any) -> None:
+    assert wants_row_events(consumer) is False
