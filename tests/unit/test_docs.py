@@ -8,6 +8,7 @@ broker in memory; a comment that begins with `<!-- setup` brings what a reader h
 from __future__ import annotations
 
 import ast
+import json
 import logging
 import os
 import re
@@ -81,15 +82,19 @@ def test_each_python_block_is_python(page: Path, block: Block) -> None:
 
 @pytest.mark.parametrize("name", [n for n, page in zip(NAMES, PAGES, strict=True) if any(b.runs for b in blocks(page))])
 def test_the_blocks_of_a_page_that_say_so_run(name: str, tmp_path: Path) -> None:
-    environment = {
+    command = [sys.executable, "-m", "tests.unit.test_docs", "run", str(ROOT / name)]
+    done = subprocess.run(command, cwd=tmp_path, env=_environment(tmp_path), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """Of a process with an SQLite file of its own, and a broker in its memory."""
+    return {
         **{key: value for key, value in os.environ.items() if not key.startswith(("DELAYTASKS_", "CELERY_"))},
         "PYTHONPATH": str(ROOT),
-        "DELAYTASKS_DATABASE_URL": f"sqlite:///{tmp_path / 'docs.sqlite3'}",
+        "DELAYTASKS_DATABASE_URL": f"sqlite:///{folder / 'docs.sqlite3'}",
         "CELERY_BROKER_URL": "memory://",
     }
-    command = [sys.executable, "-m", "tests.unit.test_docs", "run", str(ROOT / name)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def run_page(page: Path) -> None:
@@ -145,7 +150,8 @@ def _check_click(command: click.Command, words: list[str], where: str) -> None:
             option = word.partition("=")[0]
             known = {o: p for p in command.get_params(context) for o in (*p.opts, *p.secondary_opts)}
             assert option in known, f"{where}: {command.name} has no option {option} (known: {', '.join(known)})"
-            if not getattr(known[option], "is_flag", False) and "=" not in word and not getattr(known[option], "count", 0):
+            takes_value = not getattr(known[option], "is_flag", False) and not getattr(known[option], "count", False)
+            if takes_value and "=" not in word:
                 words.pop(0)
         elif isinstance(command, click.Group):
             inner = command.get_command(context, word)
@@ -222,13 +228,13 @@ def test_generated_tables_are_those_of_the_code(name: str) -> None:
 
 def write_tables() -> None:
     for name, (page, make) in GENERATED.items():
-        text = (ROOT / page).read_text()
-        (ROOT / page).write_text(_place(name).sub(lambda _, made=make(): f"\n{made}\n\n", text))
+        before, _, after = _place(name).sub("\0", (ROOT / page).read_text()).partition("\0")
+        (ROOT / page).write_text(f"{before}\n{make()}\n\n{after}")
 
 
 def test_each_event_that_is_logged_is_explained_with_its_level() -> None:
-    shown: dict[str, str] = {}
-    for names, levels in re.findall(r"^\| (`[a-z_.`, ]+) \| ([A-Z, ]+) \|", (ROOT / "docs/worker.md").read_text(), re.MULTILINE):
+    page, shown = (ROOT / "docs/worker.md").read_text(), {}
+    for names, levels in re.findall(r"^\| (`[a-z_.`, ]+) \| ([A-Z, ]+) \|", page, re.MULTILINE):
         shown.update(zip(re.findall(r"`([^`]+)`", names), levels.split(", "), strict=True))
     source = "".join(path.read_text() for path in (ROOT / "delaytasks").rglob("*.py"))
     emitted = set(re.findall(r'emit\(\s*"([a-z_.]+)"', source))
@@ -258,6 +264,27 @@ def test_the_columns_in_the_docs_are_those_of_the_table() -> None:
     assert sorted(shown) == sorted(column.name for column in build_schema().tasks.columns)
 
 
+def test_the_values_to_watch_are_there(tmp_path: Path) -> None:
+    page = (ROOT / "docs/operations.md").read_text().partition("## What to watch")[2].partition("\n## ")[0]
+    shown = {name for row in re.findall(r"^\| (`.+?) \|", page, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)}
+    program = (
+        "from delaytasks.api import default; from delaytasks.cli.main import main; "
+        "from delaytasks.store import migrations; migrations.upgrade(default().store.database); "
+        "default().store.workers.seen('w', [], 'prefork', 1, 0); main(['stats', '--json'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=_environment(tmp_path), capture_output=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    found = json.loads(done.stdout)
+    assert shown, "the table is there"
+    for path in shown:
+        value = found
+        for name in path.split("."):
+            value = value[name.removesuffix("[]")]
+            value = value[0] if name.endswith("[]") else value
+
+
 # -- SQL ------------------------------------------------------------------------------------------
 
 
@@ -279,7 +306,8 @@ def test_the_plain_row_in_the_docs_is_a_good_task(database_url: str) -> None:
             # A colon is SQLAlchemy's sign for a parameter.
             connection.execute(text(insertion.replace("yb_", "docs_yb_").replace(":", "\\:")))
         [task] = store.tasks.find(None, None, None, None, None, None, 10)
-        assert (task.tag, task.body, task.delay_s, task.status) == ("order.close", {"order": 7}, 1800, Status.NOT_COMPLETE)
+        assert (task.tag, task.body, task.delay_s) == ("order.close", {"order": 7}, 1800)
+        assert task.status is Status.NOT_COMPLETE
         assert timedelta(seconds=1790) < task.expected_time - store.tasks.now() <= timedelta(seconds=1800)
         with store.database.begin() as connection:
             connection.execute(text(cancellation.replace("yb_", "docs_yb_").replace("42", str(task.id))))
