@@ -31,15 +31,16 @@ def main() -> None:
 
 def run_broker(data_dir: str) -> None:
     lock = embedded.hold(data_dir)
-    server, broker = embedded.find_server(), embedded.choose(data_dir)
+    server = embedded.find_server()
+    broker = embedded.choose(data_dir, server)
     embedded.record(broker)
-    if server is None:
+    if server is None or broker.socket is None:
         embedded.start_files(broker)
         say(embedded.FILES_NOTE)
         return
     say(f"the broker is {server}, at {broker.socket}")
     os.set_inheritable(lock, True)
-    os.execv(server.program, embedded.server_command(server, broker))
+    os.execv(server.program, embedded.server_command(server, broker.data_dir, broker.socket))
 
 
 def say(text: str) -> None:

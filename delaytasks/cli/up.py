@@ -86,12 +86,13 @@ def _broker(cli: Cli) -> tuple[str, list[Spec]]:
     if url != embedded.broker_of(data_dir).url:
         return mask_url(url), []
     lock = embedded.hold(data_dir)
-    server, broker = embedded.find_server(), embedded.choose(data_dir)
+    server = embedded.find_server()
+    broker = embedded.choose(data_dir, server)
     embedded.record(broker)
     if server is None or broker.socket is None:
         embedded.start_files(broker)
         return embedded.FILES_NOTE, []
-    path, command = broker.socket, embedded.server_command(server, broker)
+    path, command = broker.socket, embedded.server_command(server, broker.data_dir, broker.socket)
     spec = Spec(
         "redis", command, "red", stage=0, is_ready=lambda: embedded.answers(path), noise=_REDIS_NOISE, pass_fds=(lock,)
     )

@@ -49,5 +49,8 @@ class LeaseKeeper:
             self._renewed_at = monotonic()
 
     def _pids(self) -> list[int]:
-        info: list[int] = (self._pool.info or {}).get("processes") or [os.getpid()]
+        try:
+            info: list[int] = (self._pool.info or {}).get("processes") or [os.getpid()]
+        except AttributeError:
+            return []  # a prefork pool that has stopped knows nothing any more
         return info

@@ -62,7 +62,7 @@ def _play(console: Console, folder: Path) -> int:
     servers = Servers(folder, delays.settings.data_dir)
     try:
         servers.start()
-        console.print(f"  database  {delays.store.database.url}\n  broker    {servers.broker}")
+        console.print(f"  database  {delays.store.database.url}\n  broker    {servers.broker}", markup=False)
         with Display(console) as display:
             story = Story(servers.kill, folder / "partner-answers", display.tell)
             is_over = story.run(display.draw)

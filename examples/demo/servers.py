@@ -25,12 +25,13 @@ class Servers:
         self.broker = ""
 
     def start(self) -> None:
-        server, broker = embedded.find_server(), embedded.choose(self._data_dir)
+        server = embedded.find_server()
+        broker = embedded.choose(self._data_dir, server)
         embedded.record(broker)
         self.broker = embedded.FILES_NOTE if server is None else str(server)
         if server is not None and broker.socket is not None:
             path = broker.socket
-            self._start("redis", embedded.server_command(server, broker))
+            self._start("redis", embedded.server_command(server, broker.data_dir, path))
             self._wait("redis", lambda: embedded.answers(path))
         for name in ("one", "two"):
             self._celery(

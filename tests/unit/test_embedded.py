@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import Empty
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -34,7 +38,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     path.mkdir()
     monkeypatch.setenv("PATH", str(path))
     monkeypatch.setattr(
-        embedded.importlib.util,
+        importlib.util,
         "find_spec",
         lambda name: SimpleNamespace(submodule_search_locations=[str(wheel)]) if wheel.exists() else None,
     )
@@ -46,7 +50,7 @@ def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A temporary folder of this test's own, where sockets are put."""
     folder = tmp_path / "t"
     folder.mkdir()
-    monkeypatch.setattr(embedded.tempfile, "gettempdir", lambda: str(folder))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(folder))
     return folder
 
 
@@ -81,7 +85,7 @@ def test_without_any_redis_messages_go_through_files(machine: SimpleNamespace) -
     app = SimpleNamespace(conf=SimpleNamespace(broker_transport_options={"mine": 1}))
     broker = embedded.use_embedded_broker(app, str(machine.data))
     assert broker.socket is None
-    assert app.conf.broker_url == "filesystem://"
+    assert app.conf.broker_url == "delaytasks-files://localhost//"
     options = app.conf.broker_transport_options
     assert options["data_folder_in"] == options["data_folder_out"]
     assert Path(options["data_folder_in"]).is_dir()
@@ -125,7 +129,7 @@ def test_a_producer_gets_the_broker_that_was_started_whatever_its_own_path_says(
     machine: SimpleNamespace, sockets: Path
 ) -> None:
     redis = program(machine.path, "redis-server", "Redis server v=7.0.15 sha=0:0 bits=64")
-    started = embedded.choose(machine.data)
+    started = embedded.choose(machine.data, embedded.find_server())
     embedded.record(started)
     os.unlink(redis)
     assert embedded.broker_of(machine.data) == started
@@ -136,14 +140,14 @@ def test_before_any_start_a_producer_gets_the_broker_that_would_be_started(
     machine: SimpleNamespace, sockets: Path
 ) -> None:
     program(machine.path, "redis-server", "Redis server v=7.0.15 sha=0:0 bits=64")
-    assert embedded.broker_of(machine.data) == embedded.choose(machine.data)
+    assert embedded.broker_of(machine.data) == embedded.choose(machine.data, embedded.find_server())
 
 
 def test_a_copied_data_folder_does_not_use_the_broker_of_its_origin(machine: SimpleNamespace, sockets: Path) -> None:
     program(machine.path, "redis-server", "Redis server v=7.0.15 sha=0:0 bits=64")
-    embedded.record(embedded.choose(machine.data))
+    embedded.record(embedded.choose(machine.data, embedded.find_server()))
     copy = machine.data.rename(machine.data.with_name("copy"))
-    assert embedded.broker_of(copy) == embedded.choose(copy)
+    assert embedded.broker_of(copy) == embedded.choose(copy, embedded.find_server())
 
 
 def test_a_broken_record_counts_as_none(machine: SimpleNamespace, sockets: Path) -> None:
@@ -162,7 +166,7 @@ def test_two_data_folders_have_two_brokers(sockets: Path) -> None:
 def test_the_socket_path_fits_the_kernels_limit_below_a_long_temporary_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedded.tempfile, "gettempdir", lambda: "/" + "x" * 120)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: "/" + "x" * 120)
     assert len(os.fsencode(embedded.socket_path(tmp_path))) <= 103
 
 
@@ -205,8 +209,11 @@ def server() -> embedded.Server:
 
 @pytest.fixture
 def running(server: embedded.Server, tmp_path: Path, sockets: Path) -> Iterator[embedded.Broker]:
-    broker = embedded.choose(tmp_path / "data")
-    process = subprocess.Popen(embedded.server_command(server, broker), stdout=subprocess.DEVNULL)
+    broker = embedded.choose(tmp_path / "data", server)
+    process = subprocess.Popen(
+        embedded.server_command(server, broker.data_dir, embedded.socket_path(broker.data_dir)),
+        stdout=subprocess.DEVNULL,
+    )
     try:
         assert broker.socket is not None
         wait_until(lambda: embedded.answers(broker.socket or Path()), 10, "the private Redis")
@@ -244,3 +251,97 @@ def test_a_server_whose_parent_died_still_holds_its_data_folder(tmp_path: Path) 
         embedded.hold(tmp_path, wait_s=0)
     server.communicate(b"\n", timeout=10)
     os.close(embedded.hold(tmp_path, wait_s=0))
+
+
+# -- messages in files ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def channel(tmp_path: Path) -> Iterator[Any]:
+    from kombu import Connection
+
+    from delaytasks.embedded import files
+
+    with Connection(transport=files.Transport, transport_options=folders(tmp_path)) as connection:
+        yield connection.channel()
+
+
+def folders(path: Path) -> dict[str, str]:
+    return dict.fromkeys(("data_folder_in", "data_folder_out", "control_folder"), str(path))
+
+
+@pytest.fixture
+def while_writing(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """Called once each, when half of a file is written."""
+    calls: list[Callable[[], None]] = []
+
+    def write_text(path: Path, text: str) -> None:
+        with open(path, "w") as file:
+            file.write(text[: len(text) // 2])
+            file.flush()
+            while calls:
+                calls.pop()()
+            file.write(text[len(text) // 2 :])
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    return calls
+
+
+def test_a_message_is_not_seen_before_it_is_whole(channel: Any, while_writing: list[Callable[[], None]]) -> None:
+    def look() -> None:
+        with pytest.raises(Empty):
+            channel._get("q")
+
+    while_writing.append(look)
+    channel._put("q", {"body": "whole"})
+    assert while_writing == []
+    assert channel._get("q") == {"body": "whole"}
+
+
+def test_binding_queues_waits_for_others_that_bind(
+    channel: Any, tmp_path: Path, while_writing: list[Callable[[], None]]
+) -> None:
+    def lock() -> None:
+        with open(tmp_path / "lock") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    channel._queue_bind("news", "", "", "first")
+    while_writing.append(lock)
+    channel._queue_bind("news", "", "", "second")
+    assert while_writing == []
+    assert {row.queue for row in channel.get_table("news")} == {"first", "second"}
+    channel._delete("first", "news", "", "")
+    assert [row.queue for row in channel.get_table("news")] == ["second"]
+
+
+#: Takes what it finds until a "stop" comes, and prints it.
+READER = """
+import sys
+from kombu import Connection
+from delaytasks.embedded import files
+options = dict(data_folder_in=sys.argv[1], data_folder_out=sys.argv[1], control_folder=sys.argv[1])
+with Connection(transport=files.Transport, transport_options={**options, "polling_interval": 0.001}) as connection:
+    with connection.SimpleQueue("q") as queue:
+        while (text := queue.get(timeout=30).payload) != "stop":
+            print(text)
+"""
+
+
+def test_each_message_is_read_by_one_of_many_readers(tmp_path: Path) -> None:
+    from kombu import Connection
+
+    from delaytasks.embedded import files
+
+    command = [sys.executable, "-c", READER, str(tmp_path)]
+    readers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    with (
+        Connection(transport=files.Transport, transport_options=folders(tmp_path)) as connection,
+        connection.SimpleQueue("q", serializer="json") as queue,
+    ):
+        for number in range(200):
+            queue.put(f"{number:03}")
+        for _ in readers:
+            queue.put("stop")
+    read = [reader.communicate(timeout=60)[0].split() for reader in readers]
+    assert [reader.returncode for reader in readers] == [0, 0, 0]
+    assert sorted(text for texts in read for text in texts) == [f"{number:03}" for number in range(200)]

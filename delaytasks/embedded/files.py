@@ -1,0 +1,83 @@
+"""kombu's filesystem transport, safe between processes.
+
+kombu's own shows a message to its readers while it is still being written, and a half-read one ends the worker.
+Here files appear under their names whole or not at all, and a reader takes one by renaming it.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Empty
+from time import monotonic_ns
+from typing import Any
+
+from kombu.transport import filesystem
+from kombu.utils.json import dumps, loads
+
+
+class Channel(filesystem.Channel):
+    def _put(self, queue: str, payload: Any, **_: Any) -> None:  # type: ignore[override]  # kombu names it twice
+        # The time first: a folder's files are read in the order of their names.
+        name = f"{monotonic_ns():020}_{uuid.uuid4()}.{queue}.msg"
+        _write(Path(self.data_folder_out) / name, payload)
+
+    def _get(self, queue: str, timeout: float | None = None) -> Any:
+        folder, ending = Path(self.data_folder_in), f"{queue}.msg"
+        for name in sorted(os.listdir(folder)):
+            if name.partition(".")[2] != ending:
+                continue
+            mine = folder / f"{name}.taken"
+            try:
+                os.rename(folder / name, mine)  # one reader succeeds
+            except FileNotFoundError:
+                continue
+            text = mine.read_bytes()
+            mine.unlink()
+            return loads(text)
+        raise Empty
+
+    # -- which queues an exchange has -------------------------------------------------------------
+
+    def get_table(self, exchange: str) -> list[Any]:
+        try:
+            rows = loads(self._exchange_file(exchange).read_bytes())
+        except FileNotFoundError:
+            return []
+        return [filesystem.exchange_queue_t(*row) for row in rows]
+
+    def _queue_bind(self, exchange: str, routing_key: str, pattern: str, queue: str) -> None:
+        with self._changing(exchange) as rows:
+            row = [routing_key or "", pattern or "", queue or ""]
+            if row not in rows:
+                rows.insert(0, row)
+
+    def _delete(self, queue: str, exchange: str, routing_key: str, pattern: str, *args: Any, **kwargs: Any) -> None:
+        self._purge(queue)
+        with self._changing(exchange) as rows:
+            rows[:] = [row for row in rows if row != [routing_key or "", pattern or "", queue or ""]]
+
+    @contextmanager
+    def _changing(self, exchange: str) -> Iterator[list[list[str]]]:
+        """The rows of an exchange, written back when they have changed; one process at a time."""
+        file = self._exchange_file(exchange)
+        with open(self.control_folder / "lock", "w") as lock:
+            filesystem.lock(lock, filesystem.LOCK_EX)  # ends with the file
+            rows = [list(row) for row in self.get_table(exchange)]
+            before = [list(row) for row in rows]
+            yield rows
+            if rows != before:
+                _write(file, rows)
+
+
+class Transport(filesystem.Transport):
+    Channel = Channel
+
+
+def _write(path: Path, content: Any) -> None:
+    new = path.with_name(f".{uuid.uuid4()}.new")
+    new.write_text(dumps(content))
+    os.replace(new, path)
