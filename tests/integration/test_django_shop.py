@@ -141,7 +141,8 @@ def test_djangos_models_ask_for_no_other_migration(shop: Shop) -> None:
 
 @each_database
 def test_the_shops_own_tests_pass_in_djangos_test_databases(shop: Shop) -> None:
-    """They are made, filled, copied for a second process and dropped: nobody may hold a connection to them."""
+    """They are made, filled, copied for a second process, and dropped: nobody may hold a connection to them."""
+    assert "OK" in shop.command("manage.py", "test")
     assert "OK" in shop.command("manage.py", "test", "--parallel", "2")
 
 
