@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from celery import Task
+
 from delaytasks.timers.eta import RUN, read_message
 
 if TYPE_CHECKING:
@@ -25,6 +27,19 @@ _OURS = {
     "soft_time_limit": None,
     "typing": False,
 }
+
+
+class Carrier(Task):
+    """Monitors hear of rows, not of what carries them: with `task_send_sent_event` in the app's configuration beat's
+    sweeps would fill their lists."""
+
+    def apply_async(self, *args: Any, **options: Any) -> Any:
+        return super().apply_async(*args, **{**options, "event_dispatcher": _Silence})
+
+
+class _Silence:
+    @staticmethod
+    def publish(*args: Any, **options: Any) -> None: ...
 
 
 def register_tasks(delays: DelayTasks) -> None:
@@ -49,6 +64,6 @@ def register_tasks(delays: DelayTasks) -> None:
 
 
 def _register(delays: DelayTasks, function: Callable[..., None], name: str, strategy: str) -> None:
-    task = delays.celery.task(function, name=name, **_OURS)
+    task = delays.celery.task(function, name=name, base=Carrier, **_OURS)
     task.Strategy = strategy
     task.delays = delays

@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 import requests
+from sqlalchemy import insert
 
 from delaytasks import DelayTask, Status
+from delaytasks.store.types import db_now_plus
 from tests.running import Deployment
 from tests.waiting import wait_until
 
@@ -30,11 +32,13 @@ HOSTILE = "<script>document.title = 'owned'</script>"
 class Site:
     """A worker that sends events, and Flower, on a broker of which they share only the server with others."""
 
-    def __init__(self, folder: Path, database_url: str, broker_url: str, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, database_url: str, broker_url: str, conf: dict[str, Any] | None = None, **settings: Any
+    ) -> None:
         self.token = "t" + secrets.token_hex(4)
         # Flower switches the events of all workers on that hear it: not those of other tests.
-        conf = {"event_exchange": f"{self.token}.ev", "control_exchange": f"{self.token}.control"}
-        self.deployment = Deployment(folder, database_url, broker_url, conf, **settings)
+        own = {"event_exchange": f"{self.token}.ev", "control_exchange": f"{self.token}.control"}
+        self.deployment = Deployment(folder, database_url, broker_url, {**own, **(conf or {})}, **settings)
         self.url = ""
 
     def get(self, path: str, **parameters: Any) -> Any:
@@ -194,6 +198,18 @@ def test_the_carrier_messages_are_not_seen(site: Site) -> None:
     assert {"test.note"} <= {task["name"] for task in tasks.values()} <= TAGS
     metrics = site.page("/metrics")
     assert "delaytasks." not in metrics
+
+
+def test_beats_sweeps_are_not_seen_even_where_sent_tasks_are(make_site: Callable[..., Site]) -> None:
+    site = make_site(conf={"task_send_sent_event": True}, self_sweep_s=60)
+    site.url = site.deployment.flower()
+    site.deployment.beat()
+    site.deployment.worker("-E")
+    with site.deployment.store.database.begin() as connection:  # nothing but a sweep finds it
+        row = {"tag": "test.note", "message_body": f'{{"file": "{site.deployment.file}"}}'}
+        connection.execute(insert(site.deployment.store.schema.tasks).values(**row, expected_time=db_now_plus(3)))
+    found = wait_until(lambda: site.get("/api/tasks"), 20, "the row to be seen", every_s=0.1)
+    assert {task["name"] for task in found.values()} == {"test.note"}
 
 
 def test_the_metrics_have_the_tag_and_no_ids(site: Site) -> None:
