@@ -11,13 +11,7 @@ from __future__ import annotations
 imports = ["examples.hello"]
 
 # Beat starts a sweep every five seconds. Any number of beats is harmless.
-beat_schedule = {
-    "delaytasks-sweep": {
-        "task": "delaytasks.sweep",
-        "schedule": 5.0,
-        "options": {"queue": "delaytasks.default", "expires": 5.0},
-    },
-}
+beat_schedule = {"delaytasks-sweep": {"task": "delaytasks.sweep", "schedule": 5.0}}
 
 broker_connection_retry_on_startup = True
 task_ignore_result = True

@@ -360,18 +360,17 @@ class DelayTasks:
             point.load()
 
     def _add_to_beat(self, sender: Any, **_: Any) -> None:
-        """Beat sweeps, whatever else it does; a schedule that names our sweep already is left alone."""
-        schedule = sender.conf.beat_schedule
-        if any(entry.get("task") == SWEEP for entry in schedule.values()):
-            return
-        queue = self.publisher.queue(self.settings.default_queue).name
-        for house in range(self.settings.houses):
-            schedule[f"delaytasks-sweep-{house}"] = {
-                "task": SWEEP,
-                "schedule": self.settings.sweep_s,
-                "args": (house,),
-                "options": {"queue": queue, "expires": self.settings.sweep_s},
-            }
+        """Beat sweeps, whatever else it does: by the entries that its schedule has for it, else by one a house."""
+        schedule, settings = sender.conf.beat_schedule, self.settings
+        entries = [entry for entry in schedule.values() if entry.get("task") == SWEEP]
+        if not entries:
+            for house in range(settings.houses):
+                entry = {"task": SWEEP, "schedule": settings.sweep_s, "args": (house,)}
+                schedule[f"delaytasks-sweep-{house}"] = entry
+                entries.append(entry)
+        queue = self.publisher.queue(settings.default_queue).name
+        for entry in entries:
+            entry["options"] = {"queue": queue, "expires": settings.sweep_s, **(entry.get("options") or {})}
 
 
 def _executor(unit: Unit | None) -> Any:

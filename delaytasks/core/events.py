@@ -25,7 +25,6 @@ _LEVELS = {
     "timer.down": logging.WARNING,
     "timer.up": logging.INFO,
     "store.down": logging.ERROR,
-    "store.up": logging.INFO,
     "sweep.self": logging.WARNING,
     "queue.unserved": logging.WARNING,
     "worker.lost": logging.WARNING,

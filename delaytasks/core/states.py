@@ -26,6 +26,9 @@ class Status(IntEnum):
             unknown._name_, unknown._value_ = f"UNKNOWN_{number}", number
             return unknown
 
+    def __str__(self) -> str:
+        return self.name
+
 
 class Move(NamedTuple):
     name: str

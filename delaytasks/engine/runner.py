@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple, Protocol
 
 from delaytasks.core.clock import Clock, monotonic, to_us
-from delaytasks.core.errors import StoreError
+from delaytasks.core.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.ports import ClaimStore, Entry, Settlement, Timer
 from delaytasks.core.settings import Settings
@@ -229,11 +230,20 @@ class Runner:
         while True:
             try:
                 return self._claims.settle(settlements)
-            except StoreError as error:
+            except (StoreUnavailableError, OutcomeUnknownError) as error:
                 self._events.emit("store.down", error=str(error))
                 if monotonic() > deadline:
                     raise
                 time.sleep(0.5)
+            except StoreError:
+                # Refused, because of one of them: the others must not suffer, nor run again.
+                if len(settlements) > 1:
+                    return set().union(*(self._settled([settlement]) for settlement in settlements))
+                text = settlements[0].error
+                if text is None or text.isascii():
+                    raise
+                plain = text.encode("ascii", "backslashreplace").decode()
+                settlements = [replace(settlements[0], error=plain)]
 
     def _arm_given_back(self, settlements: Sequence[Settlement]) -> None:
         horizon = self._clock.now_us() + (self._settings.horizon_s or 1e9) * 1e6
