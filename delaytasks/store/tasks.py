@@ -333,6 +333,8 @@ class Tasks:
         return self._in_transaction(work, None)
 
     def _savepoint(self, on: Any) -> AbstractContextManager[Any]:
+        if isinstance(on, Connection) and on._is_autocommit_isolation():
+            return nullcontext()  # the caller wants each statement to stand alone
         if self._db.can.begins_late:
             # Only a statement that writes begins a transaction; without one the savepoint's end would commit.
             on.execute(delete(self._keys).where(false()))

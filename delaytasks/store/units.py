@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -107,16 +106,9 @@ def _is_inside(transaction: Any, ended: Any) -> bool:
     return False
 
 
-@dataclass
-class _Waiting:
-    """What waits for a Connection's commit, and how much of it was there when each savepoint was set."""
-
-    actions: list[tuple[Sequence[DelayTask], Action]] = field(default_factory=list)
-    savepoints: dict[str, int] = field(default_factory=dict)
-
-
-#: Not in `Connection.info`: that belongs to the driver's connection, which the pool gives to others.
-_waiting: WeakKeyDictionary[Connection, _Waiting] = WeakKeyDictionary()
+#: What waits for a Connection's commit: the savepoints that it was written in, tasks, action. Not in
+#: `Connection.info`, which belongs to the driver's connection, and the pool gives that to others.
+_waiting: WeakKeyDictionary[Connection, list[tuple[set[str], Sequence[DelayTask], Action]]] = WeakKeyDictionary()
 
 
 class ConnectionUnit(_Unit):
@@ -139,13 +131,12 @@ class ConnectionUnit(_Unit):
         if not event.contains(connection, "commit", _on_connection_commit):
             event.listen(connection, "commit", _on_connection_commit)
             event.listen(connection, "rollback", _on_connection_rollback)
-            event.listen(connection, "savepoint", _on_savepoint)
             event.listen(connection, "rollback_savepoint", _on_rollback_to_savepoint)
-        _waiting.setdefault(connection, _Waiting()).actions.append((tasks, action))
+        _waiting.setdefault(connection, []).append((_savepoints(connection), tasks, action))
 
 
 def _on_connection_commit(connection: Connection) -> None:
-    for tasks, action in _waiting.pop(connection, _Waiting()).actions:
+    for _, tasks, action in _waiting.pop(connection, ()):
         action(tasks, is_committed=False)
 
 
@@ -153,12 +144,16 @@ def _on_connection_rollback(connection: Connection) -> None:
     _waiting.pop(connection, None)
 
 
-def _on_savepoint(connection: Connection, name: str) -> None:
-    waiting = _waiting.setdefault(connection, _Waiting())
-    waiting.savepoints[name] = len(waiting.actions)
-
-
 def _on_rollback_to_savepoint(connection: Connection, name: str, context: None) -> None:
-    if waiting := _waiting.get(connection):
-        # A savepoint that we were not told of was set before anything of ours was written.
-        del waiting.actions[waiting.savepoints.get(name, 0) :]
+    if connection in _waiting:
+        _waiting[connection] = [item for item in _waiting[connection] if name not in item[0]]
+
+
+def _savepoints(connection: Connection) -> set[str]:
+    """The names of those that are open; SQLAlchemy tells of them only when they end."""
+    names = set()
+    nested = connection.get_nested_transaction()
+    while nested is not None:
+        names.add(nested._savepoint)
+        nested = nested._previous_nested
+    return names

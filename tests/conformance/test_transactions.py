@@ -1,0 +1,616 @@
+"""`session=`: the row is part of the caller's transaction, and is armed when that is committed; on every database."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, Engine, create_engine, event, func, insert, select, text, update
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
+
+from delaytasks import DelayTask, DelayTasks, NewTask, Status
+from delaytasks.core.clock import to_us
+from delaytasks.core.errors import DuplicateTaskError, SessionUnusableError, TaskNotFoundError
+from delaytasks.store.store import Store
+from delaytasks.store.units import _waiting, unit_of
+from tests.recording import RecordingTimer, delays_on, record
+
+
+class Shop:
+    """The caller: an engine and a session of its own, on the same database."""
+
+    def __init__(self, url: str, store: Store) -> None:
+        self.delays: DelayTasks = delays_on(url, table_prefix="s_")
+        self.timer: RecordingTimer = record(self.delays)
+        self.engine = own_engine(url)
+        self._store = store
+
+    def session(self) -> Session:
+        return Session(self.engine)
+
+    def schedule(self, session: Any, delay: float = 5, **options: Any) -> DelayTask:
+        return self.delays.schedule_delay("mail", {"n": 1}, delay, session=session, **options)
+
+    def seen(self) -> set[int]:
+        """The ids that others see."""
+        with self._store.database.auto.connect() as connection:
+            return set(connection.execute(select(self._store.schema.tasks.c.id)).scalars())
+
+    def keys(self) -> int:
+        with self._store.database.auto.connect() as connection:
+            return connection.execute(select(func.count()).select_from(self._store.schema.keys)).scalar_one()
+
+    def set_status(self, task: DelayTask, status: Status) -> None:
+        t = self._store.schema.tasks
+        with self._store.database.begin() as connection:
+            connection.execute(update(t).where(t.c.id == task.id).values(status=int(status)))
+
+    @contextmanager
+    def joined(self) -> Iterator[tuple[Connection, Session]]:
+        """A session in a transaction that somebody else began."""
+        with self.engine.connect() as connection:
+            outer = connection.begin()
+            yield connection, Session(connection, join_transaction_mode="create_savepoint")
+            if outer.is_active:
+                outer.rollback()
+
+
+def own_engine(url: str, **options: Any) -> Engine:
+    engine = create_engine(url, **options)
+    if engine.dialect.name == "sqlite":
+        # As SQLAlchemy's documentation tells those who want savepoints with SQLite.
+        event.listen(engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None))
+        event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
+    return engine
+
+
+@pytest.fixture
+def shop(store: Store, database_url: str) -> Iterator[Shop]:
+    made = Shop(database_url, store)
+    yield made
+    made.delays.close()
+    made.engine.dispose()
+    assert not _waiting, "a connection's tasks are remembered beyond its end"
+
+
+# -- sessions -------------------------------------------------------------------------------------
+
+
+def test_a_row_is_seen_and_armed_after_the_commit_and_its_id_known_before(shop: Shop) -> None:
+    with shop.session() as session:
+        task = shop.schedule(session)
+        many: list[DelayTask] = []
+        shop.delays.schedule_many([("mail", n, 5) for n in range(3)], session=session, on_batch=many.extend)
+        assert task.id
+        assert shop.delays.get(task, session=session).body == {"n": 1}
+        assert (shop.seen(), shop.timer.ids) == (set(), [])
+        session.commit()
+        ids = [task.id, *(one.id for one in many)]
+        assert (shop.seen(), shop.timer.ids) == (set(ids), ids)
+
+
+def test_a_session_is_as_good_for_the_next_transaction(shop: Shop) -> None:
+    with shop.session() as session:
+        first = shop.schedule(session)
+        session.rollback()
+        second = shop.schedule(session)
+        session.commit()
+        third = shop.schedule(session)
+        session.commit()
+        session.commit()
+    assert shop.seen() == {second.id, third.id}
+    assert shop.timer.ids == [second.id, third.id]
+    assert first.id not in shop.seen()
+
+
+def test_a_scoped_session_is_taken_for_the_session_it_stands_for(shop: Shop) -> None:
+    scope = scoped_session(sessionmaker(shop.engine))
+    rolled_back = shop.schedule(scope)
+    scope.rollback()
+    task = shop.schedule(scope)
+    scope.commit()
+    scope.remove()
+    assert (shop.seen(), shop.timer.ids) == ({task.id}, [task.id])
+    assert rolled_back.id != task.id
+
+
+def end_by_rollback(session: Session) -> None:
+    session.rollback()
+
+
+def end_by_close(session: Session) -> None:
+    session.close()
+
+
+def end_by_reset(session: Session) -> None:
+    session.reset()
+
+
+def end_by_invalidation(session: Session) -> None:
+    session.invalidate()
+
+
+def end_by_losing_the_connection(session: Session) -> None:
+    session.connection().invalidate()
+    session.rollback()
+
+
+ENDS = [end_by_rollback, end_by_close, end_by_reset, end_by_invalidation, end_by_losing_the_connection]
+
+
+@pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
+def test_what_is_not_committed_is_neither_a_row_nor_armed(shop: Shop, end: Callable[[Session], None]) -> None:
+    session = shop.session()
+    shop.schedule(session)
+    shop.schedule(session, key="k")
+    shop.delays.schedule_many([("mail", {}, 5), NewTask("mail", {}, 5, key="l")], session=session)
+    end(session)
+    session.commit()
+    session.close()
+    assert (shop.seen(), shop.keys(), shop.timer.ids) == (set(), 0, [])
+
+
+def test_an_exception_in_the_callers_block_undoes_what_it_scheduled(shop: Shop) -> None:
+    def buy() -> None:
+        with shop.session() as session, session.begin():
+            shop.schedule(session)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        buy()
+    assert (shop.seen(), shop.timer.ids) == (set(), [])
+
+
+def test_a_flush_that_fails_undoes_what_was_scheduled(shop: Shop) -> None:
+    with shop.session() as session:
+        shop.schedule(session)
+        with pytest.raises(Exception, match="no_such_table"):
+            session.execute(text("INSERT INTO no_such_table VALUES (1)"))
+        session.rollback()
+        session.commit()
+    assert (shop.seen(), shop.timer.ids) == (set(), [])
+
+
+def test_what_a_savepoint_takes_back_is_neither_a_row_nor_armed(shop: Shop) -> None:
+    with shop.session() as session:
+        before = shop.schedule(session)
+        with suppress(ZeroDivisionError), session.begin_nested():
+            shop.schedule(session)
+            raise ZeroDivisionError
+        with session.begin_nested():
+            kept = shop.schedule(session, delay=0)
+        nested = session.begin_nested()
+        shop.schedule(session)
+        nested.rollback()
+        after = shop.schedule(session)
+        assert shop.timer.ids == [], "the end of a savepoint is not the commit"
+        session.commit()
+    ids = [before.id, kept.id, after.id]
+    assert (shop.seen(), shop.timer.ids) == (set(ids), ids)
+    assert shop.timer.armed[1].due_us == to_us(kept.expected_time), "a session tells of the commit after it"
+
+
+def test_what_an_outer_savepoint_takes_back_includes_the_inner_ones(shop: Shop) -> None:
+    with shop.session() as session:
+        with session.begin_nested() as outer:
+            shop.schedule(session)
+            with session.begin_nested():
+                shop.schedule(session, key="k")
+                with session.begin_nested():
+                    shop.delays.schedule_many([("mail", {}, 5)], session=session)
+            outer.rollback()
+        kept = shop.schedule(session, key="k")
+        session.commit()
+    assert (shop.seen(), shop.timer.ids, shop.keys()) == ({kept.id}, [kept.id], 1)
+
+
+def test_an_inner_savepoint_takes_back_only_its_own(shop: Shop) -> None:
+    with shop.session() as session:
+        with session.begin_nested():
+            outer = shop.schedule(session)
+            inner = session.begin_nested()
+            shop.schedule(session)
+            inner.rollback()
+        session.commit()
+    assert (shop.seen(), shop.timer.ids) == ({outer.id}, [outer.id])
+
+
+def test_a_session_in_somebody_elses_transaction_waits_for_the_outer_end(shop: Shop) -> None:
+    with shop.joined() as (connection, session):
+        shop.schedule(session)
+        session.commit()
+        assert shop.timer.ids == []
+        connection.get_transaction().rollback()  # type: ignore[union-attr]
+    assert (shop.seen(), shop.timer.ids) == (set(), [])
+
+    with shop.joined() as (connection, session):
+        task = shop.schedule(session)
+        session.commit()
+        shop.schedule(session)
+        session.rollback()
+        connection.commit()
+    assert (shop.seen(), shop.timer.ids) == ({task.id}, [task.id])
+
+
+def test_two_sessions_in_turns_keep_their_tasks_apart(shop: Shop) -> None:
+    one, other = shop.session(), shop.session()
+    first = shop.schedule(one)
+    if shop.engine.dialect.name != "sqlite":  # which has one writer at a time
+        shop.schedule(other)
+    other.rollback()
+    one.commit()
+    second = shop.schedule(other)
+    one.rollback()
+    other.commit()
+    assert shop.timer.ids == [first.id, second.id]
+    one.close()
+    other.close()
+
+
+def test_far_tasks_are_not_armed_at_the_commit(shop: Shop) -> None:
+    with shop.session() as session:
+        shop.schedule(session, delay=3600)
+        session.commit()
+    assert shop.timer.ids == []
+
+
+# -- connections ----------------------------------------------------------------------------------
+
+
+def test_a_connections_row_is_seen_and_armed_with_its_commit(shop: Shop) -> None:
+    with shop.engine.connect() as connection:
+        rolled_back = shop.schedule(connection)
+        connection.rollback()
+        task = shop.schedule(connection)
+        assert (shop.seen(), shop.timer.ids) == (set(), [])
+        connection.commit()
+        connection.commit()
+        shop.schedule(connection)  # and never committed
+    assert (shop.seen(), shop.timer.ids) == ({task.id}, [task.id])
+    assert rolled_back.id not in shop.seen()
+
+
+def test_a_message_sent_just_before_the_commit_leaves_it_time_to_end(shop: Shop) -> None:
+    with shop.engine.begin() as connection:
+        task = shop.schedule(connection, delay=0)
+        assert shop.timer.ids == []
+    entry = shop.timer.armed[0]
+    assert entry.id == task.id
+    assert entry.due_us >= task.expected_time.timestamp() * 1e6 + 40_000
+
+
+def test_what_a_connections_savepoint_takes_back_is_neither_a_row_nor_armed(shop: Shop) -> None:
+    with shop.engine.connect() as connection:
+        with connection.begin_nested() as early:  # set before we ever saw the connection
+            shop.schedule(connection)
+            early.rollback()
+        before = shop.schedule(connection)
+        with connection.begin_nested() as outer:
+            shop.schedule(connection)
+            with connection.begin_nested():
+                shop.schedule(connection)
+                shop.delays.schedule_many([("mail", {}, 5)], session=connection)
+            outer.rollback()
+        with connection.begin_nested():
+            kept = shop.schedule(connection)
+            with connection.begin_nested() as inner:
+                shop.schedule(connection)
+                inner.rollback()
+        connection.commit()
+    ids = [before.id, kept.id]
+    assert (shop.seen(), shop.timer.ids) == (set(ids), ids)
+
+
+def test_a_connection_in_autocommit_arms_at_once(shop: Shop, database_url: str) -> None:
+    ids: list[int] = []
+    plain = create_engine(database_url)
+    engine = create_engine(database_url, isolation_level="AUTOCOMMIT")
+    for connection in (plain.connect().execution_options(isolation_level="AUTOCOMMIT"), engine.connect()):
+        with connection:
+            ids.append(shop.schedule(connection).id)
+            ids.append(shop.schedule(connection, key=f"k{len(ids)}").id)
+            shop.delays.schedule_many([("mail", {}, 5)], session=connection, on_batch=lambda lot: ids.append(lot[0].id))
+            assert (shop.seen(), shop.timer.ids) == (set(ids), ids)
+            assert shop.delays.cancel(ids[0], session=connection) is (len(ids) == 3)
+    plain.dispose()
+    engine.dispose()
+
+
+def test_a_connection_that_the_pool_gives_to_the_next_one_carries_nothing_over(shop: Shop) -> None:
+    for _ in range(3):
+        with shop.engine.connect() as connection:
+            shop.schedule(connection)
+    with shop.engine.connect() as connection:
+        shop.schedule(connection)
+        connection.invalidate()
+        connection.rollback()
+    with shop.engine.begin() as connection:
+        task = shop.schedule(connection)
+    assert shop.timer.ids == [task.id]
+
+
+# -- asyncio --------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+def test_an_async_session_is_given_as_its_sync_session(store: Store, database_url: str) -> None:
+    if not database_url.startswith("sqlite"):
+        pytest.skip("the async driver in the test extra is SQLite's")
+    aio = pytest.importorskip("sqlalchemy.ext.asyncio")
+    delays = delays_on(database_url, table_prefix="s_")
+    timer = record(delays)
+
+    def schedule(session: Any) -> DelayTask:
+        return delays.schedule_delay("mail", {}, 5, session=session)
+
+    async def go() -> tuple[DelayTask, DelayTask, DelayTask]:
+        engine = aio.create_async_engine(database_url.replace("sqlite:", "sqlite+aiosqlite:"))
+        async with aio.AsyncSession(engine) as session:
+            await session.run_sync(schedule)
+            await session.rollback()
+            first = await session.run_sync(schedule)
+            second = await session.run_sync(lambda _: schedule(session))  # the AsyncSession itself
+            await session.run_sync(lambda s: delays.schedule_many([("mail", {}, 5)], session=s))
+            assert timer.ids == []
+            await session.commit()
+            # Outside of run_sync no driver can wait, and the error says so.
+            with pytest.raises(SessionUnusableError, match="greenlet"):
+                schedule(session)
+            gc.collect()  # what was not awaited is complained of here
+            await session.rollback()
+        async with engine.connect() as connection:
+            third = await connection.run_sync(schedule)
+            await connection.run_sync(lambda _: schedule(connection))
+            await connection.commit()
+        await engine.dispose()
+        return first, second, third
+
+    first, second, third = asyncio.run(go())
+    assert timer.ids[:2] == [first.id, second.id]
+    assert timer.ids[3] == third.id
+    assert len(timer.ids) == 5
+    assert len(delays.find()) == 5
+    delays.close()
+
+
+# -- keys -----------------------------------------------------------------------------------------
+
+
+def test_a_key_that_is_taken_leaves_the_callers_transaction_usable(shop: Shop) -> None:
+    held = shop.delays.schedule_delay("mail", {}, 3600, key="k")
+    with shop.session() as session:
+        before = shop.schedule(session)
+        with pytest.raises(DuplicateTaskError) as caught:
+            shop.schedule(session, key="k")
+        assert caught.value.id == held.id
+        kept = shop.schedule(session, key="k", on_conflict="keep")
+        assert kept.id == held.id
+        after = shop.schedule(session)
+        session.commit()
+    assert shop.seen() == {held.id, before.id, after.id}
+    assert shop.timer.ids == [before.id, after.id]
+
+
+@pytest.mark.parametrize("ending", ["commit", "rollback"])
+def test_replacing_belongs_to_the_callers_transaction(shop: Shop, ending: str) -> None:
+    held = shop.delays.schedule_delay("mail", {"old": 1}, 3600, key="k")
+    with shop.session() as session:
+        replaced = shop.schedule(session, key="k", on_conflict="replace")
+        assert (replaced.id, replaced.version) == (held.id, 1)
+        assert shop.delays.get(held).body == {"old": 1}
+        getattr(session, ending)()
+    now = shop.delays.get(tag="mail", key="k")
+    assert now.body == ({"n": 1} if ending == "commit" else {"old": 1})
+    assert [(entry.id, entry.version) for entry in shop.timer.armed] == ([(held.id, 1)] if ending == "commit" else [])
+
+
+def test_an_id_that_exists_leaves_no_key_behind(shop: Shop) -> None:
+    plain = shop.delays.schedule_delay("mail", {"old": 1}, 3600, id=4711)
+    with shop.session() as session:
+        again = shop.schedule(session, key="k", id=4711)
+        assert (again.id, again.body) == (plain.id, {"old": 1})
+        session.commit()
+    assert shop.keys() == 0
+    with pytest.raises(TaskNotFoundError):
+        shop.delays.get(tag="mail", key="k")
+
+
+def test_two_callers_with_one_key_wait_for_each_other(shop: Shop) -> None:
+    if shop.engine.dialect.name == "sqlite":
+        pytest.skip("SQLite lets one writer in at a time")
+    with shop.session() as first, ThreadPoolExecutor(1) as pool:
+        task = shop.schedule(first, key="k")
+        second = pool.submit(shop.delays.schedule_delay, "mail", {}, 5, key="k", on_conflict="keep")
+        assert not second.done()
+        first.commit()
+        assert second.result(10).id == task.id
+
+
+# -- moves ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", ["commit", "rollback"])
+def test_moves_belong_to_the_callers_transaction(shop: Shop, ending: str) -> None:
+    d, is_kept = shop.delays, ending == "commit"
+    cancelled, moved, touched, failed = (d.schedule_delay("mail", {}, 100, key=f"k{n}") for n in range(4))
+    shop.set_status(failed, Status.FAILED)
+    with shop.session() as session:
+        assert d.cancel(tag="mail", key="k0", session=session)
+        assert d.reschedule(moved, 5, session=session).version == 1
+        assert d.touch(touched, 500, session=session)
+        assert d.retry(failed, 5, session=session).status is Status.NOT_COMPLETE
+        assert d.get(cancelled, session=session).status is Status.CANCELLED
+        assert [one.id for one in d.find(status="CANCELLED", session=session)] == [cancelled.id]
+        if shop.engine.dialect.name != "sqlite":
+            assert d.get(cancelled).status is Status.NOT_COMPLETE
+        assert shop.timer.ids == []
+        getattr(session, ending)()
+    assert (d.get(cancelled).status is Status.CANCELLED) is is_kept
+    assert (d.get(moved).expected_time < moved.expected_time) is is_kept
+    assert (d.get(touched).expected_time > touched.expected_time) is is_kept
+    assert (d.get(failed).status is Status.NOT_COMPLETE) is is_kept
+    assert shop.timer.ids == ([moved.id, failed.id] if is_kept else [])
+
+
+def test_a_task_is_scheduled_and_cancelled_in_one_transaction(shop: Shop) -> None:
+    with shop.session() as session:
+        task = shop.schedule(session, key="k")
+        shop.delays.reschedule(task, 1, session=session)
+        shop.delays.cancel(tag="mail", key="k", session=session)
+        session.commit()
+    assert shop.delays.get(task).status is Status.CANCELLED
+    assert shop.keys() == 0
+
+
+# -- transactions that can not be used ------------------------------------------------------------
+
+
+def every_call(shop: Shop, task: DelayTask, failed: DelayTask, session: Any) -> list[Callable[[], Any]]:
+    d = shop.delays
+    return [
+        lambda: shop.schedule(session),
+        lambda: shop.schedule(session, key="new"),
+        lambda: d.schedule_many([("mail", {}, 5)], session=session),
+        lambda: d.cancel(task, session=session),
+        lambda: d.reschedule(task, 5, session=session),
+        lambda: d.touch(task, 500, session=session),
+        lambda: d.retry(failed, session=session),
+    ]
+
+
+def test_a_transaction_that_failed_is_refused_and_nothing_sent(shop: Shop) -> None:
+    if shop.engine.dialect.name != "postgresql":
+        pytest.skip("elsewhere a failed statement does not end its transaction")
+    task, failed = (shop.delays.schedule_delay("mail", {}, 100) for _ in range(2))
+    shop.set_status(failed, Status.FAILED)
+    with shop.session() as session, shop.engine.connect() as connection:
+        for place in (session, connection):
+            place.execute(text("SELECT 1"))
+            with pytest.raises(Exception, match="division by zero"):
+                place.execute(text("SELECT 1 / 0"))
+            for call in every_call(shop, task, failed, place):
+                with pytest.raises(SessionUnusableError, match="aborted"):
+                    call()
+            place.rollback()
+            assert shop.schedule(place).id  # after that it is as good as new
+            place.rollback()
+    assert (shop.seen(), shop.timer.ids) == ({task.id, failed.id}, [])
+
+
+READ_ONLY = {
+    "postgresql": "SET TRANSACTION READ ONLY",
+    "mysql": "SET SESSION TRANSACTION READ ONLY",
+    "sqlite": "PRAGMA query_only = on",
+}
+
+
+def test_a_read_only_transaction_is_refused_and_nothing_sent(shop: Shop, database_url: str) -> None:
+    task, failed = (shop.delays.schedule_delay("mail", {}, 100) for _ in range(2))
+    shop.set_status(failed, Status.FAILED)
+    engine = own_engine(database_url)  # its connections stay read-only
+    for number in range(7):
+        with Session(engine) as session:
+            session.execute(text(READ_ONLY[engine.dialect.name]))
+            if engine.dialect.name == "mysql":
+                session.commit()  # it counts from the next transaction on
+            with pytest.raises(SessionUnusableError):
+                every_call(shop, task, failed, session)[number]()
+            session.rollback()
+            session.commit()
+    engine.dispose()
+    assert (shop.seen(), shop.timer.ids) == ({task.id, failed.id}, [])
+
+
+def test_a_deadlock_in_the_callers_transaction_is_told_and_not_tried_again(shop: Shop) -> None:
+    if shop.engine.dialect.name == "sqlite":
+        pytest.skip("SQLite lets one writer in at a time")
+    one, other = (shop.delays.schedule_delay("mail", {}, 100) for _ in range(2))
+    statements: list[str] = []
+    meet = threading.Barrier(2, timeout=10)
+
+    def move(first: DelayTask, second: DelayTask) -> str:
+        with shop.session() as session:
+            scheduled = shop.schedule(session)
+            shop.delays.reschedule(first, 5, session=session)
+            meet.wait()
+            session.info["seen"] = statements
+            try:
+                shop.delays.reschedule(second, 5, session=session)
+            except SessionUnusableError as error:
+                session.rollback()
+                return f"refused {scheduled.id} {error}"
+            session.commit()
+            return f"done {scheduled.id}"
+
+    count_moves(shop.engine, statements)
+    with ThreadPoolExecutor(2) as pool:
+        answers = sorted(future.result(20) for future in (pool.submit(move, one, other), pool.submit(move, other, one)))
+    assert [answer.split()[0] for answer in answers] == ["done", "refused"]
+    assert "eadlock" in answers[1]
+    assert int(answers[0].split()[1]) in shop.seen()
+    assert int(answers[1].split()[1]) not in shop.seen() | set(shop.timer.ids)
+    assert len(shop.timer.ids) == 3
+    # Each reads and locks two rows once: four reads, though one of them ended in the deadlock.
+    assert len(statements) == 4
+
+
+def count_moves(engine: Engine, statements: list[str]) -> None:
+    @event.listens_for(engine, "before_cursor_execute")
+    def note(_c: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if "FOR UPDATE" in statement:
+            statements.append(statement)
+
+
+def test_a_session_bound_to_no_database_of_ours_is_refused(shop: Shop) -> None:
+    elsewhere = create_engine("sqlite://")
+    with Session(elsewhere) as session:
+        for call in (
+            lambda: shop.schedule(session),
+            lambda: shop.delays.schedule_many([("mail", {}, 5)], session=session),
+        ):
+            with pytest.raises(SessionUnusableError):
+                call()
+            session.rollback()
+    elsewhere.dispose()
+    assert shop.timer.ids == []
+
+
+def test_errors_about_the_callers_transaction_do_not_show_its_data(shop: Shop) -> None:
+    canary = "s3cr3t-canary"
+    t = shop.delays.store.schema.tasks
+    with shop.session() as session:
+        with pytest.raises(SessionUnusableError) as caught, unit_of(session).guard():
+            session.execute(insert(t).values(id=1, tag=None, message_body=canary))
+        session.rollback()
+    assert canary not in str(caught.value)
+
+
+# -- SQLite as its driver comes -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["one", "keyed", "many"])
+def test_a_rollback_takes_all_back_on_sqlite_as_its_driver_comes(store: Store, database_url: str, what: str) -> None:
+    """Python's driver begins a transaction with the first INSERT only; a savepoint before it would commit."""
+    delays = delays_on(database_url, table_prefix="s_")
+    timer = record(delays)
+    engine = create_engine(database_url)
+    with Session(engine) as session:
+        if what == "many":
+            delays.schedule_many([("mail", {}, 5), NewTask("mail", {}, 5, key="k")], session=session)
+        else:
+            delays.schedule_delay("mail", {}, 5, key="k" if what == "keyed" else None, session=session)
+        session.rollback()
+    assert len(delays.find()) == 0
+    assert timer.ids == []
+    with Session(engine) as session:
+        delays.schedule_many([("mail", {}, 5)], session=session)
+        session.commit()
+    assert len(delays.find()) == len(timer.ids) == 1
+    engine.dispose()
+    delays.close()
