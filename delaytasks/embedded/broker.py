@@ -23,7 +23,7 @@ POLL_S = 0.25
 FILES_NOTE = (
     f"no redis-server or valkey-server >= {'.'.join(map(str, OLDEST_REDIS))} was found: messages go through files, "
     f"which are polled every {POLL_S:g} s, so tasks due at once start that much later; "
-    "install Redis, or pip install 'delaytasks[embedded]', or set CELERY_BROKER_URL"
+    "install Redis, or pip install 'delaytasks[embedded]' (x86-64 Linux, Python up to 3.12), or set CELERY_BROKER_URL"
 )
 
 
