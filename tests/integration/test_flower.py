@@ -20,7 +20,7 @@ from sqlalchemy import insert
 
 from delaytasks import DelayTask, Status
 from delaytasks.store.types import db_now_plus
-from tests.running import Deployment
+from tests.running import ROOT, Deployment
 from tests.waiting import wait_until
 
 TAGS = {"test.note", "test.fail", "test.sleep", "test.abort", "test.nobody", "test.quiet"}
@@ -352,3 +352,33 @@ def test_row_events_are_switched_on_and_off_while_the_worker_runs(
     assert site.info(seen)
     assert not site.info(unseen)
     assert not site.info(also_unseen)
+
+
+# -- docs/flower.md -----------------------------------------------------------------------------------
+
+
+def test_what_the_docs_say_about_protection_is_so(make_site: Callable[..., Site], tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "flower.md").read_text()
+    [config] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "flowerconfig.py").write_text(config)
+    site = make_site()
+    site.url = site.deployment.flower("--basic-auth=ann:secret", "--read_only")
+    site.deployment.worker("-E")
+    task = site.deployment.schedule("test.quiet", 0, body={"word": "canary"})
+    task_page = f"/task/{task.id}-1"
+
+    def get(path: str) -> requests.Response:
+        return requests.get(site.url + path, auth=("ann", "secret"), timeout=10)
+
+    page = wait_until(lambda: get(task_page) if get(task_page).ok else None, 20, "Flower to show the task")
+    assert page is not None
+    assert "canary" not in page.text
+    assert "(hidden)" in page.text
+    assert "canary" in get("/api/tasks").text
+    assert (
+        requests.post(f"{site.url}/api/worker/shutdown/{WORKER}", auth=("ann", "secret"), timeout=10).status_code == 403
+    )
+    for path in (task_page, "/tasks", "/", "/api/tasks", "/workers?json=1"):
+        assert requests.get(site.url + path, timeout=10).status_code == 401, path
+    for path in ("/metrics", "/healthcheck"):
+        assert requests.get(site.url + path, timeout=10).ok, path
