@@ -26,11 +26,23 @@ celery_app = new_celery_app()
 
 @contextmanager
 def configured() -> Iterator[None]:
-    """The module-level functions are Django's while it lasts."""
-    import django
+    """The module-level functions are Django's while it lasts. Django itself can be set up only once."""
     from django.conf import settings
 
     before = api._default
+    if not settings.configured:
+        _set_up()
+    from delaytasks.contrib.django.instance import project_delays
+
+    api.set_default(project_delays())
+    yield
+    api.set_default(before)
+
+
+def _set_up() -> None:
+    import django
+    from django.conf import settings
+
     if importlib.util.find_spec("MySQLdb") is None:
         import pymysql
 
@@ -42,8 +54,6 @@ def configured() -> Iterator[None]:
         USE_TZ=True,
     )
     django.setup()
-    yield
-    api.set_default(before)
 
 
 def add_database(alias: str, url: str) -> None:
