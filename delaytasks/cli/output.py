@@ -7,7 +7,6 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -72,11 +71,11 @@ def print_json(document: Any) -> None:
 
 def task_json(task: DelayTask) -> dict[str, Any]:
     """As `DelayTask.as_json`; a body that another program wrote, and that JSON can not say, stays text."""
+    document = task.as_json()
     try:
-        document = task.as_json()
         json.dumps(document["body"], allow_nan=False)
     except (ValueError, RecursionError):
-        document = {**replace(task, body_json="null").as_json(), "body": task.body_json}
+        document["body"] = task.body_json
     return document
 
 

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, and_, func, select
 from delaytasks.core.states import Status
 from delaytasks.store.database import Database
 from delaytasks.store.schema import Schema
-from delaytasks.store.types import UTCDateTime, db_now, db_now_plus
+from delaytasks.store.types import db_now, db_now_plus
 
 
 class Overdue(NamedTuple):
@@ -38,8 +38,7 @@ class Stats:
         """Waiting rows that are late by more than `late_s`."""
         t = self._t
         late = and_(t.c.status == int(Status.NOT_COMPLETE), t.c.expected_time <= db_now_plus(-late_s))
-        # SQLite's min() forgets what type it was given.
-        query = select(func.count(), func.min(t.c.expected_time, type_=UTCDateTime())).where(late)
+        query = select(func.count(), func.min(t.c.expected_time)).where(late)
         return self._db.alone(lambda c: Overdue(*c.execute(query).one()))
 
     def lapsed(self) -> int:

@@ -1,0 +1,103 @@
+"""A project with a Celery app of its own, as the command line sees it."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner, Result
+
+from delaytasks import DelayTask, DelayTasks, Status
+from delaytasks.cli.main import main
+
+ROOT = Path(__file__).parents[3]
+HOSTILE = "\x1b[31mred\x1b[0m [red]markup[/red] \x9b1m \u202e \r\nforged line"
+FAR = "2999-01-01T00:00:00Z"
+
+MODULE = """
+import os, signal, time
+from celery import Celery
+from delaytasks import DelayTasks
+
+app = Celery("shop", set_as_current=False)
+delays = DelayTasks(app)
+
+@delays.processor("ok")
+def ok(body): pass
+
+@delays.processor("mail", queue="letters")
+def mail(body): pass
+
+@delays.processor("bad")
+def bad(body): raise ValueError({hostile!r})
+
+@delays.processor("noisy")
+def noisy(body): print("noise")
+
+@delays.processor("stop")
+def stop(body, task):
+    if task.attempts == 1:
+        for _ in range(body):
+            os.kill(os.getpid(), signal.SIGINT)
+
+@delays.processor("long")
+def long(body, task):
+    first = lease = delays.get(task.id).lease_until
+    ends = time.monotonic() + 10
+    while lease == first:
+        assert time.monotonic() < ends, "nobody renewed the lease"
+        lease = delays.get(task.id).lease_until
+"""
+
+RUN = "from delaytasks.cli.main import main; main(prog_name='delaytasks')"
+
+
+class Project:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *arguments: str, typed: str | bytes | None = None) -> Result:
+        result = CliRunner().invoke(main, ["-A", self.name, *arguments], input=typed)
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        return result
+
+    def json(self, *arguments: str, exit_code: int = 0, typed: str | bytes | None = None) -> Any:
+        """What the command says on stdout; nothing else is there."""
+        result = self(*arguments, "--json", typed=typed)
+        assert result.exit_code == exit_code, result.output
+        return json.loads(result.stdout)
+
+    def error(self, *arguments: str, exit_code: int, typed: str | None = None) -> Any:
+        """What the command says on stderr; nothing else is there."""
+        result = self(*arguments, "--json", typed=typed)
+        assert result.exit_code == exit_code, result.output
+        found = json.loads(result.stderr)
+        assert set(found) == {"error", "type"}
+        # People are told the same.
+        plain = self(*arguments, typed=typed)
+        assert plain.exit_code == exit_code
+        assert "Error: " in plain.stderr
+        assert "Traceback" not in plain.output
+        return found
+
+    @property
+    def delays(self) -> DelayTasks:
+        made: DelayTasks = import_module(self.name).delays
+        return made
+
+    def schedule(self, tag: str = "ok", delay: float = 0, body: Any = None, **options: Any) -> DelayTask:
+        return self.delays.schedule_delay(tag, body, delay, **options)
+
+    def status(self, task: DelayTask) -> Status:
+        return self.delays.get(task.id).status
+
+
+def lines(*tasks: Any) -> str:
+    return "".join(json.dumps(task) + "\n" for task in tasks)
+
+
+def write(name: str, text: str) -> str:
+    Path(f"{name}.py").write_text(text)
+    return name

@@ -1,0 +1,99 @@
+"""Which app the commands are for, and what becomes of one that can not be used."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from delaytasks.cli.main import main
+from tests.integration.cli.project import Project, lines, write
+from tests.services import free_port
+
+
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        (None, "No module named 'absent'"),
+        ("import nowhere_at_all", "nowhere_at_all"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("x = 1", "has no Celery app"),
+        ("app = object()", "is no Celery app but a object"),
+        ("from celery import Celery; app = Celery('plain')", "has no delayed tasks; make one with DelayTasks(app)"),
+    ],
+)
+def test_an_app_that_can_not_be_used_ends_with_2_and_says_why(
+    bare: Project, request: pytest.FixtureRequest, module: str | None, says: str
+) -> None:
+    name = "absent" if module is None else write(f"app_{abs(hash(module))}", module)
+    request.addfinalizer(lambda: sys.modules.pop(name, None))
+    said = CliRunner().invoke(main, ["-A", name, "list", "--json"])
+    assert (said.exit_code, said.stdout) == (2, "")
+    assert says in json.loads(said.stderr)["error"]
+    assert json.loads(said.stderr)["type"] == "ConfigError"
+
+
+def test_an_error_inside_the_app_s_module_is_shown_with_its_place(bare: Project) -> None:
+    said = CliRunner().invoke(main, ["-A", write("app_that_breaks", "\n\n1 / 0"), "list"])
+    assert said.exit_code == 2
+    assert "app_that_breaks.py" in said.stderr
+    assert "line 3" in said.stderr
+    assert said.stderr.endswith(
+        "Error: importing the app 'app_that_breaks' failed: ZeroDivisionError: division by zero\n"
+    )
+
+
+def test_the_app_comes_from_the_environment(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop.schedule(delay=60)
+    monkeypatch.setenv("DELAYTASKS_APP", f"{shop.name}:app")
+    said = CliRunner().invoke(main, ["list", "--json"])
+    assert len(json.loads(said.stdout)["tasks"]) == 1
+
+
+def test_processors_in_modules_that_the_app_imports_bring_their_queues_and_run(
+    shop: Project, forget: Callable[..., None]
+) -> None:
+    app = "from celery import Celery; from delaytasks import DelayTasks"
+    app += "; app = Celery('s', include=['split_work'], set_as_current=False); delays = DelayTasks(app)"
+    work = "from split_app import delays; delays.processor('here', queue='own')(lambda body: None)"
+    forget(write("split_app", app), write("split_work", work))
+
+    def answer(*arguments: str, typed: str | None = None) -> Any:
+        # As in a new process.
+        sys.modules.pop("split_app", None)
+        sys.modules.pop("split_work", None)
+        said = CliRunner().invoke(main, ["-A", "split_app", *arguments, "--json"], input=typed)
+        assert said.exit_code == 0, said.output
+        return json.loads(said.stdout)
+
+    assert answer("schedule", "here", "--delay", "0")["queue"] == "own"
+    answer("schedule", "--many", "-", typed=lines({"tag": "here", "delay": 0}))
+    assert [task["queue"] for task in answer("list")["tasks"]] == ["own", "own"]
+    assert answer("drain")["succeeded"] == 2
+
+
+def test_an_instance_in_a_module_that_the_app_imports_is_found(bare: Project, forget: Callable[..., None]) -> None:
+    write("late_app", "from celery import Celery; app = Celery('late', include=['late_delays'], set_as_current=False)")
+    write("late_delays", "from late_app import app; from delaytasks import DelayTasks; delays = DelayTasks(app)")
+    forget("late_app", "late_delays")
+    said = CliRunner().invoke(main, ["-A", "late_app", "config", "--json"])
+    assert said.exit_code == 0, said.output
+
+
+@pytest.mark.parametrize("name", ["DELAYTASKS_HORIZON_S", "DELAYTASKS_LEASE"])
+def test_a_wrong_setting_ends_with_2(bare: Project, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "-1")
+    assert bare.error("list", exit_code=2)["type"] == "ConfigError"
+
+
+def test_a_database_that_is_away_ends_with_1(bare: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELAYTASKS_DATABASE_URL", f"postgresql://me:canary@127.0.0.1:{free_port()}/shop")
+    said = bare("cancel", "1", "2", "3", "--json")
+    assert said.exit_code == 1
+    assert json.loads(said.stderr)["type"] == "StoreUnavailableError"
+    assert len(json.loads(said.stdout)["failed"]) == 1
+    assert "canary" not in said.output

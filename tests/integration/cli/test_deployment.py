@@ -1,0 +1,138 @@
+"""`stats`, `config` and `db`."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from sqlalchemy import update
+
+from delaytasks.store.stats import Stats
+from delaytasks.store.types import db_now_plus
+from tests.integration.cli.project import Project
+from tests.services import free_port
+
+
+def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
+    store = shop.delays.store
+    shop.schedule("ok", 60)
+    late = shop.schedule("ok")
+    shop.delays.cancel(shop.schedule("ok", 60))
+    shop("db", "upgrade")
+    with store.database.begin() as connection:
+        connection.execute(
+            update(store.schema.tasks).where(store.schema.tasks.c.id == late.id).values(expected_time=db_now_plus(-90))
+        )
+    for name in ("fresh", "silent"):
+        store.workers.seen(name, ["default", "letters"], "prefork", 2, 1500)
+    with store.database.begin() as connection:
+        workers = store.schema.workers
+        connection.execute(update(workers).where(workers.c.name == "silent").values(seen_at=db_now_plus(-60)))
+    before = shop.json("stats")
+    assert before["sweeps"] == [{"house": 0, "age_s": None, "is_late": True, "armed_until": None}]
+    store.sweeps.begin_sweep(0, 1, 1)
+    found = shop.json("stats")
+    assert found["counts"] == {
+        "NOT_COMPLETE": 2, "DONE": 0, "FAILED": 0, "RUNNING": 0, "CANCELLED": 1, "HELD": 0,
+    }  # fmt: skip
+    assert found["overdue"]["count"] == 1
+    assert 89 < found["overdue"]["late_s"] < 120
+    assert [(w["name"], w["is_alive"], w["queues"]) for w in found["workers"]] == [
+        ("fresh", True, ["default", "letters"]),
+        ("silent", False, ["default", "letters"]),
+    ]
+    assert found["workers"][0]["clock_offset_s"] == 0.0015
+    assert found["sweeps"][0]["age_s"] < 30
+    assert not found["sweeps"][0]["is_late"]
+    assert found["broker"] == {"url": "memory://", "is_up": True, "error": None}
+    assert found["database"]["revision"] == found["database"]["head"]
+    assert set(found["versions"]) == {"delaytasks", "celery", "sqlalchemy", "python"}
+    with store.database.begin() as connection:
+        connection.execute(update(store.schema.sweeps).values(swept_at=db_now_plus(-60)))
+    assert shop.json("stats")["sweeps"][0]["is_late"]
+    said = shop("stats").stdout
+    assert re.search(r"^overdue +1, the oldest since \S+Z, 1m3\ds ago$", said, re.MULTILINE)
+    assert re.search(r"^fresh .* default, letters +\+1\.5ms$", said, re.MULTILINE)
+
+
+def test_only_what_is_later_than_the_grace_is_overdue(shop: Project) -> None:
+    store = shop.delays.store
+    shop.schedule()
+    with store.database.begin() as connection:
+        connection.execute(update(store.schema.tasks).values(expected_time=db_now_plus(-30)))
+    stats = Stats(store.database, store.schema)
+    assert stats.overdue(1000) == (0, None)
+    assert stats.overdue(10) == (1, shop.delays.find().tasks[0].expected_time)
+
+
+def test_stats_counts_runs_whose_lease_is_over(shop: Project) -> None:
+    store = shop.delays.store
+    shop.schedule()
+    store.claims("dead", None).claim_due("default", [0], 1)
+    assert shop.json("stats")["lapsed"] == 0
+    with store.database.begin() as connection:
+        connection.execute(update(store.schema.tasks).values(lease_until=db_now_plus(-1)))
+    assert shop.json("stats")["lapsed"] == 1
+
+
+def test_stats_says_that_the_broker_is_away(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CELERY_BROKER_URL", f"redis://:canary@127.0.0.1:{free_port()}/0")
+    found = shop("stats", "--json")
+    assert found.exit_code == 0
+    assert json.loads(found.stdout)["broker"]["is_up"] is False
+    assert "canary" not in found.output
+    assert "canary" not in shop("stats").output
+
+
+def test_config_prints_every_setting_with_its_origin(bare: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELAYTASKS_LEASE_S", "33")
+    found = bare.json("config")
+    settings = {setting["name"]: setting for setting in found["settings"]}
+    assert settings["delaytasks_lease_s"]["value"] == "33.0"
+    assert settings["delaytasks_lease_s"]["origin"] == "environment"
+    assert settings["delaytasks_houses"]["origin"] == "default"
+    assert found["app"] == {"value": "shop", "origin": "command line"}
+    assert found["broker"] == {"value": "memory://", "origin": "environment"}
+    assert re.search(r"^delaytasks_lease_s +33\.0 +environment ", bare("config").stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("option", [[], ["--json"]])
+def test_config_masks_passwords(bare: Project, monkeypatch: pytest.MonkeyPatch, option: list[str]) -> None:
+    monkeypatch.setenv("DELAYTASKS_DATABASE_URL", "postgresql://me:canary@db.example/shop?sslpassword=canary")
+    monkeypatch.setenv("CELERY_BROKER_URL", "amqp://me:canary@one.example//;amqp://me:canary@two.example//")
+    said = bare("config", *option)
+    assert said.exit_code == 0
+    assert "db.example" in said.stdout
+    assert "two.example" in said.stdout
+    assert "canary" not in said.output
+
+
+def test_db_makes_the_tables_and_takes_them_back(bare: Project) -> None:
+    empty = bare.json("db", "current", "--check", exit_code=1)
+    assert (empty["revision"], empty["is_current"]) == (None, False)
+    assert bare.error("list", exit_code=1)["type"] == "StoreError"
+    made = bare.json("db", "upgrade")
+    assert made["revision"] == made["head"]
+    assert made["is_current"]
+    assert bare.json("db", "current", "--check") == made
+    bare.schedule(delay=60)
+    assert bare("db", "upgrade").exit_code == 0
+    assert len(bare.json("list")["tasks"]) == 1
+    bare.delays.store.tasks.cancel(int(bare.json("list")["tasks"][0]["id"]))
+    assert bare.json("db", "downgrade", "-1", "--yes")["revision"] is None
+    assert "run: delaytasks -A" in bare("db", "current").stdout
+
+
+def test_a_downgrade_is_never_done_unasked(bare: Project) -> None:
+    made = bare.json("db", "upgrade")
+    assert "--yes" in bare.error("db", "downgrade", exit_code=2)["error"]
+    assert bare.json("db", "current") == made
+
+
+@pytest.mark.parametrize("command", [["upgrade"], ["downgrade", "--yes"]])
+def test_a_revision_that_is_not_there_ends_with_2(bare: Project, command: list[str]) -> None:
+    bare("db", "upgrade")
+    error = bare.error("db", *command, "nowhere", exit_code=2)
+    assert error["type"] == "ConfigError"
+    assert "nowhere" in error["error"]

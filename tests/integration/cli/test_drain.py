@@ -1,0 +1,107 @@
+"""`drain`: what is overdue runs in this process."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+from sqlalchemy import update
+
+from delaytasks import Status
+from delaytasks.store.types import db_now_plus
+from tests.integration.cli.project import Project
+from tests.services import free_port
+
+
+def test_drain_runs_what_is_overdue_and_leaves_the_rest(shop: Project) -> None:
+    overdue = [shop.schedule("ok", priority=number % 3) for number in range(30)] + [shop.schedule("mail")]
+    failed, unknown, later = shop.schedule("bad"), shop.schedule("nobody's"), shop.schedule(delay=60)
+    answer = shop.json("drain")
+    assert answer.pop("seconds") >= 0
+    assert answer == {
+        "ran": 32,
+        "succeeded": 31,
+        "failed": 1,
+        "without_processor": 1,
+        "unknown_tags": ["nobody's"],
+        "lapsed": 0,
+        "is_stopped": False,
+    }
+    assert {shop.status(task) for task in overdue} == {Status.DONE}
+    assert shop.status(failed) is Status.FAILED
+    assert shop.status(unknown) is Status.NOT_COMPLETE
+    assert shop.status(later) is Status.NOT_COMPLETE
+
+
+def test_drain_tells_people_what_it_ran(shop: Project) -> None:
+    shop.schedule("bad")
+    shop.schedule("nobody's")
+    said = shop("drain").stdout.splitlines()
+    assert re.fullmatch(r"ran 1 task in \S+: 0 DONE, 1 FAILED", said[0])
+    assert said[1] == "1 task without processor, tried again later: nobody's"
+
+
+def test_drain_needs_no_broker(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = [shop.schedule("ok") for _ in range(5)]
+    monkeypatch.setenv("CELERY_BROKER_URL", f"redis://127.0.0.1:{free_port()}/0")
+    assert shop.json("drain")["succeeded"] == 5
+    assert {shop.status(task) for task in tasks} == {Status.DONE}
+
+
+def test_drain_takes_only_the_queues_and_the_number_that_it_is_told(shop: Project) -> None:
+    for _ in range(3):
+        shop.schedule("ok")
+        shop.schedule("mail")
+    assert shop.json("drain", "--queue", "letters")["ran"] == 3
+    assert {task.tag for task in shop.delays.find(status="DONE")} == {"mail"}
+    assert shop.json("drain", "--limit", "2")["ran"] == 2
+    assert len(shop.delays.find(status="NOT_COMPLETE")) == 1
+    assert shop.error("drain", "--limit", "0", exit_code=2)["type"] == "BadParameter"
+
+
+def test_drain_recovers_what_a_dead_worker_held(shop: Project) -> None:
+    task = shop.schedule()
+    store = shop.delays.store
+    store.claims("dead", None).claim_due("default", [0], 1)
+    with store.database.begin() as connection:
+        connection.execute(update(store.schema.tasks).values(lease_until=db_now_plus(-1)))
+    answer = shop.json("drain")
+    assert (answer["lapsed"], answer["succeeded"]) == (1, 1)
+    assert shop.status(task) is Status.DONE
+
+
+def test_drain_renews_the_lease_of_what_runs_long(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELAYTASKS_LEASE_S", "0.9")
+    monkeypatch.delitem(sys.modules, shop.name)
+    shop.schedule("long")
+    assert shop.json("drain")["succeeded"] == 1
+
+
+def test_what_processors_print_does_not_spoil_the_json_document(shop: Project) -> None:
+    shop.schedule("noisy")
+    assert shop.json("drain")["succeeded"] == 1
+
+
+def test_ctrl_c_stops_a_drain_after_the_current_chunk(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELAYTASKS_CHUNK_MAX", "10")
+    tasks = [shop.schedule("stop", body=1)] + [shop.schedule("ok") for _ in range(30)]
+    answer = shop.json("drain", exit_code=1)
+    assert answer["is_stopped"]
+    assert 1 <= answer["ran"] <= 10
+    assert shop.status(tasks[0]) is Status.DONE
+    assert shop.status(tasks[-1]) is Status.NOT_COMPLETE
+    assert not shop.delays.find(status="RUNNING").tasks
+    assert shop.json("drain")["ran"] == 31 - answer["ran"]
+
+
+def test_a_second_ctrl_c_gives_up_the_task_that_runs(shop: Project) -> None:
+    tasks = [shop.schedule("stop", body=2)] + [shop.schedule("ok") for _ in range(3)]
+    said = shop("drain")
+    assert said.exit_code == 1
+    assert "once more to stop at once" in said.stderr
+    assert "stopped; there may be more" in said.stdout
+    given_up = shop.delays.get(tasks[0].id)
+    assert (given_up.status, given_up.lapses, given_up.error) == (Status.NOT_COMPLETE, 1, None)
+    assert {shop.status(task) for task in tasks} == {Status.NOT_COMPLETE}
+    assert shop.json("drain")["succeeded"] == 4

@@ -1,0 +1,62 @@
+"""The commands as processes: under Celery, and in pipes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+from tests.integration.cli.project import ROOT, RUN, Project, write
+
+
+def test_celery_has_the_same_commands_with_its_own_app(
+    shop: Project, process: Callable[..., subprocess.Popen[str]]
+) -> None:
+    assert 'delays = "delaytasks.cli.main:delays"' in (ROOT / "pyproject.toml").read_text()
+    ids = [str(shop.schedule(delay=60 + number).id) for number in range(3)]
+    out, err = process("-m", "celery", "-A", shop.name, "delays", "list", "--json").communicate(timeout=30)
+    assert [task["id"] for task in json.loads(out)["tasks"]] == ids, err
+    out, err = process("-m", "celery", "-A", shop.name, "delays", "list", "--limit", "1").communicate(timeout=30)
+    assert f"More: celery -A {shop.name} delays list --limit 1 --cursor " in err
+    failing = process("-m", "celery", "-A", shop.name, "delays", "show", "5", "--json")
+    out, err = failing.communicate(timeout=30)
+    assert (failing.returncode, out, json.loads(err)["type"]) == (1, "", "TaskNotFoundError")
+
+
+def test_celery_without_an_app_is_told_what_is_missing(process: Callable[..., subprocess.Popen[str]]) -> None:
+    write("celeryconfig", "")
+    failing = process("-m", "celery", "delays", "list")
+    _, err = failing.communicate(timeout=30)
+    assert failing.returncode == 2
+    assert "has no delayed tasks; make one with DelayTasks(app)" in err
+
+
+@pytest.mark.parametrize("option", [[], ["--json"]])
+def test_a_pipe_that_closes_early_is_no_error_to_talk_about(
+    shop: Project, process: Callable[..., subprocess.Popen[str]], option: list[str]
+) -> None:
+    shop.delays.schedule_many(("ok", None, 60) for _ in range(100))
+    running = process("-c", RUN, "-A", shop.name, "list", *option)
+    assert running.stdout is not None
+    assert running.stderr is not None
+    running.stdout.close()
+    assert running.stderr.read() == ""
+    running.wait(30)
+
+
+def test_our_log_keeps_out_of_a_stderr_that_is_for_json(
+    shop: Project, process: Callable[..., subprocess.Popen[str]]
+) -> None:
+    for option in ([], ["--json"]):
+        shop.schedule("bad")
+        _, err = process("-c", RUN, "-A", shop.name, "drain", *option).communicate(timeout=30)
+        assert ("task.failed" in err) is not bool(option), err
+
+
+def test_ids_can_be_cut_out_of_a_pipe(shop: Project, process: Callable[..., subprocess.Popen[str]]) -> None:
+    ids = [str(shop.schedule(delay=60 + number).id) for number in range(3)]
+    out, err = process("-c", RUN, "-A", shop.name, "list").communicate(timeout=30)
+    assert [line.split()[0] for line in out.splitlines()] == ["id", *ids]
+    assert err == ""

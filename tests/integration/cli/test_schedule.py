@@ -1,0 +1,188 @@
+"""`schedule`, and `schedule --many`."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+
+from delaytasks.engine import producer
+from tests.integration.cli.project import FAR, Project, lines
+from tests.services import free_port
+
+
+def test_schedule_answers_with_the_task(shop: Project) -> None:
+    options = ["--key", "k", "--priority", "3", "--queue", "q", "--id", "42"]
+    task = shop.json("schedule", "ok", '{"n": 9007199254740993}', "--delay", "1h30m", *options)
+    assert task["id"] == "42"
+    assert task["status"] == "NOT_COMPLETE"
+    assert (task["tag"], task["key"], task["queue"], task["priority"]) == ("ok", "k", "q", 3)
+    assert task["body"] == {"n": 9007199254740993}
+    assert task["delay_s"] == 5400
+    stored = shop.delays.get(42)
+    assert stored.body == {"n": 9007199254740993}
+    assert stored.expected_time.isoformat() == task["expected_time"]
+
+
+def test_schedule_takes_an_instant(shop: Project) -> None:
+    task = shop.json("schedule", "ok", "--at", "2030-01-01T02:00:00+02:00")
+    assert task["expected_time"] == "2030-01-01T00:00:00+00:00"
+
+
+def test_schedule_tells_people_what_it_did(shop: Project) -> None:
+    said = shop("schedule", "ok", "--delay", "30m", "--id", "42")
+    assert said.exit_code == 0
+    assert re.fullmatch(r"scheduled task 42 \(ok\): due \S+Z, in (30m|29m59s)\n", said.stdout)
+
+
+def test_schedule_uses_the_queue_of_the_processor(shop: Project) -> None:
+    assert shop.json("schedule", "mail", "--delay", "1h")["queue"] == "letters"
+
+
+def test_a_body_comes_from_a_file_or_from_stdin(shop: Project, tmp_path: Path) -> None:
+    (tmp_path / "body.json").write_text('["é"]', encoding="utf-8")
+    assert shop.json("schedule", "ok", "@body.json", "--delay", "1h")["body"] == ["é"]
+    assert shop.json("schedule", "ok", "-", "--delay", "1h", typed='{"a": 1}')["body"] == {"a": 1}
+    assert shop.json("schedule", "ok", "--delay", "1h")["body"] is None
+
+
+def test_a_key_that_is_taken_is_refused_kept_or_replaced_as_one_says(shop: Project) -> None:
+    first = shop.json("schedule", "ok", "1", "--delay", "1h", "--key", "k")
+    again = ["schedule", "ok", "2", "--delay", "2h", "--key", "k"]
+    assert shop.error(*again, exit_code=1)["type"] == "DuplicateTaskError"
+    kept = shop.json(*again, "--on-conflict", "keep")
+    assert (kept["id"], kept["body"]) == (first["id"], 1)
+    replaced = shop.json(*again, "--on-conflict", "replace")
+    assert (replaced["id"], replaced["body"]) == (first["id"], 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["ok", "--delay", "soon"], "InvalidDelayError"),
+        (["ok", "--delay", "-5"], "InvalidDelayError"),
+        (["ok", "--delay", "9999d"], "InvalidDelayError"),
+        (["ok", "--at", "2030-01-01T00:00"], "NaiveDatetimeError"),
+        (["ok", "--at", "tomorrow"], "InvalidScheduleError"),
+        (["ok", "{a}", "--delay", "1"], "BodyNotJSONError"),
+        (["ok", "NaN", "--delay", "1"], "BodyNotJSONError"),
+        (["ok", "[" * 100_000, "--delay", "1"], "BodyNotJSONError"),
+        (["ok", r'"\u0000"', "--delay", "1"], "BodyNotStorableError"),
+        (["ok", json.dumps("x" * 300_000), "--delay", "1"], "BodyTooLargeError"),
+        (["ok", "@nowhere.json", "--delay", "1"], "BadParameter"),
+        ([" ", "--delay", "1"], "InvalidTagError"),
+        (["a\nb", "--delay", "1"], "InvalidTagError"),
+        (["ok", "--delay", "1", "--id", "1 OR 1=1"], "InvalidIdError"),
+        (["ok", "--delay", "1", "--priority", "10"], "InvalidPriorityError"),
+        (["ok", "--delay", "1", "--priority", "x"], "BadParameter"),
+        (["ok", "--delay", "1", "--key", ""], "InvalidKeyError"),
+        (["ok", "--delay", "1", "--queue", " "], "InvalidQueueError"),
+        (["ok", "--delay", "1", "--on-conflict", "x"], "BadParameter"),
+        (["ok", "--delay", "1", "--at", FAR], "UsageError"),
+        (["ok"], "UsageError"),
+        ([], "UsageError"),
+        (["ok", "--delya", "1"], "NoSuchOption"),
+        (["ok", "--many", "-"], "UsageError"),
+        (["--many", "nowhere.jsonl"], "BadParameter"),
+    ],
+)
+def test_what_can_not_be_scheduled_ends_with_2_and_leaves_nothing(
+    shop: Project, arguments: list[str], error: str
+) -> None:
+    assert shop.error("schedule", *arguments, exit_code=2)["type"] == error
+    assert len(shop.delays.find()) == 0
+
+
+def test_a_broker_that_is_away_is_said_and_does_no_harm(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CELERY_BROKER_URL", f"redis://127.0.0.1:{free_port()}/0")
+    said = shop("schedule", "ok", "--delay", "1")
+    assert said.exit_code == 0
+    assert "a sweep will send it" in said.stderr
+    assert len(shop.delays.find()) == 1
+
+
+def test_many_tasks_come_from_a_file(shop: Project, tmp_path: Path) -> None:
+    (tmp_path / "many.jsonl").write_text(
+        lines(
+            {"tag": "ok", "body": {"n": 1}, "delay": "1h"},
+            {"tag": "mail", "at": "2030-01-01T00:00:00Z", "key": "k"},
+            {"tag": "ok", "delay": 90, "id": "42", "priority": 5, "queue": "q"},
+        )
+        + "\n"
+    )
+    assert shop.json("schedule", "--many", "many.jsonl") == {"scheduled": 3}
+    found = {task.tag + (task.key or ""): task for task in shop.delays.find() if task.id != 42}
+    assert found["ok"].body == {"n": 1}
+    assert found["mailk"].queue == "letters"
+    assert found["mailk"].expected_time == datetime(2030, 1, 1, tzinfo=timezone.utc)
+    assert (shop.delays.get(42).priority, shop.delays.get(42).queue) == (5, "q")
+
+
+def test_many_tasks_come_from_stdin_and_share_what_the_command_says(shop: Project) -> None:
+    text = lines({"tag": "ok", "delay": 90}, {"tag": "ok", "delay": 90, "queue": "own", "priority": 1})
+    said = shop("schedule", "--many", "-", "--queue", "all", "--priority", "7", typed=text)
+    assert (said.exit_code, said.stdout, said.stderr) == (0, "scheduled 2 tasks\n", "")
+    assert {(task.queue, task.priority) for task in shop.delays.find()} == {("all", 7), ("own", 1)}
+
+
+def test_many_tasks_with_keys_may_be_kept(shop: Project) -> None:
+    text = lines(*({"tag": "ok", "delay": 90, "key": key} for key in "aba"))
+    assert shop.json("schedule", "--many", "-", "--on-conflict", "keep", typed=text) == {"scheduled": 2}
+
+
+@pytest.mark.parametrize(
+    ("line", "error", "says"),
+    [
+        ("{", "BodyNotJSONError", "line 2: "),
+        ("[1]", "InvalidScheduleError", "line 2: "),
+        ('{"delay": 1}', "InvalidScheduleError", "line 2: "),
+        ('{"tag": "ok", "dely": 1}', "InvalidScheduleError", "did you mean 'delay'"),
+        ('{"tag": "ok", "delay": "soon"}', "InvalidDelayError", "line 2: "),
+        ('{"tag": "ok", "delay": -1}', "InvalidDelayError", "line 2: "),
+        ('{"tag": "ok", "delay": true}', "InvalidDelayError", "line 2: "),
+        ('{"tag": "ok"}', "InvalidScheduleError", "line 2: "),
+        ('{"tag": "ok", "at": 5}', "InvalidScheduleError", "line 2: "),
+        ('{"tag": "ok", "at": "2030-01-01T00:00"}', "NaiveDatetimeError", "line 2: "),
+        ('{"tag": "ok", "delay": 1, "body": NaN}', "BodyNotJSONError", "line 2: "),
+        ('{"tag": "", "delay": 1}', "InvalidTagError", "line 2: "),
+        ('{"tag": "ok", "delay": 1, "id": 0}', "InvalidIdError", "line 2: "),
+    ],
+)
+def test_a_wrong_line_is_named_and_nothing_of_its_lot_is_written(
+    shop: Project, line: str, error: str, says: str
+) -> None:
+    text = lines({"tag": "ok", "delay": 90}) + line + "\n" + lines({"tag": "ok", "delay": 90})
+    found = shop.error("schedule", "--many", "-", exit_code=2, typed=text)
+    assert found["type"] == error
+    assert says in found["error"]
+    assert found["error"].endswith("; nothing was scheduled")
+    assert len(shop.delays.find()) == 0
+
+
+def test_a_line_that_is_not_utf8_is_named(shop: Project) -> None:
+    said = shop("schedule", "--many", "-", "--json", typed=b'{"tag": "\xff"}\n')
+    assert said.exit_code == 2
+    assert "line 1: the line is not UTF-8" in json.loads(said.stderr)["error"]
+
+
+def test_an_error_in_a_later_lot_says_what_is_done(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(producer, "BULK", 2)
+    text = lines(*[{"tag": "ok", "delay": 90}] * 5, {"tag": "ok", "delay": -1})
+    said = shop("schedule", "--many", "-", "--json", typed=text)
+    assert said.exit_code == 2
+    message = json.loads(said.stderr)["error"]
+    assert message.startswith("line 6: a delay is finite and not negative")
+    assert message.endswith("; 4 tasks scheduled, those before line 5")
+    assert len(shop.delays.find()) == 4
+
+
+def test_a_conflict_among_many_says_what_may_be_done(shop: Project) -> None:
+    text = lines(*[{"tag": "ok", "delay": 90, "key": "k"}] * 2)
+    said = shop("schedule", "--many", "-", "--json", typed=text)
+    assert said.exit_code == 1
+    found = json.loads(said.stderr)
+    assert found["type"] == "DuplicateTaskError"
+    assert "perhaps some of lines 1 to 2" in found["error"]

@@ -1,0 +1,170 @@
+"""`list`, `show`, `cancel`, `reschedule` and `retry`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from datetime import timedelta
+
+import pytest
+from sqlalchemy import insert
+
+from delaytasks import Status
+from tests.integration.cli.project import FAR, HOSTILE, Project
+
+
+def test_list_finds_by_tag_status_key_and_time(shop: Project) -> None:
+    task = shop.schedule("mail", 3600, key="k")
+    shop.schedule("ok", 60)
+    shop.delays.cancel(shop.schedule("mail", 7200))
+    at = task.expected_time.isoformat()
+
+    def ids(*options: str) -> list[str]:
+        return [found["id"] for found in shop.json("list", *options)["tasks"]]
+
+    assert len(ids()) == 3
+    assert ids("--tag", "mail", "--status", "not_complete") == [str(task.id)]
+    assert ids("--tag", "mail", "--key", "k") == [str(task.id)]
+    assert ids("--since", at, "--until", (task.expected_time + timedelta(seconds=1)).isoformat()) == [str(task.id)]
+
+
+def test_list_says_how_to_go_on_and_that_works(shop: Project) -> None:
+    ids = [str(shop.schedule("mail", 60 + number, key=f"a b{number}").id) for number in range(5)]
+    seen: list[str] = []
+    arguments = ["list", "--tag", "mail", "--status", "NOT_COMPLETE", "--since", "2020-01-01T00:00:00Z"]
+    arguments += ["--until", FAR, "--limit", "2"]
+    for _ in range(3):
+        said = shop(*arguments)
+        seen += [line.split()[0] for line in said.stdout.splitlines()[1:]]
+        more = re.search(r"^More: delaytasks -A (\S+) (list .*)$", said.stderr, re.MULTILINE)
+        if more is None:
+            break
+        assert more[1] == shop.name
+        assert "--tag mail --status NOT_COMPLETE --since 2020-01-01T00:00:00+00:00 --until 2999-" in more[2]
+        arguments = shlex.split(more[2])
+    assert seen == ids
+
+
+def test_the_cursor_is_in_the_json_document(shop: Project) -> None:
+    ids = [str(shop.schedule("ok", 60 + number).id) for number in range(3)]
+    page = shop.json("list", "--limit", "2")
+    rest = shop.json("list", "--limit", "2", "--cursor", page["cursor"])
+    assert [task["id"] for task in page["tasks"] + rest["tasks"]] == ids
+    assert rest["cursor"] is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--limit", "0"], ["--limit", "-1"], ["--limit", "1000000000"], ["--cursor", "x"], ["--since", "now"]],
+)
+def test_a_query_that_makes_no_sense_ends_with_2(shop: Project, options: list[str]) -> None:
+    assert shop.error("list", *options, exit_code=2)["type"] in ("InvalidQueryError", "InvalidScheduleError")
+
+
+def test_show_has_all_fields_and_what_may_happen_next(shop: Project) -> None:
+    task = shop.schedule("ok", 3600, {"a": [1]}, key="k")
+    shown = shop.json("show", str(task.id))
+    assert {**task.as_json(), "moves": shown["moves"], "update_time": shown["update_time"]} == shown
+    assert shown["moves"] == ["claim", "cancel", "reschedule", "replace"]
+    said = shop("show", "--tag", "ok", "--key", "k").stdout
+    assert '  {\n    "a": [\n      1\n    ]\n  }\n' in said
+    assert all(re.search(rf"^{name} ", said, re.MULTILINE) for name in shown if name not in ("body", "error"))
+
+
+def test_strangers_text_can_do_no_harm(shop: Project) -> None:
+    """A row from another program, with all that a terminal could trip over."""
+    store = shop.delays.store
+    hostile = {"id": 7, "tag": HOSTILE, "message_body": f"not json {HOSTILE}", "error_stack": HOSTILE, "status": 2}
+    with store.database.begin() as connection:
+        connection.execute(insert(store.schema.tasks).values(**hostile, task_key=HOSTILE, worker=HOSTILE))
+    for arguments in (["list"], ["show", "7"], ["reschedule", "7", "--delay", "1"], ["retry", "7"], ["stats"]):
+        said = shop(*arguments).output
+        assert all(line.isprintable() for line in said.split("\n")), said
+        assert not re.search(r"^forged line", said, re.MULTILINE)
+    assert len(shop("list").stdout.splitlines()) == 2
+    assert "[red]markup[/red]" in shop("list").stdout
+    shown = shop("show", "7", "--json").stdout
+    assert shown.replace("\n", "").isascii()
+    assert "\x1b" not in shown
+    assert json.loads(shown)["tag"] == HOSTILE
+
+
+def test_an_error_s_stack_is_shown_line_by_line(shop: Project) -> None:
+    task = shop.schedule("bad")
+    shop("drain")
+    said = shop("show", str(task.id)).stdout
+    assert "\nerror\n  Traceback (most recent call last):\n" in said
+    assert r"  ValueError: \x1b[31mred\x1b[0m [red]markup[/red] \x9b1m \u202e \r" in said
+    assert "\x1b" not in said
+
+
+def test_cancel_answers_for_each_task(shop: Project) -> None:
+    first, second = shop.schedule(delay=60), shop.schedule(delay=60)
+    shop.delays.cancel(second)
+    answer = shop.json("cancel", str(first.id), "5", str(second.id), exit_code=1)
+    assert answer == {
+        "cancelled": [str(first.id)],
+        "unchanged": [str(second.id)],
+        "failed": [{"id": "5", "error": "there is no task 5", "type": "TaskNotFoundError"}],
+    }
+    assert shop.status(first) is Status.CANCELLED
+    assert shop.error("cancel", "5", exit_code=1)["type"] == "TaskNotFoundError"
+
+
+def test_people_are_told_every_failure_of_a_cancel(shop: Project) -> None:
+    task = shop.schedule(delay=60)
+    said = shop("cancel", "5", str(task.id), "6")
+    assert said.exit_code == 1
+    assert said.stdout == f"cancelled task {task.id}\n"
+    assert said.stderr == "Error: there is no task 5\nError: there is no task 6\n"
+
+
+def test_cancel_by_tag_and_key(shop: Project) -> None:
+    task = shop.schedule(delay=60, key="k")
+    assert shop.json("cancel", "--tag", "ok", "--key", "k")["cancelled"] == [str(task.id)]
+    assert shop.error("cancel", "--tag", "ok", "--key", "k", exit_code=1)["type"] == "TaskNotFoundError"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--tag", "ok"], ["--key", "k"], ["1", "--tag", "ok", "--key", "k"], ["x"]])
+def test_a_cancel_that_names_no_task_ends_with_2(shop: Project, arguments: list[str]) -> None:
+    shop.error("cancel", *arguments, exit_code=2)
+
+
+def test_an_id_that_can_not_be_one_stops_the_whole_command(shop: Project) -> None:
+    task = shop.schedule(delay=60)
+    assert shop.error("cancel", str(task.id), "x", exit_code=2)["type"] == "InvalidIdError"
+    assert shop.status(task) is Status.NOT_COMPLETE
+
+
+def test_a_task_that_runs_or_is_done_can_not_be_cancelled(shop: Project) -> None:
+    task = shop.schedule()
+    shop.delays.store.claims("w", None).claim_due("default", [0], 1)
+    assert shop.error("cancel", str(task.id), exit_code=1)["type"] == "CancelTooLateError"
+    done = shop.schedule()
+    shop("drain")
+    assert shop.error("cancel", str(done.id), exit_code=1)["type"] == "InvalidStatusError"
+
+
+def test_reschedule_moves_a_task_unless_somebody_else_did(shop: Project) -> None:
+    task = shop.schedule(delay=60)
+    moved = shop.json("reschedule", str(task.id), "--at", "2030-01-01T00:00:00Z", "--version", "0")
+    assert moved["expected_time"] == "2030-01-01T00:00:00+00:00"
+    assert moved["version"] == 1
+    stale = shop.error("reschedule", str(task.id), "--delay", "2h", "--version", "0", exit_code=1)
+    assert stale["type"] == "StaleVersionError"
+    assert "rescheduled task" in shop("reschedule", str(task.id), "--delay", "2h").stdout
+    assert shop.error("reschedule", str(task.id), exit_code=2)["type"] == "UsageError"
+    assert shop.error("reschedule", "--delay", "1", exit_code=2)["type"] == "InvalidScheduleError"
+
+
+def test_retry_runs_failed_and_cancelled_tasks_again(shop: Project) -> None:
+    failed, cancelled, waiting = shop.schedule("bad"), shop.schedule(delay=60), shop.schedule(delay=60)
+    shop("drain")
+    shop.delays.cancel(cancelled)
+    ids = [str(task.id) for task in (failed, cancelled, waiting)]
+    answer = shop.json("retry", *ids, "--delay", "1h", exit_code=1)
+    assert [(task["id"], task["status"]) for task in answer["retried"]] == [(id, "NOT_COMPLETE") for id in ids[:2]]
+    assert [(one["id"], one["type"]) for one in answer["failed"]] == [(ids[2], "InvalidStatusError")]
+    assert shop.delays.get(failed.id).expected_time > shop.delays.clock.now() + timedelta(minutes=59)
+    assert shop.error("retry", exit_code=2)["type"] == "MissingParameter"
