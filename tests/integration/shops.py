@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import redis
 import requests
 from celery import Celery
 from sqlalchemy import create_engine, make_url
@@ -29,6 +30,7 @@ class Shop:
         self.project = ROOT / "examples" / example
         self.folder = folder
         self.database_url = database_url
+        self.broker_url = broker_url
         name = "shop" + secrets.token_hex(3)
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("DELAYTASKS_")},
@@ -124,12 +126,9 @@ class Shop:
     def close(self) -> None:
         for process in self._processes:
             process.kill()
-        with self.delays.celery.connection_for_write() as connection:
-            for name in ("default", "celery"):
-                try:
-                    self.delays.publisher.queue(name)(connection).delete()
-                except connection.channel_errors + connection.connection_errors:
-                    pass
+        with redis.Redis.from_url(self.broker_url) as client:
+            for key in client.keys(f"*{self.environment['SHOP_NAMESPACE']}*"):
+                client.delete(key)
         self.delays.close()
 
 
