@@ -62,6 +62,7 @@ def add_database(alias: str, url: str) -> None:
 
     place = make_url(url)
     engine = {"postgresql": "postgresql", "mysql": "mysql", "sqlite": "sqlite3"}[place.get_backend_name()]
+    options = {"sqlite3": {"transaction_mode": "IMMEDIATE", "timeout": 20}, "mysql": {"charset": "utf8mb4"}}
     entry: dict[str, Any] = {
         "ENGINE": f"django.db.backends.{engine}",
         "NAME": place.database,
@@ -69,7 +70,7 @@ def add_database(alias: str, url: str) -> None:
         "PASSWORD": place.password or "",
         "HOST": place.host or "",
         "PORT": place.port or "",
-        "OPTIONS": {"transaction_mode": "IMMEDIATE", "timeout": 20} if engine == "sqlite3" else {},
+        "OPTIONS": options.get(engine, {}),
     }
     connections.settings[alias] = connections.configure_settings({"default": {}, alias: entry})[alias]
 
