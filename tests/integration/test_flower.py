@@ -305,11 +305,11 @@ def ask(site: Site, *command: str) -> Any:
 
 @pytest.mark.parametrize("broker", ["redis", "rabbitmq"])
 def test_inspect_and_control_work_as_for_any_worker(make_site: Callable[..., Site], broker: str) -> None:
-    site = make_site(broker)
+    site = make_site(broker, horizon_s=120)
     d = site.deployment
     worker = d.worker()
-    far = d.schedule("test.note", 8)
-    running = d.schedule("test.sleep", 0, body={"seconds": 6})
+    far = d.schedule("test.note", 100)
+    running = d.schedule("test.sleep", 0, body={"seconds": 8})
     wait_until(lambda: d.status(running) is Status.RUNNING, 5, "the sleeper to run")
     stats = ask(site, "inspect", "stats")["delaytasks"]
     assert stats["held"] == 1
