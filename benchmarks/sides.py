@@ -141,6 +141,11 @@ class Ours(Side):
         when = _instant(due)
         ours.delays.schedule_many((ours.TAG, {"due": due}, when) for _ in range(count))
 
+    def held(self) -> dict[str, int]:
+        """How many near tasks each worker holds."""
+        answers = self.app.control.inspect(timeout=1).stats() or {}
+        return {name: answer["delaytasks"]["held"] for name, answer in answers.items()}
+
     def is_done(self, count: int) -> bool:
         return len(self.notes) >= count and not table.has_unfinished_due()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.cases import bulk, burst, call, steady
+from benchmarks.cases import backlog, bulk, burst, call, kill, steady
 from benchmarks.stage import Stage
 
 CASES: dict[str, Callable[[Stage], None]] = {
@@ -13,4 +13,6 @@ CASES: dict[str, Callable[[Stage], None]] = {
     "burst_bulk": burst.run_bulk,
     "burst_single": burst.run_single,
     "steady": steady.run,
+    "backlog": backlog.run,
+    "kill": kill.run,
 }
