@@ -49,7 +49,9 @@ def broker_url(app: Any) -> str:
     """The broker's URL without its password."""
     from celery.app.utils import sanitize_url
 
-    return mask_url(str(sanitize_url(app.conf.broker_write_url, mask="***") or NOTHING))
+    # Celery has a default too, which its configuration does not say.
+    url = app.conf.broker_write_url or app.connection_for_write().as_uri()
+    return mask_url(str(sanitize_url(url, mask="***")))
 
 
 def _broker_origin(cli: Cli) -> str:

@@ -175,7 +175,7 @@ def open_cli(ctx: click.Context, app: str) -> None:
     """For `delaytasks -A app …`."""
     origin = _ORIGINS.get(ctx.get_parameter_source("app"), "default")
     command = f"delaytasks -A {shlex.quote(app)}" if origin == "command line" else "delaytasks"
-    _open(ctx, Cli(ctx, lambda: find_app(app), command, origin))
+    ctx.meta[_CLI] = Cli(ctx, lambda: find_app(app), command, origin)
 
 
 def open_cli_under_celery(ctx: click.Context) -> None:
@@ -185,13 +185,7 @@ def open_cli_under_celery(ctx: click.Context) -> None:
     app = ctx.obj.app
     name = ctx.parent.params.get("app") if ctx.parent is not None else None
     command = f"celery -A {shlex.quote(name)} delays" if isinstance(name, str) else "celery delays"
-    _open(ctx, Cli(ctx, lambda: app, command, "celery"))
-
-
-def _open(ctx: click.Context, cli: Cli) -> None:
-    ctx.meta[_CLI] = cli
-    if ctx.invoked_subcommand == "up":
-        ctx.obj = cli.delays  # what `up` starts
+    ctx.meta[_CLI] = Cli(ctx, lambda: app, command, "celery")
 
 
 def cli_of(ctx: click.Context) -> Cli:

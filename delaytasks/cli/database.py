@@ -87,7 +87,7 @@ def _print_current(cli: Cli) -> bool:
     if cli.is_json:
         print_json({"database": cli.database_url, "revision": revision, "head": head, "is_current": revision == head})
     elif revision is None:
-        say(f"no tables yet (this version has {head}); run: {cli.command} db upgrade")
+        say(f"no revision yet (this version has {head}); run: {cli.command} db upgrade")
     elif revision == head:
         say(f"revision {revision}, which is this version's")
     else:

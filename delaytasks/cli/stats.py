@@ -117,11 +117,11 @@ def _database(cli: Cli, server: str) -> dict[str, Any]:
 
 def _broker(delays: DelayTasks) -> dict[str, Any]:
     """Whether the broker answers now. The timer's own flag says only what this process has met."""
-    app, limit = delays.celery, delays.settings.publish_limit_s
-    error = None
+    from delaytasks.timers.publisher import bounded_connection
+
+    app, error = delays.celery, None
     try:
-        with app.connection_for_write(connect_timeout=limit) as connection:
-            connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0, timeout=limit)
+        bounded_connection(app, delays.settings.publish_limit_s).release()
     except Exception as reason:  # each transport has errors of its own, and all mean the same
         error = f"{type(reason).__name__}: {reason}"
     return {"url": broker_url(app), "is_up": error is None, "error": error}

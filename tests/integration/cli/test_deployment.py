@@ -97,6 +97,11 @@ def test_config_prints_every_setting_with_its_origin(bare: Project, monkeypatch:
     assert re.search(r"^delaytasks_lease_s +33\.0 +environment ", bare("config").stdout, re.MULTILINE)
 
 
+def test_config_knows_the_broker_that_celery_takes_by_default(bare: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CELERY_BROKER_URL")
+    assert bare.json("config")["broker"] == {"value": "amqp://guest:***@localhost:5672//", "origin": "default"}
+
+
 @pytest.mark.parametrize("option", [[], ["--json"]])
 def test_config_masks_passwords(bare: Project, monkeypatch: pytest.MonkeyPatch, option: list[str]) -> None:
     monkeypatch.setenv("DELAYTASKS_DATABASE_URL", "postgresql://me:canary@db.example/shop?sslpassword=canary")

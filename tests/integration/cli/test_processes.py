@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 from collections.abc import Callable
 
@@ -44,6 +45,15 @@ def test_a_pipe_that_closes_early_is_no_error_to_talk_about(
     running.stdout.close()
     assert running.stderr.read() == ""
     running.wait(30)
+
+
+def test_stats_does_not_wait_for_a_broker_that_says_nothing(
+    shop: Project, process: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        monkeypatch.setenv("CELERY_BROKER_URL", f"redis://127.0.0.1:{mute.getsockname()[1]}/0")
+        out, err = process("-c", RUN, "-A", shop.name, "stats", "--json").communicate(timeout=15)
+    assert json.loads(out)["broker"]["is_up"] is False, err
 
 
 def test_our_log_keeps_out_of_a_stderr_that_is_for_json(
