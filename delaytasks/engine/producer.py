@@ -146,7 +146,7 @@ class Producer:
                 if unit is not None:
                     written = write(unit.executor)
                 else:
-                    written = self._store.together(write) if single else write(None)
+                    written = self._store.together(write, tasks[0].id) if single else write(None)
             self._events.emit("task.scheduled", count=len(written))
             self.arm_after_commit(written, unit)
             total += len(written)

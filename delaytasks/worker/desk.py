@@ -9,6 +9,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from celery.utils.log import get_logger
+from celery.worker import state
 
 from delaytasks.core.clock import from_us, monotonic
 from delaytasks.core.ports import Entry
@@ -16,6 +17,7 @@ from delaytasks.timers.wheel import WheelThread
 from delaytasks.worker.dispatcher import Dispatcher
 from delaytasks.worker.givenup import GivenUp
 from delaytasks.worker.leases import LeaseKeeper
+from delaytasks.worker.loop import Loop
 from delaytasks.worker.rowevents import RowEvents, wants_row_events
 from delaytasks.worker.sweeping import Sweeping
 
@@ -43,6 +45,7 @@ class Desk:
             sends_events=self._sends_events,
         )
         self._leases = LeaseKeeper(delays, worker, self.dispatcher)
+        self._watch = Loop("watch", self._leases.look_s, self._look, delays.events)
         self._sweeping = Sweeping(delays, worker)
         self._refusal_logged_at = -REFUSAL_LOG_S
 
@@ -53,18 +56,24 @@ class Desk:
         delays = self.delays
         rows = RowEvents(delays.celery, self._worker.hostname, delays.settings.publish_limit_s)
         delays.events.subscribe(GivenUp(delays, rows, self._sends_events))
-        self._leases.start()
+        self._watch.start()
         self._sweeping.start()
 
     def stop(self) -> None:
-        """Sends back what is held, so that other workers have it in time. Leases are renewed for as long as the
-        process lives, since the pool may have rows to finish."""
+        """Sends back what is held, so that other workers have it in time; done again it does no harm. Leases
+        are renewed as long as the process lives, since the pool may have rows to finish."""
         waiting = self.dispatcher.close()
         waiting += self.wheel.stop()
         self._sweeping.stop()
+        hang_up(self._worker.consumer)
         if waiting:
             self.delays.timer.arm(waiting)
             logger.info("delaytasks: sent back %d near tasks", len(waiting))
+
+    def _look(self) -> None:
+        self._leases.look()
+        if state.should_terminate is not None:
+            self.stop()  # a cold shutdown waits for the pool first, but what is held must not wait with it
 
     def hold(self, entries: Sequence[Entry]) -> None:
         now = self.delays.clock.now_us()
@@ -97,6 +106,17 @@ class Desk:
 
     def _sends_events(self) -> bool:
         return wants_row_events(getattr(self._worker, "consumer", None))
+
+
+def hang_up(consumer: Any) -> None:
+    """On Redis a worker that stops still has an open question for the next message. What it sends back could come
+    back as the answer, which nobody reads any more."""
+    connection = getattr(consumer, "connection", None)
+    if connection is not None and connection.transport.driver_type == "redis":
+        for channel in connection.transport.channels or ():
+            client = vars(channel).get("client")
+            if client is not None and client.connection is not None:
+                client.connection.disconnect()
 
 
 class CallThread:

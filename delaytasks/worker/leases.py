@@ -7,13 +7,12 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.clock import from_us, monotonic
-from delaytasks.worker.loop import Loop
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
     from delaytasks.worker.dispatcher import Dispatcher
 
-#: How often the pool's processes are counted.
+#: How often the pool's processes are counted, at least.
 LOOK_S = 1.0
 #: Clocks agree better than this; a chunk's rows are claimed after it is handed to the pool.
 SLACK_US = 1_000_000
@@ -28,10 +27,10 @@ class LeaseKeeper:
         self._known: set[int] = set()
         self._dead: set[str] = set()
         self._renewed_at = monotonic()
-        self._loop = Loop("leases", min(LOOK_S, self._lease_s / 6), self._turn, delays.events)
-        self.start, self.stop = self._loop.start, self._loop.stop
+        #: How often `look` is to be called.
+        self.look_s = min(LOOK_S, self._lease_s / 6)
 
-    def _turn(self) -> None:
+    def look(self) -> None:
         delays = self._delays
         alive = set(self._pids())
         self._dead |= {delays.processes.name(pid) for pid in self._known - alive}

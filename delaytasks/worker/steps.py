@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
-from celery import bootsteps, signals
+from celery import bootsteps
 
 from delaytasks.timers.eta import RUN
 from delaytasks.worker.desk import Desk
@@ -34,13 +33,6 @@ class DelaysStep(bootsteps.StartStopStep):
     def start(self, worker: Any) -> None:
         worker.delays_desk.delays.check_ready()
         worker.delays_desk.start()
-        self._desk = worker.delays_desk
-        signals.worker_shutting_down.connect(self._on_shutting_down)
-
-    def _on_shutting_down(self, how: str, **_: Any) -> None:
-        """A cold shutdown waits for the pool before it stops us; what is held must not wait with it."""
-        if how.lower() == "cold":
-            threading.Thread(target=self._desk.stop, name="delaytasks-stop", daemon=True).start()
 
     def stop(self, worker: Any) -> None:
         worker.delays_desk.stop()

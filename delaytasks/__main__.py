@@ -1,0 +1,5 @@
+"""`python -m delaytasks` is the command `delaytasks`."""
+
+from delaytasks.cli.main import main
+
+main()
