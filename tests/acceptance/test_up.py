@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from delaytasks.embedded import socket_path
+from delaytasks.embedded import broker_of, socket_path
 from tests.acceptance.user_folder import DELAYTASKS, UserFolder
 from tests.waiting import wait_until
 
@@ -65,6 +65,7 @@ def test_what_was_scheduled_survives_a_restart_of_up(up: UserFolder) -> None:
 def test_killing_up_itself_leaves_no_process(up: UserFolder) -> None:
     up.up("--no-flower")
     assert len(up.processes()) >= 4
+    assert not broker_of(up.folder / ".delaytasks").socket or up.pid_of("redis.sock")
     up.stop(signal.SIGKILL)
     wait_until(lambda: not up.processes(), 20, "all processes to end", every_s=0.05)
 
