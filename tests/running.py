@@ -134,8 +134,18 @@ class Deployment:
                 queue = self.delays.publisher.queue(name)(connection)
                 try:
                     queue.delete()
+                    queue.exchange.delete()
                 except connection.channel_errors + connection.connection_errors:
                     pass
+            delete_keys(connection, self.settings["namespace"])
+
+
+def delete_keys(connection: Any, name: str) -> None:
+    """What kombu leaves in Redis of queues and exchanges whose names have `name` in them."""
+    if connection.transport.driver_type == "redis":
+        client = connection.default_channel.client
+        for key in client.scan_iter(f"*{name}*", count=1000):
+            client.delete(key)
 
 
 class Process:

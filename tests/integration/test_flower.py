@@ -20,7 +20,7 @@ from sqlalchemy import insert
 
 from delaytasks import DelayTask, Status
 from delaytasks.store.types import db_now_plus
-from tests.running import ROOT, Deployment
+from tests.running import ROOT, Deployment, delete_keys
 from tests.waiting import wait_until
 
 TAGS = {"test.note", "test.fail", "test.sleep", "test.abort", "test.nobody", "test.quiet"}
@@ -79,6 +79,7 @@ class Site:
                 for name in ("ev", "control.pidbox"):
                     connection.default_channel.exchange_delete(f"{self.token}.{name}")
                 connection.default_channel.exchange_delete(f"reply.{self.token}.control.pidbox")
+            delete_keys(connection, self.token)
         self.deployment.close()
 
 
