@@ -45,7 +45,9 @@ class Parts:
         self.clock = Clock(measure)
         self.publisher = Publisher(app, settings.namespace, settings.publish_limit_s, events)
         self.inline_timer: Timer = EtaTimer(self.publisher, self.clock)
-        self.timer: Timer = BackgroundTimer(self.inline_timer, self.clock) if settings.arm == "background" else self.inline_timer
+        self.timer: Timer = (
+            BackgroundTimer(self.inline_timer, self.clock) if settings.arm == "background" else self.inline_timer
+        )
         self.sweeper = Sweeper(settings, self.store.sweeps, self.store.workers, self.clock, self.inline_timer, events)
         self.producer = Producer(settings, self.store.tasks, self.clock, IdMaker(wall_ms), self.timer, registry, events)
 

@@ -17,6 +17,8 @@ from delaytasks.core.forks import reset_in_child
 UTC = timezone.utc
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
+#: After the database did not answer it is asked again this soon.
+RETRY_S = 1.0
 
 
 def monotonic() -> float:
@@ -47,8 +49,8 @@ class Clock:
         self._measure = measure
         self._refresh_s = refresh_s
         self._lock = threading.Lock()
-        self._base_us = 0
-        self._base_at = -1e9
+        #: The database's time and ours at one moment: one value, so that no thread reads half of a new one.
+        self._base = (0, -1e9)
         self._measured_at = -1e9
         #: Seconds that the host's clock is ahead of the database's, when last measured.
         self.offset_s = 0.0
@@ -62,7 +64,8 @@ class Clock:
         if at - self._measured_at > self._refresh_s:
             self._refresh()
             at = time.monotonic()
-        return self._base_us + int((at - self._base_at) * 1e6)
+        base_us, base_at = self._base
+        return base_us + int((at - base_at) * 1e6)
 
     def now(self) -> datetime:
         return from_us(self.now_us())
@@ -76,18 +79,19 @@ class Clock:
             if time.monotonic() - self._measured_at <= self._refresh_s:
                 return
             base_us, base_at = time.time_ns() // 1000, time.monotonic()
-            known = self._base_us
+            measured_at = base_at
             if self._measure is not None:
                 try:
                     base_us, base_at = self._ask(self._measure)
                 except Exception:
-                    # The database is away: what was learned before is better than the host's wall clock.
-                    if known:
-                        self._measured_at = time.monotonic() - self._refresh_s + 1
-                        return
+                    # The database is away: what was learned before is better than the host's wall clock, and either
+                    # is good for a moment only.
+                    measured_at -= self._refresh_s - RETRY_S
+                    if self._base[0]:
+                        base_us, base_at = self._base
             self.offset_s = (time.time_ns() / 1e3 - (base_us + (time.monotonic() - base_at) * 1e6)) / 1e6
-            self._base_us, self._base_at = base_us, base_at
-            self._measured_at = time.monotonic()
+            self._base = base_us, base_at
+            self._measured_at = measured_at
 
     @staticmethod
     def _ask(measure: Callable[[], datetime]) -> tuple[int, float]:

@@ -22,8 +22,8 @@ class Processor:
     queue: str | None
     wants_task: bool
 
-    def __call__(self, task: DelayTask) -> Any:
-        return self.function(task.body, task) if self.wants_task else self.function(task.body)
+    def __call__(self, task: DelayTask, body: Any) -> Any:
+        return self.function(body, task) if self.wants_task else self.function(body)
 
 
 class Registry:

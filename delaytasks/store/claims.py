@@ -31,6 +31,8 @@ from delaytasks.store.rows import CLAIMED, columns, dump_rows, instant_text, jso
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now, db_now_plus, once
 
+#: More than any row has.
+ANY_LAPSES = 1_000_000
 NO_LONGER_ALIVE = "gave up: the worker died or lost its lease {n} times in a row while this task ran"
 
 
@@ -54,10 +56,16 @@ class Claims:
             "ip_address": ip,
         }
         waiting = and_(t.c.status == int(Status.NOT_COMPLETE), t.c.expected_time <= once(db_now()))
-        wanted = json_rows(dialect, ("id", "version"))
-        # `+ 0` keeps planners from an index on status: all rows that wait are in it.
-        is_waiting = and_(t.c.status + 0 == int(Status.NOT_COMPLETE), t.c.expected_time <= db_now())
-        named = and_(t.c.id == wanted.c.id, t.c.version == wanted.c.version, is_waiting)
+        wanted = json_rows(dialect, ("id", "version", "status", "lapses"))
+        named = and_(
+            t.c.id == wanted.c.id,
+            t.c.version == wanted.c.version,
+            # As columns of the list, though they are the same for all. As constants, the status would be a way in
+            # through an index of all rows that wait; and planners would expect one row, and compare each with each.
+            t.c.status == wanted.c.status,
+            t.c.lapses <= wanted.c.lapses,
+            t.c.expected_time <= db_now(),
+        )
         self._pick_named = self._lock(select(t.c.id).join(wanted, named).order_by(t.c.id))
         if database.can.array_parameters:
             # Without it a table that was never analysed is read from end to end.
@@ -78,6 +86,7 @@ class Claims:
             .limit(1)
         )
         self._settle = self._settle_statement()
+        self._statements: dict[Select[Any], Any] = {}
 
     # -- claim ------------------------------------------------------------------------------------
 
@@ -85,12 +94,11 @@ class Claims:
         """Those of the entries that are due, unchanged, and nobody else's. Rows that lapsed are left out."""
         if not entries:
             return []
-        pick = self._pick_named.where(self._t.c.lapses == 0)
-        return self._claim(pick, self._naming([(entry.id, entry.version) for entry in entries]))
+        return self._claim(self._pick_named, self._naming([(entry.id, entry.version) for entry in entries], 0))
 
     def claim_alone(self, id: int, version: int) -> DelayTask | None:
         """One row, whether it lapsed before or not: a row that kills its worker harms no neighbour."""
-        rows = self._claim(self._pick_named, self._naming([(id, version)]))
+        rows = self._claim(self._pick_named, self._naming([(id, version)], ANY_LAPSES))
         return rows[0] if rows else None
 
     def claim_due(self, queue: str, priorities: Sequence[int], limit: int) -> list[DelayTask]:
@@ -112,9 +120,11 @@ class Claims:
                 return rows[0]
         return None
 
-    def _naming(self, pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    def _naming(self, pairs: Sequence[tuple[int, int]], lapses: int) -> dict[str, Any]:
         pairs = sorted(pairs)
-        parameters: dict[str, Any] = {"rows": dump_rows([{"id": id, "version": version} for id, version in pairs])}
+        status = int(Status.NOT_COMPLETE)
+        rows = [{"id": id, "version": version, "status": status, "lapses": lapses} for id, version in pairs]
+        parameters: dict[str, Any] = {"rows": dump_rows(rows)}
         if self._db.can.array_parameters:
             parameters["ids"] = [id for id, _ in pairs]
         return parameters
@@ -122,15 +132,20 @@ class Claims:
     def _lock(self, query: Select[Any]) -> Select[Any]:
         return query.with_for_update(skip_locked=True, of=self._t if self._db.can.update_returning else None)
 
-    def _claim(self, pick: Select[Any], parameters: dict[str, Any]) -> list[DelayTask]:
-        t = self._t
-        if self._db.can.update_returning:
-            picked = pick.cte("picked")
+    def _claiming(self, pick: Select[Any]) -> Any:
+        """The statement that picks, takes and returns rows: made once for each way to pick."""
+        if pick not in self._statements:
+            t, picked = self._t, pick.cte("picked")
             mine: ColumnElement[bool] = t.c.id.in_(select(picked.c.id))
             if self._db.can.array_parameters:
                 # A list that is made first: the planner can only look each id up.
                 mine = t.c.id == any_(func.array(select(picked.c.id).scalar_subquery()))
-            statement = update(t).where(mine).values(self._claimed).returning(*self._columns)
+            self._statements[pick] = update(t).where(mine).values(self._claimed).returning(*self._columns)
+        return self._statements[pick]
+
+    def _claim(self, pick: Select[Any], parameters: dict[str, Any]) -> list[DelayTask]:
+        if self._db.can.update_returning:
+            statement = self._claiming(pick)
             rows = self._db.alone(lambda c: c.execute(statement, parameters).all())
         else:
             rows = self._db.run(lambda: self._claim_in_two(pick, parameters))
@@ -156,10 +171,11 @@ class Claims:
 
     def _settle_statement(self) -> Update:
         t = self._t
-        w = json_rows(self._dialect, ("id", "version", "status", "error", "began", "due", "returned", "is_finished"))
+        names = ("id", "version", "was", "status", "error", "began", "due", "returned", "is_finished")
+        w = json_rows(self._dialect, names)
         statement = (
             update(t)
-            .where(t.c.id == w.c.id, t.c.version == w.c.version, t.c.status + 0 == int(Status.RUNNING))
+            .where(t.c.id == w.c.id, t.c.version == w.c.version, t.c.status == w.c.was)
             .values(
                 status=w.c.status,
                 version=t.c.version + 1,
@@ -207,6 +223,7 @@ class Claims:
         return {
             "id": settlement.task.id,
             "version": settlement.task.version,
+            "was": int(Status.RUNNING),
             "status": int(MOVES[settlement.move].target),
             "error": settlement.error,
             "began": instant_text(self._dialect, settlement.began),

@@ -71,6 +71,8 @@ _TYPES: dict[str, tuple[TypeEngine[Any], str]] = {
     "id": (BigInteger(), "BIGINT"),
     "version": (BigInteger(), "BIGINT"),
     "status": (SmallInteger(), "SMALLINT"),
+    "was": (SmallInteger(), "SMALLINT"),
+    "lapses": (Integer(), "INT"),
     "error": (Text(), "LONGTEXT"),
     "began": (UTCDateTime(), "DATETIME(6)"),
     "due": (UTCDateTime(), "DATETIME(6)"),
@@ -107,5 +109,6 @@ def instant_text(dialect: str, instant: datetime | None) -> str | None:
     """An instant inside a JSON parameter."""
     if instant is None:
         return None
-    shown = instant.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")
-    return shown + "+00" if dialect == "postgresql" else shown
+    # isoformat is several times as fast as strftime, and each row of a chunk has one.
+    shown = instant.astimezone(UTC).isoformat(" ", "microseconds")
+    return shown if dialect == "postgresql" else shown.removesuffix("+00:00")

@@ -9,6 +9,7 @@ from typing import Any
 from delaytasks.core.clock import Clock, from_us
 from delaytasks.core.errors import InvalidInputError
 from delaytasks.core.ids import check_id
+from delaytasks.core.inputs import is_queue
 from delaytasks.core.ports import Entry
 from delaytasks.timers.publisher import Publisher
 
@@ -35,7 +36,9 @@ class EtaTimer:
             if entry.id <= 0 or entry.version < 0 or entry.due_us < 0:
                 continue  # another program's; workers refuse a message with it, and find the row in the table
             queues.setdefault(entry.queue, []).append(entry)
-        results = [self._publisher.send(RUN, queue, list(_messages(some))) for queue, some in queues.items()]
+        # No broker need know the queues that only another program can have written into a row.
+        named = ((queue, some) for queue, some in queues.items() if is_queue(queue))
+        results = [self._publisher.send(RUN, queue, list(_messages(some))) for queue, some in named]
         return all(results)
 
     def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float) -> bool:

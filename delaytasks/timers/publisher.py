@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Mapping
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from kombu.entity import Exchange, Queue
@@ -16,6 +18,8 @@ from delaytasks.core.forks import reset_in_child
 
 #: After a failure nothing is tried for this long: callers must not wait for a broker that is away.
 REST_S = 1.0
+#: Each message after the first one adds this part of the time limit.
+PER_MESSAGE = 0.1
 #: What each transport calls the time that its socket may take.
 _BOUNDS = {"redis": ("socket_timeout", "socket_connect_timeout"), "amqp": ("read_timeout", "write_timeout")}
 
@@ -32,7 +36,11 @@ def bounded_connection(app: Any, limit_s: float) -> Any:
 
 
 class Publisher:
-    """Thread-safe, and made anew after a fork. The database is the truth, so nothing is retried here."""
+    """Thread-safe, and made anew after a fork. The database is the truth, so nothing is retried here.
+
+    Callers wait for the time limit at most. One step is bounded by its socket; what may take many steps, as long as
+    a connection has to be made or the broker is slow, is done in a thread, which ends it also when nobody waits.
+    """
 
     def __init__(self, app: Any, namespace: str, limit_s: float, events: Events) -> None:
         self._app = app
@@ -41,6 +49,7 @@ class Publisher:
         self._events = events
         self.is_up = True
         self._rests_until = 0.0
+        self._targets: dict[str, Queue] = {}
         self.after_fork()
         reset_in_child(self)
 
@@ -49,6 +58,7 @@ class Publisher:
         self._connection: Any = None
         self._producer: Any = None
         self._declared: set[str] = set()
+        self._is_quick = False
 
     def queue(self, name: str) -> Queue:
         """The broker's queue for one of our logical queues."""
@@ -59,34 +69,75 @@ class Publisher:
 
     def send(self, name: str, queue: str, messages: list[tuple[list[Any], Mapping[str, Any]]]) -> bool:
         """One Celery task message per (args, options); False if the broker is away: the sweep will find the rows."""
-        if monotonic() < self._rests_until:
+        began = monotonic()
+        if began < self._rests_until:
             return False
         if not self._lock.acquire(timeout=self._limit_s):
             return False  # another thread waits for the broker already
+        if monotonic() < self._rests_until:  # and it waited in vain
+            self._lock.release()
+            return False
+        target = self._targets.get(queue) or self._targets.setdefault(queue, self.queue(queue))
+        send = functools.partial(self._send_all, name, target, messages)
+        limit_s = self._limit_s * (1 + (len(messages) - 1) * PER_MESSAGE)
+        if self._is_quick and target.name in self._declared:
+            return send(began + limit_s - self._step_s)
+        answers: SimpleQueue[bool] = SimpleQueue()
+        until = began + max(10 * limit_s, 10)
+        thread = threading.Thread(target=lambda: answers.put(send(until)), name="delaytasks-publish", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is about to end
+            return send(began + limit_s - self._step_s)
+        try:
+            return answers.get(timeout=max(began + limit_s - monotonic(), 0.001))
+        except Empty:
+            self._tell_down(f"no answer within {limit_s:g} s")
+            return False
+
+    def close(self) -> None:
+        if self._lock.acquire(timeout=self._limit_s):  # else a thread waits for the broker, and ends by itself
+            try:
+                self._close()
+            finally:
+                self._lock.release()
+
+    @property
+    def _step_s(self) -> float:
+        return self._limit_s / 2
+
+    def _send_all(
+        self, name: str, queue: Queue, messages: list[tuple[list[Any], Mapping[str, Any]]], until: float
+    ) -> bool:
+        """Releases the lock, which the caller may have taken in another thread."""
+        began, is_new = monotonic(), self._producer is None
         try:
             for args, options in messages:
+                if monotonic() > until:
+                    raise TimeoutError("the broker is too slow")
                 self._send_one(name, queue, args, options)
         except Exception as error:  # each transport has errors of its own, and none of them is the caller's business
             self._close()
-            self._rests_until = monotonic() + REST_S
-            if self.is_up:
-                self.is_up = False
-                self._events.emit("timer.down", error=f"{type(error).__name__}: {error}")
+            self._tell_down(f"{type(error).__name__}: {error}")
             return False
         finally:
+            # Making a connection says nothing about the pace of sending.
+            is_in_time = is_new or monotonic() - began < self._limit_s * PER_MESSAGE * len(messages)
+            self._is_quick = self._producer is not None and is_in_time
             self._lock.release()
         if not self.is_up:
             self.is_up = True
             self._events.emit("timer.up")
         return True
 
-    def close(self) -> None:
-        with self._lock:
-            self._close()
+    def _tell_down(self, error: str) -> None:
+        self._rests_until = monotonic() + REST_S
+        if self.is_up:
+            self.is_up = False
+            self._events.emit("timer.down", error=error)
 
-    def _send_one(self, name: str, queue: str, args: list[Any], options: Mapping[str, Any]) -> None:
+    def _send_one(self, name: str, target: Queue, args: list[Any], options: Mapping[str, Any]) -> None:
         producer = self._producer or self._connect()
-        target = self.queue(queue)
         if target.name not in self._declared:
             target(producer.channel).declare()
             self._declared.add(target.name)
@@ -111,13 +162,14 @@ class Publisher:
         )
 
     def _connect(self) -> Any:
-        self._connection = bounded_connection(self._app, self._limit_s)
+        self._connection = bounded_connection(self._app, self._step_s)
         self._producer = Producer(self._connection.channel(), auto_declare=False)
         return self._producer
 
     def _close(self) -> None:
         connection, self._connection, self._producer = self._connection, None, None
         self._declared.clear()
+        self._is_quick = False
         if connection is not None:
             try:
                 connection.release()

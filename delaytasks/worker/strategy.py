@@ -19,10 +19,10 @@ MOST_BYTES = 256 * 1024
 def run_strategy(task: Any, app: Any, consumer: Any) -> Handler:
     desk = consumer.controller.delays_desk
     prefix = desk.delays.settings.namespace + "."
-    connection_errors = consumer.connection_errors
+    acknowledge = _acknowledger(app, consumer.connection_errors)
 
     def on_message(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **_: Any) -> None:
-        message.ack_log_error(logger, connection_errors)
+        acknowledge(message)
         try:
             queue = (message.delivery_info or {}).get("routing_key") or ""
             args = _arguments(message, body)
@@ -41,10 +41,10 @@ def run_strategy(task: Any, app: Any, consumer: Any) -> Handler:
 
 def sweep_strategy(task: Any, app: Any, consumer: Any) -> Handler:
     desk = consumer.controller.delays_desk
-    connection_errors = consumer.connection_errors
+    acknowledge = _acknowledger(app, consumer.connection_errors)
 
     def on_message(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **_: Any) -> None:
-        message.ack_log_error(logger, connection_errors)
+        acknowledge(message)
         try:
             args = _arguments(message, body)
             house = args[0] if args else None
@@ -56,6 +56,17 @@ def sweep_strategy(task: Any, app: Any, consumer: Any) -> Handler:
         desk.sweep(house)
 
     return on_message
+
+
+def _acknowledger(app: Any, connection_errors: Any) -> Callable[[Any], None]:
+    """Messages of queues that are consumed without acknowledgement have none."""
+    unacknowledged = {name for name, queue in app.amqp.queues.items() if queue.no_ack}
+
+    def acknowledge(message: Any) -> None:
+        if (message.delivery_info or {}).get("routing_key") not in unacknowledged:
+            message.ack_log_error(logger, connection_errors)
+
+    return acknowledge
 
 
 def _arguments(message: Any, body: Any) -> Any:

@@ -33,7 +33,8 @@ class Surroundings:
 
     def _run(self, processor: Processor, task: DelayTask) -> Any:
         sender = self._tasks.get(task.tag) or self._make_task(processor)
-        id, args = str(task.id), (task.body,)
+        id, body = str(task.id), task.body
+        args = (body,)
         _task_stack.push(sender)
         sender.push_request(
             id=id,
@@ -48,13 +49,15 @@ class Surroundings:
             delivery_info={"routing_key": task.queue, "priority": task.priority, "redelivered": task.attempts > 1},
             eta=task.expected_time.isoformat(),
             delay_task=task,
+            # Given, so that Celery does not look for custom ones among all fields of every request.
+            headers={},
         )
         state, result = "FAILURE", None
         try:
             if signals.task_prerun.receivers:
                 signals.task_prerun.send(sender=sender, task_id=id, task=sender, args=args, kwargs={})
             try:
-                result = self._call(processor, task) if self._around else processor(task)
+                result = self._call(processor, task, body) if self._around else processor(task, body)
             except Exception as error:
                 result = error
                 self._tell_failure(sender, id, args, error)
@@ -73,11 +76,11 @@ class Surroundings:
                 sender.pop_request()
                 _task_stack.pop()
 
-    def _call(self, processor: Processor, task: DelayTask) -> Any:
+    def _call(self, processor: Processor, task: DelayTask, body: Any) -> Any:
         with ExitStack() as stack:
             for surround in self._around:
                 stack.enter_context(surround(task))
-            return processor(task)
+            return processor(task, body)
 
     @staticmethod
     def _tell_failure(sender: Any, id: str, args: tuple[Any, ...], error: Exception) -> None:
