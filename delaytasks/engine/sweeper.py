@@ -32,11 +32,11 @@ class Sweeper:
     def sweep(self, house: int = 0) -> bool:
         """One sweep of one house number; False if another worker just did it."""
         settings = self._settings
+        if house == 0:
+            self._bury_dead_workers()
         armed_until = self._sweeps.begin_sweep(house, settings.houses, settings.sweep_s * 0.8)
         if armed_until is None:
             return False
-        if house == 0 and self._bury_dead_workers():
-            armed_until = self._clock.now()  # ours was read before it was forgotten
         if settings.horizon_s is not None:
             self._arm_near(house, armed_until, settings.horizon_s)
         if house == 0:
@@ -48,15 +48,14 @@ class Sweeper:
 
     def _arm_near(self, house: int, armed_until: datetime, horizon_s: float) -> None:
         now = self._clock.now()
-        since = max(armed_until, now)
         until = now + timedelta(seconds=horizon_s)
         armed = 0
-        for entries in self._sweeps.near(since, until, house, self._settings.houses):
+        for entries in self._sweeps.near(max(armed_until, now), until, house, self._settings.houses):
             if not self._timer.arm(entries):
                 return  # the broker is away: the next sweep begins here again
             armed += len(entries)
         # Moved only now: a crash before it costs duplicate messages, which are harmless; never a gap.
-        self._sweeps.mark_armed(house, self._settings.houses, until)
+        self._sweeps.mark_armed(house, self._settings.houses, armed_until, until)
         if armed:
             self._events.emit("sweep.armed", count=armed)
 
@@ -85,15 +84,13 @@ class Sweeper:
             self._timer.drain(queue, priorities, tokens, self._settings.sweep_s)
             self._events.emit("sweep.drain", queue=queue, tokens=tokens)
 
-    def _bury_dead_workers(self) -> bool:
-        """What a dead worker held in memory is armed again, in time, at the price of duplicates. True if there was
-        one."""
+    def _bury_dead_workers(self) -> None:
+        """What a dead worker held in memory is armed again, in time, at the price of duplicates."""
         names = self._workers.bury(SILENT_SWEEPS * self._settings.sweep_s)
         if names:
             self._sweeps.forget_armed()
             for name in names:
                 self._events.emit("worker.lost", worker=name)
-        return bool(names)
 
     def _purge(self) -> None:
         age = self._settings.purge_after_s

@@ -55,9 +55,11 @@ class Sweeps:
                 return None  # two first sweeps at once
             raise
 
-    def mark_armed(self, house: int, houses: int, until: datetime) -> None:
+    def mark_armed(self, house: int, houses: int, since: datetime, until: datetime) -> None:
+        """Near rows are armed until then, unless it was forgotten meanwhile that they were until `since`."""
         s = self._s
-        statement = update(s).where(s.c.house == house, s.c.houses == houses).values(armed_until=until)
+        mine = and_(s.c.house == house, s.c.houses == houses, s.c.armed_until == since)
+        statement = update(s).where(mine).values(armed_until=until)
         self._db.alone(lambda c: c.execute(statement))
 
     def forget_armed(self) -> None:

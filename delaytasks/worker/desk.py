@@ -47,6 +47,7 @@ class Desk:
         self._leases = LeaseKeeper(delays, worker, self.dispatcher)
         self._watch = Loop("watch", self._leases.look_s, self._look, delays.events)
         self._sweeping = Sweeping(delays, worker)
+        self._was_connected = False
         self._refusal_logged_at = -REFUSAL_LOG_S
 
     def start(self) -> None:
@@ -82,6 +83,12 @@ class Desk:
             self.dispatcher.take(due)
         if len(due) < len(entries):
             self.wheel.add(((e.id, e.version), e.due_us, e) for e in entries if e.due_us > now)
+
+    def connected(self) -> None:
+        """The worker takes in messages from now on: for the first time, or again after it lost the broker."""
+        if self._was_connected:
+            self._sweeping.forget()
+        self._was_connected = True
 
     def sweep(self, house: int | None) -> None:
         self._sweeping.request(house)

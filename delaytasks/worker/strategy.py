@@ -18,6 +18,7 @@ MOST_BYTES = 256 * 1024
 
 def run_strategy(task: Any, app: Any, consumer: Any) -> Handler:
     desk = consumer.controller.delays_desk
+    desk.connected()
     prefix = desk.delays.settings.namespace + "."
     acknowledge = _acknowledger(app, consumer.connection_errors)
 

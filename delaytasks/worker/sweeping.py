@@ -19,6 +19,7 @@ class Sweeping:
         self._worker = worker
         self._lock = threading.Lock()
         self._asked: set[int] = set()
+        self._forgets = False
         self._seen_at = self._checked_at = float("-inf")
         self._started_at = monotonic()
         self._loop = Loop("sweep", min(delays.settings.sweep_s, 1.0), self._turn, delays.events)
@@ -27,6 +28,11 @@ class Sweeping:
     def request(self, house: int | None) -> None:
         with self._lock:
             self._asked.update(range(self._delays.settings.houses) if house is None else [house])
+        self._loop.wake()
+
+    def forget(self) -> None:
+        """The broker was away: what waited in it may be lost, and is armed again by the next sweep."""
+        self._forgets = True
         self._loop.wake()
 
     def stop(self) -> None:
@@ -47,6 +53,9 @@ class Sweeping:
                 int(self._worker.pool.limit or 1),
                 int(delays.clock.offset_s * 1e6),
             )
+        if self._forgets:
+            delays.store.sweeps.forget_armed()
+            self._forgets = False
         with self._lock:
             asked, self._asked = self._asked, set()
         for house in sorted(asked):

@@ -816,17 +816,31 @@ def test_a_sweep_goes_on_where_the_last_one_ended(store: Store) -> None:
     assert first is not None
     assert abs((store.tasks.now() - first).total_seconds()) < 5
     until = seconds(first, 30)
-    store.sweeps.mark_armed(0, 1, until)
+    store.sweeps.mark_armed(0, 1, first, until)
     assert store.sweeps.begin_sweep(0, 1, 0.0) == until
+
+
+def test_a_sweep_does_not_overwrite_that_what_it_armed_was_forgotten_meanwhile(store: Store) -> None:
+    first = store.sweeps.begin_sweep(0, 1, 0.0)
+    assert first is not None
+    store.sweeps.mark_armed(0, 1, first, seconds(first, 30))
+    read = store.sweeps.begin_sweep(0, 1, 0.0)
+    assert read is not None
+    store.sweeps.forget_armed()
+    store.sweeps.mark_armed(0, 1, read, seconds(read, 5))
+    again = store.sweeps.begin_sweep(0, 1, 0.0)
+    assert again is not None
+    assert again <= store.tasks.now()
 
 
 def test_forgetting_what_was_armed_goes_back_to_now_and_never_on(store: Store) -> None:
     first = store.sweeps.begin_sweep(0, 2, 0.0)
     assert first is not None
-    assert store.sweeps.begin_sweep(1, 2, 0.0) is not None
+    second = store.sweeps.begin_sweep(1, 2, 0.0)
+    assert second is not None
     past = seconds(first, -100)
-    store.sweeps.mark_armed(0, 2, seconds(first, 30))
-    store.sweeps.mark_armed(1, 2, past)
+    store.sweeps.mark_armed(0, 2, first, seconds(first, 30))
+    store.sweeps.mark_armed(1, 2, second, past)
     store.sweeps.forget_armed()
     again = store.sweeps.begin_sweep(0, 2, 0.0)
     assert again is not None
