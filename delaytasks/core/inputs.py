@@ -45,7 +45,7 @@ def check_key(key: object) -> str:
 def check_queue(queue: object) -> str:
     """Brokers make more of it than text: RabbitMQ counts its bytes, the filesystem transport takes it for a path."""
     name = _check_name(queue, "queue", QUEUE_LENGTH, InvalidQueueError)
-    if not _QUEUE.fullmatch(name):
+    if not is_queue(name):
         raise InvalidQueueError(f"a queue has letters, digits, '_', '.' and '-' only, not {shown(name)}")
     return name
 
@@ -62,6 +62,10 @@ def _check_name(value: object, what: str, longest: int, error: type[InvalidInput
     if "\x00" in value or any("\ud800" <= c <= "\udfff" for c in value):
         raise BodyNotStorableError(f"the {what} {shown(value)} holds NUL or a lone surrogate, which can not be stored")
     raise error(f"the {what} {shown(value)} holds control or unprintable characters")
+
+
+def is_queue(name: str) -> bool:
+    return bool(_QUEUE.fullmatch(name))
 
 
 def check_priority(priority: object) -> int:

@@ -1,4 +1,4 @@
-"""Connections: engines made for each database's ways, safe across forks, with our errors and our retries."""
+"""Connections, safe across forks, with our errors and our retries."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, Select, create_engine, event, exc, make_url
+from sqlalchemy import URL, Connection, Engine, Select, exc, make_url
 
 from delaytasks.core.errors import (
     ConfigError,
@@ -21,9 +20,12 @@ from delaytasks.core.errors import (
     StoreUnavailableError,
 )
 from delaytasks.core.forks import reset_in_child
+from delaytasks.store.engines import make_engine
 
 T = TypeVar("T")
 TRIES = 5
+#: No further try after this time: a caller waits for an answer.
+RETRY_FOR_S = 5.0
 
 #: What databases answer when a transaction should simply be tried again.
 _RETRY_PG = {"40001", "40P01", "55P03"}  # serialization failure, deadlock, lock not available
@@ -86,7 +88,7 @@ def normalize_url(text: str) -> URL:
     """The URL with the driver that this project is tested with, where it names none."""
     try:
         url = make_url(text)
-    except exc.ArgumentError:
+    except (exc.ArgumentError, ValueError):  # a wrong port
         raise ConfigError("delaytasks_database_url is not a database URL (dialect://user:password@host/name)") from None
     drivers = {"postgres": "postgresql+psycopg2", "postgresql": "postgresql+psycopg2"}
     drivers |= {"mysql": "mysql+pymysql", "mariadb": "mariadb+pymysql"}
@@ -151,14 +153,20 @@ class Database:
 
     def run(self, work: Callable[[], T], unknown_id: int | None = None, tries: int = TRIES) -> T:
         """`work`, tried again while that is safe: conflicts always, lost connections because all our
-        statements either are fenced by a version or name their own ids. Driver errors become ours."""
+        statements either are fenced by a version or name their own ids. Driver errors become ours.
+
+        `unknown_id` names the task that `work` changes, in case nobody can say whether it did."""
+        began, is_sent = time.monotonic(), False
         for attempt in range(1, tries + 1):
             try:
                 return work()
             except exc.DBAPIError as error:
-                sent = error.connection_invalidated
-                if not (is_conflict(error) or is_disconnect(error)) or attempt == tries:
-                    raise translate(error, unknown_id if sent else None) from error
+                # An earlier try may have been done, whatever the last one says.
+                is_sent = is_sent or error.connection_invalidated
+                is_over = attempt == tries or time.monotonic() - began > RETRY_FOR_S
+                if is_over or not (is_conflict(error) or is_disconnect(error)):
+                    _forget_details(error)
+                    raise translate(error, unknown_id if is_sent else None) from error
                 time.sleep(random.uniform(0.01, 0.05) * 2**attempt)
             except exc.TimeoutError as error:
                 raise StoreUnavailableError(
@@ -170,55 +178,18 @@ class Database:
         with self._lock:
             engine: Engine | None = getattr(self, attribute)
             if engine is None:
-                engine = _make_engine(self.url, self._pool_size, isolation_level)
+                engine = make_engine(self.url, self._pool_size, isolation_level)
                 setattr(self, attribute, engine)
             return engine
 
 
-def _make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
-    autocommit = isolation_level == "AUTOCOMMIT"
-    options: dict[str, Any] = {"pool_size": pool_size, "max_overflow": 20, "pool_timeout": 10}
-    backend = url.get_backend_name()
-    if backend == "sqlite":
-        if url.database and url.database != ":memory:" and not url.database.startswith("file:"):
-            Path(url.database).parent.mkdir(parents=True, exist_ok=True)
-        engine = create_engine(url, connect_args={"timeout": 30, "check_same_thread": False}, **options)
-        event.listen(engine, "connect", _sqlite_connect)
-        if not autocommit:
-            event.listen(engine, "begin", _sqlite_begin_immediate)
-        return engine
-    if backend == "postgresql":
-        # PostgreSQL 14+ notices a client that is gone while it waits; older ones ignore the option's absence.
-        options["connect_args"] = {"connect_timeout": 5, "application_name": "delaytasks"}
-    else:
-        options["connect_args"] = {"connect_timeout": 5, "charset": "utf8mb4"}
-    if autocommit:
-        # Nothing is ever open on such a connection: a ROLLBACK on return would be a round trip for nothing.
-        options["pool_reset_on_return"] = None
-    try:
-        return create_engine(url, isolation_level=isolation_level, **options)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"no driver {error.name!r} for {url.drivername}: pip install 'delaytasks[mysql]'") from error
-
-
-def _sqlite_connect(connection: Any, _record: Any) -> None:
-    # We say BEGIN ourselves, and say it IMMEDIATE: a deferred one fails when two writers meet.
-    connection.isolation_level = None
-    cursor = connection.cursor()
-    cursor.execute("PRAGMA busy_timeout = 30000")
-    cursor.execute("PRAGMA journal_mode = WAL")
-    cursor.execute("PRAGMA synchronous = NORMAL")
-    cursor.close()
-
-
-def _sqlite_begin_immediate(connection: Connection) -> None:
-    connection.exec_driver_sql("BEGIN IMMEDIATE")
-
-
 def is_disconnect(error: exc.DBAPIError) -> bool:
     return error.connection_invalidated or (
-        isinstance(error, (exc.OperationalError, exc.InterfaceError)) and _sqlstate(error) in (None, "57P03", "53300")
-        and not is_conflict(error) and "sqlite3" not in type(error.orig).__module__ and not _mysql_says(error)
+        isinstance(error, (exc.OperationalError, exc.InterfaceError))
+        and _sqlstate(error) in (None, "57P03", "53300")
+        and not is_conflict(error)
+        and "sqlite3" not in type(error.orig).__module__
+        and not _mysql_says(error)
     )
 
 
@@ -239,15 +210,23 @@ def _sqlstate(error: exc.DBAPIError) -> str | None:
     return getattr(error.orig, "pgcode", None)
 
 
+def _forget_details(error: exc.DBAPIError) -> None:
+    """Only the first line of a driver's message stays: what follows may show the row, and that may be secret."""
+    for said in (error, error.orig):
+        if said is not None and said.args and isinstance(said.args[0], str):
+            said.args = (said.args[0].strip().partition("\n")[0], *said.args[1:])
+
+
 def translate(error: exc.DBAPIError, unknown_id: int | None = None) -> DelayTaskError:
     """The typed error for a driver's error. Its own text says no values: those may be secrets."""
-    reason = str(error.orig).strip().splitlines()[0] if error.orig is not None else str(error)
+    reason = (str(error.orig).strip().splitlines() or [type(error.orig).__name__])[0]
+    if unknown_id is not None:
+        return OutcomeUnknownError(
+            f"the connection broke before the answer ({reason}), so it may be done or not: look at task {unknown_id}; "
+            f"scheduling again with id={unknown_id} is safe",
+            unknown_id,
+        )
     if is_disconnect(error):
-        if unknown_id is not None:
-            return OutcomeUnknownError(
-                f"the connection broke before the answer ({reason}); scheduling again with id={unknown_id} is safe",
-                unknown_id,
-            )
         return StoreUnavailableError(f"the database can not be reached: {reason}")
     if is_conflict(error):
         return StoreUnavailableError(f"the database stayed busy for {TRIES} tries: {reason}")

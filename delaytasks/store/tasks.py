@@ -84,7 +84,7 @@ class Tasks:
                 return False
             return True
 
-        return self._in_transaction(work, on)
+        return self._in_transaction(work, on, tasks[0].id)
 
     def _insert_bulk(self, connection: Any, tasks: Sequence[DelayTask]) -> None:
         if not (self._db.can.copy and isinstance(connection, Connection) and connection.dialect.driver == "psycopg2"):
@@ -243,11 +243,11 @@ class Tasks:
             self._release_key(connection, task)
             return moved
 
-        return self._in_transaction(work, on)
+        return self._in_transaction(work, on, id)
 
     def reschedule(self, id: int, due: datetime, version: int | None = None, on: Executor | None = None) -> DelayTask:
         return self._in_transaction(
-            lambda c: self._move(c, "reschedule", self._found(c, id, version), {"expected_time": due}), on
+            lambda c: self._move(c, "reschedule", self._found(c, id, version), {"expected_time": due}), on, id
         )
 
     def retry(self, id: int, due: datetime, version: int | None = None, on: Executor | None = None) -> DelayTask:
@@ -258,7 +258,7 @@ class Tasks:
                 self._take_key_again(connection, task)
             return moved
 
-        return self._in_transaction(work, on)
+        return self._in_transaction(work, on, id)
 
     def touch(self, id: int, due: datetime, on: Executor | None = None) -> bool:
         """Later only, and no new version: what was armed for the old time arrives, and is found not due."""
@@ -328,9 +328,9 @@ class Tasks:
 
     # -- connections ------------------------------------------------------------------------------
 
-    def together(self, work: Callable[[Any], T]) -> T:
+    def together(self, work: Callable[[Any], T], unknown_id: int) -> T:
         """`work` with a connection whose transaction is committed after it; tried again as a whole."""
-        return self._in_transaction(work, None)
+        return self._in_transaction(work, None, unknown_id)
 
     def _savepoint(self, on: Any) -> AbstractContextManager[Any]:
         if isinstance(on, Connection) and on._is_autocommit_isolation():

@@ -1,0 +1,102 @@
+"""Engines made for each database's ways."""
+
+from __future__ import annotations
+
+import select
+import socket
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event, exc
+
+from delaytasks.core.errors import ConfigError
+
+#: A server that vanished without a goodbye is given up after 25 seconds, not after the two hours of TCP.
+_KEEPALIVES = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 25_000}
+_RESTED = "delaytasks.rested"
+
+
+def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
+    autocommit = isolation_level == "AUTOCOMMIT"
+    options: dict[str, Any] = {"pool_size": pool_size, "max_overflow": 20, "pool_timeout": 10}
+    backend = url.get_backend_name()
+    if backend == "sqlite":
+        if url.database and url.database != ":memory:" and not url.database.startswith("file:"):
+            Path(url.database).parent.mkdir(parents=True, exist_ok=True)
+        options["connect_args"] = {"timeout": 30, "check_same_thread": False}
+        engine = create_engine(url, hide_parameters=True, **options)
+        event.listen(engine, "connect", _sqlite_connect)
+        if not autocommit:
+            event.listen(engine, "begin", _sqlite_begin_immediate)
+        return engine
+    if backend == "postgresql":
+        options["connect_args"] = {"connect_timeout": 5, "application_name": "delaytasks", **_KEEPALIVES}
+    else:
+        options["connect_args"] = {"connect_timeout": 5, "read_timeout": 5, "charset": "utf8mb4"}
+    if autocommit:
+        # Nothing is ever open on such a connection: a ROLLBACK on return would be a round trip for nothing.
+        options["pool_reset_on_return"] = None
+    try:
+        # Parameters are bodies and keys: an error, its cause included, must not show them.
+        engine = create_engine(url, isolation_level=isolation_level, hide_parameters=True, **options)
+        if backend != "postgresql":
+            event.listen(engine, "connect", _mysql_connect)
+        event.listen(engine, "handle_error", _tell_connecting_from_asking)
+        event.listen(engine, "checkin", _rested)
+        event.listen(engine, "checkout", _check_alive)
+        return engine
+    except exc.NoSuchModuleError:
+        raise ConfigError(f"SQLAlchemy has no driver {url.drivername!r}; leave it out of the URL") from None
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"no driver {error.name!r} for {url.drivername}: pip install 'delaytasks[mysql]'") from error
+
+
+def _sqlite_connect(connection: Any, _record: Any) -> None:
+    # We say BEGIN ourselves, and say it IMMEDIATE: a deferred one fails when two writers meet.
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA busy_timeout = 30000")
+    cursor.execute("PRAGMA journal_mode = WAL")
+    cursor.execute("PRAGMA synchronous = NORMAL")
+    cursor.close()
+
+
+def _tell_connecting_from_asking(context: ExceptionContext) -> None:
+    """Where no connection came about nothing was asked, so no outcome is unknown."""
+    if context.connection is None:
+        context.is_disconnect = False
+
+
+def _rested(_connection: Any, record: Any) -> None:
+    record.info[_RESTED] = True
+
+
+def _check_alive(connection: Any, record: Any, _proxy: Any) -> None:
+    """A server says nothing to a connection at rest, except that it ends it: so the pool makes another one, and
+    nothing was sent whose outcome would be unknown. Costs a microsecond, not a round trip."""
+    if _RESTED in record.info and _has_something_to_say(connection):
+        raise exc.DisconnectionError
+
+
+def _has_something_to_say(connection: Any) -> bool:
+    try:
+        number = (connection if hasattr(connection, "fileno") else connection._sock).fileno()
+        if not hasattr(select, "poll"):
+            return bool(select.select([number], [], [], 0)[0])
+        poll = select.poll()
+        poll.register(number, select.POLLIN)
+        return bool(poll.poll(0))
+    except Exception:  # drivers say in their own ways that it is closed
+        return True
+
+
+def _mysql_connect(connection: Any, _record: Any) -> None:
+    # The driver's time limit is for connecting, which would wait for ever; a statement may take its time.
+    connection._read_timeout = None
+    for option, seconds in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option) and connection._sock.family != getattr(socket, "AF_UNIX", None):
+            connection._sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
+
+
+def _sqlite_begin_immediate(connection: Connection) -> None:
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
