@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from benchmarks.processes import Process
-from benchmarks.waiting import BenchError, wait_until, wall
+from benchmarks.waiting import BenchError, TooSlowError, wait_until, wall
 
 if TYPE_CHECKING:
     from benchmarks.sides import Side
@@ -29,7 +29,8 @@ def schedule_singly(stage: Stage, side: Side, count: int, lead: float) -> float:
         for process in made:
             _expect(process, "scheduled", lead + 120)
         if wall() > due:
-            raise BenchError(f"{side.name} scheduled {count:,} tasks in {wall() - due + lead:.1f} s, not in {lead:g} s")
+            took_s = wall() - due + lead
+            raise TooSlowError(f"{side.name} scheduled {count:,} tasks in {took_s:.1f} s, not in {lead:g} s")
         took = [float(process.last_words(1).split()[1]) for process in made]
         stage.say(f"{side.name}: {count:,} calls by {PRODUCERS} producers at once in {max(took):.1f} s")
     finally:

@@ -14,7 +14,7 @@ from benchmarks.figures import Figure
 def console() -> Console:
     # A log file gets lines as long as a table needs, not cut at eighty characters.
     made = Console()
-    return made if made.is_terminal else Console(width=140)
+    return made if made.is_terminal else Console(width=160)
 
 
 def print_facts(target: Console, facts: Mapping[str, str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks import bare, ours, processes, table
 from benchmarks.notes import Notes
 from benchmarks.processes import Process
-from benchmarks.waiting import BenchError, wait_until, wall
+from benchmarks.waiting import BenchError, TooSlowError, wait_until, wall
 
 START_S = 60.0
 #: Tasks that fresh workers run before anything is measured: connections are made, code is loaded.
@@ -51,6 +51,8 @@ class Side(ABC):
             for process in self.workers + self._others:
                 if not process.is_alive and process not in self._killed:
                     raise BenchError(f"{process.name} ended by itself")
+        except TooSlowError:
+            raise
         except BenchError as error:
             words = [f"{p.name}, {p.log}:\n{p.last_words()}" for p in self.workers + self._others]
             raise BenchError("\n".join([str(error), *words])) from error

@@ -10,6 +10,10 @@ class BenchError(Exception):
     """A measurement that can not be trusted, or did not come to its end; the text says why."""
 
 
+class TooSlowError(BenchError):
+    """The machine could not schedule the tasks before they were due: a longer lead may do."""
+
+
 def wait_until(is_so: Callable[[], object], deadline_s: float, what: str, every_s: float = 0.05) -> None:
     ends = time.monotonic() + deadline_s
     while not is_so():

@@ -10,9 +10,12 @@ from benchmarks.machine import load
 from benchmarks.producers import schedule_singly
 from benchmarks.sides import Ours, Side
 from benchmarks.stage import Stage
-from benchmarks.waiting import BenchError, sleep_until, wall
+from benchmarks.waiting import BenchError, TooSlowError, sleep_until, wall
 from delaytasks.core.states import Status
 
+#: For one call each: the first, and what is tried when the machine is too busy for it. All are below the horizon:
+#: beyond it the sweep would send hundreds of tasks in a message, which is another case.
+LEADS_S = {False: (20, 25, 29), True: (10, 20, 29)}
 #: Bare Celery may take its time.
 DEADLINE_S = 240.0
 
@@ -31,12 +34,24 @@ def run_bulk(stage: Stage) -> None:
 
 def run_single(stage: Stage) -> None:
     """Scheduled one call at a time, by a few producers at once."""
-    count, lead = stage.size(20_000, 4_000), stage.size(20, 10)
+    count, leads = stage.size(20_000, 4_000), LEADS_S[stage.is_quick]
+    what = f"{count:,} due at once, one call each {leads[0]} s ahead"
+    for lead in leads:
 
-    def schedule(side: Side) -> float:
-        return schedule_singly(stage, side, count, lead)
+        def schedule(side: Side, lead: int = lead) -> float:
+            return schedule_singly(stage, side, count, lead)
 
-    _compare(stage, "burst_single", f"{count:,} due at once, one call each {lead} s ahead", count, schedule, 5)
+        try:
+            _compare(stage, "burst_single", what, count, schedule, 5)
+        except TooSlowError as error:
+            if lead == leads[-1]:
+                raise
+            stage.say(f"burst_single: {error}; again, with more time")
+            brokers.clear()
+        else:
+            if lead != leads[0]:
+                stage.figure("burst_single", what, "").remark = f"up to {lead} s, since the machine was busy"
+            return
 
 
 def _compare(stage: Stage, case: str, what: str, count: int, schedule: Callable[[Side], float], least: float) -> None:
@@ -55,7 +70,7 @@ def _drain(
         began = side.cpu_s()
         due = schedule(side)
         if wall() > due:
-            raise BenchError(f"{case}: {side.name} could not schedule {count:,} tasks in time")
+            raise TooSlowError(f"{case}: {side.name} could not schedule {count:,} tasks in time")
         stage.say(f"{case}: {side.name} has scheduled, {due - wall():.0f} s ahead")
         sleep_until(due)
         side.wait_for(count, DEADLINE_S)
