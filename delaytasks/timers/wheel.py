@@ -46,12 +46,16 @@ class Wheel(Generic[E]):
             rounds[round] = {name: entry}
         return tick
 
+    def go_back(self, tick: int) -> None:
+        """When the clock did: else what is added now would wait until it is again as late as it was."""
+        self._now = min(self._now, tick)
+
     def cancel(self, name: Hashable) -> E | None:
         """The entry, if it was held."""
-        tick = self._ticks.pop(name, None)
-        if tick is None:
-            return None
-        round, slot = divmod(tick, len(self._slots))
+        return self._remove(name) if name in self._ticks else None
+
+    def _remove(self, name: Hashable) -> E:
+        round, slot = divmod(self._ticks.pop(name), len(self._slots))
         held = self._slots[slot][round]
         entry = held.pop(name)
         if not held:
@@ -60,12 +64,16 @@ class Wheel(Generic[E]):
 
     def advance(self, tick: int) -> list[E]:
         """All entries due up to `tick`, in the order of their ticks."""
-        due: list[E] = []
         size = len(self._slots)
+        if not self._ticks or tick <= self._now:
+            self._now = tick
+            return []
+        if tick - self._now >= size:  # the machine slept: no need to look into each slot between, again and again
+            self._now = tick
+            names = [name for name, at in self._ticks.items() if at <= tick]
+            return [self._remove(name) for name in sorted(names, key=self._ticks.__getitem__)]
+        due: list[E] = []
         while self._now < tick:
-            if not self._ticks:
-                self._now = tick  # nothing is held: no need to look into the slots between
-                break
             self._now += 1
             round, slot = divmod(self._now, size)
             held = self._slots[slot].pop(round, None)
@@ -129,6 +137,7 @@ class WheelThread(Generic[E]):
     def add(self, entries: Iterable[tuple[Hashable, int, E]]) -> None:
         """(name, due in microseconds, entry) each."""
         with self._changed:
+            self._wheel.go_back(self._tick())
             for name, due_us, entry in entries:
                 # Rounded up: a tick comes out when it has begun, and that must not be before the due time.
                 tick = self._wheel.add(name, -(-due_us // TICK_US), entry)

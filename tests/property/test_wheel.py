@@ -1,0 +1,83 @@
+"""The wheel against a sorted list: whatever is added, moved, cancelled and awaited, both say the same."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from delaytasks.timers.wheel import Wheel
+
+names = st.integers(0, 15)
+#: Around the next turns of a small wheel, far beyond them, and in the past.
+ahead = st.integers(-5, 40) | st.integers(0, 10**12)
+
+
+class WheelAndList(RuleBasedStateMachine):
+    @initialize(slots=st.sampled_from([1, 2, 7, 8, 64]), now=st.integers(0, 10**12))
+    def begin(self, slots: int, now: int) -> None:
+        self.wheel: Wheel[tuple[int, int]] = Wheel(slots, now)
+        self.now = now
+        self.held: dict[int, tuple[int, tuple[int, int]]] = {}
+        self.number = 0
+
+    @rule(name=names, delta=ahead)
+    def add_or_move(self, name: int, delta: int) -> None:
+        self.number += 1
+        entry = (name, self.number)
+        tick = self.wheel.add(name, self.now + delta, entry)
+        assert tick == max(self.now + delta, self.now + 1), "what is over already comes out at the next tick"
+        self.held[name] = (tick, entry)
+
+    @rule(name=names)
+    def cancel(self, name: int) -> None:
+        _, entry = self.held.pop(name, (0, None))
+        assert self.wheel.cancel(name) == entry
+
+    @rule(delta=st.integers(0, 20) | st.integers(0, 10**12))
+    def advance(self, delta: int) -> None:
+        self.now += delta
+        due = sorted((tick, entry) for tick, entry in self.held.values() if tick <= self.now)
+        came = self.wheel.advance(self.now)
+        assert sorted(came) == sorted(entry for _, entry in due), "never early, never late, each once"
+        ticks = [self.held[name][0] for name, _ in came]
+        assert ticks == sorted(ticks), "in the order of their ticks"
+        for name, _ in came:
+            del self.held[name]
+
+    @rule(delta=st.integers(0, 50) | st.integers(0, 10**12))
+    def the_clock_goes_back(self, delta: int) -> None:
+        self.now -= delta
+        if delta % 2:
+            assert self.wheel.advance(self.now) == []
+        else:
+            self.wheel.go_back(self.now)
+
+    @rule()
+    def jump_to_the_next_tick(self) -> None:
+        tick = self.wheel.next_tick()
+        if tick is not None:
+            self.advance(tick - self.now)
+
+    @rule()
+    def take_all(self) -> None:
+        assert sorted(self.wheel.take_all()) == sorted(entry for _, entry in self.held.values())
+        self.held.clear()
+
+    @invariant()
+    def they_agree(self) -> None:
+        if not hasattr(self, "wheel"):
+            return
+        assert len(self.wheel) == len(self.held)
+        assert all((name in self.wheel) == (name in self.held) for name in range(16))
+        tick = self.wheel.next_tick()
+        first = min((tick for tick, _ in self.held.values()), default=None)
+        if first is None:
+            assert tick is None
+        else:
+            assert tick is not None
+            assert self.now < tick <= first, "whoever sleeps until then misses nothing, and time passes"
+
+
+WheelAndList.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestTheWheelAgainstASortedList = WheelAndList.TestCase

@@ -1,0 +1,252 @@
+"""The wheel and the thread that turns it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+
+import pytest
+
+from delaytasks.core.clock import Clock
+from delaytasks.timers.wheel import SLOTS, TICK_US, Wheel, WheelThread
+from tests.waiting import wait_until
+
+START_US = int(datetime(2030, 1, 1, tzinfo=timezone.utc).timestamp() * 1e6)
+
+
+class SetClock(Clock):
+    """Stands still until it is set; `asked` says how often somebody looked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.us = START_US
+        self.asked = 0
+
+    def now_us(self) -> int:
+        self.asked += 1
+        return self.us
+
+
+class Collector:
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.came: list[tuple[str, int]] = []
+        self.wheel: WheelThread[str] = WheelThread(clock, self.take)
+
+    def take(self, entries: list[str]) -> None:
+        now = self.clock.now_us()
+        self.came += [(entry, now) for entry in entries]
+
+    def add(self, name: str, in_us: int, start_us: int | None = None) -> int:
+        due_us = (self.clock.now_us() if start_us is None else start_us) + in_us
+        self.wheel.add([(name, due_us, name)])
+        return due_us
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.came]
+
+
+Start = Callable[[Clock], Collector]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    made: list[Collector] = []
+
+    def new(clock: Clock) -> Collector:
+        made.append(Collector(clock))
+        made[-1].wheel.start()
+        return made[-1]
+
+    yield new
+    for one in made:
+        one.wheel.stop()
+
+
+# -- the wheel ------------------------------------------------------------------------------------
+
+
+def test_an_entry_of_a_later_round_stays_in_its_slot() -> None:
+    wheel: Wheel[str] = Wheel(slots=8)
+    for round in range(3):
+        wheel.add(f"round {round}", 5 + 8 * round, f"round {round}")
+    assert [wheel.advance(tick) for tick in (4, 5, 12, 13, 20, 21)] == [
+        [],
+        ["round 0"],
+        [],
+        ["round 1"],
+        [],
+        ["round 2"],
+    ]
+
+
+def test_entries_of_one_tick_come_out_together() -> None:
+    wheel: Wheel[int] = Wheel(slots=8)
+    for name in range(1000):
+        wheel.add(name, 3, name)
+    assert wheel.advance(2) == []
+    assert wheel.advance(3) == list(range(1000))
+    assert len(wheel) == 0
+
+
+def test_an_entry_that_is_none_is_an_entry() -> None:
+    wheel: Wheel[None] = Wheel(slots=8)
+    wheel.add("a", 3, None)
+    assert wheel.advance(100) == [None]
+
+
+def test_a_jump_of_days_takes_no_longer_than_what_is_held() -> None:
+    day = 24 * 3600 * 1000
+    wheel: Wheel[int] = Wheel(now=0)
+    for n in range(1000):
+        wheel.add(n, (n % 10) * day + n + 1, n)
+    began = time.monotonic()
+    came = wheel.advance(9 * day + 500)
+    assert time.monotonic() - began < 0.5
+    assert len(came) == 950
+    assert came == sorted(came, key=lambda n: (n % 10, n))
+    assert wheel.next_tick() == 9 * day + 509 + 1
+
+
+def test_what_is_held_costs_nothing_at_a_tick() -> None:
+    wheel: Wheel[int] = Wheel(now=0)
+    for n in range(50_000):
+        wheel.add(n, 10_000_000 + n, n)
+    began = time.monotonic()
+    for tick in range(1, 2001):
+        wheel.advance(tick)
+    assert time.monotonic() - began < 0.5
+
+
+# -- the thread -----------------------------------------------------------------------------------
+
+
+def test_entries_come_out_when_they_are_due_and_never_early(start: Start) -> None:
+    collector = start(Clock())
+    due = {f"{n}": collector.add(f"{n}", 1000 * (n * 37 % 200) + n * 13) for n in range(200)}
+    wait_until(lambda: len(collector.came) == 200, 5, "all entries")
+    assert sorted(collector.names) == sorted(due)
+    late = [now - due[name] for name, now in collector.came]
+    assert min(late) >= 0, "none is early"
+    assert sorted(late)[100] < 20_000, "and most are on time"
+
+
+@pytest.mark.parametrize("offset_us", [1, 999, 1000, 1001])
+def test_a_due_time_within_a_tick_is_rounded_up(start: Start, offset_us: int) -> None:
+    clock = SetClock()
+    collector = start(clock)
+    collector.add("a", offset_us)
+    begins_us = START_US + -(-offset_us // TICK_US) * TICK_US
+    clock.us = begins_us - 1
+    collector.add("b", 5 * TICK_US)
+    looked = clock.asked
+    wait_until(lambda: clock.asked > looked + 10, 5, "the thread to look again", 0.001)
+    assert collector.names == []
+    clock.us = begins_us
+    wait_until(lambda: collector.names == ["a"], 5, "the entry", 0.001)
+
+
+def test_an_earlier_entry_wakes_the_thread(start: Start) -> None:
+    collector = start(Clock())
+    collector.add("far", 3600_000_000)
+    wait_until(lambda: collector.wheel._wakes_at is not None, 5, "the thread to sleep")
+    due_us = collector.add("near", 50_000)
+    wait_until(lambda: collector.came, 2, "the near one", 0.001)
+    assert collector.names == ["near"]
+    assert 0 <= collector.came[0][1] - due_us < 500_000
+    assert len(collector.wheel) == 1
+
+
+def test_an_entry_beyond_one_turn_comes_out_on_time(start: Start) -> None:
+    clock = SetClock()
+    collector = start(clock)
+    collector.add("far", (SLOTS + 5) * TICK_US)
+    clock.us += (SLOTS + 4) * TICK_US
+    collector.add("look", 0)
+    assert collector.names in ([], ["look"])
+    clock.us += TICK_US
+    collector.add("again", 0)
+    wait_until(lambda: "far" in collector.names, 5, "the far one", 0.001)
+
+
+def test_what_is_overdue_comes_out_at_once(start: Start) -> None:
+    collector = start(Clock())
+    collector.add("late", -5_000_000)
+    wait_until(lambda: collector.came, 1, "the late one", 0.001)
+
+
+def test_the_same_name_again_moves_the_entry(start: Start) -> None:
+    collector = start(Clock())
+    collector.add("a", 3600_000_000)
+    collector.add("a", 30_000)
+    wait_until(lambda: collector.came, 2, "it, at its new time", 0.001)
+    assert (collector.names, len(collector.wheel)) == (["a"], 0)
+
+
+def test_stopping_returns_what_is_held_and_nothing_comes_out_any_more(start: Start) -> None:
+    collector = start(Clock())
+    for n in range(100):
+        collector.add(f"{n}", 20_000 + n * 1000)
+    wait_until(lambda: len(collector.came) > 10, 5, "some of them", 0.0005)
+    held = collector.wheel.stop()
+    came = list(collector.names)
+    assert sorted(held + came, key=int) == [f"{n}" for n in range(100)], "each is in one place"
+    assert held
+    assert collector.wheel.stop() == []
+    assert collector.names == came
+
+
+def test_a_thread_at_rest_asks_for_no_time(start: Start) -> None:
+    clock = SetClock()
+    collector = start(clock)
+    collector.add("far", 3600_000_000)
+    wait_until(lambda: collector.wheel._wakes_at is not None, 5, "the thread to sleep")
+    asked = clock.asked
+    assert not threading.Event().wait(0.2)
+    assert clock.asked - asked <= 3, "it sleeps, for seconds at a time"
+
+
+def test_a_machine_that_slept_for_a_day_brings_all_at_once(start: Start) -> None:
+    clock = SetClock()
+    collector = start(clock)
+    for n in range(100):
+        collector.add(f"{n}", n * 600_000_000, START_US)
+    clock.us += 24 * 3600 * 1_000_000
+    collector.add("look", 0)
+    wait_until(lambda: len(collector.came) == 101, 2, "all of them", 0.001)
+    assert [name for name in collector.names if name != "look"] == [f"{n}" for n in range(100)]
+
+
+def test_a_clock_that_was_set_back_does_not_hold_up_new_entries(start: Start) -> None:
+    clock = SetClock()
+    collector = start(clock)
+    collector.add("first", 0)
+    clock.us += TICK_US
+    wait_until(lambda: collector.names == ["first"], 2, "the first", 0.001)
+    clock.us -= 3600_000_000
+    collector.add("second", 0)
+    clock.us += TICK_US
+    wait_until(lambda: collector.names == ["first", "second"], 2, "the second", 0.001)
+
+
+def test_while_entries_are_handed_over_others_can_be_added(start: Start) -> None:
+    goes_on = threading.Event()
+    came: list[str] = []
+
+    def slow(entries: list[str]) -> None:
+        came.extend(entries)
+        assert goes_on.wait(5)
+
+    clock = Clock()
+    wheel: WheelThread[str] = WheelThread(clock, slow)
+    wheel.start()
+    wheel.add([("a", clock.now_us(), "a")])
+    wait_until(lambda: came, 2, "the first", 0.001)
+    wheel.add([("b", clock.now_us() + 10_000, "b"), ("c", clock.now_us(), "c")])
+    assert came == ["a"]
+    goes_on.set()
+    wait_until(lambda: sorted(came) == ["a", "b", "c"], 2, "the others", 0.001)
+    wheel.stop()
