@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 from collections.abc import Iterable, Sequence
 
@@ -10,6 +11,7 @@ from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.forks import reset_in_child
 from delaytasks.core.ports import Entry, Timer
 
+logger = logging.getLogger("delaytasks")
 #: More than this many entries waiting are dropped: they are rows, and the sweep finds them.
 MOST = 100_000
 #: Entries are gathered for so long at most, and never for more than half of the time that the nearest one has.
@@ -77,6 +79,8 @@ class BackgroundTimer:
                 self._send_at, self._is_sending = None, True
             try:
                 self._timer.arm(entries)
+            except Exception:  # a thread that ends would leave the next ones unsent
+                logger.exception("arming %d tasks failed; the sweep will find them", len(entries))
             finally:
                 with self._changed:
                     self._is_sending = False

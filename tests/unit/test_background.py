@@ -1,0 +1,201 @@
+"""Arming in the background: what comes together travels together, nobody waits, forks and failures harm nothing."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import pytest
+
+from delaytasks.core.clock import Clock
+from delaytasks.core.ports import Entry
+from delaytasks.timers import background
+from delaytasks.timers.background import BackgroundTimer
+from tests.waiting import wait_until
+
+
+class SlowTimer:
+    """Notes each call, and takes its time while `gate` is shut."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[Entry]] = []
+        self.times: list[float] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.is_up = True
+        self.fails = 0
+
+    def arm(self, entries: Iterable[Entry]) -> bool:
+        self.calls.append(list(entries))
+        self.times.append(time.monotonic())
+        assert self.gate.wait(10)
+        if self.fails:
+            self.fails -= 1
+            raise OSError("as asked")
+        return True
+
+    def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float) -> bool:
+        return self.gate.is_set()
+
+    @property
+    def ids(self) -> list[int]:
+        return [entry.id for call in self.calls for entry in call]
+
+
+@pytest.fixture
+def slow() -> SlowTimer:
+    return SlowTimer()
+
+
+@pytest.fixture
+def timer(slow: SlowTimer) -> BackgroundTimer:
+    return BackgroundTimer(slow, Clock())
+
+
+def entry(id: int, in_s: float = 10) -> Entry:
+    return Entry(id, 0, Clock().now_us() + int(in_s * 1e6))
+
+
+def test_entries_armed_within_a_moment_travel_together(slow: SlowTimer, timer: BackgroundTimer) -> None:
+    for id in range(100):
+        assert timer.arm([entry(id)])
+    assert timer.flush(5)
+    assert slow.ids == list(range(100))
+    assert len(slow.calls) <= 3
+
+
+def test_what_comes_while_the_thread_sends_travels_in_its_next_call(slow: SlowTimer, timer: BackgroundTimer) -> None:
+    slow.gate.clear()
+    timer.arm([entry(0, 0)])
+    wait_until(lambda: slow.calls, 2, "the first call")
+    began = time.monotonic()
+    for id in range(1, 50):
+        timer.arm([entry(id, 0)])
+    assert time.monotonic() - began < 0.5, "nobody waits for the thread"
+    slow.gate.set()
+    assert timer.flush(5)
+    assert [len(call) for call in slow.calls] == [1, 49]
+
+
+def test_what_is_due_now_is_not_held_back(
+    slow: SlowTimer, timer: BackgroundTimer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "GATHER_S", 30.0)
+    timer.arm([entry(1, 60)])
+    timer.arm([entry(2, 0)])
+    wait_until(lambda: slow.ids == [1, 2], 2, "both, at once")
+
+
+def test_gathering_takes_half_of_the_time_there_is_at_most(
+    slow: SlowTimer, timer: BackgroundTimer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "GATHER_S", 30.0)
+    began = time.monotonic()
+    timer.arm([entry(1, 0.4)])
+    wait_until(lambda: slow.calls, 2, "the call")
+    assert 0.15 <= slow.times[0] - began < 0.4
+
+
+def test_flush_waits_until_all_is_sent_and_not_for_ever(
+    slow: SlowTimer, timer: BackgroundTimer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "GATHER_S", 30.0)
+    assert timer.flush(0.01), "nothing waits"
+    slow.gate.clear()
+    timer.arm([entry(1, 100)])
+    assert not timer.flush(0.1), "the thread is in the middle of it"
+    slow.gate.set()
+    assert timer.flush(5)
+    assert slow.ids == [1]
+
+
+def test_arming_nothing_starts_nothing(slow: SlowTimer, timer: BackgroundTimer) -> None:
+    assert timer.arm([])
+    assert timer.flush(0.01)
+    assert slow.calls == []
+
+
+def test_it_is_as_up_as_what_stands_behind_it(slow: SlowTimer, timer: BackgroundTimer) -> None:
+    slow.is_up = False
+    assert not timer.is_up
+    slow.gate.clear()
+    assert not timer.drain("q", [0], 1, 5)
+
+
+def test_memory_is_bounded_while_the_broker_is_away(
+    slow: SlowTimer, timer: BackgroundTimer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "MOST", 10)
+    slow.gate.clear()
+    timer.arm([entry(0, 0)])
+    wait_until(lambda: slow.calls, 2, "the first call")
+    answers = [timer.arm([entry(id)]) for id in range(1, 100)]
+    assert answers[:5] == [True] * 5
+    assert answers[50:] == [False] * 49
+    slow.gate.set()
+    assert timer.flush(5)
+    assert len(slow.ids) <= 12
+    assert timer.arm([entry(100)])
+    assert timer.flush(5)
+    assert slow.ids[-1] == 100
+
+
+def test_a_failure_costs_only_what_was_on_its_way_and_is_logged(
+    slow: SlowTimer, timer: BackgroundTimer, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow.fails = 1
+    timer.arm([entry(1, 0)])
+    assert timer.flush(5)
+    for id in (2, 3):
+        timer.arm([entry(id, 0)])
+        wait_until(lambda id=id: id in slow.ids, 5, "the next one")  # type: ignore[misc]
+    assert "arming 1 tasks failed" in caplog.text
+    assert "OSError: as asked" in caplog.text
+
+
+def in_child(work: Callable[[], bool]) -> int:
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            status = 0 if work() else 2
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_sends_its_own_and_not_its_parents(
+    slow: SlowTimer, timer: BackgroundTimer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "GATHER_S", 30.0)
+    timer.arm([entry(1, 100)])
+
+    def work() -> bool:
+        timer.arm([entry(2, 100)])
+        return timer.flush(5) and slow.ids == [2]
+
+    assert in_child(work) == 0
+    assert slow.calls == []
+    assert timer.flush(5)
+    assert slow.ids == [1]
+
+
+def test_a_fork_while_the_thread_sends_leaves_the_child_a_working_timer(
+    slow: SlowTimer, timer: BackgroundTimer
+) -> None:
+    slow.gate.clear()
+    timer.arm([entry(1, 0)])
+    wait_until(lambda: slow.calls, 2, "the thread to send")
+
+    def work() -> bool:
+        slow.gate = threading.Event()
+        slow.gate.set()
+        timer.arm([entry(2, 0)])
+        return timer.flush(5) and slow.ids == [1, 2]  # the first is the parent's, noted before the fork
+
+    assert in_child(work) == 0
+    slow.gate.set()
+    assert timer.flush(5)
+    assert slow.ids == [1]
