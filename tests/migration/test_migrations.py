@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -270,51 +270,86 @@ def test_downgrade_leaves_an_adopted_table_to_its_owner(database: Database, rows
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("ours", "theirs", "message"),
     [
-        ("ALTER TABLE {t} DROP COLUMN message_body", "no column 'message_body'"),
-        ("UPDATE {t} SET status = 9 WHERE id = 2", "1 rows with statuses other than 0 to 5"),
-        ("ALTER TABLE {t} ADD COLUMN must int NOT NULL", "NOT NULL without a default"),
+        ("message_body", "body", "no column 'message_body'"),
+        ("note text", "note text, must int NOT NULL", r"must is NOT NULL without a default"),
+        ("tag (text|varchar.100.) NOT NULL", "tag varchar(200)", "1 rows whose tag is NULL or longer than 128"),
+        (" PRIMARY KEY( AUTOINCREMENT)?(.*tag)", r" UNIQUE\2", r"primary key of .* is \(tag\); make it \(id\)"),
     ],
 )
-def test_a_table_that_can_not_be_adopted_is_left_as_it_was(database: Database, change: str, message: str) -> None:
-    if "must" in change and database.url.get_backend_name() == "sqlite":
-        change = change.replace("must int NOT NULL", "must int")  # SQLite takes no such column later on
-    _make_foreign(database, ROWS if "must" not in change else [])
+def test_a_table_that_can_not_be_adopted_is_left_as_it_was(
+    database: Database, ours: str, theirs: str, message: str
+) -> None:
+    made = FOREIGN[database.url.get_backend_name()].format(t=TASKS, p=PREFIX)
+    made = re.sub(ours, theirs, made)
+    if "UNIQUE" in theirs:
+        made = made.replace("note text", "note text, PRIMARY KEY (tag)")
     with database.begin() as connection:
-        connection.exec_driver_sql(change.format(t=TASKS))
+        connection.exec_driver_sql(made)
+        if "200" in theirs:
+            connection.execute(text(f"INSERT INTO {TASKS} (tag) VALUES (:tag)"), {"tag": "x" * 129})
     before = _shape(database, TASKS)
-    if "must int" in change and "NOT NULL" not in change:
-        migrations.upgrade(database, PREFIX)
-        return
     with pytest.raises(ConfigError, match=message):
         migrations.upgrade(database, PREFIX)
     assert _shape(database, TASKS) == before
     assert migrations.current(database, PREFIX) is None
 
 
-def test_two_migrations_at_once_take_turns(database: Database) -> None:
-    others = [Database(database.url.render_as_string(hide_password=False)) for _ in range(3)]
-    errors: list[BaseException] = []
+def test_a_status_that_only_another_program_knows_is_no_obstacle(database: Database) -> None:
+    _make_foreign(database, [(1, 9, 0, 0, *["2026-01-02 03:04:05"] * 2)])
+    migrations.upgrade(database, PREFIX)
+    store = _store(database)
+    assert store.claims("w", None).claim_due("default", [0], 10) == []
+    found = store.tasks.get(1)
+    assert found is not None
+    assert int(found.status) == 9
+    store.close()
 
-    def migrate(mine: Database) -> None:
-        # As different processes: Alembic's own lock in our module would hide what the database must do.
-        script = (
-            "import sys; from delaytasks.store import migrations; from delaytasks.store.database import Database; "
-            f"migrations.upgrade(Database(sys.argv[1]), {PREFIX!r})"
-        )
-        url = mine.url.render_as_string(hide_password=False)
-        command = [sys.executable, "-c", script, url]
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        if ended.returncode:
-            errors.append(AssertionError(ended.stderr))
 
-    threads = [threading.Thread(target=migrate, args=(other,)) for other in others]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+def test_times_that_were_written_in_iso_form_are_due_on_time_on_sqlite(sqlite_path: Callable[[], str]) -> None:
+    database = Database(sqlite_path())
+    now = datetime.now(UTC)
+    past, future = now - timedelta(minutes=1), now + timedelta(minutes=1)
+    east = timezone(timedelta(hours=2))
+    said = [
+        past.isoformat(),
+        past.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        past.astimezone(east).isoformat(" "),
+        future.isoformat(),
+        future.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        future.astimezone(east).isoformat(" "),
+    ]
+    _make_foreign(database, [(n, 0, 0, 0, *[time] * 2) for n, time in enumerate(said, 1)])
+    migrations.upgrade(database, PREFIX)
+    store = _store(database)
+    assert sorted(task.id for task in store.claims("w", None).claim_due("default", [0], 10)) == [1, 2, 3]
+    waiting = store.tasks.find(None, Status.NOT_COMPLETE, None, None, None, None, 10).tasks
+    assert {task.id for task in waiting} == {4, 5, 6}
+    assert all(abs(task.expected_time - future) < timedelta(seconds=1.1) for task in waiting)
+    store.close()
+    database.dispose()
+
+
+def test_migrations_at_once_take_turns(database: Database) -> None:
+    # As processes: Alembic's own lock in our module would hide what the database must do.
+    script = (
+        "import sys; from delaytasks.store import migrations; from delaytasks.store.database import Database; "
+        "database = Database(sys.argv[1]); database.alone(str); print('ready', flush=True); input(); "
+        f"migrations.upgrade(database, {PREFIX!r})"
+    )
+    url = database.url.render_as_string(hide_password=False)
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    processes = [
+        subprocess.Popen([sys.executable, "-c", script, url], cwd=ROOT, text=True, **pipes) for _ in range(4)
+    ]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    assert [process.communicate(timeout=60)[1] for process in processes] == [""] * 4
+    assert [process.returncode for process in processes] == [0] * 4
     assert _differences(database, PREFIX, None) == []
 
 

@@ -1,0 +1,446 @@
+"""Values and rules: ids, clock, text, settings, moves."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+
+from delaytasks.core import clock as clock_module
+from delaytasks.core.clock import Clock, ManualClock, from_us, to_us
+from delaytasks.core.errors import ConfigError, InvalidIdError
+from delaytasks.core.ids import COUNTER_BITS, EPOCH_MS, MAX_ID, SHARD_BITS, IdMaker, check_id
+from delaytasks.core.settings import Settings, load_settings, mask_url
+from delaytasks.core.states import FINISHED, LIVE, MOVES, Status, moves_from
+from delaytasks.core.text import one_line, storable, traceback_text
+
+UTC = timezone.utc
+NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
+
+# -- ids ------------------------------------------------------------------------------------------
+
+
+def test_ids_grow_with_time_and_carry_their_shard() -> None:
+    now = EPOCH_MS + 1000
+    make = IdMaker(lambda: now, shard=21)
+    first = make()
+    assert first >> (SHARD_BITS + COUNTER_BITS) == 1000
+    assert first >> COUNTER_BITS & (2**SHARD_BITS - 1) == 21
+    now += 1
+    assert make() > first
+
+
+def test_ids_have_63_bits_for_69_years() -> None:
+    last = IdMaker(lambda: EPOCH_MS + 2**41 - 1, shard=2**SHARD_BITS - 1)()
+    assert 2**62 < last <= MAX_ID
+    assert timedelta(milliseconds=2**41) > timedelta(days=69 * 365)
+
+
+def test_ids_of_one_millisecond_are_all_different() -> None:
+    make = IdMaker(lambda: EPOCH_MS)
+    ids = [make() for _ in range(2**COUNTER_BITS)]
+    assert len(set(ids)) == len(ids)
+    assert all(0 <= id < 2**COUNTER_BITS for id in ids)  # the counter starts anywhere and does not run over
+
+
+def test_ids_of_many_threads_are_all_different() -> None:
+    make = IdMaker(lambda: EPOCH_MS)
+    with ThreadPoolExecutor(8) as pool:
+        ids = [id for some in pool.map(lambda _: [make() for _ in range(2000)], range(8)) for id in some]
+    assert len(set(ids)) == 16_000
+
+
+_shared = IdMaker(lambda: EPOCH_MS)
+
+
+def _make_some(_: int) -> list[int]:
+    return [_shared() for _ in range(100)]
+
+
+def test_a_forked_child_does_not_walk_in_step_with_its_parent() -> None:
+    _shared()
+    with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
+        shares = pool.map(_make_some, range(4), chunksize=1)
+    shares.append(_make_some(0))
+    starts = {share[0] for share in shares}
+    # Each starts anywhere in 131,072: all five at the same place happens once in 10^20.
+    assert len(starts) > 1
+    assert all(b - a == 1 or b == 0 for share in shares for a, b in itertools.pairwise(share))
+
+
+@pytest.mark.parametrize("given", [1, MAX_ID, "17", str(MAX_ID)])
+def test_an_id_may_be_an_integer_or_its_decimal_text(given: Any) -> None:
+    assert check_id(given) == int(given)
+
+
+@pytest.mark.parametrize(
+    "given", [0, -1, 2**63, 2**64, True, 1.0, "1 OR 1=1", "", "-1", " 1", "٣", None, b"1", [1], "9" * 20]
+)
+def test_what_is_no_id_is_refused_by_name(given: Any) -> None:
+    with pytest.raises(InvalidIdError, match="1 to 2\\^63 - 1"):
+        check_id(given)
+
+
+# -- clock ----------------------------------------------------------------------------------------
+
+
+class FakeTime:
+    """The host's two clocks; the wall clock may be wrong, and be set."""
+
+    def __init__(self) -> None:
+        self.at = 1000.0
+        self.wall = 1_700_000_000.0
+
+    def monotonic(self) -> float:
+        return self.at
+
+    def time_ns(self) -> int:
+        return int(self.wall * 1e9)
+
+    def advance(self, seconds: float) -> None:
+        self.at += seconds
+        self.wall += seconds
+
+
+class FakeDatabase:
+    """Its clock is right, and its answers take a while."""
+
+    def __init__(self, host: FakeTime) -> None:
+        self.host, self.asked, self.is_up = host, 0, True
+        self.trips = [0.0]
+
+    def now(self) -> datetime:
+        self.asked += 1
+        if not self.is_up:
+            raise ConnectionError("down")
+        trip = self.trips[self.asked % len(self.trips)]
+        self.host.advance(trip / 2)
+        told = NOON + timedelta(seconds=self.host.at - 1000)
+        self.host.advance(trip / 2)
+        return told
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    host = FakeTime()
+    monkeypatch.setattr(clock_module, "time", host)
+    return host
+
+
+def right(host: FakeTime) -> datetime:
+    return NOON + timedelta(seconds=host.at - 1000)
+
+
+def apart(clock: Clock, host: FakeTime) -> float:
+    return abs((clock.now() - right(host)).total_seconds())
+
+
+def test_the_clock_follows_the_database_whatever_the_host_thinks(host: FakeTime) -> None:
+    clock = Clock(FakeDatabase(host).now)
+    assert apart(clock, host) < 1e-5
+    host.advance(30)
+    assert apart(clock, host) < 1e-5
+    ahead = host.wall - right(host).timestamp()
+    assert clock.offset_s == pytest.approx(ahead, abs=1e-3)
+
+
+@pytest.mark.parametrize("step", [3600.0, -3600.0])
+def test_a_step_of_the_hosts_clock_makes_no_difference(host: FakeTime, step: float) -> None:
+    clock = Clock(FakeDatabase(host).now, refresh_s=60)
+    before = clock.now_us()
+    host.wall += step
+    host.advance(1)
+    assert clock.now_us() - before == pytest.approx(1e6, abs=10)
+    host.advance(100)  # measured again
+    assert apart(clock, host) < 1e-5
+
+
+def test_the_database_is_asked_now_and_then_and_the_fastest_answer_counts(host: FakeTime) -> None:
+    database = FakeDatabase(host)
+    database.trips = [0.4, 0.3, 0.002]
+    clock = Clock(database.now, refresh_s=60)
+    assert apart(clock, host) <= 0.002
+    assert database.asked == 3
+    for _ in range(50):
+        clock.now_us()
+    assert database.asked == 3
+    host.advance(61)
+    clock.now_us()
+    assert database.asked == 6
+    clock.forget()
+    clock.now_us()
+    assert database.asked == 9
+
+
+def test_while_the_database_is_away_the_clock_goes_on_and_asks_again_soon(host: FakeTime) -> None:
+    database = FakeDatabase(host)
+    clock = Clock(database.now, refresh_s=60)
+    clock.now_us()
+    database.is_up = False
+    host.wall += 3600
+    host.advance(100)
+    assert apart(clock, host) < 1e-5
+    asked = database.asked
+    clock.now_us()
+    assert database.asked == asked  # not at every look
+    database.is_up = True
+    host.advance(2)
+    clock.now_us()
+    assert database.asked > asked
+
+
+def test_without_a_database_the_hosts_own_clock_is_used(host: FakeTime) -> None:
+    assert Clock().now() == from_us(int(host.wall * 1e6))
+    database = FakeDatabase(host)
+    database.is_up = False
+    assert abs(Clock(database.now).now() - from_us(int(host.wall * 1e6))) < timedelta(milliseconds=1)
+
+
+def test_many_threads_measure_once(host: FakeTime) -> None:
+    database = FakeDatabase(host)
+    clock, start = Clock(database.now), threading.Barrier(8)
+
+    def look(_: int) -> int:
+        start.wait()
+        return clock.now_us()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(look, range(8)))) == 1
+    assert database.asked == 3
+
+
+def test_microseconds_since_1970_and_back_lose_nothing() -> None:
+    for instant in (NOON, NOON + timedelta(microseconds=1), datetime(9999, 12, 31, 23, 59, 59, 999_999, UTC)):
+        assert from_us(to_us(instant)) == instant
+
+
+def test_a_manual_clock_stands_until_it_is_moved() -> None:
+    clock = ManualClock(NOON)
+    clock.advance(1.5)
+    assert clock.now() == clock.now() == NOON + timedelta(seconds=1.5)
+
+
+# -- text -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", "plain", "ünï 😀", "a\nb\tc", "x" * 1000])
+def test_text_that_fits_is_stored_as_it_is(text: str) -> None:
+    assert storable(text, 4096) == text
+
+
+def test_nul_and_lone_surrogates_are_replaced() -> None:
+    assert storable("a\x00b\ud800c\udfffd", 100) == "a\ufffdb\ufffdc\ufffdd"
+    storable("\ud83d", 100).encode()
+
+
+@pytest.mark.parametrize("character", ["a", "é", "…", "😀", "\x00"])
+@pytest.mark.parametrize("limit", [64, 100, 1000, 65_536])
+def test_long_text_is_cut_in_the_middle_and_keeps_its_end(character: str, limit: int) -> None:
+    cut = storable(character * limit * 2 + "the end", limit)
+    assert len(cut.encode()) <= limit
+    assert "characters left out" in cut
+    if limit > 64:
+        assert cut.endswith("the end")
+
+
+def _fails_deeply() -> None:
+    raise ValueError("the reason \x00")
+
+
+def test_a_traceback_is_whole_and_storable() -> None:
+    with pytest.raises(ValueError, match="the reason") as caught:
+        _fails_deeply()
+    shown = traceback_text(caught.value, 4096)
+    assert "_fails_deeply" in shown
+    assert shown.rstrip().endswith("ValueError: the reason \ufffd")
+
+
+def test_an_error_that_can_not_say_itself_still_has_a_text() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no")
+
+    assert "Mute" in traceback_text(Mute(), 4096)
+
+
+def test_one_line_forges_no_second_one() -> None:
+    shown = one_line("a\r\nINFO forged \x1b[31m\u2028" + "x" * 500, 60)
+    assert shown.isprintable()
+    assert "\\r\\n" in shown
+    assert shown.endswith("…")
+
+
+# -- settings -------------------------------------------------------------------------------------
+
+
+def test_without_any_word_the_defaults_hold() -> None:
+    settings = load_settings({}, {})
+    assert settings == Settings()
+    assert settings.origin("lease_s") == "default"
+
+
+def test_the_environment_wins_over_celerys_configuration_and_arguments_win_over_both() -> None:
+    conf = {"delaytasks_lease_s": 10, "delaytasks_sweep_s": 6, "delaytasks_houses": 2, "broker_url": "memory://"}
+    environ = {"DELAYTASKS_LEASE_S": "20", "DELAYTASKS_SWEEP_S": "7", "PATH": "/bin"}
+    settings = load_settings(conf, environ, lease_s=30.0)
+    assert (settings.lease_s, settings.sweep_s, settings.houses) == (30.0, 7.0, 2)
+    origins = [settings.origin(name) for name in ("lease_s", "sweep_s", "houses", "grace_s")]
+    assert origins == ["arguments", "environment", "celery configuration", "default"]
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        (lambda: load_settings({"delaytasks_leas_s": 1}, {}), "delaytasks_leas_s .*celery.*mean delaytasks_lease_s"),
+        (lambda: load_settings({}, {"DELAYTASKS_HORIZON": "1"}), "delaytasks_horizon .*mean delaytasks_horizon_s"),
+        (lambda: load_settings({}, {}, databse_url="x"), "delaytasks_databse_url .*mean delaytasks_database_url"),
+    ],
+)
+def test_a_typo_is_answered_with_the_nearest_name(load: Callable[[], Settings], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load()
+
+
+def test_a_name_near_to_nothing_is_refused_without_a_guess() -> None:
+    with pytest.raises(ConfigError, match="unknown setting delaytasks_zzzzzzzz") as caught:
+        load_settings({"delaytasks_zzzzzzzz": 1}, {})
+    assert "mean" not in str(caught.value)
+
+
+def test_variables_of_the_tests_are_no_settings() -> None:
+    assert load_settings({}, {"DELAYTASKS_TEST_REDIS_URL": "redis://x"}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "value"),
+    [
+        ("horizon_s", "none", None),
+        ("horizon_s", None, None),
+        ("purge_after_s", "86400", 86400.0),
+        ("strict_tags", "yes", True),
+        ("strict_tags", "0", False),
+        ("strict_tags", False, False),
+        ("pool_size", "7", 7),
+        ("lease_s", 30, 30.0),
+    ],
+)
+def test_values_are_read_as_their_type(name: str, given: Any, value: Any) -> None:
+    found = getattr(load_settings({PREFIXED + name: given}, {}), name)
+    assert (found, type(found)) == (value, type(value))
+
+
+PREFIXED = "delaytasks_"
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("pool_size", "many"),
+        ("pool_size", 1.5),
+        ("pool_size", True),
+        ("pool_size", 0),
+        ("lease_s", "nan"),
+        ("lease_s", float("inf")),
+        ("lease_s", None),
+        ("lease_s", -1),
+        ("lease_s", 0.05),  # shorter than two time boxes of a chunk
+        ("strict_tags", "perhaps"),
+        ("arm", "never"),
+        ("namespace", "a b"),
+        ("table_prefix", "x; DROP TABLE"),
+        ("table_schema", "a.b"),
+        ("chunk_max", 5000),
+        ("self_sweep_s", 1),  # below sweep_s
+        ("horizon_s", 6),  # below two sweeps
+        ("database_url", 5),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_origin(name: str, given: Any) -> None:
+    with pytest.raises(ConfigError, match=f"delaytasks_{name} = .*celery configuration"):
+        load_settings({PREFIXED + name: given}, {})
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("postgresql://me:canary@host/x", "postgresql://me:***@host/x"),
+        ("postgresql://host/x?user=me&password=canary&a=1", "postgresql://host/x?user=me&password=***&a=1"),
+        ("redis://:canary@host/0", "redis://:***@host/0"),
+        ("sqlite:///x.sqlite3", "sqlite:///x.sqlite3"),
+        ("", ""),
+    ],
+)
+def test_passwords_are_never_shown(url: str, shown: str) -> None:
+    assert mask_url(url) == shown
+
+
+def test_the_effective_settings_show_their_origin_and_no_secret() -> None:
+    settings = load_settings({}, {"DELAYTASKS_DATABASE_URL": "mysql://me:canary@host/x"}, purge_after_s=None)
+    rows = {name: (value, origin) for name, value, origin, _about in settings.effective()}
+    assert rows["delaytasks_database_url"] == ("mysql://me:***@host/x", "environment")
+    assert rows["delaytasks_purge_after_s"] == ("none", "arguments")
+    assert "canary" not in repr(rows)
+    assert all(about for *_, about in settings.effective())
+
+
+def test_a_settings_error_does_not_show_the_secret() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings({"delaytasks_database_url": ["mysql://me:canary@host/x"]}, {})
+    assert "canary" not in str(caught.value)
+
+
+# -- moves ----------------------------------------------------------------------------------------
+
+
+def test_the_contracts_statuses_keep_their_numbers() -> None:
+    numbers = {"NOT_COMPLETE": 0, "DONE": 1, "FAILED": 2, "RUNNING": 3, "CANCELLED": 4, "HELD": 5}
+    assert {status.name: status.value for status in Status} == numbers
+
+
+def test_every_status_is_reached_and_every_live_one_is_left() -> None:
+    reached = {move.target for move in MOVES.values()}
+    assert reached >= set(Status) - {Status.HELD}  # pausing comes later
+    for status in LIVE:
+        assert moves_from(status)
+    assert moves_from(Status.DONE) == []
+
+
+def test_the_moves_are_those_of_the_contract() -> None:
+    waiting, done, failed, running, cancelled, held = Status
+    assert {name: (set(move.sources), move.target) for name, move in MOVES.items()} == {
+        "schedule": (set(), waiting),
+        "claim": ({waiting}, running),
+        "succeed": ({running}, done),
+        "fail": ({running}, failed),
+        "give_back": ({running}, waiting),
+        "lapse": ({running}, waiting),
+        "give_up": ({running}, failed),
+        "cancel": ({waiting, held}, cancelled),
+        "reschedule": ({waiting, held}, waiting),
+        "replace": ({waiting, held}, waiting),
+        "retry": ({failed, cancelled}, waiting),
+    }
+    assert all(move.name == name for name, move in MOVES.items())
+
+
+def test_only_an_operators_retry_leaves_a_finished_status() -> None:
+    assert {name for status in FINISHED for name in moves_from(status)} == {"retry"}
+    assert not FINISHED & LIVE
+    assert set(Status) == FINISHED | LIVE
+
+
+def test_from_every_live_status_an_end_can_be_reached() -> None:
+    for start in LIVE:
+        seen, todo = set(), [start]
+        while todo:
+            status = todo.pop()
+            if status not in seen:
+                seen.add(status)
+                todo += [MOVES[name].target for name in moves_from(status)]
+        assert seen & FINISHED
