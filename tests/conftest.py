@@ -32,15 +32,18 @@ def _url(services: Services, name: str) -> str:
         return services.url(name)
     except MissingServiceError as error:
         _missing[name] = str(error)
-        _give_up(name)
+    _give_up(name)
 
 
 def _give_up(name: str) -> NoReturn:
     """A laptop may lack a service; CI may not, or nobody would notice what is never tested."""
-    reason = f"needs {name}: {_missing[name]}"
     if _IS_CI:
-        pytest.fail(reason, pytrace=False)
-    pytest.skip(reason)
+        pytest.fail(f"{_needs(name)}: {_missing[name]}", pytrace=False)
+    pytest.skip(_needs(name))
+
+
+def _needs(name: str) -> str:
+    return f"needs {name}, which can not be had here"
 
 
 @pytest.fixture(scope="session")
@@ -130,12 +133,15 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     outcome: Any = yield
     report = outcome.get_result()
     if report.when == "setup" and report.outcome != "passed":
-        for name, reason in _missing.items():
-            if f"needs {name}: {reason}" in str(report.longrepr):
+        for name in _missing:
+            if _needs(name) in str(report.longrepr):
                 _not_run[name].add(item.nodeid)
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+@pytest.hookimpl(hookwrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
+    """At the very end, where it is seen: what nobody ran, by name."""
+    yield
     if not _not_run:
         return
     terminalreporter.section("not run on this machine", yellow=True)

@@ -157,10 +157,11 @@ def _convert(name: str, value: Any, origin: str) -> Any:
             number = math.nan
         if math.isfinite(number):
             return number
-    raise ConfigError(f"{PREFIX}{name} = {value!r:.60} (from {origin}) is not of type {kind}")
+    shown = "***" if _SPECS[name].metadata["secret"] else f"{value!r:.60}"
+    raise ConfigError(f"{PREFIX}{name} = {shown} (from {origin}) is not of type {kind}")
 
 
 def mask_url(url: str) -> str:
     """A URL without its password, wherever it stands: before the host or among the options."""
-    url = re.sub(r"(?<=://)([^/@:]*):[^@/]*@", r"\1:***@", url)
+    url = re.sub(r"(?<=://)([^/@:]*):[^@]*@", r"\1:***@", url)
     return re.sub(r"(?i)((?:password|passwd|secret|token)=)[^&]*", r"\1***", url)
