@@ -22,6 +22,8 @@ from delaytasks.engine.registry import Processor, Registry
 Execute = Callable[[Processor, DelayTask], Any]
 #: A message that is early by less is worth waiting for: clocks agree to a fraction of it.
 NAP_US = 50_000
+#: Slept beyond it, since some databases tell the time in whole milliseconds.
+NAP_SLACK_US = 2_000
 #: A tag without a processor is tried again after a tenth of the time it has waited, within these bounds.
 UNKNOWN_MIN_S, UNKNOWN_MAX_S = 5.0, 600.0
 
@@ -123,7 +125,7 @@ class Runner:
         ran, seconds = 0, 0.0
         if soon or suspects:
             self._clock.forget()  # either it is wrong about the database's, or a row was locked for a moment
-            time.sleep(max(max(entry.due_us for entry in soon + suspects) - now, 0) / 1e6)
+            time.sleep((max(max(entry.due_us for entry in soon + suspects) - now, 0) + NAP_SLACK_US) / 1e6)
             claimed_at = monotonic()
             ran, seconds = self._run_chunk(self._claims.claim(soon), claimed_at)
         for entry in suspects:

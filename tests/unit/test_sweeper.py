@@ -1,0 +1,367 @@
+"""The sweep: near rows are armed once and without a gap, late ones drained, lapsed ones recovered; on SQLite."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import insert, select, update
+
+from delaytasks import DelayTask, Status
+from delaytasks.core.clock import Clock
+from delaytasks.core.events import Events
+from delaytasks.core.ports import Entry
+from delaytasks.engine import sweeper as sweeper_module
+from delaytasks.engine.sweeper import Sweeper
+from delaytasks.store.rows import values_of
+from tests.conftest import open_store, settings_for
+from tests.recording import RecordingTimer
+
+_ids = count(1)
+
+
+class Field:
+    """A table with a sweeper on it."""
+
+    def __init__(self, url: str, **changes: Any) -> None:
+        self.settings = settings_for(url, **changes)
+        self.store = open_store(url, **changes)
+        self.clock = Clock(self.store.tasks.now)
+        self.events, self.timer = Events(), RecordingTimer()
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.events.subscribe(lambda name, fields: self.told.append((name, fields)))
+
+    def sweeper(self, timer: Any = None) -> Sweeper:
+        parts = (self.settings, self.store.sweeps, self.store.workers, self.clock, timer or self.timer, self.events)
+        return Sweeper(*parts)
+
+    def row(self, in_s: float = 5, status: Status = Status.NOT_COMPLETE, **changes: Any) -> int:
+        now = self.clock.now()
+        id = next(_ids)
+        task = DelayTask(id, "mail", "{}", now + timedelta(seconds=in_s), status, create_time=now)
+        with self.store.database.begin() as connection:
+            connection.execute(insert(self.store.schema.tasks).values({**values_of(task), **changes}))
+        return id
+
+    def sweep(self, house: int = 0, timer: Any = None) -> list[int]:
+        """A sweep, the usual time after the last one; the ids that it armed."""
+        before = len(self.timer.armed)
+        self.let_pass()
+        assert self.sweeper(timer).sweep(house)
+        return [entry.id for entry in self.timer.armed[before:]]
+
+    def let_pass(self) -> None:
+        s = self.store.schema.sweeps
+        with self.store.database.begin() as connection:
+            connection.execute(update(s).values(swept_at=self.clock.now() - timedelta(seconds=60)))
+
+    def armed_until(self, house: int = 0) -> datetime:
+        s = self.store.schema.sweeps
+        with self.store.database.auto.connect() as connection:
+            return connection.execute(select(s.c.armed_until).where(s.c.house == house)).scalar_one()
+
+    def near_until(self, in_s: float) -> None:
+        """As if a sweep had armed what is due until then."""
+        s = self.store.schema.sweeps
+        with self.store.database.begin() as connection:
+            connection.execute(update(s).values(armed_until=self.clock.now() + timedelta(seconds=in_s)))
+
+    def status(self, id: int) -> Status:
+        found = self.store.tasks.get(id)
+        assert found is not None
+        return found.status
+
+    def serve(self, name: str, *queues: str) -> None:
+        self.store.workers.seen(name, queues, "prefork", 2, 0)
+
+    def silence(self, name: str) -> None:
+        w = self.store.schema.workers
+        with self.store.database.begin() as connection:
+            long_ago = self.clock.now() - timedelta(seconds=60)
+            connection.execute(update(w).where(w.c.name == name).values(seen_at=long_ago))
+
+    def count(self, event: str) -> int:
+        return self.events.counts[event]
+
+
+Make = Callable[..., Field]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[Field] = []
+
+    def new(**changes: Any) -> Field:
+        made.append(Field(f"sqlite:///{tmp_path / f'{len(made)}.sqlite3'}", **changes))
+        return made[-1]
+
+    yield new
+    for field in made:
+        field.store.close()
+
+
+@pytest.fixture
+def field(make: Make) -> Field:
+    return make()
+
+
+# -- near -----------------------------------------------------------------------------------------
+
+
+def test_near_rows_are_armed_in_the_order_of_their_times_and_once(field: Field) -> None:
+    late, far = field.row(-5), field.row(60)
+    ids = [field.row(in_s) for in_s in (20, 5, 29, 10)]
+    others = [field.row(5, status) for status in Status if status is not Status.NOT_COMPLETE]
+    assert field.sweep() == [ids[1], ids[3], ids[0], ids[2]]
+    assert field.sweep() == [], "what was armed is not armed again"
+    assert field.count("sweep.armed") == 4
+    assert {late, far, *others}.isdisjoint(field.timer.ids)
+    assert field.timer.armed[0].queue == "default"
+
+
+def test_each_sweep_arms_what_came_near_since_the_last_one(field: Field) -> None:
+    field.sweep()
+    field.near_until(10)
+    soon, new = field.row(9), field.row(11)
+    assert field.sweep() == [new], "who scheduled the other one armed it"
+    assert soon not in field.timer.ids
+    assert abs((field.armed_until() - field.clock.now()).total_seconds() - 30) < 1
+
+
+def test_a_long_pause_leaves_no_gap(field: Field) -> None:
+    field.sweep()
+    field.near_until(-100)
+    late, near = field.row(-50), field.row(25)
+    assert field.sweep() == [near]
+    assert late not in field.timer.ids, "it is overdue, and drained"
+
+
+class CrashError(BaseException):
+    """As if the process had died."""
+
+
+class CrashingTimer(RecordingTimer):
+    """Dies after so many calls; what it armed is armed."""
+
+    def __init__(self, calls: int, armed: list[Entry]) -> None:
+        super().__init__()
+        self._calls = calls
+        self.armed = armed
+
+    def arm(self, entries: Iterable[Entry]) -> bool:
+        answer = super().arm(entries)
+        self._calls -= 1
+        if self._calls == 0:
+            raise CrashError
+        return answer
+
+
+def test_a_crash_between_arming_and_marking_costs_duplicates_and_makes_no_gap(field: Field) -> None:
+    ids = [field.row(1 + n / 100) for n in range(2500)]
+    crashing = CrashingTimer(2, field.timer.armed)
+    field.let_pass()
+    with pytest.raises(CrashError):
+        field.sweeper(crashing).sweep()
+    armed = len(field.timer.armed)
+    assert 0 < armed < len(ids)
+    assert field.sweep() == ids, "all of them again, also those after the crash"
+    assert len(field.timer.armed) == armed + len(ids)
+
+
+def test_while_the_broker_is_away_nothing_counts_as_armed(field: Field) -> None:
+    ids = [field.row(5), field.row(10)]
+    field.timer.is_up = False
+    field.sweep()
+    field.sweep()
+    assert field.armed_until() <= field.clock.now()
+    assert field.count("sweep.armed") == 0
+    field.timer.is_up = True
+    assert field.sweep() == ids
+
+
+class HalfwayTimer(RecordingTimer):
+    """The broker goes away after the first call."""
+
+    def arm(self, entries: Iterable[Entry]) -> bool:
+        answer = super().arm(entries)
+        self.is_up = False
+        return answer
+
+
+def test_a_broker_that_goes_away_in_the_middle_leaves_no_gap(field: Field) -> None:
+    ids = [field.row(1 + n / 100) for n in range(1500)]
+    halfway = HalfwayTimer()
+    field.sweep(timer=halfway)
+    assert 0 < len(halfway.armed) < 1500
+    assert field.sweep() == ids
+
+
+def test_a_late_row_is_drained_also_while_the_broker_is_away_for_near_ones(field: Field) -> None:
+    field.row(5)
+    field.row(-60)
+    field.serve("w1", "default")
+    field.timer.is_up = False
+    field.sweep()
+    assert [queue for queue, _, _ in field.timer.drained] == ["default"]
+
+
+def test_without_a_horizon_nothing_is_armed_by_sweeps(make: Make) -> None:
+    field = make(horizon_s=None)
+    field.row(5)
+    assert field.sweep() == []
+
+
+# -- one at a time --------------------------------------------------------------------------------
+
+
+def test_of_two_sweeps_at_once_one_sweeps(field: Field) -> None:
+    ids = [field.row(5) for _ in range(10)]
+    field.sweep()
+    field.near_until(0)
+    field.let_pass()
+    del field.timer.armed[:]
+    meet = threading.Barrier(4)
+
+    def sweep() -> bool:
+        meet.wait(5)
+        return field.sweeper().sweep()
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = [future.result(10) for future in [pool.submit(sweep) for _ in range(4)]]
+    assert sorted(answers) == [False, False, False, True]
+    assert sorted(field.timer.ids) == sorted(ids)
+
+
+def test_of_two_first_sweeps_at_once_one_sweeps(field: Field) -> None:
+    ids = [field.row(5) for _ in range(10)]
+    meet = threading.Barrier(4)
+
+    def sweep() -> bool:
+        meet.wait(5)
+        return field.sweeper().sweep()
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = [future.result(10) for future in [pool.submit(sweep) for _ in range(4)]]
+    assert sum(answers) == 1
+    assert sorted(field.timer.ids) == sorted(ids)
+
+
+def test_a_sweep_right_after_another_one_is_left_out(field: Field) -> None:
+    assert field.sweeper().sweep()
+    assert not field.sweeper().sweep()
+    field.let_pass()
+    assert field.sweeper().sweep()
+    assert field.count("sweep.done") == 2
+
+
+def test_houses_share_the_rows_and_one_looks_after_the_rest(make: Make) -> None:
+    field = make(houses=3)
+    ids = [field.row(5) for _ in range(60)]
+    lapsed = field.row(-60, Status.RUNNING, lease_until=field.clock.now() - timedelta(seconds=1))
+    field.serve("w1", "default")
+    field.row(-60)
+    shares = [field.sweep(house) for house in (1, 2)]
+    assert field.status(lapsed) is Status.RUNNING
+    assert field.timer.drained == []
+    shares.insert(0, field.sweep(0))
+    assert field.status(lapsed) is Status.NOT_COMPLETE
+    assert len(field.timer.drained) == 1
+    assert sorted(id for share in shares for id in share) == ids, "each row is in one house"
+    assert min(len(share) for share in shares) >= 10
+    assert [field.sweep(house) for house in range(3)] == [[], [], []]
+
+
+# -- workers that died ----------------------------------------------------------------------------
+
+
+def test_what_a_dead_worker_held_is_armed_again(field: Field) -> None:
+    field.serve("w1", "default")
+    field.serve("w2", "default")
+    ids = [field.row(5), field.row(20)]
+    assert field.sweep() == ids
+    field.silence("w1")
+    assert field.sweep() == ids
+    assert [fields["worker"] for name, fields in field.told if name == "worker.lost"] == ["w1"]
+    assert field.sweep() == [], "it is told once"
+
+
+def test_a_worker_that_is_only_a_little_silent_is_not_buried(field: Field) -> None:
+    field.serve("w1", "default")
+    w = field.store.schema.workers
+    with field.store.database.begin() as connection:
+        silent_s = field.settings.sweep_s * 2
+        connection.execute(update(w).values(seen_at=field.clock.now() - timedelta(seconds=silent_s)))
+    field.sweep()
+    assert field.count("worker.lost") == 0
+
+
+def test_a_worker_that_dies_while_a_house_is_swept_is_not_forgotten(make: Make) -> None:
+    """Its sweep began before the burial, so it must not say afterwards that all is armed."""
+    field = make(houses=2)
+    field.serve("w1", "default")
+    ids = [field.row(5 + n / 100) for n in range(40)]
+    mine = [*field.sweep(0), *field.sweep(1)]
+    assert sorted(mine) == ids
+
+    class Meanwhile(RecordingTimer):
+        def arm(self, entries: Iterable[Entry]) -> bool:
+            field.silence("w1")
+            field.sweep(0)
+            return super().arm(entries)
+
+    field.row(29.9)
+    field.row(29.9)
+    field.near_until(29)
+    field.sweep(1, timer=Meanwhile())
+    again = field.sweep(1)
+    assert set(ids) <= {*field.timer.ids[len(mine) :], *again}
+
+
+# -- late -----------------------------------------------------------------------------------------
+
+
+def test_late_rows_make_a_few_tokens_for_the_queues_that_are_served(field: Field) -> None:
+    for _ in range(50):
+        field.row(-60, queue="mail", priority=3)
+        field.row(-60, queue="mail", priority=5)
+    field.row(-60, queue="nobody")
+    field.row(-0.2)  # within the grace
+    field.serve("w1", "default", "mail")
+    field.serve("w2", "mail")
+    field.sweep()
+    [(queue, priorities, tokens)] = field.timer.drained
+    assert (queue, sorted(priorities), tokens) == ("mail", [3, 5], 2 * field.settings.drain_tokens)
+    assert [fields["queue"] for name, fields in field.told if name == "queue.unserved"] == ["nobody"]
+
+
+def test_lapsed_leases_are_recovered_however_many(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeper_module, "STEP", 10)
+    over, lasting = field.clock.now() - timedelta(seconds=1), field.clock.now() + timedelta(seconds=60)
+    lapsed = [field.row(-60, Status.RUNNING, lease_until=over) for _ in range(25)]
+    last = field.row(-60, Status.RUNNING, lease_until=over, lapses=field.settings.max_lapses - 1)
+    runs = field.row(-60, Status.RUNNING, lease_until=lasting)
+    field.sweep()
+    assert {field.status(id) for id in lapsed} == {Status.NOT_COMPLETE}
+    assert (field.status(last), field.status(runs)) == (Status.FAILED, Status.RUNNING)
+    assert field.count("task.lapsed") == 26
+
+
+def test_old_finished_rows_are_deleted_only_when_that_is_asked_for(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeper_module, "STEP", 10)
+    for changes, left in (({}, 28), ({"purge_after_s": 3600}, 3)):
+        field = make(**changes)
+        old = field.clock.now() - timedelta(hours=2)
+        for _ in range(25):
+            field.row(-7200, Status.DONE, update_time=old)
+        field.row(-7200, update_time=old)
+        field.row(-7200, Status.RUNNING, update_time=old, lease_until=field.clock.now() + timedelta(hours=1))
+        field.row(-7200, Status.FAILED)
+        field.sweep()
+        assert sum(field.store.tasks.counts().values()) == left
+        assert field.count("task.purged") == 28 - left
