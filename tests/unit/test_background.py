@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -199,3 +200,29 @@ def test_a_fork_while_the_thread_sends_leaves_the_child_a_working_timer(
     slow.gate.set()
     assert timer.flush(5)
     assert slow.ids == [1]
+
+
+def test_a_fork_while_another_thread_holds_the_lock_leaves_the_child_a_working_timer(
+    slow: SlowTimer, timer: BackgroundTimer
+) -> None:
+    has_it, goes_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with timer._changed:
+            has_it.set()
+            assert goes_on.wait(10)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert has_it.wait(5)
+
+    def work() -> bool:
+        signal.alarm(5)  # it would wait for ever
+        timer.arm([entry(2, 0)])
+        return timer.flush(5) and slow.ids == [2]
+
+    try:
+        assert in_child(work) == 0
+    finally:
+        goes_on.set()
+        holder.join()
