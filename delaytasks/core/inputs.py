@@ -55,6 +55,8 @@ def _check_name(value: object, what: str, longest: int, error: type[InvalidInput
         raise error(f"a {what} is a string, not {type(value).__name__}")
     if not value.strip():
         raise error(f"a {what} must not be empty or blank")
+    if value != value.strip():  # MySQL takes 'a' and 'a ' for the same
+        raise error(f"a {what} must not begin or end with a blank: {shown(value)}")
     if len(value) > longest:
         raise error(f"a {what} has at most {longest} characters, this one has {len(value)}: {value[:40]!r}…")
     if value.isprintable():

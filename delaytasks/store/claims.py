@@ -253,14 +253,11 @@ def lapse_statement(tasks: Any, max_lapses: int) -> Update:
     """RUNNING → NOT_COMPLETE, or FAILED when it happened too often in a row. MySQL assigns from left to right,
     so `lapses` comes last: all the others look at its old value."""
     is_last = tasks.c.lapses + 1 >= max_lapses
-    return (
-        update(tasks)
-        .ordered_values(
-            (tasks.c.status, case((is_last, int(MOVES["give_up"].target)), else_=int(MOVES["lapse"].target))),
-            (tasks.c.version, tasks.c.version + 1),
-            (tasks.c.error_stack, case((is_last, NO_LONGER_ALIVE.format(n=max_lapses)), else_=tasks.c.error_stack)),
-            (tasks.c.lease_until, None),
-            (tasks.c.update_time, db_now()),
-            (tasks.c.lapses, tasks.c.lapses + 1),
-        )
+    return update(tasks).ordered_values(
+        (tasks.c.status, case((is_last, int(MOVES["give_up"].target)), else_=int(MOVES["lapse"].target))),
+        (tasks.c.version, tasks.c.version + 1),
+        (tasks.c.error_stack, case((is_last, NO_LONGER_ALIVE.format(n=max_lapses)), else_=tasks.c.error_stack)),
+        (tasks.c.lease_until, None),
+        (tasks.c.update_time, db_now()),
+        (tasks.c.lapses, tasks.c.lapses + 1),
     )

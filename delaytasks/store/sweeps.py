@@ -39,9 +39,7 @@ class Sweeps:
                 row = connection.execute(select(s.c.armed_until).where(mine).with_for_update()).first()
                 if row is None:
                     now = connection.execute(select(db_now())).scalar_one()
-                    connection.execute(
-                        insert(s).values(house=house, houses=houses, swept_at=now, armed_until=now)
-                    )
+                    connection.execute(insert(s).values(house=house, houses=houses, swept_at=now, armed_until=now))
                     return now
                 late = s.c.swept_at <= db_now_plus(-at_least_s)
                 if not connection.execute(update(s).where(mine, late).values(swept_at=db_now())).rowcount:

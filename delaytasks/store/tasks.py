@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import datetime
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, and_, bindparam, case, delete, exc, false, func, insert, or_, select, update
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import Connection, bindparam, case, exc, func, select, update
 
-from delaytasks.core.clock import from_us, to_us
 from delaytasks.core.errors import (
     CancelTooLateError,
     DuplicateTaskError,
-    InvalidQueryError,
     InvalidStatusError,
     StaleVersionError,
     StoreUnavailableError,
@@ -27,7 +22,10 @@ from delaytasks.core.ports import Executor, OnConflict
 from delaytasks.core.states import MOVES, Status
 from delaytasks.core.task import DelayTask, Page
 from delaytasks.core.text import shown
+from delaytasks.store import pages
 from delaytasks.store.database import TRIES, Database
+from delaytasks.store.inserts import Insert, insert_bulk, is_duplicate
+from delaytasks.store.keys import Keys
 from delaytasks.store.rows import columns, task_of, values_of
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now
@@ -39,37 +37,22 @@ class Tasks:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
         self._t = t = schema.tasks
-        self._keys = k = schema.keys
+        self._keys = Keys(database, schema)
         self._columns = columns(schema)
-        dialect = database.url.get_backend_name()
-        skip: Any = {"postgresql": postgresql.insert, "sqlite": sqlite.insert}.get(dialect)
-        self._insert = skip(t).on_conflict_do_nothing() if skip else insert(t)
-        self._insert_key = skip(k).on_conflict_do_nothing() if skip else insert(k)
+        self._insert = Insert(database, t)
         self._get = select(*self._columns).where(t.c.id == bindparam("task_id"))
-        self._of_key = select(k.c.task_id).where(k.c.tag == bindparam("tag"), k.c.task_key == bindparam("task_key"))
 
     # -- schedule ---------------------------------------------------------------------------------
 
     def insert(self, task: DelayTask, on: Executor | None = None) -> bool:
         """True if the row is new; False if a row with this id exists."""
         if on is not None:
-            return self._insert_or_skip(on, self._insert, values_of(task))
+            return self._insert(on, values_of(task))
         return self._db.run(lambda: self._insert_alone(task), unknown_id=task.id)
 
     def _insert_alone(self, task: DelayTask) -> bool:
         with self._db.auto.connect() as connection:
-            return self._insert_or_skip(connection, self._insert, values_of(task))
-
-    def _insert_or_skip(self, on: Any, statement: Any, values: dict[str, Any]) -> bool:
-        if self._db.can.insert_or_skip:
-            return bool(on.execute(statement, values).rowcount)
-        try:
-            on.execute(statement, values)
-        except exc.IntegrityError as error:
-            if not _is_duplicate(error):
-                raise
-            return False
-        return True
+            return self._insert(connection, values_of(task))
 
     def insert_many(self, tasks: Sequence[DelayTask], on: Executor | None = None) -> bool:
         """All rows in one go; False (and no row) if one of the ids exists."""
@@ -77,38 +60,20 @@ class Tasks:
         def work(connection: Any) -> bool:
             try:
                 with self._savepoint(connection):
-                    self._insert_bulk(connection, tasks)
+                    insert_bulk(connection, self._db, self._t, tasks)
             except exc.IntegrityError as error:
-                if not _is_duplicate(error):
+                if not is_duplicate(error):
                     raise
                 return False
             return True
 
         return self._in_transaction(work, on, tasks[0].id)
 
-    def _insert_bulk(self, connection: Any, tasks: Sequence[DelayTask]) -> None:
-        if not (self._db.can.copy and isinstance(connection, Connection) and connection.dialect.driver == "psycopg2"):
-            connection.execute(insert(self._t), [values_of(task) for task in tasks])
-            return
-        lines = io.StringIO()
-        for task in tasks:
-            lines.write(_copy_line(values_of(task).values()))
-        lines.seek(0)
-        target = connection.dialect.identifier_preparer.format_table(self._t)
-        names = ", ".join(values_of(tasks[0]))
-        driver: Any = connection.dialect.dbapi
-        cursor: Any = connection.connection.cursor()
-        try:
-            cursor.copy_expert(f"COPY {target} ({names}) FROM STDIN", lines)
-        except driver.Error as error:
-            raise exc.DBAPIError.instance("COPY", None, error, driver.Error, dialect=connection.dialect) from error
-        finally:
-            cursor.close()
-
     def insert_keyed(
         self, task: DelayTask, on_conflict: OnConflict, on: Executor | None = None
     ) -> tuple[DelayTask, bool]:
         """The task that has the key afterwards, and whether it was written now."""
+
         def work(connection: Any) -> tuple[DelayTask, bool]:
             if on is None:
                 return self._take_key(connection, task, on_conflict)
@@ -120,11 +85,11 @@ class Tasks:
     def _take_key(self, on: Any, task: DelayTask, on_conflict: OnConflict) -> tuple[DelayTask, bool]:
         for attempt in range(TRIES):
             # In MySQL a failed INSERT would leave a lock on the key, so a look comes first there.
-            is_free = self._db.can.insert_or_skip or self._holder(on, task, is_locked=attempt > 0) is None
-            if is_free and self._insert_or_skip(on, self._insert_key, _key_row(task)):
+            is_free = self._db.can.insert_or_skip or self._keys.id_of(on, task.tag, task.key, attempt > 0) is None
+            if is_free and self._keys.take(on, task):
                 return self._insert_own(on, task)
             # The key's row first, then the task's: settling and cancelling go the same way, or they would deadlock.
-            holder_id = self._holder(on, task, is_locked=True)
+            holder_id = self._keys.lock(on, task)
             if holder_id is not None:
                 break  # else its task has just ended
         else:
@@ -149,22 +114,12 @@ class Tasks:
         self._move(on, "replace", holder, {**values, "attempts": 0, "lapses": 0, "error_stack": None})
         return replace(task, id=holder.id, version=holder.version + 1, create_time=holder.create_time), True
 
-    def _holder(self, on: Any, task: DelayTask, is_locked: bool) -> int | None:
-        """The id that has the key of this task."""
-        query = self._of_key.with_for_update() if is_locked else self._of_key
-        found: int | None = on.execute(query, {"tag": task.tag, "task_key": task.key}).scalar()
-        return found
-
     def _take_over_key(self, on: Any, task: DelayTask) -> tuple[DelayTask, bool]:
-        on.execute(
-            update(self._keys)
-            .where(self._keys.c.tag == task.tag, self._keys.c.task_key == task.key)
-            .values(task_id=task.id)
-        )
+        self._keys.pass_to(on, task)
         return self._insert_own(on, task)
 
     def _insert_own(self, on: Any, task: DelayTask) -> tuple[DelayTask, bool]:
-        if self._insert_or_skip(on, self._insert, values_of(task)):
+        if self._insert(on, values_of(task)):
             return task, True
         raise DuplicateTaskError(f"there is a task with id {task.id} already", task.id)
 
@@ -175,9 +130,7 @@ class Tasks:
         return None if row is None else task_of(row)
 
     def id_of_key(self, tag: str, key: str, on: Executor | None = None) -> int | None:
-        found: int | None = self._read(
-            lambda c: c.execute(self._of_key, {"tag": tag, "task_key": key}).scalar(), on
-        )
+        found: int | None = self._read(lambda c: self._keys.id_of(c, tag, key), on)
         return found
 
     def find(
@@ -205,13 +158,10 @@ class Tasks:
         if until is not None:
             query = query.where(t.c.expected_time < until)
         if cursor is not None:
-            due, id = _parse_cursor(cursor)
-            query = query.where(
-                t.c.expected_time >= due, or_(t.c.expected_time > due, and_(t.c.expected_time == due, t.c.id > id))
-            )
+            query = pages.after(query, t, cursor)
         rows = self._read(lambda c: c.execute(query).all(), on)
         tasks = [task_of(row) for row in rows[:limit]]
-        return Page(tasks, _make_cursor(tasks[-1]) if len(rows) > limit else None)
+        return Page(tasks, pages.make_cursor(tasks[-1]) if len(rows) > limit else None)
 
     def counts(self) -> dict[Status, int]:
         query = select(self._t.c.status, func.count()).group_by(self._t.c.status)
@@ -240,7 +190,7 @@ class Tasks:
             if task.status is Status.RUNNING:
                 raise CancelTooLateError(f"task {id} ({task.tag}) runs since {task.execution_time}", id)
             moved = self._move(connection, "cancel", task, {})
-            self._release_key(connection, task)
+            self._keys.release(connection, task)
             return moved
 
         return self._in_transaction(work, on, id)
@@ -254,8 +204,11 @@ class Tasks:
         def work(connection: Any) -> DelayTask:
             task = self._found(connection, id, version, with_key=True)
             moved = self._move(connection, "retry", task, {"expected_time": due, "attempts": 0, "lapses": 0})
-            if task.key is not None:
-                self._take_key_again(connection, task)
+            if task.key is not None and not self._keys.take(connection, task):
+                holder = self._keys.lock(connection, task)
+                if holder != task.id:
+                    fact = f"task {holder} has the key {task.key!r} of task {id} now"
+                    raise DuplicateTaskError(f"retry: {fact}", holder)
             return moved
 
         return self._in_transaction(work, on, id)
@@ -300,7 +253,7 @@ class Tasks:
         if with_key:
             row = on.execute(self._get, {"task_id": id}).first()
             if row is not None and row.task_key is not None:
-                self._holder(on, task_of(row), is_locked=True)
+                self._keys.lock(on, task_of(row))
         task = self._locked(on, id)
         if task is None:
             raise TaskNotFoundError(f"there is no task {id}", id)
@@ -311,20 +264,6 @@ class Tasks:
     def _locked(self, on: Any, id: int) -> DelayTask | None:
         row = on.execute(self._get.with_for_update(), {"task_id": id}).first()
         return None if row is None else task_of(row)
-
-    # -- keys -------------------------------------------------------------------------------------
-
-    def _release_key(self, on: Any, task: DelayTask) -> None:
-        if task.key is not None:
-            k = self._keys
-            on.execute(delete(k).where(k.c.tag == task.tag, k.c.task_key == task.key, k.c.task_id == task.id))
-
-    def _take_key_again(self, on: Any, task: DelayTask) -> None:
-        if self._insert_or_skip(on, self._insert_key, _key_row(task)):
-            return
-        holder = self._holder(on, task, is_locked=True)
-        if holder != task.id:
-            raise DuplicateTaskError(f"retry: task {holder} has the key {task.key!r} of task {task.id} now", holder)
 
     # -- connections ------------------------------------------------------------------------------
 
@@ -337,7 +276,7 @@ class Tasks:
             return nullcontext()  # the caller wants each statement to stand alone
         if self._db.can.begins_late:
             # Only a statement that writes begins a transaction; without one the savepoint's end would commit.
-            on.execute(delete(self._keys).where(false()))
+            self._keys.write_nothing(on)
         context: AbstractContextManager[Any] = on.begin_nested()
         return context
 
@@ -358,40 +297,3 @@ class Tasks:
                 return work(connection)
 
         return read() if on is not None else self._db.run(read)
-
-
-def _key_row(task: DelayTask) -> dict[str, Any]:
-    return {"tag": task.tag, "task_key": task.key, "task_id": task.id}
-
-
-def _is_duplicate(error: exc.IntegrityError) -> bool:
-    code = getattr(error.orig, "pgcode", None) or (error.orig.args[0] if error.orig and error.orig.args else None)
-    return code in ("23505", 1062) or (isinstance(code, str) and "UNIQUE" in code)
-
-
-_COPY_ESCAPES = str.maketrans({"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"})
-
-
-def _copy_line(values: Any) -> str:
-    return (
-        "\t".join(
-            "\\N" if value is None else value.translate(_COPY_ESCAPES) if isinstance(value, str) else str(value)
-            for value in values
-        )
-        + "\n"
-    )
-
-
-def _make_cursor(task: DelayTask) -> str:
-    return base64.urlsafe_b64encode(f"{to_us(task.expected_time)}:{task.id}".encode()).decode()
-
-
-def _parse_cursor(cursor: str) -> tuple[datetime, int]:
-    try:
-        due_us, _, id = base64.b64decode(cursor.encode(), b"-_", validate=True).decode().partition(":")
-        due, after = from_us(int(due_us)), int(id)
-    except (AttributeError, ValueError, OverflowError):
-        raise InvalidQueryError(f"{shown(cursor)} is not a cursor that find() gave") from None
-    if not -(2**63) <= after < 2**63:
-        raise InvalidQueryError(f"{shown(cursor)} is not a cursor that find() gave")
-    return due, after

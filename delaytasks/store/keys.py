@@ -1,0 +1,51 @@
+"""Keys of live tasks: (tag, key) names one id at a time.
+
+A key's row is always locked before its task's: whoever goes the other way could deadlock.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import ColumnElement, and_, bindparam, delete, false, select, update
+
+from delaytasks.core.task import DelayTask
+from delaytasks.store.database import Database
+from delaytasks.store.inserts import Insert
+from delaytasks.store.schema import Schema
+
+
+class Keys:
+    def __init__(self, database: Database, schema: Schema) -> None:
+        self._k = k = schema.keys
+        self._insert = Insert(database, k)
+        self._of = select(k.c.task_id).where(k.c.tag == bindparam("tag"), k.c.task_key == bindparam("task_key"))
+
+    def id_of(self, on: Any, tag: str, key: str | None, is_locked: bool = False) -> int | None:
+        query = self._of.with_for_update() if is_locked else self._of
+        found: int | None = on.execute(query, {"tag": tag, "task_key": key}).scalar()
+        return found
+
+    def lock(self, on: Any, task: DelayTask) -> int | None:
+        """The id that has the key of this task, and goes on having it until the transaction's end."""
+        return self.id_of(on, task.tag, task.key, is_locked=True)
+
+    def take(self, on: Any, task: DelayTask) -> bool:
+        """True if the key was free."""
+        return self._insert(on, {"tag": task.tag, "task_key": task.key, "task_id": task.id})
+
+    def pass_to(self, on: Any, task: DelayTask) -> None:
+        """From whoever has it to this task."""
+        on.execute(update(self._k).where(self._named(task)).values(task_id=task.id))
+
+    def release(self, on: Any, task: DelayTask) -> None:
+        """Unless it names another task by now."""
+        if task.key is not None:
+            on.execute(delete(self._k).where(self._named(task), self._k.c.task_id == task.id))
+
+    def write_nothing(self, on: Any) -> None:
+        """A statement that writes, so that the database begins a transaction."""
+        on.execute(delete(self._k).where(false()))
+
+    def _named(self, task: DelayTask) -> ColumnElement[bool]:
+        return and_(self._k.c.tag == task.tag, self._k.c.task_key == task.key)
