@@ -321,6 +321,11 @@ class DelayTasks:
         """What the clock follows; Django's integration asks on Django's own connection."""
         return self.store.tasks.now()
 
+    def own_queues(self, names: Iterable[str]) -> list[str]:
+        """Our logical queues among a broker's."""
+        prefix = self.settings.namespace + "."
+        return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
     def check_ready(self) -> None:
         """What is wrong with the configuration is said at start, with its remedy."""
         self._made.check_broker_timeouts()
@@ -368,9 +373,10 @@ class DelayTasks:
                 entry = {"task": SWEEP, "schedule": settings.sweep_s, "args": (house,)}
                 schedule[f"delaytasks-sweep-{house}"] = entry
                 entries.append(entry)
-        queue = self.publisher.queue(settings.default_queue).name
+        queue = self.publisher.queue(settings.default_queue)
+        sender.amqp.queues.add(queue)  # or Celery would declare one of its own kind by this name
         for entry in entries:
-            entry["options"] = {"queue": queue, "expires": settings.sweep_s, **(entry.get("options") or {})}
+            entry["options"] = {"queue": queue.name, "expires": settings.sweep_s, **(entry.get("options") or {})}
 
 
 def _executor(unit: Unit | None) -> Any:

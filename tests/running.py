@@ -130,7 +130,7 @@ class Deployment:
 
     def _delete_queues(self) -> None:
         with self.delays.celery.connection_for_write() as connection:
-            for name in ("default", "mail", "celery"):
+            for name in {"default", "mail", "celery", self.delays.settings.default_queue}:
                 queue = self.delays.publisher.queue(name)(connection)
                 try:
                     queue.delete()

@@ -25,6 +25,7 @@ _LEVELS = {
     "timer.down": logging.WARNING,
     "timer.up": logging.INFO,
     "store.down": logging.ERROR,
+    "wheel.late": logging.WARNING,
     "sweep.self": logging.WARNING,
     "queue.unserved": logging.WARNING,
     "worker.lost": logging.WARNING,

@@ -10,6 +10,9 @@ from typing import Any
 
 from delaytasks.core.states import FINISHED, Status
 
+#: Where rows wait that say nothing of a queue, as those of other programs.
+DEFAULT_QUEUE = "default"
+
 
 @dataclass(frozen=True, slots=True)
 class DelayTask:
@@ -21,7 +24,7 @@ class DelayTask:
     expected_time: datetime
     status: Status = Status.NOT_COMPLETE
     version: int = 0
-    queue: str = "default"
+    queue: str = DEFAULT_QUEUE
     priority: int = 0
     key: str | None = None
     delay_s: int = 0

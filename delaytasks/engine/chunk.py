@@ -50,9 +50,10 @@ class TimeBox:
     It needs nothing of the thread that runs the chunk, which may sit in a processor for minutes.
     """
 
-    def __init__(self, box_s: float, expire: Callable[[Chunk], None]) -> None:
+    def __init__(self, box_s: float, expire: Callable[[Chunk], None], on_error: Callable[[Exception], None]) -> None:
         self._box_s = box_s
         self._expire = expire
+        self._on_error = on_error
         self.after_fork()
         reset_in_child(self)
 
@@ -88,4 +89,7 @@ class TimeBox:
                     self._changed.wait(left)
                     continue
                 del self._open[chunk]
-            self._expire(chunk)
+            try:
+                self._expire(chunk)
+            except Exception as error:  # other chunks need this thread
+                self._on_error(error)

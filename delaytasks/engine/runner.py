@@ -70,7 +70,7 @@ class Runner:
         self._execute = execute
         #: With nobody watching, a row pays a test for it.
         self.watcher: Watcher | None = None
-        self._time_box = TimeBox(settings.chunk_time_box_s, self._expire)
+        self._time_box = TimeBox(settings.chunk_time_box_s, self._expire, self._time_box_failed)
 
     def run(self, entries: Sequence[Entry]) -> Report:
         """The fast path: the entries of messages that fell due."""
@@ -125,7 +125,11 @@ class Runner:
         ran, seconds = 0, 0.0
         if soon or suspects:
             self._clock.forget()  # either it is wrong about the database's, or a row was locked for a moment
-            time.sleep((max(max(entry.due_us for entry in soon + suspects) - now, 0) + NAP_SLACK_US) / 1e6)
+            now = self._clock.now_us()
+            early += [entry for entry in soon if entry.due_us > now + NAP_US]
+            soon = [entry for entry in soon if entry.due_us <= now + NAP_US]
+            nap_us = min(max((entry.due_us for entry in soon + suspects), default=now) - now, NAP_US)
+            time.sleep((max(nap_us, 0) + NAP_SLACK_US) / 1e6)
             claimed_at = monotonic()
             ran, seconds = self._run_chunk(self._claims.claim(soon), claimed_at)
         for entry in suspects:
@@ -153,7 +157,7 @@ class Runner:
         finally:
             self._time_box.close(chunk)
             try:
-                self._settle(chunk)
+                self._settle(chunk, patience_s=self._settings.lease_s)
             finally:
                 self._flush()
         return ran, seconds
@@ -205,19 +209,30 @@ class Runner:
             chunk.finish(Settlement(task, "give_back", error=None))
         if waiting:
             self._events.emit("chunk.gave_back", count=len(waiting))
-        self._settle(chunk)
-        self._flush()  # whoever watches sees the row that is still running
+        try:
+            self._settle(chunk, patience_s=0)
+        finally:
+            self._flush()  # whoever watches sees the row that is still running
+
+    def _time_box_failed(self, error: Exception) -> None:
+        self._events.emit("loop.failed", loop="time box", error=f"{type(error).__name__}: {error}")
 
     def _flush(self) -> None:
         if self.watcher is not None:
             self.watcher.flush()
 
-    def _settle(self, chunk: Chunk) -> None:
+    def _settle(self, chunk: Chunk, patience_s: float) -> None:
+        """What is finished, and what will not be started. Without patience, one try: then it is the runner's again."""
         waiting = [Settlement(task, "give_back") for task in chunk.take_waiting()]
         settlements = chunk.take_finished() + waiting
         if not settlements:
             return
-        accepted = self._settled(settlements)
+        try:
+            accepted = self._settled(settlements, monotonic() + patience_s)
+        except StoreError:
+            for settlement in settlements:
+                chunk.finish(settlement)
+            raise
         done = sum(s.move == "succeed" and s.task.id in accepted for s in settlements)
         if done:
             self._events.emit("task.succeeded", count=done)
@@ -226,9 +241,8 @@ class Runner:
             self._events.emit("task.lease_lost", id=settlement.task.id, tag=settlement.task.tag)
         self._arm_given_back([s for s in settlements if s.move == "give_back" and s.task.id in accepted])
 
-    def _settled(self, settlements: Sequence[Settlement]) -> set[int]:
+    def _settled(self, settlements: Sequence[Settlement], deadline: float) -> set[int]:
         """A settlement is fenced and can be repeated, so it is, for as long as the leases may be ours."""
-        deadline = monotonic() + self._settings.lease_s
         while True:
             try:
                 return self._claims.settle(settlements)
@@ -240,7 +254,7 @@ class Runner:
             except StoreError:
                 # Refused, because of one of them: the others must not suffer, nor run again.
                 if len(settlements) > 1:
-                    return set().union(*(self._settled([settlement]) for settlement in settlements))
+                    return set().union(*(self._settled([settlement], deadline) for settlement in settlements))
                 text = settlements[0].error
                 if text is None or text.isascii():
                     raise

@@ -16,6 +16,8 @@ from delaytasks.timers.publisher import Publisher
 RUN = "delaytasks.run"
 #: Ids in one message: it costs the same to send as one with a single id.
 PER_MESSAGE = 100
+#: Year 10000, which no datetime can say.
+MAX_DUE_US = 253_402_300_800_000_000
 
 
 class EtaTimer:
@@ -72,12 +74,17 @@ def read_message(args: Any, queue: str) -> tuple[list[Entry], list[int] | None]:
             id = check_id(item[0])
         except InvalidInputError as error:
             raise ValueError(str(error)) from None
-        if not (0 <= item[1] < 2**63 and 0 <= item[2] < 2**63):
-            raise ValueError("version and due are not negative")
+        if not (0 <= item[1] < 2**63 and 0 <= item[2] < MAX_DUE_US and _is_priority(item[3])):
+            raise ValueError("version, due or priority is out of range")
         entries.append(Entry(id, item[1], item[2], queue, item[3]))
     if len(args) == 1:
         return entries, None
     priorities = args[1].get("drain") if isinstance(args[1], dict) else None
-    if not isinstance(priorities, list) or len(priorities) > 100 or not all(type(p) is int for p in priorities):
+    if not isinstance(priorities, list) or len(priorities) > 100 or not all(map(_is_priority, priorities)):
         raise ValueError("a drain token has priorities")
     return entries, priorities
+
+
+def _is_priority(value: Any) -> bool:
+    """Any that the column can hold: other programs write rows too."""
+    return type(value) is int and -(2**15) <= value < 2**15

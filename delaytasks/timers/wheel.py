@@ -5,11 +5,12 @@ Adding, cancelling and moving an entry costs the same however many are held, and
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
-from delaytasks.core.clock import Clock, monotonic
+from delaytasks.core.clock import Clock
 
 E = TypeVar("E")
 
@@ -105,16 +106,17 @@ class Wheel(Generic[E]):
 class WheelThread(Generic[E]):
     """Turns a wheel: one thread that sleeps until the next entry is due, and not at all when none is held."""
 
-    def __init__(self, clock: Clock, on_due: Callable[[list[E]], None]) -> None:
+    def __init__(
+        self, clock: Clock, on_due: Callable[[list[E]], None], on_error: Callable[[Exception], None] | None = None
+    ) -> None:
         self._clock = clock
         self._on_due = on_due
+        self._on_error = on_error
         self._changed = threading.Condition()
         self._wheel: Wheel[E] = Wheel(now=self._tick())
         self._wakes_at: int | None = None
         self._is_running = False
         self._thread: threading.Thread | None = None
-        #: When the thread last went round, by the monotonic clock: a watchdog reads it.
-        self.turned_at = monotonic()
 
     def __len__(self) -> int:
         return len(self._wheel)
@@ -123,6 +125,14 @@ class WheelThread(Generic[E]):
         self._is_running = True
         self._thread = threading.Thread(target=self._turn, name="delaytasks-wheel", daemon=True)
         self._thread.start()
+
+    @property
+    def late_s(self) -> float:
+        """How long the next entry has waited in vain; infinite when the thread is dead."""
+        if self._is_running and (self._thread is None or not self._thread.is_alive()):
+            return math.inf
+        wakes_at = self._wakes_at
+        return 0.0 if wakes_at is None else max(self._clock.now_us() - wakes_at * TICK_US, 0) / 1e6
 
     def stop(self) -> list[E]:
         """Waits for the thread, and returns what is still held."""
@@ -154,11 +164,15 @@ class WheelThread(Generic[E]):
                 if not self._is_running:
                     return
                 due = self._wheel.advance(self._tick())
-                self.turned_at = monotonic()
                 if not due:
                     self._wakes_at = self._wheel.next_tick()
                     left = None if self._wakes_at is None else self._wakes_at * TICK_US - self._clock.now_us()
                     if left is None or left > 0:
                         self._changed.wait(None if left is None else left / 1e6)
             if due:
-                self._on_due(due)
+                try:
+                    self._on_due(due)
+                except Exception as error:  # what was due is lost to this worker, and found by the sweep
+                    if self._on_error is None:
+                        raise
+                    self._on_error(error)

@@ -3,6 +3,7 @@ and looks after leases."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 #: A refused message is logged at most so often: anybody may send them.
 REFUSAL_LOG_S = 60.0
+#: Producers and workers may have different horizons for a while.
+FAR_S = 600.0
 
 
 class Desk:
@@ -34,7 +37,9 @@ class Desk:
         self.delays = delays
         self._worker = worker
         self._calls = None if worker.hub else CallThread()
-        self.wheel: WheelThread[Entry] = WheelThread(delays.clock, lambda due: self.dispatcher.take(due))
+        self.wheel: WheelThread[Entry] = WheelThread(
+            delays.clock, lambda due: self.dispatcher.take(due), lambda error: self._failed("wheel", error)
+        )
         self.dispatcher = Dispatcher(
             delays.settings,
             delays.clock,
@@ -65,19 +70,36 @@ class Desk:
         are renewed as long as the process lives, since the pool may have rows to finish."""
         waiting = self.dispatcher.close()
         waiting += self.wheel.stop()
-        self._sweeping.stop()
         hang_up(self._worker.consumer)
         if waiting:
-            self.delays.timer.arm(waiting)
-            logger.info("delaytasks: sent back %d near tasks", len(waiting))
+            if self.delays.inline_timer.arm(waiting):
+                logger.info("delaytasks: sent back %d near tasks", len(waiting))
+            else:
+                self.delays.store.sweeps.forget_armed()
+        self._sweeping.stop()  # last: until then we count as a worker that may have died
 
     def _look(self) -> None:
+        delays = self.delays
         self._leases.look()
+        consumer = getattr(self._worker.consumer, "task_consumer", None)
+        if consumer is not None:  # `celery control add_consumer` and `cancel_consumer` change it
+            delays.processes.queues = delays.own_queues(queue.name for queue in consumer.queues)
+        late_s = self.wheel.late_s
+        if late_s > delays.settings.grace_s:
+            delays.events.emit("wheel.late", seconds=late_s)
+            if math.isinf(late_s):
+                self.wheel.start()
         if state.should_terminate is not None:
             self.stop()  # a cold shutdown waits for the pool first, but what is held must not wait with it
 
     def hold(self, entries: Sequence[Entry]) -> None:
         now = self.delays.clock.now_us()
+        horizon_s = self.delays.settings.horizon_s
+        if horizon_s is not None:  # nobody arms what is so far away: a message that does is forged, or very old
+            latest = now + int((2 * horizon_s + FAR_S) * 1e6)
+            if any(entry.due_us > latest for entry in entries):
+                self.refuse("run", ValueError("an entry is far beyond the horizon"))
+                entries = [entry for entry in entries if entry.due_us <= latest]
         due = [entry for entry in entries if entry.due_us <= now]
         if due:
             self.dispatcher.take(due)
@@ -110,6 +132,9 @@ class Desk:
             "oldest_chunk": min(map(from_us, map(int, self.dispatcher.in_flight.values())), default=None),
             "events": dict(self.delays.events.counts),
         }
+
+    def _failed(self, loop: str, error: Exception) -> None:
+        self.delays.events.emit("loop.failed", loop=loop, error=f"{type(error).__name__}: {error}")
 
     def _sends_events(self) -> bool:
         return wants_row_events(getattr(self._worker, "consumer", None))

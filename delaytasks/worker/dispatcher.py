@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,8 @@ class Drain:
     priorities: set[int]
     chunks: int = 0
     is_deep: bool = False
+    #: Somebody asked while a chunk was under way, which may have looked too early.
+    is_asked_again: bool = False
 
 
 class Dispatcher:
@@ -78,7 +80,7 @@ class Dispatcher:
     def drain(self, queue: str, priorities: Sequence[int]) -> None:
         """Claim by ourselves what is overdue in `queue`, until a chunk comes back that is not full."""
         with self._lock:
-            self._drain_of(queue).priorities.update(priorities)
+            self._ask(queue, priorities)
         self._soon(self.pump)
 
     def close(self) -> list[Entry]:
@@ -113,12 +115,12 @@ class Dispatcher:
 
     def _next_job(self) -> Job | None:
         with self._lock:
+            self._drop_late()  # first, so that a pool that is busy for long does not let them pile up
             if not self._is_open or monotonic() < self._rests_until:
                 return None
             free = self._slots() - len(self.in_flight)
             if free <= 0:
                 return None
-            self._drop_late()
             waiting = self.waiting
             # When both wait they take turns: neither a backlog nor a stream of fresh tasks starves the other.
             if self._drains_next or not waiting:
@@ -139,8 +141,10 @@ class Dispatcher:
                 return Job((), queue, tuple(drain.priorities), self._size(), self.sends_events())
         return None
 
-    def _drain_of(self, queue: str) -> Drain:
-        return self._drains.setdefault(queue, Drain(set()))
+    def _ask(self, queue: str, priorities: Iterable[int]) -> None:
+        drain = self._drains.setdefault(queue, Drain(set()))
+        drain.priorities.update(priorities)
+        drain.is_asked_again = drain.chunks > 0
 
     def _drop_late(self) -> None:
         """What is late belongs to the table, where every worker helps."""
@@ -148,7 +152,7 @@ class Dispatcher:
         for priority, queue in self._ready.items():
             dropped = 0
             while queue and queue[0].due_us < late_before:
-                self._drain_of(queue.popleft().queue).priorities.add(priority)
+                self._ask(queue.popleft().queue, (priority,))
                 dropped += 1
             if dropped:
                 self._events.emit("entry.late", count=dropped)
@@ -185,7 +189,11 @@ class Dispatcher:
         def lost(info: Any) -> None:
             self._failed(number, job, info)
 
-        result = self._pool.apply_async(run_job, args=(job,), callback=done, error_callback=lost)
+        try:
+            result = self._pool.apply_async(run_job, args=(job,), callback=done, error_callback=lost)
+        except Exception as error:
+            self._failed(number, job, error)
+            return False
         if number not in self.in_flight:
             return True
         if result is None:
@@ -209,13 +217,18 @@ class Dispatcher:
         self._soon(self.pump)
 
     def _drained(self, queue: str, priorities: Sequence[int], is_full: bool) -> None:
-        if is_full and self._is_open:
-            drain = self._drain_of(queue)
-            drain.priorities.update(priorities)
-            drain.chunks = max(drain.chunks - 1, 0)
+        drain = self._drains.get(queue)
+        if drain is None and is_full and self._is_open:
+            drain = self._drains[queue] = Drain(set(priorities))
+        if drain is None:
+            return
+        drain.chunks = max(drain.chunks - 1, 0)
+        if is_full:
             drain.is_deep = True
+        elif drain.is_asked_again:
+            drain.is_deep = drain.is_asked_again = False
         else:
-            self._drains.pop(queue, None)
+            del self._drains[queue]
 
     def _failed(self, number: int, job: Job, info: Any) -> None:
         """A chunk's process died, or the database is away: its rows are the sweep's and the leases' business."""

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 #: How often the pool's processes are counted, at least.
 LOOK_S = 1.0
-#: Clocks agree better than this; a chunk's rows are claimed after it is handed to the pool.
-SLACK_US = 1_000_000
 
 
 class LeaseKeeper:
@@ -44,7 +42,8 @@ class LeaseKeeper:
         oldest = min(self._dispatcher.in_flight.values(), default=now)
         if now - oldest > self._lease_s * 0.25e6 and monotonic() - self._renewed_at >= self._lease_s / 3 - LOOK_S:
             names = [delays.processes.name(pid) for pid in alive]
-            delays.store.leases.renew(names, from_us(int(oldest) - SLACK_US))
+            # A lease's time of slack: clocks agree better than that, and what was lost on the way lapses a lease later.
+            delays.store.leases.renew(names, from_us(int(oldest - self._lease_s * 1e6)))
             self._renewed_at = monotonic()
 
     def _pids(self) -> list[int]:

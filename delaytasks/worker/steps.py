@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery import bootsteps
 
+from delaytasks.core.task import DEFAULT_QUEUE
 from delaytasks.timers.eta import RUN
 from delaytasks.worker.desk import Desk
 
@@ -47,16 +48,15 @@ class DelaysStep(bootsteps.StartStopStep):
 
 def add_queues(app: Any, delays: DelayTasks) -> None:
     """A worker started without -Q serves all our queues; one with -Q those that it names."""
-    queues, prefix = app.amqp.queues, delays.settings.namespace + "."
+    queues = app.amqp.queues
     chosen = queues._consume_from
     # Redis: kombu writes down each message that is not acknowledged yet, two round trips and two fifths of what taking
     # in a message costs. Ours are acknowledged on receipt, and the row is the truth. Not so on AMQP, where what lies in
     # this worker's socket would be lost at every stop, instead of going to another worker.
     needs_no_acks = app.connection_for_read().transport.driver_type == "redis"
-    for name in {delays.settings.default_queue, *delays.registry.queues()}:
+    for name in {delays.settings.default_queue, DEFAULT_QUEUE, *delays.registry.queues()}:
         queue = delays.publisher.queue(name)
         if chosen is None or queue.name in chosen:
             queue.no_ack = needs_no_acks
             queues.select_add(queue)
-    served = (name.removeprefix(prefix) for name in queues.consume_from if name.startswith(prefix))
-    delays.processes.queues = sorted(served)
+    delays.processes.queues = delays.own_queues(queues.consume_from)

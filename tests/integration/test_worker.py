@@ -13,6 +13,7 @@ import pytest
 from sqlalchemy import insert
 
 from delaytasks import Status
+from delaytasks.core.clock import to_us
 from delaytasks.store.types import db_now_plus
 from tests.running import Deployment
 from tests.waiting import wait_until
@@ -263,10 +264,36 @@ def test_two_beats_sweep_as_one(deploy: Deploy) -> None:
     assert len(d.runs()) == 1
 
 
+def test_beat_sweeps_on_quorum_queues(deploy: Deploy) -> None:
+    d = deploy("postgresql", "rabbitmq-quorum", self_sweep_s=60)
+    beat = d.beat()
+    wait_until(lambda: "Sending due task" in beat.log(), 15, "beat to be first with the queue", 0.05)
+    worker = d.worker()
+    with d.store.database.begin() as connection:
+        body = f'{{"file": "{d.file}"}}'
+        connection.execute(
+            insert(d.store.schema.tasks).values(tag="test.note", message_body=body, expected_time=db_now_plus(3))
+        )
+    wait_until(lambda: d.store.tasks.counts()[Status.DONE] == 1, 15, "beat's sweep to find the row", 0.05)
+    assert "PRECONDITION" not in beat.log() + worker.log()
+
+
+def test_rows_of_other_programs_run_whatever_our_default_queue_is(deploy: Deploy) -> None:
+    d = deploy(default_queue="ours")
+    d.worker()
+    with d.store.database.begin() as connection:
+        body = f'{{"file": "{d.file}"}}'
+        connection.execute(insert(d.store.schema.tasks).values(tag="test.note", message_body=body))
+    ours = d.schedule()
+    assert ours.queue == "ours"
+    wait_until(lambda: d.store.tasks.counts()[Status.DONE] == 2, 15, "both rows to run", 0.05)
+
+
 def test_garbage_messages_are_dropped_and_counted(deploy: Deploy) -> None:
     d = deploy()
     worker = d.worker()
     near = d.schedule(delay=3)
+    near_us = to_us(near.expected_time)
     with d.delays.celery.connection_for_write() as connection:
         producer = connection.Producer(serializer="json")
         headers = {"task": "delaytasks.run", "id": "forged", "lang": "py"}
@@ -281,6 +308,9 @@ def test_garbage_messages_are_dropped_and_counted(deploy: Deploy) -> None:
             [[[[near.id, near.version, 0, 0]]], {}, {}],  # not due
             [[[[2**62, 0, 0, 0]]], {}, {}],  # no such row
             [[[[1, 0, 0, 0]] * 5000], {}, {}],
+            [[[[near.id, near.version, 2**62, 0]]], {}, {}],  # a time that nobody can say
+            [[[[near.id, near.version, near_us + 10**15, 0]]], {}, {}],  # far beyond the horizon
+            [[[[near.id, near.version, 0, 10**30]]], {}, {}],
             [[[], {"drain": "all"}], {}, {}],
         ]
         for payload in forged:

@@ -1,0 +1,165 @@
+"""The dispatcher with a pool that keeps jobs until the test ends them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime, timezone
+from typing import Any
+
+import pytest
+
+from delaytasks.core.clock import ManualClock
+from delaytasks.core.events import Events
+from delaytasks.core.ports import Entry
+from delaytasks.core.settings import Settings
+from delaytasks.engine.runner import Report
+from delaytasks.worker.dispatcher import Dispatcher
+from delaytasks.worker.pool import Job
+
+
+class Pool:
+    """Two processes that end a job when they are told to."""
+
+    limit = 2
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[Job, Callable[[Any], None], Callable[[Any], None]]] = []
+        self.is_broken = False
+
+    def apply_async(self, function: Any, args: Any, callback: Any, error_callback: Any) -> object:
+        if self.is_broken:
+            raise OSError("no more pipes")
+        self.jobs.append((args[0], callback, error_callback))
+        return object()
+
+    def end(self, report: Any) -> Job:
+        job, callback, _ = self.jobs.pop(0)
+        callback(report)
+        return job
+
+
+class Bench:
+    def __init__(self, **settings: Any) -> None:
+        self.clock = ManualClock(datetime(2030, 1, 1, tzinfo=timezone.utc))
+        self.events = Events()
+        self.pool = Pool()
+        self.rearmed: list[Entry] = []
+        self.dispatcher = Dispatcher(
+            Settings(**settings),
+            self.clock,
+            self.events,
+            self.pool,
+            soon=lambda call: call(),
+            rearm=self.rearmed.extend,
+            sends_events=lambda: False,
+        )
+
+    def entries(self, count: int, priority: int = 0, start: int = 1) -> list[Entry]:
+        now = self.clock.now_us()
+        return [Entry(start + n, 0, now, "default", priority) for n in range(count)]
+
+    def sizes(self) -> list[int]:
+        return [len(job.entries) for job, _, _ in self.pool.jobs]
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_no_more_chunks_are_under_way_than_the_pool_has_processes(bench: Bench) -> None:
+    bench.dispatcher.take(bench.entries(1000))
+    assert bench.sizes() == [10, 10]
+    assert bench.dispatcher.waiting == 980
+
+
+def test_chunks_grow_to_what_fits_the_time_box(bench: Bench) -> None:
+    bench.dispatcher.take(bench.entries(1000))
+    bench.pool.end(Report(10, 10, 10 * 0.0001))
+    assert bench.sizes() == [10, 200], "a tenth of a millisecond each: as many as a chunk may have"
+    bench.pool.end(Report(10, 10, 10 * 0.050))
+    bench.pool.end(Report(200, 200, 200 * 0.050))
+    assert bench.sizes()[-1] < 5, "50 ms each: hardly more than one"
+
+
+def test_what_waits_is_shared_among_free_processes(bench: Bench) -> None:
+    bench.dispatcher.take(bench.entries(6))
+    assert bench.sizes() == [3, 3]
+
+
+def test_the_highest_priority_goes_first(bench: Bench) -> None:
+    bench.dispatcher.take(bench.entries(20))
+    bench.dispatcher.take(bench.entries(5, start=100) + bench.entries(5, priority=9, start=200))
+    bench.pool.end(Report(10, 10, 10 * 0.005))
+    assert [entry.priority for entry in bench.pool.jobs[-1][0].entries][:5] == [9] * 5
+
+
+def test_what_is_late_is_left_to_the_table_though_the_pool_is_busy(bench: Bench) -> None:
+    bench.dispatcher.take(bench.entries(20))
+    bench.dispatcher.take(bench.entries(5000, start=100))
+    bench.clock.advance(2)
+    bench.dispatcher.take([])
+    assert bench.dispatcher.waiting == 0
+    assert bench.events.counts["entry.late"] == 5000
+    bench.pool.end(Report(10, 10, 0.01))
+    assert bench.pool.jobs[-1][0].drain == "default"
+
+
+def test_a_deep_backlog_is_drained_by_all_processes_and_a_shallow_one_by_one(bench: Bench) -> None:
+    bench.dispatcher.drain("default", [0])
+    assert len(bench.pool.jobs) == 1
+    bench.pool.end(Report(10, 10, 0.001, (), is_full=True))
+    assert [job.drain for job, _, _ in bench.pool.jobs] == ["default", "default"]
+    bench.pool.end(Report(3, 3, 0.001))
+    assert len(bench.pool.jobs) == 1
+    bench.pool.end(Report(0))
+    assert bench.pool.jobs == []
+
+
+def test_fresh_tasks_and_a_backlog_take_turns() -> None:
+    bench = Bench()
+    bench.pool.limit = 1
+    bench.dispatcher.take(bench.entries(100))
+    bench.dispatcher.drain("default", [0])
+    kinds = []
+    for _ in range(4):
+        job = bench.pool.end(Report(10, 10, 0.05, (), is_full=True))
+        kinds.append("old" if job.drain else "fresh")
+    assert kinds == ["fresh", "old", "fresh", "old"]
+
+
+def test_a_drain_that_is_asked_for_while_one_is_under_way_is_done_after_it(bench: Bench) -> None:
+    bench.dispatcher.drain("default", [0])
+    bench.dispatcher.drain("default", [5])
+    bench.pool.end(Report(0))
+    assert [set(job.priorities) for job, _, _ in bench.pool.jobs] == [{0, 5}]
+    bench.pool.end(Report(0))
+    assert bench.pool.jobs == []
+
+
+def test_a_pool_that_raises_costs_no_slot(bench: Bench) -> None:
+    bench.pool.is_broken = True
+    bench.dispatcher.take(bench.entries(2))
+    assert bench.dispatcher.in_flight == {}
+    assert bench.events.counts["chunk.failed"] == 1
+
+
+def test_a_process_that_died_gives_its_slot_back(bench: Bench) -> None:
+    bench.dispatcher.take(bench.entries(2))
+    _, _, lost = bench.pool.jobs.pop()
+    lost(RuntimeError("worker lost"))
+    assert len(bench.dispatcher.in_flight) == 1
+
+
+def test_early_entries_go_back_to_the_wheel(bench: Bench) -> None:
+    bench.dispatcher.take(bench.entries(1))
+    early = Entry(7, 0, bench.clock.now_us() + 1_000_000)
+    bench.pool.end(Report(0, early=(early,)))
+    assert bench.rearmed == [early]
+
+
+def test_a_closed_dispatcher_hands_out_what_waits_and_starts_no_more(bench: Bench) -> None:
+    bench.dispatcher.take(bench.entries(25))
+    assert len(bench.dispatcher.close()) == 5
+    bench.pool.end(Report(10, 10, 0.001))
+    assert len(bench.pool.jobs) == 1
