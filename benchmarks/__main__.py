@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -50,8 +51,12 @@ def main() -> int:
     failures: list[str] = []
     try:
         brokers.check()
-        brokers.clear()
         table.make()
+    except BenchError as error:
+        console.print(str(error), style="red", markup=False)
+        return 2
+    try:
+        brokers.clear()
         facts = {**machine.facts(), "database": table.server_version(), "broker": brokers.describe()}
         report.print_facts(console, facts)
         for name in options.names or CASES:
@@ -61,10 +66,7 @@ def main() -> int:
                     CASES[name](stage)
                 except BenchError as error:
                     failures.append(f"{name}, round {number + 1}: {error}")
-                    console.print(f"[red]{name}: [/red]{error}", highlight=False, markup=True)
-    except BenchError as error:
-        failures.append(str(error))
-        console.print(str(error), style="red", markup=False)
+                    console.print(f"{name}: {error}", style="red", highlight=False, markup=False)
     finally:
         table.drop()
         brokers.clear()
@@ -76,6 +78,7 @@ def main() -> int:
     if failures:
         console.print(f"{len(failures)} failed; the logs are in {folder}", style="red", markup=False)
         return 1
+    shutil.rmtree(folder, ignore_errors=True)
     is_missed = any(figure.is_reached is False for figure in stage.figures)
     return 1 if is_missed and options.strict else 0
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from kombu.exceptions import OperationalError
+
 from benchmarks.ours import app, delays
 from benchmarks.waiting import BenchError
 from benchmarks.where import BARE_QUEUE, NAMESPACE
@@ -15,6 +17,12 @@ _KEYS = (BARE_QUEUE, f"{NAMESPACE}.", "bench_idle", "_kombu.binding", "unacked",
 def check() -> None:
     """A run measures nothing beside strangers, and must not delete what is theirs."""
     with app.connection_for_write() as connection:
+        try:
+            connection.ensure_connection(max_retries=1, interval_start=0)
+        except OperationalError as error:
+            raise BenchError(
+                f"the broker {connection.as_uri()} does not answer ({error}): set DELAYTASKS_BENCH_BROKER_URL"
+            ) from error
         if connection.transport.driver_type != "redis":
             return
         strange = [key for key in _redis_keys(connection) if not _is_ours(key)]

@@ -7,7 +7,9 @@ from typing import Any
 from sqlalchemy import Connection, exists, func, select, text
 
 from benchmarks.ours import delays
+from benchmarks.waiting import BenchError
 from benchmarks.where import TABLE_PREFIX
+from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.states import Status
 from delaytasks.store import migrations
 from delaytasks.store.types import db_now
@@ -18,7 +20,10 @@ _LIVE = _t.c.status.in_([int(Status.NOT_COMPLETE), int(Status.RUNNING)])
 
 
 def make() -> None:
-    drop()
+    try:
+        drop()
+    except StoreUnavailableError as error:
+        raise BenchError(f"{error}: set DELAYTASKS_BENCH_DATABASE_URL") from error
     migrations.upgrade(_database, TABLE_PREFIX)
 
 
