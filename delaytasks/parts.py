@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from datetime import datetime
+from collections.abc import Mapping
 from typing import Any
 
-from delaytasks.core.clock import Clock, wall_ms
+from delaytasks.core.clock import Clock, Measure, wall_ms
 from delaytasks.core.errors import ConfigError, StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.ids import IdMaker
@@ -35,7 +34,7 @@ class Parts:
         arguments: Mapping[str, Any],
         registry: Registry,
         events: Events,
-        measure: Callable[[], datetime],
+        measure: Measure,
     ) -> None:
         self._app = app
         self.settings = load_settings(app.conf, os.environ, **arguments)

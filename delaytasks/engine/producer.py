@@ -80,7 +80,7 @@ class Producer:
             self._registry.demand(tag)
         if (new.delay is None) == (new.when is None):
             raise InvalidScheduleError("give a delay or an instant (when), one of the two")
-        now = self._clock.now()
+        now = self._clock.certain_now()
         if new.when is None:
             delay = check_delay(new.delay, settings.max_delay_s)
             due = now + delay
@@ -198,8 +198,8 @@ class Producer:
         if (delay is None) == (when is None):
             raise InvalidScheduleError("give a delay or an instant (when), one of the two")
         if when is not None:
-            return max(check_instant(when), self._clock.now())
-        return self._clock.now() + check_delay(delay, self._settings.max_delay_s)
+            return max(check_instant(when), self._clock.certain_now())
+        return self._clock.certain_now() + check_delay(delay, self._settings.max_delay_s)
 
 
 def _check_on_conflict(on_conflict: object) -> None:

@@ -168,15 +168,15 @@ class Tasks:
         found = dict(self._read(lambda c: [tuple(row) for row in c.execute(query)], None))
         return {status: found.get(int(status), 0) for status in Status}
 
-    def now(self) -> datetime:
-        """Asked once: whoever wants the time has another way, and asks again soon."""
+    def now(self, insists: bool = False) -> datetime:
+        """Asked once, for who has another way and asks again soon; or as often as any statement is tried."""
 
         def ask() -> datetime:
             with self._db.auto.connect() as connection:
                 instant: datetime = connection.execute(select(db_now())).scalar_one()
                 return instant
 
-        return self._db.run(ask, tries=1)
+        return self._db.run(ask, tries=TRIES if insists else 1)
 
     # -- move -------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from delaytasks.core.ids import COUNTER_BITS, EPOCH_MS, MAX_ID, SHARD_BITS, IdMa
 from delaytasks.core.settings import Settings, load_settings, mask_url
 from delaytasks.core.states import FINISHED, LIVE, MOVES, Status, moves_from
 from delaytasks.core.text import one_line, storable, traceback_text
+from tests.waiting import wait_until
 
 UTC = timezone.utc
 NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
@@ -96,8 +97,10 @@ class FakeTime:
     def __init__(self) -> None:
         self.at = 1000.0
         self.wall = 1_700_000_000.0
+        self.askers: set[int] = set()
 
     def monotonic(self) -> float:
+        self.askers.add(threading.get_ident())
         return self.at
 
     def time_ns(self) -> int:
@@ -112,16 +115,20 @@ class FakeDatabase:
     """Its clock is right, and its answers take a while."""
 
     def __init__(self, host: FakeTime) -> None:
-        self.host, self.asked, self.is_up = host, 0, True
+        self.host, self.asked, self.insisted, self.is_up = host, 0, 0, True
+        self.meanwhile: Callable[[], object] = lambda: None
         self.trips = [0.0]
+        self.ahead_s = 0.0  # how long the host slept
 
-    def now(self) -> datetime:
+    def now(self, insists: bool = False) -> datetime:
         self.asked += 1
+        self.insisted += insists
+        self.meanwhile()
         if not self.is_up:
             raise ConnectionError("down")
         trip = self.trips[self.asked % len(self.trips)]
         self.host.advance(trip / 2)
-        told = NOON + timedelta(seconds=self.host.at - 1000)
+        told = NOON + timedelta(seconds=self.host.at - 1000 + self.ahead_s)
         self.host.advance(trip / 2)
         return told
 
@@ -195,11 +202,122 @@ def test_while_the_database_is_away_the_clock_goes_on_and_asks_again_soon(host: 
     assert database.asked > asked
 
 
+def test_a_failure_that_took_long_is_followed_by_a_rest_too(host: FakeTime) -> None:
+    database = FakeDatabase(host)
+    clock = Clock(database.now, refresh_s=60)
+    clock.now_us()
+    database.is_up, database.meanwhile = False, lambda: host.advance(5)  # a connection that times out
+    host.advance(61)
+    for _ in range(20):
+        clock.now_us()
+    assert database.asked == 3 + 1
+
+
+def test_nobody_waits_while_another_thread_measures(host: FakeTime) -> None:
+    database = FakeDatabase(host)
+    clock = Clock(database.now, refresh_s=60)
+    clock.now_us()
+    host.advance(61)
+    asks, goes_on = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        asks.set()
+        assert goes_on.wait(10)
+
+    database.meanwhile = hang
+    with ThreadPoolExecutor(9) as pool:
+        measuring = pool.submit(clock.now_us)
+        try:
+            assert asks.wait(5)
+            for other in [pool.submit(clock.certain_now) for _ in range(8)]:
+                assert other.result(2) == right(host)
+            assert not measuring.done()
+        finally:
+            goes_on.set()
+    assert database.asked == 6
+
+
+def test_where_nobody_may_wait_only_the_one_who_is_told_to_measures(host: FakeTime) -> None:
+    database = FakeDatabase(host)
+    clock = Clock(database.now, refresh_s=60, refreshes_inline=False)
+    assert clock.now_us() == int(host.wall * 1e6), "until something is known"
+    assert database.asked == 0
+    clock.refresh_if_due()
+    host.advance(61)
+    clock.forget()
+    assert apart(clock, host) < 1e-5
+    assert database.asked == 3
+    clock.refresh_if_due()
+    clock.refresh_if_due()
+    assert database.asked == 6
+    database.is_up = False
+    host.advance(61)
+    clock.refresh_if_due()  # its failure is no failure of the loop that calls it
+    assert apart(clock, host) < 1e-5
+
+
+def test_a_forked_child_measures_for_itself(host: FakeTime) -> None:
+    database = FakeDatabase(host)
+    clock = Clock(database.now, refresh_s=60, refreshes_inline=False)
+    clock.refresh_if_due()
+    clock.after_fork()
+    host.advance(61)
+    clock.now_us()
+    assert database.asked == 6
+
+
+@pytest.mark.parametrize("refreshes_inline", [True, False])
+def test_after_the_host_slept_what_makes_rows_due_is_measured_again(host: FakeTime, refreshes_inline: bool) -> None:
+    database = FakeDatabase(host)
+    clock = Clock(database.now, refreshes_inline=refreshes_inline)
+    assert clock.certain_now() == right(host)
+    host.wall += 8 * 3600  # the monotonic clock stood still, the database's did not
+    database.ahead_s = 8 * 3600
+    assert clock.certain_now() == right(host) + timedelta(hours=8)
+    host.wall += 3600
+    database.ahead_s = 9 * 3600
+    clock.refresh_if_due()
+    assert clock.now() == right(host) + timedelta(hours=9)
+    host.wall += 0.4  # a clock is set right by such steps now and then
+    asked = database.asked
+    clock.certain_now()
+    assert database.asked == asked
+
+
 def test_without_a_database_the_hosts_own_clock_is_used(host: FakeTime) -> None:
-    assert Clock().now() == from_us(int(host.wall * 1e6))
+    assert Clock().now() == Clock().certain_now() == from_us(int(host.wall * 1e6))
     database = FakeDatabase(host)
     database.is_up = False
     assert abs(Clock(database.now).now() - from_us(int(host.wall * 1e6))) < timedelta(milliseconds=1)
+
+
+def test_no_row_is_made_due_by_the_hosts_clock_because_the_database_did_not_answer(host: FakeTime) -> None:
+    database = FakeDatabase(host)
+    clock = Clock(database.now)
+    database.is_up = False
+    assert clock.now_us() == int(host.wall * 1e6)  # no rest for who must know
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            clock.certain_now()
+    assert database.insisted == 2
+    database.is_up = True
+    assert clock.certain_now() == right(host)
+
+
+def test_threads_that_must_know_do_not_fail_one_after_the_other(host: FakeTime) -> None:
+    database = FakeDatabase(host)
+    clock = Clock(database.now)
+
+    def time_out() -> None:
+        wait_until(lambda: len(host.askers) == 8, 5, "all threads to ask")
+        host.advance(5)
+        database.is_up = False
+
+    database.meanwhile = time_out
+    with ThreadPoolExecutor(8) as pool:
+        looks = [pool.submit(clock.certain_now) for _ in range(8)]
+        assert all(isinstance(each.exception(5), ConnectionError) for each in looks)
+    assert database.asked == 1
 
 
 def test_many_threads_measure_once(host: FakeTime) -> None:

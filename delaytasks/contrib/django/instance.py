@@ -8,7 +8,7 @@ from typing import Any
 
 from celery import Celery, _state
 from django.conf import settings
-from django.db import connections
+from django.db import Error, connections
 from django.utils.module_loading import autodiscover_modules, import_string
 from sqlalchemy import select
 
@@ -55,12 +55,16 @@ class DjangoDelays(DelayTasks):
         autodiscover_modules("delays")
         self._import_entry_points()  # Celery's signal for it is being sent already when a worker sets Django up
 
-    def database_now(self) -> datetime:
+    def database_now(self, insists: bool) -> datetime:
         """Asked on Django's connection. One of our own would stay open, and Django's test runner could not drop
         its database then. A worker has connections of its own anyway, and threads in which nobody closes Django's."""
         if self.processes.is_worker:
-            return super().database_now()
-        now: datetime = DjangoExecutor(connections[self.alias]).peek(select(db_now())).scalar_one()
+            return super().database_now(insists)
+        try:
+            now: datetime = DjangoExecutor(connections[self.alias]).peek(select(db_now())).scalar_one()
+        except Error:
+            with DjangoUnit(self.alias).guard():  # which says what that means for the caller's transaction
+                raise
         return now
 
 
