@@ -39,6 +39,7 @@ class Settings:
     default_queue: str = _setting("default", "queue of tasks whose processor names none")
     strict_tags: bool = _setting(False, "refuse to schedule tags that this process has no processor for")
     max_delay_s: float = _setting(10 * 366 * 86400.0, "longest delay")
+    event_bodies: bool = _setting(True, "Flower and other monitors see bodies, as they see Celery's arguments")
     max_body_bytes: int = _setting(256 * 1024, "longest body, as JSON")
     max_error_bytes: int = _setting(64 * 1024, "longest error text kept")
 

@@ -19,7 +19,7 @@ from delaytasks.worker.dispatcher import Dispatcher
 from delaytasks.worker.givenup import GivenUp
 from delaytasks.worker.leases import LeaseKeeper
 from delaytasks.worker.loop import Loop
-from delaytasks.worker.rowevents import RowEvents, wants_row_events
+from delaytasks.worker.rowevents import wants_row_events
 from delaytasks.worker.sweeping import Sweeping
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Desk:
             self._calls.start()
         self.wheel.start()
         delays = self.delays
-        rows = RowEvents(delays.celery, self._worker.hostname, delays.settings.publish_limit_s)
+        rows = delays.processes.row_events()
         delays.events.subscribe(GivenUp(delays, rows, self._sends_events))
         self._watch.start()
         self._sweeping.start()

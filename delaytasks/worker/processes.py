@@ -48,11 +48,15 @@ class Processes:
             self._runner.watcher = self._rows if sends_events else None
             return self._runner
 
+    def row_events(self) -> RowEvents:
+        settings = self._delays.settings
+        return RowEvents(self._delays.celery, self.hostname, settings.publish_limit_s, settings.event_bodies)
+
     def _make_runner(self) -> Runner:
         delays = self._delays
         claims = delays.store.claims(self.name(os.getpid()), own_address(delays.store.database.url.host))
         surroundings = Surroundings(delays.celery, self.hostname, delays.around)
-        self._rows = RowEvents(delays.celery, self.hostname, delays.settings.publish_limit_s)
+        self._rows = self.row_events()
         return Runner(
             delays.settings, claims, delays.clock, delays.registry, delays.inline_timer, delays.events, surroundings
         )

@@ -31,6 +31,7 @@ LONGEST_TRACEBACK = 16 * 1024
 MOST_EVENTS = 300
 #: After a failure nothing is sent, and nothing kept, for this long: tasks must not wait for a broker that is away.
 REST_S = 5.0
+HIDDEN = "(hidden: delaytasks_event_bodies)"
 LAPSED = "the worker's process died, or lost its lease, while this attempt ran"
 
 
@@ -45,9 +46,10 @@ def wants_row_events(consumer: Any) -> bool:
 class RowEvents:
     """A runner's `Watcher`. The events of a chunk travel together; a broker that is away harms nobody."""
 
-    def __init__(self, app: Any, hostname: str, limit_s: float) -> None:
+    def __init__(self, app: Any, hostname: str, limit_s: float, shows_bodies: bool = True) -> None:
         self._app = app
         self._limit_s = limit_s
+        self._shows_bodies = shows_bodies
         self._who = {"hostname": hostname, "pid": os.getpid()}
         self._pending: deque[dict[str, Any]] = deque()
         self._sending = threading.Lock()
@@ -78,7 +80,7 @@ class RowEvents:
     def gave_up(self, task: DelayTask) -> None:
         """The row failed without a process that could tell."""
         failed = task.update_time or task.expected_time
-        self._add("task-failed", task, failed, **_about(task), **_error(task.error or LAPSED))
+        self._add("task-failed", task, failed, **self._about(task), **_error(task.error or LAPSED))
 
     def flush(self) -> None:
         """Sends what has gathered. A thread that finds another one at it leaves its events to that one."""
@@ -93,7 +95,7 @@ class RowEvents:
     def _received(self, task: DelayTask, claimed: datetime) -> None:
         if task.lapses and task.attempts > 1:
             before = replace(task, attempts=task.attempts - 1)
-            self._add("task-failed", before, claimed, **_about(before), **_error(LAPSED))
+            self._add("task-failed", before, claimed, **self._about(before), **_error(LAPSED))
         if task.version != 2 * task.attempts - 1:
             # More than claims and lapses happened to this row, and an operator's retry counts its attempts anew. Only
             # a retry takes a task out of the final state in which monitors keep it; `retried` itself is not shown.
@@ -107,13 +109,21 @@ class RowEvents:
             routing_key=task.queue,
             root_id=f"{task.id}-1",
             parent_id=f"{task.id}-{task.attempts - 1}" if task.attempts > 1 else None,
-            **_about(task),
+            **self._about(task),
         )
 
     def _add(self, kind: str, task: DelayTask, at: datetime, **fields: Any) -> None:
         # The name is in each of them: a monitor that came after the first one shows, and counts, the tag as well.
         event = {"type": kind, "uuid": f"{task.id}-{task.attempts}", "name": task.tag, "timestamp": at.timestamp()}
         self._pending.append({**event, **self._who, **fields})
+
+    def _about(self, task: DelayTask) -> dict[str, str]:
+        key = "" if task.key is None else f", 'key': {task.key!r}"
+        body = task.body_json if self._shows_bodies else HIDDEN
+        return {
+            "args": body if len(body) <= LONGEST_REPR else body[:LONGEST_REPR] + "…",
+            "kwargs": f"{{'id': '{task.id}', 'attempt': {task.attempts}{key}}}",
+        }
 
     # -- sending ----------------------------------------------------------------------------------
 
@@ -164,15 +174,6 @@ class RowEvents:
                 connection.release()
             except Exception:
                 pass  # it is broken: that is why it is closed
-
-
-def _about(task: DelayTask) -> dict[str, str]:
-    key = "" if task.key is None else f", 'key': {task.key!r}"
-    body = task.body_json
-    return {
-        "args": body if len(body) <= LONGEST_REPR else body[:LONGEST_REPR] + "…",
-        "kwargs": f"{{'id': '{task.id}', 'attempt': {task.attempts}{key}}}",
-    }
 
 
 def _error(exception: str, traceback: str = "") -> dict[str, str | None]:

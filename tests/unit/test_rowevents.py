@@ -240,3 +240,15 @@ def test_row_events_follow_the_workers_own_switch(enabled: bool, groups: set[str
 @pytest.mark.parametrize("consumer", [None, SimpleNamespace(event_dispatcher=None)])
 def test_there_are_no_row_events_while_the_worker_is_not_connected(consumer: Any) -> None:
     assert wants_row_events(consumer) is False
+
+
+def test_bodies_are_shown_unless_they_shall_not_be(rows: RowEvents, heard: Heard) -> None:
+    rows.started(ROW, NOON, NOON)
+    rows.flush()
+    assert heard.task().args == ROW.body_json
+    quiet = RowEvents(rows._app, "w@test", 0.5, shows_bodies=False)
+    silent = Heard(quiet)
+    quiet.started(ROW, NOON, NOON)
+    quiet.flush()
+    assert ROW.body_json not in json.dumps(silent.messages)
+    assert "event_bodies" in silent.task().args
