@@ -14,27 +14,31 @@ from sqlalchemy import URL, Connection, Engine, Select, exc, make_url
 
 from delaytasks.core.errors import (
     ConfigError,
-    DelayTaskError,
-    OutcomeUnknownError,
-    StoreError,
+    DuplicateTaskError,
     StoreUnavailableError,
+    TaskStateError,
 )
 from delaytasks.core.forks import reset_in_child
 from delaytasks.store.engines import make_engine
+from delaytasks.store.failures import (
+    TRIES,
+    first_cause,
+    forget_details,
+    is_conflict,
+    is_disconnect,
+    translate,
+    unknown_outcome,
+)
 
 T = TypeVar("T")
-TRIES = 5
 #: No further try after this time: a caller waits for an answer.
 RETRY_FOR_S = 5.0
-
-#: What databases answer when a transaction should simply be tried again.
-_RETRY_PG = {"40001", "40P01", "55P03"}  # serialization failure, deadlock, lock not available
-_RETRY_MYSQL = {1205, 1213}  # lock wait timeout, deadlock
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a database can do; the store asks these, never for a database's name."""
+    """What a database can do. Nobody outside the store asks for a database's name; inside it only those do who write
+    or read what each database says in a way of its own: types, JSON lists, INSERT or skip, the catalogue."""
 
     #: One UPDATE can pick, lock, change and return rows.
     update_returning: bool
@@ -160,12 +164,18 @@ class Database:
         for attempt in range(1, tries + 1):
             try:
                 return work()
-            except exc.DBAPIError as error:
+            except TaskStateError as refusal:
+                if not is_sent or unknown_id is None or isinstance(refusal, DuplicateTaskError):
+                    raise
+                # This try may have met what an earlier one did, whose answer was lost.
+                raise unknown_outcome(str(refusal), unknown_id) from refusal
+            except exc.DBAPIError as raised:
+                error = first_cause(raised)
                 # An earlier try may have been done, whatever the last one says.
                 is_sent = is_sent or error.connection_invalidated
                 is_over = attempt == tries or time.monotonic() - began > RETRY_FOR_S
                 if is_over or not (is_conflict(error) or is_disconnect(error)):
-                    _forget_details(error)
+                    forget_details(error)
                     raise translate(error, unknown_id if is_sent else None) from error
                 time.sleep(random.uniform(0.01, 0.05) * 2**attempt)
             except exc.TimeoutError as error:
@@ -181,55 +191,3 @@ class Database:
                 engine = make_engine(self.url, self._pool_size, isolation_level)
                 setattr(self, attribute, engine)
             return engine
-
-
-def is_disconnect(error: exc.DBAPIError) -> bool:
-    return error.connection_invalidated or (
-        isinstance(error, (exc.OperationalError, exc.InterfaceError))
-        and _sqlstate(error) in (None, "57P03", "53300")
-        and not is_conflict(error)
-        and "sqlite3" not in type(error.orig).__module__
-        and not _mysql_says(error)
-    )
-
-
-def _mysql_says(error: exc.DBAPIError) -> bool:
-    """A MySQL server answered, so the connection works; client-side trouble has numbers from 2000 on."""
-    code = error.orig.args[0] if error.orig is not None and error.orig.args else None
-    return isinstance(code, int) and not 2000 <= code < 3000
-
-
-def is_conflict(error: exc.DBAPIError) -> bool:
-    if _sqlstate(error) in _RETRY_PG:
-        return True
-    code = error.orig.args[0] if error.orig is not None and error.orig.args else None
-    return code in _RETRY_MYSQL or (isinstance(code, str) and "database is locked" in code)
-
-
-def _sqlstate(error: exc.DBAPIError) -> str | None:
-    return getattr(error.orig, "pgcode", None)
-
-
-def _forget_details(error: exc.DBAPIError) -> None:
-    """Only the first line of a driver's message stays: what follows may show the row, and that may be secret."""
-    for said in (error, error.orig):
-        if said is not None and said.args and isinstance(said.args[0], str):
-            said.args = (said.args[0].strip().partition("\n")[0], *said.args[1:])
-
-
-def translate(error: exc.DBAPIError, unknown_id: int | None = None) -> DelayTaskError:
-    """The typed error for a driver's error. Its own text says no values: those may be secrets."""
-    reason = (str(error.orig).strip().splitlines() or [type(error.orig).__name__])[0]
-    if unknown_id is not None:
-        return OutcomeUnknownError(
-            f"the connection broke before the answer ({reason}), so it may be done or not: look at task {unknown_id}; "
-            f"scheduling again with id={unknown_id} is safe",
-            unknown_id,
-        )
-    if is_disconnect(error):
-        return StoreUnavailableError(f"the database can not be reached: {reason}")
-    if is_conflict(error):
-        return StoreUnavailableError(f"the database stayed busy for {TRIES} tries: {reason}")
-    if "no such table" in reason or "does not exist" in reason or "doesn't exist" in reason:
-        return StoreError(f"the tables are missing or old ({reason}); run: delaytasks db upgrade")
-    return StoreError(f"the database refused: {reason}")

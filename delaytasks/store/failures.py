@@ -1,0 +1,125 @@
+"""What a driver's error means: try again, nobody can work now, nobody knows, or refused."""
+
+from __future__ import annotations
+
+from sqlalchemy import exc
+
+from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError, StoreError, StoreUnavailableError
+
+TRIES = 5
+
+#: What databases answer when a transaction should simply be tried again.
+_RETRY_PG = {"40001", "40P01", "55P03"}  # serialization failure, deadlock, lock not available
+_RETRY_MYSQL = {1205, 1213}  # lock wait timeout, deadlock
+
+#: A server that answers and can not work for now: out of memory, disk or connections, shutting down, failed over.
+_UNABLE_PG = ("53", "57", "58", "25006")
+_UNABLE_MYSQL = {1021, 1040, 1053, 1114, 1290, 1317, 1792, 1836}
+_UNABLE_SQLITE = ("disk is full", "disk I/O error", "readonly database")
+
+#: MySQL's errors of values that its driver does not call so; they quote them.
+_VALUES_MYSQL = {1062, 1264, 1292, 1366, 1406, 3140, 4025}
+
+
+def first_cause(error: exc.DBAPIError) -> exc.DBAPIError:
+    """A full disk and a deadlock end the whole transaction: that its savepoint is gone then says nothing."""
+    before: BaseException | None = error
+    while before is not None and "savepoint" in str(getattr(before, "orig", before)).lower():
+        before = before.__context__
+    return before if isinstance(before, exc.DBAPIError) else error
+
+
+def is_disconnect(error: exc.DBAPIError) -> bool:
+    return error.connection_invalidated or (
+        isinstance(error, (exc.OperationalError, exc.InterfaceError))
+        and _sqlstate(error) in (None, "57P03", "53300")
+        and not is_conflict(error)
+        and not _is_sqlite(error)
+        and not _mysql_says(error)
+    )
+
+
+def is_conflict(error: exc.DBAPIError) -> bool:
+    if _sqlstate(error) in _RETRY_PG:
+        return True
+    code = _first(error)
+    return code in _RETRY_MYSQL or (isinstance(code, str) and "database is locked" in code)
+
+
+def is_unable(error: exc.DBAPIError) -> bool:
+    """The server works for nobody now, so the same statement may well succeed later."""
+    if (_sqlstate(error) or "").startswith(_UNABLE_PG):
+        return True
+    code = _first(error)
+    if isinstance(code, str):
+        return _is_sqlite(error) and any(words in code for words in _UNABLE_SQLITE)
+    return code in _UNABLE_MYSQL
+
+
+def _is_about_values(error: exc.DBAPIError) -> bool:
+    return isinstance(error, (exc.IntegrityError, exc.DataError)) or _first(error) in _VALUES_MYSQL
+
+
+def _is_sqlite(error: exc.DBAPIError) -> bool:
+    return "sqlite3" in type(error.orig).__module__
+
+
+def _mysql_says(error: exc.DBAPIError) -> bool:
+    """A MySQL server answered, so the connection works; client-side trouble has numbers from 2000 on."""
+    code = _first(error)
+    return isinstance(code, int) and not 2000 <= code < 3000
+
+
+def _first(error: exc.DBAPIError) -> object:
+    return error.orig.args[0] if error.orig is not None and error.orig.args else None
+
+
+def _sqlstate(error: exc.DBAPIError) -> str | None:
+    return getattr(error.orig, "pgcode", None)
+
+
+def _reason(error: exc.DBAPIError) -> str:
+    """The first line of what the driver says: what follows may show the row. Where the values are to blame that line
+    may quote them, so only the error's kind and number are told."""
+    if _is_about_values(error):
+        code, first = _sqlstate(error) or getattr(error.orig, "sqlite_errorname", None), _first(error)
+        number = code or (first if isinstance(first, int) else "")
+        return f"a value can not be stored, {type(error.orig).__name__} {number}".rstrip()
+    return (str(error.orig).strip().splitlines() or [type(error.orig).__name__])[0]
+
+
+def forget_details(error: exc.DBAPIError) -> None:
+    """The error itself stays as the cause of ours, and is logged with it: it must not show more than `_reason`."""
+    if _is_about_values(error):
+        reason, number = _reason(error), _first(error)
+        if error.orig is not None:
+            error.orig.args = (number, reason) if isinstance(number, int) else (reason,)
+        error.args = (reason,)
+        return
+    for said in (error, error.orig):
+        if said is not None and said.args and isinstance(said.args[0], str):
+            said.args = (said.args[0].strip().partition("\n")[0], *said.args[1:])
+
+
+def unknown_outcome(reason: str, id: int) -> OutcomeUnknownError:
+    return OutcomeUnknownError(
+        f"the connection broke before the answer ({reason}), so it may be done or not: look at task {id}; "
+        f"scheduling again with id={id} is safe",
+        id,
+    )
+
+
+def translate(error: exc.DBAPIError, unknown_id: int | None = None) -> DelayTaskError:
+    """The typed error for a driver's error. Its own text says no values: those may be secrets."""
+    reason = _reason(error)
+    if unknown_id is not None:
+        return unknown_outcome(reason, unknown_id)
+    if is_disconnect(error):
+        return StoreUnavailableError(f"the database can not be reached: {reason}")
+    if is_conflict(error):
+        return StoreUnavailableError(f"the database stayed busy for {TRIES} tries: {reason}")
+    if is_unable(error):
+        return StoreUnavailableError(f"the database can not work now: {reason}")
+    if "no such table" in reason or "does not exist" in reason or "doesn't exist" in reason:
+        return StoreError(f"the tables are missing or old ({reason}); run: delaytasks db upgrade")
+    return StoreError(f"the database refused: {reason}")

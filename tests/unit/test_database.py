@@ -1,0 +1,196 @@
+"""What the store makes of a driver's errors, and how it tries again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import event, exc, make_url
+
+from delaytasks.core.errors import (
+    DuplicateTaskError,
+    InvalidStatusError,
+    OutcomeUnknownError,
+    StaleVersionError,
+    StoreError,
+    StoreUnavailableError,
+    TaskStateError,
+)
+from delaytasks.core.ports import Settlement
+from delaytasks.core.task import DelayTask
+from delaytasks.store import engines
+from delaytasks.store.database import Database
+from delaytasks.store.failures import TRIES, translate
+from delaytasks.store.store import Store
+from tests.conftest import open_store
+
+SECRET = "s3cr3t-canary"
+
+
+class DriverError(Exception):
+    """As a driver raises it."""
+
+
+def error(*args: Any, state: str | None = None, kind: type[exc.DBAPIError] = exc.OperationalError) -> exc.DBAPIError:
+    made = type("DriverError", (DriverError,), {"pgcode": state})(*args)
+    return kind("UPDATE", None, made)
+
+
+def sqlite_error(text: str, kind: type[exc.DBAPIError] = exc.OperationalError) -> exc.DBAPIError:
+    return kind("UPDATE", None, type("OperationalError", (Exception,), {"__module__": "sqlite3"})(text))
+
+
+# -- servers that can not work --------------------------------------------------------------------
+
+UNABLE = [
+    *(error("no", state=state) for state in ("53100", "53200", "57014", "57P01", "57P02", "58030", "25006")),
+    *(error(code, "no") for code in (1021, 1040, 1053, 1114, 1290, 1317, 1792, 1836)),
+    *map(sqlite_error, ("database or disk is full", "disk I/O error", "attempt to write a readonly database")),
+]
+
+
+@pytest.mark.parametrize(
+    "failure",
+    UNABLE,
+    ids=lambda failure: (
+        str(failure.orig.pgcode or failure.orig.args[0]) if hasattr(failure.orig, "pgcode") else str(failure.orig)
+    ),
+)
+def test_a_server_that_answers_and_can_not_work_is_unavailable(failure: exc.DBAPIError) -> None:
+    assert isinstance(translate(failure), StoreUnavailableError)
+    with pytest.raises(StoreUnavailableError, match="can not work now"):
+        Database("sqlite://").run(raising(failure))
+
+
+def test_what_is_wrong_with_the_statement_is_refused() -> None:
+    for failure in (error("syntax", state="42601"), error(1064, "syntax"), sqlite_error("near x: syntax error")):
+        made = translate(failure)
+        assert isinstance(made, StoreError)
+        assert not isinstance(made, StoreUnavailableError)
+
+
+def raising(*failures: Exception) -> Callable[[], Any]:
+    """Raises these one after the other, and the last one again and again."""
+    left = list(failures)
+
+    def work() -> Any:
+        raise left.pop(0) if len(left) > 1 else left[0]
+
+    return work
+
+
+@pytest.fixture
+def tight(tmp_path: Path) -> Iterator[tuple[Store, list[int]]]:
+    """A store whose database may have so many pages."""
+    pages = [100_000]
+    store = open_store(f"sqlite:///{tmp_path / 'tight.sqlite3'}")
+    for engine in (store.database.auto, store.database.tx):
+        event.listen(engine, "checkout", lambda c, *_: c.execute(f"PRAGMA max_page_count = {pages[0]}"))
+    yield store, pages
+    store.close()
+
+
+def test_a_full_disk_leaves_nothing_half_done_and_passes(tight: tuple[Store, list[int]]) -> None:
+    store, pages = tight
+    now = store.tasks.now()
+    tasks = [DelayTask(id, "mail", '"' + "x" * 100_000 + '"', now, create_time=now) for id in range(1, 11)]
+    keyed = DelayTask(50, "mail", '"' + "x" * 400_000 + '"', now, key="k", create_time=now)
+    store.tasks.insert(tasks[0])
+    claims = store.claims("w", None)
+    [claimed] = claims.claim_due("default", [0], 1)
+    pages[0] = 1  # no more than there are
+    with pytest.raises(StoreUnavailableError, match="full"):
+        store.tasks.insert_many(tasks[1:])
+    with pytest.raises(StoreUnavailableError, match="full"):
+        store.tasks.insert_keyed(keyed, "reject")
+    with pytest.raises(StoreUnavailableError, match="full"):
+        claims.settle([Settlement(claimed, "fail", error="x" * 400_000)])
+    assert sum(store.tasks.counts().values()) == 1
+    assert store.tasks.id_of_key("mail", "k") is None
+    pages[0] = 100_000
+    assert claims.settle([Settlement(claimed, "fail", error="x" * 400_000)]) == {1}
+    assert store.tasks.insert_many(tasks[1:])
+
+
+def test_a_deadlock_that_took_the_savepoint_with_it_is_tried_again() -> None:
+    tries: list[int] = []
+
+    def work() -> int:
+        tries.append(1)
+        if len(tries) > 1:
+            return 7
+        try:
+            raise error(1213, "Deadlock found")
+        except exc.DBAPIError:
+            raise error(1305, "SAVEPOINT sa_savepoint_1 does not exist")  # noqa: B904
+
+    assert Database("sqlite://").run(work) == 7
+
+
+# -- outcomes that nobody knows -------------------------------------------------------------------
+
+
+def lost() -> exc.DBAPIError:
+    failure = error("the connection broke")
+    failure.connection_invalidated = True
+    return failure
+
+
+@pytest.mark.parametrize("met", [StaleVersionError("version 1, not 0"), InvalidStatusError("it waits")])
+def test_a_retry_that_meets_its_own_first_try_says_that_the_outcome_is_unknown(met: TaskStateError) -> None:
+    with pytest.raises(OutcomeUnknownError, match=f"{met}.*look at task 7") as caught:
+        Database("sqlite://").run(raising(lost(), met), 7)
+    assert caught.value.id == 7
+    assert caught.value.__cause__ is met
+
+
+def test_a_refusal_that_no_lost_answer_precedes_is_what_it_is() -> None:
+    met = StaleVersionError("version 1, not 0")
+    for failures in ((met,), (error("deadlock", state="40P01"), met)):
+        with pytest.raises(StaleVersionError):
+            Database("sqlite://").run(raising(*failures), 7)
+    with pytest.raises(DuplicateTaskError):
+        Database("sqlite://").run(raising(lost(), DuplicateTaskError("there is one")), 7)
+
+
+# -- connections ----------------------------------------------------------------------------------
+
+
+def test_options_of_the_postgresql_url_are_kept_and_win() -> None:
+    given = make_url("postgresql://h/d?options=-c%20lock_timeout%3D1s")
+    assert engines._postgresql_options(given).endswith(" -c lock_timeout=1s")
+    assert engines._postgresql_options(make_url("postgresql://h/d")).startswith("-c lock_timeout=5s -c default_tr")
+
+
+def test_a_statement_is_not_tried_again_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[int] = []
+    monkeypatch.setattr(time, "sleep", tries.append)
+    with pytest.raises(StoreUnavailableError, match="stayed busy"):
+        Database("sqlite://").run(raising(error(1205, "lock wait timeout")))
+    assert len(tries) == TRIES - 1
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+QUOTING = [
+    error(1062, f"Duplicate entry '{SECRET}' for key 'PRIMARY'", kind=exc.IntegrityError),
+    error(1366, f"Incorrect string value: '{SECRET}' for column", kind=exc.DataError),
+    error(1292, f"Truncated incorrect DOUBLE value: '{SECRET}'"),
+    error(f'invalid input syntax for type integer: "{SECRET}"', state="22P02", kind=exc.DataError),
+]
+
+
+@pytest.mark.parametrize("number", range(len(QUOTING)))
+def test_an_error_names_its_number_and_no_values(number: int) -> None:
+    failure = QUOTING[number]
+    code = failure.orig.pgcode or failure.orig.args[0]  # type: ignore[union-attr]
+    with pytest.raises(StoreError, match=str(code)) as caught:
+        Database("sqlite://").run(raising(failure))
+    said: BaseException | None = caught.value
+    while said is not None:
+        assert SECRET not in f"{said!s} {said!r}"
+        said = said.__cause__ or said.__context__
+    assert SECRET not in f"{failure.orig!s} {failure.orig!r}"
