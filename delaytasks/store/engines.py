@@ -13,6 +13,9 @@ from delaytasks.core.errors import ConfigError
 
 #: A server that vanished without a goodbye is given up after 25 seconds, not after the two hours of TCP.
 _KEEPALIVES = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 25_000}
+_TCP_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
+#: A row that some caller's open transaction has locked is waited for no longer; what waited is tried again.
+LOCK_TIMEOUT_S = 5
 _RESTED = "delaytasks.rested"
 
 
@@ -30,7 +33,12 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
             event.listen(engine, "begin", _sqlite_begin_immediate)
         return engine
     if backend == "postgresql":
-        options["connect_args"] = {"connect_timeout": 5, "application_name": "delaytasks", **_KEEPALIVES}
+        options["connect_args"] = {
+            "connect_timeout": 5,
+            "application_name": "delaytasks",
+            "options": _postgresql_options(url),
+            **_KEEPALIVES,
+        }
     else:
         options["connect_args"] = {"connect_timeout": 5, "read_timeout": 5, "charset": "utf8mb4"}
     if autocommit:
@@ -49,6 +57,13 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
         raise ConfigError(f"SQLAlchemy has no driver {url.drivername!r}; leave it out of the URL") from None
     except ModuleNotFoundError as error:
         raise ConfigError(f"no driver {error.name!r} for {url.drivername}: pip install 'delaytasks[mysql]'") from error
+
+
+def _postgresql_options(url: URL) -> str:
+    """What the URL asks for comes last, so that it wins."""
+    ours = rf"-c lock_timeout={LOCK_TIMEOUT_S}s -c default_transaction_isolation=read\ committed"
+    given = url.query.get("options", "")
+    return " ".join([ours, *([given] if isinstance(given, str) else given)]).strip()
 
 
 def _sqlite_connect(connection: Any, _record: Any) -> None:
@@ -93,9 +108,14 @@ def _has_something_to_say(connection: Any) -> bool:
 def _mysql_connect(connection: Any, _record: Any) -> None:
     # The driver's time limit is for connecting, which would wait for ever; a statement may take its time.
     connection._read_timeout = None
-    for option, seconds in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, option) and connection._sock.family != getattr(socket, "AF_UNIX", None):
-            connection._sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
+    if connection._sock.family != getattr(socket, "AF_UNIX", None):
+        for option, value in _TCP_OPTIONS.items():
+            if hasattr(socket, option):
+                connection._sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    with connection.cursor() as cursor:
+        # For statements that stand alone too: else they lock gaps in the indexes that those who schedule insert into.
+        cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
+        cursor.execute(f"SET SESSION innodb_lock_wait_timeout = {LOCK_TIMEOUT_S}")
 
 
 def _sqlite_begin_immediate(connection: Connection) -> None:

@@ -26,10 +26,21 @@ class Leases:
 
     def renew(self, workers: Sequence[str], since: datetime) -> int:
         """Begins the leases anew of what these processes claimed since then. What they claimed before and still
-        hold was lost on the way: nobody runs it, so its lease must end."""
-        held = and_(self._held(workers), self._t.c.update_time >= since)
-        statement = update(self._t).where(held).values(lease_until=db_now_plus(self._lease_s))
-        return self._db.alone(lambda c: c.execute(statement).rowcount)
+        hold was lost on the way: nobody runs it, so its lease must end. Returns how many were renewed."""
+        t, held = self._t, and_(self._held(workers), self._t.c.update_time >= since)
+        # A row that some caller's open transaction has locked is passed over: its neighbours must not wait with it.
+        # `+ 0` keeps planners from walking the whole primary key.
+        pick = select(t.c.id).where(held).order_by(t.c.id + 0).with_for_update(skip_locked=True)
+
+        def work() -> int:
+            with self._db.begin() as connection:
+                ids = connection.execute(pick).scalars().all()
+                if ids:
+                    renewed = update(t).where(t.c.id.in_(ids)).values(lease_until=db_now_plus(self._lease_s))
+                    connection.execute(renewed)
+                return len(ids)
+
+        return self._db.run(work)
 
     def release(self, workers: Sequence[str], max_lapses: int) -> int:
         """These processes are dead: what they held lapses at once, instead of when the lease ends."""

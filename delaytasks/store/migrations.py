@@ -104,6 +104,7 @@ def exclusively(connection: Connection, prefix: str, schema: str | None) -> Iter
     """Our turn on this database, with short waits for locks; used by alembic/env.py."""
     dialect, name = connection.dialect.name, f"{schema or ''}.{version_table(prefix)}"
     if dialect == "postgresql":
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_TURN_S}s'")
         connection.execute(select(func.pg_advisory_xact_lock(func.hashtext(name))))
         connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S}s'")
         if schema and schema not in inspect(connection).get_schema_names():

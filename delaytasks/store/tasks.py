@@ -8,24 +8,22 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, bindparam, case, exc, func, select, update
+from sqlalchemy import Connection, case, exc, func, select, update
 
 from delaytasks.core.errors import (
-    CancelTooLateError,
     DuplicateTaskError,
-    InvalidStatusError,
-    StaleVersionError,
     StoreUnavailableError,
     TaskNotFoundError,
 )
 from delaytasks.core.ports import Executor, OnConflict
 from delaytasks.core.states import MOVES, Status
 from delaytasks.core.task import DelayTask, Page
-from delaytasks.core.text import shown
 from delaytasks.store import pages
-from delaytasks.store.database import TRIES, Database
+from delaytasks.store.database import Database
+from delaytasks.store.failures import TRIES
 from delaytasks.store.inserts import Insert, insert_bulk, is_duplicate
 from delaytasks.store.keys import Keys
+from delaytasks.store.moves import Moves
 from delaytasks.store.rows import columns, task_of, values_of
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now
@@ -40,7 +38,8 @@ class Tasks:
         self._keys = Keys(database, schema)
         self._columns = columns(schema)
         self._insert = Insert(database, t)
-        self._get = select(*self._columns).where(t.c.id == bindparam("task_id"))
+        self._moves = Moves(schema, self._keys)
+        self._get = self._moves.get
 
     # -- schedule ---------------------------------------------------------------------------------
 
@@ -94,7 +93,7 @@ class Tasks:
                 break  # else its task has just ended
         else:
             raise StoreUnavailableError(f"key {task.key!r} of tag {task.tag!r} changed hands {TRIES} times; try again")
-        holder = self._locked(on, holder_id)
+        holder = self._moves.locked(on, holder_id)
         if holder is None or holder.is_finished:
             return self._take_over_key(on, task)  # what had the key was purged, or finished by another program
         if holder.id == task.id:
@@ -111,7 +110,7 @@ class Tasks:
             return self._take_over_key(on, task)  # it runs: it may finish, the new one is the key's from now on
         values = {**values_of(task), "id": holder.id}
         values.pop("create_time")
-        self._move(on, "replace", holder, {**values, "attempts": 0, "lapses": 0, "error_stack": None})
+        self._moves.make(on, "replace", holder, {**values, "attempts": 0, "lapses": 0, "error_stack": None})
         return replace(task, id=holder.id, version=holder.version + 1, create_time=holder.create_time), True
 
     def _take_over_key(self, on: Any, task: DelayTask) -> tuple[DelayTask, bool]:
@@ -182,28 +181,33 @@ class Tasks:
 
     def cancel(self, id: int, version: int | None = None, on: Executor | None = None) -> DelayTask | None:
         """The task as it was left, or None if it was cancelled already."""
+        tried: list[DelayTask] = []
 
         def work(connection: Any) -> DelayTask | None:
-            task = self._found(connection, id, version, with_key=True)
+            if tried:  # by an earlier try of this call, whose answer was lost
+                left = self.get(id, connection)
+                if left is not None and (left.status, left.version) == (tried[-1].status, tried[-1].version):
+                    return left
+            task = self._moves.take(connection, "cancel", id, version)
             if task.status is Status.CANCELLED:
                 return None
-            if task.status is Status.RUNNING:
-                raise CancelTooLateError(f"task {id} ({task.tag}) runs since {task.execution_time}", id)
-            moved = self._move(connection, "cancel", task, {})
+            tried.append(self._moves.make(connection, "cancel", task, {}))
             self._keys.release(connection, task)
-            return moved
+            return tried[-1]
 
         return self._in_transaction(work, on, id)
 
     def reschedule(self, id: int, due: datetime, version: int | None = None, on: Executor | None = None) -> DelayTask:
-        return self._in_transaction(
-            lambda c: self._move(c, "reschedule", self._found(c, id, version), {"expected_time": due}), on, id
-        )
+        def work(connection: Any) -> DelayTask:
+            task = self._moves.take(connection, "reschedule", id, version)
+            return self._moves.make(connection, "reschedule", task, {"expected_time": due})
+
+        return self._in_transaction(work, on, id)
 
     def retry(self, id: int, due: datetime, version: int | None = None, on: Executor | None = None) -> DelayTask:
         def work(connection: Any) -> DelayTask:
-            task = self._found(connection, id, version, with_key=True)
-            moved = self._move(connection, "retry", task, {"expected_time": due, "attempts": 0, "lapses": 0})
+            task = self._moves.take(connection, "retry", id, version)
+            moved = self._moves.make(connection, "retry", task, {"expected_time": due, "attempts": 0, "lapses": 0})
             if task.key is not None and not self._keys.take(connection, task):
                 holder = self._keys.lock(connection, task)
                 if holder != task.id:
@@ -230,40 +234,6 @@ class Tasks:
             return False
 
         return work(on) if on is not None else self._db.alone(work)
-
-    def _move(self, on: Any, name: str, task: DelayTask, values: dict[str, Any]) -> DelayTask:
-        """One move by an operator, fenced by the version that was read."""
-        move, t = MOVES[name], self._t
-        if task.status not in move.sources:
-            allowed = ", ".join(sorted(s.name for s in move.sources))
-            fact = f"task {task.id} ({task.tag}) is {task.status.name}"
-            raise InvalidStatusError(f"{name}: {fact}, not {allowed}", task.id)
-        values = {**values, "status": int(move.target), "version": task.version + 1, "update_time": db_now()}
-        result = on.execute(update(t).where(t.c.id == task.id, t.c.version == task.version).values(**values))
-        if not result.rowcount:
-            raise StaleVersionError(f"{name}: task {task.id} moved on from version {task.version} meanwhile", task.id)
-        return replace(
-            task,
-            status=move.target,
-            version=task.version + 1,
-            expected_time=values.get("expected_time", task.expected_time),
-        )
-
-    def _found(self, on: Any, id: int, version: int | None, with_key: bool = False) -> DelayTask:
-        if with_key:
-            row = on.execute(self._get, {"task_id": id}).first()
-            if row is not None and row.task_key is not None:
-                self._keys.lock(on, task_of(row))
-        task = self._locked(on, id)
-        if task is None:
-            raise TaskNotFoundError(f"there is no task {id}", id)
-        if version is not None and task.version != version:
-            raise StaleVersionError(f"task {id} has version {task.version}, not {shown(version)}; read it again", id)
-        return task
-
-    def _locked(self, on: Any, id: int) -> DelayTask | None:
-        row = on.execute(self._get.with_for_update(), {"task_id": id}).first()
-        return None if row is None else task_of(row)
 
     # -- connections ------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import event, insert, text, update
+from sqlalchemy import Connection, event, insert, text, update
 
 from delaytasks.core.clock import to_us
 from delaytasks.core.errors import (
@@ -24,18 +24,21 @@ from delaytasks.core.errors import (
     InvalidStatusError,
     StaleVersionError,
     StoreError,
+    StoreUnavailableError,
     TaskNotFoundError,
+    TaskStateError,
 )
 from delaytasks.core.ports import Entry, Level, Miss, Settlement
 from delaytasks.core.states import FINISHED, MOVES, Status
 from delaytasks.core.task import DelayTask
+from delaytasks.store import database, engines
 from delaytasks.store.claims import Claims
 from delaytasks.store.database import Database
 from delaytasks.store.rows import values_of
 from delaytasks.store.store import Store
-from tests.conftest import open_store
+from tests.conftest import open_store, settings_for
 
-NASTY = 'tab\there, line\nbreak, return\rhere, back\\slash, \\N, \\., \'quotes\' "double", %s :name, 😀 ünï, <b>&'
+NASTY = "tab\there, line\nbreak, return\rhere, back\\slash, \\N, \\., 'quotes' \"double\", %s :name, 😀 ünï, <b>&"
 _ids = itertools.count(1_000_000)
 
 
@@ -518,7 +521,7 @@ def test_a_row_that_somebody_has_locked_is_passed_over_not_waited_for(store: Sto
         return  # one writer at a time: there are no row locks to meet
     locked, free = add(store), add(store)
     with ThreadPoolExecutor(1) as pool, store.database.begin() as connection:
-        assert store.tasks._locked(connection, locked.id) is not None
+        assert store.tasks._moves.locked(connection, locked.id) is not None
         named = pool.submit(claims.claim, [entry(locked), entry(free)])
         assert [one.id for one in named.result(10)] == [free.id]
         assert pool.submit(claims.claim_due, "default", [0], 10).result(10) == []
@@ -708,6 +711,85 @@ def test_a_renewed_lease_keeps_the_version_that_the_worker_holds(store: Store, c
     claimed = claims.claim([entry(add(store))])
     store.leases.renew(["worker-1"], before)
     assert claims.settle([Settlement(one, "succeed") for one in claimed]) == {claimed[0].id}
+
+
+@pytest.fixture
+def holder(store: Store) -> Iterator[Connection]:
+    """A caller's transaction that stays open."""
+    with store.database.tx.connect() as connection, connection.begin() as transaction:
+        yield connection
+        if transaction.is_active:
+            transaction.rollback()
+
+
+def has_row_locks(store: Store) -> bool:
+    return store.database.url.get_backend_name() != "sqlite"  # one writer at a time there
+
+
+def test_leases_are_renewed_beside_a_row_that_somebody_has_locked(
+    store: Store, claims: Claims, holder: Connection
+) -> None:
+    if not has_row_locks(store):
+        return
+    before = store.tasks.now()
+    locked, free = add(store), add(store)
+    claims.claim([entry(locked), entry(free)])
+    store.tasks._moves.locked(holder, locked.id)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(store.leases.renew, ["worker-1"], before).result(3) == 1
+
+
+@pytest.mark.parametrize("name", ["cancel", "reschedule", "retry"])
+def test_a_move_that_is_refused_leaves_no_lock_in_the_callers_transaction(
+    store: Store, claims: Claims, holder: Connection, name: str
+) -> None:
+    if not has_row_locks(store):
+        return
+    made = keyed(store)
+    [claimed] = claims.claim([entry(made)])
+    more = () if name == "cancel" else (made.expected_time,)
+    for version in (None, 0):
+        with pytest.raises(TaskStateError):
+            getattr(store.tasks, name)(made.id, *more, version=version, on=holder)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(claims.settle, [Settlement(claimed, "succeed")]).result(3) == {made.id}
+
+
+def test_a_settlement_waits_for_a_lock_only_for_a_while(
+    store: Store, claims: Claims, holder: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_row_locks(store):
+        return
+    monkeypatch.setattr(engines, "LOCK_TIMEOUT_S", 1)
+    monkeypatch.setattr(database, "RETRY_FOR_S", 0)
+    other = Store(store.database.url.render_as_string(hide_password=False), settings_for("", table_prefix="s_"))
+    plain, key = add(store), keyed(store)
+    claimed = other.claims("worker-2", None).claim([entry(plain), entry(key)])
+    for one in claimed:
+        store.tasks._moves.locked(holder, one.id)
+    for one in claimed:  # on its own, and in a transaction with its key
+        with pytest.raises(StoreUnavailableError, match="stayed busy"):
+            other.claims("worker-2", None).settle([Settlement(one, "succeed")])
+    holder.get_transaction().rollback()  # type: ignore[union-attr]
+    assert len(claims.settle([Settlement(one, "succeed") for one in claimed])) == 2
+    other.close()
+
+
+def test_our_connections_wait_briefly_and_lock_no_gaps(store: Store) -> None:
+    backend, d = store.database.url.get_backend_name(), store.database
+    asked = {
+        "postgresql": ("SHOW lock_timeout", "SHOW transaction_isolation"),
+        "mysql": ("SELECT @@innodb_lock_wait_timeout", "SELECT @@tx_isolation"),
+        "sqlite": ("PRAGMA busy_timeout", "PRAGMA read_uncommitted"),
+    }[backend]
+    expected = {
+        "postgresql": ("5s", "read committed"),
+        "mysql": (5, "READ-COMMITTED"),
+        "sqlite": (30000, 0),
+    }[backend]
+    for engine in (d.auto, d.tx):
+        with engine.connect() as connection:
+            assert tuple(connection.exec_driver_sql(one).scalar() for one in asked) == expected
 
 
 def test_what_a_dead_process_held_lapses_at_once(store: Store, claims: Claims) -> None:

@@ -1,0 +1,79 @@
+"""One move of one row by an operator: found, checked against `MOVES`, locked, checked again, made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from sqlalchemy import bindparam, select, update
+
+from delaytasks.core.errors import CancelTooLateError, InvalidStatusError, StaleVersionError, TaskNotFoundError
+from delaytasks.core.states import MOVES, Status
+from delaytasks.core.task import DelayTask
+from delaytasks.core.text import shown
+from delaytasks.store.keys import Keys
+from delaytasks.store.rows import columns, task_of
+from delaytasks.store.schema import Schema
+from delaytasks.store.types import db_now
+
+
+class Moves:
+    def __init__(self, schema: Schema, keys: Keys) -> None:
+        self._t = t = schema.tasks
+        self._keys = keys
+        self.get = select(*columns(schema)).where(t.c.id == bindparam("task_id"))
+
+    def take(self, on: Any, name: str, id: int, version: int | None) -> DelayTask:
+        """The task, locked for this move. What may not be moved is refused without a lock: a caller whose transaction
+        stays open would keep it, and whoever runs the row could not settle it. A task that is cancelled already comes
+        back to `cancel`, unlocked."""
+        row = on.execute(self.get, {"task_id": id}).first()
+        seen = None if row is None else task_of(row)
+        # A transaction that reads as of its start (MySQL's default) may see an older version than the one named.
+        if seen is not None and (version is None or seen.version >= version):
+            _check(name, seen, version)
+            if name == "cancel" and seen.status is Status.CANCELLED:
+                return seen
+        if seen is not None and seen.key is not None and name != "reschedule":
+            self._keys.lock(on, seen)
+        task = self.locked(on, id)
+        if task is None:
+            raise TaskNotFoundError(f"there is no task {id}", id)
+        _check(name, task, version)
+        return task
+
+    def locked(self, on: Any, id: int) -> DelayTask | None:
+        row = on.execute(self.get.with_for_update(), {"task_id": id}).first()
+        return None if row is None else task_of(row)
+
+    def make(self, on: Any, name: str, task: DelayTask, values: dict[str, Any]) -> DelayTask:
+        """Fenced by the version that was read."""
+        move, t = MOVES[name], self._t
+        _check_status(name, task)
+        values = {**values, "status": int(move.target), "version": task.version + 1, "update_time": db_now()}
+        result = on.execute(update(t).where(t.c.id == task.id, t.c.version == task.version).values(**values))
+        if not result.rowcount:
+            raise StaleVersionError(f"{name}: task {task.id} moved on from version {task.version} meanwhile", task.id)
+        return replace(
+            task,
+            status=move.target,
+            version=task.version + 1,
+            expected_time=values.get("expected_time", task.expected_time),
+        )
+
+
+def _check(name: str, task: DelayTask, version: int | None) -> None:
+    if version is not None and task.version != version:
+        fact = f"task {task.id} has version {task.version}, not {shown(version)}"
+        raise StaleVersionError(f"{fact}; read it again", task.id)
+    if name == "cancel" and task.status is Status.RUNNING:
+        raise CancelTooLateError(f"task {task.id} ({task.tag}) runs since {task.execution_time}", task.id)
+    if not (name == "cancel" and task.status is Status.CANCELLED):
+        _check_status(name, task)
+
+
+def _check_status(name: str, task: DelayTask) -> None:
+    sources = MOVES[name].sources
+    if task.status not in sources:
+        allowed = ", ".join(sorted(s.name for s in sources))
+        raise InvalidStatusError(f"{name}: task {task.id} ({task.tag}) is {task.status.name}, not {allowed}", task.id)
