@@ -70,6 +70,6 @@ class Parts:
 
     def close(self) -> None:
         if isinstance(self.timer, BackgroundTimer):
-            self.timer.flush()
+            self.timer.close()
         self.publisher.close()
         self.store.close()

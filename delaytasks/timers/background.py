@@ -70,6 +70,11 @@ class BackgroundTimer:
                 self._changed.notify_all()
             return self._changed.wait_for(lambda: not self._waiting and not self._is_sending, timeout_s)
 
+    def close(self) -> None:
+        """Sends what waits, and is forgotten; at exit nobody needs to wait for it any more."""
+        self.flush()
+        atexit.unregister(self.flush)
+
     def _send(self) -> None:
         while True:
             with self._changed:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest
@@ -141,6 +143,21 @@ def test_memory_is_bounded_while_the_broker_is_away(
     assert timer.arm([entry(100)])
     assert timer.flush(5)
     assert slow.ids[-1] == 100
+
+
+def test_a_closed_timer_has_sent_all_and_is_not_called_at_exit(slow: SlowTimer) -> None:
+    timer = BackgroundTimer(slow, Clock())
+    timer.arm([entry(1)])
+    timer.close()
+    assert slow.ids == [1]
+    assert timer.arm([entry(2, 0)]), "who still has it can use it"
+    wait_until(lambda: 2 in slow.ids, 5, "the next one")
+    unused = BackgroundTimer(slow, Clock())
+    unused.close()
+    left = weakref.ref(unused)
+    del unused
+    gc.collect()
+    assert left() is None, "nobody keeps it for the end of the process"
 
 
 def test_a_failure_costs_only_what_was_on_its_way_and_is_logged(
