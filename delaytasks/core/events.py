@@ -28,6 +28,7 @@ _LEVELS = {
     "wheel.late": logging.WARNING,
     "sweep.self": logging.WARNING,
     "queue.unserved": logging.WARNING,
+    "queue.refused": logging.WARNING,
     "worker.lost": logging.WARNING,
     "loop.failed": logging.ERROR,
     "chunk.failed": logging.ERROR,
@@ -53,6 +54,15 @@ class Events:
                 subscriber(name, fields)
             except Exception:
                 logger.exception("a subscriber failed on %s", name)
+
+    def attempt(self, loop: str, stage: str, work: Callable[[], object]) -> bool:
+        """One stage of a loop, whose failure is told and keeps no other stage from its work."""
+        try:
+            work()
+        except Exception as error:
+            self.emit("loop.failed", loop=loop, stage=stage, error=f"{type(error).__name__}: {error}")
+            return False
+        return True
 
 
 def log_event(name: str, fields: dict[str, Any]) -> None:

@@ -18,6 +18,8 @@ from delaytasks.core.forks import reset_in_child
 
 #: After a failure nothing is tried for this long: callers must not wait for a broker that is away.
 REST_S = 1.0
+#: A queue that the broker refuses is left alone for so long; others are not.
+REFUSED_REST_S = 5.0
 #: Each message after the first one adds this part of the time limit.
 PER_MESSAGE = 0.1
 #: What each transport calls the time that its socket may take.
@@ -35,6 +37,10 @@ def bounded_connection(app: Any, limit_s: float) -> Any:
     return connection
 
 
+class RefusedError(Exception):
+    """The broker works, but will not have this queue."""
+
+
 class Publisher:
     """Thread-safe, and made anew after a fork. The database is the truth, so nothing is retried here.
 
@@ -50,6 +56,8 @@ class Publisher:
         self.is_up = True
         self._rests_until = 0.0
         self._targets: dict[str, Queue] = {}
+        #: Until when queues that were refused rest.
+        self._refused: dict[str, float] = {}
         self.after_fork()
         reset_in_child(self)
 
@@ -68,9 +76,10 @@ class Publisher:
         return Queue(full, Exchange(full, type="direct"), routing_key=full, queue_arguments=arguments)
 
     def send(self, name: str, queue: str, messages: list[tuple[list[Any], Mapping[str, Any]]]) -> bool:
-        """One Celery task message per (args, options); False if the broker is away: the sweep will find the rows."""
+        """One Celery task message per (args, options); False if the broker is away, or refuses the queue: the sweep
+        will find the rows."""
         began = monotonic()
-        if began < self._rests_until:
+        if began < self._rests_until or began < self._refused.get(queue, 0):
             return False
         if not self._lock.acquire(timeout=self._limit_s):
             return False  # another thread waits for the broker already
@@ -78,7 +87,7 @@ class Publisher:
             self._lock.release()
             return False
         target = self._targets.get(queue) or self._targets.setdefault(queue, self.queue(queue))
-        send = functools.partial(self._send_all, name, target, messages)
+        send = functools.partial(self._send_all, name, queue, target, messages)
         limit_s = self._limit_s * (1 + (len(messages) - 1) * PER_MESSAGE)
         if self._is_quick and target.name in self._declared:
             return send(began + limit_s - self._step_s)
@@ -107,7 +116,7 @@ class Publisher:
         return self._limit_s / 2
 
     def _send_all(
-        self, name: str, queue: Queue, messages: list[tuple[list[Any], Mapping[str, Any]]], until: float
+        self, name: str, queue: str, target: Queue, messages: list[tuple[list[Any], Mapping[str, Any]]], until: float
     ) -> bool:
         """Releases the lock, which the caller may have taken in another thread."""
         began, is_new = monotonic(), self._producer is None
@@ -115,7 +124,12 @@ class Publisher:
             for args, options in messages:
                 if monotonic() > until:
                     raise TimeoutError("the broker is too slow")
-                self._send_one(name, queue, args, options)
+                self._send_one(name, target, args, options)
+        except RefusedError as error:
+            self._close()  # the broker has closed the channel
+            self._tell_up()
+            self._tell_refused(queue, target, str(error))
+            return False
         except Exception as error:  # each transport has errors of its own, and none of them is the caller's business
             self._close()
             self._tell_down(f"{type(error).__name__}: {error}")
@@ -125,10 +139,14 @@ class Publisher:
             is_in_time = is_new or monotonic() - began < self._limit_s * PER_MESSAGE * len(messages)
             self._is_quick = self._producer is not None and is_in_time
             self._lock.release()
+        self._refused.pop(queue, None)
+        self._tell_up()
+        return True
+
+    def _tell_up(self) -> None:
         if not self.is_up:
             self.is_up = True
             self._events.emit("timer.up")
-        return True
 
     def _tell_down(self, error: str) -> None:
         self._rests_until = monotonic() + REST_S
@@ -136,11 +154,20 @@ class Publisher:
             self.is_up = False
             self._events.emit("timer.down", error=error)
 
+    def _tell_refused(self, queue: str, target: Queue, error: str) -> None:
+        is_new = queue not in self._refused
+        self._refused[queue] = monotonic() + REFUSED_REST_S
+        if is_new:
+            remedy = (
+                f"the broker's queue {target.name} is not what task_default_queue_type says, or not ours to use: "
+                "correct the setting, or delete the queue while no worker runs; meanwhile its tasks run late"
+            )
+            self._events.emit("queue.refused", queue=queue, error=error, remedy=remedy)
+
     def _send_one(self, name: str, target: Queue, args: list[Any], options: Mapping[str, Any]) -> None:
         producer = self._producer or self._connect()
         if target.name not in self._declared:
-            target(producer.channel).declare()
-            self._declared.add(target.name)
+            self._declare(target, producer.channel)
         message = self._app.amqp.as_task_v2(
             uuid(),
             name,
@@ -160,6 +187,14 @@ class Publisher:
             retry=False,
             **message.properties,
         )
+
+    def _declare(self, target: Queue, channel: Any) -> None:
+        try:
+            target(channel).declare()
+        except self._connection.channel_errors as error:
+            # Only here: what AMQP refuses of a message it says later, while another queue's is sent.
+            raise RefusedError(f"{type(error).__name__}: {error}") from error
+        self._declared.add(target.name)
 
     def _connect(self) -> Any:
         self._connection = bounded_connection(self._app, self._step_s)

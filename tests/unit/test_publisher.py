@@ -1,0 +1,108 @@
+"""What one queue's refusal does to the others: nothing. On a broker in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from amqp.exceptions import PreconditionFailed
+from celery import Celery
+from kombu.entity import Queue
+
+from delaytasks.core.events import Events
+from delaytasks.timers import publisher as publisher_module
+from delaytasks.timers.publisher import Publisher
+
+MESSAGE: list[tuple[list[Any], dict[str, Any]]] = [([[]], {})]
+
+
+class Refused(Queue):
+    """As RabbitMQ answers when a queue is there with other arguments."""
+
+    def declare(self, *arguments: Any, **options: Any) -> Any:
+        if self.routing_key in Desk.refused:
+            raise PreconditionFailed("inequivalent arg 'x-queue-type'")
+        return super().declare(*arguments, **options)
+
+
+class Desk(Publisher):
+    """Whose broker refuses some queues."""
+
+    refused: frozenset[str] = frozenset()
+    now = 1000.0
+
+    def __init__(self) -> None:
+        app = Celery("test", broker="memory://", set_as_current=False)
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        events = Events()
+        events.subscribe(lambda name, fields: self.told.append((name, fields)))
+        super().__init__(app, "refusal", 0.5, events)
+
+    def queue(self, name: str) -> Queue:
+        queue = super().queue(name)
+        return Refused(queue.name, queue.exchange, routing_key=queue.routing_key)
+
+    def sends_to(self, queue: str) -> bool:
+        return self.send("delaytasks.run", queue, MESSAGE)
+
+    @property
+    def events_told(self) -> list[str]:
+        return [name for name, _ in self.told]
+
+
+@pytest.fixture
+def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
+    monkeypatch.setattr(Desk, "refused", frozenset({"refusal.bad"}))
+    monkeypatch.setattr(Desk, "now", 1000.0)
+    monkeypatch.setattr(publisher_module, "monotonic", lambda: Desk.now)
+    return Desk()
+
+
+def test_a_refused_queue_rests_alone(desk: Desk) -> None:
+    assert not desk.sends_to("bad")
+    assert desk.sends_to("good")
+    assert desk.is_up
+    assert desk.events_told == ["queue.refused"]
+    [(_, fields)] = desk.told
+    assert fields["queue"] == "bad"
+    assert "x-queue-type" in fields["error"]
+    assert "refusal.bad" in fields["remedy"]
+
+
+def test_a_refused_queue_is_tried_again_after_its_rest_and_told_once(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not desk.sends_to("bad")
+    monkeypatch.setattr(Desk, "refused", frozenset[str]())
+    assert not desk.sends_to("bad"), "it rests"
+    Desk.now += publisher_module.REFUSED_REST_S + 0.1
+    assert desk.sends_to("bad")
+    monkeypatch.setattr(Desk, "refused", frozenset({"refusal.bad"}))
+    desk.close()  # so that it is declared again
+    assert not desk.sends_to("bad")
+    Desk.now += publisher_module.REFUSED_REST_S + 0.1
+    assert not desk.sends_to("bad")
+    assert desk.events_told == ["queue.refused", "queue.refused"], "once when it begins, not at each try"
+
+
+def test_a_broker_that_refuses_a_queue_is_there(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(publisher_module, "bounded_connection", lambda *_: (_ for _ in ()).throw(OSError("away")))
+        assert not desk.sends_to("bad")
+    assert not desk.is_up
+    Desk.now += publisher_module.REST_S + 0.1
+    assert not desk.sends_to("bad")
+    assert desk.is_up
+    assert desk.events_told == ["timer.down", "timer.up", "queue.refused"]
+
+
+def test_a_broker_that_is_away_is_away_for_all_queues(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert desk.sends_to("good")
+
+    def fail(*_: Any) -> None:
+        raise OSError("away")
+
+    monkeypatch.setattr(desk, "_send_one", fail)
+    assert not desk.sends_to("good")
+    monkeypatch.undo()
+    assert not desk.is_up
