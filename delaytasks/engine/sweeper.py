@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from datetime import datetime, timedelta
+from functools import partial
 
 from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
@@ -30,30 +31,33 @@ class Sweeper:
         self._events = events
 
     def sweep(self, house: int = 0) -> bool:
-        """One sweep of one house number; False if another worker just did it."""
-        settings = self._settings
+        """One sweep of one house number; False if another worker just did it. A stage that fails, be it for one row
+        that can not be read, keeps no other one from its work."""
+        settings, attempt = self._settings, partial(self._events.attempt, "sweep")
         if house == 0:
-            self._bury_dead_workers()
+            attempt("bury", self._bury_dead_workers)
         armed_until = self._sweeps.begin_sweep(house, settings.houses, settings.sweep_s * 0.8)
         if armed_until is None:
             return False
         if settings.horizon_s is not None:
-            self._arm_near(house, armed_until, settings.horizon_s)
+            attempt("near", partial(self._arm_near, house, armed_until, settings.horizon_s))
         if house == 0:
-            self._lapse()
-            self._drain_overdue()
-            self._purge()
+            attempt("lapsed", self._lapse)
+            attempt("overdue", self._drain_overdue)
+            attempt("purge", self._purge)
         self._events.emit("sweep.done", house=house)
         return True
 
     def _arm_near(self, house: int, armed_until: datetime, horizon_s: float) -> None:
-        now = self._clock.now()
+        now = self._clock.certain_now()
         until = now + timedelta(seconds=horizon_s)
         armed = 0
         for entries in self._sweeps.near(max(armed_until, now), until, house, self._settings.houses):
-            if not self._timer.arm(entries):
+            if self._timer.arm(entries):
+                armed += len(entries)
+            elif not self._timer.is_up:
                 return  # the broker is away: the next sweep begins here again
-            armed += len(entries)
+            # Else it refuses a queue, whose rows are found when they are overdue: all others must not wait for them.
         # Moved only now: a crash before it costs duplicate messages, which are harmless; never a gap.
         self._sweeps.mark_armed(house, self._settings.houses, armed_until, until)
         if armed:
@@ -81,8 +85,8 @@ class Sweeper:
                 self._events.emit("queue.unserved", queue=queue, remedy="start a worker that serves it (-Q)")
                 continue
             tokens = self._settings.drain_tokens * serving[queue]
-            self._timer.drain(queue, priorities, tokens, self._settings.sweep_s)
-            self._events.emit("sweep.drain", queue=queue, tokens=tokens)
+            if self._timer.drain(queue, priorities, tokens, self._settings.sweep_s):
+                self._events.emit("sweep.drain", queue=queue, tokens=tokens)
 
     def _bury_dead_workers(self) -> None:
         """What a dead worker held in memory is armed again, in time, at the price of duplicates."""

@@ -4,6 +4,7 @@ it, or when nobody swept for a while."""
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.clock import monotonic
@@ -19,7 +20,7 @@ class Sweeping:
         self._worker = worker
         self._lock = threading.Lock()
         self._asked: set[int] = set()
-        self._forgets = False
+        self._forgets = threading.Event()
         self._seen_at = self._checked_at = float("-inf")
         self._started_at = monotonic()
         self._loop = Loop("sweep", min(delays.settings.sweep_s, 1.0), self._turn, delays.events)
@@ -32,7 +33,7 @@ class Sweeping:
 
     def forget(self) -> None:
         """The broker was away: what waited in it may be lost, and is armed again by the next sweep."""
-        self._forgets = True
+        self._forgets.set()
         self._loop.wake()
 
     def stop(self) -> None:
@@ -43,26 +44,44 @@ class Sweeping:
             self._delays.events.emit("loop.failed", loop="sweep", error=str(error))
 
     def _turn(self) -> None:
-        delays, settings = self._delays, self._delays.settings
+        """What fails is told, tried again at the next turn, and keeps nothing else from being done."""
+        attempt, settings = partial(self._delays.events.attempt, "sweep"), self._delays.settings
         if monotonic() - self._seen_at >= settings.sweep_s:
-            self._seen_at = monotonic()
-            delays.store.workers.seen(
-                self._worker.hostname,
-                delays.processes.queues,
-                type(self._worker.pool).__module__.rpartition(".")[2],
-                int(self._worker.pool.limit or 1),
-                int(delays.clock.offset_s * 1e6),
-            )
-        if self._forgets:
-            delays.store.sweeps.forget_armed()
-            self._forgets = False
+            attempt("seen", self._tell_seen)
+        if self._forgets.is_set():
+            attempt("forget", self._forget_armed)
         with self._lock:
             asked, self._asked = self._asked, set()
         for house in sorted(asked):
-            delays.sweeper.sweep(house)
+            if not attempt(f"house {house}", partial(self._delays.sweeper.sweep, house)):
+                with self._lock:
+                    self._asked.add(house)
         if monotonic() - self._checked_at >= settings.self_sweep_s / 2:
-            self._checked_at = monotonic()
-            for house in delays.store.sweeps.stale_houses(settings.houses, settings.self_sweep_s):
-                if monotonic() - self._started_at > settings.self_sweep_s:
-                    delays.events.emit("sweep.self", house=house, remedy="is celery beat running?")
-                delays.sweeper.sweep(house)
+            attempt("stale", self._sweep_stale)
+
+    def _tell_seen(self) -> None:
+        delays, pool = self._delays, self._worker.pool
+        delays.store.workers.seen(
+            self._worker.hostname,
+            delays.processes.queues,
+            type(pool).__module__.rpartition(".")[2],
+            int(pool.limit or 1),
+            int(delays.clock.offset_s * 1e6),
+        )
+        self._seen_at = monotonic()
+
+    def _forget_armed(self) -> None:
+        self._forgets.clear()  # first: the broker may go away again meanwhile
+        try:
+            self._delays.store.sweeps.forget_armed()
+        except Exception:
+            self._forgets.set()
+            raise
+
+    def _sweep_stale(self) -> None:
+        delays, settings = self._delays, self._delays.settings
+        for house in delays.store.sweeps.stale_houses(settings.houses, settings.self_sweep_s):
+            if monotonic() - self._started_at > settings.self_sweep_s:
+                delays.events.emit("sweep.self", house=house, remedy="is celery beat running?")
+            delays.sweeper.sweep(house)
+        self._checked_at = monotonic()

@@ -15,6 +15,7 @@ from sqlalchemy import insert, select, update
 
 from delaytasks import DelayTask, Status
 from delaytasks.core.clock import Clock
+from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.ports import Entry
 from delaytasks.engine import sweeper as sweeper_module
@@ -200,6 +201,84 @@ def test_a_broker_that_goes_away_in_the_middle_leaves_no_gap(field: Field) -> No
     field.sweep(timer=halfway)
     assert 0 < len(halfway.armed) < 1500
     assert field.sweep() == ids
+
+
+class RefusingTimer(RecordingTimer):
+    """Of a broker that is there and will not have one queue."""
+
+    def arm(self, entries: Iterable[Entry]) -> bool:
+        entries = list(entries)
+        super().arm(entry for entry in entries if entry.queue != "bad")
+        return all(entry.queue != "bad" for entry in entries)
+
+
+def test_a_refused_queue_does_not_keep_other_rows_from_being_armed(field: Field) -> None:
+    refused = [field.row(1 + n / 1000, queue="bad") for n in range(1200)]
+    ids = [field.row(5 + n / 100) for n in range(1200)]
+    refusing = RefusingTimer()
+    field.sweep(timer=refusing)
+    assert refusing.ids == ids
+    field.sweep(timer=refusing)
+    assert refusing.ids == ids, "and not again at each sweep"
+    assert set(refused).isdisjoint(refusing.ids), "they are drained when they are overdue"
+
+
+def test_a_clock_that_knows_nothing_arms_nothing_and_marks_nothing(field: Field) -> None:
+    id = field.row(5)
+    known = field.clock
+
+    def fail(insists: bool) -> datetime:
+        raise StoreUnavailableError("the database can not be reached")
+
+    field.clock = Clock(fail)
+    assert field.sweeper().sweep()
+    assert field.armed_until() <= known.now()
+    field.clock = known
+    assert field.sweep() == [id]
+
+
+@pytest.mark.parametrize("stage", ["bury", "near", "lapse", "levels", "purge"])
+def test_a_stage_that_fails_keeps_no_other_from_its_work(
+    make: Make, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    field = make(purge_after_s=3600)
+    long_ago = field.clock.now() - timedelta(hours=2)
+    near = field.row(5)
+    lapsed = field.row(-5, Status.RUNNING, lease_until=field.clock.now() - timedelta(seconds=1))
+    old = field.row(-7200, Status.DONE, update_time=long_ago)
+    field.row(-60)
+    field.serve("w1", "default")
+    field.serve("dead", "default")
+    field.silence("dead")
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ValueError("a row can not be read")
+
+    monkeypatch.setattr(field.store.workers if stage == "bury" else field.store.sweeps, stage, fail)
+    field.sweep()
+    done = {
+        "bury": field.count("worker.lost") == 1,
+        "near": field.timer.ids == [near],
+        "lapse": field.status(lapsed) is Status.NOT_COMPLETE,
+        "levels": len(field.timer.drained) == 1,
+        "purge": field.store.tasks.get(old) is None,
+    }
+    assert [name for name, is_done in done.items() if not is_done] == [stage]
+    [failure] = [fields for name, fields in field.told if name == "loop.failed"]
+    names = {"bury": "bury", "near": "near", "lapse": "lapsed", "levels": "overdue", "purge": "purge"}
+    assert (failure["loop"], failure["stage"]) == ("sweep", names[stage])
+    assert failure["error"] == "ValueError: a row can not be read"
+
+
+def test_tokens_that_could_not_be_sent_are_not_told(field: Field) -> None:
+    field.row(-60)
+    field.serve("w1", "default")
+    field.timer.is_up = False
+    field.sweep()
+    assert field.count("sweep.drain") == 0
+    field.timer.is_up = True
+    field.sweep()
+    assert field.count("sweep.drain") == 1
 
 
 def test_a_late_row_is_drained_also_while_the_broker_is_away_for_near_ones(field: Field) -> None:

@@ -1,0 +1,86 @@
+"""The worker's sweep thread: what fails is tried again, and keeps nothing else from being done."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from delaytasks.core.events import Events
+from delaytasks.worker.sweeping import Sweeping
+
+
+class Place:
+    """Notes what the thread asks for; what is in `fails` fails once."""
+
+    def __init__(self, houses: int = 1) -> None:
+        self.done: list[str] = []
+        self.fails: set[str] = set()
+        self.stale: list[int] = []
+        self.events = Events()
+        self.told: list[dict[str, Any]] = []
+        self.events.subscribe(lambda name, fields: self.told.append(fields) if name == "loop.failed" else None)
+        self.settings = SimpleNamespace(houses=houses, sweep_s=5.0, self_sweep_s=10.0)
+        self.processes = SimpleNamespace(queues=["default"])
+        self.clock = SimpleNamespace(offset_s=0.0)
+        self.sweeper = SimpleNamespace(sweep=lambda house: self.note(f"sweep {house}"))
+        workers = SimpleNamespace(seen=lambda *_: self.note("seen"), gone=lambda _: None)
+        sweeps = SimpleNamespace(forget_armed=lambda: self.note("forget"), stale_houses=self.stale_houses)
+        self.store = SimpleNamespace(workers=workers, sweeps=sweeps)
+        worker: Any = SimpleNamespace(hostname="w1", pool=SimpleNamespace(limit=2))
+        here: Any = self
+        self.sweeping = Sweeping(here, worker)
+
+    def stale_houses(self, houses: int, age_s: float) -> list[int]:
+        self.note("stale")
+        return self.stale
+
+    def note(self, what: str) -> None:
+        if what in self.fails:
+            self.fails.discard(what)
+            raise OSError(f"{what} failed")
+        self.done.append(what)
+
+    def turn(self) -> list[str]:
+        del self.done[:]
+        self.sweeping._turn()
+        return list(self.done)
+
+
+@pytest.fixture
+def place() -> Place:
+    return Place(houses=3)
+
+
+def test_a_worker_that_can_not_say_that_it_lives_sweeps_all_the_same(place: Place) -> None:
+    place.fails = {"seen"}
+    place.sweeping.request(1)
+    assert place.turn() == ["sweep 1", "stale"]
+    assert [(f["loop"], f["stage"], f["error"]) for f in place.told] == [("sweep", "seen", "OSError: seen failed")]
+    assert place.turn() == ["seen"], "and says it at the next turn"
+
+
+def test_a_house_that_was_asked_for_is_kept_until_it_is_swept(place: Place) -> None:
+    place.fails = {"sweep 0"}
+    place.sweeping.request(None)
+    assert place.turn() == ["seen", "sweep 1", "sweep 2", "stale"]
+    assert [f["stage"] for f in place.told] == ["house 0"]
+    assert place.turn() == ["sweep 0"]
+    assert place.turn() == []
+
+
+def test_a_broker_that_was_away_is_not_forgotten_because_the_database_is(place: Place) -> None:
+    place.fails = {"forget"}
+    place.sweeping.forget()
+    place.sweeping.request(2)
+    assert place.turn() == ["seen", "sweep 2", "stale"]
+    assert place.turn() == ["forget"]
+    assert place.turn() == []
+
+
+def test_houses_that_nobody_sweeps_are_looked_for_until_the_look_succeeds(place: Place) -> None:
+    place.fails, place.stale = {"stale"}, [2]
+    assert place.turn() == ["seen"]
+    assert place.turn() == ["stale", "sweep 2"]
+    assert place.turn() == []
