@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from sqlalchemy import (
@@ -33,6 +33,9 @@ from delaytasks.store.types import db_now, db_now_plus, once
 
 #: More than any row has.
 ANY_LAPSES = 1_000_000
+#: Bytes of error texts in one statement. Quoted for JSON and then for SQL they may be several times as long, and
+#: MariaDB takes 16 MB.
+MAX_TEXT = 2_000_000
 NO_LONGER_ALIVE = "gave up: the worker died or lost its lease {n} times in a row while this task ran"
 
 
@@ -162,8 +165,10 @@ class Claims:
             return list(connection.execute(select(*self._columns).where(mine)).all())
 
     def misses(self, ids: Iterable[int]) -> list[Miss]:
-        t = self._t
-        query = select(t.c.id, t.c.version, t.c.status, t.c.expected_time, t.c.lapses).where(t.c.id.in_(list(ids)))
+        t, wanted = self._t, list(ids)
+        if not wanted:
+            return []
+        query = select(t.c.id, t.c.version, t.c.status, t.c.expected_time, t.c.lapses).where(t.c.id.in_(wanted))
         rows = self._db.alone(lambda c: c.execute(query).all())
         return [Miss(row[0], row[1], Status.of(row[2]), to_us(row[3]), row[4]) for row in rows]
 
@@ -180,7 +185,10 @@ class Claims:
                 status=w.c.status,
                 version=t.c.version + 1,
                 error_stack=w.c.error,
-                execution_time=func.coalesce(w.c.began, t.c.execution_time),
+                # Given back, it never ran: nobody did, anywhere.
+                execution_time=case((w.c.returned == 1, None), else_=func.coalesce(w.c.began, t.c.execution_time)),
+                worker=case((w.c.returned == 1, None), else_=t.c.worker),
+                ip_address=case((w.c.returned == 1, None), else_=t.c.ip_address),
                 expected_time=func.coalesce(w.c.due, t.c.expected_time),
                 attempts=t.c.attempts - w.c.returned,
                 lapses=case((w.c.is_finished == 1, 0), else_=t.c.lapses),
@@ -194,9 +202,12 @@ class Claims:
 
     def settle(self, settlements: Sequence[Settlement]) -> set[int]:
         """The ids whose end was accepted; the others were no longer ours."""
-        if not settlements:
-            return set()
-        ordered = sorted(settlements, key=lambda settlement: settlement.task.id)
+        accepted: set[int] = set()
+        for part in _parts(sorted(settlements, key=lambda settlement: settlement.task.id)):
+            accepted |= self._settle_part(part)
+        return accepted
+
+    def _settle_part(self, ordered: Sequence[Settlement]) -> set[int]:
         parameters: dict[str, Any] = {"rows": dump_rows([self._settled_row(s) for s in ordered])}
         if self._db.can.array_parameters:
             parameters["ids"] = [s.task.id for s in ordered]
@@ -247,6 +258,20 @@ class Claims:
         """Version, status and lapses of a row that this settlement left; a lapse leaves other ones."""
         task, is_finished = settlement.task, settlement.move != "give_back"
         return task.version + 1, int(MOVES[settlement.move].target), 0 if is_finished else task.lapses
+
+
+def _parts(settlements: Sequence[Settlement]) -> Iterator[list[Settlement]]:
+    part: list[Settlement] = []
+    size = 0
+    for settlement in settlements:
+        length = len(settlement.error.encode(errors="replace")) if settlement.error else 0
+        if part and size + length > MAX_TEXT:
+            yield part
+            part, size = [], 0
+        part.append(settlement)
+        size += length
+    if part:
+        yield part
 
 
 def lapse_statement(tasks: Any, max_lapses: int) -> Update:

@@ -102,7 +102,8 @@ def json_rows(dialect: str, names: Sequence[str]) -> FromClause:
 
 
 def dump_rows(rows: Sequence[dict[str, Any]]) -> str:
-    return json.dumps(rows, separators=(",", ":"))
+    # As UTF-8: escaped, a Chinese character is twice as long.
+    return json.dumps(rows, separators=(",", ":"), ensure_ascii=False)
 
 
 def instant_text(dialect: str, instant: datetime | None) -> str | None:

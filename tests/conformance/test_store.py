@@ -22,6 +22,7 @@ from delaytasks.core.errors import (
     DuplicateTaskError,
     InvalidQueryError,
     InvalidStatusError,
+    OutcomeUnknownError,
     StaleVersionError,
     StoreError,
     StoreUnavailableError,
@@ -37,6 +38,7 @@ from delaytasks.store.database import Database
 from delaytasks.store.rows import values_of
 from delaytasks.store.store import Store
 from tests.conftest import open_store, settings_for
+from tests.proxy import Proxy
 
 NASTY = "tab\there, line\nbreak, return\rhere, back\\slash, \\N, \\., 'quotes' \"double\", %s :name, 😀 ünï, <b>&"
 _ids = itertools.count(1_000_000)
@@ -134,6 +136,13 @@ def test_many_tasks_with_text_that_copy_gives_a_meaning_to(store: Store) -> None
     assert store.tasks.insert_many(made)
     assert [read(store, one.id).body_json for one in made] == [one.body_json for one in made]
     assert {read(store, one.id).tag for one in made} == {NASTY[:100]}
+
+
+def test_many_large_tasks_are_written_in_one_go(store: Store) -> None:
+    body = json.dumps('"' * 120_000)
+    made = [task(store, body_json=body) for _ in range(100)]
+    assert store.tasks.insert_many(made)
+    assert store.tasks.counts()[Status.NOT_COMPLETE] == 100
 
 
 def test_many_tasks_of_which_one_id_exists_are_all_left_out(store: Store) -> None:
@@ -458,6 +467,30 @@ def test_a_move_belongs_to_the_callers_transaction(store: Store) -> None:
     assert read(store, made.id).status is Status.NOT_COMPLETE
 
 
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_move_that_meets_its_own_first_try_is_done_or_unknown_and_never_refused(store: Store, name: str) -> None:
+    url = store.database.url
+    if url.host is None:
+        return  # SQLite: there is no answer that could be lost
+    proxy = Proxy(url.host, url.port or {"postgresql": 5432, "mysql": 3306}[url.get_backend_name()])
+    other = Store(proxy.url(url.render_as_string(hide_password=False)), settings_for("", table_prefix="s_"))
+    made = put(store, Status.FAILED if name == "retry" else Status.NOT_COMPLETE)
+    other.tasks.cancel(add(store).id)  # so that the connection is there
+    proxy.cut_answer(rb"COMMIT(?!TED)")
+    if name == "cancel":
+        left = other.tasks.cancel(made.id, version=0)
+        assert left is not None
+        assert (left.status, left.version) == (Status.CANCELLED, 1)
+    else:
+        with pytest.raises(OutcomeUnknownError, match=f"look at task {made.id}") as caught:
+            getattr(other.tasks, name)(made.id, seconds(made.expected_time, 60), version=0)
+        assert isinstance(caught.value.__cause__, StaleVersionError)
+    assert proxy.cut == 1
+    assert read(store, made.id).version == 1
+    other.close()
+    proxy.close()
+
+
 @pytest.mark.parametrize("status", list(Status), ids=lambda status: status.name)
 def test_touch_only_moves_later_and_keeps_the_version(store: Store, status: Status) -> None:
     made = put(store, status)
@@ -511,9 +544,15 @@ def test_a_claim_passes_over_what_is_not_due_moved_on_or_unknown(store: Store, c
 
 
 def test_nothing_to_claim_asks_nothing(store: Store, claims: Claims) -> None:
+    seen: list[str] = []
+    event.listen(store.database.auto, "before_cursor_execute", lambda *given: seen.append(given[2]), once=True)
     assert claims.claim([]) == []
     assert claims.settle([]) == set()
     assert claims.misses([]) == []
+    assert claims.misses(iter(())) == []
+    assert seen == []
+    store.tasks.get(1)
+    assert len(seen) == 1
 
 
 def test_a_row_that_somebody_has_locked_is_passed_over_not_waited_for(store: Store, claims: Claims) -> None:
@@ -620,6 +659,8 @@ def test_settling_writes_the_end_of_each_run(store: Store, claims: Claims) -> No
     assert (waiting.status, waiting.attempts, waiting.expected_time) == (Status.NOT_COMPLETE, 0, due)
     assert waiting.error == "no such processor, tag='mail'"
     assert [one.lease_until for one in (done, failed, waiting)] == [None] * 3
+    assert [(one.worker, one.ip_address) for one in (done, failed)] == [("worker-1", "127.0.0.1")] * 2
+    assert (waiting.worker, waiting.ip_address, waiting.execution_time) == (None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -629,6 +670,33 @@ def test_any_error_text_is_stored_as_it_is(store: Store, claims: Claims, error: 
     made = add(store)
     claims.settle([Settlement(one, "fail", error=error) for one in claims.claim([entry(made)])])
     assert read(store, made.id).error == error
+
+
+def test_a_whole_chunk_of_long_errors_is_settled(store: Store, claims: Claims) -> None:
+    made = [task(store, key="k" if n == 150 else None) for n in range(200)]
+    store.tasks.insert_many(made)
+    error = ("时'\\" * 13_107)[:32_768]  # 64 KB, and twice as long once each layer has quoted it
+    claimed = claims.claim([entry(one) for one in made])
+    assert claims.settle([Settlement(one, "fail", error=error) for one in claimed]) == {one.id for one in made}
+    assert {read(store, one.id).error for one in made[::50]} == {error}
+
+
+def test_one_statement_carries_a_bounded_text(store: Store, claims: Claims) -> None:
+    made = [task(store) for _ in range(30)]
+    store.tasks.insert_many(made)
+    claimed = claims.claim([entry(one) for one in made])
+    sizes: list[int] = []
+
+    def note(_c: Any, _cursor: Any, statement: str, parameters: Any, _context: Any, _many: bool) -> None:
+        if statement.startswith("UPDATE"):
+            sizes.append(len(str(parameters).encode()))
+
+    event.listen(store.database.auto, "before_cursor_execute", note)
+    settled = claims.settle([Settlement(one, "fail", error="时" * 65_536) for one in claimed])
+    event.remove(store.database.auto, "before_cursor_execute", note)
+    assert len(settled) == 30
+    assert len(sizes) == 3
+    assert max(sizes) < 2_100_000
 
 
 def test_a_stale_worker_cannot_settle_a_reclaimed_task(store: Store, claims: Claims) -> None:
