@@ -133,9 +133,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     outcome: Any = yield
     report = outcome.get_result()
     if report.when == "setup" and report.outcome != "passed":
-        for name in _missing:
-            if _needs(name) in str(report.longrepr):
-                _not_run[name].add(item.nodeid)
+        # In the report, which travels to the process that prints the summary when several run the tests.
+        report.lacked = {name: why for name, why in _missing.items() if _needs(name) in str(report.longrepr)}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    for name, why in getattr(report, "lacked", {}).items():
+        _missing[name] = why
+        _not_run[name].add(report.nodeid)
 
 
 @pytest.hookimpl(hookwrapper=True, tryfirst=True)

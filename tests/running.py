@@ -46,12 +46,16 @@ class Deployment:
         self._database_url = database_url
 
     def worker(self, *options: str, pool: str = "prefork", concurrency: int = 2) -> Process:
-        name = f"w{len(self._processes)}@test"
+        name = self.node(len(self._processes))
         command = ["worker", "-P", pool, "-c", str(concurrency), "-n", name, "-l", "INFO"]
         process = self._start(name, [*command, "--without-gossip", "--without-mingle", *options])
         wait_until(lambda: " ready." in process.log() or process.ended(), 30, "the worker to be ready", every_s=0.05)
         assert not process.ended(), process.log()
         return process
+
+    def node(self, number: int) -> str:
+        """The name of the worker that was the deployment's process of this number; no other test's has it."""
+        return f"w{number}@{self.settings['namespace']}"
 
     def beat(self) -> Process:
         schedule = self.folder / f"beat{len(self._processes)}"

@@ -24,8 +24,6 @@ from tests.running import ROOT, Deployment, delete_keys
 from tests.waiting import wait_until
 
 TAGS = {"test.note", "test.fail", "test.sleep", "test.abort", "test.nobody", "test.quiet"}
-#: The second process of a deployment, after Flower.
-WORKER = "w1@test"
 HOSTILE = "<script>document.title = 'owned'</script>"
 
 
@@ -40,6 +38,8 @@ class Site:
         own = {"event_exchange": f"{self.token}.ev", "control_exchange": f"{self.token}.control"}
         self.deployment = Deployment(folder, database_url, broker_url, {**own, **(conf or {})}, **settings)
         self.url = ""
+        #: The worker, where Flower was started first.
+        self.worker = self.deployment.node(1)
 
     def get(self, path: str, **parameters: Any) -> Any:
         answer = requests.get(f"{self.url}{path}", params=parameters, timeout=10)
@@ -128,8 +128,8 @@ def test_each_row_is_a_task_named_by_its_tag(site: Site) -> None:
     assert info["uuid"] == f"{task.id}-1"
     assert json.loads(info["args"]) == {"file": str(d.file), "order": 7}
     assert info["kwargs"] == f"{{'id': '{task.id}', 'attempt': 1, 'key': 'the-key'}}"
-    assert info["worker"] == "w1@test"
-    assert (row.worker or "").startswith("w1@test/")
+    assert info["worker"] == site.worker
+    assert (row.worker or "").startswith(site.worker + "/")
     assert task.expected_time.timestamp() <= info["received"] <= info["started"] <= info["succeeded"]
     assert info["succeeded"] < task.expected_time.timestamp() + 10
     assert 0 < info["runtime"] < 5
@@ -219,7 +219,9 @@ def test_the_metrics_have_the_tag_and_no_ids(site: Site) -> None:
     metrics = site.page("/metrics")
     labels = set(re.findall(r'[,{]task="([^"]*)"', metrics))
     assert {"test.note"} <= labels <= TAGS | {""}
-    count = r'flower_events_total\{task="test.note",type="task-succeeded",worker="w1@test"\} [1-9]'
+    count = r'flower_events_total\{task="test.note",type="task-succeeded",worker="WORKER"\} [1-9]'.replace(
+        "WORKER", site.worker
+    )
     assert re.search(count, metrics), metrics
     assert str(task.id) not in metrics
 
@@ -227,12 +229,12 @@ def test_the_metrics_have_the_tag_and_no_ids(site: Site) -> None:
 def test_the_worker_is_online_with_its_counts(site: Site) -> None:
     site.wait_for("SUCCESS", site.deployment.schedule())
     site.wait_for("FAILURE", site.deployment.schedule("test.fail"))
-    worker = site.online()["w1@test"]
+    worker = site.online()[site.worker]
     assert worker["status"] is True
     assert worker["task-received"] >= worker["task-succeeded"] + worker["task-failed"] - 1
     assert worker["task-succeeded"] >= 1
     assert worker["task-failed"] >= 1
-    assert "w1@test" in site.page("/worker/w1@test")
+    assert site.worker in site.page(f"/worker/{site.worker}")
 
 
 # -- the pages ----------------------------------------------------------------------------------------
@@ -287,7 +289,7 @@ def test_in_a_browser_people_see_the_tag_the_id_and_red(
     assert "<title>owned" not in page
 
     overview = chromium(f"{site.url}/")
-    assert WORKER in overview
+    assert site.worker in overview
     assert ">Online</span>" in overview
 
 
@@ -296,11 +298,11 @@ def test_in_a_browser_people_see_the_tag_the_id_and_red(
 
 def ask(site: Site, *command: str) -> Any:
     """What the one worker answers to a command such as `inspect stats`."""
-    ended = site.deployment.command(*command, "--json", "--timeout", "10", "--destination", "w0@test")
+    ended = site.deployment.command(*command, "--json", "--timeout", "10", "--destination", site.deployment.node(0))
     for line in ended.log().splitlines():
         if line.startswith(("{", "[")):
             answers = json.loads(line)
-            return (answers[0] if isinstance(answers, list) else answers)["w0@test"]
+            return (answers[0] if isinstance(answers, list) else answers)[site.deployment.node(0)]
     raise AssertionError(f"{' '.join(command)}: {ended.log()}\n{site.deployment.logs()}")
 
 
@@ -320,7 +322,7 @@ def test_inspect_and_control_work_as_for_any_worker(make_site: Callable[..., Sit
     assert {"delaytasks.run", "delaytasks.sweep"} <= set(ask(site, "inspect", "registered"))
     assert ask(site, "inspect", "active") == []
     assert f"{d.settings['namespace']}.default" in {queue["name"] for queue in ask(site, "inspect", "active_queues")}
-    d.command("control", "shutdown", "--destination", "w0@test")
+    d.command("control", "shutdown", "--destination", site.deployment.node(0))
     wait_until(worker.ended, 20, "the worker to shut down", every_s=0.05)
     assert "sent back 1 near tasks" in worker.log()
     assert d.status(running) is Status.DONE, "what runs may end"
@@ -335,7 +337,7 @@ def test_row_events_are_switched_on_and_off_while_the_worker_runs(
     d = site.deployment
     d.worker(pool=pool)
     site.url = d.flower("--enable-events=False")
-    wait_until(lambda: "w0@test" in site.online(), 20, "Flower to see the worker")
+    wait_until(lambda: d.node(0) in site.online(), 20, "Flower to see the worker")
 
     def run_some() -> DelayTask:
         task = d.schedule()
@@ -377,7 +379,8 @@ def test_what_the_docs_say_about_protection_is_so(make_site: Callable[..., Site]
     assert "(hidden)" in page.text
     assert "canary" in get("/api/tasks").text
     assert (
-        requests.post(f"{site.url}/api/worker/shutdown/{WORKER}", auth=("ann", "secret"), timeout=10).status_code == 403
+        requests.post(f"{site.url}/api/worker/shutdown/{site.worker}", auth=("ann", "secret"), timeout=10).status_code
+        == 403
     )
     for path in (task_page, "/tasks", "/", "/api/tasks", "/workers?json=1"):
         assert requests.get(site.url + path, timeout=10).status_code == 401, path
