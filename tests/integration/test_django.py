@@ -14,8 +14,10 @@ pytest.importorskip("django")
 
 from django.db import connections, transaction
 from django.test.utils import CaptureQueriesContext, override_settings
+from sqlalchemy import literal_column
 
 from delaytasks import NewTask, Status
+from delaytasks.contrib.django import instance
 from delaytasks.contrib.django.executor import DjangoExecutor
 from delaytasks.contrib.django.instance import DjangoDelays, project_delays
 from delaytasks.contrib.django.unit import DjangoUnit
@@ -310,6 +312,21 @@ def test_missing_tables_are_told_with_the_command_that_makes_them(alias: str) ->
             delays.schedule_delay("order.close", 1, 1)
     finally:
         delays.close()
+
+
+def test_a_time_that_can_not_be_asked_for_is_told_as_any_statement(
+    delays: DjangoDelays, armed: list[Entry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(instance, "db_now", lambda: literal_column("no_such_column"))
+        patch.setattr(delays.clock, "_base", None)
+        with pytest.raises(StoreError, match="no_such_column"):
+            delays.schedule_delay("order.close", 1, 1)
+        with transaction.atomic(delays.alias), pytest.raises(SessionUnusableError, match="no_such_column"):
+            delays.schedule_delay("order.close", 2, 1)
+    assert not rows(delays)
+    delays.schedule_delay("order.close", 3, 1)
+    assert [task.body for task in rows(delays)] == [3]
 
 
 def test_a_connection_that_breaks_is_told_and_one_that_breaks_in_commit_with_the_id(

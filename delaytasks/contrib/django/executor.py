@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -49,7 +49,7 @@ class DjangoExecutor:
         """As `execute`, unseen by Django's query log, and so by `assertNumQueries`."""
         sql, values = self._compile(statement, None)
         self._connection.ensure_connection()
-        with self._connection.wrap_database_errors, self._connection.create_cursor() as cursor:
+        with self._connection.wrap_database_errors, closing(self._connection.create_cursor()) as cursor:
             return self._result(cursor, statement, sql, values)
 
     def _execute_many(self, statement: Any, rows: Sequence[Mapping[str, Any]]) -> Result:
