@@ -10,13 +10,16 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery import Celery
+from kombu import Queue
 from sqlalchemy import create_engine, func, make_url, select, text
 
 from delaytasks import DelayTask, DelayTasks, NewTask, Status
+from delaytasks.core import clock as clock_module
 from delaytasks.core import errors as e
 from tests.conftest import open_store
 from tests.proxy import Proxy
@@ -490,6 +493,60 @@ def test_a_stuck_pool_of_connections_is_told(connect: Connect) -> None:
         line.delays.get(1)
     for connection in held:
         connection.close()
+
+
+# -- time -----------------------------------------------------------------------------------------
+
+
+def test_a_question_for_the_time_that_is_cut_makes_no_task_early(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = SimpleNamespace(monotonic=time.monotonic, time_ns=lambda: time.time_ns() - 3600 * 10**9)
+    monkeypatch.setattr(clock_module, "time", slow)  # the host's clock is an hour behind
+    line = connect()
+    line.database.cut_request(b"clock_timestamp")
+    task = line.delays.schedule_delay("mail", {}, 60)
+    assert line.database.cut == 1
+    assert 55 < (task.expected_time - line.store.tasks.now()).total_seconds() <= 60
+
+
+def test_a_database_that_is_a_black_hole_holds_up_no_one_who_asks_for_the_time(connect: Connect) -> None:
+    line = connect()
+    line.warm_up()
+    clock = line.delays.clock
+    line.database.swallow()
+    clock.forget()
+    measuring = threading.Thread(target=clock.now_us, daemon=True)
+    measuring.start()
+    wait_until(clock._lock.locked, 5, "a thread to measure")
+    before = line.delays.clock.now_us()
+    assert seconds(lambda: [clock.certain_now() for _ in range(1000)]) < SLACK_S
+    assert clock.now_us() > before
+    line.database.heal()
+    measuring.join(10)
+
+
+# -- one queue ------------------------------------------------------------------------------------
+
+
+def test_a_queue_of_another_kind_keeps_no_other_queue_from_its_messages(connect: Connect) -> None:
+    line = connect(broker="rabbitmq")
+    line.warm_up()
+    before = line.arrived()
+    mine = line.delays.publisher.queue("bad")
+    with Celery("other", broker=line._broker_url, set_as_current=False).connection_for_write() as connection:
+        other = Queue(mine.name, queue_arguments={"x-max-length": 7})(connection)
+        other.queue_declare()
+        try:
+            line.delays.schedule_delay("mail", {}, 5, queue="bad")
+            line.delays.schedule_delay("mail", {}, 5)
+            wait_until(lambda: line.arrived() == before + 1, 5, "the other queue's message")
+        finally:
+            other.delete()
+            mine.exchange(connection).delete()
+    assert line.delays.timer.is_up
+    assert line.count("queue.refused") == 1
+    assert line.count("timer.down") == 0
 
 
 # -- under a worker -------------------------------------------------------------------------------
