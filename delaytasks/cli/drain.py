@@ -113,8 +113,8 @@ class Drain:
 
     def _lapse(self) -> None:
         delays = self._delays
-        while lapsed := delays.store.sweeps.lapse(delays.settings.max_lapses, LAPSE_STEP):
-            self.counts["lapsed"] += lapsed
+        while (lapsed := delays.store.sweeps.lapse(delays.settings.max_lapses, LAPSE_STEP)).total:
+            self.counts["lapsed"] += lapsed.total
 
     def _drain_levels(self, progress: Progress, bar: Any) -> bool:
         """One pass over all that is overdue now; False if there was nothing."""

@@ -8,7 +8,7 @@ from functools import partial
 
 from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
-from delaytasks.core.ports import SweepStore, Timer, WorkerStore
+from delaytasks.core.ports import Lapsed, SweepStore, Timer, WorkerStore
 from delaytasks.core.settings import Settings
 
 #: Rows in one step of lapsing and purging: small enough that nobody waits for their locks.
@@ -66,9 +66,8 @@ class Sweeper:
     def _lapse(self) -> None:
         while True:
             lapsed = self._sweeps.lapse(self._settings.max_lapses, STEP)
-            if lapsed:
-                self._events.emit("task.lapsed", count=lapsed)
-            if lapsed < STEP:
+            tell_lapsed(self._events, lapsed)
+            if lapsed.total < STEP:
                 return
 
     def _drain_overdue(self) -> None:
@@ -106,3 +105,10 @@ class Sweeper:
                 self._events.emit("task.purged", count=purged)
             if purged < STEP:
                 return
+
+
+def tell_lapsed(events: Events, lapsed: Lapsed, **fields: object) -> None:
+    if lapsed.total:
+        events.emit("task.lapsed", count=lapsed.total, **fields)
+    for task in lapsed.given_up:
+        events.emit("task.gave_up", id=task.id, tag=task.tag, error=task.error or "", task=task)

@@ -36,7 +36,6 @@ ANY_LAPSES = 1_000_000
 #: Bytes of error texts in one statement. Quoted for JSON and then for SQL they may be several times as long, and
 #: MariaDB takes 16 MB.
 MAX_TEXT = 2_000_000
-NO_LONGER_ALIVE = "gave up: the worker died or lost its lease {n} times in a row while this task ran"
 
 
 class Claims:
@@ -272,17 +271,3 @@ def _parts(settlements: Sequence[Settlement]) -> Iterator[list[Settlement]]:
         size += length
     if part:
         yield part
-
-
-def lapse_statement(tasks: Any, max_lapses: int) -> Update:
-    """RUNNING → NOT_COMPLETE, or FAILED when it happened too often in a row. MySQL assigns from left to right,
-    so `lapses` comes last: all the others look at its old value."""
-    is_last = tasks.c.lapses + 1 >= max_lapses
-    return update(tasks).ordered_values(
-        (tasks.c.status, case((is_last, int(MOVES["give_up"].target)), else_=int(MOVES["lapse"].target))),
-        (tasks.c.version, tasks.c.version + 1),
-        (tasks.c.error_stack, case((is_last, NO_LONGER_ALIVE.format(n=max_lapses)), else_=tasks.c.error_stack)),
-        (tasks.c.lease_until, None),
-        (tasks.c.update_time, db_now()),
-        (tasks.c.lapses, tasks.c.lapses + 1),
-    )

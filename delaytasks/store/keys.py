@@ -5,6 +5,7 @@ A key's row is always locked before its task's: whoever goes the other way could
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import ColumnElement, and_, bindparam, delete, false, select, update
@@ -42,6 +43,23 @@ class Keys:
         """Unless it names another task by now."""
         if task.key is not None:
             on.execute(delete(self._k).where(self._named(task), self._k.c.task_id == task.id))
+
+    def lock_all(self, on: Any, tasks: Sequence[Any]) -> list[Any]:
+        """Those (id, tag, key) of them that still have their key; what somebody else has locked is passed over."""
+        if not tasks:
+            return []
+        lock = select(self._k.c.task_id).where(self._named_all(tasks)).order_by(self._k.c.task_key, self._k.c.tag)
+        mine = set(on.execute(lock.with_for_update(skip_locked=True)).scalars())
+        return [task for task in tasks if task[0] in mine]
+
+    def release_all(self, on: Any, tasks: Sequence[Any]) -> None:
+        if tasks:
+            on.execute(delete(self._k).where(self._named_all(tasks)))
+
+    def _named_all(self, tasks: Sequence[Any]) -> ColumnElement[bool]:
+        ids, tags, keys = (set(part) for part in zip(*tasks, strict=True))
+        # The key and the tag as well: there is no index on ids.
+        return and_(self._k.c.task_key.in_(keys), self._k.c.tag.in_(tags), self._k.c.task_id.in_(ids))
 
     def write_nothing(self, on: Any) -> None:
         """A statement that writes, so that the database begins a transaction."""

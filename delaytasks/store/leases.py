@@ -8,11 +8,10 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, and_, select, update
 
+from delaytasks.core.ports import Lapsed
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask
-from delaytasks.store.claims import lapse_statement
 from delaytasks.store.database import Database
-from delaytasks.store.rows import columns, task_of
+from delaytasks.store.lapses import Lapses
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now_plus
 
@@ -21,7 +20,7 @@ class Leases:
     def __init__(self, database: Database, schema: Schema, lease_s: float) -> None:
         self._db = database
         self._t = schema.tasks
-        self._columns = columns(schema)
+        self._lapses = Lapses(database, schema)
         self._lease_s = lease_s
 
     def renew(self, workers: Sequence[str], since: datetime) -> int:
@@ -42,17 +41,9 @@ class Leases:
 
         return self._db.run(work)
 
-    def release(self, workers: Sequence[str], max_lapses: int) -> int:
+    def release(self, workers: Sequence[str], max_lapses: int) -> Lapsed:
         """These processes are dead: what they held lapses at once, instead of when the lease ends."""
-        statement = lapse_statement(self._t, max_lapses).where(self._held(workers))
-        return self._db.alone(lambda c: c.execute(statement).rowcount)
-
-    def given_up(self, since: datetime) -> list[DelayTask]:
-        """Rows that lapsed for the last time since then: only those are FAILED with lapses."""
-        t = self._t
-        was = and_(t.c.status == int(Status.FAILED), t.c.lapses > 0, t.c.update_time >= since)
-        query = select(*self._columns).where(was).order_by(t.c.update_time).limit(1000)
-        return [task_of(row) for row in self._db.alone(lambda c: c.execute(query).all())]
+        return self._lapses.lapse(self._held(workers), max_lapses)
 
     def _held(self, workers: Sequence[str]) -> ColumnElement[Any]:
         return and_(self._t.c.status == int(Status.RUNNING), self._t.c.worker.in_(list(workers)))

@@ -9,10 +9,11 @@ from typing import Any
 from sqlalchemy import and_, delete, exc, exists, insert, select, update
 
 from delaytasks.core.clock import to_us
-from delaytasks.core.ports import Entry, Level
+from delaytasks.core.ports import Entry, Lapsed, Level
 from delaytasks.core.states import FINISHED, Status
-from delaytasks.store.claims import lapse_statement
 from delaytasks.store.database import Database
+from delaytasks.store.keys import Keys
+from delaytasks.store.lapses import Lapses, lease_is_over
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now, db_now_plus, once
 
@@ -21,8 +22,11 @@ _HOUSE_PRIME = 1_000_003
 
 
 class Sweeps:
-    def __init__(self, database: Database, schema: Schema) -> None:
+    def __init__(self, database: Database, schema: Schema, lease_s: float) -> None:
         self._db = database
+        self._lease_s = lease_s
+        self._lapses = Lapses(database, schema)
+        self._keys = Keys(database, schema)
         self._t = schema.tasks
         self._s = schema.sweeps
 
@@ -113,22 +117,9 @@ class Sweeps:
 
         return self._db.alone(work)
 
-    def lapse(self, max_lapses: int, limit: int) -> int:
+    def lapse(self, max_lapses: int, limit: int) -> Lapsed:
         """RUNNING rows whose lease is over: their worker is dead or stuck."""
-        t = self._t
-        over = and_(t.c.status == int(Status.RUNNING), t.c.lease_until < db_now())
-
-        def work() -> int:
-            with self._db.begin() as connection:
-                # `+ 0` keeps planners from walking the whole primary key in search of the few rows that run.
-                query = select(t.c.id).where(over).order_by(t.c.id + 0).limit(limit)
-                query = query.with_for_update(skip_locked=True)
-                ids = connection.execute(query).scalars().all()
-                if ids:
-                    connection.execute(lapse_statement(t, max_lapses).where(t.c.id.in_(ids), over))
-                return len(ids)
-
-        return self._db.run(work)
+        return self._lapses.lapse(lease_is_over(self._t, self._lease_s), max_lapses, limit)
 
     def purge(self, older_than_s: float, limit: int) -> int:
         """One small step: finished rows that were last touched long ago."""
@@ -137,11 +128,22 @@ class Sweeps:
         old = and_(is_finished, t.c.update_time < db_now_plus(-older_than_s))
         # A task is due before it is finished, so the index on expected_time finds the old ones.
         query = (
-            select(t.c.id).where(old, t.c.expected_time < once(db_now_plus(-older_than_s))).order_by(t.c.expected_time)
+            select(t.c.id, t.c.tag, t.c.task_key)
+            .where(old, t.c.expected_time < once(db_now_plus(-older_than_s)))
+            .order_by(t.c.expected_time)
         ).limit(limit)
 
-        def work(connection: Any) -> int:
-            ids = connection.execute(query).scalars().all()
-            return int(connection.execute(delete(t).where(t.c.id.in_(sorted(ids)), old)).rowcount) if ids else 0
+        def work() -> int:
+            with self._db.begin() as connection:
+                rows = connection.execute(query).all()
+                ids = sorted(row[0] for row in rows)
+                # Keys whose task another program finished still name it.
+                locked = self._keys.lock_all(connection, [row for row in rows if row[2] is not None])
+                purged = int(connection.execute(delete(t).where(t.c.id.in_(ids), old)).rowcount) if ids else 0
+                if locked:
+                    kept = select(t.c.id).where(t.c.id.in_([row[0] for row in locked]))
+                    left = set(connection.execute(kept).scalars())
+                    self._keys.release_all(connection, [row for row in locked if row[0] not in left])
+                return purged
 
-        return self._db.alone(work)
+        return self._db.run(work)

@@ -58,10 +58,12 @@ class Desk:
     def start(self) -> None:
         if self._calls is not None:
             self._calls.start()
-        self.wheel.start()
         delays = self.delays
+        delays.clock.refresh_if_due()
+        delays.clock.refreshes_inline = False  # neither the event loop nor the wheel waits for the database
+        self.wheel.start()
         rows = delays.processes.row_events()
-        delays.events.subscribe(GivenUp(delays, rows, self._sends_events))
+        delays.events.subscribe(GivenUp(rows, self._sends_events))
         self._watch.start()
         self._sweeping.start()
 
@@ -80,6 +82,7 @@ class Desk:
 
     def _look(self) -> None:
         delays = self.delays
+        delays.clock.refresh_if_due()
         self._leases.look()
         consumer = getattr(self._worker.consumer, "task_consumer", None)
         if consumer is not None:  # `celery control add_consumer` and `cancel_consumer` change it

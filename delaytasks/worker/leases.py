@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.clock import from_us, monotonic
+from delaytasks.engine.sweeper import tell_lapsed
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
@@ -36,8 +37,7 @@ class LeaseKeeper:
         if self._dead:
             lapsed = delays.store.leases.release(sorted(self._dead), delays.settings.max_lapses)
             self._dead.clear()
-            if lapsed:
-                delays.events.emit("task.lapsed", count=lapsed, reason="a pool process died")
+            tell_lapsed(delays.events, lapsed, reason="a pool process died")
         now = delays.clock.now_us()
         oldest = min(self._dispatcher.in_flight.values(), default=now)
         if now - oldest > self._lease_s * 0.25e6 and monotonic() - self._renewed_at >= self._lease_s / 3 - LOOK_S:

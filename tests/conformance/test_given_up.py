@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
+import pytest
 from sqlalchemy import insert
 
+from delaytasks.core.events import Events
+from delaytasks.core.ports import Lapsed
 from delaytasks.core.states import Status
+from delaytasks.core.task import DelayTask
+from delaytasks.engine.sweeper import tell_lapsed
 from delaytasks.store.store import Store
 from delaytasks.store.types import db_now
+from delaytasks.worker.givenup import GivenUp
 
 
 def _add(store: Store, **values: Any) -> None:
@@ -19,14 +24,42 @@ def _add(store: Store, **values: Any) -> None:
 
 
 def test_only_rows_that_lapsed_for_the_last_time_were_given_up(store: Store) -> None:
-    since = store.tasks.now() - timedelta(seconds=1)
     running = {"status": int(Status.RUNNING), "worker": "w/1", "attempts": 1}
     _add(store, id=1, **running, lapses=2)
     _add(store, id=2, **running, lapses=0)
     _add(store, id=3, status=int(Status.FAILED), lapses=0, attempts=1)
-    assert store.leases.release(["w/1"], 3) == 2
-    [task] = store.leases.given_up(since)
+    lapsed = store.leases.release(["w/1"], 3)
+    [task] = lapsed.given_up
+    assert lapsed.total == 2
     assert (task.id, task.status, task.lapses) == (1, Status.FAILED, 3)
     assert "3 times in a row" in (task.error or "")
-    assert task.update_time is not None
-    assert store.leases.given_up(task.update_time + timedelta(seconds=1)) == []
+    assert store.leases.release(["w/1"], 3) == Lapsed(0, [])
+
+
+class Heard:
+    """In the place of `RowEvents`."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, str | None]] = []
+        self.flushed = 0
+
+    def gave_up(self, task: DelayTask) -> None:
+        self.rows.append((task.id, task.error))
+
+    def flush(self) -> None:
+        self.flushed = len(self.rows)
+
+
+@pytest.mark.parametrize("sends_events", [True, False])
+def test_those_who_watch_hear_of_each_row_that_was_given_up(store: Store, sends_events: bool) -> None:
+    running = {"status": int(Status.RUNNING), "worker": "w/1", "attempts": 3}
+    _add(store, id=1, **running, lapses=2)
+    _add(store, id=2, **running, lapses=1)
+    events, heard = Events(), Heard()
+    seen: list[tuple[str, int | None]] = []
+    events.subscribe(lambda name, fields: seen.append((name, fields.get("id") or fields.get("count"))))
+    events.subscribe(GivenUp(heard, lambda: sends_events))  # type: ignore[arg-type]
+    tell_lapsed(events, store.leases.release(["w/1"], 3), reason="it died")
+    assert seen == [("task.lapsed", 2), ("task.gave_up", 1)]
+    assert [id for id, _ in heard.rows] == ([1] if sends_events else [])
+    assert heard.flushed == len(heard.rows)

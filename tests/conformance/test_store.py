@@ -29,7 +29,7 @@ from delaytasks.core.errors import (
     TaskNotFoundError,
     TaskStateError,
 )
-from delaytasks.core.ports import Entry, Level, Miss, Settlement
+from delaytasks.core.ports import Entry, Lapsed, Level, Miss, Settlement
 from delaytasks.core.states import FINISHED, MOVES, Status
 from delaytasks.core.task import DelayTask
 from delaytasks.store import database, engines
@@ -86,7 +86,7 @@ def lapse_all(store: Store, tasks: Sequence[DelayTask], max_lapses: int = 5) -> 
     with store.database.begin() as connection:
         over = seconds(store.tasks.now(), -1)
         connection.execute(update(t).where(t.c.id.in_([made.id for made in tasks])).values(lease_until=over))
-    return store.sweeps.lapse(max_lapses, 100)
+    return store.sweeps.lapse(max_lapses, 100).total
 
 
 @pytest.fixture
@@ -864,7 +864,7 @@ def test_what_a_dead_process_held_lapses_at_once(store: Store, claims: Claims) -
     mine, theirs = add(store), add(store)
     [held] = claims.claim([entry(mine)])
     store.claims("worker-2", None).claim([entry(theirs)])
-    assert store.leases.release(["worker-1"], max_lapses=5) == 1
+    assert store.leases.release(["worker-1"], max_lapses=5) == Lapsed(1, [])
     found = read(store, mine.id)
     assert (found.status, found.lapses, found.lease_until) == (Status.NOT_COMPLETE, 1, None)
     assert read(store, theirs.id).status is Status.RUNNING
@@ -884,9 +884,51 @@ def test_a_task_that_lapses_too_often_in_a_row_is_failed(store: Store, claims: C
     assert found.attempts == 3
 
 
+@pytest.mark.parametrize("name", ["lapse", "release"])
+def test_a_task_that_is_given_up_leaves_its_key(store: Store, claims: Claims, name: str) -> None:
+    made, other = keyed(store), add(store, key="free")
+    claims.claim([entry(made), entry(other)])
+    if name == "release":
+        lapsed = store.leases.release(["worker-1"], max_lapses=1)
+    else:
+        t = store.schema.tasks
+        with store.database.begin() as connection:
+            connection.execute(update(t).values(lease_until=seconds(store.tasks.now(), -1)))
+        lapsed = store.sweeps.lapse(1, 100)
+    assert lapsed.total == 2
+    assert {one.id for one in lapsed.given_up} == {made.id, other.id}
+    assert store.tasks.id_of_key("mail", "order-1") is None
+    assert keyed(store).id != made.id
+
+
+def test_a_task_that_lapses_keeps_its_key(store: Store, claims: Claims) -> None:
+    made = keyed(store)
+    lapse_all(store, claims.claim([entry(made)]))
+    assert store.tasks.id_of_key("mail", "order-1") == made.id
+
+
+def test_a_key_that_went_to_another_task_is_kept_when_the_old_one_is_given_up(store: Store, claims: Claims) -> None:
+    made = keyed(store)
+    claims.claim([entry(made)])
+    new, _ = store.tasks.insert_keyed(task(store, key="order-1"), "replace")
+    assert lapse_all(store, [made], max_lapses=1) == 1
+    assert store.tasks.id_of_key("mail", "order-1") == new.id
+
+
+def test_a_running_row_without_a_lease_lapses_a_lease_after_its_last_change(store: Store) -> None:
+    old, new = (put(store, Status.RUNNING) for _ in range(2))
+    t = store.schema.tasks
+    with store.database.begin() as connection:
+        changed = update(t).where(t.c.id == old.id).values(update_time=seconds(store.tasks.now(), -61))
+        connection.execute(changed)
+    assert store.sweeps.lapse(5, 100).total == 1
+    assert read(store, old.id).status is Status.NOT_COMPLETE
+    assert read(store, new.id).status is Status.RUNNING
+
+
 def test_a_lease_that_still_lasts_does_not_lapse(store: Store, claims: Claims) -> None:
     claims.claim([entry(add(store))])
-    assert store.sweeps.lapse(5, 100) == 0
+    assert store.sweeps.lapse(5, 100) == Lapsed(0, [])
 
 
 def test_lapses_are_found_in_bounded_steps(store: Store, claims: Claims) -> None:
@@ -894,7 +936,7 @@ def test_lapses_are_found_in_bounded_steps(store: Store, claims: Claims) -> None
     t = store.schema.tasks
     with store.database.begin() as connection:
         connection.execute(update(t).values(lease_until=seconds(store.tasks.now(), -1)))
-    assert [store.sweeps.lapse(5, 2) for _ in range(4)] == [2, 2, 1, 0]
+    assert [store.sweeps.lapse(5, 2).total for _ in range(4)] == [2, 2, 1, 0]
     assert len(claimed) == 5
 
 
@@ -1012,6 +1054,19 @@ def test_purging_takes_old_finished_rows_in_small_steps(store: Store) -> None:
     assert [store.sweeps.purge(500, 4) for _ in range(3)] == [4, 2, 0]
     left = {one.id for one in store.tasks.find(None, None, None, None, None, None, 100)}
     assert left == set(keep)
+
+
+def test_purging_takes_the_keys_that_name_what_is_purged_and_no_others(store: Store) -> None:
+    old = seconds(store.tasks.now(), -1000)
+    finished, moved = keyed(store, create_time=old), add(store, create_time=old, key="moved")
+    t, live = store.schema.tasks, task(store, key="moved")
+    store.tasks.insert_keyed(live, "reject")
+    with store.database.begin() as connection:  # another program finished it, and left its key
+        done = update(t).where(t.c.id.in_([finished.id, moved.id]))
+        connection.execute(done.values(status=int(Status.DONE), expected_time=old, update_time=old))
+    assert store.sweeps.purge(500, 100) == 2
+    assert store.tasks.id_of_key("mail", "order-1") is None
+    assert store.tasks.id_of_key("mail", "moved") == live.id
 
 
 # -- workers --------------------------------------------------------------------------------------

@@ -263,7 +263,7 @@ class Moves(RuleBasedStateMachine):
         with self.store.database.begin() as connection:
             connection.execute(t.update().where(t.c.status == 3).values(lease_until=self.due(True)))
         lapsed = running[:limit]
-        assert self.store.sweeps.lapse(MAX_LAPSES, limit) == len(lapsed)
+        assert self.store.sweeps.lapse(MAX_LAPSES, limit).total == len(lapsed)
         for id in lapsed:
             known = self.known[id]
             known.lapses += 1

@@ -1,0 +1,73 @@
+"""What a dead or stuck worker held goes back to the others, or is given up when that happened too often in a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import ColumnElement, Update, and_, case, or_, select, update
+
+from delaytasks.core.ports import Lapsed
+from delaytasks.core.states import MOVES, Status
+from delaytasks.store.database import Database
+from delaytasks.store.keys import Keys
+from delaytasks.store.rows import columns, task_of
+from delaytasks.store.schema import Schema
+from delaytasks.store.types import db_now, db_now_plus
+
+NO_LONGER_ALIVE = "gave up: the worker died or lost its lease {n} times in a row while this task ran"
+
+
+class Lapses:
+    def __init__(self, database: Database, schema: Schema) -> None:
+        self._db = database
+        self._t = schema.tasks
+        self._keys = Keys(database, schema)
+        self._columns = columns(schema)
+
+    def lapse(self, which: ColumnElement[bool], max_lapses: int, limit: int | None = None) -> Lapsed:
+        """These RUNNING rows lapse. What somebody has locked is left for the next time."""
+
+        def work() -> Lapsed:
+            with self._db.begin() as connection:
+                return self._lapse(connection, which, max_lapses, limit)
+
+        return self._db.run(work)
+
+    def _lapse(self, on: Any, which: ColumnElement[bool], max_lapses: int, limit: int | None) -> Lapsed:
+        t = self._t
+        # Keys before tasks, as everybody does it. A key that is missed here names a finished task: harmless.
+        named = and_(which, t.c.lapses + 1 >= max_lapses, t.c.task_key.is_not(None))
+        keyed = on.execute(select(t.c.id, t.c.tag, t.c.task_key).where(named).limit(limit)).all()
+        locked = self._keys.lock_all(on, keyed)
+        # `+ 0` keeps planners from walking the whole primary key in search of the few rows that run.
+        query = select(t.c.id, t.c.lapses).where(which).order_by(t.c.id + 0).limit(limit)
+        rows = on.execute(query.with_for_update(skip_locked=True)).all()
+        if not rows:
+            return Lapsed(0, [])
+        on.execute(lapse_statement(t, max_lapses).where(t.c.id.in_([row[0] for row in rows])))
+        last = {row[0] for row in rows if row[1] + 1 >= max_lapses}
+        if not last:
+            return Lapsed(len(rows), [])
+        self._keys.release_all(on, [row for row in locked if row[0] in last])
+        found = on.execute(select(*self._columns).where(t.c.id.in_(last)))
+        return Lapsed(len(rows), [task_of(row) for row in found])
+
+
+def lease_is_over(tasks: Any, lease_s: float) -> ColumnElement[bool]:
+    """RUNNING, and nobody renews it. Another program may have written no lease: then it lasts from the last change."""
+    unleased = and_(tasks.c.lease_until.is_(None), tasks.c.update_time < db_now_plus(-lease_s))
+    return and_(tasks.c.status == int(Status.RUNNING), or_(tasks.c.lease_until < db_now(), unleased))
+
+
+def lapse_statement(tasks: Any, max_lapses: int) -> Update:
+    """RUNNING → NOT_COMPLETE, or FAILED when it happened too often in a row. MySQL assigns from left to right,
+    so `lapses` comes last: all the others look at its old value."""
+    is_last = tasks.c.lapses + 1 >= max_lapses
+    return update(tasks).ordered_values(
+        (tasks.c.status, case((is_last, int(MOVES["give_up"].target)), else_=int(MOVES["lapse"].target))),
+        (tasks.c.version, tasks.c.version + 1),
+        (tasks.c.error_stack, case((is_last, NO_LONGER_ALIVE.format(n=max_lapses)), else_=tasks.c.error_stack)),
+        (tasks.c.lease_until, None),
+        (tasks.c.update_time, db_now()),
+        (tasks.c.lapses, tasks.c.lapses + 1),
+    )
