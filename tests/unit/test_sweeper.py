@@ -164,7 +164,7 @@ class CrashingTimer(RecordingTimer):
 
 
 def test_a_crash_between_arming_and_marking_costs_duplicates_and_makes_no_gap(field: Field) -> None:
-    ids = [field.row(1 + n / 100) for n in range(2500)]
+    ids = [field.row(4.9 + n / 100) for n in range(2500)]
     crashing = CrashingTimer(2, field.timer.armed)
     field.let_pass()
     with pytest.raises(CrashError):
@@ -196,7 +196,7 @@ class HalfwayTimer(RecordingTimer):
 
 
 def test_a_broker_that_goes_away_in_the_middle_leaves_no_gap(field: Field) -> None:
-    ids = [field.row(1 + n / 100) for n in range(1500)]
+    ids = [field.row(10 + n / 100) for n in range(1500)]
     halfway = HalfwayTimer()
     field.sweep(timer=halfway)
     assert 0 < len(halfway.armed) < 1500
@@ -214,7 +214,7 @@ class RefusingTimer(RecordingTimer):
 
 def test_a_refused_queue_does_not_keep_other_rows_from_being_armed(field: Field) -> None:
     refused = [field.row(1 + n / 1000, queue="bad") for n in range(1200)]
-    ids = [field.row(5 + n / 100) for n in range(1200)]
+    ids = [field.row(10 + n / 100) for n in range(1200)]
     refusing = RefusingTimer()
     field.sweep(timer=refusing)
     assert refusing.ids == ids
