@@ -81,9 +81,8 @@ class Desk:
         self._sweeping.stop()  # last: until then we count as a worker that may have died
 
     def _look(self) -> None:
+        """Once a second: first what needs no database, then what may have to wait for it."""
         delays = self.delays
-        delays.clock.refresh_if_due()
-        self._leases.look()
         consumer = getattr(self._worker.consumer, "task_consumer", None)
         if consumer is not None:  # `celery control add_consumer` and `cancel_consumer` change it
             delays.processes.queues = delays.own_queues(queue.name for queue in consumer.queues)
@@ -94,6 +93,8 @@ class Desk:
                 self.wheel.start()
         if state.should_terminate is not None:
             self.stop()  # a cold shutdown waits for the pool first, but what is held must not wait with it
+        delays.clock.refresh_if_due()
+        self._leases.look()
 
     def hold(self, entries: Sequence[Entry]) -> None:
         now = self.delays.clock.now_us()
