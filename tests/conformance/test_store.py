@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
+import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -860,6 +862,17 @@ def test_our_connections_wait_briefly_and_lock_no_gaps(store: Store) -> None:
             assert tuple(connection.exec_driver_sql(one).scalar() for one in asked) == expected
 
 
+def test_a_server_that_vanished_is_given_up_after_25_seconds(store: Store) -> None:
+    if not has_row_locks(store) or not hasattr(socket, "TCP_USER_TIMEOUT"):
+        return
+    for engine in (store.database.auto, store.database.tx):
+        with engine.connect() as connection:
+            driver: Any = connection.connection.dbapi_connection
+            number = (driver if hasattr(driver, "fileno") else driver._sock).fileno()
+            with socket.socket(fileno=os.dup(number)) as line:
+                assert line.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
+
+
 def test_what_a_dead_process_held_lapses_at_once(store: Store, claims: Claims) -> None:
     mine, theirs = add(store), add(store)
     [held] = claims.claim([entry(mine)])
@@ -1061,11 +1074,13 @@ def test_purging_takes_the_keys_that_name_what_is_purged_and_no_others(store: St
     finished, moved = keyed(store, create_time=old), add(store, create_time=old, key="moved")
     t, live = store.schema.tasks, task(store, key="moved")
     store.tasks.insert_keyed(live, "reject")
-    with store.database.begin() as connection:  # another program finished it, and left its key
-        done = update(t).where(t.c.id.in_([finished.id, moved.id]))
+    # Its tag and key, each with the other's of the two that go, name the live one.
+    other, _ = store.tasks.insert_keyed(task(store, tag="sms", key="moved", create_time=old), "reject")
+    with store.database.begin() as connection:  # another program finished them, and left their keys
+        done = update(t).where(t.c.id.in_([finished.id, moved.id, other.id]))
         connection.execute(done.values(status=int(Status.DONE), expected_time=old, update_time=old))
-    assert store.sweeps.purge(500, 100) == 2
-    assert store.tasks.id_of_key("mail", "order-1") is None
+    assert store.sweeps.purge(500, 100) == 3
+    assert store.tasks.id_of_key("mail", "order-1") is store.tasks.id_of_key("sms", "moved") is None
     assert store.tasks.id_of_key("mail", "moved") == live.id
 
 

@@ -217,6 +217,13 @@ def test_many_tasks_go_in_the_callers_transaction(delays: DjangoDelays, armed: l
     assert len(page) + len(delays.find(limit=1000, cursor=page.cursor)) == 1201
 
 
+def test_many_large_bodies_go_in_several_statements(delays: DjangoDelays) -> None:
+    body = "x" * 250_000
+    with transaction.atomic(delays.alias):
+        assert delays.schedule_many([("order.close", body, 60)] * 100) == 100
+    assert len(delays.find(limit=1000)) == 100
+
+
 def test_a_taken_id_among_many_leaves_the_transaction_usable(delays: DjangoDelays) -> None:
     with transaction.atomic(delays.alias):
         task = delays.schedule_delay("order.close", 1, 60)
