@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, ExceptionContext, create_engine, event, exc
+from sqlalchemy import URL, Connection, Engine, ExceptionContext, QueuePool, create_engine, event, exc
 
 from delaytasks.core.errors import ConfigError
 
@@ -27,7 +27,9 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
         if url.database and url.database != ":memory:" and not url.database.startswith("file:"):
             Path(url.database).parent.mkdir(parents=True, exist_ok=True)
         options["connect_args"] = {"timeout": 30, "check_same_thread": False}
-        engine = create_engine(url, hide_parameters=True, **options)
+        # Also for a database in memory, whose own pool takes no sizes. It is another one for each connection, so rows
+        # are the caller's session's alone, but the time can be asked.
+        engine = create_engine(url, poolclass=QueuePool, hide_parameters=True, **options)
         event.listen(engine, "connect", _sqlite_connect)
         if not autocommit:
             event.listen(engine, "begin", _sqlite_begin_immediate)
