@@ -37,10 +37,11 @@ class Lapses:
         t = self._t
         # Keys before tasks, as everybody does it. A key that is missed here names a finished task: harmless.
         named = and_(which, t.c.lapses + 1 >= max_lapses, t.c.task_key.is_not(None))
-        keyed = on.execute(select(t.c.id, t.c.tag, t.c.task_key).where(named).limit(limit)).all()
-        locked = self._keys.lock_all(on, keyed)
         # `+ 0` keeps planners from walking the whole primary key in search of the few rows that run.
-        query = select(t.c.id, t.c.lapses).where(which).order_by(t.c.id + 0).limit(limit)
+        order = t.c.id + 0
+        keyed = on.execute(select(t.c.id, t.c.tag, t.c.task_key).where(named).order_by(order).limit(limit)).all()
+        locked = self._keys.lock_all(on, keyed)
+        query = select(t.c.id, t.c.lapses).where(which).order_by(order).limit(limit)
         rows = on.execute(query.with_for_update(skip_locked=True)).all()
         if not rows:
             return Lapsed(0, [])

@@ -267,7 +267,11 @@ class Moves(RuleBasedStateMachine):
         for id in lapsed:
             known = self.known[id]
             known.lapses += 1
-            known.move("give_up" if known.lapses >= MAX_LAPSES else "lapse")
+            if known.lapses >= MAX_LAPSES:
+                known.move("give_up")
+                self.leave_key(known)
+            else:
+                known.move("lapse")
 
     # -- what must hold ---------------------------------------------------------------------------
 
@@ -312,5 +316,3 @@ def test_no_order_of_verbs_leads_where_the_moves_do_not() -> None:
             ),
         )
         store.close()
-
-
