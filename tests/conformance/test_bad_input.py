@@ -420,6 +420,8 @@ def test_enums_are_what_they_stand_for(place: Place) -> None:
         Name.MAIL, {"level": Level.HIGH, "name": Name.KEY}, 60, key=Name.KEY, priority=Level.HIGH, id=Level.ID
     )
     assert (task.tag, task.key, task.priority, task.id) == ("mail", "the key", 9, 4711)
+    # Plain ones: a driver may write a subclass as it says itself, "Name.MAIL".
+    assert [type(value) for value in (task.tag, task.key, task.priority, task.id)] == [str, str, int, int]
     found = place.delays.get(tag="mail", key="the key")
     assert (found.id, found.priority, found.body) == (4711, 9, {"level": 9, "name": "the key"})
     assert place.delays.get(Level.ID).tag == "mail"

@@ -340,9 +340,7 @@ def test_migrations_at_once_take_turns(database: Database) -> None:
     )
     url = database.url.render_as_string(hide_password=False)
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    processes = [
-        subprocess.Popen([sys.executable, "-c", script, url], cwd=ROOT, text=True, **pipes) for _ in range(4)
-    ]
+    processes = [subprocess.Popen([sys.executable, "-c", script, url], cwd=ROOT, text=True, **pipes) for _ in range(4)]
     for process in processes:
         assert process.stdout.readline() == "ready\n"
     for process in processes:
