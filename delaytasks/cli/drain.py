@@ -17,6 +17,7 @@ from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli
 from delaytasks.cli.durations import show_duration
 from delaytasks.cli.output import cell, count, print_json, say
 from delaytasks.core.clock import from_us, monotonic
+from delaytasks.engine.sweeper import tell_lapsed
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -109,12 +110,14 @@ class Drain:
     def abandon(self) -> None:
         """What runs now is given up: others may have it, as if this process had died."""
         delays = self._delays
-        delays.store.leases.release([delays.processes.name(os.getpid())], delays.settings.max_lapses)
+        lapsed = delays.store.leases.release([delays.processes.name(os.getpid())], delays.settings.max_lapses)
+        tell_lapsed(delays.events, lapsed)
 
     def _lapse(self) -> None:
         delays = self._delays
         while (lapsed := delays.store.sweeps.lapse(delays.settings.max_lapses, LAPSE_STEP)).total:
             self.counts["lapsed"] += lapsed.total
+            tell_lapsed(delays.events, lapsed)
 
     def _drain_levels(self, progress: Progress, bar: Any) -> bool:
         """One pass over all that is overdue now; False if there was nothing."""

@@ -88,7 +88,7 @@ def _gather(cli: Cli) -> dict[str, Any]:
             "oldest": overdue.oldest and show_instant(overdue.oldest),
             "late_s": overdue.oldest and age(overdue.oldest),
         },
-        "lapsed": numbers.lapsed(),
+        "lapsed": numbers.lapsed(settings.lease_s),
         "workers": workers,
         "sweeps": sweeps,
         "broker": _broker(delays),

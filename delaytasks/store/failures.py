@@ -78,7 +78,7 @@ def _sqlstate(error: exc.DBAPIError) -> str | None:
     return getattr(error.orig, "pgcode", None)
 
 
-def _reason(error: exc.DBAPIError) -> str:
+def reason_of(error: exc.DBAPIError) -> str:
     """The first line of what the driver says: what follows may show the row. Where the values are to blame that line
     may quote them, so only the error's kind and number are told."""
     if _is_about_values(error):
@@ -89,9 +89,9 @@ def _reason(error: exc.DBAPIError) -> str:
 
 
 def forget_details(error: exc.DBAPIError) -> None:
-    """The error itself stays as the cause of ours, and is logged with it: it must not show more than `_reason`."""
+    """The error itself stays as the cause of ours, and is logged with it: it must not show more than `reason_of`."""
     if _is_about_values(error):
-        reason, number = _reason(error), _first(error)
+        reason, number = reason_of(error), _first(error)
         if error.orig is not None:
             error.orig.args = (number, reason) if isinstance(number, int) else (reason,)
         error.args = (reason,)
@@ -111,7 +111,7 @@ def unknown_outcome(reason: str, id: int) -> OutcomeUnknownError:
 
 def translate(error: exc.DBAPIError, unknown_id: int | None = None) -> DelayTaskError:
     """The typed error for a driver's error. Its own text says no values: those may be secrets."""
-    reason = _reason(error)
+    reason = reason_of(error)
     if unknown_id is not None:
         return unknown_outcome(reason, unknown_id)
     if is_disconnect(error):

@@ -9,8 +9,9 @@ from sqlalchemy import Connection, and_, func, select
 
 from delaytasks.core.states import Status
 from delaytasks.store.database import Database
+from delaytasks.store.lapses import lease_is_over
 from delaytasks.store.schema import Schema
-from delaytasks.store.types import db_now, db_now_plus
+from delaytasks.store.types import db_now_plus
 
 
 class Overdue(NamedTuple):
@@ -41,11 +42,10 @@ class Stats:
         query = select(func.count(), func.min(t.c.expected_time)).where(late)
         return self._db.alone(lambda c: Overdue(*c.execute(query).one()))
 
-    def lapsed(self) -> int:
+    def lapsed(self, lease_s: float) -> int:
         """Rows that seem to run, though their lease is over: the next sweep takes them back."""
-        t = self._t
-        over = and_(t.c.status == int(Status.RUNNING), t.c.lease_until < db_now())
-        return self._db.alone(lambda c: int(c.execute(select(func.count()).where(over)).scalar_one()))
+        query = select(func.count()).where(lease_is_over(self._t, lease_s))
+        return self._db.alone(lambda c: int(c.execute(query).scalar_one()))
 
     def sweeps(self, houses: int) -> list[Swept]:
         s = self._s

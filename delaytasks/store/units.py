@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 from delaytasks.core.errors import SessionUnusableError
 from delaytasks.core.ports import Executor, Unit
 from delaytasks.core.task import DelayTask
+from delaytasks.store.failures import reason_of
 
 Action = Callable[..., None]
 _PENDING = "delaytasks.pending"
@@ -42,15 +43,10 @@ class _Unit:
         except exc.DBAPIError as error:
             # Never tried again by us: the transaction may be rolled back as a whole, with what the caller did.
             raise SessionUnusableError(
-                f"the caller's transaction can not be used: {_reason(error)}; roll it back, nothing was sent"
+                f"the caller's transaction can not be used: {reason_of(error)}; roll it back, nothing was sent"
             ) from error
         except exc.SQLAlchemyError as error:
             raise SessionUnusableError(f"the caller's session can not be used: {error}") from error
-
-
-def _reason(error: exc.DBAPIError) -> str:
-    """Only the first line: what follows may show the row."""
-    return (str(error.orig).strip().splitlines() or [type(error).__name__])[0]
 
 
 class SessionUnit(_Unit):

@@ -7,7 +7,15 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from django.db import Error, InterfaceError, OperationalError, connections, transaction
+from django.db import (
+    DataError,
+    Error,
+    IntegrityError,
+    InterfaceError,
+    OperationalError,
+    connections,
+    transaction,
+)
 from sqlalchemy import exc
 
 from delaytasks.contrib.django.executor import DjangoExecutor
@@ -64,7 +72,10 @@ class DjangoUnit:
 
 
 def _reason(error: Any) -> str:
-    """The first line only: what follows may show values, and those may be secrets."""
+    """The first line only: what follows may show values, and those may be secrets. Where a value is to blame, even
+    that line may quote it."""
+    if isinstance(error, (IntegrityError, DataError)):
+        return f"a value can not be stored ({type(error).__name__})"
     text = (str(getattr(error, "orig", None) or error).strip().splitlines() or [type(error).__name__])[0]
     is_missing = "yb_delay_" in text and ("no such table" in text or "exist" in text)
     return f"{text} (run: manage.py migrate)" if is_missing else text
