@@ -30,7 +30,7 @@ class Moves:
         row = on.execute(self.get, {"task_id": id}).first()
         seen = None if row is None else task_of(row)
         # A transaction that reads as of its start (MySQL's default) may see an older version than the one named.
-        if seen is not None and (version is None or seen.version >= version):
+        if seen is not None and not (isinstance(version, int) and seen.version < version):
             _check(name, seen, version)
             if name == "cancel" and seen.status is Status.CANCELLED:
                 return seen
