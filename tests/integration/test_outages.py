@@ -414,6 +414,16 @@ def test_a_database_that_went_away_between_calls_leaves_no_doubt(connect: Connec
             line.delays.schedule_delay("mail", {}, 60, key=key)
 
 
+@DATABASES
+def test_a_connection_that_never_came_about_leaves_no_doubt(connect: Connect, database: str) -> None:
+    line = connect(database)
+    line.warm_up()
+    line.delays.store.close()
+    line.database.swallow()
+    with pytest.raises(e.StoreUnavailableError, match="can not be reached"):
+        line.delays.schedule_delay("mail", {}, 60)
+
+
 CANARY = "s3cr3t-canary"
 
 
