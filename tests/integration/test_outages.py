@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import redis
 from celery import Celery
 from kombu import Queue
 from sqlalchemy import Engine, create_engine, func, make_url, select, text
@@ -76,10 +77,22 @@ class Line:
         with self.store.database.begin() as connection:
             self.store.schema.metadata.drop_all(connection)
         self.store.close()
-        with Celery("reader", broker=self._broker_url, set_as_current=False).connection_for_write() as connection:
-            self.delays.publisher.queue("default")(connection).delete()
+        self._forget_queue()
         self.database.close()
         self.broker.close()
+
+
+    def _forget_queue(self) -> None:
+        """With its exchange, and what Kombu leaves behind in Redis."""
+        if self._broker_url.startswith("redis"):
+            with redis.Redis.from_url(self._broker_url) as client:
+                for key in client.scan_iter(f"*{self.namespace}*", 1000):
+                    client.delete(key)
+            return
+        with Celery("reader", broker=self._broker_url, set_as_current=False).connection_for_write() as connection:
+            queue = self.delays.publisher.queue("default")(connection)
+            queue.delete()
+            queue.exchange.delete()
 
 
 def proxy_to(url: str) -> Proxy:
