@@ -81,7 +81,6 @@ class Line:
         self.database.close()
         self.broker.close()
 
-
     def _forget_queue(self) -> None:
         """With its exchange, and what Kombu leaves behind in Redis."""
         if self._broker_url.startswith("redis"):
