@@ -132,7 +132,7 @@ def sqlite_path(tmp_path: Path) -> Callable[[str], str]:
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     outcome: Any = yield
     report = outcome.get_result()
-    if report.when == "setup" and report.outcome != "passed":
+    if report.when != "teardown" and report.outcome != "passed":
         # In the report, which travels to the process that prints the summary when several run the tests.
         report.lacked = {name: why for name, why in _missing.items() if _needs(name) in str(report.longrepr)}
 
