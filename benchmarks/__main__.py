@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,14 @@ def main() -> int:
     stage = Stage(Ours(folder, notes), Bare(folder, notes), options.quick, say)
     facts: dict[str, Any] = {}
     failures: list[str] = []
+    held = ExitStack()
     try:
+        held.enter_context(table.alone())
         brokers.check()
         table.make()
     except BenchError as error:
+        held.close()
+        shutil.rmtree(folder)
         console.print(str(error), style="red", markup=False)
         return 2
     try:
@@ -70,6 +75,7 @@ def main() -> int:
     finally:
         table.drop()
         brokers.clear()
+        held.close()
     report.print_table(console, stage.figures)
     if options.json is not None:
         found = [figure.as_json() for figure in stage.figures]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sqlalchemy import Connection, exists, func, select, text
+from sqlalchemy.exc import DBAPIError
 
 from benchmarks.ours import delays
 from benchmarks.waiting import BenchError
 from benchmarks.where import TABLE_PREFIX
-from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.states import Status
 from delaytasks.store import migrations
+from delaytasks.store.failures import translate
 from delaytasks.store.types import db_now
 
 _database = delays.store.database
@@ -20,11 +23,26 @@ _LIVE = _t.c.status.in_([int(Status.NOT_COMPLETE), int(Status.RUNNING)])
 
 
 def make() -> None:
-    try:
-        drop()
-    except StoreUnavailableError as error:
-        raise BenchError(f"{error}: set DELAYTASKS_BENCH_DATABASE_URL") from error
+    drop()
     migrations.upgrade(_database, TABLE_PREFIX)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Two runs on one database would empty each other's tables and queues: the second one is refused."""
+    locks = {"postgresql": "SELECT pg_try_advisory_lock(hashtext(:name))", "mysql": "SELECT GET_LOCK(:name, 0)"}
+    query = locks.get(_database.url.get_backend_name().replace("mariadb", "mysql"))
+    try:
+        connection = _database.auto.connect()  # the lock is this connection's, and ends with it
+    except DBAPIError as error:
+        raise BenchError(f"{translate(error)}: set DELAYTASKS_BENCH_DATABASE_URL") from error
+    try:
+        if query is not None and not connection.execute(text(query), {"name": "delaytasks " + TABLE_PREFIX}).scalar():
+            raise BenchError("another run uses this database: wait for it, or set DELAYTASKS_BENCH_DATABASE_URL")
+        yield
+    finally:
+        connection.invalidate()
+        connection.close()
 
 
 def drop() -> None:
