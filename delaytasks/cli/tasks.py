@@ -161,7 +161,7 @@ def cancel(cli: Cli, ids: tuple[str, ...], tag: str | None, key: str | None) -> 
     delaytasks cancel 2305843009213693952 2305843009213693953
     delaytasks cancel --tag order.close --key order-7
 
-    A task that was cancelled before stays so, which is no error.
+    A task that was cancelled before, named by its id, stays so, which is no error.
     """
     delays = cli.delays
     cancelled: list[str] = []

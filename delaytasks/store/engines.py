@@ -25,7 +25,7 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
     backend = url.get_backend_name()
     if backend == "sqlite":
         if url.database and url.database != ":memory:" and not url.database.startswith("file:"):
-            Path(url.database).parent.mkdir(parents=True, exist_ok=True)
+            Path(url.database).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         options["connect_args"] = {"timeout": 30, "check_same_thread": False}
         # Also for a database in memory, whose own pool takes no sizes. It is another one for each connection, so rows
         # are the caller's session's alone, but the time can be asked.

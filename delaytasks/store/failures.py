@@ -7,6 +7,7 @@ from sqlalchemy import exc
 from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError, StoreError, StoreUnavailableError
 
 TRIES = 5
+REMEDY = "run: delaytasks db upgrade (for a Celery app of your own: delaytasks -A APP db upgrade)"
 
 #: What databases answer when a transaction should simply be tried again.
 _RETRY_PG = {"40001", "40P01", "55P03"}  # serialization failure, deadlock, lock not available
@@ -121,5 +122,5 @@ def translate(error: exc.DBAPIError, unknown_id: int | None = None) -> DelayTask
     if is_unable(error):
         return StoreUnavailableError(f"the database can not work now: {reason}")
     if "no such table" in reason or "does not exist" in reason or "doesn't exist" in reason:
-        return StoreError(f"the tables are missing or old ({reason}); run: delaytasks db upgrade")
+        return StoreError(f"the tables are missing or old ({reason}); {REMEDY}")
     return StoreError(f"the database refused: {reason}")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from sqlalchemy import Connection, exc, inspect
 
 from delaytasks.core.errors import ConfigError
-from delaytasks.core.settings import Settings
+from delaytasks.core.settings import Settings, mask_url
 from delaytasks.store.claims import Claims
 from delaytasks.store.database import Database
+from delaytasks.store.failures import REMEDY
 from delaytasks.store.leases import Leases
 from delaytasks.store.migrations import check_charset
 from delaytasks.store.schema import build_schema
@@ -36,7 +37,8 @@ class Store:
         missing = [column.name for column in t.columns if column.name not in found]
         if missing:
             what = f"has no column {', '.join(missing)}" if found else "does not exist"
-            raise ConfigError(f"table {t.fullname} {what}; run: delaytasks db upgrade")
+            where = mask_url(str(self.database.url.render_as_string(hide_password=True)))
+            raise ConfigError(f"table {t.fullname} {what} in {where}; {REMEDY}")
         check_charset(self.database, self.schema)
 
     def close(self) -> None:

@@ -126,7 +126,8 @@ class Sweeps:
         t = self._t
         is_finished = (t.c.status + 0).in_([int(s) for s in FINISHED])  # `+ 0`: to be found by time, not by status
         old = and_(is_finished, t.c.update_time < db_now_plus(-older_than_s))
-        # A task is due before it is finished, so the index on expected_time finds the old ones.
+        # The index on expected_time finds the old ones: what ran was due before. What was cancelled early counts from
+        # its due time.
         query = (
             select(t.c.id, t.c.tag, t.c.task_key)
             .where(old, t.c.expected_time < once(db_now_plus(-older_than_s)))

@@ -1,4 +1,5 @@
-"""The `eta` timer: near tasks wait as Celery messages, many to a message, held by the worker's wheel."""
+"""The way of a task, part 2: arm. With the `eta` timer near tasks wait as Celery messages, many to a message, and
+in the wheel of the worker that took them in."""
 
 from __future__ import annotations
 

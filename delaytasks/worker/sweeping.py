@@ -82,6 +82,8 @@ class Sweeping:
         delays, settings = self._delays, self._delays.settings
         for house in delays.store.sweeps.stale_houses(settings.houses, settings.self_sweep_s):
             if monotonic() - self._started_at > settings.self_sweep_s:
-                delays.events.emit("sweep.self", house=house, remedy="is celery beat running?")
+                delays.events.emit(
+                    "sweep.self", house=house, remedy="is celery beat running, and does the broker answer?"
+                )
             delays.sweeper.sweep(house)
         self._checked_at = monotonic()

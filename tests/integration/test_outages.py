@@ -210,7 +210,7 @@ def test_what_the_broker_refuses_is_not_the_callers_business(connect: Connect) -
     line.warm_up()
     line.broker.cut_request(b"delaytasks.run")
     task = line.delays.schedule_delay("mail", {}, 5)
-    assert line.broker.cut == 1
+    wait_until(lambda: line.broker.cut == 1, 5, "the message to be cut off on its way")
     assert line.delays.get(task).status is Status.NOT_COMPLETE
 
 
