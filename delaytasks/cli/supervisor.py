@@ -21,6 +21,8 @@ from rich.text import Text
 FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
 #: A child that lived for so long did start well.
 SETTLED_S = 20.0
+#: How long a child's last lines are waited for once it has ended.
+LAST_WORDS_S = 2.0
 #: How often children are looked at.
 LOOK_S = 0.1
 
@@ -58,6 +60,7 @@ class Spec:
 class Child:
     spec: Spec
     process: subprocess.Popen[bytes] | None = None
+    reader: threading.Thread | None = None
     started_at: float = 0.0
     start_at: float | None = None
     rest_s: float = FIRST_REST_S
@@ -141,7 +144,8 @@ class Supervisor:
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
-        threading.Thread(target=self._read, args=(child, child.process.stdout), daemon=True).start()
+        child.reader = threading.Thread(target=self._read, args=(child, child.process.stdout), daemon=True)
+        child.reader.start()
 
     def _read(self, child: Child, lines: IO[bytes]) -> None:
         for line in lines:
@@ -199,6 +203,8 @@ class Supervisor:
         _kill_group(process, signal.SIGKILL)
         process.wait()
         child.process = None
+        if child.reader is not None:
+            child.reader.join(LAST_WORDS_S)  # not for ever: a grandchild may keep the pipe open
         self.log.say(f"{child.spec.name} stopped", "")
 
 
