@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask, Page
+from delaytasks.core.task import DelayTask
 
 T = TypeVar("T")
 OnConflict = Literal["reject", "keep", "replace"]
@@ -89,7 +89,7 @@ class Unit(Protocol):
 
 
 class TaskStore(Protocol):
-    """Rows, as producers and operators see them. `on` is the caller's connection, if there is one."""
+    """Rows, as producers see them. `on` is the caller's connection, if there is one."""
 
     def together(self, work: Callable[[Executor], T], unknown_id: int) -> T: ...
 
@@ -99,26 +99,6 @@ class TaskStore(Protocol):
         self, task: DelayTask, on_conflict: OnConflict, on: Executor | None = None
     ) -> tuple[DelayTask, bool]: ...
     def get(self, id: int, on: Executor | None = None) -> DelayTask | None: ...
-    def id_of_key(self, tag: str, key: str, on: Executor | None = None) -> int | None: ...
-    def find(
-        self,
-        tag: str | None,
-        status: Status | None,
-        key: str | None,
-        since: datetime | None,
-        until: datetime | None,
-        cursor: str | None,
-        limit: int,
-        on: Executor | None = None,
-    ) -> Page: ...
-    def cancel(self, id: int, version: int | None = None, on: Executor | None = None) -> DelayTask | None: ...
-    def reschedule(
-        self, id: int, due: datetime, version: int | None = None, on: Executor | None = None
-    ) -> DelayTask: ...
-    def retry(self, id: int, due: datetime, version: int | None = None, on: Executor | None = None) -> DelayTask: ...
-    def touch(self, id: int, due: datetime, on: Executor | None = None) -> bool: ...
-    def counts(self) -> dict[Status, int]: ...
-    def now(self, insists: bool = False) -> datetime: ...
 
 
 class ClaimStore(Protocol):
