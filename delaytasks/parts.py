@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from delaytasks.core.errors import ConfigError, StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.ids import IdMaker
 from delaytasks.core.ports import Timer
-from delaytasks.core.settings import load_settings
+from delaytasks.core.settings import load_settings, mask_url
 from delaytasks.engine.producer import Producer
 from delaytasks.engine.registry import Registry
 from delaytasks.engine.sweeper import Sweeper
@@ -23,6 +24,7 @@ from delaytasks.timers.publisher import Publisher
 
 #: kombu's own default.
 REDIS_VISIBILITY_S = 3600.0
+_REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 class Parts:
@@ -43,12 +45,21 @@ class Parts:
         self.store = Store(url_of(settings), settings)
         self.clock = Clock(measure)
         self.publisher = Publisher(app, settings.namespace, settings.publish_limit_s, events)
-        self.inline_timer: Timer = EtaTimer(self.publisher, self.clock)
+        self.inline_timer = self._make_timer()
         self.timer: Timer = (
             BackgroundTimer(self.inline_timer, self.clock) if settings.arm == "background" else self.inline_timer
         )
         self.sweeper = Sweeper(settings, self.store.sweeps, self.store.workers, self.clock, self.inline_timer, events)
         self.producer = Producer(settings, self.store.tasks, self.clock, IdMaker(wall_ms), self.timer, registry, events)
+
+    def _make_timer(self) -> Timer:
+        eta = EtaTimer(self.publisher, self.clock)
+        if self.settings.timer == "eta":
+            return eta
+        from delaytasks.timers.redis import RedisTimer  # and with it a client that other deployments need not load
+
+        url = redis_url(self.settings.redis_url, self._app.conf.broker_url)
+        return RedisTimer(url, self.settings, eta, self.clock, self._events)
 
     def check_broker_timeouts(self) -> None:
         """Our messages are acknowledged on receipt; but they may wait unacknowledged in a worker that is blocked."""
@@ -71,5 +82,24 @@ class Parts:
     def close(self) -> None:
         if isinstance(self.timer, BackgroundTimer):
             self.timer.close()
+        close = getattr(self.inline_timer, "close", None)
+        if close is not None:
+            close()
         self.publisher.close()
         self.store.close()
+
+
+def redis_url(given: str, broker_url: Any) -> str:
+    """Of the `redis` timer, in the form that redis-py reads."""
+    broker = broker_url[0] if isinstance(broker_url, (list, tuple)) and broker_url else broker_url
+    url = given or str(broker or "").partition(";")[0]
+    if url.startswith("redis+socket://"):
+        path, _, options = url.removeprefix("redis+socket://").partition("?")
+        url = f"unix://{path}?{options.replace('virtual_host=', 'db=')}"
+    if url.startswith(_REDIS_SCHEMES):
+        return re.sub(r"(?<=ssl_cert_reqs=)CERT_(\w+)", lambda found: found[1].lower(), url)  # as kombu has it
+    where = "delaytasks_redis_url" if given else "the broker's URL"
+    raise ConfigError(
+        f"delaytasks_timer = 'redis' needs a Redis, and {where} is {mask_url(url) or 'empty'}: set "
+        "delaytasks_redis_url to redis://…, rediss://… or unix://…"
+    )

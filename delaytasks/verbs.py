@@ -112,6 +112,7 @@ class Verbs(ABC):
             cancelled = self.store.tasks.cancel(id, version, _executor(unit))
         if cancelled is not None:
             self.events.emit("task.cancelled", id=id, tag=cancelled.tag)
+            self.producer.disarm_after_commit(cancelled, unit)
         return cancelled is not None
 
     def reschedule(

@@ -14,12 +14,16 @@ from delaytasks.core.ports import Entry
 class RecordingTimer:
     def __init__(self) -> None:
         self.armed: list[Entry] = []
+        self.disarmed: list[Entry] = []
         self.drained: list[tuple[str, list[int], int]] = []
         self.is_up = True
 
     def arm(self, entries: Iterable[Entry]) -> bool:
         self.armed += entries if self.is_up else ()
         return self.is_up
+
+    def disarm(self, entries: Iterable[Entry]) -> None:
+        self.disarmed += entries
 
     def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float) -> bool:
         self.drained.append((queue, list(priorities), tokens))

@@ -142,4 +142,7 @@ class Timer(Protocol):
 
     def arm(self, entries: Iterable[Entry]) -> bool: ...
 
+    def disarm(self, entries: Iterable[Entry]) -> None:
+        """Forgets exactly these versions where it can; what comes out all the same is refused by the claim."""
+
     def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float) -> bool: ...

@@ -33,6 +33,9 @@ class Settings:
     table_schema: str = _setting("", "schema of our tables (PostgreSQL, MySQL); empty: the connection's own")
     pool_size: int = _setting(5, "database connections kept by each process")
 
+    timer: str = _setting("eta", "where near tasks wait: in the broker and workers (eta), or in Redis (redis)")
+    redis_url: str = _setting("", "Redis of the redis timer; empty: the broker's, when that is Redis", secret=True)
+    redis_slots: int = _setting(8, "parts of a queue in the redis timer; the same in all processes")
     arm: str = _setting("inline", "who sends near tasks to the broker: the call (inline) or a thread (background)")
     horizon_s: float | None = _setting(30.0, "only tasks due within it are sent to the broker; none: all of them")
     publish_limit_s: float = _setting(0.5, "longest time that sending may take; after it the sweep sends")
@@ -93,6 +96,8 @@ _RULES: list[tuple[str, Callable[[Settings, Any], bool], str]] = [
     *((name, _positive, "must be above 0") for name, spec in _SPECS.items() if str(spec.type) in ("int", "float")),
     *((name, _positive_or_none, "must be above 0, or none") for name in ("horizon_s", "purge_after_s")),
     ("arm", lambda s, v: v in ("inline", "background"), "is 'inline' or 'background'"),
+    ("timer", lambda s, v: v in ("eta", "redis"), "is 'eta' or 'redis'"),
+    ("redis_slots", lambda s, v: v & (v - 1) == 0 and v <= 1024, "is a power of two, at most 1024"),
     ("namespace", lambda s, v: bool(_NAME.fullmatch(v)), "has letters, digits, '_', '.' and '-' only"),
     ("table_prefix", lambda s, v: bool(_IDENTIFIER.fullmatch(v)), "has letters, digits and '_' only"),
     ("table_schema", lambda s, v: bool(_IDENTIFIER.fullmatch(v)), "has letters, digits and '_' only"),

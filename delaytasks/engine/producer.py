@@ -190,8 +190,22 @@ class Producer:
         near = [entry for entry in (Entry.of(task, to_us) for task in tasks) if entry.due_us <= until]
         if not is_committed:
             near = [entry._replace(due_us=max(entry.due_us, now + COMMIT_US)) for entry in near]
+        if is_committed:  # else it may be right as it was, after all
+            self._timer.disarm([_before(task) for task in tasks if task.version > 0])
         if near:
             self._timer.arm(near)
+
+    def disarm_after_commit(self, task: DelayTask, unit: Unit | None) -> None:
+        """The task moved on and waits no more: what was armed for it comes out of the timer."""
+
+        def disarm(tasks: Sequence[DelayTask], is_committed: bool = True) -> None:
+            if is_committed:
+                self._timer.disarm(map(_before, tasks))
+
+        if unit is None:
+            disarm([task])
+        else:
+            unit.after_commit([task], disarm)
 
     def due_of(self, delay: Any, when: datetime | None) -> datetime:
         """The instant that a delay or an instant means."""
@@ -205,6 +219,11 @@ class Producer:
 def _check_on_conflict(on_conflict: object) -> None:
     if on_conflict not in ("reject", "keep", "replace"):
         raise InvalidScheduleError(f"on_conflict is 'reject', 'keep' or 'replace', not {shown(on_conflict)}")
+
+
+def _before(task: DelayTask) -> Entry:
+    """What was armed for it before its last move, in all that names it."""
+    return Entry.of(task, to_us)._replace(version=task.version - 1)
 
 
 def _is_named(new: NewTask) -> bool:

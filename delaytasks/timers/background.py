@@ -59,6 +59,13 @@ class BackgroundTimer:
                 self._changed.notify_all()
         return True
 
+    def disarm(self, entries: Iterable[Entry]) -> None:
+        entries = list(entries)
+        names = {(entry.id, entry.version) for entry in entries}
+        with self._changed:
+            self._waiting = [entry for entry in self._waiting if (entry.id, entry.version) not in names]
+        self._timer.disarm(entries)
+
     def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float) -> bool:
         return self._timer.drain(queue, priorities, tokens, expires_s)
 

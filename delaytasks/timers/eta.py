@@ -44,6 +44,9 @@ class EtaTimer:
         results = [self._publisher.send(RUN, queue, list(_messages(some))) for queue, some in named]
         return all(results)
 
+    def disarm(self, entries: Iterable[Entry]) -> None:
+        """What is in a broker stays there: the claim finds that its version is over."""
+
     def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float) -> bool:
         """Asks workers to claim by themselves what is overdue in `queue`."""
         expires = self._clock.now() + timedelta(seconds=expires_s)
@@ -71,19 +74,24 @@ def read_message(args: Any, queue: str) -> tuple[list[Entry], list[int] | None]:
     for item in args[0]:
         if not isinstance(item, list) or len(item) != 4 or not all(type(number) is int for number in item):
             raise ValueError("an entry is [id, version, due, priority]")
-        try:
-            id = check_id(item[0])
-        except InvalidInputError as error:
-            raise ValueError(str(error)) from None
-        if not (0 <= item[1] < 2**63 and 0 <= item[2] < MAX_DUE_US and _is_priority(item[3])):
-            raise ValueError("version, due or priority is out of range")
-        entries.append(Entry(id, item[1], item[2], queue, item[3]))
+        entries.append(checked_entry(item[0], item[1], item[2], queue, item[3]))
     if len(args) == 1:
         return entries, None
     priorities = args[1].get("drain") if isinstance(args[1], dict) else None
     if not isinstance(priorities, list) or len(priorities) > 100 or not all(map(_is_priority, priorities)):
         raise ValueError("a drain token has priorities")
     return entries, priorities
+
+
+def checked_entry(id: int, version: int, due_us: int, queue: str, priority: int) -> Entry:
+    """`ValueError` unless the table's columns can hold it: one such entry would spoil the claim of a whole chunk."""
+    try:
+        check_id(id)
+    except InvalidInputError as error:
+        raise ValueError(str(error)) from None
+    if not (0 <= version < 2**63 and 0 <= due_us < MAX_DUE_US and _is_priority(priority)):
+        raise ValueError("version, due or priority is out of range")
+    return Entry(id, version, due_us, queue, priority)
 
 
 def _is_priority(value: Any) -> bool:

@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from celery.utils.log import get_logger
 from celery.worker import state
@@ -24,6 +24,8 @@ from delaytasks.worker.sweeping import Sweeping
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
+    from delaytasks.timers.redis import RedisTimer
+    from delaytasks.worker.mover import Mover
 
 logger = get_logger(__name__)
 #: A refused message is logged at most so often: anybody may send them.
@@ -49,6 +51,7 @@ class Desk:
             rearm=self.hold,
             sends_events=self._sends_events,
         )
+        self._mover = self._make_mover()
         self._leases = LeaseKeeper(delays, worker, self.dispatcher)
         self._watch = Loop("watch", self._leases.look_s, self._look, delays.events)
         self._sweeping = Sweeping(delays, worker)
@@ -62,6 +65,8 @@ class Desk:
         delays.clock.refresh_if_due()
         delays.clock.refreshes_inline = False  # neither the event loop nor the wheel waits for the database
         self.wheel.start()
+        if self._mover is not None:
+            self._mover.start()
         rows = delays.processes.row_events()
         delays.events.subscribe(GivenUp(rows, self._sends_events))
         self._watch.start()
@@ -70,6 +75,8 @@ class Desk:
     def stop(self) -> None:
         """Sends back what is held, so that other workers have it in time; done again it does no harm. Leases
         are renewed as long as the process lives, since the pool may have rows to finish."""
+        if self._mover is not None:
+            self._mover.stop()  # first, or it would take what we send back
         waiting = self.dispatcher.close()
         waiting += self.wheel.stop()
         hang_up(self._worker.consumer)
@@ -113,8 +120,12 @@ class Desk:
     def connected(self) -> None:
         """The worker takes in messages from now on: for the first time, or again after it lost the broker."""
         if self._was_connected:
-            self._sweeping.forget()
+            self.forget_armed()
         self._was_connected = True
+
+    def forget_armed(self) -> None:
+        """What the timer held may be lost: the next sweep arms it again."""
+        self._sweeping.forget()
 
     def sweep(self, house: int | None) -> None:
         self._sweeping.request(house)
@@ -136,6 +147,13 @@ class Desk:
             "oldest_chunk": min(map(from_us, map(int, self.dispatcher.in_flight.values())), default=None),
             "events": dict(self.delays.events.counts),
         }
+
+    def _make_mover(self) -> Mover | None:
+        if self.delays.settings.timer != "redis":
+            return None
+        from delaytasks.worker.mover import Mover  # and with it a client that other deployments need not load
+
+        return Mover(cast("RedisTimer", self.delays.inline_timer), self)
 
     def _failed(self, loop: str, error: Exception) -> None:
         self.delays.events.emit("loop.failed", loop=loop, error=f"{type(error).__name__}: {error}")

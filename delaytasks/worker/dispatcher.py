@@ -56,6 +56,8 @@ class Dispatcher:
         self._soon = soon
         self._rearm = rearm
         self.sends_events = sends_events
+        #: Called when there may be room again.
+        self.on_room: Callable[[], None] = lambda: None
         self._lock = threading.RLock()
         self._ready: dict[int, deque[Entry]] = {}
         self._drains: dict[str, Drain] = {}
@@ -96,6 +98,19 @@ class Dispatcher:
     def waiting(self) -> int:
         return sum(map(len, self._ready.values()))
 
+    @property
+    def room(self) -> int:
+        """How many more entries are welcome: a chunk now for each free process, and another one for each that can be
+        expected to end its chunk soon. What it can not run in time is better left to other workers."""
+        with self._lock:
+            if not self._is_open:
+                return 0
+            chunks = free = self._slots() - len(self.in_flight)
+            if self._row_s is None or self._row_s < self._settings.chunk_time_box_s:
+                lately = self._clock.now_us() - 2e6 * self._settings.chunk_time_box_s
+                chunks += free + sum(began > lately for began in self.in_flight.values())
+            return max(chunks * self._size() - self.waiting, 0)
+
     # -- out --------------------------------------------------------------------------------------
 
     def pump(self) -> None:
@@ -112,6 +127,7 @@ class Dispatcher:
         finally:
             with self._lock:
                 self._is_pumping = False
+            self.on_room()
 
     def _next_job(self) -> Job | None:
         with self._lock:

@@ -24,6 +24,7 @@ class SlowTimer:
 
     def __init__(self) -> None:
         self.calls: list[list[Entry]] = []
+        self.disarmed: list[Entry] = []
         self.times: list[float] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -38,6 +39,9 @@ class SlowTimer:
             self.fails -= 1
             raise OSError("as asked")
         return True
+
+    def disarm(self, entries: Iterable[Entry]) -> None:
+        self.disarmed += entries
 
     def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float) -> bool:
         return self.gate.is_set()

@@ -1,0 +1,255 @@
+"""The `redis` timer: near tasks wait in sorted sets of Redis, where every worker sees them, and movers in the workers
+take what falls due."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
+from zlib import crc32
+
+import redis
+from redis.backoff import NoBackoff
+from redis.cluster import RedisCluster
+from redis.exceptions import RedisClusterException, RedisError
+from redis.retry import Retry
+
+from delaytasks.core.clock import Clock, monotonic
+from delaytasks.core.events import Events
+from delaytasks.core.forks import reset_in_child
+from delaytasks.core.inputs import is_queue
+from delaytasks.core.ports import Entry
+from delaytasks.core.settings import Settings
+from delaytasks.timers.eta import EtaTimer, checked_entry
+from delaytasks.timers.scripts import ARM, LOT, TAKE
+
+T = TypeVar("T")
+
+#: After a failure nothing is tried for this long: callers must not wait for a Redis that is away.
+REST_S = 1.0
+#: What a mover took and has not handed on for so long goes back: the mover is dead.
+RETURN_S = 2.0
+CHECK_S = 15
+FAILURES = (RedisError, RedisClusterException, OSError)
+
+
+class Slot(NamedTuple):
+    """A part of a queue's near tasks; in a cluster each may be on another node."""
+
+    queue: str
+    number: int
+
+
+class Taken(NamedTuple):
+    """What a mover has to hand on, and then to delete by its ticket."""
+
+    slot: Slot
+    entries: list[Entry]
+    ticket: int
+    #: Entries that were not of our form.
+    refused: int
+    #: How many were too late, and their priorities: the table's business.
+    dropped: int
+    priorities: list[int]
+    #: How many another mover had taken and not handed on.
+    returned: int
+    #: The slot was empty in a way that it never is: Redis lost it.
+    was_lost: bool
+    #: When there is something to do next, in milliseconds; infinite if there is nothing.
+    next_ms: float
+
+
+class RedisTimer:
+    """Thread-safe, and made anew after a fork. What fails is not tried again: the database is the truth."""
+
+    def __init__(self, url: str, settings: Settings, eta: EtaTimer, clock: Clock, events: Events) -> None:
+        self._url = url
+        self._settings = settings
+        self._eta = eta
+        self._clock = clock
+        self._events = events
+        self._slots: dict[str, list[Slot]] = {}
+        self.is_up = True
+        self._rests_until = 0.0
+        self.after_fork()
+        reset_in_child(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+        self._client: Any = None
+
+    # -- where things are -------------------------------------------------------------------------
+
+    def slots(self, queue: str) -> list[Slot]:
+        found = self._slots.get(queue)
+        if found is None:
+            found = self._slots[queue] = [Slot(queue, number) for number in range(self._settings.redis_slots)]
+        return found
+
+    def keys(self, slot: Slot) -> tuple[str, str]:
+        """Of what waits and of what is on its way. In a cluster one hash tag keeps both on one node."""
+        tag = f"{{{self._settings.namespace}.{slot.queue}.{slot.number}}}"
+        return f"{tag}.store", f"{tag}.prepare"
+
+    def channel(self, queue: str) -> str:
+        """Where movers hear of entries that are due before all others of their slot."""
+        return f"{self._settings.namespace}.{queue}.earlier"
+
+    def _by_slot(self, entries: Iterable[Entry]) -> dict[Slot, list[Entry]]:
+        found: dict[Slot, list[Entry]] = {}
+        mask = self._settings.redis_slots - 1
+        for entry in entries:
+            # Others are another program's: no worker would take them, and the table has their rows.
+            if entry.id > 0 and entry.version >= 0 and entry.due_us >= 0 and is_queue(entry.queue):
+                slot = self.slots(entry.queue)[crc32(b"%d" % entry.id) & mask]
+                found.setdefault(slot, []).append(entry)
+        return found
+
+    # -- the timer --------------------------------------------------------------------------------
+
+    def arm(self, entries: Iterable[Entry]) -> bool:
+        slots = self._by_slot(entries)
+
+        def work(client: Any) -> bool:
+            pipe = client.pipeline(transaction=False)
+            for slot, some in slots.items():
+                some.sort(key=lambda entry: entry.due_us)
+                for start in range(0, len(some), LOT):
+                    words: list[Any] = [self.channel(slot.queue), slot.number]
+                    for entry in some[start : start + LOT]:
+                        words += (_due_ms(entry), _member(entry))
+                    pipe.eval(ARM, 2, *self.keys(slot), *words)
+            pipe.execute()
+            return True
+
+        return not slots or self._attempt(work) is not None
+
+    def disarm(self, entries: Iterable[Entry]) -> None:
+        slots = self._by_slot(entries)
+
+        def work(client: Any) -> bool:
+            pipe = client.pipeline(transaction=False)
+            for slot, some in slots.items():
+                for key in self.keys(slot):
+                    pipe.zrem(key, *map(_member, some))
+            pipe.execute()
+            return True
+
+        if slots:
+            self._attempt(work)
+
+    def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float) -> bool:
+        return self._eta.drain(queue, priorities, tokens, expires_s)
+
+    # -- for movers -------------------------------------------------------------------------------
+
+    def take(self, slots: Sequence[Slot], most: int) -> list[Taken] | None:
+        """What is due in each slot, `most` of each: it is this mover's until it hands it on or RETURN_S is over. None
+        while Redis is away."""
+        now_us = self._clock.now_us()
+        now, late = now_us // 1000, (now_us - int(self._settings.grace_s * 1e6)) // 1000
+        words = (now, late, now + int(RETURN_S * 1000), min(most, LOT))
+
+        def work(client: Any) -> list[Taken]:
+            pipe = client.pipeline(transaction=False)
+            for slot in slots:
+                pipe.eval(TAKE, 2, *self.keys(slot), *words)
+            return [_taken(slot, answer) for slot, answer in zip(slots, pipe.execute(), strict=True)]
+
+        return self._attempt(work)
+
+    def delete(self, taken: Iterable[Taken]) -> None:
+        """They are handed on."""
+        tickets = [(self.keys(some.slot)[1], some.ticket) for some in taken if some.entries or some.refused]
+
+        def work(client: Any) -> bool:
+            pipe = client.pipeline(transaction=False)
+            for prepare, ticket in tickets:
+                pipe.zremrangebyscore(prepare, ticket, ticket)
+            pipe.execute()
+            return True
+
+        if tickets:
+            self._attempt(work)
+
+    def listen(self, queues: Iterable[str]) -> Any:
+        """A subscription to what is armed in these queues before all that waits."""
+        listener = self.connect().pubsub(ignore_subscribe_messages=True)
+        listener.subscribe(*map(self.channel, queues))
+        return listener
+
+    # -- the connection ---------------------------------------------------------------------------
+
+    def _attempt(self, work: Callable[[Any], T]) -> T | None:
+        if monotonic() < self._rests_until:
+            return None
+        try:
+            answer = work(self.connect())
+        except FAILURES as error:
+            self._rests_until = monotonic() + REST_S
+            if self.is_up:
+                self.is_up = False
+                self._events.emit("timer.down", timer="redis", error=f"{type(error).__name__}: {error}")
+            return None
+        if not self.is_up:
+            self.is_up = True
+            self._events.emit("timer.up", timer="redis")
+        return answer
+
+    def connect(self) -> Any:
+        if self._client is None:
+            with self._lock:
+                if self._client is None:
+                    self._client = self._connect()
+        return self._client
+
+    def _connect(self) -> Any:
+        step_s = self._settings.publish_limit_s / 2
+        options: dict[str, Any] = {
+            "socket_timeout": step_s,
+            "socket_connect_timeout": step_s,
+            "retry": Retry(NoBackoff(), 0),
+            "health_check_interval": CHECK_S,  # a subscription whose other end is gone hears nothing of that
+            "protocol": 2,
+        }
+        client = redis.Redis.from_url(self._url, **options)
+        if not client.info("cluster").get("cluster_enabled"):
+            return client
+        client.close()
+        return RedisCluster.from_url(self._url, **options)
+
+    def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+
+def _due_ms(entry: Entry) -> int:
+    """Rounded up: never early."""
+    return -(-entry.due_us // 1000)
+
+
+def _member(entry: Entry) -> str:
+    return f"{entry.id}:{entry.version}:{entry.priority}" if entry.priority else f"{entry.id}:{entry.version}"
+
+
+def _taken(slot: Slot, answer: Any) -> Taken:
+    was_lost, returned, dropped, levels, ticket, text, waiting, prepared = answer
+    words, entries = text.split(), []
+    for member, due_ms in zip(words[::2], words[1::2], strict=False):
+        try:
+            id, version, priority = map(int, (member if member.count(b":") > 1 else member + b":0").split(b":"))
+            entries.append(checked_entry(id, version, int(due_ms) * 1000, slot.queue, priority))
+        except ValueError:
+            pass  # counted below
+    return Taken(
+        slot,
+        entries,
+        ticket,
+        len(words) // 2 - len(entries),
+        dropped,
+        [int(level) for level in levels.split()],
+        returned,
+        bool(was_lost),
+        min(float(waiting), float(prepared)),
+    )

@@ -1,0 +1,62 @@
+"""What the `redis` timer does inside Redis: each script is one step of all movers and producers of one slot.
+
+A slot has two sorted sets. In `store` entries wait, by their due time in milliseconds. In `prepare` are those that a
+mover took and has not handed on yet, by the time at which they go back to `store` when it never does. An entry is in
+one of them at most. `store` always has the member "." as its last one, which tells an empty slot from one that was
+lost.
+"""
+
+from __future__ import annotations
+
+#: Members in one call: Lua's stack takes a few thousand values.
+LOT = 1000
+
+#: KEYS: store, prepare. ARGV: channel, slot, then score and member of each entry, the earliest first. Idempotent.
+#: Movers are told only when the slot has something to do earlier than before.
+ARM = """
+local is_earliest = redis.call('ZCOUNT', KEYS[1], '-inf', ARGV[3]) == 0
+redis.call('ZADD', KEYS[1], unpack(ARGV, 3))
+if redis.call('EXISTS', KEYS[2]) == 1 then
+  for i = 4, #ARGV, 2 do redis.call('ZREM', KEYS[2], ARGV[i]) end
+end
+if is_earliest then redis.call('PUBLISH', ARGV[1], ARGV[2] .. ' ' .. ARGV[3]) end
+"""
+
+#: KEYS: store, prepare. ARGV: now, until when an entry is too late, when to return what is not handed on, how many.
+#: Answers: whether the slot was lost; what came back; what was too late, and its priorities; this taking's ticket;
+#: due times and members; when to look again.
+TAKE = f"""
+local store, prepare, now, late, back, most = KEYS[1], KEYS[2], ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
+local was_lost = redis.call('ZADD', store, 'NX', '+inf', '.')
+
+local stale = redis.call('ZRANGEBYSCORE', prepare, '-inf', now, 'LIMIT', 0, {LOT})
+for _, member in ipairs(stale) do
+  redis.call('ZADD', store, now, member)
+  redis.call('ZREM', prepare, member)
+end
+
+local dropped = redis.call('ZRANGEBYSCORE', store, '-inf', '(' .. late, 'LIMIT', 0, {LOT})
+local priorities = {{}}
+if #dropped > 0 then
+  for _, member in ipairs(dropped) do priorities[member:match('^%d+:%d+:(-?%d+)$') or '0'] = true end
+  redis.call('ZREMRANGEBYRANK', store, 0, #dropped - 1)
+end
+local levels = {{}}
+for priority in pairs(priorities) do levels[#levels + 1] = priority end
+
+-- A number of its own for what is taken now: handed on, it is deleted by that.
+while redis.call('ZCOUNT', prepare, back, back) > 0 do back = back + 1 end
+local due = redis.call('ZRANGEBYSCORE', store, '-inf', now, 'WITHSCORES', 'LIMIT', 0, most)
+if #due > 0 then
+  local moved = {{}}
+  for i = 1, #due, 2 do
+    moved[i], moved[i + 1] = back, due[i]
+  end
+  redis.call('ZADD', prepare, unpack(moved))
+  redis.call('ZREMRANGEBYRANK', store, 0, #due / 2 - 1)
+end
+
+local waiting = redis.call('ZRANGE', store, 0, 0, 'WITHSCORES')[2]
+local prepared = redis.call('ZRANGE', prepare, 0, 0, 'WITHSCORES')[2] or 'inf'
+return {{was_lost, #stale, #dropped, table.concat(levels, ' '), back, table.concat(due, ' '), waiting, prepared}}
+"""

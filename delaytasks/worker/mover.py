@@ -1,0 +1,171 @@
+"""Brings what falls due from Redis to this worker: it takes no more than the dispatcher has room for, so that a burst
+spreads over all workers by itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from delaytasks.core.clock import monotonic
+from delaytasks.timers.redis import FAILURES, REST_S, RedisTimer, Slot, Taken
+
+if TYPE_CHECKING:
+    from delaytasks.worker.desk import Desk
+
+#: All slots are looked at so often, whatever was or was not said: a message may be lost, a worker may die.
+LOOK_S = 15.0
+#: How often the ear looks whether the queues have changed.
+EAR_S = 1.0
+NEVER = float("inf")
+
+
+class Mover:
+    """One thread that sleeps until the next entry is due, as far as it knows, and until there is room for it."""
+
+    def __init__(self, timer: RedisTimer, desk: Desk) -> None:
+        self._timer = timer
+        self._desk = desk
+        self._dispatcher = desk.dispatcher
+        self._clock = desk.delays.clock
+        self._events = desk.delays.events
+        self._changed = threading.Condition()
+        #: When there is something to do in each slot, in milliseconds; 0: to be looked at now.
+        self._next: dict[Slot, float] = {}
+        self._queues: list[str] = []
+        self._looks_at = 0.0
+        self._is_running = self._is_starved = self._was_down = False
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        self._is_running = True
+        self._dispatcher.on_room = self._has_room
+        for name, turn in (("mover", self._move), ("ear", self._hear)):
+            thread = threading.Thread(target=self._run, args=(name, turn), name=f"delaytasks-{name}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def stop(self) -> None:
+        """Waits until what was taken is handed on. The ear ends by itself."""
+        with self._changed:
+            self._is_running = False
+            self._changed.notify_all()
+        for thread in self._threads[:1]:
+            thread.join()
+
+    def _run(self, name: str, turn: Callable[[], None]) -> None:
+        while self._is_running:
+            try:
+                turn()
+            except Exception as error:
+                self._events.emit("loop.failed", loop=name, error=f"{type(error).__name__}: {error}")
+                self._look_at_all()
+                self._rest()
+
+    # -- move -------------------------------------------------------------------------------------
+
+    def _move(self) -> None:
+        slots, room = self._wait()
+        if not slots:
+            return
+        taken = self._timer.take(slots, -(-room // len(slots)))
+        if taken is None:
+            self._was_down = True
+            self._look_at_all()
+            self._rest()
+            return
+        with self._changed:
+            for some in taken:  # what was heard meanwhile may be earlier
+                self._next[some.slot] = min(self._next[some.slot], some.next_ms)
+        self._hand_on(taken)
+        self._timer.delete(taken)
+        if self._was_down or any(some.was_lost for some in taken):
+            self._was_down = False
+            self._look_at_all()
+            self._desk.forget_armed()
+
+    def _wait(self) -> tuple[list[Slot], int]:
+        """The slots that have something to do, once there is room for it."""
+        self._is_starved = True  # first, or room that comes after the look would not be heard of
+        room = self._dispatcher.room
+        with self._changed:
+            self._follow_queues()
+            now_us, left_s = self._clock.now_us(), self._looks_at - monotonic()
+            if left_s <= 0:
+                self._looks_at, left_s = monotonic() + LOOK_S, LOOK_S
+                self._next = dict.fromkeys(self._next, 0.0)
+            due = [slot for slot, at in self._next.items() if at * 1000 <= now_us]
+            if due and room:
+                for slot in due:
+                    self._next[slot] = NEVER
+                return due, room
+            if not due:
+                self._is_starved = False
+                left_s = min(left_s, (min(self._next.values(), default=NEVER) * 1000 - now_us) / 1e6)
+            if self._is_running and (self._is_starved or not due):
+                self._changed.wait(left_s)
+        return [], 0
+
+    def _hand_on(self, taken: list[Taken]) -> None:
+        self._desk.hold(list(chain.from_iterable(some.entries for some in taken)))
+        for some in taken:
+            if some.dropped:
+                self._events.emit("entry.late", count=some.dropped)
+                self._dispatcher.drain(some.slot.queue, some.priorities)
+            if some.refused:
+                self._desk.refuse("redis", ValueError(f"{some.refused} entries are not of our form"))
+            if some.returned:
+                self._events.emit("entry.returned", count=some.returned)
+
+    def _follow_queues(self) -> None:
+        queues = self._desk.delays.processes.queues
+        if queues != self._queues:
+            self._queues = queues
+            slots = [slot for queue in queues for slot in self._timer.slots(queue)]
+            self._next = {slot: self._next.get(slot, 0.0) for slot in slots}
+
+    def _look_at_all(self) -> None:
+        with self._changed:
+            self._next = dict.fromkeys(self._next, 0.0)
+            self._changed.notify_all()
+
+    def _has_room(self) -> None:
+        if self._is_starved:
+            with self._changed:
+                self._is_starved = False
+                self._changed.notify_all()
+
+    def _rest(self) -> None:
+        ends = monotonic() + REST_S
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_running or monotonic() >= ends, REST_S)
+
+    # -- hear -------------------------------------------------------------------------------------
+
+    def _hear(self) -> None:
+        """Until the connection breaks or the queues change: what is armed before all that waits in its slot."""
+        queues = self._queues
+        if not queues:
+            self._rest()
+            return
+        names = {self._timer.channel(queue).encode(): queue for queue in queues}
+        try:
+            listener = self._timer.listen(queues)
+            try:
+                self._look_at_all()  # nobody told us until now
+                while self._is_running and queues == self._queues:
+                    message = listener.get_message(timeout=EAR_S)
+                    if message is not None:
+                        number, due_ms = message["data"].split()
+                        self._heard(Slot(names[message["channel"]], int(number)), int(due_ms))
+            finally:
+                listener.close()
+        except FAILURES:
+            self._rest()  # the mover tells of it
+
+    def _heard(self, slot: Slot, due_ms: int) -> None:
+        with self._changed:
+            if due_ms < self._next.get(slot, 0.0):
+                self._next[slot] = due_ms
+                self._changed.notify_all()

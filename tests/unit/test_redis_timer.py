@@ -1,0 +1,217 @@
+"""The `redis` timer on a real Redis: what is armed is taken once, in time, and given back when its taker died."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from delaytasks.core.clock import ManualClock
+from delaytasks.core.errors import ConfigError
+from delaytasks.core.events import Events
+from delaytasks.core.ports import Entry
+from delaytasks.core.settings import Settings
+from delaytasks.parts import redis_url as url_for
+from delaytasks.timers.eta import EtaTimer
+from delaytasks.timers.publisher import Publisher
+from delaytasks.timers.redis import RETURN_S, RedisTimer, Slot, Taken
+
+
+class Bench:
+    """A timer with a namespace of its own, and a clock that is set."""
+
+    def __init__(self, url: str, **settings: Any) -> None:
+        self.clock = ManualClock(datetime(2030, 1, 1, tzinfo=timezone.utc))
+        self.events = Events()
+        self.settings = Settings(timer="redis", namespace="t" + secrets.token_hex(4), **settings)
+        publisher = Publisher(Celery(broker="memory://"), self.settings.namespace, 0.5, self.events)
+        self.timer = RedisTimer(url, self.settings, EtaTimer(publisher, self.clock), self.clock, self.events)
+
+    def entry(self, id: int, in_ms: float = 0, **fields: Any) -> Entry:
+        return Entry(id, fields.pop("version", 0), self.clock.now_us() + int(in_ms * 1000), **fields)
+
+    def take(self, most: int = 100, queue: str = "default") -> list[Taken]:
+        taken = self.timer.take(self.timer.slots(queue), most)
+        assert taken is not None
+        return taken
+
+    def take_ids(self, most: int = 100) -> list[int]:
+        return sorted(entry.id for some in self.take(most) for entry in some.entries)
+
+    def members(self, which: str) -> list[bytes]:
+        client, place = self.timer.connect(), ("store", "prepare").index(which)
+        keys = [self.timer.keys(slot)[place] for slot in self.timer.slots("default")]
+        return [member for key in keys for member in client.zrange(key, 0, -1) if member != b"."]
+
+    def close(self) -> None:
+        client = self.timer.connect()
+        for key in client.scan_iter(f"*{self.settings.namespace}*", count=1000):
+            client.delete(key)
+        self.timer.close()
+
+
+@pytest.fixture
+def bench(redis_url: str) -> Iterator[Bench]:
+    bench = Bench(redis_url)
+    yield bench
+    bench.close()
+
+
+def test_what_is_due_is_taken_once_and_what_is_not_waits(bench: Bench) -> None:
+    assert bench.timer.arm([bench.entry(1), bench.entry(2, 1), bench.entry(3, 5000)])
+    assert bench.take_ids() == [1]
+    bench.clock.advance(0.001)
+    assert bench.take_ids() == [2]
+    assert bench.take_ids() == []
+
+
+def test_a_fraction_of_a_millisecond_is_not_cut_off(bench: Bench) -> None:
+    bench.timer.arm([bench.entry(1, 0.5)])
+    bench.clock.advance(0.0005)
+    assert bench.take_ids() == [], "the next whole millisecond is its time"
+    bench.clock.advance(0.0005)
+    assert bench.take_ids() == [1]
+
+
+def test_an_entry_comes_out_as_it_was_armed(bench: Bench) -> None:
+    armed = bench.entry(2**63 - 1, version=7, queue="mail", priority=9)
+    bench.timer.arm([armed])
+    assert [entry for some in bench.take(queue="mail") for entry in some.entries] == [armed]
+
+
+def test_arming_again_is_harmless_and_the_last_time_counts(bench: Bench) -> None:
+    for in_ms in (0, 0, 5000):
+        bench.timer.arm([bench.entry(1, in_ms)])
+    assert bench.take_ids() == []
+    bench.clock.advance(5)
+    assert bench.take_ids() == [1]
+
+
+def test_disarming_takes_out_exactly_one_version_wherever_it_is(bench: Bench) -> None:
+    bench.timer.arm([bench.entry(1), bench.entry(1, version=1), bench.entry(2), bench.entry(2, version=1)])
+    bench.timer.disarm([bench.entry(1)])
+    assert sorted(bench.members("store")) == [b"1:1", b"2:0", b"2:1"]
+    bench.take()
+    bench.timer.disarm([bench.entry(2, version=1), bench.entry(3)])
+    assert sorted(bench.members("prepare")) == [b"1:1", b"2:0"]
+
+
+def test_what_is_handed_on_is_deleted_and_nothing_else(bench: Bench) -> None:
+    bench.timer.arm([bench.entry(id) for id in range(1, 101)])
+    first, second = bench.take(1), bench.take(1)
+    bench.timer.delete(first)
+    left = {b"%d:0" % entry.id for some in second for entry in some.entries}
+    assert len(left) == len(second)
+    assert set(bench.members("prepare")) == left
+
+
+def test_what_nobody_hands_on_is_due_again_after_its_time(bench: Bench) -> None:
+    bench.timer.arm([bench.entry(1), bench.entry(2)])
+    assert bench.take_ids() == [1, 2]
+    bench.clock.advance(RETURN_S - 0.001)
+    assert bench.take_ids() == []
+    bench.clock.advance(0.001)
+    taken = bench.take()
+    assert sum(some.returned for some in taken) == 2
+    assert sorted(entry.id for some in taken for entry in some.entries) == [1, 2]
+    assert min(some.next_ms for some in taken) == bench.clock.now_us() / 1000 + RETURN_S * 1000
+
+
+def test_what_is_too_late_is_the_tables_business(bench: Bench) -> None:
+    bench.timer.arm([bench.entry(1, priority=5), bench.entry(2), bench.entry(3, 1000)])
+    bench.clock.advance(1.5)
+    taken = bench.take()
+    assert sum(some.dropped for some in taken) == 2
+    assert {priority for some in taken for priority in some.priorities} == {0, 5}
+    assert [entry.id for some in taken for entry in some.entries] == [3]
+    assert bench.members("store") == []
+
+
+def test_the_next_time_to_look_is_told(bench: Bench) -> None:
+    slot = [bench.timer.slots("default")[0]]
+    assert [some.next_ms for some in bench.timer.take(slot, 1) or ()] == [float("inf")]
+    bench.timer.arm([bench.entry(id, 700 + id) for id in range(1, 100)])
+    nexts = [some.next_ms for some in bench.take()]
+    assert min(nexts) == bench.clock.now_us() // 1000 + 701
+
+
+def test_a_slot_that_redis_lost_is_noticed_once(bench: Bench) -> None:
+    assert all(some.was_lost for some in bench.take()), "new ones are as good as lost"
+    assert not any(some.was_lost for some in bench.take())
+    lost = bench.timer.slots("default")[3]
+    bench.timer.connect().delete(*bench.timer.keys(lost))
+    bench.timer.arm([bench.entry(id, 1000) for id in range(1, 100)])
+    assert [some.slot for some in bench.take() if some.was_lost] == [lost]
+    assert not any(some.was_lost for some in bench.take())
+
+
+def test_only_an_entry_before_all_others_of_its_slot_is_told_of(redis_url: str) -> None:
+    bench = Bench(redis_url, redis_slots=1)
+    try:
+        listener = bench.timer.listen(["default"])
+        for in_ms in (5000, 6000, 5000, 4000):
+            bench.timer.arm([bench.entry(in_ms, in_ms)])
+        bench.timer.arm([bench.entry(9, 9000), bench.entry(1, 1000), bench.entry(2, 2000)])
+        bench.timer.connect().publish(bench.timer.channel("default"), "end")
+        heard: list[bytes] = []
+        while b"end" not in heard:
+            message = listener.get_message(timeout=5)
+            heard += [message["data"]] if message else []
+        now = bench.clock.now_us() // 1000
+        assert heard[:-1] == [b"0 %d" % (now + in_ms) for in_ms in (5000, 4000, 1000)]
+        listener.close()
+    finally:
+        bench.close()
+
+
+def test_many_entries_go_in_and_come_out_in_portions(bench: Bench) -> None:
+    entries = [bench.entry(id) for id in range(1, 20_001)]
+    assert bench.timer.arm(entries)
+    found: list[int] = []
+    while portion := bench.take_ids(10_000):
+        found += portion
+    assert sorted(found) == list(range(1, 20_001))
+
+
+def test_strangers_members_are_counted_and_spoil_nothing(bench: Bench) -> None:
+    bench.timer.arm([bench.entry(1)])
+    slot: Slot = bench.timer.slots("default")[0]
+    wrong = ["x", "1", "1:2:3:4", "0:0", f"{2**63}:0", "1:-1", "5:0:99999", "a:b"]
+    bench.timer.connect().zadd(bench.timer.keys(slot)[0], dict.fromkeys(wrong, bench.clock.now_us() // 1000))
+    taken = bench.take()
+    assert sum(some.refused for some in taken) == len(wrong)
+    assert [entry.id for some in taken for entry in some.entries] == [1]
+    bench.timer.delete(taken)
+    assert bench.members("prepare") == []
+
+
+def test_entries_that_no_worker_would_take_are_not_armed(bench: Bench) -> None:
+    assert bench.timer.arm([bench.entry(-1), bench.entry(2, queue="a queue"), bench.entry(3, version=-1)])
+    assert bench.members("store") == []
+
+
+@pytest.mark.parametrize(
+    ("given", "broker", "url"),
+    [
+        ("redis://a/1", "amqp://b", "redis://a/1"),
+        ("", "redis://b/2", "redis://b/2"),
+        ("", "redis://b/2;redis://c/2", "redis://b/2"),
+        ("", ["rediss://b/2?ssl_cert_reqs=CERT_REQUIRED"], "rediss://b/2?ssl_cert_reqs=required"),
+        ("", "redis+socket:///run/x.sock?virtual_host=3", "unix:///run/x.sock?db=3"),
+    ],
+)
+def test_the_redis_is_the_brokers_unless_one_is_named(given: str, broker: Any, url: str) -> None:
+    assert url_for(given, broker) == url
+
+
+@pytest.mark.parametrize(
+    ("given", "broker"), [("", "amqp://u:secret@b"), ("", None), ("http://u:secret@a", "redis://b")]
+)
+def test_no_redis_is_an_error_that_names_the_setting_and_no_password(given: str, broker: Any) -> None:
+    with pytest.raises(ConfigError, match=r"delaytasks_redis_url") as caught:
+        url_for(given, broker)
+    assert "secret" not in str(caught.value)
