@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from delaytasks.timers.wheel import Wheel
 
@@ -17,6 +17,7 @@ class WheelAndList(RuleBasedStateMachine):
     @initialize(slots=st.sampled_from([1, 2, 7, 8, 64]), now=st.integers(0, 10**12))
     def begin(self, slots: int, now: int) -> None:
         self.wheel: Wheel[tuple[int, int]] = Wheel(slots, now)
+        self.slots = slots
         self.now = now
         self.held: dict[int, tuple[int, tuple[int, int]]] = {}
         self.number = 0
@@ -28,6 +29,15 @@ class WheelAndList(RuleBasedStateMachine):
         tick = self.wheel.add(name, self.now + delta, entry)
         assert tick == max(self.now + delta, self.now + 1), "what is over already comes out at the next tick"
         self.held[name] = (tick, entry)
+
+    @rule(name=names, rounds=st.integers(0, 5), off=st.integers(-1, 1))
+    def add_some_rounds_ahead(self, name: int, rounds: int, off: int) -> None:
+        self.add_or_move(name, rounds * self.slots + off)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), delta=ahead)
+    def move(self, data: st.DataObject, delta: int) -> None:
+        self.add_or_move(data.draw(st.sampled_from(sorted(self.held))), delta)
 
     @rule(name=names)
     def cancel(self, name: int) -> None:
@@ -44,6 +54,10 @@ class WheelAndList(RuleBasedStateMachine):
         assert ticks == sorted(ticks), "in the order of their ticks"
         for name, _ in came:
             del self.held[name]
+
+    @rule(rounds=st.integers(0, 5), off=st.integers(0, 1))
+    def jump_over_rounds(self, rounds: int, off: int) -> None:
+        self.advance(rounds * self.slots + off)
 
     @rule(delta=st.integers(0, 50) | st.integers(0, 10**12))
     def the_clock_goes_back(self, delta: int) -> None:
@@ -72,11 +86,9 @@ class WheelAndList(RuleBasedStateMachine):
         assert all((name in self.wheel) == (name in self.held) for name in range(16))
         tick = self.wheel.next_tick()
         first = min((tick for tick, _ in self.held.values()), default=None)
-        if first is None:
-            assert tick is None
-        else:
-            assert tick is not None
-            assert self.now < tick <= first, "whoever sleeps until then misses nothing, and time passes"
+        assert tick == (None if first is None else min(first, self.now + self.slots)), (
+            "nothing is missed, or looked for"
+        )
 
 
 WheelAndList.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

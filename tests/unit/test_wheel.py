@@ -121,6 +121,32 @@ def test_what_is_held_costs_nothing_at_a_tick() -> None:
     assert time.monotonic() - began < 0.5
 
 
+def test_a_million_entries_come_out_exactly_at_their_ticks() -> None:
+    entries, ticks, now = 1_000_000, 50 * SLOTS, 1_900_000_000_000
+    wheel: Wheel[int] = Wheel(now=now)
+    for n in range(entries):
+        tick = now + 1 + n * 7919 % ticks
+        wheel.add(n, tick, tick)
+    assert len(wheel) == entries
+    came = 0
+    for tick in range(now + 1, now + ticks + 1):
+        due = wheel.advance(tick)
+        came += len(due)
+        assert due.count(tick) == len(due), "neither early nor late"
+    assert (came, len(wheel)) == (entries, 0), "each once"
+
+
+def test_when_to_look_again_is_known_however_few_are_held_and_however_far_ahead() -> None:
+    wheel: Wheel[int] = Wheel(slots=64, now=100)
+    assert wheel.next_tick() is None
+    for held in range(1, 20):
+        wheel.add(held, 1000 - held, held)
+        assert wheel.next_tick() == 164, "one turn ahead at most, so that a clock that jumps is noticed"
+    for held in range(1, 20):
+        wheel.add(held, 130 - held, held)
+        assert wheel.next_tick() == 130 - held
+
+
 # -- the thread -----------------------------------------------------------------------------------
 
 
