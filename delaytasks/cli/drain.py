@@ -17,6 +17,7 @@ from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli
 from delaytasks.cli.durations import show_duration
 from delaytasks.cli.output import cell, count, print_json, say
 from delaytasks.core.clock import from_us, monotonic
+from delaytasks.core.loop import Loop
 from delaytasks.engine.sweeper import tell_lapsed
 
 if TYPE_CHECKING:
@@ -150,15 +151,14 @@ class Drain:
     @contextmanager
     def _leases_renewed(self) -> Iterator[None]:
         """A worker's main process renews the leases of what runs; here a thread does."""
-        from delaytasks.worker.loop import Loop
-
         delays = self._delays
         name = delays.processes.name(os.getpid())
 
-        def renew() -> None:
+        def renew() -> float:
             delays.store.leases.renew([name], from_us(self._chunk_began_us - SLACK_US))
+            return delays.settings.lease_s / 3
 
-        loop = Loop("leases", delays.settings.lease_s / 3, renew, delays.events)
+        loop = Loop("leases", renew, delays.events)
         loop.start()
         try:
             yield

@@ -31,6 +31,7 @@ _LEVELS = {
     "queue.refused": logging.WARNING,
     "worker.lost": logging.WARNING,
     "loop.failed": logging.ERROR,
+    "loop.restarted": logging.ERROR,
     "chunk.failed": logging.ERROR,
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from functools import partial
 
@@ -30,9 +31,9 @@ class Sweeper:
         self._timer = timer
         self._events = events
 
-    def sweep(self, house: int = 0) -> bool:
+    def sweep(self, house: int = 0, beat: Callable[[], None] = lambda: None) -> bool:
         """One sweep of one house number; False if another worker just did it. A stage that fails, be it for one row
-        that can not be read, keeps no other one from its work."""
+        that can not be read, keeps no other one from its work. `beat` is called at each step forward."""
         settings, attempt = self._settings, partial(self._events.attempt, "sweep")
         if house == 0:
             attempt("bury", self._bury_dead_workers)
@@ -40,19 +41,20 @@ class Sweeper:
         if armed_until is None:
             return False
         if settings.horizon_s is not None:
-            attempt("near", partial(self._arm_near, house, armed_until, settings.horizon_s))
+            attempt("near", partial(self._arm_near, house, armed_until, settings.horizon_s, beat))
         if house == 0:
-            attempt("lapsed", self._lapse)
+            attempt("lapsed", partial(self._lapse, beat))
             attempt("overdue", self._drain_overdue)
-            attempt("purge", self._purge)
+            attempt("purge", partial(self._purge, beat))
         self._events.emit("sweep.done", house=house)
         return True
 
-    def _arm_near(self, house: int, armed_until: datetime, horizon_s: float) -> None:
+    def _arm_near(self, house: int, armed_until: datetime, horizon_s: float, beat: Callable[[], None]) -> None:
         now = self._clock.certain_now()
         until = now + timedelta(seconds=horizon_s)
         armed = 0
         for entries in self._sweeps.near(max(armed_until, now), until, house, self._settings.houses):
+            beat()
             if self._timer.arm(entries):
                 armed += len(entries)
             elif not self._timer.is_up:
@@ -63,8 +65,9 @@ class Sweeper:
         if armed:
             self._events.emit("sweep.armed", count=armed)
 
-    def _lapse(self) -> None:
+    def _lapse(self, beat: Callable[[], None]) -> None:
         while True:
+            beat()
             lapsed = self._sweeps.lapse(self._settings.max_lapses, STEP)
             tell_lapsed(self._events, lapsed)
             if lapsed.total < STEP:
@@ -95,11 +98,12 @@ class Sweeper:
             for name in names:
                 self._events.emit("worker.lost", worker=name)
 
-    def _purge(self) -> None:
+    def _purge(self, beat: Callable[[], None]) -> None:
         age = self._settings.purge_after_s
         if age is None:
             return
         for _ in range(PURGE_STEPS):
+            beat()
             purged = self._sweeps.purge(age, STEP)
             if purged:
                 self._events.emit("task.purged", count=purged)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
 from delaytasks.core.clock import Clock
+from delaytasks.core.events import Events
+from delaytasks.core.loop import Loop
 
 E = TypeVar("E")
 
@@ -106,75 +108,57 @@ class Wheel(Generic[E]):
 
 
 class WheelThread(Generic[E]):
-    """Turns a wheel: one thread that sleeps until the next entry is due, and not at all when none is held."""
+    """Turns a wheel: one loop that rests until the next entry is due, and for good when none is held."""
 
     def __init__(
-        self, clock: Clock, on_due: Callable[[list[E]], None], on_error: Callable[[Exception], None] | None = None
+        self,
+        clock: Clock,
+        on_due: Callable[[list[E]], None],
+        events: Events,
+        stuck_s: float = math.inf,
     ) -> None:
         self._clock = clock
         self._on_due = on_due
-        self._on_error = on_error
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._wheel: Wheel[E] = Wheel(now=self._tick())
         self._wakes_at: int | None = None
-        self._is_running = False
-        self._thread: threading.Thread | None = None
+        #: What it holds outlives a thread of it that dies.
+        self.loop = Loop("wheel", self._turn, events, stuck_s)
 
     def __len__(self) -> int:
         return len(self._wheel)
 
-    def start(self) -> None:
-        self._is_running = True
-        self._thread = threading.Thread(target=self._turn, name="delaytasks-wheel", daemon=True)
-        self._thread.start()
-
     @property
     def late_s(self) -> float:
-        """How long the next entry has waited in vain; infinite when the thread is dead."""
-        if self._is_running and (self._thread is None or not self._thread.is_alive()):
-            return math.inf
+        """How long the next entry has waited in vain."""
         wakes_at = self._wakes_at
         return 0.0 if wakes_at is None else max(self._clock.now_us() - wakes_at * TICK_US, 0) / 1e6
 
     def stop(self) -> list[E]:
         """Waits for the thread, and returns what is still held."""
-        with self._changed:
-            self._is_running = False
-            self._changed.notify()
-        if self._thread is not None:
-            self._thread.join()
-        with self._changed:
+        self.loop.stop()
+        with self._lock:
             return self._wheel.take_all()
 
     def add(self, entries: Iterable[tuple[Hashable, int, E]]) -> None:
         """(name, due in microseconds, entry) each."""
-        with self._changed:
+        with self._lock:
             self._wheel.go_back(self._tick())
             for name, due_us, entry in entries:
                 # Rounded up: a tick comes out when it has begun, and that must not be before the due time.
                 tick = self._wheel.add(name, -(-due_us // TICK_US), entry)
                 if self._wakes_at is None or tick < self._wakes_at:
                     self._wakes_at = tick
-                    self._changed.notify()
+                    self.loop.wake()
 
     def _tick(self) -> int:
         return self._clock.now_us() // TICK_US
 
-    def _turn(self) -> None:
-        while True:
-            with self._changed:
-                if not self._is_running:
-                    return
-                due = self._wheel.advance(self._tick())
-                if not due:
-                    self._wakes_at = self._wheel.next_tick()
-                    left = None if self._wakes_at is None else self._wakes_at * TICK_US - self._clock.now_us()
-                    if left is None or left > 0:
-                        self._changed.wait(None if left is None else left / 1e6)
-            if due:
-                try:
-                    self._on_due(due)
-                except Exception as error:  # what was due is lost to this worker, and found by the sweep
-                    if self._on_error is None:
-                        raise
-                    self._on_error(error)
+    def _turn(self) -> float | None:
+        with self._lock:
+            due = self._wheel.advance(self._tick())
+        if due:
+            self._on_due(due)  # what it fails with, or is stuck in, is found by the sweep
+        with self._lock:
+            self._wakes_at = self._wheel.next_tick()
+            return None if self._wakes_at is None else max(self._wakes_at * TICK_US - self._clock.now_us(), 0) / 1e6

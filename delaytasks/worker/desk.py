@@ -3,24 +3,24 @@ and looks after leases."""
 
 from __future__ import annotations
 
-import math
-import threading
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
 from celery.utils.log import get_logger
 from celery.worker import state
 
 from delaytasks.core.clock import from_us, monotonic
+from delaytasks.core.events import Events
+from delaytasks.core.loop import Loop
 from delaytasks.core.ports import Entry
 from delaytasks.timers.wheel import WheelThread
 from delaytasks.worker.dispatcher import Dispatcher
 from delaytasks.worker.givenup import GivenUp
 from delaytasks.worker.leases import LeaseKeeper
-from delaytasks.worker.loop import Loop
 from delaytasks.worker.rowevents import wants_row_events
 from delaytasks.worker.sweeping import Sweeping
+from delaytasks.worker.watchdog import LOOK_S, Watchdog
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
@@ -32,15 +32,18 @@ logger = get_logger(__name__)
 REFUSAL_LOG_S = 60.0
 #: Producers and workers may have different horizons for a while.
 FAR_S = 600.0
+#: Turns of the wheel hand on what is due, the watch's may have to wait for broker and database: stuck after that.
+WHEEL_S = 2.0
+WATCH_S = 30.0
 
 
 class Desk:
     def __init__(self, delays: DelayTasks, worker: Any) -> None:
         self.delays = delays
         self._worker = worker
-        self._calls = None if worker.hub else CallThread()
+        self._calls = None if worker.hub else CallThread(delays.events)
         self.wheel: WheelThread[Entry] = WheelThread(
-            delays.clock, lambda due: self.dispatcher.take(due), lambda error: self._failed("wheel", error)
+            delays.clock, lambda due: self.dispatcher.take(due), delays.events, max(delays.settings.grace_s, WHEEL_S)
         )
         self.dispatcher = Dispatcher(
             delays.settings,
@@ -53,24 +56,24 @@ class Desk:
         )
         self._mover = self._make_mover()
         self._leases = LeaseKeeper(delays, worker, self.dispatcher)
-        self._watch = Loop("watch", self._leases.look_s, self._look, delays.events)
         self._sweeping = Sweeping(delays, worker)
+        watch = Loop("watch", self._look, delays.events, WATCH_S, delays.store.close)
+        loops = [self.wheel.loop, self._leases.loop, self._sweeping.loop, watch]
+        if self._calls is not None:
+            loops.append(self._calls.loop)
+        if self._mover is not None:
+            loops += self._mover.loops
+        self.watchdog = Watchdog(delays.events, loops)
         self._was_connected = False
         self._refusal_logged_at = -REFUSAL_LOG_S
 
     def start(self) -> None:
-        if self._calls is not None:
-            self._calls.start()
         delays = self.delays
         delays.clock.refresh_if_due()
         delays.clock.refreshes_inline = False  # neither the event loop nor the wheel waits for the database
-        self.wheel.start()
-        if self._mover is not None:
-            self._mover.start()
         rows = delays.processes.row_events()
         delays.events.subscribe(GivenUp(rows, self._sends_events))
-        self._watch.start()
-        self._sweeping.start()
+        self.watchdog.start()
 
     def stop(self) -> None:
         """Sends back what is held, so that other workers have it in time; done again it does no harm. Leases
@@ -87,21 +90,20 @@ class Desk:
                 self.delays.store.sweeps.forget_armed()
         self._sweeping.stop()  # last: until then we count as a worker that may have died
 
-    def _look(self) -> None:
+    def _look(self) -> float:
         """Once a second: first what needs no database, then what may have to wait for it."""
         delays = self.delays
+        self.watchdog.loop.look()  # as it looks at us
         consumer = getattr(self._worker.consumer, "task_consumer", None)
         if consumer is not None:  # `celery control add_consumer` and `cancel_consumer` change it
             delays.processes.queues = delays.own_queues(queue.name for queue in consumer.queues)
         late_s = self.wheel.late_s
         if late_s > delays.settings.grace_s:
             delays.events.emit("wheel.late", seconds=late_s)
-            if math.isinf(late_s):
-                self.wheel.start()
         if state.should_terminate is not None:
             self.stop()  # a cold shutdown waits for the pool first, but what is held must not wait with it
         delays.clock.refresh_if_due()
-        self._leases.look()
+        return LOOK_S
 
     def hold(self, entries: Sequence[Entry]) -> None:
         now = self.delays.clock.now_us()
@@ -145,6 +147,7 @@ class Desk:
             "chunks": len(self.dispatcher.in_flight),
             "timer_is_up": self.delays.timer.is_up,
             "oldest_chunk": min(map(from_us, map(int, self.dispatcher.in_flight.values())), default=None),
+            "loops": self.watchdog.info(),
             "events": dict(self.delays.events.counts),
         }
 
@@ -154,9 +157,6 @@ class Desk:
         from delaytasks.worker.mover import Mover  # and with it a client that other deployments need not load
 
         return Mover(cast("RedisTimer", self.delays.inline_timer), self)
-
-    def _failed(self, loop: str, error: Exception) -> None:
-        self.delays.events.emit("loop.failed", loop=loop, error=f"{type(error).__name__}: {error}")
 
     def _sends_events(self) -> bool:
         return wants_row_events(getattr(self._worker, "consumer", None))
@@ -174,21 +174,22 @@ def hang_up(consumer: Any) -> None:
 
 
 class CallThread:
-    """Takes the event loop's place where the transport has none."""
+    """Takes the event loop's place where the transport has none. It may be as busy as a solo pool, which runs its
+    chunks in here, and there must be no second one: it is never stuck."""
 
-    def __init__(self) -> None:
+    def __init__(self, events: Events) -> None:
+        self._events = events
         self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
-
-    def start(self) -> None:
-        threading.Thread(target=self._run, name="delaytasks-calls", daemon=True).start()
+        self.loop = Loop("calls", self._turn, events)
 
     def call(self, function: Callable[[], None]) -> None:
         self._queue.put(function)
+        self.loop.wake()
 
-    def _run(self) -> None:
+    def _turn(self) -> None:
         while True:
-            function = self._queue.get()
             try:
-                function()
-            except Exception:
-                logger.exception("delaytasks: a call failed")
+                function = self._queue.get_nowait()
+            except Empty:
+                return
+            self._events.attempt("calls", "call", function)

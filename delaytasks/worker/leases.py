@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.clock import from_us, monotonic
+from delaytasks.core.loop import Loop
 from delaytasks.engine.sweeper import tell_lapsed
 
 if TYPE_CHECKING:
@@ -26,17 +27,18 @@ class LeaseKeeper:
         self._known: set[int] = set()
         self._dead: set[str] = set()
         self._renewed_at = monotonic()
-        #: How often `look` is to be called.
-        self.look_s = min(LOOK_S, self._lease_s / 6)
+        self._look_s = min(LOOK_S, self._lease_s / 6)
+        # Renewed after a third of it: when a thread is stuck then, and the next one too, there is still time.
+        self.loop = Loop("leases", self._turn, delays.events, self._lease_s / 6, delays.store.close)
 
-    def look(self) -> None:
+    def _turn(self) -> float:
         delays = self._delays
         alive = set(self._pids())
         self._dead |= {delays.processes.name(pid) for pid in self._known - alive}
         self._known = alive
-        if self._dead:
-            lapsed = delays.store.leases.release(sorted(self._dead), delays.settings.max_lapses)
-            self._dead.clear()
+        if dead := sorted(self._dead):
+            lapsed = delays.store.leases.release(dead, delays.settings.max_lapses)
+            self._dead.difference_update(dead)
             tell_lapsed(delays.events, lapsed, reason="a pool process died")
         now = delays.clock.now_us()
         oldest = min(self._dispatcher.in_flight.values(), default=now)
@@ -45,6 +47,7 @@ class LeaseKeeper:
             # A lease's time of slack: clocks agree better than that, and what was lost on the way lapses a lease later.
             delays.store.leases.renew(names, from_us(int(oldest - self._lease_s * 1e6)))
             self._renewed_at = monotonic()
+        return self._look_s
 
     def _pids(self) -> list[int]:
         try:

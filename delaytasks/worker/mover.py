@@ -4,11 +4,11 @@ spreads over all workers by itself."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from delaytasks.core.clock import monotonic
+from delaytasks.core.loop import Loop
 from delaytasks.timers.redis import FAILURES, REST_S, RedisTimer, Slot, Taken
 
 if TYPE_CHECKING:
@@ -19,77 +19,68 @@ LOOK_S = 15.0
 #: How often the ear looks whether the queues have changed.
 EAR_S = 1.0
 NEVER = float("inf")
+#: Each step of theirs is bounded by its socket.
+STUCK_S = 5.0
 
 
 class Mover:
-    """One thread that sleeps until the next entry is due, as far as it knows, and until there is room for it."""
+    """One loop that rests until the next entry is due, as far as it knows, and until there is room for it; another
+    one hears of what comes before that."""
 
     def __init__(self, timer: RedisTimer, desk: Desk) -> None:
         self._timer = timer
         self._desk = desk
         self._dispatcher = desk.dispatcher
+        self._dispatcher.on_room = self._has_room
         self._clock = desk.delays.clock
         self._events = desk.delays.events
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         #: When there is something to do in each slot, in milliseconds; 0: to be looked at now.
         self._next: dict[Slot, float] = {}
         self._queues: list[str] = []
         self._looks_at = 0.0
-        self._is_running = self._is_starved = self._was_down = False
-        self._threads: list[threading.Thread] = []
-
-    def start(self) -> None:
-        self._is_running = True
-        self._dispatcher.on_room = self._has_room
-        for name, turn in (("mover", self._move), ("ear", self._hear)):
-            thread = threading.Thread(target=self._run, args=(name, turn), name=f"delaytasks-{name}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        self._is_starved = self._was_down = False
+        self._mover = Loop("mover", self._move, self._events, STUCK_S, self._start_over)
+        self._ear = Loop("ear", self._hear, self._events, STUCK_S, self._start_over)
+        self.loops = [self._mover, self._ear]
 
     def stop(self) -> None:
         """Waits until what was taken is handed on. The ear ends by itself."""
-        with self._changed:
-            self._is_running = False
-            self._changed.notify_all()
-        for thread in self._threads[:1]:
-            thread.join()
-
-    def _run(self, name: str, turn: Callable[[], None]) -> None:
-        while self._is_running:
-            try:
-                turn()
-            except Exception as error:
-                self._events.emit("loop.failed", loop=name, error=f"{type(error).__name__}: {error}")
-                self._look_at_all()
-                self._rest()
+        self._ear.stop(0)
+        self._mover.stop()
 
     # -- move -------------------------------------------------------------------------------------
 
-    def _move(self) -> None:
-        slots, room = self._wait()
+    def _move(self) -> float:
+        slots, room, rest_s = self._due()
         if not slots:
-            return
-        taken = self._timer.take(slots, -(-room // len(slots)))
-        if taken is None:
-            self._was_down = True
+            return rest_s
+        try:
+            taken = self._timer.take(slots, -(-room // len(slots)))
+            if taken is None:
+                self._was_down = True
+                self._look_at_all()
+                return REST_S
+            self._mover.beat()  # what a mover that was replaced had taken goes back
+            with self._lock:
+                for some in taken:  # what was heard meanwhile may be earlier
+                    self._next[some.slot] = min(self._next[some.slot], some.next_ms)
+            self._hand_on(taken)
+            self._timer.delete(taken)
+        except BaseException:
             self._look_at_all()
-            self._rest()
-            return
-        with self._changed:
-            for some in taken:  # what was heard meanwhile may be earlier
-                self._next[some.slot] = min(self._next[some.slot], some.next_ms)
-        self._hand_on(taken)
-        self._timer.delete(taken)
+            raise
         if self._was_down or any(some.was_lost for some in taken):
             self._was_down = False
             self._look_at_all()
             self._desk.forget_armed()
+        return 0
 
-    def _wait(self) -> tuple[list[Slot], int]:
-        """The slots that have something to do, once there is room for it."""
+    def _due(self) -> tuple[list[Slot], int, float]:
+        """The slots that have something to do, if there is room for it; else how long to rest at most."""
         self._is_starved = True  # first, or room that comes after the look would not be heard of
         room = self._dispatcher.room
-        with self._changed:
+        with self._lock:
             self._follow_queues()
             now_us, left_s = self._clock.now_us(), self._looks_at - monotonic()
             if left_s <= 0:
@@ -99,13 +90,11 @@ class Mover:
             if due and room:
                 for slot in due:
                     self._next[slot] = NEVER
-                return due, room
+                return due, room, 0
             if not due:
                 self._is_starved = False
                 left_s = min(left_s, (min(self._next.values(), default=NEVER) * 1000 - now_us) / 1e6)
-            if self._is_running and (self._is_starved or not due):
-                self._changed.wait(left_s)
-        return [], 0
+            return [], 0, left_s
 
     def _hand_on(self, taken: list[Taken]) -> None:
         self._desk.hold(list(chain.from_iterable(some.entries for some in taken)))
@@ -125,36 +114,34 @@ class Mover:
             slots = [slot for queue in queues for slot in self._timer.slots(queue)]
             self._next = {slot: self._next.get(slot, 0.0) for slot in slots}
 
+    def _start_over(self) -> None:
+        self._timer.close()
+        self._looks_at = 0.0
+
     def _look_at_all(self) -> None:
-        with self._changed:
+        with self._lock:
             self._next = dict.fromkeys(self._next, 0.0)
-            self._changed.notify_all()
+        self._mover.wake()
 
     def _has_room(self) -> None:
         if self._is_starved:
-            with self._changed:
-                self._is_starved = False
-                self._changed.notify_all()
-
-    def _rest(self) -> None:
-        ends = monotonic() + REST_S
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_running or monotonic() >= ends, REST_S)
+            self._is_starved = False
+            self._mover.wake()
 
     # -- hear -------------------------------------------------------------------------------------
 
-    def _hear(self) -> None:
+    def _hear(self) -> float:
         """Until the connection breaks or the queues change: what is armed before all that waits in its slot."""
         queues = self._queues
         if not queues:
-            self._rest()
-            return
+            return REST_S
         names = {self._timer.channel(queue).encode(): queue for queue in queues}
         try:
             listener = self._timer.listen(queues)
             try:
                 self._look_at_all()  # nobody told us until now
-                while self._is_running and queues == self._queues:
+                while self._ear.is_running and queues == self._queues:
+                    self._ear.beat()
                     message = listener.get_message(timeout=EAR_S)
                     if message is not None:
                         number, due_ms = message["data"].split()
@@ -162,10 +149,12 @@ class Mover:
             finally:
                 listener.close()
         except FAILURES:
-            self._rest()  # the mover tells of it
+            return REST_S  # the mover tells of it
+        return 0
 
     def _heard(self, slot: Slot, due_ms: int) -> None:
-        with self._changed:
-            if due_ms < self._next.get(slot, 0.0):
-                self._next[slot] = due_ms
-                self._changed.notify_all()
+        with self._lock:
+            if due_ms >= self._next.get(slot, 0.0):
+                return
+            self._next[slot] = due_ms
+        self._mover.wake()

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.clock import monotonic
-from delaytasks.worker.loop import Loop
+from delaytasks.core.loop import Loop
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
@@ -23,27 +23,28 @@ class Sweeping:
         self._forgets = threading.Event()
         self._seen_at = self._checked_at = float("-inf")
         self._started_at = monotonic()
-        self._loop = Loop("sweep", min(delays.settings.sweep_s, 1.0), self._turn, delays.events)
-        self.start = self._loop.start
+        # A statement on a big table may take its time; what consists of many says after each that it goes on.
+        stuck_s = 2 * delays.settings.self_sweep_s
+        self.loop = Loop("sweep", self._turn, delays.events, stuck_s, delays.store.close)
 
     def request(self, house: int | None) -> None:
         with self._lock:
             self._asked.update(range(self._delays.settings.houses) if house is None else [house])
-        self._loop.wake()
+        self.loop.wake()
 
     def forget(self) -> None:
         """The broker was away: what waited in it may be lost, and is armed again by the next sweep."""
         self._forgets.set()
-        self._loop.wake()
+        self.loop.wake()
 
     def stop(self) -> None:
-        self._loop.stop()
+        self.loop.stop()
         try:
             self._delays.store.workers.gone(self._worker.hostname)
         except Exception as error:
             self._delays.events.emit("loop.failed", loop="sweep", error=str(error))
 
-    def _turn(self) -> None:
+    def _turn(self) -> float:
         """What fails is told, tried again at the next turn, and keeps nothing else from being done."""
         attempt, settings = partial(self._delays.events.attempt, "sweep"), self._delays.settings
         if monotonic() - self._seen_at >= settings.sweep_s:
@@ -53,11 +54,12 @@ class Sweeping:
         with self._lock:
             asked, self._asked = self._asked, set()
         for house in sorted(asked):
-            if not attempt(f"house {house}", partial(self._delays.sweeper.sweep, house)):
+            if not attempt(f"house {house}", partial(self._delays.sweeper.sweep, house, self.loop.beat)):
                 with self._lock:
                     self._asked.add(house)
         if monotonic() - self._checked_at >= settings.self_sweep_s / 2:
             attempt("stale", self._sweep_stale)
+        return min(settings.sweep_s, 1.0)
 
     def _tell_seen(self) -> None:
         delays, pool = self._delays, self._worker.pool
@@ -85,5 +87,5 @@ class Sweeping:
                 delays.events.emit(
                     "sweep.self", house=house, remedy="is celery beat running, and does the broker answer?"
                 )
-            delays.sweeper.sweep(house)
+            delays.sweeper.sweep(house, self.loop.beat)
         self._checked_at = monotonic()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from celery import Celery
 
 from delaytasks import DelayTasks
+from delaytasks.core import loop as loop_module
+from delaytasks.core.clock import monotonic
+from delaytasks.core.loop import Loop
 from delaytasks.core.ports import Entry
 from delaytasks.worker.desk import Desk
 from tests.waiting import wait_until
@@ -31,43 +35,153 @@ class Worker:
             return object()
 
 
-def make_desk(tmp_path: Path) -> Desk:
+def make_desk(tmp_path: Path, **settings: Any) -> Desk:
     app = Celery("test", broker="memory://", set_as_current=False)
-    delays = DelayTasks(app, f"sqlite:///{tmp_path / 'test.db'}")
+    delays = DelayTasks(app, f"sqlite:///{tmp_path / 'test.db'}", **settings)
     with delays.store.database.begin() as connection:
         delays.store.schema.metadata.create_all(connection)
     return Desk(delays, Worker())
 
 
-def test_a_wheel_that_died_is_told_of_and_turns_again(tmp_path: Path) -> None:
-    desk = make_desk(tmp_path)
-    desk.wheel.start()
-    ended = threading.Thread(target=lambda: None)
-    ended.start()
-    ended.join()
-    lives, desk.wheel._thread = desk.wheel._thread, ended
-    assert math.isinf(desk.wheel.late_s)
-    desk._look()
-    assert desk.delays.events.counts["wheel.late"] == 1
-    assert desk.wheel.late_s == 0
+class AtWork:
+    """A desk that has started, and what became of its loops."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+        self.restarts: list[dict[str, Any]] = []
+        desk.delays.events.subscribe(lambda event, fields: self._note(event, fields))
+        self.held_up = threading.Event()
+        desk.start()
+
+    def _note(self, event: str, fields: dict[str, Any]) -> None:
+        if event == "loop.restarted":
+            self.restarts.append(fields)
+
+    def loop(self, name: str) -> Loop:
+        return next(loop for loop in self.desk.watchdog.loops if loop.name == name)
+
+    def break_loop(self, name: str, way: Callable[[], None]) -> None:
+        """Its next turn begins so."""
+        loop = self.loop(name)
+        turn = loop._turn
+
+        def broken() -> float | None:
+            loop._turn = turn
+            way()
+            return turn()
+
+        loop._turn = broken
+        loop.wake()
+        wait_until(lambda: loop._turn is turn, 5, "the turn that breaks")
+
+    def takes_turns(self, name: str) -> bool:
+        loop, began = self.loop(name), monotonic()
+        loop.wake()
+        return wait_until(lambda: (loop._turned_at or 0) >= began, 5, f"a turn of {name}")
+
+    def hang(self) -> None:
+        assert self.held_up.wait(60)
+
+    def close(self) -> None:
+        self.held_up.set()
+        for loop in self.desk.watchdog.loops:
+            loop.stop()
+
+
+@pytest.fixture
+def at_work(tmp_path: Path) -> Iterator[AtWork]:
+    # No Redis is asked as long as no queue is served.
+    at_work = AtWork(make_desk(tmp_path, timer="redis", redis_url="redis://127.0.0.1:1/0"))
+    yield at_work
+    at_work.close()
+
+
+def die() -> None:
+    raise SystemExit
+
+
+LOOPS = ["wheel", "leases", "sweep", "watch", "calls", "mover", "ear", "watchdog"]
+
+
+def test_these_are_the_loops_of_a_worker(at_work: AtWork) -> None:
+    info = at_work.desk.info()["loops"]
+    assert sorted(info) == sorted(LOOPS)
+    assert all(loop["is_alive"] and loop["restarts"] == 0 for loop in info.values())
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_each_loop_that_dies_is_started_again(at_work: AtWork, name: str) -> None:
+    at_work.break_loop(name, die)
+    wait_until(lambda: at_work.restarts, 10, "it to be started again")
+    assert at_work.restarts == [{"loop": name, "reason": "dead"}]
+    info = at_work.desk.info()
+    assert (info["loops"][name]["is_alive"], info["loops"][name]["restarts"]) == (True, 1)
+    assert info["events"]["loop.restarted"] == 1
+    assert at_work.takes_turns(name)
+
+
+#: The longest that each may be stuck, in seconds. A lease of a minute is renewed after 20 s: time for two more tries.
+BOUNDS = {"wheel": 2, "leases": 10, "sweep": 20, "watch": 30, "mover": 5, "ear": 5, "watchdog": 10}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_each_loop_that_is_stuck_is_replaced(at_work: AtWork, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_work.break_loop(name, at_work.hang)
+    monkeypatch.setattr(loop_module, "monotonic", lambda: monotonic() + BOUNDS[name])
+    wait_until(lambda: at_work.restarts, 10, "it to be replaced")
+    assert {"loop": name, "reason": "stuck"} in at_work.restarts
+    assert at_work.takes_turns(name)
+
+
+def test_a_call_that_takes_long_is_not_done_twice(at_work: AtWork, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A solo pool runs its processors in it."""
+    at_work.break_loop("calls", at_work.hang)
+    monkeypatch.setattr(loop_module, "monotonic", lambda: monotonic() + 100_000)
+    at_work.desk.watchdog.look()
+    assert {"loop": "calls", "reason": "stuck"} not in at_work.restarts
+
+
+def test_leases_are_renewed_though_the_watch_waits_for_the_database(at_work: AtWork) -> None:
+    at_work.break_loop("watch", at_work.hang)
+    assert at_work.takes_turns("leases")
+
+
+def test_what_the_wheel_holds_outlives_its_thread(at_work: AtWork) -> None:
+    desk = at_work.desk
+    due_us = desk.delays.clock.now_us() + 3_000_000
+    desk.hold([Entry(id, 0, due_us) for id in (1, 2)])
+    at_work.break_loop("wheel", die)
+    assert len(desk.wheel) == 2
+    came: list[Entry] = []
+    desk.dispatcher.take = came.extend  # type: ignore[method-assign]
+    wait_until(lambda: len(came) == 2, 10, "the new thread to bring them out")
+    assert desk.delays.clock.now_us() >= due_us
+    assert desk.delays.events.counts["loop.restarted"] == 1
+
+
+def test_a_wheel_that_is_behind_is_told_of(at_work: AtWork) -> None:
+    desk = at_work.desk
+    at_work.break_loop("wheel", at_work.hang)
     desk.hold([Entry(1, 0, desk.delays.clock.now_us() + 1000)])
-    wait_until(lambda: len(desk.wheel) == 0, 5, "the new thread to bring the entry out")
-    assert lives is not desk.wheel._thread
-    desk.wheel.stop()
+    wait_until(lambda: desk.delays.events.counts["wheel.late"], 10, "the alarm")
+    wait_until(lambda: len(desk.wheel) == 0, 10, "a fresh thread to bring the entry out")
+    assert desk.delays.events.counts["loop.restarted"] == 1
 
 
 def test_what_fails_when_entries_fall_due_does_not_stop_the_wheel(tmp_path: Path) -> None:
     desk = make_desk(tmp_path)
-    desk.wheel.start()
+    desk.wheel.loop.start()
 
     def fail(entries: Any) -> None:
         raise RuntimeError("no")
 
-    take, desk.dispatcher.take = desk.dispatcher.take, fail  # type: ignore[method-assign]
+    desk.dispatcher.take = fail  # type: ignore[method-assign]
     desk.hold([Entry(1, 0, desk.delays.clock.now_us() + 1000)])
     wait_until(lambda: desk.delays.events.counts["loop.failed"], 5, "the failure to be told")
-    desk.dispatcher.take = take  # type: ignore[method-assign]
-    assert desk.wheel.late_s == 0
+    came: list[Entry] = []
+    desk.dispatcher.take = came.extend  # type: ignore[method-assign]
+    desk.hold([Entry(2, 0, desk.delays.clock.now_us() + 1000)])
+    wait_until(lambda: [entry.id for entry in came] == [2], 5, "the next entry")
     desk.wheel.stop()
 
 

@@ -10,6 +10,7 @@ from datetime import datetime, timezone
 import pytest
 
 from delaytasks.core.clock import Clock
+from delaytasks.core.events import Events
 from delaytasks.timers.wheel import SLOTS, TICK_US, Wheel, WheelThread
 from tests.waiting import wait_until
 
@@ -33,7 +34,7 @@ class Collector:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.came: list[tuple[str, int]] = []
-        self.wheel: WheelThread[str] = WheelThread(clock, self.take)
+        self.wheel: WheelThread[str] = WheelThread(clock, self.take, Events())
 
     def take(self, entries: list[str]) -> None:
         now = self.clock.now_us()
@@ -58,7 +59,7 @@ def start() -> Iterator[Start]:
 
     def new(clock: Clock) -> Collector:
         made.append(Collector(clock))
-        made[-1].wheel.start()
+        made[-1].wheel.loop.start()
         return made[-1]
 
     yield new
@@ -267,8 +268,8 @@ def test_while_entries_are_handed_over_others_can_be_added(start: Start) -> None
         assert goes_on.wait(5)
 
     clock = Clock()
-    wheel: WheelThread[str] = WheelThread(clock, slow)
-    wheel.start()
+    wheel: WheelThread[str] = WheelThread(clock, slow, Events())
+    wheel.loop.start()
     wheel.add([("a", clock.now_us(), "a")])
     wait_until(lambda: came, 2, "the first", 0.001)
     wheel.add([("b", clock.now_us() + 10_000, "b"), ("c", clock.now_us(), "c")])
