@@ -24,10 +24,10 @@ class Place:
         self.settings = SimpleNamespace(houses=houses, sweep_s=5.0, self_sweep_s=10.0)
         self.processes = SimpleNamespace(queues=["default"])
         self.clock = SimpleNamespace(offset_s=0.0)
-        self.sweeper = SimpleNamespace(sweep=lambda house: self.note(f"sweep {house}"))
+        self.sweeper = SimpleNamespace(sweep=lambda house, _: self.note(f"sweep {house}"))
         workers = SimpleNamespace(seen=lambda *_: self.note("seen"), gone=lambda _: None)
         sweeps = SimpleNamespace(forget_armed=lambda: self.note("forget"), stale_houses=self.stale_houses)
-        self.store = SimpleNamespace(workers=workers, sweeps=sweeps)
+        self.store = SimpleNamespace(workers=workers, sweeps=sweeps, close=lambda: None)
         worker: Any = SimpleNamespace(hostname="w1", pool=SimpleNamespace(limit=2))
         here: Any = self
         self.sweeping = Sweeping(here, worker)
