@@ -110,6 +110,8 @@ def build_schema(prefix: str = "", schema: str | None = None) -> Schema:
         Column("houses", Integer, nullable=False, autoincrement=False),
         Column("swept_at", UTCDateTime, nullable=False),
         Column("armed_until", UTCDateTime, nullable=False),
+        # It means what this timer holds.
+        Column("timer", String(16), nullable=False, server_default="eta"),
         PrimaryKeyConstraint("houses", "house", name=conv(prefix + "pk_yb_delay_sweep")),
         **_MYSQL,
     )

@@ -22,7 +22,7 @@ class Store:
         self.database = Database(url, settings.pool_size)
         self.schema = build_schema(settings.table_prefix, settings.table_schema)
         self.tasks = Tasks(self.database, self.schema)
-        self.sweeps = Sweeps(self.database, self.schema, settings.lease_s)
+        self.sweeps = Sweeps(self.database, self.schema, settings.lease_s, settings.timer)
         self.leases = Leases(self.database, self.schema, settings.lease_s)
         self.workers = Workers(self.database, self.schema)
         self._lease_s = settings.lease_s

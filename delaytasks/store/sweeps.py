@@ -22,9 +22,10 @@ _HOUSE_PRIME = 1_000_003
 
 
 class Sweeps:
-    def __init__(self, database: Database, schema: Schema, lease_s: float) -> None:
+    def __init__(self, database: Database, schema: Schema, lease_s: float, timer: str) -> None:
         self._db = database
         self._lease_s = lease_s
+        self._timer = timer
         self._lapses = Lapses(database, schema)
         self._keys = Keys(database, schema)
         self._t = schema.tasks
@@ -40,15 +41,17 @@ class Sweeps:
         def work() -> datetime | None:
             with self._db.begin() as connection:
                 mine = and_(s.c.house == house, s.c.houses == houses)
-                row = connection.execute(select(s.c.armed_until).where(mine).with_for_update()).first()
+                row = connection.execute(select(s.c.armed_until, s.c.timer).where(mine).with_for_update()).first()
+                now: datetime = connection.execute(select(db_now())).scalar_one()
                 if row is None:
-                    now = connection.execute(select(db_now())).scalar_one()
-                    connection.execute(insert(s).values(house=house, houses=houses, swept_at=now, armed_until=now))
+                    new = {"house": house, "houses": houses, "swept_at": now, "armed_until": now, "timer": self._timer}
+                    connection.execute(insert(s).values(new))
                     return now
+                # What another timer holds does not reach our workers: near rows are armed anew.
+                armed_until: datetime = row.armed_until if row.timer == self._timer else now
                 late = s.c.swept_at <= db_now_plus(-at_least_s)
-                if not connection.execute(update(s).where(mine, late).values(swept_at=db_now())).rowcount:
-                    return None
-                return row.armed_until  # type: ignore[no-any-return]
+                values = {"swept_at": now, "armed_until": armed_until, "timer": self._timer}
+                return armed_until if connection.execute(update(s).where(mine, late).values(values)).rowcount else None
 
         try:
             return self._db.run(work)

@@ -39,6 +39,7 @@ from delaytasks.store.claims import Claims
 from delaytasks.store.database import Database
 from delaytasks.store.rows import values_of
 from delaytasks.store.store import Store
+from delaytasks.store.sweeps import Sweeps
 from tests.conftest import open_store, settings_for
 from tests.proxy import Proxy
 
@@ -1054,6 +1055,17 @@ def test_forgetting_what_was_armed_goes_back_to_now_and_never_on(store: Store) -
     assert again is not None
     assert seconds(first, -1) <= again <= store.tasks.now()
     assert store.sweeps.begin_sweep(1, 2, 0.0) == past
+
+
+def test_a_sweep_for_another_timer_begins_now_and_so_does_the_next_one_for_the_first(store: Store) -> None:
+    eta, redis = store.sweeps, Sweeps(store.database, store.schema, 60, "redis")
+    for sweeps in (eta, redis, eta):
+        since = sweeps.begin_sweep(0, 1, 0.0)
+        assert since is not None
+        assert abs((store.tasks.now() - since).total_seconds()) < 5, "nothing is armed yet, as far as this one knows"
+        until = seconds(since, 30)
+        sweeps.mark_armed(0, 1, since, until)
+        assert sweeps.begin_sweep(0, 1, 0.0) == until
 
 
 def test_purging_takes_old_finished_rows_in_small_steps(store: Store) -> None:

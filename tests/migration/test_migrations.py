@@ -196,7 +196,7 @@ def test_a_table_that_a_framework_made_is_taken_as_it_is(database: Database) -> 
 def test_downgrade_drops_what_upgrade_made_and_upgrade_makes_it_again(database: Database) -> None:
     migrations.upgrade(database, PREFIX)
     migrations.upgrade(database, PREFIX)  # twice is harmless
-    migrations.downgrade(database, PREFIX)
+    migrations.downgrade(database, PREFIX, "base")
     assert migrations.current(database, PREFIX) is None
     with database.begin() as connection:
         left = {name for name in inspect(connection).get_table_names() if name.startswith(PREFIX)}
@@ -208,7 +208,7 @@ def test_downgrade_drops_what_upgrade_made_and_upgrade_makes_it_again(database: 
 def test_downgrade_never_drops_a_row(database: Database) -> None:
     migrations.upgrade(database, PREFIX)
     _insert_by_plain_sql(database, "precious")
-    migrations.downgrade(database, PREFIX)
+    migrations.downgrade(database, PREFIX, "base")
     with database.begin() as connection:
         assert connection.exec_driver_sql(f"SELECT tag FROM {TASKS}").scalar() == "precious"
         assert [column["name"] for column in inspect(connection).get_columns(TASKS)] == MISSION
@@ -259,7 +259,7 @@ def test_a_table_that_is_there_is_adopted_with_its_rows(database: Database) -> N
 def test_downgrade_leaves_an_adopted_table_to_its_owner(database: Database, rows: list[Any]) -> None:
     _make_foreign(database, rows)
     migrations.upgrade(database, PREFIX)
-    migrations.downgrade(database, PREFIX)
+    migrations.downgrade(database, PREFIX, "base")
     with database.begin() as connection:
         assert connection.exec_driver_sql(f"SELECT count(*) FROM {TASKS}").scalar() == len(rows)
         assert {c["name"] for c in inspect(connection).get_columns(TASKS)} == {*MISSION, "note"}
@@ -374,7 +374,7 @@ def test_a_schema_of_its_own_is_made_and_used_on_postgresql(postgresql_url: str)
     with database.begin() as connection:
         assert {n for n in inspect(connection).get_table_names() if n.startswith(PREFIX)} == set()
         assert migrations.version_table(PREFIX) in inspect(connection).get_table_names(schema="delays")
-    migrations.downgrade(database, PREFIX, "delays")
+    migrations.downgrade(database, PREFIX, "delays", "base")
     with database.begin() as connection:
         connection.exec_driver_sql("DROP SCHEMA delays CASCADE")
     database.dispose()
