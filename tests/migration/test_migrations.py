@@ -196,7 +196,7 @@ def test_a_table_that_a_framework_made_is_taken_as_it_is(database: Database) -> 
 def test_downgrade_drops_what_upgrade_made_and_upgrade_makes_it_again(database: Database) -> None:
     migrations.upgrade(database, PREFIX)
     migrations.upgrade(database, PREFIX)  # twice is harmless
-    migrations.downgrade(database, PREFIX, "base")
+    migrations.downgrade(database, PREFIX, None, "base")
     assert migrations.current(database, PREFIX) is None
     with database.begin() as connection:
         left = {name for name in inspect(connection).get_table_names() if name.startswith(PREFIX)}
@@ -208,7 +208,7 @@ def test_downgrade_drops_what_upgrade_made_and_upgrade_makes_it_again(database: 
 def test_downgrade_never_drops_a_row(database: Database) -> None:
     migrations.upgrade(database, PREFIX)
     _insert_by_plain_sql(database, "precious")
-    migrations.downgrade(database, PREFIX, "base")
+    migrations.downgrade(database, PREFIX, None, "base")
     with database.begin() as connection:
         assert connection.exec_driver_sql(f"SELECT tag FROM {TASKS}").scalar() == "precious"
         assert [column["name"] for column in inspect(connection).get_columns(TASKS)] == MISSION
@@ -259,7 +259,7 @@ def test_a_table_that_is_there_is_adopted_with_its_rows(database: Database) -> N
 def test_downgrade_leaves_an_adopted_table_to_its_owner(database: Database, rows: list[Any]) -> None:
     _make_foreign(database, rows)
     migrations.upgrade(database, PREFIX)
-    migrations.downgrade(database, PREFIX, "base")
+    migrations.downgrade(database, PREFIX, None, "base")
     with database.begin() as connection:
         assert connection.exec_driver_sql(f"SELECT count(*) FROM {TASKS}").scalar() == len(rows)
         assert {c["name"] for c in inspect(connection).get_columns(TASKS)} == {*MISSION, "note"}
