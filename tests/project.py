@@ -26,6 +26,11 @@ def note_run(body: dict[str, Any], task: DelayTask) -> None:
     note(body, task.id, int(late_us), os.getpid())
 
 
+@processor("test.word")
+def note_word(body: dict[str, Any], task: DelayTask) -> None:
+    note(body, task.id, body["word"])
+
+
 @processor("test.quiet")
 def do_nothing(body: dict[str, Any]) -> None:
     """As cheap as a processor can be."""

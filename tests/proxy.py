@@ -8,6 +8,8 @@ import struct
 import threading
 from collections.abc import Callable
 
+from sqlalchemy import make_url
+
 #: Looks at the bytes of one direction of one connection; True breaks the connection before they are passed on.
 Cut = Callable[[bytes], bool]
 
@@ -154,6 +156,12 @@ class Proxy:
                     self.cut += 1
                     return True
         return False
+
+
+def proxy_to(url: str) -> Proxy:
+    place = make_url(url)
+    ports = {"redis": 6379, "amqp": 5672, "postgresql": 5432, "mysql": 3306}
+    return Proxy(place.host or "127.0.0.1", place.port or ports[place.get_backend_name()])
 
 
 def _reset(end: socket.socket) -> None:

@@ -21,6 +21,12 @@ from tests.waiting import wait_until
 ROOT = Path(__file__).parent.parent
 #: Short times, so that tests of what is slow by design take seconds.
 QUICK: dict[str, Any] = {"sweep_s": 1, "self_sweep_s": 2, "grace_s": 0.5, "horizon_s": 10, "lease_s": 4}
+#: Where each broker is (a fixture of that name), and what Celery is told of it.
+BROKERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "redis": ("redis_url", {}),
+    "rabbitmq": ("rabbitmq_url", {}),
+    "rabbitmq-quorum": ("rabbitmq_url", {"task_default_queue_type": "quorum"}),
+}
 
 
 class Deployment:

@@ -23,7 +23,7 @@ from delaytasks import DelayTask, DelayTasks, NewTask, Status
 from delaytasks.core import clock as clock_module
 from delaytasks.core import errors as e
 from tests.conftest import open_store
-from tests.proxy import Proxy
+from tests.proxy import Proxy, proxy_to
 from tests.running import Deployment
 from tests.waiting import wait_until
 
@@ -92,12 +92,6 @@ class Line:
             queue = self.delays.publisher.queue("default")(connection)
             queue.delete()
             queue.exchange.delete()
-
-
-def proxy_to(url: str) -> Proxy:
-    place = make_url(url)
-    ports = {"redis": 6379, "amqp": 5672, "postgresql": 5432, "mysql": 3306}
-    return Proxy(place.host or "127.0.0.1", place.port or ports[place.get_backend_name()])
 
 
 Connect = Callable[..., Line]

@@ -15,16 +15,9 @@ from sqlalchemy import insert
 from delaytasks import Status
 from delaytasks.core.clock import to_us
 from delaytasks.store.types import db_now_plus
-from tests.running import Deployment
+from tests.running import BROKERS, Deployment
 from tests.waiting import wait_until
 
-#: Where the broker is, and what Celery is told of it.
-BROKERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "redis": ("redis_url", {}),
-    "rabbitmq": ("rabbitmq_url", {}),
-    "rabbitmq-quorum": ("rabbitmq_url", {"task_default_queue_type": "quorum"}),
-    "filesystem": ("filesystem_url", {}),
-}
 COMBINATIONS = [
     ("postgresql", "redis", "prefork"),
     ("postgresql", "redis", "threads"),
@@ -51,13 +44,13 @@ def deploy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deploy]:
             database_url = f"sqlite:///{tmp_path / 'test.sqlite3'}"
         else:
             database_url = request.getfixturevalue(f"{database}_url")
-        fixture, conf = BROKERS[broker]
         if broker == "filesystem":
             folder = tmp_path / "broker"
             folder.mkdir()
             options = {"data_folder_in": str(folder), "data_folder_out": str(folder), "control_folder": str(folder)}
             broker_url, conf = "filesystem://", {"broker_transport_options": options}
         else:
+            fixture, conf = BROKERS[broker]
             broker_url = request.getfixturevalue(fixture)
         deployment = Deployment(tmp_path, database_url, broker_url, conf, **settings)
         made.append(deployment)
