@@ -148,14 +148,19 @@ class Deployment:
                 except connection.channel_errors + connection.connection_errors:
                     pass
             delete_keys(connection, self.settings["namespace"])
+        if self.delays.settings.timer == "redis":
+            _delete_keys(self.delays.inline_timer.connect(), self.settings["namespace"])
 
 
 def delete_keys(connection: Any, name: str) -> None:
     """What kombu leaves in Redis of queues and exchanges whose names have `name` in them."""
     if connection.transport.driver_type == "redis":
-        client = connection.default_channel.client
-        for key in client.scan_iter(f"*{name}*", count=1000):
-            client.delete(key)
+        _delete_keys(connection.default_channel.client, name)
+
+
+def _delete_keys(client: Any, name: str) -> None:
+    for key in client.scan_iter(f"*{name}*", count=1000):
+        client.delete(key)
 
 
 class Process:

@@ -79,9 +79,8 @@ class Runner:
         ran, seconds = self._run_chunk(tasks, claimed_at)
         early: list[Entry] = []
         if len(tasks) < len(entries):
-            missing = {entry.id: entry for entry in entries}
-            for task in tasks:
-                missing.pop(task.id, None)
+            claimed = {task.id for task in tasks}
+            missing = {entry[:2]: entry for entry in entries if entry.id not in claimed}
             also, early = self._look_after(missing)
             ran, seconds = ran + also[0], seconds + also[1]
         return Report(len(tasks), ran, seconds, tuple(early))
@@ -100,19 +99,19 @@ class Runner:
                 claimed, ran, seconds, is_full = claimed + 1, ran + also, seconds + longer, True
         return Report(claimed, ran, seconds, (), is_full)
 
-    def _look_after(self, missing: dict[int, Entry]) -> tuple[tuple[int, float], list[Entry]]:
-        """The entries that the claim did not get. Those that were early by a blink are waited for, other early ones
-        go back to the wheel, those that lapsed before are claimed alone; all others are not ours: cancelled, moved,
-        or somebody else's already."""
+    def _look_after(self, missing: dict[tuple[int, int], Entry]) -> tuple[tuple[int, float], list[Entry]]:
+        """The entries that the claim did not get, by id and version. Those that were early by a blink are waited for,
+        other early ones go back to the wheel, those that lapsed before are claimed alone; all others are not ours:
+        cancelled, moved, or somebody else's already."""
         now = self._clock.now_us()
         horizon_s = self._settings.horizon_s
         soon: list[Entry] = []
         early: list[Entry] = []
         suspects: list[Entry] = []
-        for miss in self._claims.misses(missing):
-            entry = missing[miss.id]._replace(due_us=miss.due_us)
-            if miss.status is not Status.NOT_COMPLETE or miss.version != entry.version:
+        for miss in self._claims.misses({id for id, _ in missing}):
+            if miss.status is not Status.NOT_COMPLETE or miss[:2] not in missing:
                 continue
+            entry = missing[miss[:2]]._replace(due_us=miss.due_us)
             if miss.lapses and miss.due_us <= now + NAP_US:
                 suspects.append(entry)
             elif miss.due_us <= now + NAP_US:

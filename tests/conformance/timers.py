@@ -5,25 +5,26 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from delaytasks import DelayTask, Status
+from delaytasks import DelayTask, NewTask, Status
 from delaytasks.core.clock import to_us
 from delaytasks.core.ports import Entry
 from delaytasks.store.types import db_now_plus
+from delaytasks.timers.redis import RedisTimer
 from tests.proxy import proxy_to
 from tests.redis_server import RedisServer
 from tests.running import BROKERS, QUICK, Deployment
 from tests.waiting import wait_until
 
-TIMERS = ["eta"]
+TIMERS = ["eta", "redis"]
 #: With these nothing but the timer can bring a task in time: no sweep, and nothing late that is left to the table.
 ALONE: dict[str, Any] = {"sweep_s": 60, "self_sweep_s": 120, "grace_s": 30, "horizon_s": 120}
 #: The grace, a sweep and the way to a worker: when the slow path has what the timer lost.
@@ -32,28 +33,57 @@ R1_S = QUICK["grace_s"] + QUICK["sweep_s"] + 2
 SLACK_S = 5
 
 
-def ran_once(d: Deployment, tasks: Iterable[DelayTask], deadline_s: float = 20) -> list[DelayTask]:
+class Row(NamedTuple):
+    id: int
+    status: int
+    attempts: int
+    expected_time: datetime
+    execution_time: datetime | None
+    worker: str | None
+
+    @property
+    def node(self) -> str:
+        return (self.worker or "").partition("@")[0]
+
+
+def read(d: Deployment, tasks: Iterable[DelayTask]) -> list[Row]:
+    t = d.store.schema.tasks
+    query = select(*(t.c[name] for name in Row._fields)).where(t.c.id.in_([task.id for task in tasks])).order_by(t.c.id)
+    with d.store.database.auto.connect() as connection:
+        return [Row(*row) for row in connection.execute(query)]
+
+
+def ran_once(d: Deployment, tasks: Sequence[DelayTask], deadline_s: float = 20) -> list[Row]:
     """The rows of tasks that ran in time, each once and none early."""
-    tasks = list(tasks)
-    d.wait_for(tasks, deadline_s=deadline_s)
-    runs, rows = Counter(run[0] for run in d.runs()), [d.delays.get(task) for task in tasks]
-    assert {row.id: row.attempts for row in rows if row.attempts != 1} == {}
-    assert {task.id: runs[str(task.id)] for task in tasks if runs[str(task.id)] != 1} == {}
-    assert min(late_s(row) for row in rows) >= 0, "nothing runs early"
+
+    def is_over() -> bool:
+        return all(row.status == Status.DONE for row in read(d, tasks))
+
+    wait_until(is_over, deadline_s, f"{len(tasks)} tasks to run", every_s=0.02)
+    runs, rows = Counter(run[0] for run in d.runs() if run[1] != "ended"), read(d, tasks)
+    for row in rows:
+        assert (row.attempts, runs[str(row.id)]) == (1, 1), row
+        assert row.execution_time is not None
+        assert row.execution_time >= row.expected_time, "nothing runs early"
     return rows
 
 
-def late_s(row: DelayTask) -> float:
-    assert row.execution_time is not None
-    return (row.execution_time - row.expected_time).total_seconds()
+def burst(d: Deployment, tag: str, count: int, due_s: float = 0.5, **options: Any) -> list[DelayTask]:
+    """Scheduled together, all due at one instant."""
+    due, tasks = d.delays.clock.now() + timedelta(seconds=due_s), list[DelayTask]()
+    d.delays.schedule_many((NewTask(tag, when=due, **options) for _ in range(count)), on_batch=tasks.extend)
+    return tasks
+
+
+def did_not_run(d: Deployment, task: DelayTask) -> DelayTask:
+    row = d.delays.get(task)
+    assert (row.attempts, row.execution_time) == (0, None)
+    assert str(task.id) not in [run[0] for run in d.runs()]
+    return row
 
 
 def entry(task: DelayTask, **changes: Any) -> Entry:
     return Entry.of(task, to_us)._replace(**changes)
-
-
-def node(row: DelayTask) -> str:
-    return (row.worker or "").partition("@")[0]
 
 
 class Timers:
@@ -64,11 +94,16 @@ class Timers:
     @pytest.fixture(scope="class", params=TIMERS)
     @classmethod
     def d(
-        cls, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, postgresql_url: str
+        cls,
+        request: pytest.FixtureRequest,
+        tmp_path_factory: pytest.TempPathFactory,
+        postgresql_url: str,
+        redis_url: str,
     ) -> Iterator[Deployment]:
         fixture, conf = BROKERS[cls.broker]
-        broker_url = request.getfixturevalue(fixture)
-        deployment = Deployment(tmp_path_factory.mktemp("timers"), postgresql_url, broker_url, conf, **ALONE)
+        settings = {**ALONE, "timer": request.param, "redis_url": redis_url}
+        place = (tmp_path_factory.mktemp("timers"), postgresql_url, request.getfixturevalue(fixture))
+        deployment = Deployment(*place, conf, **settings)
         deployment.delays.sweeper.sweep()  # the last one for a minute
         queue = deployment.settings["namespace"] + ".{}"
         deployment.worker("-Q", queue.format("default"))
@@ -79,16 +114,15 @@ class Timers:
     def test_tasks_run_once_and_never_early(self, d: Deployment) -> None:
         ran_once(d, [d.schedule(delay=n / 50) for n in range(50)])
 
-    def test_a_burst_runs_once_each_and_all_workers_help(self, d: Deployment) -> None:
-        due, tasks = d.delays.clock.now() + timedelta(seconds=1), []
-        body = {"file": str(d.file)}
-        d.delays.schedule_many((("test.note", body, due) for _ in range(400)), on_batch=tasks.extend)
-        rows = ran_once(d, tasks)
-        assert {node(row) for row in rows} == {"w0", "w1"}
+    def test_a_burst_at_one_instant_runs_once_each(self, d: Deployment) -> None:
+        ran_once(d, burst(d, "test.note", 1000, body={"file": str(d.file)}))
+
+    def test_all_workers_share_a_burst_of_tasks_that_take_a_while(self, d: Deployment) -> None:
+        rows = ran_once(d, burst(d, "test.sleep", 80, body={"file": str(d.file), "seconds": 0.02}))
+        assert {row.node for row in rows} == {"w0", "w1"}
 
     def test_many_tasks_that_wait_do_not_hold_up_one_that_is_due(self, d: Deployment) -> None:
-        waiting: list[DelayTask] = []
-        d.delays.schedule_many((("test.quiet", {}, 100) for _ in range(1000)), on_batch=waiting.extend)
+        waiting = burst(d, "test.quiet", 1000, due_s=100, body={})
         for task in waiting:
             d.delays.timer.arm([entry(task)])  # also as if each had been scheduled by itself
         ran_once(d, [d.schedule(delay=0.3)])
@@ -125,7 +159,7 @@ class Timers:
         for delay_s in (0.6, 0.8, 1):
             assert d.delays.touch(task, delay_s)
         [row] = ran_once(d, [task])
-        assert (row.expected_time - task.expected_time).total_seconds() > 0.5
+        assert row.expected_time - task.expected_time > timedelta(seconds=0.5)
 
     def test_what_its_caller_rolled_back_does_not_run(self, d: Deployment) -> None:
         engine = d.store.database.tx
@@ -138,22 +172,25 @@ class Timers:
         ran_once(d, [d.schedule(delay=0.4)])
         assert {str(task.id), str(other.id)}.isdisjoint(run[0] for run in d.runs())
 
-    def test_of_two_priorities_the_higher_one_runs_first(self, d: Deployment) -> None:
+    def test_what_has_a_higher_priority_runs_first_when_processes_are_busy(
+        self, d: Deployment, request: pytest.FixtureRequest
+    ) -> None:
+        if d.delays.settings.timer == "redis":
+            # What is due leaves a slot in the order of due times, so a busy worker takes the oldest, of any priority.
+            request.applymarker(pytest.mark.xfail(strict=True))
         d.schedule("test.sleep", 0, queue="mail", body={"seconds": 1})
         wait_until(lambda: d.runs()[-1][1] == "began", 10, "the sleeper to begin")
-        due = d.delays.clock.now() + timedelta(seconds=0.3)
-        body = {"file": str(d.file)}
-        low, high = (
-            [d.delays.schedule_at("test.note", body, due, queue="mail", priority=priority) for _ in range(5)]
-            for priority in (1, 8)
-        )
+        body, options = {"file": str(d.file)}, {"queue": "mail", "due_s": 0.3}
+        low, high = (burst(d, "test.note", 20, body=body, priority=priority, **options) for priority in (1, 8))
         ran_once(d, low + high)
         order = [run[0] for run in d.runs()]
-        assert max(order.index(str(task.id)) for task in high) < min(order.index(str(task.id)) for task in low)
+        first = sorted(low + high, key=lambda task: order.index(str(task.id)))[:20]
+        # A few that were already on their way to the process may come before.
+        assert sum(task.priority == 8 for task in first) >= 15, order
 
     def test_tasks_reach_only_workers_that_serve_their_queue(self, d: Deployment) -> None:
         mail = [d.schedule("test.mail", n / 20, queue="mail") for n in range(10)]
-        assert {node(row) for row in ran_once(d, mail)} == {"w1"}
+        assert {row.node for row in ran_once(d, mail)} == {"w1"}
 
     def test_an_entry_that_is_armed_many_times_in_any_order_runs_once(self, d: Deployment) -> None:
         tasks = [d.schedule(delay=0.8) for _ in range(5)]
@@ -187,23 +224,17 @@ class Timers:
         did_not_run(d, cancelled)
 
 
-def did_not_run(d: Deployment, task: DelayTask) -> DelayTask:
-    row = d.delays.get(task)
-    assert (row.attempts, row.execution_time) == (0, None)
-    assert str(task.id) not in [run[0] for run in d.runs()]
-    return row
-
-
 class Rig:
     """A deployment whose broker, and the Redis that the timer may have besides, can go away or lose what they hold."""
 
     def __init__(
-        self, folder: Path, database_url: str, broker: str, broker_url: str, redis: RedisServer | None, **settings: Any
+        self, folder: Path, database_url: str, broker: str, broker_url: str, redis: RedisServer, **settings: Any
     ) -> None:
         self._redis = redis
-        self._proxies = [proxy_to(broker_url)]
+        self._proxies = [proxy_to(url) for url in (broker_url, redis.url)]
+        urls = [proxy.url(url) for proxy, url in zip(self._proxies, (broker_url, redis.url), strict=True)]
         self.deployment = Deployment(
-            folder, database_url, self._proxies[0].url(broker_url), BROKERS[broker][1], **settings
+            folder, database_url, urls[0], BROKERS[broker][1], **{"redis_url": urls[1], **settings}
         )
 
     def away(self, how: str) -> None:
@@ -217,10 +248,11 @@ class Rig:
     def lose(self) -> None:
         """All that waits in the broker and in the timer's Redis."""
         d = self.deployment
-        if self._redis is not None:
-            self._redis.client().flushall()
         with d.delays.celery.connection_for_write() as connection:
-            d.delays.publisher.queue("default")(connection).purge()
+            queue = d.delays.publisher.queue("default")(connection)
+            queue.declare()
+            queue.purge()
+        self._redis.client().flushall()
 
     def close(self) -> None:
         self.heal()
@@ -248,9 +280,9 @@ class TimersUnderFaults:
         made: list[Rig] = []
 
         def new(**settings: Any) -> Rig:
-            redis = start_redis() if self.broker == "redis" else None
-            url = request.getfixturevalue(BROKERS[self.broker][0]) if redis is None else redis.url
-            made.append(Rig(tmp_path, postgresql_url, self.broker, url, redis, **settings))
+            redis = start_redis()
+            url = redis.url if self.broker == "redis" else request.getfixturevalue(BROKERS[self.broker][0])
+            made.append(Rig(tmp_path, postgresql_url, self.broker, url, redis, timer=request.param, **settings))
             return made[-1]
 
         yield new
@@ -260,7 +292,7 @@ class TimersUnderFaults:
     def test_what_is_armed_waits_for_a_worker_and_outlives_one_that_is_stopped(self, make: Make) -> None:
         d = make(**ALONE).deployment
         d.delays.sweeper.sweep()  # the last one for a minute
-        later, now = ([d.schedule(delay=delay_s) for _ in range(10)] for delay_s in (5, 0))
+        later, now = ([d.schedule(delay=delay_s) for _ in range(10)] for delay_s in (3, 0))
         first = d.worker()
         ran_once(d, now)
         first.terminate()
@@ -300,26 +332,30 @@ class TimersUnderFaults:
         rig.lose()
         ran_once(d, lost, deadline_s=R1_S + SLACK_S)
 
-    def test_far_tasks_are_rows_only_until_a_sweep_arms_them_many_to_a_message(self, make: Make) -> None:
+    def test_far_tasks_are_rows_only_until_a_sweep_arms_them_many_together(self, make: Make) -> None:
         d = make(**ALONE).deployment
-        far: list[DelayTask] = []
-        d.delays.schedule_many((("test.note", {}, 3600) for _ in range(250)), on_batch=far.extend)
-        assert messages(d) == []
+        far = burst(d, "test.note", 250, due_s=3600, body={})
+        assert waiting(d) == []
         t = d.store.schema.tasks
         with d.store.database.begin() as connection:  # as if it were an hour later
             connection.execute(update(t).values(expected_time=db_now_plus(60)))
         d.delays.sweeper.sweep()
-        found = messages(d)
-        assert sorted(map(len, found)) == [50, 100, 100]
-        assert {id for ids in found for id in ids} == {task.id for task in far}
+        found = waiting(d)
+        assert len(found) <= 8, "messages of 100, or slots"
+        assert sorted(id for ids in found for id in ids) == sorted(task.id for task in far)
 
 
-def messages(d: Deployment) -> list[list[int]]:
-    """Takes out what waits in the broker: the ids of each message."""
+def waiting(d: Deployment) -> list[list[int]]:
+    """What there is of near tasks outside of the database: the ids of each message, and of each slot in Redis."""
     found = []
     with d.delays.celery.connection_for_write() as connection:
         queue = d.delays.publisher.queue("default")(connection)
         queue.declare()
         while (message := queue.get(no_ack=True)) is not None:
-            found.append([entry[0] for entry in message.payload[0][0]])
-    return found
+            found.append([item[0] for item in message.payload[0][0]])
+    timer = d.delays.inline_timer
+    if isinstance(timer, RedisTimer):
+        for slot in timer.slots("default"):
+            members = timer.connect().zrange(timer.keys(slot)[0], 0, -1)
+            found.append([int(member.split(b":")[0]) for member in members if member != b"."])
+    return [ids for ids in found if ids]

@@ -440,6 +440,13 @@ def test_a_row_that_is_named_twice_runs_once(bench: Bench) -> None:
     assert bench.ran == [None]
 
 
+def test_a_stale_entry_does_not_displace_the_one_that_counts(bench: Bench) -> None:
+    task = bench.schedule(delay=20)
+    entry = Entry.of(task, to_us)
+    for order in ([entry, entry._replace(version=7)], [entry._replace(version=7), entry]):
+        assert bench.runner.run(order).early == (entry,)
+
+
 def test_a_row_of_another_program_with_the_missions_columns_runs(bench: Bench) -> None:
     with bench.store.database.begin() as connection:
         connection.execute(insert(bench.store.schema.tasks).values(tag="note", message_body='"hello"'))
