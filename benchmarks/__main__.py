@@ -18,7 +18,7 @@ from benchmarks import where
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", help="cases; without any, all of them")
+    parser.add_argument("names", nargs="*", help="cases or groups; without any, all cases")
     parser.add_argument("--quick", action="store_true", help="fewer tasks and one round: shows that all works")
     parser.add_argument("--rounds", type=int, help="default: 3, with --quick 1")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all values there")
@@ -29,15 +29,16 @@ def main() -> int:
 
     # Only now, since these make their Celery apps at import.
     from benchmarks import brokers, machine, report, table
-    from benchmarks.cases import CASES
+    from benchmarks.cases import CASES, GROUPS, ONCE
     from benchmarks.notes import Notes
-    from benchmarks.sides import Bare, Ours
+    from benchmarks.sides import Bare, Ours, OursInRedis
     from benchmarks.stage import Stage
     from benchmarks.waiting import BenchError
 
-    unknown = sorted(set(options.names) - set(CASES))
+    unknown = sorted(set(options.names) - set(CASES) - set(GROUPS))
     if unknown:
-        parser.error(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}")
+        parser.error(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}, and the groups {', '.join(GROUPS)}")
+    names = list(dict.fromkeys(case for name in options.names or CASES for case in GROUPS.get(name, [name])))
     rounds = options.rounds or (1 if options.quick else 3)
     console = report.console()
     folder = Path(tempfile.mkdtemp(prefix="delaytasks-bench-"))
@@ -47,7 +48,7 @@ def main() -> int:
     def say(text: str) -> None:
         console.print(f"[dim]{time.monotonic() - began:5.0f} s  {text}[/dim]", highlight=False)
 
-    stage = Stage(Ours(folder, notes), Bare(folder, notes), options.quick, say)
+    stage = Stage(Ours(folder, notes), OursInRedis(folder, notes), Bare(folder, notes), options.quick, say)
     facts: dict[str, Any] = {}
     failures: list[str] = []
     held = ExitStack()
@@ -64,9 +65,9 @@ def main() -> int:
         brokers.clear()
         facts = {**machine.facts(), "database": table.server_version(), "broker": brokers.describe()}
         report.print_facts(console, facts)
-        for name in options.names or CASES:
-            for number in range(rounds):
-                say(f"{name}, round {number + 1} of {rounds}")
+        for name in names:
+            for number in range(1 if name in ONCE else rounds):
+                say(f"{name}, round {number + 1}")
                 try:
                     CASES[name](stage)
                 except BenchError as error:

@@ -1,21 +1,23 @@
-"""The broker of a run: only its own things may lie there, and they are gone afterwards."""
+"""The broker of a run: what is ours there is gone afterwards."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kombu.exceptions import OperationalError
 
+from benchmarks import redis_server
 from benchmarks.ours import app, delays
 from benchmarks.waiting import BenchError
-from benchmarks.where import BARE_QUEUE, NAMESPACE
+from benchmarks.where import BARE_QUEUE, NAMESPACES, broker_url, redis_url
+from delaytasks.timers.eta import RUN
 
-#: What Celery and kombu themselves keep in a Redis database.
-_KEYS = (BARE_QUEUE, f"{NAMESPACE}.", "bench_idle", "_kombu.binding", "unacked", "celery", "reply.celery")
+IS_REDIS = redis_url() == broker_url()
 
 
 def check() -> None:
-    """A run measures nothing beside strangers, and must not delete what is theirs."""
     with app.connection_for_write() as connection:
         try:
             connection.ensure_connection(max_retries=1, interval_start=0)
@@ -23,24 +25,17 @@ def check() -> None:
             raise BenchError(
                 f"the broker {connection.as_uri()} does not answer ({error}): set DELAYTASKS_BENCH_BROKER_URL"
             ) from error
-        if connection.transport.driver_type != "redis":
-            return
-        strange = [key for key in _redis_keys(connection) if not _is_ours(key)]
-    if strange:
-        raise BenchError(
-            f"the broker {connection.as_uri()} holds other things ({', '.join(strange[:3])}, …): "
-            "set DELAYTASKS_BENCH_BROKER_URL to a Redis database of its own"
-        )
+    if redis_server.is_up():
+        redis_server.check()
 
 
 def clear() -> None:
+    if redis_server.is_up():
+        redis_server.clear()
+    if IS_REDIS:
+        return
     with app.connection_for_write() as connection:
-        if connection.transport.driver_type == "redis":
-            keys = [key for key in _redis_keys(connection) if _is_ours(key)]
-            if keys:
-                connection.default_channel.client.delete(*keys)
-            return
-        for name in (BARE_QUEUE, "bench_idle", f"{NAMESPACE}.{delays.settings.default_queue}"):
+        for name in (BARE_QUEUE, "bench_idle", *map(_queue_name, NAMESPACES)):
             for delete in (connection.default_channel.queue_delete, connection.default_channel.exchange_delete):
                 try:
                     delete(name)
@@ -49,19 +44,41 @@ def clear() -> None:
 
 
 def describe() -> str:
+    if IS_REDIS:
+        return redis_server.version()
     with app.connection_for_write() as connection:
-        if connection.transport.driver_type == "redis":
-            return f"Redis {connection.default_channel.client.info('server')['redis_version']}"
         connection.ensure_connection(max_retries=1)
         properties = connection.connection.server_properties
         return f"{properties.get('product', '?')} {properties.get('version', '?')}"
 
 
-def _redis_keys(connection: Any) -> list[str]:
-    keys = connection.default_channel.client.scan_iter(count=1000)
-    return [key.decode() if isinstance(key, bytes) else key for key in keys]
+def waiting(queue: str) -> int:
+    """Messages that no worker has taken in."""
+    with app.connection_for_write() as connection:
+        return int(connection.default_channel.queue_declare(queue, passive=True).message_count)
 
 
-def _is_ours(key: str) -> bool:
-    # Replies of `ping` wait in a queue named by a random id.
-    return key.startswith(_KEYS) or key.endswith(("reply.celery.pidbox", ".pidbox"))
+def take_armed() -> list[int]:
+    """The ids in all messages of the eta timer that wait for a worker; the messages are gone then."""
+    found: list[int] = []
+    with app.connection_for_write() as connection:
+        queue: Any = delays.publisher.queue(delays.settings.default_queue)(connection.default_channel)
+        queue.declare()
+        while (message := queue.get(no_ack=True)) is not None:
+            entries = message.decode()[0][0]
+            found.extend(entry[0] for entry in entries)
+    return found
+
+
+@contextmanager
+def watching() -> Iterator[Callable[[], int] | None]:
+    """Counts the messages with tasks that are sent by anybody, seen from the broker; only Redis tells."""
+    if not IS_REDIS:
+        yield None
+        return
+    with redis_server.watching(RUN) as count:
+        yield count
+
+
+def _queue_name(timer: str) -> str:
+    return f"{NAMESPACES[timer]}.{delays.settings.default_queue}"

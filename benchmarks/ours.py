@@ -1,4 +1,4 @@
-"""The delaytasks side: its defaults, in tables and queues of its own."""
+"""The delaytasks side, with each timer: its defaults, in tables and queues of its own."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 from celery import Celery
 
 from benchmarks.notes import note
-from benchmarks.where import NAMESPACE, TABLE_PREFIX, broker_url, database_url
+from benchmarks.where import NAMESPACES, TABLE_PREFIX, broker_url, database_url, redis_url
 from delaytasks import DelayTasks
 
 TAG = "bench.note"
 
 
-def make(name: str, **settings: Any) -> tuple[Celery, DelayTasks]:
+def make(name: str, timer: str = "eta", **settings: Any) -> tuple[Celery, DelayTasks]:
     made = Celery(name, broker=broker_url(), set_as_current=False)
     # As in the project's celeryconfig.py. The default queue is not ours: nothing is sent to it.
     made.conf.update(
@@ -22,13 +22,17 @@ def make(name: str, **settings: Any) -> tuple[Celery, DelayTasks]:
         broker_connection_retry_on_startup=True,
         task_default_queue="bench_idle",
     )
-    found = DelayTasks(made, database_url(), namespace=NAMESPACE, table_prefix=TABLE_PREFIX, **settings)
+    if timer == "redis":
+        settings |= {"timer": timer, "redis_url": redis_url()}
+    found = DelayTasks(made, database_url(), namespace=NAMESPACES[timer], table_prefix=TABLE_PREFIX, **settings)
     return made, found
 
 
 app, delays = make("bench")
+redis_app, redis_delays = make("bench_redis", timer="redis")
 
 
 @delays.processor(TAG)
+@redis_delays.processor(TAG)
 def note_task(body: Any) -> None:
     note(body["due"])

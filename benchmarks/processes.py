@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.machine import Usage, usage
+from benchmarks.waiting import BenchError, wait_until
 
 ROOT = Path(__file__).parents[1]
 POOL = ["-P", "prefork", "-c", "2"]
@@ -50,6 +51,19 @@ class Process:
         assert self._process.stdin is not None
         self._process.stdin.write(line.encode() + b"\n")
         self._process.stdin.flush()
+
+    def expect(self, word: str, deadline_s: float) -> str:
+        """Waits until its last line begins with this word, and returns the rest of it."""
+
+        def has_said() -> bool:
+            if self.last_words(1).startswith(word):
+                return True
+            if not self.is_alive:
+                raise BenchError(f"{self.name} ended:\n{self.last_words()}")
+            return False
+
+        wait_until(has_said, deadline_s, f"{self.name} to say {word!r}")
+        return self.last_words(1).removeprefix(word).strip()
 
     def kill(self) -> None:
         """As a machine that runs out of memory does it."""

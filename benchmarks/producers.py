@@ -1,4 +1,4 @@
-"""Producers in processes of their own: `python -m benchmarks.producers ours|bare`, told what to do on stdin."""
+"""Producers in processes of their own: `python -m benchmarks.producers SIDE`, told what to do on stdin."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from benchmarks.processes import Process
-from benchmarks.waiting import BenchError, TooSlowError, wait_until, wall
+from benchmarks.waiting import TooSlowError, wall
 
 if TYPE_CHECKING:
     from benchmarks.sides import Side
@@ -22,38 +22,25 @@ def schedule_singly(stage: Stage, side: Side, count: int, lead: float) -> float:
     made = [Process(f"producer{n}", ["benchmarks.producers", side.name], side.folder) for n in range(PRODUCERS)]
     try:
         for process in made:
-            _expect(process, "ready", 30)
+            process.expect("ready", 30)
         due = wall() + lead
         for process in made:
             process.tell(f"{each} {due!r}")
-        for process in made:
-            _expect(process, "scheduled", lead + 120)
+        took = max(float(process.expect("scheduled", lead + 120)) for process in made)
         if wall() > due:
             took_s = wall() - due + lead
             raise TooSlowError(f"{side.name} scheduled {count:,} tasks in {took_s:.1f} s, not in {lead:g} s")
-        took = [float(process.last_words(1).split()[1]) for process in made]
-        stage.say(f"{side.name}: {count:,} calls by {PRODUCERS} producers at once in {max(took):.1f} s")
+        stage.say(f"{side.name}: {count:,} calls by {PRODUCERS} producers at once in {took:.1f} s")
     finally:
         for process in made:
             process.stop()
     return due
 
 
-def _expect(process: Process, word: str, deadline_s: float) -> None:
-    def said() -> bool:
-        if process.last_words(1).startswith(word):
-            return True
-        if not process.is_alive:
-            raise BenchError(f"a producer ended:\n{process.last_words()}")
-        return False
-
-    wait_until(said, deadline_s, f"{process.name} to say {word!r}")
-
-
 def _main() -> None:
-    from benchmarks.sides import Bare, Ours
+    from benchmarks.sides import Bare, Ours, OursInRedis
 
-    side = {made.name: made for made in (Ours(), Bare())}[sys.argv[1]]
+    side = {made.name: made for made in (Ours(), OursInRedis(), Bare())}[sys.argv[1]]
     side.connect()
     print("ready", flush=True)
     count, due = sys.stdin.readline().split()

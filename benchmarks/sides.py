@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bare, ours, processes, table
+from benchmarks import bare, brokers, ours, processes, redis_server, table
 from benchmarks.notes import Notes
 from benchmarks.processes import Process
 from benchmarks.waiting import BenchError, TooSlowError, wait_until, wall
+from benchmarks.where import BARE_QUEUE
 
 START_S = 60.0
 #: Tasks that fresh workers run before anything is measured: connections are made, code is loaded.
@@ -89,8 +90,12 @@ class Side(ABC):
         """One task, in one call."""
 
     @abstractmethod
-    def schedule_burst(self, count: int, due: float) -> None:
-        """Tasks due at one instant, in the quickest way there is."""
+    def schedule_many(self, dues: Sequence[float]) -> None:
+        """Many tasks, in the quickest way there is."""
+
+    @abstractmethod
+    def holds(self, count: int) -> bool:
+        """Whether so many near tasks have come to where they wait until they are due."""
 
     @abstractmethod
     def is_done(self, count: int) -> bool:
@@ -130,18 +135,22 @@ class Ours(Side):
     """delaytasks, with a beat, as its documentation asks for. Times are those in the rows: the database's clock."""
 
     name = "delaytasks"
+    timer = "eta"
     app = ours.app
+    delays = ours.delays
     app_path = "benchmarks.ours:app"
 
     def connect(self) -> None:
-        ours.delays.clock.now()
+        self.delays.clock.now()
 
     def schedule(self, due: float) -> None:
-        ours.delays.schedule_at(ours.TAG, {"due": due}, _instant(due))
+        self.delays.schedule_at(ours.TAG, {"due": due}, _instant(due))
 
-    def schedule_burst(self, count: int, due: float) -> None:
-        when = _instant(due)
-        ours.delays.schedule_many((ours.TAG, {"due": due}, when) for _ in range(count))
+    def schedule_many(self, dues: Sequence[float]) -> None:
+        self.delays.schedule_many((ours.TAG, {"due": due}, _instant(due)) for due in dues)
+
+    def holds(self, count: int) -> bool:
+        return sum(self.held().values()) >= count
 
     def held(self) -> dict[str, int]:
         """How many near tasks each worker holds."""
@@ -165,6 +174,19 @@ class Ours(Side):
         return [processes.beat(self.app_path, self.folder)]
 
 
+class OursInRedis(Ours):
+    """The same, with the redis timer."""
+
+    name = "delaytasks_redis"
+    timer = "redis"
+    app = ours.redis_app
+    delays = ours.redis_delays
+    app_path = "benchmarks.ours:redis_app"
+
+    def holds(self, count: int) -> bool:
+        return redis_server.near_entries() >= count
+
+
 class Bare(Side):
     """Celery's own eta. Times are those that the tasks noted."""
 
@@ -179,10 +201,12 @@ class Bare(Side):
     def schedule(self, due: float) -> None:
         bare.note_task.apply_async((due,), eta=_instant(due))
 
-    def schedule_burst(self, count: int, due: float) -> None:
-        eta = _instant(due)
-        for _ in range(count):
-            bare.note_task.apply_async((due,), eta=eta)
+    def schedule_many(self, dues: Sequence[float]) -> None:
+        for due in dues:
+            self.schedule(due)
+
+    def holds(self, count: int) -> bool:
+        return brokers.waiting(BARE_QUEUE) == 0
 
     def is_done(self, count: int) -> bool:
         return len(self.notes) >= count

@@ -1,4 +1,4 @@
-"""What a case needs: the two sides, and how much to do."""
+"""What a case needs: the sides, and how much to do."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from benchmarks.sides import Bare, Ours
 @dataclass
 class Stage:
     ours: Ours
+    ours_in_redis: Ours
     bare: Bare
     is_quick: bool
     say: Callable[[str], None]
@@ -25,6 +26,10 @@ class Stage:
     @property
     def figures(self) -> list[Figure]:
         return list(self._figures.values())
+
+    @property
+    def timers(self) -> tuple[Ours, Ours]:
+        return self.ours, self.ours_in_redis
 
     def size(self, full: int, quick: int) -> int:
         return quick if self.is_quick else full

@@ -9,13 +9,17 @@ from typing import Any
 from sqlalchemy import Connection, exists, func, select, text
 from sqlalchemy.exc import DBAPIError
 
-from benchmarks.ours import delays
+from benchmarks.ours import TAG, delays
 from benchmarks.waiting import BenchError
 from benchmarks.where import TABLE_PREFIX
+from delaytasks.core.errors import StoreError
 from delaytasks.core.states import Status
 from delaytasks.store import migrations
 from delaytasks.store.failures import translate
 from delaytasks.store.types import db_now
+
+#: Rows in one statement: many, and yet it ends soon when the run is interrupted.
+FILL_STEP = 500_000
 
 _database = delays.store.database
 _t = delays.store.schema.tasks
@@ -57,6 +61,45 @@ def clear() -> None:
     """Empty, with empty statistics: the hardest case for the planner."""
     names = ", ".join(table.name for table in (_t, delays.store.schema.keys))
     _alone(text(f"TRUNCATE {names}") if _database.can.copy else _t.delete())
+
+
+def fill(rows: int, status: Status, soonest_s: float, latest_s: float) -> None:
+    """So many more rows, due at random between two moments, given in seconds from now; PostgreSQL only. Their ids are
+    those of a producer that makes one each millisecond, and leases last longer than any benchmark."""
+    statement = text(f"""
+        INSERT INTO {_t.name} (id, tag, message_body, status, version, delay_time, expected_time, execution_time,
+                               create_time, update_time, lease_until)
+        SELECT (last >> 22) + n << 22 | n % 131072, '{TAG}', '{{"due": 0.5, "order": ' || n || '}}', :status, :version,
+               3600, due, began, due - interval '1 hour', coalesce(began, now()), began + interval '30 days'
+        FROM (SELECT coalesce(max(id), 0) AS last FROM {_t.name}) before,
+             generate_series(1, :rows) n,
+             LATERAL (SELECT now() + (:soonest + random() * :spread + n * 0) * interval '1 second' AS due) at,
+             LATERAL (SELECT CASE WHEN :version > 0 THEN due END AS began) run""")
+    values: dict[str, float] = {"status": int(status), "version": 0 if status is Status.NOT_COMPLETE else 1}
+    values |= {"soonest": soonest_s, "spread": latest_s - soonest_s}
+    for start in range(0, rows, FILL_STEP):
+        _alone(statement.bindparams(**values, rows=min(FILL_STEP, rows - start)))
+
+
+def settle_down() -> None:
+    """What autovacuum and the checkpointer would do in the next minutes, and in the middle of a measurement."""
+    _alone(text(f"VACUUM (ANALYZE) {_t.name}"))
+    try:
+        _alone(text("CHECKPOINT"))
+    except StoreError:
+        pass  # only a superuser may say when
+
+
+def forget_sweeps() -> None:
+    _alone(delays.store.schema.sweeps.delete())
+
+
+def can_fill() -> bool:
+    return _database.url.get_backend_name() == "postgresql"
+
+
+def size_mb() -> float:
+    return float(_scalar(text(f"SELECT pg_total_relation_size('{_t.name}')"))) / 2**20
 
 
 def count(status: Status | None = None) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-NAMESPACE = "bench"
+#: Of each timer: two deployments that share a database and a broker.
+NAMESPACES = {"eta": "bench", "redis": "bench_redis"}
 TABLE_PREFIX = "bench_"
 #: The queue of the bare Celery app.
 BARE_QUEUE = "bench_bare"
@@ -25,6 +26,12 @@ def database_url() -> str:
 
 def broker_url() -> str:
     return os.environ.get("BENCH_BROKER_URL", _BROKER)
+
+
+def redis_url() -> str:
+    """Of the redis timer: the broker, or DELAYTASKS_BENCH_REDIS_URL beside another broker."""
+    is_broker = broker_url().startswith(("redis://", "rediss://"))
+    return broker_url() if is_broker else os.environ.get("BENCH_REDIS_URL", _BROKER)
 
 
 def use(broker: str | None) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from benchmarks import brokers, table
 from benchmarks.figures import Target, percentile
 from benchmarks.machine import load
+from benchmarks.meters import Cost, Meter
 from benchmarks.producers import schedule_singly
 from benchmarks.sides import Ours, Side
 from benchmarks.stage import Stage
@@ -26,7 +28,7 @@ def run_bulk(stage: Stage) -> None:
 
     def schedule(side: Side) -> float:
         due = wall() + lead
-        side.schedule_burst(count, due)
+        side.schedule_many([due] * count)
         return due
 
     _compare(stage, "burst_bulk", f"{count:,} due at once, schedule_many {lead} s ahead", count, schedule, 6)
@@ -58,16 +60,21 @@ def _compare(stage: Stage, case: str, what: str, count: int, schedule: Callable[
     drained = stage.figure(case, what, "drained/s", Target("ratio", least=least))
     late = stage.figure(case, "lateness p99", "ms")
     cpu = stage.figure(case, "worker CPU per task", "ms")
-    found = [_drain(stage, case, side, count, schedule) for side in (stage.ours, stage.bare)]
-    for figure, index in ((drained, 0), (late, 1), (cpu, 2)):
-        figure.add(found[0][index], found[1][index])
+    ours, bare = (drain(stage, case, side, count, schedule) for side in (stage.ours, stage.bare))
+    drained.add(ours.per_s, bare.per_s)
+    late.add(ours.p99_ms, bare.p99_ms)
+    cpu.add(ours.cost.worker_ms, bare.cost.worker_ms)
 
 
-def _drain(
-    stage: Stage, case: str, side: Side, count: int, schedule: Callable[[Side], float]
-) -> tuple[float, float, float]:
+class Drained(NamedTuple):
+    per_s: float
+    p99_ms: float
+    cost: Cost
+
+
+def drain(stage: Stage, case: str, side: Side, count: int, schedule: Callable[[Side], float]) -> Drained:
     with side.serving():
-        began = side.cpu_s()
+        meter = Meter(side)
         due = schedule(side)
         if wall() > due:
             raise TooSlowError(f"{case}: {side.name} could not schedule {count:,} tasks in time")
@@ -76,17 +83,16 @@ def _drain(
         side.wait_for(count, DEADLINE_S)
         took = side.ended_at() - due
         lateness = side.lateness_ms()
-        ended = side.cpu_s()
+        cost = meter.cost(count)
         if isinstance(side, Ours):
             _check(case, count, lateness)
     brokers.clear()
-    cpu = (ended - began) / count * 1000 if began is not None and ended is not None else float("nan")
     p50, p99 = percentile(lateness, 0.5), percentile(lateness, 0.99)
     stage.say(
         f"{case}: {side.name} drained {count:,} in {took:.2f} s, {count / took:,.0f}/s, lateness p50 {p50:.0f} ms, "
-        f"p99 {p99:.0f} ms, worker CPU {cpu:.2f} ms a task, load {load():.1f}"
+        f"p99 {p99:.0f} ms, CPU a task: {cost}, load {load():.1f}"
     )
-    return count / took, p99, cpu
+    return Drained(count / took, p99, cost)
 
 
 def _check(case: str, count: int, lateness: list[float]) -> None:

@@ -35,13 +35,20 @@ def run(stage: Stage) -> None:
     early.add(*(float(sum(late < 0 for late in lateness)) for lateness in found))
 
 
-def work(stage: Stage, side: Side) -> list[float]:
-    """The lateness of each task, in milliseconds."""
-    count = RATE * stage.size(20, 8)
-    chance = random.Random(1)  # the same delays on both sides and in every round
+def work(stage: Stage, side: Side, rate: int = RATE, lot: int = 1) -> list[float]:
+    """The lateness of each task, in milliseconds. They are scheduled one at a time, or in lots."""
+    count = rate * stage.size(20, 8)
+    chance = random.Random(1)  # the same delays on all sides and in every round
     began = wall()
-    for number in range(count):
-        sleep_until(began + number / RATE)
-        side.schedule(wall() + chance.uniform(SOONEST_S, LATEST_S))
+    for number in range(0, count, lot):
+        sleep_until(began + number / rate)
+        dues = [wall() + chance.uniform(SOONEST_S, LATEST_S) for _ in range(lot)]
+        if lot == 1:
+            side.schedule(dues[0])
+        else:
+            side.schedule_many(dues)
+    took_s = wall() - began
+    if took_s > count / rate * 1.1:
+        stage.say(f"{side.name} got {count / took_s:,.0f} tasks a second only, not {rate:,}")
     side.wait_for(count, DEADLINE_S)
     return side.lateness_ms()

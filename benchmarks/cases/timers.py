@@ -1,0 +1,112 @@
+"""The two timers side by side, on the same broker and database, with bare Celery eta beside them."""
+
+from __future__ import annotations
+
+import random
+
+from benchmarks import brokers, redis_server, table
+from benchmarks.cases import burst, steady
+from benchmarks.figures import Target, percentile
+from benchmarks.machine import load
+from benchmarks.meters import Meter
+from benchmarks.sides import Bare, Side
+from benchmarks.stage import Stage
+from benchmarks.waiting import wait_until, wall
+
+#: Tasks a second, and how many are scheduled in one call: a thousand calls a second would be a case of their own.
+RATES = {50: 1, 1000: 20}
+#: Within the horizon; bare Celery has none, and needs more time for the same.
+NEAR_S = {True: (60.0, 70.0), False: (24.0, 29.0)}
+HELD_S = 20.0
+
+
+def run_steady(stage: Stage) -> None:
+    for rate, lot in RATES.items():
+        found = {side.name: _steady(stage, side, rate, lot) for side in (*stage.timers, stage.bare)}
+        bare = found[stage.bare.name]
+        for side in stage.timers:
+            for what, (unit, value) in found[side.name].items():
+                target = _TARGETS.get(what) if rate == 50 or what == "begun early" else None
+                figure = stage.figure("timer_steady", f"{side.timer}: {rate:,}/s, {what}", unit, target)
+                figure.add(value, bare[what][1])
+
+
+_TARGETS = {
+    "lateness p50": Target("value", most=3),
+    "lateness p99": Target("value", most=10),
+    "begun early": Target("value", most=0),
+}
+
+
+def _steady(stage: Stage, side: Side, rate: int, lot: int) -> dict[str, tuple[str, float]]:
+    with side.serving():
+        meter = Meter(side)
+        lateness = steady.work(stage, side, rate, lot)
+        cost = meter.cost(len(lateness))
+    brokers.clear()
+    p50, p99 = percentile(lateness, 0.5), percentile(lateness, 0.99)
+    stage.say(
+        f"timer_steady: {side.name} at {rate:,}/s: p50 {p50:.2f} ms, p99 {p99:.2f} ms, worst {max(lateness):.1f} ms, "
+        f"CPU a task: {cost}, load {load():.1f}"
+    )
+    return {
+        "lateness p50": ("ms", p50),
+        "lateness p99": ("ms", p99),
+        "begun early": ("tasks", float(sum(late < 0 for late in lateness))),
+        "worker CPU per task": ("ms", cost.worker_ms),
+        "Redis CPU per task": ("ms", cost.redis_ms),
+    }
+
+
+def run_burst(stage: Stage) -> None:
+    count, lead = stage.size(20_000, 5_000), stage.size(60, 15)
+
+    def schedule(side: Side) -> float:
+        due = wall() + lead
+        side.schedule_many([due] * count)
+        return due
+
+    eta, redis, bare = (
+        burst.drain(stage, "timer_burst", side, count, schedule) for side in (*stage.timers, stage.bare)
+    )
+    burst_of = f"{count:,} due at once"
+    what, target = f"redis beside eta: {burst_of}", Target("ratio", least=1)
+    stage.figure("timer_burst", what, "drained/s", target, against="eta timer:").add(redis.per_s, eta.per_s)
+    for timer, found in (("eta", eta), ("redis", redis)):
+        for measure, unit, ours, theirs in (
+            (burst_of, "drained/s", found.per_s, bare.per_s),
+            ("lateness p99", "ms", found.p99_ms, bare.p99_ms),
+            ("worker CPU per task", "ms", found.cost.worker_ms, bare.cost.worker_ms),
+            ("Redis CPU per task", "ms", found.cost.redis_ms, bare.cost.redis_ms),
+        ):
+            stage.figure("timer_burst", f"{timer}: {measure}", unit).add(ours, theirs)
+
+
+def run_memory(stage: Stage) -> None:
+    """What tasks take while they wait: in the worker by its resident memory, in Redis by what our keys take there."""
+    many, few = stage.size(100_000, 10_000), stage.size(10_000, 2_000)
+    bare = _bytes_each(stage, stage.bare, few)
+    for side in stage.timers:
+        found = _bytes_each(stage, side, many)
+        for place, value in found.items():
+            figure = stage.figure("timer_memory", f"{side.timer}: near task, in {place}", "bytes")
+            figure.add(value, bare.get(place))
+
+
+def _bytes_each(stage: Stage, side: Side, count: int) -> dict[str, float]:
+    chance = random.Random(3)
+    with side.serving():
+        rss_mb, in_redis = side.rss_mb(), redis_server.bytes_held()
+        now = wall()
+        dues = [now + chance.uniform(*NEAR_S[isinstance(side, Bare)]) for _ in range(count)]
+        side.schedule_many(dues)
+        wait_until(lambda: side.holds(count), min(dues) - wall(), f"{side.name} to hold {count:,} near tasks")
+        rss_after_mb = side.rss_mb()
+        found = {"Redis": (redis_server.bytes_held() - in_redis) / count}
+        if rss_mb is not None and rss_after_mb is not None:
+            found["the worker"] = (rss_after_mb - rss_mb) * 2**20 / count
+    brokers.clear()
+    table.clear()  # none of them needs to run
+    said = ", ".join(f"{value:,.0f} bytes in {place}" for place, value in found.items())
+    stage.say(f"timer_memory: {side.name} with {count:,} near tasks: {said} each")
+    return found

@@ -1,0 +1,174 @@
+"""The timing wheel alone, in one process, beside other ways to hold what is due later."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable, Iterable
+
+from benchmarks import rivals
+from benchmarks.figures import Target
+from benchmarks.machine import usage
+from benchmarks.rivals import Holder
+from benchmarks.stage import Stage
+from delaytasks.timers.wheel import Wheel
+
+#: The first entry is due at this tick, the last one SPREAD ticks later; all that is counted before is an empty tick.
+FAR, SPREAD = 1_000_000, 10_000
+#: A tick is measured for so long, in blocks of so many.
+TICKS_FOR_S, BLOCK = 0.2, 100
+#: So many entries are held.
+HELD = (1_000, 10_000, 100_000, 1_000_000)
+MANY = 100_000
+#: What costs as much as all that is held is tried a few times only.
+FEW = 20
+#: One thread each: more of them than this is a burden for the machine.
+THREADS = 2000
+
+Name = tuple[int, int]
+#: What each measure is called, in what unit, and what is asked of the wheel.
+_MEASURES = [
+    ("add", "/s", Target("value", least=500_000)),
+    ("move", "/s", None),
+    ("cancel", "/s", Target("value", least=500_000)),
+    ("cancel in random order", "/s", None),
+    ("expire", "/s", None),
+    ("memory", "bytes an entry", None),
+]
+_RIVALS: dict[str, Callable[[], Holder]] = {
+    "heapq": rivals.Heap,
+    "sched": rivals.Sched,
+    "map, scanned": rivals.Scan,
+    "asyncio call_at": rivals.LoopTimers,
+}
+
+
+def run(stage: Stage) -> None:
+    ticks = {held: _tick_us(_filled(held)) for held in HELD}
+    for held, cost in ticks.items():
+        target = Target("ratio", most=2) if held == max(HELD) else None
+        stage.figure("wheel", f"tick, {held:,} held", "µs", target, against="1,000 held:").add(cost, ticks[1000])
+    ours = {held: _work(Wheel, held) for held in (MANY, max(HELD))}
+    for held, found in ours.items():
+        _say(stage, "wheel", held, found)
+        for measure, unit, target in _MEASURES:
+            stage.figure("wheel", f"{measure}, {held:,} held", unit, target).add(found[measure])
+    for name, make in _RIVALS.items():
+        theirs = _work(make, MANY)
+        _say(stage, name, MANY, theirs)
+        for measure, unit, _ in _MEASURES:
+            figure = stage.figure("wheel", f"{measure}, beside {name}", unit, against=f"{name}:")
+            figure.add(ours[MANY][measure], theirs[measure])
+        figure = stage.figure("wheel", f"tick, beside {name}", "µs", against=f"{name}:")
+        figure.add(ticks[MANY], theirs["tick"])
+    _threads(stage)
+
+
+def _say(stage: Stage, name: str, held: int, found: dict[str, float]) -> None:
+    said = ", ".join(f"{measure} {found[measure]:,.0f} {unit}" for measure, unit, _ in _MEASURES)
+    stage.say(f"wheel: {name} with {held:,}: {said}, tick {found['tick']:,.2f} µs")
+
+
+def _work(make: Callable[[], Holder], count: int) -> dict[str, float]:
+    """Entries per second, microseconds of a tick in which nothing is due, and bytes."""
+    holder, (names, ticks) = make(), _entries(count)
+    found = {"add": _rate(lambda: _add(holder, names, ticks), count), "tick": _tick_us(holder)}
+    # In the order in which they came, as timeouts are pushed away; and in any order, which memory likes less.
+    some = FEW if isinstance(holder, rivals.Sched) else count // 4
+    first, any_others = names[:some], random.Random(2).sample(names[some:], some)
+    found["move"] = _rate(lambda: _add(holder, first, reversed(ticks)), some)
+    found["cancel"] = _rate(lambda: _cancel(holder, first), some)
+    found["cancel in random order"] = _rate(lambda: _cancel(holder, any_others), some)
+    found["expire"] = _expired_per_s(holder)
+    found["memory"] = _bytes_each(make, count)
+    return found
+
+
+def _entries(count: int) -> tuple[list[Name], list[int]]:
+    """Names as the worker has them, id and version."""
+    chance = random.Random(1)
+    return [(number << 22, 0) for number in range(count)], [FAR + chance.randrange(SPREAD) for _ in range(count)]
+
+
+def _filled(count: int) -> Wheel[Name]:
+    wheel: Wheel[Name] = Wheel()
+    _add(wheel, *_entries(count))
+    return wheel
+
+
+def _add(holder: Holder, names: Iterable[Name], ticks: Iterable[int]) -> None:
+    for name, tick in zip(names, ticks, strict=False):
+        holder.add(name, tick, name)
+
+
+def _cancel(holder: Holder, names: Iterable[Name]) -> None:
+    for name in names:
+        holder.cancel(name)
+
+
+def _rate(work: Callable[[], None], count: int) -> float:
+    """By the time that the processor worked for us: all of this is computing, so others that want it say nothing."""
+    before = time.process_time()
+    work()
+    return count / (time.process_time() - before)
+
+
+def _tick_us(holder: Holder) -> float:
+    blocks: list[float] = []
+    tick, ends = 0, time.process_time() + TICKS_FOR_S
+    while tick < FAR - BLOCK and (len(blocks) < 5 or time.process_time() < ends):
+        before = time.process_time()
+        for _ in range(BLOCK):
+            tick += 1
+            holder.advance(tick)
+        blocks.append((time.process_time() - before) / BLOCK)
+    holder.advance(FAR - 1)
+    return statistics.median(blocks) * 1e6
+
+
+def _expired_per_s(holder: Holder) -> float:
+    """Tick by tick, as time goes."""
+    steps = FEW if isinstance(holder, rivals.Scan) else SPREAD
+    expired, before = 0, time.process_time()
+    for tick in range(FAR, FAR + steps):
+        expired += len(holder.advance(tick))
+    return expired / (time.process_time() - before)
+
+
+def _bytes_each(make: Callable[[], Holder], count: int) -> float:
+    """What holding an entry costs besides its name, which the task has anyway."""
+    names, ticks = _entries(count)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        holder = make()
+        before = tracemalloc.get_traced_memory()[0]
+        _add(holder, names, ticks)
+        return (tracemalloc.get_traced_memory()[0] - before) / count
+    finally:
+        tracemalloc.stop()
+
+
+def _threads(stage: Stage) -> None:
+    count = stage.size(THREADS, THREADS // 10)
+    timers, before = rivals.ThreadTimers(), usage(os.getpid())
+
+    def add() -> None:
+        for number in range(count):
+            timers.add(number, 3600)
+
+    def cancel() -> None:
+        for number in range(count):
+            timers.cancel(number)
+
+    what = f"threading.Timer, {count:,} threads"
+    stage.figure("wheel", f"{what}: add", "/s").add(_rate(add, count))
+    after = usage(os.getpid())
+    if before is not None and after is not None:
+        memory = stage.figure("wheel", f"{what}: memory", "bytes an entry")
+        memory.add((after.rss_bytes - before.rss_bytes) / count)
+    stage.figure("wheel", f"{what}: cancel", "/s").add(_rate(cancel, count))

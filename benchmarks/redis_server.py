@@ -1,0 +1,100 @@
+"""The Redis of a run: the redis timer's, and the broker where that is Redis. Only what is ours may lie there, and it is
+gone afterwards."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from benchmarks.waiting import BenchError
+from benchmarks.where import BARE_QUEUE, NAMESPACES, redis_url
+
+#: The last ones are what Celery and kombu themselves keep in a Redis database.
+_KEYS = (
+    *(f"{opening}{namespace}." for namespace in NAMESPACES.values() for opening in ("", "{")),
+    *(BARE_QUEUE, "bench_idle", "_kombu.binding", "unacked", "celery", "reply.celery"),
+)
+_client: Any = Redis.from_url(redis_url(), decode_responses=True)
+
+
+def is_up() -> bool:
+    """Beside another broker it may be missing, and is missed by the cases with the redis timer only."""
+    try:
+        return bool(_client.ping())
+    except RedisError:
+        return False
+
+
+def check() -> None:
+    """A run measures nothing beside strangers, and must not delete what is theirs."""
+    strange = [key for key in _client.scan_iter(count=1000) if not _is_ours(key)]
+    if strange:
+        raise BenchError(
+            f"{redis_url()} holds other things ({', '.join(strange[:3])}, …): set DELAYTASKS_BENCH_BROKER_URL or, "
+            "beside another broker, DELAYTASKS_BENCH_REDIS_URL to a Redis database of its own"
+        )
+
+
+def clear() -> None:
+    keys = _our_keys()
+    if keys:
+        _client.delete(*keys)
+
+
+def version() -> str:
+    return f"Redis {_client.info('server')['redis_version']}"
+
+
+def cpu_s() -> float:
+    """Of the server, whoever else uses it."""
+    found = _client.info("cpu")
+    return float(found["used_cpu_sys"]) + float(found["used_cpu_user"])
+
+
+def bytes_held() -> int:
+    """What our keys take."""
+    return sum(_client.memory_usage(key, samples=0) or 0 for key in _our_keys())
+
+
+def near_entries() -> int:
+    """What waits in the redis timer; each of its sets has a last member that is no entry."""
+    keys = _client.scan_iter(f"{{{NAMESPACES['redis']}.*.store", count=1000)
+    return sum(_client.zcount(key, "-inf", "(+inf") for key in keys)
+
+
+@contextmanager
+def watching(word: str) -> Iterator[Callable[[], int]]:
+    """Counts the messages that anybody sends to our queues and that have this word in them."""
+    count = 0
+    is_over = threading.Event()
+
+    def watch() -> None:
+        nonlocal count
+        while not is_over.is_set():
+            command = monitor.next_command()["command"]
+            count += command.startswith(pushes) and word in command
+
+    pushes = tuple(f"LPUSH {namespace}." for namespace in NAMESPACES.values())
+    with _client.monitor() as monitor:
+        thread = threading.Thread(target=watch, name="bench-watch", daemon=True)
+        thread.start()
+        try:
+            yield lambda: count
+        finally:
+            is_over.set()
+            _client.ping()  # a command that is seen, and so ends the watch
+            thread.join()
+
+
+def _our_keys() -> list[str]:
+    return [key for key in _client.scan_iter(count=1000) if _is_ours(key)]
+
+
+def _is_ours(key: str) -> bool:
+    # Replies of `ping` wait in a queue named by a random id.
+    return key.startswith(_KEYS) or key.endswith(("reply.celery.pidbox", ".pidbox"))
