@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,10 @@ def main() -> int:
                 say(f"{name}, round {number + 1}")
                 try:
                     CASES[name](stage)
-                except BenchError as error:
+                except Exception as error:  # the other cases took their time, too
                     failures.append(f"{name}, round {number + 1}: {error}")
-                    console.print(f"{name}: {error}", style="red", highlight=False, markup=False)
+                    text = str(error) if isinstance(error, BenchError) else traceback.format_exc()
+                    console.print(f"{name}: {text}", style="red", highlight=False, markup=False)
     finally:
         table.drop()
         brokers.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from typing import Any
 
 from sqlalchemy import Connection, exists, func, select, text
@@ -121,6 +122,20 @@ def lateness_ms() -> list[float]:
     query = select(_t.c.execution_time, _t.c.expected_time).where(_t.c.status == int(Status.DONE))
     rows = _database.alone(lambda c: c.execute(query).all())
     return [(began - due).total_seconds() * 1000 for began, due in rows]
+
+
+def runs() -> dict[str, tuple[datetime, datetime]]:
+    """When each keyed task that is done was due, and when it began."""
+    query = select(_t.c.task_key, _t.c.expected_time, _t.c.execution_time).where(_t.c.status == int(Status.DONE))
+    return {key: (due, began) for key, due, began in _database.alone(lambda c: c.execute(query).all())}
+
+
+def active_s() -> float | None:
+    """How long statements took in this database, whoever sent them; only PostgreSQL tells, from version 14 on."""
+    if _database.url.get_backend_name() != "postgresql":
+        return None
+    query = "SELECT active_time / 1000 FROM pg_stat_database WHERE datname = current_database()"
+    return float(_scalar(text(query)))
 
 
 def repeated() -> int:

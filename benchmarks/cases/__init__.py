@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.cases import backlog, bulk, burst, call, houses, kill, steady, sweep_at_size, timers, wheel
+from benchmarks.cases import backlog, bulk, burst, call, heartbeats, houses, kill, steady, sweep_at_size, timers, wheel
 from benchmarks.stage import Stage
 
 CASES: dict[str, Callable[[Stage], None]] = {
@@ -19,10 +19,11 @@ CASES: dict[str, Callable[[Stage], None]] = {
     "timer_burst": timers.run_burst,
     "timer_memory": timers.run_memory,
     "wheel": wheel.run,
+    "heartbeats": heartbeats.run,
     "sweep_at_size": sweep_at_size.run,
     "houses": houses.run,
 }
 #: Names that stand for several cases.
-GROUPS = {"timers": ["timer_steady", "timer_burst", "timer_memory", "wheel", "sweep_at_size", "houses"]}
+GROUPS = {"timers": ["timer_steady", "timer_burst", "timer_memory", "wheel", "heartbeats", "sweep_at_size", "houses"]}
 #: What these build takes minutes, and they take the medians themselves.
 ONCE = {"sweep_at_size"}

@@ -1,0 +1,148 @@
+"""Connections that keep pushing their timeouts away, and then some of them that fall silent."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from typing import NamedTuple
+
+from benchmarks import brokers, ours, table
+from benchmarks.figures import Target, percentile
+from benchmarks.machine import load
+from benchmarks.sides import Ours
+from benchmarks.stage import Stage
+from benchmarks.waiting import BenchError, sleep_until, wall
+from delaytasks import DelayTasks, NewTask
+
+TIMEOUT_S, EVERY_S = 15.0, 5.0
+#: Connections whose heartbeats arrive together.
+LOT = 100
+SILENT = 100
+DEADLINE_S = 30.0
+
+
+class Connections:
+    """Each touches its key every EVERY_S, together with the others of its lot."""
+
+    def __init__(self, delays: DelayTasks) -> None:
+        self._delays = delays
+        self._turns: deque[tuple[float, list[str]]] = deque()
+        #: Before and after its last touch, by the database's clock.
+        self.touched: dict[str, tuple[datetime, datetime]] = {}
+        self.touches = 0
+        #: What touching took in this thread.
+        self.touching_s = self.cpu_s = 0.0
+
+    def open(self, count: int) -> None:
+        """Schedules a timeout for each, while those that have one touch it already."""
+        for start in range(0, count, LOT):
+            keys = [f"connection-{number}" for number in range(start, min(start + LOT, count))]
+            self._delays.schedule_many(NewTask(ours.TAG, {"due": 0.5}, TIMEOUT_S, key=key) for key in keys)
+            self._turns.append((wall() + EVERY_S, keys))
+            self.live_until(wall())
+
+    def live_until(self, end: float) -> None:
+        while self._turns[0][0] <= end:
+            at, keys = self._turns.popleft()
+            sleep_until(at)
+            self._touch(keys)
+            self._turns.append((at + EVERY_S, keys))
+        sleep_until(end)
+
+    def silence(self, count: int) -> set[str]:
+        """So many of them stop, the same number in each lot."""
+        lots = [keys for _, keys in self._turns]
+        return {lots[number % len(lots)].pop() for number in range(count)}
+
+    def _touch(self, keys: list[str]) -> None:
+        now = self._delays.clock.now
+        at, before, cpu_before = now(), time.perf_counter(), time.thread_time()
+        touched = sum(self._delays.touch(tag=ours.TAG, key=key, delay=TIMEOUT_S) for key in keys)
+        self.cpu_s += time.thread_time() - cpu_before
+        self.touching_s += time.perf_counter() - before
+        self.touched.update(dict.fromkeys(keys, (at, now())))
+        self.touches += touched
+        if touched < len(keys):
+            raise BenchError(f"heartbeats: {len(keys) - touched} timeouts of {len(keys)} had passed when touched")
+
+
+class Reading(NamedTuple):
+    """What was spent so far; not a number where it can not be had."""
+
+    at: float
+    touches: float
+    touching_s: float
+    toucher_cpu_s: float
+    worker_cpu_s: float
+    database_s: float
+    messages: float
+
+    def since(self, before: Reading) -> Reading:
+        return Reading(*(now - then for now, then in zip(self, before, strict=True)))
+
+
+def run(stage: Stage) -> None:
+    for side in stage.timers:
+        _run(stage, side)
+        brokers.clear()
+    table.clear()
+
+
+def _run(stage: Stage, side: Ours) -> None:
+    count, for_s = stage.size(10_000, 1_000), stage.size(40, 20)
+    connections = Connections(side.delays)
+    with side.serving(), brokers.watching() as messages:
+        connections.open(count)
+        before = _read(side, connections, messages)
+        connections.live_until(wall() + for_s)
+        spent = _read(side, connections, messages).since(before)
+        fired = len(table.runs())
+        silent = connections.silence(SILENT)
+        connections.live_until(wall() + TIMEOUT_S)
+        side.wait_for(fired + len(silent), DEADLINE_S)
+        runs = table.runs()
+    _check(runs, connections, silent)
+    late = [(began - due).total_seconds() * 1000 for due, began in runs.values()]
+    none = Target("value", most=0)
+    found = (
+        (f"{count:,} keys touched every {EVERY_S:g} s, messages", "", spent.messages, none),
+        ("fired", "", fired, none),
+        (f"one touch, in lots of {LOT}", "µs", spent.touching_s / spent.touches * 1e6, None),
+        ("CPU of the worker", "% of a core", spent.worker_cpu_s / spent.at * 100, None),
+        ("CPU of the one who touches", "% of a core", spent.toucher_cpu_s / spent.at * 100, None),
+        ("time in statements, database", "% of the time", spent.database_s / spent.at * 100, None),
+        (f"{SILENT} fall silent, lateness p50", "ms", percentile(late, 0.5), Target("value", most=3)),
+        ("lateness p99", "ms", percentile(late, 0.99), Target("value", most=10)),
+        ("latest", "ms", max(late), None),
+    )
+    known = [line for line in found if not math.isnan(line[2])]
+    for what, unit, value, target in known:
+        stage.figure("heartbeats", f"{side.timer}: {what}", unit, target).add(value)
+    said = ", ".join(f"{what} {value:,.2f} {unit}".strip() for what, unit, value, _ in known)
+    stage.say(f"heartbeats: {side.timer}: {said}, load {load():.1f}")
+
+
+def _read(side: Ours, connections: Connections, messages: Callable[[], int] | None) -> Reading:
+    worker_s, database_s = side.cpu_s(), table.active_s()
+    return Reading(
+        wall(),
+        connections.touches,
+        connections.touching_s,
+        connections.cpu_s,
+        math.nan if worker_s is None else worker_s,
+        math.nan if database_s is None else database_s,
+        math.nan if messages is None else messages(),
+    )
+
+
+def _check(runs: dict[str, tuple[datetime, datetime]], connections: Connections, silent: set[str]) -> None:
+    if set(runs) != silent:
+        others = len(set(runs) - silent)
+        raise BenchError(f"heartbeats: {len(runs) - others} of the {SILENT} silent ones fired, and {others} others")
+    for key, (due, began) in runs.items():
+        before, after = (instant + timedelta(seconds=TIMEOUT_S) for instant in connections.touched[key])
+        if not before <= due <= after or began < due:
+            raise BenchError(f"heartbeats: {key}, touched until {after}, was due at {due}, and began at {began}")
