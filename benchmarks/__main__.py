@@ -67,8 +67,9 @@ def main() -> int:
         facts = {**machine.facts(), "database": table.server_version(), "broker": brokers.describe()}
         report.print_facts(console, facts)
         for name in names:
-            for number in range(1 if name in ONCE else rounds):
-                say(f"{name}, round {number + 1}")
+            times = 1 if name in ONCE else rounds
+            for number in range(times):
+                say(f"{name}, round {number + 1} of {times}")
                 try:
                     CASES[name](stage)
                 except Exception as error:  # the other cases took their time, too

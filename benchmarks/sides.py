@@ -1,4 +1,4 @@
-"""The two sides of every comparison, with the same verbs: start workers, schedule, wait, tell how late tasks ran."""
+"""The sides of every comparison, with the same verbs: start workers, schedule, wait, tell how late tasks ran."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WARM_UP = 300
 
 
 class Side(ABC):
-    """One of the two systems, with workers of two prefork processes each while it is `serving`."""
+    """One of the systems, with workers of two prefork processes each while it is `serving`."""
 
     name: str
     app: Any

@@ -29,6 +29,7 @@ class Stage:
 
     @property
     def timers(self) -> tuple[Ours, Ours]:
+        """Our side with each of the timers."""
         return self.ours, self.ours_in_redis
 
     def size(self, full: int, quick: int) -> int:

@@ -67,19 +67,18 @@ def clear() -> None:
 def fill(rows: int, status: Status, soonest_s: float, latest_s: float) -> None:
     """So many more rows, due at random between two moments, given in seconds from now; PostgreSQL only. Their ids are
     those of a producer that makes one each millisecond, and leases last longer than any benchmark."""
+    began = "NULL" if status is Status.NOT_COMPLETE else "due"
+    lease = "due + interval '30 days'" if status is Status.RUNNING else "NULL"
     statement = text(f"""
         INSERT INTO {_t.name} (id, tag, message_body, status, version, delay_time, expected_time, execution_time,
                                create_time, update_time, lease_until)
-        SELECT (last >> 22) + n << 22 | n % 131072, '{TAG}', '{{"due": 0.5, "order": ' || n || '}}', :status, :version,
-               3600, due, began, due - interval '1 hour', coalesce(began, now()), began + interval '30 days'
+        SELECT (last >> 22) + n << 22 | n % 131072, '{TAG}', '{{"due": 0.5, "order": ' || n || '}}', {status:d}, 1,
+               3600, due, {began}, due - interval '1 hour', coalesce({began}, now()), {lease}
         FROM (SELECT coalesce(max(id), 0) AS last FROM {_t.name}) before,
-             generate_series(1, :rows) n,
-             LATERAL (SELECT now() + (:soonest + random() * :spread + n * 0) * interval '1 second' AS due) at,
-             LATERAL (SELECT CASE WHEN :version > 0 THEN due END AS began) run""")
-    values: dict[str, float] = {"status": int(status), "version": 0 if status is Status.NOT_COMPLETE else 1}
-    values |= {"soonest": soonest_s, "spread": latest_s - soonest_s}
+             (SELECT n, now() + (:soonest + random() * :spread) * interval '1 second' AS due
+              FROM generate_series(1, :rows) n) made""").bindparams(soonest=soonest_s, spread=latest_s - soonest_s)
     for start in range(0, rows, FILL_STEP):
-        _alone(statement.bindparams(**values, rows=min(FILL_STEP, rows - start)))
+        _alone(statement.bindparams(rows=min(FILL_STEP, rows - start)))
 
 
 def settle_down() -> None:

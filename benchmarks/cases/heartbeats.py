@@ -33,6 +33,8 @@ class Connections:
         #: Before and after its last touch, by the database's clock.
         self.touched: dict[str, tuple[datetime, datetime]] = {}
         self.touches = 0
+        #: How late a touch was at worst.
+        self.behind_s = 0.0
         #: What touching took in this thread.
         self.touching_s = self.cpu_s = 0.0
 
@@ -48,6 +50,7 @@ class Connections:
         while self._turns[0][0] <= end:
             at, keys = self._turns.popleft()
             sleep_until(at)
+            self.behind_s = max(self.behind_s, wall() - at)
             self._touch(keys)
             self._turns.append((at + EVERY_S, keys))
         sleep_until(end)
@@ -122,7 +125,9 @@ def _run(stage: Stage, side: Ours) -> None:
     for what, unit, value, target in known:
         stage.figure("heartbeats", f"{side.timer}: {what}", unit, target).add(value)
     said = ", ".join(f"{what} {value:,.2f} {unit}".strip() for what, unit, value, _ in known)
-    stage.say(f"heartbeats: {side.timer}: {said}, load {load():.1f}")
+    stage.say(
+        f"heartbeats: {side.timer}: {said}; touches were up to {connections.behind_s:.2f} s late, load {load():.1f}"
+    )
 
 
 def _read(side: Ours, connections: Connections, messages: Callable[[], int] | None) -> Reading:

@@ -17,7 +17,6 @@ from benchmarks.waiting import wait_until, wall
 RATES = {50: 1, 1000: 20}
 #: Within the horizon; bare Celery has none, and needs more time for the same.
 NEAR_S = {True: (60.0, 70.0), False: (24.0, 29.0)}
-HELD_S = 20.0
 
 
 def run_steady(stage: Stage) -> None:
