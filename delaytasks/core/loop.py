@@ -12,6 +12,8 @@ from delaytasks.core.events import Events
 
 #: After a turn that failed.
 FAILED_REST_S = 1.0
+#: A machine may be busy: nothing is stuck sooner.
+LEAST_STUCK_S = 2.0
 
 
 class ReplacedError(BaseException):
@@ -47,7 +49,7 @@ class Loop:
         self.name = name
         self._turn = turn
         self._events = events
-        self._stuck_s = stuck_s
+        self._stuck_s = max(stuck_s, LEAST_STUCK_S)
         self._reconnect = reconnect
         self._lock = threading.Lock()
         self._life: Life | None = None

@@ -32,8 +32,7 @@ logger = get_logger(__name__)
 REFUSAL_LOG_S = 60.0
 #: Producers and workers may have different horizons for a while.
 FAR_S = 600.0
-#: Turns of the wheel hand on what is due, the watch's may have to wait for broker and database: stuck after that.
-WHEEL_S = 2.0
+#: The watch may have to wait for broker and database: it is stuck after that.
 WATCH_S = 30.0
 
 
@@ -43,7 +42,7 @@ class Desk:
         self._worker = worker
         self._calls = None if worker.hub else CallThread(delays.events)
         self.wheel: WheelThread[Entry] = WheelThread(
-            delays.clock, lambda due: self.dispatcher.take(due), delays.events, max(delays.settings.grace_s, WHEEL_S)
+            delays.clock, lambda due: self.dispatcher.take(due), delays.events, delays.settings.grace_s
         )
         self.dispatcher = Dispatcher(
             delays.settings,

@@ -1,0 +1,97 @@
+"""What a worker's main process runs in loops is broken from inside, or stopped as a whole: tasks run all the same."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import insert
+
+from delaytasks import Status
+from delaytasks.store.types import db_now_plus
+from tests.running import Deployment
+from tests.waiting import wait_until
+
+#: What a busy machine adds to the bounds of RELIABILITY: grace, sweep interval and dispatch.
+SLACK_S = 10
+
+
+class Workers(Deployment):
+    """Whose loops can be broken."""
+
+    def break_loop(self, node: str, loop: str, way: str) -> None:
+        control = self.delays.celery.control
+        arguments = {"loop": loop, "way": way}
+        answers = control.broadcast("break_loop", arguments, destination=[node], reply=True, timeout=10, limit=1)
+        assert answers == [{node: {"ok": f"{loop} will {way}"}}]
+
+    def stats(self, node: str) -> dict[str, Any]:
+        """What `celery inspect stats` says of it."""
+        answer = self.delays.celery.control.inspect([node], timeout=10, limit=1).stats()
+        found: dict[str, Any] = (answer or {}).get(node, {}).get("delaytasks", {})
+        return found
+
+    def restarted(self, node: str) -> set[str]:
+        """The loops that were, and live."""
+        loops = self.stats(node).get("loops", {})
+        return {name for name, loop in loops.items() if loop["restarts"] and loop["is_alive"]}
+
+
+@pytest.fixture
+def workers(tmp_path: Path, postgresql_url: str, redis_url: str) -> Iterator[Workers]:
+    workers = Workers(tmp_path, postgresql_url, redis_url, {"imports": ["tests.project", "tests.saboteur"]})
+    yield workers
+    workers.close()
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_loops_that_break_are_replaced_and_tasks_run_all_the_same(workers: Workers, pool: str) -> None:
+    worker, node = workers.worker(pool=pool), workers.node(0)
+    running = workers.schedule("test.sleep", 0, body={"seconds": 3 * workers.settings["lease_s"]})
+    wait_until(workers.runs, 10, "the sleeper to begin")
+    near = [workers.schedule(delay=2 + n / 10) for n in range(20)]
+    workers.break_loop(node, "watchdog", "die")  # alone, since nobody looks after it and the watch
+    wait_until(lambda: "watchdog" in workers.restarted(node), 10, "the watchdog to be replaced")
+    broken = {"watchdog": "die", "wheel": "die", "sweep": "hang", "leases": "hang", "watch": "die"}
+    for loop, way in list(broken.items())[1:]:
+        workers.break_loop(node, loop, way)
+    with workers.store.database.begin() as connection:  # nobody but a sweep can find it
+        body = f'{{"file": "{workers.file}"}}'
+        connection.execute(
+            insert(workers.store.schema.tasks).values(tag="test.note", message_body=body, expected_time=db_now_plus(3))
+        )
+    wait_until(lambda: workers.restarted(node) >= set(broken), 30, "each to be replaced")
+    assert workers.stats(node)["events"]["loop.restarted"] >= len(broken)
+    for loop, way in broken.items():
+        reason = "dead" if way == "die" else "stuck"
+        assert f"loop.restarted loop='{loop}' reason='{reason}'" in worker.log()
+    workers.wait_for([*near, running], deadline_s=30)
+    wait_until(lambda: workers.store.tasks.counts()[Status.DONE] == 22, 15, "the row that a sweep must find")
+    noted = [run for run in workers.runs() if run[1].isdigit()]
+    assert len({run[0] for run in noted}) == len(noted) == 21
+    assert min(int(run[1]) for run in noted) >= 0
+    assert workers.delays.get(running).attempts == 1, "its lease was renewed in time"
+    worker.terminate()
+
+
+def test_what_a_worker_holds_runs_elsewhere_while_it_is_frozen_and_once(workers: Workers) -> None:
+    frozen, node = workers.worker(), workers.node(0)
+    held = [workers.schedule(delay=4) for _ in range(20)]
+    wait_until(lambda: workers.stats(node).get("held") == 20, 4, "the worker to hold them")
+    frozen.signal(signal.SIGSTOP)
+    workers.worker()
+    workers.wait_for(held)
+    settings = workers.delays.settings
+    bound_s = settings.grace_s + settings.sweep_s + 2
+    late_s = [int(run[1]) / 1e6 for run in workers.runs()]
+    assert min(late_s) >= 0
+    assert max(late_s) < bound_s + SLACK_S
+    frozen.signal(signal.SIGCONT)
+    wait_until(lambda: workers.stats(node)["events"].get("entry.late") == 20, 10, "it to drop what it held")
+    after = workers.schedule()
+    workers.wait_for([after])
+    assert len(workers.runs()) == 21
+    assert {workers.delays.get(task).attempts for task in held} == {1}
