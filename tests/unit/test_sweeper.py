@@ -164,7 +164,7 @@ class CrashingTimer(RecordingTimer):
 
 
 def test_a_crash_between_arming_and_marking_costs_duplicates_and_makes_no_gap(field: Field) -> None:
-    ids = [field.row(4.9 + n / 100) for n in range(2500)]
+    ids = [field.row(19.9 + n / 250) for n in range(2500)]  # writing them may take a while
     crashing = CrashingTimer(2, field.timer.armed)
     field.let_pass()
     with pytest.raises(CrashError):
