@@ -23,7 +23,7 @@ from delaytasks.engine.producer import Producer
 from delaytasks.engine.registry import Registry
 from delaytasks.engine.runner import Runner
 from delaytasks.engine.sweeper import Sweeper
-from delaytasks.parts import Parts
+from delaytasks.parts import Parts, Shard
 from delaytasks.store.store import Store
 from delaytasks.timers.publisher import Publisher
 from delaytasks.verbs import Verbs
@@ -89,12 +89,18 @@ class DelayTasks(Verbs):
         return self._made.settings
 
     @property
+    def shards(self) -> list[Shard]:
+        """The databases by their numbers, each with what works on it. Mostly there is one."""
+        return self._made.shards
+
+    @property
     def store(self) -> Store:
-        return self._made.store
+        """That of the first database, as is all that does not name a shard."""
+        return self.shards[0].store
 
     @property
     def clock(self) -> Clock:
-        return self._made.clock
+        return self.shards[0].clock
 
     @property
     def timer(self) -> Timer:
@@ -110,11 +116,11 @@ class DelayTasks(Verbs):
 
     @property
     def sweeper(self) -> Sweeper:
-        return self._made.sweeper
+        return self.shards[0].sweeper
 
     @property
     def producer(self) -> Producer:
-        return self._made.producer
+        return self.shards[0].producer
 
     # -- processors -------------------------------------------------------------------------------
 
@@ -127,9 +133,9 @@ class DelayTasks(Verbs):
 
     # -- the worker's side ------------------------------------------------------------------------
 
-    def runner(self, sends_events: bool = False) -> Runner:
-        """What runs chunks of tasks in this process."""
-        return self.processes.runner(sends_events)
+    def runner(self, shard: int = 0, sends_events: bool = False) -> Runner:
+        """What runs chunks of a shard's tasks in this process."""
+        return self.processes.runner(shard, sends_events)
 
     def database_now(self, insists: bool) -> datetime:
         """What the clock follows; Django's integration asks on Django's own connection."""
@@ -143,7 +149,7 @@ class DelayTasks(Verbs):
     def check_ready(self) -> None:
         """What is wrong with the configuration is said at start, with its remedy."""
         self._made.check_broker_timeouts()
-        self._made.check_database()
+        self._made.check_databases()
 
     def close(self) -> None:
         """Sends what waits to be armed, and closes connections."""

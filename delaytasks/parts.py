@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from delaytasks.core.clock import Clock, Measure, wall_ms
@@ -27,6 +28,21 @@ REDIS_VISIBILITY_S = 3600.0
 _REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 
 
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """One database, and what works on it."""
+
+    number: int
+    store: Store
+    clock: Clock
+    sweeper: Sweeper
+    producer: Producer
+
+    def named(self, what: str) -> str:
+        """Told apart from what other shards have."""
+        return f"{what} {self.number}" if self.number else what
+
+
 class Parts:
     """Everything that needs settings: made on first use, when the Celery app is configured."""
 
@@ -42,24 +58,25 @@ class Parts:
         self.settings = load_settings(app.conf, os.environ, **arguments)
         settings = self.settings
         self._events = events
-        self.store = Store(url_of(settings), settings)
-        self.clock = Clock(measure)
+        store, clock = Store(url_of(settings), settings), Clock(measure)
         self.publisher = Publisher(app, settings.namespace, settings.publish_limit_s, events)
-        self.inline_timer = self._make_timer()
+        self.inline_timer = self._make_timer(clock)
         self.timer: Timer = (
-            BackgroundTimer(self.inline_timer, self.clock) if settings.arm == "background" else self.inline_timer
+            BackgroundTimer(self.inline_timer, clock) if settings.arm == "background" else self.inline_timer
         )
-        self.sweeper = Sweeper(settings, self.store.sweeps, self.store.workers, self.clock, self.inline_timer, events)
-        self.producer = Producer(settings, self.store.tasks, self.clock, IdMaker(wall_ms), self.timer, registry, events)
+        sweeper = Sweeper(settings, store.sweeps, store.workers, clock, self.inline_timer, events)
+        producer = Producer(settings, store.tasks, clock, IdMaker(wall_ms), self.timer, registry, events)
+        #: By their numbers.
+        self.shards = [Shard(0, store, clock, sweeper, producer)]
 
-    def _make_timer(self) -> Timer:
-        eta = EtaTimer(self.publisher, self.clock)
+    def _make_timer(self, clock: Clock) -> Timer:
+        eta = EtaTimer(self.publisher, clock)
         if self.settings.timer == "eta":
             return eta
         from delaytasks.timers.redis import RedisTimer  # and with it a client that other deployments need not load
 
         url = redis_url(self.settings.redis_url, self._app.conf.broker_url)
-        return RedisTimer(url, self.settings, eta, self.clock, self._events)
+        return RedisTimer(url, self.settings, eta, clock, self._events)
 
     def check_broker_timeouts(self) -> None:
         """Our messages are acknowledged on receipt; but they may wait unacknowledged in a worker that is blocked."""
@@ -73,11 +90,13 @@ class Parts:
                 "broker_transport_options"
             )
 
-    def check_database(self) -> None:
-        try:
-            self.store.check()
-        except StoreUnavailableError as error:
-            self._events.emit("store.down", error=str(error))  # it may come back: a worker waits for it
+    def check_databases(self) -> None:
+        for shard in self.shards:
+            try:
+                shard.store.check()
+            except StoreUnavailableError as error:
+                # It may come back: a worker waits for it.
+                self._events.emit("store.down", error=str(error), shard=shard.number)
 
     def close(self) -> None:
         if isinstance(self.timer, BackgroundTimer):
@@ -86,7 +105,8 @@ class Parts:
         if close is not None:
             close()
         self.publisher.close()
-        self.store.close()
+        for shard in self.shards:
+            shard.store.close()
 
 
 def redis_url(given: str, broker_url: Any) -> str:

@@ -25,7 +25,7 @@ class RecordingTimer:
     def disarm(self, entries: Iterable[Entry]) -> None:
         self.disarmed += entries
 
-    def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float) -> bool:
+    def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0) -> bool:
         self.drained.append((queue, list(priorities), tokens))
         return self.is_up
 

@@ -17,6 +17,7 @@ from delaytasks.core.text import shown
 EPOCH_MS = 1_577_836_800_000  # 2020-01-01
 SHARD_BITS = 5
 COUNTER_BITS = 17
+MAX_SHARDS = 1 << SHARD_BITS
 MAX_ID = 2**63 - 1
 _COUNTER_MASK = (1 << COUNTER_BITS) - 1
 
@@ -36,6 +37,11 @@ class IdMaker:
             self._pid = os.getpid()
         elapsed = self._wall_ms() - EPOCH_MS
         return elapsed << (SHARD_BITS + COUNTER_BITS) | self._shard | next(self._counter) & _COUNTER_MASK
+
+
+def shard_of(id: int) -> int:
+    """What the id says. Ids from elsewhere say nothing true."""
+    return id >> COUNTER_BITS & MAX_SHARDS - 1
 
 
 def check_id(value: object) -> int:

@@ -66,8 +66,8 @@ class BackgroundTimer:
             self._waiting = [entry for entry in self._waiting if (entry.id, entry.version) not in names]
         self._timer.disarm(entries)
 
-    def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float) -> bool:
-        return self._timer.drain(queue, priorities, tokens, expires_s)
+    def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0) -> bool:
+        return self._timer.drain(queue, priorities, tokens, expires_s, shard)
 
     def flush(self, timeout_s: float = 2.0) -> bool:
         """Waits until all is sent; at exit the process waits a little, then leaves the rest to the sweep."""

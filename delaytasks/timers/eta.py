@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from delaytasks.core.clock import Clock, from_us
 from delaytasks.core.errors import InvalidInputError
-from delaytasks.core.ids import check_id
+from delaytasks.core.ids import MAX_SHARDS, check_id
 from delaytasks.core.inputs import is_queue
 from delaytasks.core.ports import Entry
 from delaytasks.timers.publisher import Publisher
@@ -47,10 +47,11 @@ class EtaTimer:
     def disarm(self, entries: Iterable[Entry]) -> None:
         """What is in a broker stays there: the claim finds that its version is over."""
 
-    def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float) -> bool:
+    def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0) -> bool:
         """Asks workers to claim by themselves what is overdue in `queue`."""
         expires = self._clock.now() + timedelta(seconds=expires_s)
-        token: tuple[list[Any], dict[str, Any]] = ([[], {"drain": list(priorities)}], {"expires": expires})
+        wanted = {"drain": list(priorities), **({"shard": shard} if shard else {})}
+        token: tuple[list[Any], dict[str, Any]] = ([[], wanted], {"expires": expires})
         return self._publisher.send(RUN, queue, [token] * tokens)
 
 
@@ -63,9 +64,17 @@ def _messages(entries: list[Entry]) -> Iterator[tuple[list[Any], dict[str, Any]]
         yield args, {"eta": eta, "repr": f"({len(some)} tasks)"}
 
 
-def read_message(args: Any, queue: str) -> tuple[list[Entry], list[int] | None]:
-    """The entries of a message, or the priorities of a drain token. Anybody may have written the message: what is
-    not of our form raises `ValueError`, and what is says nothing that the row does not check again."""
+class Message(NamedTuple):
+    """Entries; or a drain token: the priorities and the shard whose overdue tasks are to be claimed."""
+
+    entries: list[Entry]
+    priorities: list[int] | None = None
+    shard: int = 0
+
+
+def read_message(args: Any, queue: str) -> Message:
+    """Anybody may have written the message: what is not of our form raises `ValueError`, and what is says nothing that
+    the row does not check again."""
     if not isinstance(args, (list, tuple)) or not 1 <= len(args) <= 2 or not isinstance(args[0], list):
         raise ValueError("not a list of entries")
     if len(args[0]) > 10 * PER_MESSAGE:
@@ -76,11 +85,14 @@ def read_message(args: Any, queue: str) -> tuple[list[Entry], list[int] | None]:
             raise ValueError("an entry is [id, version, due, priority]")
         entries.append(checked_entry(item[0], item[1], item[2], queue, item[3]))
     if len(args) == 1:
-        return entries, None
-    priorities = args[1].get("drain") if isinstance(args[1], dict) else None
+        return Message(entries)
+    options = args[1] if isinstance(args[1], dict) else {}
+    priorities, shard = options.get("drain"), options.get("shard", 0)
     if not isinstance(priorities, list) or len(priorities) > 100 or not all(map(_is_priority, priorities)):
         raise ValueError("a drain token has priorities")
-    return entries, priorities
+    if type(shard) is not int or not 0 <= shard < MAX_SHARDS:
+        raise ValueError(f"shard {shard!r:.20}")
+    return Message(entries, priorities, shard)
 
 
 def checked_entry(id: int, version: int, due_us: int, queue: str, priority: int) -> Entry:

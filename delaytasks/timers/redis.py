@@ -138,8 +138,8 @@ class RedisTimer:
         if slots:
             self._attempt(work)
 
-    def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float) -> bool:
-        return self._eta.drain(queue, priorities, tokens, expires_s)
+    def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0) -> bool:
+        return self._eta.drain(queue, priorities, tokens, expires_s, shard)
 
     # -- for movers -------------------------------------------------------------------------------
 

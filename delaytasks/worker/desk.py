@@ -17,6 +17,7 @@ from delaytasks.core.ports import Entry
 from delaytasks.timers.wheel import WheelThread
 from delaytasks.worker.dispatcher import Dispatcher
 from delaytasks.worker.givenup import GivenUp
+from delaytasks.worker.lane import Lane, by_shard
 from delaytasks.worker.leases import LeaseKeeper
 from delaytasks.worker.rowevents import wants_row_events
 from delaytasks.worker.sweeping import Sweeping
@@ -46,7 +47,7 @@ class Desk:
         )
         self.dispatcher = Dispatcher(
             delays.settings,
-            delays.clock,
+            [shard.clock for shard in delays.shards],
             delays.events,
             worker.pool,
             soon=self._calls.call if self._calls else worker.hub.call_soon,
@@ -54,10 +55,11 @@ class Desk:
             sends_events=self._sends_events,
         )
         self._mover = self._make_mover()
-        self._leases = LeaseKeeper(delays, worker, self.dispatcher)
-        self._sweeping = Sweeping(delays, worker)
-        watch = Loop("watch", self._look, delays.events, WATCH_S, delays.store.close)
-        loops = [self.wheel.loop, self._leases.loop, self._sweeping.loop, watch]
+        keepers = [LeaseKeeper(delays, shard, worker, self.dispatcher) for shard in delays.shards]
+        self._sweepings = [Sweeping(delays, shard, worker) for shard in delays.shards]
+        watch = Loop("watch", self._look, delays.events, WATCH_S)
+        loops = [self.wheel.loop, watch]
+        loops += [keeper.loop for keeper in keepers] + [sweeping.loop for sweeping in self._sweepings]
         if self._calls is not None:
             loops.append(self._calls.loop)
         if self._mover is not None:
@@ -68,8 +70,9 @@ class Desk:
 
     def start(self) -> None:
         delays = self.delays
-        delays.clock.refresh_if_due()
-        delays.clock.refreshes_inline = False  # neither the event loop nor the wheel waits for the database
+        for shard in delays.shards:
+            shard.clock.refresh_if_due()
+            shard.clock.refreshes_inline = False  # neither the event loop nor the wheel waits for the database
         rows = delays.processes.row_events()
         delays.events.subscribe(GivenUp(rows, self._sends_events))
         self.watchdog.start()
@@ -86,11 +89,13 @@ class Desk:
             if self.delays.inline_timer.arm(waiting):
                 logger.info("delaytasks: sent back %d near tasks", len(waiting))
             else:
-                self.delays.store.sweeps.forget_armed()
-        self._sweeping.stop()  # last: until then we count as a worker that may have died
+                for shard in self.delays.shards:
+                    shard.store.sweeps.forget_armed()
+        for sweeping in self._sweepings:  # last: until then we count as a worker that may have died
+            sweeping.stop()
 
     def _look(self) -> float:
-        """Once a second: first what needs no database, then what may have to wait for it."""
+        """Once a second, what needs no database."""
         delays = self.delays
         self.watchdog.loop.look()  # as it looks at us
         consumer = getattr(self._worker.consumer, "task_consumer", None)
@@ -101,11 +106,14 @@ class Desk:
             delays.events.emit("wheel.late", seconds=late_s)
         if state.should_terminate is not None:
             self.stop()  # a cold shutdown waits for the pool first, but what is held must not wait with it
-        delays.clock.refresh_if_due()
         return LOOK_S
 
     def hold(self, entries: Sequence[Entry]) -> None:
-        now = self.delays.clock.now_us()
+        for shard, some in by_shard(entries, len(self.dispatcher.lanes)).items():
+            self._hold(self.dispatcher.lanes[shard], some)
+
+    def _hold(self, lane: Lane, entries: Sequence[Entry]) -> None:
+        now = lane.clock.now_us()
         horizon_s = self.delays.settings.horizon_s
         if horizon_s is not None:  # nobody arms what is so far away: a message that does is forged, or very old
             latest = now + int((2 * horizon_s + FAR_S) * 1e6)
@@ -116,7 +124,9 @@ class Desk:
         if due:
             self.dispatcher.take(due)
         if len(due) < len(entries):
-            self.wheel.add(((e.id, e.version), e.due_us, e) for e in entries if e.due_us > now)
+            # The wheel goes by the first database's clock.
+            ahead_us = self.delays.clock.now_us() - now if lane.shard else 0
+            self.wheel.add(((e.id, e.version), e.due_us + ahead_us, e) for e in entries if e.due_us > now)
 
     def connected(self) -> None:
         """The worker takes in messages from now on: for the first time, or again after it lost the broker."""
@@ -126,10 +136,12 @@ class Desk:
 
     def forget_armed(self) -> None:
         """What the timer held may be lost: the next sweep arms it again."""
-        self._sweeping.forget()
+        for sweeping in self._sweepings:
+            sweeping.forget()
 
     def sweep(self, house: int | None) -> None:
-        self._sweeping.request(house)
+        for sweeping in self._sweepings:
+            sweeping.request(house)
 
     def refuse(self, task: str, error: Exception) -> None:
         """A message that is not of our form: dropped, counted, and logged now and then."""

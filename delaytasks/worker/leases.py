@@ -1,5 +1,6 @@
-"""Renews the leases of what the pool runs, from the main process: a processor that holds the GIL for minutes, or
-sits in C, is alive as long as its process is. What a dead process held is released at once."""
+"""Keeps in touch with a shard: follows its clock, and renews the leases of what the pool runs. From the main process: a
+processor that holds the GIL for minutes, or sits in C, is alive as long as its process is. What a dead process held is
+released at once."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from delaytasks.engine.sweeper import tell_lapsed
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
+    from delaytasks.parts import Shard
     from delaytasks.worker.dispatcher import Dispatcher
 
 #: How often the pool's processes are counted, at least.
@@ -19,8 +21,9 @@ LOOK_S = 1.0
 
 
 class LeaseKeeper:
-    def __init__(self, delays: DelayTasks, worker: Any, dispatcher: Dispatcher) -> None:
+    def __init__(self, delays: DelayTasks, shard: Shard, worker: Any, dispatcher: Dispatcher) -> None:
         self._delays = delays
+        self._shard = shard
         self._pool = worker.pool
         self._dispatcher = dispatcher
         self._lease_s = delays.settings.lease_s
@@ -29,23 +32,24 @@ class LeaseKeeper:
         self._renewed_at = monotonic()
         self._look_s = min(LOOK_S, self._lease_s / 6)
         # Renewed after a third of it: when a thread is stuck then, and the next one too, there is still time.
-        self.loop = Loop("leases", self._turn, delays.events, self._lease_s / 6, delays.store.close)
+        self.loop = Loop(shard.named("leases"), self._turn, delays.events, self._lease_s / 6, shard.store.close)
 
     def _turn(self) -> float:
         delays = self._delays
+        self._shard.clock.refresh_if_due()
         alive = set(self._pids())
         self._dead |= {delays.processes.name(pid) for pid in self._known - alive}
         self._known = alive
         if dead := sorted(self._dead):
-            lapsed = delays.store.leases.release(dead, delays.settings.max_lapses)
+            lapsed = self._shard.store.leases.release(dead, delays.settings.max_lapses)
             self._dead.difference_update(dead)
             tell_lapsed(delays.events, lapsed, reason="a pool process died")
-        now = delays.clock.now_us()
-        oldest = min(self._dispatcher.in_flight.values(), default=now)
+        now = self._shard.clock.now_us()
+        oldest = min(self._dispatcher.lanes[self._shard.number].in_flight.values(), default=now)
         if now - oldest > self._lease_s * 0.25e6 and monotonic() - self._renewed_at >= self._lease_s / 3 - LOOK_S:
             names = [delays.processes.name(pid) for pid in alive]
             # A lease's time of slack: clocks agree better than that, and what was lost on the way lapses a lease later.
-            delays.store.leases.renew(names, from_us(int(oldest - self._lease_s * 1e6)))
+            self._shard.store.leases.renew(names, from_us(int(oldest - self._lease_s * 1e6)))
             self._renewed_at = monotonic()
         return self._look_s
 

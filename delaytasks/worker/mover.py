@@ -101,7 +101,8 @@ class Mover:
         for some in taken:
             if some.dropped:
                 self._events.emit("entry.late", count=some.dropped)
-                self._dispatcher.drain(some.slot.queue, some.priorities)
+                for lane in self._dispatcher.lanes:
+                    self._dispatcher.drain(some.slot.queue, some.priorities, lane.shard)
             if some.refused:
                 self._desk.refuse("redis", ValueError(f"{some.refused} entries are not of our form"))
             if some.returned:

@@ -15,13 +15,14 @@ logger = get_logger(__name__)
 
 
 class Job(NamedTuple):
-    """A chunk: entries that fell due, or (`drain`) a queue whose oldest rows are to be claimed."""
+    """A chunk of one shard: entries that fell due, or (`drain`) a queue whose oldest rows are to be claimed."""
 
     entries: tuple[Entry, ...]
     drain: str | None = None
     priorities: tuple[int, ...] = ()
     limit: int = 0
     events: bool = False
+    shard: int = 0
 
 
 def run_job(job: Job) -> Report | str:
@@ -29,7 +30,7 @@ def run_job(job: Job) -> Report | str:
     not every pool tells of exceptions."""
     delays = current_app.tasks[RUN].delays
     try:
-        runner = delays.runner(sends_events=job.events)
+        runner = delays.runner(job.shard, job.events)
         if job.drain is not None:
             report: Report = runner.drain(job.drain, job.priorities, job.limit)
         else:

@@ -30,7 +30,8 @@ class Processes:
 
     def after_fork(self) -> None:
         self._lock = threading.Lock()
-        self._runner: Runner | None = None
+        self._runners: dict[int, Runner] = {}
+        self._rows: RowEvents | None = None
 
     def serve(self, hostname: str) -> None:
         """This process is the main process of a worker; its children inherit the name."""
@@ -41,24 +42,26 @@ class Processes:
         """What the `worker` column says: the worker, and which of its processes, told apart from any earlier one."""
         return f"{self.hostname}/{pid}-{self._token}"
 
-    def runner(self, sends_events: bool = False) -> Runner:
+    def runner(self, shard: int, sends_events: bool) -> Runner:
+        """The one of this process for a shard."""
         with self._lock:
-            if self._runner is None:
-                self._runner = self._make_runner()
-            self._runner.watcher = self._rows if sends_events else None
-            return self._runner
+            if self._rows is None:
+                self._rows = self.row_events()
+            runner = self._runners.get(shard) or self._runners.setdefault(shard, self._make_runner(shard))
+            runner.watcher = self._rows if sends_events else None
+            return runner
 
     def row_events(self) -> RowEvents:
         settings = self._delays.settings
         return RowEvents(self._delays.celery, self.hostname, settings.publish_limit_s, settings.event_bodies)
 
-    def _make_runner(self) -> Runner:
+    def _make_runner(self, number: int) -> Runner:
         delays = self._delays
-        claims = delays.store.claims(self.name(os.getpid()), own_address(delays.store.database.url.host))
+        shard = delays.shards[number]
+        claims = shard.store.claims(self.name(os.getpid()), own_address(shard.store.database.url.host))
         surroundings = Surroundings(delays.celery, self.hostname, delays.around)
-        self._rows = self.row_events()
         return Runner(
-            delays.settings, claims, delays.clock, delays.registry, delays.inline_timer, delays.events, surroundings
+            delays.settings, claims, shard.clock, delays.registry, delays.inline_timer, delays.events, surroundings
         )
 
 

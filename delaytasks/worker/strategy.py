@@ -27,15 +27,15 @@ def run_strategy(task: Any, app: Any, consumer: Any) -> Handler:
         try:
             queue = (message.delivery_info or {}).get("routing_key") or ""
             args = _arguments(message, body)
-            entries, priorities = read_message(args, queue.removeprefix(prefix))
-            is_over = priorities is not None and _is_expired(message, desk)
+            asked = read_message(args, queue.removeprefix(prefix))
+            is_over = asked.priorities is not None and _is_expired(message, desk)
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
             desk.refuse("run", error)
             return
-        if entries:
-            desk.hold(entries)
-        if priorities is not None and not is_over:
-            desk.dispatcher.drain(queue.removeprefix(prefix), priorities)
+        if asked.entries:
+            desk.hold(asked.entries)
+        if asked.priorities is not None and not is_over:
+            desk.dispatcher.drain(queue.removeprefix(prefix), asked.priorities, asked.shard)
 
     return on_message
 

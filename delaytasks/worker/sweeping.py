@@ -1,5 +1,5 @@
-"""Sweeps in a thread of the worker's main process, never behind busy pool processes: when beat's message asks for
-it, or when nobody swept for a while."""
+"""Sweeps a shard in a thread of the worker's main process, never behind busy pool processes: when beat's message asks
+for it, or when nobody swept for a while."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from delaytasks.core.loop import Loop
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
+    from delaytasks.parts import Shard
 
 
 class Sweeping:
-    def __init__(self, delays: DelayTasks, worker: Any) -> None:
+    def __init__(self, delays: DelayTasks, shard: Shard, worker: Any) -> None:
         self._delays = delays
+        self._shard = shard
         self._worker = worker
         self._lock = threading.Lock()
         self._asked: set[int] = set()
@@ -25,7 +27,7 @@ class Sweeping:
         self._started_at = monotonic()
         # A statement on a big table may take its time; what consists of many says after each that it goes on.
         stuck_s = 2 * delays.settings.self_sweep_s
-        self.loop = Loop("sweep", self._turn, delays.events, stuck_s, delays.store.close)
+        self.loop = Loop(shard.named("sweep"), self._turn, delays.events, stuck_s, shard.store.close)
 
     def request(self, house: int | None) -> None:
         with self._lock:
@@ -40,13 +42,13 @@ class Sweeping:
     def stop(self) -> None:
         self.loop.stop()
         try:
-            self._delays.store.workers.gone(self._worker.hostname)
+            self._shard.store.workers.gone(self._worker.hostname)
         except Exception as error:
-            self._delays.events.emit("loop.failed", loop="sweep", error=str(error))
+            self._delays.events.emit("loop.failed", loop=self.loop.name, error=str(error))
 
     def _turn(self) -> float:
         """What fails is told, tried again at the next turn, and keeps nothing else from being done."""
-        attempt, settings = partial(self._delays.events.attempt, "sweep"), self._delays.settings
+        attempt, settings = partial(self._delays.events.attempt, self.loop.name), self._delays.settings
         if monotonic() - self._seen_at >= settings.sweep_s:
             attempt("seen", self._tell_seen)
         if self._forgets.is_set():
@@ -54,7 +56,7 @@ class Sweeping:
         with self._lock:
             asked, self._asked = self._asked, set()
         for house in sorted(asked):
-            if not attempt(f"house {house}", partial(self._delays.sweeper.sweep, house, self.loop.beat)):
+            if not attempt(f"house {house}", partial(self._shard.sweeper.sweep, house, self.loop.beat)):
                 with self._lock:
                     self._asked.add(house)
         if monotonic() - self._checked_at >= settings.self_sweep_s / 2:
@@ -63,29 +65,32 @@ class Sweeping:
 
     def _tell_seen(self) -> None:
         delays, pool = self._delays, self._worker.pool
-        delays.store.workers.seen(
+        self._shard.store.workers.seen(
             self._worker.hostname,
             delays.processes.queues,
             type(pool).__module__.rpartition(".")[2],
             int(pool.limit or 1),
-            int(delays.clock.offset_s * 1e6),
+            int(self._shard.clock.offset_s * 1e6),
         )
         self._seen_at = monotonic()
 
     def _forget_armed(self) -> None:
         self._forgets.clear()  # first: the broker may go away again meanwhile
         try:
-            self._delays.store.sweeps.forget_armed()
+            self._shard.store.sweeps.forget_armed()
         except Exception:
             self._forgets.set()
             raise
 
     def _sweep_stale(self) -> None:
         delays, settings = self._delays, self._delays.settings
-        for house in delays.store.sweeps.stale_houses(settings.houses, settings.self_sweep_s):
+        for house in self._shard.store.sweeps.stale_houses(settings.houses, settings.self_sweep_s):
             if monotonic() - self._started_at > settings.self_sweep_s:
                 delays.events.emit(
-                    "sweep.self", house=house, remedy="is celery beat running, and does the broker answer?"
+                    "sweep.self",
+                    house=house,
+                    shard=self._shard.number,
+                    remedy="is celery beat running, and does the broker answer?",
                 )
-            delays.sweeper.sweep(house, self.loop.beat)
+            self._shard.sweeper.sweep(house, self.loop.beat)
         self._checked_at = monotonic()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from celery import Task
 
 from delaytasks.timers.eta import RUN, read_message
+from delaytasks.worker.lane import by_shard
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
@@ -48,16 +49,17 @@ def register_tasks(delays: DelayTasks) -> None:
 
     def run(entries: list[Any], options: Any = None) -> None:
         args = [entries] if options is None else [entries, options]
-        due, priorities = read_message(args, delays.settings.default_queue)
-        runner = delays.runner()
-        if due:
-            runner.run(due)
-        if priorities:
-            runner.drain(delays.settings.default_queue, priorities, delays.settings.chunk_max)
+        queue, shards = delays.settings.default_queue, delays.shards
+        asked = read_message(args, queue)
+        for number, some in by_shard(asked.entries, len(shards)).items():
+            delays.runner(number).run(some)
+        if asked.priorities and asked.shard < len(shards):
+            delays.runner(asked.shard).drain(queue, asked.priorities, delays.settings.chunk_max)
 
     def sweep(house: int | None = None) -> None:
         for number in range(delays.settings.houses) if house is None else [house]:
-            delays.sweeper.sweep(number)
+            for shard in delays.shards:
+                shard.sweeper.sweep(number)
 
     _register(delays, run, RUN, "delaytasks.worker.strategy:run_strategy")
     _register(delays, sweep, SWEEP, "delaytasks.worker.strategy:sweep_strategy")

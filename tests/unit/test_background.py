@@ -43,7 +43,7 @@ class SlowTimer:
     def disarm(self, entries: Iterable[Entry]) -> None:
         self.disarmed += entries
 
-    def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float) -> bool:
+    def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0) -> bool:
         return self.gate.is_set()
 
     @property

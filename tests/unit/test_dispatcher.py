@@ -10,6 +10,7 @@ import pytest
 
 from delaytasks.core.clock import ManualClock
 from delaytasks.core.events import Events
+from delaytasks.core.ids import COUNTER_BITS, shard_of
 from delaytasks.core.ports import Entry
 from delaytasks.core.settings import Settings
 from delaytasks.engine.runner import Report
@@ -39,14 +40,14 @@ class Pool:
 
 
 class Bench:
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, shards: int = 1, **settings: Any) -> None:
         self.clock = ManualClock(datetime(2030, 1, 1, tzinfo=timezone.utc))
         self.events = Events()
         self.pool = Pool()
         self.rearmed: list[Entry] = []
         self.dispatcher = Dispatcher(
             Settings(**settings),
-            self.clock,
+            [self.clock] * shards,
             self.events,
             self.pool,
             soon=lambda call: call(),
@@ -57,6 +58,9 @@ class Bench:
     def entries(self, count: int, priority: int = 0, start: int = 1) -> list[Entry]:
         now = self.clock.now_us()
         return [Entry(start + n, 0, now, "default", priority) for n in range(count)]
+
+    def entries_of(self, shard: int, count: int) -> list[Entry]:
+        return [entry._replace(id=entry.id + (shard << COUNTER_BITS)) for entry in self.entries(count)]
 
     def sizes(self) -> list[int]:
         return [len(job.entries) for job, _, _ in self.pool.jobs]
@@ -163,3 +167,36 @@ def test_a_closed_dispatcher_hands_out_what_waits_and_starts_no_more(bench: Benc
     assert len(bench.dispatcher.close()) == 5
     bench.pool.end(Report(10, 10, 0.001))
     assert len(bench.pool.jobs) == 1
+
+
+# -- several shards -------------------------------------------------------------------------------
+
+
+def test_a_chunk_has_rows_of_one_shard_and_shards_take_turns() -> None:
+    bench = Bench(shards=2)
+    bench.dispatcher.take([*bench.entries_of(0, 30), *bench.entries_of(1, 30)])
+    bench.pool.end(Report(10, 10, 0.05))
+    bench.pool.end(Report(10, 10, 0.05))
+    assert [job.shard for job, _, _ in bench.pool.jobs] == [0, 1]
+    assert [{shard_of(entry.id) for entry in job.entries} for job, _, _ in bench.pool.jobs] == [{0}, {1}]
+
+
+def test_a_shard_that_fails_rests_alone() -> None:
+    bench = Bench(shards=2)
+    bench.dispatcher.take(bench.entries_of(1, 1))
+    bench.pool.end("StoreUnavailableError: away")
+    bench.dispatcher.take([*bench.entries_of(1, 1), *bench.entries_of(0, 1)])
+    assert [job.shard for job, _, _ in bench.pool.jobs] == [0]
+
+
+def test_a_drain_is_of_the_shard_that_its_token_names() -> None:
+    bench = Bench(shards=2)
+    bench.dispatcher.drain("default", [0], shard=1)
+    bench.dispatcher.drain("default", [0], shard=7)
+    assert [(job.drain, job.shard) for job, _, _ in bench.pool.jobs] == [("default", 1)]
+
+
+def test_entries_of_a_shard_that_is_not_known_yet_are_left_to_others() -> None:
+    bench = Bench(shards=2)
+    bench.dispatcher.take(bench.entries_of(2, 5))
+    assert (bench.dispatcher.waiting, bench.pool.jobs) == (0, [])

@@ -23,14 +23,18 @@ class Place:
         self.events.subscribe(lambda name, fields: self.told.append(fields) if name == "loop.failed" else None)
         self.settings = SimpleNamespace(houses=houses, sweep_s=5.0, self_sweep_s=10.0)
         self.processes = SimpleNamespace(queues=["default"])
-        self.clock = SimpleNamespace(offset_s=0.0)
-        self.sweeper = SimpleNamespace(sweep=lambda house, _: self.note(f"sweep {house}"))
         workers = SimpleNamespace(seen=lambda *_: self.note("seen"), gone=lambda _: None)
         sweeps = SimpleNamespace(forget_armed=lambda: self.note("forget"), stale_houses=self.stale_houses)
-        self.store = SimpleNamespace(workers=workers, sweeps=sweeps, close=lambda: None)
+        shard: Any = SimpleNamespace(
+            number=0,
+            store=SimpleNamespace(workers=workers, sweeps=sweeps, close=lambda: None),
+            clock=SimpleNamespace(offset_s=0.0),
+            sweeper=SimpleNamespace(sweep=lambda house, _: self.note(f"sweep {house}")),
+            named=lambda what: what,
+        )
         worker: Any = SimpleNamespace(hostname="w1", pool=SimpleNamespace(limit=2))
         here: Any = self
-        self.sweeping = Sweeping(here, worker)
+        self.sweeping = Sweeping(here, shard, worker)
 
     def stale_houses(self, houses: int, age_s: float) -> list[int]:
         self.note("stale")

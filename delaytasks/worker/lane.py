@@ -1,0 +1,142 @@
+"""What waits in a worker for one shard: entries that fell due, and queues to be worked off from the table."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from delaytasks.core.clock import Clock, monotonic
+from delaytasks.core.ids import shard_of
+from delaytasks.core.ports import Entry
+from delaytasks.worker.pool import Job
+
+#: After a chunk failed as a whole (the database is away) nothing of its shard is sent to the pool for this long.
+REST_S = 1.0
+
+
+def by_shard(entries: Sequence[Entry], shards: int) -> dict[int, Sequence[Entry]]:
+    """The entries of each of so many shards. Of a shard that this process does not know yet, others take care."""
+    if shards == 1:
+        return {0: entries} if entries else {}
+    parts: dict[int, list[Entry]] = {}
+    for entry in entries:
+        if (shard := shard_of(entry.id)) < shards:
+            parts.setdefault(shard, []).append(entry)
+    return dict(parts)
+
+
+@dataclass
+class Drain:
+    """A queue that is being worked off from the table, by one chunk at first, by all processes once it proves deep."""
+
+    priorities: set[int]
+    chunks: int = 0
+    is_deep: bool = False
+    #: Somebody asked while a chunk was under way, which may have looked too early.
+    is_asked_again: bool = False
+
+
+class Lane:
+    """Not thread-safe: the dispatcher's lock guards it."""
+
+    def __init__(self, shard: int, clock: Clock) -> None:
+        self.shard = shard
+        self.clock = clock
+        self._ready: dict[int, deque[Entry]] = {}
+        self._drains: dict[str, Drain] = {}
+        self._drains_next = False
+        self._rests_until = 0.0
+        #: Start of each chunk in the pool, by the database's clock: leases are renewed for what began there.
+        self.in_flight: dict[int, float] = {}
+
+    # -- in ---------------------------------------------------------------------------------------
+
+    def take(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            self._ready.setdefault(entry.priority, deque()).append(entry)
+
+    def ask(self, queue: str, priorities: Iterable[int]) -> None:
+        """To claim what is overdue in `queue`."""
+        drain = self._drains.setdefault(queue, Drain(set()))
+        drain.priorities.update(priorities)
+        drain.is_asked_again = drain.chunks > 0
+
+    def drop_late(self, grace_s: float) -> int:
+        """What is late belongs to the table, where every worker helps. Returns how many were."""
+        late_before, dropped = self.clock.now_us() - int(grace_s * 1e6), 0
+        for priority, queue in self._ready.items():
+            while queue and queue[0].due_us < late_before:
+                self.ask(queue.popleft().queue, (priority,))
+                dropped += 1
+        return dropped
+
+    def clear(self) -> list[Entry]:
+        waiting = [entry for queue in self._ready.values() for entry in queue]
+        self._ready.clear()
+        self._drains.clear()
+        return waiting
+
+    @property
+    def waiting(self) -> int:
+        return sum(map(len, self._ready.values()))
+
+    def began_within(self, seconds: float) -> int:
+        """How many chunks began lately."""
+        since = self.clock.now_us() - seconds * 1e6
+        return sum(began > since for began in self.in_flight.values())
+
+    # -- out --------------------------------------------------------------------------------------
+
+    @property
+    def is_resting(self) -> bool:
+        return monotonic() < self._rests_until
+
+    def rest(self) -> None:
+        self._rests_until = monotonic() + REST_S
+
+    def next_job(self, size: int, free: int, sends_events: bool) -> Job | None:
+        """A chunk of at most `size` rows; `free` processes share what waits."""
+        waiting = self.waiting
+        # When both wait they take turns: neither a backlog nor a stream of fresh tasks starves the other.
+        if self._drains_next or not waiting:
+            for queue, drain in self._drains.items():
+                if not drain.chunks or drain.is_deep:
+                    drain.chunks += 1
+                    self._drains[queue] = self._drains.pop(queue)  # the next one's turn comes first
+                    self._drains_next = False
+                    return Job((), queue, tuple(drain.priorities), size, sends_events, self.shard)
+        if not waiting:
+            return None
+        self._drains_next = True
+        ready = tuple(self._take_ready(min(size, -(-waiting // free))))
+        return Job(ready, events=sends_events, shard=self.shard)
+
+    def _take_ready(self, count: int) -> list[Entry]:
+        taken: list[Entry] = []
+        for priority in sorted(self._ready, reverse=True):
+            queue = self._ready[priority]
+            while queue and len(taken) < count:
+                taken.append(queue.popleft())
+            if not queue:
+                del self._ready[priority]
+        return taken
+
+    def drained(self, queue: str, priorities: Sequence[int], is_full: bool, is_open: bool) -> None:
+        """A chunk of it ended."""
+        drain = self._drains.get(queue)
+        if drain is None and is_full and is_open:
+            drain = self._drains[queue] = Drain(set(priorities))
+        if drain is None:
+            return
+        drain.chunks = max(drain.chunks - 1, 0)
+        if is_full:
+            drain.is_deep = True
+        elif drain.is_asked_again:
+            drain.is_deep = drain.is_asked_again = False
+        else:
+            del self._drains[queue]
+
+    def forget(self, queue: str) -> None:
+        """Its chunk failed: the next sweep's token begins anew."""
+        self._drains.pop(queue, None)
