@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import datetime
 from importlib import metadata
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from celery import signals
 
@@ -29,6 +29,9 @@ from delaytasks.timers.publisher import Publisher
 from delaytasks.verbs import Verbs
 from delaytasks.worker.processes import Processes
 from delaytasks.worker.tasks import SWEEP, register_tasks
+
+if TYPE_CHECKING:
+    from delaytasks.timers.redis import RedisTimer
 
 F = TypeVar("F", bound=Callable[..., Any])
 ENTRY_POINTS = "delaytasks.processors"
@@ -111,6 +114,10 @@ class DelayTasks(Verbs):
         return self._made.inline_timer
 
     @property
+    def redis_timer(self) -> RedisTimer | None:
+        return self._made.redis_timer
+
+    @property
     def publisher(self) -> Publisher:
         return self._made.publisher
 
@@ -149,6 +156,7 @@ class DelayTasks(Verbs):
     def check_ready(self) -> None:
         """What is wrong with the configuration is said at start, with its remedy."""
         self._made.check_broker_timeouts()
+        self._made.check_timer()
         self._made.check_databases()
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.clock import Clock, Measure, wall_ms
 from delaytasks.core.errors import ConfigError, StoreUnavailableError
@@ -22,6 +22,9 @@ from delaytasks.store.store import Store
 from delaytasks.timers.background import BackgroundTimer
 from delaytasks.timers.eta import EtaTimer
 from delaytasks.timers.publisher import Publisher
+
+if TYPE_CHECKING:
+    from delaytasks.timers.redis import RedisTimer
 
 #: kombu's own default.
 REDIS_VISIBILITY_S = 3600.0
@@ -60,7 +63,9 @@ class Parts:
         self._events = events
         store, clock = Store(url_of(settings), settings), Clock(measure)
         self.publisher = Publisher(app, settings.namespace, settings.publish_limit_s, events)
-        self.inline_timer = self._make_timer(clock)
+        eta = EtaTimer(self.publisher, clock)
+        self.redis_timer = self._make_redis_timer(eta, clock) if settings.timer == "redis" else None
+        self.inline_timer: Timer = self.redis_timer or eta
         self.timer: Timer = (
             BackgroundTimer(self.inline_timer, clock) if settings.arm == "background" else self.inline_timer
         )
@@ -69,10 +74,7 @@ class Parts:
         #: By their numbers.
         self.shards = [Shard(0, store, clock, sweeper, producer)]
 
-    def _make_timer(self, clock: Clock) -> Timer:
-        eta = EtaTimer(self.publisher, clock)
-        if self.settings.timer == "eta":
-            return eta
+    def _make_redis_timer(self, eta: EtaTimer, clock: Clock) -> RedisTimer:
         from delaytasks.timers.redis import RedisTimer  # and with it a client that other deployments need not load
 
         url = redis_url(self.settings.redis_url, self._app.conf.broker_url)
@@ -90,6 +92,10 @@ class Parts:
                 "broker_transport_options"
             )
 
+    def check_timer(self) -> None:
+        if self.redis_timer is not None:
+            self.redis_timer.check()
+
     def check_databases(self) -> None:
         for shard in self.shards:
             try:
@@ -101,9 +107,8 @@ class Parts:
     def close(self) -> None:
         if isinstance(self.timer, BackgroundTimer):
             self.timer.close()
-        close = getattr(self.inline_timer, "close", None)
-        if close is not None:
-            close()
+        if self.redis_timer is not None:
+            self.redis_timer.close()
         self.publisher.close()
         for shard in self.shards:
             shard.store.close()

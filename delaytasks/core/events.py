@@ -24,6 +24,7 @@ _LEVELS = {
     "message.refused": logging.WARNING,
     "timer.down": logging.WARNING,
     "timer.up": logging.INFO,
+    "timer.evicts": logging.WARNING,
     "store.down": logging.ERROR,
     "wheel.late": logging.WARNING,
     "sweep.self": logging.WARNING,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Mapping
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from kombu.entity import Exchange, Queue
@@ -15,6 +14,7 @@ from kombu.utils.uuid import uuid
 from delaytasks.core.clock import monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.forks import reset_in_child
+from delaytasks.timers.bounded import within
 
 #: After a failure nothing is tried for this long: callers must not wait for a broker that is away.
 REST_S = 1.0
@@ -91,16 +91,11 @@ class Publisher:
         limit_s = self._limit_s * (1 + (len(messages) - 1) * PER_MESSAGE)
         if self._is_quick and target.name in self._declared:
             return send(began + limit_s - self._step_s)
-        answers: SimpleQueue[bool] = SimpleQueue()
         until = began + max(10 * limit_s, 10)
-        thread = threading.Thread(target=lambda: answers.put(send(until)), name="delaytasks-publish", daemon=True)
         try:
-            thread.start()
-        except RuntimeError:  # the interpreter is about to end
-            return send(began + limit_s - self._step_s)
-        try:
-            return answers.get(timeout=max(began + limit_s - monotonic(), 0.001))
-        except Empty:
+            left_s = began + limit_s - monotonic()
+            return within(left_s, lambda: send(until), at_exit=lambda: send(began + limit_s - self._step_s))
+        except TimeoutError:
             self._tell_down(f"no answer within {limit_s:g} s")
             return False
 

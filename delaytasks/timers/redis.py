@@ -15,11 +15,13 @@ from redis.exceptions import RedisClusterException, RedisError
 from redis.retry import Retry
 
 from delaytasks.core.clock import Clock, monotonic
+from delaytasks.core.errors import ConfigError
 from delaytasks.core.events import Events
 from delaytasks.core.forks import reset_in_child
 from delaytasks.core.inputs import is_queue
 from delaytasks.core.ports import Entry
 from delaytasks.core.settings import Settings
+from delaytasks.timers.bounded import within
 from delaytasks.timers.eta import EtaTimer, checked_entry
 from delaytasks.timers.scripts import ARM, LOT, TAKE
 
@@ -29,7 +31,11 @@ T = TypeVar("T")
 REST_S = 1.0
 #: What a mover took and has not handed on for so long goes back: the mover is dead.
 RETURN_S = 2.0
+#: A call that takes less than this part of the time limit says that all is well.
+QUICK = 0.1
+#: A connection that was idle for so long is tried first.
 CHECK_S = 15
+OLDEST = (6, 2)
 FAILURES = (RedisError, RedisClusterException, OSError)
 
 
@@ -77,6 +83,7 @@ class RedisTimer:
     def after_fork(self) -> None:
         self._lock = threading.Lock()
         self._client: Any = None
+        self._is_quick = False
 
     # -- where things are -------------------------------------------------------------------------
 
@@ -178,19 +185,58 @@ class RedisTimer:
         listener.subscribe(*map(self.channel, queues))
         return listener
 
+    # -- for people -------------------------------------------------------------------------------
+
+    def counts(self, queues: Sequence[str]) -> dict[str, tuple[int, int]] | None:
+        """By queue: how many entries wait, and how many are on their way. None while Redis is away."""
+
+        def work(client: Any) -> dict[str, tuple[int, int]]:
+            pipe = client.pipeline(transaction=False)
+            for queue in queues:
+                for slot in self.slots(queue):
+                    for key in self.keys(slot):
+                        pipe.zcount(key, "-inf", "(+inf")
+            numbers, both = pipe.execute(), 2 * self._settings.redis_slots
+            parts = [numbers[start : start + both] for start in range(0, len(numbers), both)]
+            return {queue: (sum(part[::2]), sum(part[1::2])) for queue, part in zip(queues, parts, strict=True)}
+
+        return self._attempt(work)
+
+    def check(self) -> None:
+        """For a worker that starts: `ConfigError` if this Redis is too old; an event if it may drop what waits."""
+        for info in self._attempt(_infos) or ():
+            version = str(info["redis_version"])
+            if tuple(map(int, version.split(".")[:2])) < OLDEST:
+                needed = ".".join(map(str, OLDEST))
+                raise ConfigError(
+                    f"delaytasks_timer = 'redis' needs Redis {needed} or Valkey, and this one is {version}"
+                )
+            policy = str(info["maxmemory_policy"])
+            if info["maxmemory"] and policy.startswith("allkeys"):
+                remedy = "set maxmemory-policy to noeviction, or to volatile-…: our keys never expire"
+                self._events.emit("timer.evicts", policy=policy, remedy=remedy)
+
     # -- the connection ---------------------------------------------------------------------------
 
     def _attempt(self, work: Callable[[Any], T]) -> T | None:
-        if monotonic() < self._rests_until:
+        """What `work` answers, or None. While all is well each of its steps is bounded by its socket; else what may
+        take many steps must not hold up the caller."""
+        began, client, limit_s = monotonic(), self._client, self._settings.publish_limit_s
+        if began < self._rests_until:
             return None
         try:
-            answer = work(self.connect())
+            if client is not None and self._is_quick:
+                answer = work(client)
+            else:
+                answer = within(limit_s, lambda: work(self.connect()), at_exit=lambda: work(self.connect()))
         except FAILURES as error:
+            self._client = None
             self._rests_until = monotonic() + REST_S
             if self.is_up:
                 self.is_up = False
                 self._events.emit("timer.down", timer="redis", error=f"{type(error).__name__}: {error}")
             return None
+        self._is_quick = client is not None and monotonic() - began < limit_s * QUICK
         if not self.is_up:
             self.is_up = True
             self._events.emit("timer.up", timer="redis")
@@ -222,6 +268,12 @@ class RedisTimer:
         client, self._client = self._client, None
         if client is not None:
             client.close()
+
+
+def _infos(client: Any) -> list[dict[str, Any]]:
+    if isinstance(client, RedisCluster):
+        return list(client.info(target_nodes=RedisCluster.PRIMARIES).values())
+    return [client.info()]
 
 
 def _due_ms(entry: Entry) -> int:

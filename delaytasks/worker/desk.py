@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from celery.utils.log import get_logger
 from celery.worker import state
@@ -25,7 +25,6 @@ from delaytasks.worker.watchdog import LOOK_S, Watchdog
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
-    from delaytasks.timers.redis import RedisTimer
     from delaytasks.worker.mover import Mover
 
 logger = get_logger(__name__)
@@ -156,6 +155,7 @@ class Desk:
             "held": len(self.wheel),
             "waiting": self.dispatcher.waiting,
             "chunks": len(self.dispatcher.in_flight),
+            "timer": self.delays.settings.timer,
             "timer_is_up": self.delays.timer.is_up,
             "oldest_chunk": min(map(from_us, map(int, self.dispatcher.in_flight.values())), default=None),
             "loops": self.watchdog.info(),
@@ -163,11 +163,11 @@ class Desk:
         }
 
     def _make_mover(self) -> Mover | None:
-        if self.delays.settings.timer != "redis":
+        if self.delays.redis_timer is None:
             return None
         from delaytasks.worker.mover import Mover  # and with it a client that other deployments need not load
 
-        return Mover(cast("RedisTimer", self.delays.inline_timer), self)
+        return Mover(self.delays.redis_timer, self)
 
     def _sends_events(self) -> bool:
         return wants_row_events(getattr(self._worker, "consumer", None))

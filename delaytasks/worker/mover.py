@@ -3,6 +3,7 @@ spreads over all workers by itself."""
 
 from __future__ import annotations
 
+import random
 import threading
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -71,6 +72,8 @@ class Mover:
             self._look_at_all()
             raise
         if self._was_down or any(some.was_lost for some in taken):
+            if self._was_down:
+                self._events.attempt("mover", "check", self._timer.check)  # it may be another one now
             self._was_down = False
             self._look_at_all()
             self._desk.forget_armed()
@@ -88,9 +91,10 @@ class Mover:
                 self._next = dict.fromkeys(self._next, 0.0)
             due = [slot for slot, at in self._next.items() if at * 1000 <= now_us]
             if due and room:
-                for slot in due:
-                    self._next[slot] = NEVER
-                return due, room, 0
+                # One of each at least would be more than can be run.
+                chosen = due if len(due) <= room else random.sample(due, room)
+                self._next.update(dict.fromkeys(chosen, NEVER))
+                return chosen, room, 0
             if not due:
                 self._is_starved = False
                 left_s = min(left_s, (min(self._next.values(), default=NEVER) * 1000 - now_us) / 1e6)
