@@ -223,6 +223,55 @@ class Timers:
         did_not_run(d, waits)
         did_not_run(d, cancelled)
 
+    def test_garbage_is_dropped_and_spoils_nothing(self, d: Deployment) -> None:
+        near, far = burst(d, "test.note", 30, due_s=1, body={"file": str(d.file)}), d.schedule(delay=3600)
+        publish_garbage(d, near[0], far)
+        if isinstance(timer := d.delays.inline_timer, RedisTimer):
+            put_garbage(timer, near[0], far)
+        ran_once(d, near)
+        ran_once(d, [d.schedule() for _ in range(10)])
+        did_not_run(d, far)
+        assert "message.refused" in d.logs()
+
+
+def publish_garbage(d: Deployment, near: DelayTask, far: DelayTask) -> None:
+    """What anybody may write into our queue."""
+    id, version, due_us = near.id, near.version, to_us(near.expected_time)
+    payloads: list[Any] = [
+        [[], {}, {}],
+        ["x", {}, {}],
+        [[[[1, 2]]], {}, {}],
+        [[[[-1, 0, 0, 0]]], {}, {}],
+        [[[["1", 0, 0, 0]]], {}, {}],
+        [[[[id, version + 7, 0, 0]]], {}, {}],  # another version
+        [[[[id, version, 0, 0]]], {}, {}],  # not due
+        [[[[far.id, far.version, 0, 0]]], {}, {}],
+        [[[[2**62, 0, 0, 0]]], {}, {}],  # no such row
+        [[[[1, 0, 0, 0]] * 5000], {}, {}],
+        [[[[id, version, 2**62, 0]]], {}, {}],  # a time that nobody can say
+        [[[[id, version, due_us + 10**15, 0]]], {}, {}],  # far beyond the horizon
+        [[[[id, version, 0, 10**30]]], {}, {}],
+        [[[], {"drain": "all"}], {}, {}],
+    ]
+    with d.delays.celery.connection_for_write() as connection:
+        producer = connection.Producer(serializer="json")
+        headers = {"task": "delaytasks.run", "id": "forged", "lang": "py"}
+        place = {"exchange": "", "routing_key": d.settings["namespace"] + ".default", "headers": headers}
+        for payload in payloads:
+            producer.publish(payload, **place)
+        pickled = {"content_type": "application/x-python-serialize", "content_encoding": "binary"}
+        producer.publish(b"\x80\x04]", **place, **pickled)
+
+
+def put_garbage(timer: RedisTimer, near: DelayTask, far: DelayTask) -> None:
+    """What anybody may add to our slots, due together with what is near: some to each."""
+    due_ms = -(-to_us(near.expected_time) // 1000)
+    members = ["", "x", "1", ":", "1:", ":0", "1:2:3:4", "-1:0", "1:-1", "1:0:10000000", "1.5:0", "é", "0:0", "1:0 5"]
+    members += [f"{near.id}:{near.version + 7}", f" {near.id}:{near.version}", f"{2**62}:0", "9" * 400 + ":0"]
+    for slot in timer.slots("default"):
+        some = ["1 0", b"\xff", f"{far.id}:{far.version}", *members[slot.number :: len(timer.slots("default"))]]
+        timer.connect().zadd(timer.keys(slot)[0], dict.fromkeys(some, due_ms))
+
 
 class Rig:
     """A deployment whose broker, and the Redis that the timer may have besides, can go away or lose what they hold."""
