@@ -51,6 +51,7 @@ if #due > 0 then
   local moved = {{}}
   for i = 1, #due, 2 do
     moved[i], moved[i + 1] = back, due[i]
+    if not due[i]:find('^%S+$') then due[i] = '?' end  -- a stranger's, and no single word
   end
   redis.call('ZADD', prepare, unpack(moved))
   redis.call('ZREMRANGEBYRANK', store, 0, #due / 2 - 1)
