@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from delaytasks.app import DelayTasks
+from delaytasks.engine.registry import Options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,6 +53,6 @@ get = _of_default(DelayTasks.get)
 find = _of_default(DelayTasks.find)
 
 
-def processor(tag: str, *, queue: str | None = None) -> Callable[[F], F]:
+def processor(tag: str, **options: Unpack[Options]) -> Callable[[F], F]:
     """As `DelayTasks.processor`, of the default instance."""
-    return default().processor(tag, queue=queue)
+    return default().processor(tag, **options)

@@ -20,7 +20,7 @@ from delaytasks.core.ports import Timer
 from delaytasks.core.settings import Settings
 from delaytasks.core.task import DelayTask
 from delaytasks.engine.producer import Producer
-from delaytasks.engine.registry import Registry
+from delaytasks.engine.registry import Options, Registry
 from delaytasks.engine.runner import Runner
 from delaytasks.engine.sweeper import Sweeper
 from delaytasks.parts import Parts, Shard
@@ -31,6 +31,8 @@ from delaytasks.worker.processes import Processes
 from delaytasks.worker.tasks import SWEEP, register_tasks
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from delaytasks.timers.redis import RedisTimer
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -131,12 +133,14 @@ class DelayTasks(Verbs):
 
     # -- processors -------------------------------------------------------------------------------
 
-    def processor(self, tag: str, *, queue: str | None = None) -> Callable[[F], F]:
-        """Registers the decorated function, `f(body)` or `f(body, task)`, for `tag`.
+    def processor(self, tag: str, **options: Unpack[Options]) -> Callable[[F], F]:
+        """Registers the decorated function, `f(body)` or `f(body, task)`, for `tag`; a tag has one processor.
 
-        Tasks of the tag go to `queue` unless they name another one. A tag has one processor.
+        `queue`: where its tasks go unless they name another one. `retry`: a ladder, its rungs ("15s 3m 10m"), or one
+        for each exception type. `expires`: a run that would begin later than this after its due time is CANCELLED.
+        `keep_result`: what it returns is kept, as JSON.
         """
-        return self.registry.processor(tag, queue=queue)
+        return self.registry.processor(tag, **options)
 
     # -- the worker's side ------------------------------------------------------------------------
 

@@ -12,9 +12,10 @@ from delaytasks.core.errors import InvalidQueryError, InvalidScheduleError, Task
 from delaytasks.core.events import Events
 from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import check_instant, check_key, check_tag
+from delaytasks.core.ladder import Ladder
 from delaytasks.core.ports import OnConflict, Unit
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask, NewTask, Page
+from delaytasks.core.task import Attempt, DelayTask, NewTask, Page
 from delaytasks.core.text import shown
 from delaytasks.engine.producer import Producer
 from delaytasks.store.store import Store
@@ -51,6 +52,8 @@ class Verbs(ABC):
         queue: str | None = None,
         priority: int = 0,
         id: int | None = None,
+        retry: Ladder | str | None = None,
+        expires: float | str | timedelta | None = None,
         session: Any = None,
     ) -> DelayTask:
         """Runs the processor of `tag` with `body`, `delay` seconds (or a timedelta) from now.
@@ -58,9 +61,10 @@ class Verbs(ABC):
         `key` names the task within its tag; while a live task has the key, `on_conflict` says what happens:
         "reject" raises `DuplicateTaskError`, "keep" returns that task, "replace" gives it the new body and time.
         `session` is a SQLAlchemy Session or Connection: the row becomes part of its transaction. `priority` is 0
-        to 9, higher first. Scheduling again with the same `id` is harmless.
+        to 9, higher first. Scheduling again with the same `id` is harmless. `retry` is a ladder of its own, `expires`
+        how late it may begin; without them those of the tag's processor count.
         """
-        new = NewTask(tag, body, delay, None, key, queue, priority, id)
+        new = NewTask(tag, body, delay, None, key, queue, priority, id, retry, expires)
         return self.producer.schedule(new, on_conflict, self._unit(session))
 
     def schedule_at(
@@ -74,10 +78,12 @@ class Verbs(ABC):
         queue: str | None = None,
         priority: int = 0,
         id: int | None = None,
+        retry: Ladder | str | None = None,
+        expires: float | str | timedelta | None = None,
         session: Any = None,
     ) -> DelayTask:
         """As `schedule_delay`, at an instant (an aware datetime). The past means now."""
-        new = NewTask(tag, body, None, when, key, queue, priority, id)
+        new = NewTask(tag, body, None, when, key, queue, priority, id, retry, expires)
         return self.producer.schedule(new, on_conflict, self._unit(session))
 
     def schedule_many(
@@ -186,6 +192,11 @@ class Verbs(ABC):
         if found is None:
             raise TaskNotFoundError(f"there is no task {id}", id)
         return found
+
+    def attempts(self, task: int | str | DelayTask, *, session: Any = None) -> list[Attempt]:
+        """The failed attempts of a task, the last 50 of them: when, how long, where, and why."""
+        with self._named(task, None, None, session) as (id, unit):
+            return self.store.tasks.attempts(id, _executor(unit))
 
     def find(
         self,

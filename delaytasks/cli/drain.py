@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli
-from delaytasks.cli.durations import show_duration
 from delaytasks.cli.output import cell, count, print_json, say
 from delaytasks.core.clock import from_us, monotonic
 from delaytasks.core.loop import Loop
+from delaytasks.core.durations import show_duration
 from delaytasks.engine.sweeper import tell_lapsed
 
 if TYPE_CHECKING:

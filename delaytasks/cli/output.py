@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from delaytasks.cli.durations import show_from_now, show_instant
+from delaytasks.cli.times import show_from_now, show_instant
 from delaytasks.core.errors import ConfigError, DelayTaskError, InvalidInputError
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask

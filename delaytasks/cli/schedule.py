@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 import click
 
 from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli
-from delaytasks.cli.durations import at_option, delay_option, parse_duration, parse_instant
 from delaytasks.cli.output import count, print_json, say, sentence, task_json
+from delaytasks.cli.times import at_option, delay_option, parse_instant
+from delaytasks.core.durations import parse_duration
 from delaytasks.core.errors import BodyNotJSONError, DelayTaskError, InvalidInputError, InvalidScheduleError
 from delaytasks.core.ids import check_id
 from delaytasks.core.ports import OnConflict

@@ -12,8 +12,9 @@ import click
 
 from delaytasks.cli.config import broker_url
 from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli
-from delaytasks.cli.durations import show_duration, show_instant
 from delaytasks.cli.output import NOTHING, Cell, cell, coloured, print_fields, print_json, print_table, say
+from delaytasks.cli.times import show_instant
+from delaytasks.core.durations import show_duration
 from delaytasks.core.states import Status
 
 if TYPE_CHECKING:

@@ -10,14 +10,6 @@ from typing import Any
 import click
 
 from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli
-from delaytasks.cli.durations import (
-    at_option,
-    delay_option,
-    show_from_now,
-    show_instant,
-    to_duration,
-    to_instant,
-)
 from delaytasks.cli.output import (
     LONGEST,
     NOTHING,
@@ -34,6 +26,14 @@ from delaytasks.cli.output import (
     say,
     sentence,
     task_json,
+)
+from delaytasks.cli.times import (
+    at_option,
+    delay_option,
+    show_from_now,
+    show_instant,
+    to_duration,
+    to_instant,
 )
 from delaytasks.core.errors import DelayTaskError, StoreError
 from delaytasks.core.ids import check_id

@@ -5,7 +5,7 @@ DelayTaskError
 │   ├── InvalidDelayError, NaiveDatetimeError, InvalidScheduleError
 │   ├── BodyNotJSONError, BodyTooLargeError, BodyNotStorableError
 │   ├── InvalidTagError, InvalidKeyError, InvalidQueueError, InvalidIdError, InvalidPriorityError
-│   ├── InvalidQueryError
+│   ├── InvalidQueryError, InvalidLadderError
 │   └── UnknownTagError
 ├── TaskStateError                             the task is not in a state that allows it
 │   ├── TaskNotFoundError (also a LookupError)
@@ -78,6 +78,10 @@ class InvalidPriorityError(InvalidInputError):
 
 class InvalidQueryError(InvalidInputError):
     """A page size or cursor can not be used."""
+
+
+class InvalidLadderError(InvalidInputError):
+    """A ladder, or one of its rungs, is not of a form that can be climbed."""
 
 
 class UnknownTagError(InvalidInputError):

@@ -17,6 +17,9 @@ _SHOWN = (str, int, float, BaseException)
 #: Events that somebody should read; all others are for counters and debugging.
 _LEVELS = {
     "task.failed": logging.ERROR,
+    "task.climbed": logging.WARNING,
+    "task.expired": logging.WARNING,
+    "result.dropped": logging.WARNING,
     "task.no_processor": logging.WARNING,
     "task.lapsed": logging.WARNING,
     "task.gave_up": logging.ERROR,

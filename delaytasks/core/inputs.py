@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from delaytasks.core.clock import UTC
+from delaytasks.core.durations import parse_duration
 from delaytasks.core.errors import (
     BodyNotJSONError,
     BodyNotStorableError,
@@ -95,6 +96,11 @@ def check_delay(delay: object, max_delay_s: float) -> timedelta:
     if seconds > max_delay_s:
         raise InvalidDelayError(f"a delay is at most {max_delay_s:g} s (setting max_delay_s), not {shown(delay)}")
     return timedelta(seconds=seconds)
+
+
+def check_wait(wait: object, max_s: float) -> float:
+    """Seconds, a timedelta or text ("1h30m"), as seconds."""
+    return check_delay(parse_duration(wait) if isinstance(wait, str) else wait, max_s).total_seconds()
 
 
 def check_instant(when: object) -> datetime:

@@ -59,10 +59,11 @@ class Settlement:
     """How one run ended: the move that is to be made, fenced by the version that the claim gave."""
 
     task: DelayTask
-    move: Literal["succeed", "fail", "give_back"]
+    move: Literal["succeed", "fail", "climb", "snooze", "withdraw", "expire", "give_back"]
     began: datetime | None = None
     error: str | None = None
     due: datetime | None = None
+    result: str | None = None
 
 
 class Executor(Protocol):

@@ -6,8 +6,9 @@ import ipaddress
 import json
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
+from delaytasks.core.ladder import Ladder
 from delaytasks.core.states import FINISHED, Status
 
 #: Where rows wait that say nothing of a queue, as those of other programs.
@@ -30,6 +31,7 @@ class DelayTask:
     delay_s: int = 0
     attempts: int = 0
     lapses: int = 0
+    headers_json: str | None = None
     create_time: datetime | None = None
     update_time: datetime | None = None
     execution_time: datetime | None = None
@@ -37,11 +39,38 @@ class DelayTask:
     worker: str | None = None
     ip: int | None = None
     error: str | None = None
+    result_json: str | None = None
 
     @property
     def body(self) -> Any:
         """The body, decoded; `ValueError` when another program stored something that is not JSON."""
         return json.loads(self.body_json)
+
+    @property
+    def ladder(self) -> Ladder | None:
+        """The task's own, which takes the place of its tag's."""
+        rungs = self._headers().get("retry")
+        try:
+            return None if rungs is None else Ladder(rungs["rungs_s"], jitter=rungs["jitter"])
+        except (ValueError, TypeError, KeyError):  # another program's
+            return None
+
+    @property
+    def expires_s(self) -> float | None:
+        """Later than so it is not worth running any more."""
+        seconds = self._headers().get("expires_s")
+        return float(seconds) if isinstance(seconds, (int, float)) else None
+
+    @property
+    def result(self) -> Any:
+        """What its processor returned, where the processor keeps that."""
+        return None if self.result_json is None else json.loads(self.result_json)
+
+    def _headers(self) -> dict[str, Any]:
+        if self.headers_json is None:
+            return {}
+        headers = _lenient(self.headers_json)
+        return headers if isinstance(headers, dict) else {}
 
     @property
     def is_finished(self) -> bool:
@@ -77,7 +106,19 @@ class DelayTask:
             "worker": self.worker,
             "ip_address": self.ip_address,
             "error": self.error,
+            "headers": self._headers(),
+            "result": None if self.result_json is None else _lenient(self.result_json),
         }
+
+
+class Attempt(NamedTuple):
+    """A run that failed."""
+
+    number: int
+    began: datetime | None
+    ended: datetime
+    worker: str | None
+    error: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +133,8 @@ class NewTask:
     queue: str | None = None
     priority: int = 0
     id: int | None = None
+    retry: Ladder | str | None = None
+    expires: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -22,8 +23,10 @@ from delaytasks.core.inputs import (
     check_priority,
     check_queue,
     check_tag,
+    check_wait,
     encode_body,
 )
+from delaytasks.core.ladder import MAX_RUNG_S, Ladder
 from delaytasks.core.ports import Entry, Executor, OnConflict, TaskStore, Timer, Unit
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
@@ -97,6 +100,7 @@ class Producer:
             priority=check_priority(new.priority),
             key=None if new.key is None else check_key(new.key),
             delay_s=math.ceil(delay.total_seconds()),
+            headers_json=_headers(new),
             create_time=now,
         )
 
@@ -224,6 +228,17 @@ def _check_on_conflict(on_conflict: object) -> None:
 def _before(task: DelayTask) -> Entry:
     """What was armed for it before its last move, in all that names it."""
     return Entry.of(task, to_us)._replace(version=task.version - 1)
+
+
+def _headers(new: NewTask) -> str | None:
+    """What a task says of itself, beyond its tag's processor."""
+    headers: dict[str, Any] = {}
+    if new.retry is not None:
+        ladder = new.retry if isinstance(new.retry, Ladder) else Ladder(new.retry)
+        headers["retry"] = {"rungs_s": ladder.rungs_s, "jitter": ladder.jitter}
+    if new.expires is not None:
+        headers["expires_s"] = check_wait(new.expires, MAX_RUNG_S)
+    return json.dumps(headers, separators=(",", ":")) if headers else None
 
 
 def _is_named(new: NewTask) -> bool:

@@ -6,13 +6,32 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from delaytasks.core.errors import DuplicateProcessorError, UnknownTagError
-from delaytasks.core.inputs import check_queue, check_tag
+from delaytasks.core.inputs import check_queue, check_tag, check_wait
+from delaytasks.core.ladder import MAX_RUNG_S, Retries, RetryRule
 from delaytasks.core.task import DelayTask
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Options(TypedDict, total=False):
+    """What `@processor(tag, …)` may say about its tag."""
+
+    #: Where its tasks go unless they name a queue.
+    queue: str | None
+    #: A ladder or its rungs ("15s 3m 10m"), for all exceptions or for each type; none: FAILED at once.
+    retry: RetryRule
+    #: A run that would begin later than this after its due time is CANCELLED instead.
+    expires: float | str | timedelta | None
+    #: Keep what the processor returns, as JSON.
+    keep_result: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +40,9 @@ class Processor:
     function: Callable[..., Any]
     queue: str | None
     wants_task: bool
+    retries: Retries
+    expires_s: float | None
+    keep_result: bool
 
     def __call__(self, task: DelayTask, body: Any) -> Any:
         return self.function(body, task) if self.wants_task else self.function(body)
@@ -30,11 +52,21 @@ class Registry:
     def __init__(self) -> None:
         self._processors: dict[str, Processor] = {}
 
-    def processor(self, tag: str, *, queue: str | None = None) -> Callable[[F], F]:
+    def processor(self, tag: str, **options: Unpack[Options]) -> Callable[[F], F]:
         """Registers the decorated function for `tag`: `f(body)`, or `f(body, task)` to see the whole task."""
-        check_tag(tag)
-        if queue is not None:
-            check_queue(queue)
+        unknown = options.keys() - Options.__annotations__.keys()
+        if unknown:
+            known = ", ".join(Options.__annotations__)
+            raise TypeError(f"a processor has no option {', '.join(sorted(unknown))} (known: {known})")
+        queue, expires = options.get("queue"), options.get("expires")
+        describe = partial(
+            Processor,
+            tag=check_tag(tag),
+            queue=None if queue is None else check_queue(queue),
+            retries=Retries.of(options.get("retry")),
+            expires_s=None if expires is None else check_wait(expires, MAX_RUNG_S),
+            keep_result=bool(options.get("keep_result")),
+        )
 
         def register(function: F) -> F:
             known = self._processors.get(tag)
@@ -42,7 +74,7 @@ class Registry:
                 raise DuplicateProcessorError(
                     f"tag {tag!r} has the processor {_name(known.function)} already; give {_name(function)} another"
                 )
-            self._processors[tag] = Processor(tag, function, queue, _wants_task(function))
+            self._processors[tag] = describe(function=function, wants_task=_wants_task(function))
             return function
 
         return register

@@ -13,10 +13,11 @@ from delaytasks.core.errors import OutcomeUnknownError, StoreError, StoreUnavail
 from delaytasks.core.events import Events
 from delaytasks.core.ports import ClaimStore, Entry, Settlement, Timer
 from delaytasks.core.settings import Settings
-from delaytasks.core.states import Status
+from delaytasks.core.states import MOVES, Status
 from delaytasks.core.task import DelayTask
-from delaytasks.core.text import storable, traceback_text
+from delaytasks.core.text import storable
 from delaytasks.engine.chunk import Chunk, TimeBox
+from delaytasks.engine.endings import Endings
 from delaytasks.engine.registry import Processor, Registry
 
 Execute = Callable[[Processor, DelayTask], Any]
@@ -26,6 +27,8 @@ NAP_US = 50_000
 NAP_SLACK_US = 2_000
 #: A tag without a processor is tried again after a tenth of the time it has waited, within these bounds.
 UNKNOWN_MIN_S, UNKNOWN_MAX_S = 5.0, 600.0
+
+_EXITS = (SystemExit, KeyboardInterrupt)
 
 
 class Report(NamedTuple):
@@ -42,8 +45,8 @@ class Watcher(Protocol):
     """Sees every row's run, and is told when to pass on what it saw. It must not raise."""
 
     def started(self, task: DelayTask, claimed: datetime, began: datetime) -> None: ...
-    def succeeded(self, task: DelayTask, began: datetime, ended: datetime) -> None: ...
-    def failed(self, task: DelayTask, began: datetime, ended: datetime, error: object, traceback: str) -> None: ...
+    def ended(self, ending: Settlement, ended: datetime, error: BaseException | None) -> None: ...
+    def expired(self, ending: Settlement, claimed: datetime) -> None: ...
     def put_off(self, task: DelayTask, claimed: datetime, why: str) -> None: ...
     def flush(self) -> None: ...
 
@@ -70,6 +73,7 @@ class Runner:
         self._execute = execute
         #: With nobody watching, a row pays a test for it.
         self.watcher: Watcher | None = None
+        self._endings = Endings(settings, clock, events)
         self._time_box = TimeBox(settings.chunk_time_box_s, self._expire, self._time_box_failed)
 
     def run(self, entries: Sequence[Entry]) -> Report:
@@ -165,27 +169,24 @@ class Runner:
         processor, watcher = self._registry.get(task.tag), self.watcher
         if processor is None:
             return self._give_back_unknown(task, claimed)
-        began = self._clock.now()
+        late = self._endings.too_late(processor, task)
+        if late is not None:
+            if watcher is not None:
+                watcher.expired(late, claimed)
+            return late
+        began, error = self._clock.now(), None
         if watcher is not None:
             watcher.started(task, claimed, began)
         try:
-            self._execute(processor, task)
-        except Exception as error:
-            return self._failed(task, began, error)
-        except BaseException as error:
-            if not isinstance(error, (SystemExit, KeyboardInterrupt)) or type(error) in (SystemExit, KeyboardInterrupt):
-                return self._failed(task, began, error)
-            raise  # Celery's WorkerShutdown and WorkerTerminate
+            ending = self._endings.of_value(processor, task, began, self._execute(processor, task))
+        except BaseException as raised:
+            if isinstance(raised, _EXITS) and type(raised) not in _EXITS:
+                raise  # Celery's WorkerShutdown and WorkerTerminate
+            error = raised
+            ending = self._endings.of_error(processor, task, began, error)
         if watcher is not None:
-            watcher.succeeded(task, began, self._clock.now())
-        return Settlement(task, "succeed", began)
-
-    def _failed(self, task: DelayTask, began: datetime, error: BaseException) -> Settlement:
-        text = traceback_text(error, self._settings.max_error_bytes)
-        self._events.emit("task.failed", id=task.id, tag=task.tag, error=error)
-        if self.watcher is not None:
-            self.watcher.failed(task, began, self._clock.now(), error, text)
-        return Settlement(task, "fail", began, text)
+            watcher.ended(ending, self._clock.now(), error)
+        return ending
 
     def _give_back_unknown(self, task: DelayTask, claimed: datetime) -> Settlement:
         """A deploy may bring its processor: never failed, tried again less and less often."""
@@ -238,7 +239,8 @@ class Runner:
         lost = [s for s in settlements if s.task.id not in accepted]
         for settlement in lost:
             self._events.emit("task.lease_lost", id=settlement.task.id, tag=settlement.task.tag)
-        self._arm_given_back([s for s in settlements if s.move == "give_back" and s.task.id in accepted])
+        waits = [s for s in settlements if MOVES[s.move].target is Status.NOT_COMPLETE]
+        self._arm_again([s for s in waits if s.task.id in accepted])
 
     def _settled(self, settlements: Sequence[Settlement], deadline: float) -> set[int]:
         """A settlement is fenced and can be repeated, so it is, for as long as the leases may be ours."""
@@ -260,7 +262,7 @@ class Runner:
                 plain = text.encode("ascii", "backslashreplace").decode()
                 settlements = [replace(settlements[0], error=plain)]
 
-    def _arm_given_back(self, settlements: Sequence[Settlement]) -> None:
+    def _arm_again(self, settlements: Sequence[Settlement]) -> None:
         horizon = self._clock.now_us() + (self._settings.horizon_s or 1e9) * 1e6
         entries = [
             Entry(s.task.id, s.task.version + 1, to_us(s.due or s.task.expected_time), s.task.queue, s.task.priority)

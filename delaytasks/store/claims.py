@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sqlalchemy import (
@@ -14,7 +15,6 @@ from sqlalchemy import (
     any_,
     bindparam,
     case,
-    delete,
     func,
     select,
     update,
@@ -24,15 +24,22 @@ from sqlalchemy.dialects.postgresql import ARRAY
 from delaytasks.core.clock import to_us
 from delaytasks.core.inputs import MAX_PRIORITY
 from delaytasks.core.ports import Entry, Miss, Settlement
-from delaytasks.core.states import MOVES, Status
+from delaytasks.core.states import FINISHED, MOVES, Status
 from delaytasks.core.task import DelayTask
+from delaytasks.store.attempts import Attempts
 from delaytasks.store.database import Database
+from delaytasks.store.keys import Keys
 from delaytasks.store.rows import CLAIMED, columns, dump_rows, instant_text, json_rows, task_of
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now, db_now_plus, once
 
 #: More than any row has.
 ANY_LAPSES = 1_000_000
+#: Moves after which nobody can tell that the task was claimed, and those that do not count as an attempt.
+NEVER_RAN = frozenset({"give_back", "expire"})
+RETURNS_ATTEMPT = NEVER_RAN | {"snooze"}
+#: Failed attempts, which are kept.
+MISSES = frozenset({"fail", "climb"})
 #: Bytes of error texts in one statement. Quoted for JSON and then for SQL they may be several times as long, and
 #: MariaDB takes 16 MB.
 MAX_TEXT = 2_000_000
@@ -44,8 +51,10 @@ class Claims:
     def __init__(self, database: Database, schema: Schema, worker: str, ip: int | None, lease_s: float) -> None:
         self._db = database
         self._t = t = schema.tasks
-        self._keys = schema.keys
+        self._keys = Keys(database, schema)
+        self._attempts = Attempts(database, schema)
         self._columns = columns(schema, CLAIMED)
+        self._worker = worker
         self._dialect = dialect = database.url.get_backend_name()
         self._claimed = {
             "status": int(MOVES["claim"].target),
@@ -175,7 +184,7 @@ class Claims:
 
     def _settle_statement(self) -> Update:
         t = self._t
-        names = ("id", "version", "was", "status", "error", "began", "due", "returned", "is_finished")
+        names = ("id", "version", "was", "status", "error", "result", "began", "due", "returned", "never_ran")
         w = json_rows(self._dialect, names)
         statement = (
             update(t)
@@ -184,13 +193,14 @@ class Claims:
                 status=w.c.status,
                 version=t.c.version + 1,
                 error_stack=w.c.error,
+                result=w.c.result,
                 # Given back, it never ran: nobody did, anywhere.
-                execution_time=case((w.c.returned == 1, None), else_=func.coalesce(w.c.began, t.c.execution_time)),
-                worker=case((w.c.returned == 1, None), else_=t.c.worker),
-                ip_address=case((w.c.returned == 1, None), else_=t.c.ip_address),
+                execution_time=case((w.c.never_ran == 1, None), else_=func.coalesce(w.c.began, t.c.execution_time)),
+                worker=case((w.c.never_ran == 1, None), else_=t.c.worker),
+                ip_address=case((w.c.never_ran == 1, None), else_=t.c.ip_address),
                 expected_time=func.coalesce(w.c.due, t.c.expected_time),
                 attempts=t.c.attempts - w.c.returned,
-                lapses=case((w.c.is_finished == 1, 0), else_=t.c.lapses),
+                lapses=case((w.c.never_ran == 1, t.c.lapses), else_=0),
                 lease_until=None,
                 update_time=db_now(),
             )
@@ -207,27 +217,38 @@ class Claims:
         return accepted
 
     def _settle_part(self, ordered: Sequence[Settlement]) -> set[int]:
-        parameters: dict[str, Any] = {"rows": dump_rows([self._settled_row(s) for s in ordered])}
-        if self._db.can.array_parameters:
-            parameters["ids"] = [s.task.id for s in ordered]
-        keyed = [s.task for s in ordered if s.task.key is not None and s.move != "give_back"]
-        if not keyed:
-            return self._db.alone(lambda c: self._settled(c, ordered, parameters))
-
-        k = self._keys
-        held = and_(k.c.tag.in_({task.tag for task in keyed}), k.c.task_key.in_({task.key for task in keyed}))
-        # Keys before tasks, as those who replace a task do it: the other way round they would deadlock.
-        lock = select(k.c.task_id).where(held, k.c.task_id.in_([task.id for task in keyed]))
-        lock = lock.order_by(k.c.task_key, k.c.tag).with_for_update()
+        if not any(s.move in MISSES or (s.task.key is not None and s.move != "give_back") for s in ordered):
+            return self._db.alone(lambda c: self._settled(c, ordered))
 
         def together() -> set[int]:
             with self._db.begin() as connection:
-                connection.execute(lock).all()
-                accepted = self._settled(connection, ordered, parameters)
-                connection.execute(delete(k).where(held, k.c.task_id.in_(accepted)))
+                # Keys before tasks, as those who replace a task do it: the other way round they would deadlock.
+                held = self._lock_keys(connection, ordered)
+                settlements = [self._unless_replaced(s, held) for s in ordered]
+                accepted = self._settled(connection, settlements)
+                over = [s for s in settlements if s.task.id in accepted]
+                self._keys.release_all(
+                    connection, [_named(s) for s in over if s.task.id in held and MOVES[s.move].target in FINISHED]
+                )
+                if failed := [s for s in over if s.move in MISSES]:
+                    self._attempts.record(connection, failed, self._worker)
                 return accepted
 
         return self._db.run(together)
+
+    def _lock_keys(self, on: Any, settlements: Sequence[Settlement]) -> set[int]:
+        """The ids of those that still have their key."""
+        named = [_named(s) for s in settlements if s.task.key is not None and s.move != "give_back"]
+        return {row[0] for row in self._keys.lock_all(on, named, skip_locked=False)}
+
+    @staticmethod
+    def _unless_replaced(settlement: Settlement, held: set[int]) -> Settlement:
+        """A task whose key went to another one while it ran may finish, but not run again."""
+        task, again = settlement.task, settlement.move in ("climb", "snooze")
+        if not again or task.key is None or task.id in held:
+            return settlement
+        error = f"{settlement.error or settlement.move}\nNot run again: its key {task.key!r} went to another task."
+        return replace(settlement, move="fail", error=error, due=None)
 
     def _settled_row(self, settlement: Settlement) -> dict[str, Any]:
         return {
@@ -238,11 +259,15 @@ class Claims:
             "error": settlement.error,
             "began": instant_text(self._dialect, settlement.began),
             "due": instant_text(self._dialect, settlement.due),
-            "returned": int(settlement.move == "give_back"),
-            "is_finished": int(settlement.move != "give_back"),
+            "result": settlement.result,
+            "returned": int(settlement.move in RETURNS_ATTEMPT),
+            "never_ran": int(settlement.move in NEVER_RAN),
         }
 
-    def _settled(self, connection: Any, ordered: Sequence[Settlement], parameters: dict[str, Any]) -> set[int]:
+    def _settled(self, connection: Any, ordered: Sequence[Settlement]) -> set[int]:
+        parameters: dict[str, Any] = {"rows": dump_rows([self._settled_row(s) for s in ordered])}
+        if self._db.can.array_parameters:
+            parameters["ids"] = [s.task.id for s in ordered]
         result = connection.execute(self._settle, parameters)
         expected = {s.task.id: self._after(s) for s in ordered}
         if result.rowcount == len(ordered):
@@ -255,8 +280,12 @@ class Claims:
     @staticmethod
     def _after(settlement: Settlement) -> tuple[int, int, int]:
         """Version, status and lapses of a row that this settlement left; a lapse leaves other ones."""
-        task, is_finished = settlement.task, settlement.move != "give_back"
-        return task.version + 1, int(MOVES[settlement.move].target), 0 if is_finished else task.lapses
+        task, never_ran = settlement.task, settlement.move in NEVER_RAN
+        return task.version + 1, int(MOVES[settlement.move].target), task.lapses if never_ran else 0
+
+
+def _named(settlement: Settlement) -> tuple[int, str, str | None]:
+    return settlement.task.id, settlement.task.tag, settlement.task.key
 
 
 def _parts(settlements: Sequence[Settlement]) -> Iterator[list[Settlement]]:

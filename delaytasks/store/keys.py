@@ -44,12 +44,13 @@ class Keys:
         if task.key is not None:
             on.execute(delete(self._k).where(self._named(task), self._k.c.task_id == task.id))
 
-    def lock_all(self, on: Any, tasks: Sequence[Any]) -> list[Any]:
-        """Those (id, tag, key) of them that still have their key; what somebody else has locked is passed over."""
+    def lock_all(self, on: Any, tasks: Sequence[Any], skip_locked: bool = True) -> list[Any]:
+        """Those (id, tag, key) of them that still have their key; what somebody else has locked is passed over, or
+        waited for."""
         if not tasks:
             return []
         lock = select(self._k.c.task_id).where(self._named_all(tasks)).order_by(self._k.c.task_key, self._k.c.tag)
-        mine = set(on.execute(lock.with_for_update(skip_locked=True)).scalars())
+        mine = set(on.execute(lock.with_for_update(skip_locked=skip_locked)).scalars())
         return [task for task in tasks if task[0] in mine]
 
     def release_all(self, on: Any, tasks: Sequence[Any]) -> None:

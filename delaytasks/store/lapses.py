@@ -8,12 +8,14 @@ from sqlalchemy import ColumnElement, Update, and_, case, or_, select, update
 
 from delaytasks.core.ports import Lapsed
 from delaytasks.core.states import MOVES, Status
+from delaytasks.store.attempts import Attempts
 from delaytasks.store.database import Database
 from delaytasks.store.keys import Keys
 from delaytasks.store.rows import columns, task_of
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now, db_now_plus
 
+LAPSED = "the worker died, or lost its lease, while this attempt ran"
 NO_LONGER_ALIVE = "gave up: the worker died or lost its lease {n} times in a row while this task ran"
 
 
@@ -22,6 +24,7 @@ class Lapses:
         self._db = database
         self._t = schema.tasks
         self._keys = Keys(database, schema)
+        self._attempts = Attempts(database, schema)
         self._columns = columns(schema)
 
     def lapse(self, which: ColumnElement[bool], max_lapses: int, limit: int | None = None) -> Lapsed:
@@ -41,12 +44,14 @@ class Lapses:
         order = t.c.id + 0
         keyed = on.execute(select(t.c.id, t.c.tag, t.c.task_key).where(named).order_by(order).limit(limit)).all()
         locked = self._keys.lock_all(on, keyed)
-        query = select(t.c.id, t.c.lapses).where(which).order_by(order).limit(limit)
+        run = (t.c.id, t.c.version, t.c.attempts, t.c.execution_time, t.c.worker)
+        query = select(*run, t.c.lapses).where(which).order_by(order).limit(limit)
         rows = on.execute(query.with_for_update(skip_locked=True)).all()
         if not rows:
             return Lapsed(0, [])
         on.execute(lapse_statement(t, max_lapses).where(t.c.id.in_([row[0] for row in rows])))
-        last = {row[0] for row in rows if row[1] + 1 >= max_lapses}
+        self._attempts.record_lapsed(on, [row[:5] for row in rows], LAPSED)
+        last = {row[0] for row in rows if row[5] + 1 >= max_lapses}
         if not last:
             return Lapsed(len(rows), [])
         self._keys.release_all(on, [row for row in locked if row[0] in last])

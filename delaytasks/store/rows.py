@@ -33,8 +33,8 @@ from delaytasks.store.types import UTCDateTime
 
 #: In the order of DelayTask's fields.
 COLUMNS = (
-    "id tag message_body expected_time status version queue priority task_key delay_time attempts lapses create_time "
-    "update_time execution_time lease_until worker ip_address error_stack"
+    "id tag message_body expected_time status version queue priority task_key delay_time attempts lapses headers "
+    "create_time update_time execution_time lease_until worker ip_address error_stack result"
 ).split()
 #: What a worker needs of a row it has claimed: everything before update_time.
 CLAIMED = COLUMNS[: COLUMNS.index("update_time")]
@@ -63,6 +63,7 @@ def values_of(task: DelayTask) -> dict[str, Any]:
         "queue": task.queue,
         "priority": task.priority,
         "task_key": task.key,
+        "headers": task.headers_json,
     }
 
 
@@ -77,7 +78,8 @@ _TYPES: dict[str, tuple[TypeEngine[Any], str]] = {
     "began": (UTCDateTime(), "DATETIME(6)"),
     "due": (UTCDateTime(), "DATETIME(6)"),
     "returned": (Integer(), "INT"),
-    "is_finished": (Integer(), "INT"),
+    "never_ran": (Integer(), "INT"),
+    "result": (Text(), "LONGTEXT"),
 }
 
 

@@ -50,6 +50,7 @@ class Schema:
     metadata: MetaData
     tasks: Table
     keys: Table
+    attempts: Table
     sweeps: Table
     workers: Table
 
@@ -80,6 +81,7 @@ def build_schema(prefix: str = "", schema: str | None = None) -> Schema:
         Column("lease_until", UTCDateTime),
         Column("worker", String(255)),
         Column("task_key", String(KEY_LENGTH)),
+        Column("result", LongText),
         Index(conv(prefix + "idx_expectedTime_status"), "expected_time", "status"),
         Index(
             conv(prefix + "idx_yb_delay_hot"),
@@ -101,6 +103,20 @@ def build_schema(prefix: str = "", schema: str | None = None) -> Schema:
         Column("task_id", BigInteger, nullable=False),
         # The key first: it tells rows apart. By their tag first, a planner may read all keys of a tag.
         PrimaryKeyConstraint("task_key", "tag", name=conv(prefix + "pk_yb_delay_task_key")),
+        **_MYSQL,
+    )
+    attempts = Table(
+        prefix + "yb_delay_attempt",
+        metadata,
+        Column("task_id", BigInteger, nullable=False, autoincrement=False),
+        # Of the row while it ran: attempts are counted anew when somebody retries the task, versions never are.
+        Column("version", BigInteger, nullable=False, autoincrement=False),
+        Column("attempt", Integer, nullable=False),
+        Column("began", UTCDateTime),
+        Column("ended", UTCDateTime, nullable=False),
+        Column("worker", String(255)),
+        Column("error", LongText),
+        PrimaryKeyConstraint("task_id", "version", name=conv(prefix + "pk_yb_delay_attempt")),
         **_MYSQL,
     )
     sweeps = Table(
@@ -128,4 +144,4 @@ def build_schema(prefix: str = "", schema: str | None = None) -> Schema:
         PrimaryKeyConstraint("name", name=conv(prefix + "pk_yb_delay_worker")),
         **_MYSQL,
     )
-    return Schema(metadata, tasks, keys, sweeps, workers)
+    return Schema(metadata, tasks, keys, attempts, sweeps, workers)

@@ -11,6 +11,7 @@ from sqlalchemy import and_, delete, exc, exists, insert, select, update
 from delaytasks.core.clock import to_us
 from delaytasks.core.ports import Entry, Lapsed, Level
 from delaytasks.core.states import FINISHED, Status
+from delaytasks.store.attempts import Attempts
 from delaytasks.store.database import Database
 from delaytasks.store.keys import Keys
 from delaytasks.store.lapses import Lapses, lease_is_over
@@ -28,6 +29,7 @@ class Sweeps:
         self._timer = timer
         self._lapses = Lapses(database, schema)
         self._keys = Keys(database, schema)
+        self._attempts = Attempts(database, schema)
         self._t = schema.tasks
         self._s = schema.sweeps
 
@@ -144,6 +146,8 @@ class Sweeps:
                 # Keys whose task another program finished still name it.
                 locked = self._keys.lock_all(connection, [row for row in rows if row[2] is not None])
                 purged = int(connection.execute(delete(t).where(t.c.id.in_(ids), old)).rowcount) if ids else 0
+                if purged:
+                    self._attempts.forget(connection, ids)
                 if locked:
                     kept = select(t.c.id).where(t.c.id.in_([row[0] for row in locked]))
                     left = set(connection.execute(kept).scalars())

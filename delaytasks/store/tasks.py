@@ -17,8 +17,9 @@ from delaytasks.core.errors import (
 )
 from delaytasks.core.ports import Executor, OnConflict
 from delaytasks.core.states import MOVES, Status
-from delaytasks.core.task import DelayTask, Page
+from delaytasks.core.task import Attempt, DelayTask, Page
 from delaytasks.store import pages
+from delaytasks.store.attempts import Attempts
 from delaytasks.store.database import Database
 from delaytasks.store.failures import TRIES
 from delaytasks.store.inserts import Insert, insert_bulk, is_duplicate
@@ -36,6 +37,7 @@ class Tasks:
         self._db = database
         self._t = t = schema.tasks
         self._keys = Keys(database, schema)
+        self._attempts = Attempts(database, schema)
         self._columns = columns(schema)
         self._insert = Insert(database, t)
         self._moves = Moves(schema, self._keys)
@@ -130,6 +132,10 @@ class Tasks:
 
     def id_of_key(self, tag: str, key: str, on: Executor | None = None) -> int | None:
         found: int | None = self._read(lambda c: self._keys.id_of(c, tag, key), on)
+        return found
+
+    def attempts(self, id: int, on: Executor | None = None) -> list[Attempt]:
+        found: list[Attempt] = self._read(lambda c: self._attempts.of(c, id), on)
         return found
 
     def find(

@@ -18,6 +18,7 @@ from celery.utils.log import get_logger
 from kombu.messaging import Producer
 
 from delaytasks.core.clock import monotonic
+from delaytasks.core.ports import Settlement
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import shown, storable
 from delaytasks.timers.publisher import bounded_connection
@@ -66,12 +67,22 @@ class RowEvents:
         if task.lapses:
             self.flush()  # it may kill this process too
 
-    def succeeded(self, task: DelayTask, began: datetime, ended: datetime) -> None:
-        self._add("task-succeeded", task, ended, runtime=(ended - began).total_seconds(), result="")
+    def ended(self, ending: Settlement, ended: datetime, error: BaseException | None = None) -> None:
+        task, runtime = ending.task, (ended - (ending.began or ended)).total_seconds()
+        if ending.move == "succeed":
+            self._add("task-succeeded", task, ended, runtime=runtime, result=ending.result or "")
+        elif ending.move == "withdraw":
+            self._revoked(ending, ended, is_expired=False)
+        else:
+            kind = "task-failed" if ending.move == "fail" else "task-retried"
+            why = ending.error or f"until {ending.due}"
+            traceback = why if error is not None else ""
+            said = _error(why if error is None else shown(error, LONGEST_REPR), traceback)
+            self._add(kind, task, ended, runtime=runtime, **said)
 
-    def failed(self, task: DelayTask, began: datetime, ended: datetime, error: object, traceback: str) -> None:
-        runtime = (ended - began).total_seconds()
-        self._add("task-failed", task, ended, runtime=runtime, **_error(shown(error, LONGEST_REPR), traceback))
+    def expired(self, ending: Settlement, claimed: datetime) -> None:
+        self._received(ending.task, claimed)
+        self._revoked(ending, claimed, is_expired=True)
 
     def put_off(self, task: DelayTask, claimed: datetime, why: str) -> None:
         self._received(task, claimed)
@@ -81,6 +92,11 @@ class RowEvents:
         """The row failed without a process that could tell."""
         failed = task.update_time or task.expected_time
         self._add("task-failed", task, failed, **self._about(task), **_error(task.error or LAPSED))
+
+    def _revoked(self, ending: Settlement, at: datetime, is_expired: bool) -> None:
+        # `exception` is not Celery's here, and shown by monitors nonetheless.
+        why = _error(ending.error or "")["exception"]
+        self._add("task-revoked", ending.task, at, terminated=False, signum=None, expired=is_expired, exception=why)
 
     def flush(self) -> None:
         """Sends what has gathered. A thread that finds another one at it leaves its events to that one."""

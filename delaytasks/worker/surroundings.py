@@ -60,7 +60,12 @@ class Surroundings:
                 result = self._call(processor, task, body) if self._around else processor(task, body)
             except Exception as error:
                 result = error
-                self._tell_failure(sender, id, args, error)
+                ladder = processor.retries.ladder_for(type(error), task.ladder)
+                if ladder is not None and ladder.has_rung(task.attempts):
+                    state = "RETRY"
+                    self._tell_retry(sender, error)
+                else:
+                    self._tell_failure(sender, id, args, error)
                 raise
             state = "SUCCESS"
             if signals.task_success.receivers:
@@ -94,6 +99,12 @@ class Surroundings:
                 traceback=error.__traceback__,
                 einfo=ExceptionInfo(sys.exc_info()),
             )
+
+    @staticmethod
+    def _tell_retry(sender: Any, error: Exception) -> None:
+        if signals.task_retry.receivers:
+            einfo = ExceptionInfo(sys.exc_info())
+            signals.task_retry.send(sender=sender, request=sender.request, reason=error, einfo=einfo)
 
     def _make_task(self, processor: Processor) -> Any:
         """Not in the app's registry: nobody can call it by a message."""

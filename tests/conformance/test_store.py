@@ -694,9 +694,9 @@ def test_one_statement_carries_a_bounded_text(store: Store, claims: Claims) -> N
         if statement.startswith("UPDATE"):
             sizes.append(len(str(parameters).encode()))
 
-    event.listen(store.database.auto, "before_cursor_execute", note)
+    event.listen(store.database.tx, "before_cursor_execute", note)
     settled = claims.settle([Settlement(one, "fail", error="时" * 65_536) for one in claimed])
-    event.remove(store.database.auto, "before_cursor_execute", note)
+    event.remove(store.database.tx, "before_cursor_execute", note)
     assert len(settled) == 30
     assert len(sizes) == 3
     assert max(sizes) < 2_100_000

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delaytasks.cli.durations import parse_duration, parse_instant, show_duration, show_from_now, show_instant
+from delaytasks.cli.times import parse_duration, parse_instant, show_duration, show_from_now, show_instant
 from delaytasks.core.errors import InvalidDelayError, InvalidScheduleError, NaiveDatetimeError
 
 NOON = datetime(2030, 1, 31, 12, tzinfo=timezone.utc)

@@ -1,0 +1,50 @@
+"""Durations as people write them: 90, 1h30m, 2d, 500ms."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+
+from delaytasks.core.errors import InvalidDelayError
+
+_UNITS = {"w": 604_800.0, "d": 86_400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
+_NUMBER = r"[0-9]+(?:\.[0-9]+)?"
+#: Each unit at most once, the largest first: "30m1h" is a slip more often than it is meant.
+_PARTS = re.compile(r"\s*".join(rf"(?:({_NUMBER})\s*{unit}(?![a-z]))?" for unit in _UNITS), re.ASCII)
+_RULE = "write seconds (90, 0.5), or w, d, h, m, s, ms with the largest first (1h30m, 2d, 500ms)"
+
+
+def parse_duration(text: str) -> timedelta:
+    """`"90"`, `"1h30m"`, `"2d"` or `"500ms"` as a timedelta; `InvalidDelayError` says what else it may be."""
+    typed = text.strip().lower()
+    if typed.startswith("-"):
+        raise InvalidDelayError(f"a delay is not negative, as {text!r:.40} is; {_RULE}")
+    if re.fullmatch(_NUMBER, typed, re.ASCII):
+        seconds = float(typed)
+    else:
+        match = _PARTS.fullmatch(typed)
+        if match is None or not any(match.groups()):
+            raise InvalidDelayError(f"{text!r:.40} is not a delay; {_RULE}")
+        counts = [float(count or 0) for count in match.groups()]
+        seconds = sum(count * size for count, size in zip(counts, _UNITS.values(), strict=True))
+    try:
+        return timedelta(seconds=seconds)
+    except OverflowError:
+        raise InvalidDelayError(f"{text!r:.40} is longer than a delay can be; {_RULE}") from None
+
+
+def show_duration(seconds: float) -> str:
+    """The two largest units, in the form that `parse_duration` reads: 1h30m, 2d, 5s."""
+    left = round(abs(seconds))
+    if left == 0:
+        return f"{round(abs(seconds) * 1000)}ms" if seconds else "0s"
+    shown: list[str] = []
+    for unit, size in _UNITS.items():
+        if unit == "ms" or len(shown) == 2:
+            break
+        count, left = divmod(left, int(size))
+        if count:
+            shown.append(f"{count}{unit}")
+        elif shown:
+            break
+    return "".join(shown)

@@ -1,0 +1,100 @@
+"""How a run ends: from what its processor returned or raised to the move of its row."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from delaytasks.core.clock import Clock
+from delaytasks.core.errors import InvalidInputError, InvalidScheduleError
+from delaytasks.core.events import Events
+from delaytasks.core.inputs import check_wait, encode_body
+from delaytasks.core.outcomes import Cancel, Done, Fail, Retry, Snooze
+from delaytasks.core.ports import Settlement
+from delaytasks.core.settings import Settings
+from delaytasks.core.task import DelayTask
+from delaytasks.core.text import storable, traceback_text
+from delaytasks.engine.registry import Processor
+
+#: A result is for looking at, not a place to keep data.
+MAX_RESULT_BYTES = 16 * 1024
+
+
+class Endings:
+    def __init__(self, settings: Settings, clock: Clock, events: Events) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._events = events
+
+    def too_late(self, processor: Processor, task: DelayTask) -> Settlement | None:
+        """The end of a task that is not worth running any more."""
+        expires_s = task.expires_s if task.expires_s is not None else processor.expires_s
+        if expires_s is None:
+            return None
+        late_s = (self._clock.now() - task.expected_time).total_seconds()
+        if late_s <= expires_s:
+            return None
+        self._events.emit("task.expired", id=task.id, tag=task.tag, late_s=late_s)
+        return Settlement(task, "expire", error=f"expired: {late_s:.3f} s late, and worth running for {expires_s:g} s")
+
+    def of_error(self, processor: Processor, task: DelayTask, began: datetime, error: BaseException) -> Settlement:
+        """The next rung of the ladder, or FAILED."""
+        text = traceback_text(error, self._settings.max_error_bytes)
+        ladder = processor.retries.ladder_for(type(error), task.ladder)
+        wait_s = None if ladder is None else ladder.wait_s(task.attempts)
+        return (
+            self._failed(task, began, text, error) if wait_s is None else self._climb(task, began, text, wait_s, error)
+        )
+
+    def of_value(self, processor: Processor, task: DelayTask, began: datetime, value: object) -> Settlement:
+        """What an outcome says; any other value is success."""
+        if isinstance(value, Retry):
+            return self._retry(processor, task, began, value)
+        if isinstance(value, Snooze):
+            self._events.emit("task.snoozed", id=task.id, tag=task.tag)
+            return Settlement(task, "snooze", began, due=self._after(self._wait_s(value.after)))
+        if isinstance(value, Cancel):
+            self._events.emit("task.withdrawn", id=task.id, tag=task.tag, reason=value.reason)
+            return Settlement(task, "withdraw", began, self._text(value.reason or "cancelled by its processor"))
+        if isinstance(value, Fail):
+            reason = value.reason or "failed by its processor"
+            return self._failed(task, began, self._text(reason), reason)
+        result = value.result if isinstance(value, Done) else value
+        kept = self._kept(task, result) if processor.keep_result and result is not None else None
+        return Settlement(task, "succeed", began, result=kept)
+
+    def _retry(self, processor: Processor, task: DelayTask, began: datetime, asked: Retry) -> Settlement:
+        ladder = processor.retries.ladder_for(Exception, task.ladder)
+        reason = asked.reason or "its processor asked to be run again"
+        wait_s = None if ladder is None else ladder.wait_s(task.attempts)
+        if ladder is not None and wait_s is None:
+            return self._failed(task, began, self._text(f"{reason} (no rung of its ladder is left)"), reason)
+        if asked.after is not None:
+            wait_s = self._wait_s(asked.after)
+        if wait_s is None:
+            raise InvalidScheduleError("Retry() without after= needs a ladder: @processor(tag, retry=...)")
+        return self._climb(task, began, self._text(reason), wait_s, reason)
+
+    def _failed(self, task: DelayTask, began: datetime, text: str, error: object) -> Settlement:
+        self._events.emit("task.failed", id=task.id, tag=task.tag, error=error)
+        return Settlement(task, "fail", began, text)
+
+    def _climb(self, task: DelayTask, began: datetime, text: str, wait_s: float, error: object) -> Settlement:
+        self._events.emit("task.climbed", id=task.id, tag=task.tag, attempt=task.attempts, wait_s=wait_s, error=error)
+        return Settlement(task, "climb", began, text, self._after(wait_s))
+
+    def _kept(self, task: DelayTask, result: object) -> str | None:
+        """The run is over and its effects are there: a result that can not be kept does not undo them."""
+        try:
+            return encode_body(result, MAX_RESULT_BYTES)
+        except InvalidInputError as error:
+            self._events.emit("result.dropped", id=task.id, tag=task.tag, error=str(error))
+            return None
+
+    def _after(self, wait_s: float) -> datetime:
+        return self._clock.now() + timedelta(seconds=wait_s)
+
+    def _wait_s(self, after: object) -> float:
+        return check_wait(after, self._settings.max_delay_s)
+
+    def _text(self, reason: str) -> str:
+        return storable(str(reason), self._settings.max_error_bytes)
