@@ -16,6 +16,7 @@ import pytest
 from celery import Celery
 from celery.events.state import State, Task
 
+from delaytasks.core.ports import Settlement
 from delaytasks.core.task import DelayTask
 from delaytasks.worker import rowevents
 from delaytasks.worker.rowevents import RowEvents, wants_row_events
@@ -57,16 +58,16 @@ def heard(rows: RowEvents) -> Heard:
     return Heard(rows)
 
 
-def fail(rows: RowEvents, row: DelayTask, error: object = "no") -> None:
+def fail(rows: RowEvents, row: DelayTask) -> None:
     rows.started(row, NOON, NOON)
-    rows.failed(row, NOON, NOON + timedelta(seconds=2), error, "Traceback: no")
+    rows.ended(Settlement(row, "fail", NOON, "Traceback: no"), NOON + timedelta(seconds=2), ValueError("no"))
 
 
 def test_a_run_is_one_message(rows: RowEvents, heard: Heard) -> None:
     for number in range(50):
         row = replace(ROW, id=number + 1)
         rows.started(row, NOON, NOON + timedelta(seconds=1))
-        rows.succeeded(row, NOON + timedelta(seconds=1), NOON + timedelta(seconds=3))
+        rows.ended(Settlement(row, "succeed", NOON + timedelta(seconds=1)), NOON + timedelta(seconds=3))
     assert heard.messages == []
     rows.flush()
     assert len(heard.messages) == 1
@@ -85,7 +86,7 @@ def test_a_row_that_an_operator_retries_is_shown_anew(rows: RowEvents, heard: He
     rows.started(again, NOON, NOON)
     rows.flush()
     assert (heard.task().state, heard.task().exception, heard.task().traceback) == ("STARTED", None, None)
-    rows.succeeded(again, NOON, NOON)
+    rows.ended(Settlement(again, "succeed", NOON), NOON)
     rows.flush()
     assert (heard.task().state, heard.task().exception) == ("SUCCESS", None)
 
@@ -93,7 +94,7 @@ def test_a_row_that_an_operator_retries_is_shown_anew(rows: RowEvents, heard: He
 def test_a_row_that_was_only_moved_is_not_shown_as_retried(rows: RowEvents, heard: Heard) -> None:
     moved = replace(ROW, version=2)
     rows.started(moved, NOON, NOON)
-    rows.succeeded(moved, NOON, NOON)
+    rows.ended(Settlement(moved, "succeed", NOON), NOON)
     rows.flush()
     assert (heard.task().state, heard.task().retried) == ("SUCCESS", None)
 
@@ -115,9 +116,29 @@ def test_a_row_without_processor_is_put_off_and_runs_later(rows: RowEvents, hear
     assert (heard.task().state, heard.task().exception) == ("RETRY", "no such processor, tag=order.close")
     later = replace(ROW, version=3)
     rows.started(later, NOON, NOON)
-    rows.succeeded(later, NOON, NOON)
+    rows.ended(Settlement(later, "succeed", NOON), NOON)
     rows.flush()
     assert (heard.task().state, heard.task().exception) == ("SUCCESS", None)
+
+
+def test_each_outcome_has_the_state_that_monitors_know(rows: RowEvents, heard: Heard) -> None:
+    later = NOON + timedelta(hours=1)
+    outcomes = [
+        (Settlement(replace(ROW, id=1), "climb", NOON, "Traceback: busy", later), ValueError("busy"), "RETRY"),
+        (Settlement(replace(ROW, id=2), "snooze", NOON, None, later), None, "RETRY"),
+        (Settlement(replace(ROW, id=3), "withdraw", NOON, "not needed"), None, "REVOKED"),
+        (Settlement(replace(ROW, id=4), "fail", NOON, "no such order"), None, "FAILURE"),
+        (Settlement(replace(ROW, id=5), "succeed", NOON, result='{"paid":1}'), None, "SUCCESS"),
+    ]
+    for ending, error, _ in outcomes:
+        rows.started(ending.task, NOON, NOON)
+        rows.ended(ending, NOON, error)
+    rows.expired(Settlement(replace(ROW, id=6), "expire", error="expired: an hour late"), NOON)
+    rows.flush()
+    assert [heard.task(f"{n}-1").state for n in range(1, 7)] == [state for *_, state in outcomes] + ["REVOKED"]
+    assert (heard.task("1-1").exception, heard.task("1-1").traceback) == ("ValueError('busy')", "Traceback: busy")
+    assert (heard.task("4-1").exception, heard.task("5-1").result) == ("no such order", '{"paid":1}')
+    assert heard.task("6-1").exception == "expired: an hour late"
 
 
 def test_a_row_that_was_given_up_has_failed(rows: RowEvents, heard: Heard) -> None:
@@ -135,7 +156,7 @@ class Unsayable(Exception):
 @pytest.mark.parametrize("error", [Unsayable(), ValueError("\x00\ud800"), ValueError("x" * 1_000_000)])
 def test_any_error_can_be_told(rows: RowEvents, heard: Heard, error: Exception) -> None:
     rows.started(ROW, NOON, NOON)
-    rows.failed(ROW, NOON, NOON, error, "\x00\ud800" + "y" * 1_000_000)
+    rows.ended(Settlement(ROW, "fail", NOON, "\x00\ud800" + "y" * 1_000_000), NOON, error)
     rows.flush()
     task = heard.task()
     assert task.state == "FAILURE"
@@ -163,7 +184,7 @@ def test_threads_lose_no_event(rows: RowEvents, heard: Heard) -> None:
         for number in range(300):
             row = replace(ROW, id=thread * 1000 + number)
             rows.started(row, NOON, NOON)
-            rows.succeeded(row, NOON, NOON)
+            rows.ended(Settlement(row, "succeed", NOON), NOON)
             rows.flush()
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]

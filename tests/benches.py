@@ -1,0 +1,101 @@
+"""Runners on a store, for tests of what becomes of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy import update
+
+from delaytasks import DelayTask
+from delaytasks.core.clock import Clock, to_us
+from delaytasks.core.events import Events
+from delaytasks.core.ids import IdMaker
+from delaytasks.core.ports import Entry, Settlement
+from delaytasks.core.task import NewTask
+from delaytasks.engine.producer import Producer
+from delaytasks.engine.registry import Processor, Registry
+from delaytasks.engine.runner import Report, Runner
+from delaytasks.store.claims import Claims
+from delaytasks.store.store import Store
+from tests.conftest import settings_for
+from tests.recording import RecordingTimer
+
+
+class Disturbed:
+    """Claims, of which a test may disturb one or the other."""
+
+    def __init__(self, claims: Claims) -> None:
+        self._claims = claims
+        self.after_claim: Callable[[], None] = lambda: None
+        self.before_settle: Callable[[Sequence[Settlement]], None] = lambda settlements: None
+
+    def claim(self, entries: Sequence[Entry]) -> list[DelayTask]:
+        claimed = self._claims.claim(entries)
+        self.after_claim()
+        return claimed
+
+    def settle(self, settlements: Sequence[Settlement]) -> set[int]:
+        self.before_settle(settlements)
+        return self._claims.settle(settlements)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._claims, name)
+
+
+class Bench:
+    """A runner on a store, without a worker around it."""
+
+    def __init__(self, store: Store, **changes: Any) -> None:
+        url = store.database.url.render_as_string(hide_password=False)
+        self.settings = settings_for(url, **{"chunk_time_box_s": 5, **changes})
+        self.store = store
+        self.registry, self.events, self.timer = Registry(), Events(), RecordingTimer()
+        self.clock = Clock(self.store.tasks.now)
+        self.claims = Disturbed(self.store.claims("worker-1", 0x7F000001))
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.events.subscribe(lambda name, fields: self.told.append((name, fields)))
+        self.ran: list[Any] = []
+        self.registry.processor("note")(self.ran.append)
+        parts = (self.settings, self.claims, self.clock, self.registry, self.timer, self.events)
+        self.runner = Runner(*parts, self.execute)  # type: ignore[arg-type]
+        self._ids = IdMaker(lambda: to_us(self.clock.now()) // 1000)
+        self.producer = Producer(
+            self.settings, self.store.tasks, self.clock, self._ids, RecordingTimer(), self.registry, self.events
+        )
+
+    @staticmethod
+    def execute(processor: Processor, task: DelayTask) -> Any:
+        return processor(task, task.body)
+
+    def schedule(self, tag: str = "note", body: Any = None, delay: float = 0, **options: Any) -> DelayTask:
+        task = self.producer.schedule(NewTask(tag, body, delay, **options), "reject", None)
+        if delay:
+            return task
+        # SQLite tells the time in whole milliseconds: what is due now may be due in a moment.
+        self.change(task, expected_time=task.expected_time - timedelta(milliseconds=10))
+        return self.now(task)
+
+    def change(self, task: DelayTask | int, **values: Any) -> None:
+        t = self.store.schema.tasks
+        with self.store.database.begin() as connection:
+            connection.execute(update(t).where(t.c.id == (task if isinstance(task, int) else task.id)).values(**values))
+
+    def now(self, task: DelayTask) -> DelayTask:
+        found = self.store.tasks.get(task.id)
+        assert found is not None
+        return found
+
+    def run(self, *tasks: DelayTask) -> Report:
+        return self.runner.run([self.entry(task) for task in tasks])
+
+    @staticmethod
+    def entry(task: DelayTask) -> Entry:
+        return Entry.of(task, to_us)
+
+    def statuses(self, tasks: Sequence[DelayTask]) -> list[str]:
+        return [self.now(task).status.name for task in tasks]
+
+    def named(self, event: str) -> list[dict[str, Any]]:
+        return [fields for name, fields in self.told if name == event]

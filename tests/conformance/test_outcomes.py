@@ -1,0 +1,276 @@
+"""How runs end, on each database: ladders, outcomes, attempts."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from delaytasks.core.errors import DuplicateTaskError
+from delaytasks.core.ladder import Ladder
+from delaytasks.core.outcomes import Cancel, Done, Fail, Retry, Snooze
+from delaytasks.core.states import Status
+from delaytasks.core.task import DelayTask, NewTask
+from delaytasks.store.store import Store
+from tests.benches import Bench
+
+
+@pytest.fixture
+def bench(store: Store) -> Bench:
+    return Bench(store)
+
+
+def run_again(bench: Bench, task: DelayTask) -> DelayTask:
+    """Once more, as if its time had come."""
+    bench.change(task, expected_time=bench.clock.now() - timedelta(milliseconds=10))
+    bench.run(bench.now(task))
+    return bench.now(task)
+
+
+def returns(bench: Bench, tag: str, value: Any, **options: Any) -> None:
+    bench.registry.processor(tag, **options)(lambda body: value)
+
+
+def raises(bench: Bench, tag: str, error: BaseException, **options: Any) -> None:
+    def fail(body: Any) -> None:
+        raise error
+
+    bench.registry.processor(tag, **options)(fail)
+
+
+def wait_s(bench: Bench, task: DelayTask) -> float:
+    return (task.expected_time - bench.clock.now()).total_seconds()
+
+
+def test_a_ladder_of_two_rungs_means_three_runs(bench: Bench) -> None:
+    raises(bench, "pay", ConnectionError("busy"), retry="10s 60s")
+    task = bench.schedule("pay")
+    bench.run(task)
+    first = bench.now(task)
+    assert (first.status, first.attempts, first.lapses) == (Status.NOT_COMPLETE, 1, 0)
+    assert 9 < wait_s(bench, first) <= 10
+    assert first.error is not None
+    assert "busy" in first.error
+    second = run_again(bench, task)
+    assert second.status is Status.NOT_COMPLETE
+    assert 59 < wait_s(bench, second) <= 60
+    third = run_again(bench, task)
+    assert (third.status, third.attempts) == (Status.FAILED, 3)
+    kept = bench.store.tasks.attempts(task.id)
+    assert [(one.number, one.worker) for one in kept] == [(n, "worker-1") for n in (1, 2, 3)]
+    for one in kept:
+        assert one.began is not None
+        assert one.began <= one.ended
+        assert one.error is not None
+        assert "ConnectionError: busy" in one.error
+
+
+def test_the_next_rung_is_armed_when_it_is_near(bench: Bench) -> None:
+    raises(bench, "pay", ConnectionError(), retry="10s 1h")
+    task = bench.schedule("pay")
+    bench.run(task)
+    [entry] = bench.timer.armed
+    assert (entry.id, entry.version) == (task.id, bench.now(task).version)
+    bench.timer.armed.clear()
+    run_again(bench, task)
+    assert bench.timer.armed == []
+
+
+def test_a_task_that_succeeds_on_a_later_rung_is_done_and_keeps_what_failed(bench: Bench) -> None:
+    answers = [ConnectionError("first"), None]
+
+    @bench.registry.processor("pay", retry="1s 1s")
+    def pay(body: Any) -> None:
+        error = answers.pop(0)
+        if error is not None:
+            raise error
+
+    task = bench.schedule("pay")
+    bench.run(task)
+    done = run_again(bench, task)
+    assert (done.status, done.attempts, done.error) == (Status.DONE, 2, None)
+    assert [one.number for one in bench.store.tasks.attempts(task.id)] == [1]
+
+
+def test_a_success_leaves_no_attempt(bench: Bench) -> None:
+    task = bench.schedule()
+    bench.run(task)
+    assert bench.store.tasks.attempts(task.id) == []
+
+
+def test_a_task_may_bring_its_own_ladder(bench: Bench) -> None:
+    raises(bench, "pay", ConnectionError())
+    task = bench.schedule("pay", retry=Ladder("30s"))
+    assert bench.now(task).ladder == Ladder("30s")
+    bench.run(task)
+    assert 29 < wait_s(bench, bench.now(task)) <= 30
+    assert run_again(bench, task).status is Status.FAILED
+
+
+def test_an_error_that_is_not_worth_a_retry_fails_at_once(bench: Bench) -> None:
+    raises(bench, "pay", ValueError("wrong account"), retry={ValueError: None, Exception: "10s"})
+    task = bench.schedule("pay")
+    bench.run(task)
+    assert bench.now(task).status is Status.FAILED
+
+
+def test_the_last_fifty_attempts_are_kept(bench: Bench) -> None:
+    raises(bench, "pay", ConnectionError(), retry=Ladder.fixed(0, times=60))
+    task = bench.schedule("pay")
+    for _ in range(60):
+        run_again(bench, task)
+    assert [one.number for one in bench.store.tasks.attempts(task.id)] == list(range(11, 61))
+
+
+def test_a_lapse_is_an_attempt_that_failed(bench: Bench) -> None:
+    task = bench.schedule()
+    bench.claims.claim([bench.entry(task)])
+    bench.change(task, lease_until=bench.clock.now() - timedelta(seconds=1))
+    bench.store.sweeps.lapse(5, 10)
+    [kept] = bench.store.tasks.attempts(task.id)
+    assert (kept.number, kept.worker) == (1, "worker-1")
+    assert "lost its lease" in (kept.error or "")
+
+
+# -- outcomes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [None, Done(), 7, "text"])
+def test_anything_that_is_no_outcome_is_success(bench: Bench, value: Any) -> None:
+    returns(bench, "pay", value)
+    task = bench.schedule("pay")
+    bench.run(task)
+    assert (bench.now(task).status, bench.now(task).result) == (Status.DONE, None)
+
+
+@pytest.mark.parametrize(("value", "kept"), [({"paid": 7}, {"paid": 7}), (Done([1, "é"]), [1, "é"]), (None, None)])
+def test_a_result_is_kept_where_the_processor_says_so(bench: Bench, value: Any, kept: Any) -> None:
+    returns(bench, "pay", value, keep_result=True)
+    task = bench.schedule("pay")
+    bench.run(task)
+    assert (bench.now(task).status, bench.now(task).result) == (Status.DONE, kept)
+
+
+@pytest.mark.parametrize("value", [object(), "x" * 100_000, float("nan")])
+def test_a_result_that_can_not_be_kept_does_not_undo_the_run(bench: Bench, value: Any) -> None:
+    returns(bench, "pay", value, keep_result=True)
+    task = bench.schedule("pay")
+    bench.run(task)
+    assert (bench.now(task).status, bench.now(task).result) == (Status.DONE, None)
+    assert len(bench.named("result.dropped")) == 1
+
+
+def test_retry_goes_on_after_the_time_it_names_and_uses_a_rung(bench: Bench) -> None:
+    returns(bench, "pay", Retry(after="5m", reason="the bank is closed"), retry="10s")
+    task = bench.schedule("pay")
+    bench.run(task)
+    first = bench.now(task)
+    assert (first.status, first.attempts, first.error) == (Status.NOT_COMPLETE, 1, "the bank is closed")
+    assert 299 < wait_s(bench, first) <= 300
+    assert run_again(bench, task).status is Status.FAILED
+
+
+def test_retry_without_a_time_climbs_the_ladder(bench: Bench) -> None:
+    returns(bench, "pay", Retry(), retry="10s")
+    task = bench.schedule("pay")
+    bench.run(task)
+    assert 9 < wait_s(bench, bench.now(task)) <= 10
+
+
+def test_retry_without_time_and_ladder_is_a_mistake_that_is_told(bench: Bench) -> None:
+    returns(bench, "pay", Retry())
+    task = bench.schedule("pay")
+    bench.run(task)
+    assert bench.now(task).status is Status.FAILED
+    assert "needs a ladder" in (bench.now(task).error or "")
+
+
+def test_snooze_uses_no_attempt(bench: Bench) -> None:
+    returns(bench, "pay", Snooze("1h"), retry="10s")
+    task = bench.schedule("pay")
+    for _ in range(3):
+        snoozed = run_again(bench, task)
+        assert (snoozed.status, snoozed.attempts, snoozed.error) == (Status.NOT_COMPLETE, 0, None)
+        assert 3599 < wait_s(bench, snoozed) <= 3600
+    assert bench.store.tasks.attempts(task.id) == []
+
+
+def test_cancel_is_for_good(bench: Bench) -> None:
+    returns(bench, "pay", Cancel("paid by other means"), retry="10s")
+    task = bench.schedule("pay", key="7")
+    bench.run(task)
+    assert (bench.now(task).status, bench.now(task).error) == (Status.CANCELLED, "paid by other means")
+    assert bench.schedule("pay", key="7").id != task.id, "its key is free"
+
+
+def test_fail_leaves_no_rung(bench: Bench) -> None:
+    returns(bench, "pay", Fail("no such account"), retry="10s")
+    task = bench.schedule("pay")
+    bench.run(task)
+    assert (bench.now(task).status, bench.now(task).error) == (Status.FAILED, "no such account")
+    assert len(bench.store.tasks.attempts(task.id)) == 1
+
+
+@pytest.mark.parametrize("value", [Retry(after=-1), Snooze("soon"), Snooze(float("inf"))])
+def test_an_outcome_that_makes_no_sense_is_a_failure_that_says_so(bench: Bench, value: Any) -> None:
+    returns(bench, "pay", value)
+    task = bench.schedule("pay")
+    bench.run(task)
+    assert bench.now(task).status is Status.FAILED
+    assert "InvalidDelayError" in (bench.now(task).error or "")
+
+
+# -- expiry and keys ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["processor", "task"])
+def test_what_is_too_late_to_be_worth_running_is_cancelled(bench: Bench, where: str) -> None:
+    returns(bench, "pay", None, **({"expires": "1m"} if where == "processor" else {"expires": "1d"}))
+    late = bench.schedule("pay", **({"expires": "1m"} if where == "task" else {}))
+    bench.change(late, expected_time=bench.clock.now() - timedelta(seconds=61))
+    bench.run(bench.now(late))
+    found = bench.now(late)
+    assert (found.status, found.attempts, found.execution_time) == (Status.CANCELLED, 0, None)
+    assert "expired" in (found.error or "")
+    in_time = bench.schedule("pay")
+    bench.run(in_time)
+    assert bench.now(in_time).status is Status.DONE
+
+
+def test_a_task_whose_key_went_to_another_one_does_not_run_again(bench: Bench) -> None:
+    newer: list[DelayTask] = []
+
+    @bench.registry.processor("pay", retry="10s")
+    def pay(body: Any) -> None:
+        new = NewTask("pay", "newer", 60, key="7")
+        newer.append(bench.producer.schedule(new, "replace", None))
+        raise ConnectionError("busy")
+
+    older = bench.schedule("pay", key="7")
+    bench.run(older)
+    assert bench.now(older).status is Status.FAILED
+    assert "its key '7' went to another task" in (bench.now(older).error or "")
+    assert bench.now(newer[0]).status is Status.NOT_COMPLETE
+    with pytest.raises(DuplicateTaskError):
+        bench.schedule("pay", key="7")
+
+
+def test_a_task_keeps_its_key_on_the_ladder(bench: Bench) -> None:
+    raises(bench, "pay", ConnectionError(), retry="10s")
+    task = bench.schedule("pay", key="7")
+    bench.run(task)
+    with pytest.raises(DuplicateTaskError):
+        bench.schedule("pay", key="7")
+    assert run_again(bench, task).status is Status.FAILED
+    assert bench.schedule("pay", key="7").id != task.id
+
+
+def test_attempts_go_with_their_task(bench: Bench) -> None:
+    raises(bench, "pay", ValueError())
+    task = bench.schedule("pay")
+    bench.run(task)
+    old = bench.clock.now() - timedelta(days=1)
+    bench.change(task, expected_time=old, update_time=old)
+    assert bench.store.sweeps.purge(3600, 10) == 1
+    assert bench.store.tasks.attempts(task.id) == []
