@@ -49,6 +49,7 @@ cancel = _of_default(DelayTasks.cancel)
 reschedule = _of_default(DelayTasks.reschedule)
 touch = _of_default(DelayTasks.touch)
 retry = _of_default(DelayTasks.retry)
+attempts = _of_default(DelayTasks.attempts)
 get = _of_default(DelayTasks.get)
 find = _of_default(DelayTasks.find)
 

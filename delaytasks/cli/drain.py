@@ -16,8 +16,8 @@ import click
 from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli
 from delaytasks.cli.output import cell, count, print_json, say
 from delaytasks.core.clock import from_us, monotonic
-from delaytasks.core.loop import Loop
 from delaytasks.core.durations import show_duration
+from delaytasks.core.loop import Loop
 from delaytasks.engine.sweeper import tell_lapsed
 
 if TYPE_CHECKING:

@@ -46,6 +46,8 @@ _LINE_FIELDS = ["at", *(field.name for field in fields(NewTask) if field.name !=
 )
 @click.option("--queue", help="The queue, if not the processor's own.")
 @click.option("--priority", type=int, default=0, help="0 to 9, higher first.")
+@click.option("--retry", metavar="LADDER", help='A ladder of its own, for example "15s 3m 10m".')
+@click.option("--expires", metavar="DURATION", help="How late it may begin; past that it is cancelled.")
 @click.option("--id", "id_", help="An id of your own; scheduling again with it is harmless.")
 @click.option("--many", type=click.File("rb"), metavar="FILE", help="Schedule the tasks in FILE (- for stdin).")
 @pass_cli
@@ -59,6 +61,8 @@ def schedule(
     on_conflict: str,
     queue: str | None,
     priority: int,
+    retry: str | None,
+    expires: str | None,
     id_: str | None,
     many: BinaryIO | None,
 ) -> None:
@@ -69,7 +73,7 @@ def schedule(
     delaytasks schedule report.send @report.json --at 2030-01-31T18:00:00Z --key january
 
     FILE for --many has one JSON object a line, with tag, body, delay or at, and what else a task needs (key, queue,
-    priority, id):
+    priority, retry, expires, id):
 
     \b
     {"tag": "order.close", "body": {"order": 7}, "delay": "30m"}
@@ -88,15 +92,13 @@ def schedule(
     content = _body(body)
     cli.import_processors()
     delays = cli.delays
+    options: dict[str, Any] = {"key": key, "on_conflict": conflict, "queue": queue, "priority": priority, "id": id}
+    options |= {"retry": retry, "expires": expires}
     if when is None:
         assert delay is not None
-        task = delays.schedule_delay(
-            tag, content, delay, key=key, on_conflict=conflict, queue=queue, priority=priority, id=id
-        )
+        task = delays.schedule_delay(tag, content, delay, **options)
     else:
-        task = delays.schedule_at(
-            tag, content, when, key=key, on_conflict=conflict, queue=queue, priority=priority, id=id
-        )
+        task = delays.schedule_at(tag, content, when, **options)
     if cli.is_json:
         print_json(task_json(task))
         return

@@ -126,8 +126,9 @@ def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
     """
     task = cli.delays.get(id, tag=tag, key=key)
     moves = moves_from(task.status)
+    attempts = cli.delays.attempts(task)
     if cli.is_json:
-        print_json({**task_json(task), "moves": moves})
+        print_json({**task_json(task), "moves": moves, "failed_attempts": [one.as_json() for one in attempts]})
         return
     now = cli.delays.clock.now()
     shown: list[tuple[str, Cell]] = [("id", str(task.id)), ("status", coloured(task.status))]
@@ -144,6 +145,10 @@ def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
     if task.error:
         say("error", fg="red")
         say(block(task.error))
+    if attempts:
+        say("failed attempts")
+        rows = [[one.number, show_instant(one.ended), one.worker or NOTHING, reason(one.error)] for one in attempts]
+        print_table(["attempt", "ended", "worker", "error"], rows)
 
 
 # -- moves ----------------------------------------------------------------------------------------

@@ -120,6 +120,9 @@ class Attempt(NamedTuple):
     worker: str | None
     error: str | None
 
+    def as_json(self) -> dict[str, Any]:
+        return {**self._asdict(), "began": _iso(self.began), "ended": _iso(self.ended)}
+
 
 @dataclass(frozen=True, slots=True)
 class NewTask:

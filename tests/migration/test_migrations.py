@@ -181,8 +181,8 @@ def test_the_statements_for_frameworks_make_the_same_tables(database: Database) 
     with database.begin() as connection:
         for statement in migrations.ddl(database.url.get_backend_name(), "f_"):
             connection.exec_driver_sql(statement)
-    for name in ("yb_delay_task_message", "yb_delay_task_key", "yb_delay_sweep", "yb_delay_worker"):
-        assert _shape(database, "f_" + name) == _shape(database, PREFIX + name)
+    for name in ("task_message", "task_key", "attempt", "sweep", "worker"):
+        assert _shape(database, "f_yb_delay_" + name) == _shape(database, PREFIX + "yb_delay_" + name)
 
 
 def test_a_table_that_a_framework_made_is_taken_as_it_is(database: Database) -> None:

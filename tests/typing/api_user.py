@@ -10,7 +10,7 @@ from celery import Celery
 from typing_extensions import assert_type
 
 import delaytasks
-from delaytasks import DelayTask, DelayTasks, NewTask, Page, Status
+from delaytasks import DelayTask, DelayTasks, Done, Ladder, NewTask, Page, Retry, Status
 
 delays = DelayTasks(Celery("shop"), "sqlite://", horizon_s=20)
 
@@ -44,3 +44,11 @@ assert_type([task.id for task in delaytasks.find().tasks], list[int])
 delaytasks.schedule_delay("order.close", {}, "soon")  # type: ignore[arg-type]
 delaytasks.schedule_delay("order.close", {}, 5, on_conflict="ignore")  # type: ignore[arg-type]
 delaytasks.schedule_delay("order.close", {}, 5, colour="red")  # type: ignore[call-arg]
+
+
+@delays.processor("pay", retry="15s 3m", expires="1h", keep_result=True)
+def pay(body: Any) -> Any:
+    return Done({"receipt": 7}) if body else Retry(after="5m", reason="busy")
+
+
+delays.schedule_delay("pay", {}, 5, retry=Ladder.fixed("1s", times=3), expires=60)

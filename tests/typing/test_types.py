@@ -24,12 +24,22 @@ def test_a_users_code_has_the_types_it_was_promised(tmp_path: Path) -> None:
 
 def test_the_public_names_are_these() -> None:
     assert sorted(delaytasks.__all__) == [
+        "Attempt",
+        "Cancel",
         "DelayTask",
         "DelayTaskError",
         "DelayTasks",
+        "Done",
+        "Fail",
+        "LEVELS",
+        "Ladder",
+        "NOTIFY",
         "NewTask",
         "Page",
+        "Retry",
+        "Snooze",
         "Status",
+        "attempts",
         "cancel",
         "find",
         "get",
