@@ -147,7 +147,9 @@ def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
         say(block(task.error))
     if attempts:
         say("failed attempts")
-        rows = [[one.number, show_instant(one.ended), one.worker or NOTHING, reason(one.error)] for one in attempts]
+        rows: list[list[Cell]] = [
+            [str(one.number), show_instant(one.ended), one.worker or NOTHING, reason(one.error)] for one in attempts
+        ]
         print_table(["attempt", "ended", "worker", "error"], rows)
 
 

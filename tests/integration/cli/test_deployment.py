@@ -125,7 +125,7 @@ def test_db_makes_the_tables_and_takes_them_back(bare: Project) -> None:
     assert bare("db", "upgrade").exit_code == 0
     assert len(bare.json("list")["tasks"]) == 1
     bare.delays.store.tasks.cancel(int(bare.json("list")["tasks"][0]["id"]))
-    assert bare.json("db", "downgrade", "-1", "--yes")["revision"] is None
+    assert bare.json("db", "downgrade", "base", "--yes")["revision"] is None
     assert "run: delaytasks -A" in bare("db", "current").stdout
 
 

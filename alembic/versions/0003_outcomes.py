@@ -8,8 +8,8 @@ from sqlalchemy.dialects import mysql
 
 from delaytasks.store import adoption
 
-revision = "0002"
-down_revision = "0001"
+revision = "0003"
+down_revision = "0002"
 branch_labels = None
 depends_on = None
 
