@@ -118,6 +118,8 @@ def exclusively(connection: Connection, prefix: str, schema: str | None) -> Iter
         connection.exec_driver_sql(f"SET SESSION lock_wait_timeout = {LOCK_TIMEOUT_S}")
         try:
             yield
+            # The revision is written last, and who has the next turn must see it.
+            connection.exec_driver_sql("COMMIT")
         finally:
             connection.exec_driver_sql("SET SESSION lock_wait_timeout = DEFAULT")
             connection.execute(select(func.release_lock(name[-64:])))
