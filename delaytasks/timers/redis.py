@@ -18,7 +18,7 @@ from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.events import Events
 from delaytasks.core.forks import reset_in_child
-from delaytasks.core.inputs import is_queue
+from delaytasks.core.inputs import MAX_PRIORITY, is_queue
 from delaytasks.core.ports import Entry
 from delaytasks.core.settings import Settings
 from delaytasks.timers.bounded import within
@@ -40,10 +40,12 @@ FAILURES = (RedisError, RedisClusterException, OSError)
 
 
 class Slot(NamedTuple):
-    """A part of a queue's near tasks; in a cluster each may be on another node."""
+    """A part of a queue's near tasks; in a cluster each may be on another node. Ordinary ones are spread by their ids;
+    those of a higher priority have a slot of their own, which is emptied first."""
 
     queue: str
-    number: int
+    name: str
+    priority: int = 0
 
 
 class Taken(NamedTuple):
@@ -90,12 +92,20 @@ class RedisTimer:
     def slots(self, queue: str) -> list[Slot]:
         found = self._slots.get(queue)
         if found is None:
-            found = self._slots[queue] = [Slot(queue, number) for number in range(self._settings.redis_slots)]
+            found = [Slot(queue, str(number)) for number in range(self._settings.redis_slots)]
+            found += [Slot(queue, f"p{priority}", priority) for priority in range(1, MAX_PRIORITY + 1)]
+            self._slots[queue] = found
         return found
+
+    def slot(self, entry: Entry) -> Slot:
+        slots = self._slots.get(entry.queue) or self.slots(entry.queue)
+        if entry.priority > 0:
+            return slots[min(entry.priority, MAX_PRIORITY) - 1 - MAX_PRIORITY]
+        return slots[crc32(b"%d" % entry.id) & self._settings.redis_slots - 1]
 
     def keys(self, slot: Slot) -> tuple[str, str]:
         """Of what waits and of what is on its way. In a cluster one hash tag keeps both on one node."""
-        tag = f"{{{self._settings.namespace}.{slot.queue}.{slot.number}}}"
+        tag = f"{{{self._settings.namespace}.{slot.queue}.{slot.name}}}"
         return f"{tag}.store", f"{tag}.prepare"
 
     def channel(self, queue: str) -> str:
@@ -104,12 +114,10 @@ class RedisTimer:
 
     def _by_slot(self, entries: Iterable[Entry]) -> dict[Slot, list[Entry]]:
         found: dict[Slot, list[Entry]] = {}
-        mask = self._settings.redis_slots - 1
         for entry in entries:
             # Others are another program's: no worker would take them, and the table has their rows.
             if entry.id > 0 and entry.version >= 0 and entry.due_us >= 0 and is_queue(entry.queue):
-                slot = self.slots(entry.queue)[crc32(b"%d" % entry.id) & mask]
-                found.setdefault(slot, []).append(entry)
+                found.setdefault(self.slot(entry), []).append(entry)
         return found
 
     # -- the timer --------------------------------------------------------------------------------
@@ -122,7 +130,7 @@ class RedisTimer:
             for slot, some in slots.items():
                 some.sort(key=lambda entry: entry.due_us)
                 for start in range(0, len(some), LOT):
-                    words: list[Any] = [self.channel(slot.queue), slot.number]
+                    words: list[Any] = [self.channel(slot.queue), slot.name]
                     for entry in some[start : start + LOT]:
                         words += (_due_ms(entry), _member(entry))
                     pipe.eval(ARM, 2, *self.keys(slot), *words)
@@ -196,9 +204,9 @@ class RedisTimer:
                 for slot in self.slots(queue):
                     for key in self.keys(slot):
                         pipe.zcount(key, "-inf", "(+inf")
-            numbers, both = pipe.execute(), 2 * self._settings.redis_slots
-            parts = [numbers[start : start + both] for start in range(0, len(numbers), both)]
-            return {queue: (sum(part[::2]), sum(part[1::2])) for queue, part in zip(queues, parts, strict=True)}
+            numbers = iter(pipe.execute())
+            pairs = {queue: [(next(numbers), next(numbers)) for _ in self.slots(queue)] for queue in queues}
+            return {queue: (sum(p[0] for p in both), sum(p[1] for p in both)) for queue, both in pairs.items()}
 
         return self._attempt(work)
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 #: Members in one call: Lua's stack takes a few thousand values.
 LOT = 1000
 
-#: KEYS: store, prepare. ARGV: channel, slot, then score and member of each entry, the earliest first. Idempotent.
-#: Movers are told only when the slot has something to do earlier than before.
+#: KEYS: store, prepare. ARGV: channel, the slot's name, then score and member of each entry, the earliest first.
+#: Idempotent. Movers are told only when the slot has something to do earlier than before.
 ARM = """
 local is_earliest = redis.call('ZCOUNT', KEYS[1], '-inf', ARGV[3]) == 0
 redis.call('ZADD', KEYS[1], unpack(ARGV, 3))

@@ -91,8 +91,10 @@ class Mover:
                 self._next = dict.fromkeys(self._next, 0.0)
             due = [slot for slot, at in self._next.items() if at * 1000 <= now_us]
             if due and room:
-                # One of each at least would be more than can be run.
-                chosen = due if len(due) <= room else random.sample(due, room)
+                first = max(slot.priority for slot in due)
+                chosen = [slot for slot in due if slot.priority == first]
+                if room < len(chosen):  # one of each would be more than can be run
+                    chosen = random.sample(chosen, room)
                 self._next.update(dict.fromkeys(chosen, NEVER))
                 return chosen, room, 0
             if not due:
@@ -140,7 +142,8 @@ class Mover:
         queues = self._queues
         if not queues:
             return REST_S
-        names = {self._timer.channel(queue).encode(): queue for queue in queues}
+        channels = {self._timer.channel(queue): self._timer.slots(queue) for queue in queues}
+        slots = {(channel.encode(), slot.name.encode()): slot for channel, some in channels.items() for slot in some}
         try:
             listener = self._timer.listen(queues)
             try:
@@ -149,8 +152,8 @@ class Mover:
                     self._ear.beat()
                     message = listener.get_message(timeout=EAR_S)
                     if message is not None:
-                        number, due_ms = message["data"].split()
-                        self._heard(Slot(names[message["channel"]], int(number)), int(due_ms))
+                        name, due_ms = message["data"].split()
+                        self._heard(slots[message["channel"], name], int(due_ms))
             finally:
                 listener.close()
         except FAILURES:

@@ -172,12 +172,7 @@ class Timers:
         ran_once(d, [d.schedule(delay=0.4)])
         assert {str(task.id), str(other.id)}.isdisjoint(run[0] for run in d.runs())
 
-    def test_what_has_a_higher_priority_runs_first_when_processes_are_busy(
-        self, d: Deployment, request: pytest.FixtureRequest
-    ) -> None:
-        if d.delays.settings.timer == "redis":
-            # What is due leaves a slot in the order of due times, so a busy worker takes the oldest, of any priority.
-            request.applymarker(pytest.mark.xfail(strict=True))
+    def test_what_has_a_higher_priority_runs_first_when_processes_are_busy(self, d: Deployment) -> None:
         d.schedule("test.sleep", 0, queue="mail", body={"seconds": 1})
         wait_until(lambda: d.runs()[-1][1] == "began", 10, "the sleeper to begin")
         body, options = {"file": str(d.file)}, {"queue": "mail", "due_s": 0.3}
