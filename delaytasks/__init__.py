@@ -12,6 +12,7 @@ from delaytasks.api import (
     schedule_delay,
     schedule_many,
     touch,
+    touch_many,
 )
 from delaytasks.app import DelayTasks
 from delaytasks.core.errors import DelayTaskError
@@ -47,4 +48,5 @@ __all__ = [
     "schedule_delay",
     "schedule_many",
     "touch",
+    "touch_many",
 ]

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, overload
 
 from delaytasks.core.errors import InvalidQueryError, InvalidScheduleError, TaskNotFoundError
 from delaytasks.core.events import Events
@@ -156,9 +156,46 @@ class Verbs(ABC):
 
         One row update and no message, made for heartbeats. False if the task does not wait any more.
         """
-        due = self.producer.due_of(delay, None)
-        with self._named(task, tag, key, session) as (id, unit):
-            return self.store.tasks.touch(id, due, _executor(unit))
+        due, name = self.producer.due_of(delay, None), _name(task, tag, key)
+        touches = self.store.touches
+        with self._guarded(session) as unit:
+            if isinstance(name, int):
+                return touches.touch(name, due, _executor(unit))
+            return touches.touch_key(*name, due, _executor(unit))
+
+    @overload
+    def touch_many(
+        self, tasks: Iterable[int | str | DelayTask], delay: float | timedelta, *, session: Any = None
+    ) -> list[int]: ...
+
+    @overload
+    def touch_many(
+        self, *, tag: str, keys: Iterable[str], delay: float | timedelta, session: Any = None
+    ) -> list[str]: ...
+
+    def touch_many(
+        self,
+        tasks: Iterable[int | str | DelayTask] | None = None,
+        delay: float | timedelta | None = None,
+        *,
+        tag: str | None = None,
+        keys: Iterable[str] | None = None,
+        session: Any = None,
+    ) -> list[int] | list[str]:
+        """Pushes many timeouts away, and returns those that do not wait any more: ids, or keys if keys were given.
+
+        As `touch`, a few thousand tasks in a statement. What is returned ran, or runs, or never was, which is no
+        error: schedule it anew.
+        """
+        due, store = self.producer.due_of(delay, None), self.store.touches
+        if (tasks is None) == (keys is None) or (tag is None) != (keys is None):
+            raise InvalidScheduleError("give touch_many the tasks, or tag= and keys=")
+        names: list[Any] = [_id(task) for task in _list(tasks)] if keys is None else [*map(check_key, _list(keys))]
+        with self._guarded(session) as unit:
+            on = _executor(unit)
+            ids = {id: id for id in names} if keys is None else store.ids_of_keys(check_tag(tag), names, on)
+            waiting = store.touch_many(ids.values(), due, on)
+        return [name for name in dict.fromkeys(names) if ids.get(name) not in waiting]
 
     def retry(
         self,
@@ -223,8 +260,7 @@ class Verbs(ABC):
             None if since is None else check_instant(since),
             None if until is None else check_instant(until),
         )
-        unit = self._unit(session)
-        with unit.guard() if unit is not None else nullcontext():
+        with self._guarded(session) as unit:
             return self.store.tasks.find(*by, cursor, limit, _executor(unit))
 
     # -- inside -----------------------------------------------------------------------------------
@@ -233,22 +269,41 @@ class Verbs(ABC):
         return self.ambient_unit() if session is None else unit_of(session)
 
     @contextmanager
-    def _named(self, task: Any, tag: str | None, key: str | None, session: Any) -> Iterator[tuple[int, Unit | None]]:
-        """The id of the task that a call names, and the transaction that the call is part of."""
-        if (task is None) == (key is None) or (key is not None and tag is None):
-            raise InvalidScheduleError("name the task by its id, or by tag= and key=")
+    def _guarded(self, session: Any) -> Iterator[Unit | None]:
+        """The transaction that a call is part of."""
         unit = self._unit(session)
         with unit.guard() if unit is not None else nullcontext():
-            if isinstance(task, DelayTask):
-                id = task.id
-            elif task is not None:
-                id = check_id(task)
-            else:
-                found = self.store.tasks.id_of_key(check_tag(tag), check_key(key), _executor(unit))
-                if found is None:
-                    raise TaskNotFoundError(f"no live task of tag {shown(tag)} has the key {shown(key)}")
-                id = found
+            yield unit
+
+    @contextmanager
+    def _named(self, task: Any, tag: str | None, key: str | None, session: Any) -> Iterator[tuple[int, Unit | None]]:
+        """The id of the task that a call names, and the transaction that the call is part of."""
+        name = _name(task, tag, key)
+        with self._guarded(session) as unit:
+            if isinstance(name, int):
+                yield name, unit
+                return
+            id = self.store.tasks.id_of_key(*name, _executor(unit))
+            if id is None:
+                raise TaskNotFoundError(f"no live task of tag {shown(tag)} has the key {shown(key)}")
             yield id, unit
+
+
+def _name(task: Any, tag: str | None, key: str | None) -> int | tuple[str, str]:
+    """Of a task: its id, or its tag and key."""
+    if (task is None) == (key is None) or (key is not None and tag is None):
+        raise InvalidScheduleError("name the task by its id, or by tag= and key=")
+    return (check_tag(tag), check_key(key)) if task is None else _id(task)
+
+
+def _id(task: Any) -> int:
+    return task.id if isinstance(task, DelayTask) else check_id(task)
+
+
+def _list(items: Any) -> Iterable[Any]:
+    if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
+        raise InvalidScheduleError(f"touch_many takes a list of tasks or of keys, not {shown(items)}")
+    return items
 
 
 def _executor(unit: Unit | None) -> Any:

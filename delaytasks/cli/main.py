@@ -12,7 +12,7 @@ from delaytasks.cli.database import db
 from delaytasks.cli.drain import drain
 from delaytasks.cli.schedule import schedule
 from delaytasks.cli.stats import stats
-from delaytasks.cli.tasks import cancel, list_, reschedule, retry, show
+from delaytasks.cli.tasks import cancel, list_, reschedule, retry, show, touch
 
 
 class AllCommands(Commands):
@@ -79,5 +79,5 @@ def delays(ctx: click.Context) -> None:
 
 
 for _group in (main, delays):
-    for _command in (cancel, config, db, drain, list_, reschedule, retry, schedule, show, stats):
+    for _command in (cancel, config, db, drain, list_, reschedule, retry, schedule, show, stats, touch):
         _group.add_command(_command)

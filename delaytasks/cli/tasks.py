@@ -1,4 +1,4 @@
-"""`list`, `show`, `cancel`, `reschedule` and `retry`."""
+"""`list`, `show`, `cancel`, `reschedule`, `touch` and `retry`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from delaytasks.cli.output import (
     block,
     cell,
     coloured,
+    count,
     failure_of,
     pretty_body,
     print_fields,
@@ -218,6 +219,41 @@ def reschedule(
         return
     say(sentence(task, "rescheduled", delays.clock.now()))
     cli.note_broker_away()
+
+
+@click.command(epilog=EXIT_CODES)
+@click.argument("ids", nargs=-1, metavar="[ID]...")
+@delay_option
+@_TAG_OF_KEY
+@click.option("--key", "keys", multiple=True, help="With --tag: the task that has this key; as often as you like.")
+@pass_cli
+def touch(cli: Cli, ids: tuple[str, ...], delay: timedelta | None, tag: str | None, keys: tuple[str, ...]) -> None:
+    """Push timeouts away: by ids, or by tag and keys. No task gets earlier.
+
+    \b
+    delaytasks touch 2305843009213693952 2305843009213693953 --delay 2h
+    delaytasks touch --tag device.lost --key device-3 --key device-4 --delay 1m
+    """
+    if delay is None:
+        raise click.UsageError("Give --delay.")
+    if bool(ids) == bool(keys) or bool(keys) != (tag is not None):
+        raise click.UsageError("Give ids, or --tag and --key.")
+    delays = cli.delays
+    gone: Sequence[Any]
+    if tag is None:
+        named = [str(check_id(id)) for id in dict.fromkeys(ids)]
+        gone = [str(id) for id in delays.touch_many(named, delay)]
+    else:
+        named, gone = list(dict.fromkeys(keys)), delays.touch_many(tag=tag, keys=keys, delay=delay)
+    touched = [name for name in named if name not in gone]
+    if cli.is_json:
+        print_json({"touched": touched, "gone": gone})
+    else:
+        say(f"touched {count(len(touched), 'task')}")
+        for name in gone:
+            cli.note(f"does not wait any more: {name}")
+    if gone:
+        raise SystemExit(1)
 
 
 @click.command(epilog=EXIT_CODES)

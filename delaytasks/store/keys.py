@@ -13,6 +13,7 @@ from sqlalchemy import ColumnElement, and_, bindparam, delete, false, select, up
 from delaytasks.core.task import DelayTask
 from delaytasks.store.database import Database
 from delaytasks.store.inserts import Insert
+from delaytasks.store.rows import listed
 from delaytasks.store.schema import Schema
 
 
@@ -21,11 +22,17 @@ class Keys:
         self._k = k = schema.keys
         self._insert = Insert(database, k)
         self._of = select(k.c.task_id).where(k.c.tag == bindparam("tag"), k.c.task_key == bindparam("task_key"))
+        named = and_(k.c.tag == bindparam("tag"), listed(database, k.c.task_key, "task_keys"))
+        self._of_many = select(k.c.task_key, k.c.task_id).where(named)
 
     def id_of(self, on: Any, tag: str, key: str | None, is_locked: bool = False) -> int | None:
         query = self._of.with_for_update() if is_locked else self._of
         found: int | None = on.execute(query, {"tag": tag, "task_key": key}).scalar()
         return found
+
+    def ids_of(self, on: Any, tag: str, keys: Sequence[str]) -> dict[str, int]:
+        """By key, of those that somebody has."""
+        return dict(on.execute(self._of_many, {"tag": tag, "task_keys": keys}).all())
 
     def lock(self, on: Any, task: DelayTask) -> int | None:
         """The id that has the key of this task, and goes on having it until the transaction's end."""

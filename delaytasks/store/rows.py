@@ -11,10 +11,12 @@ from sqlalchemy import (
     JSON,
     BigInteger,
     Column,
+    ColumnElement,
     FromClause,
     Integer,
     SmallInteger,
     Text,
+    any_,
     bindparam,
     cast,
     column,
@@ -23,11 +25,13 @@ from sqlalchemy import (
     select,
     text,
 )
+from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.types import TypeEngine
 
 from delaytasks.core.clock import UTC
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
+from delaytasks.store.database import Database
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import UTCDateTime
 
@@ -101,6 +105,15 @@ def json_rows(dialect: str, names: Sequence[str]) -> FromClause:
     fields = ", ".join(f"{name} {_TYPES[name][1]} PATH '$.{name}'" for name in names)
     picked = [literal_column(f"j.{name}", _TYPES[name][0]).label(name) for name in names]
     return select(*picked).select_from(text(f"JSON_TABLE(:rows, '$[*]' COLUMNS ({fields})) AS j")).subquery("w")
+
+
+def listed(database: Database, column: Column[Any], name: str) -> ColumnElement[bool]:
+    """Its value is in the list parameter `name`. However long the list and whatever the statistics say, each is looked
+    up by itself: PostgreSQL would rather read a middling table as a whole, unless the list is made while it asks."""
+    if not database.can.array_parameters:
+        return column.in_(bindparam(name, expanding=True))
+    values = select(func.unnest(bindparam(name, type_=ARRAY(column.type))))
+    return column == any_(func.array(values.scalar_subquery()))
 
 
 def dump_rows(rows: Sequence[dict[str, Any]]) -> str:

@@ -14,6 +14,7 @@ from delaytasks.store.migrations import check_charset
 from delaytasks.store.schema import build_schema
 from delaytasks.store.sweeps import Sweeps
 from delaytasks.store.tasks import Tasks
+from delaytasks.store.touches import Touches
 from delaytasks.store.workers import Workers
 
 
@@ -22,6 +23,7 @@ class Store:
         self.database = Database(url, settings.pool_size)
         self.schema = build_schema(settings.table_prefix, settings.table_schema)
         self.tasks = Tasks(self.database, self.schema)
+        self.touches = Touches(self.database, self.schema)
         self.sweeps = Sweeps(self.database, self.schema, settings.lease_s, settings.timer)
         self.leases = Leases(self.database, self.schema, settings.lease_s)
         self.workers = Workers(self.database, self.schema)

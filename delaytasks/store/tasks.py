@@ -1,4 +1,4 @@
-"""Rows as producers and operators see them: schedule, look up, cancel, reschedule, retry, touch."""
+"""Rows as producers and operators see them: schedule, look up, cancel, reschedule, retry."""
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, case, exc, func, select, update
+from sqlalchemy import Connection, exc, func, select
 
-from delaytasks.core.errors import (
-    DuplicateTaskError,
-    StoreUnavailableError,
-    TaskNotFoundError,
-)
+from delaytasks.core.errors import DuplicateTaskError, StoreUnavailableError
 from delaytasks.core.ports import Executor, OnConflict
 from delaytasks.core.states import MOVES, Status
 from delaytasks.core.task import Attempt, DelayTask, Page
@@ -222,24 +218,6 @@ class Tasks:
             return moved
 
         return self._in_transaction(work, on, id)
-
-    def touch(self, id: int, due: datetime, on: Executor | None = None) -> bool:
-        """Later only, and no new version: what was armed for the old time arrives, and is found not due."""
-        t = self._t
-        statement = (
-            update(t)
-            .where(t.c.id == id, t.c.status.in_([int(s) for s in MOVES["reschedule"].sources]))
-            .values(expected_time=case((t.c.expected_time < due, due), else_=t.c.expected_time), update_time=db_now())
-        )
-
-        def work(connection: Any) -> bool:
-            if connection.execute(statement).rowcount:
-                return True
-            if connection.execute(self._get, {"task_id": id}).first() is None:
-                raise TaskNotFoundError(f"there is no task {id}", id)
-            return False
-
-        return work(on) if on is not None else self._db.alone(work)
 
     # -- connections ------------------------------------------------------------------------------
 

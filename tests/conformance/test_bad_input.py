@@ -128,6 +128,8 @@ def test_a_delay_that_is_no_delay_is_refused_by_every_call(place: Place) -> None
         with place.refuses(e.InvalidDelayError):
             place.delays.touch(waits, delay)
         with place.refuses(e.InvalidDelayError):
+            place.delays.touch_many([waits], delay)
+        with place.refuses(e.InvalidDelayError):
             place.delays.retry(failed, delay)
 
 
@@ -351,6 +353,8 @@ def by_key(place: Place, key: Any) -> list[Callable[[], Any]]:
         lambda: place.delays.schedule_many([NewTask("mail", {}, 5), NewTask("mail", {}, 5, key=key)]),
         lambda: place.delays.cancel(tag="mail", key=key),
         lambda: place.delays.get(tag="mail", key=key),
+        lambda: place.delays.touch(tag="mail", key=key, delay=5),
+        lambda: place.delays.touch_many(tag="mail", keys=["k", key], delay=5),
         lambda: place.delays.find(key=key),
     ]
 
@@ -470,7 +474,10 @@ BAD_IDS = [
 
 
 def test_an_id_that_is_no_id_is_refused_by_every_call(place: Place) -> None:
+    task = place.put()
     for id in BAD_IDS:
+        with place.refuses(e.InvalidIdError):
+            place.delays.touch_many([task, id], 500)
         for call in by_id(place, id):
             with place.refuses(e.InvalidIdError):
                 call()
@@ -504,6 +511,25 @@ def test_a_task_is_named_in_one_way(place: Place) -> None:
     for names in ({}, {"key": "k"}, {"tag": "mail"}, {"task": task, "tag": "mail", "key": "k"}):
         with place.refuses(e.InvalidScheduleError):
             place.delays.cancel(**names)
+
+
+def test_touch_many_takes_one_list(place: Place) -> None:
+    task = place.put(key="k")
+    for names in (
+        {},
+        {"tag": "mail"},
+        {"keys": ["k"]},
+        {"tasks": [task], "tag": "mail"},
+        {"tasks": [task], "tag": "mail", "keys": ["k"]},
+        *({"tasks": tasks} for tasks in (task, task.id, str(task.id), b"1", Unsayable())),
+        *({"tag": "mail", "keys": keys} for keys in ("k", b"k", 5)),
+    ):
+        with place.refuses(e.InvalidScheduleError):
+            place.delays.touch_many(delay=500, **names)
+    for tag in BAD_NAMES[:-4]:
+        with place.refuses(e.InvalidTagError):
+            place.delays.touch_many(tag=tag, keys=["k"], delay=500)
+    assert place.delays.get(task).expected_time == task.expected_time
 
 
 def test_a_key_that_is_taken_names_the_task_that_has_it(place: Place) -> None:
@@ -630,6 +656,8 @@ def calls_with(place: Place, task: DelayTask, failed: DelayTask, session: Any) -
         lambda: d.cancel(task, session=session),
         lambda: d.reschedule(task, 5, session=session),
         lambda: d.touch(task, 500, session=session),
+        lambda: d.touch_many([task], 500, session=session),
+        lambda: d.touch_many(tag="mail", keys=["k"], delay=500, session=session),
         lambda: d.retry(failed, session=session),
         lambda: d.get(task, session=session),
         lambda: d.find(session=session),
@@ -828,6 +856,8 @@ def test_any_arguments_are_answered_with_a_task_or_with_our_error(place: Place, 
         lambda: place.delays.cancel(some(5), version=some(None)),
         lambda: place.delays.reschedule(some(5), some(5), version=some(None)),
         lambda: place.delays.touch(tag=some("mail"), key=some("k"), delay=some(5)),
+        lambda: place.delays.touch_many(some([5]), some(5)),
+        lambda: place.delays.touch_many(tag=some("mail"), keys=[some("k")], delay=some(5)),
         lambda: place.delays.retry(some(5), some(5)),
         lambda: place.delays.find(tag=some(None), key=some(None), status=some(None), cursor=some(None), limit=some(10)),
     ]

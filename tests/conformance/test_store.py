@@ -499,9 +499,9 @@ def test_touch_only_moves_later_and_keeps_the_version(store: Store, status: Stat
     made = put(store, status)
     can = status in MOVES["reschedule"].sources
     later, earlier = seconds(made.expected_time, 60), seconds(made.expected_time, -60)
-    assert store.tasks.touch(made.id, earlier) is can
+    assert store.touches.touch(made.id, earlier) is can
     assert read(store, made.id).expected_time == made.expected_time
-    assert store.tasks.touch(made.id, later) is can
+    assert store.touches.touch(made.id, later) is can
     found = read(store, made.id)
     assert found.expected_time == (later if can else made.expected_time)
     assert (found.version, found.status) == (0, status)
@@ -1222,6 +1222,25 @@ def test_a_claim_by_id_uses_the_primary_key_on_empty_statistics(unanalysed: Stor
     assert re.search(r"plan_yb_delay_task_message_pkey|INTEGER PRIMARY KEY|using PRIMARY", shown), shown
     assert "plan_idx" not in shown, shown
     assert_no_scan(shown)
+
+
+def test_touching_finds_each_row_and_key_by_itself_on_empty_statistics(unanalysed: Store) -> None:
+    store, later = unanalysed, seconds(unanalysed.tasks.now(), 5000)
+    waiting = store.tasks.find(None, Status.NOT_COMPLETE, None, None, None, None, 1000).tasks
+    ids = [one.id for one in waiting]
+    keys = [f"k{n}" for n in range(10_000)]
+    with store.database.begin() as connection:
+        rows = [{"tag": "mail", "task_key": key, "task_id": ids[0]} for key in keys]
+        connection.execute(insert(store.schema.keys), rows)
+    for work in (
+        lambda: store.touches.touch(ids[0], later),
+        lambda: store.touches.touch_key("mail", "k1", later),
+        lambda: store.touches.touch_many(ids, later),
+        lambda: store.touches.ids_of_keys("mail", keys[:300]),
+    ):
+        shown = plans(store, work)
+        assert "plan_idx" not in shown, shown
+        assert_no_scan(shown)
 
 
 def test_the_slow_path_uses_the_hot_index_on_empty_statistics(unanalysed: Store) -> None:

@@ -438,12 +438,13 @@ def test_two_callers_with_one_key_wait_for_each_other(shop: Shop) -> None:
 @pytest.mark.parametrize("ending", ["commit", "rollback"])
 def test_moves_belong_to_the_callers_transaction(shop: Shop, ending: str) -> None:
     d, is_kept = shop.delays, ending == "commit"
-    cancelled, moved, touched, failed = (d.schedule_delay("mail", {}, 100, key=f"k{n}") for n in range(4))
+    cancelled, moved, touched, failed, listed = (d.schedule_delay("mail", {}, 100, key=f"k{n}") for n in range(5))
     shop.set_status(failed, Status.FAILED)
     with shop.session() as session:
         assert d.cancel(tag="mail", key="k0", session=session)
         assert d.reschedule(moved, 5, session=session).version == 1
         assert d.touch(touched, 500, session=session)
+        assert d.touch_many(tag="mail", keys=["k0", "k4", "new"], delay=500, session=session) == ["k0", "new"]
         assert d.retry(failed, 5, session=session).status is Status.NOT_COMPLETE
         assert d.get(cancelled, session=session).status is Status.CANCELLED
         assert [one.id for one in d.find(status="CANCELLED", session=session)] == [cancelled.id]
@@ -454,6 +455,7 @@ def test_moves_belong_to_the_callers_transaction(shop: Shop, ending: str) -> Non
     assert (d.get(cancelled).status is Status.CANCELLED) is is_kept
     assert (d.get(moved).expected_time < moved.expected_time) is is_kept
     assert (d.get(touched).expected_time > touched.expected_time) is is_kept
+    assert (d.get(listed).expected_time > listed.expected_time) is is_kept
     assert (d.get(failed).status is Status.NOT_COMPLETE) is is_kept
     assert shop.timer.ids == ([moved.id, failed.id] if is_kept else [])
 
@@ -480,6 +482,7 @@ def every_call(shop: Shop, task: DelayTask, failed: DelayTask, session: Any) -> 
         lambda: d.cancel(task, session=session),
         lambda: d.reschedule(task, 5, session=session),
         lambda: d.touch(task, 500, session=session),
+        lambda: d.touch_many([task], 500, session=session),
         lambda: d.retry(failed, session=session),
     ]
 

@@ -266,6 +266,8 @@ def test_operators_moves_are_part_of_the_transaction(delays: DjangoDelays, armed
     with transaction.atomic(delays.alias):
         delays.reschedule(task, 3)
         assert delays.touch(tag="order.close", key="k", delay=5)
+        assert delays.touch_many([task.id, 7], 6) == [7]
+        assert delays.touch_many(tag="order.close", keys=["k", "l"], delay=8) == ["l"]
         assert not armed
     assert [(entry.id, entry.version) for entry in armed] == [(task.id, 1)]
     with transaction.atomic(delays.alias):

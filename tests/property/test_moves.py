@@ -178,11 +178,17 @@ class Moves(RuleBasedStateMachine):
     @rule(id=tasks, is_due=DUE)
     def touch(self, id: int, is_due: bool) -> None:
         """Later only: what waits for its time is not made due."""
-        known = self.known[id]
-        can = known.status in MOVES["reschedule"].sources
-        assert self.store.tasks.touch(id, self.due(is_due)) is can
-        if can:
-            known.is_due = known.is_due and is_due
+        assert self.store.touches.touch(id, self.due(is_due)) is bool(self.touched([id], is_due))
+
+    @rule(ids=st.lists(tasks, max_size=4), is_due=DUE)
+    def touch_many(self, ids: list[int], is_due: bool) -> None:
+        assert self.store.touches.touch_many(ids, self.due(is_due)) == self.touched(ids, is_due)
+
+    def touched(self, ids: list[int], is_due: bool) -> set[int]:
+        waiting = {id for id in ids if self.known[id].status in MOVES["reschedule"].sources}
+        for id in waiting:
+            self.known[id].is_due = self.known[id].is_due and is_due
+        return waiting
 
     # -- workers ----------------------------------------------------------------------------------
 

@@ -50,6 +50,7 @@ def test_the_public_names_are_these() -> None:
         "schedule_delay",
         "schedule_many",
         "touch",
+        "touch_many",
     ]
     for name in delaytasks.__all__:
         assert getattr(delaytasks, name).__doc__, f"{name} is documented"

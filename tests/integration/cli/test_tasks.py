@@ -1,4 +1,4 @@
-"""`list`, `show`, `cancel`, `reschedule` and `retry`."""
+"""`list`, `show`, `cancel`, `reschedule`, `touch` and `retry`."""
 
 from __future__ import annotations
 
@@ -161,6 +161,25 @@ def test_reschedule_moves_a_task_unless_somebody_else_did(shop: Project) -> None
     assert "rescheduled task" in shop("reschedule", str(task.id), "--delay", "2h").stdout
     assert shop.error("reschedule", str(task.id), exit_code=2)["type"] == "UsageError"
     assert shop.error("reschedule", "--delay", "1", exit_code=2)["type"] == "InvalidScheduleError"
+
+
+def test_touch_pushes_tasks_away_and_names_those_that_do_not_wait(shop: Project) -> None:
+    first, second = shop.schedule(delay=60, key="a"), shop.schedule(delay=60, key="b")
+    assert shop.json("touch", str(first.id), "--delay", "2h") == {"touched": [str(first.id)], "gone": []}
+    answer = shop.json("touch", "--tag", "ok", "--key", "b", "--key", "c", "--delay", "2h", exit_code=1)
+    assert answer == {"touched": ["b"], "gone": ["c"]}
+    for task in (first, second):
+        assert shop.delays.get(task).expected_time - task.expected_time > timedelta(minutes=58)
+    said = shop("touch", str(first.id), "5", "--delay", "3h")
+    assert (said.exit_code, said.stdout, said.stderr) == (1, "touched 1 task\n", "does not wait any more: 5\n")
+
+
+@pytest.mark.parametrize(
+    "names", [[], ["--tag", "ok"], ["--key", "k"], ["1", "--tag", "ok", "--key", "k"], ["1", "--tag", "ok"], ["x"]]
+)
+def test_a_touch_that_names_no_task_or_no_time_ends_with_2(shop: Project, names: list[str]) -> None:
+    shop.error("touch", *names, "--delay", "1m", exit_code=2)
+    shop.error("touch", "1", exit_code=2)
 
 
 def test_retry_runs_failed_and_cancelled_tasks_again(shop: Project) -> None:

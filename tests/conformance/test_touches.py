@@ -1,0 +1,212 @@
+"""Timeouts that are pushed away, one or many: later only, no version, no message; on every database."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from sqlalchemy import Connection, event, update
+
+from delaytasks import DelayTask, DelayTasks, NewTask, Status
+from delaytasks.core.errors import StoreUnavailableError
+from delaytasks.core.states import MOVES
+from delaytasks.store import engines, touches
+from delaytasks.store.store import Store
+from tests.recording import RecordingTimer, delays_on, record
+from tests.waiting import wait_until
+
+
+@pytest.fixture
+def delays(store: Store, database_url: str) -> Iterator[DelayTasks]:
+    made = delays_on(database_url, table_prefix="s_")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def timer(delays: DelayTasks) -> RecordingTimer:
+    return record(delays)
+
+
+def schedule(delays: DelayTasks, delay: float = 5, key: str | None = None) -> DelayTask:
+    return delays.schedule_delay("lost", {}, delay, key=key)
+
+
+def set_status(store: Store, task: DelayTask, status: Status) -> None:
+    t = store.schema.tasks
+    with store.database.begin() as connection:
+        connection.execute(update(t).where(t.c.id == task.id).values(status=int(status)))
+
+
+def lateness(delays: DelayTasks, task: DelayTask) -> float:
+    """By how much it is later now."""
+    return (delays.get(task).expected_time - task.expected_time).total_seconds()
+
+
+# -- which ----------------------------------------------------------------------------------------
+
+
+def test_many_are_pushed_away_and_those_that_do_not_wait_are_told(store: Store, delays: DelayTasks) -> None:
+    tasks = {status: schedule(delays) for status in Status}
+    for status, task in tasks.items():
+        set_status(store, task, status)
+    gone = {task.id for status, task in tasks.items() if status not in MOVES["reschedule"].sources}
+    assert set(delays.touch_many([task.id for task in tasks.values()], 60)) == gone
+    for task in tasks.values():
+        assert (lateness(delays, task) > 50) is (task.id not in gone)
+        assert delays.get(task).version == 0
+
+
+def test_many_named_by_keys_are_pushed_away_and_the_keys_that_nobody_has_are_told(
+    store: Store, delays: DelayTasks
+) -> None:
+    waits, runs, ends = (schedule(delays, key=key) for key in ("waits", "runs", "ends"))
+    other = delays.schedule_delay("other", {}, 5, key="elsewhere")
+    set_status(store, runs, Status.RUNNING)
+    delays.cancel(ends)
+    gone = delays.touch_many(tag="lost", keys=["never", "waits", "runs", "ends", "elsewhere"], delay=60)
+    assert gone == ["never", "runs", "ends", "elsewhere"], "in the order given"
+    assert lateness(delays, waits) > 50
+    assert delays.touch(tag="lost", key="runs", delay=60) is delays.touch(runs, 60) is delays.touch(ends, 60) is False
+    assert lateness(delays, runs) == lateness(delays, ends) == lateness(delays, other) == 0
+
+
+def test_what_is_gone_is_scheduled_anew_by_the_same_loop_that_begins_it(delays: DelayTasks) -> None:
+    """The recipe for heartbeats: nobody keeps a list of what was scheduled."""
+    alive = [f"device {n}" for n in range(5)]
+    for _ in range(2):
+        gone = delays.touch_many(tag="lost", keys=alive, delay=60)
+        delays.schedule_many((NewTask("lost", {}, 60, key=key) for key in gone), on_conflict="replace")
+        delays.cancel(tag="lost", key="device 3")
+    assert gone == ["device 3"]
+    assert len(delays.find(status="NOT_COMPLETE")) == 4
+
+
+def test_touching_never_makes_a_task_earlier(delays: DelayTasks) -> None:
+    far, near, single = schedule(delays, 100), schedule(delays, 5), schedule(delays, 100, key="k")
+    assert delays.touch_many([far, near], 50) == []
+    assert lateness(delays, far) == 0
+    assert 40 < lateness(delays, near) < 50
+    assert delays.touch(single, 50)
+    assert delays.touch(tag="lost", key="k", delay=50)
+    assert lateness(delays, single) == 0
+
+
+def test_ids_are_taken_in_every_form_from_anything_that_can_be_counted_off(delays: DelayTasks) -> None:
+    a, b, c = (schedule(delays) for _ in range(3))
+    assert delays.touch_many(iter([a, str(b.id), c.id, c.id, 77, "77"]), timedelta(minutes=1)) == [77]
+    assert min(lateness(delays, task) for task in (a, b, c)) > 50
+    assert delays.touch_many([], 60) == delays.touch_many(tag="lost", keys=(), delay=60) == []
+
+
+def test_nothing_is_sent_for_what_is_touched(delays: DelayTasks, timer: RecordingTimer) -> None:
+    tasks = [schedule(delays, key=f"k{n}") for n in range(3)]
+    armed = len(timer.armed)
+    delays.touch(tasks[0], 10)
+    delays.touch(tag="lost", key="k1", delay=10)
+    delays.touch_many(tasks, 12)
+    delays.touch_many(tag="lost", keys=["k0", "k1"], delay=15)
+    assert (len(timer.armed), timer.disarmed) == (armed, [])
+
+
+# -- how ------------------------------------------------------------------------------------------
+
+
+def test_a_heartbeat_is_one_statement(delays: DelayTasks) -> None:
+    task = schedule(delays, key="k")
+    seen: list[str] = []
+    event.listen(delays.store.database.auto, "before_cursor_execute", lambda *given: seen.append(given[2]))
+    assert delays.touch(tag="lost", key="k", delay=60)
+    assert delays.touch(task, 70)
+    assert len(seen) == 2, seen
+
+
+def test_many_are_a_few_statements_however_many(delays: DelayTasks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(touches, "LOT", 30)
+    keys = [f"k{n}" for n in range(80)]
+    delays.schedule_many([NewTask("lost", {}, 5, key=key) for key in keys])
+    seen: list[str] = []
+    for engine in (delays.store.database.auto, delays.store.database.tx):
+        event.listen(engine, "before_cursor_execute", lambda *given: seen.append(given[2]))
+    assert delays.touch_many(tag="lost", keys=keys, delay=60) == []
+    named = [statement for statement in seen if "yb_delay" in statement]
+    assert len(named) == 3 * 3, "keys, lock, update, for each of three lots"
+    assert all(task.expected_time > delays.clock.now() + timedelta(seconds=50) for task in delays.find())
+
+
+@pytest.fixture
+def holder(store: Store) -> Iterator[Connection]:
+    """Somebody else's transaction, which stays open."""
+    with store.database.tx.connect() as connection:
+        yield connection
+        connection.rollback()
+
+
+def has_row_locks(store: Store) -> bool:
+    return store.database.url.get_backend_name() != "sqlite"  # one writer at a time there
+
+
+def test_a_row_that_somebody_has_locked_is_waited_for_and_keeps_no_other_waiting(
+    store: Store, delays: DelayTasks, holder: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_row_locks(store):
+        return
+    monkeypatch.setattr(touches, "LOT", 2)
+    tasks = [schedule(delays) for _ in range(5)]
+    store.tasks.reschedule(tasks[0].id, tasks[0].expected_time, on=holder)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(delays.touch_many, tasks, 60)
+        for task in tasks[1:]:
+            wait_until(lambda task=task: lateness(delays, task) > 50, 3, "the others")  # type: ignore[misc]
+        assert not call.done()
+        holder.commit()
+        assert call.result(5) == []
+    assert lateness(delays, tasks[0]) > 50
+
+
+def test_a_row_that_a_worker_claims_meanwhile_is_told(store: Store, delays: DelayTasks, holder: Connection) -> None:
+    if not has_row_locks(store):
+        return
+    waits, claimed = schedule(delays), schedule(delays)
+    t = store.schema.tasks
+    holder.execute(update(t).where(t.c.id == claimed.id).values(status=int(Status.RUNNING)))
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(delays.touch_many, [waits, claimed], 60)
+        wait_until(lambda: lateness(delays, waits) > 50, 3, "the other")
+        holder.commit()
+        assert call.result(5) == [claimed.id]
+    assert lateness(delays, claimed) == 0
+
+
+def test_a_row_that_stays_locked_is_an_error_and_the_others_are_pushed_away(
+    store: Store, delays: DelayTasks, holder: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_row_locks(store):
+        return
+    monkeypatch.setattr(engines, "LOCK_TIMEOUT_S", 1)
+    delays.store.database.dispose()
+    tasks = [schedule(delays) for _ in range(2)]
+    store.tasks.reschedule(tasks[0].id, tasks[0].expected_time, on=holder)
+    with pytest.raises(StoreUnavailableError, match="busy"):
+        delays.touch_many(tasks, 60)
+    assert [lateness(delays, task) > 50 for task in tasks] == [False, True]
+
+
+def test_callers_who_touch_the_same_rows_in_other_orders_do_not_deadlock(delays: DelayTasks) -> None:
+    """A deadlock in a caller's transaction is an error, so it would be seen."""
+    tasks = [schedule(delays, key=f"k{n}") for n in range(40)]
+
+    def touch(number: int) -> int:
+        turned = tasks[::-1] if number % 2 else tasks[number:] + tasks[:number]
+        with delays.store.database.begin() as connection:
+            if number % 3:
+                gone: list[int] | list[str] = delays.touch_many(turned, 10 + number, session=connection)
+            else:
+                keys = [str(task.key) for task in turned]
+                gone = delays.touch_many(tag="lost", keys=keys, delay=10 + number, session=connection)
+        return len(gone)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(touch, range(24))) == 0
