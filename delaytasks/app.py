@@ -20,6 +20,7 @@ from delaytasks.core.ports import Timer
 from delaytasks.core.settings import Settings
 from delaytasks.core.task import DelayTask
 from delaytasks.engine.producer import Producer
+from delaytasks.engine.queues import Queues
 from delaytasks.engine.registry import Options, Registry
 from delaytasks.engine.runner import Runner
 from delaytasks.engine.sweeper import Sweeper
@@ -126,6 +127,10 @@ class DelayTasks(Verbs):
     @property
     def sweeper(self) -> Sweeper:
         return self.shards[0].sweeper
+
+    @property
+    def queues(self) -> Queues:
+        return self._made.queues
 
     @property
     def producer(self) -> Producer:

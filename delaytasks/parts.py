@@ -15,6 +15,7 @@ from delaytasks.core.ids import IdMaker
 from delaytasks.core.ports import Timer
 from delaytasks.core.settings import load_settings, mask_url
 from delaytasks.engine.producer import Producer
+from delaytasks.engine.queues import Queues
 from delaytasks.engine.registry import Registry
 from delaytasks.engine.sweeper import Sweeper
 from delaytasks.store.migrations import url_of
@@ -69,8 +70,10 @@ class Parts:
         self.timer: Timer = (
             BackgroundTimer(self.inline_timer, clock) if settings.arm == "background" else self.inline_timer
         )
+        self.queues = Queues(settings, registry)
         sweeper = Sweeper(settings, store.sweeps, store.workers, clock, self.inline_timer, events)
-        producer = Producer(settings, store.tasks, clock, IdMaker(wall_ms), self.timer, registry, events)
+        make_id = IdMaker(wall_ms)
+        producer = Producer(settings, store.tasks, clock, make_id, self.timer, registry, self.queues, events)
         #: By their numbers.
         self.shards = [Shard(0, store, clock, sweeper, producer)]
 

@@ -15,6 +15,7 @@ from delaytasks.core.ids import IdMaker
 from delaytasks.core.ports import Entry, Settlement
 from delaytasks.core.task import NewTask
 from delaytasks.engine.producer import Producer
+from delaytasks.engine.queues import Queues
 from delaytasks.engine.registry import Processor, Registry
 from delaytasks.engine.runner import Report, Runner
 from delaytasks.store.claims import Claims
@@ -61,9 +62,9 @@ class Bench:
         parts = (self.settings, self.claims, self.clock, self.registry, self.timer, self.events)
         self.runner = Runner(*parts, self.execute)  # type: ignore[arg-type]
         self._ids = IdMaker(lambda: to_us(self.clock.now()) // 1000)
-        self.producer = Producer(
-            self.settings, self.store.tasks, self.clock, self._ids, RecordingTimer(), self.registry, self.events
-        )
+        queues = Queues(self.settings, self.registry)
+        to = (self.clock, self._ids, RecordingTimer(), self.registry, queues, self.events)
+        self.producer = Producer(self.settings, self.store.tasks, *to)
 
     @staticmethod
     def execute(processor: Processor, task: DelayTask) -> Any:

@@ -7,19 +7,24 @@ then from arguments of `DelayTasks(...)`; the later one wins.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from delaytasks.core.errors import ConfigError
+from delaytasks.core.inputs import is_queue
 
 PREFIX = "delaytasks_"
 
 
 def _setting(default: Any, about: str, secret: bool = False) -> Any:
-    return field(default=default, metadata={"about": about, "secret": secret})
+    metadata = {"about": about, "secret": secret}
+    return (
+        field(default_factory=dict, metadata=metadata) if default == {} else field(default=default, metadata=metadata)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,10 @@ class Settings:
     arm: str = _setting("inline", "who sends near tasks to the broker: the call (inline) or a thread (background)")
     horizon_s: float | None = _setting(30.0, "only tasks due within it are sent to the broker; none: all of them")
     publish_limit_s: float = _setting(0.5, "longest time that sending may take; after it the sweep sends")
-    default_queue: str = _setting("default", "queue of tasks whose processor names none")
+    default_queue: str = _setting("default", "queue of tasks for which nothing names another one")
+    queues: Mapping[str, str] = _setting(
+        {}, "queues of tags, and of patterns such as mail.*; in the environment as JSON"
+    )
     strict_tags: bool = _setting(False, "refuse to schedule tags that this process has no processor for")
     max_delay_s: float = _setting(10 * 366 * 86400.0, "longest delay")
     event_bodies: bool = _setting(True, "Flower and other monitors see bodies, as they see Celery's arguments")
@@ -74,9 +82,16 @@ class Settings:
         rows = []
         for spec in _SPECS.values():
             value = getattr(self, spec.name)
-            shown = mask_url(value) if spec.metadata["secret"] else "none" if value is None else str(value)
-            rows.append((PREFIX + spec.name, shown, self.origin(spec.name), str(spec.metadata["about"])))
+            rows.append((PREFIX + spec.name, _shown(spec, value), self.origin(spec.name), str(spec.metadata["about"])))
         return rows
+
+
+def _shown(spec: Field[Any], value: Any) -> str:
+    if spec.metadata["secret"]:
+        return mask_url(value)
+    if value is None:
+        return "none"
+    return json.dumps(value) if isinstance(value, Mapping) else str(value)
 
 
 _SPECS = {spec.name: spec for spec in fields(Settings) if spec.metadata}
@@ -101,7 +116,12 @@ _RULES: list[tuple[str, Callable[[Settings, Any], bool], str]] = [
     ("namespace", lambda s, v: bool(_NAME.fullmatch(v)), "has letters, digits, '_', '.' and '-' only"),
     ("table_prefix", lambda s, v: bool(_IDENTIFIER.fullmatch(v)), "has letters, digits and '_' only"),
     ("table_schema", lambda s, v: bool(_IDENTIFIER.fullmatch(v)), "has letters, digits and '_' only"),
-    ("default_queue", lambda s, v: bool(_NAME.fullmatch(v)), "has letters, digits, '_', '.' and '-' only"),
+    ("default_queue", lambda s, v: is_queue(v), "has letters, digits, '_', '.' and '-' only"),
+    (
+        "queues",
+        lambda s, v: all(map(_NAME.fullmatch, v.values())),
+        "queues have letters, digits, '_', '.' and '-' only",
+    ),
     ("chunk_max", lambda s, v: v <= 1000, "is at most 1000"),
     ("max_lapses", lambda s, v: v <= 1000, "is at most 1000"),
     ("lease_s", lambda s, v: v >= 2 * s.chunk_time_box_s, "must be at least twice chunk_time_box_s"),
@@ -146,6 +166,10 @@ def _convert(name: str, value: Any, origin: str) -> Any:
             return None
     elif kind == "str" and isinstance(value, str):
         return value
+    elif kind == "Mapping[str, str]":
+        mapping = _mapping(value)
+        if mapping is not None:
+            return mapping
     elif kind == "bool":
         text = str(value).lower()
         if text in ("true", "1", "yes", "on", "false", "0", "no", "off"):
@@ -165,6 +189,20 @@ def _convert(name: str, value: Any, origin: str) -> Any:
             return number
     shown = "***" if _SPECS[name].metadata["secret"] else f"{value!r:.60}"
     raise ConfigError(f"{PREFIX}{name} = {shown} (from {origin}) is not of type {kind}")
+
+
+def _mapping(value: Any) -> dict[str, str] | None:
+    """None if it is none, with names on both sides."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return None
+    if not isinstance(value, Mapping) or not all(
+        isinstance(name, str) and name for pair in value.items() for name in pair
+    ):
+        return None
+    return dict(value)
 
 
 def mask_url(url: str) -> str:

@@ -32,6 +32,7 @@ from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask, NewTask
 from delaytasks.core.text import shown
+from delaytasks.engine.queues import Queues
 from delaytasks.engine.registry import Registry
 
 #: Producers arm a little beyond the horizon, so that a row committed while a sweep reads falls to one of the two.
@@ -51,6 +52,7 @@ class Producer:
         make_id: Callable[[], int],
         timer: Timer,
         registry: Registry,
+        queues: Queues,
         events: Events,
     ) -> None:
         self._settings = settings
@@ -59,6 +61,7 @@ class Producer:
         self._make_id = make_id
         self._timer = timer
         self._registry = registry
+        self._queues = queues
         self._events = events
 
     # -- one --------------------------------------------------------------------------------------
@@ -90,13 +93,12 @@ class Producer:
         else:
             due = max(check_instant(new.when), now)
             delay = check_delay(due - now, settings.max_delay_s)
-        queue = new.queue if new.queue is not None else self._registry.queue_of(tag)
         return DelayTask(
             id=self._make_id() if new.id is None else check_id(new.id),
             tag=tag,
             body_json=encode_body(new.body, settings.max_body_bytes),
             expected_time=due,
-            queue=settings.default_queue if queue is None else check_queue(queue),
+            queue=self._queues.of(tag) if new.queue is None else check_queue(new.queue),
             priority=check_priority(new.priority),
             key=None if new.key is None else check_key(new.key),
             delay_s=math.ceil(delay.total_seconds()),

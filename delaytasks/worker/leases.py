@@ -36,7 +36,6 @@ class LeaseKeeper:
 
     def _turn(self) -> float:
         delays = self._delays
-        self._shard.clock.refresh_if_due()
         alive = set(self._pids())
         self._dead |= {delays.processes.name(pid) for pid in self._known - alive}
         self._known = alive
@@ -51,6 +50,7 @@ class LeaseKeeper:
             # A lease's time of slack: clocks agree better than that, and what was lost on the way lapses a lease later.
             self._shard.store.leases.renew(names, from_us(int(oldest - self._lease_s * 1e6)))
             self._renewed_at = monotonic()
+        self._shard.clock.refresh_if_due()
         return self._look_s
 
     def _pids(self) -> list[int]:

@@ -47,16 +47,17 @@ class DelaysStep(bootsteps.StartStopStep):
 
 
 def add_queues(app: Any, delays: DelayTasks) -> None:
-    """A worker started without -Q serves all our queues; one with -Q those that it names."""
+    """A worker started without -Q serves all our queues; one with -Q those that it names, with our prefix or without
+    it. Without it Celery's own queue of that name is served as well, which we can not know to be unwanted."""
     queues = app.amqp.queues
     chosen = queues._consume_from
     # Redis: kombu writes down each message that is not acknowledged yet, two round trips and two fifths of what taking
     # in a message costs. Ours are acknowledged on receipt, and the row is the truth. Not so on AMQP, where what lies in
     # this worker's socket would be lost at every stop, instead of going to another worker.
     needs_no_acks = app.connection_for_read().transport.driver_type == "redis"
-    for name in {delays.settings.default_queue, DEFAULT_QUEUE, *delays.registry.queues()}:
+    for name in {DEFAULT_QUEUE, *delays.queues.all()}:
         queue = delays.publisher.queue(name)
-        if chosen is None or queue.name in chosen:
+        if chosen is None or queue.name in chosen or name in chosen:
             queue.no_ack = needs_no_acks
             queues.select_add(queue)
     delays.processes.queues = delays.own_queues(queues.consume_from)

@@ -141,6 +141,36 @@ def test_a_processor_that_exits_fails_its_task_and_not_the_worker(deploy: Deploy
     d.wait_for([after])
 
 
+def test_a_worker_never_claims_what_is_in_another_queue(deploy: Deploy) -> None:
+    d = deploy(queues={"test.note": "mail"})  # a producer that imports no processors
+    name = d.settings["namespace"] + ".{}"
+    worker = d.worker("-Q", name.format("mail"))
+    past = d.delays.clock.now() - timedelta(minutes=1)
+    common = {"tag": "test.quiet", "message_body": "{}", "expected_time": past}
+    overdue = [
+        {**common, "queue": queue, "lapses": lapses, "priority": priority}
+        for queue in ("mail", "default")
+        for lapses, priority in [(0, 0)] * 300 + [(0, 9)] * 300 + [(1, 5)] * 3
+    ]
+    with d.store.database.begin() as connection:
+        connection.execute(insert(d.store.schema.tasks), overdue)
+    others = [d.schedule("test.quiet", delay) for delay in (0, 1, 3)]
+    mail = [d.schedule("test.note", delay) for delay in (0, 1, 3)]
+    d.wait_for(mail)
+    wait_until(lambda: d.store.tasks.counts()[Status.DONE] == 606, 30, "all of the mail to be run", 0.1)
+    wait_until(lambda: "queue.unserved queue='default'" in worker.log(), 10, "a sweep after that", 0.1)
+    left = d.delays.find(status="NOT_COMPLETE", limit=1000).tasks
+    assert {(task.queue, task.version, task.attempts, task.lapses > 0) for task in left} == {
+        ("default", 0, 0, False),
+        ("default", 0, 0, True),
+    }
+    d.worker("-Q", name.format("default"))
+    wait_until(lambda: d.store.tasks.counts()[Status.DONE] == 1212, 30, "another worker to run the others", 0.1)
+    d.wait_for(others)
+    ran_by = {(task.queue, (task.worker or "").partition("/")[0]) for task in d.delays.find(limit=1000).tasks}
+    assert ran_by == {("mail", d.node(0)), ("default", d.node(1))}
+
+
 def test_rows_behind_a_slow_one_are_given_back_and_run_elsewhere(deploy: Deploy) -> None:
     d = deploy(sweep_s=30, self_sweep_s=60, grace_s=20, horizon_s=60)
     due = d.delays.clock.now() + timedelta(seconds=4)

@@ -446,6 +446,8 @@ def test_variables_of_the_tests_are_no_settings() -> None:
         ("strict_tags", False, False),
         ("pool_size", "7", 7),
         ("lease_s", 30, 30.0),
+        ("queues", {"mail.*": "mail"}, {"mail.*": "mail"}),
+        ("queues", '{"mail.*": "mail", "a,b=c": "slow"}', {"mail.*": "mail", "a,b=c": "slow"}),
     ],
 )
 def test_values_are_read_as_their_type(name: str, given: Any, value: Any) -> None:
@@ -477,6 +479,13 @@ PREFIXED = "delaytasks_"
         ("self_sweep_s", 1),  # below sweep_s
         ("horizon_s", 6),  # below two sweeps
         ("database_url", 5),
+        ("default_queue", "a b"),
+        ("queues", "mail.*=mail"),
+        ("queues", '["mail"]'),
+        ("queues", {"mail.*": 5}),
+        ("queues", {"": "mail"}),
+        ("queues", {"mail.*": "a b"}),
+        ("queues", None),
     ],
 )
 def test_a_wrong_value_is_named_with_its_origin(name: str, given: Any) -> None:

@@ -141,7 +141,7 @@ def test_a_call_that_takes_long_is_not_done_twice(at_work: AtWork, monkeypatch: 
     assert {"loop": "calls", "reason": "stuck"} not in at_work.restarts
 
 
-def test_leases_are_renewed_though_the_watch_waits_for_the_database(at_work: AtWork) -> None:
+def test_leases_are_renewed_though_the_watch_waits(at_work: AtWork) -> None:
     at_work.break_loop("watch", at_work.hang)
     assert at_work.takes_turns("leases")
 

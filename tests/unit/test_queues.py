@@ -1,0 +1,91 @@
+"""Which queue a task goes to, whoever schedules it, and which queues a worker serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from delaytasks import DelayTasks
+from delaytasks.core.settings import Settings
+from delaytasks.engine.queues import Queues
+from delaytasks.engine.registry import Registry
+from delaytasks.worker.steps import add_queues
+
+MAPPING = {
+    "*": "rest",
+    "mail.*": "mail",
+    "mail.bulk.*": "bulk",
+    "report.daily": "slow",
+    "report.?????": "short",
+    "sms.[ab]": "sms",
+    "sms.*": "other",
+}
+
+
+@pytest.mark.parametrize(
+    ("tag", "queue"),
+    [
+        ("mail.send", "mail"),
+        ("mail.bulk.send", "bulk"),
+        ("mail", "rest"),
+        ("Mail.send", "rest"),
+        ("report.daily", "slow"),
+        ("report.other", "short"),
+        ("report.daily.too", "rest"),
+        ("sms.a", "sms"),
+        ("sms.c", "other"),
+        ("a\nb", "rest"),
+    ],
+)
+def test_a_tag_goes_by_its_name_then_by_the_pattern_that_says_most_of_it(tag: str, queue: str) -> None:
+    assert Queues(Settings(queues=MAPPING), Registry()).of(tag) == queue
+
+
+def test_of_patterns_that_say_as_much_the_first_one_holds() -> None:
+    assert Queues(Settings(queues={"a.*": "x", "*.b": "y"}), Registry()).of("a.b") == "x"
+    assert Queues(Settings(queues={"*.b": "y", "a.*": "x"}), Registry()).of("a.b") == "y"
+
+
+def test_a_tag_that_nothing_is_said_of_goes_to_the_default_queue() -> None:
+    assert Queues(Settings(default_queue="usual"), Registry()).of("mail.send") == "usual"
+
+
+def make_delays(**settings: Any) -> DelayTasks:
+    app = Celery("test", broker="memory://", set_as_current=False)
+    return DelayTasks(app, "sqlite://", **settings)
+
+
+def test_the_call_wins_over_the_processor_and_the_processor_over_the_mapping() -> None:
+    delays = make_delays(queues={"mail.*": "mail", "mail.send": "sending"})
+    from delaytasks.core.task import NewTask
+
+    def queue_of(**options: Any) -> str:
+        return delays.producer.build(NewTask("mail.send", {}, 0, **options)).queue
+
+    assert queue_of() == "sending"
+    delays.processor("mail.send", queue="own")(lambda body: None)
+    assert queue_of() == "own"
+    assert queue_of(queue="asked") == "asked"
+
+
+def served(delays: DelayTasks, *chosen: str) -> tuple[list[str], set[str]]:
+    """Our queues of a worker that was started with `-Q chosen`, and all that it consumes from."""
+    if chosen:
+        delays.celery.amqp.queues.select(chosen)
+    add_queues(delays.celery, delays)
+    return delays.processes.queues, set(delays.celery.amqp.queues.consume_from)
+
+
+def test_a_worker_without_a_choice_serves_all_queues_that_a_tag_may_have() -> None:
+    delays = make_delays(queues={"mail.*": "mail"}, default_queue="usual")
+    delays.processor("report.make", queue="slow")(lambda body: None)
+    assert served(delays)[0] == ["default", "mail", "slow", "usual"]
+
+
+@pytest.mark.parametrize("name", ["mail", "delaytasks.mail"])
+def test_a_worker_with_a_choice_serves_only_that_with_or_without_the_prefix(name: str) -> None:
+    queues, consumed = served(make_delays(queues={"mail.*": "mail", "sms.*": "sms"}), name)
+    assert queues == ["mail"]
+    assert consumed == {name, "delaytasks.mail"}
