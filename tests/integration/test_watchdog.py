@@ -34,6 +34,10 @@ class Workers(Deployment):
         found: dict[str, Any] = (answer or {}).get(node, {}).get("delaytasks", {})
         return found
 
+    def rests(self, node: str) -> bool:
+        stats = self.stats(node)
+        return not stats.get("held", True) and not stats["waiting"] and not stats["chunks"]
+
     def restarted(self, node: str) -> set[str]:
         """The loops that were, and live."""
         loops = self.stats(node).get("loops", {})
@@ -90,8 +94,7 @@ def test_what_a_worker_holds_runs_elsewhere_while_it_is_frozen_and_once(workers:
     assert min(late_s) >= 0
     assert max(late_s) < bound_s + SLACK_S
     frozen.signal(signal.SIGCONT)
-    wait_until(lambda: workers.stats(node).get("held") == 0, 20, "it to bring out what it held")
-    assert workers.stats(node)["events"]["entry.late"] == 20, "which is the table's business"
+    wait_until(lambda: workers.rests(node), 20, "it to bring out what it held")
     after = workers.schedule()
     workers.wait_for([after])
     assert len(workers.runs()) == 21
