@@ -172,6 +172,13 @@ class Timers:
         ran_once(d, [d.schedule(delay=0.4)])
         assert {str(task.id), str(other.id)}.isdisjoint(run[0] for run in d.runs())
 
+    def test_a_task_that_is_committed_after_its_due_time_runs_then(self, d: Deployment) -> None:
+        with Session(d.store.database.tx) as session:
+            task = d.schedule(delay=0.1, session=session)
+            wait_until(lambda: d.delays.clock.now() > task.expected_time, 10, "it to be due")
+            session.commit()
+        ran_once(d, [task])
+
     def test_what_has_a_higher_priority_runs_first_when_processes_are_busy(self, d: Deployment) -> None:
         d.schedule("test.sleep", 0, queue="mail", body={"seconds": 1})
         wait_until(lambda: d.runs()[-1][1] == "began", 10, "the sleeper to begin")
@@ -263,8 +270,8 @@ def put_garbage(timer: RedisTimer, near: DelayTask, far: DelayTask) -> None:
     due_ms = -(-to_us(near.expected_time) // 1000)
     members = ["", "x", "1", ":", "1:", ":0", "1:2:3:4", "-1:0", "1:-1", "1:0:10000000", "1.5:0", "é", "0:0", "1:0 5"]
     members += [f"{near.id}:{near.version + 7}", f" {near.id}:{near.version}", f"{2**62}:0", "9" * 400 + ":0"]
-    for slot in timer.slots("default"):
-        some = ["1 0", b"\xff", f"{far.id}:{far.version}", *members[slot.number :: len(timer.slots("default"))]]
+    for number, slot in enumerate(timer.slots("default")):
+        some = ["1 0", b"\xff", f"{far.id}:{far.version}", *members[number % 8 :: 8]]
         timer.connect().zadd(timer.keys(slot)[0], dict.fromkeys(some, due_ms))
 
 
