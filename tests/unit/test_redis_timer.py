@@ -18,7 +18,7 @@ from delaytasks.core.settings import Settings
 from delaytasks.parts import redis_url as url_for
 from delaytasks.timers.eta import EtaTimer
 from delaytasks.timers.publisher import Publisher
-from delaytasks.timers.redis import RETURN_S, RedisTimer, Slot, Taken
+from delaytasks.timers.redis import RETURN_S, RedisTimer, Taken
 
 
 class Bench:
