@@ -197,7 +197,7 @@ def test_strangers_members_are_counted_and_spoil_nothing(bench: Bench) -> None:
     for slot in bench.timer.slots("default"):
         bench.timer.connect().zadd(bench.timer.keys(slot)[0], dict.fromkeys(wrong, bench.clock.now_us() // 1000))
     taken = bench.take()
-    assert [some.refused for some in taken] == [len(wrong)] * 8
+    assert {some.refused for some in taken} == {len(wrong)}
     assert [entry.id for some in taken for entry in some.entries] == [1]
     bench.timer.delete(taken)
     assert bench.members("prepare") == []
