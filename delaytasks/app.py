@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from datetime import datetime
 from importlib import metadata
@@ -19,12 +19,14 @@ from delaytasks.core.events import Events
 from delaytasks.core.ports import Timer
 from delaytasks.core.settings import Settings
 from delaytasks.core.task import DelayTask
+from delaytasks.engine.check import Finding, check
 from delaytasks.engine.producer import Producer
 from delaytasks.engine.queues import Queues
 from delaytasks.engine.registry import Options, Registry
 from delaytasks.engine.runner import Runner
 from delaytasks.engine.sweeper import Sweeper
 from delaytasks.parts import Parts, Shard
+from delaytasks.store.stats import Stats
 from delaytasks.store.store import Store
 from delaytasks.timers.publisher import Publisher
 from delaytasks.verbs import Verbs
@@ -143,9 +145,16 @@ class DelayTasks(Verbs):
 
         `queue`: where its tasks go unless they name another one. `retry`: a ladder, its rungs ("15s 3m 10m"), or one
         for each exception type. `expires`: a run that would begin later than this after its due time is CANCELLED.
-        `keep_result`: what it returns is kept, as JSON.
+        `keep_result`: what it returns is kept, as JSON. `schema`: a dataclass, a pydantic model or a callable, which
+        makes of the body what the processor is given, and refuses others.
         """
         return self.registry.processor(tag, **options)
+
+    def check(self) -> Iterator[Finding]:
+        """Before a deploy: tasks that wait whose tag has no processor here, or whose body its schema refuses."""
+        for shard in self.shards:
+            stats = Stats(shard.store.database, shard.store.schema)
+            yield from check(stats.pending(), stats.bodies, self.registry)
 
     # -- the worker's side ------------------------------------------------------------------------
 

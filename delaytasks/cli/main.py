@@ -6,6 +6,7 @@ from importlib import import_module, metadata
 
 import click
 
+from delaytasks.cli.check import check
 from delaytasks.cli.config import config
 from delaytasks.cli.context import EXIT_CODES, Commands, json_option, open_cli, open_cli_under_celery
 from delaytasks.cli.database import db
@@ -79,5 +80,5 @@ def delays(ctx: click.Context) -> None:
 
 
 for _group in (main, delays):
-    for _command in (cancel, config, db, drain, list_, reschedule, retry, schedule, show, stats, touch):
+    for _command in (cancel, check, config, db, drain, list_, reschedule, retry, schedule, show, stats, touch):
         _group.add_command(_command)

@@ -3,7 +3,7 @@
 DelayTaskError
 ├── InvalidInputError (also a ValueError)      the caller's arguments
 │   ├── InvalidDelayError, NaiveDatetimeError, InvalidScheduleError
-│   ├── BodyNotJSONError, BodyTooLargeError, BodyNotStorableError
+│   ├── BodyNotJSONError, BodyTooLargeError, BodyNotStorableError, BodyRefusedError
 │   ├── InvalidTagError, InvalidKeyError, InvalidQueueError, InvalidIdError, InvalidPriorityError
 │   ├── InvalidQueryError, InvalidLadderError
 │   └── UnknownTagError
@@ -54,6 +54,10 @@ class BodyTooLargeError(InvalidInputError):
 
 class BodyNotStorableError(InvalidInputError):
     """The text holds NUL or a lone surrogate, which no database here can store."""
+
+
+class BodyRefusedError(InvalidInputError):
+    """The schema of the tag's processor does not take the body."""
 
 
 class InvalidTagError(InvalidInputError):

@@ -39,6 +39,14 @@ class Miss(NamedTuple):
     lapses: int
 
 
+class Pending(NamedTuple):
+    """The tasks of one tag that are yet to run."""
+
+    tag: str
+    tasks: int
+    first_due: datetime
+
+
 class Level(NamedTuple):
     """A queue and a priority that have tasks waiting."""
 

@@ -39,7 +39,7 @@ class Endings:
     def of_error(self, processor: Processor, task: DelayTask, began: datetime, error: BaseException) -> Settlement:
         """The next rung of the ladder, or FAILED."""
         text = traceback_text(error, self._settings.max_error_bytes)
-        ladder = processor.retries.ladder_for(type(error), task.ladder)
+        ladder = processor.ladder_for(error, task)
         wait_s = None if ladder is None else ladder.wait_s(task.attempts)
         return (
             self._failed(task, began, text, error) if wait_s is None else self._climb(task, began, text, wait_s, error)

@@ -28,6 +28,7 @@ from delaytasks.core.inputs import (
 )
 from delaytasks.core.ladder import MAX_RUNG_S, Ladder
 from delaytasks.core.ports import Entry, Executor, OnConflict, TaskStore, Timer, Unit
+from delaytasks.core.schema import plain
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask, NewTask
@@ -93,10 +94,14 @@ class Producer:
         else:
             due = max(check_instant(new.when), now)
             delay = check_delay(due - now, settings.max_delay_s)
+        processor = self._registry.get(tag)
+        body_json = encode_body(plain(new.body), settings.max_body_bytes)
+        if processor is not None and processor.schema is not None:
+            processor.schema(json.loads(body_json))  # as the worker will read it
         return DelayTask(
             id=self._make_id() if new.id is None else check_id(new.id),
             tag=tag,
-            body_json=encode_body(new.body, settings.max_body_bytes),
+            body_json=body_json,
             expected_time=due,
             queue=self._queues.of(tag) if new.queue is None else check_queue(new.queue),
             priority=check_priority(new.priority),

@@ -10,9 +10,10 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
-from delaytasks.core.errors import DuplicateProcessorError, UnknownTagError
+from delaytasks.core.errors import BodyRefusedError, DuplicateProcessorError, UnknownTagError
 from delaytasks.core.inputs import check_queue, check_tag, check_wait
-from delaytasks.core.ladder import MAX_RUNG_S, Retries, RetryRule
+from delaytasks.core.ladder import MAX_RUNG_S, Ladder, Retries, RetryRule
+from delaytasks.core.schema import Schema
 from delaytasks.core.task import DelayTask
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class Options(TypedDict, total=False):
     expires: float | str | timedelta | None
     #: Keep what the processor returns, as JSON.
     keep_result: bool
+    #: What its bodies must be: a dataclass, a pydantic model, or a callable that takes the body.
+    schema: Callable[..., Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +46,16 @@ class Processor:
     retries: Retries
     expires_s: float | None
     keep_result: bool
+    schema: Schema | None
 
     def __call__(self, task: DelayTask, body: Any) -> Any:
+        if self.schema is not None:
+            body = self.schema(body)
         return self.function(body, task) if self.wants_task else self.function(body)
+
+    def ladder_for(self, error: BaseException, task: DelayTask) -> Ladder | None:
+        """What a task climbs whose run ended in `error`. A body that is refused now is refused on each rung."""
+        return None if isinstance(error, BodyRefusedError) else self.retries.ladder_for(type(error), task.ladder)
 
 
 class Registry:
@@ -58,7 +68,7 @@ class Registry:
         if unknown:
             known = ", ".join(Options.__annotations__)
             raise TypeError(f"a processor has no option {', '.join(sorted(unknown))} (known: {known})")
-        queue, expires = options.get("queue"), options.get("expires")
+        queue, expires, schema = options.get("queue"), options.get("expires"), options.get("schema")
         describe = partial(
             Processor,
             tag=check_tag(tag),
@@ -66,6 +76,7 @@ class Registry:
             retries=Retries.of(options.get("retry")),
             expires_s=None if expires is None else check_wait(expires, MAX_RUNG_S),
             keep_result=bool(options.get("keep_result")),
+            schema=None if schema is None else Schema(tag, schema),
         )
 
         def register(function: F) -> F:

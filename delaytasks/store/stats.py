@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import datetime
 from typing import NamedTuple
 
-from sqlalchemy import Connection, and_, func, select
+from sqlalchemy import ColumnElement, Connection, and_, func, select
 
-from delaytasks.core.states import Status
+from delaytasks.core.ports import Pending
+from delaytasks.core.states import LIVE, Status
 from delaytasks.store.database import Database
 from delaytasks.store.lapses import lease_is_over
 from delaytasks.store.schema import Schema
@@ -46,6 +48,22 @@ class Stats:
         """Rows that seem to run, though their lease is over: the next sweep takes them back."""
         query = select(func.count()).where(lease_is_over(self._t, lease_s))
         return self._db.alone(lambda c: int(c.execute(query).scalar_one()))
+
+    def pending(self) -> list[Pending]:
+        """The tags that have tasks which are yet to run."""
+        t = self._t
+        query = select(t.c.tag, func.count(), func.min(t.c.expected_time)).where(self._is_live()).group_by(t.c.tag)
+        return self._db.alone(lambda c: [Pending(*row) for row in c.execute(query.order_by(t.c.tag))])
+
+    def bodies(self, tag: str) -> Iterator[tuple[int, str, datetime]]:
+        """(id, body, due) of those of a tag, however many there are."""
+        t = self._t
+        query = select(t.c.id, t.c.message_body, t.c.expected_time).where(self._is_live(), t.c.tag == tag)
+        for rows in self._db.stream(query.order_by(t.c.expected_time), size=1000):
+            yield from rows
+
+    def _is_live(self) -> ColumnElement[bool]:
+        return self._t.c.status.in_([int(status) for status in LIVE])
 
     def sweeps(self, houses: int) -> list[Swept]:
         s = self._s

@@ -60,7 +60,7 @@ class Surroundings:
                 result = self._call(processor, task, body) if self._around else processor(task, body)
             except Exception as error:
                 result = error
-                ladder = processor.retries.ladder_for(type(error), task.ladder)
+                ladder = processor.ladder_for(error, task)
                 if ladder is not None and ladder.has_rung(task.attempts):
                     state = "RETRY"
                     self._tell_retry(sender, error)

@@ -141,3 +141,16 @@ def test_a_revision_that_is_not_there_ends_with_2(bare: Project, command: list[s
     error = bare.error("db", *command, "nowhere", exit_code=2)
     assert error["type"] == "ConfigError"
     assert "nowhere" in error["error"]
+
+
+def test_check_finds_what_would_not_run_with_this_code(shop: Project) -> None:
+    assert shop.json("check") == {"findings": []}
+    shop.schedule("ok", 60)
+    assert "every task that waits has a processor" in shop("check").stdout
+    shop.schedule("gone", 60)
+    shop.schedule("gone", 90)
+    [finding] = shop.json("check", exit_code=1)["findings"]
+    assert (finding["tag"], finding["tasks"], finding["problem"]) == ("gone", 2, "no processor")
+    shown = shop("check")
+    assert shown.exit_code == 1
+    assert "2 tasks would not run well with this code" in shown.stdout

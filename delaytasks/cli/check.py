@@ -1,0 +1,46 @@
+"""`check`: would the tasks that wait run with this code?"""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from delaytasks.cli.context import Cli, pass_cli
+from delaytasks.cli.output import Cell, cell, count, print_json, print_table, say
+from delaytasks.cli.times import show_instant
+
+
+@click.command(
+    epilog="Exit codes: 0 all would run; 1 some would not, or the database is away; 2 wrong usage or settings."
+)
+@pass_cli
+def check(cli: Cli) -> None:
+    """Check before a deploy that the tasks which wait would run with this code.
+
+    Lists those whose tag has no processor, and those whose body the processor's schema refuses.
+
+    \b
+    delaytasks -A shop.celery check
+    """
+    cli.import_processors()
+    found = list(cli.delays.check())
+    if cli.is_json:
+        print_json({"findings": [finding.as_json() for finding in found]})
+    elif not found:
+        say("every task that waits has a processor, and a body that it takes")
+    else:
+        rows: list[list[Cell]] = [
+            [
+                cell(finding.tag),
+                f"{finding.tasks:,}",
+                show_instant(finding.first_due),
+                cell(finding.problem, 200),
+                " ".join(map(str, finding.ids)),
+            ]
+            for finding in found
+        ]
+        print_table(["tag", "tasks", "first due", "problem", "for example"], rows, right="tasks", folded="problem")
+        say(f"{count(sum(finding.tasks for finding in found), 'task')} would not run well with this code")
+    if found:
+        sys.exit(1)

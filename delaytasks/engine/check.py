@@ -1,0 +1,54 @@
+"""Before a deploy: tasks that wait for what this code does not have, or can not read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from delaytasks.core.errors import BodyRefusedError
+from delaytasks.core.ports import Pending
+from delaytasks.engine.registry import Registry
+
+#: Ids that a finding names.
+EXAMPLES = 5
+
+
+class Finding(NamedTuple):
+    """Tasks that would not run well with this code."""
+
+    tag: str
+    tasks: int
+    first_due: datetime
+    problem: str
+    #: Some of them; none where all tasks of the tag are meant.
+    ids: list[int]
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self._asdict(), "first_due": self.first_due.isoformat(), "ids": [str(id) for id in self.ids]}
+
+
+def check(
+    pending: Iterable[Pending],
+    bodies: Callable[[str], Iterable[tuple[int, str, datetime]]],
+    registry: Registry,
+) -> Iterator[Finding]:
+    """`bodies(tag)` are (id, body, due) of the tasks that wait; it is asked where the tag's processor has a schema."""
+    for some in pending:
+        processor = registry.get(some.tag)
+        if processor is None:
+            yield Finding(some.tag, some.tasks, some.first_due, "no processor", [])
+        elif processor.schema is not None:
+            refused: list[tuple[int, str, datetime]] = []
+            count = 0
+            for id, body, due in bodies(some.tag):
+                try:
+                    processor.schema(json.loads(body))
+                except (BodyRefusedError, ValueError) as error:
+                    count += 1
+                    if len(refused) < EXAMPLES:
+                        refused.append((id, str(error), due))
+            if refused:
+                ids, problems, dues = zip(*refused, strict=True)
+                yield Finding(some.tag, count, min(dues), problems[0], list(ids))

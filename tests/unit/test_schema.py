@@ -1,0 +1,124 @@
+"""What a processor's schema makes of bodies, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from delaytasks.core.errors import BodyNotJSONError, BodyRefusedError
+from delaytasks.core.states import Status
+from delaytasks.engine.check import check
+from delaytasks.store.stats import Stats
+from tests.benches import Bench
+from tests.conftest import open_store
+
+
+@dataclass
+class Order:
+    number: int
+    note: str = ""
+
+
+class Model:
+    """As pydantic's models are called; the library itself is not needed."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    @classmethod
+    def model_validate(cls, body: Any) -> Model:
+        return cls(int(body["number"]))
+
+    def model_dump(self, mode: str) -> dict[str, Any]:
+        assert mode == "json"
+        return {"number": self.number}
+
+
+def even(body: int) -> int:
+    if body % 2:
+        raise ValueError(f"{body} is odd")
+    return body
+
+
+@pytest.fixture
+def bench(sqlite_path: Callable[[], str]) -> Iterator[Bench]:
+    made = Bench(open_store(sqlite_path()))
+    yield made
+    made.store.close()
+
+
+def takes(bench: Bench, tag: str, schema: Callable[..., Any], **options: Any) -> list[Any]:
+    given: list[Any] = []
+    bench.registry.processor(tag, schema=schema, **options)(lambda body: given.append(body))
+    return given
+
+
+@pytest.mark.parametrize(
+    ("schema", "body", "given"),
+    [
+        (Order, {"number": 7}, Order(7)),
+        (Order, Order(7, "x"), Order(7, "x")),
+        (even, 4, 4),
+        (lambda body: body["n"], {"n": 1}, 1),
+    ],
+)
+def test_a_processor_is_given_what_its_schema_makes(bench: Bench, schema: Any, body: Any, given: Any) -> None:
+    seen = takes(bench, "order", schema)
+    bench.run(bench.schedule("order", body))
+    assert seen == [given]
+
+
+def test_a_model_is_stored_as_it_dumps_itself_and_read_again(bench: Bench) -> None:
+    seen = takes(bench, "order", Model)
+    task = bench.schedule("order", Model(7))
+    assert task.body == {"number": 7}
+    bench.run(task)
+    assert seen[0].number == 7
+
+
+def test_a_dataclass_needs_no_schema_to_be_scheduled(bench: Bench) -> None:
+    assert bench.schedule("note", Order(7)).body == {"number": 7, "note": ""}
+    with pytest.raises(BodyNotJSONError):
+        bench.schedule("note", Order)
+
+
+@pytest.mark.parametrize(
+    ("schema", "body"),
+    [(Order, {"nummer": 7}), (Order, [7]), (Order, None), (even, 3), (even, "x"), (Model, {})],
+)
+def test_a_body_that_is_refused_is_not_scheduled(bench: Bench, schema: Any, body: Any) -> None:
+    takes(bench, "order", schema)
+    with pytest.raises(BodyRefusedError, match="refuses the body of a task of tag 'order'"):
+        bench.schedule("order", body)
+    assert not any(bench.store.tasks.counts().values())
+
+
+def test_what_an_older_version_scheduled_fails_at_once_whatever_the_ladder(bench: Bench) -> None:
+    task = bench.schedule("order", {"nummer": 7})
+    seen = takes(bench, "order", Order, retry="10s 10s")
+    bench.run(task)
+    assert (seen, bench.now(task).status) == ([], Status.FAILED)
+    assert "BodyRefusedError: Order refuses" in (bench.now(task).error or "")
+
+
+def test_a_deploy_is_checked_for_tags_and_bodies(bench: Bench) -> None:
+    fine, wrong = bench.schedule("order", {"number": 1}), bench.schedule("order", {"nummer": 1})
+    gone = bench.schedule("gone", 1, delay=60)
+    bench.schedule("note")
+    done = bench.schedule("order", {"nummer": 2})
+    bench.change(done, status=int(Status.DONE))
+    bench.change(bench.schedule("order"), message_body="{no json")
+    takes(bench, "order", Order)
+    stats = Stats(bench.store.database, bench.store.schema)
+    found = {finding.tag: finding for finding in check(stats.pending(), stats.bodies, bench.registry)}
+    assert set(found) == {"gone", "order"}
+    assert (found["gone"].tasks, found["gone"].problem) == (1, "no processor")
+    assert found["gone"].first_due == gone.expected_time
+    assert found["order"].tasks == 2
+    assert wrong.id in found["order"].ids
+    assert fine.id not in found["order"].ids
+    assert json.dumps(found["order"].as_json())
