@@ -21,7 +21,7 @@ def check(cli: Cli) -> None:
     Lists those whose tag has no processor, and those whose body the processor's schema refuses.
 
     \b
-    delaytasks -A shop.celery check
+    delaytasks check
     """
     cli.import_processors()
     found = list(cli.delays.check())
