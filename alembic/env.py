@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 
 from delaytasks.core.settings import load_settings
 from delaytasks.store.database import Database, normalize_url
-from delaytasks.store.migrations import compares_defaults, exclusively, url_of, version_table
+from delaytasks.store.migrations import compares_defaults, exclusively, urls_of, version_table
 from delaytasks.store.schema import build_schema
 
 config = context.config
@@ -31,7 +31,7 @@ def celery_configuration() -> dict[str, Any]:
 
 settings = load_settings({} if "connection" in config.attributes else celery_configuration(), os.environ)
 given: dict[str, Any] = {**context.get_x_argument(as_dictionary=True), **config.attributes}
-url: str = given.get("url") or config.get_main_option("sqlalchemy.url") or url_of(settings)
+url: str = given.get("url") or config.get_main_option("sqlalchemy.url") or urls_of(settings)[0]
 prefix: str = given.get("prefix", settings.table_prefix)
 schema: str | None = given.get("schema", settings.table_schema) or None
 

@@ -6,23 +6,26 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from delaytasks.core.clock import Clock, Measure, wall_ms
 from delaytasks.core.errors import ConfigError, StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.ids import IdMaker
-from delaytasks.core.ports import Timer
+from delaytasks.core.ports import TaskStore, Timer
 from delaytasks.core.settings import load_settings, mask_url
+from delaytasks.engine.placing import Placing
 from delaytasks.engine.producer import Producer
 from delaytasks.engine.queues import Queues
 from delaytasks.engine.registry import Registry
 from delaytasks.engine.sweeper import Sweeper
-from delaytasks.store.migrations import url_of
+from delaytasks.store.migrations import urls_of
+from delaytasks.store.shards import Shards, ShardTasks
 from delaytasks.store.store import Store
 from delaytasks.timers.background import BackgroundTimer
 from delaytasks.timers.eta import EtaTimer
 from delaytasks.timers.publisher import Publisher
+from delaytasks.timers.sharded import ShardTimer
 
 if TYPE_CHECKING:
     from delaytasks.timers.redis import RedisTimer
@@ -32,15 +35,27 @@ REDIS_VISIBILITY_S = 3600.0
 _REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Shard:
     """One database, and what works on it."""
 
     number: int
-    store: Store
+    #: With its password: for who opens a session there.
+    url: str
     clock: Clock
     sweeper: Sweeper
     producer: Producer
+    _shards: Shards
+
+    def __repr__(self) -> str:
+        return f"<Shard {self.number}: {mask_url(self.url)}>"
+
+    @property
+    def store(self) -> Store:
+        return self._shards.store(self.number)
+
+    def close(self) -> None:
+        self._shards.stores[self.number].close()
 
     def named(self, what: str) -> str:
         """Told apart from what other shards have."""
@@ -62,7 +77,11 @@ class Parts:
         self.settings = load_settings(app.conf, os.environ, **arguments)
         settings = self.settings
         self._events = events
-        store, clock = Store(url_of(settings), settings), Clock(measure)
+        stores = [Store(url, settings, number) for number, url in enumerate(urls_of(settings))]
+        #: All databases as one.
+        self.all = Shards(stores, settings.shards_before)
+        self.placing = Placing(len(stores), events)
+        clock = Clock(measure)
         self.publisher = Publisher(app, settings.namespace, settings.publish_limit_s, events)
         eta = EtaTimer(self.publisher, clock)
         self.redis_timer = self._make_redis_timer(eta, clock) if settings.timer == "redis" else None
@@ -71,11 +90,21 @@ class Parts:
             BackgroundTimer(self.inline_timer, clock) if settings.arm == "background" else self.inline_timer
         )
         self.queues = Queues(settings, registry)
-        sweeper = Sweeper(settings, store.sweeps, store.workers, clock, self.inline_timer, events)
-        make_id = IdMaker(wall_ms)
-        producer = Producer(settings, store.tasks, clock, make_id, self.timer, registry, self.queues, events)
+        clocks = [clock, *(Clock(store.tasks.now) for store in stores[1:])]
         #: By their numbers.
-        self.shards = [Shard(0, store, clock, sweeper, producer)]
+        self.shards = [self._make_shard(*both, registry) for both in zip(stores, clocks, strict=True)]
+
+    def _make_shard(self, store: Store, clock: Clock, registry: Registry) -> Shard:
+        settings, events, number = self.settings, self._events, store.shard
+        timer, inline_timer, tasks = self.timer, self.inline_timer, cast(TaskStore, store.tasks)
+        if len(self.all.stores) > 1:
+            timer, inline_timer = ShardTimer(timer, number), ShardTimer(inline_timer, number)
+            tasks = ShardTasks(self.all, number)
+        sweeper = Sweeper(settings, store.sweeps, store.workers, clock, inline_timer, events)
+        make_id = IdMaker(wall_ms, number)
+        producer = Producer(settings, tasks, clock, make_id, timer, registry, self.queues, events, number)
+        url = store.database.url.render_as_string(hide_password=False)
+        return Shard(number, url, clock, sweeper, producer, self.all)
 
     def _make_redis_timer(self, eta: EtaTimer, clock: Clock) -> RedisTimer:
         from delaytasks.timers.redis import RedisTimer  # and with it a client that other deployments need not load
@@ -102,7 +131,7 @@ class Parts:
     def check_databases(self) -> None:
         for shard in self.shards:
             try:
-                shard.store.check()
+                self.all.stores[shard.number].check()
             except StoreUnavailableError as error:
                 # It may come back: a worker waits for it.
                 self._events.emit("store.down", error=str(error), shard=shard.number)
@@ -114,7 +143,7 @@ class Parts:
             self.redis_timer.close()
         self.publisher.close()
         for shard in self.shards:
-            shard.store.close()
+            shard.close()
 
 
 def redis_url(given: str, broker_url: Any) -> str:

@@ -5,7 +5,7 @@ DelayTaskError
 │   ├── InvalidDelayError, NaiveDatetimeError, InvalidScheduleError
 │   ├── BodyNotJSONError, BodyTooLargeError, BodyNotStorableError, BodyRefusedError
 │   ├── InvalidTagError, InvalidKeyError, InvalidQueueError, InvalidIdError, InvalidPriorityError
-│   ├── InvalidQueryError, InvalidLadderError
+│   ├── InvalidQueryError, InvalidLadderError, ShardMismatchError
 │   └── UnknownTagError
 ├── TaskStateError                             the task is not in a state that allows it
 │   ├── TaskNotFoundError (also a LookupError)
@@ -73,7 +73,7 @@ class InvalidQueueError(InvalidInputError):
 
 
 class InvalidIdError(InvalidInputError):
-    """Not an integer from 1 to 2^63 − 1."""
+    """Not an integer from 1 to 2^63 − 1, or of no shard that there is."""
 
 
 class InvalidPriorityError(InvalidInputError):
@@ -86,6 +86,10 @@ class InvalidQueryError(InvalidInputError):
 
 class InvalidLadderError(InvalidInputError):
     """A ladder, or one of its rungs, is not of a form that can be climbed."""
+
+
+class ShardMismatchError(InvalidInputError):
+    """With several databases: the session, the id and the key of a call belong to different ones."""
 
 
 class UnknownTagError(InvalidInputError):

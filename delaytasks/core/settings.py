@@ -15,6 +15,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from delaytasks.core.errors import ConfigError
+from delaytasks.core.ids import MAX_SHARDS
 from delaytasks.core.inputs import is_queue
 
 PREFIX = "delaytasks_"
@@ -31,7 +32,10 @@ def _setting(default: Any, about: str, secret: bool = False) -> Any:
 class Settings:
     """Durations end in `_s` and are seconds."""
 
-    database_url: str = _setting("", "SQLAlchemy URL; empty: SQLite in data_dir", secret=True)
+    database_url: tuple[str, ...] = _setting(
+        (), "SQLAlchemy URL, or a list of them, one for each shard; empty: SQLite in data_dir", secret=True
+    )
+    shards_before: int | None = _setting(None, "while a shard is being added: how many there were before it")
     data_dir: str = _setting(".delaytasks", "folder of the embedded database and broker")
     namespace: str = _setting("delaytasks", "prefix of our queues, so that deployments can share a broker")
     table_prefix: str = _setting("", "prefix of our tables, so that deployments can share a database")
@@ -72,7 +76,8 @@ class Settings:
         for name, is_right, rule in _RULES:
             value = getattr(self, name)
             if not is_right(self, value):
-                raise ConfigError(f"{PREFIX}{name} = {value!r} (from {self.origin(name)}): {rule}")
+                shown = "***" if _SPECS[name].metadata["secret"] else repr(value)
+                raise ConfigError(f"{PREFIX}{name} = {shown} (from {self.origin(name)}): {rule}")
 
     def origin(self, name: str) -> str:
         return self.origins.get(name, "default")
@@ -88,7 +93,7 @@ class Settings:
 
 def _shown(spec: Field[Any], value: Any) -> str:
     if spec.metadata["secret"]:
-        return mask_url(value)
+        return " ".join(map(mask_url, value)) if isinstance(value, tuple) else mask_url(value)
     if value is None:
         return "none"
     return json.dumps(value) if isinstance(value, Mapping) else str(value)
@@ -96,6 +101,8 @@ def _shown(spec: Field[Any], value: Any) -> str:
 
 _SPECS = {spec.name: spec for spec in fields(Settings) if spec.metadata}
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
+#: URLs are separated by blanks, which a URL may have inside too.
+_NEXT_URL = re.compile(r"\s+(?=[\w+]+://)")
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_]*")
 
 
@@ -110,6 +117,12 @@ def _positive_or_none(_: Settings, value: float | None) -> bool:
 _RULES: list[tuple[str, Callable[[Settings, Any], bool], str]] = [
     *((name, _positive, "must be above 0") for name, spec in _SPECS.items() if str(spec.type) in ("int", "float")),
     *((name, _positive_or_none, "must be above 0, or none") for name in ("horizon_s", "purge_after_s")),
+    ("database_url", lambda s, v: len(v) <= MAX_SHARDS, f"has at most {MAX_SHARDS} shards"),
+    (
+        "shards_before",
+        lambda s, v: v is None or 0 < v < len(s.database_url),
+        "is below the number of shards in delaytasks_database_url, or none",
+    ),
     ("arm", lambda s, v: v in ("inline", "background"), "is 'inline' or 'background'"),
     ("timer", lambda s, v: v in ("eta", "redis"), "is 'eta' or 'redis'"),
     ("redis_slots", lambda s, v: v & (v - 1) == 0 and v <= 1024, "is a power of two, at most 1024"),
@@ -170,11 +183,16 @@ def _convert(name: str, value: Any, origin: str) -> Any:
         mapping = _mapping(value)
         if mapping is not None:
             return mapping
+    elif kind == "tuple[str, ...]":
+        if isinstance(value, str):
+            return tuple(_NEXT_URL.split(value.strip())) if value.strip() else ()
+        if isinstance(value, (list, tuple)) and all(isinstance(each, str) and each for each in value):
+            return tuple(value)
     elif kind == "bool":
         text = str(value).lower()
         if text in ("true", "1", "yes", "on", "false", "0", "no", "off"):
             return text in ("true", "1", "yes", "on")
-    elif kind == "int" and not isinstance(value, bool):
+    elif kind.startswith("int") and not isinstance(value, bool):
         try:
             if float(value) == int(value):
                 return int(value)

@@ -40,6 +40,8 @@ class DelayTask:
     ip: int | None = None
     error: str | None = None
     result_json: str | None = None
+    #: The database that it is in, by its place in `delaytasks_database_url`.
+    shard: int = 0
 
     @property
     def body(self) -> Any:
@@ -146,6 +148,8 @@ class Page:
 
     tasks: list[DelayTask]
     cursor: str | None
+    #: The shards that could not be asked: their tasks are not among these.
+    missing: tuple[int, ...] = ()
 
     def __iter__(self) -> Any:
         return iter(self.tasks)

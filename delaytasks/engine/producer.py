@@ -55,6 +55,7 @@ class Producer:
         registry: Registry,
         queues: Queues,
         events: Events,
+        shard: int = 0,
     ) -> None:
         self._settings = settings
         self._store = store
@@ -64,6 +65,7 @@ class Producer:
         self._registry = registry
         self._queues = queues
         self._events = events
+        self._shard = shard
 
     # -- one --------------------------------------------------------------------------------------
 
@@ -109,6 +111,7 @@ class Producer:
             delay_s=math.ceil(delay.total_seconds()),
             headers_json=_headers(new),
             create_time=now,
+            shard=self._shard,
         )
 
     def _write(

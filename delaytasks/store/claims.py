@@ -53,6 +53,7 @@ class Claims:
         self._t = t = schema.tasks
         self._keys = Keys(database, schema)
         self._attempts = Attempts(database, schema)
+        self._shard = schema.shard
         self._columns = columns(schema, CLAIMED)
         self._worker = worker
         self._dialect = dialect = database.url.get_backend_name()
@@ -160,7 +161,8 @@ class Claims:
             rows = self._db.alone(lambda c: c.execute(statement, parameters).all())
         else:
             rows = self._db.run(lambda: self._claim_in_two(pick, parameters))
-        return sorted((task_of(row) for row in rows), key=lambda task: (-task.priority, task.expected_time, task.id))
+        tasks = (task_of(row, self._shard) for row in rows)
+        return sorted(tasks, key=lambda task: (-task.priority, task.expected_time, task.id))
 
     def _claim_in_two(self, pick: Select[Any], parameters: dict[str, Any]) -> list[Any]:
         t = self._t

@@ -101,11 +101,18 @@ def normalize_url(text: str) -> URL:
     return url
 
 
+def place_of(url: URL) -> tuple[str, str | None, int | None, str | None]:
+    """What two URLs must share to be the same database; users and options may differ."""
+    backend = {"mariadb": "mysql"}.get(url.get_backend_name(), url.get_backend_name())
+    return backend, url.host, url.port or {"postgresql": 5432, "mysql": 3306}.get(backend), url.database
+
+
 class Database:
     """Two engines on one database: `auto` for single statements, `begin()` for transactions."""
 
-    def __init__(self, url: str, pool_size: int = 5) -> None:
+    def __init__(self, url: str, pool_size: int = 5, name: str = "the database") -> None:
         self.url = normalize_url(url)
+        self._name = name
         self.can = capabilities_of(self.url.get_backend_name())
         self._pool_size = pool_size
         self._lock = threading.Lock()
@@ -143,7 +150,11 @@ class Database:
             with engine.connect().execution_options(yield_per=size) as connection:
                 yield from connection.execute(query).partitions()
         except exc.DBAPIError as error:
-            raise translate(error) from error
+            raise translate(error, name=self._name) from error
+
+    def owns(self, connection: Any) -> bool:
+        """Whether it is one of ours, and not a caller's."""
+        return getattr(connection, "engine", None) in (self._auto, self._tx)
 
     def after_fork(self) -> None:
         """A forked child must not use its parent's sockets, nor close them."""
@@ -176,11 +187,11 @@ class Database:
                 is_over = attempt == tries or time.monotonic() - began > RETRY_FOR_S
                 if is_over or not (is_conflict(error) or is_disconnect(error)):
                     forget_details(error)
-                    raise translate(error, unknown_id if is_sent else None) from error
+                    raise translate(error, unknown_id if is_sent else None, self._name) from error
                 time.sleep(random.uniform(0.01, 0.05) * 2**attempt)
             except exc.TimeoutError as error:
                 raise StoreUnavailableError(
-                    f"no free database connection (setting pool_size = {self._pool_size}): {error}"
+                    f"{self._name} has no free connection (setting pool_size = {self._pool_size}): {error}"
                 ) from error
         raise AssertionError("unreachable")
 

@@ -23,6 +23,7 @@ class Lapses:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
         self._t = schema.tasks
+        self._shard = schema.shard
         self._keys = Keys(database, schema)
         self._attempts = Attempts(database, schema)
         self._columns = columns(schema)
@@ -56,7 +57,7 @@ class Lapses:
             return Lapsed(len(rows), [])
         self._keys.release_all(on, [row for row in locked if row[0] in last])
         found = on.execute(select(*self._columns).where(t.c.id.in_(last)))
-        return Lapsed(len(rows), [task_of(row) for row in found])
+        return Lapsed(len(rows), [task_of(row, self._shard) for row in found])
 
 
 def lease_is_over(tasks: Any, lease_s: float) -> ColumnElement[bool]:

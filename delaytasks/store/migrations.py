@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,13 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
-from sqlalchemy import Connection, func, inspect, select, text
+from sqlalchemy import URL, Connection, func, insert, inspect, select, text
 from sqlalchemy.dialects import registry
 from sqlalchemy.engine import Dialect
 from sqlalchemy.schema import CreateIndex, CreateSchema, CreateTable
 
 from delaytasks.core.errors import ConfigError, StoreUnavailableError
-from delaytasks.core.settings import Settings
+from delaytasks.core.settings import Settings, mask_url
 from delaytasks.store.database import Database
 from delaytasks.store.schema import STORAGE, Schema, build_schema
 
@@ -32,8 +32,16 @@ _TURN_S = 60
 _alembic = threading.Lock()
 
 
-def upgrade(database: Database, prefix: str = "", schema: str | None = None, revision: str = "head") -> None:
-    _run(database, prefix, schema, lambda config: command.upgrade(config, revision))
+def upgrade(
+    database: Database, prefix: str = "", schema: str | None = None, revision: str = "head", shard: int = 0
+) -> None:
+    """To `revision`; and the database learns which of several it is."""
+
+    def work(config: Config) -> None:
+        command.upgrade(config, revision)
+        _number(config.attributes["connection"], build_schema(prefix, schema), shard)
+
+    _run(database, prefix, schema, work)
 
 
 def downgrade(database: Database, prefix: str = "", schema: str | None = None, revision: str = "-1") -> None:
@@ -61,8 +69,27 @@ def version_table(prefix: str) -> str:
     return prefix + "yb_delay_alembic_version"
 
 
-def url_of(settings: Settings) -> str:
-    return settings.database_url or f"sqlite:///{Path(settings.data_dir).absolute() / 'delays.sqlite3'}"
+def urls_of(settings: Settings) -> Sequence[str]:
+    return settings.database_url or (f"sqlite:///{Path(settings.data_dir).absolute() / 'delays.sqlite3'}",)
+
+
+def number_of(connection: Connection, schema: Schema) -> int | None:
+    """Which of several databases this is; None if nobody has told it yet."""
+    shards = schema.shards
+    if not inspect(connection).has_table(shards.name, shards.schema):
+        return None
+    number: int | None = connection.execute(select(shards.c.number)).scalar()
+    return number
+
+
+def check_number(found: int | None, shard: int, url: URL) -> None:
+    """`ConfigError` unless the database is where it stands in the list."""
+    if found not in (None, shard):
+        where = mask_url(url.render_as_string(hide_password=True))
+        raise ConfigError(
+            f"{where} is shard {found}, and stands at place {shard} of delaytasks_database_url: a shard keeps its "
+            "place, and a new one comes last; bring the list into its old order"
+        )
 
 
 def ddl(dialect: str, prefix: str = "", schema: str | None = None) -> list[str]:
@@ -130,6 +157,15 @@ def compares_defaults(dialect: str) -> Any:
     if dialect == "postgresql":
         return True
     return lambda _context, _found, column, *_defaults: False if column.identity is not None else None
+
+
+def _number(connection: Connection, schema: Schema, shard: int) -> None:
+    if not inspect(connection).has_table(schema.shards.name, schema.shards.schema):
+        return  # this revision does not know of shards
+    found = number_of(connection, schema)
+    check_number(found, shard, connection.engine.url)
+    if found is None:
+        connection.execute(insert(schema.shards).values(number=shard))
 
 
 def _run(database: Database, prefix: str, schema: str | None, work: Callable[[Config], None]) -> None:

@@ -14,23 +14,30 @@ from delaytasks.core.task import DelayTask
 from delaytasks.core.text import shown
 
 
-def after(query: Select[Any], tasks: Table, cursor: str) -> Select[Any]:
-    """`query` from the place on that `cursor` stands for."""
-    due, id = _parse_cursor(cursor)
+def after(query: Select[Any], tasks: Table, shard: int, cursor: str) -> Select[Any]:
+    """`query`, of this shard's tasks, from the place on that `cursor` stands for."""
+    due, id, last_shard = _parse_cursor(cursor)
     t = tasks.c
-    return query.where(t.expected_time >= due, or_(t.expected_time > due, and_(t.expected_time == due, t.id > id)))
+    # Where other programs write rows, two shards may have one id.
+    is_after = t.id >= id if shard > last_shard else t.id > id
+    return query.where(t.expected_time >= due, or_(t.expected_time > due, and_(t.expected_time == due, is_after)))
+
+
+def place(task: DelayTask) -> tuple[datetime, int, int]:
+    """By which tasks are ordered."""
+    return task.expected_time, task.id, task.shard
 
 
 def make_cursor(task: DelayTask) -> str:
-    return base64.urlsafe_b64encode(f"{to_us(task.expected_time)}:{task.id}".encode()).decode()
+    return base64.urlsafe_b64encode(f"{to_us(task.expected_time)}:{task.id}:{task.shard}".encode()).decode()
 
 
-def _parse_cursor(cursor: str) -> tuple[datetime, int]:
+def _parse_cursor(cursor: str) -> tuple[datetime, int, int]:
     try:
-        due_us, _, id = base64.b64decode(cursor.encode(), b"-_", validate=True).decode().partition(":")
-        due, after = from_us(int(due_us)), int(id)
+        due_us, id, shard = base64.b64decode(cursor.encode(), b"-_", validate=True).decode().split(":")
+        due, after, last_shard = from_us(int(due_us)), int(id), int(shard)
     except (AttributeError, ValueError, OverflowError):
         raise InvalidQueryError(f"{shown(cursor)} is not a cursor that find() gave") from None
     if not -(2**63) <= after < 2**63:
         raise InvalidQueryError(f"{shown(cursor)} is not a cursor that find() gave")
-    return due, after
+    return due, after, last_shard

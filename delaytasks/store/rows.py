@@ -48,8 +48,9 @@ def columns(schema: Schema, names: Sequence[str] = COLUMNS) -> list[Column[Any]]
     return [schema.tasks.c[name] for name in names]
 
 
-def task_of(row: Sequence[Any]) -> DelayTask:
-    return DelayTask(row[0], row[1], row[2], row[3], Status.of(row[4]), *row[5:])
+def task_of(row: Sequence[Any], shard: int) -> DelayTask:
+    # No row is so long that it has a shard of its own, which mypy fears.
+    return DelayTask(row[0], row[1], row[2], row[3], Status.of(row[4]), *row[5:], shard=shard)  # type: ignore[misc]
 
 
 def values_of(task: DelayTask) -> dict[str, Any]:

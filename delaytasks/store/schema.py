@@ -53,9 +53,12 @@ class Schema:
     attempts: Table
     sweeps: Table
     workers: Table
+    shards: Table
+    #: Which of several databases has these tables.
+    shard: int
 
 
-def build_schema(prefix: str = "", schema: str | None = None) -> Schema:
+def build_schema(prefix: str = "", schema: str | None = None, shard: int = 0) -> Schema:
     metadata = MetaData(schema=schema or None)
     tasks = Table(
         prefix + "yb_delay_task_message",
@@ -144,4 +147,11 @@ def build_schema(prefix: str = "", schema: str | None = None) -> Schema:
         PrimaryKeyConstraint("name", name=conv(prefix + "pk_yb_delay_worker")),
         **_MYSQL,
     )
-    return Schema(metadata, tasks, keys, attempts, sweeps, workers)
+    shards = Table(  # one row
+        prefix + "yb_delay_shard",
+        metadata,
+        Column("number", Integer, nullable=False, autoincrement=False),
+        PrimaryKeyConstraint("number", name=conv(prefix + "pk_yb_delay_shard")),
+        **_MYSQL,
+    )
+    return Schema(metadata, tasks, keys, attempts, sweeps, workers, shards, shard)

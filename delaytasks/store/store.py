@@ -10,7 +10,7 @@ from delaytasks.store.claims import Claims
 from delaytasks.store.database import Database
 from delaytasks.store.failures import REMEDY
 from delaytasks.store.leases import Leases
-from delaytasks.store.migrations import check_charset
+from delaytasks.store.migrations import check_charset, check_number, number_of
 from delaytasks.store.schema import build_schema
 from delaytasks.store.sweeps import Sweeps
 from delaytasks.store.tasks import Tasks
@@ -19,9 +19,11 @@ from delaytasks.store.workers import Workers
 
 
 class Store:
-    def __init__(self, url: str, settings: Settings) -> None:
-        self.database = Database(url, settings.pool_size)
-        self.schema = build_schema(settings.table_prefix, settings.table_schema)
+    def __init__(self, url: str, settings: Settings, shard: int = 0) -> None:
+        self.shard = shard
+        name = f"shard {shard}" if len(settings.database_url) > 1 else "the database"
+        self.database = Database(url, settings.pool_size, name)
+        self.schema = build_schema(settings.table_prefix, settings.table_schema, shard)
         self.tasks = Tasks(self.database, self.schema)
         self.touches = Touches(self.database, self.schema)
         self.sweeps = Sweeps(self.database, self.schema, settings.lease_s, settings.timer)
@@ -39,9 +41,19 @@ class Store:
         missing = [column.name for column in t.columns if column.name not in found]
         if missing:
             what = f"has no column {', '.join(missing)}" if found else "does not exist"
-            where = mask_url(str(self.database.url.render_as_string(hide_password=True)))
-            raise ConfigError(f"table {t.fullname} {what} in {where}; {REMEDY}")
+            raise ConfigError(f"table {t.fullname} {what} in {self._where()}; {REMEDY}")
         check_charset(self.database, self.schema)
+        self.check_number(is_needed=False)
+
+    def check_number(self, is_needed: bool = True) -> None:
+        """`ConfigError` if this is another shard than the one in whose place it stands."""
+        found = self.database.alone(lambda c: number_of(c, self.schema))
+        check_number(found, self.shard, self.database.url)
+        if found is None and is_needed:
+            raise ConfigError(f"shard {self.shard}, {self._where()}, does not know its number yet; {REMEDY}")
+
+    def _where(self) -> str:
+        return mask_url(str(self.database.url.render_as_string(hide_password=True)))
 
     def close(self) -> None:
         self.database.dispose()

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from datetime import datetime
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, exc, func, select
 
-from delaytasks.core.errors import DuplicateTaskError, StoreUnavailableError
+from delaytasks.core.errors import DuplicateTaskError
 from delaytasks.core.ports import Executor, OnConflict
-from delaytasks.core.states import MOVES, Status
+from delaytasks.core.states import Status
 from delaytasks.core.task import Attempt, DelayTask, Page
 from delaytasks.store import pages
 from delaytasks.store.attempts import Attempts
 from delaytasks.store.database import Database
 from delaytasks.store.failures import TRIES
+from delaytasks.store.holders import Holders
 from delaytasks.store.inserts import Insert, insert_bulk, is_duplicate
 from delaytasks.store.keys import Keys
 from delaytasks.store.moves import Moves
@@ -32,12 +32,14 @@ class Tasks:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
         self._t = t = schema.tasks
+        self._shard = schema.shard
         self._keys = Keys(database, schema)
         self._attempts = Attempts(database, schema)
         self._columns = columns(schema)
         self._insert = Insert(database, t)
         self._moves = Moves(schema, self._keys)
         self._get = self._moves.get
+        self.holders = Holders(database, schema, self._keys, self._moves)
 
     # -- schedule ---------------------------------------------------------------------------------
 
@@ -73,58 +75,21 @@ class Tasks:
 
         def work(connection: Any) -> tuple[DelayTask, bool]:
             if on is None:
-                return self._take_key(connection, task, on_conflict)
+                return self.holders.take(connection, task, on_conflict, self._insert_own)
             with self._savepoint(connection):  # an id that exists must not leave its key behind
-                return self._take_key(connection, task, on_conflict)
+                return self.holders.take(connection, task, on_conflict, self._insert_own)
 
         return self._in_transaction(work, on, unknown_id=task.id)
 
-    def _take_key(self, on: Any, task: DelayTask, on_conflict: OnConflict) -> tuple[DelayTask, bool]:
-        for attempt in range(TRIES):
-            # In MySQL a failed INSERT would leave a lock on the key, so a look comes first there.
-            is_free = self._db.can.insert_or_skip or self._keys.id_of(on, task.tag, task.key, attempt > 0) is None
-            if is_free and self._keys.take(on, task):
-                return self._insert_own(on, task)
-            # The key's row first, then the task's: settling and cancelling go the same way, or they would deadlock.
-            holder_id = self._keys.lock(on, task)
-            if holder_id is not None:
-                break  # else its task has just ended
-        else:
-            raise StoreUnavailableError(f"key {task.key!r} of tag {task.tag!r} changed hands {TRIES} times; try again")
-        holder = self._moves.locked(on, holder_id)
-        if holder is None or holder.is_finished:
-            return self._take_over_key(on, task)  # what had the key was purged, or finished by another program
-        if holder.id == task.id:
-            return holder, False
-        if on_conflict == "reject":
-            raise DuplicateTaskError(
-                f"task {holder.id} ({holder.status.name}, due {holder.expected_time.isoformat()}) has the key "
-                f"{task.key!r} of tag {task.tag!r}; on_conflict='keep' or 'replace' says what else to do",
-                holder.id,
-            )
-        if on_conflict == "keep":
-            return holder, False
-        if holder.status not in MOVES["replace"].sources:
-            return self._take_over_key(on, task)  # it runs: it may finish, the new one is the key's from now on
-        values = {**values_of(task), "id": holder.id}
-        values.pop("create_time")
-        self._moves.make(on, "replace", holder, {**values, "attempts": 0, "lapses": 0, "error_stack": None})
-        return replace(task, id=holder.id, version=holder.version + 1, create_time=holder.create_time), True
-
-    def _take_over_key(self, on: Any, task: DelayTask) -> tuple[DelayTask, bool]:
-        self._keys.pass_to(on, task)
-        return self._insert_own(on, task)
-
-    def _insert_own(self, on: Any, task: DelayTask) -> tuple[DelayTask, bool]:
-        if self._insert(on, values_of(task)):
-            return task, True
-        raise DuplicateTaskError(f"there is a task with id {task.id} already", task.id)
+    def _insert_own(self, on: Any, task: DelayTask) -> None:
+        if not self._insert(on, values_of(task)):
+            raise DuplicateTaskError(f"there is a task with id {task.id} already", task.id)
 
     # -- look up ----------------------------------------------------------------------------------
 
     def get(self, id: int, on: Executor | None = None) -> DelayTask | None:
         row = self._read(lambda c: c.execute(self._get, {"task_id": id}).first(), on)
-        return None if row is None else task_of(row)
+        return None if row is None else task_of(row, self._shard)
 
     def id_of_key(self, tag: str, key: str, on: Executor | None = None) -> int | None:
         found: int | None = self._read(lambda c: self._keys.id_of(c, tag, key), on)
@@ -159,9 +124,9 @@ class Tasks:
         if until is not None:
             query = query.where(t.c.expected_time < until)
         if cursor is not None:
-            query = pages.after(query, t, cursor)
+            query = pages.after(query, t, self._shard, cursor)
         rows = self._read(lambda c: c.execute(query).all(), on)
-        tasks = [task_of(row) for row in rows[:limit]]
+        tasks = [task_of(row, self._shard) for row in rows[:limit]]
         return Page(tasks, pages.make_cursor(tasks[-1]) if len(rows) > limit else None)
 
     def counts(self) -> dict[Status, int]:
@@ -210,11 +175,12 @@ class Tasks:
         def work(connection: Any) -> DelayTask:
             task = self._moves.take(connection, "retry", id, version)
             moved = self._moves.make(connection, "retry", task, {"expected_time": due, "attempts": 0, "lapses": 0})
-            if task.key is not None and not self._keys.take(connection, task):
-                holder = self._keys.lock(connection, task)
-                if holder != task.id:
-                    fact = f"task {holder} has the key {task.key!r} of task {id} now"
-                    raise DuplicateTaskError(f"retry: {fact}", holder)
+            if task.key is not None:
+                try:
+                    self.holders.take(connection, task, "reject", lambda *_: None)
+                except DuplicateTaskError as error:
+                    fact = f"task {error.id} has the key {task.key!r} of task {id} now"
+                    raise DuplicateTaskError(f"retry: {fact}", error.id) from None
             return moved
 
         return self._in_transaction(work, on, id)

@@ -32,7 +32,7 @@ class LeaseKeeper:
         self._renewed_at = monotonic()
         self._look_s = min(LOOK_S, self._lease_s / 6)
         # Renewed after a third of it: when a thread is stuck then, and the next one too, there is still time.
-        self.loop = Loop(shard.named("leases"), self._turn, delays.events, self._lease_s / 6, shard.store.close)
+        self.loop = Loop(shard.named("leases"), self._turn, delays.events, self._lease_s / 6, shard.close)
 
     def _turn(self) -> float:
         delays = self._delays

@@ -27,7 +27,7 @@ class Sweeping:
         self._started_at = monotonic()
         # A statement on a big table may take its time; what consists of many says after each that it goes on.
         stuck_s = 2 * delays.settings.self_sweep_s
-        self.loop = Loop(shard.named("sweep"), self._turn, delays.events, stuck_s, shard.store.close)
+        self.loop = Loop(shard.named("sweep"), self._turn, delays.events, stuck_s, shard.close)
 
     def request(self, house: int | None) -> None:
         with self._lock:

@@ -60,7 +60,8 @@ class Bench:
         return [Entry(start + n, 0, now, "default", priority) for n in range(count)]
 
     def entries_of(self, shard: int, count: int) -> list[Entry]:
-        return [entry._replace(id=entry.id + (shard << COUNTER_BITS)) for entry in self.entries(count)]
+        first = 1 << 60 | shard << COUNTER_BITS
+        return [entry._replace(id=first + entry.id) for entry in self.entries(count)]
 
     def sizes(self) -> list[int]:
         return [len(job.entries) for job, _, _ in self.pool.jobs]

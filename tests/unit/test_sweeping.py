@@ -27,7 +27,8 @@ class Place:
         sweeps = SimpleNamespace(forget_armed=lambda: self.note("forget"), stale_houses=self.stale_houses)
         shard: Any = SimpleNamespace(
             number=0,
-            store=SimpleNamespace(workers=workers, sweeps=sweeps, close=lambda: None),
+            store=SimpleNamespace(workers=workers, sweeps=sweeps),
+            close=lambda: None,
             clock=SimpleNamespace(offset_s=0.0),
             sweeper=SimpleNamespace(sweep=lambda house, _: self.note(f"sweep {house}")),
             named=lambda what: what,

@@ -1,0 +1,164 @@
+"""Who has a key: taken, kept, replaced or passed on when another task wants it.
+
+Mostly the task that has a key is in the same database. With several it may be in another one: then the key's row names
+an id there, and points to the database that decides about the key (docs/decisions/0017-several-databases.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from sqlalchemy import Connection
+
+from delaytasks.core.errors import DuplicateTaskError, StoreUnavailableError
+from delaytasks.core.ids import shard_of
+from delaytasks.core.ports import OnConflict
+from delaytasks.core.states import MOVES
+from delaytasks.core.task import DelayTask
+from delaytasks.store.database import Database
+from delaytasks.store.failures import TRIES
+from delaytasks.store.keys import Keys
+from delaytasks.store.moves import Moves
+from delaytasks.store.rows import task_of, values_of
+from delaytasks.store.schema import Schema
+
+#: Does what is to be done once a task has its key.
+Write = Callable[[Any, DelayTask], object]
+
+
+class HeldElsewhereError(Exception):
+    """The key's task waits in another database, where it can be replaced."""
+
+    def __init__(self, holder: DelayTask) -> None:
+        super().__init__(holder.id)
+        self.holder = holder
+
+
+def refuse_unknown(task: DelayTask, holder_id: int) -> DelayTask | None:
+    raise DuplicateTaskError(
+        f"key {task.key!r} of tag {task.tag!r} belongs to task {holder_id}, which is not here: its id names shard "
+        f"{shard_of(holder_id)}, which this process does not know; give it the longer delaytasks_database_url",
+        holder_id,
+    )
+
+
+class Holders:
+    def __init__(self, database: Database, schema: Schema, keys: Keys, moves: Moves) -> None:
+        self._db = database
+        self._shard = schema.shard
+        self._keys = keys
+        self._moves = moves
+        #: The live task that has a key in the database to which the key's row here points by an id.
+        self.elsewhere: Callable[[DelayTask, int], DelayTask | None] = refuse_unknown
+
+    def take(self, on: Any, task: DelayTask, on_conflict: OnConflict, write: Write) -> tuple[DelayTask, bool]:
+        """The task that has the key afterwards, and whether that is news: `task` itself, once `write` is done."""
+        for attempt in range(TRIES):
+            # In MySQL a failed INSERT would leave a lock on the key, so a look comes first there.
+            is_free = self._db.can.insert_or_skip or self._keys.id_of(on, task.tag, task.key, attempt > 0) is None
+            if is_free and self._keys.take(on, task):
+                write(on, task)
+                return task, True
+            # The key's row first, then the task's: settling and cancelling go the same way, or they would deadlock.
+            holder_id = self._keys.lock(on, task)
+            if holder_id is not None:
+                break  # else its task has just ended
+        else:
+            raise StoreUnavailableError(f"key {task.key!r} of tag {task.tag!r} changed hands {TRIES} times; try again")
+        holder = self._holder(on, task, holder_id)
+        if holder is None or holder.is_finished:
+            return self._take_over(on, task, write)  # what had the key was purged, or finished by another program
+        if holder.id == task.id:
+            return holder, False
+        if on_conflict == "reject":
+            raise DuplicateTaskError(
+                f"task {holder.id} ({holder.status.name}, due {holder.expected_time.isoformat()}) has the key "
+                f"{task.key!r} of tag {task.tag!r}; on_conflict='keep' or 'replace' says what else to do",
+                holder.id,
+            )
+        if on_conflict == "keep":
+            return holder, False
+        if holder.status not in MOVES["replace"].sources:
+            return self._take_over(on, task, write)  # it runs: it may finish, the new one is the key's from now on
+        if holder.shard != task.shard:
+            raise HeldElsewhereError(holder)
+        return self._replaced(on, holder, task), True
+
+    def _holder(self, on: Any, task: DelayTask, id: int) -> DelayTask | None:
+        here = self._moves.locked(on, id)
+        if here is not None or shard_of(id) in (self._shard, task.shard):
+            return here
+        return self.elsewhere(task, id)
+
+    def _take_over(self, on: Any, task: DelayTask, write: Write) -> tuple[DelayTask, bool]:
+        self._keys.pass_to(on, task)
+        write(on, task)
+        return task, True
+
+    def _replaced(self, on: Any, holder: DelayTask, task: DelayTask) -> DelayTask:
+        values = {**values_of(task), "id": holder.id}
+        values.pop("create_time")
+        self._moves.make(on, "replace", holder, {**values, "attempts": 0, "lapses": 0, "error_stack": None})
+        version = holder.version + 1
+        return replace(task, id=holder.id, version=version, create_time=holder.create_time, shard=holder.shard)
+
+    # -- several databases ------------------------------------------------------------------------
+
+    def point(self, task: DelayTask, on_conflict: OnConflict) -> tuple[DelayTask, bool] | None:
+        """From now on the key's row points to the database of `task`, and nothing else is written. Or the answer, as of
+        `take`: a task here has the key, and keeps it."""
+
+        def work() -> tuple[DelayTask, bool]:
+            with self._db.begin() as connection:
+                return self.take(connection, task, on_conflict, lambda *_: None)
+
+        answer = self._db.run(work)
+        return None if answer[0] is task else answer
+
+    @contextmanager
+    def pointing(self, task: DelayTask) -> Iterator[bool]:
+        """Whether the key's row points to the database of `task`; what it says stays so until the end."""
+
+        def lock() -> tuple[Connection, int | None]:
+            connection = self._db.tx.connect()
+            try:
+                return connection, self._keys.lock(connection, task)
+            except BaseException:
+                connection.close()
+                raise
+
+        connection, id = self._db.run(lock)
+        try:
+            yield id is not None and shard_of(id) == task.shard
+        finally:
+            connection.close()
+
+    def live(self, task: DelayTask) -> DelayTask | None:
+        """The live task here that has the key of `task`; one that is about to be committed is waited for."""
+
+        def look() -> DelayTask | None:
+            with self._db.tx.connect() as connection:  # ends without a commit
+                id = self._keys.id_of(connection, task.tag, task.key)
+                if id is None and not self._keys.take(connection, task):
+                    id = self._keys.id_of(connection, task.tag, task.key)
+                row = None if id is None else connection.execute(self._moves.get, {"task_id": id}).first()
+                found = None if row is None else task_of(row, self._shard)
+                return None if found is None or found.is_finished else found
+
+        return self._db.run(look)
+
+    def replace(self, holder: DelayTask, task: DelayTask) -> DelayTask | None:
+        """What `holder`, a task here, is afterwards; None if it does not wait any more, or has lost the key."""
+
+        def work() -> DelayTask | None:
+            with self._db.begin() as connection:
+                has_key = self._keys.lock(connection, task) == holder.id
+                found = self._moves.locked(connection, holder.id) if has_key else None
+                if found is None or found.status not in MOVES["replace"].sources:
+                    return None
+                return self._replaced(connection, found, task)
+
+        return self._db.run(work, holder.id)

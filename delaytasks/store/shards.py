@@ -1,0 +1,200 @@
+"""Several databases as one: which of them has a task, and which decides about a key.
+
+A key has a home (core/shards.py), where its tasks are scheduled and conflicts decided. A task whose key belongs
+elsewhere (it was scheduled before a shard was added, and no row moves) is found through a pointer: in the home's table
+of keys the key names its id, and the id its shard. While a shard is being added, processes that do not know it yet take
+a key's old home for its home: there the pointer leads to the new one (docs/decisions/0017-several-databases.md).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from typing import Any, TypeVar
+
+from delaytasks.core.errors import ShardMismatchError, StoreUnavailableError
+from delaytasks.core.ids import shard_of
+from delaytasks.core.ports import Executor, OnConflict
+from delaytasks.core.settings import mask_url
+from delaytasks.core.shards import home_of
+from delaytasks.core.states import Status
+from delaytasks.core.task import DelayTask, Page
+from delaytasks.store import pages
+from delaytasks.store.database import place_of
+from delaytasks.store.failures import TRIES
+from delaytasks.store.holders import HeldElsewhereError, refuse_unknown
+from delaytasks.store.store import Store
+from delaytasks.store.tasks import Tasks
+
+T = TypeVar("T")
+#: Tag, status, key, and from when until when.
+By = tuple[str | None, Status | None, str | None, datetime | None, datetime | None]
+
+
+class Shards:
+    def __init__(self, stores: Sequence[Store], before: int | None) -> None:
+        self.stores = stores
+        self._before = before
+        self._checked: set[int] = set()
+        for store in stores:
+            store.tasks.holders.elsewhere = self._elsewhere
+
+    def store(self, number: int) -> Store:
+        """The first time in this process it is made sure that it is the shard that it should be."""
+        store = self.stores[number]
+        if len(self.stores) > 1 and number not in self._checked:
+            store.check_number()
+            self._checked.add(number)
+        return store
+
+    def of(self, connection: Any) -> int:
+        """The shard that a caller's connection is on."""
+        place = place_of(connection.engine.url)
+        for number, store in enumerate(self.stores):
+            if place_of(store.database.url) == place:
+                return number
+        raise ShardMismatchError(
+            f"the session's database ({mask_url(connection.engine.url.render_as_string())}) is none of "
+            "delaytasks_database_url: host, port and name must be the same as there"
+        )
+
+    # -- look up ----------------------------------------------------------------------------------
+
+    def likely(self, id: int) -> list[int]:
+        """All shards, and first the one that the id names. Ids that other programs made say nothing true."""
+        numbers = list(range(len(self.stores)))
+        numbers.sort(key=lambda number: number != shard_of(id))
+        return numbers
+
+    def named(self, tag: str, key: str, own: tuple[int, Executor] | None) -> tuple[int, int] | None:
+        """The shard and the id of the task that has the key. `own` is the caller's shard and connection."""
+        for home in self._homes(tag, key):
+            id = self._id_of_key(home, tag, key, own)
+            if id is None:
+                continue
+            if shard_of(id) == home or self._tasks(home).get(id, _on(own, home)) is not None:
+                return home, id
+            number = shard_of(id)
+            if number < len(self.stores):
+                pointed = self._id_of_key(number, tag, key, own)
+                if pointed is not None and self._tasks(number).get(pointed, _on(own, number)) is not None:
+                    return number, pointed
+        return None
+
+    def find(self, by: By, cursor: str | None, limit: int, own: tuple[int, Executor] | None) -> Page:
+        """A page of all shards' tasks; `by` is what `Tasks.find` looks for."""
+        found: list[Page] = []
+        missing: dict[int, StoreUnavailableError] = {}
+        for number in range(len(self.stores)):
+            try:
+                found.append(self._tasks(number).find(*by, cursor, limit, _on(own, number)))
+            except StoreUnavailableError as error:
+                missing[number] = error
+        if not found:
+            raise next(iter(missing.values()))
+        tasks = list(heapq.merge(*(page.tasks for page in found), key=pages.place))
+        has_more = len(tasks) > limit or any(page.cursor is not None for page in found)
+        tasks = tasks[:limit]
+        return Page(tasks, pages.make_cursor(tasks[-1]) if has_more else None, tuple(missing))
+
+    # -- keys -------------------------------------------------------------------------------------
+
+    def insert_keyed(
+        self, task: DelayTask, on_conflict: OnConflict, on: Executor | None = None
+    ) -> tuple[DelayTask, bool]:
+        """As `Tasks.insert_keyed`, for a task whose home is its shard."""
+        home = self.store(task.shard)
+        for _ in range(TRIES):
+            try:
+                with self._pointed(task, on_conflict) as answer:
+                    return answer or home.tasks.insert_keyed(task, on_conflict, on)
+            except HeldElsewhereError as held:
+                if on is not None and not home.database.owns(on):
+                    raise ShardMismatchError(
+                        f"task {held.holder.id}, which has the key {task.key!r} of tag {task.tag!r}, is in shard "
+                        f"{held.holder.shard}, and the session is on shard {task.shard}: replace it without session="
+                    ) from None
+                replaced = self._tasks(held.holder.shard).holders.replace(held.holder, task)
+                if replaced is not None:
+                    return replaced, True
+        raise _restless(task)
+
+    def retry(
+        self, number: int, id: int, due: datetime, version: int | None = None, on: Executor | None = None
+    ) -> DelayTask:
+        """As `Tasks.retry`: whoever decides about the task's key by now must know that it is back."""
+        tasks = self._tasks(number)
+        task = tasks.get(id, on)
+        if task is None or task.key is None:
+            return tasks.retry(id, due, version, on)
+        with self._pointed(task, "reject"):
+            return tasks.retry(id, due, version, on)
+
+    @contextmanager
+    def _pointed(self, task: DelayTask, on_conflict: OnConflict) -> Iterator[tuple[DelayTask, bool] | None]:
+        """Inside, all who may be asked about the key point to the shard of `task`. Or the answer is known: there is a
+        task that keeps the key."""
+        others = [number for number in self._homes(task.tag, task.key or "") if number != task.shard]
+        for _ in range(TRIES):
+            for number in others:
+                answer = self._tasks(number).holders.point(task, on_conflict)
+                if answer is not None:
+                    yield answer
+                    return
+            with ExitStack() as stack:
+                if all(stack.enter_context(self._tasks(number).holders.pointing(task)) for number in others):
+                    yield None
+                    return
+        raise _restless(task)
+
+    def _elsewhere(self, task: DelayTask, id: int) -> DelayTask | None:
+        number = shard_of(id)
+        if number >= len(self.stores):
+            return refuse_unknown(task, id)
+        return self._tasks(number).holders.live(task)
+
+    def _homes(self, tag: str, key: str) -> list[int]:
+        """The home, and the one that processes take for it which do not know the newest shards."""
+        counts = [len(self.stores), *([] if self._before is None else [self._before])]
+        return list(dict.fromkeys(home_of(tag, key, count) for count in counts))
+
+    def _tasks(self, number: int) -> Tasks:
+        return self.store(number).tasks
+
+    def _id_of_key(self, number: int, tag: str, key: str, own: tuple[int, Executor] | None) -> int | None:
+        return self._tasks(number).id_of_key(tag, key, _on(own, number))
+
+
+class ShardTasks:
+    """One of several shards, as its producer sees it."""
+
+    def __init__(self, shards: Shards, number: int) -> None:
+        self._shards = shards
+        self._number = number
+        self.insert_keyed = shards.insert_keyed
+
+    def together(self, work: Callable[[Any], T], unknown_id: int) -> T:
+        return self._tasks.together(work, unknown_id)
+
+    def insert(self, task: DelayTask, on: Executor | None = None) -> bool:
+        return self._tasks.insert(task, on)
+
+    def insert_many(self, tasks: Sequence[DelayTask], on: Executor | None = None) -> bool:
+        return self._tasks.insert_many(tasks, on)
+
+    def get(self, id: int, on: Executor | None = None) -> DelayTask | None:
+        return self._tasks.get(id, on)
+
+    @property
+    def _tasks(self) -> Tasks:
+        return self._shards.store(self._number).tasks
+
+
+def _on(own: tuple[int, Executor] | None, number: int) -> Executor | None:
+    return own[1] if own is not None and own[0] == number else None
+
+
+def _restless(task: DelayTask) -> StoreUnavailableError:
+    return StoreUnavailableError(f"key {task.key!r} of tag {task.tag!r} changed hands {TRIES} times; try again")
