@@ -1,0 +1,162 @@
+"""The `redis` timer against a model: whatever movers do or leave undone, an entry is in one place, once."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from delaytasks.core.ports import Entry
+from delaytasks.timers.redis import RETURN_S, Taken
+from tests.unit.test_redis_timer import Bench
+
+GRACE_MS, RETURN_MS = 1000, int(RETURN_S * 1000)
+Name = tuple[int, int, int]
+names = st.tuples(st.integers(1, 12), st.integers(0, 2), st.sampled_from([0, 0, 0, 5]))
+
+
+class Model(RuleBasedStateMachine):
+    """What must wait, and what must be on its way, by slot."""
+
+    url: ClassVar[str]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bench = Bench(self.url, redis_slots=2)
+        self.timer = self.bench.timer
+        self.waiting: dict[Name, int] = {}
+        #: When it goes back.
+        self.prepared: dict[Name, int] = {}
+        self.taken: list[Taken] = []
+
+    def teardown(self) -> None:
+        self.bench.close()
+
+    @initialize()
+    def look(self) -> None:
+        self.bench.take()
+
+    @property
+    def now(self) -> int:
+        return self.bench.clock.now_us() // 1000
+
+    def entry(self, name: Name, due_ms: int = 0) -> Entry:
+        return Entry(name[0], name[1], due_ms * 1000, "default", name[2])
+
+    @rule(armed=st.lists(st.tuples(names, st.integers(-2000, 3000)), max_size=8))
+    def arm(self, armed: list[tuple[Name, int]]) -> None:
+        times = {name: self.now + in_ms for name, in_ms in armed}
+        assert self.timer.arm([self.entry(name, due_ms) for name, due_ms in times.items()])
+        self.waiting |= times
+        for name in times:
+            self.prepared.pop(name, None)
+
+    @rule(some=st.lists(names, max_size=4))
+    def disarm(self, some: list[Name]) -> None:
+        self.timer.disarm(map(self.entry, some))
+        for name in some:
+            self.waiting.pop(name, None)
+            self.prepared.pop(name, None)
+
+    @rule(ms=st.sampled_from([1, 300, 1000, RETURN_MS]))
+    def wait(self, ms: int) -> None:
+        self.bench.clock.advance(ms / 1000)
+
+    @rule(most=st.integers(1, 4))
+    def take(self, most: int) -> None:
+        """By a mover that may hand it on later, or never."""
+        for some in self.bench.take(most):
+            here = {name for name in {*self.waiting, *self.prepared} if self.timer.slot(self.entry(name)) == some.slot}
+            stale = [name for name in here if self.prepared.get(name, self.now + 1) <= self.now]
+            self.waiting |= dict.fromkeys(stale, self.now)
+            late = [name for name in here if self.waiting.get(name, self.now) < self.now - GRACE_MS]
+            for name in late:
+                del self.waiting[name]
+            for name in stale:
+                del self.prepared[name]
+            due = [name for name in here if self.waiting.get(name, self.now + 1) <= self.now]
+            got = [(entry.id, entry.version, entry.priority) for entry in some.entries]
+            assert (some.returned, some.dropped, len(got)) == (len(stale), len(late), min(len(due), most))
+            assert set(some.priorities) == {name[2] for name in late}
+            times = {name: self.waiting.pop(name) for name in got}
+            assert [entry.due_us // 1000 for entry in some.entries] == sorted(times.values())
+            assert max(times.values(), default=0) <= min(
+                (self.waiting[n] for n in due if n in self.waiting), default=self.now
+            )
+            self.prepared |= dict.fromkeys(got, some.ticket)
+            assert all(self.now + RETURN_MS <= some.ticket <= self.now + RETURN_MS + len(self.taken) for _ in got)
+            later = [at for place in (self.waiting, self.prepared) for name, at in place.items() if name in here]
+            assert some.next_ms == min(later, default=float("inf"))
+            self.taken.append(some)
+
+    @rule(data=st.data())
+    def hand_on(self, data: st.DataObject) -> None:
+        """As late as it may be: what went back or was armed again meanwhile is nobody's to delete."""
+        if self.taken:
+            some = self.taken.pop(data.draw(st.integers(0, len(self.taken) - 1)))
+            self.timer.delete([some])
+            for entry in some.entries:
+                name = (entry.id, entry.version, entry.priority)
+                if self.prepared.get(name) == some.ticket and self.timer.slot(entry) == some.slot:
+                    del self.prepared[name]
+
+    @invariant()
+    def each_entry_is_where_the_model_has_it(self) -> None:
+        for place, model in (("store", self.waiting), ("prepare", self.prepared)):
+            expected = [f"{n[0]}:{n[1]}" + (f":{n[2]}" if n[2] else "") for n in model]
+            assert sorted(m.decode() for m in self.bench.members(place)) == sorted(expected)
+
+
+def test_the_timer_does_what_the_model_does(redis_url: str) -> None:
+    Model.url = redis_url
+    run_state_machine_as_test(Model, settings=settings(max_examples=60, stateful_step_count=25, deadline=None))
+
+
+@pytest.fixture
+def bench(redis_url: str) -> Iterator[Bench]:
+    bench = Bench(redis_url)
+    yield bench
+    bench.close()
+
+
+def test_movers_at_once_hand_on_each_entry_once_and_what_one_lets_fall_comes_again(bench: Bench) -> None:
+    count, movers = 3000, 4
+    bench.timer.arm([bench.entry(id, priority=id % 3) for id in range(1, count + 1)])
+    handed: list[list[int]] = [[] for _ in range(movers)]
+    fallen: list[list[int]] = [[] for _ in range(movers)]
+    begin = threading.Barrier(movers)
+
+    def move(mover: int) -> None:
+        begin.wait()
+        for turn in itertools.count():
+            taken = bench.take(20)
+            ids = [entry.id for some in taken for entry in some.entries]
+            if not ids:
+                return
+            if turn % 3 == 2:  # it dies before it can hand on what it took
+                fallen[mover] += ids
+            else:
+                handed[mover] += ids
+                bench.timer.delete(taken)
+
+    with ThreadPoolExecutor(movers) as pool:
+        list(pool.map(move, range(movers)))
+    runs = Counter(id for some in handed for id in some)
+    lost = Counter(id for some in fallen for id in some)
+    assert max((runs + lost).values()) == 1
+    assert sorted(runs + lost) == list(range(1, count + 1))
+    assert lost, "some movers died"
+    assert sorted(int(member.split(b":")[0]) for member in bench.members("prepare")) == sorted(lost)
+    bench.clock.advance(RETURN_S + 1)
+    again: list[int] = []
+    while portion := bench.take_ids():
+        again += portion
+    assert sorted(again) == sorted(lost)
