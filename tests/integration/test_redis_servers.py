@@ -1,0 +1,286 @@
+"""The `redis` timer on servers of all kinds: away, slow, full, restarted, with ACL, with TLS, and a cluster."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+from redis.cluster import RedisCluster
+from redis.exceptions import NoPermissionError
+
+from delaytasks.core.errors import ConfigError
+from delaytasks.embedded import server as embedded
+from delaytasks.timers import redis as redis_timer
+from tests import redis_server
+from tests.proxy import Proxy
+from tests.redis_server import RedisServer
+from tests.services import free_port
+from tests.unit.test_redis_timer import Bench
+from tests.waiting import wait_until
+
+Start = Callable[..., RedisServer]
+LIMIT_S = 0.5
+#: The machine's own share of a call, when it is busy.
+SLACK_S = 0.4
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def connect(url: str, **settings: Any) -> Bench:
+        made.append(Bench(url, **settings))
+        return made[-1]
+
+    yield connect
+    for bench in made:
+        bench.timer.close()
+
+
+def took(work: Callable[[], object]) -> float:
+    began = time.monotonic()
+    work()
+    return time.monotonic() - began
+
+
+# -- away -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["refuse", "swallow"])
+def test_a_redis_that_is_away_holds_nobody_up_and_is_told_of_once(
+    start_redis: Start, connect: Callable[..., Bench], how: str
+) -> None:
+    proxy = Proxy("127.0.0.1", start_redis().port)
+    bench = connect(f"redis://127.0.0.1:{proxy.port}/0", publish_limit_s=LIMIT_S)
+    for number in range(2):
+        assert bench.timer.arm([bench.entry(1)])
+        getattr(proxy, how)()
+        assert took(lambda: bench.timer.arm([bench.entry(2)])) < LIMIT_S + SLACK_S
+        assert not bench.timer.is_up
+        assert took(lambda: [bench.timer.arm([bench.entry(3)]) for _ in range(100)]) < SLACK_S, "nothing is tried"
+        assert bench.timer.take(bench.timer.slots("default"), 10) is None
+        assert bench.events.counts["timer.down"] == number + 1
+        proxy.heal()
+        wait_until(lambda: bench.timer.arm([bench.entry(4)]), 5, "Redis to be found again")
+        assert bench.timer.is_up
+        assert bench.events.counts["timer.up"] == number + 1
+    proxy.close()
+
+
+def test_a_redis_that_takes_its_time_for_each_step_holds_nobody_up(
+    start_redis: Start, connect: Callable[..., Bench]
+) -> None:
+    proxy = Proxy("127.0.0.1", start_redis().port)
+    proxy.delay_s = 0.2
+    bench = connect(f"redis://127.0.0.1:{proxy.port}/1", publish_limit_s=LIMIT_S)
+    assert took(lambda: bench.timer.arm([bench.entry(1)])) < LIMIT_S + SLACK_S
+    assert bench.events.counts["timer.down"] == 1
+    proxy.close()
+
+
+def test_a_redis_that_was_restarted_is_used_at_once(start_redis: Start, connect: Callable[..., Bench]) -> None:
+    server = start_redis()
+    bench = connect(server.url)
+    bench.take()
+    assert bench.timer.arm([bench.entry(1)])
+    server.restart()
+    assert bench.timer.arm([bench.entry(2)]), "its old connection is not what counts"
+    assert all(some.was_lost for some in bench.take())
+
+
+def test_a_forked_child_has_a_connection_of_its_own(start_redis: Start, connect: Callable[..., Bench]) -> None:
+    bench = connect(start_redis().url)
+    assert bench.timer.arm([bench.entry(1)])
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            ids = range(100, 200)
+            status = 0 if bench.timer._client is None and all(bench.timer.arm([bench.entry(id)]) for id in ids) else 2
+        finally:
+            os._exit(status)
+    for id in range(2, 100):
+        assert bench.timer.arm([bench.entry(id)])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert bench.take_ids() == list(range(1, 200))
+
+
+# -- full -----------------------------------------------------------------------------------------
+
+
+def test_from_a_redis_that_is_full_entries_can_be_taken(start_redis: Start, connect: Callable[..., Bench]) -> None:
+    bench = connect(start_redis().url)
+    bench.timer.arm([bench.entry(id) for id in range(1, 1001)])
+    bench.timer.connect().config_set("maxmemory", 1)
+    assert not bench.timer.arm([bench.entry(2000)])
+    assert bench.events.counts["timer.down"] == 1
+    wait_until(lambda: bench.timer.take([], 0) is not None, 5, "the timer to try again")
+    assert bench.take_ids(1000) == list(range(1, 1001))
+
+
+@pytest.mark.parametrize(
+    ("policy", "maxmemory", "warnings"),
+    [("allkeys-lru", "100mb", 1), ("allkeys-lru", "0", 0), ("volatile-lru", "100mb", 0), ("noeviction", "100mb", 0)],
+)
+def test_a_redis_that_may_drop_entries_is_warned_of(
+    start_redis: Start, connect: Callable[..., Bench], policy: str, maxmemory: str, warnings: int
+) -> None:
+    bench = connect(start_redis("--maxmemory", maxmemory, "--maxmemory-policy", policy).url)
+    bench.timer.check()
+    assert bench.events.counts["timer.evicts"] == warnings
+
+
+def test_a_redis_that_is_too_old_is_refused(
+    start_redis: Start, connect: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = connect(start_redis().url)
+    bench.timer.check()
+    monkeypatch.setattr(redis_timer, "OLDEST", (99, 1))
+    with pytest.raises(ConfigError, match=r"needs Redis 99\.1 or Valkey, and this one is \d"):
+        bench.timer.check()
+
+
+# -- users ----------------------------------------------------------------------------------------
+
+
+PAGE = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+
+
+def allow(kind: str, *servers: RedisServer, more: str = "") -> str:
+    """Makes a user with the rights that the docs name; the URL to use."""
+    [rules] = re.findall(rf"^ACL SETUSER {kind} (.+)$", PAGE, re.MULTILINE)
+    for server in servers:
+        server.client().execute_command("ACL", "SETUSER", kind, *rules.split(), *more.split())
+    return servers[0].url.replace("://", f"://{kind}:secret@")
+
+
+def test_users_with_the_rights_that_the_docs_name_can_do_their_work_and_no_more(
+    start_redis: Start, connect: Callable[..., Bench]
+) -> None:
+    server = start_redis()
+    web, worker = (connect(allow(kind, server), namespace="shop") for kind in ("shop_web", "shop_worker"))
+    listener = worker.timer.listen(["default"])
+    assert web.timer.arm([web.entry(1), web.entry(2)]), web.events.counts
+    web.timer.disarm([web.entry(2)])
+    wait_until(lambda: listener.get_message(timeout=1), 5, "the worker to hear of it")
+    worker.timer.check()
+    taken = worker.take()
+    assert [entry.id for some in taken for entry in some.entries] == [1]
+    worker.timer.delete(taken)
+    assert worker.timer.counts(["default"]) == {"default": (0, 0)}
+    assert web.events.counts["timer.down"] == worker.events.counts["timer.down"] == 0
+    for refused in (["GET", "x"], ["ZADD", "x", 1, "y"], ["FLUSHALL"], ["PUBLISH", "x", "y"]):
+        with pytest.raises(NoPermissionError):
+            worker.timer.connect().execute_command(*refused)
+    stranger = connect(allow("shop_web", server), namespace="other")
+    assert not stranger.timer.arm([stranger.entry(1)])
+
+
+# -- TLS ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tls(tmp_path: Path, start_redis: Start, monkeypatch: pytest.MonkeyPatch) -> tuple[RedisServer, str]:
+    """A server with a certificate that its own key signed, and what a URL says of it."""
+    folders = os.get_exec_path()
+    found = [shutil.which(name, path=folder) for name in ("redis-server", "valkey-server") for folder in folders]
+    programs = [program for program in found if program is not None and knows_tls(program)]
+    if not programs or shutil.which("openssl") is None:
+        pytest.skip("needs a redis-server with TLS, and openssl")
+    monkeypatch.setattr(redis_server, "find_server", lambda: embedded.Server(programs[0], (6, 2)))
+    key, certificate, port = tmp_path / "key.pem", tmp_path / "cert.pem", free_port()
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", key, "-out", certificate],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    options = ["--tls-port", str(port), "--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
+    server = start_redis(*options, "--tls-ca-cert-file", str(certificate), "--tls-auth-clients", "no")
+    return server, f"rediss://localhost:{port}/0?ssl_ca_certs={certificate}"
+
+
+def knows_tls(program: str) -> bool:
+    said = subprocess.run([program, "--port", "0", "--tls-port", "1", "--tls-cert-file", "/"], capture_output=True)
+    return b"Bad directive" not in said.stdout + said.stderr
+
+
+def test_tls_is_spoken_and_the_certificate_is_checked(
+    tls: tuple[RedisServer, str], connect: Callable[..., Bench]
+) -> None:
+    _, url = tls
+    bench = connect(url)
+    listener = bench.timer.listen(["default"])
+    assert bench.timer.arm([bench.entry(1)]), bench.events.counts
+    wait_until(lambda: listener.get_message(timeout=1), 5, "the message")
+    assert bench.take_ids() == [1]
+    distrusting = connect(url.partition("?")[0])
+    assert not distrusting.timer.arm([distrusting.entry(1)])
+
+
+# -- cluster --------------------------------------------------------------------------------------
+
+SLOTS = 16_384
+
+
+@pytest.fixture
+def cluster(start_redis: Start, tmp_path: Path) -> list[RedisServer]:
+    """Three nodes that share the slots."""
+    servers = []
+    for number in range(3):
+        options = ["--cluster-enabled", "yes", "--cluster-config-file", str(tmp_path / f"nodes-{number}.conf")]
+        servers.append(start_redis(*options, "--cluster-node-timeout", "2000"))
+    nodes = [Redis(port=server.port) for server in servers]
+    for number, node in enumerate(nodes):
+        first, last = (SLOTS * step // len(nodes) for step in (number, number + 1))
+        node.execute_command("CLUSTER", "ADDSLOTS", *range(first, last))
+        node.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+    for server in servers[1:]:
+        nodes[0].execute_command("CLUSTER", "MEET", "127.0.0.1", server.port)
+
+    def is_formed() -> bool:
+        found = [node.execute_command("CLUSTER", "INFO") for node in nodes]
+        return all(b"cluster_state:ok" in info and b"cluster_known_nodes:3" in info for info in found)
+
+    wait_until(is_formed, 30, "the cluster to form", every_s=0.1)
+    return servers
+
+
+def test_a_cluster_is_found_out_and_shares_the_slots(cluster: list[RedisServer], connect: Callable[..., Bench]) -> None:
+    bench = connect(cluster[1].url)
+    assert isinstance(bench.timer.connect(), RedisCluster)
+    bench.timer.check()
+    listener = bench.timer.listen(["default"])
+    entries = [bench.entry(id, id, priority=id % 11 // 10) for id in range(1, 2001)]
+    assert bench.timer.arm(entries), bench.events.counts
+    held = [len(list(Redis(port=server.port).scan_iter("*.store"))) for server in cluster]
+    assert min(held) > 0, f"every node has some: {held}"
+    wait_until(lambda: listener.get_message(timeout=1), 10, "a message, whichever node it came to")
+    bench.timer.disarm(entries[:500])
+    bench.clock.advance(2)
+    found = bench.take_ids(1000)
+    while portion := bench.take_ids(1000):
+        found += portion
+    assert sorted(found) == list(range(1000, 2001)), "what was late by more than the grace is left out"
+
+
+def test_in_a_cluster_the_same_users_need_the_rights_that_the_docs_add(
+    cluster: list[RedisServer], connect: Callable[..., Bench]
+) -> None:
+    [more] = re.findall(r"^In a cluster both need `([^`]+)` as well", PAGE, re.MULTILINE)
+    web, worker = (connect(allow(kind, *cluster, more=more), namespace="shop") for kind in ("shop_web", "shop_worker"))
+    listener = worker.timer.listen(["default"])
+    assert web.timer.arm([web.entry(id) for id in range(1, 101)]), web.events.counts
+    wait_until(lambda: listener.get_message(timeout=1), 10, "a message")
+    worker.timer.check()
+    taken = worker.take()
+    assert sum(len(some.entries) for some in taken) == 100
+    worker.timer.delete(taken)
+    assert worker.events.counts["timer.down"] == 0
