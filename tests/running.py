@@ -13,6 +13,7 @@ from typing import Any
 
 import requests
 from celery import Celery
+from redis import Redis
 
 from delaytasks import DelayTask, DelayTasks, Status
 from tests.services import free_port
@@ -42,14 +43,18 @@ class Deployment:
         self.settings = {**QUICK, "namespace": name, "table_prefix": name + "_", **settings}
         self.conf = {"broker_url": broker_url, "broker_connection_retry_on_startup": True, **(conf or {})}
         self.conf["task_default_queue"] = f"{name}.celery"
-        app = Celery("producer", set_as_current=False)
-        app.conf.update(self.conf)
-        self.delays = DelayTasks(app, database_url, **self.settings)
+        self._database_url = database_url
+        self.delays = self.producer()
         self.store = self.delays.store
         with self.store.database.begin() as connection:
             self.store.schema.metadata.create_all(connection)
         self._processes: list[Process] = []
-        self._database_url = database_url
+
+    def producer(self) -> DelayTasks:
+        """With the settings as they are now."""
+        app = Celery("producer", set_as_current=False)
+        app.conf.update(self.conf)
+        return DelayTasks(app, self._database_url, **self.settings)
 
     def worker(self, *options: str, pool: str = "prefork", concurrency: int = 2) -> Process:
         name = self.node(len(self._processes))
@@ -148,8 +153,9 @@ class Deployment:
                 except connection.channel_errors + connection.connection_errors:
                     pass
             delete_keys(connection, self.settings["namespace"])
-        if self.delays.settings.timer == "redis":
-            _delete_keys(self.delays.inline_timer.connect(), self.settings["namespace"])
+        if url := self.settings.get("redis_url"):
+            with Redis.from_url(url) as client:
+                _delete_keys(client, self.settings["namespace"])
 
 
 def delete_keys(connection: Any, name: str) -> None:

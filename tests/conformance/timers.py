@@ -207,18 +207,18 @@ class Timers:
         ran_once(d, tasks)
 
     def test_a_forged_entry_runs_nothing(self, d: Deployment) -> None:
-        waits, cancelled, soon = d.schedule(delay=40), d.schedule(delay=40), d.schedule(delay=1)
+        waits, cancelled, soon = d.schedule(delay=40), d.schedule(delay=0.5), d.schedule(delay=1)
         d.delays.cancel(cancelled)
         now_us = d.delays.clock.now_us()
         d.delays.timer.arm(
             [
                 entry(waits, due_us=now_us),
-                entry(soon, due_us=now_us),
-                entry(soon, due_us=now_us, version=soon.version + 7),
-                entry(cancelled, due_us=now_us),
-                entry(cancelled, due_us=now_us, version=cancelled.version + 1),
                 entry(waits, due_us=now_us, id=2**62),
                 entry(waits, due_us=now_us, id=1),
+                entry(soon, due_us=now_us),
+                entry(soon, due_us=now_us, version=soon.version + 7),
+                entry(cancelled),
+                entry(cancelled, version=cancelled.version + 1),
             ]
         )
         ran_once(d, [soon])
@@ -238,17 +238,17 @@ class Timers:
 
 def publish_garbage(d: Deployment, near: DelayTask, far: DelayTask) -> None:
     """What anybody may write into our queue."""
-    id, version, due_us = near.id, near.version, to_us(near.expected_time)
+    id, version, due_us, now_us = near.id, near.version, to_us(near.expected_time), d.delays.clock.now_us()
     payloads: list[Any] = [
         [[], {}, {}],
         ["x", {}, {}],
         [[[[1, 2]]], {}, {}],
         [[[[-1, 0, 0, 0]]], {}, {}],
         [[[["1", 0, 0, 0]]], {}, {}],
-        [[[[id, version + 7, 0, 0]]], {}, {}],  # another version
-        [[[[id, version, 0, 0]]], {}, {}],  # not due
-        [[[[far.id, far.version, 0, 0]]], {}, {}],
-        [[[[2**62, 0, 0, 0]]], {}, {}],  # no such row
+        [[[[id, version + 7, due_us, 0]]], {}, {}],  # another version
+        [[[[id, version, now_us, 0]]], {}, {}],  # not due
+        [[[[far.id, far.version, now_us, 0]]], {}, {}],
+        [[[[2**62, 0, now_us, 0]]], {}, {}],  # no such row
         [[[[1, 0, 0, 0]] * 5000], {}, {}],
         [[[[id, version, 2**62, 0]]], {}, {}],  # a time that nobody can say
         [[[[id, version, due_us + 10**15, 0]]], {}, {}],  # far beyond the horizon
@@ -343,9 +343,10 @@ class TimersUnderFaults:
     def test_what_is_armed_waits_for_a_worker_and_outlives_one_that_is_stopped(self, make: Make) -> None:
         d = make(**ALONE).deployment
         d.delays.sweeper.sweep()  # the last one for a minute
-        later, now = ([d.schedule(delay=delay_s) for _ in range(10)] for delay_s in (3, 0))
+        early = [d.schedule() for _ in range(10)]
         first = d.worker()
-        ran_once(d, now)
+        later = [d.schedule(delay=4) for _ in range(20)]
+        ran_once(d, [*early, d.schedule()])  # its message came after theirs
         first.terminate()
         d.worker()
         ran_once(d, later)
