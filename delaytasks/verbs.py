@@ -49,6 +49,7 @@ class Verbs(ABC):
         *,
         key: str | None = None,
         on_conflict: OnConflict = "reject",
+        max_wait: float | str | timedelta | None = None,
         queue: str | None = None,
         priority: int = 0,
         id: int | None = None,
@@ -59,12 +60,13 @@ class Verbs(ABC):
         """Runs the processor of `tag` with `body`, `delay` seconds (or a timedelta) from now.
 
         `key` names the task within its tag; while a live task has the key, `on_conflict` says what happens:
-        "reject" raises `DuplicateTaskError`, "keep" returns that task, "replace" gives it the new body and time.
+        "reject" raises `DuplicateTaskError`, "keep" returns that task, "replace" gives it the new body and time, but
+        puts it off no longer than `max_wait` after it was scheduled first.
         `session` is a SQLAlchemy Session or Connection: the row becomes part of its transaction. `priority` is 0
         to 9, higher first. Scheduling again with the same `id` is harmless. `retry` is a ladder of its own, `expires`
         how late it may begin; without them those of the tag's processor count.
         """
-        new = NewTask(tag, body, delay, None, key, queue, priority, id, retry, expires)
+        new = NewTask(tag, body, delay, None, key, queue, priority, id, retry, expires, max_wait)
         return self.producer.schedule(new, on_conflict, self._unit(session))
 
     def schedule_at(
@@ -75,6 +77,7 @@ class Verbs(ABC):
         *,
         key: str | None = None,
         on_conflict: OnConflict = "reject",
+        max_wait: float | str | timedelta | None = None,
         queue: str | None = None,
         priority: int = 0,
         id: int | None = None,
@@ -83,7 +86,7 @@ class Verbs(ABC):
         session: Any = None,
     ) -> DelayTask:
         """As `schedule_delay`, at an instant (an aware datetime). The past means now."""
-        new = NewTask(tag, body, None, when, key, queue, priority, id, retry, expires)
+        new = NewTask(tag, body, None, when, key, queue, priority, id, retry, expires, max_wait)
         return self.producer.schedule(new, on_conflict, self._unit(session))
 
     def schedule_many(

@@ -44,6 +44,7 @@ _LINE_FIELDS = ["at", *(field.name for field in fields(NewTask) if field.name !=
     show_default=True,
     help="While another task has the key: refuse, leave that one, or give it the new body and time.",
 )
+@click.option("--max-wait", metavar="DURATION", help="Replacing it again and again puts it off no longer than so.")
 @click.option("--queue", help="The queue, if not the processor's own.")
 @click.option("--priority", type=int, default=0, help="0 to 9, higher first.")
 @click.option("--retry", metavar="LADDER", help='A ladder of its own, for example "15s 3m 10m".')
@@ -59,6 +60,7 @@ def schedule(
     when: datetime | None,
     key: str | None,
     on_conflict: str,
+    max_wait: str | None,
     queue: str | None,
     priority: int,
     retry: str | None,
@@ -73,15 +75,15 @@ def schedule(
     delaytasks schedule report.send @report.json --at 2030-01-31T18:00:00Z --key january
 
     FILE for --many has one JSON object a line, with tag, body, delay or at, and what else a task needs (key, queue,
-    priority, retry, expires, id):
+    priority, retry, expires, max_wait, id):
 
     \b
     {"tag": "order.close", "body": {"order": 7}, "delay": "30m"}
     """
     conflict = cast(OnConflict, on_conflict)
     if many is not None:
-        if tag is not None or delay is not None or when is not None or key is not None or id_ is not None:
-            raise click.UsageError("--many takes tag, body, delay, at, key and id from its file")
+        if any(given is not None for given in (tag, delay, when, key, max_wait, retry, expires, id_)):
+            raise click.UsageError("--many takes all but --queue, --priority and --on-conflict from its file")
         _schedule_many(cli, many, conflict, queue, priority)
         return
     if tag is None:
@@ -93,7 +95,7 @@ def schedule(
     cli.import_processors()
     delays = cli.delays
     options: dict[str, Any] = {"key": key, "on_conflict": conflict, "queue": queue, "priority": priority, "id": id}
-    options |= {"retry": retry, "expires": expires}
+    options |= {"max_wait": max_wait, "retry": retry, "expires": expires}
     if when is None:
         assert delay is not None
         task = delays.schedule_delay(tag, content, delay, **options)
@@ -133,8 +135,11 @@ def _parse(text: str, what: str, remedy: str) -> Any:
 class _Lines:
     """The tasks of a file, and which of its lines were written, so that an error can say where to go on."""
 
-    def __init__(self, file: BinaryIO, queue: str | None, priority: int, progress: Progress) -> None:
+    def __init__(
+        self, file: BinaryIO, on_conflict: OnConflict, queue: str | None, priority: int, progress: Progress
+    ) -> None:
         self._file = file
+        self.on_conflict = on_conflict
         self._queue = queue
         self._priority = priority
         self._progress = progress
@@ -187,7 +192,7 @@ def _schedule_many(cli: Cli, file: BinaryIO, on_conflict: OnConflict, queue: str
     cli.import_processors()
     delays = cli.delays
     with _progress(cli) as progress:
-        lines = _Lines(file, queue, priority, progress)
+        lines = _Lines(file, on_conflict, queue, priority, progress)
         try:
             delays.schedule_many(lines, on_conflict=on_conflict, on_batch=lines.written)
         except DelayTaskError as error:
@@ -215,7 +220,7 @@ def _located(error: DelayTaskError, lines: _Lines, delays: DelayTasks) -> DelayT
         # Found when the lot was checked, before any of it was written: which one was it?
         for number, new in lines.waiting:
             try:
-                delays.producer.build(new)
+                delays.producer.build(new, lines.on_conflict)
             except InvalidInputError:
                 _at_line(number, error)
                 break

@@ -79,7 +79,7 @@ def check_priority(priority: object) -> int:
     return int(priority)
 
 
-def check_delay(delay: object, max_delay_s: float) -> timedelta:
+def check_delay(delay: object, max_delay_s: float, what: str = "a delay") -> timedelta:
     """Seconds or a timedelta, as a timedelta."""
     if isinstance(delay, timedelta):
         seconds = delay.total_seconds()
@@ -89,18 +89,18 @@ def check_delay(delay: object, max_delay_s: float) -> timedelta:
         seconds = delay
     else:
         raise InvalidDelayError(
-            f"a delay is a number of seconds or a timedelta, not {type(delay).__name__} ({shown(delay)})"
+            f"{what} is a number of seconds or a timedelta, not {type(delay).__name__} ({shown(delay)})"
         )
     if not math.isfinite(seconds) or seconds < 0:
-        raise InvalidDelayError(f"a delay is finite and not negative, not {shown(delay)}")
+        raise InvalidDelayError(f"{what} is finite and not negative, not {shown(delay)}")
     if seconds > max_delay_s:
-        raise InvalidDelayError(f"a delay is at most {max_delay_s:g} s (setting max_delay_s), not {shown(delay)}")
+        raise InvalidDelayError(f"{what} is at most {max_delay_s:g} s (setting max_delay_s), not {shown(delay)}")
     return timedelta(seconds=seconds)
 
 
-def check_wait(wait: object, max_s: float) -> float:
+def check_wait(wait: object, max_s: float, what: str = "a delay") -> float:
     """Seconds, a timedelta or text ("1h30m"), as seconds."""
-    return check_delay(parse_duration(wait) if isinstance(wait, str) else wait, max_s).total_seconds()
+    return check_delay(parse_duration(wait) if isinstance(wait, str) else wait, max_s, what).total_seconds()
 
 
 def check_instant(when: object) -> datetime:

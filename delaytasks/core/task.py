@@ -60,13 +60,21 @@ class DelayTask:
     @property
     def expires_s(self) -> float | None:
         """Later than so it is not worth running any more."""
-        seconds = self._headers().get("expires_s")
-        return float(seconds) if isinstance(seconds, (int, float)) else None
+        return self._seconds("expires_s")
+
+    @property
+    def max_wait_s(self) -> float | None:
+        """Replacing tasks puts them off for so long at most."""
+        return self._seconds("max_wait_s")
 
     @property
     def result(self) -> Any:
         """What its processor returned, where the processor keeps that."""
         return None if self.result_json is None else json.loads(self.result_json)
+
+    def _seconds(self, header: str) -> float | None:
+        seconds = self._headers().get(header)
+        return float(seconds) if isinstance(seconds, (int, float)) else None
 
     def _headers(self) -> dict[str, Any]:
         if self.headers_json is None:
@@ -140,6 +148,7 @@ class NewTask:
     id: int | None = None
     retry: Ladder | str | None = None
     expires: Any = None
+    max_wait: Any = None
 
 
 @dataclass(frozen=True, slots=True)

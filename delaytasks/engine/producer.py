@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from delaytasks.core.clock import Clock, to_us
-from delaytasks.core.errors import DuplicateTaskError, InvalidScheduleError
+from delaytasks.core.errors import DuplicateTaskError, InvalidDelayError, InvalidScheduleError
 from delaytasks.core.events import Events
 from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import (
@@ -70,8 +70,7 @@ class Producer:
     # -- one --------------------------------------------------------------------------------------
 
     def schedule(self, new: NewTask, on_conflict: OnConflict, unit: Unit | None) -> DelayTask:
-        _check_on_conflict(on_conflict)
-        task, has_own_id = self.build(new), new.id is not None
+        task, has_own_id = self.build(new, on_conflict), new.id is not None
         with unit.guard() if unit is not None else nullcontext():
             task, is_new = self._write(task, on_conflict, has_own_id, None if unit is None else unit.executor)
         if is_new:
@@ -81,8 +80,9 @@ class Producer:
             self.arm_after_commit([task], unit)
         return task
 
-    def build(self, new: NewTask) -> DelayTask:
+    def build(self, new: NewTask, on_conflict: OnConflict) -> DelayTask:
         """The task that `new` asks for, checked; nothing is written."""
+        _check_on_conflict(on_conflict)
         settings = self._settings
         tag = check_tag(new.tag)
         if settings.strict_tags:
@@ -96,6 +96,9 @@ class Producer:
         else:
             due = max(check_instant(new.when), now)
             delay = check_delay(due - now, settings.max_delay_s)
+        max_wait_s = _max_wait_s(new, on_conflict, settings.max_delay_s)
+        if max_wait_s is not None:
+            due = min(due, now + timedelta(seconds=max_wait_s))
         processor = self._registry.get(tag)
         body_json = encode_body(plain(new.body), settings.max_body_bytes)
         if processor is not None and processor.schema is not None:
@@ -109,7 +112,7 @@ class Producer:
             priority=check_priority(new.priority),
             key=None if new.key is None else check_key(new.key),
             delay_s=math.ceil(delay.total_seconds()),
-            headers_json=_headers(new),
+            headers_json=_headers(new, max_wait_s),
             create_time=now,
             shard=self._shard,
         )
@@ -151,7 +154,7 @@ class Producer:
         total = 0
         source = iter(items)
         while batch := list(itertools.islice(source, BULK)):
-            tasks = [self.build(new) for new in batch]
+            tasks = [self.build(new, on_conflict) for new in batch]
             # Keys and ids of the caller's may exist, each with its own answer; all others go in one statement.
             single = [(t, new.id is not None) for t, new in zip(tasks, batch, strict=True) if _is_named(new)]
             plain = [t for t, new in zip(tasks, batch, strict=True) if not _is_named(new)]
@@ -240,7 +243,18 @@ def _before(task: DelayTask) -> Entry:
     return Entry.of(task, to_us)._replace(version=task.version - 1)
 
 
-def _headers(new: NewTask) -> str | None:
+def _max_wait_s(new: NewTask, on_conflict: OnConflict, longest_s: float) -> float | None:
+    if new.max_wait is None:
+        return None
+    if new.key is None or on_conflict != "replace":
+        raise InvalidScheduleError("max_wait is for a key= with on_conflict='replace': nothing else is put off")
+    seconds = check_wait(new.max_wait, longest_s, "max_wait")
+    if seconds == 0:
+        raise InvalidDelayError("max_wait is more than 0")
+    return seconds
+
+
+def _headers(new: NewTask, max_wait_s: float | None) -> str | None:
     """What a task says of itself, beyond its tag's processor."""
     headers: dict[str, Any] = {}
     if new.retry is not None:
@@ -248,6 +262,8 @@ def _headers(new: NewTask) -> str | None:
         headers["retry"] = {"rungs_s": ladder.rungs_s, "jitter": ladder.jitter}
     if new.expires is not None:
         headers["expires_s"] = check_wait(new.expires, MAX_RUNG_S)
+    if max_wait_s is not None:
+        headers["max_wait_s"] = max_wait_s
     return json.dumps(headers, separators=(",", ":")) if headers else None
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 from sqlalchemy import Connection
 
+from delaytasks.core.clock import from_us, to_us
 from delaytasks.core.errors import DuplicateTaskError, StoreUnavailableError
 from delaytasks.core.ids import shard_of
 from delaytasks.core.ports import OnConflict
@@ -99,6 +101,7 @@ class Holders:
         return task, True
 
     def _replaced(self, on: Any, holder: DelayTask, task: DelayTask) -> DelayTask:
+        task = replace(task, expected_time=_put_off(task, holder))
         values = {**values_of(task), "id": holder.id}
         values.pop("create_time")
         self._moves.make(on, "replace", holder, {**values, "attempts": 0, "lapses": 0, "error_stack": None})
@@ -162,3 +165,13 @@ class Holders:
                 return self._replaced(connection, found, task)
 
         return self._db.run(work, holder.id)
+
+
+def _put_off(task: DelayTask, holder: DelayTask) -> datetime:
+    """When the new task in a holder's place is due: whoever replaces again and again puts it off for a while only,
+    which begins with the first of them, or with a run that was to be repeated."""
+    began = holder.execution_time or holder.create_time
+    if task.max_wait_s is None or began is None:
+        return task.expected_time
+    # As numbers: another program's row may have been made at the end of time.
+    return from_us(min(to_us(task.expected_time), to_us(began) + int(task.max_wait_s * 1e6)))

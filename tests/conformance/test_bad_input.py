@@ -133,6 +133,30 @@ def test_a_delay_that_is_no_delay_is_refused_by_every_call(place: Place) -> None
             place.delays.retry(failed, delay)
 
 
+def test_a_longest_wait_is_a_delay_of_what_is_replaced(place: Place) -> None:
+    waits = place.put(key="k")
+    at = datetime(2030, 1, 1, tzinfo=UTC)
+    for max_wait in [*BAD_DELAYS, 0, "0s", "soon"]:
+        if max_wait == "5":
+            continue  # 5 seconds, as an option's text says it
+        for call in (
+            lambda **more: place.delays.schedule_delay("mail", {}, 5, key="k", **more),
+            lambda **more: place.delays.schedule_at("mail", {}, at, key="k", **more),
+        ):
+            with place.refuses(e.InvalidDelayError, "soon" if max_wait == "soon" else "max_wait"):
+                call(on_conflict="replace", max_wait=max_wait)
+        with place.refuses(e.InvalidDelayError):
+            place.delays.schedule_many(
+                [NewTask("mail", {}, 5), NewTask("mail", {}, 5, key="k", max_wait=max_wait)], on_conflict="replace"
+            )
+    for options in ({}, {"key": "k"}, {"key": "k", "on_conflict": "keep"}, {"on_conflict": "replace"}):
+        with place.refuses(e.InvalidScheduleError, "max_wait", "key", "replace"):
+            place.delays.schedule_delay("mail", {}, 5, max_wait=30, **options)
+    with place.refuses(e.InvalidScheduleError):
+        place.delays.schedule_many([NewTask("mail", {}, 5, max_wait=30)], on_conflict="replace")
+    assert place.delays.get(waits).version == 0
+
+
 def test_a_delay_above_the_setting_is_refused_and_one_at_it_is_not(make: Callable[..., Place]) -> None:
     place = make(max_delay_s=100)
     place.delays.schedule_delay("mail", {}, 100)
@@ -849,6 +873,7 @@ def test_any_arguments_are_answered_with_a_task_or_with_our_error(place: Place, 
             queue=some(None),
             priority=some(0),
             id=some(None, 5),
+            max_wait=some(None, 5),
         ),
         lambda: place.delays.schedule_at(some("mail"), some({}), some(datetime(2030, 1, 1, tzinfo=UTC))),
         lambda: place.delays.schedule_many([some(), (some("mail"), some({}), some(5))]),

@@ -32,6 +32,7 @@ def stream() -> Iterator[NewTask | tuple[str, Any, float]]:
 assert_type(close_order({"order": 1}), bool)
 assert_type(delaytasks.schedule_delay("order.close", {"order": 1}, timedelta(minutes=30), key="1"), DelayTask)
 assert_type(delays.schedule_at("order.close", None, datetime.now(timezone.utc), on_conflict="replace"), DelayTask)
+assert_type(delays.schedule_delay("a", {}, 2, key="k", on_conflict="replace", max_wait="30s"), DelayTask)
 assert_type(delaytasks.schedule_many(stream()), int)
 assert_type(delaytasks.cancel(tag="order.close", key="1"), bool)
 assert_type(delaytasks.reschedule(7, 60), DelayTask)

@@ -57,6 +57,10 @@ def test_a_key_that_is_taken_is_refused_kept_or_replaced_as_one_says(shop: Proje
     assert (kept["id"], kept["body"]) == (first["id"], 1)
     replaced = shop.json(*again, "--on-conflict", "replace")
     assert (replaced["id"], replaced["body"]) == (first["id"], 2)
+    capped = shop.json(*again, "--on-conflict", "replace", "--max-wait", "90m")
+    waits = datetime.fromisoformat(capped["expected_time"]) - datetime.fromisoformat(first["create_time"])
+    assert (capped["id"], waits.total_seconds()) == (first["id"], 5400)
+    assert shop.error(*again, "--max-wait", "90m", exit_code=2)["type"] == "InvalidScheduleError"
 
 
 @pytest.mark.parametrize(
@@ -86,6 +90,7 @@ def test_a_key_that_is_taken_is_refused_kept_or_replaced_as_one_says(shop: Proje
         ([], "UsageError"),
         (["ok", "--delya", "1"], "NoSuchOption"),
         (["ok", "--many", "-"], "UsageError"),
+        (["--many", "-", "--max-wait", "5"], "UsageError"),
         (["--many", "nowhere.jsonl"], "BadParameter"),
     ],
 )
@@ -149,6 +154,7 @@ def test_many_tasks_with_keys_may_be_kept(shop: Project) -> None:
         ('{"tag": "ok", "delay": 1, "body": NaN}', "BodyNotJSONError", "line 2: "),
         ('{"tag": "", "delay": 1}', "InvalidTagError", "line 2: "),
         ('{"tag": "ok", "delay": 1, "id": 0}', "InvalidIdError", "line 2: "),
+        ('{"tag": "ok", "delay": 1, "key": "k", "max_wait": 9}', "InvalidScheduleError", "line 2: "),
     ],
 )
 def test_a_wrong_line_is_named_and_nothing_of_its_lot_is_written(
