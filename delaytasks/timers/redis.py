@@ -4,7 +4,7 @@ take what falls due."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
@@ -158,18 +158,18 @@ class RedisTimer:
 
     # -- for movers -------------------------------------------------------------------------------
 
-    def take(self, slots: Sequence[Slot], most: int) -> list[Taken] | None:
-        """What is due in each slot, `most` of each: it is this mover's until it hands it on or RETURN_S is over. None
-        while Redis is away."""
+    def take(self, most: Mapping[Slot, int]) -> list[Taken] | None:
+        """What is due in each slot, so many entries at most: they are this mover's until it hands them on or RETURN_S
+        is over. None while Redis is away."""
         now_us = self._clock.now_us()
         now, late = now_us // 1000, (now_us - int(self._settings.grace_s * 1e6)) // 1000
-        words = (now, late, now + int(RETURN_S * 1000), min(most, LOT))
+        back = now + int(RETURN_S * 1000)
 
         def work(client: Any) -> list[Taken]:
             pipe = client.pipeline(transaction=False)
-            for slot in slots:
-                pipe.execute_command("EVAL", TAKE, 2, *self.keys(slot), *words)
-            return [_taken(slot, answer) for slot, answer in zip(slots, pipe.execute(), strict=True)]
+            for slot, count in most.items():
+                pipe.execute_command("EVAL", TAKE, 2, *self.keys(slot), now, late, back, min(count, LOT))
+            return [_taken(slot, answer) for slot, answer in zip(most, pipe.execute(), strict=True)]
 
         return self._attempt(work)
 

@@ -12,14 +12,15 @@ from __future__ import annotations
 LOT = 1000
 
 #: KEYS: store, prepare. ARGV: channel, the slot's name, then score and member of each entry, the earliest first.
-#: Idempotent. Movers are told only when the slot has something to do earlier than before.
+#: Idempotent. Movers are told only when the slot has something to do earlier than before, and when it was lost.
 ARM = """
+local is_lost = not redis.call('ZSCORE', KEYS[1], '.')
 local is_earliest = redis.call('ZCOUNT', KEYS[1], '-inf', ARGV[3]) == 0
 redis.call('ZADD', KEYS[1], unpack(ARGV, 3))
 if redis.call('EXISTS', KEYS[2]) == 1 then
   for i = 4, #ARGV, 2 do redis.call('ZREM', KEYS[2], ARGV[i]) end
 end
-if is_earliest then redis.call('PUBLISH', ARGV[1], ARGV[2] .. ' ' .. ARGV[3]) end
+if is_lost or is_earliest then redis.call('PUBLISH', ARGV[1], ARGV[2] .. ' ' .. (is_lost and 0 or ARGV[3])) end
 """
 
 #: KEYS: store, prepare. ARGV: now, until when an entry is too late, when to return what is not handed on, how many.

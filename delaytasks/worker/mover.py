@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LOOK_S = 15.0
 #: How often the ear looks whether the queues have changed.
 EAR_S = 1.0
-NEVER = float("inf")
+NEVER, LOOK_NOW = float("inf"), 0.0
 #: Each step of theirs is bounded by its socket.
 STUCK_S = 5.0
 
@@ -35,8 +35,9 @@ class Mover:
         self._dispatcher.on_room = self._has_room
         self._clock = desk.delays.clock
         self._events = desk.delays.events
+        self._processes = desk.delays.processes
         self._lock = threading.Lock()
-        #: When there is something to do in each slot, in milliseconds; 0: to be looked at now.
+        #: When there is something to do in each slot, in milliseconds.
         self._next: dict[Slot, float] = {}
         self._queues: list[str] = []
         self._looks_at = 0.0
@@ -53,11 +54,11 @@ class Mover:
     # -- move -------------------------------------------------------------------------------------
 
     def _move(self) -> float:
-        slots, room, rest_s = self._due()
-        if not slots:
+        asked, rest_s = self._due()
+        if not asked:
             return rest_s
         try:
-            taken = self._timer.take(slots, -(-room // len(slots)))
+            taken = self._timer.take(asked)
             if taken is None:
                 self._was_down = True
                 self._look_at_all()
@@ -79,8 +80,8 @@ class Mover:
             self._desk.forget_armed()
         return 0
 
-    def _due(self) -> tuple[list[Slot], int, float]:
-        """The slots that have something to do, if there is room for it; else how long to rest at most."""
+    def _due(self) -> tuple[dict[Slot, int], float]:
+        """The slots that have something to do, and how much to take of each; else how long to rest at most."""
         self._is_starved = True  # first, or room that comes after the look would not be heard of
         room = self._dispatcher.room
         with self._lock:
@@ -88,19 +89,17 @@ class Mover:
             now_us, left_s = self._clock.now_us(), self._looks_at - monotonic()
             if left_s <= 0:
                 self._looks_at, left_s = monotonic() + LOOK_S, LOOK_S
-                self._next = dict.fromkeys(self._next, 0.0)
+                self._next = dict.fromkeys(self._next, LOOK_NOW)
             due = [slot for slot, at in self._next.items() if at * 1000 <= now_us]
             if due and room:
-                first = max(slot.priority for slot in due)
-                chosen = [slot for slot in due if slot.priority == first]
-                if room < len(chosen):  # one of each would be more than can be run
-                    chosen = random.sample(chosen, room)
-                self._next.update(dict.fromkeys(chosen, NEVER))
-                return chosen, room, 0
+                asked = {slot: 0 for slot in due if self._next[slot] == LOOK_NOW}
+                asked |= share(room, due)
+                self._next |= dict.fromkeys(asked, NEVER)
+                return asked, 0
             if not due:
                 self._is_starved = False
                 left_s = min(left_s, (min(self._next.values(), default=NEVER) * 1000 - now_us) / 1e6)
-            return [], 0, left_s
+            return {}, left_s
 
     def _hand_on(self, taken: list[Taken]) -> None:
         self._desk.hold(list(chain.from_iterable(some.entries for some in taken)))
@@ -115,11 +114,11 @@ class Mover:
                 self._events.emit("entry.returned", count=some.returned)
 
     def _follow_queues(self) -> None:
-        queues = self._desk.delays.processes.queues
+        queues = self._processes.queues
         if queues != self._queues:
             self._queues = queues
             slots = [slot for queue in queues for slot in self._timer.slots(queue)]
-            self._next = {slot: self._next.get(slot, 0.0) for slot in slots}
+            self._next = {slot: self._next.get(slot, LOOK_NOW) for slot in slots}
 
     def _start_over(self) -> None:
         self._timer.close()
@@ -127,7 +126,7 @@ class Mover:
 
     def _look_at_all(self) -> None:
         with self._lock:
-            self._next = dict.fromkeys(self._next, 0.0)
+            self._next = dict.fromkeys(self._next, LOOK_NOW)
         self._mover.wake()
 
     def _has_room(self) -> None:
@@ -139,7 +138,7 @@ class Mover:
 
     def _hear(self) -> float:
         """Until the connection breaks or the queues change: what is armed before all that waits in its slot."""
-        queues = self._queues
+        queues = self._processes.queues
         if not queues:
             return REST_S
         channels = {self._timer.channel(queue): self._timer.slots(queue) for queue in queues}
@@ -148,7 +147,7 @@ class Mover:
             listener = self._timer.listen(queues)
             try:
                 self._look_at_all()  # nobody told us until now
-                while self._ear.is_running and queues == self._queues:
+                while self._ear.is_running and queues == self._processes.queues:
                     self._ear.beat()
                     message = listener.get_message(timeout=EAR_S)
                     if message is not None:
@@ -156,13 +155,22 @@ class Mover:
                         self._heard(slots[message["channel"], name], int(due_ms))
             finally:
                 listener.close()
-        except FAILURES:
+        except (*FAILURES, ValueError):  # the last one when it is closed meanwhile
             return REST_S  # the mover tells of it
         return 0
 
     def _heard(self, slot: Slot, due_ms: int) -> None:
         with self._lock:
-            if due_ms >= self._next.get(slot, 0.0):
+            if due_ms >= self._next.get(slot, LOOK_NOW):
                 return
             self._next[slot] = due_ms
         self._mover.wake()
+
+
+def share(room: int, due: list[Slot]) -> dict[Slot, int]:
+    """Of the highest priority first; and no slot's one entry beyond what can be run."""
+    first = max(slot.priority for slot in due)
+    chosen = [slot for slot in due if slot.priority == first]
+    if room < len(chosen):
+        chosen = random.sample(chosen, room)
+    return dict.fromkeys(chosen, -(-room // len(chosen)))

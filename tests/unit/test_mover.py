@@ -1,0 +1,241 @@
+"""The mover of a worker, on a real Redis, with a pool whose chunks end when the test says so."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from delaytasks import DelayTasks
+from delaytasks.core.ports import Entry
+from delaytasks.engine.runner import Report
+from delaytasks.timers.redis import RedisTimer
+from delaytasks.worker.desk import Desk
+from tests.proxy import Proxy, proxy_to
+from tests.unit.test_desk import Worker
+from tests.unit.test_dispatcher import Pool
+from tests.waiting import wait_until
+
+
+class Post:
+    """A worker's desk, and another process's way to its timer."""
+
+    def __init__(self, folder: Path, url: str, proxy: Proxy) -> None:
+        settings: dict[str, Any] = {
+            "timer": "redis", "namespace": "t" + secrets.token_hex(4), "grace_s": 60, "sweep_s": 60, "horizon_s": 200,
+            "self_sweep_s": 120, "publish_limit_s": 2,
+        }  # fmt: skip
+
+        def connect(name: str, redis_url: str) -> DelayTasks:
+            app = Celery(name, broker="memory://", set_as_current=False)
+            return DelayTasks(app, f"sqlite:///{folder / 'test.db'}", redis_url=redis_url, **settings)
+
+        self.delays, producer = connect("worker", proxy.url(url)), connect("producer", url)
+        with self.delays.store.database.begin() as connection:
+            self.delays.store.schema.metadata.create_all(connection)
+        assert producer.redis_timer is not None
+        self.timer: RedisTimer = producer.redis_timer
+        self.worker = Worker()
+        self.pool = self.worker.pool = Pool()  # type: ignore[assignment, misc]
+        self.delays.processes.queues = ["default"]
+        self.desk = Desk(self.delays, self.worker)
+        self.forgotten = 0
+        self.desk.forget_armed = self._forget  # type: ignore[method-assign]
+        self.seen: list[str] = []
+        self.delays.events.subscribe(lambda name, _: self.seen.append(name))
+
+    def _forget(self) -> None:
+        self.forgotten += 1
+
+    def start(self) -> None:
+        self.desk.start()
+        wait_until(lambda: self.forgotten, 10, "the mover's first look")
+
+    def arm(self, ids: range, in_s: float = 0, **fields: Any) -> None:
+        due = self.delays.clock.now_us() + int(in_s * 1e6)
+        assert self.timer.arm([Entry(id, 0, due, **fields) for id in ids])
+
+    def here(self) -> int:
+        """How many entries came to this worker and did not leave it."""
+        return self.desk.dispatcher.waiting + sum(len(job.entries) for job, _, _ in self.pool.jobs)
+
+    def left(self) -> tuple[int, int]:
+        """How many wait in Redis, and how many are on their way."""
+        counts = self.timer.counts(["default"])
+        assert counts is not None
+        return counts["default"]
+
+    def end_chunk(self, row_s: float) -> list[int]:
+        job, done, _ = self.pool.jobs.pop(0)
+        rows = len(job.entries)
+        done(Report(rows, rows, rows * row_s))
+        return [entry.id for entry in job.entries]
+
+    def close(self) -> None:
+        self.desk.stop()
+        client = self.timer.connect()
+        for key in client.scan_iter(f"*{self.delays.settings.namespace}*", count=1000):
+            client.delete(key)
+        self.timer.close()
+        self.delays.close()
+
+
+@pytest.fixture
+def proxy(redis_url: str) -> Iterator[Proxy]:
+    proxy = proxy_to(redis_url)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def post(tmp_path: Path, redis_url: str, proxy: Proxy) -> Iterator[Post]:
+    post = Post(tmp_path, redis_url, proxy)
+    yield post
+    proxy.heal()
+    post.close()
+
+
+def test_it_takes_what_there_is_room_for_and_more_when_chunks_end(post: Post) -> None:
+    post.start()
+    post.arm(range(1, 201))
+    wait_until(lambda: post.here() >= 40 and post.left()[1] == 0, 5, "the first ones")
+    assert post.here() < 50, "one more of each slot at most"
+    assert post.left() == (200 - post.here(), 0)
+    ran: list[int] = []
+
+    def all_ran() -> bool:
+        if post.pool.jobs:
+            ran.extend(post.end_chunk(0.001))
+        return len(ran) == 200
+
+    wait_until(all_ran, 10, "all of them to come")
+    assert sorted(ran) == list(range(1, 201))
+    assert post.left() == (0, 0)
+
+
+def test_it_leaves_to_others_what_it_can_not_run_soon(post: Post) -> None:
+    post.start()
+    post.arm(range(1, 3))
+    wait_until(lambda: len(post.pool.jobs) == 2, 5, "both processes to be busy")
+    post.end_chunk(10.0)
+    post.arm(range(3, 103))
+    wait_until(lambda: len(post.pool.jobs) == 2 and post.left()[1] == 0, 5, "the free process to take one")
+    assert post.here() == 2
+    assert post.left() == (99, 0)
+
+
+def test_it_begins_with_the_highest_priority(post: Post) -> None:
+    post.arm(range(1, 101))
+    post.arm(range(201, 231), priority=9)
+    post.start()
+    wait_until(lambda: post.here() >= 40, 5, "the first ones")
+    first = [entry for job, _, _ in post.pool.jobs for entry in job.entries]
+    assert {entry.priority for entry in first} == {9}
+
+
+def test_it_hears_of_an_entry_that_comes_before_all_others(post: Post) -> None:
+    post.arm(range(1, 101), 100)
+    post.start()
+    wait_until(lambda: post.desk.watchdog.info()["ear"]["is_alive"], 5, "the ear")
+    wait_until(lambda: len(post.desk._mover._next) > 0 and min(post.desk._mover._next.values()) > 0, 5, "it to rest")  # type: ignore[union-attr]
+    post.arm(range(101, 102))
+    wait_until(lambda: post.here() == 1, 5, "the entry, long before the next look at everything")
+
+
+def test_a_queue_that_is_added_is_served(post: Post) -> None:
+    post.start()
+    post.arm(range(1, 11), queue="mail")
+    post.delays.processes.queues = ["default", "mail"]
+    wait_until(lambda: len(post.pool.jobs) == 2, 5, "what waits in it")
+    left = 10 - len(post.end_chunk(0.001))
+    post.arm(range(11, 12), queue="mail")
+    wait_until(lambda: post.here() == left + 1, 5, "what comes later")
+
+
+def test_a_worker_that_stops_puts_back_what_waits_in_it(post: Post) -> None:
+    post.start()
+    post.arm(range(1, 101))
+    wait_until(lambda: post.here() >= 40, 5, "the first ones")
+    at_work = sum(len(job.entries) for job, _, _ in post.pool.jobs)
+    post.desk.stop()
+    assert post.left() == (100 - at_work, 0)
+
+
+def test_what_could_not_be_handed_on_comes_again(post: Post) -> None:
+    post.start()
+    hold, failures = post.desk.hold, [OSError("as asked")]
+
+    def hold_or_fail(entries: Any) -> None:
+        if entries and failures:
+            raise failures.pop()
+        hold(entries)
+
+    post.desk.hold = hold_or_fail  # type: ignore[method-assign]
+    post.arm(range(1, 11))
+    wait_until(lambda: not failures, 5, "the failure")
+    wait_until(lambda: post.here() == 10, 10, "what was taken before it")
+    assert post.left() == (0, 0)
+    assert post.delays.events.counts["entry.returned"] == 10
+    assert "loop.failed" in post.seen
+
+
+def test_what_is_late_is_drained_from_the_table(post: Post) -> None:
+    post.arm(range(1, 11), -100, priority=3)
+    post.start()
+    wait_until(lambda: post.pool.jobs, 5, "a chunk")
+    job = post.pool.jobs[0][0]
+    assert (job.drain, job.priorities, job.entries) == ("default", (3,), ())
+    assert post.delays.events.counts["entry.late"] == 10
+    assert post.left() == (0, 0)
+
+
+def test_near_rows_are_armed_again_when_redis_lost_a_slot(post: Post) -> None:
+    post.start()
+    before = post.forgotten
+    for slot in post.timer.slots("default"):
+        post.timer.connect().delete(*post.timer.keys(slot))
+    post.arm(range(1, 2), 100)
+    wait_until(lambda: post.forgotten > before, 5, "the loss to be noticed, by the next entry that is armed")
+
+
+@pytest.mark.parametrize("how", ["refuse", "swallow"])
+def test_near_rows_are_armed_again_when_redis_is_back(post: Post, proxy: Proxy, how: str) -> None:
+    post.start()
+    post.arm(range(1, 2))
+    wait_until(lambda: post.here() == 1, 5, "the first entry")
+    before = post.forgotten
+    getattr(proxy, how)()
+    post.desk._mover._look_at_all()  # type: ignore[union-attr]
+    wait_until(lambda: not post.delays.timer.is_up, 5, "the flag to go down")
+    assert post.desk.info()["timer_is_up"] is False
+    post.end_chunk(0.001)
+    post.arm(range(2, 3))
+    proxy.heal()
+    wait_until(lambda: post.here() == 1, 10, "what was armed meanwhile")
+    assert post.forgotten > before
+    assert post.seen.count("timer.down") == post.seen.count("timer.up") == 1
+    post.end_chunk(0.001)
+    post.arm(range(3, 4), 0.2)
+    wait_until(lambda: post.here() == 1, 5, "the ear to be back")
+
+
+def test_nobody_is_asked_again_and_again_when_nothing_is_due(post: Post) -> None:
+    turns = 0
+    take = post.delays.redis_timer.take  # type: ignore[union-attr]
+
+    def counted(*args: Any) -> Any:
+        nonlocal turns
+        turns += 1
+        return take(*args)
+
+    post.delays.redis_timer.take = counted  # type: ignore[union-attr, method-assign]
+    post.start()
+    rests: Callable[[], bool] = lambda: post.desk.watchdog.info()["ear"]["is_alive"] and turns > 0  # noqa: E731
+    wait_until(rests, 5, "the first looks")
+    post.arm(range(1, 2), 0.5)
+    wait_until(lambda: post.here() == 1, 5, "the entry")
+    assert turns < 10, "at the start, when it is listened, when it was lost, and when the entry is due"
