@@ -111,8 +111,8 @@ def _run(stage: Stage, side: Ours) -> None:
     late = [(began - due).total_seconds() * 1000 for due, began in runs.values()]
     none = Target("value", most=0)
     found = (
-        (f"{count:,} keys touched every {EVERY_S:g} s, messages", "", spent.messages, none),
-        ("fired", "", fired, none),
+        (f"{count:,} keys touched every {EVERY_S:g} s, fired", "", fired, none),
+        ("messages", "", spent.messages, none),
         (f"touch_many of {LOT} keys", "ms", spent.touching_s / spent.calls * 1000, None),
         ("CPU of the worker", "% of a core", spent.worker_cpu_s / spent.at * 100, None),
         ("CPU of the one who touches", "% of a core", spent.toucher_cpu_s / spent.at * 100, None),

@@ -30,8 +30,8 @@ def run(stage: Stage) -> None:
     small, large = _measure(stage, SMALL), _measure(stage, pending)
     table.clear()
     for what in small:
-        name = f"{what}, {pending:,} pending and {pending // 2:,} finished"
-        figure = stage.figure("sweep_at_size", name, "ms", Target("ratio", most=3), against=f"{SMALL:,}:")
+        target = Target("ratio", most=3)
+        figure = stage.figure("sweep_at_size", f"{what}; {pending:,} pending", "ms", target, against=f"{SMALL:,}:")
         figure.add(large[what], small[what])
 
 
