@@ -44,6 +44,7 @@ def _of_default(method: Callable[Concatenate[DelayTasks, P], R]) -> Callable[P, 
 
 schedule_delay = _of_default(DelayTasks.schedule_delay)
 schedule_at = _of_default(DelayTasks.schedule_at)
+schedule_callback = _of_default(DelayTasks.schedule_callback)
 schedule_many = _of_default(DelayTasks.schedule_many)
 cancel = _of_default(DelayTasks.cancel)
 reschedule = _of_default(DelayTasks.reschedule)

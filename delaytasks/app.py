@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from celery import signals
 
+from delaytasks.callback_verbs import CallbackVerbs
+from delaytasks.callbacks.http import CALLBACK, LADDER, HttpCallbacks
 from delaytasks.core.clock import Clock
 from delaytasks.core.errors import (
     ConfigError,
 )
 from delaytasks.core.events import Events
+from delaytasks.core.outcomes import Outcome
 from delaytasks.core.ports import Timer
 from delaytasks.core.settings import Settings
 from delaytasks.core.task import DelayTask
@@ -29,7 +32,6 @@ from delaytasks.parts import Parts, Shard
 from delaytasks.store.stats import Stats
 from delaytasks.store.store import Store
 from delaytasks.timers.publisher import Publisher
-from delaytasks.verbs import Verbs
 from delaytasks.worker.processes import Processes
 from delaytasks.worker.tasks import SWEEP, register_tasks
 
@@ -42,7 +44,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 ENTRY_POINTS = "delaytasks.processors"
 
 
-class DelayTasks(Verbs):
+class DelayTasks(CallbackVerbs):
     """Delayed tasks for one Celery app.
 
     >>> delays = DelayTasks(celery_app, database_url="postgresql://localhost/shop")
@@ -66,6 +68,7 @@ class DelayTasks(Verbs):
         self._lock = threading.RLock()
         self._parts: Parts | None = None
         self.processes = Processes(self)
+        self.processor(CALLBACK, retry=LADDER)(self._call_back)
         if celery_app is not None:
             self._attach(celery_app)
 
@@ -127,6 +130,10 @@ class DelayTasks(Verbs):
         return self._made.publisher
 
     @property
+    def http_callbacks(self) -> HttpCallbacks:
+        return self._made.http_callbacks
+
+    @property
     def sweeper(self) -> Sweeper:
         return self.shards[0].sweeper
 
@@ -155,6 +162,9 @@ class DelayTasks(Verbs):
         for shard in self.shards:
             stats = Stats(shard.store.database, shard.store.schema)
             yield from check(stats.pending(), stats.bodies, self.registry)
+
+    def _call_back(self, content: Any, task: DelayTask) -> Outcome:
+        return self.http_callbacks(content, task)
 
     # -- the worker's side ------------------------------------------------------------------------
 

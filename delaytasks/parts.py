@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from delaytasks.callbacks.addresses import Guard
+from delaytasks.callbacks.http import HttpCallbacks
 from delaytasks.core.clock import Clock, Measure, wall_ms
 from delaytasks.core.errors import ConfigError, StoreUnavailableError
 from delaytasks.core.events import Events
@@ -91,6 +93,7 @@ class Parts:
         )
         self.queues = Queues(settings, registry)
         clocks = [clock, *(Clock(store.tasks.now) for store in stores[1:])]
+        self.http_callbacks = HttpCallbacks(settings, Guard(settings.callback_allow), clock)
         #: By their numbers.
         self.shards = [self._make_shard(*both, registry) for both in zip(stores, clocks, strict=True)]
 
@@ -141,6 +144,7 @@ class Parts:
             self.timer.close()
         if self.redis_timer is not None:
             self.redis_timer.close()
+        self.http_callbacks.close()
         self.publisher.close()
         for shard in self.shards:
             shard.close()

@@ -138,7 +138,7 @@ def _what_to_open(cli: Cli, broker: str, flower_port: int | None) -> Iterator[tu
     yield "broker", "files, without a Redis" if broker == embedded.FILES_NOTE else broker
     flower = "install Flower for a web page: pip install 'delaytasks[flower]'"
     yield "watch", f"http://127.0.0.1:{flower_port} (Flower)" if flower_port else flower
-    tags = sorted(processor.tag for processor in cli.delays.registry)
+    tags = sorted(p.tag for p in cli.delays.registry if not p.tag.startswith("delaytasks."))
     if not tags:
         yield "processors", "none yet: put @delaytasks.processor functions into a module, say tasks.py,"
         yield "", 'and into celeryconfig.py here: imports = ["tasks"]'

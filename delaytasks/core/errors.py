@@ -6,6 +6,7 @@ DelayTaskError
 │   ├── BodyNotJSONError, BodyTooLargeError, BodyNotStorableError, BodyRefusedError
 │   ├── InvalidTagError, InvalidKeyError, InvalidQueueError, InvalidIdError, InvalidPriorityError
 │   ├── InvalidQueryError, InvalidLadderError, ShardMismatchError
+│   ├── ForbiddenURLError, InvalidHeaderError
 │   └── UnknownTagError
 ├── TaskStateError                             the task is not in a state that allows it
 │   ├── TaskNotFoundError (also a LookupError)
@@ -14,6 +15,7 @@ DelayTaskError
 ├── StoreError                                 the database
 │   ├── StoreUnavailableError, OutcomeUnknownError, SessionUnusableError
 ├── ConfigError
+├── InvalidSignatureError                      a callback that was received
 └── DuplicateProcessorError
 """
 
@@ -92,6 +94,14 @@ class ShardMismatchError(InvalidInputError):
     """With several databases: the session, the id and the key of a call belong to different ones."""
 
 
+class ForbiddenURLError(InvalidInputError):
+    """Callbacks may not go there: not https, not public, or spelled so that it can be read in two ways."""
+
+
+class InvalidHeaderError(InvalidInputError):
+    """A callback's header has a name or value that can not be sent, or is the sender's own."""
+
+
 class UnknownTagError(InvalidInputError):
     """Nobody registered a processor for the tag (only raised with `strict_tags`)."""
 
@@ -149,6 +159,10 @@ class SessionUnusableError(StoreError):
 
 class ConfigError(DelayTaskError):
     """A setting is wrong; the message names it and the remedy."""
+
+
+class InvalidSignatureError(DelayTaskError):
+    """A callback that was received is not signed, not by a known secret, or not now; answer 401."""
 
 
 class DuplicateProcessorError(DelayTaskError):

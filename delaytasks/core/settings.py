@@ -22,10 +22,8 @@ PREFIX = "delaytasks_"
 
 
 def _setting(default: Any, about: str, secret: bool = False) -> Any:
-    metadata = {"about": about, "secret": secret}
-    return (
-        field(default_factory=dict, metadata=metadata) if default == {} else field(default=default, metadata=metadata)
-    )
+    given: dict[str, Any] = {"default_factory": dict} if default == {} else {"default": default}
+    return field(repr=not secret, metadata={"about": about, "secret": secret}, **given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +68,13 @@ class Settings:
     drain_tokens: int = _setting(2, "drain messages per worker and queue at each sweep")
     purge_after_s: float | None = _setting(None, "finished tasks older than this are deleted; none: never")
 
+    callback_secrets: tuple[str, ...] = _setting((), "HTTP callbacks are signed with these (whsec_…)", secret=True)
+    callback_allow: tuple[str, ...] = _setting((), "hosts and networks that callbacks may reach besides public https")
+    callback_ca_file: str = _setting("", "CA certificates that callbacks trust, as PEM; empty: the public ones")
+    callback_connect_s: float = _setting(5.0, "longest time for each step until a callback is sent")
+    callback_read_s: float = _setting(10.0, "longest silence of who receives a callback")
+    callback_total_s: float = _setting(30.0, "longest time for a whole callback")
+
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -92,8 +97,10 @@ class Settings:
 
 
 def _shown(spec: Field[Any], value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(mask_url, value) if spec.metadata["secret"] else value)
     if spec.metadata["secret"]:
-        return " ".join(map(mask_url, value)) if isinstance(value, tuple) else mask_url(value)
+        return mask_url(value)
     if value is None:
         return "none"
     return json.dumps(value) if isinstance(value, Mapping) else str(value)
@@ -101,6 +108,7 @@ def _shown(spec: Field[Any], value: Any) -> str:
 
 _SPECS = {spec.name: spec for spec in fields(Settings) if spec.metadata}
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
+_BLANKS = re.compile(r"\s+")
 #: URLs are separated by blanks, which a URL may have inside too.
 _NEXT_URL = re.compile(r"\s+(?=[\w+]+://)")
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_]*")
@@ -185,7 +193,8 @@ def _convert(name: str, value: Any, origin: str) -> Any:
             return mapping
     elif kind == "tuple[str, ...]":
         if isinstance(value, str):
-            return tuple(_NEXT_URL.split(value.strip())) if value.strip() else ()
+            between = _NEXT_URL if name == "database_url" else _BLANKS
+            return tuple(between.split(value.strip())) if value.strip() else ()
         if isinstance(value, (list, tuple)) and all(isinstance(each, str) and each for each in value):
             return tuple(value)
     elif kind == "bool":
@@ -224,6 +233,7 @@ def _mapping(value: Any) -> dict[str, str] | None:
 
 
 def mask_url(url: str) -> str:
-    """A URL without its password, wherever it stands: before the host or among the options."""
+    """A URL without its password, wherever it stands: before the host or among the options; or a key for signing."""
     url = re.sub(r"(?<=://)([^/@:]*):[^@]*@", r"\1:***@", url)
+    url = re.sub(r"whsec_\S+", "whsec_***", url)
     return re.sub(r"(?i)((?:password|passwd|secret|token)=)[^&]*", r"\1***", url)

@@ -11,10 +11,10 @@ from kombu.entity import Exchange, Queue
 from kombu.messaging import Producer
 from kombu.utils.uuid import uuid
 
+from delaytasks.core.bounded import within
 from delaytasks.core.clock import monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.forks import reset_in_child
-from delaytasks.timers.bounded import within
 
 #: After a failure nothing is tried for this long: callers must not wait for a broker that is away.
 REST_S = 1.0

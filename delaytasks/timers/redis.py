@@ -14,6 +14,7 @@ from redis.cluster import RedisCluster
 from redis.exceptions import RedisClusterException, RedisError
 from redis.retry import Retry
 
+from delaytasks.core.bounded import within
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.events import Events
@@ -21,7 +22,6 @@ from delaytasks.core.forks import reset_in_child
 from delaytasks.core.inputs import MAX_PRIORITY, is_queue
 from delaytasks.core.ports import Entry
 from delaytasks.core.settings import Settings
-from delaytasks.timers.bounded import within
 from delaytasks.timers.eta import EtaTimer, checked_entry
 from delaytasks.timers.scripts import ARM, LOT, TAKE
 

@@ -47,6 +47,7 @@ def test_the_public_names_are_these() -> None:
         "reschedule",
         "retry",
         "schedule_at",
+        "schedule_callback",
         "schedule_delay",
         "schedule_many",
         "touch",

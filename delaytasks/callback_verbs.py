@@ -1,0 +1,55 @@
+"""The verbs for tasks whose work is somebody else's."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from delaytasks.callbacks.http import CALLBACK, HttpCallbacks
+from delaytasks.core.ladder import Ladder
+from delaytasks.core.ports import OnConflict
+from delaytasks.core.task import DelayTask
+from delaytasks.verbs import Verbs
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Options(TypedDict, total=False):
+    """As in `schedule_delay`."""
+
+    key: str | None
+    on_conflict: OnConflict
+    max_wait: float | str | timedelta | None
+    queue: str | None
+    priority: int
+    id: int | None
+    retry: Ladder | str | None
+    expires: float | str | timedelta | None
+    session: Any
+
+
+class CallbackVerbs(Verbs):
+    @property
+    @abstractmethod
+    def http_callbacks(self) -> HttpCallbacks: ...
+
+    def schedule_callback(
+        self,
+        url: str,
+        body: Any,
+        delay: float | timedelta,
+        *,
+        headers: Mapping[str, str] | None = None,
+        **options: Unpack[Options],
+    ) -> DelayTask:
+        """POSTs `body` as JSON to `url`, `delay` seconds (or a timedelta) from now, until it is answered with 2xx.
+
+        A failed attempt climbs the ladder, `NOTIFY` unless `retry` is another one; 410 ends it. `ForbiddenURLError`
+        unless the URL is https to a public host, or the setting `callback_allow` opens it. The other options are those
+        of `schedule_delay`; keys are shared by all callbacks.
+        """
+        content = self.http_callbacks.content(url, body, headers)
+        return self.schedule_delay(CALLBACK, content, delay, **options)

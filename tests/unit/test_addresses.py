@@ -1,0 +1,145 @@
+"""Where callbacks may go."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+
+import pytest
+
+from delaytasks.callbacks.addresses import Guard
+from delaytasks.core.errors import ConfigError, ForbiddenURLError
+
+PUBLIC = [
+    "https://partner.example/paid",
+    "HTTPS://Partner.Example/paid",
+    "https://partner.example:8443?a=1&b=%C3%A9#x",
+    "https://xn--bcher-kva.example",
+    "https://93.184.216.34/",
+    "https://[2606:2800:220:1:248:1893:25c8:1946]:444/",
+    "https://1.2.3.4a/",
+]
+NOT_PUBLIC = [
+    "127.0.0.1", "127.1.2.3", "10.0.0.1", "172.31.255.255", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0",
+    "0.1.2.3", "192.0.0.8", "192.0.2.1", "198.18.0.1", "198.51.100.1", "203.0.113.7", "224.0.0.1", "239.1.1.1",
+    "240.0.0.1", "255.255.255.255", "[::]", "[::1]", "[::ffff:127.0.0.1]", "[::ffff:93.184.216.34]", "[::7f00:1]",
+    "[64:ff9b::7f00:1]", "[64:ff9b:1::1]", "[2002:7f00:1::]", "[2001:0:1::1]", "[2001:db8::1]", "[fc00::1]",
+    "[fd00:ec2::254]", "[fe80::1]", "[fec0::1]", "[ff02::1]", "[100::1]", "[5f00::1]",
+]  # fmt: skip
+ODD = [
+    # Addresses in spellings that only some programs read.
+    "https://0x7f.1", "https://0x7f000001", "https://017700000001", "https://2130706433", "https://127.1",
+    "https://127.0.0.01", "https://1.2.3.0x4", "https://127.0.0.1.", "https://[::1%25eth0]", "https://[127.0.0.1]",
+    # Names that are none, or not everybody's.
+    "https://localhost", "https://LOCALHOST:8080/", "https://foo.localhost", "https://redis", "https://partner.example.",
+    "https://.example", "https://a..example", "https://-a.example", "https://" + "a" * 64 + ".example",
+    "https://bücher.example", "https://①②⑦.⓪.⓪.①", "https://exa\u00admple.com",
+    # Not read by all programs alike.
+    "https://user@partner.example/", "https://user:pw@partner.example/", "https://partner.example\\@10.0.0.1/",
+    "https://partner.example#@10.0.0.1", "https:/partner.example", "https:partner.example", "//partner.example",
+    "https://partner.example/a b", "https://partner.example/\r\nX: y", "https://partner.example/é", " https://a.example",
+    "https://partner.example:0/", "https://partner.example:65536/", "https://partner.example:/", "https://", "",
+    # Not HTTP.
+    "file:///etc/passwd", "ftp://partner.example/", "gopher://partner.example/", "javascript:alert(1)",
+    # Not text.
+    None, 7, b"https://partner.example/",
+]  # fmt: skip
+
+
+def guard(*allow: str, **names: list[str]) -> Guard:
+    """A guard that knows these names only; underscores are dots."""
+    known = {name.replace("_", "."): addresses for name, addresses in names.items()}
+
+    def resolve(host: str, port: int) -> list[str]:
+        if host not in known:
+            raise OSError("no such name")
+        return known[host]
+
+    return Guard(allow, resolve)
+
+
+@pytest.mark.parametrize("url", PUBLIC)
+def test_public_https_is_open(url: str) -> None:
+    target = guard().check(url)
+    assert target.scheme == "https"
+    assert target.host == target.host.lower()
+
+
+@pytest.mark.parametrize("host", NOT_PUBLIC)
+def test_addresses_that_are_not_public_are_forbidden_as_text_and_as_what_a_name_means(host: str) -> None:
+    with pytest.raises(ForbiddenURLError, match="is no public address"):
+        guard().check(f"https://{host}/")
+    named = guard(partner_example=[host.strip("[]")])
+    with pytest.raises(ForbiddenURLError, match="is no public address"):
+        named.address(named.check("https://partner.example/"), 0, 5)
+
+
+@pytest.mark.parametrize("url", ODD)
+def test_what_can_be_read_in_two_ways_is_forbidden(url: object) -> None:
+    with pytest.raises(ForbiddenURLError):
+        guard().check(url)
+
+
+def test_http_is_forbidden_where_nothing_opens_it() -> None:
+    for url in ("http://partner.example/", "http://93.184.216.34/"):
+        with pytest.raises(ForbiddenURLError, match="is not https"):
+            guard().check(url)
+
+
+def test_an_error_does_not_quote_a_password() -> None:
+    with pytest.raises(ForbiddenURLError) as raised:
+        guard().check("https://user:hunter2@partner.example/")
+    assert "hunter2" not in str(raised.value)
+
+
+def test_a_host_with_one_bad_address_among_good_ones_is_forbidden() -> None:
+    mixed = guard(partner_example=["93.184.216.34", "10.0.0.1"])
+    for turn in range(2):
+        with pytest.raises(ForbiddenURLError, match=r"now 10\.0\.0\.1"):
+            mixed.address(mixed.check("https://partner.example/"), turn, 5)
+
+
+def test_each_turn_takes_the_next_address() -> None:
+    several = guard(partner_example=["93.184.216.34", "2606:2800::1"])
+    target = several.check("https://partner.example/")
+    found = [str(several.address(target, turn, 5)) for turn in range(3)]
+    assert found == ["93.184.216.34", "2606:2800::1", "93.184.216.34"]
+    assert target.at(several.address(target, 1, 5)) == "https://[2606:2800::1]:443/"
+
+
+def test_what_the_setting_names_is_open() -> None:
+    cases = {
+        "127.0.0.1": ("http://127.0.0.1:8080/", "https://10.0.0.1/"),
+        "127.0.0.1:8080": ("http://127.0.0.1:8080/", "http://127.0.0.1:8081/"),
+        "10.1.0.0/16": ("http://10.1.2.3/", "http://10.2.0.1/"),
+        "::1": ("http://[::1]/", "http://127.0.0.1/"),
+        "[::1]:8080": ("http://[0:0::1]:8080/", "http://[::1]/"),
+        "fd00::/8": ("http://[fd00::1]/", "http://[fe80::1]/"),
+        "localhost": ("http://LOCALHOST:1/", "http://redis:1/"),
+        "Redis:6379": ("http://redis:6379/", "http://redis:6380/"),
+    }
+    for entry, (is_open, is_closed) in cases.items():
+        one = guard(entry)
+        one.check(is_open)
+        with pytest.raises(ForbiddenURLError):
+            one.check(is_closed)
+
+
+def test_a_name_is_open_by_what_it_means_when_a_network_is() -> None:
+    office = guard("10.1.0.0/16", billing=["10.1.2.3"], metadata=["169.254.169.254"], public_example=["93.184.216.34"])
+    assert office.address(office.check("http://billing/"), 0, 5) == ip_address("10.1.2.3")
+    for url in ("http://metadata/", "http://public.example/"):
+        with pytest.raises(ForbiddenURLError):
+            office.address(office.check(url), 0, 5)
+
+
+def test_a_name_that_is_allowed_may_mean_whatever_it_does() -> None:
+    trusted = guard("billing", billing=["10.9.9.9"])
+    assert trusted.address(trusted.check("http://billing/"), 0, 5) == ip_address("10.9.9.9")
+
+
+@pytest.mark.parametrize(
+    "entry", ["10.0.0.1/8", "http://a.example", "a.example/", "127.1", "*", "*.a.example", "a:0", "a:", ""]
+)
+def test_an_entry_of_the_setting_that_is_none_is_said(entry: str) -> None:
+    with pytest.raises(ConfigError, match="callback_allow"):
+        Guard([entry])

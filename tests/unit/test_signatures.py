@@ -1,0 +1,118 @@
+"""Signatures of callbacks, against the standard's own package."""
+
+from __future__ import annotations
+
+import base64
+from datetime import datetime, timezone
+from typing import Any
+
+import pytest
+from standardwebhooks import Webhook, WebhookVerificationError
+
+from delaytasks.callbacks import Received, verify
+from delaytasks.callbacks.signatures import Keys
+from delaytasks.core.clock import wall_ms
+from delaytasks.core.errors import BodyNotJSONError, ConfigError, InvalidSignatureError
+
+PAYLOAD = '{"order":7,"name":"é"}'.encode()
+
+
+def secret(letter: str) -> str:
+    return "whsec_" + base64.b64encode(letter.encode() * 32).decode()
+
+
+OLD, NEW, OTHER = secret("o"), secret("n"), secret("x")
+
+
+def signed(*secrets: str, age_s: int = 0, payload: bytes = PAYLOAD) -> dict[str, str]:
+    timestamp = str(wall_ms() // 1000 - age_s)
+    signature = Keys(secrets).sign("42", timestamp, payload)
+    return {"webhook-id": "42", "webhook-timestamp": timestamp, "webhook-signature": signature}
+
+
+def test_what_we_sign_the_official_package_verifies() -> None:
+    assert Webhook(NEW).verify(PAYLOAD, signed(NEW)) == {"order": 7, "name": "é"}
+    with pytest.raises(WebhookVerificationError):
+        Webhook(OTHER).verify(PAYLOAD, signed(NEW))
+
+
+def test_what_the_official_package_signs_we_verify() -> None:
+    now = datetime.now(timezone.utc)
+    signature = Webhook(NEW).sign("42", now, PAYLOAD.decode())
+    headers = {
+        "Webhook-Id": "42",
+        "Webhook-Timestamp": str(int(now.timestamp())),
+        "Webhook-Signature": f"v1a,zz {signature}",
+    }
+    assert verify(PAYLOAD, headers, NEW) == Received("42", {"order": 7, "name": "é"})
+
+
+def test_keys_overlap_while_one_takes_the_place_of_another() -> None:
+    both = signed(OLD, NEW)
+    for known in (OLD, NEW):
+        assert Webhook(known).verify(PAYLOAD, both)
+        assert verify(PAYLOAD, both, known).id == "42"
+    for sender in (OLD, NEW):
+        assert verify(PAYLOAD, signed(sender), f"{OLD} {NEW}").id == "42"
+        assert verify(PAYLOAD, signed(sender), [OLD, NEW]).id == "42"
+
+
+def without(name: str) -> dict[str, str]:
+    return {key: value for key, value in signed(NEW).items() if key != name}
+
+
+BAD: dict[str, Any] = {
+    "no id": without("webhook-id"),
+    "no timestamp": without("webhook-timestamp"),
+    "no signature": without("webhook-signature"),
+    "another secret": signed(OTHER),
+    "another id": {**signed(NEW), "webhook-id": "43"},
+    "another time": {**signed(NEW), "webhook-timestamp": str(wall_ms() // 1000 - 1)},
+    "another body": signed(NEW, payload=b"{}"),
+    "stale": signed(NEW, age_s=301),
+    "from the future": signed(NEW, age_s=-310),
+    "no version": {**signed(NEW), "webhook-signature": signed(NEW)["webhook-signature"].removeprefix("v1,")},
+    "not ASCII": {**signed(NEW), "webhook-signature": "v1,é\ud800"},
+    "not a time": {**signed(NEW), "webhook-timestamp": "now"},
+}
+
+
+@pytest.mark.parametrize("headers", BAD.values(), ids=BAD.keys())
+def test_a_missing_bad_or_stale_signature_is_refused(headers: dict[str, str]) -> None:
+    with pytest.raises(InvalidSignatureError):
+        verify(PAYLOAD, headers, NEW)
+
+
+def test_a_callback_that_is_late_but_not_too_late_is_taken() -> None:
+    assert verify(PAYLOAD, signed(NEW, age_s=250), NEW).id == "42"
+    assert verify(PAYLOAD, signed(NEW, age_s=3000), NEW, tolerance_s=3600).id == "42"
+
+
+def test_a_time_that_is_signed_but_none_is_refused() -> None:
+    signature = Keys([NEW]).sign("42", "-5", PAYLOAD)
+    headers = {"webhook-id": "42", "webhook-timestamp": "-5", "webhook-signature": signature}
+    with pytest.raises(InvalidSignatureError, match="ago"):
+        verify(PAYLOAD, headers, NEW)
+
+
+def test_a_signed_body_that_is_not_json_is_said() -> None:
+    with pytest.raises(BodyNotJSONError):
+        verify(b"{nope", signed(NEW, payload=b"{nope"), NEW)
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "whsec_", "whsec_é", "whsec_!!!!", "whsec_c2hvcnQ=", "whsec_" + "A" * 100, "A" * 43]
+)
+def test_a_secret_that_is_none_is_said_but_not_shown(bad: str) -> None:
+    with pytest.raises(ConfigError, match="secret 2") as raised:
+        Keys([NEW, bad])
+    assert bad == "" or bad.removeprefix("whsec_") == "" or bad not in str(raised.value)
+
+
+def test_without_a_secret_nothing_is_verified() -> None:
+    with pytest.raises(ConfigError):
+        verify(PAYLOAD, signed(NEW), "")
+
+
+def test_a_secret_without_padding_is_the_same_one() -> None:
+    assert verify(PAYLOAD, signed(NEW), NEW.rstrip("=")).id == "42"
