@@ -90,11 +90,12 @@ class Process:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def worker(app: str, name: str, folder: Path, notes: str) -> Process:
+def worker(app: str, name: str, folder: Path, notes: str, **environment: str) -> Process:
     command = ["celery", "-A", app, "worker", *POOL, "-n", f"{name}@%h", "--loglevel", "WARNING"]
-    return Process(name, command, folder, BENCH_NOTES=notes)
+    return Process(name, command, folder, BENCH_NOTES=notes, **environment)
 
 
-def beat(app: str, folder: Path) -> Process:
+def beat(app: str, folder: Path, **environment: str) -> Process:
     schedule = folder / f"beat-{time.monotonic_ns()}"
-    return Process("beat", ["celery", "-A", app, "beat", "-s", str(schedule), "--loglevel", "WARNING"], folder)
+    command = ["celery", "-A", app, "beat", "-s", str(schedule), "--loglevel", "WARNING"]
+    return Process("beat", command, folder, **environment)

@@ -3,16 +3,21 @@ gone afterwards."""
 
 from __future__ import annotations
 
+import socket
+import subprocess
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from redis import Redis
 from redis.exceptions import RedisError
 
-from benchmarks.waiting import BenchError
+from benchmarks.waiting import BenchError, wait_until
 from benchmarks.where import BARE_QUEUE, NAMESPACES, redis_url
+from delaytasks.embedded import find_server
 
 #: The last ones are what Celery and kombu themselves keep in a Redis database.
 _KEYS = (
@@ -89,6 +94,45 @@ def watching(word: str) -> Iterator[Callable[[], int]]:
             is_over.set()
             _client.ping()  # a command that is seen, and so ends the watch
             thread.join()
+
+
+class Private:
+    """A Redis that nobody else uses."""
+
+    def __init__(self, port: int) -> None:
+        self.url = f"redis://127.0.0.1:{port}/0"
+        self._client: Any = Redis.from_url(self.url, decode_responses=True)
+
+    def answers(self) -> bool:
+        try:
+            return bool(self._client.ping())
+        except RedisError:
+            return False
+
+    def commands(self) -> Counter[str]:
+        """How many of each it was sent, by others than this."""
+        found = self._client.info("commandstats")
+        counts = Counter({name.removeprefix("cmdstat_"): stats["calls"] for name, stats in found.items()})
+        del counts["info"]
+        return counts
+
+
+@contextmanager
+def private(folder: Path) -> Iterator[Private]:
+    """It ends with the block, and leaves nothing."""
+    found = find_server()
+    assert found is not None
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(folder)]
+    with subprocess.Popen([found.program, *options], stdout=subprocess.DEVNULL, start_new_session=True) as process:
+        try:
+            server = Private(port)
+            wait_until(server.answers, 15, "a Redis of its own")
+            yield server
+        finally:
+            process.kill()
 
 
 def _our_keys() -> list[str]:

@@ -17,8 +17,8 @@ Cut = Callable[[bytes], bool]
 class Proxy:
     """Listens on a port of its own and passes everything on, until it is told to misbehave.
 
-    `refuse`, `swallow` and `heal` hold from then on; `reset` ends what is open; `cut_answer` and `cut_after` wait
-    for their moment and then happen once.
+    `refuse`, `swallow` and `heal` hold from then on; `reset` ends what is open, `strand` lets it hang; `cut_answer`
+    and `cut_after` wait for their moment and then happen once.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -50,6 +50,12 @@ class Proxy:
     def swallow(self) -> None:
         """A black hole: connections are taken in, and no byte comes through either way."""
         self._flows.clear()
+
+    def strand(self) -> None:
+        """What is open stays so for ever, and hears nothing any more; new connections work."""
+        self._flows.clear()
+        self._flows = threading.Event()
+        self._flows.set()
 
     def heal(self) -> None:
         self.delay_s = 0.0
@@ -129,14 +135,15 @@ class Proxy:
             with self._lock:
                 self._pairs.append((client, server))
             for source, target, direction in ((client, server, "request"), (server, client, "answer")):
-                threading.Thread(target=self._pump, args=(source, target, direction), daemon=True).start()
+                way = (source, target, direction, self._flows)
+                threading.Thread(target=self._pump, args=way, daemon=True).start()
 
-    def _pump(self, source: socket.socket, target: socket.socket, direction: str) -> None:
+    def _pump(self, source: socket.socket, target: socket.socket, direction: str, flows: threading.Event) -> None:
         try:
             while data := source.recv(65536):
                 if self.delay_s:
                     threading.Event().wait(self.delay_s)
-                self._flows.wait()
+                flows.wait()
                 if self._cuts_now(data, direction):
                     break
                 target.sendall(data)

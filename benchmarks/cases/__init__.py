@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.cases import backlog, bulk, burst, call, heartbeats, houses, kill, steady, sweep_at_size, timers, wheel
+from benchmarks.cases import (
+    backlog,
+    bulk,
+    burst,
+    call,
+    heartbeats,
+    houses,
+    idle,
+    kill,
+    steady,
+    sweep_at_size,
+    timers,
+    wheel,
+)
 from benchmarks.stage import Stage
 
 CASES: dict[str, Callable[[Stage], None]] = {
@@ -22,6 +35,7 @@ CASES: dict[str, Callable[[Stage], None]] = {
     "heartbeats": heartbeats.run,
     "sweep_at_size": sweep_at_size.run,
     "houses": houses.run,
+    "idle": idle.run,
 }
 #: Names that stand for several cases.
 GROUPS = {"timers": ["timer_steady", "timer_burst", "timer_memory", "wheel", "heartbeats", "sweep_at_size", "houses"]}

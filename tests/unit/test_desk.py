@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from celery import Celery
 
 from delaytasks import DelayTasks
@@ -16,6 +18,7 @@ from delaytasks.core.clock import monotonic
 from delaytasks.core.loop import Loop
 from delaytasks.core.ports import Entry
 from delaytasks.worker.desk import Desk
+from tests.proxy import proxy_to
 from tests.waiting import wait_until
 
 
@@ -35,9 +38,10 @@ class Worker:
             return object()
 
 
-def make_desk(tmp_path: Path, **settings: Any) -> Desk:
+def make_desk(place: Path | str, **settings: Any) -> Desk:
+    """On the database of this URL, or on an SQLite file in this folder."""
     app = Celery("test", broker="memory://", set_as_current=False)
-    delays = DelayTasks(app, f"sqlite:///{tmp_path / 'test.db'}", **settings)
+    delays = DelayTasks(app, place if isinstance(place, str) else f"sqlite:///{place / 'test.db'}", **settings)
     with delays.store.database.begin() as connection:
         delays.store.schema.metadata.create_all(connection)
     return Desk(delays, Worker())
@@ -166,6 +170,61 @@ def test_a_wheel_that_is_behind_is_told_of(at_work: AtWork) -> None:
     wait_until(lambda: desk.delays.events.counts["wheel.late"], 10, "the alarm")
     wait_until(lambda: len(desk.wheel) == 0, 10, "a fresh thread to bring the entry out")
     assert desk.delays.events.counts["loop.restarted"] == 1
+
+
+def test_a_mover_that_was_stuck_hands_on_nothing_of_what_it_had_taken(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "desk" + secrets.token_hex(4)
+    desk = make_desk(tmp_path, timer="redis", redis_url=redis_url, namespace=name, grace_s=60)
+    timer, came, stuck = desk.delays.redis_timer, [], []
+    assert timer is not None
+    take = timer.take
+
+    def take_once_and_hang(*arguments: Any) -> Any:
+        taken = take(*arguments)
+        if not stuck and any(some.entries for some in taken or ()):
+            stuck.append(threading.current_thread())
+            at_work.hang()
+        return taken
+
+    timer.take = take_once_and_hang  # type: ignore[method-assign]
+    desk.hold = came.extend  # type: ignore[method-assign]
+    desk.delays.processes.queues = ["default"]
+    at_work = AtWork(desk)
+    try:
+        timer.arm([Entry(1, 0, desk.delays.clock.now_us())])
+        wait_until(lambda: stuck, 10, "the mover to take the entry")
+        monkeypatch.setattr(loop_module, "monotonic", lambda: monotonic() + BOUNDS["mover"])
+        wait_until(lambda: came, 15, "another thread to bring it")
+        at_work.held_up.set()
+        stuck[0].join(10)
+        assert not stuck[0].is_alive()
+        assert [entry.id for entry in came] == [1]
+    finally:
+        at_work.close()
+        with redis.Redis.from_url(redis_url) as client:
+            for key in client.scan_iter(f"*{name}*", count=1000):
+                client.delete(key)
+
+
+def test_a_sweep_whose_connections_went_silent_goes_on_with_fresh_ones(postgresql_url: str) -> None:
+    proxy, prefix = proxy_to(postgresql_url), f"desk{secrets.token_hex(4)}_"
+    at_work = AtWork(make_desk(proxy.url(postgresql_url), table_prefix=prefix, sweep_s=1, self_sweep_s=2))
+    counts, database = at_work.desk.delays.events.counts, at_work.desk.delays.store.database
+    try:
+        wait_until(lambda: counts["sweep.done"], 10, "the first sweep")
+        proxy.strand()
+        wait_until(lambda: at_work.restarts == [{"loop": "sweep", "reason": "stuck"}], 20, "it to be replaced")
+        swept = counts["sweep.done"]
+        wait_until(lambda: counts["sweep.done"] > swept, 20, "the next sweep")
+        assert len(at_work.restarts) == 1, "no other connection of the old ones was used"
+    finally:
+        at_work.close()
+        with database.begin() as connection:
+            at_work.desk.delays.store.schema.metadata.drop_all(connection)
+        database.dispose()
+        proxy.close()
 
 
 def test_what_fails_when_entries_fall_due_does_not_stop_the_wheel(tmp_path: Path) -> None:

@@ -1,0 +1,82 @@
+"""A worker with nothing to do: what it takes of the processor, and what it asks Redis and the database."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from celery import Celery
+
+from benchmarks import processes, redis_server, table
+from benchmarks.meters import NAN
+from benchmarks.sides import START_S, Ours, Side
+from benchmarks.stage import Stage
+from benchmarks.waiting import BenchError, wait_until
+from delaytasks.embedded import find_server
+
+#: After the start: connections are made, the first sweeps are over.
+SETTLE_S = 15.0
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Of one worker, and of the beat beside ours."""
+
+    cpu_s_a_minute: float
+    #: A second, by their names, those that scripts use included.
+    commands: dict[str, float]
+    transactions: float
+
+    def __str__(self) -> str:
+        named = ", ".join(f"{name} {rate:.2f}" for name, rate in sorted(self.commands.items()))
+        return f"{self.cpu_s_a_minute:.2f} s a minute; Redis {named}; {self.transactions:.2f} transactions/s"
+
+
+def run(stage: Stage) -> None:
+    if find_server() is None or not table.can_fill():
+        stage.say("idle: left out, since it needs PostgreSQL and a redis-server that it can start")
+        return
+    bare = _measure(stage, stage.bare)
+    for side in stage.timers:
+        ours, name = _measure(stage, side), f"worker at rest, {side.timer} timer"
+        stage.figure("idle", f"{name}: CPU a minute", "s").add(ours.cpu_s_a_minute, bare.cpu_s_a_minute)
+        commands = stage.figure("idle", f"{name} and beat: commands in Redis", "/s")
+        commands.add(sum(ours.commands.values()), sum(bare.commands.values()))
+        stage.figure("idle", f"{name}: transactions in the database", "/s").add(ours.transactions)
+
+
+def _measure(stage: Stage, side: Side) -> Idle:
+    """In a Redis and a database that nobody else uses, so that each command and each transaction there is theirs.
+    Nearly all transactions are single statements."""
+    with redis_server.private(side.folder) as redis, table.private() as database:
+        where = {"BENCH_BROKER_URL": redis.url, "BENCH_REDIS_URL": redis.url, "BENCH_DATABASE_URL": database.url}
+        started = [processes.worker(side.app_path, f"idle_{side.name}", side.folder, side.notes.path, **where)]
+        try:
+            app = Celery(broker=redis.url, set_as_current=False)
+            wait_until(lambda: app.control.ping(timeout=0.5), START_S, f"{started[0].name} to answer", 1)
+            app.close()
+            if isinstance(side, Ours):
+                started.append(processes.beat(side.app_path, side.folder, **where))
+            time.sleep(SETTLE_S)
+            found = _watch(stage.size(120, 30), started[0], redis, database)
+            for process in started:
+                if not process.is_alive:
+                    raise BenchError(f"idle: {process.name} ended by itself:\n{process.last_words()}")
+        finally:
+            for process in started:
+                process.stop()
+    stage.say(f"idle: {side.name} {found}")
+    return found
+
+
+def _watch(for_s: float, worker: processes.Process, redis: redis_server.Private, database: table.Private) -> Idle:
+    def read() -> tuple[float, Counter[str], int]:
+        usage = worker.usage()
+        return NAN if usage is None else usage.cpu_s, redis.commands(), database.transactions()
+
+    began, before = time.monotonic(), read()
+    time.sleep(for_s)
+    after, took_s = read(), time.monotonic() - began
+    commands = {name: count / took_s for name, count in (after[1] - before[1]).items()}
+    return Idle((after[0] - before[0]) / took_s * 60, commands, (after[2] - before[2]) / took_s)
