@@ -1,0 +1,101 @@
+"""Hundreds of connections whose heartbeats push their timeouts away, on a real worker; then some fall silent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delaytasks import NewTask
+from tests.running import BROKERS, Deployment
+from tests.waiting import wait_until
+
+TIMEOUT_S, EVERY_S = 4.0, 1.0
+ALIVE = [f"connection {number}" for number in range(300)]
+SILENT = set(ALIVE[::8])
+#: What a busy machine adds to the bound of RELIABILITY: grace, sweep interval and dispatch.
+SLACK_S = 10
+
+COMBINATIONS = [
+    ("postgresql", "redis", "prefork", "eta"),
+    ("postgresql", "redis", "threads", "redis"),
+    ("mysql", "rabbitmq", "prefork", "eta"),
+]
+
+
+class Connections(Deployment):
+    """A server that tells now and then whom it has heard from."""
+
+    def heartbeat(self, alive: list[str]) -> list[str]:
+        gone = self.delays.touch_many(tag="test.note", keys=alive, delay=TIMEOUT_S)
+        body = {"file": str(self.file)}
+        self.delays.schedule_many(
+            (NewTask("test.note", body, TIMEOUT_S, key=key) for key in gone), on_conflict="replace"
+        )
+        return gone
+
+    def live(self, alive: list[str], is_over: Callable[[], bool], most_s: float) -> None:
+        """Time passes, and these are heard from."""
+        clock = self.delays.clock
+        until = clock.now() + timedelta(seconds=most_s)
+        while clock.now() < until and not is_over():
+            next_at = clock.now() + timedelta(seconds=EVERY_S)
+            assert self.heartbeat(alive) == [], "who is heard from does not time out"
+            wait_until(lambda next_at=next_at: clock.now() >= next_at, 5, "the next heartbeat")  # type: ignore[misc]
+
+    def count_messages(self) -> list[int]:
+        """How many are sent in this process from now on, one number for each time."""
+        sent: list[int] = []
+        send = self.delays.publisher.send
+
+        def counting(name: str, queue: str, messages: list[Any]) -> bool:
+            sent.append(len(messages))
+            return send(name, queue, messages)
+
+        self.delays.publisher.send = counting  # type: ignore[method-assign]
+        return sent
+
+    def worker_events(self) -> dict[str, int]:
+        answer = self.delays.celery.control.inspect([self.node(0)], timeout=10, limit=1).stats() or {}
+        events: dict[str, int] = answer[self.node(0)]["delaytasks"]["events"]
+        return events
+
+
+@pytest.fixture
+def connections(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connections]:
+    database, broker, _, timer = request.param
+    fixture, conf = BROKERS[broker]
+    urls = [request.getfixturevalue(name) for name in (f"{database}_url", fixture)]
+    settings = {"redis_url": request.getfixturevalue("redis_url")} if timer == "redis" else {}
+    deployment = Connections(tmp_path, *urls, conf, timer=timer, **settings)
+    yield deployment
+    deployment.close()
+
+
+@pytest.mark.parametrize(
+    ("connections", "pool"),
+    [pytest.param(combination, combination[2], id="-".join(combination)) for combination in COMBINATIONS],
+    indirect=["connections"],
+)
+def test_those_that_fall_silent_time_out_and_no_others(connections: Connections, pool: str) -> None:
+    d = connections
+    d.worker(pool=pool)
+    assert d.heartbeat(ALIVE) == ALIVE, "the first time all are new"
+    sent = d.count_messages()
+    d.live(ALIVE, lambda: False, TIMEOUT_S)
+    armed = d.worker_events().get("sweep.armed")  # by the worker's first sweep, if that came later than the tasks
+    d.live(ALIVE, lambda: False, 1.5 * TIMEOUT_S)
+    assert (d.runs(), sent) == ([], []), "nothing fires, and nothing is sent"
+    assert d.worker_events().get("sweep.armed") == armed, "by the sweep neither"
+
+    tasks = {str(d.delays.get(tag="test.note", key=key).id): key for key in ALIVE}
+    loud = [key for key in ALIVE if key not in SILENT]
+    d.live(loud, lambda: len(d.runs()) >= len(SILENT), TIMEOUT_S + SLACK_S)
+    fired = [tasks[id] for id, _, _ in d.runs()]
+    assert (len(fired), set(fired)) == (len(SILENT), SILENT), "each of them once"
+    assert min(int(late_us) for _, late_us, _ in d.runs()) >= 0, "and none is early"
+    assert set(d.heartbeat(ALIVE)) == SILENT
+    assert d.heartbeat(ALIVE) == [], "who speaks again is waited for again"
