@@ -91,7 +91,7 @@ def upgrade(prefix: str = "", schema: str | None = None) -> None:
         adoption.adopt(op, sa.Table(tasks, sa.MetaData(), *_task_columns(), schema=schema, **OPTIONS))
     else:
         op.create_table(tasks, *_task_columns(), schema=schema, **OPTIONS)
-    if op.get_context().dialect.name == "postgresql":
+    if op.get_context().dialect.name == "postgresql" and not adoption.is_partitioned(op, tasks, schema):
         options = ", ".join(f"{name} = {value}" for name, value in STORAGE.items())
         op.execute(f"ALTER TABLE {adoption.quoted(op, tasks, schema)} SET ({options})")
     adoption.create_index(op, prefix + "idx_expectedTime_status", tasks, ["expected_time", "status"], schema)

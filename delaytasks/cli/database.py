@@ -9,6 +9,7 @@ import click
 
 from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli
 from delaytasks.cli.output import print_json, say
+from delaytasks.cli.partitions import partitions
 
 if TYPE_CHECKING:
     from delaytasks.store.database import Database
@@ -21,6 +22,9 @@ def db() -> None:
     \b
     delaytasks db upgrade
     """
+
+
+db.add_command(partitions)
 
 
 @db.command(epilog=EXIT_CODES)

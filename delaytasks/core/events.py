@@ -33,6 +33,7 @@ _LEVELS = {
     "sweep.self": logging.WARNING,
     "queue.unserved": logging.WARNING,
     "queue.refused": logging.WARNING,
+    "partitions.ending": logging.WARNING,
     "worker.lost": logging.WARNING,
     "loop.failed": logging.ERROR,
     "loop.restarted": logging.ERROR,

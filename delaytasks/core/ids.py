@@ -10,7 +10,9 @@ import itertools
 import os
 import random
 from collections.abc import Callable
+from datetime import datetime
 
+from delaytasks.core.clock import from_us, to_us
 from delaytasks.core.errors import InvalidIdError
 from delaytasks.core.text import shown
 
@@ -45,6 +47,16 @@ def shard_of(id: int) -> int:
     """What the id says. Ids from elsewhere say nothing true; of the small ones, as databases make them, the first
     shard is as good a guess as any."""
     return 0 if id < _FIRST_ID else id >> COUNTER_BITS & MAX_SHARDS - 1
+
+
+def first_id(instant: datetime) -> int:
+    """The least id that is made in that millisecond."""
+    return (to_us(instant) // 1000 - EPOCH_MS) << (SHARD_BITS + COUNTER_BITS)
+
+
+def made_at(id: int) -> datetime:
+    """When an id of ours was made."""
+    return from_us(((id >> (SHARD_BITS + COUNTER_BITS)) + EPOCH_MS) * 1000)
 
 
 def check_id(value: object) -> int:

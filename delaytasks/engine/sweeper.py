@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from functools import partial
 
-from delaytasks.core.clock import Clock
+from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.ports import Lapsed, SweepStore, Timer, WorkerStore
 from delaytasks.core.settings import Settings
@@ -18,6 +18,8 @@ STEP = 500
 PURGE_STEPS = 20
 #: A worker that said nothing for so many sweeps is dead.
 SILENT_SWEEPS = 3
+#: Seconds between two looks at the partitions, and how long before the end of the last one somebody should know.
+PARTITIONS_S, WARN_BEFORE_S = 3600.0, 2 * 86400.0
 
 
 class Sweeper:
@@ -30,6 +32,7 @@ class Sweeper:
         self._clock = clock
         self._timer = timer
         self._events = events
+        self._partitions_at = float("-inf")
 
     def sweep(self, house: int = 0, beat: Callable[[], None] = lambda: None) -> bool:
         """One sweep of one house number; False if another worker just did it. A stage that fails, be it for one row
@@ -46,6 +49,7 @@ class Sweeper:
             attempt("lapsed", partial(self._lapse, beat))
             attempt("overdue", self._drain_overdue)
             attempt("purge", partial(self._purge, beat))
+            attempt("partitions", self._check_partitions)
         self._events.emit("sweep.done", house=house)
         return True
 
@@ -109,6 +113,16 @@ class Sweeper:
                 self._events.emit("task.purged", count=purged)
             if purged < STEP:
                 return
+
+    def _check_partitions(self) -> None:
+        """New ones are made by a command, whose role may change tables; here it is told when nobody ran it."""
+        if monotonic() < self._partitions_at + PARTITIONS_S:
+            return
+        self._partitions_at = monotonic()
+        end = self._sweeps.partitions_end()
+        if end is not None and (end - self._clock.now()).total_seconds() < WARN_BEFORE_S:
+            remedy = "run: delaytasks db partitions maintain"
+            self._events.emit("partitions.ending", until=end.isoformat(), remedy=remedy)
 
 
 def tell_lapsed(events: Events, lapsed: Lapsed, **fields: object) -> None:

@@ -53,6 +53,14 @@ def quoted(op: Operations, name: str, schema: str | None) -> str:
     return op.get_context().dialect.identifier_preparer.format_table(Table(name, MetaData(), schema=schema))
 
 
+def is_partitioned(op: Operations, name: str, schema: str | None) -> bool:
+    """On PostgreSQL: a table in partitions has no storage of its own."""
+    if op.get_context().as_sql:
+        return False
+    query = text("SELECT relkind = 'p' FROM pg_class WHERE oid = to_regclass(:name)")
+    return bool(op.get_bind().execute(query, {"name": quoted(op, name, schema)}).scalar())
+
+
 def create_index(op: Operations, name: str, table: str, columns: list[str], schema: str | None, **options: Any) -> None:
     """Unless it is there; one of this name (in whatever case) over other columns is made anew."""
     if not op.get_context().as_sql:

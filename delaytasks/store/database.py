@@ -52,6 +52,8 @@ class Capabilities:
     begins_late: bool
     #: A cursor of the server's can hand out rows bit by bit, inside a transaction.
     server_side_cursors: bool
+    #: A table can be divided into ranges of ids, each of which can be dropped by itself.
+    partitions: bool
 
 
 POSTGRESQL = Capabilities(
@@ -61,6 +63,7 @@ POSTGRESQL = Capabilities(
     copy=True,
     begins_late=False,
     server_side_cursors=True,
+    partitions=True,
 )
 MYSQL = Capabilities(
     update_returning=False,
@@ -69,6 +72,7 @@ MYSQL = Capabilities(
     copy=False,
     begins_late=False,
     server_side_cursors=True,
+    partitions=False,
 )
 SQLITE = Capabilities(
     update_returning=True,
@@ -77,6 +81,7 @@ SQLITE = Capabilities(
     copy=False,
     begins_late=True,
     server_side_cursors=False,
+    partitions=False,
 )
 _BY_NAME = {"postgresql": POSTGRESQL, "mysql": MYSQL, "mariadb": MYSQL, "sqlite": SQLITE}
 

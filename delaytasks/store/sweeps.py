@@ -15,6 +15,7 @@ from delaytasks.store.attempts import Attempts
 from delaytasks.store.database import Database
 from delaytasks.store.keys import Keys
 from delaytasks.store.lapses import Lapses, lease_is_over
+from delaytasks.store.partitions import end_of
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now, db_now_plus, once
 
@@ -155,3 +156,7 @@ class Sweeps:
                 return purged
 
         return self._db.run(work)
+
+    def partitions_end(self) -> datetime | None:
+        """When the last of the table's partitions will be full, if it has any."""
+        return self._db.alone(lambda c: end_of(c, self._t)) if self._db.can.partitions else None

@@ -92,6 +92,12 @@ def lapse_all(store: Store, tasks: Sequence[DelayTask], max_lapses: int = 5) -> 
     return store.sweeps.lapse(max_lapses, 100).total
 
 
+def beside(store: Store, url: str) -> Store:
+    """Another store on the same tables."""
+    prefix = store.schema.tasks.name.removesuffix("yb_delay_task_message")
+    return Store(url, settings_for(url, table_prefix=prefix))
+
+
 @pytest.fixture
 def claims(store: Store) -> Claims:
     return store.claims("worker-1", 0x7F000001)
@@ -476,7 +482,7 @@ def test_a_move_that_meets_its_own_first_try_is_done_or_unknown_and_never_refuse
     if url.host is None:
         return  # SQLite: there is no answer that could be lost
     proxy = Proxy(url.host, url.port or {"postgresql": 5432, "mysql": 3306}[url.get_backend_name()])
-    other = Store(proxy.url(url.render_as_string(hide_password=False)), settings_for("", table_prefix="s_"))
+    other = beside(store, proxy.url(url.render_as_string(hide_password=False)))
     made = put(store, Status.FAILED if name == "retry" else Status.NOT_COMPLETE)
     other.tasks.cancel(add(store).id)  # so that the connection is there
     proxy.cut_answer(rb"COMMIT(?!TED)")
@@ -833,7 +839,7 @@ def test_a_settlement_waits_for_a_lock_only_for_a_while(
         return
     monkeypatch.setattr(engines, "LOCK_TIMEOUT_S", 1)
     monkeypatch.setattr(database, "RETRY_FOR_S", 0)
-    other = Store(store.database.url.render_as_string(hide_password=False), settings_for("", table_prefix="s_"))
+    other = beside(store, store.database.url.render_as_string(hide_password=False))
     plain, key = add(store), keyed(store)
     claimed = other.claims("worker-2", None).claim([entry(plain), entry(key)])
     for one in claimed:

@@ -444,3 +444,16 @@ def test_old_finished_rows_are_deleted_only_when_that_is_asked_for(make: Make, m
         field.sweep()
         assert sum(field.store.tasks.counts().values()) == left
         assert field.count("task.purged") == 28 - left
+
+
+@pytest.mark.parametrize(("left", "times"), [(timedelta(days=1), 1), (timedelta(days=-1), 1), (timedelta(days=3), 0)])
+def test_it_is_told_now_and_then_that_the_partitions_end(
+    field: Field, monkeypatch: pytest.MonkeyPatch, left: timedelta, times: int
+) -> None:
+    end, sweeper = field.clock.now() + left, field.sweeper()
+    monkeypatch.setattr(field.store.sweeps, "partitions_end", lambda: end)
+    for _ in range(3):
+        field.let_pass()
+        sweeper.sweep()
+    told = [fields for name, fields in field.told if name == "partitions.ending"]
+    assert [fields["until"] for fields in told] == [end.isoformat()] * times

@@ -1,0 +1,45 @@
+"""The suite of the store once more, on a table in partitions: its tasks' ids fall into different ones."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+
+from delaytasks.core.ids import first_id
+from delaytasks.store.partitioning import convert
+from delaytasks.store.partitions import Partitions
+from delaytasks.store.store import Store
+from tests.conformance import test_store
+from tests.conformance.test_store import claims, holder  # noqa: F401
+from tests.conftest import empty, open_store
+
+globals().update(
+    (name, each)
+    for name, each in vars(test_store).items()
+    if name.startswith("test_") and "store" in inspect.signature(each).parameters
+)
+
+
+@pytest.fixture(scope="module")
+def partitioned(postgresql_url: str) -> Iterator[Store]:
+    store = open_store(postgresql_url, table_prefix="p_")
+    convert(Partitions(store.database, "p_"), timedelta(days=7), 4)
+    yield store
+    with store.database.begin() as connection:
+        store.schema.metadata.drop_all(connection)
+    store.close()
+
+
+@pytest.fixture
+def store(partitioned: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """Of five ids one falls into the first partition, three into later ones, and one into the default."""
+    now = partitioned.tasks.now()
+    bases = itertools.cycle([0, *(first_id(now + timedelta(days=days)) for days in (15, 22, 24, 1000))])
+    ids = (base + n for base, n in zip(bases, itertools.count(1_000_000), strict=False))
+    monkeypatch.setattr(test_store, "_ids", ids)
+    empty(partitioned)
+    return partitioned
