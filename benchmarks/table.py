@@ -15,10 +15,13 @@ from benchmarks.ours import TAG, delays
 from benchmarks.waiting import BenchError
 from benchmarks.where import TABLE_PREFIX
 from delaytasks.core.errors import StoreError
+from delaytasks.core.ids import first_id
+from delaytasks.core.settings import load_settings
 from delaytasks.core.states import Status
 from delaytasks.store import migrations
 from delaytasks.store.database import Database
 from delaytasks.store.failures import translate
+from delaytasks.store.store import Store
 from delaytasks.store.types import db_now
 
 #: Rows in one statement: many, and yet it ends soon when the run is interrupted.
@@ -52,6 +55,20 @@ def alone() -> Iterator[None]:
         connection.close()
 
 
+@contextmanager
+def beside(prefix: str) -> Iterator[Store]:
+    """Tables of their own in the same database."""
+    url = _database.url.render_as_string(hide_password=False)
+    store = Store(url, load_settings({}, {}, database_url=url, table_prefix=prefix))
+    try:
+        _database.alone(store.schema.metadata.drop_all)
+        _database.alone(store.schema.metadata.create_all)
+        yield store
+    finally:
+        _database.alone(store.schema.metadata.drop_all)
+        store.close()
+
+
 def drop() -> None:
     def work(connection: Connection) -> None:
         delays.store.schema.metadata.drop_all(connection)
@@ -83,9 +100,18 @@ def fill(rows: int, status: Status, soonest_s: float, latest_s: float) -> None:
         _alone(statement.bindparams(rows=min(FILL_STEP, rows - start)))
 
 
-def settle_down() -> None:
+def fill_finished(store: Store, rows: int, when: datetime) -> None:
+    """So many rows of one table, made, run and ended at that time; PostgreSQL only."""
+    statement = text(f"""
+        INSERT INTO {store.schema.tasks.name} (id, tag, message_body, status, version, expected_time, update_time)
+        SELECT :first + n, '{TAG}', '{{"due": 0.5, "order": ' || n || '}}', {Status.DONE:d}, 2, :at, :at
+        FROM generate_series(1, :rows) n""")
+    _alone(statement.bindparams(first=first_id(when), at=when, rows=rows))
+
+
+def settle_down(name: str = _t.name) -> None:
     """What autovacuum and the checkpointer would do in the next minutes, and in the middle of a measurement."""
-    _alone(text(f"VACUUM (ANALYZE) {_t.name}"))
+    _alone(text(f"VACUUM (ANALYZE) {name}"))
     try:
         _alone(text("CHECKPOINT"))
     except StoreError:

@@ -13,6 +13,7 @@ from benchmarks.cases import (
     houses,
     idle,
     kill,
+    partitions,
     steady,
     sweep_at_size,
     timers,
@@ -36,8 +37,9 @@ CASES: dict[str, Callable[[Stage], None]] = {
     "sweep_at_size": sweep_at_size.run,
     "houses": houses.run,
     "idle": idle.run,
+    "partitions": partitions.run,
 }
 #: Names that stand for several cases.
 GROUPS = {"timers": ["timer_steady", "timer_burst", "timer_memory", "wheel", "heartbeats", "sweep_at_size", "houses"]}
 #: What these build takes minutes, and they take the medians themselves.
-ONCE = {"sweep_at_size"}
+ONCE = {"sweep_at_size", "partitions"}

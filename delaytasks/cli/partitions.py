@@ -136,7 +136,7 @@ def maintain(cli: Cli, every: timedelta, ahead: int, older_than: timedelta | Non
     made = found.extend(every, ahead)
     dropped: list[Dropped] = []
     if not cli.is_json:
-        say(f"made {', '.join(made) or 'no partition, since all that were asked for are there'}")
+        say(f"made {', '.join(made)}" if made else "nothing to make")
     for each in found.drop(older_than, detaches_only=detach) if older_than is not None else ():
         dropped.append(each)
         if not cli.is_json:

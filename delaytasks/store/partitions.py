@@ -19,6 +19,7 @@ from sqlalchemy import (
     Connection,
     Index,
     MetaData,
+    Select,
     Table,
     and_,
     column,
@@ -37,6 +38,7 @@ from delaytasks.core.ids import first_id, made_at
 from delaytasks.core.states import FINISHED
 from delaytasks.store.database import Database
 from delaytasks.store.failures import REMEDY
+from delaytasks.store.keys import Keys
 from delaytasks.store.migrations import exclusively
 from delaytasks.store.schema import HOT, STORAGE, build_schema
 from delaytasks.store.types import db_now
@@ -46,6 +48,8 @@ T = TypeVar("T")
 OLDEST_SERVER = 14
 #: A partition with more tasks that must stay is left as it is: everybody waits while they are moved.
 MOST_MOVED = 10_000
+#: Keys that are released in one transaction.
+STEP = 500
 #: Ids are made by the producers' clocks.
 CLOCKS_DIFFER = timedelta(hours=1)
 #: What a table is known to hold while it, or its neighbour, is attached.
@@ -226,8 +230,13 @@ class Partitions:
                 connection.execute(text(role), {"name": self.quoted()})
                 return work(connection)
 
-        try:
+        with self._advising(otherwise):
             return self.database.run(once)
+
+    @contextmanager
+    def _advising(self, otherwise: str) -> Iterator[None]:
+        try:
+            yield
         except StoreUnavailableError as error:
             who = "SELECT * FROM pg_stat_activity WHERE state <> 'idle' ORDER BY xact_start"
             raise StoreUnavailableError(
@@ -269,18 +278,24 @@ class Partitions:
             index.drop(connection, checkfirst=True)  # one that was left behind
             index.create(connection)
 
-        self.database.alone(mark)
+        with self._advising("the partition is still there"):
+            self.database.alone(mark)
+        keyed = self.database.alone(lambda c: c.execute(self._still_keyed(old, stays)).all())
         moved = self.in_turn(lambda c: self._move(c, old, stays, detaches_only))
-        self._forget(part)
+        for start in range(0, len(keyed), STEP):
+            self._release_keys(keyed[start : start + STEP])
+        self._forget_attempts(part)
         return Dropped(part.name, moved)
 
     def _move(self, connection: Connection, old: Table, stays: ColumnElement[bool], detaches_only: bool) -> int:
-        connection.exec_driver_sql(f"ALTER TABLE {self.quoted()} DETACH PARTITION {self.quoted(old.name)}")
         # Adopted tables have columns that we know nothing of.
         found = inspect(connection).get_columns(self.tasks.name, self.tasks.schema)
         names = [each["name"] for each in found if "computed" not in each]
         parent = Table(self.tasks.name, MetaData(), *(Column(name) for name in names), schema=self.tasks.schema)
         rows: Any = select(*(column(name) for name in names)).select_from(old).where(stays)
+        connection.exec_driver_sql(f"ALTER TABLE {self.quoted()} DETACH PARTITION {self.quoted(old.name)}")
+        # The planner does not know how few they are.
+        connection.exec_driver_sql("SET LOCAL enable_seqscan = off")
         moved = connection.execute(insert(parent).from_select(names, rows)).rowcount
         if detaches_only:
             connection.execute(delete(old).where(stays))
@@ -288,16 +303,28 @@ class Partitions:
             old.drop(connection)
         return moved
 
-    def _forget(self, part: Partition) -> None:
-        """What belonged to tasks that are gone: keys that named finished ones, and failed attempts."""
+    def _still_keyed(self, old: Table, stays: ColumnElement[bool]) -> Select[Any]:
+        """(id, tag, key) of tasks that another program finished, and whose keys name them still."""
+        k = self._made.keys
+        named = and_(k.c.task_id == old.c.id, k.c.tag == old.c.tag, k.c.task_key == old.c.task_key)
+        return select(k.c.task_id, k.c.tag, k.c.task_key).join(old, named).where(not_(stays))
 
-        def work(connection: Connection) -> None:
-            for table in (self._made.keys, self._made.attempts):
-                id = table.c.task_id
-                is_gone = ~exists().where(self.tasks.c.id == id)
-                connection.execute(delete(table).where(id >= (part.low or 1), id < part.high, is_gone))
+    def _release_keys(self, rows: Sequence[Any]) -> None:
+        keys, id = Keys(self.database, self._made), self.tasks.c.id
 
-        self.database.alone(work)
+        def work() -> None:
+            with self.database.begin() as connection:
+                locked = keys.lock_all(connection, rows)
+                left = set(connection.execute(select(id).where(id.in_([row[0] for row in locked]))).scalars())
+                keys.release_all(connection, [row for row in locked if row[0] not in left])
+
+        self.database.run(work)
+
+    def _forget_attempts(self, part: Partition) -> None:
+        id = self._made.attempts.c.task_id
+        is_gone = ~exists().where(self.tasks.c.id == id)
+        lost = delete(self._made.attempts).where(id >= (part.low or 1), id < part.high, is_gone)
+        self.database.alone(lambda c: c.execute(lost))
 
 
 def edge_after(instant: datetime, every: timedelta) -> datetime:
