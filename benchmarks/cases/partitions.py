@@ -20,6 +20,7 @@ from delaytasks.engine.sweeper import STEP
 from delaytasks.store.claims import Claims
 from delaytasks.store.partitioning import convert
 from delaytasks.store.partitions import Partitions
+from delaytasks.store.pruning import prune
 from delaytasks.store.store import Store
 
 WEEK = timedelta(days=7)
@@ -102,7 +103,7 @@ def _measure_leaving(stage: Stage, plain: Store, parted: Store, old: int) -> Non
         while plain.sweeps.purge(age.total_seconds(), STEP):
             pass
 
-    dropped_ms, waited_ms = _beside_a_producer(parted, lambda: list(Partitions(parted.database, PREFIX).drop(age)))
+    dropped_ms, waited_ms = _beside_a_producer(parted, lambda: list(prune(Partitions(parted.database, PREFIX), age)))
     purged_ms, slowest_ms = _beside_a_producer(plain, purge)
     what = f"{old:,} finished rows"
     stage.figure("partitions", f"{what} dropped", "s", against="purged:").add(dropped_ms / 1000, purged_ms / 1000)

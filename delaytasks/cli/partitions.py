@@ -15,7 +15,8 @@ from delaytasks.cli.times import show_instant, to_duration
 from delaytasks.core.durations import parse_duration
 
 if TYPE_CHECKING:
-    from delaytasks.store.partitions import Dropped, Partitions
+    from delaytasks.store.partitions import Partitions
+    from delaytasks.store.pruning import Pruned
 
 
 @click.group(epilog=EXIT_CODES)
@@ -130,25 +131,27 @@ def maintain(cli: Cli, every: timedelta, ahead: int, older_than: timedelta | Non
     \b
     delaytasks db partitions maintain --older-than 30d
     """
+    from delaytasks.store.pruning import prune
+
     found, purge_after_s = _partitions(cli), cli.delays.settings.purge_after_s
     if older_than is not None and purge_after_s is not None and purge_after_s <= older_than.total_seconds():
         cli.note("The sweep deletes tasks before their partition is old: delaytasks_purge_after_s is the shorter time.")
     made = found.extend(every, ahead)
-    dropped: list[Dropped] = []
+    pruned: list[Pruned] = []
     if not cli.is_json:
         say(f"made {', '.join(made)}" if made else "nothing to make")
-    for each in found.drop(older_than, detaches_only=detach) if older_than is not None else ():
-        dropped.append(each)
+    for each in prune(found, older_than, detach) if older_than is not None else ():
+        pruned.append(each)
         if not cli.is_json:
             say(_outcome(each, "detached" if detach else "dropped"))
     if cli.is_json:
-        print_json({"made": made, "dropped": [each._asdict() for each in dropped]})
+        print_json({"made": made, "pruned": [each._asdict() for each in pruned]})
 
 
-def _outcome(dropped: Dropped, done: str) -> str:
-    if dropped.moved is None:
-        return f"kept {dropped.name}: too many of its tasks wait, run or ended lately"
-    return f"{done} {dropped.name}; {count(dropped.moved, 'task')} moved to the default partition"
+def _outcome(pruned: Pruned, done: str) -> str:
+    if pruned.moved is None:
+        return f"kept {pruned.name}: too many of its tasks wait, run or ended lately"
+    return f"{done} {pruned.name}; {count(pruned.moved, 'task')} moved to the default partition"
 
 
 def _partitions(cli: Cli) -> Partitions:

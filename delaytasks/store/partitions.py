@@ -11,34 +11,21 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from sqlalchemy import (
-    Column,
-    ColumnElement,
     Connection,
-    Index,
     MetaData,
-    Select,
     Table,
-    and_,
-    column,
-    delete,
     exists,
-    func,
-    insert,
-    inspect,
-    not_,
     select,
     text,
 )
 
-from delaytasks.core.errors import ConfigError, StoreError, StoreUnavailableError
+from delaytasks.core.errors import ConfigError, StoreUnavailableError
 from delaytasks.core.ids import first_id, made_at
-from delaytasks.core.states import FINISHED
 from delaytasks.store.database import Database
 from delaytasks.store.failures import REMEDY
-from delaytasks.store.keys import Keys
 from delaytasks.store.migrations import exclusively
 from delaytasks.store.schema import HOT, STORAGE, build_schema
 from delaytasks.store.types import db_now
@@ -46,10 +33,6 @@ from delaytasks.store.types import db_now
 T = TypeVar("T")
 #: Older servers search all partitions for the rows of an UPDATE.
 OLDEST_SERVER = 14
-#: A partition with more tasks that must stay is left as it is: everybody waits while they are moved.
-MOST_MOVED = 10_000
-#: Keys that are released in one transaction.
-STEP = 500
 #: Ids are made by the producers' clocks.
 CLOCKS_DIFFER = timedelta(hours=1)
 #: What a table is known to hold while it, or its neighbour, is attached.
@@ -79,13 +62,6 @@ class Partition(NamedTuple):
         return None if self.high is None else made_at(self.high)
 
 
-class Dropped(NamedTuple):
-    """What became of an old partition: how many tasks were moved out of it, or none if it is kept for too many."""
-
-    name: str
-    moved: int | None
-
-
 class Partitions:
     def __init__(self, database: Database, prefix: str = "", schema: str | None = None) -> None:
         if not database.can.partitions:
@@ -95,8 +71,8 @@ class Partitions:
             )
         self.database = database
         self._place = prefix, schema or None
-        self._made = build_schema(*self._place)
-        self.tasks = self._made.tasks
+        self.schema = build_schema(*self._place)
+        self.tasks = self.schema.tasks
 
     # -- look -------------------------------------------------------------------------------------
 
@@ -135,9 +111,9 @@ class Partitions:
 
     def quoted(self, name: str | None = None) -> str:
         """The task table, or one of its partitions."""
-        return self.database.tx.dialect.identifier_preparer.format_table(self._table(name) if name else self.tasks)
+        return self.database.tx.dialect.identifier_preparer.format_table(self.table(name) if name else self.tasks)
 
-    def _table(self, name: str) -> Table:
+    def table(self, name: str) -> Table:
         return self.tasks.to_metadata(MetaData(), name=name)
 
     def _list(self, connection: Connection) -> list[Partition]:
@@ -230,11 +206,11 @@ class Partitions:
                 connection.execute(text(role), {"name": self.quoted()})
                 return work(connection)
 
-        with self._advising(otherwise):
+        with self.advising(otherwise):
             return self.database.run(once)
 
     @contextmanager
-    def _advising(self, otherwise: str) -> Iterator[None]:
+    def advising(self, otherwise: str) -> Iterator[None]:
         try:
             yield
         except StoreUnavailableError as error:
@@ -244,87 +220,9 @@ class Partitions:
             ) from error
 
     def _holds(self, name: str, period: Period) -> bool:
-        id = self._table(name).c.id
+        id = self.table(name).c.id
         inside = exists().where(id >= first_id(period[0]), id < first_id(period[1]))
         return bool(self.database.alone(lambda c: c.execute(select(inside)).scalar()))
-
-    # -- drop -------------------------------------------------------------------------------------
-
-    def drop(self, older_than: timedelta, detaches_only: bool = False) -> Iterator[Dropped]:
-        """The partitions that are older, one after the other. The tasks in them that a purge of this age would leave
-        are moved to the default partition: those that wait or run keep their ids, versions and leases."""
-        before = self.now() - older_than
-        for part in self.all():
-            if part.until is not None and part.until < before:
-                try:
-                    dropped = self._drop(part, before, detaches_only)
-                except StoreError:
-                    if part.name in {each.name for each in self.all()}:
-                        raise
-                    continue  # somebody else has dropped it meanwhile
-                yield dropped
-
-    def _drop(self, part: Partition, before: datetime, detaches_only: bool) -> Dropped:
-        old = self._table(part.name)
-        is_finished = old.c.status.in_([int(status) for status in FINISHED])
-        stays = not_(and_(is_finished, old.c.update_time < before, old.c.expected_time < before))
-        some = select(old.c.id).where(stays).limit(MOST_MOVED + 1).subquery()
-        if self.database.alone(lambda c: c.execute(select(func.count()).select_from(some)).scalar_one()) > MOST_MOVED:
-            return Dropped(part.name, None)
-        # Whatever becomes of them meanwhile, they are found at once when everybody waits.
-        index = Index(f"{part.name}_stays", old.c.id, postgresql_where=stays, postgresql_concurrently=True)
-
-        def mark(connection: Connection) -> None:
-            index.drop(connection, checkfirst=True)  # one that was left behind
-            index.create(connection)
-
-        with self._advising("the partition is still there"):
-            self.database.alone(mark)
-        keyed = self.database.alone(lambda c: c.execute(self._still_keyed(old, stays)).all())
-        moved = self.in_turn(lambda c: self._move(c, old, stays, detaches_only))
-        for start in range(0, len(keyed), STEP):
-            self._release_keys(keyed[start : start + STEP])
-        self._forget_attempts(part)
-        return Dropped(part.name, moved)
-
-    def _move(self, connection: Connection, old: Table, stays: ColumnElement[bool], detaches_only: bool) -> int:
-        # Adopted tables have columns that we know nothing of.
-        found = inspect(connection).get_columns(self.tasks.name, self.tasks.schema)
-        names = [each["name"] for each in found if "computed" not in each]
-        parent = Table(self.tasks.name, MetaData(), *(Column(name) for name in names), schema=self.tasks.schema)
-        rows: Any = select(*(column(name) for name in names)).select_from(old).where(stays)
-        connection.exec_driver_sql(f"ALTER TABLE {self.quoted()} DETACH PARTITION {self.quoted(old.name)}")
-        # The planner does not know how few they are.
-        connection.exec_driver_sql("SET LOCAL enable_seqscan = off")
-        moved = connection.execute(insert(parent).from_select(names, rows)).rowcount
-        if detaches_only:
-            connection.execute(delete(old).where(stays))
-        else:
-            old.drop(connection)
-        return moved
-
-    def _still_keyed(self, old: Table, stays: ColumnElement[bool]) -> Select[Any]:
-        """(id, tag, key) of tasks that another program finished, and whose keys name them still."""
-        k = self._made.keys
-        named = and_(k.c.task_id == old.c.id, k.c.tag == old.c.tag, k.c.task_key == old.c.task_key)
-        return select(k.c.task_id, k.c.tag, k.c.task_key).join(old, named).where(not_(stays))
-
-    def _release_keys(self, rows: Sequence[Any]) -> None:
-        keys, id = Keys(self.database, self._made), self.tasks.c.id
-
-        def work() -> None:
-            with self.database.begin() as connection:
-                locked = keys.lock_all(connection, rows)
-                left = set(connection.execute(select(id).where(id.in_([row[0] for row in locked]))).scalars())
-                keys.release_all(connection, [row for row in locked if row[0] not in left])
-
-        self.database.run(work)
-
-    def _forget_attempts(self, part: Partition) -> None:
-        id = self._made.attempts.c.task_id
-        is_gone = ~exists().where(self.tasks.c.id == id)
-        lost = delete(self._made.attempts).where(id >= (part.low or 1), id < part.high, is_gone)
-        self.database.alone(lambda c: c.execute(lost))
 
 
 def edge_after(instant: datetime, every: timedelta) -> datetime:

@@ -19,10 +19,11 @@ from delaytasks.core.ids import first_id, made_at
 from delaytasks.core.ports import Settlement
 from delaytasks.core.states import LIVE, Status
 from delaytasks.core.task import DelayTask
-from delaytasks.store import partitions as partitions_module
+from delaytasks.store import pruning
 from delaytasks.store.database import Database
 from delaytasks.store.partitioning import convert
-from delaytasks.store.partitions import Dropped, Partitions, edge_after, periods
+from delaytasks.store.partitions import Partitions, edge_after, periods
+from delaytasks.store.pruning import Pruned
 from delaytasks.store.rows import values_of
 from tests.conformance.test_store import entry, plans, read, seconds, task
 from tests.conftest import open_store
@@ -85,8 +86,8 @@ class Field:
     def names(self) -> list[str]:
         return [part.name.removeprefix(TASKS) for part in self.partitions.all()]
 
-    def drop(self, older_than: timedelta = 4 * WEEK, **options: Any) -> list[Dropped]:
-        return list(self.partitions.drop(older_than, **options))
+    def drop(self, older_than: timedelta = 4 * WEEK, **options: Any) -> list[Pruned]:
+        return list(pruning.prune(self.partitions, older_than, **options))
 
     @contextmanager
     def upon(self, words: str, work: Callable[[], None]) -> Iterator[None]:
@@ -256,15 +257,15 @@ def test_what_ended_lately_stays_as_long_as_a_purge_would_leave_it(field: Field)
 
 
 def test_a_partition_with_too_much_that_must_stay_is_kept(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partitions_module, "MOST_MOVED", 2)
+    monkeypatch.setattr(pruning, "MOST_MOVED", 2)
     for _ in range(3):
         field.put(6 * WEEK, Status.NOT_COMPLETE)
     before = field.rows()
     kept = [each for each in field.drop() if each.moved is None]
     assert len(kept) == 1
     assert field.rows() == before
-    monkeypatch.setattr(partitions_module, "MOST_MOVED", 3)
-    assert field.drop() == [Dropped(kept[0].name, 3)]
+    monkeypatch.setattr(pruning, "MOST_MOVED", 3)
+    assert field.drop() == [Pruned(kept[0].name, 3)]
 
 
 def test_partitions_can_be_left_as_tables_of_what_is_finished(field: Field) -> None:
@@ -365,7 +366,7 @@ def test_a_partition_that_somebody_else_just_dropped_is_no_error(field: Field) -
 
 
 def _drop_all(field: Field) -> None:
-    assert list(Partitions(field.store.database, PREFIX).drop(4 * WEEK))
+    assert list(pruning.prune(Partitions(field.store.database, PREFIX), 4 * WEEK))
 
 
 # -- the planner ----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from delaytasks.core.ids import first_id
-from delaytasks.store import partitions
+from delaytasks.store import pruning
 from delaytasks.store.partitions import Partitions
 from tests.integration.cli.project import Project
 
@@ -44,7 +44,7 @@ def test_a_table_is_converted_listed_and_maintained(place: Project) -> None:
     assert head.split() == ["partition", "since", "until", "rows", "MB", "live"]
     assert [row.split()[0] for row in rows] == made
 
-    assert place.json("db", "partitions", "maintain", "--older-than", "30d") == {"made": [], "dropped": []}
+    assert place.json("db", "partitions", "maintain", "--older-than", "30d") == {"made": [], "pruned": []}
     more = place.json("db", "partitions", "maintain", "--ahead", "6")["made"]
     assert len(more) == 2
     assert made[1] < more[0] < more[1]
@@ -62,7 +62,7 @@ def test_old_partitions_are_dropped_detached_or_kept(place: Project, monkeypatch
             for id in range(first_id(since), first_id(since) + rows):
                 row = f"({id}, 'ok', '{{}}')"
                 connection.exec_driver_sql(f"INSERT INTO {TASKS} (id, tag, message_body) VALUES {row}")
-    monkeypatch.setattr(partitions, "MOST_MOVED", 1)
+    monkeypatch.setattr(pruning, "MOST_MOVED", 1)
     nothing, *said = place("db", "partitions", "maintain", "--older-than", "30d", "--detach").stdout.splitlines()
     assert nothing == "nothing to make"
     assert said[:3] == [
@@ -71,8 +71,8 @@ def test_old_partitions_are_dropped_detached_or_kept(place: Project, monkeypatch
         f"kept {second}: too many of its tasks wait, run or ended lately",
     ]
     again = place.json("db", "partitions", "maintain", "--older-than", "30d")
-    assert again == {"made": [], "dropped": [{"name": second, "moved": None}]}
-    monkeypatch.setattr(partitions, "MOST_MOVED", 2)
+    assert again == {"made": [], "pruned": [{"name": second, "moved": None}]}
+    monkeypatch.setattr(pruning, "MOST_MOVED", 2)
     assert f"dropped {second}; 2 tasks" in place("db", "partitions", "maintain", "--older-than", "30d").stdout
 
 
