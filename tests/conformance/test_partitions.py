@@ -90,11 +90,12 @@ class Field:
         return list(pruning.prune(self.partitions, older_than, **options))
 
     @contextmanager
-    def upon(self, words: str, work: Callable[[], None]) -> Iterator[None]:
-        """`work` once, as soon as a statement with these words is done and before what follows it."""
+    def upon(self, words: str, one: DelayTask, work: Callable[[], object]) -> Iterator[None]:
+        """`work` once, as soon as a statement with these words is done for the partition of this task."""
+        place = self.rows()[one.id][0]
 
         def look(_c: Any, _cursor: Any, statement: str, *_: Any) -> None:
-            if words in statement and not done:
+            if words in statement and TASKS + place in statement and not done:
                 done.append(True)
                 work()
 
@@ -248,10 +249,11 @@ def test_what_is_not_finished_is_moved_as_it_is(field: Field, status: Status) ->
 def test_what_ended_lately_stays_as_long_as_a_purge_would_leave_it(field: Field) -> None:
     long_ago = field.put(6 * WEEK, Status.FAILED, ended=5 * WEEK)
     lately = field.put(6 * WEEK, Status.FAILED, ended=2 * WEEK)
+    late = field.put(6 * WEEK, Status.DONE, update_time=field.now - DAY)
     # Cancelled early; it counts from its due time.
     due = field.put(6 * WEEK, Status.CANCELLED, expected_time=field.now - DAY)
     field.drop()
-    assert list(field.rows()) == sorted([lately.id, due.id])
+    assert list(field.rows()) == sorted([lately.id, late.id, due.id])
     assert field.store.tasks.get(long_ago.id) is None
     assert field.store.sweeps.purge(4 * 7 * 86400, 100) == 0
 
@@ -325,7 +327,7 @@ def test_a_task_that_runs_meanwhile_settles(field: Field) -> None:
         settling.append(pool.submit(claims.settle, [Settlement(claimed, "succeed")]))
         wait_until(lambda: _waits_for_a_lock(field), 10, "the settlement to wait")
 
-    with ThreadPoolExecutor() as pool, field.upon("DETACH", settle):
+    with ThreadPoolExecutor() as pool, field.upon("DETACH", claimed, settle):
         dropped = field.drop()
     assert settling[0].result() == {claimed.id}
     assert sum(each.moved or 0 for each in dropped) == 1
@@ -350,17 +352,30 @@ def test_a_task_that_is_settled_or_retried_between_looking_and_moving_is_seen(fi
         [claimed] = claims.claim([entry(retried)])
         assert claims.settle([Settlement(claimed, "fail", error="again")]) == {again.id}
 
-    with field.upon("CREATE INDEX CONCURRENTLY", work):
+    with field.upon("CREATE INDEX CONCURRENTLY", failed, work):
         field.drop()
     assert {read(field.store, one.id).status for one in (failed,)} == {Status.NOT_COMPLETE}
     assert read(field.store, running.id).status is Status.DONE
     assert read(field.store, again.id).error == "again"
 
 
+def test_a_task_that_is_retried_meanwhile_keeps_its_key(field: Field) -> None:
+    failed = field.put(6 * WEEK, Status.FAILED, task_key="k")
+    k = field.store.schema.keys
+    with field.store.database.begin() as connection:
+        connection.execute(
+            insert(k).values(tag="mail", task_key="k", task_id=failed.id)
+        )  # another program has failed it
+    with field.upon(f"FROM {k.name} JOIN", failed, lambda: field.store.tasks.retry(failed.id, field.now)):
+        field.drop()
+    assert read(field.store, failed.id).status is Status.NOT_COMPLETE
+    assert field.store.tasks.id_of_key("mail", "k") == failed.id
+
+
 def test_a_partition_that_somebody_else_just_dropped_is_no_error(field: Field) -> None:
     waits = field.put(6 * WEEK, Status.NOT_COMPLETE)
 
-    with field.upon("CREATE INDEX CONCURRENTLY", lambda: _drop_all(field)):
+    with field.upon("CREATE INDEX CONCURRENTLY", waits, lambda: _drop_all(field)):
         field.drop()
     assert list(field.rows()) == [waits.id]
 
@@ -374,16 +389,17 @@ def _drop_all(field: Field) -> None:
 
 @pytest.fixture(scope="module", params=["no", "quiet"])
 def planned(postgresql_url: str, request: pytest.FixtureRequest) -> Iterator[Field]:
-    """Six partitions of finished rows, with no statistics, or with those of a quiet time; then much is due in a
-    seventh."""
+    """Six partitions of finished rows, with no statistics, or with those of a quiet time; then much is due in the last
+    one."""
     made = Field(postgresql_url)
     for name in made.names():
         made.run(f"ALTER TABLE {TASKS}{name} SET (autovacuum_enabled = off)")
-    for week in range(1, 7):
+    for week in range(6):
         made.fill(5000, made.now - week * WEEK, Status.DONE)
     if request.param == "quiet":
         made.store.database.alone(lambda c: c.exec_driver_sql(f"VACUUM ANALYZE {TASKS}"))
-    made.fill(40_000, made.now - timedelta(seconds=10), Status.NOT_COMPLETE)
+    made.fill(40_000, made.now + timedelta(seconds=1), Status.NOT_COMPLETE)
+    made.run(f"UPDATE {TASKS} SET expected_time = now() - interval '10 seconds' WHERE status = 0")
     yield made
     made.close()
 

@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from sqlalchemy import MetaData, Table, text
+from sqlalchemy import MetaData, Table, event, text
 
 from delaytasks.core.clock import wall_ms
-from delaytasks.core.errors import ConfigError, StoreUnavailableError
+from delaytasks.core.errors import ConfigError, StoreError, StoreUnavailableError
 from delaytasks.core.ids import IdMaker, first_id
 from delaytasks.core.ports import Settlement
 from delaytasks.core.states import Status
@@ -290,6 +290,32 @@ def test_a_long_transaction_is_not_waited_for(place: Place, monkeypatch: pytest.
     with place.store.database.begin() as connection:
         place.store.tasks.insert(task(place.store), connection)
         assert place.partitions.extend(WEEK, 5)  # waits for nobody who only schedules
+
+
+def test_a_conversion_that_fails_leaves_nothing_behind(place: Place) -> None:
+    place.run(f"CREATE TABLE {TASKS}_default ()")
+    with pytest.raises(StoreError, match=r"_default.* already exists"):
+        place.convert()
+    assert place.run(f"SELECT conname FROM pg_constraint WHERE conname = '{CHECK}'") == []
+    assert place.differences() == []
+    place.run(f"DROP TABLE {TASKS}_default")
+    place.convert()
+
+
+def test_what_a_conversion_could_not_take_away_is_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migrations, "LOCK_TIMEOUT_S", 0.05)
+    database = place.store.database
+    with database.tx.connect() as reader:
+
+        def read(_c: Any, _cursor: Any, statement: str, *_: Any) -> None:
+            if "VALIDATE" in statement:
+                reader.execute(text(f"SELECT 1 FROM {TASKS}"))
+
+        event.listen(database.auto, "after_cursor_execute", read)
+        with pytest.raises(StoreUnavailableError, match=f"the constraint {CHECK} is still on {TASKS} and will refuse"):
+            place.convert()
+        event.remove(database.auto, "after_cursor_execute", read)
+    place.convert()
 
 
 def test_a_conversion_that_was_broken_off_is_told_of_and_can_be_done_again(
