@@ -13,14 +13,7 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta
 from typing import NamedTuple, TypeVar
 
-from sqlalchemy import (
-    Connection,
-    MetaData,
-    Table,
-    exists,
-    select,
-    text,
-)
+from sqlalchemy import Connection, MetaData, Table, exists, select, text
 
 from delaytasks.core.errors import ConfigError, StoreUnavailableError
 from delaytasks.core.ids import first_id, made_at
