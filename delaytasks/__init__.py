@@ -5,6 +5,7 @@ from delaytasks.api import (
     cancel,
     find,
     get,
+    new_id,
     processor,
     reschedule,
     retry,
@@ -12,6 +13,7 @@ from delaytasks.api import (
     schedule_callback,
     schedule_delay,
     schedule_many,
+    shard_for,
     touch,
     touch_many,
 )
@@ -42,6 +44,7 @@ __all__ = [
     "cancel",
     "find",
     "get",
+    "new_id",
     "processor",
     "reschedule",
     "retry",
@@ -49,6 +52,7 @@ __all__ = [
     "schedule_callback",
     "schedule_delay",
     "schedule_many",
+    "shard_for",
     "touch",
     "touch_many",
 ]

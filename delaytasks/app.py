@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime
 from importlib import metadata
@@ -28,7 +28,8 @@ from delaytasks.engine.queues import Queues
 from delaytasks.engine.registry import Options, Registry
 from delaytasks.engine.runner import Runner
 from delaytasks.engine.sweeper import Sweeper
-from delaytasks.parts import Parts, Shard
+from delaytasks.parts import Parts
+from delaytasks.shards import Routes, Shard
 from delaytasks.store.stats import Stats
 from delaytasks.store.store import Store
 from delaytasks.timers.publisher import Publisher
@@ -55,7 +56,7 @@ class DelayTasks(CallbackVerbs):
     `celery -A proj worker` then serves them, and `celery -A proj beat` sweeps.
     """
 
-    def __init__(self, celery_app: Any, database_url: str | None = None, **settings: Any) -> None:
+    def __init__(self, celery_app: Any, database_url: str | Sequence[str] | None = None, **settings: Any) -> None:
         if database_url is not None:
             settings["database_url"] = database_url
         self.celery = celery_app
@@ -100,9 +101,13 @@ class DelayTasks(CallbackVerbs):
         return self._made.settings
 
     @property
-    def shards(self) -> list[Shard]:
+    def routes(self) -> Routes:
+        return self._made.routes
+
+    @property
+    def shards(self) -> Sequence[Shard]:
         """The databases by their numbers, each with what works on it. Mostly there is one."""
-        return self._made.shards
+        return self.routes.shards
 
     @property
     def store(self) -> Store:

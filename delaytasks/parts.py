@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from delaytasks.callbacks.addresses import Guard
@@ -21,6 +20,7 @@ from delaytasks.engine.producer import Producer
 from delaytasks.engine.queues import Queues
 from delaytasks.engine.registry import Registry
 from delaytasks.engine.sweeper import Sweeper
+from delaytasks.shards import Routes, Shard
 from delaytasks.store.migrations import urls_of
 from delaytasks.store.shards import Shards, ShardTasks
 from delaytasks.store.store import Store
@@ -35,33 +35,6 @@ if TYPE_CHECKING:
 #: kombu's own default.
 REDIS_VISIBILITY_S = 3600.0
 _REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Shard:
-    """One database, and what works on it."""
-
-    number: int
-    #: With its password: for who opens a session there.
-    url: str
-    clock: Clock
-    sweeper: Sweeper
-    producer: Producer
-    _shards: Shards
-
-    def __repr__(self) -> str:
-        return f"<Shard {self.number}: {mask_url(self.url)}>"
-
-    @property
-    def store(self) -> Store:
-        return self._shards.store(self.number)
-
-    def close(self) -> None:
-        self._shards.stores[self.number].close()
-
-    def named(self, what: str) -> str:
-        """Told apart from what other shards have."""
-        return f"{what} {self.number}" if self.number else what
 
 
 class Parts:
@@ -80,9 +53,7 @@ class Parts:
         settings = self.settings
         self._events = events
         stores = [Store(url, settings, number) for number, url in enumerate(urls_of(settings))]
-        #: All databases as one.
-        self.all = Shards(stores, settings.shards_before)
-        self.placing = Placing(len(stores), events)
+        self._databases = Shards(stores, settings.shards_before)
         clock = Clock(measure)
         self.publisher = Publisher(app, settings.namespace, settings.publish_limit_s, events)
         eta = EtaTimer(self.publisher, clock)
@@ -94,20 +65,18 @@ class Parts:
         self.queues = Queues(settings, registry)
         clocks = [clock, *(Clock(store.tasks.now) for store in stores[1:])]
         self.http_callbacks = HttpCallbacks(settings, Guard(settings.callback_allow), clock)
-        #: By their numbers.
-        self.shards = [self._make_shard(*both, registry) for both in zip(stores, clocks, strict=True)]
+        shards = [self._make_shard(*both, registry) for both in zip(stores, clocks, strict=True)]
+        self.routes = Routes(shards, self._databases, Placing(len(stores), events))
 
     def _make_shard(self, store: Store, clock: Clock, registry: Registry) -> Shard:
         settings, events, number = self.settings, self._events, store.shard
-        timer, inline_timer, tasks = self.timer, self.inline_timer, cast(TaskStore, store.tasks)
-        if len(self.all.stores) > 1:
-            timer, inline_timer = ShardTimer(timer, number), ShardTimer(inline_timer, number)
-            tasks = ShardTasks(self.all, number)
-        sweeper = Sweeper(settings, store.sweeps, store.workers, clock, inline_timer, events)
-        make_id = IdMaker(wall_ms, number)
-        producer = Producer(settings, tasks, clock, make_id, timer, registry, self.queues, events, number)
+        tasks, timer, new_id = cast(TaskStore, store.tasks), self.inline_timer, IdMaker(wall_ms, number)
+        if len(self._databases.stores) > 1:
+            tasks, timer = ShardTasks(self._databases, number), ShardTimer(timer, number)
+        sweeper = Sweeper(settings, store.sweeps, store.workers, clock, timer, events)
+        producer = Producer(settings, tasks, clock, new_id, self.timer, registry, self.queues, events, number)
         url = store.database.url.render_as_string(hide_password=False)
-        return Shard(number, url, clock, sweeper, producer, self.all)
+        return Shard(number, url, new_id, clock, sweeper, producer, self._databases)
 
     def _make_redis_timer(self, eta: EtaTimer, clock: Clock) -> RedisTimer:
         from delaytasks.timers.redis import RedisTimer  # and with it a client that other deployments need not load
@@ -132,12 +101,12 @@ class Parts:
             self.redis_timer.check()
 
     def check_databases(self) -> None:
-        for shard in self.shards:
+        for store in self._databases.stores:
             try:
-                self.all.stores[shard.number].check()
+                store.check()
             except StoreUnavailableError as error:
                 # It may come back: a worker waits for it.
-                self._events.emit("store.down", error=str(error), shard=shard.number)
+                self._events.emit("store.down", error=str(error), shard=store.shard)
 
     def close(self) -> None:
         if isinstance(self.timer, BackgroundTimer):
@@ -146,8 +115,8 @@ class Parts:
             self.redis_timer.close()
         self.http_callbacks.close()
         self.publisher.close()
-        for shard in self.shards:
-            shard.close()
+        for store in self._databases.stores:
+            store.close()
 
 
 def redis_url(given: str, broker_url: Any) -> str:

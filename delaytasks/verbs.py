@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import datetime, timedelta
 from typing import Any, overload
 
-from delaytasks.core.errors import InvalidQueryError, InvalidScheduleError, TaskNotFoundError
+from delaytasks.core.errors import InvalidQueryError, InvalidScheduleError
 from delaytasks.core.events import Events
 from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import check_instant, check_key, check_tag
@@ -17,8 +17,7 @@ from delaytasks.core.ports import OnConflict, Unit
 from delaytasks.core.states import Status
 from delaytasks.core.task import Attempt, DelayTask, NewTask, Page
 from delaytasks.core.text import shown
-from delaytasks.engine.producer import Producer
-from delaytasks.store.store import Store
+from delaytasks.shards import Name, Named, Routes, Shard, id_of
 from delaytasks.store.units import unit_of
 
 PAGE_MAX = 1000
@@ -33,11 +32,7 @@ class Verbs(ABC):
 
     @property
     @abstractmethod
-    def store(self) -> Store: ...
-
-    @property
-    @abstractmethod
-    def producer(self) -> Producer: ...
+    def routes(self) -> Routes: ...
 
     # -- schedule ---------------------------------------------------------------------------------
 
@@ -67,7 +62,7 @@ class Verbs(ABC):
         how late it may begin; without them those of the tag's processor count.
         """
         new = NewTask(tag, body, delay, None, key, queue, priority, id, retry, expires, max_wait)
-        return self.producer.schedule(new, on_conflict, self._unit(session))
+        return self.routes.schedule(new, on_conflict, self._unit(session))
 
     def schedule_at(
         self,
@@ -87,7 +82,7 @@ class Verbs(ABC):
     ) -> DelayTask:
         """As `schedule_delay`, at an instant (an aware datetime). The past means now."""
         new = NewTask(tag, body, None, when, key, queue, priority, id, retry, expires, max_wait)
-        return self.producer.schedule(new, on_conflict, self._unit(session))
+        return self.routes.schedule(new, on_conflict, self._unit(session))
 
     def schedule_many(
         self,
@@ -100,9 +95,19 @@ class Verbs(ABC):
         """Schedules many tasks, given as `NewTask` or as (tag, body, delay or instant), and returns their number.
 
         Takes a generator, and holds a few thousand tasks at a time; `on_batch` is called with each lot once it is
-        written, for progress and for the ids. Without `session` each lot is a transaction of its own.
+        written, for progress and for the ids. Without `session` each lot is a transaction of its own; with several
+        databases it is one of each.
         """
-        return self.producer.schedule_many(map(_new_task, tasks), on_conflict, self._unit(session), on_batch)
+        return self.routes.schedule_many(map(_new_task, tasks), on_conflict, self._unit(session), on_batch)
+
+    def new_id(self, tag: str | None = None, key: str | None = None) -> int:
+        """An id to schedule with, for who wants to know it before; with several databases a key's task needs one of
+        its shard."""
+        return self.routes.new_id(tag, key)
+
+    def shard_for(self, tag: str, key: str) -> Shard:
+        """The database that a key's tasks belong to: `session=` has to be on `shard.url` to schedule them."""
+        return self.routes.shard_for(tag, key)
 
     # -- operate ----------------------------------------------------------------------------------
 
@@ -117,11 +122,11 @@ class Verbs(ABC):
     ) -> bool:
         """Cancels a task that waits, named by id or by tag and key. False if it was cancelled already;
         `CancelTooLateError` while it runs, `InvalidStatusError` after that."""
-        with self._named(task, tag, key, session) as (id, unit):
-            cancelled = self.store.tasks.cancel(id, version, _executor(unit))
+        with self._named(task, tag, key, session) as named:
+            shard, cancelled = named.move(lambda at, on: at.store.tasks.cancel(named.id, version, on))
         if cancelled is not None:
-            self.events.emit("task.cancelled", id=id, tag=cancelled.tag)
-            self.producer.disarm_after_commit(cancelled, unit)
+            self.events.emit("task.cancelled", id=cancelled.id, tag=cancelled.tag)
+            shard.producer.disarm_after_commit(cancelled, named.unit)
         return cancelled is not None
 
     def reschedule(
@@ -139,11 +144,12 @@ class Verbs(ABC):
 
         With `version` (as read before), `StaleVersionError` if somebody moved it meanwhile.
         """
-        due = self.producer.due_of(delay, when)
-        with self._named(task, tag, key, session) as (id, unit):
-            moved = self.store.tasks.reschedule(id, due, version, _executor(unit))
-        self.events.emit("task.rescheduled", id=id, tag=moved.tag)
-        self.producer.arm_after_commit([moved], unit)
+        with self._named(task, tag, key, session) as named:
+            shard, moved = named.move(
+                lambda at, on: at.store.tasks.reschedule(named.id, at.producer.due_of(delay, when), version, on)
+            )
+        self.events.emit("task.rescheduled", id=moved.id, tag=moved.tag)
+        shard.producer.arm_after_commit([moved], named.unit)
         return moved
 
     def touch(
@@ -159,12 +165,8 @@ class Verbs(ABC):
 
         One row update and no message, made for heartbeats. False if the task does not wait any more.
         """
-        due, name = self.producer.due_of(delay, None), _name(task, tag, key)
-        touches = self.store.touches
         with self._guarded(session) as unit:
-            if isinstance(name, int):
-                return touches.touch(name, due, _executor(unit))
-            return touches.touch_key(*name, due, _executor(unit))
+            return self.routes.touch(_name(task, tag, key), delay, unit)
 
     @overload
     def touch_many(
@@ -190,15 +192,16 @@ class Verbs(ABC):
         As `touch`, a few thousand tasks in a statement. What is returned ran, or runs, or never was, which is no
         error: schedule it anew.
         """
-        due, store = self.producer.due_of(delay, None), self.store.touches
         if (tasks is None) == (keys is None) or (tag is None) != (keys is None):
             raise InvalidScheduleError("give touch_many the tasks, or tag= and keys=")
-        names: list[Any] = [_id(task) for task in _list(tasks)] if keys is None else [*map(check_key, _list(keys))]
         with self._guarded(session) as unit:
-            on = _executor(unit)
-            ids = {id: id for id in names} if keys is None else store.ids_of_keys(check_tag(tag), names, on)
-            waiting = store.touch_many(ids.values(), due, on)
-        return [name for name in dict.fromkeys(names) if ids.get(name) not in waiting]
+            if keys is None:
+                names = [_checked(task) for task in _list(tasks)]
+                waiting = self.routes.touch_many(names, delay, unit)
+                return [id for id in dict.fromkeys(map(id_of, names)) if id not in waiting]
+            wanted = [check_key(key) for key in _list(keys)]
+            touched = self.routes.touch_keys(check_tag(tag), wanted, delay, unit)
+            return [key for key in dict.fromkeys(wanted) if key not in touched]
 
     def retry(
         self,
@@ -209,11 +212,13 @@ class Verbs(ABC):
         session: Any = None,
     ) -> DelayTask:
         """Runs a FAILED or CANCELLED task again, `delay` seconds from now; attempts are counted anew."""
-        due = self.producer.due_of(delay, None)
-        with self._named(task, None, None, session) as (id, unit):
-            moved = self.store.tasks.retry(id, due, version, _executor(unit))
-        self.events.emit("task.retried", id=id, tag=moved.tag)
-        self.producer.arm_after_commit([moved], unit)
+        with self._named(task, None, None, session) as named:
+            retry_at = self.routes.databases.retry
+            shard, moved = named.move(
+                lambda at, on: retry_at(at.number, named.id, at.producer.due_of(delay), version, on)
+            )
+        self.events.emit("task.retried", id=moved.id, tag=moved.tag)
+        shard.producer.arm_after_commit([moved], named.unit)
         return moved
 
     # -- look up ----------------------------------------------------------------------------------
@@ -227,16 +232,13 @@ class Verbs(ABC):
         session: Any = None,
     ) -> DelayTask:
         """The task as it is now; `TaskNotFoundError` if there is none."""
-        with self._named(task, tag, key, session) as (id, unit):
-            found = self.store.tasks.get(id, _executor(unit))
-        if found is None:
-            raise TaskNotFoundError(f"there is no task {id}", id)
-        return found
+        with self._named(task, tag, key, session) as named:
+            return named.read(lambda at, on: at.store.tasks.read(named.id, on))
 
     def attempts(self, task: int | str | DelayTask, *, session: Any = None) -> list[Attempt]:
         """The failed attempts of a task, the last 50 of them: when, how long, where, and why."""
-        with self._named(task, None, None, session) as (id, unit):
-            return self.store.tasks.attempts(id, _executor(unit))
+        with self._named(task, None, None, session) as named:
+            return named.read(lambda at, on: at.store.tasks.attempts(named.id, on))
 
     def find(
         self,
@@ -264,7 +266,7 @@ class Verbs(ABC):
             None if until is None else check_instant(until),
         )
         with self._guarded(session) as unit:
-            return self.store.tasks.find(*by, cursor, limit, _executor(unit))
+            return self.routes.find(by, cursor, limit, unit)
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -279,38 +281,27 @@ class Verbs(ABC):
             yield unit
 
     @contextmanager
-    def _named(self, task: Any, tag: str | None, key: str | None, session: Any) -> Iterator[tuple[int, Unit | None]]:
-        """The id of the task that a call names, and the transaction that the call is part of."""
+    def _named(self, task: Any, tag: str | None, key: str | None, session: Any) -> Iterator[Named]:
+        """The task that a call names, in the transaction that the call is part of."""
         name = _name(task, tag, key)
         with self._guarded(session) as unit:
-            if isinstance(name, int):
-                yield name, unit
-                return
-            id = self.store.tasks.id_of_key(*name, _executor(unit))
-            if id is None:
-                raise TaskNotFoundError(f"no live task of tag {shown(tag)} has the key {shown(key)}")
-            yield id, unit
+            yield self.routes.named(name, unit)
 
 
-def _name(task: Any, tag: str | None, key: str | None) -> int | tuple[str, str]:
-    """Of a task: its id, or its tag and key."""
+def _name(task: Any, tag: str | None, key: str | None) -> Name:
     if (task is None) == (key is None) or (key is not None and tag is None):
         raise InvalidScheduleError("name the task by its id, or by tag= and key=")
-    return (check_tag(tag), check_key(key)) if task is None else _id(task)
+    return (check_tag(tag), check_key(key)) if task is None else _checked(task)
 
 
-def _id(task: Any) -> int:
-    return task.id if isinstance(task, DelayTask) else check_id(task)
+def _checked(task: Any) -> int | DelayTask:
+    return task if isinstance(task, DelayTask) else check_id(task)
 
 
 def _list(items: Any) -> Iterable[Any]:
     if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
         raise InvalidScheduleError(f"touch_many takes a list of tasks or of keys, not {shown(items)}")
     return items
-
-
-def _executor(unit: Unit | None) -> Any:
-    return None if unit is None else unit.executor
 
 
 def _new_task(item: Any) -> NewTask:

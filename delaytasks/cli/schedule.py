@@ -147,11 +147,15 @@ class _Lines:
         #: The tasks that are not written yet, each with its line.
         self.waiting: list[tuple[int, NewTask]] = []
         self.number = self.scheduled = 0
+        self._is_lot_written = False
 
     def __iter__(self) -> Iterator[NewTask]:
         for raw in self._file:
             self.number += 1
             self._progress.advance(self._bar, len(raw))
+            if self._is_lot_written:  # as a whole: else nobody would ask for more
+                self.waiting.clear()
+                self._is_lot_written = False
             if raw.strip():
                 try:
                     task = self._task(raw)
@@ -162,7 +166,7 @@ class _Lines:
 
     def written(self, tasks: Sequence[DelayTask]) -> None:
         self.scheduled += len(tasks)
-        self.waiting.clear()
+        self._is_lot_written = True
         self._progress.update(self._bar, scheduled=self.scheduled)
 
     def _task(self, raw: bytes) -> NewTask:

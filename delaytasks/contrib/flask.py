@@ -95,7 +95,7 @@ class FlaskDelays(DelayTasks):
         if not self._joins or not has_app_context():
             return None
         url = _session_url()
-        if url is None or _place(url) != _place(self.store.database.url):
+        if url is None or not self.routes.databases.has(url):
             return None
         return unit_of(current_app.extensions["sqlalchemy"].session)
 
@@ -141,12 +141,6 @@ def _url_of(app: Flask) -> URL | None:
             )
     # Workers use the driver that delaytasks comes with, whichever the app has.
     return url.set(drivername="postgresql+psycopg2") if url.get_backend_name() == "postgresql" else url
-
-
-def _place(url: URL) -> tuple[str, str | None, int | None, str | None]:
-    """What two URLs must share to be the same database; users and options may differ."""
-    backend = url.get_backend_name()
-    return ("mysql" if backend == "mariadb" else backend, url.host, url.port, url.database)
 
 
 def _uncommitted() -> int:

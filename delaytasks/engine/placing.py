@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -36,39 +35,44 @@ class Placing:
     def after_fork(self) -> None:
         self._lock = threading.Lock()
         self._rests_until = [0.0] * self._shards
-        #: When the calls that are under way began.
-        self._asked: list[Counter[float]] = [Counter() for _ in range(self._shards)]
+        #: When each call that is under way began.
+        self._asked: list[dict[object, float]] = [{} for _ in range(self._shards)]
 
     def home(self, tag: str, key: str) -> int:
         return home_of(check_tag(tag), check_key(key), self._shards)
 
-    def of(self, new: NewTask, session: int | None) -> Sequence[int]:
-        """The shards that it may go to, in the order in which they are to be tried. `session` is the shard that the
-        caller's session is on."""
-        home = None if new.key is None else self.home(new.tag, new.key)
-        named = None if new.id is None else self._named(check_id(new.id))
-        if home is not None and named not in (None, home):
-            raise ShardMismatchError(
-                f"id {new.id} names shard {named}, and key {new.key!r} of tag {new.tag!r} lives in shard {home}; take "
-                "the id from new_id(tag, key)"
-            )
-        wanted = named if home is None else home
+    def of(self, new: NewTask, session: int | None, anywhere: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """The shards that it may go to, in the order in which they are to be tried: `anywhere`, if it may go to any.
+        `session` is the shard that the caller's session is on."""
+        wanted, what = self._wanted(new)
         if session is None:
-            return self.any() if wanted is None else [wanted]
+            return anywhere or self.any() if wanted is None else (wanted,)
         if wanted not in (None, session):
-            what = f"id {new.id}" if home is None else f"key {new.key!r} of tag {new.tag!r}"
             raise ShardMismatchError(
-                f"{what} belongs to shard {wanted}, and the session is on shard {session}; open one on the database "
+                f"{what} belongs to shard {wanted}, and the session is on shard {session}: open one on the database "
                 "that shard_for(tag, key) names, or schedule without session="
             )
-        return [session]
+        return (session,)
 
-    def any(self) -> Sequence[int]:
+    def _wanted(self, new: NewTask) -> tuple[int | None, str]:
+        """The shard that it has to go to, and what says so."""
+        if new.id is not None and (shard := shard_of(check_id(new.id))) >= self._shards:
+            raise InvalidIdError(f"id {new.id} names shard {shard} of {self._shards}; take ids from new_id()")
+        if new.key is None:
+            return (None, "") if new.id is None else (shard, f"id {new.id}")
+        home, what = self.home(new.tag, new.key), f"key {new.key!r} of tag {new.tag!r}"
+        if new.id is not None and shard != home:
+            raise ShardMismatchError(
+                f"{what} belongs to shard {home}, and id {new.id} names shard {shard}: take it from new_id(tag, key)"
+            )
+        return home, what
+
+    def any(self) -> tuple[int, ...]:
         """All, in a random order; those that seem to be down are the last."""
         now = monotonic()
         numbers = random.sample(range(self._shards), self._shards)
         with self._lock:
-            return sorted(numbers, key=lambda number: self._is_left_out(number, now))
+            return tuple(sorted(numbers, key=lambda number: self._is_left_out(number, now)))
 
     def run(self, numbers: Sequence[int], work: Callable[[int], T]) -> T:
         """`work(shard)` with the first one that is up: where it is not, nothing was done."""
@@ -79,20 +83,13 @@ class Placing:
                 continue  # which was told
         return self._ask(numbers[-1], work)
 
-    def _named(self, id: int) -> int:
-        if shard_of(id) >= self._shards:
-            raise InvalidIdError(
-                f"id {id} names shard {shard_of(id)}, and there are {self._shards}; take ids from new_id()"
-            )
-        return shard_of(id)
-
     def _is_left_out(self, number: int, now: float) -> bool:
-        return now < self._rests_until[number] or min(self._asked[number], default=now) < now - SLOW_S
+        return now < self._rests_until[number] or min(self._asked[number].values(), default=now) < now - SLOW_S
 
     def _ask(self, number: int, work: Callable[[int], T]) -> T:
-        began = monotonic()
+        call, began = object(), monotonic()
         with self._lock:
-            self._asked[number][began] += 1
+            self._asked[number][call] = began
             if self._rests_until[number]:  # it was down: one call finds out whether it still is
                 self._rests_until[number] = began + REST_S
         try:
@@ -103,6 +100,6 @@ class Placing:
             raise
         finally:
             with self._lock:
-                self._asked[number] -= Counter([began])
+                del self._asked[number][call]
         self._rests_until[number] = 0.0
         return answer

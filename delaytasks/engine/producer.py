@@ -155,21 +155,32 @@ class Producer:
         source = iter(items)
         while batch := list(itertools.islice(source, BULK)):
             tasks = [self.build(new, on_conflict) for new in batch]
-            # Keys and ids of the caller's may exist, each with its own answer; all others go in one statement.
-            single = [(t, new.id is not None) for t, new in zip(tasks, batch, strict=True) if _is_named(new)]
-            plain = [t for t, new in zip(tasks, batch, strict=True) if not _is_named(new)]
-            write = functools.partial(self._write_lot, plain, single, on_conflict)
-            with unit.guard() if unit is not None else nullcontext():
-                if unit is not None:
-                    written = write(unit.executor)
-                else:
-                    written = self._store.together(write, tasks[0].id) if single else write(None)
-            self._events.emit("task.scheduled", count=len(written))
-            self.arm_after_commit(written, unit)
-            total += len(written)
-            if on_batch is not None:
-                on_batch(written)
+            total += self.schedule_lot(batch, tasks, on_conflict, unit, on_batch)
         return total
+
+    def schedule_lot(
+        self,
+        batch: Sequence[NewTask],
+        tasks: Sequence[DelayTask],
+        on_conflict: OnConflict,
+        unit: Unit | None,
+        on_batch: Callable[[Sequence[DelayTask]], None] | None,
+    ) -> int:
+        """One transaction's `tasks`, built from `batch`."""
+        # Keys and ids of the caller's may exist, each with its own answer; all others go in one statement.
+        single = [(t, new.id is not None) for t, new in zip(tasks, batch, strict=True) if _is_named(new)]
+        plain = [t for t, new in zip(tasks, batch, strict=True) if not _is_named(new)]
+        write = functools.partial(self._write_lot, plain, single, on_conflict)
+        with unit.guard() if unit is not None else nullcontext():
+            if unit is not None:
+                written = write(unit.executor)
+            else:
+                written = self._store.together(write, tasks[0].id) if single else write(None)
+        self._events.emit("task.scheduled", count=len(written))
+        self.arm_after_commit(written, unit)
+        if on_batch is not None:
+            on_batch(written)
+        return len(written)
 
     def _write_lot(
         self,
@@ -224,7 +235,7 @@ class Producer:
         else:
             unit.after_commit([task], disarm)
 
-    def due_of(self, delay: Any, when: datetime | None) -> datetime:
+    def due_of(self, delay: Any, when: datetime | None = None) -> datetime:
         """The instant that a delay or an instant means."""
         if (delay is None) == (when is None):
             raise InvalidScheduleError("give a delay or an instant (when), one of the two")

@@ -14,6 +14,8 @@ from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from typing import Any, TypeVar
 
+from sqlalchemy import URL
+
 from delaytasks.core.errors import ShardMismatchError, StoreUnavailableError
 from delaytasks.core.ids import shard_of
 from delaytasks.core.ports import Executor, OnConflict
@@ -36,6 +38,7 @@ By = tuple[str | None, Status | None, str | None, datetime | None, datetime | No
 class Shards:
     def __init__(self, stores: Sequence[Store], before: int | None) -> None:
         self.stores = stores
+        self._places = [place_of(store.database.url) for store in stores]
         self._before = before
         self._checked: set[int] = set()
         for store in stores:
@@ -49,16 +52,18 @@ class Shards:
             self._checked.add(number)
         return store
 
+    def has(self, url: URL) -> bool:
+        return place_of(url) in self._places
+
     def of(self, connection: Any) -> int:
         """The shard that a caller's connection is on."""
-        place = place_of(connection.engine.url)
-        for number, store in enumerate(self.stores):
-            if place_of(store.database.url) == place:
-                return number
-        raise ShardMismatchError(
-            f"the session's database ({mask_url(connection.engine.url.render_as_string())}) is none of "
-            "delaytasks_database_url: host, port and name must be the same as there"
-        )
+        url = connection.engine.url
+        if not self.has(url):
+            raise ShardMismatchError(
+                f"the session's database ({mask_url(url.render_as_string())}) is none of delaytasks_database_url: "
+                "host, port and name must be the same as there"
+            )
+        return self._places.index(place_of(url))
 
     # -- look up ----------------------------------------------------------------------------------
 
@@ -82,6 +87,22 @@ class Shards:
                 if pointed is not None and self._tasks(number).get(pointed, _on(own, number)) is not None:
                     return number, pointed
         return None
+
+    def ids_of_keys(self, tag: str, keys: Sequence[str], own: tuple[int, Executor] | None) -> dict[str, int]:
+        """By key, of those that a live task has, wherever that is."""
+        found: dict[str, int] = {}
+        for turn in range(2):  # their homes, then those before
+            homes: dict[int, list[str]] = {}
+            for key in keys:
+                if key not in found and turn < len(wanted := self._homes(tag, key)):
+                    homes.setdefault(wanted[turn], []).append(key)
+            for home, some in homes.items():
+                for key, id in self.store(home).touches.ids_of_keys(tag, some, _on(own, home)).items():
+                    if shard_of(id) == home:
+                        found[key] = id
+                    elif (held := self.named(tag, key, own)) is not None:
+                        found[key] = held[1]
+        return found
 
     def find(self, by: By, cursor: str | None, limit: int, own: tuple[int, Executor] | None) -> Page:
         """A page of all shards' tasks; `by` is what `Tasks.find` looks for."""

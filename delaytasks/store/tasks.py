@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Connection, exc, func, select
 
-from delaytasks.core.errors import DuplicateTaskError
+from delaytasks.core.errors import DuplicateTaskError, TaskNotFoundError
 from delaytasks.core.ports import Executor, OnConflict
 from delaytasks.core.states import Status
 from delaytasks.core.task import Attempt, DelayTask, Page
@@ -91,12 +91,21 @@ class Tasks:
         row = self._read(lambda c: c.execute(self._get, {"task_id": id}).first(), on)
         return None if row is None else task_of(row, self._shard)
 
+    def read(self, id: int, on: Executor | None = None) -> DelayTask:
+        """As `get`, of a task that must be there."""
+        found = self.get(id, on)
+        if found is None:
+            raise TaskNotFoundError(f"there is no task {id}", id)
+        return found
+
     def id_of_key(self, tag: str, key: str, on: Executor | None = None) -> int | None:
         found: int | None = self._read(lambda c: self._keys.id_of(c, tag, key), on)
         return found
 
     def attempts(self, id: int, on: Executor | None = None) -> list[Attempt]:
         found: list[Attempt] = self._read(lambda c: self._attempts.of(c, id), on)
+        if not found:
+            self.read(id, on)
         return found
 
     def find(

@@ -13,7 +13,7 @@ from delaytasks.engine.sweeper import tell_lapsed
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
-    from delaytasks.parts import Shard
+    from delaytasks.shards import Shard
     from delaytasks.worker.dispatcher import Dispatcher
 
 #: How often the pool's processes are counted, at least.

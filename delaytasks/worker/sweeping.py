@@ -12,7 +12,7 @@ from delaytasks.core.loop import Loop
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
-    from delaytasks.parts import Shard
+    from delaytasks.shards import Shard
 
 
 class Sweeping:

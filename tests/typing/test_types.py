@@ -43,6 +43,7 @@ def test_the_public_names_are_these() -> None:
         "cancel",
         "find",
         "get",
+        "new_id",
         "processor",
         "reschedule",
         "retry",
@@ -50,6 +51,7 @@ def test_the_public_names_are_these() -> None:
         "schedule_callback",
         "schedule_delay",
         "schedule_many",
+        "shard_for",
         "touch",
         "touch_many",
     ]
