@@ -1,3 +1,3 @@
 import pytest
 
-pytest.register_assert_rewrite("tests.conformance.timers")
+pytest.register_assert_rewrite("tests.conformance.timers", "tests.conformance.timer_faults")

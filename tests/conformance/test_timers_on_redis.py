@@ -1,11 +1,11 @@
 """The timers' conformance suite on redis."""
 
-from tests.conformance import timers
+from tests.conformance import timer_faults, timers
 
 
 class TestTimers(timers.Timers):
     broker = "redis"
 
 
-class TestTimersUnderFaults(timers.TimersUnderFaults):
+class TestTimersUnderFaults(timer_faults.TimersUnderFaults):
     broker = "redis"

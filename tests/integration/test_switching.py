@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.timers import R1_S, SLACK_S, ran_once
+from tests.conformance.timer_faults import R1_S, SLACK_S
+from tests.conformance.timers import ran_once
 from tests.running import Deployment
 
 OTHER = {"eta": "redis", "redis": "eta"}

@@ -1,0 +1,162 @@
+"""What every timer must do when brokers, Redis and workers fail: nothing is lost, nothing runs twice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from sqlalchemy import update
+
+from delaytasks.store.types import db_now_plus
+from delaytasks.timers.redis import RedisTimer
+from tests.conformance.timers import ALONE, TIMERS, burst, ran_once
+from tests.proxy import proxy_to
+from tests.redis_server import RedisServer
+from tests.running import BROKERS, QUICK, Deployment
+
+#: The grace, a sweep and the way to a worker: when the slow path has what the timer lost.
+R1_S = QUICK["grace_s"] + QUICK["sweep_s"] + 2
+#: The machine's own share, when it is busy.
+SLACK_S = 5
+
+
+class Rig:
+    """A deployment whose broker, and the Redis that the timer may have besides, can go away or lose what they hold."""
+
+    def __init__(
+        self, folder: Path, database_url: str, broker: str, broker_url: str, redis: RedisServer, **settings: Any
+    ) -> None:
+        self._redis = redis
+        self._proxies = [proxy_to(url) for url in (broker_url, redis.url)]
+        urls = [proxy.url(url) for proxy, url in zip(self._proxies, (broker_url, redis.url), strict=True)]
+        self.deployment = Deployment(
+            folder, database_url, urls[0], BROKERS[broker][1], **{"redis_url": urls[1], **settings}
+        )
+
+    def away(self, how: str) -> None:
+        for proxy in self._proxies:
+            getattr(proxy, how)()
+
+    def heal(self) -> None:
+        for proxy in self._proxies:
+            proxy.heal()
+
+    def lose(self) -> None:
+        """All that waits in the broker and in the timer's Redis."""
+        d = self.deployment
+        with d.delays.celery.connection_for_write() as connection:
+            queue = d.delays.publisher.queue("default")(connection)
+            queue.declare()
+            queue.purge()
+        self._redis.client().flushall()
+
+    def close(self) -> None:
+        self.heal()
+        self.deployment.close()
+        for proxy in self._proxies:
+            proxy.close()
+
+
+Make = Callable[..., Rig]
+
+
+class TimersUnderFaults:
+    """Each test breaks a deployment of its own."""
+
+    broker: ClassVar[str]
+
+    @pytest.fixture(params=TIMERS)
+    def make(
+        self,
+        request: pytest.FixtureRequest,
+        tmp_path: Path,
+        postgresql_url: str,
+        start_redis: Callable[[], RedisServer],
+    ) -> Iterator[Make]:
+        made: list[Rig] = []
+
+        def new(**settings: Any) -> Rig:
+            redis = start_redis()
+            url = redis.url if self.broker == "redis" else request.getfixturevalue(BROKERS[self.broker][0])
+            made.append(Rig(tmp_path, postgresql_url, self.broker, url, redis, timer=request.param, **settings))
+            return made[-1]
+
+        yield new
+        for rig in made:
+            rig.close()
+
+    def test_what_is_armed_waits_for_a_worker_and_outlives_one_that_is_stopped(self, make: Make) -> None:
+        d = make(**ALONE).deployment
+        d.delays.sweeper.sweep()  # the last one for a minute
+        early = [d.schedule() for _ in range(10)]
+        first = d.worker()
+        later = [d.schedule(delay=3) for _ in range(20)]
+        ran_once(d, [*early, d.schedule()])  # its message came after theirs
+        first.terminate()
+        d.worker()
+        ran_once(d, later)
+
+    def test_what_a_killed_worker_held_runs_by_the_next_sweep(self, make: Make) -> None:
+        d = make().deployment
+        first = d.worker()
+        held = [d.schedule(delay=1.5) for _ in range(20)]
+        ran_once(d, [d.schedule()])  # its message came after theirs
+        first.kill()
+        d.worker()
+        ran_once(d, held, deadline_s=1.5 + R1_S + SLACK_S)
+
+    def test_what_was_scheduled_while_the_broker_was_away_runs_by_the_next_sweep(self, make: Make) -> None:
+        rig = make()
+        d = rig.deployment
+        d.worker()
+        ran_once(d, [d.schedule()])
+        tasks = []
+        for how in ("refuse", "swallow"):
+            rig.away(how)
+            began = time.monotonic()
+            tasks += [d.schedule(delay=0.2) for _ in range(5)]
+            assert time.monotonic() - began < 2
+            rig.heal()
+        ran_once(d, tasks, deadline_s=R1_S + SLACK_S)
+
+    def test_what_the_timer_lost_runs_by_the_next_sweep(self, make: Make) -> None:
+        rig = make()
+        d = rig.deployment
+        lost = [d.schedule(delay=delay_s) for delay_s in (0, 0, 2, 2)]
+        rig.lose()
+        d.worker()
+        ran_once(d, lost, deadline_s=2 + R1_S + SLACK_S)
+        lost = [d.schedule(delay=0.3) for _ in range(5)]
+        rig.lose()
+        ran_once(d, lost, deadline_s=R1_S + SLACK_S)
+
+    def test_far_tasks_are_rows_only_until_a_sweep_arms_them_many_together(self, make: Make) -> None:
+        d = make(**ALONE).deployment
+        far = burst(d, "test.note", 250, due_s=3600, body={})
+        assert waiting(d) == []
+        t = d.store.schema.tasks
+        with d.store.database.begin() as connection:  # as if it were an hour later
+            connection.execute(update(t).values(expected_time=db_now_plus(60)))
+        d.delays.sweeper.sweep()
+        found = waiting(d)
+        assert len(found) <= 8, "messages of 100, or slots"
+        assert sorted(id for ids in found for id in ids) == sorted(task.id for task in far)
+
+
+def waiting(d: Deployment) -> list[list[int]]:
+    """What there is of near tasks outside of the database: the ids of each message, and of each slot in Redis."""
+    found = []
+    with d.delays.celery.connection_for_write() as connection:
+        queue = d.delays.publisher.queue("default")(connection)
+        queue.declare()
+        while (message := queue.get(no_ack=True)) is not None:
+            found.append([item[0] for item in message.payload[0][0]])
+    timer = d.delays.inline_timer
+    if isinstance(timer, RedisTimer):
+        for slot in timer.slots("default"):
+            members = timer.connect().zrange(timer.keys(slot)[0], 0, -1)
+            found.append([int(member.split(b":")[0]) for member in members if member != b"."])
+    return [ids for ids in found if ids]
