@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 
 from delaytasks.core.clock import to_us
+from tests.conformance.timer_faults import R1_S, SLACK_S
+from tests.conformance.timers import ran_once
+from tests.proxy import Proxy, proxy_to
 from tests.running import Deployment
+from tests.waiting import wait_until
 
 Deploy = Callable[..., Deployment]
 
@@ -28,10 +32,6 @@ def deploy(request: pytest.FixtureRequest, tmp_path: Path, postgresql_url: str, 
     yield make
     for deployment in made:
         deployment.close()
-        client = redis.Redis.from_url(redis_url)
-        for key in client.scan_iter(f"*{deployment.settings['namespace']}*", count=1000):
-            client.delete(key)
-        client.close()
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
@@ -49,3 +49,27 @@ def test_tasks_run_on_time_and_once(deploy: Deploy, broker: str, pool: str) -> N
         assert done.execution_time is not None
         assert to_us(done.execution_time) >= to_us(task.expected_time)
     worker.terminate()
+
+
+@pytest.fixture
+def proxy(redis_url: str) -> Iterator[Proxy]:
+    proxy = proxy_to(redis_url)
+    yield proxy
+    proxy.close()
+
+
+def test_while_redis_is_away_the_table_is_enough_and_afterwards_near_tasks_are_armed_anew(
+    proxy: Proxy, deploy: Deploy, redis_url: str
+) -> None:
+    d = deploy("rabbitmq", redis_url=proxy.url(redis_url))
+    worker = d.worker()
+    ran_once(d, [d.schedule()])
+    proxy.swallow()
+    ran_once(d, [d.schedule(delay=0.2) for _ in range(10)], deadline_s=R1_S + SLACK_S)
+    wait_until(lambda: "timer.down" in worker.log(), 10, "the worker to tell of it", 0.05)
+    near = [d.schedule(delay=5) for _ in range(10)]
+    proxy.heal()
+    for row in ran_once(d, near):
+        assert row.execution_time is not None
+        assert row.execution_time - row.expected_time < timedelta(seconds=d.settings["grace_s"])
+    assert "timer.up" in worker.log()
