@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from celery import signals
 
 from delaytasks.callback_verbs import CallbackVerbs
-from delaytasks.callbacks.http import CALLBACK, LADDER, HttpCallbacks
+from delaytasks.callbacks.http import CALLBACK, LADDER, Callback, HttpCallbacks
 from delaytasks.core.clock import Clock
 from delaytasks.core.errors import (
     ConfigError,
@@ -69,7 +69,7 @@ class DelayTasks(CallbackVerbs):
         self._lock = threading.RLock()
         self._parts: Parts | None = None
         self.processes = Processes(self)
-        self.processor(CALLBACK, retry=LADDER)(self._call_back)
+        self.processor(CALLBACK, retry=LADDER, schema=Callback)(self._call_back)
         if celery_app is not None:
             self._attach(celery_app)
 
@@ -168,8 +168,8 @@ class DelayTasks(CallbackVerbs):
             stats = Stats(shard.store.database, shard.store.schema)
             yield from check(stats.pending(), stats.bodies, self.registry)
 
-    def _call_back(self, content: Any, task: DelayTask) -> Outcome:
-        return self.http_callbacks(content, task)
+    def _call_back(self, callback: Callback, task: DelayTask) -> Outcome:
+        return self.http_callbacks(callback, task)
 
     # -- the worker's side ------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import dataclass, field
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from delaytasks.callbacks.addresses import Guard, Target
 from delaytasks.callbacks.signatures import ID, SIGNATURE, TIMESTAMP, Keys
 from delaytasks.core.clock import UTC, Clock, monotonic
-from delaytasks.core.errors import ForbiddenURLError, InvalidHeaderError, InvalidInputError, InvalidScheduleError
+from delaytasks.core.errors import ForbiddenURLError, InvalidHeaderError
 from delaytasks.core.forks import reset_in_child
 from delaytasks.core.ladder import NOTIFY
 from delaytasks.core.outcomes import Done, Fail, Outcome, Retry
@@ -39,11 +40,24 @@ QUOTED = 500
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?")
+_DEFAULT_HEADERS = {"Content-Type": "application/json", "User-Agent": "delaytasks"}
 #: What frames the request, says where it goes, or what the receiver believes about its sender.
 _OWN_HEADERS = {
     "accept-encoding", "connection", "content-encoding", "content-length", "expect", "host", "keep-alive", "te",
     "trailer", "transfer-encoding", "upgrade",
 }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Callback:
+    """What a row of the tag says, which may be another program's."""
+
+    url: str
+    body: Any = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_headers(self.headers)
 
 
 class HttpCallbacks:
@@ -64,17 +78,17 @@ class HttpCallbacks:
     def content(self, url: str, body: Any, headers: Mapping[str, str] | None) -> dict[str, Any]:
         """The body of a callback's task, checked."""
         self._guard.check(url)
-        return {"url": url, "body": body, **({"headers": _checked(headers)} if headers else {})}
+        if not headers:
+            return {"url": url, "body": body}
+        _check_headers(headers)
+        return {"url": url, "body": body, "headers": dict(headers)}
 
-    def __call__(self, content: Any, task: DelayTask) -> Outcome:
+    def __call__(self, callback: Callback, task: DelayTask) -> Outcome:
+        payload = json.dumps(callback.body, separators=(",", ":")).encode()
         try:
-            url, body, headers = _read(content)
-            target = self._guard.check(url)
-            return self._post(target, headers, json.dumps(body, separators=(",", ":")).encode(), task)
+            return self._post(self._guard.check(callback.url), callback.headers, payload, task)
         except ForbiddenURLError as error:  # settings change, and so does what a name means
             return Retry(reason=f"forbidden: {error}")
-        except InvalidInputError as error:
-            return Fail(str(error))
 
     def close(self) -> None:
         if self._made is not None:
@@ -92,7 +106,7 @@ class HttpCallbacks:
             address = self._guard.address(target, task.attempts - 1, settings.callback_connect_s)
             where = f"{target.place} ({address})"
             request = requests.PreparedRequest()
-            headers = {**headers, **self._own_headers(target, payload, task)}
+            headers = {**_DEFAULT_HEADERS, **headers, **self._own_headers(target, payload, task)}
             request.prepare("POST", target.at(address), headers, data=payload)
             # Its limit holds for each step: to connect, by TLS too, and to send head and body.
             connect_s = min(settings.callback_connect_s, connections.left_s() / 4)
@@ -158,14 +172,7 @@ def retry_after_s(text: str, now: datetime) -> float:
         return 0.0
 
 
-def _read(content: Any) -> tuple[str, Any, dict[str, str]]:
-    """What a row says, which may be another program's."""
-    if not isinstance(content, dict) or not {"url"} <= content.keys() <= {"url", "body", "headers"}:
-        raise InvalidScheduleError('the body of a callback\'s task is {"url": …, "body": …, "headers": {…}}')
-    return content["url"], content.get("body"), _checked(content.get("headers") or {})
-
-
-def _checked(headers: object) -> dict[str, str]:
+def _check_headers(headers: object) -> None:
     if not isinstance(headers, Mapping):
         raise InvalidHeaderError(f"headers are a mapping of strings, not {type(headers).__name__}")
     for name, value in headers.items():
@@ -176,10 +183,8 @@ def _checked(headers: object) -> dict[str, str]:
         if not isinstance(value, str) or not _HEADER_VALUE.fullmatch(value):
             # It may be a secret.
             raise InvalidHeaderError(f"the header {name} has a value that is not a line of printable ASCII")
-    lowered = {name.lower() for name in headers}
-    if len(lowered) < len(headers):
+    if len({name.lower() for name in headers}) < len(headers):
         raise InvalidHeaderError("a header is given twice")
-    return {"Content-Type": "application/json", "User-Agent": "delaytasks"} | dict(headers)
 
 
 def _quoted(response: requests.Response) -> str:

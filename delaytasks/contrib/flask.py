@@ -3,17 +3,18 @@ context. See docs/flask.md."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from celery import Celery
-from flask import Flask, current_app, has_app_context
+from flask import Flask, Request, abort, current_app, has_app_context
 from sqlalchemy import URL, make_url
 
 from delaytasks import api
 from delaytasks.app import DelayTasks
-from delaytasks.core.errors import ConfigError, SessionUnusableError
+from delaytasks.callbacks import Received, verify
+from delaytasks.core.errors import BodyNotJSONError, ConfigError, InvalidSignatureError, SessionUnusableError
 from delaytasks.core.ports import Unit
 from delaytasks.core.task import DelayTask
 from delaytasks.parts import Parts
@@ -110,6 +111,16 @@ class FlaskDelays(DelayTasks):
                     f"the processor of {task.tag!r} scheduled {forgotten} task(s) in db.session and ended without "
                     "db.session.commit(), so they are rolled back; commit, or roll back yourself"
                 )
+
+
+def verified(request: Request, secrets: str | Iterable[str]) -> Received:
+    """The callback that a request is, for who receives them; 401 unless it is signed by one of the secrets."""
+    try:
+        return verify(request.get_data(), dict(request.headers), secrets)
+    except InvalidSignatureError as error:
+        abort(401, str(error))
+    except BodyNotJSONError as error:
+        abort(400, str(error))
 
 
 def _make_celery_app(app: Flask) -> Celery:

@@ -1,0 +1,35 @@
+"""For who receives callbacks in Django."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from django.http import HttpRequest, HttpResponse
+from django.views.decorators.csrf import csrf_exempt
+from django.views.decorators.http import require_POST
+
+from delaytasks.callbacks import verify
+from delaytasks.core.errors import BodyNotJSONError, InvalidSignatureError
+
+
+def verified(secrets: str | Iterable[str]) -> Callable[[Callable[..., HttpResponse]], Callable[..., HttpResponse]]:
+    """For a view `f(request, callback)`, which is called for what is signed by one of the secrets; 401 for all else.
+    The signature takes the place of Django's token against forged requests."""
+
+    def decorate(view: Callable[..., HttpResponse]) -> Callable[..., HttpResponse]:
+        @functools.wraps(view)
+        def check(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+            try:
+                callback = verify(request.body, request.headers, secrets)
+            except InvalidSignatureError as error:
+                return HttpResponse(str(error), status=401, content_type="text/plain")
+            except BodyNotJSONError as error:
+                return HttpResponse(str(error), status=400, content_type="text/plain")
+            return view(request, callback, *args, **kwargs)
+
+        receive: Callable[..., HttpResponse] = csrf_exempt(require_POST(check))
+        return receive
+
+    return decorate
