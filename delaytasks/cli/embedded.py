@@ -30,17 +30,13 @@ def main() -> None:
 
 
 def run_broker(data_dir: str) -> None:
-    lock = embedded.hold(data_dir)
-    server = embedded.find_server()
-    broker = embedded.choose(data_dir, server)
-    embedded.record(broker)
-    if server is None or broker.socket is None:
-        embedded.start_files(broker)
+    redis = embedded.begin(data_dir)
+    if redis is None:
         say(embedded.FILES_NOTE)
         return
-    say(f"the broker is {server}, at {broker.socket}")
-    os.set_inheritable(lock, True)
-    os.execv(server.program, embedded.server_command(server, broker.data_dir, broker.socket))
+    say(f"the broker is {redis.server}, at {redis.socket}")
+    os.set_inheritable(redis.lock, True)
+    os.execv(redis.server.program, redis.command)
 
 
 def say(text: str) -> None:

@@ -85,18 +85,19 @@ def _broker(cli: Cli) -> tuple[str, list[Spec]]:
     url, data_dir = cli.app.conf.broker_url, cli.delays.settings.data_dir
     if url != embedded.broker_of(data_dir).url:
         return mask_url(url), []
-    lock = embedded.hold(data_dir)
-    server = embedded.find_server()
-    broker = embedded.choose(data_dir, server)
-    embedded.record(broker)
-    if server is None or broker.socket is None:
-        embedded.start_files(broker)
+    redis = embedded.begin(data_dir)
+    if redis is None:
         return embedded.FILES_NOTE, []
-    path, command = broker.socket, embedded.server_command(server, broker.data_dir, broker.socket)
     spec = Spec(
-        "redis", command, "red", stage=0, is_ready=lambda: embedded.answers(path), noise=_REDIS_NOISE, pass_fds=(lock,)
+        "redis",
+        redis.command,
+        "red",
+        stage=0,
+        is_ready=lambda: embedded.answers(redis.socket),
+        noise=_REDIS_NOISE,
+        pass_fds=(redis.lock,),
     )
-    return f"private {server}", [spec]
+    return f"private {redis.server}", [spec]
 
 
 def _celery(app: str, data_dir: str, concurrency: int | None, pool: str, flower_port: int | None) -> list[Spec]:

@@ -7,12 +7,12 @@ Nothing listens on a port. The database is the truth, so whatever is kept here m
 from delaytasks.embedded.broker import (
     FILES_NOTE,
     Broker,
+    begin,
     broker_of,
     choose,
     hold,
     leave,
     record,
-    start_files,
     use_embedded_broker,
 )
 from delaytasks.embedded.server import Server, answers, check_private, find_server, server_command, socket_path
@@ -22,6 +22,7 @@ __all__ = [
     "Broker",
     "Server",
     "answers",
+    "begin",
     "broker_of",
     "check_private",
     "choose",
@@ -31,6 +32,5 @@ __all__ = [
     "record",
     "server_command",
     "socket_path",
-    "start_files",
     "use_embedded_broker",
 ]

@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 from kombu.transport import TRANSPORT_ALIASES
 
 from delaytasks.core.errors import ConfigError
-from delaytasks.embedded.server import OLDEST_REDIS, Server, answers, check_private, find_server, socket_path
+from delaytasks.embedded.server import (
+    OLDEST_REDIS,
+    Server,
+    answers,
+    check_private,
+    find_server,
+    server_command,
+    socket_path,
+)
 
 #: The scheme of our transport.
 FILES = "delaytasks-files"
@@ -102,7 +110,29 @@ def _record_path(data_dir: Path) -> Path:
     return data_dir / "broker.json"
 
 
-def start_files(broker: Broker) -> None:
+class ToRun(NamedTuple):
+    """The server that the embedded broker needs: nobody else runs one as long as it inherits `lock`."""
+
+    server: Server
+    socket: Path
+    command: list[str]
+    lock: int
+
+
+def begin(data_dir: str | Path) -> ToRun | None:
+    """From now on this process has the embedded broker of a folder, and runs a server for it; or messages go through
+    files, which need none."""
+    lock = hold(data_dir)
+    server = find_server()
+    broker = choose(data_dir, server)
+    record(broker)
+    if server is None or broker.socket is None:
+        _begin_files(broker)
+        return None
+    return ToRun(server, broker.socket, server_command(server, broker.data_dir, broker.socket), lock)
+
+
+def _begin_files(broker: Broker) -> None:
     """Messages of an earlier run are thrown away: most are for readers that are gone, and nobody else ever would."""
     shutil.rmtree(broker.data_dir / "broker", ignore_errors=True)
     _make_folders(broker)
