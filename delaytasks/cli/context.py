@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -74,7 +74,9 @@ class Cli:
 
     def import_processors(self) -> None:
         """As a worker does at its start: processors bring their queues, and are what `drain` runs."""
-        with _telling_of_imports("the modules of the app"), self.guarded_stdout():
+        modules: set[str] = set()
+        with _telling_of_imports("what the app's imports and include name", modules), self.guarded_stdout():
+            modules.update(self.app.loader.default_modules)  # in here, since it reads the app's configuration
             self.app.loader.import_default_modules()
 
     def guarded_stdout(self) -> AbstractContextManager[Any]:
@@ -99,7 +101,7 @@ def find_app(name: str) -> Any:
     # As `celery` itself does: modules where the command is started count.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    with _telling_of_imports(f"the app {name!r}"):
+    with _telling_of_imports(f"the app {name!r}", [name.partition(":")[0]]):
         try:
             found = find(name)
         except AttributeError as error:
@@ -110,7 +112,7 @@ def find_app(name: str) -> Any:
 
 
 @contextmanager
-def _telling_of_imports(what: str) -> Iterator[None]:
+def _telling_of_imports(what: str, modules: Iterable[str]) -> Iterator[None]:
     """An error in somebody's module ends the command like a wrong setting, and says where it happened."""
     try:
         yield
@@ -118,7 +120,9 @@ def _telling_of_imports(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         message = f"importing {what} failed: {type(error).__name__}: {error}"
-        is_name_wrong = isinstance(error, ModuleNotFoundError) and bool(error.name) and str(error.name) in what
+        # Where the name of a module, or of its package, is mistyped, a traceback would tell nothing.
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        is_name_wrong = any(f"{module}.".startswith(f"{missing}.") for module in modules)
         is_json = bool(click.get_current_context().meta.get(_JSON))
         raise failure_of(ConfigError(message), is_json, "" if is_name_wrong else traceback.format_exc()) from error
 

@@ -176,8 +176,9 @@ def load_settings(conf: Mapping[str, Any], environ: Mapping[str, str], **argumen
 
 
 def _ours(variable: str) -> bool:
-    """Variables that are not settings: where the tests find their services, and which app the command line uses."""
-    return variable.startswith("DELAYTASKS_TEST_") or variable == "DELAYTASKS_APP"
+    """Variables that are not settings: where tests and benchmarks find their services, and which app the command line
+    uses."""
+    return variable.startswith(("DELAYTASKS_TEST_", "DELAYTASKS_BENCH_")) or variable == "DELAYTASKS_APP"
 
 
 def _convert(name: str, value: Any, origin: str) -> Any:

@@ -432,7 +432,8 @@ def test_a_name_near_to_nothing_is_refused_without_a_guess() -> None:
 
 
 def test_variables_of_the_tests_are_no_settings() -> None:
-    assert load_settings({}, {"DELAYTASKS_TEST_REDIS_URL": "redis://x"}) == Settings()
+    for name in ("DELAYTASKS_TEST_REDIS_URL", "DELAYTASKS_BENCH_BROKER_URL", "DELAYTASKS_APP"):
+        assert load_settings({}, {name: "redis://x"}) == Settings()
 
 
 SHARD_URLS = ("mysql://a/x", "postgresql+psycopg2://b/y?options=-c a=b")

@@ -84,6 +84,23 @@ def test_an_instance_in_a_module_that_the_app_imports_is_found(bare: Project, fo
     assert said.exit_code == 0, said.output
 
 
+@pytest.mark.parametrize(
+    ("imported", "missing", "is_traced"),
+    [("taks", "taks", False), ("taks.mail", "taks", False), ("late_work", "requsts", True)],
+)
+def test_a_module_that_the_app_imports_in_vain_is_one_line_if_its_own_name_is_wrong(
+    bare: Project, forget: Callable[..., None], imported: str, missing: str, is_traced: bool
+) -> None:
+    app = f"from celery import Celery; app = Celery('late', include=['{imported}'], set_as_current=False)"
+    forget(write("late_app", app), write("late_work", "import requsts"))
+    said = CliRunner().invoke(main, ["-A", "late_app", "list"])
+    assert said.exit_code == 2
+    fact = f"importing what the app's imports and include name failed: ModuleNotFoundError: No module named '{missing}'"
+    assert said.stderr.endswith(f"Error: {fact}\n")
+    assert ("Traceback" in said.stderr) is is_traced
+    assert is_traced or len(said.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize("name", ["DELAYTASKS_HORIZON_S", "DELAYTASKS_LEASE"])
 def test_a_wrong_setting_ends_with_2(bare: Project, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "-1")
