@@ -105,6 +105,10 @@ def schedule(
         print_json(task_json(task))
         return
     say(sentence(task, "scheduled", delays.clock.now()))
+    meant = delays.registry.meant_by(task.tag)
+    if meant is not None:
+        back = f"{cli.command} cancel {task.id}"
+        cli.note(f"No processor here has the tag {task.tag!r}; did you mean {meant!r}? To take it back: {back}")
     cli.note_broker_away()
 
 

@@ -100,6 +100,11 @@ class Registry:
             raise UnknownTagError(f"no processor for tag {tag!r} (known: {_listed(known)}); is its module imported?")
         return processor
 
+    def meant_by(self, tag: str) -> str | None:
+        """The tag that an unknown one may be a slip of."""
+        close = [] if tag in self._processors else difflib.get_close_matches(tag, self._processors, n=1, cutoff=0.75)
+        return close[0] if close else None
+
     def queue_of(self, tag: str) -> str | None:
         processor = self._processors.get(tag)
         return None if processor is None else processor.queue

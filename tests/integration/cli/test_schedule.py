@@ -38,6 +38,16 @@ def test_schedule_tells_people_what_it_did(shop: Project) -> None:
     assert re.fullmatch(r"scheduled task 42 \(ok\): due \S+Z, in (30m|29m59s)\n", said.stdout)
 
 
+def test_a_tag_that_looks_mistyped_is_accepted_and_told(shop: Project) -> None:
+    said = shop("schedule", "mial", "--delay", "30m", "--id", "42")
+    assert said.exit_code == 0
+    assert "'mial'; did you mean 'mail'?" in said.stderr
+    assert said.stderr.endswith(f" {shop.name} cancel 42\n")
+    for tag in ("mail", "elsewhere"):
+        assert shop("schedule", tag, "--delay", "30m").stderr == ""
+    assert shop("schedule", "mial", "--delay", "30m", "--json").stderr == ""
+
+
 def test_schedule_uses_the_queue_of_the_processor(shop: Project) -> None:
     assert shop.json("schedule", "mail", "--delay", "1h")["queue"] == "letters"
 
