@@ -270,6 +270,10 @@ class Verbs(ABC):
 
     # -- inside -----------------------------------------------------------------------------------
 
+    def unit_for(self, session: Any, task: DelayTask) -> Unit | None:
+        """For `task.complete`."""
+        return self._unit(session)
+
     def _unit(self, session: Any) -> Unit | None:
         return self.ambient_unit() if session is None else unit_of(session)
 

@@ -20,6 +20,7 @@ from delaytasks.engine.registry import Processor, Registry
 from delaytasks.engine.runner import Report, Runner
 from delaytasks.store.claims import Claims
 from delaytasks.store.store import Store
+from delaytasks.store.units import unit_of
 from tests.conftest import settings_for
 from tests.recording import RecordingTimer
 
@@ -60,7 +61,7 @@ class Bench:
         self.ran: list[Any] = []
         self.registry.processor("note")(self.ran.append)
         parts = (self.settings, self.claims, self.clock, self.registry, self.timer, self.events)
-        self.runner = Runner(*parts, self.execute)  # type: ignore[arg-type]
+        self.runner = Runner(*parts, self.execute, lambda session, task: session and unit_of(session))  # type: ignore[arg-type]
         self._ids = IdMaker(lambda: to_us(self.clock.now()) // 1000)
         queues = Queues(self.settings, self.registry)
         to = (self.clock, self._ids, RecordingTimer(), self.registry, queues, self.events)

@@ -11,7 +11,7 @@ DelayTaskError
 ├── TaskStateError                             the task is not in a state that allows it
 │   ├── TaskNotFoundError (also a LookupError)
 │   ├── DuplicateTaskError
-│   ├── CancelTooLateError, InvalidStatusError, StaleVersionError
+│   ├── CancelTooLateError, InvalidStatusError, StaleVersionError, NotRunningError, LeaseLostError
 ├── StoreError                                 the database
 │   ├── StoreUnavailableError, OutcomeUnknownError, SessionUnusableError
 ├── ConfigError
@@ -132,6 +132,14 @@ class CancelTooLateError(InvalidStatusError):
 
 class StaleVersionError(TaskStateError):
     """Somebody else moved the task since it was read."""
+
+
+class NotRunningError(TaskStateError):
+    """`complete` is for the processor that runs the task, while it does."""
+
+
+class LeaseLostError(TaskStateError):
+    """The task was taken from this run, whose worker was silent for too long: roll back what it did."""
 
 
 class StoreError(DelayTaskError):

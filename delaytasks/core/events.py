@@ -18,6 +18,8 @@ _SHOWN = (str, int, float, BaseException)
 _LEVELS = {
     "task.failed": logging.ERROR,
     "task.climbed": logging.WARNING,
+    "task.left_open": logging.ERROR,
+    "task.raised_late": logging.WARNING,
     "task.expired": logging.WARNING,
     "result.dropped": logging.WARNING,
     "task.no_processor": logging.WARNING,

@@ -72,6 +72,8 @@ class Settlement:
     error: str | None = None
     due: datetime | None = None
     result: str | None = None
+    #: The processor made it itself, in a transaction of its own.
+    is_made: bool = False
 
 
 class Executor(Protocol):
@@ -119,6 +121,7 @@ class ClaimStore(Protocol):
     def claim_suspect(self, queue: str, priorities: Sequence[int] = ...) -> DelayTask | None: ...
     def misses(self, ids: Iterable[int]) -> list[Miss]: ...
     def settle(self, settlements: Sequence[Settlement]) -> set[int]: ...
+    def complete(self, task: DelayTask, result: str | None, on: Executor) -> bool: ...
 
 
 class SweepStore(Protocol):

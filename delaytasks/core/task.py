@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
+from delaytasks.core.current import current_run
+from delaytasks.core.errors import NotRunningError
 from delaytasks.core.ladder import Ladder
 from delaytasks.core.states import FINISHED, Status
 
@@ -47,6 +49,15 @@ class DelayTask:
     def body(self) -> Any:
         """The body, decoded; `ValueError` when another program stored something that is not JSON."""
         return json.loads(self.body_json)
+
+    def complete(self, session: Any = None, *, result: Any = None) -> None:
+        """Called by the task's processor: makes the task DONE in the transaction of `session` (a SQLAlchemy Session or
+        Connection; with Django that of the current connection), so that it commits together with what the processor
+        wrote there, or not at all. Commit before you return."""
+        run = current_run.get()
+        if run is None:
+            raise NotRunningError(f"task {self.id} does not run here: complete() is for its processor", self.id)
+        run.complete(self.id, session, result)
 
     @property
     def ladder(self) -> Ladder | None:

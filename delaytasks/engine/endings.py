@@ -14,9 +14,7 @@ from delaytasks.core.settings import Settings
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import storable, traceback_text
 from delaytasks.engine.registry import Processor
-
-#: A result is for looking at, not a place to keep data.
-MAX_RESULT_BYTES = 16 * 1024
+from delaytasks.engine.run import MAX_RESULT_BYTES, Run
 
 
 class Endings:
@@ -61,6 +59,18 @@ class Endings:
         result = value.result if isinstance(value, Done) else value
         kept = self._kept(task, result) if processor.keep_result and result is not None else None
         return Settlement(task, "succeed", began, result=kept)
+
+    def of_completed(self, run: Run, began: datetime, error: BaseException | None) -> Settlement:
+        """The processor has settled its task itself: nothing is left to be made of the row."""
+        task = run.task
+        if not run.is_committed:
+            # It can not be settled while that transaction has it locked; if it is never committed, the row lapses.
+            why = "complete() was called, and its transaction was still open when the processor returned: commit first"
+            self._events.emit("task.left_open", id=task.id, tag=task.tag, remedy=why)
+            return Settlement(task, "fail", began, why, is_made=True)
+        if error is not None:
+            self._events.emit("task.raised_late", id=task.id, tag=task.tag, error=error)
+        return Settlement(task, "succeed", began, is_made=True)
 
     def _retry(self, processor: Processor, task: DelayTask, began: datetime, asked: Retry) -> Settlement:
         ladder = processor.retries.ladder_for(Exception, task.ladder)

@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 from typing import Any, NamedTuple, Protocol
 
 from delaytasks.core.clock import Clock, monotonic, to_us
+from delaytasks.core.current import current_run
 from delaytasks.core.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.ports import ClaimStore, Entry, Settlement, Timer
@@ -19,6 +20,7 @@ from delaytasks.core.text import storable
 from delaytasks.engine.chunk import Chunk, TimeBox
 from delaytasks.engine.endings import Endings
 from delaytasks.engine.registry import Processor, Registry
+from delaytasks.engine.run import Run, UnitOf
 
 Execute = Callable[[Processor, DelayTask], Any]
 #: A message that is early by less is worth waiting for: clocks agree to a fraction of it.
@@ -63,6 +65,7 @@ class Runner:
         timer: Timer,
         events: Events,
         execute: Execute,
+        unit_of: UnitOf,
     ) -> None:
         self._settings = settings
         self._claims = claims
@@ -71,6 +74,7 @@ class Runner:
         self._timer = timer
         self._events = events
         self._execute = execute
+        self._unit_of = unit_of
         #: With nobody watching, a row pays a test for it.
         self.watcher: Watcher | None = None
         self._endings = Endings(settings, clock, events)
@@ -177,13 +181,24 @@ class Runner:
         began, error = self._clock.now(), None
         if watcher is not None:
             watcher.started(task, claimed, began)
+        run = Run(task, self._claims, self._unit_of)
+        token = current_run.set(run)
         try:
-            ending = self._endings.of_value(processor, task, began, self._execute(processor, task))
+            value = self._execute(processor, task)
+            if run.is_written:
+                ending = self._endings.of_completed(run, began, None)
+            else:
+                ending = self._endings.of_value(processor, task, began, value)
         except BaseException as raised:
             if isinstance(raised, _EXITS) and type(raised) not in _EXITS:
                 raise  # Celery's WorkerShutdown and WorkerTerminate
             error = raised
-            ending = self._endings.of_error(processor, task, began, error)
+            if run.is_certain:
+                ending = self._endings.of_completed(run, began, error)
+            else:  # if its commit came through nonetheless, what we make of the row is refused
+                ending = self._endings.of_error(processor, task, began, error)
+        finally:
+            current_run.reset(token)
         if watcher is not None:
             watcher.ended(ending, self._clock.now(), error)
         return ending
@@ -225,15 +240,14 @@ class Runner:
         """What is finished, and what will not be started. Without patience, one try: then it is the runner's again."""
         waiting = [Settlement(task, "give_back") for task in chunk.take_waiting()]
         settlements = chunk.take_finished() + waiting
-        if not settlements:
-            return
+        made, settlements = [s for s in settlements if s.is_made], [s for s in settlements if not s.is_made]
         try:
-            accepted = self._settled(settlements, monotonic() + patience_s)
+            accepted = self._settled(settlements, monotonic() + patience_s) if settlements else set()
         except StoreError:
             for settlement in settlements:
                 chunk.finish(settlement)
             raise
-        done = sum(s.move == "succeed" and s.task.id in accepted for s in settlements)
+        done = sum(s.move == "succeed" and (s.is_made or s.task.id in accepted) for s in made + settlements)
         if done:
             self._events.emit("task.succeeded", count=done)
         lost = [s for s in settlements if s.task.id not in accepted]

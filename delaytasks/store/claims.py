@@ -23,7 +23,7 @@ from sqlalchemy.dialects.postgresql import ARRAY
 
 from delaytasks.core.clock import to_us
 from delaytasks.core.inputs import MAX_PRIORITY
-from delaytasks.core.ports import Entry, Miss, Settlement
+from delaytasks.core.ports import Entry, Executor, Miss, Settlement
 from delaytasks.core.states import FINISHED, MOVES, Status
 from delaytasks.core.task import DelayTask
 from delaytasks.store.attempts import Attempts
@@ -217,6 +217,22 @@ class Claims:
         for part in _parts(sorted(settlements, key=lambda settlement: settlement.task.id)):
             accepted |= self._settle_part(part)
         return accepted
+
+    def complete(self, task: DelayTask, result: str | None, on: Executor) -> bool:
+        """The end of a task that runs, as a part of its processor's own transaction; False if it was taken from it."""
+        t, move = self._t, MOVES["succeed"]
+        self._keys.release(on, task)  # keys before tasks
+        done = {
+            "status": int(move.target),
+            "version": task.version + 1,
+            "error_stack": None,
+            "result": result,
+            "lapses": 0,
+            "lease_until": None,
+            "update_time": db_now(),
+        }
+        is_ours = and_(t.c.id == task.id, t.c.version == task.version, t.c.status.in_([int(s) for s in move.sources]))
+        return bool(on.execute(update(t).where(is_ours).values(**done)).rowcount)
 
     def _settle_part(self, ordered: Sequence[Settlement]) -> set[int]:
         if not any(s.move in MISSES or (s.task.key is not None and s.move != "give_back") for s in ordered):

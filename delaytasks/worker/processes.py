@@ -61,7 +61,14 @@ class Processes:
         claims = shard.store.claims(self.name(os.getpid()), own_address(shard.store.database.url.host))
         surroundings = Surroundings(delays.celery, self.hostname, delays.around)
         return Runner(
-            delays.settings, claims, shard.clock, delays.registry, delays.inline_timer, delays.events, surroundings
+            delays.settings,
+            claims,
+            shard.clock,
+            delays.registry,
+            delays.inline_timer,
+            delays.events,
+            surroundings,
+            delays.unit_for,
         )
 
 

@@ -1,0 +1,13 @@
+"""The run that is under way, for `task.complete`: what a processor is given is a plain value."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+
+class Current(Protocol):
+    def complete(self, id: int, session: Any, result: Any) -> None: ...
+
+
+current_run: ContextVar[Current | None] = ContextVar("delaytasks_run", default=None)

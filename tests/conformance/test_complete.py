@@ -1,0 +1,156 @@
+"""A processor that completes its task in its own transaction: the effect and DONE are there together, or neither."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import Column, Integer, MetaData, Table, func, insert, select
+from sqlalchemy.orm import Session
+
+from delaytasks.core.errors import InvalidScheduleError, LeaseLostError, NotRunningError
+from delaytasks.core.states import Status
+from delaytasks.core.task import DelayTask
+from delaytasks.store.store import Store
+from tests.benches import Bench
+
+credits = Table("complete_credits", MetaData(), Column("task", Integer))
+
+
+@pytest.fixture
+def bench(store: Store) -> Iterator[Bench]:
+    with store.database.begin() as connection:
+        credits.create(connection)
+    yield Bench(store)
+    with store.database.begin() as connection:
+        credits.drop(connection)
+
+
+@contextlib.contextmanager
+def of_session(bench: Bench) -> Iterator[Any]:
+    with Session(bench.store.database.tx) as session, session.begin():
+        yield session
+
+
+@contextlib.contextmanager
+def of_connection(bench: Bench) -> Iterator[Any]:
+    with bench.store.database.begin() as connection:
+        yield connection
+
+
+@pytest.fixture(params=[of_session, of_connection], ids=["session", "connection"])
+def begin(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def effects(bench: Bench) -> int:
+    with bench.store.database.begin() as connection:
+        return int(connection.execute(select(func.count()).select_from(credits)).scalar_one())
+
+
+def processes(bench: Bench, work: Callable[[DelayTask], Any], **options: Any) -> None:
+    bench.registry.processor("credit", **options)(lambda body, task: work(task))
+
+
+def test_the_effect_and_done_are_one_transaction(bench: Bench, begin: Any) -> None:
+    def work(task: DelayTask) -> None:
+        with begin(bench) as session:
+            session.execute(insert(credits).values(task=1))
+            task.complete(session, result={"credited": 1})
+            # Nobody else sees it yet.
+        assert bench.now(task).status is Status.DONE
+
+    processes(bench, work)
+    task = bench.schedule("credit", key="7")
+    bench.run(task)
+    done = bench.now(task)
+    assert (done.status, done.version, done.result, done.lease_until) == (Status.DONE, 2, {"credited": 1}, None)
+    assert effects(bench) == 1
+    assert bench.events.counts["task.succeeded"] == 1
+    assert bench.events.counts["task.lease_lost"] == 0
+    assert bench.schedule("credit", key="7").id != task.id, "its key is free"
+
+
+def test_what_is_rolled_back_takes_done_with_it(bench: Bench, begin: Any) -> None:
+    def work(task: DelayTask) -> None:
+        with begin(bench) as session:
+            session.execute(insert(credits).values(task=1))
+            task.complete(session)
+            raise ConnectionError("busy")
+
+    processes(bench, work, retry="10s")
+    task = bench.schedule("credit")
+    bench.run(task)
+    assert (bench.now(task).status, bench.now(task).attempts) == (Status.NOT_COMPLETE, 1)
+    assert effects(bench) == 0
+
+
+def test_a_run_whose_task_was_taken_away_leaves_no_effect(bench: Bench, begin: Any) -> None:
+    lost: list[LeaseLostError] = []
+
+    def work(task: DelayTask) -> None:
+        bench.change(task, lease_until=bench.clock.now() - timedelta(seconds=1))
+        assert bench.store.sweeps.lapse(5, 10).total == 1
+        try:
+            with begin(bench) as session:
+                session.execute(insert(credits).values(task=1))
+                task.complete(session)
+        except LeaseLostError as error:
+            lost.append(error)
+            raise
+
+    processes(bench, work)
+    task = bench.schedule("credit")
+    bench.run(task)
+    assert [error.id for error in lost] == [task.id]
+    assert (bench.now(task).status, bench.now(task).lapses) == (Status.NOT_COMPLETE, 1)
+    assert effects(bench) == 0
+
+
+def test_who_raises_after_the_commit_has_a_task_that_is_done(bench: Bench) -> None:
+    def work(task: DelayTask) -> None:
+        with of_session(bench) as session:
+            task.complete(session)
+        raise ValueError("too late")
+
+    processes(bench, work, retry="10s")
+    task = bench.schedule("credit")
+    bench.run(task)
+    assert bench.now(task).status is Status.DONE
+    assert len(bench.named("task.raised_late")) == 1
+
+
+def test_a_transaction_that_is_left_open_is_told_of_and_lapses(bench: Bench) -> None:
+    sessions: list[Session] = []
+
+    def work(task: DelayTask) -> None:
+        sessions.append(Session(bench.store.database.tx))
+        task.complete(sessions[0])
+
+    processes(bench, work)
+    task = bench.schedule("credit")
+    bench.run(task)
+    assert len(bench.named("task.left_open")) == 1
+    sessions[0].close()
+    assert bench.now(task).status is Status.RUNNING, "its lease ends some time"
+
+
+def test_complete_is_for_the_run_of_the_task(bench: Bench) -> None:
+    other = bench.schedule("credit")
+    errors: list[Exception] = []
+
+    def work(task: DelayTask) -> None:
+        for call in (lambda: other.complete(object()), lambda: task.complete()):
+            try:
+                call()
+            except Exception as error:
+                errors.append(error)
+
+    processes(bench, work)
+    bench.run(bench.schedule("credit"))
+    with pytest.raises(NotRunningError):
+        other.complete()
+    assert [type(error) for error in errors] == [NotRunningError, InvalidScheduleError]
