@@ -229,6 +229,12 @@ class Routes:
             return [name.shard]
         return self.databases.likely(id_of(name))
 
+    def same(self, task: DelayTask, unit: Unit | None) -> None:
+        """`ShardMismatchError` when the session is elsewhere than a task that was read."""
+        session = self._session(unit)
+        if session not in (None, task.shard):
+            refuse_elsewhere(task.id, [self.shards[task.shard]], session)
+
     def _session(self, unit: Unit | None) -> int | None:
         """The shard that the caller's session is on; with one shard nobody asks."""
         if unit is None or self._is_one:

@@ -272,7 +272,9 @@ class Verbs(ABC):
 
     def unit_for(self, session: Any, task: DelayTask) -> Unit | None:
         """For `task.complete`."""
-        return self._unit(session)
+        unit = self._unit(session)
+        self.routes.same(task, unit)
+        return unit
 
     def _unit(self, session: Any) -> Unit | None:
         return self.ambient_unit() if session is None else unit_of(session)

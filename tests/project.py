@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import time
 from typing import Any
 
 from celery import current_task
+from sqlalchemy import text
 
 from delaytasks import DelayTask, processor
 from delaytasks.api import default
@@ -55,6 +57,23 @@ def exit_politely(body: dict[str, Any]) -> None:
 def abort(body: dict[str, Any], task: DelayTask) -> None:
     note(body, task.id, "aborts", os.getpid())
     os.abort()
+
+
+@processor("test.credit")
+def credit(body: dict[str, Any], task: DelayTask) -> None:
+    """An effect in the tasks' own database; the first attempt kills its process where the body says."""
+
+    def dies(where: str) -> None:
+        if task.attempts == 1 and body.get("dies") == where:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    dies("before")
+    with default().store.database.begin() as connection:
+        connection.execute(text(f"INSERT INTO {body['table']} (task) VALUES (:task)"), {"task": task.id})
+        dies("after the effect")
+        task.complete(connection)
+        dies("after complete")
+    dies("after the commit")
 
 
 @processor("test.sleep")

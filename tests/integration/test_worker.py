@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import insert
+from sqlalchemy import insert, text
 
 from delaytasks import Status
 from delaytasks.store.types import db_now_plus
@@ -206,6 +206,26 @@ def test_a_task_that_kills_its_process_fails_after_its_lapses_and_harms_no_neigh
     assert "3 times in a row" in (d.delays.get(poison).error or "")
     assert len([run for run in d.runs() if run[1] == "aborts"]) == 3
     assert max(d.delays.get(n).attempts for n in neighbours) <= 2, "neighbours run once more at most"
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mysql", "sqlite"])
+def test_an_effect_that_commits_with_its_task_happens_once_wherever_the_process_is_killed(
+    deploy: Deploy, database: str
+) -> None:
+    d = deploy(database)
+    table = d.settings["table_prefix"] + "credits"
+    with d.store.database.begin() as connection:
+        connection.execute(text(f"CREATE TABLE {table} (task bigint)"))
+    d.worker()
+    places = ["before", "after the effect", "after complete", "after the commit", None]
+    tasks = [d.schedule("test.credit", 0.2, body={"table": table, "dies": place}) for place in places * 3]
+    d.wait_for(tasks, deadline_s=60)
+    with d.store.database.begin() as connection:
+        effects = connection.execute(text(f"SELECT task FROM {table}")).scalars().all()
+        connection.execute(text(f"DROP TABLE {table}"))
+    assert sorted(effects) == sorted(task.id for task in tasks)
+    died = [task for task, place in zip(tasks, places * 3, strict=True) if place in places[:3]]
+    assert all(d.delays.get(task).attempts > 1 for task in died)
 
 
 def test_a_killed_workers_tasks_run_elsewhere(deploy: Deploy) -> None:
