@@ -18,6 +18,7 @@ from delaytasks.cli.output import cell, count, print_json, say
 from delaytasks.core.clock import from_us, monotonic
 from delaytasks.core.durations import show_duration
 from delaytasks.core.loop import Loop
+from delaytasks.engine.chunk import ChunkSize
 from delaytasks.engine.sweeper import tell_lapsed
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
     from delaytasks.engine.runner import Report
 
-#: Rows in the first chunk, before anything is known about the processors.
-FIRST_SIZE = 10
 #: Rows in one step of lapsing.
 LAPSE_STEP = 500
 #: Clocks agree better than this; a chunk's rows are claimed after we look at the clock.
@@ -71,7 +70,7 @@ class Drain:
         self._delays = delays
         self._queues = frozenset(queues)
         self._left = limit
-        self._size = FIRST_SIZE
+        self._size = ChunkSize(delays.settings.chunk_time_box_s, delays.settings.chunk_max)
         self._chunk_began_us = delays.clock.now_us()
         self._began_at = monotonic()
         self.is_stopped = False
@@ -137,13 +136,10 @@ class Drain:
         return claimed > 0
 
     def _drain_chunk(self, queue: str, priorities: list[int]) -> Report:
-        size = self._size if self._left is None else min(self._size, self._left)
+        size = self._size.rows if self._left is None else min(self._size.rows, self._left)
         self._chunk_began_us = self._delays.clock.now_us()
         report = self._delays.runner().drain(queue, priorities, size)
-        if report.ran:
-            fitting = self._delays.settings.chunk_time_box_s * report.ran / max(report.seconds, 1e-6)
-            # At most doubled: one quick task says little about the next.
-            self._size = int(min(max(fitting, 1), self._size * 2, self._delays.settings.chunk_max))
+        self._size.learn(report.ran, report.seconds)
         if self._left is not None:
             self._left -= min(report.ran, self._left)
         return report

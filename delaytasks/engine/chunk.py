@@ -1,4 +1,4 @@
-"""Rows claimed together, run one after another, settled together; and the box of time they share."""
+"""Rows claimed together, run one after another, settled together; how many they are, and the box of time they share."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from delaytasks.core.clock import monotonic
 from delaytasks.core.forks import reset_in_child
 from delaytasks.core.ports import Settlement
 from delaytasks.core.task import DelayTask
+
+#: Rows in the first chunk, before anything is known about the processors.
+FIRST_SIZE = 10
+#: How much the last chunk says about the next one.
+LEARNING = 0.3
 
 
 class Chunk:
@@ -42,6 +47,32 @@ class Chunk:
             waiting = list(self._waiting)
             self._waiting.clear()
             return waiting
+
+
+class ChunkSize:
+    """How many rows a chunk is to have: as many as fit the time box, as far as the chunks before it tell."""
+
+    def __init__(self, time_box_s: float, most: int) -> None:
+        self._time_box_s = time_box_s
+        self._most = most
+        self._row_s: float | None = None
+
+    def learn(self, ran: int, seconds: float) -> None:
+        if ran:
+            row_s = seconds / ran
+            known = row_s if self._row_s is None else self._row_s
+            self._row_s = known + LEARNING * (row_s - known)
+
+    @property
+    def rows(self) -> int:
+        if self._row_s is None:
+            return FIRST_SIZE
+        return int(min(max(self._time_box_s / max(self._row_s, 1e-6), 1), self._most))
+
+    @property
+    def fits(self) -> bool:
+        """Whether even one row does; before any ran that is hoped for."""
+        return self._row_s is None or self._row_s < self._time_box_s
 
 
 class TimeBox:

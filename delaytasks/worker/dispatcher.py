@@ -11,14 +11,10 @@ from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
 from delaytasks.core.ports import Entry
 from delaytasks.core.settings import Settings
+from delaytasks.engine.chunk import ChunkSize
 from delaytasks.engine.runner import Report
 from delaytasks.worker.lane import REST_S, Lane, by_shard
 from delaytasks.worker.pool import Job, run_job
-
-#: Rows in the first chunk, before anything is known about the processors.
-FIRST_SIZE = 10
-#: How much the last chunk says about the next one.
-LEARNING = 0.3
 
 
 class Dispatcher:
@@ -48,7 +44,7 @@ class Dispatcher:
         self.lanes = [Lane(number, clock) for number, clock in enumerate(clocks)]
         #: In the order of their turns.
         self._turns = list(self.lanes)
-        self._row_s: float | None = None
+        self._size = ChunkSize(settings.chunk_time_box_s, settings.chunk_max)
         self._is_pumping = False
         self._is_open = True
         self._jobs = 0
@@ -92,9 +88,9 @@ class Dispatcher:
             if not self._is_open:
                 return 0
             chunks = free = self._free()
-            if self._row_s is None or self._row_s < self._settings.chunk_time_box_s:
+            if self._size.fits:
                 chunks += free + sum(lane.began_within(2 * self._settings.chunk_time_box_s) for lane in self.lanes)
-            return max(chunks * self._size() - self.waiting, 0)
+            return max(chunks * self._size.rows - self.waiting, 0)
 
     # -- out --------------------------------------------------------------------------------------
 
@@ -121,7 +117,7 @@ class Dispatcher:
             if not self._is_open or free <= 0:
                 return None
             for lane in self._turns:
-                job = None if lane.is_resting else lane.next_job(self._size(), free, self.sends_events())
+                job = None if lane.is_resting else lane.next_job(self._size.rows, free, self.sends_events())
                 if job is not None:
                     self._turns.remove(lane)
                     self._turns.append(lane)
@@ -133,12 +129,6 @@ class Dispatcher:
             dropped = lane.drop_late(self._settings.grace_s)
             if dropped:
                 self._events.emit("entry.late", count=dropped)
-
-    def _size(self) -> int:
-        if self._row_s is None:
-            return FIRST_SIZE
-        fitting = self._settings.chunk_time_box_s / max(self._row_s, 1e-6)
-        return int(min(max(fitting, 1), self._settings.chunk_max))
 
     def _free(self) -> int:
         return self._slots() - sum(len(lane.in_flight) for lane in self.lanes)
@@ -178,10 +168,7 @@ class Dispatcher:
         with self._lock:
             lane = self.lanes[job.shard]
             lane.in_flight.pop(number, None)
-            if report.ran:
-                row_s = report.seconds / report.ran
-                known = row_s if self._row_s is None else self._row_s
-                self._row_s = known + LEARNING * (row_s - known)
+            self._size.learn(report.ran, report.seconds)
             if job.drain is not None:
                 lane.drained(job.drain, job.priorities, report.is_full, self._is_open)
         if report.early:
