@@ -114,7 +114,7 @@ class TimersUnderFaults:
         d.worker()
         ran_once(d, [d.schedule()])
         tasks = []
-        for how in ("refuse", "swallow"):
+        for how in ("swallow", "refuse"):
             rig.away(how)
             began = time.monotonic()
             tasks += [d.schedule(delay=0.2) for _ in range(5)]
