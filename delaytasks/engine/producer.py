@@ -218,8 +218,9 @@ class Producer:
         near = [entry for entry in (Entry.of(task, to_us) for task in tasks) if entry.due_us <= until]
         if not is_committed:
             near = [entry._replace(due_us=max(entry.due_us, now + COMMIT_US)) for entry in near]
-        if is_committed:  # else it may be right as it was, after all
-            self._timer.disarm([_before(task) for task in tasks if task.version > 0])
+        moved = [task for task in tasks if task.version > 0]
+        if moved and is_committed:  # else what is armed may be right, after all
+            self._timer.disarm(map(_before, moved))
         if near:
             self._timer.arm(near)
 

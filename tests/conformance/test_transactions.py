@@ -460,6 +460,30 @@ def test_moves_belong_to_the_callers_transaction(shop: Shop, ending: str) -> Non
     assert shop.timer.ids == ([moved.id, failed.id] if is_kept else [])
 
 
+@pytest.mark.parametrize("ending", ["commit", "rollback"])
+def test_what_was_armed_before_a_move_is_disarmed_after_its_commit(shop: Shop, ending: str) -> None:
+    d = shop.delays
+    cancelled, moved, replaced = (d.schedule_delay("mail", {}, 5, key=f"k{n}", priority=n) for n in range(3))
+    with shop.session() as session:
+        d.cancel(cancelled, session=session)
+        d.reschedule(moved, 3600, session=session)
+        shop.schedule(session, key="k2", on_conflict="replace", priority=2)
+        shop.schedule(session)
+        assert shop.timer.disarmed == []
+        getattr(session, ending)()
+    old = [(task.id, 0, task.queue, task.priority) for task in (cancelled, moved, replaced)]
+    disarmed = [(entry.id, entry.version, entry.queue, entry.priority) for entry in shop.timer.disarmed]
+    assert disarmed == (old if ending == "commit" else [])
+
+
+def test_just_before_a_commit_that_may_fail_nothing_is_disarmed(shop: Shop) -> None:
+    cancelled, moved = (shop.delays.schedule_delay("mail", {}, 5) for _ in range(2))
+    with shop.engine.begin() as connection:
+        shop.delays.cancel(cancelled, session=connection)
+        shop.delays.reschedule(moved, 3600, session=connection)
+    assert shop.timer.disarmed == []
+
+
 def test_a_task_is_scheduled_and_cancelled_in_one_transaction(shop: Shop) -> None:
     with shop.session() as session:
         task = shop.schedule(session, key="k")

@@ -262,3 +262,15 @@ def test_a_fork_while_another_thread_holds_the_lock_leaves_the_child_a_working_t
     finally:
         goes_on.set()
         holder.join()
+
+
+def test_what_is_disarmed_before_it_is_sent_is_not_sent(
+    slow: SlowTimer, timer: BackgroundTimer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "GATHER_S", 30.0)
+    first, second, other = (Entry(id, version, 0) for id, version in ((1, 0), (1, 1), (2, 0)))
+    timer.arm([one._replace(due_us=entry(1, 100).due_us) for one in (first, second, other)])
+    timer.disarm([first])
+    assert timer.flush(5)
+    assert [(one.id, one.version) for call in slow.calls for one in call] == [(1, 1), (2, 0)]
+    assert slow.disarmed == [first], "it may have been sent long ago"
