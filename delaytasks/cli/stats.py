@@ -15,6 +15,7 @@ from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli
 from delaytasks.cli.output import NOTHING, Cell, cell, coloured, print_fields, print_json, print_table, say
 from delaytasks.cli.times import show_instant
 from delaytasks.core.durations import show_duration
+from delaytasks.core.settings import mask_url
 from delaytasks.core.states import Status
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def _gather(cli: Cli) -> dict[str, Any]:
         }
         for swept in numbers.sweeps(settings.houses)
     ]
+    broker = _broker(delays)
     return {
         "now": show_instant(now),
         "counts": {status.name: count for status, count in store.tasks.counts().items()},
@@ -92,7 +94,8 @@ def _gather(cli: Cli) -> dict[str, Any]:
         "lapsed": numbers.lapsed(settings.lease_s),
         "workers": workers,
         "sweeps": sweeps,
-        "broker": _broker(delays),
+        "broker": broker,
+        "timer": _timer(delays, workers, broker),
         "database": _database(cli, numbers.server()),
         "versions": {
             **{name: _version(name) for name in ("delaytasks", "celery", "sqlalchemy")},
@@ -128,6 +131,17 @@ def _broker(delays: DelayTasks) -> dict[str, Any]:
     return {"url": broker_url(app), "is_up": error is None, "error": error}
 
 
+def _timer(delays: DelayTasks, workers: list[dict[str, Any]], broker: dict[str, Any]) -> dict[str, Any]:
+    """Where near tasks wait: with `redis`, how many of each queue, and how many a worker has just taken."""
+    timer = delays.redis_timer
+    if timer is None:
+        return {"name": "eta", "url": broker["url"], "is_up": broker["is_up"], "queues": {}}
+    names = sorted({delays.settings.default_queue, *(queue for worker in workers for queue in worker["queues"])})
+    counts = timer.counts(names)
+    queues = {name: {"waiting": both[0], "taken": both[1]} for name, both in (counts or {}).items()}
+    return {"name": "redis", "url": mask_url(timer.url), "is_up": counts is not None, "queues": queues}
+
+
 # -- print ----------------------------------------------------------------------------------------
 
 
@@ -139,6 +153,11 @@ def _print_health(found: dict[str, Any], command: str) -> None:
     revision = f"{database['url']} ({database['server']}), revision {database['revision'] or 'unknown'}"
     if database["revision"] != database["head"]:
         revision += f", this version has {database['head']}; run: {command} db upgrade"
+    timer = found["timer"]
+    timer_state = f"{timer['name']}, {timer['url']}: {'up' if timer['is_up'] else 'down'}"
+    near = (f"{name} {counts['waiting'] + counts['taken']:,}" for name, counts in timer["queues"].items())
+    if timer["queues"]:
+        timer_state += f"; near tasks: {', '.join(near)}"
     broker_state = "up" if broker["is_up"] else f"down ({cell(broker['error'])})"
     print_fields(
         [
@@ -146,6 +165,7 @@ def _print_health(found: dict[str, Any], command: str) -> None:
             ("lease over", (f"{found['lapsed']:,}", BAD if found["lapsed"] else "")),
             ("database", revision),
             ("broker", (f"{broker['url']}: {broker_state}", "" if broker["is_up"] else BAD)),
+            ("timer", (timer_state, "" if timer["is_up"] else BAD)),
             ("versions", ", ".join(f"{name} {number}" for name, number in found["versions"].items())),
             ("now", found["now"]),
         ]

@@ -71,7 +71,7 @@ class RedisTimer:
     """Thread-safe, and made anew after a fork. What fails is not tried again: the database is the truth."""
 
     def __init__(self, url: str, settings: Settings, eta: EtaTimer, clock: Clock, events: Events) -> None:
-        self._url = url
+        self.url = url
         self._settings = settings
         self._eta = eta
         self._clock = clock
@@ -266,11 +266,11 @@ class RedisTimer:
             "health_check_interval": CHECK_S,  # a subscription whose other end is gone hears nothing of that
             "protocol": 2,
         }
-        client = redis.Redis.from_url(self._url, **options)
+        client = redis.Redis.from_url(self.url, **options)
         if not client.info("cluster").get("cluster_enabled"):
             return client
         client.close()
-        return RedisCluster.from_url(self._url, **options)
+        return RedisCluster.from_url(self.url, **options)
 
     def close(self) -> None:
         client, self._client = self._client, None

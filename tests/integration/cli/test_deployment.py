@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 
 import pytest
 from sqlalchemy import update
@@ -11,6 +12,7 @@ from sqlalchemy import update
 from delaytasks.store.stats import Stats
 from delaytasks.store.types import db_now_plus
 from tests.integration.cli.project import Project
+from tests.redis_server import RedisServer
 from tests.services import free_port
 
 
@@ -46,6 +48,7 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
     assert found["sweeps"][0]["age_s"] < 30
     assert not found["sweeps"][0]["is_late"]
     assert found["broker"] == {"url": "memory://", "is_up": True, "error": None}
+    assert found["timer"] == {"name": "eta", "url": "memory://", "is_up": True, "queues": {}}
     assert found["database"]["revision"] == found["database"]["head"]
     assert set(found["versions"]) == {"delaytasks", "celery", "sqlalchemy", "python"}
     with store.database.begin() as connection:
@@ -83,6 +86,29 @@ def test_stats_says_that_the_broker_is_away(shop: Project, monkeypatch: pytest.M
     assert json.loads(found.stdout)["broker"]["is_up"] is False
     assert "canary" not in found.output
     assert "canary" not in shop("stats").output
+
+
+def test_stats_says_how_many_near_tasks_wait_in_redis(
+    bare: Project, monkeypatch: pytest.MonkeyPatch, start_redis: Callable[..., RedisServer]
+) -> None:
+    redis = start_redis()
+    redis.client().execute_command("ACL", "SETUSER", "default", "resetpass", ">canary")
+    monkeypatch.setenv("DELAYTASKS_TIMER", "redis")
+    monkeypatch.setenv("DELAYTASKS_REDIS_URL", redis.url.replace("://", "://:canary@"))
+    store = bare.delays.store
+    with store.database.begin() as connection:
+        store.schema.metadata.create_all(connection)
+    store.workers.seen("fresh", ["default", "letters"], "prefork", 2, 0)
+    for delay in (5, 5, 500):
+        bare.schedule("ok", delay)
+    timer = bare.json("stats")["timer"]
+    queues = {"default": {"waiting": 2, "taken": 0}, "letters": {"waiting": 0, "taken": 0}}
+    assert timer == {"name": "redis", "url": redis.url.replace("://", "://:***@"), "is_up": True, "queues": queues}
+    assert re.search(r"^timer +redis, .*: up; near tasks: default 2, letters 0$", bare("stats").stdout, re.MULTILINE)
+    redis.stop()
+    said = bare("stats")
+    assert re.search(r"^timer +redis, .*: down$", said.stdout, re.MULTILINE)
+    assert "canary" not in said.output
 
 
 def test_config_prints_every_setting_with_its_origin(bare: Project, monkeypatch: pytest.MonkeyPatch) -> None:
