@@ -95,3 +95,7 @@ def hold_gil(body: dict[str, Any], task: DelayTask) -> None:
 def note_request(body: dict[str, Any], task: DelayTask) -> None:
     request = current_task.request
     note(body, current_task.name, request.id, request.retries, request.delivery_info["routing_key"])
+
+
+if "DELAYTASKS_TEST_KILL" in os.environ:
+    import tests.killing  # noqa: F401

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from delaytasks import DelayTask, NewTask
 from delaytasks.core.clock import to_us
 from tests.conformance.timer_faults import R1_S, SLACK_S
 from tests.conformance.timers import ran_once
@@ -73,3 +74,25 @@ def test_while_redis_is_away_the_table_is_enough_and_afterwards_near_tasks_are_a
         assert row.execution_time is not None
         assert row.execution_time - row.expected_time < timedelta(seconds=d.settings["grace_s"])
     assert "timer.up" in worker.log()
+
+
+@pytest.mark.parametrize(("step", "comes_back"), [("taken", True), ("handed on", True), ("deleted", False)])
+def test_what_a_killed_mover_had_in_hand_runs_elsewhere_in_time(
+    deploy: Deploy, monkeypatch: pytest.MonkeyPatch, step: str, comes_back: bool
+) -> None:
+    d = deploy()
+    monkeypatch.setenv("DELAYTASKS_TEST_KILL", step)
+    mortal = d.worker()
+    monkeypatch.delenv("DELAYTASKS_TEST_KILL")
+    d.worker()
+    tasks: list[DelayTask] = []
+    due = d.delays.clock.now() + timedelta(seconds=0.5)
+    d.delays.schedule_many([NewTask("test.note", {"file": str(d.file)}, when=due)] * 300, on_batch=tasks.extend)
+    wait_until(mortal.ended, 10, "the worker to be killed")
+    d.wait_for(tasks, deadline_s=R1_S + SLACK_S)
+    assert sorted(int(run[0]) for run in d.runs()) == sorted(task.id for task in tasks), "each once"
+    timer = d.delays.redis_timer
+    assert timer is not None
+    wait_until(lambda: timer.counts(["default"]) == {"default": (0, 0)}, 10, "Redis to be empty")
+    answers = d.delays.celery.control.inspect(timeout=5, destination=[d.node(1)]).stats()
+    assert ("entry.returned" in answers[d.node(1)]["delaytasks"]["events"]) is comes_back

@@ -1,0 +1,35 @@
+"""Kills a worker's main process at the step that DELAYTASKS_TEST_KILL names, once it has entries of a burst in hand."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+
+from delaytasks.timers.redis import RedisTimer, Slot, Taken
+
+STEP = os.environ["DELAYTASKS_TEST_KILL"]
+#: So many at once are a burst.
+MANY = 5
+take, delete = RedisTimer.take, RedisTimer.delete
+
+
+def die_if(step: str, taken: Sequence[Taken] | None) -> None:
+    if step == STEP and sum(len(some.entries) for some in taken or ()) >= MANY:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def take_and_die(timer: RedisTimer, most: Mapping[Slot, int]) -> list[Taken] | None:
+    taken = take(timer, most)
+    die_if("taken", taken)
+    return taken
+
+
+def delete_and_die(timer: RedisTimer, taken: Sequence[Taken]) -> None:
+    die_if("handed on", taken)
+    delete(timer, taken)
+    die_if("deleted", taken)
+
+
+RedisTimer.take = take_and_die  # type: ignore[method-assign]
+RedisTimer.delete = delete_and_die  # type: ignore[method-assign,assignment]
