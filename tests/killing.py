@@ -11,7 +11,7 @@ from delaytasks.timers.redis import RedisTimer, Slot, Taken
 STEP = os.environ["DELAYTASKS_TEST_KILL"]
 #: So many at once are a burst.
 MANY = 5
-take, delete = RedisTimer.take, RedisTimer.delete
+take = RedisTimer.take
 
 
 def die_if(step: str, taken: Sequence[Taken] | None) -> None:
@@ -19,17 +19,12 @@ def die_if(step: str, taken: Sequence[Taken] | None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def take_and_die(timer: RedisTimer, most: Mapping[Slot, int]) -> list[Taken] | None:
-    taken = take(timer, most)
+def take_and_die(timer: RedisTimer, most: Mapping[Slot, int], handed_on: Sequence[Taken] = ()) -> list[Taken] | None:
+    die_if("handed on", handed_on)
+    taken = take(timer, most, handed_on)
+    die_if("deleted", handed_on)
     die_if("taken", taken)
     return taken
 
 
-def delete_and_die(timer: RedisTimer, taken: Sequence[Taken]) -> None:
-    die_if("handed on", taken)
-    delete(timer, taken)
-    die_if("deleted", taken)
-
-
-RedisTimer.take = take_and_die  # type: ignore[method-assign]
-RedisTimer.delete = delete_and_die  # type: ignore[method-assign,assignment]
+RedisTimer.take = take_and_die  # type: ignore[method-assign, assignment]

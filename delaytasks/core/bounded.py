@@ -11,9 +11,9 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def within(limit_s: float, work: Callable[[], T], at_exit: Callable[[], T]) -> T:
+def within(limit_s: float, work: Callable[[], T], at_exit: Callable[[], T] | None = None) -> T:
     """What `work` answers, or `TimeoutError` when that takes longer than `limit_s`: it is done in a thread, which ends
-    it also when nobody waits any more. `at_exit` is called in its place when no thread can be started."""
+    it also when nobody waits any more. When no thread can be started it, or `at_exit`, is done here."""
     answers: SimpleQueue[Future[T]] = SimpleQueue()
 
     def run() -> None:
@@ -27,7 +27,7 @@ def within(limit_s: float, work: Callable[[], T], at_exit: Callable[[], T]) -> T
     try:
         threading.Thread(target=run, name="delaytasks-bounded", daemon=True).start()
     except RuntimeError:  # the interpreter is about to end
-        return at_exit()
+        return (at_exit or work)()
     try:
         return answers.get(timeout=max(limit_s, 0.001)).result()
     except Empty:

@@ -83,7 +83,13 @@ def read_message(args: Any, queue: str) -> Message:
     for item in args[0]:
         if not isinstance(item, list) or len(item) != 4 or not all(type(number) is int for number in item):
             raise ValueError("an entry is [id, version, due, priority]")
-        entries.append(checked_entry(item[0], item[1], item[2], queue, item[3]))
+        try:
+            id = check_id(item[0])
+        except InvalidInputError as error:
+            raise ValueError(str(error)) from None
+        if not (0 <= item[1] < 2**63 and 0 <= item[2] < MAX_DUE_US and _is_priority(item[3])):
+            raise ValueError("version, due or priority is out of range")
+        entries.append(Entry(id, item[1], item[2], queue, item[3]))
     if len(args) == 1:
         return Message(entries)
     options = args[1] if isinstance(args[1], dict) else {}
@@ -93,17 +99,6 @@ def read_message(args: Any, queue: str) -> Message:
     if type(shard) is not int or not 0 <= shard < MAX_SHARDS:
         raise ValueError(f"shard {shard!r:.20}")
     return Message(entries, priorities, shard)
-
-
-def checked_entry(id: int, version: int, due_us: int, queue: str, priority: int) -> Entry:
-    """`ValueError` unless the table's columns can hold it: one such entry would spoil the claim of a whole chunk."""
-    try:
-        check_id(id)
-    except InvalidInputError as error:
-        raise ValueError(str(error)) from None
-    if not (0 <= version < 2**63 and 0 <= due_us < MAX_DUE_US and _is_priority(priority)):
-        raise ValueError("version, due or priority is out of range")
-    return Entry(id, version, due_us, queue, priority)
 
 
 def _is_priority(value: Any) -> bool:

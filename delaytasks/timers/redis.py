@@ -3,15 +3,17 @@ take what falls due."""
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import sha1
 from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
 import redis
 from redis.backoff import NoBackoff
 from redis.cluster import RedisCluster
-from redis.exceptions import RedisClusterException, RedisError
+from redis.exceptions import NoScriptError, RedisClusterException, RedisError
 from redis.retry import Retry
 
 from delaytasks.core.bounded import within
@@ -19,10 +21,11 @@ from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.events import Events
 from delaytasks.core.forks import reset_in_child
+from delaytasks.core.ids import MAX_ID
 from delaytasks.core.inputs import MAX_PRIORITY, is_queue
 from delaytasks.core.ports import Entry
 from delaytasks.core.settings import Settings
-from delaytasks.timers.eta import EtaTimer, checked_entry
+from delaytasks.timers.eta import EtaTimer
 from delaytasks.timers.scripts import ARM, LOT, TAKE
 
 T = TypeVar("T")
@@ -36,6 +39,10 @@ QUICK = 0.1
 #: A connection that was idle for so long is tried first.
 CHECK_S = 15
 OLDEST = (6, 2)
+#: redis-py's cluster client knows scripts in pipelines by their text only.
+_NAMES = {script: sha1(script.encode(), usedforsecurity=False).hexdigest() for script in (ARM, TAKE)}
+#: A member and its score, as TAKE answers; of no more digits than the table's columns can hold.
+_ENTRY = re.compile(rb"(?<!\S)(\d{1,19}):(\d{1,18})(?::(-?\d{1,4}))? (\d{1,14})(?!\S)")
 FAILURES = (RedisError, RedisClusterException, OSError)
 
 
@@ -49,7 +56,7 @@ class Slot(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a mover has to hand on, and then to delete by its ticket."""
+    """What a mover has to hand on; then it is deleted by its ticket."""
 
     slot: Slot
     entries: list[Entry]
@@ -133,7 +140,7 @@ class RedisTimer:
                     words: list[Any] = [self.channel(slot.queue), slot.name]
                     for entry in some[start : start + LOT]:
                         words += (_due_ms(entry), _member(entry))
-                    pipe.execute_command("EVAL", ARM, 2, *self.keys(slot), *words)
+                    pipe.execute_command(*_call(client, ARM), 2, *self.keys(slot), *words)
             pipe.execute()
             return True
 
@@ -158,9 +165,9 @@ class RedisTimer:
 
     # -- for movers -------------------------------------------------------------------------------
 
-    def take(self, most: Mapping[Slot, int]) -> list[Taken] | None:
-        """What is due in each slot, so many entries at most: they are this mover's until it hands them on or RETURN_S
-        is over. None while Redis is away."""
+    def take(self, most: Mapping[Slot, int], handed_on: Iterable[Taken] = ()) -> list[Taken] | None:
+        """What is due in each slot, so many entries at most: they are this mover's until it has handed them on, or
+        RETURN_S is over. What it has handed on is deleted. None while Redis is away."""
         now_us = self._clock.now_us()
         now, late = now_us // 1000, (now_us - int(self._settings.grace_s * 1e6)) // 1000
         back = now + int(RETURN_S * 1000)
@@ -168,24 +175,12 @@ class RedisTimer:
         def work(client: Any) -> list[Taken]:
             pipe = client.pipeline(transaction=False)
             for slot, count in most.items():
-                pipe.execute_command("EVAL", TAKE, 2, *self.keys(slot), now, late, back, min(count, LOT))
-            return [_taken(slot, answer) for slot, answer in zip(most, pipe.execute(), strict=True)]
+                pipe.execute_command(*_call(client, TAKE), 2, *self.keys(slot), now, late, back, min(count, LOT))
+            for some in handed_on:
+                pipe.zremrangebyscore(self.keys(some.slot)[1], some.ticket, some.ticket)
+            return [_taken(slot, answer) for slot, answer in zip(most, pipe.execute(), strict=False)]
 
         return self._attempt(work)
-
-    def delete(self, taken: Iterable[Taken]) -> None:
-        """They are handed on."""
-        tickets = [(self.keys(some.slot)[1], some.ticket) for some in taken if some.entries or some.refused]
-
-        def work(client: Any) -> bool:
-            pipe = client.pipeline(transaction=False)
-            for prepare, ticket in tickets:
-                pipe.zremrangebyscore(prepare, ticket, ticket)
-            pipe.execute()
-            return True
-
-        if tickets:
-            self._attempt(work)
 
     def listen(self, queues: Iterable[str]) -> Any:
         """A subscription to what is armed in these queues before all that waits."""
@@ -234,9 +229,9 @@ class RedisTimer:
             return None
         try:
             if client is not None and self._is_quick:
-                answer = work(client)
+                answer = _with_scripts(client, work)
             else:
-                answer = within(limit_s, lambda: work(self.connect()), at_exit=lambda: work(self.connect()))
+                answer = within(limit_s, lambda: _with_scripts(self.connect(), work))
         except FAILURES as error:
             self._client = None
             self._rests_until = monotonic() + REST_S
@@ -278,6 +273,21 @@ class RedisTimer:
             client.close()
 
 
+def _call(client: Any, script: str) -> tuple[str, str]:
+    """By its name where that can be: to send its text takes longer than to run it."""
+    return ("EVAL", script) if isinstance(client, RedisCluster) else ("EVALSHA", _NAMES[script])
+
+
+def _with_scripts(client: Any, work: Callable[[Any], T]) -> T:
+    """`work(client)`, once more with the scripts if they are not known there."""
+    try:
+        return work(client)
+    except NoScriptError:
+        for script in _NAMES:
+            client.script_load(script)
+        return work(client)
+
+
 def _infos(client: Any) -> list[dict[str, Any]]:
     if isinstance(client, RedisCluster):
         return list(client.info(target_nodes=RedisCluster.PRIMARIES).values())
@@ -295,18 +305,16 @@ def _member(entry: Entry) -> str:
 
 def _taken(slot: Slot, answer: Any) -> Taken:
     was_lost, returned, dropped, levels, ticket, text, waiting, prepared = answer
-    words, entries = text.split(), []
-    for member, due_ms in zip(words[::2], words[1::2], strict=False):
-        try:
-            id, version, priority = map(int, (member if member.count(b":") > 1 else member + b":0").split(b":"))
-            entries.append(checked_entry(id, version, int(due_ms) * 1000, slot.queue, priority))
-        except ValueError:
-            pass  # counted below
+    entries = [
+        Entry(number, int(version), int(due_ms) * 1000, slot.queue, int(priority or 0))
+        for id, version, priority, due_ms in _ENTRY.findall(text)
+        if 0 < (number := int(id)) <= MAX_ID
+    ]
     return Taken(
         slot,
         entries,
         ticket,
-        len(words) // 2 - len(entries),
+        len(text.split()) // 2 - len(entries),
         dropped,
         [int(level) for level in levels.split()],
         returned,

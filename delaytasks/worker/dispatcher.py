@@ -83,14 +83,16 @@ class Dispatcher:
     @property
     def room(self) -> int:
         """How many more entries are welcome: a chunk now for each free process, and another one for each that can be
-        expected to end its chunk soon. What it can not run in time is better left to other workers."""
+        expected to end its chunk soon. What it can not run in time is better left to other workers. None as long as
+        less than half is free: it would cost more to bring a few than to bring many."""
         with self._lock:
             if not self._is_open:
                 return 0
             chunks = free = self._free()
             if self._size.fits:
                 chunks += free + sum(lane.began_within(2 * self._settings.chunk_time_box_s) for lane in self.lanes)
-            return max(chunks * self._size.rows - self.waiting, 0)
+            most, waiting = chunks * self._size.rows, self.waiting
+            return most - waiting if 2 * waiting <= most else 0
 
     # -- out --------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,8 @@ class Mover:
         #: When there is something to do in each slot, in milliseconds.
         self._next: dict[Slot, float] = {}
         self._queues: list[str] = []
+        #: To be deleted in Redis, on the way to what comes next.
+        self._handed_on: list[Taken] = []
         self._looks_at = 0.0
         self._is_starved = self._was_down = False
         self._mover = Loop("mover", self._move, self._events, STUCK_S, self._start_over)
@@ -50,15 +53,17 @@ class Mover:
         """Waits until what was taken is handed on. The ear ends by itself."""
         self._ear.stop(0)
         self._mover.stop()
+        self._timer.take({}, self._handed_on)
 
     # -- move -------------------------------------------------------------------------------------
 
     def _move(self) -> float:
         asked, rest_s = self._due()
-        if not asked:
+        if not asked and not self._handed_on:
             return rest_s
+        handed_on, self._handed_on = self._handed_on, []
         try:
-            taken = self._timer.take(asked)
+            taken = self._timer.take(asked, handed_on)
             if taken is None:
                 self._was_down = True
                 self._look_at_all()
@@ -68,7 +73,6 @@ class Mover:
                 for some in taken:  # what was heard meanwhile may be earlier
                     self._next[some.slot] = min(self._next[some.slot], some.next_ms)
             self._hand_on(taken)
-            self._timer.delete(taken)
         except BaseException:
             self._look_at_all()
             raise
@@ -90,9 +94,9 @@ class Mover:
             if left_s <= 0:
                 self._looks_at, left_s = monotonic() + LOOK_S, LOOK_S
                 self._next = dict.fromkeys(self._next, LOOK_NOW)
-            due = [slot for slot, at in self._next.items() if at * 1000 <= now_us]
+            due = {slot: at for slot, at in self._next.items() if at * 1000 <= now_us}
             if due and room:
-                asked = {slot: 0 for slot in due if self._next[slot] == LOOK_NOW}
+                asked = {slot: 0 for slot, at in due.items() if at == LOOK_NOW}
                 asked |= share(room, due)
                 self._next |= dict.fromkeys(asked, NEVER)
                 return asked, 0
@@ -103,6 +107,7 @@ class Mover:
 
     def _hand_on(self, taken: list[Taken]) -> None:
         self._desk.hold(list(chain.from_iterable(some.entries for some in taken)))
+        self._handed_on = [some for some in taken if some.entries or some.refused]
         for some in taken:
             if some.dropped:
                 self._events.emit("entry.late", count=some.dropped)
@@ -167,10 +172,11 @@ class Mover:
         self._mover.wake()
 
 
-def share(room: int, due: list[Slot]) -> dict[Slot, int]:
-    """Of the highest priority first; and no slot's one entry beyond what can be run."""
+def share(room: int, due: Mapping[Slot, float]) -> dict[Slot, int]:
+    """How much to take of which of the slots that are due, by their times: of the highest priority first, then of
+    those that were due first; and of no more slots than there is room for."""
     first = max(slot.priority for slot in due)
-    chosen = [slot for slot in due if slot.priority == first]
-    if room < len(chosen):
-        chosen = random.sample(chosen, room)
-    return dict.fromkeys(chosen, -(-room // len(chosen)))
+    slots = [slot for slot in due if slot.priority == first]
+    random.shuffle(slots)  # or all workers would come to the same one
+    slots = sorted(slots, key=due.__getitem__)[:room]
+    return dict.fromkeys(slots, -(-room // len(slots)))

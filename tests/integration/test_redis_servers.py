@@ -174,7 +174,7 @@ def test_users_with_the_rights_that_the_docs_name_can_do_their_work_and_no_more(
     worker.timer.check()
     taken = worker.take()
     assert [entry.id for some in taken for entry in some.entries] == [1]
-    worker.timer.delete(taken)
+    worker.timer.take({}, taken)
     assert worker.timer.counts(["default"]) == {"default": (0, 0)}
     assert web.events.counts["timer.down"] == worker.events.counts["timer.down"] == 0
     for refused in (["GET", "x"], ["ZADD", "x", 1, "y"], ["FLUSHALL"], ["PUBLISH", "x", "y"]):
@@ -282,5 +282,5 @@ def test_in_a_cluster_the_same_users_need_the_rights_that_the_docs_add(
     worker.timer.check()
     taken = worker.take()
     assert sum(len(some.entries) for some in taken) == 100
-    worker.timer.delete(taken)
+    worker.timer.take({}, taken)
     assert worker.events.counts["timer.down"] == 0

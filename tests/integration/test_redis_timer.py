@@ -76,9 +76,9 @@ def test_while_redis_is_away_the_table_is_enough_and_afterwards_near_tasks_are_a
     assert "timer.up" in worker.log()
 
 
-@pytest.mark.parametrize(("step", "comes_back"), [("taken", True), ("handed on", True), ("deleted", False)])
+@pytest.mark.parametrize("step", ["taken", "handed on", "deleted"])
 def test_what_a_killed_mover_had_in_hand_runs_elsewhere_in_time(
-    deploy: Deploy, monkeypatch: pytest.MonkeyPatch, step: str, comes_back: bool
+    deploy: Deploy, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     d = deploy()
     monkeypatch.setenv("DELAYTASKS_TEST_KILL", step)
@@ -94,5 +94,6 @@ def test_what_a_killed_mover_had_in_hand_runs_elsewhere_in_time(
     timer = d.delays.redis_timer
     assert timer is not None
     wait_until(lambda: timer.counts(["default"]) == {"default": (0, 0)}, 10, "Redis to be empty")
-    answers = d.delays.celery.control.inspect(timeout=5, destination=[d.node(1)]).stats()
-    assert ("entry.returned" in answers[d.node(1)]["delaytasks"]["events"]) is comes_back
+    if step != "deleted":
+        answers = d.delays.celery.control.inspect(timeout=5, destination=[d.node(1)]).stats()
+        assert answers[d.node(1)]["delaytasks"]["events"]["entry.returned"] >= 5

@@ -102,7 +102,7 @@ class Model(RuleBasedStateMachine):
         """As late as it may be: what went back or was armed again meanwhile is nobody's to delete."""
         if self.taken:
             some = self.taken.pop(data.draw(st.integers(0, len(self.taken) - 1)))
-            self.timer.delete([some])
+            self.timer.take({}, [some])
             for entry in some.entries:
                 name = (entry.id, entry.version, entry.priority)
                 if self.prepared.get(name) == some.ticket and self.timer.slot(entry) == some.slot:
@@ -145,7 +145,7 @@ def test_movers_at_once_hand_on_each_entry_once_and_what_one_lets_fall_comes_aga
                 fallen[mover] += ids
             else:
                 handed[mover] += ids
-                bench.timer.delete(taken)
+                bench.timer.take({}, taken)
 
     with ThreadPoolExecutor(movers) as pool:
         list(pool.map(move, range(movers)))

@@ -167,8 +167,10 @@ def test_there_is_room_for_a_chunk_and_the_next_one_of_each_process(bench: Bench
     assert bench.dispatcher.room == 40, "two processes, ten rows in a first chunk"
     bench.dispatcher.take(bench.entries(15))
     assert bench.dispatcher.room == 20, "both work, and nothing waits"
-    bench.dispatcher.take(bench.entries(15, start=100))
-    assert bench.dispatcher.room == 5
+    bench.dispatcher.take(bench.entries(5, start=100))
+    assert bench.dispatcher.room == 15
+    bench.dispatcher.take(bench.entries(6, start=200))
+    assert bench.dispatcher.room == 0, "not worth the way"
     bench.dispatcher.close()
     assert bench.dispatcher.room == 0
 

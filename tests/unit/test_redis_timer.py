@@ -117,7 +117,7 @@ def test_disarming_takes_out_exactly_one_version_wherever_it_is(bench: Bench) ->
 def test_what_is_handed_on_is_deleted_and_nothing_else(bench: Bench) -> None:
     bench.timer.arm([bench.entry(id) for id in range(1, 101)])
     first, second = bench.take(1), bench.take(1)
-    bench.timer.delete(first)
+    bench.timer.take({}, first)
     left = {b"%d:0" % entry.id for some in second for entry in some.entries}
     assert len(left) == bench.settings.redis_slots
     assert set(bench.members("prepare")) == left
@@ -202,7 +202,7 @@ def test_strangers_members_are_counted_and_spoil_nothing(bench: Bench) -> None:
     taken = bench.take()
     assert {some.refused for some in taken} == {len(wrong)}
     assert [entry.id for some in taken for entry in some.entries] == [1]
-    bench.timer.delete(taken)
+    bench.timer.take({}, taken)
     assert bench.members("prepare") == []
 
 
