@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from delaytasks.callbacks.addresses import Guard
@@ -55,15 +55,15 @@ class Parts:
         stores = [Store(url, settings, number) for number, url in enumerate(urls_of(settings))]
         self._databases = Shards(stores, settings.shards_before)
         clock = Clock(measure)
+        clocks = [clock, *(Clock(store.tasks.now) for store in stores[1:])]
         self.publisher = Publisher(app, settings.namespace, settings.publish_limit_s, events)
         eta = EtaTimer(self.publisher, clock)
-        self.redis_timer = self._make_redis_timer(eta, clock) if settings.timer == "redis" else None
+        self.redis_timer = self._make_redis_timer(eta, clocks) if settings.timer == "redis" else None
         self.inline_timer: Timer = self.redis_timer or eta
         self.timer: Timer = (
             BackgroundTimer(self.inline_timer, clock) if settings.arm == "background" else self.inline_timer
         )
         self.queues = Queues(settings, registry)
-        clocks = [clock, *(Clock(store.tasks.now) for store in stores[1:])]
         self.http_callbacks = HttpCallbacks(settings, Guard(settings.callback_allow), clock)
         shards = [self._make_shard(*both, registry) for both in zip(stores, clocks, strict=True)]
         self.routes = Routes(shards, self._databases, Placing(len(stores), events))
@@ -78,11 +78,11 @@ class Parts:
         url = store.database.url.render_as_string(hide_password=False)
         return Shard(number, url, new_id, clock, sweeper, producer, self._databases)
 
-    def _make_redis_timer(self, eta: EtaTimer, clock: Clock) -> RedisTimer:
+    def _make_redis_timer(self, eta: EtaTimer, clocks: Sequence[Clock]) -> RedisTimer:
         from delaytasks.timers.redis import RedisTimer  # and with it a client that other deployments need not load
 
         url = redis_url(self.settings.redis_url, self._app.conf.broker_url)
-        return RedisTimer(url, self.settings, eta, clock, self._events)
+        return RedisTimer(url, self.settings, eta, clocks, self._events)
 
     def check_broker_timeouts(self) -> None:
         """Our messages are acknowledged on receipt; but they may wait unacknowledged in a worker that is blocked."""

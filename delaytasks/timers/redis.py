@@ -21,7 +21,7 @@ from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.events import Events
 from delaytasks.core.forks import reset_in_child
-from delaytasks.core.ids import MAX_ID
+from delaytasks.core.ids import MAX_ID, shard_of
 from delaytasks.core.inputs import MAX_PRIORITY, is_queue
 from delaytasks.core.ports import Entry
 from delaytasks.core.settings import Settings
@@ -77,11 +77,12 @@ class Taken(NamedTuple):
 class RedisTimer:
     """Thread-safe, and made anew after a fork. What fails is not tried again: the database is the truth."""
 
-    def __init__(self, url: str, settings: Settings, eta: EtaTimer, clock: Clock, events: Events) -> None:
+    def __init__(self, url: str, settings: Settings, eta: EtaTimer, clocks: Sequence[Clock], events: Events) -> None:
         self.url = url
         self._settings = settings
         self._eta = eta
-        self._clock = clock
+        #: Of each shard's database; slots go by the first one.
+        self._clocks = clocks
         self._events = events
         self._slots: dict[str, list[Slot]] = {}
         self.is_up = True
@@ -127,10 +128,18 @@ class RedisTimer:
                 found.setdefault(self.slot(entry), []).append(entry)
         return found
 
+    def _shifted(self, entries: Iterable[Entry], sign: int) -> Iterable[Entry]:
+        """Due by the first shard's clock (1) instead of their own one's, or the other way round (-1)."""
+        if len(self._clocks) == 1:
+            return entries
+        now_us = self._clocks[0].now_us()
+        ahead_us = {number: sign * (now_us - clock.now_us()) for number, clock in enumerate(self._clocks)}
+        return [entry._replace(due_us=entry.due_us + ahead_us.get(shard_of(entry.id), 0)) for entry in entries]
+
     # -- the timer --------------------------------------------------------------------------------
 
     def arm(self, entries: Iterable[Entry]) -> bool:
-        slots = self._by_slot(entries)
+        slots = self._by_slot(self._shifted(entries, 1))
 
         def work(client: Any) -> bool:
             pipe = client.pipeline(transaction=False)
@@ -168,7 +177,7 @@ class RedisTimer:
     def take(self, most: Mapping[Slot, int], handed_on: Iterable[Taken] = ()) -> list[Taken] | None:
         """What is due in each slot, so many entries at most: they are this mover's until it has handed them on, or
         RETURN_S is over. What it has handed on is deleted. None while Redis is away."""
-        now_us = self._clock.now_us()
+        now_us = self._clocks[0].now_us()
         now, late = now_us // 1000, (now_us - int(self._settings.grace_s * 1e6)) // 1000
         back = now + int(RETURN_S * 1000)
 
@@ -178,7 +187,8 @@ class RedisTimer:
                 pipe.execute_command(*_call(client, TAKE), 2, *self.keys(slot), now, late, back, min(count, LOT))
             for some in handed_on:
                 pipe.zremrangebyscore(self.keys(some.slot)[1], some.ticket, some.ticket)
-            return [_taken(slot, answer) for slot, answer in zip(most, pipe.execute(), strict=False)]
+            taken = [_taken(slot, answer) for slot, answer in zip(most, pipe.execute(), strict=False)]
+            return [some._replace(entries=list(self._shifted(some.entries, -1))) for some in taken]
 
         return self._attempt(work)
 

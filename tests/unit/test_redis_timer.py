@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from delaytasks.core.clock import ManualClock
+from delaytasks.core.clock import ManualClock, wall_ms
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.events import Events
+from delaytasks.core.ids import IdMaker, shard_of
 from delaytasks.core.ports import Entry
 from delaytasks.core.settings import Settings
 from delaytasks.parts import redis_url as url_for
@@ -30,7 +31,7 @@ class Bench:
         usual = {"timer": "redis", "namespace": "t" + secrets.token_hex(4), "publish_limit_s": 10}
         self.settings = Settings(**{**usual, **settings})
         publisher = Publisher(Celery(broker="memory://"), self.settings.namespace, 0.5, self.events)
-        self.timer = RedisTimer(url, self.settings, EtaTimer(publisher, self.clock), self.clock, self.events)
+        self.timer = RedisTimer(url, self.settings, EtaTimer(publisher, self.clock), [self.clock], self.events)
 
     def entry(self, id: int, in_ms: float = 0, **fields: Any) -> Entry:
         return Entry(id, fields.pop("version", 0), self.clock.now_us() + int(in_ms * 1000), **fields)
@@ -232,3 +233,16 @@ def test_no_redis_is_an_error_that_names_the_setting_and_no_password(given: str,
     with pytest.raises(ConfigError, match=r"delaytasks_redis_url") as caught:
         url_for(given, broker)
     assert "secret" not in str(caught.value)
+
+
+def test_entries_of_a_database_whose_clock_goes_wrong_are_due_by_its_own_time(bench: Bench) -> None:
+    other = ManualClock(datetime(2030, 1, 1, 0, 0, 30, tzinfo=timezone.utc))
+    bench.timer._clocks = [bench.clock, other]
+    first = bench.entry(1, 500)
+    second = Entry(IdMaker(wall_ms, shard=1)(), 0, other.now_us() + 500_000)
+    assert (shard_of(first.id), shard_of(second.id)) == (0, 1)
+    bench.timer.arm([first, second])
+    assert bench.take_ids() == []
+    for clock in (bench.clock, other):
+        clock.advance(0.5)
+    assert {entry for some in bench.take() for entry in some.entries} == {first, second}, "each with its own time"
