@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,15 @@ def mysql_url(services: Services) -> Iterator[str]:
     yield from _own(_url(services, "mysql"))
 
 
-def _own(url: str) -> Iterator[str]:
-    mine, drop = own_database(url)
+@pytest.fixture(scope="session")
+def shard_urls(services: Services, postgresql_url: str, mysql_url: str) -> Iterator[list[str]]:
+    """Three databases: two of PostgreSQL, one of MariaDB or MySQL."""
+    for second in _own(_url(services, "postgresql"), "_second"):
+        yield [postgresql_url, second, mysql_url]
+
+
+def _own(url: str, part: str = "") -> Iterator[str]:
+    mine, drop = own_database(url, part)
     yield mine
     drop()
 
@@ -104,7 +111,7 @@ def database_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     return url
 
 
-def settings_for(url: str, **changes: Any) -> Settings:
+def settings_for(url: str | Sequence[str], **changes: Any) -> Settings:
     return load_settings({}, {}, database_url=url, **changes)
 
 

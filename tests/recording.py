@@ -34,7 +34,7 @@ class RecordingTimer:
         return [entry.id for entry in self.armed]
 
 
-def delays_on(url: str, **settings: Any) -> DelayTasks:
+def delays_on(url: str | Sequence[str], **settings: Any) -> DelayTasks:
     """On a broker in memory."""
     app = Celery("test", broker="memory://", set_as_current=False)
     return DelayTasks(app, url, **settings)
@@ -43,5 +43,6 @@ def delays_on(url: str, **settings: Any) -> DelayTasks:
 def record(delays: DelayTasks) -> RecordingTimer:
     """From now on `delays` arms this timer."""
     timer = RecordingTimer()
-    delays.producer._timer = timer
+    for shard in delays.shards:
+        shard.producer._timer = timer
     return timer

@@ -237,9 +237,9 @@ def _shown(url: str) -> str:
     return url.rpartition("@")[2].partition("://")[2] or url.rpartition("@")[2]
 
 
-def own_database(url: str) -> tuple[str, Callable[[], None]]:
+def own_database(url: str, part: str = "") -> tuple[str, Callable[[], None]]:
     """A new database beside the one named, and how to drop it: nothing of anybody else's is touched."""
-    name = f"dt_test_{os.getpid()}"
+    name = f"dt_test_{os.getpid()}{part}"
     place = make_url(url)
     is_postgresql = place.get_backend_name() == "postgresql"
     drop = f"DROP DATABASE IF EXISTS {name}" + (" WITH (FORCE)" if is_postgresql else "")

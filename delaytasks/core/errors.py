@@ -147,7 +147,11 @@ class StoreError(DelayTaskError):
 
 
 class StoreUnavailableError(StoreError):
-    """The database can not be reached, or stays busy; nothing was done."""
+    """The database can not be reached, or stays busy; nothing was done. Of several, `shard` is the one that is down."""
+
+    def __init__(self, message: str, shard: int | None = None) -> None:
+        super().__init__(message)
+        self.shard = shard
 
 
 class OutcomeUnknownError(StoreError):

@@ -95,8 +95,9 @@ class Placing:
         try:
             answer = work(number)
         except StoreUnavailableError as error:
-            self._rests_until[number] = monotonic() + REST_S
-            self._events.emit("store.down", error=str(error), shard=number)
+            if error.shard is not None:  # else it is only busy
+                self._rests_until[error.shard] = monotonic() + REST_S
+                self._events.emit("store.down", error=str(error), shard=error.shard)
             raise
         finally:
             with self._lock:

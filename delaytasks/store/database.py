@@ -26,6 +26,7 @@ from delaytasks.store.failures import (
     forget_details,
     is_conflict,
     is_disconnect,
+    name_of,
     translate,
     unknown_outcome,
 )
@@ -115,9 +116,10 @@ def place_of(url: URL) -> tuple[str, str | None, int | None, str | None]:
 class Database:
     """Two engines on one database: `auto` for single statements, `begin()` for transactions."""
 
-    def __init__(self, url: str, pool_size: int = 5, name: str = "the database") -> None:
+    def __init__(self, url: str, pool_size: int = 5, shard: int | None = None) -> None:
         self.url = normalize_url(url)
-        self._name = name
+        #: Which one it is of several.
+        self._shard = shard
         self.can = capabilities_of(self.url.get_backend_name())
         self._pool_size = pool_size
         self._lock = threading.Lock()
@@ -155,7 +157,7 @@ class Database:
             with engine.connect().execution_options(yield_per=size) as connection:
                 yield from connection.execute(query).partitions()
         except exc.DBAPIError as error:
-            raise translate(error, name=self._name) from error
+            raise translate(error, shard=self._shard) from error
 
     def owns(self, connection: Any) -> bool:
         """Whether it is one of ours, and not a caller's."""
@@ -192,11 +194,11 @@ class Database:
                 is_over = attempt == tries or time.monotonic() - began > RETRY_FOR_S
                 if is_over or not (is_conflict(error) or is_disconnect(error)):
                     forget_details(error)
-                    raise translate(error, unknown_id if is_sent else None, self._name) from error
+                    raise translate(error, unknown_id if is_sent else None, self._shard) from error
                 time.sleep(random.uniform(0.01, 0.05) * 2**attempt)
             except exc.TimeoutError as error:
                 raise StoreUnavailableError(
-                    f"{self._name} has no free connection (setting pool_size = {self._pool_size}): {error}"
+                    f"{name_of(self._shard)} has no free connection (setting pool_size = {self._pool_size}): {error}"
                 ) from error
         raise AssertionError("unreachable")
 

@@ -110,17 +110,21 @@ def unknown_outcome(reason: str, id: int) -> OutcomeUnknownError:
     )
 
 
-def translate(error: exc.DBAPIError, unknown_id: int | None = None, name: str = "the database") -> DelayTaskError:
+def name_of(shard: int | None) -> str:
+    return "the database" if shard is None else f"shard {shard}"
+
+
+def translate(error: exc.DBAPIError, unknown_id: int | None = None, shard: int | None = None) -> DelayTaskError:
     """The typed error for a driver's error. Its own text says no values: those may be secrets."""
-    reason = reason_of(error)
+    reason, name = reason_of(error), name_of(shard)
     if unknown_id is not None:
         return unknown_outcome(reason, unknown_id)
     if is_disconnect(error):
-        return StoreUnavailableError(f"{name} can not be reached: {reason}")
+        return StoreUnavailableError(f"{name} can not be reached: {reason}", shard)
     if is_conflict(error):
         return StoreUnavailableError(f"{name} stayed busy for {TRIES} tries: {reason}")
     if is_unable(error):
-        return StoreUnavailableError(f"{name} can not work now: {reason}")
+        return StoreUnavailableError(f"{name} can not work now: {reason}", shard)
     if "no such table" in reason or "does not exist" in reason or "doesn't exist" in reason:
         return StoreError(f"the tables of {name} are missing or old ({reason}); {REMEDY}")
     return StoreError(f"{name} refused: {reason}")

@@ -21,8 +21,7 @@ from delaytasks.store.workers import Workers
 class Store:
     def __init__(self, url: str, settings: Settings, shard: int = 0) -> None:
         self.shard = shard
-        name = f"shard {shard}" if len(settings.database_url) > 1 else "the database"
-        self.database = Database(url, settings.pool_size, name)
+        self.database = Database(url, settings.pool_size, shard if len(settings.database_url) > 1 else None)
         self.schema = build_schema(settings.table_prefix, settings.table_schema, shard)
         self.tasks = Tasks(self.database, self.schema)
         self.touches = Touches(self.database, self.schema)

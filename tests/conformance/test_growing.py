@@ -1,0 +1,271 @@
+"""A shard is added: processes that know it and processes that do not work on the same keys at the same time."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import pytest
+from sqlalchemy import create_engine, delete
+from sqlalchemy.orm import Session
+
+from delaytasks import DelayTask, DelayTasks, NewTask, Status
+from delaytasks.core.errors import DuplicateTaskError, ShardMismatchError, TaskNotFoundError
+from delaytasks.core.ids import shard_of
+from delaytasks.core.ports import OnConflict
+from tests.several import TAG, Several, keys_of
+
+
+@pytest.fixture(scope="module", params=["MariaDB added", "to MariaDB"])
+def module_shards(shard_urls: list[str], request: pytest.FixtureRequest) -> Iterator[Several]:
+    made = Several(shard_urls if request.param == "MariaDB added" else shard_urls[::-1])
+    yield made
+    made.close()
+
+
+class Growth(NamedTuple):
+    """From one database to two, or from two to three, as processes that do not know it and those that do see it."""
+
+    shards: Several
+    old: DelayTasks
+    new: DelayTasks
+    #: A key that moves from `home` to the new shard.
+    key: str
+    home: int
+    added: int
+
+    def schedule(self, delays: DelayTasks, on_conflict: OnConflict = "reject", **options: Any) -> DelayTask:
+        return delays.schedule_delay(TAG, None, 60, key=self.key, on_conflict=on_conflict, **options)
+
+    @property
+    def live(self) -> list[tuple[int, int]]:
+        """(id, shard) of each."""
+        return [(task.id, task.shard) for task in self.shards.live(self.key)]
+
+
+@pytest.fixture(params=[1, 2])
+def growth(module_shards: Several, request: pytest.FixtureRequest) -> Growth:
+    module_shards.empty()
+    before = int(request.param)
+    old, new = module_shards.delays(before), module_shards.delays(before + 1, shards_before=before)
+    home = before - 1
+    key = next(keys_of(before, before + 1, before, home))
+    return Growth(module_shards, old, new, key, home, before)
+
+
+# -- a task that was there before -----------------------------------------------------------------
+
+
+def test_a_task_that_was_there_is_found_and_keeps_its_key_and_its_place(growth: Growth) -> None:
+    was = growth.schedule(growth.old)
+    assert was.shard == growth.home
+    assert growth.new.get(tag=TAG, key=growth.key).id == was.id
+    with pytest.raises(DuplicateTaskError) as caught:
+        growth.schedule(growth.new)
+    assert caught.value.id == was.id
+    assert growth.schedule(growth.new, "keep").id == was.id
+    replaced = growth.schedule(growth.new, "replace")
+    assert (replaced.id, replaced.version, replaced.shard) == (was.id, 1, growth.home)
+    assert growth.new.touch(tag=TAG, key=growth.key, delay=500)
+    assert growth.new.touch_many(tag=TAG, keys=[growth.key], delay=600) == []
+    assert growth.live == [(was.id, growth.home)]
+    assert growth.new.cancel(tag=TAG, key=growth.key)
+    assert growth.schedule(growth.new).shard == growth.added
+
+
+def test_a_task_that_runs_is_replaced_by_one_in_the_new_shard(growth: Growth) -> None:
+    was = growth.schedule(growth.old)
+    growth.shards.set_status(was, Status.RUNNING)
+    assert growth.schedule(growth.new, "keep").id == was.id
+    made = growth.schedule(growth.new, "replace")
+    assert (made.shard, shard_of(made.id)) == (growth.added, growth.added)
+    assert growth.new.get(tag=TAG, key=growth.key).id == made.id
+    with pytest.raises(DuplicateTaskError):
+        growth.schedule(growth.new)
+
+
+# -- a task in the new shard ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_conflict", ["reject", "keep", "replace"])
+def test_who_does_not_know_the_shard_does_not_take_a_key_that_is_there(growth: Growth, on_conflict: OnConflict) -> None:
+    made = growth.schedule(growth.new)
+    assert made.shard == growth.added
+    with pytest.raises(
+        DuplicateTaskError, match=rf"names shard {growth.added}.*longer delaytasks_database_url"
+    ) as caught:
+        growth.schedule(growth.old, on_conflict)
+    assert caught.value.id == made.id
+    assert growth.live == [(made.id, growth.added)]
+
+
+def test_in_the_new_shard_conflicts_are_as_anywhere(growth: Growth) -> None:
+    made = growth.schedule(growth.new)
+    with pytest.raises(DuplicateTaskError):
+        growth.schedule(growth.new)
+    assert growth.schedule(growth.new, "keep").id == made.id
+    assert growth.schedule(growth.new, "replace").version == 1
+    growth.shards.finish(growth.new.reschedule(made.id, 0))
+    again = growth.schedule(growth.new)
+    assert growth.live == [(again.id, growth.added)]
+
+
+def test_who_died_after_it_reserved_a_key_keeps_it_from_nobody(growth: Growth) -> None:
+    dead = growth.new.shards[growth.added].producer.build(NewTask(TAG, None, 60, key=growth.key), "reject")
+    assert growth.shards.stores[growth.home].tasks.holders.point(dead, "reject") is None
+    with pytest.raises(TaskNotFoundError):
+        growth.new.get(tag=TAG, key=growth.key)
+    with pytest.raises(DuplicateTaskError, match="which is not here"):
+        growth.schedule(growth.old)
+    made = growth.schedule(growth.new)
+    assert growth.live == [(made.id, growth.added)]
+
+
+def test_a_key_that_is_taken_right_after_it_was_reserved_is_not_taken_twice(growth: Growth) -> None:
+    """Somebody thought its reservation dead, and removed it."""
+    home = growth.shards.stores[growth.home]
+    holders = growth.new.shards[growth.home].store.tasks.holders
+    point, taken = holders.point, []
+
+    def point_and_lose(task: DelayTask, on_conflict: OnConflict) -> tuple[DelayTask, bool] | None:
+        answer = point(task, on_conflict)
+        if not taken:
+            with home.database.begin() as connection:
+                connection.execute(delete(home.schema.keys))
+            taken.append(growth.schedule(growth.old))
+        return answer
+
+    holders.point = point_and_lose  # type: ignore[method-assign]
+    with pytest.raises(DuplicateTaskError):
+        growth.schedule(growth.new)
+    assert growth.live == [(taken[0].id, growth.home)]
+
+
+# -- retried --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_over", [False, True], ids=["while it grows", "afterwards"])
+def test_an_old_task_that_is_retried_has_its_key_again_in_its_old_place(growth: Growth, is_over: bool) -> None:
+    was = growth.schedule(growth.old)
+    growth.old.cancel(was)
+    new = growth.shards.delays(growth.added + 1) if is_over else growth.new
+    assert new.retry(was.id, 60).shard == growth.home
+    with pytest.raises(DuplicateTaskError) as caught:
+        growth.schedule(new)
+    assert caught.value.id == was.id
+    assert new.get(tag=TAG, key=growth.key).id == was.id
+    assert growth.schedule(new, "keep").id == was.id
+    assert growth.schedule(new, "replace").id == was.id
+    assert new.touch_many(tag=TAG, keys=[growth.key], delay=500) == []
+    assert growth.live == [(was.id, growth.home)]
+    growth.shards.finish(new.reschedule(was.id, 0))
+    assert growth.schedule(new).shard == growth.added
+
+
+@pytest.mark.parametrize("is_over", [False, True], ids=["while it grows", "afterwards"])
+def test_an_old_task_is_not_retried_while_another_one_has_its_key(growth: Growth, is_over: bool) -> None:
+    was = growth.schedule(growth.old)
+    growth.old.cancel(was)
+    new = growth.shards.delays(growth.added + 1) if is_over else growth.new
+    made = growth.schedule(new)
+    assert made.shard == growth.added
+    with pytest.raises(DuplicateTaskError) as caught:
+        new.retry(was.id)
+    assert caught.value.id == made.id
+    assert growth.live == [(made.id, growth.added)]
+
+
+# -- a caller's session ---------------------------------------------------------------------------
+
+
+def test_a_key_that_is_scheduled_in_an_open_transaction_is_waited_for(growth: Growth) -> None:
+    engine = create_engine(growth.shards.urls[growth.added])
+    with Session(engine) as session, ThreadPoolExecutor() as threads:
+        made = growth.schedule(growth.new, session=session)
+        other = threads.submit(
+            growth.schedule, growth.shards.delays(growth.added + 1, shards_before=growth.added), "keep"
+        )
+        with pytest.raises(DuplicateTaskError):
+            growth.schedule(growth.old)
+        session.commit()
+        assert other.result(20).id == made.id
+        assert growth.live == [(made.id, growth.added)]
+        growth.new.cancel(made)
+        growth.schedule(growth.new, session=session)
+        session.rollback()
+        again = growth.schedule(growth.new)
+        assert growth.live == [(again.id, growth.added)]
+    engine.dispose()
+
+
+def test_a_task_that_is_retried_in_an_open_transaction_is_waited_for(growth: Growth) -> None:
+    was = growth.schedule(growth.old)
+    growth.old.cancel(was)
+    engine = create_engine(growth.shards.urls[growth.home])
+    with Session(engine) as session, ThreadPoolExecutor() as threads:
+        growth.new.retry(was.id, 60, session=session)
+        other = threads.submit(growth.schedule, growth.shards.delays(growth.added + 1), "keep")
+        with pytest.raises(futures.TimeoutError):
+            other.result(0.5)
+        session.commit()
+        assert other.result(20).id == was.id
+    engine.dispose()
+    assert growth.live == [(was.id, growth.home)]
+
+
+def test_a_task_in_its_old_place_is_not_replaced_behind_a_sessions_back(growth: Growth) -> None:
+    was = growth.schedule(growth.old)
+    engine = create_engine(growth.shards.urls[growth.added])
+    with Session(engine) as session:
+        with pytest.raises(ShardMismatchError, match=rf"task {was.id}.*in shard {growth.home}.*without session="):
+            growth.schedule(growth.new, "replace", session=session)
+        session.rollback()
+    engine.dispose()
+    assert growth.new.get(was.id).version == 0
+
+
+# -- all at once ----------------------------------------------------------------------------------
+
+
+def test_processes_that_know_the_new_shard_and_others_never_make_two_tasks_of_one_key(growth: Growth) -> None:
+    chance = random.Random(f"{growth.added}")
+    moving = keys_of(growth.added, growth.added + 1, growth.added, growth.home)
+    staying = keys_of(growth.home, growth.added + 1, growth.added, growth.home)
+    views = [growth.old, growth.shards.delays(growth.added), growth.new]
+    views.append(growth.shards.delays(growth.added + 1, shards_before=growth.added))
+    threads = 6
+    barrier = threading.Barrier(threads, timeout=60)
+    places: dict[int, int] = {}
+    answers: list[str] = []
+
+    def call(delays: DelayTasks, act: str, key: str) -> None:
+        barrier.wait()
+        try:
+            if act == "cancel":
+                delays.cancel(tag=TAG, key=key)
+            else:
+                task = delays.schedule_delay(TAG, None, 60, key=key, on_conflict=act)  # type: ignore[arg-type]
+                places[task.id] = task.shard
+            answers.append(act)
+        except (DuplicateTaskError, TaskNotFoundError) as error:
+            answers.append(type(error).__name__)
+
+    with ThreadPoolExecutor(threads) as pool:
+        for round in range(40):
+            key = next(moving if round % 4 else staying)
+            for _ in range(4):  # free, taken by either, given up again
+                acts = [
+                    chance.choice(["reject", "reject", "keep", "replace", "replace", "cancel"]) for _ in range(threads)
+                ]
+                calls = [pool.submit(call, chance.choice(views), act, key) for act in acts]
+                for each in calls:
+                    each.result(60)
+                live = growth.shards.live(key)
+                assert len(live) <= 1, (round, key, acts, live)
+    assert {answers.count(act) > 10 for act in ("reject", "keep", "replace", "cancel", "DuplicateTaskError")} == {True}
+    assert set(places.values()) == {growth.home, growth.added}
+    assert all(growth.shards.shard_of_row(id) == [shard] for id, shard in places.items()), "no row moves"

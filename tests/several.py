@@ -1,0 +1,100 @@
+"""Several databases for tests, and the processes' views of them: lists of different lengths, on the same tables."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sqlalchemy import func, insert, select, update
+
+from delaytasks import DelayTask, DelayTasks, Status
+from delaytasks.core.clock import to_us
+from delaytasks.core.ports import Entry, Settlement
+from delaytasks.core.shards import home_of
+from delaytasks.store import migrations
+from delaytasks.store.store import Store
+from tests.conftest import empty, settings_for
+from tests.recording import delays_on, record
+
+TAG = "order.close"
+
+
+class Several:
+    """Tables of their own on each database, made by the migrations, in the order of the list."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self.urls = list(urls)
+        self.prefix = f"n{secrets.token_hex(3)}_"
+        settings = settings_for(self.urls, table_prefix=self.prefix)
+        self.stores = [Store(url, settings, number) for number, url in enumerate(self.urls)]
+        for store in self.stores:
+            migrations.upgrade(store.database, self.prefix, shard=store.shard)
+        self._made: list[DelayTasks] = []
+
+    def delays(self, shards: int | None = None, **settings: Any) -> DelayTasks:
+        """As a process has it whose list has so many shards."""
+        made = delays_on(self.urls[:shards], table_prefix=self.prefix, **settings)
+        record(made)
+        self._made.append(made)
+        return made
+
+    def shard_of_row(self, id: int) -> list[int]:
+        """Where there is a row with this id."""
+        return [store.shard for store in self.stores if store.tasks.get(id) is not None]
+
+    def live(self, key: str) -> list[DelayTask]:
+        """The live tasks with this key, wherever they are."""
+        found = [task for store in self.stores for task in store.tasks.find(TAG, None, key, None, None, None, 100)]
+        return [task for task in found if not task.is_finished]
+
+    def insert_foreign(self, shard: int, id: int, tag: str = TAG) -> None:
+        """As another program writes a row."""
+        store = self.stores[shard]
+        with store.database.begin() as connection:
+            connection.execute(insert(store.schema.tasks).values(id=id, tag=tag, message_body="{}"))
+
+    def set_status(self, task: DelayTask, status: Status) -> None:
+        store = self.stores[task.shard]
+        t = store.schema.tasks
+        with store.database.begin() as connection:
+            connection.execute(update(t).where(t.c.id == task.id).values(status=int(status)))
+
+    def finish(self, task: DelayTask) -> None:
+        """As a worker does it."""
+        claims = self.stores[task.shard].claims("w", None)
+        [claimed] = claims.claim([Entry.of(task, to_us)])
+        assert claims.settle([Settlement(claimed, "succeed", claimed.expected_time)])
+
+    def count(self, shard: int) -> int:
+        store = self.stores[shard]
+        with store.database.begin() as connection:
+            return connection.execute(select(func.count()).select_from(store.schema.tasks)).scalar_one()
+
+    def empty(self) -> None:
+        """No rows, and no connections of those who had them."""
+        while self._made:
+            self._made.pop().close()
+        for store in self.stores:
+            numbers = store.schema.shards
+            empty(store)
+            with store.database.begin() as connection:
+                connection.execute(insert(numbers).values(number=store.shard))
+
+    def close(self) -> None:
+        self.empty()
+        for store in self.stores:
+            migrations_table = migrations.version_table(self.prefix)
+            with store.database.begin() as connection:
+                store.schema.metadata.drop_all(connection)
+                connection.exec_driver_sql(f"DROP TABLE {migrations_table}")
+            store.close()
+
+
+def keys_of(shard: int, shards: int, before: int | None = None, old_home: int | None = None) -> Iterator[str]:
+    """Keys whose home among so many shards is this one; and which it was before."""
+    for number in itertools.count():
+        key = f"k{number}"
+        if home_of(TAG, key, shards) == shard and (before is None or home_of(TAG, key, before) == old_home):
+            yield key
