@@ -130,9 +130,9 @@ class Mover:
         self._looks_at = 0.0
 
     def _look_at_all(self) -> None:
+        """At the next turn; that one is not now while Redis is away, or there would be no rest between two tries."""
         with self._lock:
             self._next = dict.fromkeys(self._next, LOOK_NOW)
-        self._mover.wake()
 
     def _has_room(self) -> None:
         if self._is_starved:
@@ -152,6 +152,7 @@ class Mover:
             listener = self._timer.listen(queues)
             try:
                 self._look_at_all()  # nobody told us until now
+                self._mover.wake()
                 while self._ear.is_running and queues == self._processes.queues:
                     self._ear.beat()
                     message = listener.get_message(timeout=EAR_S)

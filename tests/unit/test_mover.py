@@ -11,9 +11,10 @@ import pytest
 from celery import Celery
 
 from delaytasks import DelayTasks
+from delaytasks.core.clock import monotonic
 from delaytasks.core.ports import Entry
 from delaytasks.engine.runner import Report
-from delaytasks.timers.redis import RedisTimer
+from delaytasks.timers.redis import REST_S, RedisTimer
 from delaytasks.worker.desk import Desk
 from tests.proxy import Proxy, proxy_to
 from tests.unit.test_desk import Worker
@@ -54,6 +55,12 @@ class Post:
     def start(self) -> None:
         self.desk.start()
         wait_until(lambda: self.forgotten, 10, "the mover's first look")
+
+    def look(self) -> None:
+        mover = self.desk._mover
+        assert mover is not None
+        mover._look_at_all()
+        mover._mover.wake()
 
     def arm(self, ids: range, in_s: float = 0, **fields: Any) -> None:
         due = self.delays.clock.now_us() + int(in_s * 1e6)
@@ -209,7 +216,7 @@ def test_near_rows_are_armed_again_when_redis_is_back(post: Post, proxy: Proxy, 
     wait_until(lambda: post.here() == 1, 5, "the first entry")
     before = post.forgotten
     getattr(proxy, how)()
-    post.desk._mover._look_at_all()  # type: ignore[union-attr]
+    post.look()
     wait_until(lambda: not post.delays.timer.is_up, 5, "the flag to go down")
     assert post.desk.info()["timer_is_up"] is False
     post.end_chunk(0.001)
@@ -221,6 +228,23 @@ def test_near_rows_are_armed_again_when_redis_is_back(post: Post, proxy: Proxy, 
     post.end_chunk(0.001)
     post.arm(range(3, 4), 0.2)
     wait_until(lambda: post.here() == 1, 5, "the ear to be back")
+
+
+def test_while_redis_is_away_the_mover_rests_between_two_tries(post: Post, proxy: Proxy) -> None:
+    tries: list[float] = []
+    take = post.delays.redis_timer.take  # type: ignore[union-attr]
+
+    def noted(*args: Any) -> Any:
+        tries.append(monotonic())
+        return take(*args)
+
+    post.start()
+    proxy.refuse()
+    post.look()
+    wait_until(lambda: not post.delays.timer.is_up, 5, "the flag to go down")
+    post.delays.redis_timer.take = noted  # type: ignore[union-attr, method-assign]
+    wait_until(lambda: len(tries) >= 3, 10, "three tries")
+    assert tries[2] - tries[0] > REST_S
 
 
 def test_nobody_is_asked_again_and_again_when_nothing_is_due(post: Post) -> None:
