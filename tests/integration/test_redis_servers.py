@@ -20,8 +20,10 @@ from delaytasks.core.errors import ConfigError
 from delaytasks.embedded import server as embedded
 from delaytasks.timers import redis as redis_timer
 from tests import redis_server
+from tests.conformance.timers import ALONE, burst, ran_once
 from tests.proxy import Proxy
 from tests.redis_server import RedisServer
+from tests.running import Deployment
 from tests.services import free_port
 from tests.unit.test_redis_timer import Bench
 from tests.waiting import wait_until
@@ -284,3 +286,17 @@ def test_in_a_cluster_the_same_users_need_the_rights_that_the_docs_add(
     assert sum(len(some.entries) for some in taken) == 100
     worker.timer.take({}, taken)
     assert worker.events.counts["timer.down"] == 0
+
+
+def test_a_worker_runs_what_waits_in_a_cluster(
+    cluster: list[RedisServer], tmp_path: Path, postgresql_url: str, redis_url: str
+) -> None:
+    options = {**ALONE, "timer": "redis", "redis_url": cluster[0].url}
+    d = Deployment(tmp_path, postgresql_url, redis_url, **options)
+    try:
+        d.worker()
+        ran_once(
+            d, [d.schedule(delay=n / 20) for n in range(40)] + burst(d, "test.note", 300, body={"file": str(d.file)})
+        )
+    finally:
+        d.close()
