@@ -14,7 +14,7 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from delaytasks.core.clock import Clock
-from delaytasks.core.errors import InvalidScheduleError, ShardMismatchError, TaskNotFoundError
+from delaytasks.core.errors import InvalidScheduleError, ShardMismatchError, StoreUnavailableError, TaskNotFoundError
 from delaytasks.core.ids import check_id
 from delaytasks.core.ports import Executor, OnConflict, Unit
 from delaytasks.core.settings import mask_url
@@ -201,6 +201,7 @@ class Routes:
         else:
             shards = {id_of(name): self._likely(name) for name in names}
         touched: set[int] = set()
+        down: StoreUnavailableError | None = None
         for turn in range(len(self.shards)):  # first where they should be
             asked: dict[int, list[int]] = {}
             for id, numbers in shards.items():
@@ -208,7 +209,12 @@ class Routes:
                     asked.setdefault(numbers[turn], []).append(id)
             for number, ids in asked.items():
                 shard = self.shards[number]
-                touched |= shard.store.touches.touch_many(ids, shard.producer.due_of(delay), _executor(unit))
+                try:
+                    touched |= shard.store.touches.touch_many(ids, shard.producer.due_of(delay), _executor(unit))
+                except StoreUnavailableError as error:
+                    down = error  # told when the others are done: their timeouts must not run out for it
+        if down is not None:
+            raise down
         if session is not None:
             for id in shards.keys() - touched:
                 number = self.databases.likely(id)[0]
@@ -217,11 +223,14 @@ class Routes:
 
     def touch_keys(self, tag: str, keys: Sequence[str], delay: float | timedelta | None, unit: Unit | None) -> set[str]:
         """Those whose tasks wait."""
+        down: StoreUnavailableError | None = None
         if self._is_one:
             ids = self.shards[0].store.touches.ids_of_keys(tag, keys, _executor(unit))
         else:
-            ids = self.databases.ids_of_keys(tag, keys, self._own(unit, self._session(unit)))
+            ids, down = self.databases.ids_of_keys(tag, keys, self._own(unit, self._session(unit)))
         touched = self.touch_many(ids.values(), delay, unit)
+        if down is not None:
+            raise down
         return {key for key, id in ids.items() if id in touched}
 
     def _likely(self, name: int | DelayTask) -> list[int]:

@@ -88,21 +88,27 @@ class Shards:
                     return number, pointed
         return None
 
-    def ids_of_keys(self, tag: str, keys: Sequence[str], own: tuple[int, Executor] | None) -> dict[str, int]:
-        """By key, of those that a live task has, wherever that is."""
+    def ids_of_keys(
+        self, tag: str, keys: Sequence[str], own: tuple[int, Executor] | None
+    ) -> tuple[dict[str, int], StoreUnavailableError | None]:
+        """By key, of those that a live task has, wherever that is; and why some of them could not be looked up."""
         found: dict[str, int] = {}
+        down: StoreUnavailableError | None = None
         for turn in range(2):  # their homes, then those before
             homes: dict[int, list[str]] = {}
             for key in keys:
                 if key not in found and turn < len(wanted := self._homes(tag, key)):
                     homes.setdefault(wanted[turn], []).append(key)
             for home, some in homes.items():
-                for key, id in self.store(home).touches.ids_of_keys(tag, some, _on(own, home)).items():
-                    if shard_of(id) == home:
-                        found[key] = id
-                    elif (held := self.named(tag, key, own)) is not None:
-                        found[key] = held[1]
-        return found
+                try:
+                    for key, id in self.store(home).touches.ids_of_keys(tag, some, _on(own, home)).items():
+                        if shard_of(id) == home:
+                            found[key] = id
+                        elif (held := self.named(tag, key, own)) is not None:
+                            found[key] = held[1]
+                except StoreUnavailableError as error:
+                    down = error
+        return found, down
 
     def find(self, by: By, cursor: str | None, limit: int, own: tuple[int, Executor] | None) -> Page:
         """A page of all shards' tasks; `by` is what `Tasks.find` looks for."""

@@ -18,11 +18,13 @@ from delaytasks.core.errors import (
     InvalidIdError,
     InvalidScheduleError,
     ShardMismatchError,
+    StoreUnavailableError,
     TaskNotFoundError,
 )
 from delaytasks.core.ids import IdMaker, shard_of
 from delaytasks.core.shards import home_of
 from tests.recording import delays_on
+from tests.services import free_port
 from tests.several import TAG, Several, keys_of
 
 SHARDS = range(3)
@@ -171,6 +173,21 @@ def test_many_are_touched_wherever_they_are(delays: DelayTasks) -> None:
     now = delays.clock.now()
     assert all((delays.get(task.id).expected_time - now).total_seconds() > 800 for task in keyed)
     assert all((delays.get(task.id).expected_time - now).total_seconds() > 400 for task in plain)
+
+
+def test_a_shard_that_is_down_keeps_no_other_timeout_from_being_pushed_away(shards: Several) -> None:
+    url = f"postgresql://nobody@127.0.0.1:{free_port()}/nothing"
+    tasks = [schedule_at(shards.delays(), shard) for shard in SHARDS]
+    delays = delays_on([url if shard == 1 else shards.urls[shard] for shard in SHARDS], table_prefix=shards.prefix)
+    for delay, names in (
+        (500, {"tasks": [task.id for task in tasks]}),
+        (900, {"tag": TAG, "keys": [task.key for task in tasks]}),
+    ):
+        with pytest.raises(StoreUnavailableError, match="shard 1"):
+            delays.touch_many(delay=delay, **names)
+        later = [shards.delays().get(task).expected_time - task.expected_time for task in tasks]
+        assert [round(late.total_seconds(), -2) for late in later] == [delay - 100, 0, delay - 100]
+    delays.close()
 
 
 def schedule_at_and_cancel(delays: DelayTasks) -> DelayTask:
