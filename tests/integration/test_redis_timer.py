@@ -36,9 +36,8 @@ def deploy(request: pytest.FixtureRequest, tmp_path: Path, postgresql_url: str, 
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
-@pytest.mark.parametrize("broker", ["redis", "rabbitmq"])
-def test_tasks_run_on_time_and_once(deploy: Deploy, broker: str, pool: str) -> None:
-    d = deploy(broker, sweep_s=60, self_sweep_s=120, horizon_s=120, grace_s=30)  # nothing but the timer brings them
+def test_tasks_run_on_time_and_once(deploy: Deploy, pool: str) -> None:
+    d = deploy(sweep_s=60, self_sweep_s=120, horizon_s=120, grace_s=30)  # nothing but the timer brings them
     worker = d.worker(pool=pool)
     tasks = [d.schedule(delay=1 + n / 50) for n in range(50)] + [d.schedule("test.mail", 0.5)]
     cancelled = d.schedule(delay=1)

@@ -25,15 +25,15 @@ def d(
 
 def test_switching_the_timer_loses_and_repeats_nothing(d: Deployment) -> None:
     old_worker, old_producer = d.worker(), d.delays
-    tasks = [d.schedule(delay=n / 4) for n in range(24)]
+    tasks = [d.schedule(delay=n / 5) for n in range(20)]
     ran_once(d, tasks[:2])
 
     d.settings["timer"] = OTHER[d.settings["timer"]]
     d.worker()
-    tasks += [d.schedule(delay=n / 4) for n in range(12)]  # with workers of both
+    tasks += [d.schedule(delay=n / 5) for n in range(10)]  # with workers of both
     old_worker.terminate()
-    tasks += [d.schedule(delay=n / 4) for n in range(12)]  # by a producer that is not switched yet
+    tasks += [d.schedule(delay=n / 5) for n in range(10)]  # by a producer that is not switched yet
     d.delays = d.producer()
-    tasks += [d.schedule(delay=n / 4) for n in range(12)]
-    ran_once(d, tasks, deadline_s=6 + R1_S + SLACK_S)
+    tasks += [d.schedule(delay=n / 5) for n in range(10)]
+    ran_once(d, tasks, deadline_s=4 + R1_S + SLACK_S)
     old_producer.close()

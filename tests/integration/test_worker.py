@@ -21,9 +21,7 @@ COMBINATIONS = [
     ("postgresql", "redis", "prefork"),
     ("postgresql", "redis", "threads"),
     ("postgresql", "redis", "solo"),
-    ("postgresql", "rabbitmq", "prefork"),
     ("postgresql", "rabbitmq", "threads"),
-    ("postgresql", "rabbitmq-quorum", "prefork"),
     ("mysql", "redis", "prefork"),
     ("mysql", "rabbitmq", "solo"),
     ("sqlite", "redis", "prefork"),
@@ -110,17 +108,16 @@ def test_tasks_run_on_time_and_say_so_in_their_rows(deploy: Deploy, database: st
     assert {d.status(task) for task in held} == {Status.NOT_COMPLETE}
 
 
-@pytest.mark.parametrize(("database", "broker"), [("postgresql", "rabbitmq"), ("sqlite", "redis")])
-def test_thousands_of_held_tasks_do_not_hold_up_a_nearer_one(deploy: Deploy, database: str, broker: str) -> None:
-    d = deploy(database, broker, horizon_s=30)
+def test_thousands_of_held_tasks_do_not_hold_up_a_nearer_one_on_embedded_parts(deploy: Deploy) -> None:
+    d = deploy("sqlite", horizon_s=30)
     d.worker()
-    due = d.delays.clock.now() + timedelta(seconds=15)
-    for _ in range(4000):  # a message for each
+    due = d.delays.clock.now() + timedelta(seconds=10)
+    for _ in range(3000):  # a message for each
         d.delays.schedule_at("test.quiet", {}, due)
     near = d.schedule(delay=1)
     d.wait_for([near], deadline_s=10)
     assert int(d.runs()[0][1]) < 100_000, "the near one is on time"
-    wait_until(lambda: d.store.tasks.counts()[Status.DONE] == 4001, 40, "all of them to run", 0.1)
+    wait_until(lambda: d.store.tasks.counts()[Status.DONE] == 3001, 40, "all of them to run", 0.1)
 
 
 def test_each_row_has_celerys_request_and_the_tags_name(deploy: Deploy) -> None:
