@@ -13,6 +13,7 @@ from celery import signals
 
 from delaytasks.callback_verbs import CallbackVerbs
 from delaytasks.callbacks.http import CALLBACK, LADDER, Callback, HttpCallbacks
+from delaytasks.callbacks.queue import MESSAGE, Message, QueueMessages
 from delaytasks.core.clock import Clock
 from delaytasks.core.errors import (
     ConfigError,
@@ -70,6 +71,7 @@ class DelayTasks(CallbackVerbs):
         self._parts: Parts | None = None
         self.processes = Processes(self)
         self.processor(CALLBACK, retry=LADDER, schema=Callback)(self._call_back)
+        self.processor(MESSAGE, retry=LADDER, schema=Message)(self._send_message)
         if celery_app is not None:
             self._attach(celery_app)
 
@@ -139,6 +141,10 @@ class DelayTasks(CallbackVerbs):
         return self._made.http_callbacks
 
     @property
+    def queue_messages(self) -> QueueMessages:
+        return self._made.queue_messages
+
+    @property
     def sweeper(self) -> Sweeper:
         return self.shards[0].sweeper
 
@@ -170,6 +176,9 @@ class DelayTasks(CallbackVerbs):
 
     def _call_back(self, callback: Callback, task: DelayTask) -> Outcome:
         return self.http_callbacks(callback, task)
+
+    def _send_message(self, message: Message, task: DelayTask) -> Outcome:
+        return self.queue_messages(message, task)
 
     # -- the worker's side ------------------------------------------------------------------------
 

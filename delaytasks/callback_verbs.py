@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from delaytasks.callbacks.http import CALLBACK, HttpCallbacks
+from delaytasks.callbacks.queue import MESSAGE, QueueMessages
 from delaytasks.core.ladder import Ladder
 from delaytasks.core.ports import OnConflict
 from delaytasks.core.task import DelayTask
@@ -36,6 +37,10 @@ class CallbackVerbs(Verbs):
     @abstractmethod
     def http_callbacks(self) -> HttpCallbacks: ...
 
+    @property
+    @abstractmethod
+    def queue_messages(self) -> QueueMessages: ...
+
     def schedule_callback(
         self,
         url: str,
@@ -53,3 +58,21 @@ class CallbackVerbs(Verbs):
         """
         content = self.http_callbacks.content(url, body, headers)
         return self.schedule_delay(CALLBACK, content, delay, **options)
+
+    def schedule_message(
+        self,
+        to: str,
+        body: Any,
+        delay: float | timedelta,
+        *,
+        exchange: str = "",
+        headers: Mapping[str, str | int | float | bool] | None = None,
+        **options: Unpack[Options],
+    ) -> DelayTask:
+        """Sends `body` as a JSON message to the queue `to`, `delay` seconds (or a timedelta) from now, until the broker
+        has it: the app's, or that of the setting `callback_broker_url`.
+
+        With an `exchange`, which AMQP has, `to` is the routing key. The other options are those of `schedule_delay`,
+        with `queue` for the task's own; keys are shared by all messages.
+        """
+        return self.schedule_delay(MESSAGE, self.queue_messages.content(to, body, exchange, headers), delay, **options)

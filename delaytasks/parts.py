@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from delaytasks.callbacks.addresses import Guard
 from delaytasks.callbacks.http import HttpCallbacks
+from delaytasks.callbacks.queue import QueueMessages
 from delaytasks.core.clock import Clock, Measure, wall_ms
 from delaytasks.core.errors import ConfigError, StoreUnavailableError
 from delaytasks.core.events import Events
@@ -26,7 +28,7 @@ from delaytasks.store.shards import Shards, ShardTasks
 from delaytasks.store.store import Store
 from delaytasks.timers.background import BackgroundTimer
 from delaytasks.timers.eta import EtaTimer
-from delaytasks.timers.publisher import Publisher
+from delaytasks.timers.publisher import Publisher, bounded_connection
 from delaytasks.timers.sharded import ShardTimer
 
 if TYPE_CHECKING:
@@ -65,6 +67,10 @@ class Parts:
         )
         self.queues = Queues(settings, registry)
         self.http_callbacks = HttpCallbacks(settings, Guard(settings.callback_allow), clock)
+        limit_s, url = settings.callback_connect_s, settings.callback_broker_url
+        self.queue_messages = QueueMessages(
+            functools.partial(bounded_connection, app, limit_s, url, confirm_publish=True), limit_s
+        )
         shards = [self._make_shard(*both, registry) for both in zip(stores, clocks, strict=True)]
         self.routes = Routes(shards, self._databases, Placing(len(stores), events))
 
@@ -114,6 +120,7 @@ class Parts:
         if self.redis_timer is not None:
             self.redis_timer.close()
         self.http_callbacks.close()
+        self.queue_messages.close()
         self.publisher.close()
         for store in self._databases.stores:
             store.close()

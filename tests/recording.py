@@ -7,7 +7,7 @@ from typing import Any
 
 from celery import Celery
 
-from delaytasks import DelayTasks
+from delaytasks import DelayTask, DelayTasks
 from delaytasks.core.ports import Entry
 
 
@@ -46,3 +46,11 @@ def record(delays: DelayTasks) -> RecordingTimer:
     for shard in delays.shards:
         shard.producer._timer = timer
     return timer
+
+
+def run_now(delays: DelayTasks, task: DelayTask) -> DelayTask:
+    """As if its time had come, in this process; as it is afterwards."""
+    there = delays.get(task)
+    moved = delays.reschedule(task.id, 0) if there.expected_time > delays.clock.now() else there
+    delays.runner().run([Entry(moved.id, moved.version, 0)])
+    return delays.get(task)

@@ -71,7 +71,8 @@ class Settings:
     callback_secrets: tuple[str, ...] = _setting((), "HTTP callbacks are signed with these (whsec_…)", secret=True)
     callback_allow: tuple[str, ...] = _setting((), "hosts and networks that callbacks may reach besides public https")
     callback_ca_file: str = _setting("", "CA certificates that callbacks trust, as PEM; empty: the public ones")
-    callback_connect_s: float = _setting(5.0, "longest time for each step until a callback is sent")
+    callback_broker_url: str = _setting("", "where queue callbacks go; empty: the app's own broker", secret=True)
+    callback_connect_s: float = _setting(5.0, "longest time for each step of sending a callback")
     callback_read_s: float = _setting(10.0, "longest silence of who receives a callback")
     callback_total_s: float = _setting(30.0, "longest time for a whole callback")
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from kombu.connection import Connection
 from kombu.entity import Exchange, Queue
 from kombu.messaging import Producer
 from kombu.utils.uuid import uuid
@@ -26,12 +27,13 @@ PER_MESSAGE = 0.1
 _BOUNDS = {"redis": ("socket_timeout", "socket_connect_timeout"), "amqp": ("read_timeout", "write_timeout")}
 
 
-def bounded_connection(app: Any, limit_s: float) -> Any:
-    """An open connection on which neither connecting nor sending takes much longer than `limit_s`."""
-    connection = app.connection_for_write(connect_timeout=limit_s)
-    bounds = _BOUNDS.get(connection.transport.driver_type, ())
-    options = {**(app.conf.broker_transport_options or {}), **dict.fromkeys(bounds, limit_s)}
-    connection = app.connection_for_write(connect_timeout=limit_s, transport_options=options)
+def bounded_connection(app: Any, limit_s: float, url: str = "", **more: Any) -> Any:
+    """An open connection on which neither connecting nor sending takes much longer than `limit_s`: to the app's broker
+    with the app's options, or to another one; `more` are options of its transport."""
+    make = functools.partial(Connection, url) if url else app.connection_for_write
+    options = {**((not url and app.conf.broker_transport_options) or {}), **more}
+    bounds = _BOUNDS.get(make(connect_timeout=limit_s).transport.driver_type, ())
+    connection = make(connect_timeout=limit_s, transport_options={**options, **dict.fromkeys(bounds, limit_s)})
     # Said in full, since `default_channel` would try for ever, and `connect` rests 2 s between its two tries.
     connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0, timeout=limit_s)
     return connection

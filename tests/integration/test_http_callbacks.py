@@ -31,10 +31,9 @@ from delaytasks.core.errors import (
     ForbiddenURLError,
     InvalidHeaderError,
 )
-from delaytasks.core.ports import Entry
 from delaytasks.core.settings import load_settings
 from delaytasks.store import migrations
-from tests.recording import delays_on, record
+from tests.recording import delays_on, record, run_now
 from tests.services import free_port
 from tests.webserver import WebServer, answer, drip, hang, pour, reset
 
@@ -489,27 +488,20 @@ def delays(tmp_path: Path) -> Iterator[DelayTasks]:
     made.close()
 
 
-def run(delays: DelayTasks, task: DelayTask) -> DelayTask:
-    """As if its time had come."""
-    moved = delays.reschedule(task.id, 0) if delays.get(task).expected_time > delays.clock.now() else delays.get(task)
-    delays.runner().run([Entry(moved.id, moved.version, 0)])
-    return delays.get(task)
-
-
 def test_a_partner_is_notified_until_it_answers(delays: DelayTasks, web: WebServer) -> None:
     web.answers["/paid"] = answer(500, b"busy")
     scheduled = delays.schedule_callback(web.url("/paid"), {"order": 7}, 0, headers={"X-Shop": "one"}, key="order-7")
     assert scheduled.tag == CALLBACK
-    first = run(delays, scheduled)
+    first = run_now(delays, scheduled)
     assert first.status is Status.NOT_COMPLETE
     assert first.error == "HTTP 500\nbusy"
     assert 14 < (first.expected_time - delays.clock.now()).total_seconds() <= 15
     web.answers["/paid"] = reset
-    second = run(delays, scheduled)
+    second = run_now(delays, scheduled)
     assert second.error is not None
     assert second.error.startswith("network: ")
     web.answers.clear()
-    assert run(delays, scheduled).status is Status.DONE
+    assert run_now(delays, scheduled).status is Status.DONE
     assert [attempt.error.split(" ")[0] for attempt in delays.attempts(scheduled) if attempt.error] == [
         "HTTP",
         "network:",
@@ -520,25 +512,25 @@ def test_a_partner_is_notified_until_it_answers(delays: DelayTasks, web: WebServ
 
 def test_410_leaves_failed_at_once(delays: DelayTasks, web: WebServer) -> None:
     web.answers["/"] = answer(410)
-    assert run(delays, delays.schedule_callback(web.url(), None, 0)).status is Status.FAILED
+    assert run_now(delays, delays.schedule_callback(web.url(), None, 0)).status is Status.FAILED
 
 
 def test_a_callback_may_bring_a_ladder_and_an_end_of_its_own(delays: DelayTasks, web: WebServer) -> None:
     web.answers["/"] = answer(500)
     task = delays.schedule_callback(web.url(), None, 0, retry=Ladder("1h"), expires="1d", priority=3, queue="slow")
     assert (task.priority, task.queue, task.expires_s) == (3, "slow", 86400)
-    assert run(delays, task).status is Status.NOT_COMPLETE
-    assert run(delays, task).status is Status.FAILED
+    assert run_now(delays, task).status is Status.NOT_COMPLETE
+    assert run_now(delays, task).status is Status.FAILED
 
 
 def test_rows_of_other_programs_are_callbacks_too(delays: DelayTasks, web: WebServer) -> None:
     good = delays.schedule_delay(CALLBACK, {"url": web.url()}, 0)
-    assert run(delays, good).status is Status.DONE
+    assert run_now(delays, good).status is Status.DONE
     for body in (None, [], {}, {"url": web.url(), "method": "GET"}, {"url": web.url(), "headers": {"Host": "x"}}):
         with pytest.raises(BodyRefusedError):
             delays.schedule_delay(CALLBACK, body, 0)
     for url in (7, "file:///etc/passwd", "https://10.0.0.1/"):
-        forbidden = run(delays, delays.schedule_delay(CALLBACK, {"url": url}, 0))
+        forbidden = run_now(delays, delays.schedule_delay(CALLBACK, {"url": url}, 0))
         assert forbidden.status is Status.NOT_COMPLETE, "the setting may change"
         assert (forbidden.error or "").startswith("forbidden: ")
 

@@ -60,3 +60,4 @@ def pay(body: Any) -> Any:
 delays.schedule_delay("pay", {}, 5, retry=Ladder.fixed("1s", times=3), expires=60)
 
 assert_type(delays.schedule_callback("https://partner.example/paid", {"order": 7}, 60, headers={"X": "y"}), DelayTask)
+assert_type(delays.schedule_message("invoices", {"order": 7}, 60, exchange="shop", key="7"), DelayTask)

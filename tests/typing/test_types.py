@@ -51,6 +51,7 @@ def test_the_public_names_are_these() -> None:
         "schedule_callback",
         "schedule_delay",
         "schedule_many",
+        "schedule_message",
         "shard_for",
         "touch",
         "touch_many",

@@ -1,0 +1,299 @@
+"""Queue callbacks, read by consumers that are not ours; what becomes of their tasks."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kombu import Connection, Exchange, Queue
+from redis import Redis
+
+from delaytasks import DelayTask, DelayTasks, Status
+from delaytasks.callbacks.queue import MESSAGE, Message
+from delaytasks.core.errors import BodyRefusedError, InvalidHeaderError, InvalidInputError, InvalidQueueError
+from delaytasks.store import migrations
+from tests.proxy import Proxy, proxy_to
+from tests.recording import delays_on, record, run_now
+from tests.running import Deployment
+from tests.services import free_port
+from tests.webserver import WebServer
+
+BODY = {"order": 7, "name": "é"}
+
+
+@pytest.fixture
+def name() -> str:
+    """Of a queue that nobody else has."""
+    return "dt_test_" + secrets.token_hex(4)
+
+
+@pytest.fixture
+def rabbit(rabbitmq_url: str, name: str) -> Iterator[Any]:
+    """A channel of a consumer's; queues and exchanges whose names it hears of are deleted in the end."""
+    with Connection(rabbitmq_url) as connection:
+        channel = connection.channel()
+        yield channel
+        channel = connection.channel() if not channel.is_open else channel
+        for end in ("", ".other"):
+            channel.queue_delete(name + end)
+        channel.exchange_delete(name)
+
+
+@pytest.fixture
+def proxy(rabbitmq_url: str) -> Iterator[Proxy]:
+    made = proxy_to(rabbitmq_url)
+    yield made
+    made.close()
+
+
+Make = Callable[..., DelayTasks]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[DelayTasks] = []
+
+    def new(broker_url: str, **settings: Any) -> DelayTasks:
+        settings = {"callback_broker_url": broker_url, "callback_connect_s": 5, **settings}
+        delays = delays_on(f"sqlite:///{tmp_path / f'{len(made)}.sqlite3'}", **settings)
+        migrations.upgrade(delays.store.database)
+        record(delays)
+        made.append(delays)
+        return delays
+
+    yield new
+    for delays in made:
+        delays.close()
+
+
+@pytest.fixture
+def delays(make: Make, rabbitmq_url: str) -> DelayTasks:
+    return make(rabbitmq_url)
+
+
+def send(delays: DelayTasks, to: str, body: Any = None, **options: Any) -> DelayTask:
+    return run_now(delays, delays.schedule_message(to, body, 0, **options))
+
+
+def bodies(channel: Any, queue: str) -> list[Any]:
+    """What waits in a queue."""
+    messages = iter(lambda: channel.basic_get(queue, no_ack=True), None)
+    return [json.loads(message.body) for message in messages]
+
+
+# -- brokers --------------------------------------------------------------------------------------
+
+
+def test_a_consumer_on_rabbitmq_gets_the_body_and_the_tasks_id(delays: DelayTasks, rabbit: Any, name: str) -> None:
+    rabbit.queue_declare(name, durable=True, auto_delete=False)
+    task = send(delays, name, BODY, headers={"shop": "one", "n": 1})
+    assert task.status is Status.DONE
+    with Connection(delays.settings.callback_broker_url).SimpleQueue(name) as queue:
+        message = queue.get(timeout=5)
+        message.ack()
+    assert message.payload == BODY
+    assert message.content_type == "application/json"
+    assert message.headers == {"shop": "one", "n": 1}
+    assert message.properties["message_id"] == str(task.id)
+    assert message.properties["delivery_mode"] == 2
+
+
+def test_a_consumer_on_redis_gets_it_in_kombus_form(make: Make, redis_url: str, name: str) -> None:
+    task = send(make(redis_url), name, BODY, headers={"shop": "one"})
+    assert task.status is Status.DONE
+    with Redis.from_url(redis_url) as client:
+        popped: Any = client.brpop([name], timeout=5)
+    message = json.loads(popped[1])
+    assert json.loads(base64.b64decode(message["body"])) == BODY
+    assert message["content-type"] == "application/json"
+    assert message["headers"] == {"shop": "one"}
+    assert message["properties"]["message_id"] == str(task.id)
+
+
+def test_a_consumer_on_redis_by_kombu_gets_it_too(make: Make, redis_url: str, name: str) -> None:
+    delays = make(redis_url)
+    for number in range(3):
+        send(delays, name, number)
+    with Connection(redis_url) as connection, connection.SimpleQueue(Queue(name, no_declare=True)) as queue:
+        messages = [queue.get(timeout=5) for _ in range(3)]
+        for message in messages:
+            message.ack()
+    assert [message.payload for message in messages] == [0, 1, 2]
+
+
+def test_an_exchange_routes_by_the_key(delays: DelayTasks, rabbit: Any, name: str) -> None:
+    exchange = Exchange(name, "topic")(rabbit)
+    exchange.declare()
+    Queue(name, exchange, "order.*")(rabbit).declare()
+    assert send(delays, "order.paid", BODY, exchange=name).status is Status.DONE
+    assert bodies(rabbit, name) == [BODY]
+    lost = send(delays, "invoice.paid", BODY, exchange=name)
+    assert lost.status is Status.NOT_COMPLETE
+    assert "NO_ROUTE" in (lost.error or "")
+
+
+def test_exchanges_are_amqps(make: Make, redis_url: str, name: str) -> None:
+    delays = make(redis_url)
+    failed = send(delays, "key", BODY, exchange=name)
+    assert (failed.status, failed.error) == (
+        Status.FAILED,
+        "exchanges are AMQP's: on redis a message goes to a queue",
+    )
+    with Redis.from_url(redis_url) as client:
+        assert client.exists("key", name) == 0
+
+
+def test_without_a_setting_the_apps_broker_gets_them(make: Make, rabbitmq_url: str, rabbit: Any, name: str) -> None:
+    delays = make("")
+    delays.celery.conf.broker_url = rabbitmq_url
+    rabbit.queue_declare(name, durable=True, auto_delete=False)
+    assert send(delays, name, BODY).status is Status.DONE
+    assert bodies(rabbit, name) == [BODY]
+
+
+# -- what the broker does not take ----------------------------------------------------------------
+
+
+def test_a_message_that_leads_nowhere_climbs_until_there_is_a_queue(delays: DelayTasks, rabbit: Any, name: str) -> None:
+    rabbit.queue_declare(name + ".other", durable=True, auto_delete=False)
+    lost = send(delays, name, BODY)
+    assert lost.status is Status.NOT_COMPLETE
+    assert "NO_ROUTE" in (lost.error or "")
+    assert send(delays, name + ".other", 1).status is Status.DONE
+    assert run_now(delays, lost).status is Status.NOT_COMPLETE, "the answer to another message is not taken for its own"
+    rabbit.queue_declare(name, durable=True, auto_delete=False)
+    assert run_now(delays, lost).status is Status.DONE
+    assert bodies(rabbit, name) == [BODY]
+
+
+def test_an_exchange_that_is_not_there_is_said(delays: DelayTasks, name: str) -> None:
+    lost = send(delays, "key", BODY, exchange=name)
+    assert lost.status is Status.NOT_COMPLETE
+    assert "NOT_FOUND - no exchange" in (lost.error or "")
+
+
+def test_a_message_that_the_queue_refuses_is_not_done(delays: DelayTasks, rabbit: Any, name: str) -> None:
+    arguments = {"x-max-length": 1, "x-overflow": "reject-publish"}
+    rabbit.queue_declare(name, durable=True, auto_delete=False, arguments=arguments)
+    assert send(delays, name, 1).status is Status.DONE
+    full = send(delays, name, 2)
+    assert full.status is Status.NOT_COMPLETE
+    assert "MessageNacked" in (full.error or "")
+    assert bodies(rabbit, name) == [1]
+    assert run_now(delays, full).status is Status.DONE
+    assert bodies(rabbit, name) == [2]
+
+
+def test_a_broker_that_is_away_is_a_failure_in_bounded_time(make: Make, proxy: Proxy, rabbitmq_url: str) -> None:
+    away = send(make(f"amqp://127.0.0.1:{free_port()}//", callback_connect_s=1), "queue", BODY)
+    assert away.status is Status.NOT_COMPLETE
+    assert "refused" in (away.error or "")
+    proxy.swallow()
+    silent = send(make(proxy.url(rabbitmq_url), callback_connect_s=0.5), "queue", BODY)
+    assert silent.status is Status.NOT_COMPLETE
+    assert "timed out" in (silent.error or "")
+
+
+def test_a_confirmation_that_does_not_come_is_a_failure_in_bounded_time(
+    make: Make, proxy: Proxy, rabbitmq_url: str, rabbit: Any, name: str
+) -> None:
+    rabbit.queue_declare(name, durable=True, auto_delete=False)
+    delays = make(proxy.url(rabbitmq_url), callback_connect_s=1)
+    assert send(delays, name, 1).status is Status.DONE
+    proxy.swallow()
+    unknown = send(delays, name, 2)
+    assert unknown.status is Status.NOT_COMPLETE
+    assert "timed out" in (unknown.error or "")
+    proxy.heal()
+    assert run_now(delays, unknown).status is Status.DONE
+
+
+# -- connections ----------------------------------------------------------------------------------
+
+
+def test_a_connection_that_died_while_it_was_kept_costs_no_attempt(
+    make: Make, proxy: Proxy, rabbitmq_url: str, rabbit: Any, name: str
+) -> None:
+    rabbit.queue_declare(name, durable=True, auto_delete=False)
+    delays = make(proxy.url(rabbitmq_url))
+    assert send(delays, name, 1).status is Status.DONE
+    proxy.reset()
+    second = send(delays, name, 2)
+    assert (second.status, second.attempts) == (Status.DONE, 1)
+    assert bodies(rabbit, name) == [1, 2]
+
+
+def test_connections_are_kept_and_never_used_by_two_threads_at_once(
+    make: Make, proxy: Proxy, rabbitmq_url: str, rabbit: Any, name: str
+) -> None:
+    rabbit.queue_declare(name, durable=True, auto_delete=False)
+    delays = make(proxy.url(rabbitmq_url))
+    task = delays.schedule_message(name, None, 60)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda n: delays.queue_messages(Message(name, n), task), range(100)))
+    assert sorted(bodies(rabbit, name)) == list(range(100))
+    assert proxy.accepted <= 4
+
+
+def test_a_connection_is_not_shared_with_a_child(
+    make: Make, proxy: Proxy, rabbitmq_url: str, rabbit: Any, name: str
+) -> None:
+    rabbit.queue_declare(name, durable=True, auto_delete=False)
+    delays = make(proxy.url(rabbitmq_url))
+    task = send(delays, name, 1)
+    child = os.fork()
+    if child == 0:
+        delays.queue_messages(Message(name, 2), task)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert proxy.accepted == 2
+    assert send(delays, name, 3).status is Status.DONE
+    assert proxy.accepted == 2
+    assert bodies(rabbit, name) == [1, 2, 3]
+
+
+# -- tasks ----------------------------------------------------------------------------------------
+
+BAD_NAMES = [None, 7, "", "a\n", "\x00", "\ud800", "é" * 128]
+
+
+@pytest.mark.parametrize("to", BAD_NAMES)
+def test_a_queue_that_can_not_be_named_is_refused(delays: DelayTasks, to: Any) -> None:
+    with pytest.raises(InvalidQueueError):
+        delays.schedule_message(to, None, 0)
+    with pytest.raises(InvalidInputError):
+        delays.schedule_message("key", None, 0, exchange=to or 7)
+    with pytest.raises(BodyRefusedError):
+        delays.schedule_delay(MESSAGE, {"to": "x", "exchange": 7}, 0)
+
+
+@pytest.mark.parametrize("headers", [["a"], {7: "a"}, {"a": None}, {"a": ["b"]}])
+def test_a_header_that_can_not_be_sent_is_refused(delays: DelayTasks, headers: Any) -> None:
+    with pytest.raises(InvalidHeaderError):
+        delays.schedule_message("queue", None, 0, headers=headers)
+
+
+def test_a_worker_sends_callbacks_and_messages(tmp_path: Path, postgresql_url: str, redis_url: str, name: str) -> None:
+    web = WebServer()
+    allow = {"callback_allow": "127.0.0.1", "callback_broker_url": redis_url}
+    deployment = Deployment(tmp_path, postgresql_url, redis_url, **allow)
+    try:
+        deployment.worker()
+        calls = [deployment.delays.schedule_callback(web.url("/paid"), n, 0.5) for n in range(20)]
+        messages = [deployment.delays.schedule_message(name, n, 0.5) for n in range(20)]
+        deployment.wait_for([*calls, *messages])
+    finally:
+        deployment.close()
+        web.close()
+    assert sorted(int(request.body) for request in web.received) == list(range(20))
+    assert {request.headers["webhook-id"] for request in web.received} == {str(task.id) for task in calls}
+    with Redis.from_url(redis_url) as client:
+        taken: Any = client.rpop(name, 100)
+    assert sorted(json.loads(base64.b64decode(json.loads(each)["body"])) for each in taken) == list(range(20))
