@@ -40,6 +40,17 @@ CASES: dict[str, Callable[[Stage], None]] = {
     "partitions": partitions.run,
 }
 #: Names that stand for several cases.
-GROUPS = {"timers": ["timer_steady", "timer_burst", "timer_memory", "wheel", "heartbeats", "sweep_at_size", "houses"]}
+GROUPS = {
+    "timers": [
+        "timer_steady",
+        "timer_burst",
+        "timer_memory",
+        "wheel",
+        "heartbeats",
+        "sweep_at_size",
+        "houses",
+        "idle",
+    ],
+}
 #: What these build takes minutes, and they take the medians themselves.
 ONCE = {"sweep_at_size", "partitions"}
