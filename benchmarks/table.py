@@ -20,7 +20,7 @@ from delaytasks.core.settings import load_settings
 from delaytasks.core.states import Status
 from delaytasks.store import migrations
 from delaytasks.store.database import Database
-from delaytasks.store.failures import translate
+from delaytasks.store.driver_errors import translate
 from delaytasks.store.store import Store
 from delaytasks.store.types import db_now
 

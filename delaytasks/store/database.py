@@ -19,8 +19,7 @@ from delaytasks.core.errors import (
     TaskStateError,
 )
 from delaytasks.core.forks import reset_in_child
-from delaytasks.store.engines import make_engine
-from delaytasks.store.failures import (
+from delaytasks.store.driver_errors import (
     TRIES,
     first_cause,
     forget_details,
@@ -30,6 +29,7 @@ from delaytasks.store.failures import (
     translate,
     unknown_outcome,
 )
+from delaytasks.store.engines import make_engine
 
 T = TypeVar("T")
 #: No further try after this time: a caller waits for an answer.

@@ -21,7 +21,7 @@ from delaytasks.core.ports import OnConflict
 from delaytasks.core.states import MOVES
 from delaytasks.core.task import DelayTask
 from delaytasks.store.database import Database
-from delaytasks.store.failures import TRIES
+from delaytasks.store.driver_errors import TRIES
 from delaytasks.store.keys import Keys
 from delaytasks.store.moves import Moves
 from delaytasks.store.rows import task_of, values_of

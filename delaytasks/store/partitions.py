@@ -18,7 +18,7 @@ from sqlalchemy import Connection, MetaData, Table, exists, select, text
 from delaytasks.core.errors import ConfigError, StoreUnavailableError
 from delaytasks.core.ids import first_id, made_at
 from delaytasks.store.database import Database
-from delaytasks.store.failures import REMEDY
+from delaytasks.store.driver_errors import REMEDY
 from delaytasks.store.migrations import exclusively
 from delaytasks.store.schema import HOT, STORAGE, build_schema
 from delaytasks.store.types import db_now

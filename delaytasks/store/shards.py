@@ -25,7 +25,7 @@ from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask, Page
 from delaytasks.store import pages
 from delaytasks.store.database import place_of
-from delaytasks.store.failures import TRIES
+from delaytasks.store.driver_errors import TRIES
 from delaytasks.store.holders import HeldElsewhereError, refuse_unknown
 from delaytasks.store.store import Store
 from delaytasks.store.tasks import Tasks

@@ -8,7 +8,7 @@ from delaytasks.core.errors import ConfigError
 from delaytasks.core.settings import Settings, mask_url
 from delaytasks.store.claims import Claims
 from delaytasks.store.database import Database
-from delaytasks.store.failures import REMEDY
+from delaytasks.store.driver_errors import REMEDY
 from delaytasks.store.leases import Leases
 from delaytasks.store.migrations import check_charset, check_number, number_of
 from delaytasks.store.schema import build_schema

@@ -16,7 +16,7 @@ from delaytasks.core.task import Attempt, DelayTask, Page
 from delaytasks.store import pages
 from delaytasks.store.attempts import Attempts
 from delaytasks.store.database import Database
-from delaytasks.store.failures import TRIES
+from delaytasks.store.driver_errors import TRIES
 from delaytasks.store.holders import Holders
 from delaytasks.store.inserts import Insert, insert_bulk, is_duplicate
 from delaytasks.store.keys import Keys

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from delaytasks.core.errors import SessionUnusableError
 from delaytasks.core.ports import Executor, Unit
 from delaytasks.core.task import DelayTask
-from delaytasks.store.failures import reason_of
+from delaytasks.store.driver_errors import reason_of
 
 Action = Callable[..., None]
 _PENDING = "delaytasks.pending"

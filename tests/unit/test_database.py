@@ -23,7 +23,7 @@ from delaytasks.core.ports import Settlement
 from delaytasks.core.task import DelayTask
 from delaytasks.store import engines
 from delaytasks.store.database import Database
-from delaytasks.store.failures import TRIES, translate
+from delaytasks.store.driver_errors import TRIES, translate
 from delaytasks.store.store import Store
 from tests.conftest import open_store
 
