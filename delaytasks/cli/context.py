@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +21,7 @@ from delaytasks.core.settings import mask_url
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
+    from delaytasks.store.store import Store
 
 R = TypeVar("R")
 _CLI = "delaytasks.cli"
@@ -65,9 +66,14 @@ class Cli:
         return found
 
     @property
+    def stores(self) -> Sequence[Store]:
+        """Of all databases, also of those that do not know their number yet."""
+        return self.delays.routes.databases.stores
+
+    @property
     def database_url(self) -> str:
-        """Without passwords, which may stand among its options too."""
-        return mask_url(self.delays.store.database.url.render_as_string(hide_password=True))
+        """Those of all, without passwords, which may stand among their options too."""
+        return ", ".join(mask_url(store.database.url.render_as_string(hide_password=True)) for store in self.stores)
 
     def _delays_of_app(self) -> DelayTasks | None:
         return getattr(self.app.tasks.get("delaytasks.run"), "delays", None)

@@ -13,6 +13,7 @@ from delaytasks.cli.partitions import partitions
 
 if TYPE_CHECKING:
     from delaytasks.store.database import Database
+    from delaytasks.store.store import Store
 
 
 @click.group(epilog=EXIT_CODES)
@@ -31,14 +32,12 @@ db.add_command(partitions)
 @click.argument("revision", default="head")
 @pass_cli
 def upgrade(cli: Cli, revision: str) -> None:
-    """Make the tables, or bring them to this version (or to REVISION). Rows stay.
+    """Make the tables, or bring them to this version (or to REVISION), in each database. Rows stay.
 
     \b
     delaytasks db upgrade
     """
-    from delaytasks.store import migrations
-
-    migrations.upgrade(*_place(cli), revision)
+    upgrade_all(cli, revision)
     _done(cli, "upgraded")
 
 
@@ -60,7 +59,8 @@ def downgrade(cli: Cli, revision: str, yes: bool) -> None:
         click.confirm(
             f"Downgrade {cli.database_url} by {revision}? Columns and tables may be dropped", abort=True, err=True
         )
-    migrations.downgrade(*_place(cli), revision)
+    for store in cli.stores:
+        migrations.downgrade(*_place(cli, store), revision)
     _done(cli, "downgraded")
 
 
@@ -78,6 +78,14 @@ def current(cli: Cli, check: bool) -> None:
         sys.exit(1)
 
 
+def upgrade_all(cli: Cli, revision: str = "head") -> None:
+    """With several databases each of them learns its number."""
+    from delaytasks.store import migrations
+
+    for store in cli.stores:
+        migrations.upgrade(*_place(cli, store), revision, store.shard)
+
+
 def _done(cli: Cli, done: str) -> None:
     if not cli.is_json:
         say(f"{done} {cli.database_url}")
@@ -85,20 +93,27 @@ def _done(cli: Cli, done: str) -> None:
 
 
 def _print_current(cli: Cli) -> bool:
+    """Whether all databases are this version's."""
     from delaytasks.store import migrations
 
-    revision, head = migrations.current(*_place(cli)), migrations.head()
+    head = migrations.head()
+    revisions = [migrations.current(*_place(cli, store)) for store in cli.stores]
+    is_current = all(revision == head for revision in revisions)
     if cli.is_json:
-        print_json({"database": cli.database_url, "revision": revision, "head": head, "is_current": revision == head})
-    elif revision is None:
-        say(f"no revision yet (this version has {head}); run: {cli.command} db upgrade")
-    elif revision == head:
-        say(f"revision {revision}, which is this version's")
-    else:
-        say(f"revision {revision}, this version has {head}; run: {cli.command} db upgrade")
-    return revision == head
+        shown = revisions[0] if len(revisions) == 1 else revisions
+        print_json({"database": cli.database_url, "revision": shown, "head": head, "is_current": is_current})
+        return is_current
+    for store, revision in zip(cli.stores, revisions, strict=True):
+        where = f"shard {store.shard}: " if len(revisions) > 1 else ""
+        if revision is None:
+            say(f"{where}no revision yet (this version has {head}); run: {cli.command} db upgrade")
+        elif revision == head:
+            say(f"{where}revision {revision}, which is this version's")
+        else:
+            say(f"{where}revision {revision}, this version has {head}; run: {cli.command} db upgrade")
+    return is_current
 
 
-def _place(cli: Cli) -> tuple[Database, str, str | None]:
+def _place(cli: Cli, store: Store) -> tuple[Database, str, str | None]:
     settings = cli.delays.settings
-    return cli.delays.store.database, settings.table_prefix, settings.table_schema or None
+    return store.database, settings.table_prefix, settings.table_schema or None

@@ -17,6 +17,7 @@ from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli
 from delaytasks.cli.output import cell, count, print_json, say
 from delaytasks.core.clock import from_us, monotonic
 from delaytasks.core.durations import show_duration
+from delaytasks.core.errors import StoreError
 from delaytasks.core.loop import Loop
 from delaytasks.engine.chunk import ChunkSize
 from delaytasks.engine.sweeper import tell_lapsed
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from delaytasks.app import DelayTasks
     from delaytasks.engine.runner import Report
+    from delaytasks.shards import Shard
 
 #: Rows in one step of lapsing.
 LAPSE_STEP = 500
@@ -71,7 +73,8 @@ class Drain:
         self._queues = frozenset(queues)
         self._left = limit
         self._size = ChunkSize(delays.settings.chunk_time_box_s, delays.settings.chunk_max)
-        self._chunk_began_us = delays.clock.now_us()
+        #: Where the chunk that runs came from, and when, by the clock there.
+        self._chunk = delays.shards[0], delays.clock.now_us()
         self._began_at = monotonic()
         self.is_stopped = False
         self.counts: Counter[str] = Counter()
@@ -79,11 +82,21 @@ class Drain:
         delays.events.subscribe(self._note)
 
     def until_empty(self, progress: Progress) -> None:
-        bar = progress.add_task("", total=self.overdue(), failed=0)
-        self._lapse()
+        bar, total, down = progress.add_task("", failed=0), 0, None
         with self._leases_renewed():
-            while not self.is_over and self._drain_levels(progress, bar):
-                pass
+            for shard in self._delays.shards:
+                if self.is_over:
+                    break
+                try:
+                    total += self.overdue(shard)
+                    progress.update(bar, total=total)
+                    self._lapse(shard)
+                    while not self.is_over and self._drain_levels(shard, progress, bar):
+                        pass
+                except StoreError as error:  # the tasks of the others need not wait for it
+                    down = error
+        if down is not None:
+            raise down
 
     @property
     def is_over(self) -> bool:
@@ -101,44 +114,44 @@ class Drain:
             "is_stopped": self.is_stopped,
         }
 
-    def overdue(self) -> int:
+    @staticmethod
+    def overdue(shard: Shard) -> int:
         from delaytasks.store.stats import Stats
 
-        store = self._delays.store
-        return Stats(store.database, store.schema).overdue(0).tasks
+        return Stats(shard.store.database, shard.store.schema).overdue(0).tasks
 
     def abandon(self) -> None:
         """What runs now is given up: others may have it, as if this process had died."""
-        delays = self._delays
-        lapsed = delays.store.leases.release([delays.processes.name(os.getpid())], delays.settings.max_lapses)
+        delays, shard = self._delays, self._chunk[0]
+        lapsed = shard.store.leases.release([delays.processes.name(os.getpid())], delays.settings.max_lapses)
         tell_lapsed(delays.events, lapsed)
 
-    def _lapse(self) -> None:
+    def _lapse(self, shard: Shard) -> None:
         delays = self._delays
-        while (lapsed := delays.store.sweeps.lapse(delays.settings.max_lapses, LAPSE_STEP)).total:
+        while (lapsed := shard.store.sweeps.lapse(delays.settings.max_lapses, LAPSE_STEP)).total:
             self.counts["lapsed"] += lapsed.total
             tell_lapsed(delays.events, lapsed)
 
-    def _drain_levels(self, progress: Progress, bar: Any) -> bool:
+    def _drain_levels(self, shard: Shard, progress: Progress, bar: Any) -> bool:
         """One pass over all that is overdue now; False if there was nothing."""
         by_queue: dict[str, list[int]] = {}
-        for level in self._delays.store.sweeps.levels(0):
+        for level in shard.store.sweeps.levels(0):
             if not self._queues or level.queue in self._queues:
                 by_queue.setdefault(level.queue, []).append(level.priority)
         claimed = 0
         for queue, priorities in by_queue.items():
             is_full = True
             while is_full and not self.is_over:
-                report = self._drain_chunk(queue, priorities)
+                report = self._drain_chunk(shard, queue, priorities)
                 is_full = report.is_full
                 claimed += report.claimed
                 progress.update(bar, advance=report.ran, failed=self.counts["task.failed"])
         return claimed > 0
 
-    def _drain_chunk(self, queue: str, priorities: list[int]) -> Report:
+    def _drain_chunk(self, shard: Shard, queue: str, priorities: list[int]) -> Report:
         size = self._size.rows if self._left is None else min(self._size.rows, self._left)
-        self._chunk_began_us = self._delays.clock.now_us()
-        report = self._delays.runner().drain(queue, priorities, size)
+        self._chunk = shard, shard.clock.now_us()
+        report = self._delays.runner(shard.number).drain(queue, priorities, size)
         self._size.learn(report.ran, report.seconds)
         if self._left is not None:
             self._left -= min(report.ran, self._left)
@@ -151,7 +164,8 @@ class Drain:
         name = delays.processes.name(os.getpid())
 
         def renew() -> float:
-            delays.store.leases.renew([name], from_us(self._chunk_began_us - SLACK_US))
+            shard, began_us = self._chunk
+            shard.store.leases.renew([name], from_us(began_us - SLACK_US))
             return delays.settings.lease_s / 3
 
         loop = Loop("leases", renew, delays.events)

@@ -13,6 +13,7 @@ from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli
 from delaytasks.cli.output import NOTHING, cell, count, print_json, print_table, say
 from delaytasks.cli.times import show_instant, to_duration
 from delaytasks.core.durations import parse_duration
+from delaytasks.core.settings import mask_url
 
 if TYPE_CHECKING:
     from delaytasks.store.partitions import Partitions
@@ -45,15 +46,21 @@ def _periods(command: Callable[..., None]) -> Callable[..., None]:
     return every(ahead(command))
 
 
+_of_shard = click.option(
+    "--shard", type=click.IntRange(0), default=0, show_default=True, help="With several databases: that of this number."
+)
+
+
 @partitions.command("list", epilog=EXIT_CODES)
+@_of_shard
 @pass_cli
-def list_(cli: Cli) -> None:
+def list_(cli: Cli, shard: int) -> None:
     """Print the partitions: when their tasks were scheduled, how large they are, what waits or runs in them.
 
     \b
     delaytasks db partitions list
     """
-    found = _partitions(cli)
+    found = _partitions(cli, shard)
     parts, live = found.all(), found.live()
     if cli.is_json:
         print_json(
@@ -89,10 +96,11 @@ def list_(cli: Cli) -> None:
 
 
 @partitions.command(epilog=EXIT_CODES)
+@_of_shard
 @_periods
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @pass_cli
-def convert(cli: Cli, every: timedelta, ahead: int, yes: bool) -> None:
+def convert(cli: Cli, shard: int, every: timedelta, ahead: int, yes: bool) -> None:
     """Make the task table the first of its partitions. Workers and producers may go on meanwhile.
 
     Wants to be the tables' owner. There is no command that takes it back.
@@ -102,20 +110,26 @@ def convert(cli: Cli, every: timedelta, ahead: int, yes: bool) -> None:
     """
     from delaytasks.store.partitioning import convert
 
-    found = _partitions(cli)
+    found = _partitions(cli, shard)
     if not yes:
         if cli.is_json or not sys.stdin.isatty():
             raise click.UsageError("A conversion can not be taken back; say --yes.")
-        click.confirm(f"Convert {found.tasks.fullname} in {cli.database_url} to partitions?", abort=True, err=True)
+        click.confirm(
+            f"Convert {found.tasks.fullname} in {mask_url(found.database.url.render_as_string())} to partitions?",
+            abort=True,
+            err=True,
+        )
     made = convert(found, every, ahead)
     if cli.is_json:
         print_json({"made": made})
     else:
         say(f"{found.tasks.fullname} has {count(len(made), 'partition')} now: {', '.join(made)}")
-        say(f"from now on run this each day: {cli.command} db partitions maintain")
+        which = f" --shard {shard}" if shard else ""
+        say(f"from now on run this each day: {cli.command} db partitions maintain{which}")
 
 
 @partitions.command(epilog=EXIT_CODES)
+@_of_shard
 @_periods
 @click.option(
     "--older-than",
@@ -125,7 +139,7 @@ def convert(cli: Cli, every: timedelta, ahead: int, yes: bool) -> None:
 )
 @click.option("--detach", is_flag=True, help="Leave them as tables of their own, instead of dropping them.")
 @pass_cli
-def maintain(cli: Cli, every: timedelta, ahead: int, older_than: timedelta | None, detach: bool) -> None:
+def maintain(cli: Cli, shard: int, every: timedelta, ahead: int, older_than: timedelta | None, detach: bool) -> None:
     """Make the partitions that come next, and drop old ones. May run as often as you like; cron is the place.
 
     \b
@@ -133,7 +147,7 @@ def maintain(cli: Cli, every: timedelta, ahead: int, older_than: timedelta | Non
     """
     from delaytasks.store.pruning import prune
 
-    found, purge_after_s = _partitions(cli), cli.delays.settings.purge_after_s
+    found, purge_after_s = _partitions(cli, shard), cli.delays.settings.purge_after_s
     if older_than is not None and purge_after_s is not None and purge_after_s <= older_than.total_seconds():
         cli.note("The sweep deletes tasks before their partition is old: delaytasks_purge_after_s is the shorter time.")
     made = found.extend(every, ahead)
@@ -154,11 +168,13 @@ def _outcome(pruned: Pruned, done: str) -> str:
     return f"{done} {pruned.name}; {count(pruned.moved, 'task')} moved to the default partition"
 
 
-def _partitions(cli: Cli) -> Partitions:
+def _partitions(cli: Cli, shard: int) -> Partitions:
     from delaytasks.store.partitions import Partitions
 
+    if shard >= len(cli.stores):
+        raise click.UsageError(f"There is no shard {shard}: delaytasks_database_url has {len(cli.stores)}.")
     settings = cli.delays.settings
-    return Partitions(cli.delays.store.database, settings.table_prefix, settings.table_schema or None)
+    return Partitions(cli.stores[shard].database, settings.table_prefix, settings.table_schema or None)
 
 
 def _shown(instant: datetime | None) -> str | None:

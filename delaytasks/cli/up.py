@@ -16,9 +16,9 @@ from rich.text import Text
 
 from delaytasks import embedded
 from delaytasks.cli.context import Cli, pass_cli
+from delaytasks.cli.database import upgrade_all
 from delaytasks.cli.supervisor import Spec, Supervisor
 from delaytasks.core.settings import mask_url
-from delaytasks.store import migrations
 
 FLOWER_PORT = 5555
 #: How long a worker may go on with what it runs, once it is told to stop.
@@ -52,9 +52,8 @@ def up(cli: Cli, concurrency: int | None, pool: str, port: int | None, no_flower
     has_flower = not no_flower and importlib.util.find_spec("flower") is not None
     flower_port = _free_port(port) if has_flower else None
     cli.import_processors()
-    delays = cli.delays
-    settings, database = delays.settings, delays.store.database
-    migrations.upgrade(database, settings.table_prefix, settings.table_schema or None)
+    settings = cli.delays.settings
+    upgrade_all(cli)
     broker, specs = _broker(cli)
     specs += _celery(_app_name(), settings.data_dir, concurrency, pool, flower_port)
     console = Console(highlight=False, emoji=False)
@@ -63,7 +62,8 @@ def up(cli: Cli, concurrency: int | None, pool: str, port: int | None, no_flower
         supervisor.log.say(broker, "yellow")
     if os.geteuid() == 0:
         supervisor.log.say("running as root; a user of its own is safer", "yellow")
-    database.dispose()  # the children have connections of their own
+    for store in cli.stores:
+        store.close()  # the children have connections of their own
 
     def announce() -> None:
         for name, text in _what_to_open(cli, broker, flower_port):
@@ -135,7 +135,7 @@ def _free_port(wanted: int | None) -> int:
 
 def _what_to_open(cli: Cli, broker: str, flower_port: int | None) -> Iterator[tuple[str, str]]:
     yield "delaytasks", "is up"
-    yield "database", mask_url(cli.delays.store.database.url.render_as_string(hide_password=False))
+    yield "database", cli.database_url
     yield "broker", "files, without a Redis" if broker == embedded.FILES_NOTE else broker
     flower = "install Flower for a web page: pip install 'delaytasks[flower]'"
     yield "watch", f"http://127.0.0.1:{flower_port} (Flower)" if flower_port else flower

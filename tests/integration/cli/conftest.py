@@ -37,6 +37,15 @@ def shop(bare: Project) -> Project:
 
 
 @pytest.fixture
+def two(bare: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    """A project with two databases, whose tables the command line made."""
+    urls = [f"sqlite:///{tmp_path / name}.sqlite3" for name in ("first", "second")]
+    monkeypatch.setenv("DELAYTASKS_DATABASE_URL", " ".join(urls))
+    assert bare.json("db", "upgrade")["is_current"]
+    return bare
+
+
+@pytest.fixture
 def forget(request: pytest.FixtureRequest) -> Callable[..., None]:
     """Modules that are this test's own."""
     return lambda *names: request.addfinalizer(lambda: [sys.modules.pop(name, None) for name in names])

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 from sqlalchemy import update
 
+from delaytasks.store import migrations
 from delaytasks.store.stats import Stats
 from delaytasks.store.types import db_now_plus
 from tests.integration.cli.project import Project
@@ -153,6 +154,18 @@ def test_db_makes_the_tables_and_takes_them_back(bare: Project) -> None:
     bare.delays.store.tasks.cancel(int(bare.json("list")["tasks"][0]["id"]))
     assert bare.json("db", "downgrade", "base", "--yes")["revision"] is None
     assert "run: delaytasks -A" in bare("db", "current").stdout
+
+
+def test_db_makes_and_takes_back_the_tables_of_all_databases(two: Project) -> None:
+    head = two.json("db", "current", "--check")["head"]
+    assert two("db", "current").stdout == "".join(
+        f"shard {n}: revision {head}, which is this version's\n" for n in (0, 1)
+    )
+    tasks = [two.delays.schedule_delay("ok", {}, 60, key=f"k{number}") for number in range(20)]
+    assert {task.shard for task in tasks} == {0, 1}, "each knows its number"
+    migrations.downgrade(two.delays.shards[1].store.database, revision="base")
+    assert two.json("db", "current", "--check", exit_code=1)["revision"] == [head, None]
+    assert two.json("db", "downgrade", "base", "--yes")["revision"] == [None, None]
 
 
 def test_a_downgrade_is_never_done_unasked(bare: Project) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from sqlalchemy import update
@@ -32,6 +33,17 @@ def test_drain_runs_what_is_overdue_and_leaves_the_rest(shop: Project) -> None:
     assert shop.status(failed) is Status.FAILED
     assert shop.status(unknown) is Status.NOT_COMPLETE
     assert shop.status(later) is Status.NOT_COMPLETE
+
+
+def test_drain_runs_what_is_overdue_in_all_databases_that_answer(two: Project, tmp_path: Path) -> None:
+    made = [two.delays.schedule_delay("ok", {}, 0, key=f"k{number}") for number in range(40)]
+    first, second = ([task for task in made if task.shard == number] for number in (0, 1))
+    assert two.json("drain", "--limit", str(len(first) + 1))["ran"] == len(first) + 1
+    assert {two.status(task) for task in first} == {Status.DONE}
+    two.delays.close()
+    (tmp_path / "first.sqlite3").write_text("no database any more")
+    assert "shard 0" in two.error("drain", exit_code=1)["error"]
+    assert {two.delays.shards[1].store.tasks.read(task.id).status for task in second} == {Status.DONE}
 
 
 def test_drain_tells_people_what_it_ran(shop: Project) -> None:

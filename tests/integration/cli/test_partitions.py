@@ -100,3 +100,8 @@ def test_other_databases_have_no_partitions(shop: Project, command: list[str]) -
     error = shop.error("db", "partitions", *command, exit_code=2)
     assert error["type"] == "ConfigError"
     assert error["error"].startswith("partitions need PostgreSQL, and this is sqlite: let the sweep delete old tasks")
+
+
+def test_the_database_of_a_number_is_meant(two: Project) -> None:
+    assert "shard 2" in two.error("db", "partitions", "maintain", "--shard", "2", exit_code=2)["error"]
+    assert "PostgreSQL" in two.error("db", "partitions", "maintain", "--shard", "1", exit_code=2)["error"]
