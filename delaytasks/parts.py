@@ -128,15 +128,25 @@ class Parts:
 
 def redis_url(given: str, broker_url: Any) -> str:
     """Of the `redis` timer, in the form that redis-py reads."""
+    from redis import ConnectionPool, RedisError
+
     broker = broker_url[0] if isinstance(broker_url, (list, tuple)) and broker_url else broker_url
     url = given or str(broker or "").partition(";")[0]
     if url.startswith("redis+socket://"):
         path, _, options = url.removeprefix("redis+socket://").partition("?")
         url = f"unix://{path}?{options.replace('virtual_host=', 'db=')}"
-    if url.startswith(_REDIS_SCHEMES):
-        return re.sub(r"(?<=ssl_cert_reqs=)CERT_(\w+)", lambda found: found[1].lower(), url)  # as kombu has it
     where = "delaytasks_redis_url" if given else "the broker's URL"
-    raise ConfigError(
-        f"delaytasks_timer = 'redis' needs a Redis, and {where} is {mask_url(url) or 'empty'}: set "
-        "delaytasks_redis_url to redis://…, rediss://… or unix://…"
-    )
+    if not url.startswith(_REDIS_SCHEMES):
+        raise ConfigError(
+            f"delaytasks_timer = 'redis' needs a Redis, and {where} is {mask_url(url) or 'empty'}: set "
+            "delaytasks_redis_url to redis://…, rediss://… or unix://…"
+        )
+    url = re.sub(r"(?<=ssl_cert_reqs=)CERT_(\w+)", lambda found: found[1].lower(), url)  # as kombu has it
+    try:
+        ConnectionPool.from_url(url).make_connection()  # which reads the URL, and connects to nothing
+    except (ValueError, TypeError, RedisError):  # these may quote a password
+        raise ConfigError(
+            f"delaytasks_timer = 'redis' can not read {where}: it is redis://user:password@host:6379/0, the password's "
+            "special characters written as %…, with options that redis-py knows"
+        ) from None
+    return url

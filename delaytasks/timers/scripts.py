@@ -41,7 +41,7 @@ end
 local dropped = redis.call('ZRANGEBYSCORE', store, '-inf', '(' .. late, 'LIMIT', 0, {LOT})
 local priorities = {{}}
 if #dropped > 0 then
-  for _, member in ipairs(dropped) do priorities[member:match('^%d+:%d+:(-?%d+)$') or '0'] = true end
+  for _, member in ipairs(dropped) do priorities[member:match('^%d+:%d+:(-?%d%d?%d?%d?%d?)$') or '0'] = true end
   redis.call('ZREMRANGEBYRANK', store, 0, #dropped - 1)
 end
 local levels = {{}}

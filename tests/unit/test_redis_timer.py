@@ -146,6 +146,16 @@ def test_what_is_too_late_is_the_tables_business(bench: Bench) -> None:
     assert bench.members("store") == []
 
 
+def test_a_priority_that_no_row_has_is_not_asked_of_the_table(bench: Bench) -> None:
+    slot = bench.timer.slots("default")[0]
+    late = bench.clock.now_us() // 1000 - 100_000
+    members = ["1:0:3", "2:0:99999999999999999999"]
+    bench.timer.connect().zadd(bench.timer.keys(slot)[0], dict.fromkeys(members, late))
+    [taken] = bench.timer.take({slot: 10}) or []
+    assert taken.dropped == 2
+    assert sorted(taken.priorities) == [0, 3]
+
+
 def test_the_next_time_to_look_is_told(bench: Bench) -> None:
     slot = bench.timer.slots("default")[0]
     assert [some.next_ms for some in bench.timer.take({slot: 1}) or ()] == [float("inf")]
@@ -233,6 +243,16 @@ def test_no_redis_is_an_error_that_names_the_setting_and_no_password(given: str,
     with pytest.raises(ConfigError, match=r"delaytasks_redis_url") as caught:
         url_for(given, broker)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["redis://:se/cret@a", "redis://a:port/0", "redis://[::1", "redis://a/0?nonsense=1", "rediss://a?ssl_cert_reqs=x"],
+)
+def test_a_url_that_can_not_be_read_is_an_error_that_quotes_nothing(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"delaytasks_redis_url") as caught:
+        url_for(url, None)
+    assert "cret" not in str(caught.value)
 
 
 def test_entries_of_a_database_whose_clock_goes_wrong_are_due_by_its_own_time(bench: Bench) -> None:
