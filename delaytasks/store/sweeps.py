@@ -143,16 +143,16 @@ class Sweeps:
         def work() -> int:
             with self._db.begin() as connection:
                 rows = connection.execute(query).all()
-                ids = sorted(row[0] for row in rows)
+                if not rows:
+                    return 0
+                ids = t.c.id.in_(sorted(row[0] for row in rows))
                 # Keys whose task another program finished still name it.
                 locked = self._keys.lock_all(connection, [row for row in rows if row[2] is not None])
-                purged = int(connection.execute(delete(t).where(t.c.id.in_(ids), old)).rowcount) if ids else 0
-                if purged:
-                    self._attempts.forget(connection, ids)
-                if locked:
-                    kept = select(t.c.id).where(t.c.id.in_([row[0] for row in locked]))
-                    left = set(connection.execute(kept).scalars())
-                    self._keys.release_all(connection, [row for row in locked if row[0] not in left])
+                purged = int(connection.execute(delete(t).where(ids, old)).rowcount)
+                # Some may have been retried meanwhile.
+                left = set(connection.execute(select(t.c.id).where(ids)).scalars())
+                self._attempts.forget(connection, [row[0] for row in rows if row[0] not in left])
+                self._keys.release_all(connection, [row for row in locked if row[0] not in left])
                 return purged
 
         return self._db.run(work)

@@ -6,13 +6,15 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 
-from delaytasks.core.errors import DuplicateTaskError
+from delaytasks.core.errors import DuplicateTaskError, TaskNotFoundError
 from delaytasks.core.ladder import Ladder
 from delaytasks.core.outcomes import Cancel, Done, Fail, Retry, Snooze
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask, NewTask
 from delaytasks.store.store import Store
+from delaytasks.store.types import db_now
 from tests.benches import Bench
 
 
@@ -273,4 +275,27 @@ def test_attempts_go_with_their_task(bench: Bench) -> None:
     old = bench.clock.now() - timedelta(days=1)
     bench.change(task, expected_time=old, update_time=old)
     assert bench.store.sweeps.purge(3600, 10) == 1
-    assert bench.store.tasks.attempts(task.id) == []
+    with pytest.raises(TaskNotFoundError):
+        bench.store.tasks.attempts(task.id)
+
+
+def test_a_task_that_is_retried_while_it_would_be_purged_keeps_its_attempts(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raises(bench, "pay", ValueError())
+    task, other = bench.schedule("pay"), bench.schedule("pay")
+    bench.run(task, other)
+    old = bench.clock.now() - timedelta(days=1)
+    for each in (task, other):
+        bench.change(each, expected_time=old, update_time=old)
+    sweeps = bench.store.sweeps
+    lock_all = sweeps._keys.lock_all  # comes between looking and deleting
+
+    def retried_meanwhile(on: Any, tasks: Any) -> Any:
+        t = bench.store.schema.tasks
+        on.execute(update(t).where(t.c.id == task.id).values(update_time=db_now()))
+        return lock_all(on, tasks)
+
+    monkeypatch.setattr(sweeps._keys, "lock_all", retried_meanwhile)
+    assert sweeps.purge(3600, 10) == 1
+    assert len(bench.store.tasks.attempts(task.id)) == 1
