@@ -73,7 +73,7 @@ class Cli:
     @property
     def database_url(self) -> str:
         """Those of all, without passwords, which may stand among their options too."""
-        return ", ".join(mask_url(store.database.url.render_as_string(hide_password=True)) for store in self.stores)
+        return ", ".join(map(shown_url, self.stores))
 
     def _delays_of_app(self) -> DelayTasks | None:
         return getattr(self.app.tasks.get("delaytasks.run"), "delays", None)
@@ -97,6 +97,10 @@ class Cli:
     def note_broker_away(self) -> None:
         if not self.delays.timer.is_up:
             self.note("The broker can not be reached: the database has the task, and a sweep will send it.")
+
+
+def shown_url(store: Store) -> str:
+    return mask_url(store.database.url.render_as_string(hide_password=True))
 
 
 def find_app(name: str) -> Any:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli
+from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli, shown_url
 from delaytasks.cli.output import NOTHING, cell, count, print_json, print_table, say
 from delaytasks.cli.times import show_instant, to_duration
 from delaytasks.core.durations import parse_duration
-from delaytasks.core.settings import mask_url
 
 if TYPE_CHECKING:
     from delaytasks.store.partitions import Partitions
@@ -115,7 +114,7 @@ def convert(cli: Cli, shard: int, every: timedelta, ahead: int, yes: bool) -> No
         if cli.is_json or not sys.stdin.isatty():
             raise click.UsageError("A conversion can not be taken back; say --yes.")
         click.confirm(
-            f"Convert {found.tasks.fullname} in {mask_url(found.database.url.render_as_string())} to partitions?",
+            f"Convert {found.tasks.fullname} in {shown_url(cli.stores[shard])} to partitions?",
             abort=True,
             err=True,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Iterable
 from datetime import datetime
 from importlib import metadata
@@ -11,15 +12,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from delaytasks.cli.config import broker_url
-from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli
+from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli, shown_url
 from delaytasks.cli.output import NOTHING, Cell, cell, coloured, print_fields, print_json, print_table, say
 from delaytasks.cli.times import show_instant
 from delaytasks.core.durations import show_duration
+from delaytasks.core.errors import StoreError
 from delaytasks.core.settings import mask_url
 from delaytasks.core.states import Status
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
+    from delaytasks.shards import Shard
 
 BAD, GOOD = "red", "green"
 
@@ -35,11 +38,17 @@ def stats(cli: Cli) -> None:
     found = _gather(cli)
     if cli.is_json:
         print_json(found)
-        return
+    else:
+        _print(found, cli.command)
+    if any(database["error"] for database in found["databases"]):
+        sys.exit(1)
+
+
+def _print(found: dict[str, Any], command: str) -> None:
     counts = found["counts"].items()
     print_table(("status", "tasks"), ([coloured(Status[name]), f"{count:,}"] for name, count in counts), right="tasks")
     say("")
-    _print_health(found, cli.command)
+    _print_health(found, command)
     say("")
     _print_sweeps(found["sweeps"])
     say("")
@@ -50,53 +59,35 @@ def stats(cli: Cli) -> None:
 
 
 def _gather(cli: Cli) -> dict[str, Any]:
-    from delaytasks.engine.sweeper import SILENT_SWEEPS
-    from delaytasks.store.stats import Stats
+    from delaytasks.store import migrations
 
-    delays, settings, store = cli.delays, cli.delays.settings, cli.delays.store
-    numbers, now = Stats(store.database, store.schema), store.tasks.now()
-
-    def age(instant: datetime) -> float:
-        return round(max((now - instant).total_seconds(), 0.0), 3)
-
-    overdue = numbers.overdue(settings.grace_s)
-    workers = [
-        {
-            "name": worker["name"],
-            "age_s": age(worker["seen_at"]),
-            "is_alive": age(worker["seen_at"]) <= SILENT_SWEEPS * settings.sweep_s,
-            "up_s": age(worker["started_at"]),
-            "pool": worker["pool"],
-            "concurrency": worker["concurrency"],
-            "queues": worker["queues"],
-            "clock_offset_s": worker["clock_offset_us"] / 1e6,
-        }
-        for worker in store.workers.alive()
-    ]
-    sweeps = [
-        {
-            "house": swept.house,
-            "age_s": swept.at and age(swept.at),
-            "is_late": swept.at is None or age(swept.at) > settings.self_sweep_s,
-            "armed_until": swept.armed_until and show_instant(swept.armed_until),
-        }
-        for swept in numbers.sweeps(settings.houses)
-    ]
+    delays, head = cli.delays, migrations.head()
+    found, databases = [], []
+    for shard, store in zip(delays.shards, cli.stores, strict=True):
+        database = {"url": shown_url(store), "server": None, "revision": None, "head": head, "error": None}
+        try:
+            found.append(_numbers(delays, shard))
+            database |= _versions(delays, shard)
+        except StoreError as error:
+            if len(delays.shards) == 1:
+                raise
+            database["error"] = str(error)
+        databases.append(database)
+    overdue = [numbers["overdue"] for numbers in found if numbers["overdue"]["count"]]
+    oldest = max(overdue, key=lambda each: each["late_s"], default={"oldest": None, "late_s": None})
+    # Each worker is known in each database.
+    workers = list({worker["name"]: worker for numbers in found for worker in numbers["workers"]}.values())
     broker = _broker(delays)
     return {
-        "now": show_instant(now),
-        "counts": {status.name: count for status, count in store.tasks.counts().items()},
-        "overdue": {
-            "count": overdue.tasks,
-            "oldest": overdue.oldest and show_instant(overdue.oldest),
-            "late_s": overdue.oldest and age(overdue.oldest),
-        },
-        "lapsed": numbers.lapsed(settings.lease_s),
+        "now": show_instant(delays.clock.now()),
+        "counts": {status.name: sum(numbers["counts"][status] for numbers in found) for status in Status},
+        "overdue": {**oldest, "count": sum(each["count"] for each in overdue)},
+        "lapsed": sum(numbers["lapsed"] for numbers in found),
         "workers": workers,
-        "sweeps": sweeps,
+        "sweeps": [sweep for numbers in found for sweep in numbers["sweeps"]],
         "broker": broker,
         "timer": _timer(delays, workers, broker),
-        "database": _database(cli, numbers.server()),
+        "databases": databases,
         "versions": {
             **{name: _version(name) for name in ("delaytasks", "celery", "sqlalchemy")},
             "python": platform.python_version(),
@@ -104,19 +95,65 @@ def _gather(cli: Cli) -> dict[str, Any]:
     }
 
 
+def _numbers(delays: DelayTasks, shard: Shard) -> dict[str, Any]:
+    from delaytasks.engine.sweeper import SILENT_SWEEPS
+    from delaytasks.store.stats import Stats
+
+    settings, store = delays.settings, shard.store
+    numbers, now = Stats(store.database, store.schema), store.tasks.now()
+
+    def age(instant: datetime) -> float:
+        return round(max((now - instant).total_seconds(), 0.0), 3)
+
+    overdue = numbers.overdue(settings.grace_s)
+    return {
+        "counts": store.tasks.counts(),
+        "overdue": {
+            "count": overdue.tasks,
+            "oldest": overdue.oldest and show_instant(overdue.oldest),
+            "late_s": overdue.oldest and age(overdue.oldest),
+        },
+        "lapsed": numbers.lapsed(settings.lease_s),
+        "workers": [
+            {
+                "name": worker["name"],
+                "age_s": age(worker["seen_at"]),
+                "is_alive": age(worker["seen_at"]) <= SILENT_SWEEPS * settings.sweep_s,
+                "up_s": age(worker["started_at"]),
+                "pool": worker["pool"],
+                "concurrency": worker["concurrency"],
+                "queues": worker["queues"],
+                "clock_offset_s": worker["clock_offset_us"] / 1e6,
+            }
+            for worker in store.workers.alive()
+        ],
+        "sweeps": [
+            {
+                "shard": shard.number,
+                "house": swept.house,
+                "age_s": swept.at and age(swept.at),
+                "is_late": swept.at is None or age(swept.at) > settings.self_sweep_s,
+                "armed_until": swept.armed_until and show_instant(swept.armed_until),
+            }
+            for swept in numbers.sweeps(settings.houses)
+        ],
+    }
+
+
+def _versions(delays: DelayTasks, shard: Shard) -> dict[str, Any]:
+    from delaytasks.store import migrations
+    from delaytasks.store.stats import Stats
+
+    settings, store = delays.settings, shard.store
+    revision = migrations.current(store.database, settings.table_prefix, settings.table_schema or None)
+    return {"server": Stats(store.database, store.schema).server(), "revision": revision}
+
+
 def _version(name: str) -> str:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "(not installed)"
-
-
-def _database(cli: Cli, server: str) -> dict[str, Any]:
-    from delaytasks.store import migrations
-
-    settings, database = cli.delays.settings, cli.delays.store.database
-    revision = migrations.current(database, settings.table_prefix, settings.table_schema or None)
-    return {"url": cli.database_url, "server": server, "revision": revision, "head": migrations.head()}
 
 
 def _broker(delays: DelayTasks) -> dict[str, Any]:
@@ -146,13 +183,10 @@ def _timer(delays: DelayTasks, workers: list[dict[str, Any]], broker: dict[str, 
 
 
 def _print_health(found: dict[str, Any], command: str) -> None:
-    overdue, database, broker = found["overdue"], found["database"], found["broker"]
+    overdue, broker = found["overdue"], found["broker"]
     late = f"{overdue['count']:,}"
     if overdue["count"]:
         late += f", the oldest since {overdue['oldest']}, {show_duration(overdue['late_s'])} ago"
-    revision = f"{database['url']} ({database['server']}), revision {database['revision'] or 'unknown'}"
-    if database["revision"] != database["head"]:
-        revision += f", this version has {database['head']}; run: {command} db upgrade"
     timer = found["timer"]
     timer_state = f"{timer['name']}, {timer['url']}: {'up' if timer['is_up'] else 'down'}"
     near = (f"{name} {counts['waiting'] + counts['taken']:,}" for name, counts in timer["queues"].items())
@@ -163,7 +197,7 @@ def _print_health(found: dict[str, Any], command: str) -> None:
         [
             ("overdue", (late, BAD if overdue["count"] else "")),
             ("lease over", (f"{found['lapsed']:,}", BAD if found["lapsed"] else "")),
-            ("database", revision),
+            *(("database", _database(database, command)) for database in found["databases"]),
             ("broker", (f"{broker['url']}: {broker_state}", "" if broker["is_up"] else BAD)),
             ("timer", (timer_state, "" if timer["is_up"] else BAD)),
             ("versions", ", ".join(f"{name} {number}" for name, number in found["versions"].items())),
@@ -172,10 +206,20 @@ def _print_health(found: dict[str, Any], command: str) -> None:
     )
 
 
+def _database(database: dict[str, Any], command: str) -> Cell:
+    if database["error"]:
+        return f"{database['url']}: down ({cell(database['error'], 200)})", BAD
+    said = f"{database['url']} ({database['server']}), revision {database['revision'] or 'unknown'}"
+    if database["revision"] != database["head"]:
+        said += f", this version has {database['head']}; run: {command} db upgrade"
+    return said
+
+
 def _print_sweeps(sweeps: list[dict[str, Any]]) -> None:
+    shards = {sweep["shard"] for sweep in sweeps}
     rows = (
         [
-            str(sweep["house"]),
+            str(sweep["house"]) if len(shards) == 1 else f"{sweep['shard']}/{sweep['house']}",
             (_ago(sweep["age_s"]), BAD if sweep["is_late"] else GOOD),
             sweep["armed_until"] or NOTHING,
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from sqlalchemy import update
@@ -33,7 +34,7 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
         workers = store.schema.workers
         connection.execute(update(workers).where(workers.c.name == "silent").values(seen_at=db_now_plus(-60)))
     before = shop.json("stats")
-    assert before["sweeps"] == [{"house": 0, "age_s": None, "is_late": True, "armed_until": None}]
+    assert before["sweeps"] == [{"shard": 0, "house": 0, "age_s": None, "is_late": True, "armed_until": None}]
     store.sweeps.begin_sweep(0, 1, 1)
     found = shop.json("stats")
     assert found["counts"] == {
@@ -50,7 +51,8 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
     assert not found["sweeps"][0]["is_late"]
     assert found["broker"] == {"url": "memory://", "is_up": True, "error": None}
     assert found["timer"] == {"name": "eta", "url": "memory://", "is_up": True, "queues": {}}
-    assert found["database"]["revision"] == found["database"]["head"]
+    [database] = found["databases"]
+    assert database["revision"] == database["head"]
     assert set(found["versions"]) == {"delaytasks", "celery", "sqlalchemy", "python"}
     with store.database.begin() as connection:
         connection.execute(update(store.schema.sweeps).values(swept_at=db_now_plus(-60)))
@@ -58,6 +60,23 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
     said = shop("stats").stdout
     assert re.search(r"^overdue +1, the oldest since \S+Z, 1m3\ds ago$", said, re.MULTILINE)
     assert re.search(r"^fresh .* default, letters +\+1\.5ms$", said, re.MULTILINE)
+
+
+def test_stats_sums_up_all_databases_and_names_the_one_that_is_away(two: Project, tmp_path: Path) -> None:
+    tasks = [two.delays.schedule_delay("ok", {}, 60, key=f"k{number}") for number in range(20)]
+    for shard in two.delays.shards:
+        shard.store.workers.seen("both", ["default"], "prefork", 2, 0)
+    found = two.json("stats")
+    assert found["counts"]["NOT_COMPLETE"] == 20
+    assert [worker["name"] for worker in found["workers"]] == ["both"]
+    assert [sweep["shard"] for sweep in found["sweeps"]] == [0, 1]
+    assert [database["error"] for database in found["databases"]] == [None, None]
+    two.delays.close()
+    (tmp_path / "first.sqlite3").write_text("no database any more")
+    found = two.json("stats", exit_code=1)
+    assert found["counts"]["NOT_COMPLETE"] == sum(task.shard == 1 for task in tasks)
+    assert "shard 0" in found["databases"][0]["error"]
+    assert re.search(r"^database +sqlite:\S+first.sqlite3: down", two("stats").stdout, re.MULTILINE)
 
 
 def test_only_what_is_later_than_the_grace_is_overdue(shop: Project) -> None:
