@@ -105,6 +105,7 @@ class TimersUnderFaults:
         held = [d.schedule(delay=1.5) for _ in range(20)]
         ran_once(d, [d.schedule()])  # its message came after theirs
         first.kill()
+        assert messages(d) == [], "acknowledged on receipt: no timeout of a broker's has anything to deliver again"
         d.worker()
         ran_once(d, held, deadline_s=1.5 + R1_S + SLACK_S)
 
@@ -127,28 +128,35 @@ class TimersUnderFaults:
 
     def test_far_tasks_are_rows_only_until_a_sweep_arms_them_many_together(self, make: Make) -> None:
         d = make(**ALONE).deployment
+
+        def waiting() -> list[list[int]]:
+            timer = d.delays.inline_timer
+            return messages(d) + (slots(timer) if isinstance(timer, RedisTimer) else [])
+
         far = burst(d, "test.note", 250, due_s=3600, body={})
-        assert waiting(d) == []
+        assert waiting() == []
         t = d.store.schema.tasks
         with d.store.database.begin() as connection:  # as if it were an hour later
             connection.execute(update(t).values(expected_time=db_now_plus(60)))
         d.delays.sweeper.sweep()
-        found = waiting(d)
+        found = waiting()
         assert len(found) <= 8, "messages of 100, or slots"
         assert sorted(id for ids in found for id in ids) == sorted(task.id for task in far)
 
 
-def waiting(d: Deployment) -> list[list[int]]:
-    """What there is of near tasks outside of the database: the ids of each message, and of each slot in Redis."""
+def messages(d: Deployment) -> list[list[int]]:
+    """Takes what waits in the broker: the ids of each message."""
     found = []
     with d.delays.celery.connection_for_write() as connection:
         queue = d.delays.publisher.queue("default")(connection)
         queue.declare()
         while (message := queue.get(no_ack=True)) is not None:
             found.append([item[0] for item in message.payload[0][0]])
-    timer = d.delays.inline_timer
-    if isinstance(timer, RedisTimer):
-        for slot in timer.slots("default"):
-            members = timer.connect().zrange(timer.keys(slot)[0], 0, -1)
-            found.append([int(member.split(b":")[0]) for member in members if member != b"."])
+    return [ids for ids in found if ids]
+
+
+def slots(timer: RedisTimer) -> list[list[int]]:
+    """The ids that wait in each slot."""
+    members = [timer.connect().zrange(timer.keys(slot)[0], 0, -1) for slot in timer.slots("default")]
+    found = [[int(member.split(b":")[0]) for member in some if member != b"."] for some in members]
     return [ids for ids in found if ids]
