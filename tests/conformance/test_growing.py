@@ -186,11 +186,12 @@ def test_a_key_that_is_scheduled_in_an_open_transaction_is_waited_for(growth: Gr
     engine = create_engine(growth.shards.urls[growth.added])
     with Session(engine) as session, ThreadPoolExecutor() as threads:
         made = growth.schedule(growth.new, session=session)
-        other = threads.submit(
-            growth.schedule, growth.shards.delays(growth.added + 1, shards_before=growth.added), "keep"
-        )
         with pytest.raises(DuplicateTaskError):
             growth.schedule(growth.old)
+        another = growth.shards.delays(growth.added + 1, shards_before=growth.added)
+        other = threads.submit(growth.schedule, another, "keep")
+        with pytest.raises(futures.TimeoutError):
+            other.result(0.5)
         session.commit()
         assert other.result(20).id == made.id
         assert growth.live == [(made.id, growth.added)]
