@@ -107,12 +107,15 @@ class Parts:
             self.redis_timer.check()
 
     def check_databases(self) -> None:
-        for store in self._databases.stores:
+        def check(shard: Shard) -> None:
             try:
-                store.check()
+                self._databases.stores[shard.number].check()
             except StoreUnavailableError as error:
                 # It may come back: a worker waits for it.
-                self._events.emit("store.down", error=str(error), shard=store.shard)
+                self._events.emit("store.down", error=str(error), shard=shard.number)
+
+        for silent in self.routes.each(check):
+            self._events.emit("store.down", error=f"{silent} does not answer", shard=silent.number)
 
     def close(self) -> None:
         if isinstance(self.timer, BackgroundTimer):

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from threading import Thread
 from typing import NamedTuple, TypeVar
 
-from delaytasks.core.clock import Clock
+from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.errors import InvalidScheduleError, ShardMismatchError, StoreUnavailableError, TaskNotFoundError
 from delaytasks.core.ids import check_id
 from delaytasks.core.ports import Executor, OnConflict, Unit
@@ -29,6 +30,8 @@ from delaytasks.store.store import Store
 T = TypeVar("T")
 #: A task as a call names it: as it was read, by its id, by its tag and key.
 Name = DelayTask | int | tuple[str, str]
+#: What all shards do side by side may take so long.
+EACH_S = 10.0
 Written = Callable[[Sequence[DelayTask]], None]
 
 
@@ -101,6 +104,29 @@ class Routes:
         self.databases = databases
         self._placing = placing
         self._is_one = len(shards) == 1
+
+    def each(self, work: Callable[[Shard], object]) -> list[Shard]:
+        """`work` for every shard, side by side; returns those that took too long, which nobody waits for any more."""
+        if self._is_one:
+            work(self.shards[0])
+            return []
+        errors: list[Exception] = []
+
+        def call(shard: Shard) -> None:
+            try:
+                work(shard)
+            except Exception as error:
+                errors.append(error)
+
+        threads = [Thread(target=call, args=(shard,), name="delaytasks-each", daemon=True) for shard in self.shards]
+        for thread in threads:
+            thread.start()
+        ends = monotonic() + EACH_S
+        for thread in threads:
+            thread.join(max(ends - monotonic(), 0))
+        if errors:
+            raise errors[0]
+        return [shard for shard, thread in zip(self.shards, threads, strict=True) if thread.is_alive()]
 
     # -- schedule ---------------------------------------------------------------------------------
 

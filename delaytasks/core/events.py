@@ -31,6 +31,7 @@ _LEVELS = {
     "timer.up": logging.INFO,
     "timer.evicts": logging.WARNING,
     "store.down": logging.ERROR,
+    "store.up": logging.INFO,
     "wheel.late": logging.WARNING,
     "sweep.self": logging.WARNING,
     "queue.unserved": logging.WARNING,

@@ -4,6 +4,7 @@ and looks after leases."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -69,8 +70,8 @@ class Desk:
 
     def start(self) -> None:
         delays = self.delays
+        delays.routes.each(lambda shard: shard.clock.refresh_if_due())
         for shard in delays.shards:
-            shard.clock.refresh_if_due()
             shard.clock.refreshes_inline = False  # neither the event loop nor the wheel waits for the database
         rows = delays.processes.row_events()
         delays.events.subscribe(GivenUp(rows, self._sends_events))
@@ -88,10 +89,10 @@ class Desk:
             if self.delays.inline_timer.arm(waiting):
                 logger.info("delaytasks: sent back %d near tasks", len(waiting))
             else:
-                for shard in self.delays.shards:
-                    shard.store.sweeps.forget_armed()
-        for sweeping in self._sweepings:  # last: until then we count as a worker that may have died
-            sweeping.stop()
+                attempt = partial(self.delays.events.attempt, "stop")
+                self.delays.routes.each(lambda at: attempt(at.named("forget"), lambda: at.store.sweeps.forget_armed()))
+        # Last: until then we count as a worker that may have died.
+        self.delays.routes.each(lambda shard: self._sweepings[shard.number].stop())
 
     def _look(self) -> float:
         """Once a second, what needs no database."""
@@ -100,6 +101,7 @@ class Desk:
         consumer = getattr(self._worker.consumer, "task_consumer", None)
         if consumer is not None:  # `celery control add_consumer` and `cancel_consumer` change it
             delays.processes.queues = delays.own_queues(queue.name for queue in consumer.queues)
+        self.dispatcher.tell_silent()
         late_s = self.wheel.late_s
         if late_s > delays.settings.grace_s:
             delays.events.emit("wheel.late", seconds=late_s)
@@ -158,6 +160,7 @@ class Desk:
             "timer": self.delays.settings.timer,
             "timer_is_up": self.delays.timer.is_up,
             "oldest_chunk": min(map(from_us, map(int, self.dispatcher.in_flight.values())), default=None),
+            "shards": self.dispatcher.info(),
             "loops": self.watchdog.info(),
             "events": dict(self.delays.events.counts),
         }

@@ -4,16 +4,17 @@ processes, so that what waits grows into the next chunk."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from delaytasks.core.clock import Clock
+from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.ports import Entry
 from delaytasks.core.settings import Settings
 from delaytasks.engine.chunk import ChunkSize
 from delaytasks.engine.runner import Report
-from delaytasks.worker.lane import REST_S, Lane, by_shard
+from delaytasks.worker.lane import REST_S, SILENT_S, Lane, by_shard
 from delaytasks.worker.pool import Job, run_job
 
 
@@ -24,7 +25,7 @@ class Dispatcher:
     def __init__(
         self,
         settings: Settings,
-        clocks: Iterable[Clock],
+        clocks: Sequence[Clock],
         events: Events,
         pool: Any,
         soon: Callable[[Callable[[], None]], None],
@@ -41,7 +42,7 @@ class Dispatcher:
         self.on_room: Callable[[], None] = lambda: None
         self._lock = threading.RLock()
         #: By the numbers of their shards.
-        self.lanes = [Lane(number, clock) for number, clock in enumerate(clocks)]
+        self.lanes = [Lane(number, clock, len(clocks) > 1) for number, clock in enumerate(clocks)]
         #: In the order of their turns.
         self._turns = list(self.lanes)
         self._size = ChunkSize(settings.chunk_time_box_s, settings.chunk_max)
@@ -91,8 +92,50 @@ class Dispatcher:
             chunks = free = self._free()
             if self._size.fits:
                 chunks += free + sum(lane.began_within(2 * self._settings.chunk_time_box_s) for lane in self.lanes)
-            most, waiting = chunks * self._size.rows, self.waiting
+            most, waiting = chunks * self._size.rows, sum(lane.waiting for lane in self.lanes if lane.is_open())
             return most - waiting if 2 * waiting <= most else 0
+
+    # -- shards that may be down ------------------------------------------------------------------
+
+    def ask(self, shard: int, question: Callable[[], object]) -> bool:
+        """Asks a shard that is in doubt, in the caller's thread; False if it is down. With one shard nobody asks."""
+        lane = self.lanes[shard]
+        with self._lock:
+            if len(self.lanes) == 1 or not lane.is_in_doubt():
+                return True
+            lane.asked()
+        try:
+            question()
+        except StoreUnavailableError as error:
+            with self._lock:
+                lane.failed()
+            self._tell_down(lane, str(error))
+            return False
+        with self._lock:
+            was_down, lane.is_down = lane.is_down, False
+            lane.answered()
+        if was_down:
+            self._events.emit("store.up", shard=shard)
+        self._soon(self.pump)
+        return True
+
+    def tell_silent(self) -> None:
+        """Shards that owe an answer: whoever asked may be waiting for it still."""
+        for lane in self.lanes:
+            if lane.is_silent():
+                self._tell_down(lane, f"shard {lane.shard} has not answered for {SILENT_S:g} s")
+
+    def info(self) -> dict[int, dict[str, Any]]:
+        return {
+            lane.shard: {"is_up": not lane.is_down, "waiting": lane.waiting, "chunks": len(lane.in_flight)}
+            for lane in self.lanes
+        }
+
+    def _tell_down(self, lane: Lane, error: str) -> None:
+        with self._lock:
+            was_down, lane.is_down = lane.is_down, True
+        if not was_down:
+            self._events.emit("store.down", error=error, shard=lane.shard)
 
     # -- out --------------------------------------------------------------------------------------
 
@@ -119,12 +162,18 @@ class Dispatcher:
             if not self._is_open or free <= 0:
                 return None
             for lane in self._turns:
-                job = None if lane.is_resting else lane.next_job(self._size.rows, free, self.sends_events())
+                if not lane.is_open() or (self._has_all_others(lane) and not lane.may_take_last()):
+                    continue
+                job = lane.next_job(self._size.rows, free, self.sends_events())
                 if job is not None:
                     self._turns.remove(lane)
                     self._turns.append(lane)
                     return job
             return None
+
+    def _has_all_others(self, lane: Lane) -> bool:
+        """All processes of the pool but one are at chunks of this lane."""
+        return 0 < len(lane.in_flight) == self._slots() - 1
 
     def _drop_late(self) -> None:
         for lane in self.lanes:
@@ -144,7 +193,7 @@ class Dispatcher:
             self._jobs += 1
             number = self._jobs
             lane = self.lanes[job.shard]
-            lane.in_flight[number] = lane.clock.now_us()
+            lane.sent(number)
 
         def done(report: Report) -> None:
             self._done(number, job, report)
@@ -170,6 +219,7 @@ class Dispatcher:
         with self._lock:
             lane = self.lanes[job.shard]
             lane.in_flight.pop(number, None)
+            lane.answered()
             self._size.learn(report.ran, report.seconds)
             if job.drain is not None:
                 lane.drained(job.drain, job.priorities, report.is_full, self._is_open)
@@ -182,7 +232,7 @@ class Dispatcher:
         with self._lock:
             lane = self.lanes[job.shard]
             lane.in_flight.pop(number, None)
-            lane.rest()
+            lane.failed()
             if job.drain is not None:
                 lane.forget(job.drain)
         self._events.emit("chunk.failed", error=str(getattr(info, "exception", info)), shard=job.shard)

@@ -13,6 +13,10 @@ from delaytasks.worker.pool import Job
 
 #: After a chunk failed as a whole (the database is away) nothing of its shard is sent to the pool for this long.
 REST_S = 1.0
+#: A shard that owes an answer for longer is not asked by the pool.
+SILENT_S = 2.0
+#: A chunk that is under way for longer is a processor's, which takes its time.
+LONG_S = 1.0
 
 
 def by_shard(entries: Sequence[Entry], shards: int) -> dict[int, Sequence[Entry]]:
@@ -38,11 +42,21 @@ class Drain:
 
 
 class Lane:
-    """Not thread-safe: the dispatcher's lock guards it."""
+    """Not thread-safe: the dispatcher's lock guards it.
 
-    def __init__(self, shard: int, clock: Clock) -> None:
+    A lane with neighbours is careful for them. A shard that failed, or does not answer, gets no chunk until it has
+    answered somebody who asks from a thread of its own; and as long as it is not sure that the shard answers, it
+    leaves them one process of the pool.
+    """
+
+    def __init__(self, shard: int, clock: Clock, has_neighbours: bool) -> None:
         self.shard = shard
         self.clock = clock
+        self._has_neighbours = has_neighbours
+        self._asked_at: float | None = None
+        self._failed_at = self._sent_at = 0.0
+        self._answered_at = monotonic()
+        self.is_down = False
         self._ready: dict[int, deque[Entry]] = {}
         self._drains: dict[str, Drain] = {}
         self._drains_next = False
@@ -88,12 +102,39 @@ class Lane:
 
     # -- out --------------------------------------------------------------------------------------
 
-    @property
-    def is_resting(self) -> bool:
-        return monotonic() < self._rests_until
+    def is_open(self) -> bool:
+        if not self._has_neighbours:
+            return monotonic() >= self._rests_until
+        return monotonic() >= self._rests_until and self._failed_at < self._answered_at and not self.is_silent()
 
-    def rest(self) -> None:
-        self._rests_until = monotonic() + REST_S
+    def may_take_last(self) -> bool:
+        """Of the pool's processes, when all others have chunks of this lane."""
+        return not self._has_neighbours or self._answered_at > self._sent_at + LONG_S
+
+    def sent(self, number: int) -> None:
+        self._sent_at = monotonic()
+        self.in_flight[number] = self.clock.now_us()
+
+    def failed(self) -> None:
+        self._failed_at = monotonic()
+        self._rests_until = self._failed_at + REST_S
+
+    # -- the shard --------------------------------------------------------------------------------
+
+    def is_in_doubt(self) -> bool:
+        """Whether somebody should ask the shard: nobody has to while nothing waits for it."""
+        return bool(self.in_flight or self._ready or self._drains) or not self.is_open()
+
+    def asked(self) -> None:
+        if self._asked_at is None:
+            self._asked_at = monotonic()
+
+    def answered(self) -> None:
+        self._asked_at = None
+        self._answered_at = monotonic()
+
+    def is_silent(self) -> bool:
+        return self._asked_at is not None and monotonic() - self._asked_at > SILENT_S
 
     def next_job(self, size: int, free: int, sends_events: bool) -> Job | None:
         """A chunk of at most `size` rows; `free` processes share what waits."""

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from delaytasks.core.clock import ManualClock
+from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.ids import COUNTER_BITS, shard_of
 from delaytasks.core.ports import Entry
 from delaytasks.core.settings import Settings
 from delaytasks.engine.runner import Report
+from delaytasks.worker import lane
 from delaytasks.worker.dispatcher import Dispatcher
 from delaytasks.worker.pool import Job
 
@@ -212,12 +214,88 @@ def test_a_chunk_has_rows_of_one_shard_and_shards_take_turns() -> None:
     assert [{shard_of(entry.id) for entry in job.entries} for job, _, _ in bench.pool.jobs] == [{0}, {1}]
 
 
-def test_a_shard_that_fails_rests_alone() -> None:
+class Hands:
+    """A clock for what a lane measures, turned by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.at = 1000.0
+        monkeypatch.setattr(lane, "monotonic", lambda: self.at)
+
+
+@pytest.fixture
+def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
+    return Hands(monkeypatch)
+
+
+def test_a_shard_that_failed_gets_no_chunk_until_it_answers_and_others_do(hands: Hands) -> None:
     bench = Bench(shards=2)
     bench.dispatcher.take(bench.entries_of(1, 1))
     bench.pool.end("StoreUnavailableError: away")
+    hands.at += 60
     bench.dispatcher.take([*bench.entries_of(1, 1), *bench.entries_of(0, 1)])
     assert [job.shard for job, _, _ in bench.pool.jobs] == [0]
+
+    def refuse() -> None:
+        raise StoreUnavailableError("shard 1 is away", 1)
+
+    assert not bench.dispatcher.ask(1, refuse)
+    assert not bench.dispatcher.ask(1, refuse)
+    assert (bench.events.counts["store.down"], bench.dispatcher.info()[1]["is_up"]) == (1, False)
+    hands.at += 1
+    assert bench.dispatcher.ask(1, lambda: None)
+    assert (bench.events.counts["store.up"], bench.dispatcher.info()[1]["is_up"]) == (1, True)
+    assert [job.shard for job, _, _ in bench.pool.jobs] == [0, 1]
+
+
+def test_a_shard_that_owes_an_answer_gets_no_chunk(hands: Hands) -> None:
+    bench = Bench(shards=2)
+    bench.pool.limit = 4
+    bench.dispatcher.take(bench.entries_of(1, 1))
+
+    def never(waits_s: float, jobs: int) -> None:
+        hands.at += waits_s
+        bench.dispatcher.tell_silent()
+        bench.dispatcher.take(bench.entries_of(1, 1))
+        assert len(bench.pool.jobs) == jobs
+
+    assert bench.dispatcher.ask(1, lambda: (never(1, 2), never(2, 2)))
+    assert (bench.events.counts["store.down"], bench.events.counts["store.up"]) == (1, 1)
+    assert len(bench.pool.jobs) == 3, "it answered"
+
+
+def test_a_shard_leaves_the_last_process_to_the_others(hands: Hands) -> None:
+    bench = Bench(shards=2)
+    bench.pool.limit = 3
+    bench.dispatcher.take(bench.entries_of(0, 100))
+    assert [job.shard for job, _, _ in bench.pool.jobs] == [0, 0]
+    bench.dispatcher.take(bench.entries_of(1, 1))
+    assert [job.shard for job, _, _ in bench.pool.jobs] == [0, 0, 1]
+
+
+def test_a_shard_that_answers_has_the_last_process_too_when_its_chunks_take_long(hands: Hands) -> None:
+    bench = Bench(shards=2)
+    bench.dispatcher.take(bench.entries_of(0, 100))
+    hands.at += 0.5
+    bench.dispatcher.ask(0, lambda: None)
+    assert len(bench.pool.jobs) == 1, "it answered, but that chunk may be at its claim"
+    hands.at += 1
+    bench.dispatcher.take(bench.entries_of(0, 1))
+    assert len(bench.pool.jobs) == 1, "nobody knows whether it answers still"
+    bench.dispatcher.ask(0, lambda: None)
+    assert [job.shard for job, _, _ in bench.pool.jobs] == [0, 0]
+
+
+def test_with_one_shard_nobody_asks_and_no_process_is_left(hands: Hands, bench: Bench) -> None:
+    def fail() -> None:
+        raise AssertionError("it was asked")
+
+    bench.dispatcher.take(bench.entries(100))
+    assert len(bench.pool.jobs) == 2
+    assert bench.dispatcher.ask(0, fail)
+    bench.pool.end("StoreUnavailableError: away")
+    hands.at += 1
+    bench.dispatcher.take([])
+    assert len(bench.pool.jobs) == 2, "after its rest it is tried again"
 
 
 def test_a_drain_is_of_the_shard_that_its_token_names() -> None:
