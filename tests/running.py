@@ -7,13 +7,14 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import requests
 from celery import Celery
 from redis import Redis
+from sqlalchemy import insert
 
 from delaytasks import DelayTask, DelayTasks, Status
 from tests.services import free_port
@@ -31,10 +32,15 @@ BROKERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Deployment:
-    """A database, a broker, and the processes that a test starts on them."""
+    """A database (or several), a broker, and the processes that a test starts on them."""
 
     def __init__(
-        self, folder: Path, database_url: str, broker_url: str, conf: dict[str, Any] | None = None, **settings: Any
+        self,
+        folder: Path,
+        database_url: str | Sequence[str],
+        broker_url: str,
+        conf: dict[str, Any] | None = None,
+        **settings: Any,
     ) -> None:
         self.folder = folder
         self.file = folder / "runs.txt"
@@ -45,9 +51,12 @@ class Deployment:
         self.conf["task_default_queue"] = f"{name}.celery"
         self._database_url = database_url
         self.delays = self.producer()
+        self._stores = self.delays.routes.databases.stores
+        for store in self._stores:
+            with store.database.begin() as connection:
+                store.schema.metadata.create_all(connection)
+                connection.execute(insert(store.schema.shards).values(number=store.shard))
         self.store = self.delays.store
-        with self.store.database.begin() as connection:
-            self.store.schema.metadata.create_all(connection)
         self._processes: list[Process] = []
 
     def producer(self) -> DelayTasks:
@@ -138,8 +147,9 @@ class Deployment:
     def close(self) -> None:
         for process in self._processes:
             process.kill()
-        with self.store.database.begin() as connection:
-            self.store.schema.metadata.drop_all(connection)
+        for store in self._stores:
+            with store.database.begin() as connection:
+                store.schema.metadata.drop_all(connection)
         self._delete_queues()
         self.delays.close()
 
