@@ -1,0 +1,107 @@
+"""Which shard a task goes to while some are down."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from delaytasks import NewTask
+from delaytasks.core.errors import StoreUnavailableError
+from delaytasks.core.events import Events
+from delaytasks.engine import placing
+from delaytasks.engine.placing import Placing
+
+ANY = NewTask("order.close", None, 5)
+
+
+class Bench:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.at = 1000.0
+        monkeypatch.setattr(placing, "monotonic", lambda: self.at)
+        self.events = Events()
+        self.placing = Placing(3, self.events)
+        self.down: set[int] = set()
+        self.calls: Counter[int] = Counter()
+
+    def work(self, shard: int) -> int:
+        self.calls[shard] += 1
+        if shard in self.down:
+            raise StoreUnavailableError(f"shard {shard} can not be reached", shard)
+        return shard
+
+    def run(self) -> int:
+        return self.placing.run(self.placing.of(ANY, None), self.work)
+
+    def first(self, times: int = 60) -> set[int]:
+        """The shards that are the first choice now."""
+        return {self.placing.any()[0] for _ in range(times)}
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(monkeypatch)
+
+
+def test_a_shard_that_is_down_is_left_out_for_a_moment_then_one_call_tries_it(bench: Bench) -> None:
+    bench.down = {1}
+    assert 1 not in {bench.run() for _ in range(60)}
+    assert bench.calls[1] == 1
+    assert bench.events.counts["store.down"] == 1
+    bench.at += 6
+    assert bench.first() == {0, 1, 2}
+    assert 1 not in {bench.run() for _ in range(60)}
+    assert bench.calls[1] == 2
+    bench.down = set()
+    bench.at += 6
+    assert {bench.run() for _ in range(60)} == {0, 1, 2}
+    assert bench.first() == {0, 1, 2}
+
+
+def test_when_all_are_down_the_error_is_the_last_ones(bench: Bench) -> None:
+    bench.down = {0, 1, 2}
+    with pytest.raises(StoreUnavailableError, match=r"shard \d can not be reached"):
+        bench.run()
+    assert bench.calls == {0: 1, 1: 1, 2: 1}
+    bench.down = {0, 1}
+    assert bench.run() == 2, "though all of them rest"
+
+
+def test_a_task_that_must_go_to_a_shard_that_is_down_goes_nowhere(bench: Bench) -> None:
+    home = bench.placing.home("order.close", "7")
+    bench.down = {home}
+    with pytest.raises(StoreUnavailableError, match=f"shard {home} "):
+        bench.placing.run(bench.placing.of(NewTask("order.close", None, 5, key="7"), None), bench.work)
+    assert bench.calls == {home: 1}
+
+
+def test_a_shard_that_does_not_answer_is_left_out_while_it_does_not(bench: Bench) -> None:
+    def wait(shard: int) -> int:
+        assert bench.first() == {0, 1, 2}
+        bench.at += 1.5
+        assert bench.first() == {0, 2}
+        return shard
+
+    assert bench.placing.run([1], wait) == 1
+    assert bench.first() == {0, 1, 2}
+
+
+def test_what_is_only_busy_is_not_down(bench: Bench) -> None:
+    def busy(shard: int) -> int:
+        raise StoreUnavailableError("the key changed hands")
+
+    with pytest.raises(StoreUnavailableError):
+        bench.placing.run([1], busy)
+    assert bench.first() == {0, 1, 2}
+    assert bench.events.counts["store.down"] == 0
+
+
+def test_it_is_the_shard_that_is_down_which_is_left_out(bench: Bench) -> None:
+    """A key that moves is asked for in two shards."""
+
+    def need_both(shard: int) -> int:
+        raise StoreUnavailableError("shard 0 can not be reached", 0)
+
+    with pytest.raises(StoreUnavailableError):
+        bench.placing.run([1], need_both)
+    assert bench.first() == {1, 2}
