@@ -1,7 +1,7 @@
 """Where callbacks may go: to public addresses by https, and wherever the setting `callback_allow` says.
 
-What a URL says is checked when it is scheduled, and what its host's name means each time it is called. The address that
-was checked is the one that is connected to, so a name that means another address a moment later leads nowhere.
+What a URL says is checked when it is scheduled, and what its host's name means when it is called. The address that was
+checked is the one that is connected to, so a name that means another address a moment later leads nowhere.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import re
 import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import NamedTuple
 
 from delaytasks.core.bounded import within
+from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import ConfigError, ForbiddenURLError
 from delaytasks.core.settings import mask_url
 from delaytasks.core.text import shown
@@ -21,6 +23,10 @@ from delaytasks.core.text import shown
 Address = IPv4Address | IPv6Address
 #: The addresses of a host; the one place where names are looked up.
 Resolve = Callable[[str, int], list[str]]
+
+#: A name is looked up no more often: thousands of callbacks to one host are no load for the name server.
+KNOWN_S = 5.0
+KNOWN_MAX = 1000
 
 PORTS = {"http": 80, "https": 443}
 #: The registries of special addresses of IANA, written out: what Python takes for global differs by its version.
@@ -83,6 +89,8 @@ class Guard:
     def __init__(self, allow: Iterable[str], resolve: Resolve = resolve) -> None:
         self._openings = [_opening(entry) for entry in allow]
         self._resolve = resolve
+        #: Until when, and what was found.
+        self._known: dict[tuple[str, str, int], tuple[float, list[Address]]] = {}
 
     def check(self, url: object) -> Target:
         """What can be said without looking the name up."""
@@ -101,11 +109,21 @@ class Guard:
         or it can not be looked up within the limit."""
         if target.literal is not None:
             return target.literal
-        look_up = lambda: self._resolve(target.host, target.port)  # noqa: E731 - twice the same
-        addresses = [ip_address(text) for text in within(limit_s, look_up, at_exit=look_up)]
+        place = (target.scheme, target.host, target.port)
+        until, addresses = self._known.get(place, (0.0, []))
+        if monotonic() >= until:
+            addresses = self._look_up(target, limit_s)
+            if len(self._known) >= KNOWN_MAX:
+                self._known.clear()
+            self._known[place] = monotonic() + KNOWN_S, addresses
+        return addresses[turn % len(addresses)]
+
+    def _look_up(self, target: Target, limit_s: float) -> list[Address]:
+        work = partial(self._resolve, target.host, target.port)
+        addresses = [ip_address(text) for text in within(limit_s, work, at_exit=work)]
         for address in addresses:
             self._check_address(target, address)
-        return addresses[turn % len(addresses)]
+        return addresses
 
     def _check_address(self, target: Target, address: Address) -> None:
         for opening in self._openings_on(target.port):

@@ -9,12 +9,14 @@ from __future__ import annotations
 import http.client
 import io
 import socket
+import ssl
 from contextvars import ContextVar
 from typing import Any
 from urllib.parse import urlsplit
 
 from requests import PreparedRequest
 from requests.adapters import HTTPAdapter
+from requests.utils import DEFAULT_CA_BUNDLE_PATH
 from urllib3 import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
@@ -81,7 +83,9 @@ class Adapter(HTTPAdapter):
     """The kept connections of a process. Used without a `requests.Session`, which would add cookies, .netrc, proxies of
     the environment, and read redirects to their end."""
 
-    def __init__(self) -> None:
+    def __init__(self, ca_file: str) -> None:
+        # One for all connections: to read the authorities takes as long as forty callbacks.
+        self._tls = ssl.create_default_context(cafile=ca_file or DEFAULT_CA_BUNDLE_PATH)
         super().__init__(pool_connections=KEPT, pool_maxsize=KEPT)
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
@@ -89,8 +93,10 @@ class Adapter(HTTPAdapter):
         self.poolmanager.pool_classes_by_scheme = {"http": _Pool, "https": _TLSPool}
 
     def build_connection_pool_key_attributes(self, request: PreparedRequest, verify: Any, cert: Any = None) -> Any:
-        options: Any
-        place, options = super().build_connection_pool_key_attributes(request, verify, cert)
-        if place["scheme"] == "https":
-            options["server_hostname"] = urlsplit(f"//{request.headers['Host']}").hostname
-        return place, options
+        place, _ = super().build_connection_pool_key_attributes(request, verify, cert)
+        if place["scheme"] != "https":
+            return place, {}
+        return place, {"ssl_context": self._tls, "server_hostname": urlsplit(f"//{request.headers['Host']}").hostname}
+
+    def cert_verify(self, *_: Any) -> None:
+        """The context knows whom to trust."""

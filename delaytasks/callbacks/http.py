@@ -99,23 +99,17 @@ class HttpCallbacks:
 
         from delaytasks.callbacks import connections
 
-        settings = self._settings
+        settings, adapter, where = self._settings, self._adapter(), target.place
         connections.ends.set(monotonic() + settings.callback_total_s)
-        where = target.place
+        # For each step: look up the name, connect, by TLS too, send head and body.
+        step_s = min(settings.callback_connect_s, settings.callback_total_s / 5)
         try:
-            address = self._guard.address(target, task.attempts - 1, settings.callback_connect_s)
+            address = self._guard.address(target, task.attempts - 1, step_s)
             where = f"{target.place} ({address})"
             request = requests.PreparedRequest()
             headers = {**_DEFAULT_HEADERS, **headers, **self._own_headers(target, payload, task)}
             request.prepare("POST", target.at(address), headers, data=payload)
-            # Its limit holds for each step: to connect, by TLS too, and to send head and body.
-            connect_s = min(settings.callback_connect_s, connections.left_s() / 4)
-            response = self._adapter().send(
-                request,
-                stream=True,
-                timeout=(connect_s, settings.callback_read_s),
-                verify=settings.callback_ca_file or True,
-            )
+            response = adapter.send(request, stream=True, timeout=(step_s, settings.callback_read_s))
             with closing(response):
                 return self._outcome(response, task)
         except (requests.RequestException, OSError) as error:
@@ -135,7 +129,7 @@ class HttpCallbacks:
 
         with self._lock:
             if self._made is None:
-                self._made = Adapter()
+                self._made = Adapter(self._settings.callback_ca_file)
             return self._made
 
     def _outcome(self, response: requests.Response, task: DelayTask) -> Outcome:

@@ -21,6 +21,7 @@ import pytest
 from standardwebhooks import Webhook
 
 from delaytasks import DelayTask, DelayTasks, Done, Fail, Ladder, Retry, Status
+from delaytasks.callbacks import addresses
 from delaytasks.callbacks.addresses import Guard
 from delaytasks.callbacks.http import CALLBACK, Callback, HttpCallbacks, retry_after_s
 from delaytasks.core.bounded import within
@@ -360,9 +361,14 @@ def test_the_address_that_was_checked_is_the_one_that_is_connected_to(web: WebSe
     assert caller.post(web.url("/paid", "partner.example")) == Done()
     assert web.received[0].headers["host"] == f"partner.example:{web.port}"
     assert caller.looked_up == ["partner.example"], "the name, which nobody else knows, is looked up once"
+    assert caller.post(web.url("/paid", "partner.example")) == Done()
+    assert caller.looked_up == ["partner.example"], "and not again in the same moment"
 
 
-def test_a_name_that_means_something_else_a_moment_later_leads_nowhere(web: WebServer) -> None:
+def test_a_name_that_means_something_else_a_moment_later_leads_nowhere(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(addresses, "KNOWN_S", 0)
     answers = iter([["127.0.0.1"], ["127.0.0.2"], ["169.254.169.254"], ["127.0.0.1", "10.0.0.1"]])
     caller = Caller(lambda host: next(answers))
     url = web.url("/", "partner.example")

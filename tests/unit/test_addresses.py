@@ -6,6 +6,7 @@ from ipaddress import ip_address
 
 import pytest
 
+from delaytasks.callbacks import addresses
 from delaytasks.callbacks.addresses import Guard
 from delaytasks.core.errors import ConfigError, ForbiddenURLError
 
@@ -104,6 +105,21 @@ def test_each_turn_takes_the_next_address() -> None:
     found = [str(several.address(target, turn, 5)) for turn in range(3)]
     assert found == ["93.184.216.34", "2606:2800::1", "93.184.216.34"]
     assert target.at(several.address(target, 1, 5)) == "https://[2606:2800::1]:443/"
+
+
+def test_a_name_is_not_looked_up_for_each_of_many_calls_nor_trusted_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [["93.184.216.34"], ["10.0.0.1"]]
+    changing = Guard([], lambda host, port: answers.pop(0))
+    target = changing.check("https://partner.example/")
+    for _ in range(100):
+        assert str(changing.address(target, 0, 5)) == "93.184.216.34"
+    with pytest.raises(ForbiddenURLError):
+        changing.address(changing.check("https://partner.example:444/"), 0, 5)
+    now = addresses.monotonic()
+    monkeypatch.setattr(addresses, "monotonic", lambda: now + addresses.KNOWN_S + 1)
+    answers.append(["169.254.169.254"])
+    with pytest.raises(ForbiddenURLError):
+        changing.address(target, 0, 5)
 
 
 def test_what_the_setting_names_is_open() -> None:
