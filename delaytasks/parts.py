@@ -104,7 +104,7 @@ class Parts:
 
     def check_timer(self) -> None:
         if self.redis_timer is not None:
-            self.redis_timer.check()
+            self.redis_timer.link.check()
 
     def check_databases(self) -> None:
         def check(shard: Shard) -> None:
@@ -121,7 +121,7 @@ class Parts:
         if isinstance(self.timer, BackgroundTimer):
             self.timer.close()
         if self.redis_timer is not None:
-            self.redis_timer.close()
+            self.redis_timer.link.close()
         self.http_callbacks.close()
         self.queue_messages.close()
         self.publisher.close()

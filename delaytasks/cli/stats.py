@@ -176,7 +176,7 @@ def _timer(delays: DelayTasks, workers: list[dict[str, Any]], broker: dict[str, 
     names = sorted({delays.settings.default_queue, *(queue for worker in workers for queue in worker["queues"])})
     counts = timer.counts(names)
     queues = {name: {"waiting": both[0], "taken": both[1]} for name, both in (counts or {}).items()}
-    return {"name": "redis", "url": mask_url(timer.url), "is_up": counts is not None, "queues": queues}
+    return {"name": "redis", "url": mask_url(timer.link.url), "is_up": counts is not None, "queues": queues}
 
 
 # -- print ----------------------------------------------------------------------------------------

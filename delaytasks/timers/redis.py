@@ -4,46 +4,24 @@ take what falls due."""
 from __future__ import annotations
 
 import re
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from hashlib import sha1
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 from zlib import crc32
 
-import redis
-from redis.backoff import NoBackoff
-from redis.cluster import RedisCluster
-from redis.exceptions import NoScriptError, RedisClusterException, RedisError
-from redis.retry import Retry
-
-from delaytasks.core.bounded import within
-from delaytasks.core.clock import Clock, monotonic
-from delaytasks.core.errors import ConfigError
+from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
-from delaytasks.core.forks import reset_in_child
 from delaytasks.core.ids import MAX_ID, shard_of
 from delaytasks.core.inputs import MAX_PRIORITY, is_queue
 from delaytasks.core.ports import Entry
 from delaytasks.core.settings import Settings
 from delaytasks.timers.eta import EtaTimer
+from delaytasks.timers.redislink import RedisLink, call
 from delaytasks.timers.scripts import ARM, LOT, TAKE
 
-T = TypeVar("T")
-
-#: After a failure nothing is tried for this long: callers must not wait for a Redis that is away.
-REST_S = 1.0
 #: What a mover took and has not handed on for so long goes back: the mover is dead.
 RETURN_S = 2.0
-#: A call that takes less than this part of the time limit says that all is well.
-QUICK = 0.1
-#: A connection that was idle for so long is tried first.
-CHECK_S = 15
-OLDEST = (6, 2)
-#: redis-py's cluster client knows scripts in pipelines by their text only.
-_NAMES = {script: sha1(script.encode(), usedforsecurity=False).hexdigest() for script in (ARM, TAKE)}
 #: A member and its score, as TAKE answers; of no more digits than the table's columns can hold.
 _ENTRY = re.compile(rb"(?<!\S)(\d{1,19}):(\d{1,18})(?::(-?\d{1,4}))? (\d{1,14})(?!\S)")
-FAILURES = (RedisError, RedisClusterException, OSError)
 
 
 class Slot(NamedTuple):
@@ -60,6 +38,7 @@ class Taken(NamedTuple):
 
     slot: Slot
     entries: list[Entry]
+    #: 0 if there is nothing.
     ticket: int
     #: Entries that were not of our form.
     refused: int
@@ -75,25 +54,19 @@ class Taken(NamedTuple):
 
 
 class RedisTimer:
-    """Thread-safe, and made anew after a fork. What fails is not tried again: the database is the truth."""
+    """Thread-safe. What fails is not tried again: the database is the truth."""
 
     def __init__(self, url: str, settings: Settings, eta: EtaTimer, clocks: Sequence[Clock], events: Events) -> None:
-        self.url = url
+        self.link = RedisLink(url, settings.publish_limit_s, events)
         self._settings = settings
         self._eta = eta
         #: Of each shard's database; slots go by the first one.
         self._clocks = clocks
-        self._events = events
         self._slots: dict[str, list[Slot]] = {}
-        self.is_up = True
-        self._rests_until = 0.0
-        self.after_fork()
-        reset_in_child(self)
 
-    def after_fork(self) -> None:
-        self._lock = threading.Lock()
-        self._client: Any = None
-        self._is_quick = False
+    @property
+    def is_up(self) -> bool:
+        return self.link.is_up
 
     # -- where things are -------------------------------------------------------------------------
 
@@ -149,11 +122,11 @@ class RedisTimer:
                     words: list[Any] = [self.channel(slot.queue), slot.name]
                     for entry in some[start : start + LOT]:
                         words += (_due_ms(entry), _member(entry))
-                    pipe.execute_command(*_call(client, ARM), 2, *self.keys(slot), *words)
+                    pipe.execute_command(*call(client, ARM), 2, *self.keys(slot), *words)
             pipe.execute()
             return True
 
-        return not slots or self._attempt(work) is not None
+        return not slots or self.link.attempt(work) is not None
 
     def disarm(self, entries: Iterable[Entry]) -> None:
         slots = self._by_slot(entries)
@@ -167,7 +140,7 @@ class RedisTimer:
             return True
 
         if slots:
-            self._attempt(work)
+            self.link.attempt(work)
 
     def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0) -> bool:
         return self._eta.drain(queue, priorities, tokens, expires_s, shard)
@@ -184,17 +157,17 @@ class RedisTimer:
         def work(client: Any) -> list[Taken]:
             pipe = client.pipeline(transaction=False)
             for slot, count in most.items():
-                pipe.execute_command(*_call(client, TAKE), 2, *self.keys(slot), now, late, back, min(count, LOT))
+                pipe.execute_command(*call(client, TAKE), 2, *self.keys(slot), now, late, back, min(count, LOT))
             for some in handed_on:
                 pipe.zremrangebyscore(self.keys(some.slot)[1], some.ticket, some.ticket)
             taken = [_taken(slot, answer) for slot, answer in zip(most, pipe.execute(), strict=False)]
             return [some._replace(entries=list(self._shifted(some.entries, -1))) for some in taken]
 
-        return self._attempt(work)
+        return self.link.attempt(work)
 
     def listen(self, queues: Iterable[str]) -> Any:
         """A subscription to what is armed in these queues before all that waits."""
-        listener = self.connect().pubsub(ignore_subscribe_messages=True)
+        listener = self.link.connect().pubsub(ignore_subscribe_messages=True)
         listener.subscribe(*map(self.channel, queues))
         return listener
 
@@ -213,95 +186,7 @@ class RedisTimer:
             pairs = {queue: [(next(numbers), next(numbers)) for _ in self.slots(queue)] for queue in queues}
             return {queue: (sum(p[0] for p in both), sum(p[1] for p in both)) for queue, both in pairs.items()}
 
-        return self._attempt(work)
-
-    def check(self) -> None:
-        """For a worker that starts: `ConfigError` if this Redis is too old; an event if it may drop what waits."""
-        for info in self._attempt(_infos) or ():
-            version = str(info["redis_version"])
-            if tuple(map(int, version.split(".")[:2])) < OLDEST:
-                needed = ".".join(map(str, OLDEST))
-                raise ConfigError(
-                    f"delaytasks_timer = 'redis' needs Redis {needed} or Valkey, and this one is {version}"
-                )
-            policy = str(info["maxmemory_policy"])
-            if info["maxmemory"] and policy.startswith("allkeys"):
-                remedy = "set maxmemory-policy to noeviction, or to volatile-…: our keys never expire"
-                self._events.emit("timer.evicts", policy=policy, remedy=remedy)
-
-    # -- the connection ---------------------------------------------------------------------------
-
-    def _attempt(self, work: Callable[[Any], T]) -> T | None:
-        """What `work` answers, or None. While all is well each of its steps is bounded by its socket; else what may
-        take many steps must not hold up the caller."""
-        began, client, limit_s = monotonic(), self._client, self._settings.publish_limit_s
-        if began < self._rests_until:
-            return None
-        try:
-            if client is not None and self._is_quick:
-                answer = _with_scripts(client, work)
-            else:
-                answer = within(limit_s, lambda: _with_scripts(self.connect(), work))
-        except FAILURES as error:
-            self._client = None
-            self._rests_until = monotonic() + REST_S
-            if self.is_up:
-                self.is_up = False
-                self._events.emit("timer.down", timer="redis", error=f"{type(error).__name__}: {error}")
-            return None
-        self._is_quick = client is not None and monotonic() - began < limit_s * QUICK
-        if not self.is_up:
-            self.is_up = True
-            self._events.emit("timer.up", timer="redis")
-        return answer
-
-    def connect(self) -> Any:
-        if self._client is None:
-            with self._lock:
-                if self._client is None:
-                    self._client = self._connect()
-        return self._client
-
-    def _connect(self) -> Any:
-        step_s = self._settings.publish_limit_s / 2
-        options: dict[str, Any] = {
-            "socket_timeout": step_s,
-            "socket_connect_timeout": step_s,
-            "retry": Retry(NoBackoff(), 0),
-            "health_check_interval": CHECK_S,  # a subscription whose other end is gone hears nothing of that
-            "protocol": 2,
-        }
-        client = redis.Redis.from_url(self.url, **options)
-        if not client.info("cluster").get("cluster_enabled"):
-            return client
-        client.close()
-        return RedisCluster.from_url(self.url, **options)
-
-    def close(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            client.close()
-
-
-def _call(client: Any, script: str) -> tuple[str, str]:
-    """By its name where that can be: to send its text takes longer than to run it."""
-    return ("EVAL", script) if isinstance(client, RedisCluster) else ("EVALSHA", _NAMES[script])
-
-
-def _with_scripts(client: Any, work: Callable[[Any], T]) -> T:
-    """`work(client)`, once more with the scripts if they are not known there."""
-    try:
-        return work(client)
-    except NoScriptError:
-        for script in _NAMES:
-            client.script_load(script)
-        return work(client)
-
-
-def _infos(client: Any) -> list[dict[str, Any]]:
-    if isinstance(client, RedisCluster):
-        return list(client.info(target_nodes=RedisCluster.PRIMARIES).values())
-    return [client.info()]
+        return self.link.attempt(work)
 
 
 def _due_ms(entry: Entry) -> int:

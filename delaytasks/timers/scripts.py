@@ -62,5 +62,6 @@ end
 
 local waiting = redis.call('ZRANGE', store, 0, 0, 'WITHSCORES')[2]
 local prepared = redis.call('ZRANGE', prepare, 0, 0, 'WITHSCORES')[2] or 'inf'
-return {{was_lost, #stale, #dropped, table.concat(levels, ' '), back, table.concat(due, ' '), waiting, prepared}}
+local ticket = #due > 0 and back or 0
+return {{was_lost, #stale, #dropped, table.concat(levels, ' '), ticket, table.concat(due, ' '), waiting, prepared}}
 """

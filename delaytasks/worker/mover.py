@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from delaytasks.core.clock import monotonic
 from delaytasks.core.loop import Loop
-from delaytasks.timers.redis import FAILURES, REST_S, RedisTimer, Slot, Taken
+from delaytasks.timers.redis import RedisTimer, Slot, Taken
+from delaytasks.timers.redislink import FAILURES, REST_S
 
 if TYPE_CHECKING:
     from delaytasks.worker.desk import Desk
@@ -78,7 +79,7 @@ class Mover:
             raise
         if self._was_down or any(some.was_lost for some in taken):
             if self._was_down:
-                self._events.attempt("mover", "check", self._timer.check)  # it may be another one now
+                self._events.attempt("mover", "check", self._timer.link.check)  # it may be another one now
             self._was_down = False
             self._look_at_all()
             self._desk.forget_armed()
@@ -107,7 +108,7 @@ class Mover:
 
     def _hand_on(self, taken: list[Taken]) -> None:
         self._desk.hold(list(chain.from_iterable(some.entries for some in taken)))
-        self._handed_on = [some for some in taken if some.entries or some.refused]
+        self._handed_on = [some for some in taken if some.ticket]
         for some in taken:
             if some.dropped:
                 self._events.emit("entry.late", count=some.dropped)
@@ -126,7 +127,7 @@ class Mover:
             self._next = {slot: self._next.get(slot, LOOK_NOW) for slot in slots}
 
     def _start_over(self) -> None:
-        self._timer.close()
+        self._timer.link.close()
         self._looks_at = 0.0
 
     def _look_at_all(self) -> None:

@@ -157,6 +157,6 @@ def messages(d: Deployment) -> list[list[int]]:
 
 def slots(timer: RedisTimer) -> list[list[int]]:
     """The ids that wait in each slot."""
-    members = [timer.connect().zrange(timer.keys(slot)[0], 0, -1) for slot in timer.slots("default")]
+    members = [timer.link.connect().zrange(timer.keys(slot)[0], 0, -1) for slot in timer.slots("default")]
     found = [[int(member.split(b":")[0]) for member in some if member != b"."] for some in members]
     return [ids for ids in found if ids]

@@ -263,4 +263,4 @@ def put_garbage(timer: RedisTimer, near: DelayTask, far: DelayTask) -> None:
     members += [f"{near.id}:{near.version + 7}", f" {near.id}:{near.version}", f"{2**62}:0", "9" * 400 + ":0"]
     for number, slot in enumerate(timer.slots("default")):
         some = ["1 0", b"\xff", f"{far.id}:{far.version}", *members[number % 8 :: 8]]
-        timer.connect().zadd(timer.keys(slot)[0], dict.fromkeys(some, due_ms))
+        timer.link.connect().zadd(timer.keys(slot)[0], dict.fromkeys(some, due_ms))

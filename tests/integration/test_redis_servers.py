@@ -18,7 +18,7 @@ from redis.exceptions import NoPermissionError
 
 from delaytasks.core.errors import ConfigError
 from delaytasks.embedded import server as embedded
-from delaytasks.timers import redis as redis_timer
+from delaytasks.timers import redislink
 from tests import redis_server
 from tests.conformance.timers import ALONE, burst, ran_once
 from tests.proxy import Proxy
@@ -44,7 +44,7 @@ def connect() -> Iterator[Callable[..., Bench]]:
 
     yield connect
     for bench in made:
-        bench.timer.close()
+        bench.timer.link.close()
 
 
 def took(work: Callable[[], object]) -> float:
@@ -106,7 +106,9 @@ def test_a_forked_child_has_a_connection_of_its_own(start_redis: Start, connect:
         status = 1
         try:
             ids = range(100, 200)
-            status = 0 if bench.timer._client is None and all(bench.timer.arm([bench.entry(id)]) for id in ids) else 2
+            status = (
+                0 if bench.timer.link._client is None and all(bench.timer.arm([bench.entry(id)]) for id in ids) else 2
+            )
         finally:
             os._exit(status)
     for id in range(2, 100):
@@ -121,7 +123,7 @@ def test_a_forked_child_has_a_connection_of_its_own(start_redis: Start, connect:
 def test_from_a_redis_that_is_full_entries_can_be_taken(start_redis: Start, connect: Callable[..., Bench]) -> None:
     bench = connect(start_redis().url)
     bench.timer.arm([bench.entry(id) for id in range(1, 1001)])
-    bench.timer.connect().config_set("maxmemory", 1)
+    bench.timer.link.connect().config_set("maxmemory", 1)
     assert not bench.timer.arm([bench.entry(2000)])
     assert bench.events.counts["timer.down"] == 1
     wait_until(lambda: bench.timer.take({}) is not None, 5, "the timer to try again")
@@ -136,7 +138,7 @@ def test_a_redis_that_may_drop_entries_is_warned_of(
     start_redis: Start, connect: Callable[..., Bench], policy: str, maxmemory: str, warnings: int
 ) -> None:
     bench = connect(start_redis("--maxmemory", maxmemory, "--maxmemory-policy", policy).url)
-    bench.timer.check()
+    bench.timer.link.check()
     assert bench.events.counts["timer.evicts"] == warnings
 
 
@@ -144,10 +146,10 @@ def test_a_redis_that_is_too_old_is_refused(
     start_redis: Start, connect: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = connect(start_redis().url)
-    bench.timer.check()
-    monkeypatch.setattr(redis_timer, "OLDEST", (99, 1))
+    bench.timer.link.check()
+    monkeypatch.setattr(redislink, "OLDEST", (99, 1))
     with pytest.raises(ConfigError, match=r"needs Redis 99\.1 or Valkey, and this one is \d"):
-        bench.timer.check()
+        bench.timer.link.check()
 
 
 # -- users ----------------------------------------------------------------------------------------
@@ -173,7 +175,7 @@ def test_users_with_the_rights_that_the_docs_name_can_do_their_work_and_no_more(
     assert web.timer.arm([web.entry(1), web.entry(2)]), web.events.counts
     web.timer.disarm([web.entry(2)])
     wait_until(lambda: listener.get_message(timeout=1), 5, "the worker to hear of it")
-    worker.timer.check()
+    worker.timer.link.check()
     taken = worker.take()
     assert [entry.id for some in taken for entry in some.entries] == [1]
     worker.timer.take({}, taken)
@@ -181,7 +183,7 @@ def test_users_with_the_rights_that_the_docs_name_can_do_their_work_and_no_more(
     assert web.events.counts["timer.down"] == worker.events.counts["timer.down"] == 0
     for refused in (["GET", "x"], ["ZADD", "x", 1, "y"], ["FLUSHALL"], ["PUBLISH", "x", "y"]):
         with pytest.raises(NoPermissionError):
-            worker.timer.connect().execute_command(*refused)
+            worker.timer.link.connect().execute_command(*refused)
     stranger = connect(allow("shop_web", server), namespace="other")
     assert not stranger.timer.arm([stranger.entry(1)])
 
@@ -257,8 +259,8 @@ def cluster(start_redis: Start, tmp_path: Path) -> list[RedisServer]:
 
 def test_a_cluster_is_found_out_and_shares_the_slots(cluster: list[RedisServer], connect: Callable[..., Bench]) -> None:
     bench = connect(cluster[1].url)
-    assert isinstance(bench.timer.connect(), RedisCluster)
-    bench.timer.check()
+    assert isinstance(bench.timer.link.connect(), RedisCluster)
+    bench.timer.link.check()
     listener = bench.timer.listen(["default"])
     entries = [bench.entry(id, id, priority=id % 11 // 10) for id in range(1, 2001)]
     assert bench.timer.arm(entries), bench.events.counts
@@ -281,7 +283,7 @@ def test_in_a_cluster_the_same_users_need_the_rights_that_the_docs_add(
     listener = worker.timer.listen(["default"])
     assert web.timer.arm([web.entry(id) for id in range(1, 101)]), web.events.counts
     wait_until(lambda: listener.get_message(timeout=1), 10, "a message")
-    worker.timer.check()
+    worker.timer.link.check()
     taken = worker.take()
     assert sum(len(some.entries) for some in taken) == 100
     worker.timer.take({}, taken)

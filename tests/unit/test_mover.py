@@ -14,7 +14,8 @@ from delaytasks import DelayTasks
 from delaytasks.core.clock import monotonic
 from delaytasks.core.ports import Entry
 from delaytasks.engine.runner import Report
-from delaytasks.timers.redis import REST_S, RedisTimer
+from delaytasks.timers.redis import RedisTimer
+from delaytasks.timers.redislink import REST_S
 from delaytasks.worker.desk import Desk
 from tests.proxy import Proxy, proxy_to
 from tests.unit.test_desk import Worker
@@ -84,10 +85,10 @@ class Post:
 
     def close(self) -> None:
         self.desk.stop()
-        client = self.timer.connect()
+        client = self.timer.link.connect()
         for key in client.scan_iter(f"*{self.delays.settings.namespace}*", count=1000):
             client.delete(key)
-        self.timer.close()
+        self.timer.link.close()
         self.delays.close()
 
 
@@ -204,7 +205,7 @@ def test_near_rows_are_armed_again_when_redis_lost_a_slot(post: Post) -> None:
     post.start()
     before = post.forgotten
     for slot in post.timer.slots("default"):
-        post.timer.connect().delete(*post.timer.keys(slot))
+        post.timer.link.connect().delete(*post.timer.keys(slot))
     post.arm(range(1, 2), 100)
     wait_until(lambda: post.forgotten > before, 5, "the loss to be noticed, by the next entry that is armed")
 

@@ -45,15 +45,15 @@ class Bench:
         return sorted(entry.id for some in self.take(most) for entry in some.entries)
 
     def members(self, which: str) -> list[bytes]:
-        client, place = self.timer.connect(), ("store", "prepare").index(which)
+        client, place = self.timer.link.connect(), ("store", "prepare").index(which)
         keys = [self.timer.keys(slot)[place] for slot in self.timer.slots("default")]
         return [member for key in keys for member in client.zrange(key, 0, -1) if member != b"."]
 
     def close(self) -> None:
-        client = self.timer.connect()
+        client = self.timer.link.connect()
         for key in client.scan_iter(f"*{self.settings.namespace}*", count=1000):
             client.delete(key)
-        self.timer.close()
+        self.timer.link.close()
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_a_slot_that_redis_lost_is_noticed_once(bench: Bench) -> None:
     assert all(some.was_lost for some in bench.take()), "new ones are as good as lost"
     assert not any(some.was_lost for some in bench.take())
     lost = bench.timer.slots("default")[3]
-    bench.timer.connect().delete(*bench.timer.keys(lost))
+    bench.timer.link.connect().delete(*bench.timer.keys(lost))
     bench.timer.arm([bench.entry(id, 1000) for id in range(1, 100)])
     assert [some.slot for some in bench.take() if some.was_lost] == [lost]
     assert not any(some.was_lost for some in bench.take())
@@ -183,7 +183,7 @@ def test_only_an_entry_before_all_others_of_its_slot_is_told_of(redis_url: str) 
         for in_ms in (5000, 6000, 5000, 4000):
             bench.timer.arm([bench.entry(in_ms, in_ms)])
         bench.timer.arm([bench.entry(9, 9000), bench.entry(1, 1000), bench.entry(2, 2000)])
-        bench.timer.connect().publish(bench.timer.channel("default"), "end")
+        bench.timer.link.connect().publish(bench.timer.channel("default"), "end")
         heard: list[bytes] = []
         while b"end" not in heard:
             message = listener.get_message(timeout=5)
@@ -209,7 +209,7 @@ def test_strangers_members_are_counted_and_spoil_nothing(bench: Bench) -> None:
     bench.timer.arm([bench.entry(1)])
     wrong = ["0 0", "x", "1", "1:2:3:4", "0:0", f"{2**63}:0", "1:-1", "5:0:99999", "a:b"]
     for slot in bench.timer.slots("default"):
-        bench.timer.connect().zadd(bench.timer.keys(slot)[0], dict.fromkeys(wrong, bench.clock.now_us() // 1000))
+        bench.timer.link.connect().zadd(bench.timer.keys(slot)[0], dict.fromkeys(wrong, bench.clock.now_us() // 1000))
     taken = bench.take()
     assert {some.refused for some in taken} == {len(wrong)}
     assert [entry.id for some in taken for entry in some.entries] == [1]

@@ -1,0 +1,138 @@
+"""The connection of the `redis` timer: in bounded time, to servers and clusters, with an eye on what is wrong."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from hashlib import sha1
+from typing import Any, TypeVar
+
+import redis
+from redis.backoff import NoBackoff
+from redis.cluster import RedisCluster
+from redis.exceptions import NoScriptError, RedisClusterException, RedisError
+from redis.retry import Retry
+
+from delaytasks.core.bounded import within
+from delaytasks.core.clock import monotonic
+from delaytasks.core.errors import ConfigError
+from delaytasks.core.events import Events
+from delaytasks.core.forks import reset_in_child
+from delaytasks.timers.scripts import ARM, TAKE
+
+T = TypeVar("T")
+
+#: After a failure nothing is tried for this long: callers must not wait for a Redis that is away.
+REST_S = 1.0
+#: A call that takes less than this part of the time limit says that all is well.
+QUICK = 0.1
+#: A connection that was idle for so long is tried first.
+CHECK_S = 15
+OLDEST = (6, 2)
+FAILURES = (RedisError, RedisClusterException, OSError)
+_NAMES = {script: sha1(script.encode(), usedforsecurity=False).hexdigest() for script in (ARM, TAKE)}
+
+
+def call(client: Any, script: str) -> tuple[str, str]:
+    """The beginning of a command. By the script's name, since to send its text takes longer than to run it; but
+    pipelines of redis-py's cluster client refuse that."""
+    return ("EVAL", script) if isinstance(client, RedisCluster) else ("EVALSHA", _NAMES[script])
+
+
+class RedisLink:
+    """Thread-safe, and made anew after a fork."""
+
+    def __init__(self, url: str, limit_s: float, events: Events) -> None:
+        self.url = url
+        self._limit_s = limit_s
+        self._events = events
+        self.is_up = True
+        self._rests_until = 0.0
+        self.after_fork()
+        reset_in_child(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+        self._client: Any = None
+        self._is_quick = False
+
+    def attempt(self, work: Callable[[Any], T]) -> T | None:
+        """What `work(client)` answers, or None. While all is well each of its steps is bounded by its socket; else
+        what may take many steps must not hold up the caller."""
+        began, client = monotonic(), self._client
+        if began < self._rests_until:
+            return None
+        try:
+            if client is not None and self._is_quick:
+                answer = _with_scripts(client, work)
+            else:
+                answer = within(self._limit_s, lambda: _with_scripts(self.connect(), work))
+        except FAILURES as error:
+            self._client = None
+            self._rests_until = monotonic() + REST_S
+            if self.is_up:
+                self.is_up = False
+                self._events.emit("timer.down", timer="redis", error=f"{type(error).__name__}: {error}")
+            return None
+        self._is_quick = client is not None and monotonic() - began < self._limit_s * QUICK
+        if not self.is_up:
+            self.is_up = True
+            self._events.emit("timer.up", timer="redis")
+        return answer
+
+    def connect(self) -> Any:
+        """The client; a new one if there is none."""
+        if self._client is None:
+            with self._lock:
+                if self._client is None:
+                    self._client = self._connect()
+        return self._client
+
+    def check(self) -> None:
+        """For a worker that starts: `ConfigError` if this Redis is too old; an event if it may drop what waits."""
+        for info in self.attempt(_infos) or ():
+            version = str(info["redis_version"])
+            if tuple(map(int, version.split(".")[:2])) < OLDEST:
+                needed = ".".join(map(str, OLDEST))
+                raise ConfigError(
+                    f"delaytasks_timer = 'redis' needs Redis {needed} or Valkey, and this one is {version}"
+                )
+            policy = str(info["maxmemory_policy"])
+            if info["maxmemory"] and policy.startswith("allkeys"):
+                remedy = "set maxmemory-policy to noeviction, or to volatile-…: our keys never expire"
+                self._events.emit("timer.evicts", policy=policy, remedy=remedy)
+
+    def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _connect(self) -> Any:
+        options: dict[str, Any] = {
+            "socket_timeout": self._limit_s / 2,
+            "socket_connect_timeout": self._limit_s / 2,
+            "retry": Retry(NoBackoff(), 0),
+            "health_check_interval": CHECK_S,  # a subscription whose other end is gone hears nothing of that
+            "protocol": 2,
+        }
+        client = redis.Redis.from_url(self.url, **options)
+        if not client.info("cluster").get("cluster_enabled"):
+            return client
+        client.close()
+        return RedisCluster.from_url(self.url, **options)
+
+
+def _with_scripts(client: Any, work: Callable[[Any], T]) -> T:
+    """`work(client)`, once more with the scripts if they are not known there."""
+    try:
+        return work(client)
+    except NoScriptError:
+        for script in _NAMES:
+            client.script_load(script)
+        return work(client)
+
+
+def _infos(client: Any) -> list[dict[str, Any]]:
+    if isinstance(client, RedisCluster):
+        return list(client.info(target_nodes=RedisCluster.PRIMARIES).values())
+    return [client.info()]
