@@ -150,7 +150,7 @@ def test_a_priority_that_no_row_has_is_not_asked_of_the_table(bench: Bench) -> N
     slot = bench.timer.slots("default")[0]
     late = bench.clock.now_us() // 1000 - 100_000
     members = ["1:0:3", "2:0:99999999999999999999"]
-    bench.timer.connect().zadd(bench.timer.keys(slot)[0], dict.fromkeys(members, late))
+    bench.timer.link.connect().zadd(bench.timer.keys(slot)[0], dict.fromkeys(members, late))
     [taken] = bench.timer.take({slot: 10}) or []
     assert taken.dropped == 2
     assert sorted(taken.priorities) == [0, 3]
