@@ -9,14 +9,18 @@ from typing import Any
 from sqlalchemy import (
     BigInteger,
     ColumnElement,
+    Integer,
     Select,
+    String,
     Update,
     and_,
     any_,
     bindparam,
     case,
     func,
+    literal,
     select,
+    tuple_,
     update,
 )
 from sqlalchemy.dialects.postgresql import ARRAY
@@ -31,7 +35,7 @@ from delaytasks.store.database import Database
 from delaytasks.store.keys import Keys
 from delaytasks.store.rows import CLAIMED, columns, dump_rows, instant_text, json_rows, task_of
 from delaytasks.store.schema import Schema
-from delaytasks.store.types import db_now, db_now_plus, once
+from delaytasks.store.types import db_now, db_now_plus, is_past, once
 
 #: More than any row has.
 ANY_LAPSES = 1_000_000
@@ -67,7 +71,6 @@ class Claims:
             "worker": worker,
             "ip_address": ip,
         }
-        waiting = and_(t.c.status == int(Status.NOT_COMPLETE), t.c.expected_time <= once(db_now()))
         wanted = json_rows(dialect, ("id", "version", "status", "lapses"))
         named = and_(
             t.c.id == wanted.c.id,
@@ -82,17 +85,23 @@ class Claims:
         if database.can.array_parameters:
             # Without it a table that was never analysed is read from end to end.
             self._pick_named = self._pick_named.where(t.c.id == any_(bindparam("ids", type_=ARRAY(BigInteger))))
+        status: ColumnElement[int] = literal(int(Status.NOT_COMPLETE))
+        queue, priority = bindparam("due_queue", type_=String), bindparam("due_priority", type_=Integer)
+        waiting = and_(t.c.status == status, t.c.queue == queue, t.c.priority == priority)
+        due = t.c.expected_time <= once(db_now())
+        if database.can.row_ranges:
+            # A range that only the index of live rows knows. In the other one all that ran before comes first.
+            level = tuple_(t.c.status, t.c.queue, t.c.priority, t.c.expected_time)
+            due = level <= tuple_(status, queue, priority, once(db_now()))
         self._pick_due = self._lock(
             select(t.c.id)
-            .where(waiting, t.c.queue == bindparam("due_queue"), t.c.priority == bindparam("due_priority"))
-            .where(t.c.lapses == 0)
+            .where(waiting, due, t.c.lapses == 0)
             .order_by(t.c.expected_time)
             .limit(bindparam("due_limit"))
         )
         self._pick_suspect = self._lock(
             select(t.c.id)
-            .where(waiting, t.c.queue == bindparam("due_queue"), t.c.lapses > 0)
-            .where(t.c.priority == bindparam("due_priority"))
+            .where(waiting, is_past(t.c.expected_time, db_now()), t.c.lapses > 0)
             # By lapses first, also because in the order of time alone MySQL would walk the index of all past rows.
             .order_by(t.c.lapses, t.c.expected_time)
             .limit(1)

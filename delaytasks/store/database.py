@@ -45,6 +45,8 @@ class Capabilities:
     update_returning: bool
     #: A list of ids is one parameter, so that the index is used whatever the statistics say.
     array_parameters: bool
+    #: An index is searched by a range of several columns, `(a, b) <= (1, 2)`.
+    row_ranges: bool
     #: INSERT can pass over rows that exist; elsewhere a failed INSERT leaves the transaction usable.
     insert_or_skip: bool
     #: COPY FROM STDIN.
@@ -60,6 +62,7 @@ class Capabilities:
 POSTGRESQL = Capabilities(
     update_returning=True,
     array_parameters=True,
+    row_ranges=True,
     insert_or_skip=True,
     copy=True,
     begins_late=False,
@@ -69,6 +72,7 @@ POSTGRESQL = Capabilities(
 MYSQL = Capabilities(
     update_returning=False,
     array_parameters=False,
+    row_ranges=False,
     insert_or_skip=False,
     copy=False,
     begins_late=False,
@@ -78,6 +82,7 @@ MYSQL = Capabilities(
 SQLITE = Capabilities(
     update_returning=True,
     array_parameters=False,
+    row_ranges=False,
     insert_or_skip=True,
     copy=False,
     begins_late=True,

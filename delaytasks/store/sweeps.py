@@ -17,7 +17,7 @@ from delaytasks.store.keys import Keys
 from delaytasks.store.lapses import Lapses, lease_is_over
 from delaytasks.store.partitions import end_of
 from delaytasks.store.schema import Schema
-from delaytasks.store.types import db_now, db_now_plus, once
+from delaytasks.store.types import db_now, db_now_plus, is_past
 
 #: Neighbouring ids go to different houses; ids of one producer differ mostly in their low bits.
 _HOUSE_PRIME = 1_000_003
@@ -114,7 +114,7 @@ class Sweeps:
                 in_queue = and_(waiting, t.c.queue == queue)
                 priority = first(connection, t.c.priority, in_queue)
                 while priority is not None:
-                    level = and_(in_queue, t.c.priority == priority, t.c.expected_time <= once(db_now_plus(-late_s)))
+                    level = and_(in_queue, t.c.priority == priority, is_past(t.c.expected_time, db_now_plus(-late_s)))
                     if connection.execute(select(exists().where(level))).scalar():
                         found.append(Level(queue, priority))
                     priority = first(connection, t.c.priority, and_(in_queue, t.c.priority > priority))
@@ -134,15 +134,13 @@ class Sweeps:
         old = and_(is_finished, t.c.update_time < db_now_plus(-older_than_s))
         # The index on expected_time finds the old ones: what ran was due before. What was cancelled early counts from
         # its due time.
-        query = (
-            select(t.c.id, t.c.tag, t.c.task_key)
-            .where(old, t.c.expected_time < once(db_now_plus(-older_than_s)))
-            .order_by(t.c.expected_time)
-        ).limit(limit)
+        query = select(t.c.id, t.c.tag, t.c.task_key).where(old).order_by(t.c.expected_time).limit(limit)
 
         def work() -> int:
             with self._db.begin() as connection:
-                rows = connection.execute(query).all()
+                # Asked for first: planners that know the instant know how many rows are older, mostly none.
+                since = connection.execute(select(db_now_plus(-older_than_s))).scalar_one()
+                rows = connection.execute(query.where(t.c.expected_time < since)).all()
                 if not rows:
                     return 0
                 ids = t.c.id.in_(sorted(row[0] for row in rows))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, DateTime, ScalarSelect, Text, select
+from sqlalchemy import ColumnElement, DateTime, ScalarSelect, Text, literal, select
 from sqlalchemy.dialects import mysql
 from sqlalchemy.engine import Dialect
 from sqlalchemy.ext.compiler import compiles
@@ -13,6 +13,9 @@ from sqlalchemy.sql import functions
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
 from delaytasks.core.clock import UTC
+
+#: Before all rows, and an instant that each database can say.
+_LONG_AGO = datetime(1000, 1, 1, tzinfo=UTC)
 
 LongText = Text().with_variant(mysql.LONGTEXT(), "mysql", "mariadb")
 
@@ -59,6 +62,12 @@ def once(instant: ColumnElement[datetime]) -> ScalarSelect[datetime]:
     """The instant, asked for once in a statement: an index can not be searched by PostgreSQL's clock_timestamp(),
     since that may differ from row to row."""
     return select(instant).scalar_subquery()
+
+
+def is_past(column: ColumnElement[datetime], instant: ColumnElement[datetime]) -> ColumnElement[bool]:
+    """`column <= instant`, as a range whose ends no planner knows. PostgreSQL expects such a one to be narrow; where it
+    is open below, a third of all rows, and so it would read a large table from end to end."""
+    return column.between(once(literal(_LONG_AGO, UTCDateTime())), once(instant))
 
 
 _SQLITE_NOW = "strftime('%Y-%m-%d %H:%M:%f000', 'now'"
