@@ -117,7 +117,7 @@ class Model(RuleBasedStateMachine):
 
 def test_the_timer_does_what_the_model_does(redis_url: str) -> None:
     Model.url = redis_url
-    run_state_machine_as_test(Model, settings=settings(max_examples=60, stateful_step_count=25, deadline=None))
+    run_state_machine_as_test(Model, settings=settings(max_examples=25, stateful_step_count=20, deadline=None))
 
 
 @pytest.fixture
