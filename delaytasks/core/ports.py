@@ -83,6 +83,8 @@ class Executor(Protocol):
 
     def begin_nested(self) -> AbstractContextManager[Any]: ...
 
+    def in_transaction(self) -> bool: ...
+
 
 class Unit(Protocol):
     """A transaction of the caller's, in which rows are written; arming waits for its commit."""

@@ -65,8 +65,8 @@ class Endings:
         task = run.task
         if not run.is_committed:
             # It can not be settled while that transaction has it locked; if it is never committed, the row lapses.
-            why = "complete() was called, and its transaction was still open when the processor returned: commit first"
-            self._events.emit("task.left_open", id=task.id, tag=task.tag, remedy=why)
+            why = "complete() was called, and its transaction was still open when the processor ended: end it first"
+            self._events.emit("task.left_open", id=task.id, tag=task.tag, remedy=why, error=error)
             return Settlement(task, "fail", began, why, is_made=True)
         if error is not None:
             self._events.emit("task.raised_late", id=task.id, tag=task.tag, error=error)

@@ -7,7 +7,7 @@ from typing import Any
 
 from delaytasks.core.errors import InvalidScheduleError, LeaseLostError, NotRunningError
 from delaytasks.core.inputs import encode_body
-from delaytasks.core.ports import ClaimStore, Unit
+from delaytasks.core.ports import ClaimStore, Executor, Unit
 from delaytasks.core.task import DelayTask
 
 #: A result is for looking at, not a place to keep data.
@@ -26,6 +26,12 @@ class Run:
         self.is_committed = False
         #: Nobody can say of a plain connection that its commit came through.
         self.is_certain = False
+        self._on: Executor | None = None
+
+    @property
+    def is_left_open(self) -> bool:
+        """That transaction goes on, and has the row locked."""
+        return not self.is_committed and self._on is not None and self._on.in_transaction()
 
     def complete(self, id: int, session: Any, result: Any) -> None:
         task = self.task
@@ -36,7 +42,8 @@ class Run:
         if unit is None:
             raise InvalidScheduleError("complete() takes the session that the effect is written in: session=…")
         with unit.guard():
-            if not self._claims.complete(task, kept, unit.executor):
+            self._on = unit.executor
+            if not self._claims.complete(task, kept, self._on):
                 raise LeaseLostError(f"task {id} ({task.tag}) is no longer this run's: roll back what it did", id)
         self.is_written = True
         unit.after_commit([task], self._committed)

@@ -193,7 +193,7 @@ class Runner:
             if isinstance(raised, _EXITS) and type(raised) not in _EXITS:
                 raise  # Celery's WorkerShutdown and WorkerTerminate
             error = raised
-            if run.is_certain:
+            if run.is_certain or run.is_left_open:
                 ending = self._endings.of_completed(run, began, error)
             else:  # if its commit came through nonetheless, what we make of the row is refused
                 ending = self._endings.of_error(processor, task, began, error)

@@ -138,6 +138,35 @@ def test_a_transaction_that_is_left_open_is_told_of_and_lapses(bench: Bench) -> 
     assert bench.now(task).status is Status.RUNNING, "its lease ends some time"
 
 
+def test_who_raises_and_leaves_the_transaction_open_keeps_no_neighbour_from_being_settled(bench: Bench) -> None:
+    sessions: list[Session] = []
+
+    def work(task: DelayTask) -> None:
+        sessions.append(Session(bench.store.database.tx))
+        sessions[0].execute(insert(credits).values(task=1))
+        task.complete(sessions[0])
+        raise ValueError("and nobody rolls back")
+
+    processes(bench, work, retry="10s")
+    task, neighbour = bench.schedule("credit"), bench.schedule()
+    settled: list[int] = []
+
+    def note(settlements: Any) -> None:
+        settled.extend(each.task.id for each in settlements)
+        if not bench.store.database.can.array_parameters:  # elsewhere it waits for any row of so small a table
+            sessions[0].close()
+
+    bench.claims.before_settle = note
+    try:
+        bench.run(task, neighbour)
+    finally:
+        sessions[0].close()
+    assert settled == [neighbour.id]
+    assert bench.now(neighbour).status is Status.DONE
+    assert len(bench.named("task.left_open")) == 1
+    assert (bench.now(task).status, effects(bench)) == (Status.RUNNING, 0), "its lease ends some time"
+
+
 def test_complete_is_for_the_run_of_the_task(bench: Bench) -> None:
     other = bench.schedule("credit")
     errors: list[Exception] = []

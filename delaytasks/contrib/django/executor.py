@@ -38,6 +38,9 @@ class DjangoExecutor:
         context: AbstractContextManager[Any] = transaction.atomic(using=self._connection.alias)
         return context
 
+    def in_transaction(self) -> bool:
+        return bool(self._connection.in_atomic_block)
+
     def execute(self, statement: Any, parameters: Any = None, /) -> Result:
         if isinstance(parameters, (list, tuple)):
             return self._execute_many(statement, parameters)
