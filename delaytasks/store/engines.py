@@ -10,6 +10,7 @@ from typing import Any
 from sqlalchemy import URL, Connection, Engine, ExceptionContext, QueuePool, create_engine, event, exc
 
 from delaytasks.core.errors import ConfigError
+from delaytasks.store.gate import gate
 
 #: A server that vanished without a goodbye is given up after 25 seconds, not after the two hours of TCP.
 _KEEPALIVES = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 25_000}
@@ -31,6 +32,8 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
         # are the caller's session's alone, but the time can be asked.
         engine = create_engine(url, poolclass=QueuePool, hide_parameters=True, **options)
         event.listen(engine, "connect", _sqlite_connect)
+        event.listen(engine, "checkout", gate.enter)
+        event.listen(engine, "checkin", gate.leave)
         if not autocommit:
             event.listen(engine, "begin", _sqlite_begin_immediate)
         return engine
