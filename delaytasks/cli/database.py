@@ -10,6 +10,7 @@ import click
 from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli
 from delaytasks.cli.output import print_json, say
 from delaytasks.cli.partitions import partitions
+from delaytasks.cli.shards import shards
 
 if TYPE_CHECKING:
     from delaytasks.store.database import Database
@@ -26,6 +27,7 @@ def db() -> None:
 
 
 db.add_command(partitions)
+db.add_command(shards)
 
 
 @db.command(epilog=EXIT_CODES)

@@ -76,8 +76,10 @@ def list_(
     """
     page = cli.delays.find(tag=tag, status=status, key=key, since=since, until=until, limit=limit, cursor=cursor)
     if cli.is_json:
-        print_json({"tasks": [task_json(task) for task in page], "cursor": page.cursor})
+        print_json({"tasks": [task_json(task) for task in page], "cursor": page.cursor, "missing": page.missing})
         return
+    if page.missing:
+        cli.note(f"Not all tasks: {', '.join(f'shard {number}' for number in page.missing)} can not be reached.")
     if not page.tasks:
         cli.note("No tasks.")
         return

@@ -22,7 +22,7 @@ from delaytasks.core.states import MOVES
 from delaytasks.core.task import DelayTask
 from delaytasks.store.database import Database
 from delaytasks.store.driver_errors import TRIES
-from delaytasks.store.keys import Keys
+from delaytasks.store.keys import Keyed, KeyRow, Keys
 from delaytasks.store.moves import Moves
 from delaytasks.store.rows import task_of, values_of
 from delaytasks.store.schema import Schema
@@ -53,6 +53,7 @@ class Holders:
         self._shard = schema.shard
         self._keys = keys
         self._moves = moves
+        self.rows = keys.rows
         #: The live task that has a key in the database to which the key's row here points by an id.
         self.elsewhere: Callable[[DelayTask, int], DelayTask | None] = refuse_unknown
 
@@ -139,7 +140,7 @@ class Holders:
         finally:
             connection.close()
 
-    def live(self, task: DelayTask) -> DelayTask | None:
+    def live(self, task: Keyed) -> DelayTask | None:
         """The live task here that has the key of `task`; one that is about to be committed is waited for."""
 
         def look() -> DelayTask | None:
@@ -152,6 +153,18 @@ class Holders:
                 return None if found is None or found.is_finished else found
 
         return self._db.run(look)
+
+    def drop(self, pointer: KeyRow, is_dead: Callable[[], bool]) -> bool:
+        """Frees a key that points to another database, if nobody has it there. Who is about to schedule there waits."""
+
+        def work() -> bool:
+            with self._db.begin() as connection:
+                if self._keys.lock(connection, pointer) != pointer.id or not is_dead():
+                    return False
+                self._keys.release(connection, pointer)
+                return True
+
+        return self._db.run(work)
 
     def replace(self, holder: DelayTask, task: DelayTask) -> DelayTask | None:
         """What `holder`, a task here, is afterwards; None if it does not wait any more, or has lost the key."""

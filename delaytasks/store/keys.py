@@ -5,11 +5,12 @@ A key's row is always locked before its task's: whoever goes the other way could
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, and_, bindparam, delete, false, select, update
 
+from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.store.database import Database
 from delaytasks.store.inserts import Insert
@@ -17,9 +18,24 @@ from delaytasks.store.rows import listed
 from delaytasks.store.schema import Schema
 
 
+class KeyRow(NamedTuple):
+    """A key, the id that has it, and the status of that task; None if it is not in this database."""
+
+    id: int
+    tag: str
+    key: str
+    status: Status | None
+
+
+Keyed = DelayTask | KeyRow
+
+
 class Keys:
     def __init__(self, database: Database, schema: Schema) -> None:
+        self._db = database
         self._k = k = schema.keys
+        t = schema.tasks
+        self._rows = select(k.c.task_id, k.c.tag, k.c.task_key, t.c.status).outerjoin(t, t.c.id == k.c.task_id)
         self._insert = Insert(database, k)
         self._of = select(k.c.task_id).where(k.c.tag == bindparam("tag"), k.c.task_key == bindparam("task_key"))
         named = and_(k.c.tag == bindparam("tag"), listed(database, k.c.task_key, "task_keys"))
@@ -34,11 +50,17 @@ class Keys:
         """By key, of those that somebody has."""
         return dict(on.execute(self._of_many, {"tag": tag, "task_keys": keys}).all())
 
-    def lock(self, on: Any, task: DelayTask) -> int | None:
+    def rows(self) -> Iterator[KeyRow]:
+        """All keys that are taken."""
+        for rows in self._db.stream(self._rows, size=1000):
+            for id, tag, key, status in rows:
+                yield KeyRow(id, tag, key, None if status is None else Status.of(status))
+
+    def lock(self, on: Any, task: Keyed) -> int | None:
         """The id that has the key of this task, and goes on having it until the transaction's end."""
         return self.id_of(on, task.tag, task.key, is_locked=True)
 
-    def take(self, on: Any, task: DelayTask) -> bool:
+    def take(self, on: Any, task: Keyed) -> bool:
         """True if the key was free."""
         return self._insert(on, {"tag": task.tag, "task_key": task.key, "task_id": task.id})
 
@@ -46,7 +68,7 @@ class Keys:
         """From whoever has it to this task."""
         on.execute(update(self._k).where(self._named(task)).values(task_id=task.id))
 
-    def release(self, on: Any, task: DelayTask) -> None:
+    def release(self, on: Any, task: Keyed) -> None:
         """Unless it names another task by now."""
         if task.key is not None:
             on.execute(delete(self._k).where(self._named(task), self._k.c.task_id == task.id))
@@ -73,5 +95,5 @@ class Keys:
         """A statement that writes, so that the database begins a transaction."""
         on.execute(delete(self._k).where(false()))
 
-    def _named(self, task: DelayTask) -> ColumnElement[bool]:
+    def _named(self, task: Keyed) -> ColumnElement[bool]:
         return and_(self._k.c.tag == task.tag, self._k.c.task_key == task.key)

@@ -17,6 +17,7 @@ from delaytasks import DelayTask, DelayTasks, NewTask, Status
 from delaytasks.core.errors import DuplicateTaskError, ShardMismatchError, TaskNotFoundError
 from delaytasks.core.ids import shard_of
 from delaytasks.core.ports import OnConflict
+from delaytasks.store.growth import Growth as Growing
 from tests.several import TAG, Several, keys_of
 
 
@@ -270,3 +271,41 @@ def test_processes_that_know_the_new_shard_and_others_never_make_two_tasks_of_on
     assert {answers.count(act) > 10 for act in ("reject", "keep", "replace", "cancel", "DuplicateTaskError")} == {True}
     assert set(places.values()) == {growth.home, growth.added}
     assert all(growth.shards.shard_of_row(id) == [shard] for id, shard in places.items()), "no row moves"
+
+
+# -- the end --------------------------------------------------------------------------------------
+
+
+def test_once_homes_know_what_stays_elsewhere_nobody_asks_at_old_ones(growth: Growth) -> None:
+    was = growth.schedule(growth.old)
+    stays = next(keys_of(growth.home, growth.added + 1, growth.added, growth.home))
+    growth.old.schedule_delay(TAG, None, 60, key=stays)
+    after = growth.shards.delays(growth.added + 1)
+    look = Growing(after.routes.databases)
+    assert [row.key for row in look.left(growth.home).unknown] == [growth.key]
+    assert [row.id for row in look.finish(growth.home).unknown] == [was.id]
+    assert look.left(growth.home) == ([], [])
+    for delays in (after, growth.new):
+        with pytest.raises(DuplicateTaskError) as caught:
+            growth.schedule(delays)
+        assert caught.value.id == was.id
+        assert delays.get(tag=TAG, key=growth.key).id == was.id
+        assert growth.schedule(delays, "keep").id == was.id
+    replaced = growth.schedule(after, "replace")
+    assert (replaced.id, replaced.shard) == (was.id, growth.home)
+    growth.shards.finish(after.reschedule(was.id, 0))
+    made = growth.schedule(after)
+    assert growth.live == [(made.id, growth.added)]
+
+
+def test_what_points_to_nothing_is_dropped_and_what_is_needed_stays(growth: Growth) -> None:
+    moving = keys_of(growth.added, growth.added + 1, growth.added, growth.home)
+    live, gone = (growth.new.schedule_delay(TAG, None, 60, key=next(moving)) for _ in range(2))
+    growth.new.cancel(gone)
+    look = Growing(growth.new.routes.databases)
+    assert [row.key for row in look.left(growth.home).dead] == [gone.key]
+    assert [row.key for row in look.finish(growth.home).dead] == [gone.key]
+    assert look.left(growth.home) == ([], [])
+    assert growth.old.schedule_delay(TAG, None, 60, key=gone.key).shard == growth.home
+    with pytest.raises(DuplicateTaskError):
+        growth.old.schedule_delay(TAG, None, 60, key=live.key)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from sqlalchemy import update
 
+from delaytasks.core.shards import home_of
 from delaytasks.store import migrations
 from delaytasks.store.stats import Stats
 from delaytasks.store.types import db_now_plus
@@ -77,6 +80,36 @@ def test_stats_sums_up_all_databases_and_names_the_one_that_is_away(two: Project
     assert found["counts"]["NOT_COMPLETE"] == sum(task.shard == 1 for task in tasks)
     assert "shard 0" in found["databases"][0]["error"]
     assert re.search(r"^database +sqlite:\S+first.sqlite3: down", two("stats").stdout, re.MULTILINE)
+
+
+def test_adding_a_shard_is_finished_when_the_homes_of_keys_know_what_stays_elsewhere(
+    two: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urls = os.environ["DELAYTASKS_DATABASE_URL"]
+
+    def restart(database_url: str, before: str) -> None:
+        monkeypatch.setenv("DELAYTASKS_DATABASE_URL", database_url)
+        monkeypatch.setenv("DELAYTASKS_SHARDS_BEFORE", before)
+        two.delays.close()
+        del sys.modules[two.name]
+
+    restart(urls.split()[0], "none")
+    keys = [f"k{number}" for number in range(20)]
+    for key in keys:
+        two.delays.schedule_delay("ok", None, 3600, key=key)
+    restart(urls, "1")
+    found = two.json("db", "shards", exit_code=1)
+    assert [each["unknown_keys"] for each in found["shards"]] == [sum(home_of("ok", key, 2) for key in keys), 0]
+    assert [each["waiting"] for each in found["shards"]] == [20, 0]
+    assert f"run: delaytasks -A {two.name} db shards --finish" in two("db", "shards").stdout
+    assert two.json("db", "shards", "--finish")["is_finished"]
+    assert "delaytasks_shards_before can be removed" in two("db", "shards").stdout
+    restart(urls, "none")
+    found = two.json("db", "shards")
+    assert (found["is_growing"], found["is_finished"]) == (False, True)
+    assert [each["unknown_keys"] for each in found["shards"]] == [0, 0]
+    for key in keys:
+        assert two.error("schedule", "ok", "--delay", "1h", "--key", key, exit_code=1)["type"] == "DuplicateTaskError"
 
 
 def test_only_what_is_later_than_the_grace_is_overdue(shop: Project) -> None:

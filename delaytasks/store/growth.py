@@ -1,0 +1,73 @@
+"""What is left in the old homes of keys when a shard was added."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import groupby, islice
+from typing import NamedTuple
+
+from delaytasks.core.ids import shard_of
+from delaytasks.core.shards import home_of
+from delaytasks.core.states import FINISHED
+from delaytasks.store.keys import KeyRow
+from delaytasks.store.shards import Shards
+
+LOT = 1000
+
+
+class Left(NamedTuple):
+    """Keys in the table of one shard."""
+
+    #: Of live tasks there, of which their new homes do not know.
+    unknown: list[KeyRow]
+    #: Of tasks that are nowhere: who scheduled them died before, or they are finished.
+    dead: list[KeyRow]
+
+
+class Growth:
+    """Once all homes know of the live tasks that stay where they are, nobody has to ask at old homes."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self._count = len(shards.stores)
+
+    def left(self, number: int) -> Left:
+        left = Left([], [])
+        rows = iter(self._shards.store(number).tasks.holders.rows())
+        while lot := list(islice(rows, LOT)):
+            left.dead.extend(row for row in lot if row.status is None and self._is_dead(row))
+            moved = [row for row in lot if row.status not in (None, *FINISHED) and self._home(row) != number]
+            left.unknown.extend(self._unknown(moved, number))
+        return left
+
+    def finish(self, number: int) -> Left:
+        """As `left`, and what it returns is done: homes know, and what is dead is gone."""
+        left, holders = self.left(number), self._shards.store(number).tasks.holders
+        for row in left.dead:
+            holders.drop(row, partial(self._is_dead, row))
+        for row in left.unknown:
+            task = self._shards.store(number).tasks.get(row.id)
+            if task is not None:
+                with holders.pointing(task) as is_held:
+                    if is_held:
+                        self._shards.store(self._home(row)).tasks.holders.point(task, "reject")
+        return left
+
+    def _unknown(self, moved: Sequence[KeyRow], number: int) -> Iterator[KeyRow]:
+        def place(row: KeyRow) -> tuple[int, str]:
+            return self._home(row), row.tag
+
+        for (home, tag), some in groupby(sorted(moved, key=place), place):
+            rows = list(some)
+            known = self._shards.store(home).touches.ids_of_keys(tag, [row.key for row in rows])
+            yield from (row for row in rows if row.key not in known or shard_of(known[row.key]) != number)
+
+    def _is_dead(self, pointer: KeyRow) -> bool:
+        number = shard_of(pointer.id)
+        if number >= self._count:
+            return False  # a shard that is not known here
+        return self._shards.store(number).tasks.holders.live(pointer) is None
+
+    def _home(self, row: KeyRow) -> int:
+        return home_of(row.tag, row.key, self._count)
