@@ -1,6 +1,6 @@
 """How Alembic reaches our tables.
 
-The database is, in this order: a connection in `config.attributes` (delaytasks' own commands), `-x url=…`,
+The database (or several) is, in this order: a connection in `config.attributes` (delaytasks' own commands), `-x url=…`,
 `sqlalchemy.url` of the ini file, delaytasks' settings (environment, celeryconfig.py). `-x prefix=…` and
 `-x schema=…` likewise.
 """
@@ -31,7 +31,8 @@ def celery_configuration() -> dict[str, Any]:
 
 settings = load_settings({} if "connection" in config.attributes else celery_configuration(), os.environ)
 given: dict[str, Any] = {**context.get_x_argument(as_dictionary=True), **config.attributes}
-url: str = given.get("url") or config.get_main_option("sqlalchemy.url") or urls_of(settings)[0]
+one: str | None = given.get("url") or config.get_main_option("sqlalchemy.url")
+urls = [one] if one else urls_of(settings)
 prefix: str = given.get("prefix", settings.table_prefix)
 schema: str | None = given.get("schema", settings.table_schema) or None
 
@@ -69,13 +70,14 @@ def migrate(connection: Connection) -> None:
 
 
 if context.is_offline_mode():
-    context.configure(url=normalize_url(url), literal_binds=True, dialect_opts={"paramstyle": "named"}, **options)
+    context.configure(url=normalize_url(urls[0]), literal_binds=True, dialect_opts={"paramstyle": "named"}, **options)
     with context.begin_transaction():
         context.run_migrations(prefix=prefix, schema=schema)
 elif "connection" in given:
     migrate(given["connection"])
 else:
-    database = Database(url)
-    with database.begin() as mine:
-        migrate(mine)
-    database.dispose()
+    for url in urls:
+        database = Database(url)
+        with database.begin() as mine:
+            migrate(mine)
+        database.dispose()

@@ -380,6 +380,23 @@ def test_a_schema_of_its_own_is_made_and_used_on_postgresql(postgresql_url: str)
     database.dispose()
 
 
+def test_a_database_learns_its_number_once(database: Database) -> None:
+    def number() -> int | None:
+        return database.alone(lambda c: migrations.number_of(c, build_schema(PREFIX)))
+
+    assert number() is None
+    migrations.upgrade(database, PREFIX, shard=2)
+    migrations.upgrade(database, PREFIX, shard=2)
+    assert number() == 2
+    with pytest.raises(ConfigError, match=r"is shard 2, and stands at place 0 .*keeps its place"):
+        migrations.upgrade(database, PREFIX)
+    migrations.downgrade(database, PREFIX)
+    assert number() is None
+    migrations.upgrade(database, PREFIX, revision="0003", shard=2)  # which knows nothing of it
+    migrations.upgrade(database, PREFIX, shard=2)
+    assert number() == 2
+
+
 def test_a_table_that_can_not_hold_emoji_is_named_with_its_remedy(mysql_url: str) -> None:
     database = Database(mysql_url)
     _drop(database, None)
@@ -399,8 +416,9 @@ def test_a_table_that_can_not_hold_emoji_is_named_with_its_remedy(mysql_url: str
 
 
 def test_alembics_own_command_takes_the_url_of_the_settings(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'a.sqlite3'}"
-    _alembic("upgrade", "head", DELAYTASKS_DATABASE_URL=url, DELAYTASKS_TABLE_PREFIX=PREFIX)
+    url, other = (f"sqlite:///{tmp_path / name}.sqlite3" for name in "ab")
+    _alembic("upgrade", "head", DELAYTASKS_DATABASE_URL=f"{other} {url}", DELAYTASKS_TABLE_PREFIX=PREFIX)
+    assert migrations.is_current(Database(other), PREFIX)
     database = Database(url)
     assert migrations.is_current(database, PREFIX)
     shown = _alembic("-x", f"url={url}", "-x", f"prefix={PREFIX}", "current")

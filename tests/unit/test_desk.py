@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from celery import Celery
 
 from delaytasks import DelayTasks
 from delaytasks.core import loop as loop_module
-from delaytasks.core.clock import monotonic
+from delaytasks.core.clock import ManualClock, monotonic
+from delaytasks.core.ids import COUNTER_BITS
 from delaytasks.core.loop import Loop
 from delaytasks.core.ports import Entry
 from delaytasks.worker.desk import Desk
@@ -242,6 +244,34 @@ def test_what_fails_when_entries_fall_due_does_not_stop_the_wheel(tmp_path: Path
     desk.hold([Entry(2, 0, desk.delays.clock.now_us() + 1000)])
     wait_until(lambda: [entry.id for entry in came] == [2], 5, "the next entry")
     desk.wheel.stop()
+
+
+def test_an_entry_waits_by_the_clock_of_its_own_database(tmp_path: Path) -> None:
+    app = Celery("test", broker="memory://", set_as_current=False)
+    delays = DelayTasks(app, [f"sqlite:///{tmp_path / name}.db" for name in "ab"])
+    desk = Desk(delays, Worker())
+    first, second = (ManualClock(datetime(2030, 1, 1, tzinfo=timezone.utc)) for _ in range(2))
+    second.advance(3600)
+    for lane, clock in zip(desk.dispatcher.lanes, (first, second), strict=True):
+        lane.clock = clock
+    object.__setattr__(delays.shards[0], "clock", first)
+    held: list[tuple[int, int]] = []
+    desk.wheel.add = lambda entries: held.extend((due_us, entry.due_us) for _, due_us, entry in entries)  # type: ignore[method-assign]
+    now = [first.now_us(), second.now_us()]
+    entries = [Entry(1 << 60 | shard << COUNTER_BITS, 0, now[shard] + 5_000_000) for shard in (0, 1)]
+    desk.hold(entries)
+    assert [due_us for due_us, _ in held] == [now[0] + 5_000_000] * 2, "both in five seconds, as the wheel counts"
+    assert [own for _, own in held] == [entry.due_us for entry in entries], "sent back, it says what it said"
+    desk.hold([entries[1]._replace(due_us=now[0] + 5_000_000)])
+    assert desk.dispatcher.waiting == 1, "due an hour ago"
+
+
+def test_a_sweep_is_of_every_shard(tmp_path: Path) -> None:
+    app = Celery("test", broker="memory://", set_as_current=False)
+    delays = DelayTasks(app, [f"sqlite:///{tmp_path / name}.db" for name in "ab"], houses=2)
+    desk = Desk(delays, Worker())
+    desk.sweep(1)
+    assert [sweeping._asked for sweeping in desk._sweepings] == [{1}, {1}]
 
 
 def test_an_entry_far_beyond_the_horizon_is_not_held(tmp_path: Path) -> None:

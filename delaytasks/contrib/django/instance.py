@@ -25,6 +25,11 @@ class DjangoDelays(DelayTasks):
     """Delayed tasks whose rows are written on a connection of Django's."""
 
     def __init__(self, celery_app: Any, alias: str = "default", **options: Any) -> None:
+        if not isinstance(alias, str):
+            raise ConfigError(
+                f"settings.DELAYTASKS['database'] = {alias!r}: in Django it is one alias of settings.DATABASES; several "
+                "databases need a DelayTasks of your own, outside of Django's"
+            )
         if alias not in connections.settings:
             known = ", ".join(map(repr, connections.settings))
             raise ConfigError(f"settings.DELAYTASKS['database'] = {alias!r} is not in settings.DATABASES ({known})")

@@ -1,0 +1,46 @@
+"""What several shards put into one timer, and how its messages name them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from delaytasks.core.clock import Clock
+from delaytasks.core.ids import COUNTER_BITS
+from delaytasks.core.ports import Entry
+from delaytasks.timers.eta import EtaTimer, Message, read_message
+from delaytasks.timers.sharded import ShardTimer
+from tests.recording import RecordingTimer
+
+
+def test_a_sweep_arms_what_workers_find_by_its_id_and_leaves_the_rest_to_the_table() -> None:
+    timer = RecordingTimer()
+    ours, other, small = Entry(1 << 60 | 2 << COUNTER_BITS, 0, 5), Entry(1 << 60, 0, 5), Entry(7, 0, 5)
+    assert ShardTimer(timer, 2).arm([ours, other, small])
+    assert timer.armed == [ours]
+    assert ShardTimer(timer, 0).arm([other, small])
+    assert timer.armed == [ours, other, small], "small ids are taken for the first shard's"
+
+
+def test_a_drain_token_names_its_shard() -> None:
+    sent: list[Any] = []
+
+    class Publisher:
+        is_up = True
+
+        def send(self, name: str, queue: str, messages: list[Any]) -> bool:
+            sent.extend(args for args, _ in messages)
+            return True
+
+    publisher: Any = Publisher()
+    for shard in (0, 3):
+        assert ShardTimer(EtaTimer(publisher, Clock()), shard).drain("q", [1, 2], 1, 5)
+    assert [read_message(args, "q") for args in sent] == [Message([], [1, 2], 0), Message([], [1, 2], 3)]
+    assert sent[0] == [[], {"drain": [1, 2]}], "as it was before there were shards"
+
+
+@pytest.mark.parametrize("shard", [-1, 32, "1", None, True, 1.0])
+def test_a_token_of_no_shard_is_refused(shard: object) -> None:
+    with pytest.raises(ValueError, match="shard"):
+        read_message([[], {"drain": [0], "shard": shard}], "q")
