@@ -1,7 +1,7 @@
 """Who has a key: taken, kept, replaced or passed on when another task wants it.
 
 Mostly the task that has a key is in the same database. With several it may be in another one: then the key's row names
-an id there, and points to the database that decides about the key (docs/decisions/0017-several-databases.md).
+an id there, and points to the database that decides about the key (docs/decisions/0021-several-databases.md).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A key has a home (core/shards.py), where its tasks are scheduled and conflicts decided. A task whose key belongs
 elsewhere (it was scheduled before a shard was added, and no row moves) is found through a pointer: in the home's table
 of keys the key names its id, and the id its shard. While a shard is being added, processes that do not know it yet take
-a key's old home for its home: there the pointer leads to the new one (docs/decisions/0017-several-databases.md).
+a key's old home for its home: there the pointer leads to the new one (docs/decisions/0021-several-databases.md).
 """
 
 from __future__ import annotations

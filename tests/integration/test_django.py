@@ -452,7 +452,7 @@ def test_it_follows_the_test_runner_to_its_database(tmp_path: Any) -> None:
         ({"horizon": 30}, "did you mean delaytasks_horizon_s"),
         ({"horizon_s": -1}, "delaytasks_horizon_s = -1"),
         ({"database": "orders"}, r"'orders' is not in settings.DATABASES \('default'"),
-        ({"database": ["default", "orders"]}, r"one alias of settings.DATABASES; several databases need"),
+        ({"database": ["default", "orders"]}, "not one alias .* several databases need"),
         ({"database_url": "sqlite://"}, "name an alias"),
         ({"celery_app": "delaytasks.app.DelayTasks"}, "not a Celery app"),
         ([("horizon_s", 30)], "is a dict"),

@@ -103,7 +103,8 @@ def run_page(page: Path) -> None:
     from delaytasks.store import migrations
 
     def make_tables(delays: Any = None) -> None:
-        migrations.upgrade((delays or default()).store.database)
+        for store in (delays or default()).routes.databases.stores:
+            migrations.upgrade(store.database, shard=store.shard)
 
     url = os.environ["DELAYTASKS_DATABASE_URL"]
     names: dict[str, Any] = {"__name__": "docs", "database_url": url, "make_tables": make_tables}

@@ -27,8 +27,8 @@ class DjangoDelays(DelayTasks):
     def __init__(self, celery_app: Any, alias: str = "default", **options: Any) -> None:
         if not isinstance(alias, str):
             raise ConfigError(
-                f"settings.DELAYTASKS['database'] = {alias!r}: in Django it is one alias of settings.DATABASES; several "
-                "databases need a DelayTasks of your own, outside of Django's"
+                f"settings.DELAYTASKS['database'] = {alias!r} is not one alias of settings.DATABASES; several "
+                "databases need a DelayTasks of your own"
             )
         if alias not in connections.settings:
             known = ", ".join(map(repr, connections.settings))
