@@ -47,12 +47,14 @@ class RedisLink:
         self._limit_s = limit_s
         self._events = events
         self.is_up = True
+        #: How often it failed: whoever listens on a connection of its own hears nothing of that.
+        self.failures = 0
         self._rests_until = 0.0
         self.after_fork()
         reset_in_child(self)
 
     def after_fork(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._flag = threading.Lock(), threading.Lock()
         self._client: Any = None
         self._is_quick = False
 
@@ -69,15 +71,12 @@ class RedisLink:
                 answer = within(self._limit_s, lambda: _with_scripts(self.connect(), work))
         except FAILURES as error:
             self._client = None
+            self.failures += 1
             self._rests_until = monotonic() + REST_S
-            if self.is_up:
-                self.is_up = False
-                self._events.emit("timer.down", timer="redis", error=f"{type(error).__name__}: {error}")
+            self._tell("timer.down", is_up=False, error=f"{type(error).__name__}: {error}")
             return None
         self._is_quick = client is not None and monotonic() - began < self._limit_s * QUICK
-        if not self.is_up:
-            self.is_up = True
-            self._events.emit("timer.up", timer="redis")
+        self._tell("timer.up", is_up=True)
         return answer
 
     def connect(self) -> Any:
@@ -106,6 +105,15 @@ class RedisLink:
         client, self._client = self._client, None
         if client is not None:
             client.close()
+
+    def _tell(self, event: str, is_up: bool, **fields: Any) -> None:
+        """Once, however many threads find out."""
+        if self.is_up is is_up:
+            return
+        with self._flag:
+            is_new, self.is_up = self.is_up is not is_up, is_up
+        if is_new:
+            self._events.emit(event, timer="redis", **fields)
 
     def _connect(self) -> Any:
         options: dict[str, Any] = {

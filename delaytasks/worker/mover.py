@@ -144,7 +144,7 @@ class Mover:
 
     def _hear(self) -> float:
         """Until the connection breaks or the queues change: what is armed before all that waits in its slot."""
-        queues = self._processes.queues
+        link, queues, failures = self._timer.link, self._processes.queues, self._timer.link.failures
         if not queues:
             return REST_S
         channels = {self._timer.channel(queue): self._timer.slots(queue) for queue in queues}
@@ -154,7 +154,7 @@ class Mover:
             try:
                 self._look_at_all()  # nobody told us until now
                 self._mover.wake()
-                while self._ear.is_running and queues == self._processes.queues:
+                while self._ear.is_running and (queues, failures) == (self._processes.queues, link.failures):
                     self._ear.beat()
                     message = listener.get_message(timeout=EAR_S)
                     if message is not None:

@@ -264,3 +264,17 @@ def test_nobody_is_asked_again_and_again_when_nothing_is_due(post: Post) -> None
     post.arm(range(1, 2), 0.5)
     wait_until(lambda: post.here() == 1, 5, "the entry")
     assert turns < 10, "at the start, when it is listened, when it was lost, and when the entry is due"
+
+
+def test_who_listens_begins_anew_when_a_call_failed_though_nothing_was_heard_of_it(post: Post) -> None:
+    post.start()
+    timer = post.delays.redis_timer
+    assert timer is not None
+    heard, listen = [], timer.listen
+    timer.listen = lambda queues: heard.append(queues) or listen(queues)  # type: ignore[method-assign, func-returns-value]
+
+    def fail(client: Any) -> None:
+        raise TimeoutError("as asked")
+
+    assert timer.link.attempt(fail) is None
+    wait_until(lambda: heard, 5, "a new subscription")
