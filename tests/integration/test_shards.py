@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sqlalchemy import insert
+from sqlalchemy import create_engine, insert, update
 
 from delaytasks import DelayTask, Status
 from delaytasks.core.errors import StoreUnavailableError
@@ -24,10 +26,10 @@ DOWN = 1
 class Site(Deployment):
     """The second database is reached through a proxy."""
 
-    def __init__(self, folder: Path, urls: list[str], broker_url: str) -> None:
+    def __init__(self, folder: Path, urls: list[str], broker_url: str, **settings: Any) -> None:
         self.proxy: Proxy = proxy_to(urls[DOWN])
         urls = [self.proxy.url(url) if number == DOWN else url for number, url in enumerate(urls)]
-        super().__init__(folder, urls, broker_url, grace_s=1)
+        super().__init__(folder, urls, broker_url, grace_s=1, **settings)
 
     def at(self, shard: int, count: int, delay: float) -> list[DelayTask]:
         """Tasks of one shard."""
@@ -56,7 +58,15 @@ def site(shard_urls: list[str], redis_url: str, tmp_path: Path) -> Iterator[Site
     made.close()
 
 
-def test_tasks_of_every_shard_run_once_and_never_early(site: Site) -> None:
+@pytest.mark.parametrize("timer", ["eta", "redis"])
+def test_tasks_of_every_shard_run_once_and_never_early(
+    shard_urls: list[str], redis_url: str, tmp_path: Path, timer: str
+) -> None:
+    with closing(Site(tmp_path, shard_urls, redis_url, timer=timer)) as site:
+        run_on_every_shard(site)
+
+
+def run_on_every_shard(site: Site) -> None:
     site.worker(concurrency=3)
     made = [site.schedule(delay=0.5 + n / 50) for n in range(60)]
     made += [task for shard in range(3) for task in site.at(shard, 5, 1)]
@@ -110,3 +120,39 @@ def test_while_a_shard_is_down_the_others_work_and_it_comes_back_by_itself(site:
     wait_until(lambda: "store.up" in worker.log(), 30, "the good news")
     assert {site.status(task) for task in made} == {Status.DONE}
     assert site.delays.find(status=Status.RUNNING).tasks == []
+
+
+@pytest.mark.parametrize("fault", ["refused", "black hole"])
+def test_a_worker_starts_and_stops_while_a_shard_is_down(site: Site, fault: str) -> None:
+    stranded = site.at(DOWN, 5, 0)
+    if fault == "refused":
+        site.proxy.refuse()
+    else:
+        site.proxy.swallow()
+    first = site.worker(concurrency=3)
+    site.wait_for([task for shard in (0, 2) for task in site.at(shard, 5, 0.5)], deadline_s=30)
+    first.terminate(60)
+    second = site.worker(concurrency=3)
+    site.wait_for(site.at(0, 5, 0.5), deadline_s=30)
+    site.proxy.heal()
+    site.wait_for(stranded, deadline_s=60)
+    assert not second.ended()
+
+
+def test_a_worker_does_nothing_on_a_database_that_is_another_shard(site: Site, shard_urls: list[str]) -> None:
+    """It was down when the worker started, or the list would have been refused."""
+    [task] = site.at(DOWN, 1, 0)
+    numbers = site.delays.shards[DOWN].store.schema.shards
+    engine = create_engine(shard_urls[DOWN])
+    site.proxy.refuse()
+    worker = site.worker()
+    with engine.begin() as connection:
+        connection.execute(update(numbers).values(number=7))
+    site.proxy.heal()
+    wait_until(lambda: f"is shard 7, and stands at place {DOWN}" in worker.log(), 30, "its refusal")
+    site.wait_for(site.at(0, 3, 0.5), deadline_s=30)
+    assert site.status(task) is Status.NOT_COMPLETE
+    with engine.begin() as connection:
+        connection.execute(update(numbers).values(number=DOWN))
+    engine.dispose()
+    site.wait_for([task], deadline_s=60)
