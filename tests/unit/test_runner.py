@@ -24,6 +24,8 @@ from tests.conftest import open_store
 from tests.waiting import wait_until
 
 Make = Callable[..., Bench]
+#: By which a tenth of an age may be off that was not quite what it was meant to be.
+MOMENT = timedelta(seconds=0.2)
 
 
 @pytest.fixture
@@ -254,7 +256,8 @@ def test_a_tag_without_processor_waits_a_tenth_of_its_age_and_is_never_failed(
     after = bench.now(task)
     assert (after.status, after.attempts, after.version) == (Status.NOT_COMPLETE, 0, 2)
     assert "no such processor, tag=nobody (this worker knows: note)" in (after.error or "")
-    assert (after.expected_time - before).total_seconds() == pytest.approx(wait_s, abs=0.5)
+    ended = bench.clock.now()
+    assert before - MOMENT <= after.expected_time - timedelta(seconds=wait_s) <= ended + MOMENT
     assert bench.named("task.no_processor")[0]["tag"] == "nobody"
     near = wait_s <= (bench.settings.horizon_s or 0)
     assert bench.timer.ids == ([task.id] if near else []), "armed again when it is near"
@@ -265,7 +268,7 @@ def test_the_age_counts_from_the_time_a_task_was_meant_for(bench: Bench) -> None
     now = bench.clock.now()
     bench.change(task, expected_time=now, create_time=now - timedelta(seconds=3600))
     bench.run(bench.now(task))
-    assert (bench.now(task).expected_time - now).total_seconds() == pytest.approx(5, abs=0.5)
+    assert now - MOMENT <= bench.now(task).expected_time - timedelta(seconds=5) <= bench.clock.now() + MOMENT
 
 
 def test_a_deploy_that_brings_the_processor_runs_the_row(bench: Bench) -> None:
