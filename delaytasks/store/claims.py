@@ -217,8 +217,9 @@ class Claims:
             )
         )
         if self._db.can.array_parameters:
-            statement = statement.where(t.c.id == any_(bindparam("ids", type_=ARRAY(BigInteger))))
-        return statement
+            return statement.where(t.c.id == any_(bindparam("ids", type_=ARRAY(BigInteger))))
+        # Else MySQL reads a small table from end to end, and waits for each row in it that somebody has locked.
+        return statement.where(t.c.id.in_(bindparam("ids", expanding=True)))
 
     def settle(self, settlements: Sequence[Settlement]) -> set[int]:
         """The ids whose end was accepted; the others were no longer ours."""
@@ -292,9 +293,8 @@ class Claims:
         }
 
     def _settled(self, connection: Any, ordered: Sequence[Settlement]) -> set[int]:
-        parameters: dict[str, Any] = {"rows": dump_rows([self._settled_row(s) for s in ordered])}
-        if self._db.can.array_parameters:
-            parameters["ids"] = [s.task.id for s in ordered]
+        rows = dump_rows([self._settled_row(s) for s in ordered])
+        parameters = {"rows": rows, "ids": [s.task.id for s in ordered]}
         result = connection.execute(self._settle, parameters)
         expected = {s.task.id: self._after(s) for s in ordered}
         if result.rowcount == len(ordered):
