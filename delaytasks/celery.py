@@ -9,6 +9,7 @@ import sys
 from celery import Celery
 
 from delaytasks.app import DelayTasks
+from delaytasks.core.settings import load_settings
 from delaytasks.embedded import use_embedded_broker
 
 
@@ -27,4 +28,5 @@ app = _make_app()
 #: What the module-level functions of `delaytasks` use.
 delays = DelayTasks(app)
 if not app.conf.broker_url:
-    use_embedded_broker(app, delays.settings.data_dir)
+    # Not by `delays.settings`: a timer may be made with them, and needs a broker.
+    use_embedded_broker(app, load_settings(app.conf, os.environ).data_dir)

@@ -136,8 +136,7 @@ def redis_url(given: str, broker_url: Any) -> str:
     broker = broker_url[0] if isinstance(broker_url, (list, tuple)) and broker_url else broker_url
     url = given or str(broker or "").partition(";")[0]
     if url.startswith("redis+socket://"):
-        path, _, options = url.removeprefix("redis+socket://").partition("?")
-        url = f"unix://{path}?{options.replace('virtual_host=', 'db=')}"
+        url = url.replace("redis+socket://", "unix://").replace("virtual_host=", "db=")
     where = "delaytasks_redis_url" if given else "the broker's URL"
     if not url.startswith(_REDIS_SCHEMES):
         raise ConfigError(

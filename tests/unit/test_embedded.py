@@ -122,6 +122,17 @@ def test_a_broker_that_is_given_is_used_and_nothing_is_embedded(where: str, tmp_
     assert not (tmp_path / ".delaytasks").exists()
 
 
+def test_the_redis_timer_uses_the_embedded_broker_too(tmp_path: Path) -> None:
+    environ = {**os.environ, "PYTHONPATH": os.getcwd(), "DELAYTASKS_TIMER": "redis"}
+    environ.pop("CELERY_BROKER_URL", None)
+    code = "from delaytasks.celery import app, delays; print(app.conf.broker_url, delays.redis_timer.link.url)"
+    said = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
+    ).stdout
+    broker, timer = said.split()
+    assert timer == broker.replace("redis+socket://", "unix://")
+
+
 # -- the same one in every process ----------------------------------------------------------------
 
 
