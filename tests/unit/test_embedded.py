@@ -123,6 +123,8 @@ def test_a_broker_that_is_given_is_used_and_nothing_is_embedded(where: str, tmp_
 
 
 def test_the_redis_timer_uses_the_embedded_broker_too(tmp_path: Path) -> None:
+    if embedded.find_server() is None:
+        pytest.skip("needs a redis-server; the other embedded broker is none")
     environ = {**os.environ, "PYTHONPATH": os.getcwd(), "DELAYTASKS_TIMER": "redis"}
     environ.pop("CELERY_BROKER_URL", None)
     code = "from delaytasks.celery import app, delays; print(app.conf.broker_url, delays.redis_timer.link.url)"
