@@ -81,7 +81,7 @@ def test_a_redis_that_takes_its_time_for_each_step_holds_nobody_up(
     start_redis: Start, connect: Callable[..., Bench]
 ) -> None:
     proxy = Proxy("127.0.0.1", start_redis().port)
-    proxy.delay_s = 0.2
+    proxy.delay_s = 0.1  # each way, for each of the steps that make a connection
     bench = connect(f"redis://127.0.0.1:{proxy.port}/1", publish_limit_s=LIMIT_S)
     assert took(lambda: bench.timer.arm([bench.entry(1)])) < LIMIT_S + SLACK_S
     assert bench.events.counts["timer.down"] == 1

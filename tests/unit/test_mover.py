@@ -167,10 +167,23 @@ def test_a_queue_that_is_added_is_served(post: Post) -> None:
 def test_a_worker_that_stops_puts_back_what_waits_in_it(post: Post) -> None:
     post.arm(range(1, 101))
     post.start()
-    wait_until(lambda: post.here() >= 40, 5, "the first ones")
+    wait_until(lambda: post.here() >= 40 and len(post.pool.jobs) == 2, 5, "the first ones")
     at_work = sum(len(job.entries) for job, _, _ in post.pool.jobs)
     post.desk.stop()
     assert post.left() == (100 - at_work, 0)
+
+
+def test_what_a_stopping_worker_has_just_handed_on_is_deleted(post: Post) -> None:
+    post.start()
+    mover = post.desk._mover
+    assert mover is not None
+    mover._mover.stop()
+    post.arm(range(1, 11))
+    taken = post.timer.take(dict.fromkeys(post.timer.slots("default"), 10))
+    assert post.left() == (0, 10)
+    mover._handed_on = taken or []
+    post.desk.stop()
+    assert post.left() == (0, 0)
 
 
 def test_what_could_not_be_handed_on_comes_again(post: Post) -> None:
@@ -202,6 +215,7 @@ def test_what_is_late_is_drained_from_the_table(post: Post) -> None:
 
 
 def test_near_rows_are_armed_again_when_redis_lost_a_slot(post: Post) -> None:
+    post.arm(range(2, 3), 50)
     post.start()
     before = post.forgotten
     for slot in post.timer.slots("default"):
