@@ -97,7 +97,7 @@ class Dispatcher:
 
     # -- shards that may be down ------------------------------------------------------------------
 
-    def ask(self, shard: int, question: Callable[[], object]) -> bool:
+    def hear(self, shard: int, question: Callable[[], object]) -> bool:
         """Asks a shard that is in doubt, in the caller's thread; False if it is down. With one shard nobody asks."""
         lane = self.lanes[shard]
         with self._lock:

@@ -39,7 +39,7 @@ class LeaseKeeper:
         alive = set(self._pids())
         self._dead |= {delays.processes.name(pid) for pid in self._known - alive}
         self._known = alive
-        if not self._dispatcher.ask(self._shard.number, lambda: self._shard.store.tasks.now()):
+        if not self._dispatcher.hear(self._shard.number, lambda: self._shard.store.tasks.now()):
             return self._look_s
         if dead := sorted(self._dead):
             lapsed = self._shard.store.leases.release(dead, delays.settings.max_lapses)

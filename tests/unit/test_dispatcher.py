@@ -238,11 +238,11 @@ def test_a_shard_that_failed_gets_no_chunk_until_it_answers_and_others_do(hands:
     def refuse() -> None:
         raise StoreUnavailableError("shard 1 is away", 1)
 
-    assert not bench.dispatcher.ask(1, refuse)
-    assert not bench.dispatcher.ask(1, refuse)
+    assert not bench.dispatcher.hear(1, refuse)
+    assert not bench.dispatcher.hear(1, refuse)
     assert (bench.events.counts["store.down"], bench.dispatcher.info()[1]["is_up"]) == (1, False)
     hands.at += 1
-    assert bench.dispatcher.ask(1, lambda: None)
+    assert bench.dispatcher.hear(1, lambda: None)
     assert (bench.events.counts["store.up"], bench.dispatcher.info()[1]["is_up"]) == (1, True)
     assert [job.shard for job, _, _ in bench.pool.jobs] == [0, 1]
 
@@ -258,7 +258,7 @@ def test_a_shard_that_owes_an_answer_gets_no_chunk(hands: Hands) -> None:
         bench.dispatcher.take(bench.entries_of(1, 1))
         assert len(bench.pool.jobs) == jobs
 
-    assert bench.dispatcher.ask(1, lambda: (never(1, 2), never(2, 2)))
+    assert bench.dispatcher.hear(1, lambda: (never(1, 2), never(2, 2)))
     assert (bench.events.counts["store.down"], bench.events.counts["store.up"]) == (1, 1)
     assert len(bench.pool.jobs) == 3, "it answered"
 
@@ -276,12 +276,12 @@ def test_a_shard_that_answers_has_the_last_process_too_when_its_chunks_take_long
     bench = Bench(shards=2)
     bench.dispatcher.take(bench.entries_of(0, 100))
     hands.at += 0.5
-    bench.dispatcher.ask(0, lambda: None)
+    bench.dispatcher.hear(0, lambda: None)
     assert len(bench.pool.jobs) == 1, "it answered, but that chunk may be at its claim"
     hands.at += 1
     bench.dispatcher.take(bench.entries_of(0, 1))
     assert len(bench.pool.jobs) == 1, "nobody knows whether it answers still"
-    bench.dispatcher.ask(0, lambda: None)
+    bench.dispatcher.hear(0, lambda: None)
     assert [job.shard for job, _, _ in bench.pool.jobs] == [0, 0]
 
 
@@ -291,7 +291,7 @@ def test_with_one_shard_nobody_asks_and_no_process_is_left(hands: Hands, bench: 
 
     bench.dispatcher.take(bench.entries(100))
     assert len(bench.pool.jobs) == 2
-    assert bench.dispatcher.ask(0, fail)
+    assert bench.dispatcher.hear(0, fail)
     bench.pool.end("StoreUnavailableError: away")
     hands.at += 1
     bench.dispatcher.take([])
