@@ -36,7 +36,7 @@ class Growth:
         left = Left([], [])
         rows = iter(self._shards.store(number).tasks.holders.rows())
         while lot := list(islice(rows, LOT)):
-            left.dead.extend(row for row in lot if row.status is None and self._is_dead(row))
+            left.dead.extend(row for row in lot if row.status is None and self._is_dead(row, number))
             moved = [row for row in lot if row.status not in (None, *FINISHED) and self._home(row) != number]
             left.unknown.extend(self._unknown(moved, number))
         return left
@@ -45,7 +45,7 @@ class Growth:
         """As `left`, and what it returns is done: homes know, and what is dead is gone."""
         left, holders = self.left(number), self._shards.store(number).tasks.holders
         for row in left.dead:
-            holders.drop(row, partial(self._is_dead, row))
+            holders.drop(row, partial(self._is_dead, row, number))
         for row in left.unknown:
             task = self._shards.store(number).tasks.get(row.id)
             if task is not None:
@@ -63,11 +63,14 @@ class Growth:
             known = self._shards.store(home).touches.ids_of_keys(tag, [row.key for row in rows])
             yield from (row for row in rows if row.key not in known or shard_of(known[row.key]) != number)
 
-    def _is_dead(self, pointer: KeyRow) -> bool:
-        number = shard_of(pointer.id)
-        if number >= self._count:
-            return False  # a shard that is not known here
-        return self._shards.store(number).tasks.holders.live(pointer) is None
+    def _is_dead(self, row: KeyRow, number: int) -> bool:
+        """Of a key in this shard, whose task is not here."""
+        pointed = shard_of(row.id)
+        if pointed == number:
+            return True  # it was purged
+        if pointed >= self._count:
+            return False  # nobody knows
+        return self._shards.store(pointed).tasks.holders.live(row) is None
 
     def _home(self, row: KeyRow) -> int:
         return home_of(row.tag, row.key, self._count)

@@ -6,11 +6,11 @@ an id there, and points to the database that decides about the key (docs/decisio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
-from typing import Any
+from typing import Any, NoReturn
 
 from sqlalchemy import Connection
 
@@ -39,7 +39,15 @@ class HeldElsewhereError(Exception):
         self.holder = holder
 
 
-def refuse_unknown(task: DelayTask, holder_id: int) -> DelayTask | None:
+class PointsElsewhereError(Exception):
+    """Another database has to be asked first about the key."""
+
+    def __init__(self, shard: int) -> None:
+        super().__init__(shard)
+        self.shard = shard
+
+
+def refuse_unknown(task: DelayTask, holder_id: int) -> NoReturn:
     raise DuplicateTaskError(
         f"key {task.key!r} of tag {task.tag!r} belongs to task {holder_id}, which is not here: its id names shard "
         f"{shard_of(holder_id)}, which this process does not know; give it the longer delaytasks_database_url",
@@ -54,11 +62,14 @@ class Holders:
         self._keys = keys
         self._moves = moves
         self.rows = keys.rows
-        #: The live task that has a key in the database to which the key's row here points by an id.
-        self.elsewhere: Callable[[DelayTask, int], DelayTask | None] = refuse_unknown
+        #: What is to be done about a key whose row here names an id of another database.
+        self.point_elsewhere: Callable[[DelayTask, int], NoReturn] = refuse_unknown
 
-    def take(self, on: Any, task: DelayTask, on_conflict: OnConflict, write: Write) -> tuple[DelayTask, bool]:
-        """The task that has the key afterwards, and whether that is news: `task` itself, once `write` is done."""
+    def take(
+        self, on: Any, task: DelayTask, on_conflict: OnConflict, write: Write, pointing: Collection[int] = ()
+    ) -> tuple[DelayTask, bool]:
+        """The task that has the key afterwards, and whether that is news: `task` itself, once `write` is done. The
+        shards that are `pointing` to the one of `task` are asked besides."""
         for attempt in range(TRIES):
             # In MySQL a failed INSERT would leave a lock on the key, so a look comes first there.
             is_free = self._db.can.insert_or_skip or self._keys.id_of(on, task.tag, task.key, attempt > 0) is None
@@ -71,7 +82,9 @@ class Holders:
                 break  # else its task has just ended
         else:
             raise StoreUnavailableError(f"key {task.key!r} of tag {task.tag!r} changed hands {TRIES} times; try again")
-        holder = self._holder(on, task, holder_id)
+        holder = self._moves.locked(on, holder_id)
+        if holder is None and shard_of(holder_id) not in (self._shard, task.shard, *pointing):
+            self.point_elsewhere(task, holder_id)
         if holder is None or holder.is_finished:
             return self._take_over(on, task, write)  # what had the key was purged, or finished by another program
         if holder.id == task.id:
@@ -90,12 +103,6 @@ class Holders:
             raise HeldElsewhereError(holder)
         return self._replaced(on, holder, task), True
 
-    def _holder(self, on: Any, task: DelayTask, id: int) -> DelayTask | None:
-        here = self._moves.locked(on, id)
-        if here is not None or shard_of(id) in (self._shard, task.shard):
-            return here
-        return self.elsewhere(task, id)
-
     def _take_over(self, on: Any, task: DelayTask, write: Write) -> tuple[DelayTask, bool]:
         self._keys.pass_to(on, task)
         write(on, task)
@@ -111,13 +118,15 @@ class Holders:
 
     # -- several databases ------------------------------------------------------------------------
 
-    def point(self, task: DelayTask, on_conflict: OnConflict) -> tuple[DelayTask, bool] | None:
+    def point(
+        self, task: DelayTask, on_conflict: OnConflict, pointing: Collection[int] = ()
+    ) -> tuple[DelayTask, bool] | None:
         """From now on the key's row points to the database of `task`, and nothing else is written. Or the answer, as of
         `take`: a task here has the key, and keeps it."""
 
         def work() -> tuple[DelayTask, bool]:
             with self._db.begin() as connection:
-                return self.take(connection, task, on_conflict, lambda *_: None)
+                return self.take(connection, task, on_conflict, lambda *_: None, pointing)
 
         answer = self._db.run(work)
         return None if answer[0] is task else answer
@@ -141,13 +150,13 @@ class Holders:
             connection.close()
 
     def live(self, task: Keyed) -> DelayTask | None:
-        """The live task here that has the key of `task`; one that is about to be committed is waited for."""
+        """The live task here that has the key of `task`; one that is about to have it is waited for."""
 
         def look() -> DelayTask | None:
             with self._db.tx.connect() as connection:  # ends without a commit
-                id = self._keys.id_of(connection, task.tag, task.key)
+                id = self._keys.lock(connection, task)
                 if id is None and not self._keys.take(connection, task):
-                    id = self._keys.id_of(connection, task.tag, task.key)
+                    id = self._keys.lock(connection, task)
                 row = None if id is None else connection.execute(self._moves.get, {"task_id": id}).first()
                 found = None if row is None else task_of(row, self._shard)
                 return None if found is None or found.is_finished else found

@@ -12,7 +12,8 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, NoReturn, TypeVar
 
 from sqlalchemy import URL
 
@@ -26,7 +27,7 @@ from delaytasks.core.task import DelayTask, Page
 from delaytasks.store import pages
 from delaytasks.store.database import place_of
 from delaytasks.store.driver_errors import TRIES
-from delaytasks.store.holders import HeldElsewhereError, refuse_unknown
+from delaytasks.store.holders import HeldElsewhereError, PointsElsewhereError, refuse_unknown
 from delaytasks.store.store import Store
 from delaytasks.store.tasks import Tasks
 
@@ -42,7 +43,7 @@ class Shards:
         self._before = before
         self._checked: set[int] = set()
         for store in stores:
-            store.tasks.holders.elsewhere = self._elsewhere
+            store.tasks.holders.point_elsewhere = self._point_elsewhere
 
     def store(self, number: int) -> Store:
         """The first time in this process it is made sure that it is the shard that it should be."""
@@ -132,11 +133,13 @@ class Shards:
         self, task: DelayTask, on_conflict: OnConflict, on: Executor | None = None
     ) -> tuple[DelayTask, bool]:
         """As `Tasks.insert_keyed`, for a task whose home is its shard."""
-        home = self.store(task.shard)
+        home, others = self.store(task.shard), self._others(task)
         for _ in range(TRIES):
             try:
-                with self._pointed(task, on_conflict) as answer:
-                    return answer or home.tasks.insert_keyed(task, on_conflict, on)
+                with self._pointing(others, task, on_conflict) as answer:
+                    return answer or home.tasks.insert_keyed(task, on_conflict, on, others)
+            except PointsElsewhereError as pointer:
+                others = [pointer.shard, *others]
             except HeldElsewhereError as held:
                 if on is not None and not home.database.owns(on):
                     raise ShardMismatchError(
@@ -156,17 +159,27 @@ class Shards:
         task = tasks.get(id, on)
         if task is None or task.key is None:
             return tasks.retry(id, due, version, on)
-        with self._pointed(task, "reject"):
-            return tasks.retry(id, due, version, on)
+        before, after = self._others(task), []
+        if number != home_of(task.tag, task.key, len(self.stores)):  # everybody locks the home last
+            after = [before.pop()]
+        for _ in range(TRIES):
+            try:
+                with ExitStack() as held, self._pointing(before, task, "reject"):
+                    once_held = cache(lambda: held.enter_context(self._pointing(after, task, "reject")))
+                    return tasks.retry(id, due, version, on, [*before, *after], once_held)
+            except PointsElsewhereError as pointer:
+                before = [pointer.shard, *before]
+        raise _restless(task)
 
     @contextmanager
-    def _pointed(self, task: DelayTask, on_conflict: OnConflict) -> Iterator[tuple[DelayTask, bool] | None]:
-        """Inside, all who may be asked about the key point to the shard of `task`. Or the answer is known: there is a
-        task that keeps the key."""
-        others = [number for number in self._homes(task.tag, task.key or "") if number != task.shard]
+    def _pointing(
+        self, others: Sequence[int], task: DelayTask, on_conflict: OnConflict
+    ) -> Iterator[tuple[DelayTask, bool] | None]:
+        """Inside, the others point to the shard of `task`. Or the answer is known: there is a task that keeps the
+        key."""
         for _ in range(TRIES):
             for number in others:
-                answer = self._tasks(number).holders.point(task, on_conflict)
+                answer = self._tasks(number).holders.point(task, on_conflict, others)
                 if answer is not None:
                     yield answer
                     return
@@ -176,11 +189,14 @@ class Shards:
                     return
         raise _restless(task)
 
-    def _elsewhere(self, task: DelayTask, id: int) -> DelayTask | None:
-        number = shard_of(id)
-        if number >= len(self.stores):
-            return refuse_unknown(task, id)
-        return self._tasks(number).holders.live(task)
+    def _others(self, task: DelayTask) -> list[int]:
+        """Who may be asked about the task's key, but for its own shard; the home comes last."""
+        return [number for number in reversed(self._homes(task.tag, task.key or "")) if number != task.shard]
+
+    def _point_elsewhere(self, task: DelayTask, id: int) -> NoReturn:
+        if shard_of(id) >= len(self.stores):
+            refuse_unknown(task, id)
+        raise PointsElsewhereError(shard_of(id))
 
     def _homes(self, tag: str, key: str) -> list[int]:
         """The home, and the one that processes take for it which do not know the newest shards."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from typing import Any, TypeVar
@@ -69,15 +69,15 @@ class Tasks:
         return self._in_transaction(work, on, tasks[0].id)
 
     def insert_keyed(
-        self, task: DelayTask, on_conflict: OnConflict, on: Executor | None = None
+        self, task: DelayTask, on_conflict: OnConflict, on: Executor | None = None, pointing: Collection[int] = ()
     ) -> tuple[DelayTask, bool]:
         """The task that has the key afterwards, and whether it was written now."""
 
         def work(connection: Any) -> tuple[DelayTask, bool]:
             if on is None:
-                return self.holders.take(connection, task, on_conflict, self._insert_own)
+                return self.holders.take(connection, task, on_conflict, self._insert_own, pointing)
             with self._savepoint(connection):  # an id that exists must not leave its key behind
-                return self.holders.take(connection, task, on_conflict, self._insert_own)
+                return self.holders.take(connection, task, on_conflict, self._insert_own, pointing)
 
         return self._in_transaction(work, on, unknown_id=task.id)
 
@@ -180,17 +180,27 @@ class Tasks:
 
         return self._in_transaction(work, on, id)
 
-    def retry(self, id: int, due: datetime, version: int | None = None, on: Executor | None = None) -> DelayTask:
+    def retry(
+        self,
+        id: int,
+        due: datetime,
+        version: int | None = None,
+        on: Executor | None = None,
+        pointing: Collection[int] = (),
+        once_held: Callable[[], object] = lambda: None,
+    ) -> DelayTask:
+        """`once_held` is called when the task has its key again, and may refuse."""
+
         def work(connection: Any) -> DelayTask:
             task = self._moves.take(connection, "retry", id, version)
-            moved = self._moves.make(connection, "retry", task, {"expected_time": due, "attempts": 0, "lapses": 0})
             if task.key is not None:
                 try:
-                    self.holders.take(connection, task, "reject", lambda *_: None)
+                    with self._savepoint(connection) if on is not None else nullcontext():
+                        self.holders.take(connection, task, "reject", lambda *_: once_held(), pointing)
                 except DuplicateTaskError as error:
                     fact = f"task {error.id} has the key {task.key!r} of task {id} now"
                     raise DuplicateTaskError(f"retry: {fact}", error.id) from None
-            return moved
+            return self._moves.make(connection, "retry", task, {"expected_time": due, "attempts": 0, "lapses": 0})
 
         return self._in_transaction(work, on, id)
 

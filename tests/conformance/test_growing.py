@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from sqlalchemy import create_engine, delete
 from sqlalchemy.orm import Session
 
 from delaytasks import DelayTask, DelayTasks, NewTask, Status
-from delaytasks.core.errors import DuplicateTaskError, ShardMismatchError, TaskNotFoundError
+from delaytasks.core.errors import DuplicateTaskError, InvalidStatusError, ShardMismatchError, TaskNotFoundError
 from delaytasks.core.ids import shard_of
 from delaytasks.core.ports import OnConflict
 from delaytasks.store.growth import Growth as Growing
@@ -132,8 +133,8 @@ def test_a_key_that_is_taken_right_after_it_was_reserved_is_not_taken_twice(grow
     holders = growth.new.shards[growth.home].store.tasks.holders
     point, taken = holders.point, []
 
-    def point_and_lose(task: DelayTask, on_conflict: OnConflict) -> tuple[DelayTask, bool] | None:
-        answer = point(task, on_conflict)
+    def point_and_lose(*asked: Any) -> tuple[DelayTask, bool] | None:
+        answer = point(*asked)
         if not taken:
             with home.database.begin() as connection:
                 connection.execute(delete(home.schema.keys))
@@ -204,9 +205,12 @@ def test_a_key_that_is_scheduled_in_an_open_transaction_is_waited_for(growth: Gr
     engine.dispose()
 
 
-def test_a_task_that_is_retried_in_an_open_transaction_is_waited_for(growth: Growth) -> None:
+@pytest.mark.parametrize("has_pointer", [False, True])
+def test_a_task_that_is_retried_in_an_open_transaction_is_waited_for(growth: Growth, has_pointer: bool) -> None:
     was = growth.schedule(growth.old)
     growth.old.cancel(was)
+    if has_pointer:
+        growth.new.cancel(growth.schedule(growth.new))
     engine = create_engine(growth.shards.urls[growth.home])
     with Session(engine) as session, ThreadPoolExecutor() as threads:
         growth.new.retry(was.id, 60, session=session)
@@ -233,44 +237,71 @@ def test_a_task_in_its_old_place_is_not_replaced_behind_a_sessions_back(growth: 
 # -- all at once ----------------------------------------------------------------------------------
 
 
-def test_processes_that_know_the_new_shard_and_others_never_make_two_tasks_of_one_key(growth: Growth) -> None:
-    chance = random.Random(f"{growth.added}")
-    moving = keys_of(growth.added, growth.added + 1, growth.added, growth.home)
-    staying = keys_of(growth.home, growth.added + 1, growth.added, growth.home)
-    views = [growth.old, growth.shards.delays(growth.added), growth.new]
-    views.append(growth.shards.delays(growth.added + 1, shards_before=growth.added))
-    threads = 6
-    barrier = threading.Barrier(threads, timeout=60)
-    places: dict[int, int] = {}
-    answers: list[str] = []
+class Race:
+    """Calls on one key, all at the same moment."""
 
-    def call(delays: DelayTasks, act: str, key: str) -> None:
-        barrier.wait()
+    def __init__(self, growth: Growth, views: list[DelayTasks]) -> None:
+        self.growth = growth
+        self._views = views
+        self._chance = random.Random(f"{growth.added}")
+        self._barrier = threading.Barrier(6, timeout=60)
+        #: The shard of each task that was made.
+        self.places: dict[int, int] = {}
+        self.answers: Counter[str] = Counter()
+
+    def run(self, key: str, acts: list[str], rounds: int = 4) -> None:
+        with ThreadPoolExecutor(self._barrier.parties) as pool:
+            for _ in range(rounds):  # free, taken by either, given up again
+                chosen = self._chance.choices(acts, k=self._barrier.parties)
+                calls = [pool.submit(self._call, self._chance.choice(self._views), act, key) for act in chosen]
+                for each in calls:
+                    each.result(60)
+                live = self.growth.shards.live(key)
+                assert len(live) <= 1, (key, chosen, live)
+
+    def _call(self, delays: DelayTasks, act: str, key: str) -> None:
+        known = list(self.places)
+        self._barrier.wait()
         try:
             if act == "cancel":
                 delays.cancel(tag=TAG, key=key)
+            elif act == "retry":
+                delays.retry(known[-1 - len(known) % 3], 60)
             else:
-                task = delays.schedule_delay(TAG, None, 60, key=key, on_conflict=act)  # type: ignore[arg-type]
-                places[task.id] = task.shard
-            answers.append(act)
-        except (DuplicateTaskError, TaskNotFoundError) as error:
-            answers.append(type(error).__name__)
+                on_conflict: Any = act
+                task = delays.schedule_delay(TAG, None, 60, key=key, on_conflict=on_conflict)
+                self.places[task.id] = task.shard
+            self.answers[act] += 1
+        except (DuplicateTaskError, TaskNotFoundError, InvalidStatusError) as error:
+            self.answers[type(error).__name__] += 1
 
-    with ThreadPoolExecutor(threads) as pool:
-        for round in range(40):
-            key = next(moving if round % 4 else staying)
-            for _ in range(4):  # free, taken by either, given up again
-                acts = [
-                    chance.choice(["reject", "reject", "keep", "replace", "replace", "cancel"]) for _ in range(threads)
-                ]
-                calls = [pool.submit(call, chance.choice(views), act, key) for act in acts]
-                for each in calls:
-                    each.result(60)
-                live = growth.shards.live(key)
-                assert len(live) <= 1, (round, key, acts, live)
-    assert {answers.count(act) > 10 for act in ("reject", "keep", "replace", "cancel", "DuplicateTaskError")} == {True}
-    assert set(places.values()) == {growth.home, growth.added}
-    assert all(growth.shards.shard_of_row(id) == [shard] for id, shard in places.items()), "no row moves"
+    def check(self, *expected: str) -> None:
+        assert all(self.answers[answer] > 5 for answer in expected), self.answers
+        assert set(self.places.values()) == {self.growth.home, self.growth.added}
+        assert all(self.growth.shards.shard_of_row(id) == [shard] for id, shard in self.places.items()), "no row moves"
+
+
+def test_processes_that_know_the_new_shard_and_others_never_make_two_tasks_of_one_key(growth: Growth) -> None:
+    moving = keys_of(growth.added, growth.added + 1, growth.added, growth.home)
+    staying = keys_of(growth.home, growth.added + 1, growth.added, growth.home)
+    another = growth.shards.delays(growth.added + 1, shards_before=growth.added)
+    race = Race(growth, [growth.old, growth.shards.delays(growth.added), growth.new, another])
+    for round in range(32):
+        race.run(next(moving if round % 4 else staying), ["reject", "reject", "keep", "replace", "replace", "cancel"])
+    race.check("reject", "keep", "replace", "cancel", "DuplicateTaskError")
+
+
+def test_tasks_that_are_retried_where_they_are_never_share_their_key_with_new_ones(growth: Growth) -> None:
+    moving = keys_of(growth.added, growth.added + 1, growth.added, growth.home)
+    race = Race(growth, [growth.new, growth.shards.delays(growth.added + 1)])
+    for _ in range(12):
+        key = next(moving)
+        for _ in range(3):
+            old = growth.old.schedule_delay(TAG, None, 60, key=key)
+            race.places[old.id] = old.shard
+            growth.old.cancel(old)
+        race.run(key, ["retry", "retry", "keep", "replace", "cancel"], rounds=6)
+    race.check("retry", "keep", "replace", "cancel")
 
 
 # -- the end --------------------------------------------------------------------------------------

@@ -641,3 +641,16 @@ def test_a_rollback_takes_all_back_on_sqlite_as_its_driver_comes(store: Store, d
     assert len(delays.find()) == len(timer.ids) == 1
     engine.dispose()
     delays.close()
+
+
+def test_a_retry_that_is_refused_leaves_nothing_in_the_callers_transaction(shop: Shop) -> None:
+    was = shop.delays.schedule_delay("mail", None, 60, key="order-1")
+    shop.delays.cancel(was)
+    now = shop.delays.schedule_delay("mail", None, 60, key="order-1")
+    with shop.session() as session:
+        with pytest.raises(DuplicateTaskError) as caught:
+            shop.delays.retry(was.id, session=session)
+        session.commit()
+    assert caught.value.id == now.id
+    assert shop.delays.get(was.id).status is Status.CANCELLED
+    assert shop.delays.get(tag="mail", key="order-1").id == now.id
