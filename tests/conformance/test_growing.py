@@ -175,10 +175,18 @@ def test_an_old_task_is_not_retried_while_another_one_has_its_key(growth: Growth
     new = growth.shards.delays(growth.added + 1) if is_over else growth.new
     made = growth.schedule(new)
     assert made.shard == growth.added
-    with pytest.raises(DuplicateTaskError) as caught:
-        new.retry(was.id)
-    assert caught.value.id == made.id
+    engine = create_engine(growth.shards.urls[growth.home])
+    with Session(engine) as session:
+        for options in ({}, {"session": session}):
+            with pytest.raises(DuplicateTaskError, match="retry: ") as caught:
+                new.retry(was.id, **options)
+            assert caught.value.id == made.id
+        session.commit()
+    engine.dispose()
     assert growth.live == [(made.id, growth.added)]
+    if not is_over:
+        with pytest.raises(DuplicateTaskError, match="longer"):
+            growth.schedule(growth.old)
 
 
 # -- a caller's session ---------------------------------------------------------------------------

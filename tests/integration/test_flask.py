@@ -21,8 +21,9 @@ from sqlalchemy.orm import Session
 
 from delaytasks import DelayTask, NewTask, Status, api, schedule_delay
 from delaytasks.contrib.flask import FlaskDelays
-from delaytasks.core.errors import ConfigError, SessionUnusableError
+from delaytasks.core.errors import ConfigError, SessionUnusableError, ShardMismatchError
 from delaytasks.core.ports import Entry
+from delaytasks.store import migrations
 from tests.integration.shops import PAY_WITHIN_S, Shop, new_database
 from tests.waiting import wait_until
 
@@ -185,6 +186,28 @@ def test_a_database_of_its_own_or_join_session_false_leave_the_requests_session_
             project.db.session.rollback()
         assert count(project) == 1
         project.delays.close()
+
+
+def test_of_several_databases_the_requests_session_is_on_its_own(sqlite_path: Callable[[str], str]) -> None:
+    project = Project()
+    urls = [sqlite_path("other"), sqlite_path("shop")]
+    app = project.create_app(urls[1], database_url=urls)
+    for shard in project.delays.shards:
+        database = project.delays.routes.databases.stores[shard.number].database
+        migrations.upgrade(database, shard=shard.number)
+    keys = {project.delays.shard_for("order.close", str(n)).number: str(n) for n in range(20)}
+    with app.app_context():
+        rolled_back = project.delays.schedule_delay("order.close", 1, 60)
+        assert rolled_back.shard == project.delays.schedule_delay("order.close", 1, 60, key=keys[1]).shard == 1
+        with pytest.raises(ShardMismatchError, match="shard 0, and the session is on shard 1"):
+            project.delays.schedule_delay("order.close", 1, 60, key=keys[0])
+        project.db.session.rollback()
+        project.db.engine.dispose()
+    there = project.delays.schedule_delay("order.close", 1, 60, key=keys[0])
+    with app.app_context():
+        assert [task.id for task in project.delays.find()] == [there.id]
+        assert project.delays.get(there.id).shard == 0
+    project.delays.close()
 
 
 # -- processors -----------------------------------------------------------------------------------
