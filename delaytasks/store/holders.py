@@ -55,6 +55,10 @@ def refuse_unknown(task: DelayTask, holder_id: int) -> NoReturn:
     )
 
 
+def restless(task: DelayTask) -> StoreUnavailableError:
+    return StoreUnavailableError(f"key {task.key!r} of tag {task.tag!r} changed hands {TRIES} times; try again")
+
+
 class Holders:
     def __init__(self, database: Database, schema: Schema, keys: Keys, moves: Moves) -> None:
         self._db = database
@@ -81,7 +85,7 @@ class Holders:
             if holder_id is not None:
                 break  # else its task has just ended
         else:
-            raise StoreUnavailableError(f"key {task.key!r} of tag {task.tag!r} changed hands {TRIES} times; try again")
+            raise restless(task)
         holder = self._moves.locked(on, holder_id)
         if holder is None and shard_of(holder_id) not in (self._shard, task.shard, *pointing):
             self.point_elsewhere(task, holder_id)

@@ -27,7 +27,7 @@ from delaytasks.core.task import DelayTask, Page
 from delaytasks.store import pages
 from delaytasks.store.database import place_of
 from delaytasks.store.driver_errors import TRIES
-from delaytasks.store.holders import HeldElsewhereError, PointsElsewhereError, refuse_unknown
+from delaytasks.store.holders import HeldElsewhereError, PointsElsewhereError, refuse_unknown, restless
 from delaytasks.store.store import Store
 from delaytasks.store.tasks import Tasks
 
@@ -149,7 +149,7 @@ class Shards:
                 replaced = self._tasks(held.holder.shard).holders.replace(held.holder, task)
                 if replaced is not None:
                     return replaced, True
-        raise _restless(task)
+        raise restless(task)
 
     def retry(
         self, number: int, id: int, due: datetime, version: int | None = None, on: Executor | None = None
@@ -169,7 +169,7 @@ class Shards:
                     return tasks.retry(id, due, version, on, [*before, *after], once_held)
             except PointsElsewhereError as pointer:
                 before = [pointer.shard, *before]
-        raise _restless(task)
+        raise restless(task)
 
     @contextmanager
     def _pointing(
@@ -187,7 +187,7 @@ class Shards:
                 if all(stack.enter_context(self._tasks(number).holders.pointing(task)) for number in others):
                     yield None
                     return
-        raise _restless(task)
+        raise restless(task)
 
     def _others(self, task: DelayTask) -> list[int]:
         """Who may be asked about the task's key, but for its own shard; the home comes last."""
@@ -237,7 +237,3 @@ class ShardTasks:
 
 def _on(own: tuple[int, Executor] | None, number: int) -> Executor | None:
     return own[1] if own is not None and own[0] == number else None
-
-
-def _restless(task: DelayTask) -> StoreUnavailableError:
-    return StoreUnavailableError(f"key {task.key!r} of tag {task.tag!r} changed hands {TRIES} times; try again")
