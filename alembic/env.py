@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 
 from delaytasks.core.settings import load_settings
 from delaytasks.store.database import Database, normalize_url
-from delaytasks.store.migrations import compares_defaults, exclusively, urls_of, version_table
+from delaytasks.store.migrations import comparison, exclusively, urls_of, version_table
 from delaytasks.store.schema import build_schema
 
 config = context.config
@@ -50,7 +50,6 @@ options: dict[str, Any] = {
     "include_name": lambda name, kind, parents: (
         name == schema if kind == "schema" else kind != "table" or (name in names and parents["schema_name"] == schema)
     ),
-    "compare_type": True,
 }
 
 
@@ -60,8 +59,8 @@ def is_undone(connection: Connection) -> bool:
 
 
 def migrate(connection: Connection) -> None:
-    options["compare_server_default"] = compares_defaults(connection.dialect.name)
-    context.configure(connection=connection, transactional_ddl=is_undone(connection), **options)
+    compared = {**options, **comparison(connection.dialect.name)}
+    context.configure(connection=connection, transactional_ddl=is_undone(connection), **compared)
     if context.get_context().opts.get("dont_mutate"):  # alembic current, alembic check
         context.run_migrations(prefix=prefix, schema=schema)
         return

@@ -164,7 +164,8 @@ class DelayTasks(CallbackVerbs):
         `queue`: where its tasks go unless they name another one. `retry`: a ladder, its rungs ("15s 3m 10m"), or one
         for each exception type. `expires`: a run that would begin later than this after its due time is CANCELLED.
         `keep_result`: what it returns is kept, as JSON. `schema`: a dataclass, a pydantic model or a callable, which
-        makes of the body what the processor is given, and refuses others.
+        makes of the body what the processor is given, and refuses others. `concurrency_key`: a function that says whom
+        a body is for, where limits are counted for each.
         """
         return self.registry.processor(tag, **options)
 

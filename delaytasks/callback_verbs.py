@@ -29,6 +29,7 @@ class Options(TypedDict, total=False):
     id: int | None
     retry: Ladder | str | None
     expires: float | str | timedelta | None
+    concurrency_key: str | None
     session: Any
 
 

@@ -50,6 +50,7 @@ class Verbs(ABC):
         id: int | None = None,
         retry: Ladder | str | None = None,
         expires: float | str | timedelta | None = None,
+        concurrency_key: str | None = None,
         session: Any = None,
     ) -> DelayTask:
         """Runs the processor of `tag` with `body`, `delay` seconds (or a timedelta) from now.
@@ -59,9 +60,10 @@ class Verbs(ABC):
         puts it off no longer than `max_wait` after it was scheduled first.
         `session` is a SQLAlchemy Session or Connection: the row becomes part of its transaction. `priority` is 0
         to 9, higher first. Scheduling again with the same `id` is harmless. `retry` is a ladder of its own, `expires`
-        how late it may begin; without them those of the tag's processor count.
+        how late it may begin; without them those of the tag's processor count. `concurrency_key` is whom the task is
+        for, where limits are counted for each.
         """
-        new = NewTask(tag, body, delay, None, key, queue, priority, id, retry, expires, max_wait)
+        new = NewTask(tag, body, delay, None, key, queue, priority, id, retry, expires, max_wait, concurrency_key)
         return self.routes.schedule(new, on_conflict, self._unit(session))
 
     def schedule_at(
@@ -78,10 +80,11 @@ class Verbs(ABC):
         id: int | None = None,
         retry: Ladder | str | None = None,
         expires: float | str | timedelta | None = None,
+        concurrency_key: str | None = None,
         session: Any = None,
     ) -> DelayTask:
         """As `schedule_delay`, at an instant (an aware datetime). The past means now."""
-        new = NewTask(tag, body, None, when, key, queue, priority, id, retry, expires, max_wait)
+        new = NewTask(tag, body, None, when, key, queue, priority, id, retry, expires, max_wait, concurrency_key)
         return self.routes.schedule(new, on_conflict, self._unit(session))
 
     def schedule_many(

@@ -49,6 +49,7 @@ _LINE_FIELDS = ["at", *(field.name for field in fields(NewTask) if field.name !=
 @click.option("--priority", type=int, default=0, help="0 to 9, higher first.")
 @click.option("--retry", metavar="LADDER", help='A ladder of its own, for example "15s 3m 10m".')
 @click.option("--expires", metavar="DURATION", help="How late it may begin; past that it is cancelled.")
+@click.option("--concurrency-key", metavar="KEY", help="Whom it is for, where limits are counted for each.")
 @click.option("--id", "id_", help="An id of your own; scheduling again with it is harmless.")
 @click.option("--many", type=click.File("rb"), metavar="FILE", help="Schedule the tasks in FILE (- for stdin).")
 @pass_cli
@@ -65,6 +66,7 @@ def schedule(
     priority: int,
     retry: str | None,
     expires: str | None,
+    concurrency_key: str | None,
     id_: str | None,
     many: BinaryIO | None,
 ) -> None:
@@ -75,14 +77,14 @@ def schedule(
     delaytasks schedule report.send @report.json --at 2030-01-31T18:00:00Z --key january
 
     FILE for --many has one JSON object a line, with tag, body, delay or at, and what else a task needs (key, queue,
-    priority, retry, expires, max_wait, id):
+    priority, retry, expires, max_wait, concurrency_key, id):
 
     \b
     {"tag": "order.close", "body": {"order": 7}, "delay": "30m"}
     """
     conflict = cast(OnConflict, on_conflict)
     if many is not None:
-        if any(given is not None for given in (tag, delay, when, key, max_wait, retry, expires, id_)):
+        if any(given is not None for given in (tag, delay, when, key, max_wait, retry, expires, concurrency_key, id_)):
             raise click.UsageError("--many takes all but --queue, --priority and --on-conflict from its file")
         _schedule_many(cli, many, conflict, queue, priority)
         return
@@ -95,7 +97,7 @@ def schedule(
     cli.import_processors()
     delays = cli.delays
     options: dict[str, Any] = {"key": key, "on_conflict": conflict, "queue": queue, "priority": priority, "id": id}
-    options |= {"max_wait": max_wait, "retry": retry, "expires": expires}
+    options |= {"max_wait": max_wait, "retry": retry, "expires": expires, "concurrency_key": concurrency_key}
     if when is None:
         assert delay is not None
         task = delays.schedule_delay(tag, content, delay, **options)

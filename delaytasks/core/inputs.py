@@ -27,6 +27,7 @@ from delaytasks.core.text import shown
 
 TAG_LENGTH = 128
 KEY_LENGTH = 191
+CONCURRENCY_KEY_LENGTH = 255
 QUEUE_LENGTH = 100
 MAX_DEPTH = 100
 MAX_PRIORITY = 9
@@ -41,6 +42,10 @@ def check_tag(tag: object) -> str:
 
 def check_key(key: object) -> str:
     return _check_name(key, "key", KEY_LENGTH, InvalidKeyError)
+
+
+def check_concurrency_key(key: object) -> str:
+    return _check_name(key, "concurrency_key", CONCURRENCY_KEY_LENGTH, InvalidKeyError)
 
 
 def check_queue(queue: object) -> str:

@@ -34,6 +34,7 @@ class DelayTask:
     attempts: int = 0
     lapses: int = 0
     headers_json: str | None = None
+    concurrency_key: str | None = None
     create_time: datetime | None = None
     update_time: datetime | None = None
     execution_time: datetime | None = None
@@ -128,6 +129,7 @@ class DelayTask:
             "ip_address": self.ip_address,
             "error": self.error,
             "headers": self._headers(),
+            "concurrency_key": self.concurrency_key,
             "result": None if self.result_json is None else _lenient(self.result_json),
         }
 
@@ -160,6 +162,7 @@ class NewTask:
     retry: Ladder | str | None = None
     expires: Any = None
     max_wait: Any = None
+    concurrency_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

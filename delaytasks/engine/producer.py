@@ -17,6 +17,7 @@ from delaytasks.core.errors import DuplicateTaskError, InvalidDelayError, Invali
 from delaytasks.core.events import Events
 from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import (
+    check_concurrency_key,
     check_delay,
     check_instant,
     check_key,
@@ -100,7 +101,11 @@ class Producer:
         if max_wait_s is not None:
             due = min(due, now + timedelta(seconds=max_wait_s))
         processor = self._registry.get(tag)
-        body_json = encode_body(plain(new.body), settings.max_body_bytes)
+        body = plain(new.body)
+        body_json = encode_body(body, settings.max_body_bytes)
+        concurrency_key = new.concurrency_key
+        if concurrency_key is None and processor is not None and processor.concurrency_key is not None:
+            concurrency_key = processor.concurrency_key(body)
         if processor is not None and processor.schema is not None:
             processor.schema(json.loads(body_json))  # as the worker will read it
         return DelayTask(
@@ -113,6 +118,7 @@ class Producer:
             key=None if new.key is None else check_key(new.key),
             delay_s=math.ceil(delay.total_seconds()),
             headers_json=_headers(new, max_wait_s),
+            concurrency_key=None if concurrency_key is None else check_concurrency_key(concurrency_key),
             create_time=now,
             shard=self._shard,
         )

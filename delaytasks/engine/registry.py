@@ -35,6 +35,8 @@ class Options(TypedDict, total=False):
     keep_result: bool
     #: What its bodies must be: a dataclass, a pydantic model, or a callable that takes the body.
     schema: Callable[..., Any] | None
+    #: Whom a body is for, where limits are counted for each; a task may say it itself.
+    concurrency_key: Callable[[Any], str | None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class Processor:
     expires_s: float | None
     keep_result: bool
     schema: Schema | None
+    concurrency_key: Callable[[Any], str | None] | None
 
     def __call__(self, task: DelayTask, body: Any) -> Any:
         if self.schema is not None:
@@ -77,6 +80,7 @@ class Registry:
             expires_s=None if expires is None else check_wait(expires, MAX_RUNG_S),
             keep_result=bool(options.get("keep_result")),
             schema=None if schema is None else Schema(tag, schema),
+            concurrency_key=options.get("concurrency_key"),
         )
 
         def register(function: F) -> F:

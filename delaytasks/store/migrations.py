@@ -99,7 +99,8 @@ def ddl(dialect: str, prefix: str = "", schema: str | None = None) -> list[str]:
     for table in tables.metadata.sorted_tables:
         statements.append(str(CreateTable(table).compile(dialect=made)).strip())
         for index in sorted(table.indexes, key=lambda index: str(index.name)):
-            statements.append(str(CreateIndex(index).compile(dialect=made)).strip())
+            if _is_for(dialect, index):
+                statements.append(str(CreateIndex(index).compile(dialect=made)).strip())
     if dialect == "postgresql":
         options = ", ".join(f"{name} = {value}" for name, value in STORAGE.items())
         target = made.identifier_preparer.format_table(tables.tasks)
@@ -152,11 +153,23 @@ def exclusively(connection: Connection, prefix: str, schema: str | None) -> Iter
             connection.execute(select(func.release_lock(name[-64:])))
 
 
-def compares_defaults(dialect: str) -> Any:
-    """What Alembic's comparison is to make of defaults: an identity is PostgreSQL's word for ids that count."""
+def comparison(dialect: str) -> dict[str, Any]:
+    """The options of Alembic's comparison."""
     if dialect == "postgresql":
-        return True
-    return lambda _context, _found, column, *_defaults: False if column.identity is not None else None
+        defaults: Any = True
+    else:  # an identity is PostgreSQL's word for ids that count
+        defaults = lambda _context, _found, column, *_: False if column.identity is not None else None  # noqa: E731
+    return {
+        "compare_type": True,
+        "compare_server_default": defaults,
+        "include_object": lambda item, *_: _is_for(dialect, item),
+    }
+
+
+def _is_for(dialect: str, item: Any) -> bool:
+    """Whether this database has it: an index may be for one only."""
+    condition = getattr(item, "_ddl_if", None)
+    return condition is None or condition.dialect == dialect
 
 
 def _number(connection: Connection, schema: Schema, shard: int) -> None:

@@ -38,7 +38,7 @@ from delaytasks.store.types import UTCDateTime
 #: In the order of DelayTask's fields.
 COLUMNS = (
     "id tag message_body expected_time status version queue priority task_key delay_time attempts lapses headers "
-    "create_time update_time execution_time lease_until worker ip_address error_stack result"
+    "concurrency_key create_time update_time execution_time lease_until worker ip_address error_stack result"
 ).split()
 #: What a worker needs of a row it has claimed: everything before update_time.
 CLAIMED = COLUMNS[: COLUMNS.index("update_time")]
@@ -69,6 +69,7 @@ def values_of(task: DelayTask) -> dict[str, Any]:
         "priority": task.priority,
         "task_key": task.key,
         "headers": task.headers_json,
+        "concurrency_key": task.concurrency_key,
     }
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     Column,
+    Double,
     Identity,
     Index,
     Integer,
@@ -20,7 +22,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.sql.elements import conv
 
-from delaytasks.core.inputs import KEY_LENGTH, QUEUE_LENGTH, TAG_LENGTH
+from delaytasks.core.inputs import CONCURRENCY_KEY_LENGTH, KEY_LENGTH, QUEUE_LENGTH, TAG_LENGTH
 from delaytasks.core.states import Status
 from delaytasks.store.types import LongText, UTCDateTime, db_now
 
@@ -54,6 +56,7 @@ class Schema:
     sweeps: Table
     workers: Table
     shards: Table
+    policies: Table
     #: Which of several databases has these tables.
     shard: int
 
@@ -85,6 +88,7 @@ def build_schema(prefix: str = "", schema: str | None = None, shard: int = 0) ->
         Column("worker", String(255)),
         Column("task_key", String(KEY_LENGTH)),
         Column("result", LongText),
+        Column("concurrency_key", String(CONCURRENCY_KEY_LENGTH)),
         Index(conv(prefix + "idx_expectedTime_status"), "expected_time", "status"),
         Index(
             conv(prefix + "idx_yb_delay_hot"),
@@ -96,6 +100,13 @@ def build_schema(prefix: str = "", schema: str | None = None, shard: int = 0) ->
             # comes as a parameter.
             postgresql_where=text(HOT),
         ),
+        Index(
+            conv(prefix + "idx_yb_delay_held"),
+            "queue",
+            "priority",
+            "expected_time",
+            postgresql_where=text(f"status = {Status.HELD:d}"),
+        ).ddl_if(dialect="postgresql"),
         **_MYSQL,
     )
     keys = Table(
@@ -154,4 +165,22 @@ def build_schema(prefix: str = "", schema: str | None = None, shard: int = 0) ->
         PrimaryKeyConstraint("number", name=conv(prefix + "pk_yb_delay_shard")),
         **_MYSQL,
     )
-    return Schema(metadata, tasks, keys, attempts, sweeps, workers, shards, shard)
+    policies = Table(
+        prefix + "yb_delay_policy",
+        metadata,
+        Column("kind", String(8), nullable=False),
+        Column("name", String(TAG_LENGTH), nullable=False),
+        Column("is_paused", Boolean, nullable=False),
+        Column("concurrency", Integer),
+        Column("key_concurrency", Integer),
+        Column("rate", Integer),
+        Column("rate_period_s", Double),
+        Column("version", BigInteger, nullable=False, server_default=text("0")),
+        # The version of which all rows are held or released.
+        Column("applied_version", BigInteger),
+        Column("update_time", UTCDateTime, nullable=False, server_default=db_now()),
+        Column("updated_by", String(255)),
+        PrimaryKeyConstraint("kind", "name", name=conv(prefix + "pk_yb_delay_policy")),
+        **_MYSQL,
+    )
+    return Schema(metadata, tasks, keys, attempts, sweeps, workers, shards, policies, shard)

@@ -874,6 +874,7 @@ def test_any_arguments_are_answered_with_a_task_or_with_our_error(place: Place, 
             priority=some(0),
             id=some(None, 5),
             max_wait=some(None, 5),
+            concurrency_key=some(None, "k"),
         ),
         lambda: place.delays.schedule_at(some("mail"), some({}), some(datetime(2030, 1, 1, tzinfo=UTC))),
         lambda: place.delays.schedule_many([some(), (some("mail"), some({}), some(5))]),
@@ -891,3 +892,20 @@ def test_any_arguments_are_answered_with_a_task_or_with_our_error(place: Place, 
         data.draw(st.sampled_from(calls))()
     except e.DelayTaskError:
         assert place.traces() == before
+
+
+def test_a_concurrency_key_is_a_key_and_may_be_long(place: Place) -> None:
+    for key in ["", " ", "a ", "a" * 256, "a\nb", 7, True]:
+        with place.refuses(e.InvalidKeyError, "concurrency_key"):
+            place.delays.schedule_delay("mail", {}, 5, concurrency_key=key)  # type: ignore[arg-type]
+    assert place.delays.schedule_delay("mail", {}, 5, concurrency_key="a" * 255).concurrency_key == "a" * 255
+
+
+def test_a_processor_says_whom_a_body_is_for_unless_the_task_does(place: Place) -> None:
+    place.delays.processor("pay", concurrency_key=lambda body: body["customer"])(lambda body: None)
+    schedule = place.delays.schedule_delay
+    assert place.delays.get(schedule("pay", {"customer": "c7"}, 5)).concurrency_key == "c7"
+    assert place.delays.get(schedule("pay", {"customer": "c7"}, 5, concurrency_key="own")).concurrency_key == "own"
+    assert place.delays.get(schedule("pay", {"customer": None}, 5)).concurrency_key is None
+    with place.refuses(e.InvalidKeyError, "concurrency_key"):
+        schedule("pay", {"customer": 7}, 5)

@@ -108,7 +108,7 @@ def claims(store: Store) -> Claims:
 
 def test_a_task_comes_back_as_it_was_written(store: Store) -> None:
     body = json.dumps({"text": NASTY}, ensure_ascii=False)
-    made = add(store, 60.0, body_json=body, queue="q", priority=7, delay_s=60)
+    made = add(store, 60.0, body_json=body, queue="q", priority=7, delay_s=60, concurrency_key="ä" * 255)
     found = read(store, made.id)
     assert replace(found, update_time=None) == made
     assert found.body == {"text": NASTY}

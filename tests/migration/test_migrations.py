@@ -101,8 +101,7 @@ def _differences(database: Database, prefix: str, schema: str | None) -> list[An
     metadata = build_schema(prefix, schema).metadata
     wanted = {table.name for table in metadata.tables.values()}
     options = {
-        "compare_type": True,
-        "compare_server_default": migrations.compares_defaults(database.url.get_backend_name()),
+        **migrations.comparison(database.url.get_backend_name()),
         "include_schemas": schema is not None,
         "include_name": lambda name, kind, parents: (
             name == schema if kind == "schema" else kind != "table" or name in wanted
@@ -181,7 +180,7 @@ def test_the_statements_for_frameworks_make_the_same_tables(database: Database) 
     with database.begin() as connection:
         for statement in migrations.ddl(database.url.get_backend_name(), "f_"):
             connection.exec_driver_sql(statement)
-    for name in ("task_message", "task_key", "attempt", "sweep", "worker"):
+    for name in ("task_message", "task_key", "attempt", "sweep", "worker", "policy"):
         assert _shape(database, "f_yb_delay_" + name) == _shape(database, PREFIX + "yb_delay_" + name)
 
 
@@ -390,7 +389,7 @@ def test_a_database_learns_its_number_once(database: Database) -> None:
     assert number() == 2
     with pytest.raises(ConfigError, match=r"is shard 2, and stands at place 0 .*keeps its place"):
         migrations.upgrade(database, PREFIX)
-    migrations.downgrade(database, PREFIX)
+    migrations.downgrade(database, PREFIX, None, "0003")
     assert number() is None
     migrations.upgrade(database, PREFIX, revision="0003", shard=2)  # which knows nothing of it
     migrations.upgrade(database, PREFIX, shard=2)
