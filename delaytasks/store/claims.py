@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import (
     BigInteger,
@@ -33,6 +33,7 @@ from delaytasks.core.task import DelayTask
 from delaytasks.store.attempts import Attempts
 from delaytasks.store.database import Database
 from delaytasks.store.keys import Keys
+from delaytasks.store.prepared import Prepared
 from delaytasks.store.rows import CLAIMED, columns, dump_rows, instant_text, json_rows, task_of
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now, db_now_plus, is_past, once
@@ -47,6 +48,13 @@ MISSES = frozenset({"fail", "climb"})
 #: Bytes of error texts in one statement. Quoted for JSON and then for SQL they may be several times as long, and
 #: MariaDB takes 16 MB.
 MAX_TEXT = 2_000_000
+
+
+class Pick(NamedTuple):
+    """A way to choose rows: their ids alone, and the statement that chooses, takes and returns them at once."""
+
+    ids: Select[Any]
+    take: Prepared
 
 
 class Claims:
@@ -81,10 +89,10 @@ class Claims:
             t.c.lapses <= wanted.c.lapses,
             t.c.expected_time <= db_now(),
         )
-        self._pick_named = self._lock(select(t.c.id).join(wanted, named).order_by(t.c.id))
+        pick = select(t.c.id).join(wanted, named).order_by(t.c.id)
         if database.can.array_parameters:
-            # Without it a table that was never analysed is read from end to end.
-            self._pick_named = self._pick_named.where(t.c.id == any_(bindparam("ids", type_=ARRAY(BigInteger))))
+            pick = pick.where(self._is_listed())
+        self._named = self._pick(pick, is_planned_once=True)
         status: ColumnElement[int] = literal(int(Status.NOT_COMPLETE))
         queue, priority = bindparam("due_queue", type_=String), bindparam("due_priority", type_=Integer)
         waiting = and_(t.c.status == status, t.c.queue == queue, t.c.priority == priority)
@@ -93,21 +101,21 @@ class Claims:
             # A range that only the index of live rows knows. In the other one all that ran before comes first.
             level = tuple_(t.c.status, t.c.queue, t.c.priority, t.c.expected_time)
             due = level <= tuple_(status, queue, priority, once(db_now()))
-        self._pick_due = self._lock(
+        # Planned each time: how many of them to expect is to be known, not guessed.
+        self._due = self._pick(
             select(t.c.id)
             .where(waiting, due, t.c.lapses == 0)
             .order_by(t.c.expected_time)
             .limit(bindparam("due_limit"))
         )
-        self._pick_suspect = self._lock(
+        self._suspect = self._pick(
             select(t.c.id)
             .where(waiting, is_past(t.c.expected_time, db_now()), t.c.lapses > 0)
             # By lapses first, also because in the order of time alone MySQL would walk the index of all past rows.
             .order_by(t.c.lapses, t.c.expected_time)
             .limit(1)
         )
-        self._settle = self._settle_statement()
-        self._statements: dict[Select[Any], Any] = {}
+        self._settle = Prepared(database, self._settle_statement())
 
     # -- claim ------------------------------------------------------------------------------------
 
@@ -115,11 +123,11 @@ class Claims:
         """Those of the entries that are due, unchanged, and nobody else's. Rows that lapsed are left out."""
         if not entries:
             return []
-        return self._claim(self._pick_named, self._naming([(entry.id, entry.version) for entry in entries], 0))
+        return self._claim(self._named, self._naming([(entry.id, entry.version) for entry in entries], 0))
 
     def claim_alone(self, id: int, version: int) -> DelayTask | None:
         """One row, whether it lapsed before or not: a row that kills its worker harms no neighbour."""
-        rows = self._claim(self._pick_named, self._naming([(id, version)], ANY_LAPSES))
+        rows = self._claim(self._named, self._naming([(id, version)], ANY_LAPSES))
         return rows[0] if rows else None
 
     def claim_due(self, queue: str, priorities: Sequence[int], limit: int) -> list[DelayTask]:
@@ -127,7 +135,7 @@ class Claims:
         claimed: list[DelayTask] = []
         for priority in sorted(priorities, reverse=True):
             wanted = {"due_queue": queue, "due_priority": priority, "due_limit": limit - len(claimed)}
-            claimed += self._claim(self._pick_due, wanted)
+            claimed += self._claim(self._due, wanted)
             if len(claimed) >= limit:
                 break
         return claimed
@@ -136,7 +144,7 @@ class Claims:
         """The due row that lapsed least and is oldest, of the highest priority. Each priority is asked for by itself:
         else the index would be walked through all rows that wait in the queue, however far in the future."""
         for priority in sorted(priorities, reverse=True):
-            rows = self._claim(self._pick_suspect, {"due_queue": queue, "due_priority": priority})
+            rows = self._claim(self._suspect, {"due_queue": queue, "due_priority": priority})
             if rows:
                 return rows[0]
         return None
@@ -147,29 +155,39 @@ class Claims:
         rows = [{"id": id, "version": version, "status": status, "lapses": lapses} for id, version in pairs]
         parameters: dict[str, Any] = {"rows": dump_rows(rows)}
         if self._db.can.array_parameters:
-            parameters["ids"] = [id for id, _ in pairs]
+            parameters |= self._listing([id for id, _ in pairs])
         return parameters
 
-    def _lock(self, query: Select[Any]) -> Select[Any]:
-        return query.with_for_update(skip_locked=True, of=self._t if self._db.can.update_returning else None)
+    def _pick(self, ids: Select[Any], is_planned_once: bool = False) -> Pick:
+        t = self._t
+        ids = ids.with_for_update(skip_locked=True, of=t if self._db.can.update_returning else None)
+        picked = ids.cte("picked")
+        mine: ColumnElement[bool] = t.c.id.in_(select(picked.c.id))
+        if self._db.can.array_parameters:
+            # A list that is made first: the planner can only look each id up.
+            mine = t.c.id == any_(func.array(select(picked.c.id).scalar_subquery()))
+            if is_planned_once:
+                mine = and_(mine, self._is_within())
+        taking = update(t).where(mine).values(self._claimed).returning(*self._columns)
+        return Pick(ids, Prepared(self._db, taking, is_planned_once))
 
-    def _claiming(self, pick: Select[Any]) -> Any:
-        """The statement that picks, takes and returns rows: made once for each way to pick."""
-        if pick not in self._statements:
-            t, picked = self._t, pick.cte("picked")
-            mine: ColumnElement[bool] = t.c.id.in_(select(picked.c.id))
-            if self._db.can.array_parameters:
-                # A list that is made first: the planner can only look each id up.
-                mine = t.c.id == any_(func.array(select(picked.c.id).scalar_subquery()))
-            self._statements[pick] = update(t).where(mine).values(self._claimed).returning(*self._columns)
-        return self._statements[pick]
+    def _is_listed(self) -> ColumnElement[bool]:
+        """Without it a table that was never analysed is read from end to end."""
+        return and_(self._t.c.id == any_(bindparam("ids", type_=ARRAY(BigInteger))), self._is_within())
 
-    def _claim(self, pick: Select[Any], parameters: dict[str, Any]) -> list[DelayTask]:
+    def _is_within(self) -> ColumnElement[bool]:
+        """The range of the ids: a plan that is kept can tell by it, and not by a list, which partitions to open."""
+        return self._t.c.id.between(bindparam("first", type_=BigInteger), bindparam("last", type_=BigInteger))
+
+    def _listing(self, ids: list[int]) -> dict[str, Any]:
+        """The parameters of a sorted list."""
+        return {"ids": ids, "first": ids[0], "last": ids[-1]} if self._db.can.array_parameters else {"ids": ids}
+
+    def _claim(self, pick: Pick, parameters: dict[str, Any]) -> list[DelayTask]:
         if self._db.can.update_returning:
-            statement = self._claiming(pick)
-            rows = self._db.alone(lambda c: c.execute(statement, parameters).all())
+            rows = self._db.alone(lambda c: pick.take(c, parameters).rows)
         else:
-            rows = self._db.run(lambda: self._claim_in_two(pick, parameters))
+            rows = self._db.run(lambda: self._claim_in_two(pick.ids, parameters))
         tasks = (task_of(row, self._shard) for row in rows)
         return sorted(tasks, key=lambda task: (-task.priority, task.expected_time, task.id))
 
@@ -217,7 +235,7 @@ class Claims:
             )
         )
         if self._db.can.array_parameters:
-            return statement.where(t.c.id == any_(bindparam("ids", type_=ARRAY(BigInteger))))
+            return statement.where(self._is_listed())
         # Else MySQL reads a small table from end to end, and waits for each row in it that somebody has locked.
         return statement.where(t.c.id.in_(bindparam("ids", expanding=True)))
 
@@ -293,11 +311,10 @@ class Claims:
         }
 
     def _settled(self, connection: Any, ordered: Sequence[Settlement]) -> set[int]:
-        rows = dump_rows([self._settled_row(s) for s in ordered])
-        parameters = {"rows": rows, "ids": [s.task.id for s in ordered]}
-        result = connection.execute(self._settle, parameters)
+        parameters = {"rows": dump_rows([self._settled_row(s) for s in ordered])}
+        parameters |= self._listing([s.task.id for s in ordered])
         expected = {s.task.id: self._after(s) for s in ordered}
-        if result.rowcount == len(ordered):
+        if self._settle(connection, parameters).met == len(ordered):
             return set(expected)
         # Some were not ours any more, or the same settlement came through before its answer was lost.
         t = self._t

@@ -51,6 +51,8 @@ class Capabilities:
     insert_or_skip: bool
     #: COPY FROM STDIN.
     copy: bool
+    #: PREPARE, for what the driver sends by itself.
+    prepare: bool
     #: The driver begins a transaction with the first statement that writes, not with the first one.
     begins_late: bool
     #: A cursor of the server's can hand out rows bit by bit, inside a transaction.
@@ -65,6 +67,7 @@ POSTGRESQL = Capabilities(
     row_ranges=True,
     insert_or_skip=True,
     copy=True,
+    prepare=True,
     begins_late=False,
     server_side_cursors=True,
     partitions=True,
@@ -75,6 +78,7 @@ MYSQL = Capabilities(
     row_ranges=False,
     insert_or_skip=False,
     copy=False,
+    prepare=False,
     begins_late=False,
     server_side_cursors=True,
     partitions=False,
@@ -85,6 +89,7 @@ SQLITE = Capabilities(
     row_ranges=False,
     insert_or_skip=True,
     copy=False,
+    prepare=False,
     begins_late=True,
     server_side_cursors=False,
     partitions=False,

@@ -66,9 +66,19 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
 
 def _postgresql_options(url: URL) -> str:
     """What the URL asks for comes last, so that it wins."""
-    ours = rf"-c lock_timeout={LOCK_TIMEOUT_S}s -c default_transaction_isolation=read\ committed"
+    ours = {
+        "lock_timeout": f"{LOCK_TIMEOUT_S}s",
+        "default_transaction_isolation": r"read\ committed",
+        "timezone": "UTC",
+        # Each of our statements has an index. A plan is kept while the table grows, and one that was made for a table
+        # of a few rows would read it from end to end; a plan that can not help it is not worth compiling either.
+        "enable_seqscan": "off",
+        "jit": "off",
+        "plan_cache_mode": "force_generic_plan",
+    }
     given = url.query.get("options", "")
-    return " ".join([ours, *([given] if isinstance(given, str) else given)]).strip()
+    set_ours = (f"-c {name}={value}" for name, value in ours.items())
+    return " ".join([*set_ours, *([given] if isinstance(given, str) else given)]).strip()
 
 
 def _sqlite_connect(connection: Any, _record: Any) -> None:

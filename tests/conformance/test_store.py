@@ -9,11 +9,12 @@ import re
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 from sqlalchemy import Connection, event, insert, text, update
@@ -37,6 +38,7 @@ from delaytasks.core.task import DelayTask
 from delaytasks.store import database, engines
 from delaytasks.store.claims import Claims
 from delaytasks.store.database import Database
+from delaytasks.store.prepared import Prepared
 from delaytasks.store.rows import values_of
 from delaytasks.store.store import Store
 from delaytasks.store.sweeps import Sweeps
@@ -1213,6 +1215,9 @@ def analysed(database_url: str) -> Iterator[Store]:
     store.close()
 
 
+run_prepared = Prepared._execute
+
+
 def plans(store: Store, work: Callable[[], object]) -> str:
     """What the database would do for each statement of `work`."""
     seen: list[tuple[str, Any]] = []
@@ -1221,14 +1226,27 @@ def plans(store: Store, work: Callable[[], object]) -> str:
         if statement.lstrip().upper().startswith(("SELECT", "UPDATE", "WITH")):
             seen.append((statement, parameters))
 
+    def note_prepared(self: Prepared, on: Connection, link: Any, values: Mapping[str, Any]) -> Any:
+        _, execute, names, constants = self._texts
+        seen.append((execute, tuple({**constants, **values}[name] for name in names)))
+        return run_prepared(self, on, link, values)
+
     for engine in (store.database.auto, store.database.tx):
         event.listen(engine, "before_cursor_execute", note)
-    work()
+    with mock.patch.object(Prepared, "_execute", note_prepared):
+        work()
     for engine in (store.database.auto, store.database.tx):
         event.remove(engine, "before_cursor_execute", note)
     words = {"sqlite": "EXPLAIN QUERY PLAN "}.get(store.database.url.get_backend_name(), "EXPLAIN ")
-    with store.database.begin() as connection:
-        found = [row._mapping for sql, given in seen for row in connection.exec_driver_sql(words + sql, given)]
+    found: list[Any] = []
+    for sql, given in seen:
+        # Where the plan of a prepared statement is kept.
+        with store.database.auto.connect() as connection:
+            if store.database.can.prepare:  # the others must do without that help
+                connection.exec_driver_sql(f"SET enable_seqscan = {'off' if sql.startswith('EXECUTE') else 'on'}")
+            found += [row._mapping for row in connection.exec_driver_sql(words + sql, given)]
+            if store.database.can.prepare:
+                connection.exec_driver_sql("SET enable_seqscan = off")
     if store.database.url.get_backend_name() == "mysql":
         # The keys that were possible are no news.
         return "\n".join(f"{row['type']} on {row['table']} using {row['key']}" for row in found if row["table"])

@@ -1,0 +1,68 @@
+"""The statements of the hot path, which PostgreSQL parses and plans once for each connection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+from zlib import crc32
+
+from sqlalchemy import Connection, exc
+from sqlalchemy.dialects import postgresql
+
+from delaytasks.store.database import Database
+
+#: Said when a prepared statement is not there, is there already, or is out of date. Behind a pooler that gives each
+#: statement another connection of the server's that is so for good.
+_GONE = {"26000", "42P05", "0A000"}
+
+
+class Answer(NamedTuple):
+    rows: Sequence[Sequence[Any]]
+    #: How many rows it met.
+    met: int
+
+
+class Prepared:
+    """One statement for all connections. Where it can not be prepared, and in transactions, which an error would end,
+    it is executed as any other."""
+
+    def __init__(self, database: Database, statement: Any, is_planned_once: bool = True) -> None:
+        self._statement = statement
+        self._is_on = is_planned_once and database.can.prepare
+
+    def __call__(self, on: Connection, values: Mapping[str, Any]) -> Answer:
+        if self._is_on and on.dialect.driver == "psycopg2":
+            link: Any = on.connection
+            if link.driver_connection.autocommit:
+                return self._execute(on, link, values)
+        result = on.execute(self._statement, values)
+        return Answer(result.all() if result.returns_rows else (), result.rowcount)
+
+    def _execute(self, on: Connection, link: Any, values: Mapping[str, Any]) -> Answer:
+        prepare, execute, names, constants = self._texts
+        given = {**constants, **values}
+        driver: Any = on.dialect.dbapi
+        with link.cursor() as cursor:
+            try:
+                if prepare not in link.info:
+                    cursor.execute(prepare)
+                    link.info[prepare] = True
+                cursor.execute(execute, [given[name] for name in names])
+                return Answer(cursor.fetchall() if cursor.description else (), cursor.rowcount)
+            except driver.Error as error:
+                if error.pgcode not in _GONE:
+                    raise exc.DBAPIError.instance("EXECUTE", None, error, driver.Error, dialect=on.dialect) from error
+        self._is_on = False
+        return self(on, values)
+
+    @cached_property
+    def _texts(self) -> tuple[str, str, Sequence[str], dict[str, Any]]:
+        """How to prepare and how to execute it; its parameters in their order, and those that never change."""
+        dialect: Any = postgresql.dialect(paramstyle="numeric_dollar")  # type: ignore[no-untyped-call]
+        compiled = self._statement.compile(dialect=dialect)
+        # By its text, or another release that shares a connection of the server's would execute ours.
+        name = f"delaytasks_{crc32(compiled.string.encode()):08x}"
+        places = ", ".join(["%s"] * len(compiled.positiontup))
+        execute = f"EXECUTE {name} ({places})"
+        return f"PREPARE {name} AS {compiled.string}", execute, compiled.positiontup, compiled.params

@@ -1,0 +1,88 @@
+"""What PostgreSQL parses and plans once for each connection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from delaytasks.core.errors import StoreError
+from delaytasks.core.ports import Settlement
+from delaytasks.core.states import Status
+from delaytasks.store.store import Store
+from tests.conformance.test_store import assert_no_scan, entry, plans, task
+from tests.conftest import open_store
+
+
+@pytest.fixture
+def field(postgresql_url: str) -> Iterator[Store]:
+    store = open_store(postgresql_url, table_prefix="plan_", pool_size=1)
+    store.database.alone(
+        lambda c: c.exec_driver_sql(f"ALTER TABLE {store.schema.tasks} SET (autovacuum_enabled = off)")
+    )
+    yield store
+    with store.database.begin() as connection:
+        store.schema.metadata.drop_all(connection)
+    store.close()
+
+
+def work_through(store: Store, count: int = 3) -> list[Status]:
+    some = [task(store) for _ in range(count)]
+    store.tasks.insert_many(some)
+    claims = store.claims("w", None)
+    claimed = claims.claim([entry(one) for one in some])
+    assert len(claims.settle([Settlement(one, "succeed") for one in claimed])) == count
+    return [store.tasks.get(one.id).status for one in some]
+
+
+def prepared(store: Store) -> dict[str, Any]:
+    query = "SELECT split_part(statement, ' ', 4), generic_plans FROM pg_prepared_statements"
+    return dict(store.database.alone(lambda c: c.exec_driver_sql(query).all()))  # type: ignore[arg-type]
+
+
+def test_claims_and_settlements_are_planned_once(field: Store) -> None:
+    for _ in range(3):
+        assert work_through(field) == [Status.DONE] * 3
+    assert len(prepared(field)) == 2
+    assert set(prepared(field).values()) == {3}
+
+
+def test_a_pooler_that_forgets_what_was_prepared_is_no_trouble(field: Store) -> None:
+    work_through(field)
+    field.database.alone(lambda c: c.exec_driver_sql("DEALLOCATE ALL"))
+    assert work_through(field) == [Status.DONE] * 3
+
+
+def test_a_statement_that_somebody_else_prepared_is_no_trouble(field: Store) -> None:
+    work_through(field)
+    field.database.alone(lambda c: c.info.clear())
+    assert work_through(field) == [Status.DONE] * 3
+
+
+def test_a_column_that_was_changed_meanwhile_is_no_trouble(field: Store) -> None:
+    work_through(field)
+    change = f"ALTER TABLE {field.schema.tasks} ALTER COLUMN tag TYPE varchar(200)"
+    field.database.alone(lambda c: c.exec_driver_sql(change))
+    assert work_through(field) == [Status.DONE] * 3
+
+
+def test_an_error_of_a_prepared_statement_is_one_of_ours_and_quotes_no_values(field: Store) -> None:
+    work_through(field)
+    field.database.alone(lambda c: c.exec_driver_sql(f"ALTER TABLE {field.schema.tasks} ADD CHECK (version < 1) NOT VALID"))
+    with pytest.raises(StoreError, match="a value can not be stored") as caught:
+        work_through(field)
+    assert "mail" not in str(caught.value)
+
+
+def test_a_plan_made_for_an_empty_table_serves_a_full_one(field: Store) -> None:
+    claims = field.claims("w", None)
+    claims.claim([entry(task(field))])
+    claims.settle([Settlement(task(field), "succeed")])
+    some = [task(field) for _ in range(20_000)]
+    field.tasks.insert_many(some)
+    shown = plans(field, lambda: claims.claim([entry(one) for one in some[:100]]))
+    claimed = claims.claim([entry(one) for one in some[100:200]])
+    shown += plans(field, lambda: claims.settle([Settlement(one, "succeed") for one in claimed]))
+    assert shown.count("Index Cond") == 3
+    assert_no_scan(shown)
