@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from datetime import datetime, timedelta
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from delaytasks.core.clock import Clock, monotonic, to_us
-from delaytasks.core.current import current_run
-from delaytasks.core.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
+from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.ports import ClaimStore, Entry, Settlement, Timer
 from delaytasks.core.settings import Settings
-from delaytasks.core.states import MOVES, Status
+from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
-from delaytasks.core.text import storable
 from delaytasks.engine.chunk import Chunk, TimeBox
 from delaytasks.engine.endings import Endings
-from delaytasks.engine.registry import Processor, Registry
-from delaytasks.engine.run import Run, UnitOf
+from delaytasks.engine.registry import Registry
+from delaytasks.engine.run import UnitOf
+from delaytasks.engine.running import Execute, Running, Watcher
+from delaytasks.engine.settling import Settling
 
-Execute = Callable[[Processor, DelayTask], Any]
 #: A message that is early by less is worth waiting for: clocks agree to a fraction of it.
 NAP_US = 50_000
 #: Slept beyond it, since some databases tell the time in whole milliseconds.
 NAP_SLACK_US = 2_000
-#: A tag without a processor is tried again after a tenth of the time it has waited, within these bounds.
-UNKNOWN_MIN_S, UNKNOWN_MAX_S = 5.0, 600.0
-
-_EXITS = (SystemExit, KeyboardInterrupt)
 
 
 class Report(NamedTuple):
@@ -41,16 +33,6 @@ class Report(NamedTuple):
     seconds: float = 0.0
     early: tuple[Entry, ...] = ()
     is_full: bool = False
-
-
-class Watcher(Protocol):
-    """Sees every row's run, and is told when to pass on what it saw. It must not raise."""
-
-    def started(self, task: DelayTask, claimed: datetime, began: datetime) -> None: ...
-    def ended(self, ending: Settlement, ended: datetime, error: BaseException | None) -> None: ...
-    def expired(self, ending: Settlement, claimed: datetime) -> None: ...
-    def put_off(self, task: DelayTask, claimed: datetime, why: str) -> None: ...
-    def flush(self) -> None: ...
 
 
 class Runner:
@@ -70,14 +52,10 @@ class Runner:
         self._settings = settings
         self._claims = claims
         self._clock = clock
-        self._registry = registry
-        self._timer = timer
         self._events = events
-        self._execute = execute
-        self._unit_of = unit_of
-        #: With nobody watching, a row pays a test for it.
-        self.watcher: Watcher | None = None
-        self._endings = Endings(settings, clock, events)
+        endings = Endings(settings, clock, events)
+        self._running = Running(claims, clock, registry, endings, events, execute, unit_of)
+        self._settling = Settling(settings, claims, clock, timer, events)
         self._time_box = TimeBox(settings.chunk_time_box_s, self._expire, self._time_box_failed)
 
     def run(self, entries: Sequence[Entry]) -> Report:
@@ -158,64 +136,16 @@ class Runner:
         ran, began_at = 0, monotonic()
         try:
             while (task := chunk.start_next()) is not None:
-                chunk.finish(self._run_one(task, claimed))
+                chunk.finish(self._running.run(task, claimed))
                 ran += 1
             seconds = monotonic() - began_at
         finally:
             self._time_box.close(chunk)
             try:
-                self._settle(chunk, patience_s=self._settings.lease_s)
+                self._settling.settle(chunk, patience_s=self._settings.lease_s)
             finally:
                 self._flush()
         return ran, seconds
-
-    def _run_one(self, task: DelayTask, claimed: datetime) -> Settlement:
-        processor, watcher = self._registry.get(task.tag), self.watcher
-        if processor is None:
-            return self._give_back_unknown(task, claimed)
-        late = self._endings.too_late(processor, task)
-        if late is not None:
-            if watcher is not None:
-                watcher.expired(late, claimed)
-            return late
-        began, error = self._clock.now(), None
-        if watcher is not None:
-            watcher.started(task, claimed, began)
-        run = Run(task, self._claims, self._unit_of)
-        token = current_run.set(run)
-        try:
-            value = self._execute(processor, task)
-            if run.is_written:
-                ending = self._endings.of_completed(run, began, None)
-            else:
-                ending = self._endings.of_value(processor, task, began, value)
-        except BaseException as raised:
-            if isinstance(raised, _EXITS) and type(raised) not in _EXITS:
-                raise  # Celery's WorkerShutdown and WorkerTerminate
-            error = raised
-            if run.is_certain or run.is_left_open:
-                ending = self._endings.of_completed(run, began, error)
-            else:  # if its commit came through nonetheless, what we make of the row is refused
-                ending = self._endings.of_error(processor, task, began, error)
-        finally:
-            current_run.reset(token)
-        if watcher is not None:
-            watcher.ended(ending, self._clock.now(), error)
-        return ending
-
-    def _give_back_unknown(self, task: DelayTask, claimed: datetime) -> Settlement:
-        """A deploy may bring its processor: never failed, tried again less and less often."""
-        now = self._clock.now()
-        first_due = (task.create_time or now) + timedelta(seconds=task.delay_s)
-        wait = min(max((now - first_due).total_seconds() / 10, UNKNOWN_MIN_S), UNKNOWN_MAX_S)
-        self._events.emit("task.no_processor", id=task.id, tag=task.tag, next_try_s=wait)
-        known = ", ".join(sorted(p.tag for p in self._registry)) or "none"
-        error = storable(
-            f"no such processor, tag={task.tag} (this worker knows: {known}); is its module imported?", 4096
-        )
-        if self.watcher is not None:
-            self.watcher.put_off(task, claimed, error)
-        return Settlement(task, "give_back", None, error, now + timedelta(seconds=wait))
 
     def _expire(self, chunk: Chunk) -> None:
         """The time box is over: what is finished is settled, what did not start goes to other workers at once."""
@@ -225,7 +155,7 @@ class Runner:
         if waiting:
             self._events.emit("chunk.gave_back", count=len(waiting))
         try:
-            self._settle(chunk, patience_s=0)
+            self._settling.settle(chunk, patience_s=0)
         finally:
             self._flush()  # whoever watches sees the row that is still running
 
@@ -236,52 +166,10 @@ class Runner:
         if self.watcher is not None:
             self.watcher.flush()
 
-    def _settle(self, chunk: Chunk, patience_s: float) -> None:
-        """What is finished, and what will not be started. Without patience, one try: then it is the runner's again."""
-        waiting = [Settlement(task, "give_back") for task in chunk.take_waiting()]
-        settlements = chunk.take_finished() + waiting
-        made, settlements = [s for s in settlements if s.is_made], [s for s in settlements if not s.is_made]
-        try:
-            accepted = self._settled(settlements, monotonic() + patience_s) if settlements else set()
-        except StoreError:
-            for settlement in settlements:
-                chunk.finish(settlement)
-            raise
-        done = sum(s.move == "succeed" and (s.is_made or s.task.id in accepted) for s in made + settlements)
-        if done:
-            self._events.emit("task.succeeded", count=done)
-        lost = [s for s in settlements if s.task.id not in accepted]
-        for settlement in lost:
-            self._events.emit("task.lease_lost", id=settlement.task.id, tag=settlement.task.tag)
-        waits = [s for s in settlements if MOVES[s.move].target is Status.NOT_COMPLETE]
-        self._arm_again([s for s in waits if s.task.id in accepted])
+    @property
+    def watcher(self) -> Watcher | None:
+        return self._running.watcher
 
-    def _settled(self, settlements: Sequence[Settlement], deadline: float) -> set[int]:
-        """A settlement is fenced and can be repeated, so it is, for as long as the leases may be ours."""
-        while True:
-            try:
-                return self._claims.settle(settlements)
-            except (StoreUnavailableError, OutcomeUnknownError) as error:
-                self._events.emit("store.down", error=str(error))
-                if monotonic() > deadline:
-                    raise
-                time.sleep(0.5)
-            except StoreError:
-                # Refused, because of one of them: the others must not suffer, nor run again.
-                if len(settlements) > 1:
-                    return set().union(*(self._settled([settlement], deadline) for settlement in settlements))
-                text = settlements[0].error
-                if text is None or text.isascii():
-                    raise
-                plain = text.encode("ascii", "backslashreplace").decode()
-                settlements = [replace(settlements[0], error=plain)]
-
-    def _arm_again(self, settlements: Sequence[Settlement]) -> None:
-        horizon = self._clock.now_us() + (self._settings.horizon_s or 1e9) * 1e6
-        entries = [
-            Entry(s.task.id, s.task.version + 1, to_us(s.due or s.task.expected_time), s.task.queue, s.task.priority)
-            for s in settlements
-        ]
-        near = [entry for entry in entries if entry.due_us <= horizon]
-        if near:
-            self._timer.arm(near)
+    @watcher.setter
+    def watcher(self, watcher: Watcher | None) -> None:
+        self._running.watcher = watcher

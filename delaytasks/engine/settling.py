@@ -1,0 +1,74 @@
+"""The end of a chunk's rows: their settlements, made and repeated, and what is armed again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from delaytasks.core.clock import Clock, monotonic, to_us
+from delaytasks.core.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
+from delaytasks.core.events import Events
+from delaytasks.core.ports import ClaimStore, Entry, Settlement, Timer
+from delaytasks.core.settings import Settings
+from delaytasks.core.states import MOVES, Status
+from delaytasks.engine.chunk import Chunk
+
+
+class Settling:
+    def __init__(self, settings: Settings, claims: ClaimStore, clock: Clock, timer: Timer, events: Events) -> None:
+        self._settings = settings
+        self._claims = claims
+        self._clock = clock
+        self._timer = timer
+        self._events = events
+
+    def settle(self, chunk: Chunk, patience_s: float) -> None:
+        """What is finished, and what will not be started. Without patience, one try: then it is the runner's again."""
+        waiting = [Settlement(task, "give_back") for task in chunk.take_waiting()]
+        settlements = chunk.take_finished() + waiting
+        made, settlements = [s for s in settlements if s.is_made], [s for s in settlements if not s.is_made]
+        try:
+            accepted = self._settled(settlements, monotonic() + patience_s) if settlements else set()
+        except StoreError:
+            for settlement in settlements:
+                chunk.finish(settlement)
+            raise
+        done = sum(s.move == "succeed" and (s.is_made or s.task.id in accepted) for s in made + settlements)
+        if done:
+            self._events.emit("task.succeeded", count=done)
+        lost = [s for s in settlements if s.task.id not in accepted]
+        for settlement in lost:
+            self._events.emit("task.lease_lost", id=settlement.task.id, tag=settlement.task.tag)
+        waits = [s for s in settlements if MOVES[s.move].target is Status.NOT_COMPLETE]
+        self._arm_again([s for s in waits if s.task.id in accepted])
+
+    def _settled(self, settlements: Sequence[Settlement], deadline: float) -> set[int]:
+        """A settlement is fenced and can be repeated, so it is, for as long as the leases may be ours."""
+        while True:
+            try:
+                return self._claims.settle(settlements)
+            except (StoreUnavailableError, OutcomeUnknownError) as error:
+                self._events.emit("store.down", error=str(error))
+                if monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
+            except StoreError:
+                # Refused, because of one of them: the others must not suffer, nor run again.
+                if len(settlements) > 1:
+                    return set().union(*(self._settled([settlement], deadline) for settlement in settlements))
+                text = settlements[0].error
+                if text is None or text.isascii():
+                    raise
+                plain = text.encode("ascii", "backslashreplace").decode()
+                settlements = [replace(settlements[0], error=plain)]
+
+    def _arm_again(self, settlements: Sequence[Settlement]) -> None:
+        horizon = self._clock.now_us() + (self._settings.horizon_s or 1e9) * 1e6
+        entries = [
+            Entry(s.task.id, s.task.version + 1, to_us(s.due or s.task.expected_time), s.task.queue, s.task.priority)
+            for s in settlements
+        ]
+        near = [entry for entry in entries if entry.due_us <= horizon]
+        if near:
+            self._timer.arm(near)
