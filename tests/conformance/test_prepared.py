@@ -69,7 +69,8 @@ def test_a_column_that_was_changed_meanwhile_is_no_trouble(field: Store) -> None
 
 def test_an_error_of_a_prepared_statement_is_one_of_ours_and_quotes_no_values(field: Store) -> None:
     work_through(field)
-    field.database.alone(lambda c: c.exec_driver_sql(f"ALTER TABLE {field.schema.tasks} ADD CHECK (version < 1) NOT VALID"))
+    change = f"ALTER TABLE {field.schema.tasks} ADD CHECK (version < 1) NOT VALID"
+    field.database.alone(lambda c: c.exec_driver_sql(change))
     with pytest.raises(StoreError, match="a value can not be stored") as caught:
         work_through(field)
     assert "mail" not in str(caught.value)
