@@ -15,6 +15,8 @@ from delaytasks.core.task import DelayTask
 FIRST_SIZE = 10
 #: How much the last chunk says about the next one.
 LEARNING = 0.3
+#: In a time box, however quick their processors: to claim and settle them takes time as well.
+MOST_CHUNKS = 5
 
 
 class Chunk:
@@ -65,9 +67,14 @@ class ChunkSize:
 
     @property
     def rows(self) -> int:
+        return min(self.in_time, self._most)
+
+    @property
+    def in_time(self) -> int:
+        """What one process runs in a time box, in several chunks if they are quick."""
         if self._row_s is None:
             return FIRST_SIZE
-        return int(min(max(self._time_box_s / max(self._row_s, 1e-6), 1), self._most))
+        return int(min(max(self._time_box_s / max(self._row_s, 1e-6), 1), self._most * MOST_CHUNKS))
 
     @property
     def fits(self) -> bool:

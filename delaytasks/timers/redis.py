@@ -20,6 +20,9 @@ from delaytasks.timers.scripts import ARM, LOT, TAKE
 
 #: What a mover took and has not handed on for so long goes back: the mover is dead.
 RETURN_S = 2.0
+#: Movers take entries so long before they are due, and wait for the rest of the time themselves: nothing has to be
+#: brought at the moment when it is due.
+AHEAD_MS = 100
 #: A member and its score, as TAKE answers; of no more digits than the table's columns can hold.
 _ENTRY = re.compile(rb"(?<!\S)(\d{1,19}):(\d{1,18})(?::(-?\d{1,4}))? (\d{1,14})(?!\S)")
 
@@ -49,7 +52,7 @@ class Taken(NamedTuple):
     returned: int
     #: The slot was empty in a way that it never is: Redis lost it.
     was_lost: bool
-    #: When there is something to do next, in milliseconds; infinite if there is nothing.
+    #: When there is something to take next, in milliseconds; infinite if there is nothing.
     next_ms: float
 
 
@@ -148,16 +151,15 @@ class RedisTimer:
     # -- for movers -------------------------------------------------------------------------------
 
     def take(self, most: Mapping[Slot, int], handed_on: Iterable[Taken] = ()) -> list[Taken] | None:
-        """What is due in each slot, so many entries at most: they are this mover's until it has handed them on, or
-        RETURN_S is over. What it has handed on is deleted. None while Redis is away."""
-        now_us = self._clocks[0].now_us()
-        now, late = now_us // 1000, (now_us - int(self._settings.grace_s * 1e6)) // 1000
-        back = now + int(RETURN_S * 1000)
+        """What is due in each slot or is soon to be, so many entries at most: they are this mover's until it has handed
+        them on, or RETURN_S is over. What it has handed on is deleted. None while Redis is away."""
+        now = self._clocks[0].now_us() // 1000
+        times = now, now - int(self._settings.grace_s * 1000), now + AHEAD_MS, now + int(RETURN_S * 1000)
 
         def work(client: Any) -> list[Taken]:
             pipe = client.pipeline(transaction=False)
             for slot, count in most.items():
-                pipe.execute_command(*call(client, TAKE), 2, *self.keys(slot), now, late, back, min(count, LOT))
+                pipe.execute_command(*call(client, TAKE), 2, *self.keys(slot), *times, min(count, LOT))
             for some in handed_on:
                 pipe.zremrangebyscore(self.keys(some.slot)[1], some.ticket, some.ticket)
             taken = [_taken(slot, answer) for slot, answer in zip(most, pipe.execute(), strict=False)]
@@ -214,5 +216,5 @@ def _taken(slot: Slot, answer: Any) -> Taken:
         [int(level) for level in levels.split()],
         returned,
         bool(was_lost),
-        min(float(waiting), float(prepared)),
+        min(float(waiting) - AHEAD_MS, float(prepared)),
     )

@@ -23,11 +23,13 @@ end
 if is_lost or is_earliest then redis.call('PUBLISH', ARGV[1], ARGV[2] .. ' ' .. (is_lost and 0 or ARGV[3])) end
 """
 
-#: KEYS: store, prepare. ARGV: now, until when an entry is too late, when to return what is not handed on, how many.
+#: KEYS: store, prepare. ARGV: now, until when an entry is too late, until when to take, when to return what is not
+#: handed on, how many.
 #: Answers: whether the slot was lost; what came back; what was too late, and its priorities; this taking's ticket;
 #: due times and members; when to look again.
 TAKE = f"""
-local store, prepare, now, late, back, most = KEYS[1], KEYS[2], ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
+local store, prepare, now, late, soon = KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]
+local back, most = tonumber(ARGV[4]), ARGV[5]
 -- A write that takes no memory: after it a Redis that is full lets the others through, or nothing could leave it.
 redis.call('ZREM', prepare, '.')
 local was_lost = redis.call('ZADD', store, 'NX', '+inf', '.')
@@ -49,7 +51,7 @@ for priority in pairs(priorities) do levels[#levels + 1] = priority end
 
 -- A number of its own for what is taken now: handed on, it is deleted by that.
 while redis.call('ZCOUNT', prepare, back, back) > 0 do back = back + 1 end
-local due = redis.call('ZRANGEBYSCORE', store, '-inf', now, 'WITHSCORES', 'LIMIT', 0, most)
+local due = redis.call('ZRANGEBYSCORE', store, '-inf', soon, 'WITHSCORES', 'LIMIT', 0, most)
 if #due > 0 then
   local moved = {{}}
   for i = 1, #due, 2 do

@@ -81,18 +81,19 @@ class Dispatcher:
         """Start of each chunk in the pool, by the clock of its database."""
         return {number: began for lane in self.lanes for number, began in lane.in_flight.items()}
 
-    @property
-    def room(self) -> int:
-        """How many more entries are welcome: a chunk now for each free process, and another one for each that can be
-        expected to end its chunk soon. What it can not run in time is better left to other workers. None as long as
-        less than half is free: it would cost more to bring a few than to bring many."""
+    def room(self, coming: int = 0) -> int:
+        """How many more entries are welcome, beside those that are on their way: a time box full of them for each free
+        process, and another one for each that can be expected to end its chunk soon. What it can not run in time is
+        better left to other workers. None as long as less than half is free: it would cost more to bring a few than to
+        bring many."""
         with self._lock:
             if not self._is_open:
                 return 0
-            chunks = free = self._free()
+            boxes = free = self._free()
             if self._size.fits:
-                chunks += free + sum(lane.began_within(2 * self._settings.chunk_time_box_s) for lane in self.lanes)
-            most, waiting = chunks * self._size.rows, sum(lane.waiting for lane in self.lanes if lane.is_open())
+                boxes += free + sum(lane.began_within(2 * self._settings.chunk_time_box_s) for lane in self.lanes)
+            most = boxes * self._size.in_time
+            waiting = coming + sum(lane.waiting for lane in self.lanes if lane.is_open())
             return most - waiting if 2 * waiting <= most else 0
 
     # -- shards that may be down ------------------------------------------------------------------

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from delaytasks.core.clock import monotonic
 from delaytasks.core.loop import Loop
-from delaytasks.timers.redis import RedisTimer, Slot, Taken
+from delaytasks.timers.redis import AHEAD_MS, RedisTimer, Slot, Taken
 from delaytasks.timers.redislink import FAILURES, REST_S
+from delaytasks.timers.scripts import LOT
 
 if TYPE_CHECKING:
     from delaytasks.worker.desk import Desk
@@ -27,8 +28,8 @@ STUCK_S = 5.0
 
 
 class Mover:
-    """One loop that rests until the next entry is due, as far as it knows, and until there is room for it; another
-    one hears of what comes before that."""
+    """One loop that rests until shortly before the next entry is due, as far as it knows, and until there is room for
+    it; another one hears of what comes before that."""
 
     def __init__(self, timer: RedisTimer, desk: Desk) -> None:
         self._timer = timer
@@ -39,8 +40,10 @@ class Mover:
         self._events = desk.delays.events
         self._processes = desk.delays.processes
         self._lock = threading.Lock()
-        #: When there is something to do in each slot, in milliseconds.
+        #: When there is something to take from each slot, in milliseconds.
         self._next: dict[Slot, float] = {}
+        #: When what was taken ahead of its time is due, in microseconds.
+        self._ahead: list[int] = []
         self._queues: list[str] = []
         #: To be deleted in Redis, on the way to what comes next.
         self._handed_on: list[Taken] = []
@@ -88,17 +91,19 @@ class Mover:
     def _due(self) -> tuple[dict[Slot, int], float]:
         """The slots that have something to do, and how much to take of each; else how long to rest at most."""
         self._is_starved = True  # first, or room that comes after the look would not be heard of
-        room = self._dispatcher.room
+        now_us = self._clock.now_us()
+        self._ahead = [due_us for due_us in self._ahead if due_us > now_us]
+        room = self._dispatcher.room(len(self._ahead))
         with self._lock:
             self._follow_queues()
-            now_us, left_s = self._clock.now_us(), self._looks_at - monotonic()
+            left_s = self._looks_at - monotonic()
             if left_s <= 0:
                 self._looks_at, left_s = monotonic() + LOOK_S, LOOK_S
                 self._next = dict.fromkeys(self._next, LOOK_NOW)
             due = {slot: at for slot, at in self._next.items() if at * 1000 <= now_us}
             if due and room:
                 asked = {slot: 0 for slot, at in due.items() if at == LOOK_NOW}
-                asked |= share(room, due)
+                asked |= share(min(room, LOT), due)
                 self._next |= dict.fromkeys(asked, NEVER)
                 return asked, 0
             if not due:
@@ -107,7 +112,9 @@ class Mover:
             return {}, left_s
 
     def _hand_on(self, taken: list[Taken]) -> None:
-        self._desk.hold(list(chain.from_iterable(some.entries for some in taken)))
+        entries = list(chain.from_iterable(some.entries for some in taken))
+        self._ahead += [entry.due_us for entry in entries]
+        self._desk.hold(entries)
         self._handed_on = [some for some in taken if some.ticket]
         for some in taken:
             if some.dropped:
@@ -167,10 +174,11 @@ class Mover:
         return 0
 
     def _heard(self, slot: Slot, due_ms: int) -> None:
+        takes_at = max(due_ms - AHEAD_MS, LOOK_NOW)
         with self._lock:
-            if due_ms >= self._next.get(slot, LOOK_NOW):
+            if takes_at >= self._next.get(slot, LOOK_NOW):
                 return
-            self._next[slot] = due_ms
+            self._next[slot] = takes_at
         self._mover.wake()
 
 

@@ -166,31 +166,31 @@ def test_early_entries_go_back_to_the_wheel(bench: Bench) -> None:
 
 
 def test_there_is_room_for_a_chunk_and_the_next_one_of_each_process(bench: Bench) -> None:
-    assert bench.dispatcher.room == 40, "two processes, ten rows in a first chunk"
+    assert bench.dispatcher.room() == 40, "two processes, ten rows in a first chunk"
     bench.dispatcher.take(bench.entries(15))
-    assert bench.dispatcher.room == 20, "both work, and nothing waits"
+    assert bench.dispatcher.room() == 20, "both work, and nothing waits"
     bench.dispatcher.take(bench.entries(5, start=100))
-    assert bench.dispatcher.room == 15
+    assert bench.dispatcher.room() == 15
     bench.dispatcher.take(bench.entries(6, start=200))
-    assert bench.dispatcher.room == 0, "not worth the way"
+    assert bench.dispatcher.room() == 0, "not worth the way"
     bench.dispatcher.close()
-    assert bench.dispatcher.room == 0
+    assert bench.dispatcher.room() == 0
 
 
 def test_a_process_that_will_be_busy_for_long_makes_no_room(bench: Bench) -> None:
     bench.dispatcher.take(bench.entries(20))
     bench.clock.advance(0.5)
-    assert bench.dispatcher.room == 0, "its chunk takes longer than the time box"
+    assert bench.dispatcher.room() == 0, "its chunk takes longer than the time box"
     bench.pool.end(Report(10, 10, 10.0))
-    assert bench.dispatcher.room == 1, "a second each: the free process takes one, and the next one when that is over"
+    assert bench.dispatcher.room() == 1, "a second each: the free process takes one, and the next one when that is over"
     bench.dispatcher.take(bench.entries(1, start=100))
-    assert bench.dispatcher.room == 0
+    assert bench.dispatcher.room() == 0
 
 
 def test_whoever_waits_for_room_is_told_when_a_chunk_ends(bench: Bench) -> None:
     rooms: list[int] = []
     bench.dispatcher.take(bench.entries(40))
-    bench.dispatcher.on_room = lambda: rooms.append(bench.dispatcher.room)
+    bench.dispatcher.on_room = lambda: rooms.append(bench.dispatcher.room())
     bench.pool.end(Report(10, 10, 0.01))
     assert rooms[-1] > 0
 
