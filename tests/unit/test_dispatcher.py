@@ -167,6 +167,7 @@ def test_early_entries_go_back_to_the_wheel(bench: Bench) -> None:
 
 def test_there_is_room_for_a_chunk_and_the_next_one_of_each_process(bench: Bench) -> None:
     assert bench.dispatcher.room() == 40, "two processes, ten rows in a first chunk"
+    assert bench.dispatcher.room(coming=15) == 25
     bench.dispatcher.take(bench.entries(15))
     assert bench.dispatcher.room() == 20, "both work, and nothing waits"
     bench.dispatcher.take(bench.entries(5, start=100))

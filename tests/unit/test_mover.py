@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from delaytasks import DelayTasks
 from delaytasks.core.clock import monotonic
 from delaytasks.core.ports import Entry
 from delaytasks.engine.runner import Report
-from delaytasks.timers.redis import RedisTimer
+from delaytasks.timers.redis import AHEAD_MS, RedisTimer
 from delaytasks.timers.redislink import REST_S
 from delaytasks.worker.desk import Desk
 from tests.proxy import Proxy, proxy_to
@@ -78,6 +78,7 @@ class Post:
         return counts["default"]
 
     def end_chunk(self, row_s: float) -> list[int]:
+        wait_until(lambda: self.pool.jobs, 5, "a chunk")
         job, done, _ = self.pool.jobs.pop(0)
         rows = len(job.entries)
         done(Report(rows, rows, rows * row_s))
@@ -105,6 +106,30 @@ def post(tmp_path: Path, redis_url: str, proxy: Proxy) -> Iterator[Post]:
     yield post
     proxy.heal()
     post.close()
+
+
+def test_what_is_soon_due_is_brought_ahead_as_far_as_there_is_room_and_starts_on_time(post: Post) -> None:
+    brought: list[tuple[int, int]] = []
+    began: list[int] = []
+    hold, take = post.desk.hold, post.desk.dispatcher.take
+
+    def note_hold(entries: Sequence[Entry]) -> None:
+        brought.append((post.delays.clock.now_us(), len(entries)))
+        hold(entries)
+
+    def note_take(entries: Sequence[Entry]) -> None:
+        began.append(post.delays.clock.now_us())
+        take(entries)
+
+    post.desk.hold, post.desk.dispatcher.take = note_hold, note_take  # type: ignore[method-assign]
+    post.start()
+    due = post.delays.clock.now_us() + 600_000
+    post.arm(range(1, 201), in_s=0.6)
+    wait_until(lambda: post.here() >= 40, 5, "the first ones")
+    ahead = [(at, count) for at, count in brought if count and at < due]
+    assert 40 <= sum(count for _, count in ahead) < 50, "one more of each slot at most"
+    assert all(at > due - 2 * AHEAD_MS * 1000 for at, _ in ahead), "the others may still be moved or cancelled"
+    assert min(began) >= due - 1000
 
 
 def test_it_takes_what_there_is_room_for_and_more_when_chunks_end(post: Post) -> None:
