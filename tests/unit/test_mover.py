@@ -14,8 +14,10 @@ from delaytasks import DelayTasks
 from delaytasks.core.clock import monotonic
 from delaytasks.core.ports import Entry
 from delaytasks.engine.runner import Report
-from delaytasks.timers.redis import AHEAD_MS, RedisTimer
+from delaytasks.timers import redis
+from delaytasks.timers.redis import RedisTimer
 from delaytasks.timers.redislink import REST_S
+from delaytasks.worker import mover
 from delaytasks.worker.desk import Desk
 from tests.proxy import Proxy, proxy_to
 from tests.unit.test_desk import Worker
@@ -108,7 +110,12 @@ def post(tmp_path: Path, redis_url: str, proxy: Proxy) -> Iterator[Post]:
     post.close()
 
 
-def test_what_is_soon_due_is_brought_ahead_as_far_as_there_is_room_and_starts_on_time(post: Post) -> None:
+def test_what_is_soon_due_is_brought_ahead_as_far_as_there_is_room_and_starts_on_time(
+    post: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead_ms = 1000  # for machines that are busy
+    for module in (mover, redis):
+        monkeypatch.setattr(module, "AHEAD_MS", ahead_ms)
     brought: list[tuple[int, int]] = []
     began: list[int] = []
     hold, take = post.desk.hold, post.desk.dispatcher.take
@@ -123,12 +130,12 @@ def test_what_is_soon_due_is_brought_ahead_as_far_as_there_is_room_and_starts_on
 
     post.desk.hold, post.desk.dispatcher.take = note_hold, note_take  # type: ignore[method-assign]
     post.start()
-    due = post.delays.clock.now_us() + 600_000
-    post.arm(range(1, 201), in_s=0.6)
+    due = post.delays.clock.now_us() + 1_500_000
+    post.arm(range(1, 201), in_s=1.5)
     wait_until(lambda: post.here() >= 40, 5, "the first ones")
     ahead = [(at, count) for at, count in brought if count and at < due]
     assert 40 <= sum(count for _, count in ahead) < 50, "one more of each slot at most"
-    assert all(at > due - 2 * AHEAD_MS * 1000 for at, _ in ahead), "the others may still be moved or cancelled"
+    assert all(at > due - ahead_ms * 1000 - 1000 for at, _ in ahead), "the others may still be moved or cancelled"
     assert min(began) >= due - 1000
 
 
