@@ -56,6 +56,11 @@ shard_for = _of_default(DelayTasks.shard_for)
 retry = _of_default(DelayTasks.retry)
 attempts = _of_default(DelayTasks.attempts)
 get = _of_default(DelayTasks.get)
+policies = _of_default(DelayTasks.policies)
+pause = _of_default(DelayTasks.pause)
+resume = _of_default(DelayTasks.resume)
+set_policy = _of_default(DelayTasks.set_policy)
+clear_policy = _of_default(DelayTasks.clear_policy)
 find = _of_default(DelayTasks.find)
 
 

@@ -30,6 +30,7 @@ from delaytasks.engine.registry import Options, Registry
 from delaytasks.engine.runner import Runner
 from delaytasks.engine.sweeper import Sweeper
 from delaytasks.parts import Parts
+from delaytasks.policy_verbs import PolicyVerbs
 from delaytasks.shards import Routes, Shard
 from delaytasks.store.stats import Stats
 from delaytasks.store.store import Store
@@ -46,7 +47,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 ENTRY_POINTS = "delaytasks.processors"
 
 
-class DelayTasks(CallbackVerbs):
+class DelayTasks(CallbackVerbs, PolicyVerbs):
     """Delayed tasks for one Celery app.
 
     >>> delays = DelayTasks(celery_app, database_url="postgresql://localhost/shop")

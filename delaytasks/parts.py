@@ -17,7 +17,9 @@ from delaytasks.core.events import Events
 from delaytasks.core.ids import IdMaker
 from delaytasks.core.ports import TaskStore, Timer
 from delaytasks.core.settings import load_settings, mask_url
+from delaytasks.engine.holding import Holding
 from delaytasks.engine.placing import Placing
+from delaytasks.engine.policies import PolicyCache
 from delaytasks.engine.producer import Producer
 from delaytasks.engine.queues import Queues
 from delaytasks.engine.registry import Registry
@@ -79,10 +81,12 @@ class Parts:
         tasks, timer, new_id = cast(TaskStore, store.tasks), self.inline_timer, IdMaker(wall_ms, number)
         if len(self._databases.stores) > 1:
             tasks, timer = ShardTasks(self._databases, number), ShardTimer(timer, number)
-        sweeper = Sweeper(settings, store.sweeps, store.workers, clock, timer, events)
+        policies = PolicyCache(store.policies.read)
+        holding = Holding(settings, policies, store.policies, store.holding, clock, timer, events)
+        sweeper = Sweeper(settings, store.sweeps, store.workers, clock, timer, events, holding)
         producer = Producer(settings, tasks, clock, new_id, self.timer, registry, self.queues, events, number)
         url = store.database.url.render_as_string(hide_password=False)
-        return Shard(number, url, new_id, clock, sweeper, producer, self._databases)
+        return Shard(number, url, new_id, clock, sweeper, producer, policies, self._databases)
 
     def _make_redis_timer(self, eta: EtaTimer, clocks: Sequence[Clock]) -> RedisTimer:
         from delaytasks.timers.redis import RedisTimer  # and with it a client that other deployments need not load

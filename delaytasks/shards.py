@@ -22,6 +22,7 @@ from delaytasks.core.settings import mask_url
 from delaytasks.core.task import DelayTask, NewTask, Page
 from delaytasks.core.text import shown
 from delaytasks.engine.placing import Placing
+from delaytasks.engine.policies import PolicyCache
 from delaytasks.engine.producer import BULK, Producer
 from delaytasks.engine.sweeper import Sweeper
 from delaytasks.store.shards import By, Shards
@@ -46,6 +47,7 @@ class Shard:
     clock: Clock
     sweeper: Sweeper
     producer: Producer
+    policies: PolicyCache
     _databases: Shards
 
     def __repr__(self) -> str:

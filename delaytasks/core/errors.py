@@ -5,7 +5,7 @@ DelayTaskError
 │   ├── InvalidDelayError, NaiveDatetimeError, InvalidScheduleError
 │   ├── BodyNotJSONError, BodyTooLargeError, BodyNotStorableError, BodyRefusedError
 │   ├── InvalidTagError, InvalidKeyError, InvalidQueueError, InvalidIdError, InvalidPriorityError
-│   ├── InvalidQueryError, InvalidLadderError, ShardMismatchError
+│   ├── InvalidQueryError, InvalidLadderError, InvalidPolicyError, ShardMismatchError
 │   ├── ForbiddenURLError, InvalidHeaderError
 │   └── UnknownTagError
 ├── TaskStateError                             the task is not in a state that allows it
@@ -88,6 +88,10 @@ class InvalidQueryError(InvalidInputError):
 
 class InvalidLadderError(InvalidInputError):
     """A ladder, or one of its rungs, is not of a form that can be climbed."""
+
+
+class InvalidPolicyError(InvalidInputError):
+    """A limit or a rate is not of a form that can be kept, or neither a tag nor a queue is named."""
 
 
 class ShardMismatchError(InvalidInputError):

@@ -37,6 +37,7 @@ _LEVELS = {
     "queue.unserved": logging.WARNING,
     "queue.refused": logging.WARNING,
     "partitions.ending": logging.WARNING,
+    "policy.changed": logging.INFO,
     "worker.lost": logging.WARNING,
     "loop.failed": logging.ERROR,
     "loop.restarted": logging.ERROR,

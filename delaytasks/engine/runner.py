@@ -12,6 +12,7 @@ from delaytasks.core.ports import ClaimStore, Entry, Settlement, Timer
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
+from delaytasks.engine.admission import Admission
 from delaytasks.engine.chunk import Chunk, TimeBox
 from delaytasks.engine.endings import Endings
 from delaytasks.engine.registry import Registry
@@ -48,11 +49,13 @@ class Runner:
         events: Events,
         execute: Execute,
         unit_of: UnitOf,
+        admission: Admission | None = None,
     ) -> None:
         self._settings = settings
         self._claims = claims
         self._clock = clock
         self._events = events
+        self._admission = admission
         endings = Endings(settings, clock, events)
         self._running = Running(claims, clock, registry, endings, events, execute, unit_of)
         self._settling = Settling(settings, claims, clock, timer, events)
@@ -129,9 +132,16 @@ class Runner:
     def _run_chunk(self, tasks: Sequence[DelayTask], claimed_at: float) -> tuple[int, float]:
         if not tasks:
             return 0, 0.0
+        refused: Sequence[Settlement] = ()
+        if self._admission is not None:
+            tasks, refused = self._admission.admit(tasks)
+            if not tasks and not refused:
+                return 0, 0.0
         claimed = self._clock.now()
         self._events.emit("chunk.claimed", count=len(tasks))
         chunk = Chunk(tasks, self._settings.lease_s - (monotonic() - claimed_at))
+        for settlement in refused:
+            chunk.finish(settlement)
         self._time_box.open(chunk)
         ran, began_at = 0, monotonic()
         try:

@@ -9,8 +9,10 @@ from functools import partial
 
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.events import Events
+from delaytasks.core.policies import NO_POLICIES
 from delaytasks.core.ports import Lapsed, SweepStore, Timer, WorkerStore
 from delaytasks.core.settings import Settings
+from delaytasks.engine.holding import Holding
 
 #: Rows in one step of lapsing and purging: small enough that nobody waits for their locks.
 STEP = 500
@@ -24,7 +26,14 @@ PARTITIONS_S, WARN_BEFORE_S = 3600.0, 2 * 86400.0
 
 class Sweeper:
     def __init__(
-        self, settings: Settings, sweeps: SweepStore, workers: WorkerStore, clock: Clock, timer: Timer, events: Events
+        self,
+        settings: Settings,
+        sweeps: SweepStore,
+        workers: WorkerStore,
+        clock: Clock,
+        timer: Timer,
+        events: Events,
+        holding: Holding | None = None,
     ) -> None:
         self._settings = settings
         self._sweeps = sweeps
@@ -32,6 +41,8 @@ class Sweeper:
         self._clock = clock
         self._timer = timer
         self._events = events
+        self._holding = holding
+        self._policies = NO_POLICIES
         self._partitions_at = float("-inf")
 
     def sweep(self, house: int = 0, beat: Callable[[], None] = lambda: None) -> bool:
@@ -43,10 +54,12 @@ class Sweeper:
         armed_until = self._sweeps.begin_sweep(house, settings.houses, settings.sweep_s * 0.8)
         if armed_until is None:
             return False
+        attempt("policies", self._read_policies)
         if settings.horizon_s is not None:
             attempt("near", partial(self._arm_near, house, armed_until, settings.horizon_s, beat))
         if house == 0:
             attempt("lapsed", partial(self._lapse, beat))
+            attempt("hold", partial(self._hold, beat))
             attempt("overdue", self._drain_overdue)
             attempt("purge", partial(self._purge, beat))
             attempt("partitions", self._check_partitions)
@@ -57,7 +70,8 @@ class Sweeper:
         now = self._clock.certain_now()
         until = now + timedelta(seconds=horizon_s)
         armed = 0
-        for entries in self._sweeps.near(max(armed_until, now), until, house, self._settings.houses):
+        since, policies = max(armed_until, now), self._policies
+        for entries in self._sweeps.near(since, until, house, self._settings.houses, policies):
             beat()
             if self._timer.arm(entries):
                 armed += len(entries)
@@ -68,6 +82,16 @@ class Sweeper:
         self._sweeps.mark_armed(house, self._settings.houses, armed_until, until)
         if armed:
             self._events.emit("sweep.armed", count=armed)
+        if self._holding is not None:
+            self._holding.hold_near(policies, since, until, beat)
+
+    def _read_policies(self) -> None:
+        if self._holding is not None:
+            self._policies = self._holding.policies()
+
+    def _hold(self, beat: Callable[[], None]) -> None:
+        if self._holding is not None:
+            self._holding.walk(self._policies, beat)
 
     def _lapse(self, beat: Callable[[], None]) -> None:
         while True:
@@ -85,7 +109,8 @@ class Sweeper:
         serving = Counter(queue for worker in self._workers.alive() for queue in worker["queues"])
         queues: dict[str, list[int]] = {}
         for level in levels:
-            queues.setdefault(level.queue, []).append(level.priority)
+            if level.queue not in self._policies.paused_queues:
+                queues.setdefault(level.queue, []).append(level.priority)
         for queue, priorities in queues.items():
             if not serving[queue]:  # tokens that nobody takes would pile up
                 self._events.emit("queue.unserved", queue=queue, remedy="start a worker that serves it (-Q)")

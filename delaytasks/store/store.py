@@ -9,8 +9,10 @@ from delaytasks.core.settings import Settings, mask_url
 from delaytasks.store.claims import Claims
 from delaytasks.store.database import Database
 from delaytasks.store.driver_errors import REMEDY
+from delaytasks.store.holding import Holding
 from delaytasks.store.leases import Leases
 from delaytasks.store.migrations import check_charset, check_number, number_of
+from delaytasks.store.policies import PolicyTable
 from delaytasks.store.schema import build_schema
 from delaytasks.store.sweeps import Sweeps
 from delaytasks.store.tasks import Tasks
@@ -28,6 +30,8 @@ class Store:
         self.sweeps = Sweeps(self.database, self.schema, settings.lease_s, settings.timer)
         self.leases = Leases(self.database, self.schema, settings.lease_s)
         self.workers = Workers(self.database, self.schema)
+        self.policies = PolicyTable(self.database, self.schema)
+        self.holding = Holding(self.database, self.schema)
         self._lease_s = settings.lease_s
 
     def claims(self, worker: str, ip: int | None) -> Claims:

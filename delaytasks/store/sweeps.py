@@ -9,12 +9,14 @@ from typing import Any
 from sqlalchemy import and_, delete, exc, exists, insert, select, update
 
 from delaytasks.core.clock import to_us
+from delaytasks.core.policies import NO_POLICIES, Policies
 from delaytasks.core.ports import Entry, Lapsed, Level
 from delaytasks.core.states import FINISHED, Status
 from delaytasks.store.attempts import Attempts
 from delaytasks.store.database import Database
 from delaytasks.store.keys import Keys
 from delaytasks.store.lapses import Lapses, lease_is_over
+from delaytasks.store.levels import levels
 from delaytasks.store.partitions import end_of
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now, db_now_plus, is_past
@@ -82,8 +84,10 @@ class Sweeps:
         swept = set(self._db.alone(lambda c: c.execute(fresh).scalars().all()))
         return [house for house in range(houses) if house not in swept]
 
-    def near(self, since: datetime, until: datetime, house: int, houses: int) -> Iterator[list[Entry]]:
-        """Waiting rows due in (since, until], some hundreds at a time, by due time."""
+    def near(
+        self, since: datetime, until: datetime, house: int, houses: int, policies: Policies = NO_POLICIES
+    ) -> Iterator[list[Entry]]:
+        """Waiting rows due in (since, until] that are not paused, some hundreds at a time, by due time."""
         t = self._t
         query = (
             select(t.c.id, t.c.version, t.c.expected_time, t.c.queue, t.c.priority)
@@ -91,6 +95,8 @@ class Sweeps:
             .where(t.c.status + 0 == int(Status.NOT_COMPLETE), t.c.expected_time > since, t.c.expected_time <= until)
             .order_by(t.c.expected_time)
         )
+        if policies.has_pauses:
+            query = query.where(t.c.tag.not_in(policies.paused_tags), t.c.queue.not_in(policies.paused_queues))
         if houses > 1:
             query = query.where((t.c.id % _HOUSE_PRIME) % houses == house)
         for rows in self._db.stream(query, size=1000):
@@ -99,26 +105,17 @@ class Sweeps:
     def levels(self, late_s: float) -> list[Level]:
         """The queues and priorities that have rows late by more than `late_s`, the highest priority first.
 
-        Steps from one to the next through the index: its cost is the number of levels, not of rows.
+        Its cost is the number of levels, not of rows.
         """
-        t, waiting = self._t, self._t.c.status == int(Status.NOT_COMPLETE)
+        t = self._t
 
-        def first(connection: Any, column: Any, where: Any) -> Any:
-            # Not min(): where statistics are missing, PostgreSQL reads all rows of the queue for it.
-            return connection.execute(select(column).where(where).order_by(column).limit(1)).scalar()
+        def is_late(connection: Any, level: Level) -> bool:
+            here = (t.c.status == int(Status.NOT_COMPLETE), t.c.queue == level.queue, t.c.priority == level.priority)
+            late = and_(*here, is_past(t.c.expected_time, db_now_plus(-late_s)))
+            return bool(connection.execute(select(exists().where(late))).scalar())
 
         def work(connection: Any) -> list[Level]:
-            found: list[Level] = []
-            queue = first(connection, t.c.queue, waiting)
-            while queue is not None:
-                in_queue = and_(waiting, t.c.queue == queue)
-                priority = first(connection, t.c.priority, in_queue)
-                while priority is not None:
-                    level = and_(in_queue, t.c.priority == priority, is_past(t.c.expected_time, db_now_plus(-late_s)))
-                    if connection.execute(select(exists().where(level))).scalar():
-                        found.append(Level(queue, priority))
-                    priority = first(connection, t.c.priority, and_(in_queue, t.c.priority > priority))
-                queue = first(connection, t.c.queue, and_(waiting, t.c.queue > queue))
+            found = [level for level in levels(connection, t, Status.NOT_COMPLETE) if is_late(connection, level)]
             return sorted(found, key=lambda level: (-level.priority, level.queue))
 
         return self._db.alone(work)

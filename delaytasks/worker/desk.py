@@ -20,6 +20,7 @@ from delaytasks.worker.dispatcher import Dispatcher
 from delaytasks.worker.givenup import GivenUp
 from delaytasks.worker.lane import Lane, by_shard
 from delaytasks.worker.leases import LeaseKeeper
+from delaytasks.worker.policies import policy_loop
 from delaytasks.worker.rowevents import wants_row_events
 from delaytasks.worker.sweeping import Sweeping
 from delaytasks.worker.watchdog import LOOK_S, Watchdog
@@ -54,12 +55,14 @@ class Desk:
             rearm=self.hold,
             sends_events=self._sends_events,
         )
+        self.dispatcher.stamp_of = lambda number: delays.shards[number].policies.known.stamp
         self._mover = self._make_mover()
         keepers = [LeaseKeeper(delays, shard, worker, self.dispatcher) for shard in delays.shards]
         self._sweepings = [Sweeping(delays, shard, worker) for shard in delays.shards]
         watch = Loop("watch", self._look, delays.events, WATCH_S)
         loops = [self.wheel.loop, watch]
         loops += [keeper.loop for keeper in keepers] + [sweeping.loop for sweeping in self._sweepings]
+        loops += [policy_loop(delays, shard) for shard in delays.shards]
         if self._calls is not None:
             loops.append(self._calls.loop)
         if self._mover is not None:

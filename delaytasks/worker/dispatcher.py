@@ -40,6 +40,8 @@ class Dispatcher:
         self.sends_events = sends_events
         #: Called when there may be room again.
         self.on_room: Callable[[], None] = lambda: None
+        #: The stamp of a shard's policies.
+        self.stamp_of: Callable[[int], int] = lambda shard: 0
         self._lock = threading.RLock()
         #: By the numbers of their shards.
         self.lanes = [Lane(number, clock, len(clocks) > 1) for number, clock in enumerate(clocks)]
@@ -169,7 +171,7 @@ class Dispatcher:
                 if job is not None:
                     self._turns.remove(lane)
                     self._turns.append(lane)
-                    return job
+                    return job._replace(policies=self.stamp_of(lane.shard))
             return None
 
     def _has_all_others(self, lane: Lane) -> bool:

@@ -23,6 +23,8 @@ class Job(NamedTuple):
     limit: int = 0
     events: bool = False
     shard: int = 0
+    #: The stamp of the shard's policies.
+    policies: int = 0
 
 
 def run_job(job: Job) -> Report | str:
@@ -30,6 +32,7 @@ def run_job(job: Job) -> Report | str:
     not every pool tells of exceptions."""
     delays = current_app.tasks[RUN].delays
     try:
+        delays.shards[job.shard].policies.follow(job.policies)
         runner = delays.runner(job.shard, job.events)
         if job.drain is not None:
             report: Report = runner.drain(job.drain, job.priorities, job.limit)

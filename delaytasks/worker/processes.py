@@ -9,6 +9,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from delaytasks.core.forks import reset_in_child
+from delaytasks.engine.admission import Admission
 from delaytasks.engine.runner import Runner
 from delaytasks.worker.rowevents import RowEvents
 from delaytasks.worker.surroundings import Surroundings
@@ -69,6 +70,7 @@ class Processes:
             delays.events,
             surroundings,
             delays.unit_for,
+            Admission(shard.policies, shard.store.holding, delays.events),
         )
 
 

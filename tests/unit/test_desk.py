@@ -106,7 +106,7 @@ def die() -> None:
     raise SystemExit
 
 
-LOOPS = ["wheel", "leases", "sweep", "watch", "calls", "mover", "ear", "watchdog"]
+LOOPS = ["wheel", "leases", "sweep", "policies", "watch", "calls", "mover", "ear", "watchdog"]
 
 
 def test_these_are_the_loops_of_a_worker(at_work: AtWork) -> None:

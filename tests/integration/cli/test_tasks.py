@@ -71,7 +71,7 @@ def test_show_has_all_fields_and_what_may_happen_next(shop: Project) -> None:
         "update_time": shown["update_time"],
         "failed_attempts": [],
     } == shown
-    assert shown["moves"] == ["claim", "cancel", "reschedule", "replace"]
+    assert shown["moves"] == ["claim", "hold", "cancel", "reschedule", "replace"]
     said, special = shop("show", "--tag", "ok", "--key", "k").stdout, ("body", "error", "failed_attempts")
     assert '  {\n    "a": [\n      1\n    ]\n  }\n' in said
     assert all(re.search(rf"^{name} ", said, re.MULTILINE) for name in shown if name not in special)

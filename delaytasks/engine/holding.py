@@ -1,0 +1,149 @@
+"""What pausing does to rows that wait: the sweep holds them, and releases them afterwards, in steps.
+
+Each change of a policy begins a walk over the rows that wait (or are held), level by level; what is due comes first.
+A walk takes a part of each sweep only, and goes on where it was; whoever dies in it leaves the policy unapplied, and
+the next worker walks. What comes to wait behind a walk is met when it is near, or when it is claimed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timedelta
+
+from delaytasks.core.clock import Clock, monotonic
+from delaytasks.core.events import Events
+from delaytasks.core.policies import Policies, Policy
+from delaytasks.core.ports import HoldStore, Level, PolicyStore, Seen, Timer
+from delaytasks.core.settings import Settings
+from delaytasks.core.states import Status
+from delaytasks.engine.policies import PolicyCache
+
+STEP = 500
+#: The part of a sweep's interval that a walk may take.
+SHARE = 0.4
+#: How often it is made sure that nothing is held that nobody pauses: by a worker that was frozen in the middle.
+STRAYS_S = 60.0
+
+Beat = Callable[[], None]
+
+
+class Holding:
+    def __init__(
+        self,
+        settings: Settings,
+        cache: PolicyCache,
+        table: PolicyStore,
+        rows: HoldStore,
+        clock: Clock,
+        timer: Timer,
+        events: Events,
+    ) -> None:
+        self._cache = cache
+        self._table = table
+        self._rows = rows
+        self._clock = clock
+        self._timer = timer
+        self._events = events
+        self._horizon = timedelta(seconds=settings.horizon_s or 0)
+        self._budget_s = settings.sweep_s * SHARE
+        self._walk: Iterator[None] | None = None
+        self._of: Sequence[Policy] = ()
+        self._is_whole = True
+        self._strays_at = float("-inf")
+
+    def policies(self) -> Policies:
+        """As they are now."""
+        return self._cache.refresh()
+
+    def hold_near(self, policies: Policies, since: datetime, until: datetime, beat: Beat) -> None:
+        """Rows that came near while they are paused, as far as there is time: else claims hold them."""
+        ends = monotonic() + self._budget_s
+        while policies.has_pauses and monotonic() < ends:
+            beat()
+            ids = self._rows.near(policies, since, until)
+            if not ids or not self._hold(ids):
+                return
+
+    def walk(self, policies: Policies, beat: Beat) -> None:
+        """Goes on holding and releasing what changed policies say."""
+        todo = [policy for policy in policies.all if not policy.is_applied]
+        releases = any(not policy.is_paused for policy in todo) or self._has_strays(policies)
+        if self._walk is None and not todo and not releases:
+            return
+        if self._walk is None or self._of != todo:
+            self._walk, self._of, self._is_whole = self._steps(policies, todo, releases), todo, True
+        ends = monotonic() + self._budget_s
+        for _ in self._walk:
+            beat()
+            if monotonic() > ends:
+                return
+        self._walk = None
+        if self._is_whole:
+            for policy in todo:
+                self._table.applied(policy)
+
+    def _has_strays(self, policies: Policies) -> bool:
+        if self._walk is not None or monotonic() < self._strays_at + STRAYS_S:
+            return False
+        self._strays_at = monotonic()
+        return any(not policies.pauses(tag, queue) for tag, queue in self._table.held())
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def _steps(self, policies: Policies, todo: Sequence[Policy], releases: bool) -> Iterator[None]:
+        near = self._clock.certain_now() + self._horizon
+        for until in (near, None):
+            if releases:
+                yield from self._release_all(policies, until)
+            if pauses := [policy for policy in todo if policy.is_paused]:
+                yield from self._hold_all(policies, pauses, until)
+
+    def _hold_all(self, policies: Policies, pauses: Sequence[Policy], until: datetime | None) -> Iterator[None]:
+        queues = {policy.name for policy in pauses if policy.kind == "queue"}
+        has_tags = any(policy.kind == "tag" for policy in pauses)
+        for level in self._rows.levels(Status.NOT_COMPLETE):
+            if not has_tags and level.queue not in queues:
+                continue
+            for seen in self._look(Status.NOT_COMPLETE, level, until):
+                yield
+                for lot in _lots([row.id for row in seen if policies.pauses(row.tag, level.queue)]):
+                    self._hold(lot)
+                    yield
+
+    def _release_all(self, policies: Policies, until: datetime | None) -> Iterator[None]:
+        for level in self._rows.levels(Status.HELD):
+            for seen in self._look(Status.HELD, level, until):
+                yield
+                for lot in _lots([row.id for row in seen if not policies.pauses(row.tag, level.queue)]):
+                    self._release(lot)
+                    yield
+
+    def _look(self, status: Status, level: Level, until: datetime | None) -> Iterator[list[Seen]]:
+        after: Seen | None = None
+        while seen := self._rows.look(status, level, after, until):
+            yield seen
+            after = seen[-1]
+
+    def _hold(self, ids: Sequence[int]) -> int:
+        held = self._rows.hold(ids)
+        if held:
+            self._events.emit("task.held", count=held)
+        return held
+
+    def _release(self, ids: Sequence[int]) -> None:
+        released = self._rows.release(ids)
+        if len(released) < len(ids):
+            self._is_whole = False  # somebody has locked some of them: the next walk comes by again
+        if not released:
+            return
+        self._events.emit("task.released", count=len(released))
+        now = self._clock.now_us()
+        horizon_us = self._horizon.total_seconds() * 1e6 or 1e15
+        near = [entry for entry in released if now < entry.due_us <= now + horizon_us]
+        if near:  # what is overdue, the sweep drains
+            self._timer.arm(near)
+
+
+def _lots(ids: Sequence[int]) -> Iterator[Sequence[int]]:
+    for start in range(0, len(ids), STEP):
+        yield ids[start : start + STEP]

@@ -1,0 +1,473 @@
+"""Pausing and resuming tags and queues, on every database."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import event, select, update
+
+from delaytasks import DelayTask, DelayTasks, NewTask, Status
+from delaytasks.core import errors as e
+from delaytasks.core.ports import Entry
+from delaytasks.engine import holding as engine_holding
+from delaytasks.engine.runner import Report
+from delaytasks.store import holding as store_holding
+from delaytasks.store.store import Store
+from tests.conftest import empty
+from tests.recording import RecordingTimer, delays_on, record
+
+PREFIX = "pol_"
+HOUR = 3600.0
+
+
+class CrashError(BaseException):
+    """As if the process had died."""
+
+
+class Field:
+    """Tasks on a database, with sweeps and runs at the test's word."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.ran: list[Any] = []
+        self.others: list[DelayTasks] = []
+        self.delays = self.process()
+        self.store: Store = self.delays.store
+        self.timer: RecordingTimer = self.delays.shards[0].sweeper._timer  # type: ignore[assignment]
+
+    def process(self) -> DelayTasks:
+        """Another process on the same tables."""
+        made = delays_on(self.url, table_prefix=PREFIX)
+        timer = record(made)
+        [shard] = made.shards
+        shard.sweeper._timer = shard.sweeper._holding._timer = timer  # type: ignore[union-attr]
+        for tag in ("mail", "sms"):
+            made.processor(tag)(self.ran.append)
+        self.others.append(made)
+        return made
+
+    def add(self, tag: str = "mail", in_s: float = HOUR, **options: Any) -> DelayTask:
+        task = self.delays.schedule_delay(tag, options.pop("body", {}), max(in_s, 0), **options)
+        if in_s <= 0:
+            t = self.store.schema.tasks
+            due = task.expected_time + timedelta(seconds=in_s - 1)
+            with self.store.database.begin() as connection:
+                connection.execute(update(t).where(t.c.id == task.id).values(expected_time=due))
+        return self.delays.get(task)
+
+    def sweep(self, process: DelayTasks | None = None) -> None:
+        s = self.store.schema.sweeps
+        with self.store.database.begin() as connection:
+            connection.execute(update(s).values(swept_at=self.store.tasks.now() - timedelta(seconds=60)))
+        assert (process or self.delays).shards[0].sweeper.sweep()
+
+    def run(self, *tasks: DelayTask, process: DelayTasks | None = None) -> Report:
+        return (process or self.delays).runner().run([Entry(task.id, task.version, 0) for task in tasks])
+
+    def statuses(self, *tasks: DelayTask) -> list[str]:
+        return [self.delays.get(task).status.name for task in tasks]
+
+    def count(self, name: str) -> int:
+        return self.delays.events.counts[name]
+
+    def held(self) -> list[int]:
+        return [task.id for task in self.delays.find(status="HELD", limit=1000)]
+
+
+@pytest.fixture(scope="module")
+def session_field(database_url: str) -> Iterator[Field]:
+    field = Field(database_url)
+    with field.store.database.begin() as connection:
+        field.store.schema.metadata.drop_all(connection)
+        field.store.schema.metadata.create_all(connection)
+    yield field
+    with field.store.database.begin() as connection:
+        field.store.schema.metadata.drop_all(connection)
+    for delays in field.others:
+        delays.close()
+
+
+@pytest.fixture
+def field(session_field: Field) -> Field:
+    """A fresh process on empty tables."""
+    empty(session_field.store)
+    return Field(session_field.url)
+
+
+@pytest.fixture
+def small_steps(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row at a time, and one step in a sweep."""
+    monkeypatch.setattr(store_holding, "LOOK", 2)
+    monkeypatch.setattr(engine_holding, "STEP", 1)
+    monkeypatch.setattr(field.delays.shards[0].sweeper._holding, "_budget_s", -1)
+
+
+# -- pause ----------------------------------------------------------------------------------------
+
+
+def test_what_waits_is_held_whether_it_is_due_or_far_and_nothing_else_is(field: Field) -> None:
+    paused = [field.add(in_s=in_s, **options) for in_s in (-5, 5, HOUR) for options in ({}, {"priority": 3})]
+    others = [field.add("sms", in_s) for in_s in (-5, 5, HOUR)]
+    policy = field.delays.pause(tag="mail", by="me")
+    assert (policy.kind, policy.name, policy.is_paused, policy.updated_by) == ("tag", "mail", True, "me")
+    field.sweep()
+    assert field.statuses(*paused) == ["HELD"] * 6
+    assert field.statuses(*others) == ["NOT_COMPLETE"] * 3
+    assert field.count("task.held") == 6
+    [shown] = field.delays.policies()
+    assert (shown.held, shown.is_applied, shown.missing) == (6, True, ())
+    assert field.store.tasks.counts()[Status.HELD] == 6
+    assert field.delays.get(paused[0]).version == paused[0].version + 1
+
+
+def test_a_queue_is_paused_whatever_the_tags(field: Field) -> None:
+    slow = [field.add(tag, in_s, queue="slow") for tag in ("mail", "sms") for in_s in (-5, HOUR)]
+    other = field.add("mail", -5)
+    field.delays.pause(queue="slow")
+    field.sweep()
+    assert field.statuses(*slow, other) == ["HELD"] * 4 + ["NOT_COMPLETE"]
+    assert [(p.kind, p.name, p.held) for p in field.delays.policies()] == [("queue", "slow", 4)]
+
+
+def test_a_queue_that_is_paused_gets_no_drain_tokens(field: Field) -> None:
+    field.delays.store.workers.seen("w", ["default", "slow"], "solo", 1, 0)
+    field.delays.pause(queue="slow")
+    field.sweep()
+    for queue in ("slow", "default"):  # behind the walk
+        field.add("mail", -60, queue=queue)
+    field.sweep()
+    assert [queue for queue, *_ in field.timer.drained] == ["default"]
+
+
+def test_what_comes_near_while_it_is_paused_is_held_and_not_armed(field: Field) -> None:
+    field.delays.pause(tag="mail")
+    field.sweep()  # the walk is over
+    late = [field.add(in_s=60 + n) for n in range(3)]
+    near = field.add("sms", 60)
+    t = field.store.schema.tasks
+    with field.store.database.begin() as connection:
+        soon = field.store.tasks.now() + timedelta(seconds=20)
+        connection.execute(update(t).values(expected_time=soon))
+        connection.execute(update(field.store.schema.sweeps).values(armed_until=field.store.tasks.now()))
+    field.sweep()
+    assert field.statuses(*late, near) == ["HELD"] * 3 + ["NOT_COMPLETE"]
+    assert field.timer.ids == [near.id]
+
+
+def test_what_is_claimed_while_it_is_paused_is_held_and_does_not_run(field: Field) -> None:
+    field.delays.pause(tag="mail")
+    paused, other = field.add(in_s=-5, body="paused"), field.add("sms", -5, body="other")
+    report = field.run(paused, other)
+    assert (report.claimed, report.ran, field.ran) == (2, 1, ["other"])
+    found = field.delays.get(paused)
+    assert (found.status, found.attempts, found.worker, found.execution_time) == (Status.HELD, 0, None, None)
+    assert (found.lease_until, found.lapses, found.version) == (None, 0, paused.version + 2)
+    assert field.count("task.held") == 1
+    assert field.run(found).claimed == 0, "nobody claims it"
+
+
+def test_a_backlog_that_is_paused_is_held_by_those_who_drain(field: Field) -> None:
+    rows = [field.add(in_s=-5) for _ in range(7)]
+    field.delays.pause(tag="mail")
+    runner = field.delays.runner()
+    assert [runner.drain("default", [0], 5).is_full for _ in range(2)] == [True, False]
+    assert field.statuses(*rows) == ["HELD"] * 7
+    assert field.ran == []
+
+
+def test_a_process_goes_by_a_pause_within_a_second_or_so(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = field.process()
+    assert not other.shards[0].policies.current().has_pauses
+    field.delays.pause(tag="mail")
+    assert not other.shards[0].policies.current().has_pauses, "it reads once a second"
+    other.shards[0].policies._read_at -= 1
+    assert other.shards[0].policies.current().pauses("mail", "default")
+
+
+def test_a_pool_process_reads_policies_when_its_main_process_has_others(field: Field) -> None:
+    child = field.process().shards[0].policies
+    reads = []
+    read = child._read
+    child._read = lambda: reads.append(1) or read()  # type: ignore[func-returns-value]
+    child.follow(0)
+    child.current()
+    assert not reads, "without policies nobody asks"
+    field.delays.pause(tag="mail")
+    stamp = field.delays.shards[0].policies.refresh().stamp
+    child.follow(stamp)
+    assert child.current().pauses("mail", "default")
+    child.follow(stamp)
+    assert len(reads) == 1
+
+
+# -- resume ---------------------------------------------------------------------------------------
+
+
+def test_what_was_held_runs_in_the_order_of_its_times_after_resume(field: Field) -> None:
+    rows = [field.add(in_s=-in_s, body=in_s) for in_s in (10, 50, 30, 20, 40)]
+    field.delays.pause(tag="mail")
+    field.sweep()
+    assert field.run(*rows).claimed == 0
+    field.delays.resume(tag="mail")
+    field.sweep()
+    assert field.statuses(*rows) == ["NOT_COMPLETE"] * 5
+    assert field.count("task.released") == 5
+    field.delays.runner().drain("default", [0], 10)
+    assert field.ran == [50, 40, 30, 20, 10]
+    assert field.delays.policies() == [], "a policy that says nothing is gone"
+    with field.store.database.begin() as connection:
+        assert connection.execute(select(field.store.schema.policies)).all() == []
+
+
+def test_what_is_near_is_armed_when_it_is_released(field: Field) -> None:
+    near, far, late = field.add(in_s=20), field.add(in_s=HOUR), field.add(in_s=-5)
+    field.delays.pause(tag="mail")
+    field.sweep()
+    field.timer.armed.clear()
+    field.delays.resume(tag="mail")
+    field.sweep()
+    [entry] = field.timer.armed
+    assert (entry.id, entry.version) == (near.id, near.version + 2)
+    assert field.statuses(near, far, late) == ["NOT_COMPLETE"] * 3
+
+
+def test_the_released_come_one_step_at_a_time_the_oldest_first(field: Field, small_steps: None) -> None:
+    rows = [field.add(in_s=-in_s, priority=priority) for priority in (0, 5) for in_s in (10, 30, 20)]
+    field.delays.pause(tag="mail")
+    while field.count("task.held") < 6:
+        field.sweep()
+    field.delays.resume(tag="mail")
+    order: list[int] = []
+    while len(order) < 6:
+        field.sweep()
+        order += [task.id for task in rows if task.id not in order and field.statuses(task) == ["NOT_COMPLETE"]]
+    expected = [rows[n].id for n in (4, 5, 3, 1, 2, 0)]
+    assert order == expected, "the highest priority first, then by their times"
+
+
+def test_a_tag_that_is_resumed_stays_held_in_a_queue_that_is_not(field: Field) -> None:
+    here, there = field.add(queue="slow"), field.add()
+    field.delays.pause(tag="mail")
+    field.delays.pause(queue="slow")
+    field.sweep()
+    field.delays.resume(tag="mail")
+    field.sweep()
+    assert field.statuses(here, there) == ["HELD", "NOT_COMPLETE"]
+    field.delays.resume(queue="slow")
+    field.sweep()
+    assert field.statuses(here) == ["NOT_COMPLETE"]
+
+
+def test_a_worker_that_has_not_heard_of_the_resume_runs_what_it_claims(field: Field) -> None:
+    field.delays.pause(tag="mail")
+    stale = field.process()
+    stale.shards[0].policies.follow(stale.shards[0].policies.refresh().stamp)
+    field.delays.resume(tag="mail")
+    field.sweep()
+    task = field.add(in_s=-5, body="ran")
+    field.run(task, process=stale)
+    assert (field.statuses(task), field.ran) == (["DONE"], ["ran"])
+
+
+def test_what_is_held_that_nobody_pauses_is_released(field: Field) -> None:
+    task = field.add()
+    t = field.store.schema.tasks
+    with field.store.database.begin() as connection:
+        connection.execute(update(t).values(status=int(Status.HELD)))
+    field.sweep()
+    assert field.statuses(task) == ["NOT_COMPLETE"]
+
+
+def test_a_row_that_somebody_has_locked_is_released_when_he_is_done(field: Field) -> None:
+    if field.store.database.url.get_backend_name() == "sqlite":
+        return  # its writers lock everything: nobody else's sweep runs meanwhile
+    locked, free = field.add(), field.add()
+    field.delays.pause(tag="mail")
+    field.sweep()
+    field.delays.resume(tag="mail")
+    t = field.store.schema.tasks
+    with field.store.database.begin() as connection:
+        connection.execute(select(t.c.id).where(t.c.id == locked.id).with_for_update()).all()
+        field.sweep()
+        assert field.statuses(free) == ["NOT_COMPLETE"]
+    assert field.statuses(locked) == ["HELD"]
+    field.sweep()
+    assert field.statuses(locked) == ["NOT_COMPLETE"]
+    field.sweep()
+    assert field.delays.policies() == []
+
+
+# -- in steps, by several, with deaths ------------------------------------------------------------
+
+
+def test_a_walk_takes_a_part_of_each_sweep_and_goes_on_in_the_next(field: Field, small_steps: None) -> None:
+    rows = [field.add(in_s=HOUR + n) for n in range(5)]
+    others = [field.add("sms", HOUR + n) for n in range(5)]
+    field.delays.pause(tag="mail")
+    seen = []
+    while not field.delays.policies()[0].is_applied:
+        field.sweep()
+        seen.append(len(field.held()))
+        assert len(seen) < 100
+    assert seen[-1] == 5
+    assert max(b - a for a, b in zip([0, *seen], seen, strict=False)) == 1, "one row in a sweep at most"
+    assert field.statuses(*rows, *others) == ["HELD"] * 5 + ["NOT_COMPLETE"] * 5
+
+
+@pytest.mark.parametrize("verb", ["pause", "resume"])
+def test_who_dies_in_the_middle_leaves_the_rest_to_the_next(
+    field: Field, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [field.add(in_s=HOUR + n) for n in range(5)]
+    if verb == "resume":
+        field.delays.pause(tag="mail")
+        field.sweep()
+    monkeypatch.setattr(engine_holding, "STEP", 2)
+    getattr(field.delays, verb)(tag="mail")
+    [shard] = field.delays.shards
+    move, calls = getattr(shard.store.holding, {"pause": "hold", "resume": "release"}[verb]), []
+
+    def dies(ids: Any) -> Any:
+        calls.append(ids)
+        if len(calls) == 2:
+            raise CrashError
+        return move(ids)
+
+    monkeypatch.setattr(shard.store.holding, move.__name__, dies)
+    with pytest.raises(CrashError):
+        field.sweep()
+    monkeypatch.undo()
+    half = field.statuses(*rows)
+    assert {"HELD", "NOT_COMPLETE"} == set(half)
+    field.sweep(field.process())
+    assert field.statuses(*rows) == [{"pause": "HELD", "resume": "NOT_COMPLETE"}[verb]] * 5
+
+
+def test_two_workers_that_walk_at_once_harm_nothing(field: Field) -> None:
+    field.delays.schedule_many([NewTask("mail", n, HOUR) for n in range(1500)])
+    walkers = [field.process() for _ in range(3)]
+
+    def walk(process: DelayTasks) -> int:
+        holding = process.shards[0].sweeper._holding
+        assert holding is not None
+        holding.walk(holding.policies(), lambda: None)
+        return sum(process.events.counts[name] for name in ("task.held", "task.released"))
+
+    for verb in ("pause", "resume"):
+        getattr(field.delays, verb)(tag="mail")
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(walk, walkers))
+        while (policies := field.delays.policies()) and not policies[0].is_applied:
+            walk(field.delays)
+    moved = sum(p.events.counts[n] for p in [*walkers, field.delays] for n in ("task.held", "task.released"))
+    assert (field.held(), moved) == ([], 3000), "each row was held once and released once"
+
+
+# -- what else may be done to what is held --------------------------------------------------------
+
+
+def test_what_is_held_can_be_cancelled_moved_touched_and_replaced(field: Field) -> None:
+    cancelled, moved, touched = field.add(), field.add(), field.add()
+    replaced = field.add(key="k")
+    field.delays.pause(tag="mail")
+    field.sweep()
+    assert field.delays.cancel(cancelled)
+    assert field.delays.touch(touched, 2 * HOUR)
+    assert field.delays.get(touched).expected_time > touched.expected_time
+    assert field.delays.reschedule(moved, 60).status is Status.NOT_COMPLETE
+    new = field.delays.schedule_delay("mail", {"new": True}, 60, key="k", on_conflict="replace")
+    assert new.id == replaced.id
+    assert field.statuses(cancelled, touched) == ["CANCELLED", "HELD"]
+    due = field.delays.reschedule(moved, 0)
+    field.run(due)
+    assert (field.statuses(due), field.ran) == (["HELD"], []), "it is paused all the same"
+
+
+def test_purging_leaves_what_is_held(field: Field) -> None:
+    task, done = field.add(in_s=-5), field.add("sms", -5)
+    field.delays.pause(tag="mail")
+    field.sweep()
+    field.run(done)
+    long_ago = field.store.tasks.now() - timedelta(days=9)
+    with field.store.database.begin() as connection:
+        connection.execute(update(field.store.schema.tasks).values(update_time=long_ago, expected_time=long_ago))
+    assert field.store.sweeps.purge(86400, 100) == 1
+    assert field.statuses(task) == ["HELD"]
+
+
+# -- the policy -----------------------------------------------------------------------------------
+
+
+def test_doing_it_twice_changes_nothing(field: Field) -> None:
+    first = field.delays.pause(tag="mail", by="a")
+    assert field.delays.pause(tag="mail", by="b") == first
+    assert field.count("policy.changed") == 1
+    assert field.delays.resume(tag="sms").version == 0
+    assert field.delays.clear_policy(queue="q").version == 0
+    assert [policy.name for policy in field.delays.policies()] == ["mail"]
+
+
+def test_limits_are_kept_beside_a_pause_and_cleared_with_it(field: Field) -> None:
+    field.delays.pause(tag="mail")
+    field.delays.set_policy("mail", concurrency=10, key_concurrency=2, rate="100/s")
+    field.delays.resume(tag="mail")
+    policy = field.delays.set_policy("mail", key_concurrency=None)
+    assert policy.limits == (10, None, 100, 1.0)
+    assert field.delays.shards[0].policies.refresh().limited == {"mail": field.store.policies.read()[0]}
+    field.sweep()
+    assert [policy.as_json()["rate"] for policy in field.delays.policies()] == ["100/s"]
+    assert field.delays.clear_policy(tag="mail").is_empty
+    field.sweep()
+    assert field.delays.policies() == []
+
+
+def test_two_who_set_it_at_once_are_both_heard(field: Field) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        calls: list[Callable[[], Any]] = [
+            lambda: field.delays.pause(tag="mail"),
+            lambda: field.delays.set_policy("mail", concurrency=3),
+            lambda: field.delays.set_policy("mail", rate="5/m"),
+        ]
+        for future in [pool.submit(call) for call in calls * 3]:
+            future.result(30)
+    [policy] = field.store.policies.read()
+    assert (policy.is_paused, policy.limits, policy.version) == (True, (3, None, 5, 60.0), 3)
+
+
+def test_what_is_no_policy_is_refused(field: Field) -> None:
+    delays: Any = field.delays
+    for call in (delays.pause, delays.resume, delays.clear_policy):
+        for arguments in ({}, {"tag": "a", "queue": "b"}):
+            with pytest.raises(e.InvalidPolicyError, match="a tag or a queue"):
+                call(**arguments)
+        with pytest.raises(e.InvalidTagError):
+            call(tag=" ")
+        with pytest.raises(e.InvalidQueueError):
+            call(queue="a b")
+    with pytest.raises(e.InvalidPolicyError, match="what"):
+        delays.set_policy("mail")
+    for limit in (0, -1, True, 1.5, "5", 10**10):
+        with pytest.raises(e.InvalidPolicyError, match="concurrency is an integer"):
+            delays.set_policy("mail", concurrency=limit)
+        with pytest.raises(e.InvalidPolicyError, match="key_concurrency is an integer"):
+            delays.set_policy("mail", key_concurrency=limit)
+    for rate in ("100", "0/s", "/s", "5/", "5/0s", "5/99d", "-5/s", "5/x", 5, "٣/s", "9" * 99 + "/s", "5/s/s"):
+        with pytest.raises(e.InvalidPolicyError):
+            delays.set_policy("mail", rate=rate)
+    assert field.delays.policies() == []
+
+
+def test_without_policies_a_chunk_asks_nothing_more(field: Field) -> None:
+    tasks = [field.add(in_s=-5) for _ in range(3)]
+    field.delays.shards[0].policies.follow(0)
+    field.delays.runner()
+    seen: list[str] = []
+    for engine in (field.store.database.auto, field.store.database.tx):
+        event.listen(engine, "before_cursor_execute", lambda *args: seen.append(args[2]))
+    field.run(*tasks)
+    assert field.statuses(*tasks) == ["DONE"] * 3
+    assert not [sql for sql in seen if "policy" in sql]
