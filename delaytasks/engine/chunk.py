@@ -85,7 +85,9 @@ class ChunkSize:
 class TimeBox:
     """One thread that calls `expire(chunk)` for each chunk that is open past its time.
 
-    It needs nothing of the thread that runs the chunk, which may sit in a processor for minutes.
+    It needs nothing of the thread that runs the chunk, which may sit in a processor for minutes. While chunks come and
+    go it looks once a box whether one is left over, so that nobody has to wake it, and it does not get into the way of
+    a processor that is about to begin.
     """
 
     def __init__(self, box_s: float, expire: Callable[[Chunk], None], on_error: Callable[[Exception], None]) -> None:
@@ -98,16 +100,18 @@ class TimeBox:
     def after_fork(self) -> None:
         self._changed = threading.Condition()
         self._open: dict[Chunk, float] = {}
+        self._opened = 0
+        self._is_asleep = False
         self._thread: threading.Thread | None = None
 
     def open(self, chunk: Chunk) -> None:
         with self._changed:
-            was_idle = not self._open
             self._open[chunk] = monotonic() + self._box_s
+            self._opened += 1
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._watch, name="delaytasks-timebox", daemon=True)
                 self._thread.start()
-            elif was_idle:
+            elif self._is_asleep:
                 self._changed.notify()
 
     def close(self, chunk: Chunk) -> None:
@@ -118,7 +122,7 @@ class TimeBox:
         while True:
             with self._changed:
                 if not self._open:
-                    self._changed.wait()
+                    self._rest()
                     continue
                 # Chunks are opened in time order, and a box is the same for all: the first is the next.
                 chunk, deadline = next(iter(self._open.items()))
@@ -131,3 +135,11 @@ class TimeBox:
                 self._expire(chunk)
             except Exception as error:  # other chunks need this thread
                 self._on_error(error)
+
+    def _rest(self) -> None:
+        opened = self._opened
+        self._changed.wait(self._box_s)  # what is opened meanwhile is not over before
+        if self._opened == opened:
+            self._is_asleep = True
+            self._changed.wait()
+            self._is_asleep = False

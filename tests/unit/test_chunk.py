@@ -1,0 +1,62 @@
+"""The time box: one thread for all chunks of a process."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from delaytasks.core.clock import monotonic
+from delaytasks.engine.chunk import Chunk, TimeBox
+from tests.waiting import wait_until
+
+BOX_S = 0.1
+
+
+class Boxes:
+    def __init__(self, box_s: float = BOX_S) -> None:
+        self.expired: list[Chunk] = []
+        self.errors: list[Exception] = []
+        self.box = TimeBox(box_s, self._expire, self.errors.append)
+
+    def _expire(self, chunk: Chunk) -> None:
+        self.expired.append(chunk)
+
+    def chunk(self) -> Chunk:
+        chunk = Chunk([], 60)
+        self.box.open(chunk)
+        return chunk
+
+
+@pytest.mark.parametrize("rest_s", [0, BOX_S / 2, BOX_S * 3], ids=["at once", "while it rests", "when it sleeps"])
+def test_a_chunk_that_stays_open_is_told_of_after_its_time_whatever_came_before(rest_s: float) -> None:
+    boxes = Boxes()
+    boxes.box.close(boxes.chunk())
+    time.sleep(rest_s)
+    began, chunk = monotonic(), boxes.chunk()
+    wait_until(lambda: boxes.expired, 5, "the end of its time")
+    assert boxes.expired == [chunk]
+    assert monotonic() - began >= BOX_S
+
+
+def test_chunks_that_come_and_go_wake_nobody_and_none_is_told_of() -> None:
+    boxes = Boxes(box_s=5)
+    boxes.box.close(boxes.chunk())
+    woken = []
+    boxes.box._changed.notify = lambda: woken.append(1)  # type: ignore[method-assign, assignment]
+    for _ in range(50):
+        chunk = boxes.chunk()
+        time.sleep(0.005)
+        boxes.box.close(chunk)
+    assert woken == []
+    assert boxes.expired == []
+
+
+def test_an_error_is_told_and_the_next_chunk_is_looked_after() -> None:
+    boxes = Boxes()
+    boxes.box._expire = lambda chunk: 1 / 0  # type: ignore[assignment, misc]
+    boxes.chunk()
+    wait_until(lambda: boxes.errors, 5, "the error")
+    boxes.box._expire = boxes._expire
+    chunk = boxes.chunk()
+    wait_until(lambda: boxes.expired == [chunk], 5, "the next one")
