@@ -166,7 +166,8 @@ class DelayTasks(CallbackVerbs, PolicyVerbs):
         for each exception type. `expires`: a run that would begin later than this after its due time is CANCELLED.
         `keep_result`: what it returns is kept, as JSON. `schema`: a dataclass, a pydantic model or a callable, which
         makes of the body what the processor is given, and refuses others. `concurrency_key`: a function that says whom
-        a body is for, where limits are counted for each.
+        a body is for, where limits are counted for each. `soft_time_limit`, `time_limit`: a run that takes longer gets
+        Celery's `SoftTimeLimitExceeded`, or is killed; on prefork only.
         """
         return self.registry.processor(tag, **options)
 

@@ -60,12 +60,15 @@ class Bench:
         self.events.subscribe(lambda name, fields: self.told.append((name, fields)))
         self.ran: list[Any] = []
         self.registry.processor("note")(self.ran.append)
-        parts = (self.settings, self.claims, self.clock, self.registry, self.timer, self.events)
-        self.runner = Runner(*parts, self.execute, lambda session, task: session and unit_of(session))  # type: ignore[arg-type]
+        self.runner = self.make_runner()
         self._ids = IdMaker(lambda: to_us(self.clock.now()) // 1000)
         queues = Queues(self.settings, self.registry)
         to = (self.clock, self._ids, RecordingTimer(), self.registry, queues, self.events)
         self.producer = Producer(self.settings, self.store.tasks, *to)
+
+    def make_runner(self, **options: Any) -> Runner:
+        parts = (self.settings, self.claims, self.clock, self.registry, self.timer, self.events)
+        return Runner(*parts, self.execute, lambda session, task: session and unit_of(session), **options)  # type: ignore[arg-type]
 
     @staticmethod
     def execute(processor: Processor, task: DelayTask) -> Any:

@@ -23,6 +23,8 @@ _LEVELS = {
     "task.expired": logging.WARNING,
     "result.dropped": logging.WARNING,
     "task.no_processor": logging.WARNING,
+    "task.no_time_limits": logging.WARNING,
+    "task.timed_out": logging.WARNING,
     "task.lapsed": logging.WARNING,
     "task.gave_up": logging.ERROR,
     "task.lease_lost": logging.WARNING,

@@ -69,6 +69,8 @@ class Lapsed(NamedTuple):
     total: int
     #: Those of them that were given up, as they were left.
     given_up: Sequence[DelayTask]
+    #: Id and tag of those whose time limit was over.
+    timed_out: Sequence[tuple[int, str]] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,11 @@ class Chunk:
         self._finished: list[Settlement] = []
         self._good_until = monotonic() + good_for_s
 
+    @property
+    def next(self) -> DelayTask | None:
+        with self._lock:
+            return self._waiting[0] if self._waiting else None
+
     def start_next(self) -> DelayTask | None:
         """The next row, or None: at the end, after the time box, and when our leases may be over."""
         with self._lock:

@@ -13,8 +13,11 @@ from delaytasks.core.ports import Settlement
 from delaytasks.core.settings import Settings
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import storable, traceback_text
-from delaytasks.engine.registry import Processor
+from delaytasks.engine.registry import Processor, Registry
 from delaytasks.engine.run import MAX_RESULT_BYTES, Run
+
+#: What can not run here is tried again after a tenth of the time it has waited, within these bounds.
+PUT_OFF_MIN_S, PUT_OFF_MAX_S = 5.0, 600.0
 
 
 class Endings:
@@ -33,6 +36,24 @@ class Endings:
             return None
         self._events.emit("task.expired", id=task.id, tag=task.tag, late_s=late_s)
         return Settlement(task, "expire", error=f"expired: {late_s:.3f} s late, and worth running for {expires_s:g} s")
+
+    def no_processor(self, task: DelayTask, registry: Registry) -> Settlement:
+        """A deploy may bring its processor: never failed, tried again less and less often."""
+        known = ", ".join(sorted(processor.tag for processor in registry)) or "none"
+        error = f"no such processor, tag={task.tag} (this worker knows: {known}); is its module imported?"
+        wait_s = self._put_off_s(task)
+        self._events.emit("task.no_processor", id=task.id, tag=task.tag, next_try_s=wait_s)
+        return Settlement(task, "give_back", None, storable(error, 4096), self._after(wait_s))
+
+    def no_time_limits(self, task: DelayTask) -> Settlement:
+        """Another worker may be able to keep those of its tag."""
+        error = (
+            f"the tag {task.tag} has time limits, which this worker's pool can not keep; "
+            f"let a worker with -P prefork serve the queue {task.queue}"
+        )
+        wait_s = self._put_off_s(task)
+        self._events.emit("task.no_time_limits", id=task.id, tag=task.tag, next_try_s=wait_s)
+        return Settlement(task, "give_back", None, error, self._after(wait_s))
 
     def of_error(self, processor: Processor, task: DelayTask, began: datetime, error: BaseException) -> Settlement:
         """The next rung of the ladder, or FAILED."""
@@ -83,6 +104,11 @@ class Endings:
         if wait_s is None:
             raise InvalidScheduleError("Retry() without after= needs a ladder: @processor(tag, retry=...)")
         return self._climb(task, began, self._text(reason), wait_s, reason)
+
+    def _put_off_s(self, task: DelayTask) -> float:
+        now = self._clock.now()
+        first_due = (task.create_time or now) + timedelta(seconds=task.delay_s)
+        return min(max((now - first_due).total_seconds() / 10, PUT_OFF_MIN_S), PUT_OFF_MAX_S)
 
     def _failed(self, task: DelayTask, began: datetime, text: str, error: object) -> Settlement:
         self._events.emit("task.failed", id=task.id, tag=task.tag, error=error)

@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
-from delaytasks.core.errors import BodyRefusedError, DuplicateProcessorError, UnknownTagError
+from delaytasks.core.errors import BodyRefusedError, DuplicateProcessorError, InvalidDelayError, UnknownTagError
 from delaytasks.core.inputs import check_queue, check_tag, check_wait
 from delaytasks.core.ladder import MAX_RUNG_S, Ladder, Retries, RetryRule
 from delaytasks.core.schema import Schema
@@ -37,6 +37,9 @@ class Options(TypedDict, total=False):
     schema: Callable[..., Any] | None
     #: Whom a body is for, where limits are counted for each; a task may say it itself.
     concurrency_key: Callable[[Any], str | None] | None
+    #: A run that takes longer gets Celery's `SoftTimeLimitExceeded`; one that takes longer than `time_limit` is killed.
+    soft_time_limit: float | str | timedelta | None
+    time_limit: float | str | timedelta | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,12 @@ class Processor:
     keep_result: bool
     schema: Schema | None
     concurrency_key: Callable[[Any], str | None] | None
+    soft_time_limit_s: float | None
+    time_limit_s: float | None
+
+    @property
+    def has_time_limits(self) -> bool:
+        return self.soft_time_limit_s is not None or self.time_limit_s is not None
 
     def __call__(self, task: DelayTask, body: Any) -> Any:
         if self.schema is not None:
@@ -64,6 +73,8 @@ class Processor:
 class Registry:
     def __init__(self) -> None:
         self._processors: dict[str, Processor] = {}
+        #: Tags whose runs may be killed, and after how many seconds.
+        self.time_limits: dict[str, float] = {}
 
     def processor(self, tag: str, **options: Unpack[Options]) -> Callable[[F], F]:
         """Registers the decorated function for `tag`: `f(body)`, or `f(body, task)` to see the whole task."""
@@ -72,6 +83,7 @@ class Registry:
             known = ", ".join(Options.__annotations__)
             raise TypeError(f"a processor has no option {', '.join(sorted(unknown))} (known: {known})")
         queue, expires, schema = options.get("queue"), options.get("expires"), options.get("schema")
+        soft_s, hard_s = _time_limits(options)
         describe = partial(
             Processor,
             tag=check_tag(tag),
@@ -81,6 +93,8 @@ class Registry:
             keep_result=bool(options.get("keep_result")),
             schema=None if schema is None else Schema(tag, schema),
             concurrency_key=options.get("concurrency_key"),
+            soft_time_limit_s=soft_s,
+            time_limit_s=hard_s,
         )
 
         def register(function: F) -> F:
@@ -89,7 +103,9 @@ class Registry:
                 raise DuplicateProcessorError(
                     f"tag {tag!r} has the processor {_name(known.function)} already; give {_name(function)} another"
                 )
-            self._processors[tag] = describe(function=function, wants_task=_wants_task(function))
+            known = self._processors[tag] = describe(function=function, wants_task=_wants_task(function))
+            if known.time_limit_s is not None:
+                self.time_limits[tag] = known.time_limit_s
             return function
 
         return register
@@ -118,6 +134,25 @@ class Registry:
 
     def __iter__(self) -> Iterator[Processor]:
         return iter(self._processors.values())
+
+
+def _time_limits(options: Options) -> tuple[float | None, float | None]:
+    """The soft one and the hard one, in seconds."""
+    soft_s, hard_s = _time_limit(options.get("soft_time_limit")), _time_limit(options.get("time_limit"))
+    if soft_s is not None and hard_s is not None and soft_s >= hard_s:
+        raise InvalidDelayError(
+            f"a soft_time_limit of {soft_s:g} s comes too late for a time_limit of {hard_s:g} s: make it shorter"
+        )
+    return soft_s, hard_s
+
+
+def _time_limit(limit: object) -> float | None:
+    if limit is None:
+        return None
+    seconds = check_wait(limit, MAX_RUNG_S, "a time limit")
+    if seconds == 0:
+        raise InvalidDelayError("a time limit of 0 leaves no time to run; None means no limit")
+    return seconds
 
 
 def _wants_task(function: Callable[..., Any]) -> bool:

@@ -50,14 +50,16 @@ class Runner:
         execute: Execute,
         unit_of: UnitOf,
         admission: Admission | None = None,
+        keeps_time_limits: bool = True,
     ) -> None:
         self._settings = settings
         self._claims = claims
         self._clock = clock
         self._events = events
         self._admission = admission
+        self._time_limits = registry.time_limits
         endings = Endings(settings, clock, events)
-        self._running = Running(claims, clock, registry, endings, events, execute, unit_of)
+        self._running = Running(claims, clock, registry, endings, execute, unit_of, keeps_time_limits)
         self._settling = Settling(settings, claims, clock, timer, events)
         self._time_box = TimeBox(settings.chunk_time_box_s, self._expire, self._time_box_failed)
 
@@ -139,13 +141,15 @@ class Runner:
                 return 0, 0.0
         claimed = self._clock.now()
         self._events.emit("chunk.claimed", count=len(tasks))
+        if self._time_limits:  # last, so that nothing is at stake but themselves
+            tasks = sorted(tasks, key=lambda task: task.tag in self._time_limits)
         chunk = Chunk(tasks, self._settings.lease_s - (monotonic() - claimed_at))
         for settlement in refused:
             chunk.finish(settlement)
         self._time_box.open(chunk)
         ran, began_at = 0, monotonic()
         try:
-            while (task := chunk.start_next()) is not None:
+            while (task := self._start_next(chunk)) is not None:
                 chunk.finish(self._running.run(task, claimed))
                 ran += 1
             seconds = monotonic() - began_at
@@ -156,6 +160,13 @@ class Runner:
             finally:
                 self._flush()
         return ran, seconds
+
+    def _start_next(self, chunk: Chunk) -> DelayTask | None:
+        """A row with a time limit may take this process with it: what is finished is settled before it starts, and
+        what waits behind it is given back by the time box."""
+        if self._time_limits and (task := chunk.next) is not None and task.tag in self._time_limits:
+            self._settling.settle_finished(chunk, patience_s=self._settings.lease_s)
+        return chunk.start_next()
 
     def _expire(self, chunk: Chunk) -> None:
         """The time box is over: what is finished is settled, what did not start goes to other workers at once."""

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any, Protocol
 
 from delaytasks.core.clock import Clock
 from delaytasks.core.current import current_run
-from delaytasks.core.events import Events
 from delaytasks.core.ports import ClaimStore, Settlement
 from delaytasks.core.task import DelayTask
-from delaytasks.core.text import storable
 from delaytasks.engine.endings import Endings
 from delaytasks.engine.registry import Processor, Registry
 from delaytasks.engine.run import Run, UnitOf
 
 Execute = Callable[[Processor, DelayTask], Any]
-#: A tag without a processor is tried again after a tenth of the time it has waited, within these bounds.
-UNKNOWN_MIN_S, UNKNOWN_MAX_S = 5.0, 600.0
-
 _EXITS = (SystemExit, KeyboardInterrupt)
 
 
@@ -42,29 +37,32 @@ class Running:
         clock: Clock,
         registry: Registry,
         endings: Endings,
-        events: Events,
         execute: Execute,
         unit_of: UnitOf,
+        keeps_time_limits: bool,
     ) -> None:
         self._claims = claims
         self._clock = clock
         self._registry = registry
         self._endings = endings
-        self._events = events
         self._execute = execute
         self._unit_of = unit_of
+        #: Else rows whose tag has time limits are left to processes that can.
+        self._keeps_time_limits = keeps_time_limits
         #: With nobody watching, a row pays a test for it.
         self.watcher: Watcher | None = None
 
     def run(self, task: DelayTask, claimed: datetime) -> Settlement:
         processor, watcher = self._registry.get(task.tag), self.watcher
         if processor is None:
-            return self._give_back_unknown(task, claimed)
+            return self._put_off(self._endings.no_processor(task, self._registry), claimed)
         late = self._endings.too_late(processor, task)
         if late is not None:
             if watcher is not None:
                 watcher.expired(late, claimed)
             return late
+        if processor.has_time_limits and not self._keeps_time_limits:
+            return self._put_off(self._endings.no_time_limits(task), claimed)
         began, error = self._clock.now(), None
         if watcher is not None:
             watcher.started(task, claimed, began)
@@ -90,16 +88,7 @@ class Running:
             watcher.ended(ending, self._clock.now(), error)
         return ending
 
-    def _give_back_unknown(self, task: DelayTask, claimed: datetime) -> Settlement:
-        """A deploy may bring its processor: never failed, tried again less and less often."""
-        now = self._clock.now()
-        first_due = (task.create_time or now) + timedelta(seconds=task.delay_s)
-        wait = min(max((now - first_due).total_seconds() / 10, UNKNOWN_MIN_S), UNKNOWN_MAX_S)
-        self._events.emit("task.no_processor", id=task.id, tag=task.tag, next_try_s=wait)
-        known = ", ".join(sorted(p.tag for p in self._registry)) or "none"
-        error = storable(
-            f"no such processor, tag={task.tag} (this worker knows: {known}); is its module imported?", 4096
-        )
+    def _put_off(self, ending: Settlement, claimed: datetime) -> Settlement:
         if self.watcher is not None:
-            self.watcher.put_off(task, claimed, error)
-        return Settlement(task, "give_back", None, error, now + timedelta(seconds=wait))
+            self.watcher.put_off(ending.task, claimed, ending.error or "")
+        return ending

@@ -25,8 +25,12 @@ class Settling:
 
     def settle(self, chunk: Chunk, patience_s: float) -> None:
         """What is finished, and what will not be started. Without patience, one try: then it is the runner's again."""
-        waiting = [Settlement(task, "give_back") for task in chunk.take_waiting()]
-        settlements = chunk.take_finished() + waiting
+        for task in chunk.take_waiting():
+            chunk.finish(Settlement(task, "give_back"))
+        self.settle_finished(chunk, patience_s)
+
+    def settle_finished(self, chunk: Chunk, patience_s: float) -> None:
+        settlements = chunk.take_finished()
         made, settlements = [s for s in settlements if s.is_made], [s for s in settlements if not s.is_made]
         try:
             accepted = self._settled(settlements, monotonic() + patience_s) if settlements else set()

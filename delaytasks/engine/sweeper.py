@@ -153,5 +153,7 @@ class Sweeper:
 def tell_lapsed(events: Events, lapsed: Lapsed, **fields: object) -> None:
     if lapsed.total:
         events.emit("task.lapsed", count=lapsed.total, **fields)
+    for id, tag in lapsed.timed_out:
+        events.emit("task.timed_out", id=id, tag=tag)
     for task in lapsed.given_up:
         events.emit("task.gave_up", id=task.id, tag=task.tag, error=task.error or "", task=task)

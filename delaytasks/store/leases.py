@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -41,9 +41,11 @@ class Leases:
 
         return self._db.run(work)
 
-    def release(self, workers: Sequence[str], max_lapses: int) -> Lapsed:
+    def release(
+        self, workers: Sequence[str], max_lapses: int, time_limits: Mapping[str, float] | None = None
+    ) -> Lapsed:
         """These processes are dead: what they held lapses at once, instead of when the lease ends."""
-        return self._lapses.lapse(self._held(workers), max_lapses)
+        return self._lapses.lapse(self._held(workers), max_lapses, time_limits=time_limits)
 
     def _held(self, workers: Sequence[str]) -> ColumnElement[Any]:
         return and_(self._t.c.status == int(Status.RUNNING), self._t.c.worker.in_(list(workers)))

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from billiard.exceptions import WorkerLostError
+
 from delaytasks.core.clock import Clock
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.events import Events
@@ -16,6 +18,7 @@ from delaytasks.engine.chunk import ChunkSize
 from delaytasks.engine.runner import Report
 from delaytasks.worker.lane import REST_S, SILENT_S, Lane, by_shard
 from delaytasks.worker.pool import Job, run_job
+from delaytasks.worker.timelimits import without_celerys_limits
 
 
 class Dispatcher:
@@ -213,6 +216,8 @@ class Dispatcher:
             return True
         if result is None:
             self._failed(number, job, "the pool takes no more work")
+        else:
+            without_celerys_limits(result)
         return False
 
     def _done(self, number: int, job: Job, report: Any) -> None:
@@ -232,13 +237,15 @@ class Dispatcher:
 
     def _failed(self, number: int, job: Job, info: Any) -> None:
         """A chunk's process died, or the database is away: its rows are the sweep's and the leases' business."""
+        is_down = getattr(info, "type", None) is not WorkerLostError
         with self._lock:
             lane = self.lanes[job.shard]
             lane.in_flight.pop(number, None)
-            lane.failed()
+            if is_down:
+                lane.failed()
             if job.drain is not None:
                 lane.forget(job.drain)
         self._events.emit("chunk.failed", error=str(getattr(info, "exception", info)), shard=job.shard)
-        timer = threading.Timer(REST_S, self._soon, (self.pump,))
+        timer = threading.Timer(REST_S if is_down else 0, self._soon, (self.pump,))
         timer.daemon = True
         timer.start()

@@ -24,6 +24,7 @@ class LeaseKeeper:
     def __init__(self, delays: DelayTasks, shard: Shard, worker: Any, dispatcher: Dispatcher) -> None:
         self._delays = delays
         self._shard = shard
+        self._hub = worker.hub
         self._pool = worker.pool
         self._dispatcher = dispatcher
         self._lease_s = delays.settings.lease_s
@@ -36,13 +37,13 @@ class LeaseKeeper:
 
     def _turn(self) -> float:
         delays = self._delays
-        alive = set(self._pids())
+        alive = self._alive()
         self._dead |= {delays.processes.name(pid) for pid in self._known - alive}
         self._known = alive
         if not self._dispatcher.hear(self._shard.number, lambda: self._shard.store.tasks.now()):
             return self._look_s
         if dead := sorted(self._dead):
-            lapsed = self._shard.store.leases.release(dead, delays.settings.max_lapses)
+            lapsed = self._shard.store.leases.release(dead, delays.settings.max_lapses, delays.registry.time_limits)
             self._dead.difference_update(dead)
             tell_lapsed(delays.events, lapsed, reason="a pool process died")
         now = self._shard.clock.now_us()
@@ -55,9 +56,21 @@ class LeaseKeeper:
         self._shard.clock.refresh_if_due()
         return self._look_s
 
-    def _pids(self) -> list[int]:
+    def _alive(self) -> set[int]:
         try:
-            info: list[int] = (self._pool.info or {}).get("processes") or [os.getpid()]
+            known = set((self._pool.info or {}).get("processes") or [os.getpid()])
         except AttributeError:
-            return []  # a prefork pool that has stopped knows nothing any more
-        return info
+            return set()  # a prefork pool that has stopped knows nothing any more
+        dead = set(filter(has_exited, known))
+        if dead and self._hub is not None:
+            # It looks when the process closes its pipe, which may be too early by a moment; and then after 5 s.
+            self._hub.call_soon(self._pool.maintain_pool)
+        return known - dead
+
+
+def has_exited(pid: int) -> bool:
+    """Whether a child of ours is dead, which its parent's pool may not know yet."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except (AttributeError, ChildProcessError):  # older macOS has no waitid; threads run in the main process
+        return False

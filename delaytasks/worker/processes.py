@@ -6,13 +6,14 @@ import os
 import secrets
 import socket
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.forks import reset_in_child
 from delaytasks.engine.admission import Admission
 from delaytasks.engine.runner import Runner
 from delaytasks.worker.rowevents import RowEvents
 from delaytasks.worker.surroundings import Surroundings
+from delaytasks.worker.timelimits import can_limit_time
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
@@ -24,6 +25,8 @@ class Processes:
         self.hostname = f"delaytasks@{socket.gethostname()}"
         self._token = secrets.token_hex(2)
         self.is_worker = False
+        #: Whether the worker's pool can keep time limits.
+        self.keeps_time_limits = False
         #: The logical queues that this worker serves.
         self.queues: list[str] = []
         self.after_fork()
@@ -34,10 +37,11 @@ class Processes:
         self._runners: dict[int, Runner] = {}
         self._rows: RowEvents | None = None
 
-    def serve(self, hostname: str) -> None:
+    def serve(self, hostname: str, pool: Any) -> None:
         """This process is the main process of a worker; its children inherit the name."""
         self.hostname = hostname
         self.is_worker = True
+        self.keeps_time_limits = can_limit_time(pool)
 
     def name(self, pid: int) -> str:
         """What the `worker` column says: the worker, and which of its processes, told apart from any earlier one."""
@@ -60,7 +64,7 @@ class Processes:
         delays = self._delays
         shard = delays.shards[number]
         claims = shard.store.claims(self.name(os.getpid()), own_address(shard.store.database.url.host))
-        surroundings = Surroundings(delays.celery, self.hostname, delays.around)
+        surroundings = Surroundings(delays.celery, self.hostname, delays.around, self.keeps_time_limits)
         return Runner(
             delays.settings,
             claims,
@@ -71,6 +75,8 @@ class Processes:
             surroundings,
             delays.unit_for,
             Admission(shard.policies, shard.store.holding, delays.events),
+            # Who runs tasks without a worker runs them without limits.
+            keeps_time_limits=self.keeps_time_limits or not self.is_worker,
         )
 
 

@@ -9,6 +9,7 @@ from celery import bootsteps
 from delaytasks.core.task import DEFAULT_QUEUE
 from delaytasks.timers.eta import RUN
 from delaytasks.worker.desk import Desk
+from delaytasks.worker.timelimits import check_time_limits
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
@@ -26,13 +27,15 @@ class DelaysStep(bootsteps.StartStopStep):
 
     def create(self, worker: Any) -> Any:
         delays: DelayTasks = worker.app.tasks[RUN].delays
-        delays.processes.serve(worker.hostname)
+        delays.processes.serve(worker.hostname, worker.pool)
         add_queues(worker.app, delays)
         worker.delays_desk = Desk(delays, worker)
         return self
 
     def start(self, worker: Any) -> None:
-        worker.delays_desk.delays.check_ready()
+        delays: DelayTasks = worker.delays_desk.delays
+        delays.check_ready()
+        check_time_limits(delays, worker.pool)
         worker.delays_desk.start()
 
     def stop(self, worker: Any) -> None:

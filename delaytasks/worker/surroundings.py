@@ -7,6 +7,7 @@ import contextvars
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 from billiard.einfo import ExceptionInfo
@@ -15,17 +16,23 @@ from celery._state import _task_stack
 
 from delaytasks.core.task import DelayTask
 from delaytasks.engine.registry import Processor
+from delaytasks.worker.timelimits import limited
 
 
 class Surroundings:
     """Calls processors. The Celery task that a row's signals see is named by its tag, and made once per tag."""
 
     def __init__(
-        self, app: Any, hostname: str, around: Sequence[Callable[[DelayTask], AbstractContextManager[Any]]] = ()
+        self,
+        app: Any,
+        hostname: str,
+        around: Sequence[Callable[[DelayTask], AbstractContextManager[Any]]] = (),
+        keeps_time_limits: bool = False,
     ) -> None:
         self._app = app
         self._hostname = hostname
         self._around = around
+        self._keeps_time_limits = keeps_time_limits
         self._tasks: dict[str, Any] = {}
 
     def __call__(self, processor: Processor, task: DelayTask) -> Any:
@@ -57,7 +64,10 @@ class Surroundings:
             if signals.task_prerun.receivers:
                 signals.task_prerun.send(sender=sender, task_id=id, task=sender, args=args, kwargs={})
             try:
-                result = self._call(processor, task, body) if self._around else processor(task, body)
+                if self._keeps_time_limits and processor.has_time_limits:
+                    result = limited(processor, partial(self._call, processor, task, body))
+                else:
+                    result = self._call(processor, task, body) if self._around else processor(task, body)
             except Exception as error:
                 result = error
                 ladder = processor.ladder_for(error, task)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -34,6 +35,31 @@ def test_only_rows_that_lapsed_for_the_last_time_were_given_up(store: Store) -> 
     assert (task.id, task.status, task.lapses) == (1, Status.FAILED, 3)
     assert "3 times in a row" in (task.error or "")
     assert store.leases.release(["w/1"], 3) == Lapsed(0, [])
+
+
+def test_a_lapse_names_the_time_limit_that_was_over(store: Store) -> None:
+    began = store.tasks.now() - timedelta(seconds=7)
+    running = {"status": int(Status.RUNNING), "worker": "w/1", "attempts": 1, "execution_time": began}
+    _add(store, id=1, **running, tag="slow", lapses=2)
+    _add(store, id=2, **running, tag="slow")
+    _add(store, id=3, **running, tag="slower")
+    _add(store, id=4, **running, tag="free", lapses=2)
+    lapsed = store.leases.release(["w/1"], 3, {"slow": 5.0, "slower": 8.0})
+    assert (lapsed.total, sorted(lapsed.timed_out)) == (4, [(1, "slow"), (2, "slow")])
+    ends = {id: store.tasks.attempts(id)[0].error for id in (1, 2, 3, 4)}
+    for id, error in ends.items():
+        assert error is not None
+        assert error.endswith("; its time limit of 5 s was over") is (id in (1, 2))
+    errors = {task.id: task.error or "" for task in lapsed.given_up}
+    assert errors.keys() == {1, 4}
+    assert errors[1].endswith("3 times in a row while this task ran; its time limit of 5 s was over")
+    assert errors[4].endswith("3 times in a row while this task ran")
+    found = store.tasks.get(2)
+    assert found is not None
+    assert (found.status, found.lapses, found.version) == (Status.NOT_COMPLETE, 1, 1)
+    events = Events()
+    tell_lapsed(events, lapsed)
+    assert (events.counts["task.lapsed"], events.counts["task.timed_out"], events.counts["task.gave_up"]) == (4, 2, 2)
 
 
 class Heard:

@@ -57,6 +57,11 @@ def pay(body: Any) -> Any:
     return Done({"receipt": 7}) if body else Retry(after="5m", reason="busy")
 
 
+@delays.processor("report", soft_time_limit=timedelta(minutes=5), time_limit="6m")
+def report(body: Any) -> None: ...
+
+
+delays.processor("report", time_limits=5)  # type: ignore[call-arg]
 delays.schedule_delay("pay", {}, 5, retry=Ladder.fixed("1s", times=3), expires=60)
 
 assert_type(delays.schedule_callback("https://partner.example/paid", {"order": 7}, 60, headers={"X": "y"}), DelayTask)

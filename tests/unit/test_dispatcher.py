@@ -7,6 +7,8 @@ from datetime import datetime, timezone
 from typing import Any
 
 import pytest
+from billiard.einfo import ExceptionInfo
+from billiard.exceptions import WorkerLostError
 
 from delaytasks.core.clock import ManualClock
 from delaytasks.core.errors import StoreUnavailableError
@@ -18,6 +20,7 @@ from delaytasks.engine.runner import Report
 from delaytasks.worker import lane
 from delaytasks.worker.dispatcher import Dispatcher
 from delaytasks.worker.pool import Job
+from tests.waiting import wait_until
 
 
 class Pool:
@@ -156,6 +159,31 @@ def test_a_process_that_died_gives_its_slot_back(bench: Bench) -> None:
     _, _, lost = bench.pool.jobs.pop()
     lost(RuntimeError("worker lost"))
     assert len(bench.dispatcher.in_flight) == 1
+
+
+def test_a_process_that_died_says_nothing_of_the_database(hands: Hands) -> None:
+    bench = Bench(shards=2)
+    bench.dispatcher.take(bench.entries_of(0, 30))
+    _, _, lost = bench.pool.jobs.pop()
+    try:
+        raise WorkerLostError("exited prematurely")
+    except WorkerLostError:
+        lost(ExceptionInfo())
+    wait_until(lambda: bench.pool.jobs, 5, "the next chunk")
+    assert bench.dispatcher.info()[0]["is_up"]
+    assert bench.events.counts["chunk.failed"] == 1
+
+
+def test_a_job_has_no_limits_of_celerys(bench: Bench) -> None:
+    class Result:
+        """As billiard has it for a job that is on its way."""
+
+        _on_timeout_set, _timeout, _soft_timeout = print, 3.0, 2.0
+
+    result = Result()
+    bench.pool.apply_async = lambda *args, **options: result  # type: ignore[method-assign]
+    bench.dispatcher.take(bench.entries(1))
+    assert (result._on_timeout_set, result._timeout, result._soft_timeout) == (None, float("inf"), float("inf"))
 
 
 def test_early_entries_go_back_to_the_wheel(bench: Bench) -> None:

@@ -132,6 +132,58 @@ def test_the_highest_priority_runs_first_then_the_oldest(bench: Bench) -> None:
     assert bench.ran == ["9", "older", "5", "0"]
 
 
+# -- time limits ----------------------------------------------------------------------------------
+
+
+def test_what_is_finished_is_settled_before_a_row_begins_that_may_be_killed(bench: Bench) -> None:
+    seen: dict[int, list[str]] = {}
+
+    def look(body: Any, task: DelayTask) -> None:
+        seen[task.id] = bench.statuses(tasks)
+
+    bench.registry.processor("look", time_limit=60)(look)
+    bench.registry.processor("soft", soft_time_limit=60)(bench.ran.append)
+    settled: list[int] = []
+    bench.claims.before_settle = lambda settlements: settled.append(len(settlements))
+    tasks = [bench.schedule(), bench.schedule("look"), bench.schedule("look"), bench.schedule("soft")]
+    assert bench.run(*tasks).ran == 4
+    assert seen == {
+        tasks[1].id: ["DONE", "RUNNING", "RUNNING", "DONE"],
+        tasks[2].id: ["DONE", "DONE", "RUNNING", "DONE"],
+    }, "those with a hard limit run last, each when all before it is settled"
+    assert settled == [2, 1, 1]
+
+
+def test_a_row_that_was_to_begin_when_a_settlement_failed_goes_back(bench: Bench) -> None:
+    bench.registry.processor("hard", time_limit=60)(bench.ran.append)
+    tasks = [bench.schedule(body="first"), bench.schedule("hard", "second")]
+    failures = iter([StoreError("refused")])
+
+    def fail(settlements: Sequence[Settlement]) -> None:
+        for error in failures:
+            raise error
+
+    bench.claims.before_settle = fail
+    with pytest.raises(StoreError, match="refused"):
+        bench.run(*tasks)
+    assert bench.ran == ["first"]
+    assert bench.statuses(tasks) == ["DONE", "NOT_COMPLETE"]
+
+
+@pytest.mark.parametrize("limits", [{"soft_time_limit": 60}, {"time_limit": 60}])
+def test_rows_with_limits_are_put_off_where_nobody_can_keep_them(bench: Bench, limits: dict[str, Any]) -> None:
+    bench.registry.processor("limited", **limits)(bench.ran.append)
+    tasks = [bench.schedule("limited", "never"), bench.schedule(body="free")]
+    runner = bench.make_runner(keeps_time_limits=False)
+    runner.run([bench.entry(task) for task in tasks])
+    assert bench.ran == ["free"]
+    left = bench.now(tasks[0])
+    assert (left.status, left.attempts) == (Status.NOT_COMPLETE, 0)
+    assert 4 < (left.expected_time - bench.clock.now()).total_seconds() <= 5
+    assert "let a worker with -P prefork serve the queue default" in (left.error or "")
+    assert [fields["tag"] for fields in bench.named("task.no_time_limits")] == ["limited"]
+
+
 # -- the time box and the lease -------------------------------------------------------------------
 
 

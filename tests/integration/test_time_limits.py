@@ -1,0 +1,196 @@
+"""Time limits, kept by real workers: for each row, and for nobody else."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import insert
+
+from delaytasks import DelayTask, Status
+from tests.running import BROKERS, Deployment
+from tests.waiting import wait_until
+
+IMPORTS = {"imports": ["tests.project", "tests.time_limits_project"]}
+Deploy = Callable[..., Deployment]
+
+
+@pytest.fixture
+def deploy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deploy]:
+    made: list[Deployment] = []
+
+    def make(
+        database: str | list[str] = "postgresql", conf: dict[str, Any] | None = None, **settings: Any
+    ) -> Deployment:
+        database_url: str | list[str] = database
+        if database == "sqlite":
+            database_url = f"sqlite:///{tmp_path / 'test.sqlite3'}"
+        elif isinstance(database, str):
+            database_url = request.getfixturevalue(f"{database}_url")
+        broker_url = request.getfixturevalue(BROKERS["redis"][0])
+        settings = {
+            "queues": {"limits.*": "limits"},
+            **settings,
+        }  # as the processors say, whom the test does not import
+        made.append(Deployment(tmp_path, database_url, broker_url, {**IMPORTS, **(conf or {})}, **settings))
+        return made[-1]
+
+    yield make
+    for deployment in made:
+        deployment.close()
+
+
+def runs_of(d: Deployment, task: DelayTask) -> list[str]:
+    return [run[1] for run in d.runs() if run[0] == str(task.id)]
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mysql", "sqlite"])
+def test_a_soft_limit_climbs_the_ladder_and_then_fails(deploy: Deploy, database: str) -> None:
+    d = deploy(database)
+    d.worker()
+    again = d.schedule("limits.soft", body={"seconds": [20, 0]})
+    never = d.schedule("limits.soft", body={"seconds": 20})
+    d.wait_for([again])
+    d.wait_for([never], Status.FAILED)
+    assert runs_of(d, again) == ["began", "began", "ended"]
+    assert runs_of(d, never) == ["began", "began"]
+    assert [attempt.number for attempt in d.delays.attempts(again)] == [1]
+    first, last = d.delays.attempts(never)
+    assert first.began is not None
+    assert 0.4 < (first.ended - first.began).total_seconds() < 3
+    for error in (first.error, last.error, d.delays.get(never).error):
+        assert error is not None
+        assert "time.sleep(seconds)" in error
+        assert "SoftTimeLimitExceeded(0.5,)" in error
+
+
+def test_a_processor_may_catch_its_soft_limit_and_end_well(deploy: Deploy) -> None:
+    d = deploy()
+    d.worker(concurrency=1)
+    slow = d.schedule("limits.caught", body={"seconds": 20})
+    d.wait_for([slow])
+    assert runs_of(d, slow) == ["began", "cleaned"]
+    assert d.delays.get(slow).result == "SoftTimeLimitExceeded(0.5,)"
+    # No limit is left behind for who runs next in that process.
+    quick, unlimited = d.schedule("limits.caught"), d.schedule("limits.none", body={"seconds": 2})
+    d.wait_for([quick, unlimited])
+    assert d.delays.get(quick).result == "in time"
+    assert len({run[2] for run in d.runs()}) == 1, "one process has run them all"
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mysql", "sqlite"])
+@pytest.mark.parametrize("holds_gil", [False, True], ids=["sleeps", "holds the GIL"])
+def test_a_hard_limit_ends_the_process_and_harms_no_neighbour(deploy: Deploy, database: str, holds_gil: bool) -> None:
+    d = deploy(database, max_lapses=3)
+    due = d.delays.clock.now_us() // 1_000_000 + 4
+    body = {"file": str(d.file)}
+
+    def all_due(tag: str, count: int, **more: Any) -> list[DelayTask]:
+        delay = due - d.delays.clock.now_us() / 1e6
+        return [d.delays.schedule_delay(tag, {**body, **more}, delay) for _ in range(count)]
+
+    neighbours = all_due("limits.none", 20) + all_due("limits.hard", 5)
+    stuck = all_due("limits.hard", 1, seconds=60, holds_gil=holds_gil)[0]
+    recovers = all_due("limits.hard", 1, seconds=[60, 0])[0]
+    neighbours += all_due("limits.none", 20)
+    worker = d.worker()
+    d.wait_for([*neighbours, recovers], deadline_s=40)
+    d.wait_for([stuck], Status.FAILED, deadline_s=60)
+
+    ran = Counter(run[0] for run in d.runs() if run[1] == "began")
+    assert {ran[str(task.id)] for task in neighbours} == {1}, "nothing that was over runs again"
+    found = [d.delays.get(task) for task in neighbours]
+    if not holds_gil:
+        assert {(task.lapses, task.attempts) for task in found} == {(0, 1)}
+    assert {task.lapses for task in found if task.tag == "limits.none"} == {0}
+    if not holds_gil:  # else it may have waited behind the other one, with nobody to give it back
+        assert runs_of(d, recovers) == ["began", "began", "ended"]
+    assert runs_of(d, stuck) == ["began"] * 3
+    left = d.delays.get(stuck)
+    assert (left.lapses, left.error) == (
+        3,
+        "gave up: the worker died or lost its lease 3 times in a row while this task ran; "
+        "its time limit of 1 s was over",
+    )
+    attempts = d.delays.attempts(stuck)
+    assert [attempt.error for attempt in attempts] == [
+        "the worker died, or lost its lease, while this attempt ran; its time limit of 1 s was over"
+    ] * 3
+    log = worker.log()
+    assert "task.timed_out" in log
+    assert "Timeout (0:00:01)!" in log
+    assert "time_limits_project.py" in log, "where it was"
+
+
+def test_overdue_rows_with_limits_and_without_harm_each_other_not_on_two_databases(
+    deploy: Deploy, postgresql_url: str, mysql_url: str
+) -> None:
+    d = deploy([postgresql_url, mysql_url])
+    past, stuck, others = d.delays.clock.now() - timedelta(minutes=1), [], []
+    for shard in d.delays.shards:
+        rows = []
+        for number in range(100):
+            body = {"file": str(d.file), "seconds": [60, 0] if number == 51 else 0}
+            row = {"id": shard.new_id(), "tag": "limits.hard" if number % 2 else "limits.none", "queue": "limits"}
+            rows.append({**row, "message_body": json.dumps(body), "expected_time": past})
+            (stuck if number == 51 else others).append(rows[-1]["id"])
+        with shard.store.database.begin() as connection:
+            connection.execute(insert(shard.store.schema.tasks), rows)
+    d.worker(concurrency=3)
+
+    def left() -> int:
+        return sum(shard.store.tasks.counts()[Status.NOT_COMPLETE] for shard in d.delays.shards)
+
+    wait_until(lambda: left() == 0 and all(d.delays.get(id).is_finished for id in stuck), 40, "all to run", 0.1)
+    began = Counter(run[0] for run in d.runs() if run[1] == "began")
+    assert {began[str(id)] for id in others} == {1}
+    assert {(task.lapses, task.attempts) for task in map(d.delays.get, others)} == {(0, 1)}
+    assert {began[str(id)] for id in stuck} == {2}
+    assert all(len(d.delays.attempts(id)) == 1 for id in stuck)
+
+
+def test_a_limit_ends_a_run_that_is_too_long_for_it_soon_and_frees_its_process(deploy: Deploy) -> None:
+    d = deploy()
+    d.worker(concurrency=1)
+    stuck = d.schedule("limits.hard", body={"seconds": [60, 0]})
+    wait_until(d.runs, 10, "it to begin")
+    behind = d.schedule("limits.none")
+    d.wait_for([behind], deadline_s=4)
+    d.wait_for([stuck], deadline_s=15)
+
+
+def test_celerys_own_limits_are_not_for_rows(deploy: Deploy) -> None:
+    d = deploy(conf={"task_time_limit": 1.0, "task_soft_time_limit": 0.5})
+    d.worker()
+    tasks = [d.schedule("limits.none", body={"seconds": 3}), d.schedule("limits.caught", body={"seconds": 20})]
+    d.wait_for(tasks)
+    assert Counter(run[1] for run in d.runs()) == {"began": 2, "ended": 1, "cleaned": 1}
+
+
+@pytest.mark.parametrize("pool", ["threads", "solo"])
+def test_a_pool_that_can_not_keep_limits_refuses_to_serve_their_queue(deploy: Deploy, pool: str) -> None:
+    d = deploy()
+    refused = d.command("worker", "-P", pool, "-n", "refused", "--without-gossip", "--without-mingle")
+    name = "solo" if pool == "solo" else "thread"
+    assert (
+        f"the tag 'limits.caught' has time limits, which the pool '{name}' can not keep: start this worker with "
+        "-P prefork, or let it serve (-Q) other queues than 'limits'"
+    ) in refused.log()
+    # It may serve others, and leaves alone what comes there nonetheless.
+    other = d.worker("-Q", d.settings["namespace"] + ".default", pool=pool)
+    strayed, note = d.schedule("limits.hard", queue="default"), d.schedule()
+    d.wait_for([note])
+    wait_until(lambda: d.delays.get(strayed).error, 10, "it to be put off")
+    left = d.delays.get(strayed)
+    assert (left.status, left.attempts) == (Status.NOT_COMPLETE, 0)
+    assert "let a worker with -P prefork serve the queue default" in (left.error or "")
+    assert "task.no_time_limits" in other.log()
+    other.terminate()
+    d.worker()
+    d.wait_for([strayed], deadline_s=30)
+    assert runs_of(d, strayed) == ["began", "ended"]

@@ -1,0 +1,52 @@
+"""Processors with time limits, found through Celery's `imports`. They have a queue of their own, since a pool that can
+not keep limits refuses to serve it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from typing import Any
+
+from celery.exceptions import SoftTimeLimitExceeded
+
+from delaytasks import DelayTask, Ladder, processor
+from tests.project import note
+
+
+def work(body: dict[str, Any], task: DelayTask) -> None:
+    """Sleeps as long as the body says for this attempt, or for all."""
+    seconds = body.get("seconds", 0)
+    if isinstance(seconds, list):
+        seconds = seconds[min(task.attempts, len(seconds)) - 1]
+    note(body, task.id, "began", os.getpid())
+    if body.get("holds_gil"):
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+    else:
+        time.sleep(seconds)
+    note(body, task.id, "ended", os.getpid())
+
+
+@processor("limits.soft", queue="limits", soft_time_limit=0.5, retry=Ladder("500ms"))
+def soft(body: dict[str, Any], task: DelayTask) -> None:
+    work(body, task)
+
+
+@processor("limits.caught", queue="limits", soft_time_limit=0.5, time_limit=30, keep_result=True)
+def caught(body: dict[str, Any], task: DelayTask) -> str:
+    try:
+        work(body, task)
+    except SoftTimeLimitExceeded as error:
+        note(body, task.id, "cleaned", os.getpid())
+        return str(error)
+    return "in time"
+
+
+@processor("limits.hard", queue="limits", time_limit=1)
+def hard(body: dict[str, Any], task: DelayTask) -> None:
+    work(body, task)
+
+
+@processor("limits.none", queue="limits")
+def none(body: dict[str, Any], task: DelayTask) -> None:
+    work(body, task)

@@ -1,0 +1,167 @@
+"""Time limits: what a processor may say, and what is left behind after its run."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.concurrency import prefork, solo, thread
+from celery.exceptions import SoftTimeLimitExceeded
+
+from delaytasks import DelayTasks
+from delaytasks.core.clock import monotonic
+from delaytasks.core.errors import ConfigError, InvalidDelayError
+from delaytasks.engine.registry import Processor, Registry
+from delaytasks.worker.leases import has_exited
+from delaytasks.worker.timelimits import can_limit_time, check_time_limits, limited
+from tests.waiting import wait_until
+
+
+def processor(**limits: Any) -> Processor:
+    registry = Registry()
+    registry.processor("a", **limits)(lambda body: None)
+    return registry.demand("a")
+
+
+@pytest.fixture
+def handler() -> Iterator[Callable[..., None]]:
+    """Somebody's own, for the signal that soft limits use."""
+
+    def ours(*_: Any) -> None:
+        raise AssertionError("a limit struck that was over")
+
+    before = signal.signal(signal.SIGALRM, ours)
+    yield ours
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_limits_are_said_as_all_durations() -> None:
+    both = processor(soft_time_limit="1m30s", time_limit=120)
+    assert (both.soft_time_limit_s, both.time_limit_s, both.has_time_limits) == (90, 120, True)
+    assert not processor().has_time_limits
+    assert processor(soft_time_limit=1).has_time_limits
+    assert processor(time_limit=1).has_time_limits
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"soft_time_limit": 0},
+        {"time_limit": -1},
+        {"time_limit": "soon"},
+        {"time_limit": float("nan")},
+        {"soft_time_limit": 5, "time_limit": 5},
+        {"soft_time_limit": "1m", "time_limit": 5},
+    ],
+    ids=str,
+)
+def test_limits_that_can_not_be_kept_are_refused(limits: dict[str, Any]) -> None:
+    with pytest.raises(InvalidDelayError):
+        processor(**limits)
+
+
+def test_a_registry_knows_the_tags_whose_runs_may_be_killed() -> None:
+    registry = Registry()
+    registry.processor("hard", time_limit="5s")(lambda body: None)
+    registry.processor("soft", soft_time_limit=5)(lambda body: None)
+    assert registry.time_limits == {"hard": 5}
+
+
+def test_a_soft_limit_raises_in_the_processor_and_leaves_nothing_behind(handler: Callable[..., None]) -> None:
+    began = monotonic()
+    with pytest.raises(SoftTimeLimitExceeded, match=r"\(0\.05,\)"):
+        limited(processor(soft_time_limit=0.05), lambda: time.sleep(20))
+    assert monotonic() - began < 5
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    assert signal.getsignal(signal.SIGALRM) is handler
+
+
+def test_a_soft_limit_that_is_swallowed_does_not_strike_again(handler: Callable[..., None]) -> None:
+    struck = []
+
+    def call() -> str:
+        try:
+            time.sleep(20)
+        except SoftTimeLimitExceeded as error:
+            struck.append(error)
+        return "fine"
+
+    assert limited(processor(soft_time_limit=0.02, time_limit=60), call) == "fine"
+    assert len(struck) == 1
+
+
+def test_a_soft_limit_that_strikes_as_the_processor_ends_is_over_with_the_call(
+    handler: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    armed: list[bool] = []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *args, **options: armed.append(True))
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: armed.append(False))
+    limit_s, ends = 0.002, {True: 0, False: 0}
+    spread = processor(soft_time_limit=limit_s, time_limit=60)
+    for n in range(1500):
+        until = monotonic() + limit_s + (n % 100 - 50) * 4e-6
+
+        def call(until: float = until) -> None:
+            while monotonic() < until:
+                pass
+
+        try:
+            limited(spread, call)
+            ends[True] += 1
+        except SoftTimeLimitExceeded:
+            ends[False] += 1
+        assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+        assert armed[-2:] == [True, False], "the hard one is disarmed, whenever the soft one strikes"
+    assert min(ends.values()) > 50, "else nothing was tried"
+
+
+def test_a_hard_limit_is_disarmed_after_the_call_and_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda s, **options: calls.append((s, options["exit"])))
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: calls.append("over"))
+    assert limited(processor(time_limit=7), lambda: 5) == 5
+    with pytest.raises(ZeroDivisionError):
+        limited(processor(time_limit=7), lambda: 1 / 0)
+    assert calls == [(7, True), "over"] * 2
+
+
+def test_only_prefork_can_keep_limits() -> None:
+    assert can_limit_time(prefork.TaskPool(1))
+    assert not can_limit_time(solo.TaskPool(1))
+    assert not can_limit_time(thread.TaskPool(1))
+
+
+def test_a_pool_refuses_the_queues_of_tags_whose_limits_it_can_not_keep(tmp_path: Path) -> None:
+    app = Celery("test", broker="memory://", set_as_current=False)
+    delays = DelayTasks(app, f"sqlite:///{tmp_path / 'test.db'}", queues={"report.*": "reports"})
+    delays.processor("report.daily", soft_time_limit="5m")(lambda body: None)
+    delays.processor("report.hourly")(lambda body: None)
+    delays.processes.queues = ["default"]
+    check_time_limits(delays, thread.TaskPool(1))
+    delays.processes.queues = ["default", "reports"]
+    check_time_limits(delays, prefork.TaskPool(1))
+    with pytest.raises(ConfigError, match=r"'report.daily' has time limits, which the pool 'thread' can not keep"):
+        check_time_limits(delays, thread.TaskPool(1))
+
+
+def test_a_child_that_is_dead_is_seen_before_anybody_has_waited_for_it() -> None:
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.read(reads, 1)
+        os._exit(1)
+    assert not has_exited(pid)
+    os.write(writes, b"!")
+    wait_until(lambda: has_exited(pid), 10, "the child to be dead")
+    assert has_exited(pid)
+    assert os.waitpid(pid, 0)[0] == pid, "its parent's pool still hears of it"
+    assert not has_exited(os.getpid())
+    os.close(reads)
+    os.close(writes)
