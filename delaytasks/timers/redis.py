@@ -24,7 +24,7 @@ RETURN_S = 2.0
 #: brought at the moment when it is due.
 AHEAD_MS = 100
 #: A member and its score, as TAKE answers; of no more digits than the table's columns can hold.
-_ENTRY = re.compile(rb"(?<!\S)(\d{1,19}):(\d{1,18})(?::(-?\d{1,4}))? (\d{1,14})(?!\S)")
+_ENTRY = re.compile(rb"(?<!\S)(\d{1,19}):(\d{1,18})(?::(-?\d{1,4}))? (\d{1,14}(?:\.\d{1,9})?)(?!\S)")
 
 
 class Slot(NamedTuple):
@@ -124,7 +124,7 @@ class RedisTimer:
                 for start in range(0, len(some), LOT):
                     words: list[Any] = [self.channel(slot.queue), slot.name]
                     for entry in some[start : start + LOT]:
-                        words += (_due_ms(entry), _member(entry))
+                        words += (entry.due_us / 1000, _member(entry))
                     pipe.execute_command(*call(client, ARM), 2, *self.keys(slot), *words)
             pipe.execute()
             return True
@@ -191,11 +191,6 @@ class RedisTimer:
         return self.link.attempt(work)
 
 
-def _due_ms(entry: Entry) -> int:
-    """Rounded up: never early."""
-    return -(-entry.due_us // 1000)
-
-
 def _member(entry: Entry) -> str:
     return f"{entry.id}:{entry.version}:{entry.priority}" if entry.priority else f"{entry.id}:{entry.version}"
 
@@ -203,7 +198,7 @@ def _member(entry: Entry) -> str:
 def _taken(slot: Slot, answer: Any) -> Taken:
     was_lost, returned, dropped, levels, ticket, text, waiting, prepared = answer
     entries = [
-        Entry(number, int(version), int(due_ms) * 1000, slot.queue, int(priority or 0))
+        Entry(number, int(version), round(float(due_ms) * 1000), slot.queue, int(priority or 0))
         for id, version, priority, due_ms in _ENTRY.findall(text)
         if 0 < (number := int(id)) <= MAX_ID
     ]

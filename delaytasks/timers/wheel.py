@@ -16,14 +16,14 @@ from delaytasks.core.loop import Loop
 
 E = TypeVar("E")
 
-SLOTS = 4096
-TICK_US = 1000
+SLOTS = 8192
+TICK_US = 250
 
 
 class Wheel(Generic[E]):
     """Entries by name, each due at a tick. It has no clock: `advance` says what tick it is.
 
-    Tick 10,000 of a wheel of 4,096 slots is round 2 of slot 1808. What is due later in the same slot belongs to later
+    Tick 10,000 of a wheel of 8,192 slots is round 1 of slot 1808. What is due later in the same slot belongs to later
     rounds and is not looked at, so a tick finds all that is due, and nothing else, in one place. Not safe for threads:
     `WheelThread` is.
     """

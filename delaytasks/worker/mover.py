@@ -166,14 +166,14 @@ class Mover:
                     message = listener.get_message(timeout=EAR_S)
                     if message is not None:
                         name, due_ms = message["data"].split()
-                        self._heard(slots[message["channel"], name], int(due_ms))
+                        self._heard(slots[message["channel"], name], float(due_ms))
             finally:
                 listener.close()
         except (*FAILURES, ValueError):  # the last one when it is closed meanwhile
             return REST_S  # the mover tells of it
         return 0
 
-    def _heard(self, slot: Slot, due_ms: int) -> None:
+    def _heard(self, slot: Slot, due_ms: float) -> None:
         takes_at = max(due_ms - AHEAD_MS, LOOK_NOW)
         with self._lock:
             if takes_at >= self._next.get(slot, LOOK_NOW):
