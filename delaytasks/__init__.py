@@ -2,7 +2,9 @@
 
 from delaytasks.api import (
     attempts,
+    audit,
     cancel,
+    cancel_many,
     clear_policy,
     find,
     get,
@@ -11,8 +13,10 @@ from delaytasks.api import (
     policies,
     processor,
     reschedule,
+    reschedule_many,
     resume,
     retry,
+    retry_many,
     schedule_at,
     schedule_callback,
     schedule_delay,
@@ -24,6 +28,7 @@ from delaytasks.api import (
     touch_many,
 )
 from delaytasks.app import DelayTasks
+from delaytasks.core.bulk import AuditEntry, BulkResult
 from delaytasks.core.errors import DelayTaskError
 from delaytasks.core.ladder import LEVELS, NOTIFY, Ladder
 from delaytasks.core.outcomes import Cancel, Done, Fail, Retry, Snooze
@@ -35,6 +40,8 @@ __all__ = [
     "LEVELS",
     "NOTIFY",
     "Attempt",
+    "AuditEntry",
+    "BulkResult",
     "Cancel",
     "DelayTask",
     "DelayTaskError",
@@ -49,7 +56,9 @@ __all__ = [
     "Snooze",
     "Status",
     "attempts",
+    "audit",
     "cancel",
+    "cancel_many",
     "clear_policy",
     "find",
     "get",
@@ -58,8 +67,10 @@ __all__ = [
     "policies",
     "processor",
     "reschedule",
+    "reschedule_many",
     "resume",
     "retry",
+    "retry_many",
     "schedule_at",
     "schedule_callback",
     "schedule_delay",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from celery import signals
 
+from delaytasks.bulk_verbs import BulkVerbs
 from delaytasks.callback_verbs import CallbackVerbs
 from delaytasks.callbacks.http import CALLBACK, LADDER, Callback, HttpCallbacks
 from delaytasks.callbacks.queue import MESSAGE, Message, QueueMessages
@@ -35,6 +36,7 @@ from delaytasks.shards import Routes, Shard
 from delaytasks.store.stats import Stats
 from delaytasks.store.store import Store
 from delaytasks.timers.publisher import Publisher
+from delaytasks.touch_verbs import TouchVerbs
 from delaytasks.worker.processes import Processes
 from delaytasks.worker.tasks import SWEEP, register_tasks
 
@@ -47,7 +49,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 ENTRY_POINTS = "delaytasks.processors"
 
 
-class DelayTasks(CallbackVerbs, PolicyVerbs):
+class DelayTasks(CallbackVerbs, TouchVerbs, BulkVerbs, PolicyVerbs):
     """Delayed tasks for one Celery app.
 
     >>> delays = DelayTasks(celery_app, database_url="postgresql://localhost/shop")

@@ -1,4 +1,4 @@
-"""What callers do with delayed tasks: schedule, look up, cancel, reschedule, touch, retry."""
+"""What callers do with delayed tasks: schedule, look up, cancel, reschedule, retry."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import datetime, timedelta
-from typing import Any, overload
+from typing import Any
 
-from delaytasks.core.errors import InvalidQueryError, InvalidScheduleError
+from delaytasks.core.errors import InvalidScheduleError
 from delaytasks.core.events import Events
 from delaytasks.core.ids import check_id
-from delaytasks.core.inputs import check_instant, check_key, check_tag
+from delaytasks.core.inputs import check_instant, check_key, check_limit, check_status, check_tag
 from delaytasks.core.ladder import Ladder
 from delaytasks.core.ports import OnConflict, Unit
 from delaytasks.core.states import Status
 from delaytasks.core.task import Attempt, DelayTask, NewTask, Page
 from delaytasks.core.text import shown
-from delaytasks.shards import Name, Named, Routes, Shard, id_of
+from delaytasks.shards import Name, Named, Routes, Shard
 from delaytasks.store.units import unit_of
-
-PAGE_MAX = 1000
 
 
 class Verbs(ABC):
@@ -155,57 +153,6 @@ class Verbs(ABC):
         shard.producer.arm_after_commit([moved], named.unit)
         return moved
 
-    def touch(
-        self,
-        task: int | str | DelayTask | None = None,
-        delay: float | timedelta | None = None,
-        *,
-        tag: str | None = None,
-        key: str | None = None,
-        session: Any = None,
-    ) -> bool:
-        """Pushes a timeout away: the task is due `delay` seconds from now, unless it is later already.
-
-        One row update and no message, made for heartbeats. False if the task does not wait any more.
-        """
-        with self._guarded(session) as unit:
-            return self.routes.touch(_name(task, tag, key), delay, unit)
-
-    @overload
-    def touch_many(
-        self, tasks: Iterable[int | str | DelayTask], delay: float | timedelta, *, session: Any = None
-    ) -> list[int]: ...
-
-    @overload
-    def touch_many(
-        self, *, tag: str, keys: Iterable[str], delay: float | timedelta, session: Any = None
-    ) -> list[str]: ...
-
-    def touch_many(
-        self,
-        tasks: Iterable[int | str | DelayTask] | None = None,
-        delay: float | timedelta | None = None,
-        *,
-        tag: str | None = None,
-        keys: Iterable[str] | None = None,
-        session: Any = None,
-    ) -> list[int] | list[str]:
-        """Pushes many timeouts away, and returns those that do not wait any more: ids, or keys if keys were given.
-
-        As `touch`, a few thousand tasks in a statement. What is returned ran, or runs, or never was, which is no
-        error: schedule it anew.
-        """
-        if (tasks is None) == (keys is None) or (tag is None) != (keys is None):
-            raise InvalidScheduleError("give touch_many the tasks, or tag= and keys=")
-        with self._guarded(session) as unit:
-            if keys is None:
-                names = [_checked(task) for task in _list(tasks)]
-                waiting = self.routes.touch_many(names, delay, unit)
-                return [id for id in dict.fromkeys(map(id_of, names)) if id not in waiting]
-            wanted = [check_key(key) for key in _list(keys)]
-            touched = self.routes.touch_keys(check_tag(tag), wanted, delay, unit)
-            return [key for key in dict.fromkeys(wanted) if key not in touched]
-
     def retry(
         self,
         task: int | str | DelayTask | None = None,
@@ -259,11 +206,10 @@ class Verbs(ABC):
 
         `page.cursor` gets the next page, and is None at the end.
         """
-        if not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= PAGE_MAX:
-            raise InvalidQueryError(f"limit is an integer from 1 to {PAGE_MAX}, not {shown(limit)}")
+        check_limit(limit)
         by = (
             None if tag is None else check_tag(tag),
-            None if status is None else _status(status),
+            None if status is None else check_status(status),
             None if key is None else check_key(key),
             None if since is None else check_instant(since),
             None if until is None else check_instant(until),
@@ -292,25 +238,19 @@ class Verbs(ABC):
     @contextmanager
     def _named(self, task: Any, tag: str | None, key: str | None, session: Any) -> Iterator[Named]:
         """The task that a call names, in the transaction that the call is part of."""
-        name = _name(task, tag, key)
+        name = name_of(task, tag, key)
         with self._guarded(session) as unit:
             yield self.routes.named(name, unit)
 
 
-def _name(task: Any, tag: str | None, key: str | None) -> Name:
+def name_of(task: Any, tag: str | None, key: str | None) -> Name:
     if (task is None) == (key is None) or (key is not None and tag is None):
         raise InvalidScheduleError("name the task by its id, or by tag= and key=")
-    return (check_tag(tag), check_key(key)) if task is None else _checked(task)
+    return (check_tag(tag), check_key(key)) if task is None else checked(task)
 
 
-def _checked(task: Any) -> int | DelayTask:
+def checked(task: Any) -> int | DelayTask:
     return task if isinstance(task, DelayTask) else check_id(task)
-
-
-def _list(items: Any) -> Iterable[Any]:
-    if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
-        raise InvalidScheduleError(f"touch_many takes a list of tasks or of keys, not {shown(items)}")
-    return items
 
 
 def _new_task(item: Any) -> NewTask:
@@ -320,14 +260,3 @@ def _new_task(item: Any) -> NewTask:
         tag, body, at = item
         return NewTask(tag, body, when=at) if isinstance(at, datetime) else NewTask(tag, body, at)
     raise InvalidScheduleError(f"schedule_many takes NewTask, or (tag, body, delay or instant), not {shown(item)}")
-
-
-def _status(status: Status | str) -> Status:
-    try:
-        if isinstance(status, str):
-            return Status[status.upper()]
-        if isinstance(status, int) and not isinstance(status, bool):
-            return Status(status)
-    except (KeyError, ValueError):
-        pass  # said below
-    raise InvalidQueryError(f"status is one of {', '.join(s.name for s in Status)}, not {shown(status)}")

@@ -6,14 +6,16 @@ from importlib import import_module, metadata
 
 import click
 
+from delaytasks.cli.audit import audit
 from delaytasks.cli.check import check
 from delaytasks.cli.config import config
 from delaytasks.cli.context import EXIT_CODES, Commands, json_option, open_cli, open_cli_under_celery
 from delaytasks.cli.database import db
 from delaytasks.cli.drain import drain
+from delaytasks.cli.look import list_, show
 from delaytasks.cli.schedule import schedule
 from delaytasks.cli.stats import stats
-from delaytasks.cli.tasks import cancel, list_, reschedule, retry, show, touch
+from delaytasks.cli.tasks import cancel, reschedule, retry, touch
 
 
 class AllCommands(Commands):
@@ -80,5 +82,5 @@ def delays(ctx: click.Context) -> None:
 
 
 for _group in (main, delays):
-    for _command in (cancel, check, config, db, drain, list_, reschedule, retry, schedule, show, stats, touch):
+    for _command in (audit, cancel, check, config, db, drain, list_, reschedule, retry, schedule, show, stats, touch):
         _group.add_command(_command)

@@ -16,6 +16,7 @@ import click
 
 from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli
 from delaytasks.cli.output import count, print_json, say, sentence, task_json
+from delaytasks.cli.progress import progress_bar
 from delaytasks.cli.times import at_option, delay_option, parse_instant
 from delaytasks.core.durations import parse_duration
 from delaytasks.core.errors import BodyNotJSONError, DelayTaskError, InvalidInputError, InvalidScheduleError
@@ -149,7 +150,7 @@ class _Lines:
         self._queue = queue
         self._priority = priority
         self._progress = progress
-        self._bar = progress.add_task("", total=_size(file), scheduled=0)
+        self._bar = progress.add_task("", total=_size(file), moved=0)
         #: The tasks that are not written yet, each with its line.
         self.waiting: list[tuple[int, NewTask]] = []
         self.number = self.scheduled = 0
@@ -173,7 +174,7 @@ class _Lines:
     def written(self, tasks: Sequence[DelayTask]) -> None:
         self.scheduled += len(tasks)
         self._is_lot_written = True
-        self._progress.update(self._bar, scheduled=self.scheduled)
+        self._progress.update(self._bar, moved=self.scheduled)
 
     def _task(self, raw: bytes) -> NewTask:
         try:
@@ -201,7 +202,7 @@ class _Lines:
 def _schedule_many(cli: Cli, file: BinaryIO, on_conflict: OnConflict, queue: str | None, priority: int) -> None:
     cli.import_processors()
     delays = cli.delays
-    with _progress(cli) as progress:
+    with progress_bar(cli, "scheduled") as progress:
         lines = _Lines(file, on_conflict, queue, priority, progress)
         try:
             delays.schedule_many(lines, on_conflict=on_conflict, on_batch=lines.written)
@@ -243,19 +244,3 @@ def _size(file: BinaryIO) -> int | None:
         return os.fstat(file.fileno()).st_size or None
     except OSError:
         return None
-
-
-def _progress(cli: Cli) -> Progress:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    return Progress(
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[scheduled]:,} tasks scheduled"),
-        TimeElapsedColumn(),
-        console=console,
-        disable=cli.is_json or not console.is_terminal,
-        transient=True,
-    )

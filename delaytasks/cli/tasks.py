@@ -1,179 +1,44 @@
-"""`list`, `show`, `cancel`, `reschedule`, `touch` and `retry`."""
+"""`cancel`, `reschedule`, `touch` and `retry`: one task, a few, or many."""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 import click
 
+from delaytasks.cli.bulk import Many, move_many, takes_many
 from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli
-from delaytasks.cli.output import (
-    LONGEST,
-    NOTHING,
-    Cell,
-    block,
-    cell,
-    coloured,
-    count,
-    failure_of,
-    pretty_body,
-    print_fields,
-    print_json,
-    print_table,
-    reason,
-    say,
-    sentence,
-    task_json,
-)
-from delaytasks.cli.times import (
-    at_option,
-    delay_option,
-    show_from_now,
-    show_instant,
-    to_duration,
-    to_instant,
-)
+from delaytasks.cli.output import count, failure_of, print_json, say, sentence, task_json
+from delaytasks.cli.times import at_option, delay_option, to_duration, to_shift
 from delaytasks.core.errors import DelayTaskError, StoreError
 from delaytasks.core.ids import check_id
-from delaytasks.core.states import Status, moves_from
 from delaytasks.core.task import DelayTask
 
-_TAG_OF_KEY = click.option("--tag", help="With --key: the task of this tag that has the key.")
-_KEY = click.option("--key", help="With --tag: the task that has this key.")
-
-
-# -- list -----------------------------------------------------------------------------------------
-
-
-@click.command("list", epilog=EXIT_CODES)
-@click.option("--tag", help="Only tasks of this tag.")
-@click.option("--status", type=click.Choice([s.name for s in Status], case_sensitive=False), help="Only these.")
-@click.option("--key", help="Only tasks with this key.")
-@click.option(
-    "--since", callback=to_instant, metavar="INSTANT", help="Due at this instant or later, as 2030-01-31T18:00:00Z."
-)
-@click.option("--until", callback=to_instant, metavar="INSTANT", help="Due before this instant.")
-@click.option("--limit", type=int, default=100, show_default=True, help="1 to 1000.")
-@click.option("--cursor", help="Go on where the last page ended; it says how.")
-@pass_cli
-def list_(
-    cli: Cli,
-    tag: str | None,
-    status: str | None,
-    key: str | None,
-    since: datetime | None,
-    until: datetime | None,
-    limit: int,
-    cursor: str | None,
-) -> None:
-    """List tasks in the order of their due times.
-
-    \b
-    delaytasks list --status FAILED --since 2030-01-31T00:00:00Z
-    """
-    page = cli.delays.find(tag=tag, status=status, key=key, since=since, until=until, limit=limit, cursor=cursor)
-    if cli.is_json:
-        print_json({"tasks": [task_json(task) for task in page], "cursor": page.cursor, "missing": page.missing})
-        return
-    if page.missing:
-        cli.note(f"Not all tasks: {', '.join(f'shard {number}' for number in page.missing)} can not be reached.")
-    if not page.tasks:
-        cli.note("No tasks.")
-        return
-    now = cli.delays.clock.now()
-    headings = ("id", "status", "tag", "key", "when", "due", "queue", "attempts", "error")
-    rows = (_row(task, now) for task in page)
-    print_table(headings, rows, right="attempts", folded="tag key queue error", extra="due queue attempts")
-    if page.cursor is not None:
-        given = {"--tag": tag, "--status": status, "--key": key, "--since": since, "--until": until}
-        words = [f"{name} {shlex.quote(_as_typed(value))}" for name, value in given.items() if value is not None]
-        # On stderr, so that a pipe gets tasks only.
-        cli.note(f"More: {' '.join([cli.command, 'list', *words, f'--limit {limit}', f'--cursor {page.cursor}'])}")
-
-
-def _as_typed(value: str | datetime) -> str:
-    return value.isoformat() if isinstance(value, datetime) else value
-
-
-def _row(task: DelayTask, now: datetime) -> list[Cell]:
-    due = task.expected_time
-    return [
-        str(task.id),
-        coloured(task.status),
-        cell(task.tag),
-        cell(task.key),
-        show_from_now(due, now),
-        show_instant(due),
-        cell(task.queue),
-        str(task.attempts),
-        (reason(task.error), "red"),
-    ]
-
-
-# -- show -----------------------------------------------------------------------------------------
-
-
-@click.command(epilog=EXIT_CODES)
-@click.argument("id", required=False)
-@_TAG_OF_KEY
-@_KEY
-@pass_cli
-def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
-    """Show one task: fields, body, error, and what may happen next.
-
-    \b
-    delaytasks show 2305843009213693952
-    """
-    task = cli.delays.get(id, tag=tag, key=key)
-    moves = moves_from(task.status)
-    attempts = cli.delays.attempts(task)
-    if cli.is_json:
-        print_json({**task_json(task), "moves": moves, "failed_attempts": [one.as_json() for one in attempts]})
-        return
-    now = cli.delays.clock.now()
-    shown: list[tuple[str, Cell]] = [("id", str(task.id)), ("status", coloured(task.status))]
-    for name, value in task_json(task).items():
-        if name not in ("id", "status", "body", "error"):
-            instant = getattr(task, name, None)
-            if isinstance(instant, datetime):
-                value = f"{value} ({show_from_now(instant, now)})"
-            shown.append((name, cell(value, LONGEST)))
-    shown.append(("moves", ", ".join(moves) or NOTHING))
-    print_fields(shown)
-    say("body")
-    say(block(pretty_body(task)))
-    if task.error:
-        say("error", fg="red")
-        say(block(task.error))
-    if attempts:
-        say("failed attempts")
-        rows: list[list[Cell]] = [
-            [str(one.number), show_instant(one.ended), one.worker or NOTHING, reason(one.error)] for one in attempts
-        ]
-        print_table(["attempt", "ended", "worker", "error"], rows)
-
-
-# -- moves ----------------------------------------------------------------------------------------
+_KEY = click.option("--key", help="With --tag: the one task that has this key.")
 
 
 @click.command(epilog=EXIT_CODES)
 @click.argument("ids", nargs=-1, metavar="[ID]...")
-@_TAG_OF_KEY
 @_KEY
+@takes_many
 @pass_cli
-def cancel(cli: Cli, ids: tuple[str, ...], tag: str | None, key: str | None) -> None:
-    """Cancel tasks that wait: by their ids, or by tag and key.
+def cancel(cli: Cli, ids: tuple[str, ...], key: str | None, many: Many) -> None:
+    """Cancel tasks that wait: by their ids, by tag and key, or many by what they have in common.
 
     \b
     delaytasks cancel 2305843009213693952 2305843009213693953
     delaytasks cancel --tag order.close --key order-7
+    delaytasks cancel --tag newsletter.send --key-prefix eu- --dry-run
 
     A task that was cancelled before, named by its id, stays so, which is no error.
     """
     delays = cli.delays
+    if many.is_meant(ids, key):
+        move_many(cli, "cancelled", many, delays.cancel_many)
+        return
     cancelled: list[str] = []
     unchanged: list[str] = []
 
@@ -183,10 +48,8 @@ def cancel(cli: Cli, ids: tuple[str, ...], tag: str | None, key: str | None) -> 
         if not cli.is_json:
             say(f"cancelled task {id}" if is_new else f"task {id} was cancelled before")
 
-    if key is not None or tag is not None:
-        if ids:
-            raise click.UsageError("Give ids, or --tag and --key.")
-        ids = (str(delays.get(tag=tag, key=key).id),)
+    if key is not None:
+        ids = (str(delays.get(tag=many.tag, key=key).id),)
     _each(cli, ids, cancel_one, lambda: {"cancelled": cancelled, "unchanged": unchanged})
 
 
@@ -194,28 +57,39 @@ def cancel(cli: Cli, ids: tuple[str, ...], tag: str | None, key: str | None) -> 
 @click.argument("id", required=False)
 @delay_option
 @at_option
+@click.option(
+    "--by", callback=to_shift, metavar="DURATION", help="Many: so much later than now, or with a minus earlier."
+)
 @click.option("--version", type=int, help="Only if nobody moved it since it had this version.")
-@_TAG_OF_KEY
 @_KEY
+@takes_many
 @pass_cli
 def reschedule(
     cli: Cli,
     id: str | None,
     delay: timedelta | None,
     when: datetime | None,
+    by: timedelta | None,
     version: int | None,
-    tag: str | None,
     key: str | None,
+    many: Many,
 ) -> None:
-    """Give a task that waits another time.
+    """Give a task that waits another time: by its id, by tag and key, or many by what they have in common.
 
     \b
     delaytasks reschedule 2305843009213693952 --delay 2h
+    delaytasks reschedule --queue reports --until 2030-01-31T18:00:00Z --by 2h --dry-run
     """
-    if (delay is None) == (when is None):
-        raise click.UsageError("Give --delay or --at, one of the two.")
-    delays = cli.delays
-    task = delays.reschedule(id, delay, when=when, version=version, tag=tag, key=key)
+    delays, is_many = cli.delays, many.is_meant(() if id is None else (id,), key)
+    if [delay, when, by].count(None) != 2:
+        raise click.UsageError("Give --delay, --at or --by, one of the three.")
+    if is_many and version is None:
+        reschedule_many = partial(delays.reschedule_many, delay, when=when, by=by)
+        move_many(cli, "rescheduled", many, reschedule_many, is_shift=by is not None)
+        return
+    if is_many or by is not None:
+        raise click.UsageError("--version is for one task, --by for many.")
+    task = delays.reschedule(id, delay, when=when, version=version, tag=many.tag, key=key)
     if cli.is_json:
         print_json(task_json(task))
         return
@@ -226,7 +100,7 @@ def reschedule(
 @click.command(epilog=EXIT_CODES)
 @click.argument("ids", nargs=-1, metavar="[ID]...")
 @delay_option
-@_TAG_OF_KEY
+@click.option("--tag", help="With --key: the tag of these tasks.")
 @click.option("--key", "keys", multiple=True, help="With --tag: the task that has this key; as often as you like.")
 @pass_cli
 def touch(cli: Cli, ids: tuple[str, ...], delay: timedelta | None, tag: str | None, keys: tuple[str, ...]) -> None:
@@ -259,16 +133,23 @@ def touch(cli: Cli, ids: tuple[str, ...], delay: timedelta | None, tag: str | No
 
 
 @click.command(epilog=EXIT_CODES)
-@click.argument("ids", nargs=-1, required=True, metavar="ID...")
+@click.argument("ids", nargs=-1, metavar="[ID]...")
 @click.option("--delay", callback=to_duration, metavar="DURATION", default="0", help="Not at once, but so much later.")
+@takes_many
 @pass_cli
-def retry(cli: Cli, ids: tuple[str, ...], delay: timedelta) -> None:
-    """Run FAILED or CANCELLED tasks again.
+def retry(cli: Cli, ids: tuple[str, ...], delay: timedelta, many: Many) -> None:
+    """Run FAILED or CANCELLED tasks again: by their ids, or many FAILED ones by what they have in common.
 
     \b
     delaytasks retry 2305843009213693952
+    delaytasks retry --tag pay.notify --since 2030-01-31T00:00:00Z --dry-run
+
+    CANCELLED ones are among many only with --status CANCELLED.
     """
     delays = cli.delays
+    if many.is_meant(ids):
+        move_many(cli, "retried", many, partial(delays.retry_many, delay))
+        return
     retried: list[DelayTask] = []
 
     def retry_one(id: int) -> None:
@@ -283,7 +164,7 @@ def retry(cli: Cli, ids: tuple[str, ...], delay: timedelta) -> None:
 def _each(cli: Cli, ids: Sequence[str], move: Callable[[int], None], done: Callable[[], dict[str, Any]]) -> None:
     """The move for every id, whatever becomes of the others; an id that can not be one stops it before anything."""
     if not ids:
-        raise click.UsageError("Give an id, or --tag and --key.")
+        raise click.UsageError("Give an id, or --tag and more.")
     failures: list[tuple[int, DelayTaskError]] = []
     for id in [check_id(text) for text in ids]:
         try:

@@ -49,6 +49,13 @@ def to_instant(_ctx: click.Context, _option: click.Parameter, typed: str | None)
     return None if typed is None else parse_instant(typed)
 
 
+def to_shift(_ctx: click.Context, _option: click.Parameter, typed: str | None) -> timedelta | None:
+    """A duration, or one with a minus sign."""
+    if typed is None:
+        return None
+    return -parse_duration(typed.strip()[1:]) if typed.strip().startswith("-") else parse_duration(typed)
+
+
 delay_option = click.option(
     "--delay", callback=to_duration, metavar="DURATION", help="From now: 90 (seconds), 30m, 1h30m, 2d, 500ms."
 )

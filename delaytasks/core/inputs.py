@@ -18,18 +18,22 @@ from delaytasks.core.errors import (
     InvalidInputError,
     InvalidKeyError,
     InvalidPriorityError,
+    InvalidQueryError,
     InvalidQueueError,
     InvalidScheduleError,
     InvalidTagError,
     NaiveDatetimeError,
 )
+from delaytasks.core.states import Status
 from delaytasks.core.text import shown
 
 TAG_LENGTH = 128
 KEY_LENGTH = 191
 CONCURRENCY_KEY_LENGTH = 255
 QUEUE_LENGTH = 100
+ACTOR_LENGTH = 255
 MAX_DEPTH = 100
+PAGE_MAX = 1000
 MAX_PRIORITY = 9
 #: Python reads no integers of more than 4,300 digits.
 _INTEGER_BITS = 14_280
@@ -46,6 +50,28 @@ def check_key(key: object) -> str:
 
 def check_concurrency_key(key: object) -> str:
     return _check_name(key, "concurrency_key", CONCURRENCY_KEY_LENGTH, InvalidKeyError)
+
+
+def check_actor(actor: object) -> str:
+    return _check_name(actor, "actor", ACTOR_LENGTH, InvalidQueryError)
+
+
+def check_status(status: object) -> Status:
+    """Of a name or a number."""
+    try:
+        if isinstance(status, str):
+            return Status[status.upper()]
+        if isinstance(status, int) and not isinstance(status, bool):
+            return Status(status)
+    except (KeyError, ValueError):
+        pass  # said below
+    raise InvalidQueryError(f"status is one of {', '.join(s.name for s in Status)}, not {shown(status)}")
+
+
+def check_limit(limit: object) -> int:
+    if not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= PAGE_MAX:
+        raise InvalidQueryError(f"limit is an integer from 1 to {PAGE_MAX}, not {shown(limit)}")
+    return limit
 
 
 def check_queue(queue: object) -> str:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
+from delaytasks.core.bulk import AuditEntry, Filter
 from delaytasks.core.policies import Policies, Policy
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 
 T = TypeVar("T")
 OnConflict = Literal["reject", "keep", "replace"]
+#: When tasks are due that are moved together: at an instant, so much later or earlier, or as they were.
+To = datetime | timedelta | None
 
 
 class Entry(NamedTuple):
@@ -71,6 +74,19 @@ class Lapsed(NamedTuple):
     given_up: Sequence[DelayTask]
     #: Id and tag of those whose time limit was over.
     timed_out: Sequence[tuple[int, str]] = ()
+
+
+class Step(NamedTuple):
+    """What became of some hundreds of tasks."""
+
+    #: As they are now.
+    moved: list[Entry]
+    #: They moved on before, or are none of those that were named any more.
+    refused: int
+    #: Somebody has them locked, or their keys.
+    busy: list[int]
+    #: Id and version of those that must have their keys again first.
+    keyed: list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +164,7 @@ class SweepStore(Protocol):
     def levels(self, late_s: float) -> list[Level]: ...
     def lapse(self, max_lapses: int, limit: int) -> Lapsed: ...
     def purge(self, older_than_s: float, limit: int) -> int: ...
+    def purge_audit(self, older_than_s: float) -> None: ...
     def partitions_end(self) -> datetime | None: ...
     def stale_houses(self, houses: int, age_s: float) -> list[int]: ...
     def forget_armed(self) -> None: ...
@@ -170,6 +187,17 @@ class HoldStore(Protocol):
     def hold(self, ids: Sequence[int]) -> int: ...
     def release(self, ids: Sequence[int]) -> list[Entry]: ...
     def hold_claimed(self, tasks: Sequence[DelayTask]) -> set[int]: ...
+
+
+class BulkStore(Protocol):
+    """The table, as an operator moves many rows of it."""
+
+    def now(self) -> datetime: ...
+    def matching(self, which: Filter) -> Iterator[Sequence[tuple[int, Status]]]: ...
+    def begin(self, entry: AuditEntry) -> None: ...
+    def step(self, run: int, which: Filter, ids: Sequence[int], to: To, done: tuple[int, int]) -> Step: ...
+    def note(self, run: int, done: tuple[int, int]) -> None: ...
+    def end(self, run: int, state: str, done: tuple[int, int]) -> None: ...
 
 
 class WorkerStore(Protocol):

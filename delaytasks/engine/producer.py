@@ -219,23 +219,29 @@ class Producer:
 
     def arm(self, tasks: Sequence[DelayTask], is_committed: bool = True) -> None:
         """Hands near tasks to the timer. Its failure is nobody's: the sweep finds the row."""
+        self.arm_entries([Entry.of(task, to_us) for task in tasks], is_committed)
+
+    def arm_entries(self, entries: Sequence[Entry], is_committed: bool = True) -> None:
         horizon, now = self._settings.horizon_s, self._clock.now_us()
         until = math.inf if horizon is None else now + horizon * 1e6 + SLACK_US
-        near = [entry for entry in (Entry.of(task, to_us) for task in tasks) if entry.due_us <= until]
+        near = [entry for entry in entries if entry.due_us <= until]
         if not is_committed:
             near = [entry._replace(due_us=max(entry.due_us, now + COMMIT_US)) for entry in near]
-        moved = [task for task in tasks if task.version > 0]
-        if moved and is_committed:  # else what is armed may be right, after all
-            self._timer.disarm(map(_before, moved))
+        elif any(entry.version > 0 for entry in entries):  # else what is armed may be right, after all
+            self.disarm_entries([entry for entry in entries if entry.version > 0])
         if near:
             self._timer.arm(near)
+
+    def disarm_entries(self, entries: Sequence[Entry]) -> None:
+        """These moved on: what was armed for them before comes out of the timer."""
+        self._timer.disarm([entry._replace(version=entry.version - 1) for entry in entries])
 
     def disarm_after_commit(self, task: DelayTask, unit: Unit | None) -> None:
         """The task moved on and waits no more: what was armed for it comes out of the timer."""
 
         def disarm(tasks: Sequence[DelayTask], is_committed: bool = True) -> None:
             if is_committed:
-                self._timer.disarm(map(_before, tasks))
+                self.disarm_entries([Entry.of(task, to_us) for task in tasks])
 
         if unit is None:
             disarm([task])
@@ -250,15 +256,18 @@ class Producer:
             return max(check_instant(when), self._clock.certain_now())
         return self._clock.certain_now() + check_delay(delay, self._settings.max_delay_s)
 
+    def shift_of(self, by: Any) -> timedelta:
+        """So much later, or earlier."""
+        is_earlier = by < timedelta() if isinstance(by, timedelta) else isinstance(by, (int, float)) and by < 0
+        shift = check_delay(-by if is_earlier else by, self._settings.max_delay_s, "a shift")
+        if not shift:
+            raise InvalidDelayError("a shift is not 0")
+        return -shift if is_earlier else shift
+
 
 def _check_on_conflict(on_conflict: object) -> None:
     if on_conflict not in ("reject", "keep", "replace"):
         raise InvalidScheduleError(f"on_conflict is 'reject', 'keep' or 'replace', not {shown(on_conflict)}")
-
-
-def _before(task: DelayTask) -> Entry:
-    """What was armed for it before its last move, in all that names it."""
-    return Entry.of(task, to_us)._replace(version=task.version - 1)
 
 
 def _max_wait_s(new: NewTask, on_conflict: OnConflict, longest_s: float) -> float | None:

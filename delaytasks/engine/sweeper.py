@@ -131,6 +131,7 @@ class Sweeper:
         age = self._settings.purge_after_s
         if age is None:
             return
+        self._sweeps.purge_audit(age)
         for _ in range(PURGE_STEPS):
             beat()
             purged = self._sweeps.purge(age, STEP)

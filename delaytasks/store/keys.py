@@ -82,12 +82,19 @@ class Keys:
         mine = set(on.execute(lock.with_for_update(skip_locked=skip_locked)).scalars())
         return [task for task in tasks if task[0] in mine]
 
+    def held(self, on: Any, tasks: Sequence[Any]) -> list[Any]:
+        """Those (id, tag, key) of them that have their key, whoever has it locked."""
+        if not tasks:
+            return []
+        mine = set(on.execute(select(self._k.c.task_id).where(self._named_all(tasks))).scalars())
+        return [task for task in tasks if task[0] in mine]
+
     def release_all(self, on: Any, tasks: Sequence[Any]) -> None:
         if tasks:
             on.execute(delete(self._k).where(self._named_all(tasks)))
 
     def _named_all(self, tasks: Sequence[Any]) -> ColumnElement[bool]:
-        ids, tags, keys = (set(part) for part in zip(*tasks, strict=True))
+        ids, tags, keys = ({task[part] for task in tasks} for part in range(3))
         # The key and the tag as well: there is no index on ids.
         return and_(self._k.c.task_key.in_(keys), self._k.c.tag.in_(tags), self._k.c.task_id.in_(ids))
 

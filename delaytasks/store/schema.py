@@ -22,7 +22,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.sql.elements import conv
 
-from delaytasks.core.inputs import CONCURRENCY_KEY_LENGTH, KEY_LENGTH, QUEUE_LENGTH, TAG_LENGTH
+from delaytasks.core.inputs import ACTOR_LENGTH, CONCURRENCY_KEY_LENGTH, KEY_LENGTH, QUEUE_LENGTH, TAG_LENGTH
 from delaytasks.core.states import Status
 from delaytasks.store.types import LongText, UTCDateTime, db_now
 
@@ -57,6 +57,7 @@ class Schema:
     workers: Table
     shards: Table
     policies: Table
+    audit: Table
     #: Which of several databases has these tables.
     shard: int
 
@@ -183,4 +184,21 @@ def build_schema(prefix: str = "", schema: str | None = None, shard: int = 0) ->
         PrimaryKeyConstraint("kind", "name", name=conv(prefix + "pk_yb_delay_policy")),
         **_MYSQL,
     )
-    return Schema(metadata, tasks, keys, attempts, sweeps, workers, shards, policies, shard)
+    audit = Table(
+        prefix + "yb_delay_audit",
+        metadata,
+        Column("id", BigInteger, nullable=False, autoincrement=False),
+        Column("action", String(32), nullable=False),
+        Column("filter", LongText, nullable=False),
+        Column("actor", String(ACTOR_LENGTH), nullable=False),
+        Column("state", String(16), nullable=False),
+        Column("started_at", UTCDateTime, nullable=False),
+        Column("seen_at", UTCDateTime, nullable=False),
+        Column("finished_at", UTCDateTime),
+        Column("matched", BigInteger, nullable=False),
+        Column("changed", BigInteger, nullable=False),
+        Column("refused", BigInteger, nullable=False),
+        PrimaryKeyConstraint("id", name=conv(prefix + "pk_yb_delay_audit")),
+        **_MYSQL,
+    )
+    return Schema(metadata, tasks, keys, attempts, sweeps, workers, shards, policies, audit, shard)

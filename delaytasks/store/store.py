@@ -6,6 +6,7 @@ from sqlalchemy import Connection, exc, inspect
 
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.settings import Settings, mask_url
+from delaytasks.store.bulk import Bulk
 from delaytasks.store.claims import Claims
 from delaytasks.store.database import Database
 from delaytasks.store.driver_errors import REMEDY
@@ -26,6 +27,7 @@ class Store:
         self.database = Database(url, settings.pool_size, shard if len(settings.database_url) > 1 else None)
         self.schema = build_schema(settings.table_prefix, settings.table_schema, shard)
         self.tasks = Tasks(self.database, self.schema)
+        self.bulk = Bulk(self.database, self.schema)
         self.touches = Touches(self.database, self.schema)
         self.sweeps = Sweeps(self.database, self.schema, settings.lease_s, settings.timer)
         self.leases = Leases(self.database, self.schema, settings.lease_s)

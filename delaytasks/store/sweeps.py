@@ -13,6 +13,7 @@ from delaytasks.core.policies import NO_POLICIES, Policies
 from delaytasks.core.ports import Entry, Lapsed, Level
 from delaytasks.core.states import FINISHED, Status
 from delaytasks.store.attempts import Attempts
+from delaytasks.store.audit import Audit
 from delaytasks.store.database import Database
 from delaytasks.store.keys import Keys
 from delaytasks.store.lapses import Lapses, lease_is_over
@@ -33,6 +34,7 @@ class Sweeps:
         self._lapses = Lapses(database, schema)
         self._keys = Keys(database, schema)
         self._attempts = Attempts(database, schema)
+        self._audit = Audit(database, schema)
         self._t = schema.tasks
         self._s = schema.sweeps
 
@@ -151,6 +153,9 @@ class Sweeps:
                 return purged
 
         return self._db.run(work)
+
+    def purge_audit(self, older_than_s: float) -> None:
+        self._audit.purge(older_than_s)
 
     def partitions_end(self) -> datetime | None:
         """When the last of the table's partitions will be full, if it has any."""

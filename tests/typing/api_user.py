@@ -10,7 +10,7 @@ from celery import Celery
 from typing_extensions import assert_type
 
 import delaytasks
-from delaytasks import DelayTask, DelayTasks, Done, Ladder, NewTask, Page, Retry, Status
+from delaytasks import AuditEntry, BulkResult, DelayTask, DelayTasks, Done, Ladder, NewTask, Page, Retry, Status
 
 delays = DelayTasks(Celery("shop"), "sqlite://", horizon_s=20)
 
@@ -46,7 +46,12 @@ assert_type(delaytasks.retry("7"), DelayTask)
 assert_type(delaytasks.get(7).status, Status)
 assert_type(delaytasks.find(tag="order.close", status=Status.FAILED), Page)
 assert_type([task.id for task in delaytasks.find().tasks], list[int])
+assert_type(delays.cancel_many(tag="order.close", key_prefix="eu-", on_progress=print), BulkResult)
+assert_type(delaytasks.reschedule_many(by=timedelta(hours=-1), status="HELD", dry_run=True).changed, int)
+assert_type(delaytasks.retry_many(60, since=datetime.now(timezone.utc)), BulkResult)
+assert_type(delays.audit(limit=5), list[AuditEntry])
 
+delays.cancel_many(colour="red")  # type: ignore[call-arg]
 delaytasks.schedule_delay("order.close", {}, "soon")  # type: ignore[arg-type]
 delaytasks.schedule_delay("order.close", {}, 5, on_conflict="ignore")  # type: ignore[arg-type]
 delaytasks.schedule_delay("order.close", {}, 5, colour="red")  # type: ignore[call-arg]

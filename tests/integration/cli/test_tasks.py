@@ -191,4 +191,4 @@ def test_retry_runs_failed_and_cancelled_tasks_again(shop: Project) -> None:
     assert [(task["id"], task["status"]) for task in answer["retried"]] == [(id, "NOT_COMPLETE") for id in ids[:2]]
     assert [(one["id"], one["type"]) for one in answer["failed"]] == [(ids[2], "InvalidStatusError")]
     assert shop.delays.get(failed.id).expected_time > shop.delays.clock.now() + timedelta(minutes=59)
-    assert shop.error("retry", exit_code=2)["type"] == "MissingParameter"
+    assert shop.error("retry", exit_code=2)["type"] == "UsageError"
