@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import BigInteger, ColumnElement, Select, Update, any_, bindparam, func, select, update
-from sqlalchemy.dialects.postgresql import ARRAY
+from sqlalchemy import ColumnElement, Select, Update, func, select, update
 
 from delaytasks.core.bulk import Filter
 from delaytasks.core.clock import to_us
@@ -23,7 +22,7 @@ from delaytasks.store.database import Database
 from delaytasks.store.keys import Keys
 from delaytasks.store.rows import dump_rows, instant_text, json_rows, listed
 from delaytasks.store.schema import Schema
-from delaytasks.store.types import db_now
+from delaytasks.store.types import LONG_AGO, db_now
 
 #: Rows that one statement looks at, besides those that are due at the very same time as the last of them.
 WINDOW = 20_000
@@ -46,27 +45,22 @@ class Bulk:
 
     def matching(self, which: Filter) -> Iterator[list[tuple[int, Status]]]:
         """Those that the filter names, in the order of their due times; one window at a time."""
-        t, place = self._t, None
-        query = select(t.c.id, t.c.status).where(*self._named(which, which.looked_at)).order_by(t.c.expected_time)
+        t, due = self._t.c, self._t.c.expected_time
+        query = select(t.id, t.status).where(*self._named(which, which.looked_at)).order_by(due)
+        begin: ColumnElement[bool] = due >= (which.since or LONG_AGO)
         while True:
-            ends = self._rows(self._window_end(which, place))
-            window = query if place is None else query.where(t.c.expected_time > place)
-            if ends:
-                window = window.where(t.c.expected_time <= ends[0][0])
+            ends = self._rows(self._window_end(begin, which.until))
+            window = query.where(begin, *(due <= row[0] for row in ends))
             yield [(row[0], Status.of(row[1])) for row in self._rows(window)]
             if not ends:
                 return
-            place = ends[0][0]
+            begin = due > ends[0][0]
 
-    def _window_end(self, which: Filter, place: datetime | None) -> Select[Any]:
+    def _window_end(self, begin: ColumnElement[bool], until: datetime | None) -> Select[Any]:
         """The due time of the window's last row, whatever its status; the index alone tells it."""
         due = self._t.c.expected_time
-        query = select(due).order_by(due).offset(WINDOW - 1).limit(1)
-        if which.until is not None:
-            query = query.where(due < which.until)
-        if place is not None:
-            return query.where(due > place)
-        return query if which.since is None else query.where(due >= which.since)
+        query = select(due).where(begin).order_by(due).offset(WINDOW - 1).limit(1)
+        return query if until is None else query.where(due < until)
 
     def _rows(self, query: Select[Any]) -> Sequence[Any]:
         return self._db.alone(lambda c: c.execute(query).all())
@@ -168,10 +162,8 @@ class Bulk:
             "update_time": db_now(),
             **({"attempts": 0, "lapses": 0} if move == "retry" else {}),
         }
-        statement = update(t).where(t.c.id == w.c.id, t.c.version == w.c.version).values(values)
-        if self._db.can.array_parameters:
-            return statement.where(t.c.id == any_(bindparam("ids", type_=ARRAY(BigInteger))))
-        return statement.where(t.c.id.in_(bindparam("ids", expanding=True)))
+        mine = listed(self._db, t.c.id, "ids")  # else a small table is read from end to end
+        return update(t).where(mine, t.c.id == w.c.id, t.c.version == w.c.version).values(values)
 
 
 def _due(due: datetime, to: To, now: datetime | None) -> datetime | None:

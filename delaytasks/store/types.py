@@ -15,7 +15,7 @@ from sqlalchemy.types import TypeDecorator, TypeEngine
 from delaytasks.core.clock import UTC
 
 #: Before all rows, and an instant that each database can say.
-_LONG_AGO = datetime(1000, 1, 1, tzinfo=UTC)
+LONG_AGO = datetime(1000, 1, 1, tzinfo=UTC)
 
 LongText = Text().with_variant(mysql.LONGTEXT(), "mysql", "mariadb")
 
@@ -67,7 +67,7 @@ def once(instant: ColumnElement[datetime]) -> ScalarSelect[datetime]:
 def is_past(column: ColumnElement[datetime], instant: ColumnElement[datetime]) -> ColumnElement[bool]:
     """`column <= instant`, as a range whose ends no planner knows. PostgreSQL expects such a one to be narrow; where it
     is open below, a third of all rows, and so it would read a large table from end to end."""
-    return column.between(once(literal(_LONG_AGO, UTCDateTime())), once(instant))
+    return column.between(once(literal(LONG_AGO, UTCDateTime())), once(instant))
 
 
 _SQLITE_NOW = "strftime('%Y-%m-%d %H:%M:%f000', 'now'"

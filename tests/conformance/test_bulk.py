@@ -385,7 +385,7 @@ def test_the_audit_row_tells_how_far_it_came_and_is_there_from_the_start(store: 
     assert entry.filter == {"tag": "mail", "since": (NOON - timedelta(days=9999)).isoformat()}
     assert (entry.matched, entry.changed, entry.refused) == counts(result)
     assert entry.finished_at is not None
-    assert entry.started_at == result.started <= entry.finished_at == entry.seen_at
+    assert entry.started_at == result.started <= min(entry.finished_at, entry.seen_at)
     delays.reschedule_many(by=-60, everything=True)
     newest, _ = delays.audit()
     assert newest.filter["to"] == "-60.0 s"

@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 from sqlalchemy import Connection, event, insert, text, update
 
+from delaytasks.core.bulk import AuditEntry, filter_of
 from delaytasks.core.clock import to_us
 from delaytasks.core.errors import (
     CancelTooLateError,
@@ -35,6 +36,7 @@ from delaytasks.core.errors import (
 from delaytasks.core.ports import Entry, Lapsed, Level, Miss, Settlement
 from delaytasks.core.states import FINISHED, MOVES, Status
 from delaytasks.core.task import DelayTask
+from delaytasks.store import bulk as store_bulk
 from delaytasks.store import database, engines
 from delaytasks.store.claims import Claims
 from delaytasks.store.database import Database
@@ -1341,3 +1343,32 @@ def test_the_sweep_reads_near_and_old_rows_by_their_time(unanalysed: Store) -> N
         assert "plan_idx_expectedTime_status" in shown, shown
         assert "plan_idx_yb_delay_hot" not in shown, shown
         assert_no_scan(shown)
+
+
+def test_many_are_found_by_due_time_window_by_window(analysed: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, now = analysed, analysed.tasks.now()
+    monkeypatch.setattr(store_bulk, "WINDOW", 500)
+    for move in ("cancel", "reschedule", "retry"):
+        waiting = "FAILED" if move == "retry" else "NOT_COMPLETE"
+        for filters in ({"tag": "nobody"}, {"status": waiting, "queue": "none", "since": seconds(now, -5000)}):
+            windows = store.bulk.matching(filter_of(move, filters, False))
+            shown = plans(store, lambda some=windows: [next(some), next(some)])
+            assert_no_scan(shown)
+            assert "hot" not in shown, f"all that waits, for each window: {shown}"
+            assert shown.lower().count("plan_idx_expectedtime_status") == 4, shown
+
+
+@pytest.mark.parametrize("move", ["cancel", "reschedule"])
+def test_many_are_moved_by_their_ids_on_empty_statistics(unanalysed: Store, move: str) -> None:
+    store, now = unanalysed, unanalysed.tasks.now()
+    keyed = [store.tasks.insert_keyed(task(store, key=f"{move}{n}"), "reject")[0] for n in range(300)]
+    ids = [one.id for one in keyed]
+    entry = AuditEntry(ids[0], move, {}, "me", "running", now, now, None, 300, 0, 0)
+    store.bulk.begin(entry)
+    to = None if move == "cancel" else timedelta(hours=1)
+    shown = plans(store, lambda: store.bulk.step(entry.id, filter_of(move, {}, True), ids, to, (0, 0)))
+    assert not re.search(r"Seq Scan on plan_yb_delay_task_m|SCAN plan_|(ALL|index) on plan_yb_delay_task_m", shown), (
+        shown
+    )
+    assert "plan_idx" not in shown, shown
+    assert {read(store, id).version for id in ids} == {1}

@@ -1,0 +1,218 @@
+"""`cancel`, `reschedule` and `retry` of many tasks, and `audit`."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delaytasks import Status
+from delaytasks.engine import bulk
+from tests.integration.cli.project import HOSTILE, RUN, Project, write
+from tests.waiting import wait_until
+
+ALL = {"refused": 0, "missing": [], "state": "done"}
+
+
+def test_cancel_counts_first_and_cancels_when_told_so(shop: Project) -> None:
+    tasks = [shop.schedule(delay=60, key=f"eu-{n}") for n in range(3)]
+    other = shop.schedule("mail", 60)
+    counted = shop.json("cancel", "--tag", "ok", "--dry-run")
+    assert counted == {**ALL, "matched": 3, "changed": 0, "runs": [], "state": "dry run"}
+    assert shop("cancel", "--key-prefix", "eu-", "--dry-run").stdout == "3 tasks would be cancelled\n"
+    assert {shop.status(task) for task in tasks} == {Status.NOT_COMPLETE}
+    said = shop("cancel", "--key-prefix", "eu-", "--yes")
+    assert (said.exit_code, said.stdout, said.stderr) == (0, "cancelled 3 tasks\n", "")
+    assert {shop.status(task) for task in tasks} == {Status.CANCELLED}
+    assert shop.status(other) is Status.NOT_COMPLETE
+    again = shop.json("cancel", "--tag", "ok", "--yes")
+    assert (again["matched"], again["changed"], len(again["runs"])) == (0, 0, 1)
+
+
+def test_what_runs_is_left_and_told(shop: Project) -> None:
+    for _ in range(3):
+        shop.schedule()
+    shop.delays.store.claims("w", None).claim_due("default", [0], 1)
+    counted = shop("cancel", "--tag", "ok", "--dry-run")
+    assert counted.stdout == "2 tasks would be cancelled\n"
+    assert counted.stderr == "left as they are: 1 task (they run)\n"
+    assert shop.json("cancel", "--everything", "--yes")["refused"] == 1
+
+
+def test_reschedule_gives_many_a_time_or_shifts_them(shop: Project) -> None:
+    tasks = [shop.schedule(delay=delay, queue="reports") for delay in (60, 120)]
+    shop.json("reschedule", "--queue", "reports", "--at", "2031-01-01T00:00:00Z", "--yes")
+    assert {shop.delays.get(task).expected_time.isoformat() for task in tasks} == {"2031-01-01T00:00:00+00:00"}
+    wait_until(lambda: shop.delays.store.bulk.now() > max(shop.delays.get(t).update_time for t in tasks), 5, "time")
+    assert shop("reschedule", "--queue", "reports", "--by", "-1h30m", "--yes").stdout == "rescheduled 2 tasks\n"
+    assert {shop.delays.get(task).expected_time.isoformat() for task in tasks} == {"2030-12-31T22:30:00+00:00"}
+
+
+def test_retry_runs_many_failed_ones_again(shop: Project) -> None:
+    failed, cancelled = shop.schedule("bad"), shop.schedule("bad", 60)
+    shop("drain")
+    shop.delays.cancel(cancelled)
+    assert shop.json("retry", "--tag", "bad", "--delay", "1h", "--yes")["changed"] == 1
+    assert (shop.status(failed), shop.status(cancelled)) == (Status.NOT_COMPLETE, Status.CANCELLED)
+    assert shop.json("retry", "--tag", "bad", "--status", "cancelled", "--yes")["changed"] == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["cancel", "--tag", "ok"],
+        ["cancel", "--yes"],
+        ["cancel", "1", "--tag", "ok", "--yes"],
+        ["cancel", "--tag", "ok", "--key", "k", "--queue", "default", "--yes"],
+        ["cancel", "--tag", "ok", "--status", "DONE", "--yes"],
+        ["cancel", "--tag", "ok", "--until", "tomorrow", "--yes"],
+        ["reschedule", "--tag", "ok", "--yes"],
+        ["reschedule", "--tag", "ok", "--by", "1h", "--delay", "1h", "--yes"],
+        ["reschedule", "--tag", "ok", "--by", "0", "--yes"],
+        ["reschedule", "--tag", "ok", "--by", "1h", "--version", "0", "--yes"],
+        ["reschedule", "1", "--by", "1h"],
+        ["retry", "--status", "RUNNING", "--yes"],
+        ["retry", "1", "--everything", "--yes"],
+        ["audit", "--limit", "0"],
+    ],
+)
+def test_what_names_nothing_or_contradicts_itself_ends_with_2(shop: Project, arguments: list[str]) -> None:
+    task = shop.schedule(delay=60, key="k")
+    shop.error(*arguments, exit_code=2)
+    assert shop.delays.get(task).version == 0
+    assert shop.json("audit") == []
+
+
+def test_audit_tells_who_did_what_and_how_far_it_came(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shop("audit").stderr == "Nothing yet.\n"
+    monkeypatch.setenv("LOGNAME", f"ann{HOSTILE}")
+    shop.schedule(delay=60)
+    shop("cancel", "--tag", "ok", "--yes")
+    shop("cancel", "--tag", "[red]", "--yes")
+    newest, first = shop.json("audit")
+    assert (first["action"], first["state"], first["matched"], first["changed"]) == ("cancel", "done", 1, 1)
+    assert first["filter"] == {"tag": "ok"}
+    assert newest["matched"] == 0
+    said = shop("audit", "--limit", "1").stdout
+    assert all(line.isprintable() for line in said.splitlines()), said
+    assert '{"tag": "[red]"}' in said
+    assert r"ann\x1b[31mred" in said
+    assert len(said.splitlines()) == 2
+
+
+# -- at a terminal --------------------------------------------------------------------------------
+
+
+def at_terminal(name: str, *arguments: str) -> tuple[subprocess.Popen[bytes], Callable[[str], str], int]:
+    """The command with a terminal for stdin and stderr; what it says until some text, and where to type."""
+    ours, theirs = pty.openpty()
+    running = subprocess.Popen(
+        [sys.executable, "-c", RUN, "-A", name, *arguments],
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, os.getcwd()]), "TERM": "xterm"},
+    )
+    os.close(theirs)
+    said = ""
+
+    def until(text: str) -> str:
+        nonlocal said
+        while text not in said:
+            try:
+                said += os.read(ours, 4096).decode(errors="replace")
+            except OSError:  # it ended
+                raise AssertionError(f"ended without {text!r}: {said}") from None
+        return said
+
+    return running, until, ours
+
+
+@pytest.mark.parametrize(("typed", "status"), [("n", Status.NOT_COMPLETE), ("y", Status.CANCELLED)])
+def test_people_are_asked_with_the_count(shop: Project, typed: str, status: Status) -> None:
+    tasks = [shop.schedule(delay=60) for _ in range(3)]
+    running, until, terminal = at_terminal(shop.name, "cancel", "--tag", "ok")
+    assert "3 tasks would be cancelled. Go on? [y/N]" in until("[y/N]")
+    os.write(terminal, f"{typed}\n".encode())
+    out, _ = running.communicate(timeout=30)
+    os.close(terminal)
+    assert {shop.status(task) for task in tasks} == {status}
+    assert (running.returncode, out) == ((0, b"cancelled 3 tasks\n") if typed == "y" else (1, b""))
+
+
+SLOW = """
+import os, time
+from delaytasks.engine import bulk
+from {name} import app
+
+bulk.STEP = 2
+step = bulk.BulkRun._step
+def slowly(run, ids):
+    open("step", "a").write("x")
+    time.sleep(0.3)
+    return step(run, ids)
+bulk.BulkRun._step = slowly
+"""
+
+
+@pytest.mark.parametrize("option", [[], ["--json"]])
+def test_ctrl_c_lets_a_step_end_and_says_how_far_it_came(
+    shop: Project, process: Callable[..., subprocess.Popen[str]], option: list[str], forget: Callable[..., None]
+) -> None:
+    for _ in range(40):
+        shop.schedule(delay=60)
+    name = write("slow_shop", SLOW.format(name=shop.name))
+    running = process("-c", RUN, "-A", name, "cancel", "--tag", "ok", "--yes", *option)
+    wait_until(lambda: Path("step").exists() and len(Path("step").read_text()) >= 2, 30, "the second step")
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=30)
+    assert running.returncode == 1, err
+    cancelled = len(shop.delays.find(status="CANCELLED"))
+    assert 0 < cancelled < 40
+    assert cancelled % 2 == 0
+    [entry] = shop.delays.audit()
+    assert (entry.state, entry.matched, entry.changed) == ("stopped", 40, cancelled)
+    if option:
+        told = json.loads(out)
+        assert (told["state"], told["matched"], told["changed"]) == ("stopped", 40, cancelled)
+    else:
+        assert out == f"stopped: cancelled {cancelled} of 40 tasks; to go on run it again\n"
+    assert shop.json("cancel", "--tag", "ok", "--yes")["changed"] == 40 - cancelled
+
+
+def test_a_shift_that_is_stopped_says_how_to_go_on(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "STEP", 2)
+    tasks = [shop.schedule(delay=3600 + n) for n in range(6)]
+    wait_until(lambda: shop.delays.store.bulk.now() > max(shop.delays.get(t).update_time for t in tasks), 5, "time")
+    step: Any = bulk.BulkRun._step
+
+    def stopped(run: Any, ids: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return step(run, ids)
+
+    monkeypatch.setattr(bulk.BulkRun, "_step", stopped)
+    said = shop("reschedule", "--tag", "ok", "--by", "1h", "--yes")
+    assert said.exit_code == 1
+    more = re.fullmatch(r"stopped: rescheduled 2 of 6 tasks; to go on run it again, with (\S+) (\S+)\n", said.stdout)
+    assert more is not None, said.stdout
+    monkeypatch.setattr(bulk.BulkRun, "_step", step)
+    assert shop.json("reschedule", "--tag", "ok", "--by", "1h", "--yes", *more.groups())["changed"] == 4
+    assert {(shop.delays.get(task).expected_time - task.expected_time).total_seconds() for task in tasks} == {3600}
+
+
+def test_with_two_databases_both_are_worked_on(two: Project) -> None:
+    two.delays.schedule_many(("ok", None, 60) for _ in range(5))
+    for _ in range(20):
+        two.schedule(delay=60)
+    done = two.json("cancel", "--tag", "ok", "--yes")
+    assert (done["matched"], done["changed"], len(done["runs"])) == (25, 25, 2)
+    assert {entry["shard"] for entry in two.json("audit")} == {0, 1}
