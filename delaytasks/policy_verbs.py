@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from delaytasks.core.errors import InvalidPolicyError, StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.policies import Kind, Policy, check_limit, named, parse_rate
+from delaytasks.core.text import storable
 from delaytasks.shards import EACH_S, Routes, Shard
 
 T = TypeVar("T")
@@ -99,7 +100,7 @@ class PolicyVerbs(ABC):
     # -- inside -----------------------------------------------------------------------------------
 
     def _set(self, kind: Kind, name: str, changes: dict[str, Any], by: str | None) -> Policy:
-        who = str(by or socket.gethostname())
+        who = storable(str(by or socket.gethostname()), 255)
 
         def change(shard: Shard) -> tuple[Policy, bool]:
             return shard.store.policies.set(kind, name, changes, who)

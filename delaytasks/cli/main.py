@@ -13,6 +13,7 @@ from delaytasks.cli.context import EXIT_CODES, Commands, json_option, open_cli, 
 from delaytasks.cli.database import db
 from delaytasks.cli.drain import drain
 from delaytasks.cli.look import list_, show
+from delaytasks.cli.policies import pause, policy, resume
 from delaytasks.cli.schedule import schedule
 from delaytasks.cli.stats import stats
 from delaytasks.cli.tasks import cancel, reschedule, retry, touch
@@ -82,5 +83,7 @@ def delays(ctx: click.Context) -> None:
 
 
 for _group in (main, delays):
-    for _command in (audit, cancel, check, config, db, drain, list_, reschedule, retry, schedule, show, stats, touch):
+    for _command in (audit, cancel, check, config, db, drain, list_, pause, policy, reschedule, resume, retry):
+        _group.add_command(_command)
+    for _command in (schedule, show, stats, touch):
         _group.add_command(_command)

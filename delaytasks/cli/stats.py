@@ -85,6 +85,7 @@ def _gather(cli: Cli) -> dict[str, Any]:
         "lapsed": sum(numbers["lapsed"] for numbers in found),
         "workers": workers,
         "sweeps": [sweep for numbers in found for sweep in numbers["sweeps"]],
+        "policies": _policies(delays),
         "broker": broker,
         "timer": _timer(delays, workers, broker),
         "databases": databases,
@@ -138,6 +139,13 @@ def _numbers(delays: DelayTasks, shard: Shard) -> dict[str, Any]:
             for swept in numbers.sweeps(settings.houses)
         ],
     }
+
+
+def _policies(delays: DelayTasks) -> list[dict[str, Any]]:
+    try:
+        return [policy.as_json() for policy in delays.policies()]
+    except StoreError:
+        return []  # no database answers, which is told of each
 
 
 def _versions(delays: DelayTasks, shard: Shard) -> dict[str, Any]:
@@ -197,6 +205,7 @@ def _print_health(found: dict[str, Any], command: str) -> None:
         [
             ("overdue", (late, BAD if overdue["count"] else "")),
             ("lease over", (f"{found['lapsed']:,}", BAD if found["lapsed"] else "")),
+            *_paused(found["policies"]),
             *(("database", _database(database, command)) for database in found["databases"]),
             ("broker", (f"{broker['url']}: {broker_state}", "" if broker["is_up"] else BAD)),
             ("timer", (timer_state, "" if timer["is_up"] else BAD)),
@@ -204,6 +213,12 @@ def _print_health(found: dict[str, Any], command: str) -> None:
             ("now", found["now"]),
         ]
     )
+
+
+def _paused(policies: list[dict[str, Any]]) -> list[tuple[str, Cell]]:
+    paused = [each for each in policies if each["is_paused"]]
+    said = ", ".join(f"{each['kind']} {cell(each['name'])} ({each['held']:,} held)" for each in paused)
+    return [("paused", (said, "yellow"))] if paused else []
 
 
 def _database(database: dict[str, Any], command: str) -> Cell:

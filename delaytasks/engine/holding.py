@@ -119,10 +119,16 @@ class Holding:
                     yield
 
     def _look(self, status: Status, level: Level, until: datetime | None) -> Iterator[list[Seen]]:
-        after: Seen | None = None
-        while seen := self._rows.look(status, level, after, until):
+        since: datetime | None = None
+        while seen := self._rows.look(status, level, since, until):
             yield seen
-            after = seen[-1]
+            since = seen[-1].due
+            if since == seen[0].due:  # all of one instant: they are counted by their ids, and come no more
+                last = 0
+                while crowd := self._rows.crowd(status, level, since, last):
+                    yield crowd
+                    last = crowd[-1].id
+                since += timedelta(microseconds=1)
 
     def _hold(self, ids: Sequence[int]) -> int:
         held = self._rows.hold(ids)

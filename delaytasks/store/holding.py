@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, exists, literal_column, or_, select, update
+from sqlalchemy import ColumnElement, Select, and_, exists, literal_column, or_, select, update
 
 from delaytasks.core.clock import to_us
 from delaytasks.core.policies import Policies
@@ -18,12 +18,12 @@ from delaytasks.core.states import MOVES, Status
 from delaytasks.core.task import DelayTask
 from delaytasks.store.database import Database
 from delaytasks.store.levels import levels
-from delaytasks.store.rows import dump_rows, json_rows
+from delaytasks.store.rows import dump_rows, json_rows, listed
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now
 
-#: Rows that one look sees, and that one transaction moves.
-LOOK, STEP = 2000, 500
+#: Rows that one look sees. With many more a planner that expects less would rather sort all that come after.
+LOOK = 500
 
 
 class Holding:
@@ -33,6 +33,7 @@ class Holding:
         p = schema.policies
         of_tag = and_(p.c.kind == "tag", p.c.name == t.c.tag)
         of_queue = and_(p.c.kind == "queue", p.c.name == t.c.queue)
+        self._listed = listed(database, t.c.id, "ids")
         self._is_paused = exists().where(p.c.is_paused, or_(of_tag, of_queue))
 
     # -- look -------------------------------------------------------------------------------------
@@ -41,22 +42,28 @@ class Holding:
         """The queues and priorities that have rows of this status, the highest priority first."""
         return self._db.alone(lambda c: sorted(levels(c, self._t, status), key=lambda at: (-at.priority, at.queue)))
 
-    def look(self, status: Status, level: Level, after: Seen | None, until: datetime | None) -> list[Seen]:
-        """The next rows of a level, in the order of their due times."""
+    def look(self, status: Status, level: Level, since: datetime | None, until: datetime | None) -> list[Seen]:
+        """The rows of a level from an instant on, in the order of their due times: so many that one look may see."""
+        # Without a second key to order by, or planners that expect few rows would sort all for the first ones.
+        query = self._of(status, level).order_by(self._t.c.expected_time)
+        if since is not None:
+            query = query.where(self._t.c.expected_time >= since)
+        return self._seen(query if until is None else query.where(self._t.c.expected_time <= until))
+
+    def crowd(self, status: Status, level: Level, due: datetime, after: int) -> list[Seen]:
+        """Those of one instant, in the order of their ids: they may be more than one look sees."""
         t = self._t
-        query = select(t.c.id, t.c.tag, t.c.expected_time).where(
-            # Written out: what comes as a parameter may be planned without the index of these rows alone.
-            t.c.status == literal_column(str(int(status))),
-            t.c.queue == level.queue,
-            t.c.priority == level.priority,
-        )
-        if after is not None:
-            beyond = or_(t.c.expected_time > after.due, t.c.id > after.id)
-            query = query.where(t.c.expected_time >= after.due, beyond)
-        if until is not None:
-            query = query.where(t.c.expected_time <= until)
-        query = query.order_by(t.c.expected_time, t.c.id).limit(LOOK)
-        return self._db.alone(lambda c: [Seen(*row) for row in c.execute(query)])
+        return self._seen(self._of(status, level).where(t.c.expected_time == due, t.c.id > after).order_by(t.c.id))
+
+    def _of(self, status: Status, level: Level) -> Select[Any]:
+        t = self._t
+        # Written out: what comes as a parameter may be planned without the index of these rows alone.
+        here = t.c.status == literal_column(str(int(status)))
+        columns = (t.c.id, t.c.tag, t.c.expected_time)
+        return select(*columns).where(here, t.c.queue == level.queue, t.c.priority == level.priority)
+
+    def _seen(self, query: Select[Any]) -> list[Seen]:
+        return self._db.alone(lambda c: [Seen(*row) for row in c.execute(query.limit(LOOK))])
 
     def near(self, policies: Policies, since: datetime, until: datetime) -> list[int]:
         """Some of those that wait and are due in (since, until], and are paused."""
@@ -67,7 +74,7 @@ class Holding:
             .where(t.c.status + 0 == int(Status.NOT_COMPLETE), t.c.expected_time > since, t.c.expected_time <= until)
             .where(or_(t.c.tag.in_(policies.paused_tags), t.c.queue.in_(policies.paused_queues)))
             .order_by(t.c.expected_time)
-            .limit(STEP)
+            .limit(LOOK)
         )
         return self._db.alone(lambda c: list(c.execute(query).scalars()))
 
@@ -84,18 +91,19 @@ class Holding:
     def _move(self, name: str, ids: Sequence[int], *where: ColumnElement[bool]) -> list[Entry]:
         t, move = self._t, MOVES[name]
         [source] = move.sources
-        named = and_(t.c.id.in_(ids), t.c.status + 0 == int(source), *where)
+        # `+ 0` keeps planners from reading all that is held, or all that waits.
+        named = and_(self._listed, t.c.status + 0 == int(source), *where)
         pick = select(t.c.id, t.c.version, t.c.expected_time, t.c.queue, t.c.priority).where(named).order_by(t.c.id)
         # Of the tasks only: a policy that is locked would be passed over, too.
         locking = pick.with_for_update(skip_locked=True, of=t if self._db.can.update_returning else None)
         values = {"status": int(move.target), "version": t.c.version + 1, "update_time": db_now()}
+        moving = update(t).where(self._listed, *where).values(values)
 
         def work() -> list[Entry]:
             with self._db.begin() as connection:
-                rows = connection.execute(locking).all()
+                rows = connection.execute(locking, {"ids": ids}).all()
                 if rows:
-                    picked = t.c.id.in_([row.id for row in rows])
-                    connection.execute(update(t).where(picked, *where).values(values))
+                    connection.execute(moving, {"ids": [row.id for row in rows]})
                 return [Entry(row[0], row[1] + 1, to_us(row[2]), row[3], row[4]) for row in rows]
 
         return self._db.run(work)
@@ -108,7 +116,7 @@ class Holding:
         ids = [task.id for task in ordered]
         rows = dump_rows([{"id": task.id, "version": task.version} for task in ordered])
         [source] = move.sources
-        mine = and_(t.c.id == w.c.id, t.c.version == w.c.version, t.c.status == int(source), t.c.id.in_(ids))
+        mine = and_(t.c.id == w.c.id, t.c.version == w.c.version, t.c.status + 0 == int(source), self._listed)
         # As given back: it never ran, and nobody did it anywhere.
         values: dict[str, Any] = {
             "status": int(move.target),
@@ -121,13 +129,13 @@ class Holding:
             "update_time": db_now(),
         }
         statement = update(t).where(mine, self._is_paused).values(values)
-        after = select(t.c.id, t.c.version).where(t.c.id.in_(ids), t.c.status == int(move.target))
+        after = select(t.c.id, t.c.version).where(self._listed, t.c.status + 0 == int(move.target))
         versions = {task.id: task.version + 1 for task in tasks}
 
         def work() -> set[int]:
             with self._db.begin() as connection:
-                connection.execute(statement, {"rows": rows})
+                connection.execute(statement, {"rows": rows, "ids": ids})
                 # Also those of an earlier try, whose answer was lost.
-                return {row[0] for row in connection.execute(after) if versions[row[0]] == row[1]}
+                return {row[0] for row in connection.execute(after, {"ids": ids}) if versions[row[0]] == row[1]}
 
         return self._db.run(work)

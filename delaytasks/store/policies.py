@@ -45,7 +45,7 @@ class PolicyTable:
                     known = Policy(*connection.execute(query.with_for_update()).one())
                 if is_same(known):
                     return known, False
-                values = {**changes, "version": p.c.version + 1, "update_time": db_now(), "updated_by": by[:255]}
+                values = {**changes, "version": p.c.version + 1, "update_time": db_now(), "updated_by": by}
                 connection.execute(update(p).where(mine).values(**values))
                 return Policy(*connection.execute(query).one()), True
 

@@ -471,3 +471,17 @@ def test_without_policies_a_chunk_asks_nothing_more(field: Field) -> None:
     field.run(*tasks)
     assert field.statuses(*tasks) == ["DONE"] * 3
     assert not [sql for sql in seen if "policy" in sql]
+
+
+def test_a_crowd_at_one_instant_is_walked_to_its_end(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_holding, "LOOK", 3)
+    at = field.store.tasks.now() + timedelta(hours=1)
+    rows = [NewTask("mail" if n % 3 == 0 else "sms", n, when=at) for n in range(20)]
+    rows += [NewTask("mail", n, when=at + timedelta(seconds=n - 2)) for n in range(5)]
+    field.delays.schedule_many(rows)
+    field.delays.pause(tag="mail")
+    field.sweep()
+    assert (len(field.held()), field.store.tasks.counts()[Status.NOT_COMPLETE]) == (12, 13)
+    field.delays.resume(tag="mail")
+    field.sweep()
+    assert field.held() == []

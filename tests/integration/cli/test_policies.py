@@ -1,0 +1,103 @@
+"""`pause`, `resume` and `policy`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from delaytasks import Status
+from delaytasks.core.errors import StoreUnavailableError
+from tests.integration.cli.project import HOSTILE, Project
+
+
+def sweep(shop: Project) -> None:
+    holding = shop.delays.sweeper._holding
+    assert holding is not None
+    holding.walk(holding.policies(), lambda: None)
+
+
+def test_pause_and_resume_say_what_they_did_and_how_many_are_held(shop: Project) -> None:
+    tasks = [shop.schedule("mail", 3600) for _ in range(3)]
+    said = shop("pause", "--tag", "mail", "--by", "ann: it burns")
+    assert said.stdout == "tag mail is paused; held: 0 tasks, and more with each sweep\n"
+    sweep(shop)
+    assert shop("pause", "--tag", "mail").stdout == "tag mail is paused; held: 3 tasks\n"
+    assert {shop.status(task) for task in tasks} == {Status.HELD}
+    assert shop("resume", "--tag", "mail").stdout == "tag mail is not paused; held: 3 tasks, fewer with each sweep\n"
+    sweep(shop)
+    assert shop("resume", "--tag", "mail").stdout == "tag mail is not paused; held: 0 tasks\n"
+    assert {shop.status(task) for task in tasks} == {Status.NOT_COMPLETE}
+
+
+def test_policies_are_listed_with_who_made_them(shop: Project) -> None:
+    assert shop.json("policy", "list") == {"policies": []}
+    assert "No policies" in shop("policy", "list").stderr
+    shop("pause", "--queue", "letters", "--by", HOSTILE)
+    shown = shop.json("policy", "set", "--tag", "mail", "--concurrency", "10", "--rate", "30/m")
+    assert (shown["concurrency"], shown["key_concurrency"], shown["rate"]) == (10, None, "30/m")
+    queue, tag = shop.json("policy", "list")["policies"]
+    assert (queue["kind"], queue["name"], queue["is_paused"], tag["name"]) == ("queue", "letters", True, "mail")
+    assert "@" in tag["updated_by"], "the user on the host, unless somebody says something else"
+    said = shop("policy", "list").stdout
+    assert "\x1b" not in said
+    assert "forged" in said.splitlines()[1], "in one line"
+
+
+def test_limits_stay_unless_they_are_mentioned_and_none_takes_one_away(shop: Project) -> None:
+    shop("policy", "set", "--tag", "mail", "--concurrency", "10", "--key-concurrency", "2", "--rate", "100/s")
+    said = shop("policy", "set", "--tag", "mail", "--rate", "none").stdout
+    assert "limits: 10 at once, 2 at once of each key\n" in said
+    assert shop.json("policy", "clear", "--tag", "mail")["concurrency"] is None
+    sweep(shop)
+    assert shop.json("policy", "list") == {"policies": []}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        (["pause"], "InvalidPolicyError"),
+        (["resume", "--tag", "a", "--queue", "b"], "InvalidPolicyError"),
+        (["policy", "clear", "--queue", "a b"], "InvalidQueueError"),
+        (["policy", "set", "--tag", "mail"], "InvalidPolicyError"),
+        (["policy", "set", "--tag", "mail", "--concurrency", "0"], "InvalidPolicyError"),
+        (["policy", "set", "--tag", "mail", "--concurrency", "-5"], "InvalidPolicyError"),
+        (["policy", "set", "--tag", "mail", "--key-concurrency", "many"], "InvalidPolicyError"),
+        (["policy", "set", "--tag", "mail", "--rate", "fast"], "InvalidPolicyError"),
+    ],
+)
+def test_what_makes_no_policy_ends_with_2(shop: Project, arguments: list[str], kind: str) -> None:
+    assert shop.error(*arguments, exit_code=2)["type"] == kind
+    assert shop.json("policy", "list") == {"policies": []}
+
+
+def test_stats_tell_what_is_paused(shop: Project) -> None:
+    assert "\npaused " not in shop("stats").stdout
+    shop.schedule("mail", 3600)
+    shop("pause", "--tag", "mail")
+    sweep(shop)
+    assert re.search(r"^paused +tag mail \(1 held\)$", shop("stats").stdout, re.MULTILINE)
+    [policy] = shop.json("stats")["policies"]
+    assert (policy["name"], policy["held"]) == ("mail", 1)
+
+
+def test_a_policy_that_one_of_two_databases_lacks_is_told(two: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (shard.store.policies for shard in two.delays.shards)
+
+    def down(*_: Any) -> Any:
+        raise StoreUnavailableError("it is away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(second, "set", down)
+        error = two.error("pause", "--tag", "mail", exit_code=1)
+    assert error["type"] == "StoreUnavailableError"
+    assert "could not be set in shard 1, it is so in shard 0; do it again" in error["error"]
+    assert [policy.name for policy in first.read()] == ["mail"]
+    assert two.json("policy", "list")["policies"][0]["missing"] == [1]
+    assert "in shard 1" in two("policy", "list").stderr
+    assert two.json("pause", "--tag", "mail")["missing"] == []
+    assert [policy.name for policy in second.read()] == ["mail"]
+    with monkeypatch.context() as patched:
+        patched.setattr(second, "read", down)
+        assert two.json("policy", "list")["policies"][0]["missing"] == [1]

@@ -1,0 +1,81 @@
+"""Pausing and resuming under real workers, on each pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from delaytasks import DelayTask, NewTask, Status
+from tests.running import Deployment
+from tests.waiting import wait_until
+
+TAG = "test.note"
+
+
+@pytest.fixture
+def site(postgresql_url: str, redis_url: str, tmp_path: Path) -> Iterator[Deployment]:
+    made = Deployment(tmp_path, postgresql_url, redis_url)
+    yield made
+    made.close()
+
+
+def heard(site: Deployment, say: Callable[[], object], status: Status) -> None:
+    """Until the workers go by it, which takes about a second: what is due now ends so."""
+    say()
+
+    def is_so() -> bool:
+        probe = site.schedule()
+        wait_until(lambda: site.status(probe) in (Status.DONE, Status.HELD), 10, "the probe to end", every_s=0.02)
+        return site.status(probe) is status
+
+    wait_until(is_so, 3, f"a task to be {status.name}", every_s=0.05)
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
+@pytest.mark.parametrize("kind", ["tag", "queue"])
+def test_what_is_paused_stands_still_until_it_is_resumed(site: Deployment, pool: str, kind: str) -> None:
+    names = {"tag": TAG} if kind == "tag" else {"queue": "default"}
+    site.worker(pool=pool)
+    site.wait_for([site.schedule()])
+    heard(site, lambda: site.delays.pause(**names), Status.HELD)
+    ran = len(site.runs())
+    waits = [site.schedule(delay=n / 20) for n in range(20)]
+    far = [site.schedule(delay=60 + n) for n in range(3)]
+    others = [site.schedule("test.mail", delay=n / 20, queue="mail") for n in range(20)]
+    site.wait_for(others)
+    site.wait_for(waits, Status.HELD)
+    noted = [run for run in site.runs() if run[1] != "mail"]
+    assert len(noted) == ran, "nothing of it ran"
+    assert site.delays.policies()[0].held == len(site.delays.find(status="HELD", limit=1000))
+    site.delays.resume(**names)
+    site.wait_for(waits)
+    ids = {str(task.id) for task in waits}
+    order = [run[0] for run in site.runs() if run[0] in ids]
+    assert sorted(order) == sorted(ids), "each of them ran once"
+    if pool == "solo":
+        assert order == [str(task.id) for task in sorted(waits, key=lambda task: task.expected_time)]
+    assert {site.status(task) for task in far} == {Status.NOT_COMPLETE}
+
+
+def test_a_worker_that_is_killed_while_it_holds_leaves_the_rest_to_the_next(site: Deployment) -> None:
+    count = 4000
+    tasks: list[DelayTask] = []
+    rows = (NewTask(TAG, {"file": str(site.file)}, 3600 + n) for n in range(count))
+    site.delays.schedule_many(rows, on_batch=tasks.extend)
+
+    def waiting(status: Status) -> int:
+        return site.store.tasks.counts()[status]
+
+    for verb, status in ((site.delays.pause, Status.HELD), (site.delays.resume, Status.NOT_COMPLETE)):
+        worker = site.worker()
+        verb(tag=TAG)
+        wait_until(lambda status=status: waiting(status) > 0, 20, "the first step", every_s=0.005)  # type: ignore[misc]
+        worker.kill()
+        done = waiting(status)
+        second = site.worker()
+        wait_until(lambda status=status: waiting(status) == count, 20, "the last step", every_s=0.05)  # type: ignore[misc]
+        second.terminate()
+        assert done < count, "it was killed in the middle"
+    assert site.delays.policies() == []
