@@ -1,0 +1,275 @@
+"""Judges a history: every acknowledged task runs at least once and never early, one finish is accepted for each claim,
+and every extra run has a fault that explains it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import NamedTuple
+
+from chaos.history import Change, Fault, History, Ran, Told
+from delaytasks.core.states import FINISHED, MOVES, Status
+
+#: (from, to) of every move there is.
+_LEGAL = {(source, move.target) for move in MOVES.values() for source in move.sources}
+
+
+class Flaw(NamedTuple):
+    invariant: str
+    kind: str
+    text: str
+
+
+class Finding(NamedTuple):
+    flaw: Flaw
+    id: int
+    #: All that is known of the task, in the order of time.
+    story: str
+
+    def __str__(self) -> str:
+        return f"{self.flaw.invariant} {self.flaw.kind}: task {self.id}: {self.flaw.text}\n{self.story}"
+
+
+@dataclass
+class Verdict:
+    tasks: int = 0
+    runs: int = 0
+    #: Runs beyond those that were asked for, each explained by a fault.
+    explained: int = 0
+    findings: list[Finding] = field(default_factory=list)
+
+    def counts(self) -> Counter[str]:
+        return Counter(finding.flaw.kind for finding in self.findings)
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts().items())) or "nothing found"
+        said = f"{self.tasks:,} tasks, {self.runs:,} runs, {self.explained} extra ones explained: {counts}"
+        return "\n\n".join([said, *map(str, self.findings[:20])])
+
+
+@dataclass
+class Life:
+    """All that is known of one task."""
+
+    told: list[Told] = field(default_factory=list)
+    ran: list[Ran] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+
+    def calls(self, call: str, *answers: str) -> list[Told]:
+        return [told for told in self.told if told.call == call and told.answer in answers]
+
+    def claim_of(self, run: Ran) -> Change | None:
+        return next((c for c in self.claims if c.version == run.version), None)
+
+    @property
+    def claims(self) -> list[Change]:
+        return [c for c in self.changes if c.status is Status.RUNNING and c.version != c.version_was]
+
+    def end_of(self, claim: Change) -> Change | None:
+        """What became of it. A renewed lease is no end."""
+        after = [c for c in self.changes if c.version_was == claim.version and c.version != c.version_was]
+        return after[0] if after else None
+
+    @property
+    def last(self) -> Change | None:
+        return self.changes[-1] if self.changes else None
+
+
+class Checker:
+    def __init__(self, history: History, max_lapses: int = 5, quiet_us: int | None = None) -> None:
+        """`quiet_us` is when all was to be over: nothing that is left then will come right by itself."""
+        self._history = history
+        self._max_lapses = max_lapses
+        self._quiet_us = quiet_us
+        self._rules: tuple[Callable[[Life], Iterator[Flaw]], ...] = (
+            self._acknowledged_runs,
+            self._nothing_else_runs,
+            self._never_early,
+            self._legal_moves,
+            self._one_lease,
+            self._extra_runs_are_explained,
+            self._bounded,
+            self._quiet,
+        )
+
+    def verdict(self) -> Verdict:
+        history = self._history
+        lives: dict[int, Life] = {}
+        for told in history.told:
+            lives.setdefault(told.id, Life()).told.append(told)
+        for ran in history.ran:
+            lives.setdefault(ran.id, Life()).ran.append(ran)
+        for change in history.changes:  # in the order in which the database wrote them
+            lives.setdefault(change.id, Life()).changes.append(change)
+        verdict = Verdict(len(lives), len(history.ran))
+        for id, life in lives.items():
+            flaws = [flaw for rule in self._rules for flaw in rule(life)]
+            verdict.explained += sum(self._is_explained(life, claim) for claim in self._lapsed(life))
+            verdict.findings += [Finding(flaw, id, _story(life, history.faults)) for flaw in flaws]
+        return verdict
+
+    # -- what was promised ------------------------------------------------------------------------
+
+    def _acknowledged_runs(self, life: Life) -> Iterator[Flaw]:
+        if not life.calls("schedule", "ok"):
+            return
+        if life.last is None:
+            yield Flaw("I1", "lost", "its schedule was acknowledged, and there is no row")
+        elif life.last.status is Status.DONE and not life.ran:
+            yield Flaw("I1", "lost", "it is DONE and never ran")
+        elif life.last.status is Status.CANCELLED and not life.calls("cancel", "ok", "unknown"):
+            yield Flaw("I1", "lost", "it is CANCELLED, and nobody asked for that")
+
+    def _nothing_else_runs(self, life: Life) -> Iterator[Flaw]:
+        if not life.calls("schedule", "ok", "unknown"):
+            if life.ran:
+                yield Flaw("I2", "unexpected", "it ran, and its schedule was refused or rolled back")
+            elif life.last is not None:
+                yield Flaw("I2", "unexpected", "its schedule was refused or rolled back, and its row is there")
+        for run in life.ran:
+            if life.changes and life.claim_of(run) is None:
+                yield Flaw("I4", "unexpected", f"the run of version {run.version} had no claim")
+        for cancel in life.calls("cancel", "ok"):
+            again = [told.answered_us for told in life.calls("retry", "ok", "unknown")]
+            late = [r for r in life.ran if r.began_us > cancel.answered_us and not any(a < r.began_us for a in again)]
+            if late:
+                yield Flaw("I1", "unexpected", "it ran after its cancel was acknowledged")
+
+    def _never_early(self, life: Life) -> Iterator[Flaw]:
+        asked = [told for told in life.told if told.due_us is not None and told.answer != "failed"]
+        for run in life.ran:
+            claim = life.claim_of(run)
+            if claim is not None and run.began_us < claim.due_us:
+                yield Flaw(
+                    "I3", "early", f"version {run.version} began {claim.due_us - run.began_us} us before its time"
+                )
+                continue
+            settled = [told for told in asked if told.answer == "ok" and told.answered_us <= run.began_us]
+            open_ones = [t.due_us for t in asked if t not in settled and t.asked_us <= run.began_us and t.due_us]
+            dues = open_ones + [told.due_us for told in settled[-1:] if told.due_us]
+            if dues and run.began_us < min(dues):
+                yield Flaw(
+                    "I3", "early", f"version {run.version} began {min(dues) - run.began_us} us before what was asked"
+                )
+
+    # -- the row ----------------------------------------------------------------------------------
+
+    def _legal_moves(self, life: Life) -> Iterator[Flaw]:
+        for before, change in zip([None, *life.changes], life.changes, strict=False):
+            if change.was is None:
+                continue
+            if before is not None and (before.status, before.version) != (change.was, change.version_was):
+                yield Flaw(
+                    "I4", "overwritten", f"version {before.version} was not what version {change.version} came from"
+                )
+            if change.version == change.version_was:
+                if change.status is not change.was:
+                    yield Flaw("I4", "unfenced", f"{change.was} became {change.status} under one version")
+            elif (change.was, change.status) not in _LEGAL:
+                kind = "double finish" if change.was in FINISHED and change.status in FINISHED else "illegal move"
+                yield Flaw("I4", kind, f"{change.was} became {change.status}")
+
+    def _one_lease(self, life: Life) -> Iterator[Flaw]:
+        """A lease ends with its time, with its row's settlement, or with the death of who holds it."""
+        for claim in self._lapsed(life):
+            end, lease_us = life.end_of(claim), self._lease_of(life, claim)
+            if (
+                end is not None
+                and lease_us is not None
+                and end.at_us < lease_us
+                and not self._is_explained(life, claim)
+            ):
+                yield Flaw(
+                    "I5", "two leases", f"version {claim.version} lapsed {lease_us - end.at_us} us before its lease"
+                )
+
+    def _lease_of(self, life: Life, claim: Change) -> int | None:
+        """Until when it was renewed last."""
+        return [c.lease_until_us for c in life.changes if c.version == claim.version][-1]
+
+    # -- extra runs -------------------------------------------------------------------------------
+
+    def _lapsed(self, life: Life) -> list[Change]:
+        """The claims that nobody settled."""
+        ends = ((claim, life.end_of(claim)) for claim in life.claims)
+        return [claim for claim, end in ends if end is not None and end.lapses > claim.lapses]
+
+    def _is_explained(self, life: Life, claim: Change) -> bool:
+        end = life.end_of(claim)
+        until_us = claim.at_us if end is None else end.at_us
+        return any(fault.from_us <= until_us and fault.until_us >= claim.at_us for fault in self._history.faults)
+
+    def _extra_runs_are_explained(self, life: Life) -> Iterator[Flaw]:
+        for version in sorted({run.version for run in life.ran}):
+            runs = [run for run in life.ran if run.version == version]
+            if len(runs) > 1:
+                yield Flaw("I6", "duplicated", f"version {version} ran {len(runs)} times")
+        for claim in self._lapsed(life):
+            if any(run.version == claim.version for run in life.ran) and not self._is_explained(life, claim):
+                yield Flaw("I6", "duplicated", f"version {claim.version} ran and lapsed, and no fault explains it")
+        for run in life.ran:
+            if (taken := life.claim_of(run)) is not None and self._never_ran(life, taken):
+                yield Flaw("I6", "duplicated", f"version {run.version} ran, and was given back as if it had not")
+
+    def _never_ran(self, life: Life, claim: Change) -> bool:
+        """What is given back says so by its attempts and its worker."""
+        end = life.end_of(claim)
+        if end is None or end.was is not Status.RUNNING or self._is_explained(life, claim):
+            return False
+        return end.attempts < claim.attempts and end.worker is None
+
+    def _bounded(self, life: Life) -> Iterator[Flaw]:
+        most = max((change.lapses for change in life.changes), default=0)
+        lapses_in_a_row = longest = 0
+        for claim in life.claims:
+            end = life.end_of(claim)
+            lapsed = end is None or end.lapses > claim.lapses or end.status is Status.RUNNING
+            lapses_in_a_row = lapses_in_a_row + 1 if lapsed else 0
+            longest = max(longest, lapses_in_a_row)
+        if max(most, longest) > self._max_lapses:
+            yield Flaw("I7", "too often", f"it lapsed {max(most, longest)} times in a row")
+        allowed = max((told.most_runs for told in life.calls("schedule", "ok", "unknown")), default=1)
+        settled = {run.version for run in life.ran} - {claim.version for claim in self._lapsed(life)}
+        again = len(life.calls("retry", "ok", "unknown"))
+        if len(settled) > allowed * (1 + again):
+            yield Flaw("I7", "too often", f"it ran {len(settled)} times to an end, of {allowed}")
+
+    def _quiet(self, life: Life) -> Iterator[Flaw]:
+        last = life.last
+        if self._quiet_us is None or last is None or last.status in FINISHED:
+            return
+        if last.status is Status.RUNNING:
+            if (last.lease_until_us or 0) < self._quiet_us:
+                yield Flaw("I8", "stuck", "it is RUNNING, and its lease is over")
+        elif last.status is Status.NOT_COMPLETE and last.due_us < self._quiet_us:
+            yield Flaw("I8", "stuck", "it is overdue")
+
+
+def _story(life: Life, faults: list[Fault]) -> str:
+    lines: list[tuple[int, str]] = []
+    for told in life.told:
+        due = "" if told.due_us is None else f", due {_clock(told.due_us)}"
+        lines.append((told.answered_us, f"producer: {told.call}{due}: {told.answer}"))
+    for run in life.ran:
+        lines.append((run.began_us, f"processor: version {run.version} begins in {run.worker}"))
+        if run.ended_us is not None:
+            lines.append((run.ended_us, f"processor: version {run.version} ends"))
+    for change in life.changes:
+        was = "new" if change.was is None else f"{change.was} {change.version_was}"
+        lease = "" if change.lease_until_us is None else f", lease until {_clock(change.lease_until_us)}"
+        row = f"row: {was} -> {change.status} {change.version}, due {_clock(change.due_us)}, lapses {change.lapses}"
+        lines.append((change.at_us, row + lease))
+    if lines:
+        first, last = min(lines)[0], max(lines)[0]
+        lines += [
+            (fault.from_us, f"fault: {fault.kind} of {fault.target} until {_clock(fault.until_us)}")
+            for fault in faults
+            if fault.until_us >= first and fault.from_us <= last
+        ]
+    return "\n".join(f"  {_clock(at)} {text}" for at, text in sorted(lines))
+
+
+def _clock(us: int) -> str:
+    return datetime.fromtimestamp(us / 1e6, timezone.utc).strftime("%H:%M:%S.%f")

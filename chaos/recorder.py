@@ -1,0 +1,112 @@
+"""A trigger that writes down every change of a task's row: a witness that shares no code with what it watches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import BigInteger, Column, Integer, MetaData, SmallInteger, String, Table, select
+
+from chaos.history import Change
+from delaytasks.core.clock import to_us
+from delaytasks.core.states import Status
+from delaytasks.store.store import Store
+from delaytasks.store.types import UTCDateTime
+
+_NOW = {
+    "postgresql": "clock_timestamp()",
+    "mysql": "UTC_TIMESTAMP(6)",
+    "sqlite": "strftime('%Y-%m-%d %H:%M:%f000', 'now')",
+}
+#: Columns of the row, by the name they have here.
+_SEEN = {
+    "status": "status", "version": "version", "attempts": "attempts", "lapses": "lapses",
+    "due": "expected_time", "lease_until": "lease_until", "worker": "worker",
+}  # fmt: skip
+
+
+class Recorder:
+    """Of one database. It costs each write a second one."""
+
+    def __init__(self, store: Store) -> None:
+        self._database = store.database
+        self._dialect = {"mariadb": "mysql"}.get(name := store.database.url.get_backend_name(), name)
+        self._tasks = store.schema.tasks.name
+        self._name = f"{self._tasks}_seen"
+        self._table = Table(
+            self._name,
+            MetaData(),
+            Column("seq", BigInteger().with_variant(Integer(), "sqlite"), primary_key=True, autoincrement=True),
+            Column("id", BigInteger, nullable=False),
+            Column("at", UTCDateTime, nullable=False),
+            Column("was", SmallInteger),
+            Column("version_was", BigInteger),
+            Column("status", SmallInteger, nullable=False),
+            Column("version", BigInteger, nullable=False),
+            Column("attempts", Integer, nullable=False),
+            Column("lapses", Integer, nullable=False),
+            Column("due", UTCDateTime, nullable=False),
+            Column("lease_until", UTCDateTime),
+            Column("worker", String(255)),
+        )
+
+    def start(self) -> None:
+        def work(connection: Any) -> None:
+            self._table.drop(connection, checkfirst=True)
+            self._table.create(connection)
+            for statement in self._triggers():
+                # Not a format string: percent signs are SQLite's.
+                connection.exec_driver_sql(statement)
+
+        self._database.alone(work)
+
+    def stop(self) -> None:
+        def work(connection: Any) -> None:
+            for event in ("insert", "update"):
+                on = f" ON {self._tasks}" if self._dialect == "postgresql" else ""
+                connection.exec_driver_sql(f"DROP TRIGGER IF EXISTS {self._name}_{event}{on}")
+            if self._dialect == "postgresql":
+                connection.exec_driver_sql(f"DROP FUNCTION IF EXISTS {self._name}_note")
+            self._table.drop(connection, checkfirst=True)
+
+        self._database.alone(work)
+
+    def changes(self) -> list[Change]:
+        t = self._table
+        rows = self._database.alone(lambda c: c.execute(select(t).order_by(t.c.seq)).all())
+        return [
+            Change(
+                row.id,
+                to_us(row.at),
+                None if row.was is None else Status.of(row.was),
+                Status.of(row.status),
+                row.version_was,
+                row.version,
+                row.attempts,
+                row.lapses,
+                to_us(row.due),
+                None if row.lease_until is None else to_us(row.lease_until),
+                row.worker,
+            )
+            for row in rows
+        ]
+
+    def _triggers(self) -> list[str]:
+        names = ", ".join(("id", "at", "was", "version_was", *_SEEN))
+        now = _NOW[self._dialect]
+
+        def note(event: str) -> str:
+            before = "OLD.status, OLD.version" if event == "update" else "NULL, NULL"
+            after = ", ".join(f"NEW.{column}" for column in _SEEN.values())
+            return f"INSERT INTO {self._name} ({names}) VALUES (NEW.id, {now}, {before}, {after});"
+
+        heads = {
+            event: f"CREATE TRIGGER {self._name}_{event} AFTER {event.upper()} ON {self._tasks} FOR EACH ROW"
+            for event in ("insert", "update")
+        }
+        if self._dialect != "postgresql":
+            return [f"{head} BEGIN {note(event)} END" for event, head in heads.items()]
+        function = (
+            f"CREATE OR REPLACE FUNCTION {self._name}_note() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+            f"IF TG_OP = 'INSERT' THEN {note('insert')} ELSE {note('update')} END IF; RETURN NULL; END $$"
+        )
+        return [function, *(f"{head} EXECUTE FUNCTION {self._name}_note()" for head in heads.values())]

@@ -1,0 +1,313 @@
+"""The checker is honest: it finds each bug that is planted in the real code, and nothing where there is none."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import select, true, update
+
+from chaos.checker import Checker, Verdict
+from chaos.history import Fault, History, Ran, Told
+from chaos.recorder import Recorder
+from delaytasks import DelayTask
+from delaytasks.core import text
+from delaytasks.core.clock import to_us
+from delaytasks.core.ports import Entry, Settlement
+from delaytasks.core.states import MOVES, Status
+from delaytasks.engine.sweeper import Sweeper
+from delaytasks.store import lapses
+from delaytasks.store.prepared import Prepared
+from delaytasks.store.store import Store
+from tests.benches import Bench
+from tests.conftest import open_store
+
+MAX_LAPSES = 5
+Scene = Callable[["Stage"], None]
+
+
+class Stage:
+    """A small deployment in one process, whose messages, sweeps and workers come when the scene says so."""
+
+    def __init__(self, store: Store) -> None:
+        self.bench = Bench(store, lease_s=60)
+        self.store, self.history = store, History()
+        self.recorder = Recorder(store)
+        self.recorder.start()
+        self.body: Callable[[DelayTask], object] = lambda task: None
+        self.bench.registry.processor("work")(self._work)
+        self.sweeper = Sweeper(
+            self.bench.settings, store.sweeps, store.workers, self.bench.clock, self.bench.timer, self.bench.events
+        )
+
+    def now_us(self) -> int:
+        return to_us(self.store.tasks.now())
+
+    def schedule(self, delay: float = 0, **fields: Any) -> DelayTask:
+        asked_us = self.now_us()
+        task = self.bench.schedule("work", delay=delay) if delay else self._due_now()
+        self.history.told.append(
+            Told(task.id, "schedule", "ok", asked_us, self.now_us(), to_us(task.expected_time), **fields)
+        )
+        return task
+
+    def _due_now(self) -> DelayTask:
+        task = self.bench.schedule("work", delay=0.001)
+        threading.Event().wait(0.01)
+        return task
+
+    def deliver(self, task: DelayTask, version: int = 0) -> None:
+        """A message, to a worker that runs what it gets."""
+        self.bench.runner.run([Entry(task.id, version, to_us(task.expected_time))])
+
+    def claim(self, task: DelayTask, version: int = 0) -> DelayTask:
+        [claimed] = self.store.claims("worker-2", None).claim([Entry(task.id, version, 0)])
+        return claimed
+
+    def lease_ends(self) -> None:
+        """Time passes, and nobody renewed what runs; then the sweep comes."""
+        t, over = self.store.schema.tasks, self.store.tasks.now() - timedelta(seconds=1)
+        running = t.c.status == int(Status.RUNNING)
+        with self.store.database.begin() as connection:
+            connection.execute(update(t).where(running).values(lease_until=over))
+        self.sweep()
+
+    def sweep(self) -> None:
+        self.store.sweeps.lapse(MAX_LAPSES, 100)
+
+    def fault(self, kind: str, since_us: int) -> None:
+        self.history.faults.append(Fault(kind, "worker-2", since_us, self.now_us()))
+
+    def verdict(self) -> Verdict:
+        history = replace(self.history, changes=self.recorder.changes())
+        return Checker(history, MAX_LAPSES, self.now_us()).verdict()
+
+    def _work(self, body: object, task: DelayTask) -> object:
+        begun = Ran(task.id, task.version, "worker-1", self.now_us())
+        self.history.ran.append(begun)
+        try:
+            return self.body(task)
+        finally:
+            self.history.ran.remove(begun)
+            self.history.ran.append(replace(begun, ended_us=self.now_us()))
+
+
+@pytest.fixture
+def stage(database_url: str) -> Iterator[Stage]:
+    store = open_store(database_url, table_prefix="planted_")
+    stage = Stage(store)
+    yield stage
+    stage.recorder.stop()
+    with store.database.begin() as connection:
+        store.schema.metadata.drop_all(connection)
+    store.close()
+
+
+# -- scenes, each of which goes well as the code is ------------------------------------------------
+
+
+def delivered_twice(stage: Stage) -> None:
+    task = stage.schedule()
+    stage.deliver(task)
+    stage.deliver(task)
+
+
+def frozen_worker(stage: Stage) -> None:
+    """It is stopped past its lease, and comes back when another one has finished its task."""
+    task, since_us = stage.schedule(), stage.now_us()
+    stage.history.told[-1] = replace(stage.history.told[-1], most_runs=1)
+    late = stage.claim(task)
+    stage.history.ran.append(Ran(late.id, late.version, "worker-2", stage.now_us()))
+    stage.lease_ends()
+    stage.fault("SIGSTOP", since_us)
+    stage.bench.runner.drain("default", [0], 10)
+    stage.store.claims("worker-2", None).settle([Settlement(late, "succeed")])
+
+
+def killed_producer(stage: Stage) -> None:
+    """It is killed after it was told that its task is scheduled, and before anything was armed."""
+    stage.schedule()
+    stage.bench.runner.drain("default", [0], 10)
+
+
+def lost_message(stage: Stage) -> None:
+    """The message of a near task is lost; the sweep sends another one."""
+    stage.schedule(delay=0.3)
+    stage.sweeper.sweep()
+    threading.Event().wait(0.35)
+    stage.bench.runner.run(stage.bench.timer.armed)
+
+
+def early_message(stage: Stage) -> None:
+    task = stage.schedule(delay=3600)
+    stage.deliver(task)
+
+
+def slow_processor(stage: Stage) -> None:
+    """Slower than its lease; meanwhile a sweep comes."""
+    task = stage.schedule()
+    since = stage.store.tasks.now() - timedelta(seconds=1)
+
+    def body(task: DelayTask) -> None:
+        if len(stage.history.ran) > 1:
+            return
+        t = stage.store.schema.tasks
+        over = stage.store.tasks.now() - timedelta(seconds=1)
+        with stage.store.database.begin() as connection:
+            connection.execute(update(t).where(t.c.id == task.id).values(lease_until=over))
+        stage.store.leases.renew([claimed_by(stage, task)], since)
+        stage.sweep()
+        stage.bench.make_runner().drain("default", [0], 10)
+
+    stage.body = body
+    stage.deliver(task)
+
+
+def poison(stage: Stage) -> None:
+    """Whoever runs it dies."""
+    task = stage.schedule()
+    for version in range(0, 20, 2):
+        since_us = stage.now_us()
+        claimed = stage.store.claims("worker-2", None).claim_alone(task.id, version)
+        if claimed is None:
+            return
+        stage.history.ran.append(Ran(claimed.id, claimed.version, "worker-2", stage.now_us()))
+        stage.lease_ends()
+        stage.fault("abort", since_us)
+
+
+def bad_error_text(stage: Stage) -> None:
+    def body(task: DelayTask) -> None:
+        raise ValueError("a \x00 and a \ud800 in the text")
+
+    stage.body = body
+    task = stage.schedule()
+    try:
+        stage.deliver(task)
+    except Exception:
+        stage.fault("the chunk failed", 0)
+        stage.lease_ends()
+
+
+def claimed_by(stage: Stage, task: DelayTask) -> str:
+    found = stage.store.tasks.get(task.id)
+    assert found is not None
+    assert found.worker is not None
+    return found.worker
+
+
+SCENES: list[Scene] = [
+    delivered_twice,
+    frozen_worker,
+    killed_producer,
+    lost_message,
+    early_message,
+    slow_processor,
+    poison,
+    bad_error_text,
+]
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_nothing_is_found_where_nothing_is_wrong(stage: Stage, scene: Scene) -> None:
+    scene(stage)
+    assert str(stage.verdict()).endswith("nothing found"), str(stage.verdict())
+
+
+# -- bugs -----------------------------------------------------------------------------------------
+
+
+def no_version_check_on_claim(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    claims, t = stage.bench.claims._claims, stage.store.schema.tasks
+    pick = claims._pick(select(t.c.id).where(t.c.id == stage_id(stage)))
+    patch.setattr(claims, "_named", pick)
+    patch.setattr(claims, "_naming", lambda pairs, lapses: {})
+
+
+def stage_id(stage: Stage) -> Any:
+    t = stage.store.schema.tasks
+    return select(t.c.id).limit(1).scalar_subquery()
+
+
+def no_fence_on_finish(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    t = stage.store.schema.tasks
+    values = {"status": int(Status.DONE), "version": t.c.version + 1}
+    anything = Prepared(stage.store.database, update(t).where(true()).values(values))
+    settle = type(stage.bench.claims._claims)._settled
+
+    def settled(claims: Any, connection: Any, ordered: Any) -> set[int]:
+        claims._settle = lambda connection, parameters: anything(connection, {})
+        return settle(claims, connection, ordered)
+
+    patch.setattr(type(stage.bench.claims._claims), "_settled", settled)
+
+
+def acknowledged_before_it_is_written(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(stage.store.tasks, "insert", lambda task, *rest: True)
+
+
+def no_sweep(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(stage.sweeper, "sweep", lambda: True)
+
+
+def the_workers_clock_decides(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    claims, t = stage.bench.claims._claims, stage.store.schema.tasks
+    fast = datetime.now(tz=stage.store.tasks.now().tzinfo) + timedelta(hours=2)
+    pick = claims._pick(select(t.c.id).where(t.c.expected_time <= fast))
+    patch.setattr(claims, "_named", pick)
+    patch.setattr(claims, "_naming", lambda pairs, lapses: {})
+
+
+def no_heartbeat(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(stage.store.leases, "renew", lambda workers, since: 0)
+
+
+def lapses_not_counted(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    def uncounted(t: Any, max_lapses: int, reason: str = "") -> Any:
+        return update(t).values(status=int(Status.NOT_COMPLETE), version=t.c.version + 1, lease_until=None)
+
+    patch.setattr(lapses, "lapse_statement", uncounted)
+
+
+def unsanitised_error_text(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(text, "storable", lambda raw, max_bytes: raw)
+
+
+BUGS = [
+    (no_version_check_on_claim, delivered_twice, {"illegal move"}),
+    (no_fence_on_finish, frozen_worker, {"double finish"}),
+    (acknowledged_before_it_is_written, killed_producer, {"lost"}),
+    (no_sweep, lost_message, {"stuck"}),
+    (the_workers_clock_decides, early_message, {"early"}),
+    (no_heartbeat, slow_processor, {"duplicated"}),
+    (lapses_not_counted, poison, {"too often"}),
+    (unsanitised_error_text, bad_error_text, {"stuck"}),
+]
+
+
+@pytest.mark.parametrize(("bug", "scene", "kinds"), BUGS, ids=[bug.__name__ for bug, _, _ in BUGS])
+def test_a_planted_bug_is_found(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, bug: Any, scene: Scene, kinds: set[str]
+) -> None:
+    bug(stage, monkeypatch)
+    scene(stage)
+    assert kinds <= set(stage.verdict().counts()), str(stage.verdict())
+
+
+def test_a_finding_tells_the_whole_story(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_version_check_on_claim(stage, monkeypatch)
+    delivered_twice(stage)
+    said = str(stage.verdict())
+    for words in ("producer: schedule", "processor: version 1 begins", "row: new -> NOT_COMPLETE 0", "DONE"):
+        assert words in said
+
+
+def test_all_moves_of_the_table_are_legal() -> None:
+    assert {(source, move.target) for move in MOVES.values() for source in move.sources} >= {
+        (Status.NOT_COMPLETE, Status.RUNNING),
+        (Status.RUNNING, Status.DONE),
+    }
