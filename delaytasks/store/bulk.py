@@ -1,7 +1,7 @@
 """Many rows moved by an operator: found window by window, moved some hundreds at a time.
 
-Nothing here waits for a lock or reads a table as a whole. Rows are found without locks, by due time; then each step
-looks its rows up by their ids, and moves those that are still what was asked for.
+Nothing here waits for a lock or reads a table as a whole. Rows are found without locks, through an index by due time;
+then each step looks its rows up by their ids, and moves those that are still what was asked for.
 """
 
 from __future__ import annotations
@@ -9,23 +9,31 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Select, Update, func, select, update
+from sqlalchemy import ColumnElement, Select, Update, func, literal_column, select, update
 
 from delaytasks.core.bulk import Filter
 from delaytasks.core.clock import to_us
-from delaytasks.core.ports import Entry, Step, To
-from delaytasks.core.states import MOVES, Status
+from delaytasks.core.ports import Entry, Level, Step, To
+from delaytasks.core.states import LIVE, MOVES, Status
 from delaytasks.store.audit import Audit
 from delaytasks.store.database import Database
 from delaytasks.store.keys import Keys
+from delaytasks.store.levels import levels
 from delaytasks.store.rows import dump_rows, instant_text, json_rows, listed
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import LONG_AGO, db_now
 
 #: Rows that one statement looks at, besides those that are due at the very same time as the last of them.
 WINDOW = 20_000
+
+
+class Lane(NamedTuple):
+    #: Among these rows the windows are measured,
+    walked: list[ColumnElement[bool]]
+    #: and these of them are looked at.
+    wanted: list[ColumnElement[bool]]
 
 
 class Bulk:
@@ -44,28 +52,48 @@ class Bulk:
     # -- find -------------------------------------------------------------------------------------
 
     def matching(self, which: Filter) -> Iterator[list[tuple[int, Status]]]:
-        """Those that the filter names, in the order of their due times; one window at a time."""
+        """Those that the filter names, one window at a time."""
+        for lane in self._lanes(which):
+            yield from self._windows(which, lane)
+
+    def _lanes(self, which: Filter) -> Iterator[Lane]:
+        """Parts of the table that an index has in the order of due times. What waits or runs is not looked for among
+        all that ever ran."""
+        t = self._t.c
+        for status in sorted(which.looked_at & LIVE):
+            # Written out: what comes as a parameter may be planned without the index of these rows alone.
+            here = t.status == literal_column(str(int(status)))
+            for level in self._levels(status):
+                if which.queue in (None, level.queue):
+                    lane = [here, t.queue == level.queue, t.priority == level.priority]
+                    yield Lane(lane, lane)
+        if finished := which.looked_at - LIVE:
+            yield Lane([], [self._is(finished)])
+
+    def _levels(self, status: Status) -> list[Level]:
+        return self._db.alone(lambda c: list(levels(c, self._t, status)))
+
+    def _windows(self, which: Filter, lane: Lane) -> Iterator[list[tuple[int, Status]]]:
         t, due = self._t.c, self._t.c.expected_time
-        query = select(t.id, t.status).where(*self._named(which, which.looked_at)).order_by(due)
+        query = select(t.id, t.status).where(*lane.wanted, *self._named(which)).order_by(due)
         begin: ColumnElement[bool] = due >= (which.since or LONG_AGO)
         while True:
-            ends = self._rows(self._window_end(begin, which.until))
+            end = select(due).where(*lane.walked, begin).order_by(due).offset(WINDOW - 1).limit(1)
+            ends = self._rows(end if which.until is None else end.where(due < which.until))
             window = query.where(begin, *(due <= row[0] for row in ends))
             yield [(row[0], Status.of(row[1])) for row in self._rows(window)]
             if not ends:
                 return
             begin = due > ends[0][0]
 
-    def _window_end(self, begin: ColumnElement[bool], until: datetime | None) -> Select[Any]:
-        """The due time of the window's last row, whatever its status; the index alone tells it."""
-        due = self._t.c.expected_time
-        query = select(due).where(begin).order_by(due).offset(WINDOW - 1).limit(1)
-        return query if until is None else query.where(due < until)
-
     def _rows(self, query: Select[Any]) -> Sequence[Any]:
         return self._db.alone(lambda c: c.execute(query).all())
 
-    def _named(self, which: Filter, statuses: frozenset[Status]) -> list[ColumnElement[bool]]:
+    def _is(self, statuses: frozenset[Status]) -> ColumnElement[bool]:
+        # `+ 0` keeps planners from reading all rows of these.
+        return (self._t.c.status + 0).in_(sorted(map(int, statuses)))
+
+    def _named(self, which: Filter) -> list[ColumnElement[bool]]:
         t = self._t.c
         limits = (
             (t.tag, operator.eq, which.tag),
@@ -82,8 +110,7 @@ class Bulk:
         if which.key_prefix is not None:
             # Not LIKE, which knows no case in SQLite.
             named.append(func.substr(t.task_key, 1, len(which.key_prefix)) == which.key_prefix)
-        # `+ 0` keeps planners from reading all rows that wait.
-        return [*named, (t.status + 0).in_(sorted(map(int, statuses)))]
+        return named
 
     # -- move -------------------------------------------------------------------------------------
 
@@ -110,7 +137,7 @@ class Bulk:
 
     def _step(self, on: Any, which: Filter, ids: Sequence[int], to: To) -> Step:
         t, is_retry = self._t.c, which.move == "retry"
-        mine, named = listed(self._db, self._t.c.id, "ids"), self._named(which, which.movable)
+        mine, named = listed(self._db, self._t.c.id, "ids"), [self._is(which.movable), *self._named(which)]
         seen = on.execute(
             select(t.id, t.tag, t.task_key, t.version).where(mine, *named).order_by(t.id), {"ids": ids}
         ).all()

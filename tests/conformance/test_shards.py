@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
-from delaytasks import DelayTask, DelayTasks, NewTask, Status
+from delaytasks import BulkResult, DelayTask, DelayTasks, NewTask, Status
 from delaytasks.core.errors import (
     ConfigError,
     InvalidIdError,
@@ -188,6 +188,42 @@ def test_a_shard_that_is_down_keeps_no_other_timeout_from_being_pushed_away(shar
         later = [shards.delays().get(task).expected_time - task.expected_time for task in tasks]
         assert [round(late.total_seconds(), -2) for late in later] == [delay - 100, 0, delay - 100]
     delays.close()
+
+
+def test_many_are_cancelled_in_all_shards_and_one_that_is_down_is_told(shards: Several) -> None:
+    tasks = [schedule_at(shards.delays(), shard) for shard in SHARDS]
+    url = f"postgresql://nobody@127.0.0.1:{free_port()}/nothing"
+    delays = delays_on([url if shard == 1 else shards.urls[shard] for shard in SHARDS], table_prefix=shards.prefix)
+    seen: list[BulkResult] = []
+    result = delays.cancel_many(tag=TAG, on_progress=seen.append)
+    assert (result.matched, result.changed, result.missing, len(result.runs)) == (2, 2, (1,), 2)
+    assert [(one.matched, one.changed) for one in seen] == [(2, 1), (2, 2)]
+    assert [shards.delays().get(task).status.name for task in tasks] == ["CANCELLED", "NOT_COMPLETE", "CANCELLED"]
+    delays.close()
+    again = shards.delays().cancel_many(tag=TAG)
+    assert (again.matched, again.changed, again.missing) == (1, 1, ())
+    assert sorted((one.shard, one.changed) for one in shards.delays().audit()) == [
+        (0, 0),
+        (0, 1),
+        (1, 1),
+        (2, 0),
+        (2, 1),
+    ]
+    nowhere = delays_on([url] * 2, table_prefix=shards.prefix)
+    with pytest.raises(StoreUnavailableError):
+        nowhere.cancel_many(tag=TAG)
+    nowhere.close()
+
+
+def test_many_are_retried_where_they_are_and_have_their_keys_again(shards: Several, delays: DelayTasks) -> None:
+    tasks = [schedule_at(delays, shard) for shard in SHARDS]
+    for task in tasks:
+        delays.cancel(task)
+        shards.set_status(task, Status.FAILED)
+    taken = schedule_at(delays, 1)
+    result = delays.retry_many(tag=TAG)
+    assert (result.matched, result.changed, result.refused) == (3, 2, 1)
+    assert [delays.get(tag=TAG, key=task.key).id for task in tasks] == [tasks[0].id, taken.id, tasks[2].id]
 
 
 def schedule_at_and_cancel(delays: DelayTasks) -> DelayTask:

@@ -1345,17 +1345,21 @@ def test_the_sweep_reads_near_and_old_rows_by_their_time(unanalysed: Store) -> N
         assert_no_scan(shown)
 
 
-def test_many_are_found_by_due_time_window_by_window(analysed: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_are_found_by_their_status_and_due_time_window_by_window(
+    analysed: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, now = analysed, analysed.tasks.now()
     monkeypatch.setattr(store_bulk, "WINDOW", 500)
     for move in ("cancel", "reschedule", "retry"):
-        waiting = "FAILED" if move == "retry" else "NOT_COMPLETE"
-        for filters in ({"tag": "nobody"}, {"status": waiting, "queue": "none", "since": seconds(now, -5000)}):
+        status = "FAILED" if move == "retry" else "NOT_COMPLETE"
+        for filters in ({"tag": "nobody"}, {"status": status, "key_prefix": "x", "since": seconds(now, -5000)}):
             windows = store.bulk.matching(filter_of(move, filters, False))
-            shown = plans(store, lambda some=windows: [next(some), next(some)])
+            shown = plans(store, lambda some=windows: list(itertools.islice(some, 2)))
             assert_no_scan(shown)
-            assert "hot" not in shown, f"all that waits, for each window: {shown}"
-            assert shown.lower().count("plan_idx_expectedtime_status") == 4, shown
+            used = re.findall("plan_idx_([a-z_]+)", shown.lower())
+            # MySQL may take the other one, where it knows that a window is as narrow there.
+            assert used.count("expectedtime_status" if move == "retry" else "yb_delay_hot") >= 3, shown
+            assert move != "retry" or "yb_delay_hot" not in used, shown
 
 
 @pytest.mark.parametrize("move", ["cancel", "reschedule"])
