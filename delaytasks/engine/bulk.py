@@ -48,6 +48,7 @@ class BulkRun:
         self._id: int | None = None
         self.matched = self._changed = self._refused = 0
         self.started = store.now()
+        self._asked = which
         # A task is shifted once: what moved since the start is left, were it by a step of ours whose answer was lost.
         if isinstance(to, timedelta):
             which = replace(which, updated_until=min(which.updated_until or self.started, self.started))
@@ -80,7 +81,7 @@ class BulkRun:
             self._end(id, state)
 
     def _begin(self, id: int, actor: str) -> None:
-        which = self._which.as_json()
+        which = self._asked.as_json()
         if self._to is not None:
             shift = self._to
             which["to"] = f"{shift.total_seconds()} s" if isinstance(shift, timedelta) else shift.isoformat()
@@ -91,7 +92,8 @@ class BulkRun:
 
     def _end(self, id: int, state: str) -> None:
         try:
-            self._store.end(id, state, self._done)
+            # What the steps have counted is true, whatever happened before we counted it as well.
+            self._store.end(id, state, self._done if state == "done" else None)
         except StoreUnavailableError:
             if state == "done":
                 raise

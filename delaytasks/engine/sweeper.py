@@ -62,6 +62,8 @@ class Sweeper:
             attempt("hold", partial(self._hold, beat))
             attempt("overdue", self._drain_overdue)
             attempt("purge", partial(self._purge, beat))
+            if settings.purge_after_s is not None:
+                attempt("audit", partial(self._sweeps.purge_audit, settings.purge_after_s))
             attempt("partitions", self._check_partitions)
         self._events.emit("sweep.done", house=house)
         return True
@@ -131,7 +133,6 @@ class Sweeper:
         age = self._settings.purge_after_s
         if age is None:
             return
-        self._sweeps.purge_audit(age)
         for _ in range(PURGE_STEPS):
             beat()
             purged = self._sweeps.purge(age, STEP)

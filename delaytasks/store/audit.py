@@ -40,8 +40,10 @@ class Audit:
         noted = {"changed": done[0], "refused": done[1], "seen_at": db_now()}
         on.execute(update(self._a).where(self._a.c.id == id).values(noted))
 
-    def end(self, id: int, state: str, done: tuple[int, int]) -> None:
-        ended = {"state": state, "changed": done[0], "refused": done[1], "seen_at": db_now(), "finished_at": db_now()}
+    def end(self, id: int, state: str, done: tuple[int, int] | None) -> None:
+        ended: dict[str, Any] = {"state": state, "seen_at": db_now(), "finished_at": db_now()}
+        if done is not None:
+            ended |= {"changed": done[0], "refused": done[1]}
         self._db.alone(lambda c: c.execute(update(self._a).where(self._a.c.id == id).values(ended)))
 
     def all(self, limit: int) -> list[AuditEntry]:

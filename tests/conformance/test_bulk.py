@@ -30,6 +30,7 @@ from delaytasks.core.ports import Entry, Settlement
 from delaytasks.core.states import LIVE, MOVES
 from delaytasks.engine import bulk as engine_bulk
 from delaytasks.store import bulk as store_bulk
+from delaytasks.store.database import Database
 from delaytasks.store.store import Store
 from tests.proxy import Proxy
 from tests.recording import RecordingTimer, delays_on, record
@@ -388,7 +389,7 @@ def test_the_audit_row_tells_how_far_it_came_and_is_there_from_the_start(store: 
     assert entry.started_at == result.started <= min(entry.finished_at, entry.seen_at)
     delays.reschedule_many(by=-60, everything=True)
     newest, _ = delays.audit()
-    assert newest.filter["to"] == "-60.0 s"
+    assert newest.filter == {"everything": True, "to": "-60.0 s"}
     assert "@" in newest.actor
     assert [one.id for one in delays.audit(limit=1)] == [newest.id]
 
@@ -407,6 +408,7 @@ def test_who_stops_it_finds_that_in_the_audit_and_goes_on_by_running_it_again(
     with pytest.raises(error):
         delays.cancel_many(tag="mail", on_progress=stop)
     assert [(one.state, one.changed) for one in delays.audit()] == [(state, 3)]
+    assert delays.audit()[0].finished_at is not None
     assert counts(delays.cancel_many(tag="mail")) == (5, 5, 0)
 
 
@@ -567,3 +569,27 @@ def test_old_audit_rows_are_purged_by_their_last_sign_of_life(store: Store, dela
     store.sweeps.purge_audit(3600)
     assert old.id not in [entry.id for entry in delays.audit()]
     assert len(delays.audit()) == 1
+
+
+@pytest.mark.usefixtures("small")
+def test_a_step_that_was_committed_before_somebody_stopped_us_is_counted(
+    delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes at any moment."""
+    for _ in range(5):
+        schedule(delays)
+
+    run = Database.run
+
+    def stopped(database: Any, work: Any, *rest: Any) -> Any:
+        answer = run(database, work, *rest)
+        if "Bulk.step" in work.__qualname__:
+            raise KeyboardInterrupt
+        return answer
+
+    monkeypatch.setattr(Database, "run", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        delays.cancel_many(tag="mail")
+    monkeypatch.undo()
+    [entry] = delays.audit()
+    assert (entry.state, entry.changed) == ("stopped", 3)

@@ -51,6 +51,22 @@ def test_tasks_run_on_time_and_once(deploy: Deploy, pool: str) -> None:
     worker.terminate()
 
 
+def test_many_that_are_moved_at_once_leave_redis_and_come_to_workers_at_their_new_times(deploy: Deploy) -> None:
+    d = deploy(sweep_s=60, self_sweep_s=120, horizon_s=120, grace_s=30)
+    timer = d.delays.redis_timer
+    assert timer is not None
+    gone = [d.schedule("test.mail", 60) for _ in range(700)]
+    moved = [d.schedule(delay=60) for _ in range(20)]
+    assert timer.counts(["default"]) == {"default": (720, 0)}
+    assert d.delays.cancel_many(tag="test.mail").changed == len(gone)
+    assert timer.counts(["default"]) == {"default": (20, 0)}
+    d.worker()
+    assert d.delays.reschedule_many(0.5, tag="test.note").changed == len(moved)
+    d.wait_for(moved)
+    assert sorted(int(run[0]) for run in d.runs()) == sorted(task.id for task in moved)
+    wait_until(lambda: timer.counts(["default"]) == {"default": (0, 0)}, 10, "Redis to be empty")
+
+
 @pytest.fixture
 def proxy(redis_url: str) -> Iterator[Proxy]:
     proxy = proxy_to(redis_url)
