@@ -293,6 +293,17 @@ def test_a_shift_that_was_stopped_goes_on_without_shifting_twice(delays: DelayTa
     assert {(delays.get(task).expected_time - task.expected_time).total_seconds() for task in tasks} == {7}
 
 
+@pytest.mark.usefixtures("small")
+def test_a_task_that_is_met_twice_is_shifted_once(delays: DelayTasks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was paused while the tasks were looked for: met among those that wait, and among those that are held."""
+    tasks = [schedule(delays) for _ in range(5)]
+    pass_a_moment(delays)
+    matching = store_bulk.Bulk.matching
+    monkeypatch.setattr(store_bulk.Bulk, "matching", lambda *of: [*matching(*of), *matching(*of)])
+    assert delays.reschedule_many(by=7, tag="mail").changed == 5
+    assert {(delays.get(task).expected_time - task.expected_time).total_seconds() for task in tasks} == {7}
+
+
 # -- retry ----------------------------------------------------------------------------------------
 
 
