@@ -34,7 +34,9 @@ class Prepared:
     def __call__(self, on: Connection, values: Mapping[str, Any]) -> Answer:
         if self._is_on and on.dialect.driver == "psycopg2":
             link: Any = on.connection
-            if link.driver_connection.autocommit:
+            driver = link.driver_connection
+            # The driver tells instants in the session's time zone, and nothing of ours makes them UTC here.
+            if driver.autocommit and driver.get_parameter_status("TimeZone") == "UTC":
                 return self._execute(on, link, values)
         result = on.execute(self._statement, values)
         return Answer(result.all() if result.returns_rows else (), result.rowcount)
@@ -43,16 +45,16 @@ class Prepared:
         prepare, execute, names, constants = self._texts
         given = {**constants, **values}
         driver: Any = on.dialect.dbapi
-        with link.cursor() as cursor:
-            try:
+        try:
+            with link.cursor() as cursor:
                 if prepare not in link.info:
                     cursor.execute(prepare)
                     link.info[prepare] = True
                 cursor.execute(execute, [given[name] for name in names])
                 return Answer(cursor.fetchall() if cursor.description else (), cursor.rowcount)
-            except driver.Error as error:
-                if error.pgcode not in _GONE:
-                    raise exc.DBAPIError.instance("EXECUTE", None, error, driver.Error, dialect=on.dialect) from error
+        except driver.Error as error:
+            if error.pgcode not in _GONE:
+                raise _told(on, link, error) from error
         self._is_on = False
         return self(on, values)
 
@@ -66,3 +68,15 @@ class Prepared:
         places = ", ".join(["%s"] * len(compiled.positiontup))
         execute = f"EXECUTE {name} ({places})"
         return f"PREPARE {name} AS {compiled.string}", execute, compiled.positiontup, compiled.params
+
+
+def _told(on: Connection, link: Any, error: Exception) -> BaseException:
+    """As SQLAlchemy tells of it, which throws a broken connection away."""
+    dialect: Any = on.dialect
+    is_broken = dialect.is_disconnect(error, link.driver_connection, None)
+    told = exc.DBAPIError.instance(
+        "EXECUTE", None, error, dialect.dbapi.Error, connection_invalidated=is_broken, dialect=dialect
+    )
+    if is_broken:
+        on.invalidate(told)
+    return told

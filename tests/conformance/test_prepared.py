@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from sqlalchemy import Connection, exc
 
 from delaytasks.core.errors import StoreError
 from delaytasks.core.ports import Settlement
@@ -74,6 +75,49 @@ def test_an_error_of_a_prepared_statement_is_one_of_ours_and_quotes_no_values(fi
     with pytest.raises(StoreError, match="a value can not be stored") as caught:
         work_through(field)
     assert "mail" not in str(caught.value)
+
+
+def test_instants_are_utc_whatever_time_zone_the_url_asks_for(postgresql_url: str) -> None:
+    store = open_store(f"{postgresql_url}?options=-c%20timezone%3DAsia/Tokyo", table_prefix="zone_")
+    try:
+        waits = task(store)
+        store.tasks.insert_many([waits])
+        [claimed] = store.claims("w", None).claim([entry(waits)])
+        assert claimed.expected_time == waits.expected_time
+        assert [str(at.tzinfo) for at in (claimed.expected_time, claimed.create_time)] == ["UTC"] * 2
+    finally:
+        with store.database.begin() as connection:
+            store.schema.metadata.drop_all(connection)
+        store.close()
+
+
+def test_a_connection_that_breaks_meanwhile_is_thrown_away_and_the_statement_sent_again(
+    field: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work_through(field)
+    waits = task(field)
+    field.tasks.insert_many([waits])
+    used: list[Any] = []
+    alone = field.database.alone
+
+    def broken_at_first(work: Callable[[Connection], Any]) -> Any:
+        def use(connection: Connection) -> Any:
+            used.append(connection.connection.driver_connection)
+            if len(used) > 1:
+                return work(connection)
+            with field.database.begin() as other:
+                other.exec_driver_sql(f"SELECT pg_terminate_backend({used[0].info.backend_pid}, 5000)")
+            with pytest.raises(exc.DBAPIError) as caught:
+                work(connection)
+            assert caught.value.connection_invalidated
+            assert connection.invalidated
+            raise caught.value
+
+        return alone(use)
+
+    monkeypatch.setattr(field.database, "alone", broken_at_first)
+    assert [one.id for one in field.claims("w", None).claim([entry(waits)])] == [waits.id]
+    assert len(set(used)) == 2
 
 
 def test_a_plan_made_for_an_empty_table_serves_a_full_one(field: Store) -> None:
