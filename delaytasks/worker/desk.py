@@ -85,8 +85,8 @@ class Desk:
         are renewed as long as the process lives, since the pool may have rows to finish."""
         if self._mover is not None:
             self._mover.stop()  # first, or it would take what we send back
-        waiting = self.dispatcher.close()
-        waiting += self.wheel.stop()
+        waiting = self.wheel.stop()  # before those who take what falls due
+        waiting += self.dispatcher.close()
         hang_up(self._worker.consumer)
         if waiting:
             if self.delays.inline_timer.arm(waiting):

@@ -246,6 +246,25 @@ def test_what_fails_when_entries_fall_due_does_not_stop_the_wheel(tmp_path: Path
     desk.wheel.stop()
 
 
+def test_what_falls_due_while_a_worker_stops_is_sent_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = make_desk(tmp_path)
+    sent: list[Entry] = []
+    monkeypatch.setattr(desk.delays.inline_timer, "arm", lambda entries: sent.extend(entries) or True)
+    close = desk.dispatcher.close
+
+    def close_in_its_time() -> list[Entry]:
+        waiting = close()
+        wait_until(lambda: len(desk.wheel) == 0, 5, "the wheel to bring out what it holds, if it still can")
+        return waiting
+
+    monkeypatch.setattr(desk.dispatcher, "close", close_in_its_time)
+    desk.start()
+    entry = Entry(1, 0, desk.delays.clock.now_us() + 500_000)
+    desk.hold([entry])
+    desk.stop()
+    assert sent == [entry]
+
+
 def test_an_entry_waits_by_the_clock_of_its_own_database(tmp_path: Path) -> None:
     app = Celery("test", broker="memory://", set_as_current=False)
     delays = DelayTasks(app, [f"sqlite:///{tmp_path / name}.db" for name in "ab"])
