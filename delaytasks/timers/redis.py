@@ -104,7 +104,7 @@ class RedisTimer:
                 found.setdefault(self.slot(entry), []).append(entry)
         return found
 
-    def _shifted(self, entries: Iterable[Entry], sign: int) -> Iterable[Entry]:
+    def shifted(self, entries: Iterable[Entry], sign: int) -> Iterable[Entry]:
         """Due by the first shard's clock (1) instead of their own one's, or the other way round (-1)."""
         if len(self._clocks) == 1:
             return entries
@@ -115,7 +115,7 @@ class RedisTimer:
     # -- the timer --------------------------------------------------------------------------------
 
     def arm(self, entries: Iterable[Entry]) -> bool:
-        slots = self._by_slot(self._shifted(entries, 1))
+        slots = self._by_slot(self.shifted(entries, 1))
 
         def work(client: Any) -> bool:
             pipe = client.pipeline(transaction=False)
@@ -153,8 +153,9 @@ class RedisTimer:
     def take(self, most: Mapping[Slot, int], handed_on: Iterable[Taken] = ()) -> list[Taken] | None:
         """What is due in each slot or is soon to be, so many entries at most: they are this mover's until it has handed
         them on, or RETURN_S is over. What it has handed on is deleted. None while Redis is away."""
-        now = self._clocks[0].now_us() // 1000
-        times = now, now - int(self._settings.grace_s * 1000), now + AHEAD_MS, now + int(RETURN_S * 1000)
+        now_us = self._clocks[0].now_us()
+        now, soon = now_us // 1000, now_us / 1000 + AHEAD_MS  # to the microsecond, as movers wake for it
+        times = now, now - int(self._settings.grace_s * 1000), soon, now + int(RETURN_S * 1000)
 
         def work(client: Any) -> list[Taken]:
             pipe = client.pipeline(transaction=False)
@@ -163,7 +164,7 @@ class RedisTimer:
             for some in handed_on:
                 pipe.zremrangebyscore(self.keys(some.slot)[1], some.ticket, some.ticket)
             taken = [_taken(slot, answer) for slot, answer in zip(most, pipe.execute(), strict=False)]
-            return [some._replace(entries=list(self._shifted(some.entries, -1))) for some in taken]
+            return [some._replace(entries=list(self.shifted(some.entries, -1))) for some in taken]
 
         return self.link.attempt(work)
 

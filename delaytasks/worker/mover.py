@@ -42,7 +42,7 @@ class Mover:
         self._lock = threading.Lock()
         #: When there is something to take from each slot, in milliseconds.
         self._next: dict[Slot, float] = {}
-        #: When what was taken ahead of its time is due, in microseconds.
+        #: When what was taken ahead of its time is due, in microseconds of our clock.
         self._ahead: list[int] = []
         self._queues: list[str] = []
         #: To be deleted in Redis, on the way to what comes next.
@@ -113,7 +113,7 @@ class Mover:
 
     def _hand_on(self, taken: list[Taken]) -> None:
         entries = list(chain.from_iterable(some.entries for some in taken))
-        self._ahead += [entry.due_us for entry in entries]
+        self._ahead += [entry.due_us for entry in self._timer.shifted(entries, 1)]
         self._desk.hold(entries)
         self._handed_on = [some for some in taken if some.ticket]
         for some in taken:

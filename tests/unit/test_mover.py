@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import pytest
 from celery import Celery
 
 from delaytasks import DelayTasks
-from delaytasks.core.clock import monotonic
+from delaytasks.core.clock import Clock, from_us, monotonic, wall_ms
+from delaytasks.core.ids import IdMaker
 from delaytasks.core.ports import Entry
 from delaytasks.engine.runner import Report
+from delaytasks.store import migrations
+from delaytasks.store.database import Database
 from delaytasks.timers import redis
 from delaytasks.timers.redis import RedisTimer
 from delaytasks.timers.redislink import REST_S
@@ -28,19 +32,28 @@ from tests.waiting import wait_until
 class Post:
     """A worker's desk, and another process's way to its timer."""
 
-    def __init__(self, folder: Path, url: str, proxy: Proxy) -> None:
+    def __init__(self, folder: Path, url: str, proxy: Proxy, clocks: Sequence[Clock] = ()) -> None:
+        """On one database, or on one for each of these clocks."""
         settings: dict[str, Any] = {
             "timer": "redis", "namespace": "t" + secrets.token_hex(4), "grace_s": 60, "sweep_s": 60, "horizon_s": 200,
             "self_sweep_s": 120, "publish_limit_s": 2,
         }  # fmt: skip
 
+        urls = [f"sqlite:///{folder / f'{number}.db'}" for number in range(len(clocks) or 1)]
+        for number, at in enumerate(urls):
+            migrations.upgrade(Database(at), "", shard=number)
+
         def connect(name: str, redis_url: str) -> DelayTasks:
             app = Celery(name, broker="memory://", set_as_current=False)
-            return DelayTasks(app, f"sqlite:///{folder / 'test.db'}", redis_url=redis_url, **settings)
+            delays = DelayTasks(app, urls, redis_url=redis_url, **settings)
+            assert delays.redis_timer is not None
+            if clocks:
+                delays.redis_timer._clocks = clocks
+            for shard, clock in zip(delays.shards, clocks, strict=False):
+                object.__setattr__(shard, "clock", clock)
+            return delays
 
         self.delays, producer = connect("worker", proxy.url(url)), connect("producer", url)
-        with self.delays.store.database.begin() as connection:
-            self.delays.store.schema.metadata.create_all(connection)
         assert producer.redis_timer is not None
         self.timer: RedisTimer = producer.redis_timer
         self.worker = Worker()
@@ -155,6 +168,30 @@ def test_it_takes_what_there_is_room_for_and_more_when_chunks_end(post: Post) ->
     wait_until(all_ran, 10, "all of them to come")
     assert sorted(ran) == list(range(1, 201))
     wait_until(lambda: post.left() == (0, 0), 5, "the last ones to be deleted")
+
+
+def test_it_brings_as_much_from_a_database_whose_clock_is_an_hour_ahead(
+    tmp_path: Path, redis_url: str, proxy: Proxy
+) -> None:
+    ahead = Clock(lambda _: from_us(wall_ms() * 1000) + timedelta(hours=1))
+    post = Post(tmp_path, redis_url, proxy, [Clock(), ahead])
+    try:
+        new_id = IdMaker(wall_ms, shard=1)
+        due = ahead.now_us() + 300_000
+        armed = [Entry(new_id(), 0, due) for _ in range(200)]
+        post.start()
+        assert post.timer.arm(armed)
+        ran: list[int] = []
+
+        def all_ran() -> bool:
+            if post.pool.jobs:
+                ran.extend(post.end_chunk(0.001))
+            return len(ran) == 200
+
+        wait_until(all_ran, 10, "all of them to come")
+        assert sorted(ran) == sorted(entry.id for entry in armed)
+    finally:
+        post.close()
 
 
 def test_it_leaves_to_others_what_it_can_not_run_soon(post: Post) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Iterator
 from datetime import datetime, timezone
@@ -160,6 +161,14 @@ def test_the_next_time_to_look_is_told(bench: Bench) -> None:
     bench.timer.arm([bench.entry(id, 700 + id) for id in range(1, 100)])
     nexts = [some.next_ms for some in bench.take()]
     assert min(nexts) == bench.clock.now_us() // 1000 + 701 - AHEAD_MS
+
+
+@pytest.mark.parametrize("due_us", [700_000, 700_001, 700_499, 700_999])
+def test_when_the_time_to_look_has_come_there_is_something_to_take(bench: Bench, due_us: int) -> None:
+    bench.timer.arm([bench.entry(1, due_us / 1000)])
+    looks_us = math.ceil(min(some.next_ms for some in bench.take()) * 1000)
+    bench.clock.advance((looks_us - bench.clock.now_us()) / 1e6)
+    assert bench.take_ids() == [1]
 
 
 def test_a_slot_that_redis_lost_is_noticed_once(bench: Bench) -> None:
