@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -279,6 +279,15 @@ def test_operators_moves_are_part_of_the_transaction(delays: DjangoDelays, armed
 
 
 # -- errors ---------------------------------------------------------------------------------------
+
+
+def test_many_are_moved_in_transactions_of_their_own(delays: DjangoDelays) -> None:
+    task = delays.schedule_delay("many", {}, 60)
+    # SQLite has one writer at a time: there the caller's block would have to end first.
+    with nullcontext() if connections[delays.alias].vendor == "sqlite" else rolled_back(delays.alias):
+        assert delays.cancel_many(tag="many").changed == 1
+    assert delays.get(task).status is Status.CANCELLED
+    assert [entry.changed for entry in delays.audit(limit=1)] == [1]
 
 
 def test_a_broken_transaction_is_told_and_nothing_is_armed(delays: DjangoDelays, armed: list[Entry]) -> None:
