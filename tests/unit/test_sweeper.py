@@ -14,6 +14,7 @@ import pytest
 from sqlalchemy import insert, select, update
 
 from delaytasks import DelayTask, Status
+from delaytasks.core.bulk import AuditEntry
 from delaytasks.core.clock import Clock
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.events import Events
@@ -237,7 +238,7 @@ def test_a_clock_that_knows_nothing_arms_nothing_and_marks_nothing(field: Field)
     assert field.sweep() == [id]
 
 
-@pytest.mark.parametrize("stage", ["bury", "near", "lapse", "levels", "purge"])
+@pytest.mark.parametrize("stage", ["bury", "near", "lapse", "levels", "purge", "purge_audit"])
 def test_a_stage_that_fails_keeps_no_other_from_its_work(
     make: Make, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,6 +247,7 @@ def test_a_stage_that_fails_keeps_no_other_from_its_work(
     near = field.row(5)
     lapsed = field.row(-5, Status.RUNNING, lease_until=field.clock.now() - timedelta(seconds=1))
     old = field.row(-7200, Status.DONE, update_time=long_ago)
+    field.store.bulk.begin(AuditEntry(1, "cancel", {}, "ann", "done", long_ago, long_ago, long_ago, 0, 0, 0))
     field.row(-60)
     field.serve("w1", "default")
     field.serve("dead", "default")
@@ -262,10 +264,12 @@ def test_a_stage_that_fails_keeps_no_other_from_its_work(
         "lapse": field.status(lapsed) is Status.NOT_COMPLETE,
         "levels": len(field.timer.drained) == 1,
         "purge": field.store.tasks.get(old) is None,
+        "purge_audit": field.store.bulk.audit(10) == [],
     }
     assert [name for name, is_done in done.items() if not is_done] == [stage]
     [failure] = [fields for name, fields in field.told if name == "loop.failed"]
     names = {"bury": "bury", "near": "near", "lapse": "lapsed", "levels": "overdue", "purge": "purge"}
+    names["purge_audit"] = "audit"
     assert (failure["loop"], failure["stage"]) == ("sweep", names[stage])
     assert failure["error"] == "ValueError: a row can not be read"
 
