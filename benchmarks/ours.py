@@ -24,7 +24,14 @@ def make(name: str, timer: str = "eta", **settings: Any) -> tuple[Celery, DelayT
     )
     if timer == "redis":
         settings |= {"timer": timer, "redis_url": redis_url()}
-    found = DelayTasks(made, database_url(), namespace=NAMESPACES[timer], table_prefix=TABLE_PREFIX, **settings)
+    found = DelayTasks(
+        made,
+        database_url(),
+        namespace=NAMESPACES[timer],
+        table_prefix=TABLE_PREFIX,
+        callback_allow="127.0.0.1",
+        **settings,
+    )
     return made, found
 
 

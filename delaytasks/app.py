@@ -166,10 +166,12 @@ class DelayTasks(CallbackVerbs, TouchVerbs, BulkVerbs, PolicyVerbs):
 
         `queue`: where its tasks go unless they name another one. `retry`: a ladder, its rungs ("15s 3m 10m"), or one
         for each exception type. `expires`: a run that would begin later than this after its due time is CANCELLED.
-        `keep_result`: what it returns is kept, as JSON. `schema`: a dataclass, a pydantic model or a callable, which
-        makes of the body what the processor is given, and refuses others. `concurrency_key`: a function that says whom
-        a body is for, where limits are counted for each. `soft_time_limit`, `time_limit`: a run that takes longer gets
-        Celery's `SoftTimeLimitExceeded`, or is killed; on prefork only.
+        `keep_result`: what it returns is kept, as JSON. `batch`: it is called for up to so many tasks at once,
+        `f(tasks)` or `f(bodies, tasks)`. `in_flight`: so many calls run side by side in each process; it may be `async
+        def`. `schema`: a dataclass, a pydantic model or a callable, which makes of the body what the processor is
+        given, and refuses others. `concurrency_key`: a function that says whom a body is for, where limits are counted
+        for each. `soft_time_limit`, `time_limit`: a run that takes longer gets Celery's `SoftTimeLimitExceeded`, or is
+        killed; on prefork only.
         """
         return self.registry.processor(tag, **options)
 

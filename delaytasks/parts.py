@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from delaytasks.callbacks.addresses import Guard
-from delaytasks.callbacks.http import HttpCallbacks
+from delaytasks.callbacks.http import CALLBACK, HttpCallbacks
 from delaytasks.callbacks.queue import QueueMessages
 from delaytasks.core.clock import Clock, Measure, wall_ms
 from delaytasks.core.errors import ConfigError, StoreUnavailableError
@@ -68,6 +68,7 @@ class Parts:
             BackgroundTimer(self.inline_timer, clock) if settings.arm == "background" else self.inline_timer
         )
         self.queues = Queues(settings, registry)
+        registry.give_places(CALLBACK, settings.callback_in_flight)
         self.http_callbacks = HttpCallbacks(settings, Guard(settings.callback_allow), clock)
         limit_s, url = settings.callback_connect_s, settings.callback_broker_url
         self.queue_messages = QueueMessages(

@@ -14,9 +14,10 @@ from delaytasks.core.events import Events
 from delaytasks.core.ids import IdMaker
 from delaytasks.core.ports import Entry, Settlement
 from delaytasks.core.task import NewTask
+from delaytasks.engine.batch import Work
 from delaytasks.engine.producer import Producer
 from delaytasks.engine.queues import Queues
-from delaytasks.engine.registry import Processor, Registry
+from delaytasks.engine.registry import Registry
 from delaytasks.engine.runner import Report, Runner
 from delaytasks.store.claims import Claims
 from delaytasks.store.store import Store
@@ -49,7 +50,7 @@ class Disturbed:
 class Bench:
     """A runner on a store, without a worker around it."""
 
-    def __init__(self, store: Store, **changes: Any) -> None:
+    def __init__(self, store: Store, may_leave: bool = False, **changes: Any) -> None:
         url = store.database.url.render_as_string(hide_password=False)
         self.settings = settings_for(url, **{"chunk_time_box_s": 5, **changes})
         self.store = store
@@ -60,7 +61,7 @@ class Bench:
         self.events.subscribe(lambda name, fields: self.told.append((name, fields)))
         self.ran: list[Any] = []
         self.registry.processor("note")(self.ran.append)
-        self.runner = self.make_runner()
+        self.runner = self.make_runner(may_leave=may_leave)
         self._ids = IdMaker(lambda: to_us(self.clock.now()) // 1000)
         queues = Queues(self.settings, self.registry)
         to = (self.clock, self._ids, RecordingTimer(), self.registry, queues, self.events)
@@ -71,8 +72,8 @@ class Bench:
         return Runner(*parts, self.execute, lambda session, task: session and unit_of(session), **options)  # type: ignore[arg-type]
 
     @staticmethod
-    def execute(processor: Processor, task: DelayTask) -> Any:
-        return processor(task, task.body)
+    def execute(work: Work, task: DelayTask) -> Any:
+        return work(task, work.body_of(task))
 
     def schedule(self, tag: str = "note", body: Any = None, delay: float = 0, **options: Any) -> DelayTask:
         task = self.producer.schedule(NewTask(tag, body, delay, **options), "reject", None)

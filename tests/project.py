@@ -3,6 +3,7 @@ the body names."""
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import signal
@@ -12,7 +13,7 @@ from typing import Any
 from celery import current_task
 from sqlalchemy import text
 
-from delaytasks import DelayTask, processor
+from delaytasks import DelayTask, Fail, processor
 from delaytasks.api import default
 
 
@@ -81,6 +82,26 @@ def sleep(body: dict[str, Any], task: DelayTask) -> None:
     note(body, task.id, "began", os.getpid())
     time.sleep(body["seconds"])
     note(body, task.id, "ended", os.getpid())
+
+
+@processor("test.wait", in_flight=50)
+def wait(body: dict[str, Any], task: DelayTask) -> None:
+    note(body, task.id, "began", os.getpid(), current_task.request.id)
+    time.sleep(body["seconds"])
+    note(body, task.id, "ended", os.getpid())
+
+
+@processor("test.async")
+async def wait_on_loop(body: dict[str, Any], task: DelayTask) -> None:
+    note(body, task.id, "began", os.getpid(), id(asyncio.get_running_loop()))
+    await asyncio.sleep(body["seconds"])
+    note(body, task.id, "ended", os.getpid())
+
+
+@processor("test.batch", batch=40)
+def note_batch(bodies: list[dict[str, Any]], tasks: list[DelayTask]) -> dict[int, Any]:
+    note(bodies[0], len(tasks), "together", os.getpid())
+    return {task.id: Fail("odd") for body, task in zip(bodies, tasks, strict=True) if body["number"] % 2}
 
 
 @processor("test.hold_gil")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -17,12 +18,15 @@ from typing import NamedTuple
 from delaytasks.core.bounded import within
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import ConfigError, ForbiddenURLError
+from delaytasks.core.forks import reset_in_child
 from delaytasks.core.settings import mask_url
 from delaytasks.core.text import shown
 
 Address = IPv4Address | IPv6Address
 #: The addresses of a host; the one place where names are looked up.
 Resolve = Callable[[str, int], list[str]]
+#: Scheme, host and port.
+Place = tuple[str, str, int]
 
 #: A name is looked up no more often: thousands of callbacks to one host are no load for the name server.
 KNOWN_S = 5.0
@@ -90,7 +94,12 @@ class Guard:
         self._openings = [_opening(entry) for entry in allow]
         self._resolve = resolve
         #: Until when, and what was found.
-        self._known: dict[tuple[str, str, int], tuple[float, list[Address]]] = {}
+        self._known: dict[Place, tuple[float, list[Address]]] = {}
+        self.after_fork()
+        reset_in_child(self)
+
+    def after_fork(self) -> None:
+        self._looking: dict[Place, threading.Lock] = {}
 
     def check(self, url: object) -> Target:
         """What can be said without looking the name up."""
@@ -110,13 +119,25 @@ class Guard:
         if target.literal is not None:
             return target.literal
         place = (target.scheme, target.host, target.port)
-        until, addresses = self._known.get(place, (0.0, []))
-        if monotonic() >= until:
-            addresses = self._look_up(target, limit_s)
-            if len(self._known) >= KNOWN_MAX:
-                self._known.clear()
-            self._known[place] = monotonic() + KNOWN_S, addresses
+        addresses = self._still_known(place)
+        if addresses is None:
+            # Many callbacks may want the same name: one of them looks it up, the others wait for it.
+            looking = self._looking.setdefault(place, threading.Lock())
+            if not looking.acquire(timeout=limit_s):
+                raise TimeoutError(f"no answer within {limit_s:g} s")
+            try:
+                addresses = self._still_known(place) or self._look_up(target, limit_s)
+                if len(self._known) >= KNOWN_MAX:
+                    self._known.clear()
+                    self._looking.clear()
+                self._known[place] = monotonic() + KNOWN_S, addresses
+            finally:
+                looking.release()
         return addresses[turn % len(addresses)]
+
+    def _still_known(self, place: Place) -> list[Address] | None:
+        until, addresses = self._known.get(place, (0.0, []))
+        return addresses if monotonic() < until else None
 
     def _look_up(self, target: Target, limit_s: float) -> list[Address]:
         work = partial(self._resolve, target.host, target.port)

@@ -22,7 +22,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from delaytasks.core.clock import monotonic
 
-#: Connections kept: to so many addresses, and so many to each.
+#: Connections kept: to so many addresses, and so many to each, or as many as are used at once.
 KEPT = 100
 #: When the exchange under way in this thread must be over.
 ends: ContextVar[float] = ContextVar("ends")
@@ -83,10 +83,10 @@ class Adapter(HTTPAdapter):
     """The kept connections of a process. Used without a `requests.Session`, which would add cookies, .netrc, proxies of
     the environment, and read redirects to their end."""
 
-    def __init__(self, ca_file: str) -> None:
+    def __init__(self, ca_file: str, at_once: int) -> None:
         # One for all connections: to read the authorities takes as long as forty callbacks.
         self._tls = ssl.create_default_context(cafile=ca_file or DEFAULT_CA_BUNDLE_PATH)
-        super().__init__(pool_connections=KEPT, pool_maxsize=KEPT)
+        super().__init__(pool_connections=KEPT, pool_maxsize=max(KEPT, at_once))
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
         super().init_poolmanager(*args, **kwargs)

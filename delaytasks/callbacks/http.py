@@ -129,7 +129,7 @@ class HttpCallbacks:
 
         with self._lock:
             if self._made is None:
-                self._made = Adapter(self._settings.callback_ca_file)
+                self._made = Adapter(self._settings.callback_ca_file, self._settings.callback_in_flight)
             return self._made
 
     def _outcome(self, response: requests.Response, task: DelayTask) -> Outcome:

@@ -16,6 +16,7 @@ DelayTaskError
 │   ├── StoreUnavailableError, OutcomeUnknownError, SessionUnusableError
 ├── ConfigError
 ├── InvalidSignatureError                      a callback that was received
+├── InvalidOutcomesError                       what the processor of a batch returned
 └── DuplicateProcessorError
 """
 
@@ -179,6 +180,10 @@ class ConfigError(DelayTaskError):
 
 class InvalidSignatureError(DelayTaskError):
     """A callback that was received is not signed, not by a known secret, or not now; answer 401."""
+
+
+class InvalidOutcomesError(DelayTaskError):
+    """A batch's processor returned something that does not say how each of its tasks ended."""
 
 
 class DuplicateProcessorError(DelayTaskError):

@@ -75,6 +75,7 @@ class Settings:
     callback_connect_s: float = _setting(5.0, "longest time for each step of sending a callback")
     callback_read_s: float = _setting(10.0, "longest silence of who receives a callback")
     callback_total_s: float = _setting(30.0, "longest time for a whole callback")
+    callback_in_flight: int = _setting(100, "callbacks that each process sends side by side")
 
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
@@ -145,6 +146,7 @@ _RULES: list[tuple[str, Callable[[Settings, Any], bool], str]] = [
         "queues have letters, digits, '_', '.' and '-' only",
     ),
     ("chunk_max", lambda s, v: v <= 1000, "is at most 1000"),
+    ("callback_in_flight", lambda s, v: v <= 1000, "is at most 1000"),
     ("max_lapses", lambda s, v: v <= 1000, "is at most 1000"),
     ("lease_s", lambda s, v: v >= 2 * s.chunk_time_box_s, "must be at least twice chunk_time_box_s"),
     ("max_delay_s", lambda s, v: v <= 1000 * 366 * 86400, "is at most a thousand years"),

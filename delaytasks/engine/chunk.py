@@ -1,10 +1,11 @@
-"""Rows claimed together, run one after another, settled together; how many they are, and the box of time they share."""
+"""Rows claimed together and settled together; how many they are, and the box of time they share."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 
 from delaytasks.core.clock import monotonic
 from delaytasks.core.forks import reset_in_child
@@ -20,29 +21,82 @@ MOST_CHUNKS = 5
 
 
 class Chunk:
-    """Who starts a row owns it: the runner that takes the next one, or the time box that takes the rest."""
+    """Who starts a row owns it: the runner that takes the next ones, or the time box that takes the rest."""
 
-    def __init__(self, tasks: Sequence[DelayTask], good_for_s: float) -> None:
+    def __init__(self, tasks: Sequence[DelayTask], good_for_s: float, box_s: float) -> None:
         self._lock = threading.Lock()
         self._waiting = deque(tasks)
+        self._running: dict[int, DelayTask] = {}
         self._finished: list[Settlement] = []
-        self._good_until = monotonic() + good_for_s
+        now = monotonic()
+        self._good_until = now + good_for_s
+        self.box_ends = now + box_s
+        self._is_left = False
+        #: Held by who settles what is finished.
+        self.settling = threading.Lock()
 
-    @property
     def next(self) -> DelayTask | None:
-        with self._lock:
-            return self._waiting[0] if self._waiting else None
-
-    def start_next(self) -> DelayTask | None:
         """The next row, or None: at the end, after the time box, and when our leases may be over."""
         with self._lock:
-            if not self._waiting or monotonic() > self._good_until:
-                return None
-            return self._waiting.popleft()
+            return self._waiting[0] if self._waiting and monotonic() <= self._good_until else None
 
-    def finish(self, settlement: Settlement) -> None:
+    def start(self, first: DelayTask, most: int = 1) -> list[DelayTask]:
+        """That row, and further ones of its tag; none if the time box has taken them meanwhile."""
         with self._lock:
-            self._finished.append(settlement)
+            if not self._waiting or self._waiting[0] is not first:
+                return []
+            if most == 1:
+                started = [self._waiting.popleft()]
+            else:
+                started = [task for task in self._waiting if task.tag == first.tag][:most]
+                ids = {task.id for task in started}
+                self._waiting = deque(task for task in self._waiting if task.id not in ids)
+            for task in started:
+                self._running[task.id] = task
+            return started
+
+    def end(self, settlements: Iterable[Settlement]) -> None:
+        """Of rows that were started."""
+        with self._lock:
+            for settlement in settlements:
+                del self._running[settlement.task.id]
+                self._finished.append(settlement)
+
+    def forget(self, tasks: Iterable[DelayTask]) -> None:
+        """Started, and never to end."""
+        with self._lock:
+            for task in tasks:
+                self._running.pop(task.id, None)
+
+    def keep(self, settlements: Iterable[Settlement]) -> None:
+        """For who takes what is finished next."""
+        with self._lock:
+            self._finished.extend(settlements)
+
+    @property
+    def is_run(self) -> bool:
+        """No row of it runs, or waits to be run."""
+        return not self._running and not self._waiting
+
+    @property
+    def is_over(self) -> bool:
+        with self._lock:
+            return self.is_run and not self._finished
+
+    def leave(self) -> bool:
+        """Its runner goes, with rows still running; False if there are none."""
+        with self._lock:
+            self._is_left = bool(self._running)
+            return self._is_left
+
+    @property
+    def is_left(self) -> bool:
+        return self._is_left
+
+    @property
+    def running(self) -> list[int]:
+        with self._lock:
+            return list(self._running)
 
     def take_finished(self) -> list[Settlement]:
         with self._lock:
@@ -63,8 +117,12 @@ class ChunkSize:
         self._time_box_s = time_box_s
         self._most = most
         self._row_s: float | None = None
+        self._wanted = 0
 
-    def learn(self, ran: int, seconds: float) -> None:
+    def learn(self, ran: int, seconds: float, wanted: int = 0) -> None:
+        """`wanted` is how many rows the processors could start at once, however long they take for it."""
+        if ran or wanted:
+            self._wanted = min(wanted, self._most)
         if ran:
             row_s = seconds / ran
             known = row_s if self._row_s is None else self._row_s
@@ -77,9 +135,13 @@ class ChunkSize:
     @property
     def in_time(self) -> int:
         """What one process runs in a time box, in several chunks if they are quick."""
-        if self._row_s is None:
-            return FIRST_SIZE
-        return int(min(max(self._time_box_s / max(self._row_s, 1e-6), 1), self._most * MOST_CHUNKS))
+        fitting = FIRST_SIZE if self._row_s is None else self._time_box_s / max(self._row_s, 1e-6)
+        return int(min(max(fitting, self._wanted, 1), self._most * MOST_CHUNKS))
+
+    @property
+    def least(self) -> int:
+        """So many rows stay together, though other processes may be free."""
+        return max(self._wanted, 1)
 
     @property
     def fits(self) -> bool:
@@ -88,7 +150,8 @@ class ChunkSize:
 
 
 class TimeBox:
-    """One thread that calls `expire(chunk)` for each chunk that is open past its time.
+    """One thread that calls `expire(chunk)` for each chunk that is open past its time, and again as often as it is
+    opened again.
 
     It needs nothing of the thread that runs the chunk, which may sit in a processor for minutes. While chunks come and
     go it looks once a box whether one is left over, so that nobody has to wake it, and it does not get into the way of
@@ -109,9 +172,10 @@ class TimeBox:
         self._is_asleep = False
         self._thread: threading.Thread | None = None
 
-    def open(self, chunk: Chunk) -> None:
+    def open(self, chunk: Chunk, rest_s: float = 0.0) -> None:
+        """If it is open already, its box stays."""
         with self._changed:
-            self._open[chunk] = monotonic() + self._box_s
+            self._open.setdefault(chunk, monotonic() + self._box_s + rest_s)
             self._opened += 1
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._watch, name="delaytasks-timebox", daemon=True)
@@ -129,11 +193,10 @@ class TimeBox:
                 if not self._open:
                     self._rest()
                     continue
-                # Chunks are opened in time order, and a box is the same for all: the first is the next.
-                chunk, deadline = next(iter(self._open.items()))
+                chunk, deadline = min(self._open.items(), key=itemgetter(1))
                 left = deadline - monotonic()
                 if left > 0:
-                    self._changed.wait(left)
+                    self._changed.wait(min(left, self._box_s))  # what is opened meanwhile may be earlier
                     continue
                 del self._open[chunk]
             try:

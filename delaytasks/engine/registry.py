@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
@@ -15,11 +15,18 @@ from delaytasks.core.inputs import check_queue, check_tag, check_wait
 from delaytasks.core.ladder import MAX_RUNG_S, Ladder, Retries, RetryRule
 from delaytasks.core.schema import Schema
 from delaytasks.core.task import DelayTask
+from delaytasks.core.text import shown
+from delaytasks.engine.coroutines import result_of
+from delaytasks.engine.flights import MOST_PLACES
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 F = TypeVar("F", bound=Callable[..., Any])
+#: A chunk has no more rows.
+MOST_IN_BATCH = 1000
+#: Of `async def` functions that do not say.
+ASYNC_PLACES = 100
 
 
 class Options(TypedDict, total=False):
@@ -33,6 +40,10 @@ class Options(TypedDict, total=False):
     expires: float | str | timedelta | None
     #: Keep what the processor returns, as JSON.
     keep_result: bool
+    #: It is called for up to so many tasks at once: `f(tasks)`, or `f(bodies, tasks)`.
+    batch: int | None
+    #: So many calls run side by side in each process; `async def` functions have a hundred places without it.
+    in_flight: int | None
     #: What its bodies must be: a dataclass, a pydantic model, or a callable that takes the body.
     schema: Callable[..., Any] | None
     #: Whom a body is for, where limits are counted for each; a task may say it itself.
@@ -53,6 +64,8 @@ class Processor:
     keep_result: bool
     schema: Schema | None
     concurrency_key: Callable[[Any], str | None] | None
+    batch: int | None
+    in_flight: int | None
     soft_time_limit_s: float | None
     time_limit_s: float | None
 
@@ -61,9 +74,19 @@ class Processor:
         return self.soft_time_limit_s is not None or self.time_limit_s is not None
 
     def __call__(self, task: DelayTask, body: Any) -> Any:
-        if self.schema is not None:
-            body = self.schema(body)
-        return self.function(body, task) if self.wants_task else self.function(body)
+        body = self.given(body)
+        return self.call(body, task) if self.wants_task else self.call(body)
+
+    def given(self, body: Any) -> Any:
+        """What the function is given for a body."""
+        return body if self.schema is None else self.schema(body)
+
+    def call(self, *arguments: Any) -> Any:
+        result = self.function(*arguments)
+        return result_of(result) if inspect.iscoroutine(result) else result
+
+    def body_of(self, task: DelayTask) -> Any:
+        return task.body
 
     def ladder_for(self, error: BaseException, task: DelayTask) -> Ladder | None:
         """What a task climbs whose run ended in `error`. A body that is refused now is refused on each rung."""
@@ -93,9 +116,11 @@ class Registry:
             keep_result=bool(options.get("keep_result")),
             schema=None if schema is None else Schema(tag, schema),
             concurrency_key=options.get("concurrency_key"),
+            batch=_bounded("batch", options.get("batch"), MOST_IN_BATCH),
             soft_time_limit_s=soft_s,
             time_limit_s=hard_s,
         )
+        in_flight = _bounded("in_flight", options.get("in_flight"), MOST_PLACES)
 
         def register(function: F) -> F:
             known = self._processors.get(tag)
@@ -103,12 +128,18 @@ class Registry:
                 raise DuplicateProcessorError(
                     f"tag {tag!r} has the processor {_name(known.function)} already; give {_name(function)} another"
                 )
-            known = self._processors[tag] = describe(function=function, wants_task=_wants_task(function))
-            if known.time_limit_s is not None:
-                self.time_limits[tag] = known.time_limit_s
+            places = _places(function, in_flight, soft_s is not None or hard_s is not None)
+            wants_task = _wants_task(function, options.get("batch") is not None)
+            self._processors[tag] = describe(function=function, wants_task=wants_task, in_flight=places)
+            if hard_s is not None:
+                self.time_limits[tag] = hard_s
             return function
 
         return register
+
+    def give_places(self, tag: str, in_flight: int) -> None:
+        """To a processor of our own, once settings are known."""
+        self._processors[tag] = replace(self._processors[tag], in_flight=in_flight)
 
     def get(self, tag: str) -> Processor | None:
         return self._processors.get(tag)
@@ -155,7 +186,23 @@ def _time_limit(limit: object) -> float | None:
     return seconds
 
 
-def _wants_task(function: Callable[..., Any]) -> bool:
+def _bounded(option: str, number: int | None, most: int) -> int | None:
+    if number is None or (type(number) is int and 0 < number <= most):
+        return number
+    raise ValueError(f"{option}={shown(number)}: it is a number from 1 to {most}")
+
+
+def _places(function: Callable[..., Any], in_flight: int | None, has_time_limits: bool) -> int | None:
+    is_async = inspect.iscoroutinefunction(function)
+    if has_time_limits and (is_async or in_flight is not None):
+        kind = "is async" if is_async else "has in_flight"
+        raise ValueError(
+            f"time limits are for what runs alone, and {_name(function)} {kind}: give what it waits for a timeout"
+        )
+    return ASYNC_PLACES if is_async and in_flight is None else in_flight
+
+
+def _wants_task(function: Callable[..., Any], is_batch: bool) -> bool:
     """True for `f(body, task)`. Arguments with defaults are the function's own business."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [
@@ -164,7 +211,8 @@ def _wants_task(function: Callable[..., Any]) -> bool:
         if parameter.kind in positional and parameter.default is parameter.empty
     ]
     if len(required) not in (1, 2):
-        raise TypeError(f"a processor takes (body) or (body, task); {_name(function)} takes {len(required)} arguments")
+        takes = "(tasks) or (bodies, tasks), as batch= says" if is_batch else "(body) or (body, task)"
+        raise TypeError(f"a processor takes {takes}; {_name(function)} takes {len(required)} arguments")
     return len(required) == 2
 
 

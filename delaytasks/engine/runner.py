@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.events import Events
-from delaytasks.core.ports import ClaimStore, Entry, Settlement, Timer
+from delaytasks.core.ports import ClaimStore, Entry, Timer
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.engine.admission import Admission
-from delaytasks.engine.chunk import Chunk, TimeBox
+from delaytasks.engine.chunks import Chunks, Tally
 from delaytasks.engine.endings import Endings
+from delaytasks.engine.flights import Flights
 from delaytasks.engine.registry import Registry
 from delaytasks.engine.run import UnitOf
 from delaytasks.engine.running import Execute, Running, Watcher
@@ -34,10 +36,21 @@ class Report(NamedTuple):
     seconds: float = 0.0
     early: tuple[Entry, ...] = ()
     is_full: bool = False
+    #: Rows that the next chunk should have at least, as far as this one's processors tell.
+    wanted: int = 0
+    #: This process, and the rows that still run in it though their chunk is over.
+    pid: int = 0
+    left: tuple[int, ...] = ()
+    #: Why the chunk failed as a whole.
+    error: str = ""
 
 
 class Runner:
-    """Runs chunks in one process. `execute` calls the processor in the surroundings that it expects."""
+    """Runs chunks in one process. `execute` calls the processor in the surroundings that it expects.
+
+    With `may_leave` rows that run side by side may go on while the next chunk runs: somebody has to renew their leases,
+    and to call `finish` at the end.
+    """
 
     def __init__(
         self,
@@ -51,46 +64,60 @@ class Runner:
         unit_of: UnitOf,
         admission: Admission | None = None,
         keeps_time_limits: bool = True,
+        flights: Flights | None = None,
+        may_leave: bool = False,
     ) -> None:
         self._settings = settings
         self._claims = claims
         self._clock = clock
         self._events = events
-        self._admission = admission
-        self._time_limits = registry.time_limits
         endings = Endings(settings, clock, events)
         self._running = Running(claims, clock, registry, endings, execute, unit_of, keeps_time_limits)
-        self._settling = Settling(settings, claims, clock, timer, events)
-        self._time_box = TimeBox(settings.chunk_time_box_s, self._expire, self._time_box_failed)
+        settling = Settling(settings, claims, clock, timer, events)
+        self._chunks = Chunks(
+            settings, clock, registry, self._running, settling, flights or Flights(), admission, events
+        )
+        self._may_leave = may_leave
 
     def run(self, entries: Sequence[Entry]) -> Report:
         """The fast path: the entries of messages that fell due."""
-        claimed_at = monotonic()
+        claimed_at, tally = monotonic(), Tally()
         tasks = self._claims.claim(entries)
-        ran, seconds = self._run_chunk(tasks, claimed_at)
+        self._run_chunk(tasks, claimed_at, tally)
         early: list[Entry] = []
-        if len(tasks) < len(entries):
-            claimed = {task.id for task in tasks}
-            missing = {entry[:2]: entry for entry in entries if entry.id not in claimed}
-            also, early = self._look_after(missing)
-            ran, seconds = ran + also[0], seconds + also[1]
-        return Report(len(tasks), ran, seconds, tuple(early))
+        if (claimed := len(tasks)) < len(entries):
+            found = {task.id for task in tasks}
+            early = self._look_after({entry[:2]: entry for entry in entries if entry.id not in found}, tally)
+        return self._report(tally, claimed, tuple(early))
 
     def drain(self, queue: str, priorities: Sequence[int], limit: int) -> Report:
         """The slow path: whatever is due, straight from the table."""
-        claimed_at = monotonic()
+        claimed_at, tally = monotonic(), Tally()
         tasks = self._claims.claim_due(queue, priorities, limit)
         is_full = len(tasks) >= limit
-        ran, seconds = self._run_chunk(tasks, claimed_at)
-        claimed = len(tasks)
+        self._run_chunk(tasks, claimed_at, tally)
         if not is_full:
+            claimed_at = monotonic()
             suspect = self._claims.claim_suspect(queue, priorities)
             if suspect is not None:
-                also, longer = self._run_chunk([suspect], monotonic())
-                claimed, ran, seconds, is_full = claimed + 1, ran + also, seconds + longer, True
-        return Report(claimed, ran, seconds, (), is_full)
+                self._chunks.run_alone(suspect, claimed_at, tally)
+                is_full = True
+        return self._report(tally, tally.claimed, is_full=is_full)
 
-    def _look_after(self, missing: dict[tuple[int, int], Entry]) -> tuple[tuple[int, float], list[Entry]]:
+    def failed(self, error: str) -> Report:
+        """What is to be told when a chunk has raised."""
+        return Report(pid=os.getpid(), left=self._chunks.left, error=error)
+
+    def _report(self, tally: Tally, claimed: int, early: tuple[Entry, ...] = (), is_full: bool = False) -> Report:
+        tally.add(*self._chunks.ended())
+        wanted = tally.wanted if 2 * tally.wanting >= tally.started else 0
+        ran, seconds = tally.ran, tally.seconds
+        return Report(claimed, ran, seconds, early, is_full, wanted, os.getpid(), self._chunks.left)
+
+    def _run_chunk(self, tasks: Sequence[DelayTask], claimed_at: float, tally: Tally) -> None:
+        self._chunks.run(tasks, claimed_at, tally, self._may_leave)
+
+    def _look_after(self, missing: dict[tuple[int, int], Entry], tally: Tally) -> list[Entry]:
         """The entries that the claim did not get, by id and version. Those that were early by a blink are waited for,
         other early ones go back to the wheel, those that lapsed before are claimed alone; all others are not ours:
         cancelled, moved, or somebody else's already."""
@@ -112,7 +139,6 @@ class Runner:
         dropped = len(missing) - len(soon) - len(early) - len(suspects)
         if dropped:
             self._events.emit("entry.dropped", count=dropped)
-        ran, seconds = 0, 0.0
         if soon or suspects:
             self._clock.forget()  # either it is wrong about the database's, or a row was locked for a moment
             now = self._clock.now_us()
@@ -121,71 +147,19 @@ class Runner:
             nap_us = min(max((entry.due_us for entry in soon + suspects), default=now) - now, NAP_US)
             time.sleep((max(nap_us, 0) + NAP_SLACK_US) / 1e6)
             claimed_at = monotonic()
-            ran, seconds = self._run_chunk(self._claims.claim(soon), claimed_at)
+            self._run_chunk(self._claims.claim(soon), claimed_at, tally)
         for entry in suspects:
             claimed_at = monotonic()
             task = self._claims.claim_alone(entry.id, entry.version)
-            also, longer = self._run_chunk([task] if task else [], claimed_at)
-            ran, seconds = ran + also, seconds + longer
-        return (ran, seconds), early
+            if task is not None:
+                self._chunks.run_alone(task, claimed_at, tally)
+        return early
 
-    # -- a chunk ----------------------------------------------------------------------------------
+    # -- rows that run on ---------------------------------------------------------------------------
 
-    def _run_chunk(self, tasks: Sequence[DelayTask], claimed_at: float) -> tuple[int, float]:
-        if not tasks:
-            return 0, 0.0
-        refused: Sequence[Settlement] = ()
-        if self._admission is not None:
-            tasks, refused = self._admission.admit(tasks)
-            if not tasks and not refused:
-                return 0, 0.0
-        claimed = self._clock.now()
-        self._events.emit("chunk.claimed", count=len(tasks))
-        if self._time_limits:  # last, so that nothing is at stake but themselves
-            tasks = sorted(tasks, key=lambda task: task.tag in self._time_limits)
-        chunk = Chunk(tasks, self._settings.lease_s - (monotonic() - claimed_at))
-        for settlement in refused:
-            chunk.finish(settlement)
-        self._time_box.open(chunk)
-        ran, began_at = 0, monotonic()
-        try:
-            while (task := self._start_next(chunk)) is not None:
-                chunk.finish(self._running.run(task, claimed))
-                ran += 1
-            seconds = monotonic() - began_at
-        finally:
-            self._time_box.close(chunk)
-            try:
-                self._settling.settle(chunk, patience_s=self._settings.lease_s)
-            finally:
-                self._flush()
-        return ran, seconds
-
-    def _start_next(self, chunk: Chunk) -> DelayTask | None:
-        """A row with a time limit may take this process with it: what is finished is settled before it starts, and
-        what waits behind it is given back by the time box."""
-        if self._time_limits and (task := chunk.next) is not None and task.tag in self._time_limits:
-            self._settling.settle_finished(chunk, patience_s=self._settings.lease_s)
-        return chunk.start_next()
-
-    def _expire(self, chunk: Chunk) -> None:
-        """The time box is over: what is finished is settled, what did not start goes to other workers at once."""
-        waiting = chunk.take_waiting()
-        for task in waiting:
-            chunk.finish(Settlement(task, "give_back", error=None))
-        if waiting:
-            self._events.emit("chunk.gave_back", count=len(waiting))
-        try:
-            self._settling.settle(chunk, patience_s=0)
-        finally:
-            self._flush()  # whoever watches sees the row that is still running
-
-    def _time_box_failed(self, error: Exception) -> None:
-        self._events.emit("loop.failed", loop="time box", error=f"{type(error).__name__}: {error}")
-
-    def _flush(self) -> None:
-        if self.watcher is not None:
-            self.watcher.flush()
+    def finish(self) -> None:
+        """Waits for rows that run side by side with others, and whose chunks are over."""
+        self._chunks.finish()
 
     @property
     def watcher(self) -> Watcher | None:

@@ -1,20 +1,22 @@
-"""How one row is run: its processor called, and its end made of what that returned or raised."""
+"""How rows are run: their processor is called, for one or for a batch, and what it returns or raises is their end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any, Protocol
 
 from delaytasks.core.clock import Clock
-from delaytasks.core.current import current_run
+from delaytasks.core.current import Current, current_run
+from delaytasks.core.errors import InvalidOutcomesError
 from delaytasks.core.ports import ClaimStore, Settlement
 from delaytasks.core.task import DelayTask
+from delaytasks.engine.batch import Batch, Runs, Work, outcomes_of
 from delaytasks.engine.endings import Endings
 from delaytasks.engine.registry import Processor, Registry
 from delaytasks.engine.run import Run, UnitOf
 
-Execute = Callable[[Processor, DelayTask], Any]
+Execute = Callable[[Work, DelayTask], Any]
 _EXITS = (SystemExit, KeyboardInterrupt)
 
 
@@ -52,41 +54,108 @@ class Running:
         #: With nobody watching, a row pays a test for it.
         self.watcher: Watcher | None = None
 
-    def run(self, task: DelayTask, claimed: datetime) -> Settlement:
-        processor, watcher = self._registry.get(task.tag), self.watcher
+    def run(self, processor: Processor | None, tasks: Sequence[DelayTask], claimed: datetime) -> list[Settlement]:
+        """One task, or as many of the tag as its processor takes at once."""
         if processor is None:
-            return self._put_off(self._endings.no_processor(task, self._registry), claimed)
-        late = self._endings.too_late(processor, task)
-        if late is not None:
-            if watcher is not None:
-                watcher.expired(late, claimed)
-            return late
+            return [self._put_off(self._endings.no_processor(task, self._registry), claimed) for task in tasks]
         if processor.has_time_limits and not self._keeps_time_limits:
-            return self._put_off(self._endings.no_time_limits(task), claimed)
-        began, error = self._clock.now(), None
+            return [
+                self._too_late(processor, task, claimed) or self._put_off(self._endings.no_time_limits(task), claimed)
+                for task in tasks
+            ]
+        if processor.batch is None:
+            task = tasks[0]
+            return [self._too_late(processor, task, claimed) or self._run_one(processor, task, claimed)]
+        return self._run_batch(processor, tasks, claimed)
+
+    def failed(self, processor: Processor, tasks: Sequence[DelayTask], error: BaseException) -> list[Settlement]:
+        """The ends of tasks whose run had none."""
+        began = self._clock.now()
+        return [self._endings.of_error(processor, task, began, error) for task in tasks]
+
+    def _run_one(self, processor: Processor, task: DelayTask, claimed: datetime) -> Settlement:
+        began, watcher = self._clock.now(), self.watcher
         if watcher is not None:
             watcher.started(task, claimed, began)
         run = Run(task, self._claims, self._unit_of)
+        value, error = self._call(processor, task, run)
+        return self._end(processor, run, began, value, error, watcher)
+
+    def _run_batch(self, processor: Processor, tasks: Sequence[DelayTask], claimed: datetime) -> list[Settlement]:
+        began, watcher, ends = self._clock.now(), self.watcher, []
+        runs: list[Run] = []
+        bodies: list[Any] = []
+        for task in tasks:
+            late = self._too_late(processor, task, claimed)
+            if late is not None:
+                ends.append(late)
+                continue
+            if watcher is not None:
+                watcher.started(task, claimed, began)
+            run = Run(task, self._claims, self._unit_of)
+            try:
+                bodies.append(processor.given(task.body))
+            except Exception as error:  # its neighbours must not suffer
+                ends.append(self._end(processor, run, began, None, error, watcher))
+            else:
+                runs.append(run)
+        if not runs:
+            return ends
+        batch = Batch(processor, [run.task for run in runs], bodies)
+        value, raised = self._call(batch, batch.tasks[0], Runs(runs))
+        values: list[object] = [None] * len(runs)
+        if raised is None:
+            try:
+                values = outcomes_of(value, batch.tasks)
+            except InvalidOutcomesError as error:
+                raised = error
+        pairs = zip(runs, values, strict=True)
+        return ends + [self._end(processor, run, began, value, raised, watcher) for run, value in pairs]
+
+    def _call(self, work: Work, task: DelayTask, run: Current) -> tuple[Any, BaseException | None]:
         token = current_run.set(run)
         try:
-            value = self._execute(processor, task)
-            if run.is_written:
-                ending = self._endings.of_completed(run, began, None)
-            else:
-                ending = self._endings.of_value(processor, task, began, value)
-        except BaseException as raised:
-            if isinstance(raised, _EXITS) and type(raised) not in _EXITS:
+            return self._execute(work, task), None
+        except BaseException as error:
+            if isinstance(error, _EXITS) and type(error) not in _EXITS:
                 raise  # Celery's WorkerShutdown and WorkerTerminate
-            error = raised
+            return None, error
+        finally:
+            current_run.reset(token)
+
+    def _end(
+        self,
+        processor: Processor,
+        run: Run,
+        began: datetime,
+        value: object,
+        error: BaseException | None,
+        watcher: Watcher | None,
+    ) -> Settlement:
+        ending = None
+        if error is None:
+            try:
+                if run.is_written:
+                    ending = self._endings.of_completed(run, began, None)
+                else:
+                    ending = self._endings.of_value(processor, run.task, began, value)
+            except Exception as raised:
+                error = raised
+        if ending is None and error is not None:
             if run.is_certain or run.is_left_open:
                 ending = self._endings.of_completed(run, began, error)
             else:  # if its commit came through nonetheless, what we make of the row is refused
-                ending = self._endings.of_error(processor, task, began, error)
-        finally:
-            current_run.reset(token)
+                ending = self._endings.of_error(processor, run.task, began, error)
+        assert ending is not None
         if watcher is not None:
             watcher.ended(ending, self._clock.now(), error)
         return ending
+
+    def _too_late(self, processor: Processor, task: DelayTask, claimed: datetime) -> Settlement | None:
+        late = self._endings.too_late(processor, task)
+        if late is not None and self.watcher is not None:
+            self.watcher.expired(late, claimed)
+        return late
 
     def _put_off(self, ending: Settlement, claimed: datetime) -> Settlement:
         if self.watcher is not None:

@@ -23,20 +23,28 @@ class Settling:
         self._timer = timer
         self._events = events
 
-    def settle(self, chunk: Chunk, patience_s: float) -> None:
-        """What is finished, and what will not be started. Without patience, one try: then it is the runner's again."""
-        for task in chunk.take_waiting():
-            chunk.finish(Settlement(task, "give_back"))
-        self.settle_finished(chunk, patience_s)
+    def settle(self, chunk: Chunk, patience_s: float) -> bool:
+        """What is finished, and what will not be started. Without patience, one try: then it is the runner's again, as
+        it is (False) while somebody settles."""
+        chunk.keep(Settlement(task, "give_back") for task in chunk.take_waiting())
+        return self.settle_finished(chunk, patience_s)
 
-    def settle_finished(self, chunk: Chunk, patience_s: float) -> None:
+    def settle_finished(self, chunk: Chunk, patience_s: float) -> bool:
+        if not chunk.settling.acquire(blocking=patience_s > 0):
+            return False
+        try:
+            self._settle_finished(chunk, patience_s)
+        finally:
+            chunk.settling.release()
+        return True
+
+    def _settle_finished(self, chunk: Chunk, patience_s: float) -> None:
         settlements = chunk.take_finished()
         made, settlements = [s for s in settlements if s.is_made], [s for s in settlements if not s.is_made]
         try:
             accepted = self._settled(settlements, monotonic() + patience_s) if settlements else set()
         except StoreError:
-            for settlement in settlements:
-                chunk.finish(settlement)
+            chunk.keep(settlements)
             raise
         done = sum(s.move == "succeed" and (s.is_made or s.task.id in accepted) for s in made + settlements)
         if done:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, select, update
+from sqlalchemy import ColumnElement, and_, or_, select, update
 
 from delaytasks.core.ports import Lapsed
 from delaytasks.core.states import Status
@@ -23,10 +23,13 @@ class Leases:
         self._lapses = Lapses(database, schema)
         self._lease_s = lease_s
 
-    def renew(self, workers: Sequence[str], since: datetime) -> int:
-        """Begins the leases anew of what these processes claimed since then. What they claimed before and still
-        hold was lost on the way: nobody runs it, so its lease must end. Returns how many were renewed."""
-        t, held = self._t, and_(self._held(workers), self._t.c.update_time >= since)
+    def renew(self, workers: Sequence[str], since: datetime, named: Sequence[int] = ()) -> int:
+        """Begins the leases anew of what these processes claimed since then, and of the rows that are named. What
+        they claimed before and still hold was lost on the way: nobody runs it, so its lease must end. Returns how
+        many were renewed."""
+        t = self._t
+        meant = or_(t.c.update_time >= since, t.c.id.in_(named)) if named else t.c.update_time >= since
+        held = and_(self._held(workers), meant)
         # A row that some caller's open transaction has locked is passed over: its neighbours must not wait with it.
         # `+ 0` keeps planners from walking the whole primary key.
         pick = select(t.c.id).where(held).order_by(t.c.id + 0).with_for_update(skip_locked=True)

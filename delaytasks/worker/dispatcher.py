@@ -170,7 +170,7 @@ class Dispatcher:
             for lane in self._turns:
                 if not lane.is_open() or (self._has_all_others(lane) and not lane.may_take_last()):
                     continue
-                job = lane.next_job(self._size.rows, free, self.sends_events())
+                job = lane.next_job(self._size.rows, free, self.sends_events(), self._size.least)
                 if job is not None:
                     self._turns.remove(lane)
                     self._turns.append(lane)
@@ -224,11 +224,16 @@ class Dispatcher:
         if not isinstance(report, Report):
             self._failed(number, job, report)
             return
+        lane = self.lanes[job.shard]
         with self._lock:
-            lane = self.lanes[job.shard]
+            lane.left(report.pid, report.left)
+        if report.error:
+            self._failed(number, job, report.error)
+            return
+        with self._lock:
             lane.in_flight.pop(number, None)
             lane.answered()
-            self._size.learn(report.ran, report.seconds)
+            self._size.learn(report.ran, report.seconds, report.wanted)
             if job.drain is not None:
                 lane.drained(job.drain, job.priorities, report.is_full, self._is_open)
         if report.early:

@@ -63,6 +63,8 @@ class Lane:
         self._rests_until = 0.0
         #: Start of each chunk in the pool, by the database's clock: leases are renewed for what began there.
         self.in_flight: dict[int, float] = {}
+        #: By process: the ids of rows that run on, though their chunk is over.
+        self.running_on: dict[int, Sequence[int]] = {}
 
     # -- in ---------------------------------------------------------------------------------------
 
@@ -119,6 +121,13 @@ class Lane:
         self._failed_at = monotonic()
         self._rests_until = self._failed_at + REST_S
 
+    def left(self, pid: int, ids: Sequence[int]) -> None:
+        """Rows that run on in a process whose chunk is over."""
+        if ids:
+            self.running_on[pid] = ids
+        else:
+            self.running_on.pop(pid, None)
+
     # -- the shard --------------------------------------------------------------------------------
 
     def is_in_doubt(self) -> bool:
@@ -136,8 +145,8 @@ class Lane:
     def is_silent(self) -> bool:
         return self._asked_at is not None and monotonic() - self._asked_at > SILENT_S
 
-    def next_job(self, size: int, free: int, sends_events: bool) -> Job | None:
-        """A chunk of at most `size` rows; `free` processes share what waits."""
+    def next_job(self, size: int, free: int, sends_events: bool, least: int = 1) -> Job | None:
+        """A chunk of at most `size` rows; `free` processes share what waits, though not by less than `least`."""
         waiting = self.waiting
         # When both wait they take turns: neither a backlog nor a stream of fresh tasks starves the other.
         if self._drains_next or not waiting:
@@ -150,7 +159,7 @@ class Lane:
         if not waiting:
             return None
         self._drains_next = True
-        ready = tuple(self._take_ready(min(size, -(-waiting // free))))
+        ready = tuple(self._take_ready(min(size, max(-(-waiting // free), least))))
         return Job(ready, events=sends_events, shard=self.shard)
 
     def _take_ready(self, count: int) -> list[Entry]:

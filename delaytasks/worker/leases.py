@@ -46,12 +46,14 @@ class LeaseKeeper:
             lapsed = self._shard.store.leases.release(dead, delays.settings.max_lapses, delays.registry.time_limits)
             self._dead.difference_update(dead)
             tell_lapsed(delays.events, lapsed, reason="a pool process died")
-        now = self._shard.clock.now_us()
-        oldest = min(self._dispatcher.lanes[self._shard.number].in_flight.values(), default=now)
-        if now - oldest > self._lease_s * 0.25e6 and monotonic() - self._renewed_at >= self._lease_s / 3 - LOOK_S:
+        now, lane = self._shard.clock.now_us(), self._dispatcher.lanes[self._shard.number]
+        oldest = min(list(lane.in_flight.values()), default=now)
+        left = [id for pid, ids in list(lane.running_on.items()) if pid in alive for id in ids]
+        is_old = left or now - oldest > self._lease_s * 0.25e6
+        if is_old and monotonic() - self._renewed_at >= self._lease_s / 3 - LOOK_S:
             names = [delays.processes.name(pid) for pid in alive]
             # A lease's time of slack: clocks agree better than that, and what was lost on the way lapses a lease later.
-            self._shard.store.leases.renew(names, from_us(int(oldest - self._lease_s * 1e6)))
+            self._shard.store.leases.renew(names, from_us(int(oldest - self._lease_s * 1e6)), left)
             self._renewed_at = monotonic()
         self._shard.clock.refresh_if_due()
         return self._look_s

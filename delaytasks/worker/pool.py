@@ -27,11 +27,12 @@ class Job(NamedTuple):
     policies: int = 0
 
 
-def run_job(job: Job) -> Report | str:
+def run_job(job: Job) -> Report:
     """In a pool process, thread, or inline; the current app is the worker's. A failure is returned as text, since
     not every pool tells of exceptions."""
-    delays = current_app.tasks[RUN].delays
+    runner = None
     try:
+        delays = current_app.tasks[RUN].delays
         delays.shards[job.shard].policies.follow(job.policies)
         runner = delays.runner(job.shard, job.events)
         if job.drain is not None:
@@ -40,5 +41,6 @@ def run_job(job: Job) -> Report | str:
             report = runner.run(job.entries)
     except Exception as error:
         logger.exception("a chunk failed")
-        return f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}"
+        return Report(error=text) if runner is None else runner.failed(text)
     return report

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
 import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
+from celery import signals
+
 from delaytasks.core.forks import reset_in_child
 from delaytasks.engine.admission import Admission
+from delaytasks.engine.flights import Flights
 from delaytasks.engine.runner import Runner
 from delaytasks.worker.rowevents import RowEvents
 from delaytasks.worker.surroundings import Surroundings
@@ -36,12 +40,17 @@ class Processes:
         self._lock = threading.Lock()
         self._runners: dict[int, Runner] = {}
         self._rows: RowEvents | None = None
+        self._flights = Flights()
 
     def serve(self, hostname: str, pool: Any) -> None:
         """This process is the main process of a worker; its children inherit the name."""
         self.hostname = hostname
         self.is_worker = True
         self.keeps_time_limits = can_limit_time(pool)
+        # Of the pool's processes; of this one, when its pool has stopped; and after a cold shutdown.
+        signals.worker_process_shutdown.connect(self._finish, weak=False)
+        signals.worker_shutdown.connect(self._finish, weak=False)
+        atexit.register(self._finish)
 
     def name(self, pid: int) -> str:
         """What the `worker` column says: the worker, and which of its processes, told apart from any earlier one."""
@@ -55,6 +64,11 @@ class Processes:
             runner = self._runners.get(shard) or self._runners.setdefault(shard, self._make_runner(shard))
             runner.watcher = self._rows if sends_events else None
             return runner
+
+    def _finish(self, **_: Any) -> None:
+        """Rows that run side by side may be left when all chunks are over."""
+        for runner in list(self._runners.values()):
+            runner.finish()
 
     def row_events(self) -> RowEvents:
         settings = self._delays.settings
@@ -77,6 +91,8 @@ class Processes:
             Admission(shard.policies, shard.store.holding, delays.events),
             # Who runs tasks without a worker runs them without limits.
             keeps_time_limits=self.keeps_time_limits or not self.is_worker,
+            flights=self._flights,
+            may_leave=self.is_worker,  # whose main process renews their leases
         )
 
 

@@ -15,7 +15,7 @@ from celery import signals
 from celery._state import _task_stack
 
 from delaytasks.core.task import DelayTask
-from delaytasks.engine.registry import Processor
+from delaytasks.engine.batch import Work
 from delaytasks.worker.timelimits import limited
 
 
@@ -35,12 +35,13 @@ class Surroundings:
         self._keeps_time_limits = keeps_time_limits
         self._tasks: dict[str, Any] = {}
 
-    def __call__(self, processor: Processor, task: DelayTask) -> Any:
-        return contextvars.copy_context().run(self._run, processor, task)
+    def __call__(self, work: Work, task: DelayTask) -> Any:
+        """For a batch, `task` is the first of its tasks."""
+        return contextvars.copy_context().run(self._run, work, task)
 
-    def _run(self, processor: Processor, task: DelayTask) -> Any:
-        sender = self._tasks.get(task.tag) or self._make_task(processor)
-        id, body = str(task.id), task.body
+    def _run(self, work: Work, task: DelayTask) -> Any:
+        sender = self._tasks.get(task.tag) or self._make_task(work)
+        id, body = str(task.id), work.body_of(task)
         args = (body,)
         _task_stack.push(sender)
         sender.push_request(
@@ -64,13 +65,13 @@ class Surroundings:
             if signals.task_prerun.receivers:
                 signals.task_prerun.send(sender=sender, task_id=id, task=sender, args=args, kwargs={})
             try:
-                if self._keeps_time_limits and processor.has_time_limits:
-                    result = limited(processor, partial(self._call, processor, task, body))
+                if self._keeps_time_limits and work.has_time_limits:
+                    result = limited(work, partial(self._call, work, task, body))
                 else:
-                    result = self._call(processor, task, body) if self._around else processor(task, body)
+                    result = self._call(work, task, body) if self._around else work(task, body)
             except Exception as error:
                 result = error
-                ladder = processor.ladder_for(error, task)
+                ladder = work.ladder_for(error, task)
                 if ladder is not None and ladder.has_rung(task.attempts):
                     state = "RETRY"
                     self._tell_retry(sender, error)
@@ -91,11 +92,11 @@ class Surroundings:
                 sender.pop_request()
                 _task_stack.pop()
 
-    def _call(self, processor: Processor, task: DelayTask, body: Any) -> Any:
+    def _call(self, work: Work, task: DelayTask, body: Any) -> Any:
         with ExitStack() as stack:
             for surround in self._around:
                 stack.enter_context(surround(task))
-            return processor(task, body)
+            return work(task, body)
 
     @staticmethod
     def _tell_failure(sender: Any, id: str, args: tuple[Any, ...], error: Exception) -> None:
@@ -116,14 +117,14 @@ class Surroundings:
             einfo = ExceptionInfo(sys.exc_info())
             signals.task_retry.send(sender=sender, request=sender.request, reason=error, einfo=einfo)
 
-    def _make_task(self, processor: Processor) -> Any:
+    def _make_task(self, work: Work) -> Any:
         """Not in the app's registry: nobody can call it by a message."""
         body = {
-            "name": processor.tag,
-            "run": staticmethod(processor.function),
-            "__module__": processor.function.__module__,
+            "name": work.tag,
+            "run": staticmethod(work.function),
+            "__module__": work.function.__module__,
         }
         sender = type("DelayTaskRow", (self._app.Task,), body)()
         sender.bind(self._app)
-        self._tasks[processor.tag] = sender
+        self._tasks[work.tag] = sender
         return sender

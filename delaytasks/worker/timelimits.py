@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from celery.exceptions import SoftTimeLimitExceeded
 
 from delaytasks.core.errors import ConfigError
-from delaytasks.engine.registry import Processor
+from delaytasks.engine.batch import Work
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
@@ -49,14 +49,14 @@ def check_time_limits(delays: DelayTasks, pool: Any) -> None:
             )
 
 
-def limited(processor: Processor, call: Callable[[], T]) -> T:
+def limited(work: Work, call: Callable[[], T]) -> T:
     """Calls a processor within its limits. What disarms them must not be skipped, even when the soft one strikes
     at the last moment: so each has a `finally` of its own, and the soft one is the inner."""
-    if processor.time_limit_s is None:
-        return _soft_limited(processor.soft_time_limit_s, call)
-    faulthandler.dump_traceback_later(processor.time_limit_s, exit=True, file=STDERR)
+    if work.time_limit_s is None:
+        return _soft_limited(work.soft_time_limit_s, call)
+    faulthandler.dump_traceback_later(work.time_limit_s, exit=True, file=STDERR)
     try:
-        return _soft_limited(processor.soft_time_limit_s, call)
+        return _soft_limited(work.soft_time_limit_s, call)
     finally:
         faulthandler.cancel_dump_traceback_later()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -183,3 +185,41 @@ def test_complete_is_for_the_run_of_the_task(bench: Bench) -> None:
     with pytest.raises(NotRunningError):
         other.complete()
     assert [type(error) for error in errors] == [NotRunningError, InvalidScheduleError]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_rows_side_by_side_are_completed_each_in_its_own_transaction(bench: Bench, begin: Any, is_async: bool) -> None:
+    turn = threading.Lock()  # SQLite has one writer at a time
+
+    def work(body: Any, task: DelayTask) -> None:
+        with turn, begin(bench) as session:
+            session.execute(insert(credits).values(task=body))
+            task.complete(session, result=body)
+            if body == 3:
+                raise ConnectionError("busy")
+
+    async def work_on_loop(body: Any, task: DelayTask) -> None:
+        await asyncio.to_thread(work, body, task)
+
+    bench.registry.processor("credit", in_flight=5, retry="10s")(work_on_loop if is_async else work)
+    tasks = [bench.schedule("credit", n) for n in range(10)]
+    bench.run(*tasks)
+    assert bench.statuses(tasks) == ["DONE"] * 3 + ["NOT_COMPLETE"] + ["DONE"] * 6
+    assert bench.now(tasks[9]).result == 9
+    assert effects(bench) == 9
+    assert bench.events.counts["task.lease_lost"] == 0
+
+
+def test_a_batch_and_what_it_wrote_are_one_transaction(bench: Bench) -> None:
+    def work(tasks: list[DelayTask]) -> None:
+        with of_session(bench) as session:
+            session.execute(insert(credits), [{"task": task.body} for task in tasks])
+            for task in tasks:
+                task.complete(session)
+
+    bench.registry.processor("credit", batch=10)(work)
+    tasks = [bench.schedule("credit", n, key=str(n)) for n in range(5)]
+    bench.run(*tasks)
+    assert bench.statuses(tasks) == ["DONE"] * 5
+    assert effects(bench) == 5
+    assert bench.events.counts["task.succeeded"] == 5

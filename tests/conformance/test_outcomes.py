@@ -299,3 +299,34 @@ def test_a_task_that_is_retried_while_it_would_be_purged_keeps_its_attempts(
     monkeypatch.setattr(sweeps._keys, "lock_all", retried_meanwhile)
     assert sweeps.purge(3600, 10) == 1
     assert len(bench.store.tasks.attempts(task.id)) == 1
+
+
+def test_a_batch_ends_each_of_its_tasks_and_keeps_their_failed_attempts(bench: Bench) -> None:
+    def work(tasks: list[DelayTask]) -> Any:
+        return [Done(7), Retry(reason="busy"), Snooze("30m"), Cancel("closed"), Fail("no")]
+
+    bench.registry.processor("batch", batch=10, retry="10s", keep_result=True)(work)
+    tasks = [bench.schedule("batch", key=str(n)) for n in range(5)]
+    bench.run(*tasks)
+    assert bench.statuses(tasks) == ["DONE", "NOT_COMPLETE", "NOT_COMPLETE", "CANCELLED", "FAILED"]
+    assert bench.now(tasks[0]).result == 7
+    kept = [[attempt.error for attempt in bench.store.tasks.attempts(task.id)] for task in tasks]
+    assert kept == [[], ["busy"], [], [], ["no"]]
+    assert bench.schedule("batch", key="0").id != tasks[0].id, "its key is free"
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_rows_that_run_side_by_side_end_each_by_itself(bench: Bench, is_async: bool) -> None:
+    def work(body: Any) -> Any:
+        if body == 1:
+            raise ConnectionError("busy")
+        return Snooze("30m") if body == 2 else None
+
+    async def work_on_loop(body: Any) -> Any:
+        return work(body)
+
+    bench.registry.processor("wait", in_flight=10, retry="10s")(work_on_loop if is_async else work)
+    tasks = [bench.schedule("wait", n) for n in range(30)]
+    bench.run(*tasks)
+    assert bench.statuses(tasks) == ["DONE", "NOT_COMPLETE", "NOT_COMPLETE", *["DONE"] * 27]
+    assert [bench.now(task).attempts for task in tasks[:3]] == [1, 1, 0]

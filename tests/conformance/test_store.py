@@ -785,6 +785,10 @@ def test_a_lease_is_renewed_for_what_these_processes_claimed(store: Store, claim
     # What was claimed before, by a process that lost it on the way, must end.
     assert store.leases.renew(["worker-1"], seconds(store.tasks.now(), 1)) == 0
     assert store.leases.renew(["worker-2", "worker-3"], before) == 1
+    # Unless it is named, by a process that knows that it runs it still.
+    later = seconds(store.tasks.now(), 1)
+    assert store.leases.renew(["worker-1"], later, [mine.id, theirs.id]) == 1
+    assert store.leases.renew(["worker-1"], before, [mine.id]) == 1
 
 
 def test_a_renewed_lease_keeps_the_version_that_the_worker_holds(store: Store, claims: Claims) -> None:

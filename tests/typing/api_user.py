@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -67,6 +67,22 @@ def report(body: Any) -> None: ...
 
 
 delays.processor("report", time_limits=5)  # type: ignore[call-arg]
+
+
+@delays.processor("store", batch=100)
+def store(tasks: list[DelayTask]) -> dict[int, Retry]:
+    return {task.id: Retry("5m") for task in tasks}
+
+
+@delaytasks.processor("ask", in_flight=50)
+async def ask(body: dict[str, int], task: DelayTask) -> int:
+    return body["order"]
+
+
+assert_type(store([]), dict[int, Retry])
+asked: Coroutine[Any, Any, int] = ask({"order": 7}, delaytasks.get(7))
+delays.processor("store", batch="many")  # type: ignore[arg-type]
+
 delays.schedule_delay("pay", {}, 5, retry=Ladder.fixed("1s", times=3), expires=60)
 
 assert_type(delays.schedule_callback("https://partner.example/paid", {"order": 7}, 60, headers={"X": "y"}), DelayTask)

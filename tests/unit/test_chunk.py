@@ -23,7 +23,7 @@ class Boxes:
         self.expired.append(chunk)
 
     def chunk(self) -> Chunk:
-        chunk = Chunk([], 60)
+        chunk = Chunk([], 60, 60)
         self.box.open(chunk)
         return chunk
 

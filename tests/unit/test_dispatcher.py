@@ -259,7 +259,7 @@ def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
 def test_a_shard_that_failed_gets_no_chunk_until_it_answers_and_others_do(hands: Hands) -> None:
     bench = Bench(shards=2)
     bench.dispatcher.take(bench.entries_of(1, 1))
-    bench.pool.end("StoreUnavailableError: away")
+    bench.pool.end(Report(error="StoreUnavailableError: away"))
     hands.at += 60
     bench.dispatcher.take([*bench.entries_of(1, 1), *bench.entries_of(0, 1)])
     assert [job.shard for job, _, _ in bench.pool.jobs] == [0]

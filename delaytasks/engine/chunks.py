@@ -1,0 +1,274 @@
+"""Chunks on their way: their rows run one after another, as batches, or side by side, and are settled as they end.
+
+A chunk waits for its rows for as long as its time box. What still runs then side by side with others goes on by
+itself, and the runner takes the next chunk as soon as there are places for it: who waits for long holds up no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+
+from delaytasks.core.clock import Clock, monotonic
+from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
+from delaytasks.core.events import Events
+from delaytasks.core.ports import Settlement
+from delaytasks.core.settings import Settings
+from delaytasks.core.task import DelayTask
+from delaytasks.engine.admission import Admission
+from delaytasks.engine.chunk import Chunk, TimeBox
+from delaytasks.engine.flights import Flights
+from delaytasks.engine.registry import Processor, Registry
+from delaytasks.engine.running import Running
+from delaytasks.engine.settling import Settling
+
+#: A row that may end this process waits so long, as a part of the lease, for those that run side by side to end.
+ALONE = 0.25
+#: Between two tries to settle while the database is away.
+REST_S = 1.0
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a runner has done, of one chunk or several."""
+
+    claimed: int = 0
+    #: Rows that ended, and the time of the process that they took.
+    ran: int = 0
+    seconds: float = 0.0
+    #: Rows that the next chunk should have, for who takes many at once, and rows that said so.
+    wanted: int = 0
+    wanting: int = 0
+    started: int = 0
+
+    def start(self, rows: int, wanted: int = 0) -> None:
+        self.started += rows
+        if wanted:
+            self.wanted, self.wanting = max(self.wanted, wanted), self.wanting + rows
+
+    def add(self, ran: int, seconds: float) -> None:
+        self.ran += ran
+        self.seconds += seconds
+
+
+class Chunks:
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Clock,
+        registry: Registry,
+        running: Running,
+        settling: Settling,
+        flights: Flights,
+        admission: Admission | None,
+        events: Events,
+    ) -> None:
+        self._lease_s = settings.lease_s
+        self._box_s = settings.chunk_time_box_s
+        self._clock = clock
+        self._registry = registry
+        self._time_limits = registry.time_limits
+        self._running = running
+        self._settling = settling
+        self._flights = flights
+        self._admission = admission
+        self._events = events
+        self._time_box = TimeBox(self._box_s, self._look_after, self._time_box_failed)
+        #: Whose runner has gone on.
+        self._left: set[Chunk] = set()
+
+    def run(self, tasks: Sequence[DelayTask], claimed_at: float, tally: Tally, may_leave: bool) -> None:
+        """Returns when all rows have ended; with `may_leave` when all but such as run side by side have."""
+        if not tasks:
+            return
+        tally.claimed += len(tasks)
+        refused: Sequence[Settlement] = ()
+        if self._admission is not None:
+            tasks, refused = self._admission.admit(tasks)
+            if not tasks and not refused:
+                return
+        claimed = self._clock.now()
+        self._events.emit("chunk.claimed", count=len(tasks))
+        chunk = Chunk(self._in_turn(tasks), self._lease_s - (monotonic() - claimed_at), self._box_s)
+        chunk.keep(refused)
+        self._time_box.open(chunk)
+        try:
+            flying = self._start_all(chunk, claimed, tally)
+            if flying:
+                self._wait(chunk, flying, may_leave)
+                tally.wanted = max(tally.wanted, *(self._free_rows(processor) for processor in flying))
+        finally:
+            if chunk.leave():
+                self._left.add(chunk)
+                self._time_box.open(chunk)
+            else:
+                self._time_box.close(chunk)
+            try:
+                self._settling.settle(chunk, patience_s=self._lease_s)
+            finally:
+                self._flush()
+
+    def run_alone(self, task: DelayTask, claimed_at: float, tally: Tally) -> None:
+        """A row that may kill this process: those of other chunks should not be there."""
+        self._be_alone(lambda: not self._left)
+        self.run([task], claimed_at, tally, may_leave=False)
+
+    def _be_alone(self, is_so: Callable[[], bool]) -> None:
+        self._flights.wait(is_so, monotonic() + ALONE * self._lease_s)
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """The ids of rows that run, though their chunk's runner has gone on."""
+        return tuple(id for chunk in list(self._left) for id in chunk.running)
+
+    def finish(self) -> None:
+        """Waits for them, and for their settlements."""
+        self._flights.wait(lambda: not self._left)
+
+    def ended(self) -> tuple[int, float]:
+        """Rows that ended side by side with others since this was asked last, and the time that they took."""
+        return self._flights.ended()
+
+    # -- start ------------------------------------------------------------------------------------
+
+    def _in_turn(self, tasks: Sequence[DelayTask]) -> Sequence[DelayTask]:
+        """First those that run side by side and have a place, since they wait while the others run; last those that may
+        take this process with them, so that nothing is at stake but themselves."""
+        free: dict[str, int] = {}
+        flying: list[DelayTask] = []
+        others: list[DelayTask] = []
+        limited: list[DelayTask] = []
+        for task in tasks:
+            processor = self._registry.get(task.tag)
+            if processor is None or processor.in_flight is None:
+                (limited if task.tag in self._time_limits else others).append(task)
+                continue
+            if task.tag not in free:
+                free[task.tag] = self._free_rows(processor)
+            free[task.tag] -= 1
+            (flying if free[task.tag] >= 0 else others).append(task)
+        return [*flying, *others, *limited]
+
+    def _free_rows(self, processor: Processor) -> int:
+        return self._flights.free(processor.tag, processor.in_flight or 1) * (processor.batch or 1)
+
+    def _start_all(self, chunk: Chunk, claimed: datetime, tally: Tally) -> list[Processor]:
+        """Returns the processors whose calls run side by side."""
+        flying: dict[str, Processor] = {}
+        while (first := chunk.next()) is not None:
+            processor = self._registry.get(first.tag)
+            most = 1 if processor is None else processor.batch or 1
+            if processor is not None and processor.in_flight is not None:
+                flying[first.tag] = processor
+                if not self._fly(chunk, processor, first, most, claimed, tally):
+                    break
+                continue
+            tasks = chunk.start(first, most)
+            if tasks:
+                tally.add(len(tasks), self._run(chunk, processor, tasks, claimed))
+                tally.start(len(tasks), most if most > 1 else 0)
+        return list(flying.values())
+
+    def _run(self, chunk: Chunk, processor: Processor | None, tasks: list[DelayTask], claimed: datetime) -> float:
+        """In this thread; returns how long it took."""
+        if self._time_limits and tasks[0].tag in self._time_limits:
+            self._make_safe(chunk, tasks)
+        began = monotonic()
+        try:
+            chunk.end(self._running.run(processor, tasks, claimed))
+        except BaseException:
+            chunk.forget(tasks)  # told to stop: they lapse
+            raise
+        return monotonic() - began
+
+    def _make_safe(self, chunk: Chunk, tasks: list[DelayTask]) -> None:
+        """For rows that may take this process with them: nobody else should be there, and what is finished is settled
+        before they begin."""
+        try:
+            self._be_alone(lambda: not self._left and len(chunk.running) == len(tasks))
+            self._settling.settle_finished(chunk, patience_s=self._lease_s)
+        except BaseException:
+            chunk.end(Settlement(task, "give_back") for task in tasks)
+            raise
+
+    def _fly(
+        self, chunk: Chunk, processor: Processor, first: DelayTask, most: int, claimed: datetime, tally: Tally
+    ) -> bool:
+        """False if there was no place for it within the time box."""
+        tag, places, flights = processor.tag, processor.in_flight or 1, self._flights
+        if not flights.take(tag, places, chunk.box_ends):
+            return False
+        tasks = chunk.start(first, most)
+        if not tasks:
+            flights.give_back(tag)
+            return True
+        flights.start(tag, places, len(tasks), partial(self._call, chunk, processor, tasks, claimed))
+        tally.start(len(tasks), most)
+        return True
+
+    def _call(self, chunk: Chunk, processor: Processor, tasks: Sequence[DelayTask], claimed: datetime) -> None:
+        """In a thread of its own."""
+        try:
+            ends = self._running.run(processor, tasks, claimed)
+        except BaseException as error:  # told to stop: nobody would hear of it here
+            ends = self._running.failed(processor, tasks, error)
+        chunk.end(ends)
+        self._time_box.open(chunk)
+
+    # -- wait -------------------------------------------------------------------------------------
+
+    def _wait(self, chunk: Chunk, flying: Sequence[Processor], may_leave: bool) -> None:
+        def is_run() -> bool:
+            return chunk.is_run
+
+        def has_room(places: float = 0.0) -> bool:
+            return chunk.is_run or all(
+                self._flights.free(p.tag, p.in_flight or 1) >= max(places * (p.in_flight or 1), 1) for p in flying
+            )
+
+        flights, box_ends = self._flights, chunk.box_ends
+        if not may_leave:
+            flights.wait(is_run)
+            return
+        # Some places are worth a moment's waiting, or the next chunk would be a few rows.
+        if not flights.wait(is_run, box_ends) and not flights.wait(lambda: has_room(0.5), box_ends + self._box_s):
+            flights.wait(has_room)
+
+    # -- the time box -----------------------------------------------------------------------------
+
+    def _look_after(self, chunk: Chunk) -> None:
+        """The time box is over: what is finished is settled, what did not start goes to other workers at once."""
+        waiting = chunk.take_waiting()
+        chunk.keep(Settlement(task, "give_back", error=None) for task in waiting)
+        if waiting:
+            self._events.emit("chunk.gave_back", count=len(waiting))
+        try:
+            if not self._settling.settle(chunk, patience_s=0):
+                self._time_box.open(chunk)
+        except (StoreUnavailableError, OutcomeUnknownError):
+            if not chunk.is_left:
+                raise
+            # For as long as it takes: if the leases end meanwhile, the fence refuses what comes too late.
+            self._time_box.open(chunk, rest_s=REST_S)
+        except BaseException:
+            if chunk.is_left:
+                chunk.take_finished()  # they are refused: they lapse
+            raise
+        finally:
+            if chunk.is_over:
+                self._forget(chunk)
+            self._flush()  # whoever watches sees the row that is still running
+
+    def _forget(self, chunk: Chunk) -> None:
+        if chunk.is_left:
+            self._left.discard(chunk)
+            self._flights.tell()
+
+    def _time_box_failed(self, error: Exception) -> None:
+        self._events.emit("loop.failed", loop="time box", error=f"{type(error).__name__}: {error}")
+
+    def _flush(self) -> None:
+        if self._running.watcher is not None:
+            self._running.watcher.flush()

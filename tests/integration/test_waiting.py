@@ -1,0 +1,129 @@
+"""Rows side by side, coroutines and batches in real workers, in each of the pools."""
+
+from __future__ import annotations
+
+import signal
+from datetime import timedelta
+
+import pytest
+
+from delaytasks import DelayTask, Status
+from tests.integration.test_worker import Deploy, deploy  # noqa: F401
+from tests.running import Deployment
+from tests.waiting import wait_until
+
+POOLS = [
+    ("postgresql", "redis", "prefork"),
+    ("postgresql", "redis", "threads"),
+    ("postgresql", "rabbitmq", "solo"),
+    ("mysql", "redis", "prefork"),
+    ("sqlite", "filesystem", "prefork"),
+    ("sqlite", "filesystem", "threads"),
+    ("sqlite", "filesystem", "solo"),
+]
+in_each_pool = pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
+WAITS = ["test.wait", "test.async"]
+
+
+def began(d: Deployment) -> list[list[str]]:
+    return [run for run in d.runs() if run[1] == "began"]
+
+
+def ended(d: Deployment) -> list[list[str]]:
+    return [run for run in d.runs() if run[1] == "ended"]
+
+
+@pytest.mark.parametrize(("database", "broker", "pool"), POOLS, ids=["-".join(names) for names in POOLS])
+def test_tasks_that_wait_do_so_side_by_side_in_each_pool(
+    deploy: Deploy,  # noqa: F811
+    database: str,
+    broker: str,
+    pool: str,
+) -> None:
+    d = deploy(database, broker)
+    d.worker(pool=pool)
+    due = d.delays.clock.now() + timedelta(seconds=2)
+    body = {"file": str(d.file), "seconds": 1}
+    waiting = [d.delays.schedule_at(WAITS[n % 2], body, due) for n in range(40)]
+    together = [d.delays.schedule_at("test.batch", {"file": str(d.file), "number": n}, due) for n in range(60)]
+    d.wait_for(waiting)
+    d.wait_for(together[::2])
+    d.wait_for(together[1::2], Status.FAILED)
+    ends = [d.delays.get(task) for task in waiting]
+    took = max(task.update_time for task in ends if task.update_time) - due
+    assert took < timedelta(seconds=10), "one after another they would take 40 s, or 20 s by two"
+    assert {task.attempts for task in ends} == {1}
+    runs = [run for run in began(d) if int(run[0]) in {task.id for task in waiting[::2]}]
+    assert all(run[0] == run[3] for run in runs), "each has a request of its own"
+    loops = {(run[2], run[3]) for run in began(d) if int(run[0]) in {task.id for task in waiting[1::2]}}
+    assert len(loops) == len({process for process, _ in loops}), "one loop in a process"
+    sizes = [int(run[0]) for run in d.runs() if run[1] == "together"]
+    assert sum(sizes) == 60
+    assert max(sizes) <= 40
+
+
+@in_each_pool
+@pytest.mark.parametrize("tag", WAITS)
+def test_a_worker_that_stops_waits_for_what_waits(deploy: Deploy, pool: str, tag: str) -> None:  # noqa: F811
+    d = deploy()
+    worker = d.worker(pool=pool)
+    tasks = [d.schedule(tag, 0, body={"seconds": 3}) for _ in range(5)]
+    wait_until(lambda: len(began(d)) == 5, 10, "them to begin")
+    worker.terminate()
+    assert [d.status(task) for task in tasks] == [Status.DONE] * 5
+    assert len(ended(d)) == 5
+
+
+def test_a_worker_that_is_told_to_quit_settles_what_waits(deploy: Deploy) -> None:  # noqa: F811
+    d = deploy()
+    worker = d.worker()
+    tasks = [d.schedule("test.wait", 0, body={"seconds": 2}) for _ in range(5)]
+    wait_until(lambda: len(began(d)) == 5, 10, "them to begin")
+    worker.signal(signal.SIGQUIT)
+    wait_until(worker.ended, 20, "the worker to stop")
+    assert [d.status(task) for task in tasks] == [Status.DONE] * 5
+
+
+@in_each_pool
+def test_the_leases_of_what_waits_for_long_are_renewed(deploy: Deploy, pool: str) -> None:  # noqa: F811
+    d = deploy(lease_s=2)
+    d.worker(pool=pool)
+    tasks = [d.schedule(tag, 0, body={"seconds": 7}) for tag in WAITS]
+    d.wait_for(tasks)
+    assert [d.delays.get(task).attempts for task in tasks] == [1, 1]
+    assert len(began(d)) == len(ended(d)) == 2
+
+
+def test_what_waits_does_not_keep_others_waiting(deploy: Deploy) -> None:  # noqa: F811
+    d = deploy()
+    d.worker(concurrency=1)
+    slow = [d.schedule("test.wait", 0, body={"seconds": 8}) for _ in range(3)]
+    wait_until(lambda: len(began(d)) == 3, 10, "them to begin")
+    others = [d.schedule() for _ in range(20)]
+    d.wait_for(others, deadline_s=4)
+    assert {d.status(task) for task in slow} == {Status.RUNNING}
+    d.wait_for(slow)
+
+
+def test_a_killed_workers_waiting_tasks_run_elsewhere(deploy: Deploy) -> None:  # noqa: F811
+    d = deploy(lease_s=3)
+    first = d.worker()
+    tasks = [d.schedule("test.wait", 0, body={"seconds": 2}) for _ in range(10)]
+    wait_until(lambda: len(began(d)) == 10, 10, "them to begin")
+    first.kill()
+    d.worker()
+    d.wait_for(tasks)
+    assert {d.delays.get(task).attempts for task in tasks} == {2}
+    assert len(ended(d)) == 10
+
+
+def test_a_process_that_ends_after_its_chunks_waits_for_what_waits(deploy: Deploy) -> None:  # noqa: F811
+    d = deploy()
+    d.worker("--max-tasks-per-child", "1", concurrency=1)
+    tasks: list[DelayTask] = []
+    for _ in range(3):
+        tasks.append(d.schedule("test.wait", 0, body={"seconds": 1}))
+        wait_until(lambda: len(began(d)) == len(tasks), 15, "it to begin")
+    d.wait_for(tasks)
+    assert {d.delays.get(task).attempts for task in tasks} == {1}
+    assert len({run[2] for run in began(d)}) == 3

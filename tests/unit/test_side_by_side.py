@@ -1,0 +1,435 @@
+"""Rows whose processors wait: side by side in one process, in threads and on an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery.exceptions import WorkerShutdown
+
+from delaytasks import DelayTask, Snooze, Status
+from delaytasks.core.clock import monotonic
+from delaytasks.core.errors import NotRunningError, StoreError, StoreUnavailableError
+from delaytasks.core.ports import Settlement
+from delaytasks.engine.chunk import ChunkSize
+from delaytasks.engine.coroutines import Coroutines
+from delaytasks.engine.flights import MOST_PLACES, Flights
+from tests.benches import Bench
+from tests.conftest import open_store
+from tests.waiting import wait_until
+
+Make = Callable[..., Bench]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[Bench] = []
+
+    def new(may_leave: bool = False, **changes: Any) -> Bench:
+        store = open_store(f"sqlite:///{tmp_path / f'{len(made)}.sqlite3'}", **changes)
+        made.append(Bench(store, may_leave, **changes))
+        return made[-1]
+
+    yield new
+    for bench in made:
+        bench.store.close()
+
+
+@pytest.fixture
+def bench(make: Make) -> Bench:
+    return make()
+
+
+class Gate:
+    """Holds whoever comes until it is opened, and counts them."""
+
+    def __init__(self) -> None:
+        self.is_open = threading.Event()
+        self.inside = self.most = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, body: Any) -> None:
+        with self._lock:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+        assert self.is_open.wait(10)
+        with self._lock:
+            self.inside -= 1
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    made = Gate()
+    yield made
+    made.is_open.set()
+
+
+# -- places ---------------------------------------------------------------------------------------
+
+
+def test_as_many_rows_run_at_once_as_there_are_places_and_no_more(bench: Bench, gate: Gate) -> None:
+    bench.registry.processor("wait", in_flight=5)(gate)
+    tasks = [bench.schedule("wait") for _ in range(12)]
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(bench.run, *tasks)
+        wait_until(lambda: gate.inside == 5, 5, "the places to be taken")
+        time.sleep(0.05)
+        gate.is_open.set()
+        report = running.result(10)
+    assert (report.claimed, report.ran, gate.most) == (12, 12, 5)
+    assert bench.statuses(tasks) == ["DONE"] * 12
+
+
+def test_the_chunks_of_a_process_share_a_tags_places(bench: Bench, gate: Gate) -> None:
+    bench.registry.processor("wait", in_flight=3)(gate)
+    chunks = [[bench.schedule("wait") for _ in range(2)] for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(bench.run, *tasks) for tasks in chunks]
+        wait_until(lambda: gate.inside == 3, 5, "the places to be taken")
+        time.sleep(0.05)
+        gate.is_open.set()
+        assert sum(one.result(10).ran for one in running) == 6
+    assert gate.most == 3
+
+
+def test_other_rows_run_meanwhile_and_the_waiting_ones_begin_first(bench: Bench, gate: Gate) -> None:
+    bench.registry.processor("wait", in_flight=5)(gate)
+
+    def opens(body: Any) -> None:
+        wait_until(lambda: gate.inside == 2, 5, "the others to have begun")
+        gate.is_open.set()
+
+    bench.registry.processor("open")(opens)
+    tasks = [bench.schedule("open", priority=9), bench.schedule("wait"), bench.schedule("wait")]
+    bench.run(*tasks)
+    assert bench.statuses(tasks) == ["DONE"] * 3
+
+
+@pytest.mark.parametrize("option", ["in_flight", "batch"])
+@pytest.mark.parametrize("number", [0, -1, 1001, True, 2.0, "5"])
+def test_a_number_that_is_none_is_refused_where_it_is_written(bench: Bench, option: str, number: Any) -> None:
+    with pytest.raises(ValueError, match=f"{option}=.*from 1 to 1000"):
+        bench.registry.processor("wait", **{option: number})  # type: ignore[arg-type]
+
+
+def test_all_tags_together_have_no_more_places_than_a_process_has_threads() -> None:
+    flights = Flights()
+    for tag in ("a", "b"):
+        for _ in range(MOST_PLACES // 2):
+            assert flights.take(tag, MOST_PLACES, 0)
+    assert not flights.take("c", 5, monotonic() + 0.01)
+    assert flights.free("c", 5) == 0
+    flights.give_back("a")
+    assert flights.take("c", 5, 0)
+
+
+# -- how they end ---------------------------------------------------------------------------------
+
+
+def test_each_row_ends_by_itself(bench: Bench) -> None:
+    def work(body: Any) -> Any:
+        if body == "raise":
+            raise ValueError("as asked")
+        return Snooze(60) if body == "snooze" else None
+
+    bench.registry.processor("wait", in_flight=5, retry="10s")(work)
+    tasks = [bench.schedule("wait", body) for body in ("fine", "raise", "snooze", "fine")]
+    bench.run(*tasks)
+    assert bench.statuses(tasks) == ["DONE", "NOT_COMPLETE", "NOT_COMPLETE", "DONE"]
+    assert "as asked" in (bench.now(tasks[1]).error or "")
+    assert [bench.now(task).attempts for task in tasks[1:3]] == [1, 0]
+
+
+def test_a_row_that_tells_the_worker_to_stop_fails_for_nobody_would_hear_it(bench: Bench) -> None:
+    def stop(body: Any) -> None:
+        raise WorkerShutdown(0)
+
+    bench.registry.processor("stop", in_flight=2)(stop)
+    tasks = [bench.schedule("stop"), bench.schedule()]
+    bench.run(*tasks)
+    assert bench.statuses(tasks) == ["FAILED", "DONE"]
+
+
+def test_rows_that_found_no_place_within_the_time_box_go_back(make: Make, gate: Gate) -> None:
+    bench = make(chunk_time_box_s=0.5)
+    bench.registry.processor("wait", in_flight=2)(gate)
+    tasks = [bench.schedule("wait") for _ in range(5)]
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(bench.run, *tasks)
+        wait_until(lambda: bench.statuses(tasks).count("NOT_COMPLETE") == 3, 5, "the others to be given back")
+        gate.is_open.set()
+        assert running.result(5).ran == 2
+    assert [bench.now(task).attempts for task in tasks] == [1, 1, 0, 0, 0]
+    assert len(bench.timer.armed) == 3
+
+
+# -- rows that run on -----------------------------------------------------------------------------
+
+
+def test_a_row_that_waits_for_long_holds_up_neither_its_neighbours_ends_nor_the_next_chunk(
+    make: Make, gate: Gate
+) -> None:
+    bench = make(may_leave=True, chunk_time_box_s=0.5)
+    bench.registry.processor("wait", in_flight=5)(gate)
+    bench.registry.processor("quick", in_flight=5)(lambda body: None)
+    slow, quick = bench.schedule("wait"), [bench.schedule("quick") for _ in range(3)]
+    report = bench.run(slow, *quick)
+    assert report.left == (slow.id,)
+    assert bench.statuses([slow, *quick]) == ["RUNNING", "DONE", "DONE", "DONE"]
+    after = bench.run(*[bench.schedule() for _ in range(3)])
+    assert (after.ran, after.left) == (3, (slow.id,))
+    gate.is_open.set()
+    bench.runner.finish()
+    assert bench.statuses([slow]) == ["DONE"]
+    last = bench.run()
+    assert (last.ran, last.left) == (1, ()), "the next report tells of it"
+
+
+def test_what_ends_later_is_settled_soon_and_together(make: Make) -> None:
+    bench = make(may_leave=True, chunk_time_box_s=0.5)
+    doors = [threading.Event() for _ in range(2)]
+    bench.registry.processor("wait", in_flight=20)(lambda body: doors[body].wait(10))
+    tasks = [bench.schedule("wait", n % 2) for n in range(20)]
+    settled: list[int] = []
+    bench.claims.before_settle = lambda settlements: settled.append(len(settlements))
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(bench.run, *tasks)  # no place is free
+        try:
+            wait_until(lambda: bench.runner._chunks._flights.free("wait", 20) == 0, 5, "all to run")
+            doors[0].set()
+            running.result(5)
+            wait_until(lambda: bench.statuses(tasks).count("DONE") == 10, 5, "the first half to be settled")
+            assert len(settled) <= 3, "in bulk"
+        finally:
+            doors[1].set()
+    bench.runner.finish()
+    assert bench.statuses(tasks) == ["DONE"] * 20
+
+
+def test_the_next_chunk_comes_when_there_is_a_place_for_it(make: Make, gate: Gate) -> None:
+    bench = make(may_leave=True, chunk_time_box_s=0.2)
+    bench.registry.processor("wait", in_flight=2)(gate)
+    tasks = [bench.schedule("wait") for _ in range(2)]
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(bench.run, *tasks)
+        wait_until(lambda: gate.inside == 2, 5, "both to run")
+        time.sleep(0.6)
+        assert not running.done(), "all places are taken: it would only bring rows to give them back"
+        gate.is_open.set()
+        running.result(5)
+    bench.runner.finish()
+
+
+def test_what_ran_on_is_settled_though_the_database_was_away(make: Make, gate: Gate) -> None:
+    bench = make(may_leave=True, chunk_time_box_s=0.2)
+    bench.registry.processor("wait", in_flight=5)(gate)
+    task = bench.schedule("wait")
+    assert bench.run(task).left == (task.id,)
+    failures: list[Exception] = [StoreUnavailableError("away"), StoreUnavailableError("away")]
+
+    def fail(settlements: Sequence[Settlement]) -> None:
+        if failures:
+            raise failures.pop()
+
+    bench.claims.before_settle = fail
+    gate.is_open.set()
+    bench.runner.finish()
+    assert bench.statuses([task]) == ["DONE"]
+    assert bench.events.counts["store.down"] == 2
+
+
+def test_what_ran_on_and_can_not_be_settled_is_left_to_its_lease(make: Make, gate: Gate) -> None:
+    bench = make(may_leave=True, chunk_time_box_s=0.2)
+    bench.registry.processor("wait", in_flight=5)(gate)
+    task = bench.schedule("wait")
+    bench.run(task)
+
+    def refuse(settlements: Sequence[Settlement]) -> None:
+        raise StoreError("refused")
+
+    bench.claims.before_settle = refuse
+    gate.is_open.set()
+    bench.runner.finish()
+    assert bench.statuses([task]) == ["RUNNING"]
+    assert bench.run().left == (), "so nobody renews it"
+    wait_until(lambda: bench.named("loop.failed"), 5, "it to be told")
+    assert [fields["loop"] for fields in bench.named("loop.failed")] == ["time box"]
+
+
+def test_a_row_that_lapsed_runs_when_no_other_row_is_beside_it(make: Make, gate: Gate) -> None:
+    bench = make(may_leave=True, chunk_time_box_s=0.2)
+    bench.registry.processor("wait", in_flight=5)(gate)
+    beside: list[int] = []
+    bench.registry.processor("suspect", in_flight=5)(lambda body: beside.append(gate.inside))
+    bench.run(bench.schedule("wait"))
+    assert gate.inside == 1
+    suspect = bench.schedule("suspect")
+    bench.change(suspect, lapses=1)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(bench.runner.drain, "default", [0], 10)
+        wait_until(lambda: bench.now(suspect).status is Status.RUNNING, 5, "it to be claimed")
+        time.sleep(0.1)
+        gate.is_open.set()
+        assert running.result(5).left == ()
+    assert beside == [0]
+    assert bench.statuses([suspect]) == ["DONE"]
+
+
+# -- how many a chunk has -------------------------------------------------------------------------
+
+
+def test_a_chunk_learns_what_its_places_bear_and_not_how_long_one_row_takes(bench: Bench) -> None:
+    bench.registry.processor("wait", in_flight=20)(lambda body: time.sleep(0.1))
+    report = bench.run(*[bench.schedule("wait") for _ in range(20)])
+    assert 0.1 <= report.seconds <= 0.5, "20 rows of 100 ms in 20 places take as long as one"
+    assert report.wanted == 20
+    size = ChunkSize(0.05, 200)
+    size.learn(report.ran, report.seconds, report.wanted)
+    assert size.rows == 20, "all places, though a row does not fit the time box"
+    assert size.fits
+
+
+def test_a_chunk_that_is_mostly_of_other_rows_wants_no_more_of_them(bench: Bench) -> None:
+    bench.registry.processor("wait", in_flight=20)(lambda body: None)
+    report = bench.run(bench.schedule("wait"), bench.schedule(), bench.schedule())
+    assert report.wanted == 0
+
+
+# -- coroutines -----------------------------------------------------------------------------------
+
+
+def test_coroutines_run_on_one_loop_side_by_side_and_a_hundred_of_them_unless_told_otherwise(bench: Bench) -> None:
+    loops: set[int] = set()
+    inside, most, awaited = 0, 0, 50
+
+    async def work(body: Any) -> None:
+        nonlocal inside, most
+        loops.add(id(asyncio.get_running_loop()))
+        inside += 1
+        most = max(most, inside)
+        until = monotonic() + 10
+        while most < awaited and monotonic() < until:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.02)  # one more would show
+        inside -= 1
+
+    bench.registry.processor("async")(work)
+    bench.registry.processor("few", in_flight=3)(work)
+    tasks = [bench.schedule("async") for _ in range(50)]
+    bench.run(*tasks)
+    assert bench.statuses(tasks) == ["DONE"] * 50
+    assert (most, len(loops)) == (50, 1)
+    places = [bench.registry.demand(tag).in_flight for tag in ("async", "few", "note")]
+    assert places == [100, 3, None]
+    most, awaited = 0, 3
+    bench.run(*[bench.schedule("few") for _ in range(9)])
+    assert (most, len(loops)) == (3, 1)
+
+
+def test_a_coroutine_has_the_context_of_its_row(bench: Bench) -> None:
+    seen: dict[int, Any] = {}
+    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
+
+    async def work(body: Any, task: DelayTask) -> None:
+        before = variable.get()
+        variable.set(task.id)
+        await asyncio.sleep(0.01)
+        seen[task.id] = before, variable.get()
+        with pytest.raises(NotRunningError, match="this is a run of"):
+            tasks[0 if task.id != tasks[0].id else 1].complete()
+
+    bench.registry.processor("async")(work)
+    tasks = [bench.schedule("async") for _ in range(5)]
+    bench.run(*tasks)
+    assert seen == {task.id: (0, task.id) for task in tasks}
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("as asked"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError("as asked")], ids=repr
+)
+def test_a_coroutine_that_raises_fails_its_row_and_the_loop_goes_on(bench: Bench, error: BaseException) -> None:
+    async def fail(body: Any) -> None:
+        await asyncio.sleep(0)
+        if body:
+            raise error
+
+    bench.registry.processor("async")(fail)
+    tasks = [bench.schedule("async", body) for body in (0, 1, 0)]
+    bench.run(*tasks)
+    assert bench.statuses(tasks) == ["DONE", "FAILED", "DONE"]
+    text = bench.now(tasks[1]).error or ""
+    assert type(error).__name__ in text
+    assert "in fail" in text
+    bench.run(after := bench.schedule("async"))
+    assert bench.statuses([after]) == ["DONE"]
+
+
+def test_a_function_that_hands_a_coroutine_on_is_awaited_too(bench: Bench) -> None:
+    async def work(body: Any) -> dict[str, Any]:
+        return {"got": body}
+
+    bench.registry.processor("handed", keep_result=True)(lambda body: work(body))
+    bench.run(task := bench.schedule("handed", 7))
+    assert bench.now(task).result == {"got": 7}
+
+
+def test_a_forked_child_has_a_loop_of_its_own() -> None:
+    async def work() -> int:
+        return id(asyncio.get_running_loop())
+
+    coroutines = Coroutines()
+    first = coroutines.result_of(work())
+    assert coroutines.result_of(work()) == first
+    coroutines.after_fork()
+    assert coroutines.result_of(work()) != first
+
+
+def test_a_task_that_is_too_late_is_not_run_side_by_side_either(bench: Bench) -> None:
+    ran: list[Any] = []
+    bench.registry.processor("wait", in_flight=5, expires=10)(ran.append)
+    late, fine = bench.schedule("wait", "late"), bench.schedule("wait", "fine")
+    bench.change(late, expected_time=bench.clock.now() - timedelta(seconds=60))
+    bench.run(bench.now(late), fine)
+    assert bench.statuses([late, fine]) == ["CANCELLED", "DONE"]
+    assert ran == ["fine"]
+
+
+# -- beside time limits ---------------------------------------------------------------------------
+
+
+def test_time_limits_are_refused_for_what_does_not_run_alone(bench: Bench) -> None:
+    async def work(body: Any) -> None: ...
+
+    with pytest.raises(ValueError, match=r"work is async: give what it waits for a timeout"):
+        bench.registry.processor("wait", time_limit=5)(work)
+    with pytest.raises(ValueError, match="has in_flight"):
+        bench.registry.processor("wait", soft_time_limit=5, in_flight=5)(lambda body: None)
+
+
+def test_a_row_that_may_be_killed_by_its_time_limit_waits_for_the_others(make: Make, gate: Gate) -> None:
+    bench = make(may_leave=True, chunk_time_box_s=1)
+    bench.registry.processor("wait", in_flight=5)(gate)
+    beside: list[Any] = []
+    bench.registry.processor("limited", time_limit=60)(
+        lambda body: beside.append((gate.inside, bench.statuses([first, second])))
+    )
+    bench.run(first := bench.schedule("wait"))
+    second = bench.schedule("wait")
+    limited = bench.schedule("limited", priority=9)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(bench.run, limited, second)
+        wait_until(lambda: gate.inside == 2, 5, "the others to run")
+        time.sleep(0.1)
+        assert beside == []
+        gate.is_open.set()
+        running.result(5)
+    assert beside == [(0, ["DONE", "DONE"])], "what is finished is settled, too"
+    assert bench.statuses([limited]) == ["DONE"]
