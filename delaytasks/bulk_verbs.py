@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import getpass
-import os
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
+from delaytasks.core.actors import actor_of
 from delaytasks.core.bulk import AuditEntry, BulkResult, Filter, Filters, filter_of
 from delaytasks.core.errors import InvalidScheduleError, StoreUnavailableError
-from delaytasks.core.inputs import ACTOR_LENGTH, check_actor, check_limit
+from delaytasks.core.inputs import check_limit
 from delaytasks.core.ports import To
-from delaytasks.core.text import one_line
 from delaytasks.engine.bulk import BulkRun
 from delaytasks.shards import Shard
 from delaytasks.verbs import Verbs
@@ -105,7 +102,7 @@ class BulkVerbs(Verbs):
         on_progress: OnProgress | None,
     ) -> BulkResult:
         """Shard by shard: one that is down is told, and the others are done."""
-        who = _somebody() if actor is None else check_actor(actor)
+        who = actor_of(actor)
         shards, runs, missing = self.routes.shards, dict[int, BulkRun](), dict[int, StoreUnavailableError]()
 
         @contextmanager
@@ -148,12 +145,3 @@ def _sum(results: Sequence[BulkResult], missing: tuple[int, ...]) -> BulkResult:
         tuple(id for each in results for id in each.runs),
         missing,
     )
-
-
-def _somebody() -> str:
-    """Who runs this process, and where."""
-    try:
-        name = getpass.getuser()
-    except (OSError, KeyError):  # a container's user without a name
-        name = f"uid {os.getuid()}"
-    return one_line(f"{name}@{socket.gethostname()}", ACTOR_LENGTH - 1)

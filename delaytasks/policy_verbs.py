@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 from typing import Any, TypeVar
 
+from delaytasks.core.actors import actor_of
 from delaytasks.core.errors import InvalidPolicyError, StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.policies import Kind, Policy, check_limit, named, parse_rate
-from delaytasks.core.text import storable
 from delaytasks.shards import EACH_S, Routes, Shard
 
 T = TypeVar("T")
@@ -61,15 +60,16 @@ class PolicyVerbs(ABC):
         )
         return [policy for policy in merged if not policy.is_empty or policy.held]
 
-    def pause(self, *, tag: str | None = None, queue: str | None = None, by: str | None = None) -> Policy:
+    def pause(self, *, tag: str | None = None, queue: str | None = None, actor: str | None = None) -> Policy:
         """Nothing more of the tag or queue begins, within about a second; what runs may finish. Tasks that wait are
-        HELD until `resume`. `by` says who did it, for whoever looks at it later."""
-        return self._set(*named(tag, queue), {"is_paused": True}, by)
+        HELD until `resume`. `actor` is who did it, if not the
+        user of this process."""
+        return self._set(*named(tag, queue), {"is_paused": True}, actor)
 
-    def resume(self, *, tag: str | None = None, queue: str | None = None, by: str | None = None) -> Policy:
+    def resume(self, *, tag: str | None = None, queue: str | None = None, actor: str | None = None) -> Policy:
         """What was held of the tag or queue waits again, in the order of its due times, unless something else holds
         it: its tag and its queue may both be paused."""
-        return self._set(*named(tag, queue), {"is_paused": False}, by)
+        return self._set(*named(tag, queue), {"is_paused": False}, actor)
 
     def set_policy(
         self,
@@ -78,7 +78,7 @@ class PolicyVerbs(ABC):
         concurrency: int | Unchanged | None = UNCHANGED,
         key_concurrency: int | Unchanged | None = UNCHANGED,
         rate: str | Unchanged | None = UNCHANGED,
-        by: str | None = None,
+        actor: str | None = None,
     ) -> Policy:
         """Limits a tag: `concurrency` of its tasks run at once, of all workers together; `key_concurrency` of each
         `concurrency_key`; `rate` ("100/s", "30/m") begin. None takes a limit away; what is not mentioned stays."""
@@ -91,16 +91,16 @@ class PolicyVerbs(ABC):
             changes["rate"], changes["rate_period_s"] = parse_rate(rate)
         if not changes:
             raise InvalidPolicyError("say what is limited: concurrency, key_concurrency or rate")
-        return self._set(*named(tag, None), changes, by)
+        return self._set(*named(tag, None), changes, actor)
 
-    def clear_policy(self, *, tag: str | None = None, queue: str | None = None, by: str | None = None) -> Policy:
+    def clear_policy(self, *, tag: str | None = None, queue: str | None = None, actor: str | None = None) -> Policy:
         """The tag or queue is neither paused nor limited any more."""
-        return self._set(*named(tag, queue), _NOTHING, by)
+        return self._set(*named(tag, queue), _NOTHING, actor)
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _set(self, kind: Kind, name: str, changes: dict[str, Any], by: str | None) -> Policy:
-        who = storable(str(by or socket.gethostname()), 255)
+    def _set(self, kind: Kind, name: str, changes: dict[str, Any], actor: str | None) -> Policy:
+        who = actor_of(actor)
 
         def change(shard: Shard) -> tuple[Policy, bool]:
             return shard.store.policies.set(kind, name, changes, who)
@@ -109,7 +109,7 @@ class PolicyVerbs(ABC):
         if any(is_new for _, is_new in answers.values()):
             policy = next(policy for policy, is_new in answers.values() if is_new)
             said = {field: getattr(policy, field) for field in changes}
-            self.events.emit("policy.changed", kind=kind, policy=name, changes=repr(said), by=who)
+            self.events.emit("policy.changed", kind=kind, policy=name, changes=repr(said), actor=who)
         if down:
             self._refuse_half(kind, name, list(answers), down)
         return _merged({number: policy for number, (policy, _) in answers.items()}, {})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -20,37 +18,37 @@ NONE = "none"
 
 
 def _target(function: Callable[..., Any]) -> Callable[..., Any]:
-    by = click.option("--by", metavar="TEXT", help="Who does it, and why; by default you on this host.")
+    actor = click.option("--actor", metavar="NAME", help="Who does it, if not you on this host.")
     queue = click.option("--queue", help="The queue, whatever the tags of its tasks.")
     tag = click.option("--tag", help="The tag, whatever the queues of its tasks.")
-    return tag(queue(by(function)))
+    return tag(queue(actor(function)))
 
 
 @click.command(epilog=EXIT_CODES)
 @_target
 @pass_cli
-def pause(cli: Cli, tag: str | None, queue: str | None, by: str | None) -> None:
+def pause(cli: Cli, tag: str | None, queue: str | None, actor: str | None) -> None:
     """Pause a tag or a queue: nothing more of it begins; what runs may finish.
 
     Tasks that wait become HELD, step by step with each sweep.
 
     \b
     delaytasks pause --tag mail.send
-    delaytasks pause --queue reports --by "ann, since the printer burns"
+    delaytasks pause --queue reports --actor "ann, since the printer burns"
     """
-    _tell(cli, cli.delays.pause(tag=tag, queue=queue, by=_who(by)))
+    _tell(cli, cli.delays.pause(tag=tag, queue=queue, actor=actor))
 
 
 @click.command(epilog=EXIT_CODES)
 @_target
 @pass_cli
-def resume(cli: Cli, tag: str | None, queue: str | None, by: str | None) -> None:
+def resume(cli: Cli, tag: str | None, queue: str | None, actor: str | None) -> None:
     """Resume a tag or a queue: what is held waits again, in the order of its due times.
 
     \b
     delaytasks resume --tag mail.send
     """
-    _tell(cli, cli.delays.resume(tag=tag, queue=queue, by=_who(by)))
+    _tell(cli, cli.delays.resume(tag=tag, queue=queue, actor=actor))
 
 
 @click.group(epilog=EXIT_CODES)
@@ -77,8 +75,8 @@ def list_(cli: Cli) -> None:
     if not found:
         cli.note("No policies: nothing is paused, nothing is limited.")
         return
-    headings = ("kind", "name", "paused", "held", "at once", "each key", "rate", "since", "by")
-    print_table(headings, map(_row, found), right="held", folded="name by", extra="since")
+    headings = ("kind", "name", "paused", "held", "at once", "each key", "rate", "since", "actor")
+    print_table(headings, map(_row, found), right="held", folded="name actor", extra="since")
     for each in found:
         _note_missing(cli, each)
 
@@ -88,9 +86,9 @@ def list_(cli: Cli) -> None:
 @click.option("--concurrency", metavar="N", help="So many of its tasks run at once, of all workers together.")
 @click.option("--key-concurrency", metavar="N", help="So many of each concurrency key.")
 @click.option("--rate", metavar="RATE", help="So many begin in a period: 100/s, 30/m, 1000/1h30m.")
-@click.option("--by", metavar="TEXT", help="Who does it, and why; by default you on this host.")
+@click.option("--actor", metavar="NAME", help="Who does it, if not you on this host.")
 @pass_cli
-def set_(cli: Cli, tag: str, by: str | None, **limits: str | None) -> None:
+def set_(cli: Cli, tag: str, actor: str | None, **limits: str | None) -> None:
     """Limit a tag. What is not mentioned stays; "none" takes a limit away.
 
     \b
@@ -102,19 +100,19 @@ def set_(cli: Cli, tag: str, by: str | None, **limits: str | None) -> None:
         for name, text in limits.items()
         if text is not None
     }
-    _tell(cli, cli.delays.set_policy(tag, **given, by=_who(by)))
+    _tell(cli, cli.delays.set_policy(tag, **given, actor=actor))
 
 
 @policy.command(epilog=EXIT_CODES)
 @_target
 @pass_cli
-def clear(cli: Cli, tag: str | None, queue: str | None, by: str | None) -> None:
+def clear(cli: Cli, tag: str | None, queue: str | None, actor: str | None) -> None:
     """Neither pause nor limit a tag or a queue any more.
 
     \b
     delaytasks policy clear --tag mail.send
     """
-    _tell(cli, cli.delays.clear_policy(tag=tag, queue=queue, by=_who(by)))
+    _tell(cli, cli.delays.clear_policy(tag=tag, queue=queue, actor=actor))
 
 
 # -- inside ---------------------------------------------------------------------------------------
@@ -124,15 +122,6 @@ def _number(name: str, text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 12):
         raise InvalidPolicyError(f'{name} is a number, or "{NONE}", not {text!r:.40}')
     return int(text)
-
-
-def _who(by: str | None) -> str:
-    if by is not None:
-        return by
-    try:
-        return f"{getpass.getuser()}@{socket.gethostname()}"
-    except (OSError, KeyError, ImportError):  # a container's user may have no name
-        return socket.gethostname()
 
 
 def _tell(cli: Cli, changed: Policy) -> None:

@@ -115,7 +115,7 @@ def small_steps(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_waits_is_held_whether_it_is_due_or_far_and_nothing_else_is(field: Field) -> None:
     paused = [field.add(in_s=in_s, **options) for in_s in (-5, 5, HOUR) for options in ({}, {"priority": 3})]
     others = [field.add("sms", in_s) for in_s in (-5, 5, HOUR)]
-    policy = field.delays.pause(tag="mail", by="me")
+    policy = field.delays.pause(tag="mail", actor="me")
     assert (policy.kind, policy.name, policy.is_paused, policy.updated_by) == ("tag", "mail", True, "me")
     field.sweep()
     assert field.statuses(*paused) == ["HELD"] * 6
@@ -171,6 +171,22 @@ def test_what_is_claimed_while_it_is_paused_is_held_and_does_not_run(field: Fiel
     assert (found.lease_until, found.lapses, found.version) == (None, 0, paused.version + 2)
     assert field.count("task.held") == 1
     assert field.run(found).claimed == 0, "nobody claims it"
+
+
+def test_a_worker_that_lost_its_lease_holds_nothing(field: Field) -> None:
+    field.delays.pause(tag="mail")
+    task = field.add(in_s=-5)
+    [mine] = field.store.claims("frozen", None).claim([Entry(task.id, task.version, 0)])
+    t = field.store.schema.tasks
+    with field.store.database.begin() as connection:
+        connection.execute(update(t).values(lease_until=field.store.tasks.now() - timedelta(seconds=9)))
+    field.store.sweeps.lapse(5, 10)
+    lapsed = field.delays.get(task)
+    again = field.store.claims("other", None).claim_alone(lapsed.id, lapsed.version)
+    assert field.store.holding.hold_claimed([mine]) == set()
+    assert field.delays.get(task).status is Status.RUNNING
+    assert again is not None
+    assert field.store.holding.hold_claimed([again]) == {task.id}
 
 
 def test_a_backlog_that_is_paused_is_held_by_those_who_drain(field: Field) -> None:
@@ -276,6 +292,14 @@ def test_a_worker_that_has_not_heard_of_the_resume_runs_what_it_claims(field: Fi
     assert (field.statuses(task), field.ran) == (["DONE"], ["ran"])
 
 
+def test_who_believes_in_a_pause_that_is_over_holds_nothing(field: Field) -> None:
+    task = field.add()
+    assert field.store.holding.hold([task.id]) == 0
+    field.delays.pause(queue="default")
+    assert field.store.holding.hold([task.id]) == 1
+    assert field.store.holding.hold([task.id]) == 0
+
+
 def test_what_is_held_that_nobody_pauses_is_released(field: Field) -> None:
     task = field.add()
     t = field.store.schema.tasks
@@ -319,6 +343,24 @@ def test_a_walk_takes_a_part_of_each_sweep_and_goes_on_in_the_next(field: Field,
     assert seen[-1] == 5
     assert max(b - a for a, b in zip([0, *seen], seen, strict=False)) == 1, "one row in a sweep at most"
     assert field.statuses(*rows, *others) == ["HELD"] * 5 + ["NOT_COMPLETE"] * 5
+
+
+def test_who_changes_his_mind_in_the_middle_has_what_he_said_last(field: Field, small_steps: None) -> None:
+    rows = [field.add(in_s=HOUR + n) for n in range(6)]
+    field.delays.pause(tag="mail")
+    while field.count("task.held") < 3:
+        field.sweep()
+    field.delays.resume(tag="mail")
+    while field.count("task.released") < 1:
+        field.sweep()
+    field.delays.pause(tag="mail")
+    while not field.delays.policies()[0].is_applied:
+        field.sweep()
+    assert field.statuses(*rows) == ["HELD"] * 6
+    field.delays.clear_policy(tag="mail")
+    while field.delays.policies():
+        field.sweep()
+    assert field.statuses(*rows) == ["NOT_COMPLETE"] * 6
 
 
 @pytest.mark.parametrize("verb", ["pause", "resume"])
@@ -406,8 +448,8 @@ def test_purging_leaves_what_is_held(field: Field) -> None:
 
 
 def test_doing_it_twice_changes_nothing(field: Field) -> None:
-    first = field.delays.pause(tag="mail", by="a")
-    assert field.delays.pause(tag="mail", by="b") == first
+    first = field.delays.pause(tag="mail", actor="a")
+    assert field.delays.pause(tag="mail", actor="b") == first
     assert field.count("policy.changed") == 1
     assert field.delays.resume(tag="sms").version == 0
     assert field.delays.clear_policy(queue="q").version == 0
