@@ -15,6 +15,8 @@ from delaytasks.store.database import Database
 #: Said when a prepared statement is not there, is there already, or is out of date. Behind a pooler that gives each
 #: statement another connection of the server's that is so for good.
 _GONE = {"26000", "42P05", "0A000"}
+#: What we ask for, and what many a server has of itself: a pooler may leave out what we ask for.
+_UTC = {"UTC", "Etc/UTC"}
 
 
 class Answer(NamedTuple):
@@ -36,7 +38,7 @@ class Prepared:
             link: Any = on.connection
             driver = link.driver_connection
             # The driver tells instants in the session's time zone, and nothing of ours makes them UTC here.
-            if driver.autocommit and driver.get_parameter_status("TimeZone") == "UTC":
+            if driver.autocommit and driver.get_parameter_status("TimeZone") in _UTC:
                 return self._execute(on, link, values)
         result = on.execute(self._statement, values)
         return Answer(result.all() if result.returns_rows else (), result.rowcount)
