@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from delaytasks.core.ports import Entry
-from delaytasks.timers.redis import RETURN_S, Taken
+from delaytasks.timers.redis import AHEAD_MS, RETURN_S, Taken
 from tests.unit.test_redis_timer import Bench
 
 GRACE_MS, RETURN_MS = 1000, int(RETURN_S * 1000)
@@ -24,7 +24,7 @@ names = st.tuples(st.integers(1, 12), st.integers(0, 2), st.sampled_from([0, 0, 
 
 
 class Model(RuleBasedStateMachine):
-    """What must wait, and what must be on its way, by slot."""
+    """What must wait, by its due time in microseconds, and what must be on its way, by slot."""
 
     url: ClassVar[str]
 
@@ -33,7 +33,7 @@ class Model(RuleBasedStateMachine):
         self.bench = Bench(self.url, redis_slots=2)
         self.timer = self.bench.timer
         self.waiting: dict[Name, int] = {}
-        #: When it goes back.
+        #: When it goes back, in milliseconds.
         self.prepared: dict[Name, int] = {}
         self.taken: list[Taken] = []
 
@@ -46,15 +46,16 @@ class Model(RuleBasedStateMachine):
 
     @property
     def now(self) -> int:
+        """In milliseconds, as Redis has it."""
         return self.bench.clock.now_us() // 1000
 
-    def entry(self, name: Name, due_ms: int = 0) -> Entry:
-        return Entry(name[0], name[1], due_ms * 1000, "default", name[2])
+    def entry(self, name: Name, due_us: int = 0) -> Entry:
+        return Entry(name[0], name[1], due_us, "default", name[2])
 
-    @rule(armed=st.lists(st.tuples(names, st.integers(-2000, 3000)), max_size=8))
+    @rule(armed=st.lists(st.tuples(names, st.integers(-2_000_000, 3_000_000)), max_size=8))
     def arm(self, armed: list[tuple[Name, int]]) -> None:
-        times = {name: self.now + in_ms for name, in_ms in armed}
-        assert self.timer.arm([self.entry(name, due_ms) for name, due_ms in times.items()])
+        times = {name: self.bench.clock.now_us() + in_us for name, in_us in armed}
+        assert self.timer.arm([self.entry(name, due_us) for name, due_us in times.items()])
         self.waiting |= times
         for name in times:
             self.prepared.pop(name, None)
@@ -66,8 +67,8 @@ class Model(RuleBasedStateMachine):
             self.waiting.pop(name, None)
             self.prepared.pop(name, None)
 
-    @rule(ms=st.sampled_from([1, 300, 1000, RETURN_MS]))
-    def wait(self, ms: int) -> None:
+    @rule(ms=st.sampled_from([0.001, 0.3, 1, AHEAD_MS, 300, 1000, RETURN_MS]))
+    def wait(self, ms: float) -> None:
         self.bench.clock.advance(ms / 1000)
 
     @rule(most=st.integers(1, 4))
@@ -76,24 +77,26 @@ class Model(RuleBasedStateMachine):
         for some in self.bench.take(most):
             here = {name for name in {*self.waiting, *self.prepared} if self.timer.slot(self.entry(name)) == some.slot}
             stale = [name for name in here if self.prepared.get(name, self.now + 1) <= self.now]
-            self.waiting |= dict.fromkeys(stale, self.now)
-            late = [name for name in here if self.waiting.get(name, self.now) < self.now - GRACE_MS]
+            self.waiting |= dict.fromkeys(stale, self.now * 1000)
+            late_us, soon_us = (self.now - GRACE_MS) * 1000, self.bench.clock.now_us() + AHEAD_MS * 1000
+            late = [name for name in here if self.waiting.get(name, late_us) < late_us]
             for name in late:
                 del self.waiting[name]
             for name in stale:
                 del self.prepared[name]
-            due = [name for name in here if self.waiting.get(name, self.now + 1) <= self.now]
+            due = [name for name in here if self.waiting.get(name, soon_us + 1) <= soon_us]
             got = [(entry.id, entry.version, entry.priority) for entry in some.entries]
             assert (some.returned, some.dropped, len(got)) == (len(stale), len(late), min(len(due), most))
             assert set(some.priorities) == {name[2] for name in late}
             times = {name: self.waiting.pop(name) for name in got}
-            assert [entry.due_us // 1000 for entry in some.entries] == sorted(times.values())
+            assert [entry.due_us for entry in some.entries] == sorted(times.values())
             assert max(times.values(), default=0) <= min(
-                (self.waiting[n] for n in due if n in self.waiting), default=self.now
+                (self.waiting[n] for n in due if n in self.waiting), default=soon_us
             )
             self.prepared |= dict.fromkeys(got, some.ticket)
             assert self.now + RETURN_MS <= some.ticket if got else some.ticket == 0
-            later = [at for place in (self.waiting, self.prepared) for name, at in place.items() if name in here]
+            later = [due_us / 1000 - AHEAD_MS for name, due_us in self.waiting.items() if name in here]
+            later += [back_ms for name, back_ms in self.prepared.items() if name in here]
             assert some.next_ms == min(later, default=float("inf"))
             self.taken.append(some)
 
