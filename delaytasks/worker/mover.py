@@ -92,7 +92,8 @@ class Mover:
         """The slots that have something to do, and how much to take of each; else how long to rest at most."""
         self._is_starved = True  # first, or room that comes after the look would not be heard of
         now_us = self._clock.now_us()
-        self._ahead = [due_us for due_us in self._ahead if due_us > now_us]
+        # What waits for hours again, since the clock was set back, takes no room.
+        self._ahead = [due_us for due_us in self._ahead if now_us < due_us <= now_us + AHEAD_MS * 1000]
         room = self._dispatcher.room(len(self._ahead))
         with self._lock:
             self._follow_queues()

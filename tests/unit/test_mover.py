@@ -108,6 +108,13 @@ class Post:
         self.delays.close()
 
 
+class SetBack(Clock):
+    back_us = 0
+
+    def now_us(self) -> int:
+        return super().now_us() - self.back_us
+
+
 @pytest.fixture
 def proxy(redis_url: str) -> Iterator[Proxy]:
     proxy = proxy_to(redis_url)
@@ -190,6 +197,24 @@ def test_it_brings_as_much_from_a_database_whose_clock_is_an_hour_ahead(
 
         wait_until(all_ran, 10, "all of them to come")
         assert sorted(ran) == sorted(entry.id for entry in armed)
+    finally:
+        post.close()
+
+
+def test_what_waits_for_longer_again_since_the_clock_was_set_back_takes_no_room(
+    tmp_path: Path, redis_url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (mover, redis):
+        monkeypatch.setattr(module, "AHEAD_MS", 5000)
+    clock = SetBack()
+    post = Post(tmp_path, redis_url, proxy, [clock])
+    try:
+        post.start()
+        post.arm(range(1, 201), in_s=4)
+        wait_until(lambda: len(post.desk.wheel) >= 40, 5, "what is taken ahead of its time")
+        clock.back_us = 3_600_000_000
+        post.arm(range(201, 211))
+        wait_until(lambda: post.here() == 10, 5, "what is due now")
     finally:
         post.close()
 
