@@ -279,6 +279,44 @@ class Moves(RuleBasedStateMachine):
             else:
                 known.move("lapse")
 
+    # -- pauses -----------------------------------------------------------------------------------
+
+    @rule(is_paused=st.booleans())
+    def pause(self, is_paused: bool) -> None:
+        self.store.policies.set("tag", "t", {"is_paused": is_paused}, "me")
+
+    def is_paused(self) -> bool:
+        return any(policy.is_paused for policy in self.store.policies.read())
+
+    @rule(ids=st.lists(tasks, min_size=1, max_size=4, unique=True))
+    def hold(self, ids: list[int]) -> None:
+        waiting = [self.known[id] for id in ids if self.known[id].status in MOVES["hold"].sources]
+        assert self.store.holding.hold(ids) == (len(waiting) if self.is_paused() else 0)
+        for known in waiting if self.is_paused() else ():
+            known.move("hold")
+
+    @rule(ids=st.lists(tasks, min_size=1, max_size=4, unique=True))
+    def release(self, ids: list[int]) -> None:
+        held = [self.known[id] for id in ids if self.known[id].status in MOVES["release"].sources]
+        released = self.store.holding.release(ids)
+        assert {entry[:2] for entry in released} == {(known.task.id, known.version + 1) for known in held}
+        for known in held:
+            known.move("release")
+
+    @precondition(running)
+    @rule(pick=st.integers(0, 99), is_stale=st.booleans())
+    def hold_back(self, pick: int, is_stale: bool) -> None:
+        known = self.known[self.running()[pick % len(self.running())]]
+        assert known.claim is not None
+        if is_stale and known.stale:
+            assert self.store.holding.hold_claimed(known.stale[-1:]) == set()
+        elif self.is_paused():
+            assert self.store.holding.hold_claimed([known.claim]) == {known.task.id}
+            known.move("hold_back")
+            known.attempts -= 1
+        else:
+            assert self.store.holding.hold_claimed([known.claim]) == set()
+
     # -- what must hold ---------------------------------------------------------------------------
 
     @invariant()
