@@ -12,13 +12,12 @@ from kombu.entity import Exchange, Queue
 from kombu.messaging import Producer
 from kombu.utils.uuid import uuid
 
+from delaytasks.core.availability import Availability
 from delaytasks.core.bounded import within
 from delaytasks.core.clock import monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.forks import reset_in_child
 
-#: After a failure nothing is tried for this long: callers must not wait for a broker that is away.
-REST_S = 1.0
 #: A queue that the broker refuses is left alone for so long; others are not.
 REFUSED_REST_S = 5.0
 #: Each message after the first one adds this part of the time limit.
@@ -55,8 +54,9 @@ class Publisher:
         self._namespace = namespace
         self._limit_s = limit_s
         self._events = events
-        self.is_up = True
-        self._rests_until = 0.0
+        self._broker = Availability(
+            lambda error: events.emit("timer.down", error=error), lambda: events.emit("timer.up")
+        )
         self._targets: dict[str, Queue] = {}
         #: Until when queues that were refused rest.
         self._refused: dict[str, float] = {}
@@ -70,6 +70,10 @@ class Publisher:
         self._declared: set[str] = set()
         self._is_quick = False
 
+    @property
+    def is_up(self) -> bool:
+        return self._broker.is_up
+
     def queue(self, name: str) -> Queue:
         """The broker's queue for one of our logical queues."""
         full = f"{self._namespace}.{name}"
@@ -81,11 +85,11 @@ class Publisher:
         """One Celery task message per (args, options); False if the broker is away, or refuses the queue: the sweep
         will find the rows."""
         began = monotonic()
-        if began < self._rests_until or began < self._refused.get(queue, 0):
+        if self._broker.is_resting or began < self._refused.get(queue, 0):
             return False
         if not self._lock.acquire(timeout=self._limit_s):
             return False  # another thread waits for the broker already
-        if monotonic() < self._rests_until:  # and it waited in vain
+        if self._broker.is_resting:  # and it waited in vain
             self._lock.release()
             return False
         target = self._targets.get(queue) or self._targets.setdefault(queue, self.queue(queue))
@@ -98,7 +102,7 @@ class Publisher:
             left_s = began + limit_s - monotonic()
             return within(left_s, lambda: send(until), at_exit=lambda: send(began + limit_s - self._step_s))
         except TimeoutError:
-            self._tell_down(f"no answer within {limit_s:g} s")
+            self._broker.failed(f"no answer within {limit_s:g} s")
             return False
 
     def close(self) -> None:
@@ -124,12 +128,12 @@ class Publisher:
                 self._send_one(name, target, args, options)
         except RefusedError as error:
             self._close()  # the broker has closed the channel
-            self._tell_up()
+            self._broker.answered()
             self._tell_refused(queue, target, str(error))
             return False
         except Exception as error:  # each transport has errors of its own, and none of them is the caller's business
             self._close()
-            self._tell_down(f"{type(error).__name__}: {error}")
+            self._broker.failed(f"{type(error).__name__}: {error}")
             return False
         finally:
             # Making a connection says nothing about the pace of sending.
@@ -137,19 +141,8 @@ class Publisher:
             self._is_quick = self._producer is not None and is_in_time
             self._lock.release()
         self._refused.pop(queue, None)
-        self._tell_up()
+        self._broker.answered()
         return True
-
-    def _tell_up(self) -> None:
-        if not self.is_up:
-            self.is_up = True
-            self._events.emit("timer.up")
-
-    def _tell_down(self, error: str) -> None:
-        self._rests_until = monotonic() + REST_S
-        if self.is_up:
-            self.is_up = False
-            self._events.emit("timer.down", error=error)
 
     def _tell_refused(self, queue: str, target: Queue, error: str) -> None:
         is_new = queue not in self._refused

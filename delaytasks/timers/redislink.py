@@ -13,6 +13,7 @@ from redis.cluster import RedisCluster
 from redis.exceptions import NoScriptError, RedisClusterException, RedisError
 from redis.retry import Retry
 
+from delaytasks.core.availability import Availability
 from delaytasks.core.bounded import within
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import ConfigError
@@ -22,8 +23,6 @@ from delaytasks.timers.scripts import ARM, TAKE
 
 T = TypeVar("T")
 
-#: After a failure nothing is tried for this long: callers must not wait for a Redis that is away.
-REST_S = 1.0
 #: A call that takes less than this part of the time limit says that all is well.
 QUICK = 0.1
 #: A connection that was idle for so long is tried first.
@@ -46,23 +45,29 @@ class RedisLink:
         self.url = url
         self._limit_s = limit_s
         self._events = events
-        self.is_up = True
+        self._redis = Availability(
+            lambda error: events.emit("timer.down", timer="redis", error=error),
+            lambda: events.emit("timer.up", timer="redis"),
+        )
         #: How often it failed: whoever listens on a connection of its own hears nothing of that.
         self.failures = 0
-        self._rests_until = 0.0
         self.after_fork()
         reset_in_child(self)
 
     def after_fork(self) -> None:
-        self._lock, self._flag = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
         self._client: Any = None
         self._is_quick = False
+
+    @property
+    def is_up(self) -> bool:
+        return self._redis.is_up
 
     def attempt(self, work: Callable[[Any], T]) -> T | None:
         """What `work(client)` answers, or None. While all is well each of its steps is bounded by its socket; else
         what may take many steps must not hold up the caller."""
         began, client = monotonic(), self._client
-        if began < self._rests_until:
+        if self._redis.is_resting:
             return None
         try:
             if client is not None and self._is_quick:
@@ -72,11 +77,10 @@ class RedisLink:
         except FAILURES as error:
             self._client = None
             self.failures += 1
-            self._rests_until = monotonic() + REST_S
-            self._tell("timer.down", is_up=False, error=f"{type(error).__name__}: {error}")
+            self._redis.failed(f"{type(error).__name__}: {error}")
             return None
         self._is_quick = client is not None and monotonic() - began < self._limit_s * QUICK
-        self._tell("timer.up", is_up=True)
+        self._redis.answered()
         return answer
 
     def connect(self) -> Any:
@@ -105,15 +109,6 @@ class RedisLink:
         client, self._client = self._client, None
         if client is not None:
             client.close()
-
-    def _tell(self, event: str, is_up: bool, **fields: Any) -> None:
-        """Once, however many threads find out."""
-        if self.is_up is is_up:
-            return
-        with self._flag:
-            is_new, self.is_up = self.is_up is not is_up, is_up
-        if is_new:
-            self._events.emit(event, timer="redis", **fields)
 
     def _connect(self) -> Any:
         options: dict[str, Any] = {

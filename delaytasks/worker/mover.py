@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from delaytasks.core.availability import REST_S
 from delaytasks.core.clock import monotonic
 from delaytasks.core.loop import Loop
 from delaytasks.timers.redis import AHEAD_MS, RedisTimer, Slot, Taken
-from delaytasks.timers.redislink import FAILURES, REST_S
+from delaytasks.timers.redislink import FAILURES
 from delaytasks.timers.scripts import LOT
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from celery.events.event import get_exchange
 from celery.utils.log import get_logger
 from kombu.messaging import Producer
 
-from delaytasks.core.clock import monotonic
+from delaytasks.core.availability import Availability
 from delaytasks.core.ports import Settlement
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import shown, storable
@@ -56,8 +56,9 @@ class RowEvents:
         self._sending = threading.Lock()
         self._connection: Any = None
         self._producer: Any = None
-        self._rests_until = 0.0
-        self._is_up = True
+        self._broker = Availability(
+            lambda error: logger.warning("row events are not sent, tasks run on: %s", error), rest_s=REST_S
+        )
 
     # -- what the runner tells --------------------------------------------------------------------
 
@@ -144,7 +145,7 @@ class RowEvents:
     # -- sending ----------------------------------------------------------------------------------
 
     def _send(self, events: list[dict[str, Any]]) -> None:
-        if monotonic() < self._rests_until:
+        if self._broker.is_resting:
             return
         while True:
             is_new = self._producer is None
@@ -156,9 +157,9 @@ class RowEvents:
                 self._close()
                 if not is_new:
                     continue  # it may have died while it was idle: once more, on a new one
-                self._rest(error)
+                self._broker.failed(f"{type(error).__name__}: {error}")
             else:
-                self._is_up = True
+                self._broker.answered()
             return
 
     def _connect(self) -> None:
@@ -176,12 +177,6 @@ class RowEvents:
             declare=[self._producer.exchange],
             retry=False,
         )
-
-    def _rest(self, error: Exception) -> None:
-        self._rests_until = monotonic() + REST_S
-        if self._is_up:
-            self._is_up = False
-            logger.warning("row events are not sent, tasks run on: %s: %s", type(error).__name__, error)
 
     def _close(self) -> None:
         connection, self._connection, self._producer = self._connection, None, None

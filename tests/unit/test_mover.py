@@ -12,6 +12,7 @@ import pytest
 from celery import Celery
 
 from delaytasks import DelayTasks
+from delaytasks.core.availability import REST_S
 from delaytasks.core.clock import Clock, from_us, monotonic, wall_ms
 from delaytasks.core.ids import IdMaker
 from delaytasks.core.ports import Entry
@@ -20,7 +21,6 @@ from delaytasks.store import migrations
 from delaytasks.store.database import Database
 from delaytasks.timers import redis
 from delaytasks.timers.redis import RedisTimer
-from delaytasks.timers.redislink import REST_S
 from delaytasks.worker import mover
 from delaytasks.worker.desk import Desk
 from tests.proxy import Proxy, proxy_to

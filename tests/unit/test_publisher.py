@@ -9,6 +9,7 @@ from amqp.exceptions import PreconditionFailed
 from celery import Celery
 from kombu.entity import Queue
 
+from delaytasks.core import availability
 from delaytasks.core.events import Events
 from delaytasks.timers import publisher as publisher_module
 from delaytasks.timers.publisher import Publisher
@@ -54,7 +55,8 @@ class Desk(Publisher):
 def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
     monkeypatch.setattr(Desk, "refused", frozenset({"refusal.bad"}))
     monkeypatch.setattr(Desk, "now", 1000.0)
-    monkeypatch.setattr(publisher_module, "monotonic", lambda: Desk.now)
+    for module in (publisher_module, availability):
+        monkeypatch.setattr(module, "monotonic", lambda: Desk.now)
     return Desk()
 
 
@@ -90,7 +92,7 @@ def test_a_broker_that_refuses_a_queue_is_there(desk: Desk, monkeypatch: pytest.
         patch.setattr(publisher_module, "bounded_connection", lambda *_: (_ for _ in ()).throw(OSError("away")))
         assert not desk.sends_to("bad")
     assert not desk.is_up
-    Desk.now += publisher_module.REST_S + 0.1
+    Desk.now += availability.REST_S + 0.1
     assert not desk.sends_to("bad")
     assert desk.is_up
     assert desk.events_told == ["timer.down", "timer.up", "queue.refused"]

@@ -16,6 +16,7 @@ import pytest
 from celery import Celery
 from celery.events.state import State, Task
 
+from delaytasks.core import availability
 from delaytasks.core.ports import Settlement
 from delaytasks.core.task import DelayTask
 from delaytasks.worker import rowevents
@@ -240,8 +241,7 @@ def test_a_broker_that_is_away_costs_little_time_and_no_memory(
     assert not rows._pending
     assert caplog.text.count("row events are not sent, tasks run on") == 1
 
-    monkeypatch.setattr(rowevents, "REST_S", 0)
-    rows._rests_until = 0
+    monkeypatch.setattr(availability, "monotonic", lambda: time.monotonic() + rowevents.REST_S)
     heard = Heard(rows)
     fail(rows, ROW)
     rows.flush()

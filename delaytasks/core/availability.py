@@ -1,0 +1,48 @@
+"""Whether something that may be away is there: told when that changes, and left alone for a while after a failure."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from delaytasks.core.clock import monotonic
+from delaytasks.core.forks import reset_in_child
+
+#: After a failure nothing is tried for this long: callers must not wait for what is away.
+REST_S = 1.0
+
+
+class Availability:
+    """Thread-safe. However many threads find out, each change is told once: `tell_down(error)`, `tell_up()`."""
+
+    def __init__(
+        self, tell_down: Callable[[str], None], tell_up: Callable[[], None] = lambda: None, rest_s: float = REST_S
+    ) -> None:
+        self._tell_down = tell_down
+        self._tell_up = tell_up
+        self._rest_s = rest_s
+        self.is_up = True
+        self._rests_until = 0.0
+        self.after_fork()
+        reset_in_child(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+
+    @property
+    def is_resting(self) -> bool:
+        return monotonic() < self._rests_until
+
+    def failed(self, error: str) -> None:
+        self._rests_until = monotonic() + self._rest_s
+        if self._turn(is_up=False):
+            self._tell_down(error)
+
+    def answered(self) -> None:
+        if not self.is_up and self._turn(is_up=True):
+            self._tell_up()
+
+    def _turn(self, is_up: bool) -> bool:
+        with self._lock:
+            is_new, self.is_up = self.is_up is not is_up, is_up
+            return is_new

@@ -1,0 +1,69 @@
+"""What may be away is told of once for each change, and left alone after a failure."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from delaytasks.core import availability
+from delaytasks.core.availability import REST_S, Availability
+
+THREADS = 8
+
+
+def test_changes_are_told_and_nothing_else() -> None:
+    told: list[str] = []
+    broker = Availability(told.append, lambda: told.append("up"))
+    broker.answered()
+    broker.failed("first")
+    broker.failed("second")
+    assert not broker.is_up
+    broker.answered()
+    broker.answered()
+    assert broker.is_up
+    assert told == ["first", "up"]
+
+
+def test_it_rests_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(availability, "monotonic", lambda: now[0])
+    broker = Availability(lambda error: None)
+    assert not broker.is_resting
+    broker.failed("away")
+    assert broker.is_resting
+    now[0] += REST_S - 0.01
+    broker.failed("still")
+    now[0] += 0.5
+    assert broker.is_resting, "each failure begins a rest"
+    now[0] += REST_S
+    assert not broker.is_resting
+    assert not broker.is_up, "nobody has asked"
+
+
+def test_threads_that_find_out_together_tell_once() -> None:
+    class Watched(Availability):
+        """Whose state another thread may look at between a look and a change."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "is_up":
+                time.sleep(0)
+            super().__setattr__(name, value)
+
+    told: list[str] = []
+    broker = Watched(told.append, lambda: told.append("up"))
+    start = threading.Barrier(THREADS)
+
+    def find_out(_: int) -> None:
+        for _ in range(200):
+            start.wait()
+            broker.failed("down")
+            start.wait()
+            broker.answered()
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(find_out, range(THREADS)))
+    assert told == ["down", "up"] * 200
