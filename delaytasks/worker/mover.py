@@ -3,6 +3,7 @@ spreads over all workers by itself."""
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections.abc import Mapping
@@ -167,13 +168,22 @@ class Mover:
                     self._ear.beat()
                     message = listener.get_message(timeout=EAR_S)
                     if message is not None:
-                        name, due_ms = message["data"].split()
-                        self._heard(slots[message["channel"], name], float(due_ms))
+                        self._take_in(message, slots)
             finally:
                 listener.close()
         except (*FAILURES, ValueError):  # the last one when it is closed meanwhile
             return REST_S  # the mover tells of it
         return 0
+
+    def _take_in(self, message: Mapping[str, bytes], slots: Mapping[tuple[bytes, bytes], Slot]) -> None:
+        try:
+            name, due = message["data"].split()
+            slot, due_ms = slots[message["channel"], name], float(due)
+            if not math.isfinite(due_ms):
+                raise ValueError("no time")
+            self._heard(slot, due_ms)
+        except (KeyError, ValueError):  # anybody may publish there
+            self._desk.refuse("redis", ValueError(f"not of our form, on {message['channel']!r:.200}"))
 
     def _heard(self, slot: Slot, due_ms: float) -> None:
         takes_at = max(due_ms - AHEAD_MS, LOOK_NOW)

@@ -248,6 +248,22 @@ def test_it_hears_of_an_entry_that_comes_before_all_others(post: Post) -> None:
     wait_until(lambda: post.here() == 1, 5, "the entry, long before the next look at everything")
 
 
+def test_what_others_publish_there_is_ignored_and_counted(post: Post) -> None:
+    post.arm(range(1, 101), 100)
+    post.start()
+    client, channel = post.timer.link.connect(), post.timer.channel("default")
+    slot = post.timer.slots("default")[0].name
+    garbage: list[Any] = [b"", b"x", b"nobody 5", b"\xff\xff", b"a b c", f"{slot} soon", f"{slot} nan", f"{slot} -inf"]
+    wait_until(lambda: client.publish(channel, garbage[0]), 5, "the ear to listen")
+    for other in garbage[1:]:
+        assert client.publish(channel, other) == 1
+    counts = post.delays.events.counts
+    wait_until(lambda: counts["message.refused"] == len(garbage), 5, "all of it to be refused")
+    post.arm(range(101, 102))
+    wait_until(lambda: post.here() == 1, 5, "the entry, long before the next look at everything")
+    assert counts["loop.failed"] == 0
+
+
 def test_a_queue_that_is_added_is_served(post: Post) -> None:
     post.start()
     post.arm(range(1, 11), queue="mail")
