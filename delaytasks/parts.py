@@ -78,13 +78,15 @@ class Parts:
         self.routes = Routes(shards, self._databases, Placing(len(stores), events))
 
     def _make_shard(self, store: Store, clock: Clock, registry: Registry) -> Shard:
-        settings, events, number = self.settings, self._events, store.shard
+        settings, number = self.settings, store.shard
+        events = swept = self._events
         tasks, timer, new_id = cast(TaskStore, store.tasks), self.inline_timer, IdMaker(wall_ms, number)
         if len(self._databases.stores) > 1:
             tasks, timer = ShardTasks(self._databases, number), ShardTimer(timer, number)
+            swept = events.about(shard=number)
         policies = PolicyCache(store.policies.read)
         holding = Holding(settings, policies, store.policies, store.holding, clock, timer, events)
-        sweeper = Sweeper(settings, store.sweeps, store.workers, clock, timer, events, holding)
+        sweeper = Sweeper(settings, store.sweeps, store.workers, clock, timer, swept, holding)
         producer = Producer(settings, tasks, clock, new_id, self.timer, registry, self.queues, events, number)
         url = store.database.url.render_as_string(hide_password=False)
         return Shard(number, url, new_id, clock, sweeper, producer, policies, self._databases)

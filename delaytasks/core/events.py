@@ -57,6 +57,10 @@ class Events:
     def subscribe(self, subscriber: Subscriber) -> None:
         self._subscribers.append(subscriber)
 
+    def about(self, **fields: Any) -> Events:
+        """The same stream, for one who adds these fields to each event."""
+        return _About(self, fields)
+
     def emit(self, name: str, count: int = 1, **fields: Any) -> None:
         self.counts[name] += count
         if count != 1:
@@ -75,6 +79,19 @@ class Events:
             self.emit("loop.failed", loop=loop, stage=stage, error=f"{type(error).__name__}: {error}")
             return False
         return True
+
+
+class _About(Events):
+    def __init__(self, events: Events, fields: dict[str, Any]) -> None:
+        self.counts = events.counts
+        self._events = events
+        self._fields = fields
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        self._events.subscribe(subscriber)
+
+    def emit(self, name: str, count: int = 1, **fields: Any) -> None:
+        self._events.emit(name, count, **self._fields, **fields)
 
 
 def log_event(name: str, fields: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from delaytasks.engine import sweeper as sweeper_module
 from delaytasks.engine.sweeper import Sweeper
 from delaytasks.store.rows import values_of
 from tests.conftest import open_store, settings_for
-from tests.recording import RecordingTimer
+from tests.recording import RecordingTimer, delays_on
 
 _ids = count(1)
 
@@ -461,3 +461,24 @@ def test_it_is_told_now_and_then_that_the_partitions_end(
         sweeper.sweep()
     told = [fields for name, fields in field.told if name == "partitions.ending"]
     assert [fields["until"] for fields in told] == [end.isoformat()] * times
+
+
+def test_with_several_databases_a_sweeps_events_name_theirs(tmp_path: Path) -> None:
+    past = datetime(2020, 1, 1, tzinfo=timezone.utc)
+    several = delays_on([f"sqlite:///{tmp_path / name}.db" for name in "ab"])
+    alone = delays_on(f"sqlite:///{tmp_path / 'alone'}.db")
+    for delays, shards in ((several, [0, 1]), (alone, [None])):
+        told: list[tuple[str, int | None]] = []
+        delays.events.subscribe(lambda name, fields, told=told: told.append((name, fields.get("shard"))))  # type: ignore[misc]
+        for store in delays.routes.databases.stores:
+            with store.database.begin() as connection:
+                store.schema.metadata.create_all(connection)
+                connection.execute(insert(store.schema.shards).values(number=store.shard))
+                row = {"tag": "mail", "message_body": "{}", "expected_time": past}
+                connection.execute(insert(store.schema.tasks).values(**row))
+        for shard, number in zip(delays.shards, shards, strict=True):
+            told.clear()
+            assert shard.sweeper.sweep()
+            assert told == [("queue.unserved", number), ("sweep.done", number)]
+            assert delays.events.counts["sweep.done"] == (number or 0) + 1
+        delays.close()
