@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 
 from delaytasks.core.clock import Clock
-from delaytasks.core.errors import InvalidInputError, InvalidScheduleError
+from delaytasks.core.errors import InvalidInputError, InvalidScheduleError, TaskStateError
 from delaytasks.core.events import Events
 from delaytasks.core.inputs import check_wait, encode_body
 from delaytasks.core.outcomes import Cancel, Done, Fail, Retry, Snooze
@@ -92,6 +92,16 @@ class Endings:
         if error is not None:
             self._events.emit("task.raised_late", id=task.id, tag=task.tag, error=error)
         return Settlement(task, "succeed", began, is_made=True)
+
+    def of_rolled_back(self, processor: Processor, task: DelayTask, began: datetime, value: object) -> Settlement:
+        """The processor has settled its task, and undone that: no success, whatever it did besides."""
+        if isinstance(value, (Retry, Snooze, Cancel, Fail)):
+            return self.of_value(processor, task, began, value)
+        raise TaskStateError(
+            "complete() was called, its transaction was rolled back, and the processor returned as if all were well: "
+            "let the error out of it, or return Retry() or another outcome",
+            task.id,
+        )
 
     def _retry(self, processor: Processor, task: DelayTask, began: datetime, asked: Retry) -> Settlement:
         ladder = processor.retries.ladder_for(Exception, task.ladder)

@@ -33,6 +33,11 @@ class Run:
         """That transaction goes on, and has the row locked."""
         return not self.is_committed and self._on is not None and self._on.in_transaction()
 
+    @property
+    def is_rolled_back(self) -> bool:
+        """It was written, and is not there."""
+        return self.is_written and not self.is_committed and not self.is_left_open
+
     def complete(self, id: int, session: Any, result: Any) -> None:
         task = self.task
         if id != task.id:

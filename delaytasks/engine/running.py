@@ -135,7 +135,9 @@ class Running:
         ending = None
         if error is None:
             try:
-                if run.is_written:
+                if run.is_rolled_back:
+                    ending = self._endings.of_rolled_back(processor, run.task, began, value)
+                elif run.is_written:
                     ending = self._endings.of_completed(run, began, None)
                 else:
                     ending = self._endings.of_value(processor, run.task, began, value)

@@ -14,6 +14,7 @@ from sqlalchemy import Column, Integer, MetaData, Table, func, insert, select
 from sqlalchemy.orm import Session
 
 from delaytasks.core.errors import InvalidScheduleError, LeaseLostError, NotRunningError
+from delaytasks.core.outcomes import Cancel, Fail, Snooze
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.store.store import Store
@@ -88,6 +89,57 @@ def test_what_is_rolled_back_takes_done_with_it(bench: Bench, begin: Any) -> Non
     bench.run(task)
     assert (bench.now(task).status, bench.now(task).attempts) == (Status.NOT_COMPLETE, 1)
     assert effects(bench) == 0
+
+
+def roll_back(bench: Bench, begin: Any, task: DelayTask) -> None:
+    with contextlib.suppress(ConnectionError), begin(bench) as session:
+        session.execute(insert(credits).values(task=1))
+        task.complete(session)
+        raise ConnectionError("busy")
+
+
+def test_who_rolls_back_and_returns_has_a_failed_attempt(bench: Bench, begin: Any) -> None:
+    processes(bench, lambda task: roll_back(bench, begin, task), retry="10s")
+    task = bench.schedule("credit")
+    bench.run(task)
+    assert (bench.now(task).status, bench.now(task).attempts) == (Status.NOT_COMPLETE, 1)
+    [attempt] = bench.store.tasks.attempts(task.id)
+    assert "its transaction was rolled back" in (attempt.error or "")
+    assert effects(bench) == 0
+    assert not bench.named("task.left_open")
+    assert not bench.named("task.lease_lost")
+
+
+def test_who_rolls_back_may_say_what_is_to_become_of_the_task(bench: Bench, begin: Any) -> None:
+    outcomes = iter([Snooze("10s"), Cancel("not now"), Fail("never")])
+
+    def work(task: DelayTask) -> Any:
+        roll_back(bench, begin, task)
+        return next(outcomes)
+
+    processes(bench, work)
+    left = []
+    for _ in range(3):
+        task = bench.schedule("credit")
+        bench.run(task)
+        left.append((bench.now(task).status, bench.now(task).attempts))
+    assert left == [(Status.NOT_COMPLETE, 0), (Status.CANCELLED, 1), (Status.FAILED, 1)]
+
+
+def test_a_savepoint_that_is_rolled_back_takes_done_with_it(bench: Bench) -> None:
+    def work(task: DelayTask) -> None:
+        with of_session(bench) as session:
+            session.execute(insert(credits).values(task=1))
+            nested = session.begin_nested()
+            task.complete(session)
+            nested.rollback()
+
+    processes(bench, work)
+    task = bench.schedule("credit")
+    bench.run(task)
+    assert bench.now(task).status is Status.FAILED
+    assert "its transaction was rolled back" in (bench.now(task).error or "")
+    assert effects(bench) == 1
 
 
 def test_a_run_whose_task_was_taken_away_leaves_no_effect(bench: Bench, begin: Any) -> None:
