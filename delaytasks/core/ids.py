@@ -7,13 +7,13 @@ Ids from elsewhere (a database default, an older program) are small numbers and 
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from collections.abc import Callable
 from datetime import datetime
 
 from delaytasks.core.clock import from_us, to_us
 from delaytasks.core.errors import InvalidIdError
+from delaytasks.core.forks import reset_in_child
 from delaytasks.core.text import shown
 
 EPOCH_MS = 1_577_836_800_000  # 2020-01-01
@@ -32,13 +32,13 @@ class IdMaker:
     def __init__(self, wall_ms: Callable[[], int], shard: int = 0) -> None:
         self._wall_ms = wall_ms
         self._shard = shard << COUNTER_BITS
-        self._pid = 0
-        self._counter: itertools.count[int] = itertools.count()
+        self.after_fork()
+        reset_in_child(self)
+
+    def after_fork(self) -> None:
+        self._counter = itertools.count(random.SystemRandom().getrandbits(COUNTER_BITS))
 
     def __call__(self) -> int:
-        if self._pid != os.getpid():
-            self._counter = itertools.count(random.SystemRandom().getrandbits(COUNTER_BITS))
-            self._pid = os.getpid()
         elapsed = self._wall_ms() - EPOCH_MS
         return elapsed << (SHARD_BITS + COUNTER_BITS) | self._shard | next(self._counter) & _COUNTER_MASK
 

@@ -51,10 +51,16 @@ def test_ids_of_one_millisecond_are_all_different() -> None:
 
 
 def test_ids_of_many_threads_are_all_different() -> None:
-    make = IdMaker(lambda: EPOCH_MS)
+    start = threading.Barrier(8)
+
+    def some(make: IdMaker) -> list[int]:
+        start.wait()
+        return [make() for _ in range(500)]
+
     with ThreadPoolExecutor(8) as pool:
-        ids = [id for some in pool.map(lambda _: [make() for _ in range(2000)], range(8)) for id in some]
-    assert len(set(ids)) == 16_000
+        for _ in range(20):  # its first ids, too
+            ids = [id for made in pool.map(some, [IdMaker(lambda: EPOCH_MS)] * 8) for id in made]
+            assert len(set(ids)) == 4000
 
 
 _shared = IdMaker(lambda: EPOCH_MS)
