@@ -138,6 +138,7 @@ class WheelThread(Generic[E]):
         """Waits for the thread, and returns what is still held."""
         self.loop.stop()
         with self._lock:
+            self._wakes_at = None  # nothing is late any more
             return self._wheel.take_all()
 
     def add(self, entries: Iterable[tuple[Hashable, int, E]]) -> None:

@@ -223,6 +223,7 @@ def test_stopping_returns_what_is_held_and_nothing_comes_out_any_more(start: Sta
     assert sorted(held + came, key=int) == [f"{n}" for n in range(100)], "each is in one place"
     assert held
     assert collector.wheel.stop() == []
+    assert collector.wheel.late_s == 0, "nothing waits in vain"
     assert collector.names == came
 
 
