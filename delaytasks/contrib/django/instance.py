@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from functools import lru_cache
+from inspect import iscoroutinefunction
 from typing import Any
 
+from asgiref.sync import sync_to_async
 from celery import Celery, _state
 from django.conf import settings
-from django.db import Error, connections
+from django.db import Error, close_old_connections, connections
 from django.utils.module_loading import autodiscover_modules, import_string
 from sqlalchemy import select
 
@@ -17,6 +21,8 @@ from delaytasks.contrib.django.executor import DjangoExecutor
 from delaytasks.contrib.django.unit import DjangoUnit
 from delaytasks.contrib.django.url import database_url
 from delaytasks.core.errors import ConfigError
+from delaytasks.core.task import DelayTask
+from delaytasks.engine.coroutines import result_of
 from delaytasks.parts import Parts
 from delaytasks.store.types import db_now
 
@@ -37,9 +43,20 @@ class DjangoDelays(DelayTasks):
         self._database: Any = None
         super().__init__(celery_app, **options)
         self.ambient_unit = self._unit_of_django
+        self.around.append(self._closed_after)
 
     def _unit_of_django(self) -> DjangoUnit:
         return DjangoUnit(self.alias)
+
+    @contextmanager
+    def _closed_after(self, task: DelayTask) -> Iterator[None]:
+        """Django's async calls have their connections in a thread of asgiref's, which Celery's signals do not reach."""
+        try:
+            yield
+        finally:
+            processor = self.registry.get(task.tag)
+            if processor is not None and iscoroutinefunction(processor.function):
+                result_of(sync_to_async(close_old_connections)())
 
     @property
     def _made(self) -> Parts:

@@ -1,0 +1,88 @@
+"""Django's connections of rows that run side by side: closed after each row, as Celery closes them after each task."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("django")
+
+from asgiref.sync import sync_to_async
+from celery import signals
+from celery.fixups.django import DjangoWorkerFixup
+from django.db import connections
+
+from delaytasks import DelayTask, Status
+from delaytasks.contrib.django.instance import DjangoDelays
+from tests.integration.test_django import alias, armed, delays, django, module_delays  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def fixup(module_delays: DjangoDelays) -> Iterator[None]:  # noqa: F811
+    """What a worker of a Django project does."""
+    made = DjangoWorkerFixup(module_delays.celery).install()
+    yield
+    signals.task_prerun.disconnect(made.on_task_prerun)
+    signals.task_postrun.disconnect(made.on_task_postrun)
+
+
+def query(alias: str, used: list[tuple[int, Any]]) -> None:  # noqa: F811
+    with connections[alias].cursor() as cursor:
+        cursor.execute("SELECT 1")
+    assert connections[alias].connection is not None
+    used.append((threading.get_ident(), connections[alias]))
+
+
+def run(delays: DjangoDelays, tag: str) -> list[DelayTask]:  # noqa: F811
+    tasks = [delays.schedule_delay(tag, None, 0) for _ in range(6)]
+    while delays.runner().drain("default", range(10), limit=100).claimed:
+        pass  # what found no place within the time box went back
+    return [delays.get(task) for task in tasks]
+
+
+def test_each_thread_closes_its_connection_when_its_row_is_over(delays: DjangoDelays, alias: str) -> None:  # noqa: F811
+    used: list[tuple[int, Any]] = []
+    both = threading.Barrier(2, timeout=10)
+
+    def work(body: Any) -> None:
+        both.wait()
+        query(alias, used)
+
+    delays.registry._processors.pop("shop.beside", None)
+    delays.processor("shop.beside", in_flight=2)(work)
+    assert {task.status for task in run(delays, "shop.beside")} == {Status.DONE}
+    assert len({thread for thread, _ in used}) == 2
+    assert [connection.connection for _, connection in used] == [None] * 6
+
+
+def test_coroutines_connections_are_closed_in_the_thread_that_django_makes_them_in(
+    delays: DjangoDelays,  # noqa: F811
+    alias: str,  # noqa: F811
+) -> None:
+    used: list[tuple[int, Any]] = []
+
+    async def work(body: Any) -> None:
+        await sync_to_async(query)(alias, used)
+
+    delays.registry._processors.pop("shop.async", None)
+    delays.processor("shop.async")(work)
+    assert {task.status for task in run(delays, "shop.async")} == {Status.DONE}
+    assert [connection.connection for _, connection in used] == [None] * 6
+
+
+def test_a_row_beside_others_completes_in_its_own_transaction(delays: DjangoDelays, alias: str) -> None:  # noqa: F811
+    from django.db import transaction
+
+    turn = threading.Lock()  # SQLite has one writer at a time
+
+    def work(body: Any, task: DelayTask) -> None:
+        with turn, transaction.atomic(alias):
+            task.complete(result=str(task.id))
+
+    delays.registry._processors.pop("shop.complete", None)
+    delays.processor("shop.complete", in_flight=3)(work)
+    tasks = run(delays, "shop.complete")
+    assert [task.result for task in tasks] == [str(task.id) for task in tasks]
