@@ -80,6 +80,7 @@ class Exchange(BaseHTTPRequestHandler):
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128
 
     def handle_error(self, *_: object) -> None: ...
 

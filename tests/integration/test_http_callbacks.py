@@ -572,3 +572,64 @@ def test_secrets_are_not_shown() -> None:
     assert settings.callback_secrets == tuple(SECRETS)
     for secret in SECRETS:
         assert secret.removeprefix("whsec_") not in f"{settings!r} {settings.effective()}"
+
+
+# -- many at once ---------------------------------------------------------------------------------
+
+
+def test_a_name_is_looked_up_once_for_all_callbacks_that_want_it_at_the_same_time(web: WebServer) -> None:
+    everybody = threading.Event()
+
+    def names(host: str) -> list[str]:
+        everybody.wait(2)  # time for the others to ask, too
+        return ["127.0.0.1"]
+
+    caller = Caller(names, allow="partner.example", connect_s=10, read_s=10, total_s=60)
+    with ThreadPoolExecutor(30) as pool:
+        posts = [pool.submit(caller.post, web.url(host="partner.example")) for _ in range(30)]
+        threading.Timer(0.3, everybody.set).start()
+        assert [post.result(PATIENCE_S) for post in posts] == [Done()] * 30
+    assert caller.looked_up == ["partner.example"]
+
+
+def test_who_waits_for_a_name_that_somebody_else_looks_up_waits_no_longer_than_for_its_own() -> None:
+    never = threading.Event()
+
+    def names(host: str) -> list[str]:
+        never.wait(PATIENCE_S)
+        return ["127.0.0.1"]
+
+    caller = Caller(names, allow="partner.example", connect_s=0.2)
+    with ThreadPoolExecutor(5) as pool:
+        outcomes = [
+            f.result(PATIENCE_S) for f in [pool.submit(caller.post, "http://partner.example/") for _ in range(5)]
+        ]
+    never.set()
+    assert all(isinstance(outcome, Retry) and "no answer within" in outcome.reason for outcome in outcomes)
+
+
+def test_a_process_sends_as_many_callbacks_at_once_as_the_setting_says(web: WebServer, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"callback_in_flight": 7, "chunk_time_box_s": 5}
+    delays = delays_on(f"sqlite:///{tmp_path / 'tasks.sqlite3'}", callback_allow="127.0.0.1", **changes)
+    migrations.upgrade(delays.store.database, "")
+    inside, most, lock, all_in = 0, 0, threading.Lock(), threading.Event()
+
+    def count(exchange: Any) -> None:
+        nonlocal inside, most
+        with lock:
+            inside += 1
+            most = max(most, inside)
+        if most == 7:
+            all_in.set()
+        all_in.wait(PATIENCE_S)
+        with lock:
+            inside -= 1
+        answer()(exchange)
+
+    web.answers["/"] = count
+    tasks = [delays.schedule_callback(web.url(), {"order": n}, 0) for n in range(20)]
+    while delays.runner().drain("default", range(10), 100).claimed:
+        pass
+    assert {delays.get(task).status for task in tasks} == {Status.DONE}
+    assert most == 7
+    delays.close()
