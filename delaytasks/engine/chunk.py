@@ -26,7 +26,7 @@ class Chunk:
     def __init__(self, tasks: Sequence[DelayTask], good_for_s: float, box_s: float) -> None:
         self._lock = threading.Lock()
         self._waiting = deque(tasks)
-        self._running: dict[int, DelayTask] = {}
+        self._running: set[int] = set()
         self._finished: list[Settlement] = []
         now = monotonic()
         self._good_until = now + good_for_s
@@ -37,8 +37,11 @@ class Chunk:
 
     def next(self) -> DelayTask | None:
         """The next row, or None: at the end, after the time box, and when our leases may be over."""
-        with self._lock:
-            return self._waiting[0] if self._waiting and monotonic() <= self._good_until else None
+        try:
+            first = self._waiting[0]
+        except IndexError:  # the time box takes all of them at once
+            return None
+        return first if monotonic() <= self._good_until else None
 
     def start(self, first: DelayTask, most: int = 1) -> list[DelayTask]:
         """That row, and further ones of its tag; none if the time box has taken them meanwhile."""
@@ -46,27 +49,26 @@ class Chunk:
             if not self._waiting or self._waiting[0] is not first:
                 return []
             if most == 1:
-                started = [self._waiting.popleft()]
-            else:
-                started = [task for task in self._waiting if task.tag == first.tag][:most]
-                ids = {task.id for task in started}
-                self._waiting = deque(task for task in self._waiting if task.id not in ids)
-            for task in started:
-                self._running[task.id] = task
+                self._running.add(self._waiting.popleft().id)
+                return [first]
+            started = [task for task in self._waiting if task.tag == first.tag][:most]
+            ids = {task.id for task in started}
+            self._waiting = deque(task for task in self._waiting if task.id not in ids)
+            self._running |= ids
             return started
 
     def end(self, settlements: Iterable[Settlement]) -> None:
         """Of rows that were started."""
         with self._lock:
             for settlement in settlements:
-                del self._running[settlement.task.id]
+                self._running.remove(settlement.task.id)
                 self._finished.append(settlement)
 
     def forget(self, tasks: Iterable[DelayTask]) -> None:
         """Started, and never to end."""
         with self._lock:
             for task in tasks:
-                self._running.pop(task.id, None)
+                self._running.discard(task.id)
 
     def keep(self, settlements: Iterable[Settlement]) -> None:
         """For who takes what is finished next."""

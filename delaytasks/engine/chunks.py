@@ -136,6 +136,8 @@ class Chunks:
     def _in_turn(self, tasks: Sequence[DelayTask]) -> Sequence[DelayTask]:
         """First those that run side by side and have a place, since they wait while the others run; last those that may
         take this process with them, so that nothing is at stake but themselves."""
+        if not any(self._is_special(tag) for tag in {task.tag for task in tasks}):
+            return tasks
         free: dict[str, int] = {}
         flying: list[DelayTask] = []
         others: list[DelayTask] = []
@@ -151,47 +153,54 @@ class Chunks:
             (flying if free[task.tag] >= 0 else others).append(task)
         return [*flying, *others, *limited]
 
+    def _is_special(self, tag: str) -> bool:
+        processor = self._registry.get(tag)
+        return processor is not None and (processor.in_flight is not None or processor.has_time_limits)
+
     def _free_rows(self, processor: Processor) -> int:
         return self._flights.free(processor.tag, processor.in_flight or 1) * (processor.batch or 1)
 
     def _start_all(self, chunk: Chunk, claimed: datetime, tally: Tally) -> list[Processor]:
         """Returns the processors whose calls run side by side."""
         flying: dict[str, Processor] = {}
+        began, waited_s = monotonic(), 0.0
         while (first := chunk.next()) is not None:
             processor = self._registry.get(first.tag)
             most = 1 if processor is None else processor.batch or 1
             if processor is not None and processor.in_flight is not None:
                 flying[first.tag] = processor
+                since = monotonic()
                 if not self._fly(chunk, processor, first, most, claimed, tally):
                     break
-                continue
-            tasks = chunk.start(first, most)
-            if tasks:
-                tally.add(len(tasks), self._run(chunk, processor, tasks, claimed))
+                waited_s += monotonic() - since
+            elif tasks := chunk.start(first, most):
+                if self._time_limits and first.tag in self._time_limits:
+                    waited_s += self._make_safe(chunk, tasks)
+                self._run(chunk, processor, tasks, claimed)
                 tally.start(len(tasks), most if most > 1 else 0)
+                tally.ran += len(tasks)
+        tally.seconds += monotonic() - began - waited_s
         return list(flying.values())
 
-    def _run(self, chunk: Chunk, processor: Processor | None, tasks: list[DelayTask], claimed: datetime) -> float:
-        """In this thread; returns how long it took."""
-        if self._time_limits and tasks[0].tag in self._time_limits:
-            self._make_safe(chunk, tasks)
-        began = monotonic()
+    def _run(self, chunk: Chunk, processor: Processor | None, tasks: list[DelayTask], claimed: datetime) -> None:
+        """In this thread."""
         try:
             chunk.end(self._running.run(processor, tasks, claimed))
         except BaseException:
             chunk.forget(tasks)  # told to stop: they lapse
             raise
-        return monotonic() - began
 
-    def _make_safe(self, chunk: Chunk, tasks: list[DelayTask]) -> None:
+    def _make_safe(self, chunk: Chunk, tasks: list[DelayTask]) -> float:
         """For rows that may take this process with them: nobody else should be there, and what is finished is settled
-        before they begin."""
+        before they begin. Returns how long that took."""
+        began = monotonic()
         try:
             self._be_alone(lambda: not self._left and len(chunk.running) == len(tasks))
             self._settling.settle_finished(chunk, patience_s=self._lease_s)
         except BaseException:
             chunk.end(Settlement(task, "give_back") for task in tasks)
             raise
+        return monotonic() - began
 
     def _fly(
         self, chunk: Chunk, processor: Processor, first: DelayTask, most: int, claimed: datetime, tally: Tally

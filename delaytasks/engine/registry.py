@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from types import CoroutineType
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from delaytasks.core.errors import BodyRefusedError, DuplicateProcessorError, InvalidDelayError, UnknownTagError
@@ -74,8 +75,10 @@ class Processor:
         return self.soft_time_limit_s is not None or self.time_limit_s is not None
 
     def __call__(self, task: DelayTask, body: Any) -> Any:
-        body = self.given(body)
-        return self.call(body, task) if self.wants_task else self.call(body)
+        if self.schema is not None:
+            body = self.schema(body)
+        result = self.function(body, task) if self.wants_task else self.function(body)
+        return result_of(result) if type(result) is CoroutineType else result
 
     def given(self, body: Any) -> Any:
         """What the function is given for a body."""
@@ -83,7 +86,7 @@ class Processor:
 
     def call(self, *arguments: Any) -> Any:
         result = self.function(*arguments)
-        return result_of(result) if inspect.iscoroutine(result) else result
+        return result_of(result) if type(result) is CoroutineType else result
 
     def body_of(self, task: DelayTask) -> Any:
         return task.body

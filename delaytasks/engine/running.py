@@ -65,7 +65,8 @@ class Running:
             ]
         if processor.batch is None:
             task = tasks[0]
-            return [self._too_late(processor, task, claimed) or self._run_one(processor, task, claimed)]
+            late = self._endings.too_late(processor, task)
+            return [self._run_one(processor, task, claimed) if late is None else self._put_aside(late, claimed)]
         return self._run_batch(processor, tasks, claimed)
 
     def failed(self, processor: Processor, tasks: Sequence[DelayTask], error: BaseException) -> list[Settlement]:
@@ -155,7 +156,10 @@ class Running:
 
     def _too_late(self, processor: Processor, task: DelayTask, claimed: datetime) -> Settlement | None:
         late = self._endings.too_late(processor, task)
-        if late is not None and self.watcher is not None:
+        return None if late is None else self._put_aside(late, claimed)
+
+    def _put_aside(self, late: Settlement, claimed: datetime) -> Settlement:
+        if self.watcher is not None:
             self.watcher.expired(late, claimed)
         return late
 
