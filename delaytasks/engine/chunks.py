@@ -75,7 +75,7 @@ class Chunks:
         self._flights = flights
         self._admission = admission
         self._events = events
-        self._time_box = TimeBox(self._box_s, self._look_after, self._time_box_failed)
+        self._time_box = TimeBox(self._box_s, self._look_after, partial(self._failed, "time box"))
         #: Whose runner has gone on.
         self._left: set[Chunk] = set()
 
@@ -213,17 +213,25 @@ class Chunks:
         if not tasks:
             flights.give_back(tag)
             return True
-        flights.start(tag, places, len(tasks), partial(self._call, chunk, processor, tasks, claimed))
+        call = partial(self._call, processor, tasks, claimed)
+        flights.start(tag, places, len(tasks), call, partial(self._ended, chunk, tasks))
         tally.start(len(tasks), most)
         return True
 
-    def _call(self, chunk: Chunk, processor: Processor, tasks: Sequence[DelayTask], claimed: datetime) -> None:
+    def _call(self, processor: Processor, tasks: Sequence[DelayTask], claimed: datetime) -> list[Settlement]:
         """In a thread of its own."""
         try:
-            ends = self._running.run(processor, tasks, claimed)
+            return self._running.run(processor, tasks, claimed)
         except BaseException as error:  # told to stop: nobody would hear of it here
-            ends = self._running.failed(processor, tasks, error)
+            try:
+                return self._running.failed(processor, tasks, error)
+            except Exception as worse:
+                self._failed("side by side", worse)
+                return []
+
+    def _ended(self, chunk: Chunk, tasks: Sequence[DelayTask], ends: list[Settlement]) -> None:
         chunk.end(ends)
+        chunk.forget(tasks)  # what has no end lapses
         self._time_box.open(chunk)
 
     # -- wait -------------------------------------------------------------------------------------
@@ -275,8 +283,8 @@ class Chunks:
             self._left.discard(chunk)
             self._flights.tell()
 
-    def _time_box_failed(self, error: Exception) -> None:
-        self._events.emit("loop.failed", loop="time box", error=f"{type(error).__name__}: {error}")
+    def _failed(self, what: str, error: Exception) -> None:
+        self._events.emit("loop.failed", loop=what, error=f"{type(error).__name__}: {error}")
 
     def _flush(self) -> None:
         if self._running.watcher is not None:

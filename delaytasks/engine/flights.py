@@ -6,10 +6,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from delaytasks.core.clock import monotonic
 from delaytasks.core.forks import reset_in_child
 
+T = TypeVar("T")
 #: Places of one tag, and threads of one process.
 MOST_PLACES = 1000
 
@@ -42,10 +44,11 @@ class Flights:
         """A place that was taken for nothing."""
         with self._changed:
             self._leave(tag)
+            self._changed.notify_all()
 
-    def start(self, tag: str, places: int, rows: int, call: Callable[[], None]) -> None:
-        """Runs `call` in a thread, on a place that was taken for it."""
-        self._threads.submit(self._run, tag, places, rows, call)
+    def start(self, tag: str, places: int, rows: int, call: Callable[[], T], done: Callable[[T], None]) -> None:
+        """Runs `call` in a thread, on a place that was taken for it; its place is free when `done` gets the answer."""
+        self._threads.submit(self._run, tag, places, rows, call, done)
 
     def free(self, tag: str, places: int) -> int:
         with self._changed:
@@ -66,20 +69,19 @@ class Flights:
             ended, self._ended, self._seconds = (self._ended, self._seconds), 0, 0.0
             return ended
 
-    def _run(self, tag: str, places: int, rows: int, call: Callable[[], None]) -> None:
+    def _run(self, tag: str, places: int, rows: int, call: Callable[[], T], done: Callable[[T], None]) -> None:
         began = monotonic()
-        try:
-            call()
-        finally:
-            with self._changed:
-                self._ended += rows
-                self._seconds += (monotonic() - began) / places
-                self._leave(tag)
+        answer = call()
+        with self._changed:
+            self._ended += rows
+            self._seconds += (monotonic() - began) / places
+            self._leave(tag)
+        done(answer)
+        self.tell()
 
     def _leave(self, tag: str) -> None:
         self._taken[tag] -= 1
         self._all_taken -= 1
-        self._changed.notify_all()
 
     def _is_free(self, tag: str, places: int) -> bool:
         return self._taken[tag] < places and self._all_taken < MOST_PLACES

@@ -144,7 +144,8 @@ def test_overdue_rows_with_limits_and_without_harm_each_other_not_on_two_databas
     d.worker(concurrency=3)
 
     def left() -> int:
-        return sum(shard.store.tasks.counts()[Status.NOT_COMPLETE] for shard in d.delays.shards)
+        counts = [shard.store.tasks.counts() for shard in d.delays.shards]
+        return sum(count[Status.NOT_COMPLETE] + count[Status.RUNNING] for count in counts)
 
     wait_until(lambda: left() == 0 and all(d.delays.get(id).is_finished for id in stuck), 40, "all to run", 0.1)
     began = Counter(run[0] for run in d.runs() if run[1] == "began")

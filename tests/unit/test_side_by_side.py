@@ -283,6 +283,23 @@ def test_a_row_that_lapsed_runs_when_no_other_row_is_beside_it(make: Make, gate:
     assert bench.statuses([suspect]) == ["DONE"]
 
 
+def test_a_row_whose_end_can_not_even_be_told_lapses_and_frees_its_place(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise StoreUnavailableError("what time is it?")
+
+    bench.registry.processor("wait", in_flight=1)(lambda body: None)
+    first, second = bench.schedule("wait"), bench.schedule("wait")
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.runner._running, "run", broken)
+        patch.setattr(bench.runner._running, "failed", broken)
+        bench.run(first)
+    bench.run(second)
+    assert bench.statuses([first, second]) == ["RUNNING", "DONE"]
+    assert [fields["loop"] for fields in bench.named("loop.failed")] == ["side by side"]
+
+
 # -- how many a chunk has -------------------------------------------------------------------------
 
 
