@@ -338,3 +338,39 @@ def test_entries_of_a_shard_that_is_not_known_yet_are_left_to_others() -> None:
     bench = Bench(shards=2)
     bench.dispatcher.take(bench.entries_of(2, 5))
     assert (bench.dispatcher.waiting, bench.pool.jobs) == (0, [])
+
+
+# -- processors that take many rows at once -------------------------------------------------------
+
+
+def test_rows_that_a_processor_takes_at_once_stay_together_though_other_processes_are_free(bench: Bench) -> None:
+    bench.dispatcher.take(bench.entries(10))
+    assert bench.sizes() == [5, 5]
+    bench.pool.end(Report(5, 5, 5 * 0.001, wanted=40))
+    bench.pool.end(Report(5, 5, 5 * 0.001, wanted=40))
+    bench.dispatcher.take(bench.entries(60, start=100))
+    assert bench.sizes() == [40, 20], "and not 30 for each"
+    bench.pool.end(Report(40, 40, 40 * 0.001))
+    bench.pool.end(Report(20, 20, 20 * 0.001))
+    bench.dispatcher.take(bench.entries(60, start=200))
+    assert bench.sizes() == [30, 30], "others came meanwhile, who are shared"
+
+
+def test_a_chunk_has_as_many_rows_as_can_start_at_once_though_one_takes_longer_than_the_time_box(bench: Bench) -> None:
+    bench.dispatcher.take(bench.entries(10))
+    bench.pool.end(Report(5, 5, 5 * 0.2, wanted=30))
+    bench.pool.end(Report(5, 5, 5 * 0.2, wanted=30))
+    bench.dispatcher.take(bench.entries(100, start=100))
+    assert bench.sizes() == [30, 30]
+
+
+def test_rows_that_run_on_are_known_until_their_process_says_otherwise(bench: Bench) -> None:
+    [lane] = bench.dispatcher.lanes
+    bench.dispatcher.take(bench.entries(400))
+    bench.pool.end(Report(10, 8, 0.01, pid=1, left=(4, 5)))
+    bench.pool.end(Report(10, 9, 0.01, pid=2, left=(9,)))
+    assert lane.running_on == {1: (4, 5), 2: (9,)}
+    assert len(bench.pool.jobs) == 2, "and the next chunks come"
+    bench.pool.end(Report(1, 3, 0.01, pid=1))
+    bench.pool.end(Report(error="StoreUnavailableError: away", pid=2, left=(9, 12)))
+    assert lane.running_on == {2: (9, 12)}
