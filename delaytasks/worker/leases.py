@@ -37,8 +37,10 @@ class LeaseKeeper:
 
     def _turn(self) -> float:
         delays = self._delays
-        alive = self._alive()
-        self._dead |= {delays.processes.name(pid) for pid in self._known - alive}
+        alive, lane = self._alive(), self._dispatcher.lanes[self._shard.number]
+        for pid in self._known - alive:
+            self._dead.add(delays.processes.name(pid))
+            lane.left(pid, ())
         self._known = alive
         if not self._dispatcher.hear(self._shard.number, lambda: self._shard.store.tasks.now()):
             return self._look_s
@@ -46,7 +48,7 @@ class LeaseKeeper:
             lapsed = self._shard.store.leases.release(dead, delays.settings.max_lapses, delays.registry.time_limits)
             self._dead.difference_update(dead)
             tell_lapsed(delays.events, lapsed, reason="a pool process died")
-        now, lane = self._shard.clock.now_us(), self._dispatcher.lanes[self._shard.number]
+        now = self._shard.clock.now_us()
         oldest = min(list(lane.in_flight.values()), default=now)
         left = [id for pid, ids in list(lane.running_on.items()) if pid in alive for id in ids]
         is_old = left or now - oldest > self._lease_s * 0.25e6
