@@ -489,6 +489,18 @@ def test_limits_are_kept_beside_a_pause_and_cleared_with_it(field: Field) -> Non
     assert field.delays.policies() == []
 
 
+def test_a_walk_that_ends_late_says_nothing_of_what_was_changed_meanwhile(field: Field) -> None:
+    table = field.store.policies
+    paused = field.delays.pause(tag="mail")
+    resumed = field.delays.resume(tag="mail")
+    again = field.delays.pause(tag="mail")
+    for old in (paused, resumed):
+        table.applied(old)
+        assert [(each.version, each.is_paused, each.applied_version) for each in table.read()] == [(3, True, None)]
+    table.applied(again)
+    assert table.read()[0].is_applied
+
+
 def test_two_who_set_it_at_once_are_both_heard(field: Field) -> None:
     with ThreadPoolExecutor(8) as pool:
         calls: list[Callable[[], Any]] = [
