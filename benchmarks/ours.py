@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from celery import Celery
@@ -11,6 +12,8 @@ from benchmarks.where import NAMESPACES, TABLE_PREFIX, broker_url, database_url,
 from delaytasks import DelayTasks
 
 TAG = "bench.note"
+#: Takes as long as the body says, and notes 1 when it begins and -1 when it ends.
+SLOW = "bench.slow"
 
 
 def make(name: str, timer: str = "eta", **settings: Any) -> tuple[Celery, DelayTasks]:
@@ -43,3 +46,10 @@ redis_app, redis_delays = make("bench_redis", timer="redis")
 @redis_delays.processor(TAG)
 def note_task(body: Any) -> None:
     note(body["due"])
+
+
+@delays.processor(SLOW)
+def take_time(body: Any) -> None:
+    note(1)
+    time.sleep(body["seconds"])
+    note(-1)

@@ -90,8 +90,8 @@ class Process:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def worker(app: str, name: str, folder: Path, notes: str, **environment: str) -> Process:
-    command = ["celery", "-A", app, "worker", *POOL, "-n", f"{name}@%h", "--loglevel", "WARNING"]
+def worker(app: str, name: str, folder: Path, notes: str, pool: Sequence[str] = POOL, **environment: str) -> Process:
+    command = ["celery", "-A", app, "worker", *pool, "-n", f"{name}@%h", "--loglevel", "WARNING"]
     return Process(name, command, folder, BENCH_NOTES=notes, **environment)
 
 

@@ -41,10 +41,10 @@ class Side(ABC):
         return self._notes
 
     @contextmanager
-    def serving(self, count: int = 1) -> Iterator[None]:
+    def serving(self, count: int = 1, pool: Sequence[str] = processes.POOL) -> Iterator[None]:
         try:
             names = [f"{self.name}{number}" for number in range(count)]
-            self.workers = [processes.worker(self.app_path, name, self.folder, self.notes.path) for name in names]
+            self.workers = [processes.worker(self.app_path, name, self.folder, self.notes.path, pool) for name in names]
             self._others = self._start_others()
             self._wait_for_start([f"{name}@{socket.gethostname()}" for name in names])
             self.clear()

@@ -29,7 +29,7 @@ FILL_STEP = 500_000
 
 _database = delays.store.database
 _t = delays.store.schema.tasks
-_LIVE = _t.c.status.in_([int(Status.NOT_COMPLETE), int(Status.RUNNING)])
+_LIVE = _t.c.status.in_([int(Status.NOT_COMPLETE), int(Status.RUNNING), int(Status.HELD)])
 
 
 def make() -> None:
@@ -79,8 +79,12 @@ def drop() -> None:
 
 def clear() -> None:
     """Empty, with empty statistics: the hardest case for the planner."""
-    names = ", ".join(table.name for table in (_t, delays.store.schema.keys))
-    _alone(text(f"TRUNCATE {names}") if _database.can.copy else _t.delete())
+    tables = (_t, delays.store.schema.keys, delays.store.schema.lines)
+    if _database.can.copy:
+        _alone(text(f"TRUNCATE {', '.join(table.name for table in tables)}"))
+    else:
+        for table in tables:
+            _alone(table.delete())
 
 
 def fill(rows: int, status: Status, soonest_s: float, latest_s: float) -> None:
@@ -120,6 +124,10 @@ def settle_down(name: str = _t.name) -> None:
 
 def forget_sweeps() -> None:
     _alone(delays.store.schema.sweeps.delete())
+
+
+def forget_policies() -> None:
+    _alone(delays.store.schema.policies.delete())
 
 
 def can_fill() -> bool:
@@ -163,6 +171,14 @@ def active_s() -> float | None:
         return None
     query = "SELECT active_time / 1000 FROM pg_stat_database WHERE datname = current_database()"
     return float(_scalar(text(query)))
+
+
+def lateness_of(key: str) -> list[float]:
+    """In milliseconds, of those with this concurrency key that have begun."""
+    query = select(_t.c.execution_time, _t.c.expected_time)
+    began = query.where(_t.c.concurrency_key == key, _t.c.execution_time.is_not(None))
+    rows = _database.alone(lambda c: c.execute(began).all())
+    return [(start - due).total_seconds() * 1000 for start, due in rows]
 
 
 def repeated() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +12,7 @@ from delaytasks import DelayTask
 from delaytasks.core.clock import Clock, to_us
 from delaytasks.core.events import Events
 from delaytasks.core.ids import IdMaker
+from delaytasks.core.policies import Policies, Policy
 from delaytasks.core.ports import Entry, Settlement
 from delaytasks.core.task import NewTask
 from delaytasks.engine.batch import Work
@@ -56,7 +57,7 @@ class Bench:
         self.store = store
         self.registry, self.events, self.timer = Registry(), Events(), RecordingTimer()
         self.clock = Clock(self.store.tasks.now)
-        self.claims = Disturbed(self.store.claims("worker-1", 0x7F000001))
+        self.claims = Disturbed(self.store.claims("worker-1", 0x7F000001, self.limited))
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.events.subscribe(lambda name, fields: self.told.append((name, fields)))
         self.ran: list[Any] = []
@@ -70,6 +71,9 @@ class Bench:
     def make_runner(self, **options: Any) -> Runner:
         parts = (self.settings, self.claims, self.clock, self.registry, self.timer, self.events)
         return Runner(*parts, self.execute, lambda session, task: session and unit_of(session), **options)  # type: ignore[arg-type]
+
+    def limited(self) -> Mapping[str, Policy]:
+        return Policies(tuple(self.store.policies.read())).limited
 
     @staticmethod
     def execute(work: Work, task: DelayTask) -> Any:

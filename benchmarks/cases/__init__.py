@@ -10,10 +10,12 @@ from benchmarks.cases import (
     burst,
     call,
     callbacks,
+    fairness,
     heartbeats,
     houses,
     idle,
     kill,
+    limits,
     partitions,
     steady,
     sweep_at_size,
@@ -39,6 +41,8 @@ CASES: dict[str, Callable[[Stage], None]] = {
     "sweep_at_size": sweep_at_size.run,
     "houses": houses.run,
     "idle": idle.run,
+    "limits": limits.run,
+    "fairness": fairness.run,
     "partitions": partitions.run,
 }
 #: Names that stand for several cases.

@@ -51,6 +51,11 @@ class Policy:
         return self.concurrency, self.key_concurrency, self.rate, self.rate_period_s
 
     @property
+    def has_places_only(self) -> bool:
+        """Whether a task that runs may hand its place over, whoever is next."""
+        return self.concurrency is not None and self.limits[1:] == (None,) * 3 and not self.is_paused
+
+    @property
     def is_applied(self) -> bool:
         return self.applied_version == self.version
 

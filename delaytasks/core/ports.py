@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from delaytasks.core.bulk import AuditEntry, Filter
+from delaytasks.core.lines import Opening
 from delaytasks.core.policies import Policies, Policy
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
@@ -41,6 +42,13 @@ class Miss(NamedTuple):
     status: Status
     due_us: int
     lapses: int
+
+
+class Met(NamedTuple):
+    """What a thread's claims met of limited tags: lines, by queue and tag, and how many tasks joined one."""
+
+    lines: Set[tuple[str, str]] = frozenset()
+    held: int = 0
 
 
 class Pending(NamedTuple):
@@ -141,8 +149,23 @@ class TaskStore(Protocol):
     def get(self, id: int, on: Executor | None = None) -> DelayTask | None: ...
 
 
+class LineStore(Protocol):
+    """Rows of limited tags that wait until there is room."""
+
+    def met(self) -> Met: ...
+    def of(self, queue: str) -> Set[tuple[str, str]]: ...
+    def gather(self, queue: str, priority: int, tags: Collection[str]) -> bool: ...
+    def admit(
+        self, queue: str, tag: str, limit: int, at_once: int = ...
+    ) -> tuple[Sequence[DelayTask], Opening | None]: ...
+    def hand_over(self, queue: str, tag: str, places: int) -> Sequence[DelayTask]: ...
+
+
 class ClaimStore(Protocol):
     """Rows, as workers see them."""
+
+    @property
+    def lines(self) -> LineStore: ...
 
     def claim(self, entries: Sequence[Entry]) -> list[DelayTask]: ...
     def claim_alone(self, id: int, version: int) -> DelayTask | None: ...

@@ -57,6 +57,7 @@ MOVES: dict[str, Move] = dict(
         _move("give_up", (Status.RUNNING,), Status.FAILED),
         _move("hold", (Status.NOT_COMPLETE,), Status.HELD),
         _move("release", (Status.HELD,), Status.NOT_COMPLETE),
+        _move("admit", (Status.HELD,), Status.RUNNING),
         _move("cancel", (Status.NOT_COMPLETE, Status.HELD), Status.CANCELLED),
         _move("reschedule", (Status.NOT_COMPLETE, Status.HELD), Status.NOT_COMPLETE),
         _move("replace", (Status.NOT_COMPLETE, Status.HELD), Status.NOT_COMPLETE),

@@ -115,9 +115,10 @@ class Chunk:
 class ChunkSize:
     """How many rows a chunk is to have: as many as fit the time box, as far as the chunks before it tell."""
 
-    def __init__(self, time_box_s: float, most: int) -> None:
+    def __init__(self, time_box_s: float, most: int, first: int = FIRST_SIZE) -> None:
         self._time_box_s = time_box_s
         self._most = most
+        self._first = first
         self._row_s: float | None = None
         self._wanted = 0
 
@@ -137,7 +138,7 @@ class ChunkSize:
     @property
     def in_time(self) -> int:
         """What one process runs in a time box, in several chunks if they are quick."""
-        fitting = FIRST_SIZE if self._row_s is None else self._time_box_s / max(self._row_s, 1e-6)
+        fitting = self._first if self._row_s is None else self._time_box_s / max(self._row_s, 1e-6)
         return int(min(max(fitting, self._wanted, 1), self._most * MOST_CHUNKS))
 
     @property

@@ -12,7 +12,7 @@ from datetime import datetime
 from functools import partial
 
 from delaytasks.core.clock import Clock, monotonic
-from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
+from delaytasks.core.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.ports import Settlement
 from delaytasks.core.settings import Settings
@@ -79,8 +79,16 @@ class Chunks:
         #: Whose runner has gone on.
         self._left: set[Chunk] = set()
 
-    def run(self, tasks: Sequence[DelayTask], claimed_at: float, tally: Tally, may_leave: bool) -> None:
-        """Returns when all rows have ended; with `may_leave` when all but such as run side by side have."""
+    def run(
+        self,
+        tasks: Sequence[DelayTask],
+        claimed_at: float,
+        tally: Tally,
+        may_leave: bool,
+        hand_over: Callable[[int], None] | None = None,
+    ) -> None:
+        """Returns when all rows have ended; with `may_leave` when all but such as run side by side have. `hand_over` is
+        told how many of them have ended and are not settled yet."""
         if not tasks:
             return
         tally.claimed += len(tasks)
@@ -99,6 +107,8 @@ class Chunks:
             if flying:
                 self._wait(chunk, flying, may_leave)
                 tally.wanted = max(tally.wanted, *(self._free_rows(processor) for processor in flying))
+            if hand_over is not None:
+                self._hand_over(chunk, hand_over)
         finally:
             if chunk.leave():
                 self._left.add(chunk)
@@ -109,6 +119,17 @@ class Chunks:
                 self._settling.settle(chunk, patience_s=self._lease_s)
             finally:
                 self._flush()
+
+    @staticmethod
+    def _hand_over(chunk: Chunk, hand_over: Callable[[int], None]) -> None:
+        """Before they are settled: until then the places of those that ended are ours, and nobody else's."""
+        ended = chunk.take_finished()
+        try:
+            hand_over(sum(not settlement.is_made for settlement in ended))
+        except StoreError:
+            pass  # which settling them will tell of
+        finally:
+            chunk.keep(ended)
 
     def run_alone(self, task: DelayTask, claimed_at: float, tally: Tally) -> None:
         """A row that may kill this process: those of other chunks should not be there."""

@@ -86,7 +86,8 @@ class Holding:
         if self._walk is not None or monotonic() < self._strays_at + STRAYS_S:
             return False
         self._strays_at = monotonic()
-        return any(not policies.pauses(tag, queue) for tag, queue in self._table.held())
+        held = self._table.held()
+        return any(not policies.pauses(tag, queue) and tag not in policies.limited for tag, queue in held)
 
     # -- steps ------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.events import Events
+from delaytasks.core.lines import Opening
 from delaytasks.core.ports import ClaimStore, Entry, Timer
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
@@ -17,6 +18,7 @@ from delaytasks.engine.admission import Admission
 from delaytasks.engine.chunks import Chunks, Tally
 from delaytasks.engine.endings import Endings
 from delaytasks.engine.flights import Flights
+from delaytasks.engine.lining import Lining
 from delaytasks.engine.registry import Registry
 from delaytasks.engine.run import UnitOf
 from delaytasks.engine.running import Execute, Running, Watcher
@@ -43,6 +45,8 @@ class Report(NamedTuple):
     left: tuple[int, ...] = ()
     #: Why the chunk failed as a whole.
     error: str = ""
+    #: Lines of limited tags that somebody should go on with.
+    lines: tuple[Opening, ...] = ()
 
 
 class Runner:
@@ -69,6 +73,7 @@ class Runner:
     ) -> None:
         self._settings = settings
         self._claims = claims
+        self._lines = claims.lines
         self._clock = clock
         self._events = events
         endings = Endings(settings, clock, events)
@@ -78,23 +83,29 @@ class Runner:
             settings, clock, registry, self._running, settling, flights or Flights(), admission, events
         )
         self._may_leave = may_leave
+        self._lining = Lining(settings, claims.lines, registry, self._chunks)
 
-    def run(self, entries: Sequence[Entry]) -> Report:
-        """The fast path: the entries of messages that fell due."""
+    def run(self, entries: Sequence[Entry], for_s: float = 0) -> Report:
+        """The fast path: the entries of messages that fell due. Lines of limited tags that it met it goes on with
+        `for_s` seconds."""
         claimed_at, tally = monotonic(), Tally()
         tasks = self._claims.claim(entries)
+        met = self._lines.met()
         self._run_chunk(tasks, claimed_at, tally)
         early: list[Entry] = []
-        if (claimed := len(tasks)) < len(entries):
+        if (claimed := len(tasks)) + met.held < len(entries):
             found = {task.id for task in tasks}
             early = self._look_after({entry[:2]: entry for entry in entries if entry.id not in found}, tally)
-        return self._report(tally, claimed, tuple(early))
+        self._lining.gather(met, len(entries), {entry[3:] for entry in entries})
+        openings = self._lining.go_on(met.lines | self._lines.met().lines, len(entries), for_s, tally)
+        return self._report(tally, claimed, tuple(early), lines=openings)
 
-    def drain(self, queue: str, priorities: Sequence[int], limit: int) -> Report:
-        """The slow path: whatever is due, straight from the table."""
+    def drain(self, queue: str, priorities: Sequence[int], limit: int, for_s: float = 0) -> Report:
+        """The slow path: whatever is due, straight from the table; and what waits in line."""
         claimed_at, tally = monotonic(), Tally()
         tasks = self._claims.claim_due(queue, priorities, limit)
-        is_full = len(tasks) >= limit
+        met = self._lines.met()
+        is_full = len(tasks) + met.held >= limit
         self._run_chunk(tasks, claimed_at, tally)
         if not is_full:
             claimed_at = monotonic()
@@ -102,17 +113,33 @@ class Runner:
             if suspect is not None:
                 self._chunks.run_alone(suspect, claimed_at, tally)
                 is_full = True
-        return self._report(tally, tally.claimed, is_full=is_full)
+        self._lining.gather(met, limit, {(queue, priority) for priority in priorities})
+        lines = met.lines if is_full else met.lines | self._lines.met().lines | self._lines.of(queue)
+        openings = self._lining.go_on(lines, limit, for_s, tally)
+        return self._report(tally, tally.claimed, is_full=is_full, lines=openings)
+
+    def work_off(self, queue: str, tag: str, limit: int, for_s: float) -> Report:
+        """Those who wait in line for a limited tag, as long as there is room for them."""
+        tally = Tally()
+        openings = self._lining.go_on({(queue, tag)}, limit, for_s, tally)
+        return self._report(tally, tally.claimed, lines=openings)
 
     def failed(self, error: str) -> Report:
         """What is to be told when a chunk has raised."""
         return Report(pid=os.getpid(), left=self._chunks.left, error=error)
 
-    def _report(self, tally: Tally, claimed: int, early: tuple[Entry, ...] = (), is_full: bool = False) -> Report:
+    def _report(
+        self,
+        tally: Tally,
+        claimed: int,
+        early: tuple[Entry, ...] = (),
+        is_full: bool = False,
+        lines: tuple[Opening, ...] = (),
+    ) -> Report:
         tally.add(*self._chunks.ended())
         wanted = tally.wanted if 2 * tally.wanting >= tally.started else 0
         ran, seconds = tally.ran, tally.seconds
-        return Report(claimed, ran, seconds, early, is_full, wanted, os.getpid(), self._chunks.left)
+        return Report(claimed, ran, seconds, early, is_full, wanted, os.getpid(), self._chunks.left, lines=lines)
 
     def _run_chunk(self, tasks: Sequence[DelayTask], claimed_at: float, tally: Tally) -> None:
         self._chunks.run(tasks, claimed_at, tally, self._may_leave)

@@ -32,7 +32,9 @@ from delaytasks.core.states import FINISHED, MOVES, Status
 from delaytasks.core.task import DelayTask
 from delaytasks.store.attempts import Attempts
 from delaytasks.store.database import Database
+from delaytasks.store.handover import Handover
 from delaytasks.store.keys import Keys
+from delaytasks.store.lines import Limited, Lines
 from delaytasks.store.prepared import Prepared
 from delaytasks.store.rows import CLAIMED, columns, dump_rows, instant_text, json_rows, task_of
 from delaytasks.store.schema import Schema
@@ -60,7 +62,9 @@ class Pick(NamedTuple):
 class Claims:
     """Claims for one worker process, whose name and address its rows carry."""
 
-    def __init__(self, database: Database, schema: Schema, worker: str, ip: int | None, lease_s: float) -> None:
+    def __init__(
+        self, database: Database, schema: Schema, worker: str, ip: int | None, lease_s: float, limited: Limited
+    ) -> None:
         self._db = database
         self._t = t = schema.tasks
         self._keys = Keys(database, schema)
@@ -116,6 +120,8 @@ class Claims:
             .limit(1)
         )
         self._settle = Prepared(database, self._settle_statement())
+        handover = Handover(database, schema, self._claimed, self._columns)
+        self.lines = Lines(database, schema, self._take_held, handover, limited)
 
     # -- claim ------------------------------------------------------------------------------------
 
@@ -149,10 +155,11 @@ class Claims:
                 return rows[0]
         return None
 
-    def _naming(self, pairs: Sequence[tuple[int, int]], lapses: int) -> dict[str, Any]:
+    def _naming(
+        self, pairs: Sequence[tuple[int, int]], lapses: int, status: Status = Status.NOT_COMPLETE
+    ) -> dict[str, Any]:
         pairs = sorted(pairs)
-        status = int(Status.NOT_COMPLETE)
-        rows = [{"id": id, "version": version, "status": status, "lapses": lapses} for id, version in pairs]
+        rows = [{"id": id, "version": version, "status": int(status), "lapses": lapses} for id, version in pairs]
         parameters: dict[str, Any] = {"rows": dump_rows(rows)}
         if self._db.can.array_parameters:
             parameters |= self._listing([id for id, _ in pairs])
@@ -184,22 +191,37 @@ class Claims:
         return {"ids": ids, "first": ids[0], "last": ids[-1]} if self._db.can.array_parameters else {"ids": ids}
 
     def _claim(self, pick: Pick, parameters: dict[str, Any]) -> list[DelayTask]:
-        if self._db.can.update_returning:
+        if self._db.can.update_returning and not self.lines.limited():
             rows = self._db.alone(lambda c: pick.take(c, parameters).rows)
         else:
             rows = self._db.run(lambda: self._claim_in_two(pick.ids, parameters))
-        tasks = (task_of(row, self._shard) for row in rows)
-        return sorted(tasks, key=lambda task: (-task.priority, task.expected_time, task.id))
+        return self._tasks(rows)
 
-    def _claim_in_two(self, pick: Select[Any], parameters: dict[str, Any]) -> list[Any]:
-        t = self._t
+    def _claim_in_two(self, pick: Select[Any], parameters: dict[str, Any]) -> Sequence[Any]:
         with self._db.begin() as connection:
             ids = connection.execute(pick, parameters).scalars().all()
-            if not ids:
-                return []
-            mine = t.c.id.in_(ids)
-            connection.execute(update(t).where(mine).values(self._claimed))
-            return list(connection.execute(select(*self._columns).where(mine)).all())
+            if ids and self.lines.limited():
+                ids = self.lines.let_in(connection, ids)
+            return self._take(connection, ids)
+
+    def _take(self, on: Any, ids: Sequence[int]) -> Sequence[Any]:
+        """Rows that this transaction has locked."""
+        if not ids:
+            return []
+        mine = self._t.c.id.in_(ids)
+        on.execute(update(self._t).where(mine).values(self._claimed))
+        return list(on.execute(select(*self._columns).where(mine)).all())
+
+    def _take_held(self, on: Any, pairs: Sequence[tuple[int, int]]) -> list[DelayTask]:
+        """Those of these ids and versions that wait in line; what somebody has locked is passed over."""
+        parameters = self._naming(pairs, ANY_LAPSES, Status.HELD)
+        if self._db.can.update_returning:
+            return self._tasks(self._named.take(on, parameters).rows)
+        return self._tasks(self._take(on, on.execute(self._named.ids, parameters).scalars().all()))
+
+    def _tasks(self, rows: Iterable[Any]) -> list[DelayTask]:
+        tasks = (task_of(row, self._shard) for row in rows)
+        return sorted(tasks, key=lambda task: (-task.priority, task.expected_time, task.id))
 
     def misses(self, ids: Iterable[int]) -> list[Miss]:
         t, wanted = self._t, list(ids)

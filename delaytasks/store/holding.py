@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, and_, exists, literal_column, or_, select, update
+from sqlalchemy import ColumnElement, Select, and_, exists, func, literal_column, or_, select, update
 
 from delaytasks.core.clock import to_us
 from delaytasks.core.policies import Policies
@@ -30,10 +30,20 @@ class Holding:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
         self._t = t = schema.tasks
-        p = schema.policies
+        p, line = schema.policies, schema.lines
         of_tag = and_(p.c.kind == "tag", p.c.name == t.c.tag)
         of_queue = and_(p.c.kind == "queue", p.c.name == t.c.queue)
         self._listed = listed(database, t.c.id, "ids")
+        # Who waits in line for a limited tag is held, too, and is not ours to release.
+        self._is_in_line = exists().where(
+            line.c.queue == t.c.queue,
+            line.c.tag == t.c.tag,
+            line.c.lane == func.coalesce(t.c.concurrency_key, ""),
+            line.c.place == -t.c.priority,
+            line.c.due == t.c.expected_time,
+            line.c.task_id == t.c.id,
+            line.c.version == t.c.version,
+        )
         self._is_paused = exists().where(p.c.is_paused, or_(of_tag, of_queue))
 
     # -- look -------------------------------------------------------------------------------------
@@ -60,7 +70,8 @@ class Holding:
         # Written out: what comes as a parameter may be planned without the index of these rows alone.
         here = t.c.status == literal_column(str(int(status)))
         columns = (t.c.id, t.c.tag, t.c.expected_time)
-        return select(*columns).where(here, t.c.queue == level.queue, t.c.priority == level.priority)
+        query = select(*columns).where(here, t.c.queue == level.queue, t.c.priority == level.priority)
+        return query.where(~self._is_in_line) if status is Status.HELD else query
 
     def _seen(self, query: Select[Any]) -> list[Seen]:
         return self._db.alone(lambda c: [Seen(*row) for row in c.execute(query.limit(LOOK))])

@@ -118,6 +118,11 @@ def listed(database: Database, column: Column[Any], name: str) -> ColumnElement[
     return column == any_(func.array(values.scalar_subquery()))
 
 
+def listing(name: str) -> Any:
+    """A list parameter, written out."""
+    return bindparam(name, expanding=True)
+
+
 def dump_rows(rows: Sequence[dict[str, Any]]) -> str:
     # As UTF-8: escaped, a Chinese character is twice as long.
     return json.dumps(rows, separators=(",", ":"), ensure_ascii=False)

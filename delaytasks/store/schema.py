@@ -58,6 +58,7 @@ class Schema:
     shards: Table
     policies: Table
     audit: Table
+    lines: Table
     #: Which of several databases has these tables.
     shard: int
 
@@ -181,6 +182,9 @@ def build_schema(prefix: str = "", schema: str | None = None, shard: int = 0) ->
         Column("applied_version", BigInteger),
         Column("update_time", UTCDateTime, nullable=False, server_default=db_now()),
         Column("updated_by", String(255)),
+        # Of a rate: when the next start is due. And whose turn it was last, of those who wait in line.
+        Column("next_start", UTCDateTime),
+        Column("turn", String(CONCURRENCY_KEY_LENGTH)),
         PrimaryKeyConstraint("kind", "name", name=conv(prefix + "pk_yb_delay_policy")),
         **_MYSQL,
     )
@@ -201,4 +205,22 @@ def build_schema(prefix: str = "", schema: str | None = None, shard: int = 0) ->
         PrimaryKeyConstraint("id", name=conv(prefix + "pk_yb_delay_audit")),
         **_MYSQL,
     )
-    return Schema(metadata, tasks, keys, attempts, sweeps, workers, shards, policies, audit, shard)
+    lines = Table(
+        prefix + "yb_delay_line",
+        metadata,
+        Column("queue", String(QUEUE_LENGTH), nullable=False),
+        Column("tag", String(TAG_LENGTH), nullable=False),
+        # The concurrency key; empty for tasks that have none.
+        Column("lane", String(CONCURRENCY_KEY_LENGTH), nullable=False),
+        # The higher the priority, the lower the number.
+        Column("place", Integer, nullable=False, autoincrement=False),
+        Column("due", UTCDateTime, nullable=False),
+        Column("task_id", BigInteger, nullable=False, autoincrement=False),
+        # Of the held row. Once it has another one, nobody waits here.
+        Column("version", BigInteger, nullable=False, autoincrement=False),
+        PrimaryKeyConstraint(
+            "queue", "tag", "lane", "place", "due", "task_id", "version", name=conv(prefix + "pk_yb_delay_line")
+        ),
+        **_MYSQL,
+    )
+    return Schema(metadata, tasks, keys, attempts, sweeps, workers, shards, policies, audit, lines, shard)

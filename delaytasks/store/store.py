@@ -12,6 +12,7 @@ from delaytasks.store.database import Database
 from delaytasks.store.driver_errors import REMEDY
 from delaytasks.store.holding import Holding
 from delaytasks.store.leases import Leases
+from delaytasks.store.lines import Limited
 from delaytasks.store.migrations import check_charset, check_number, number_of
 from delaytasks.store.policies import PolicyTable
 from delaytasks.store.schema import build_schema
@@ -36,8 +37,8 @@ class Store:
         self.holding = Holding(self.database, self.schema)
         self._lease_s = settings.lease_s
 
-    def claims(self, worker: str, ip: int | None) -> Claims:
-        return Claims(self.database, self.schema, worker, ip, self._lease_s)
+    def claims(self, worker: str, ip: int | None, limited: Limited = dict) -> Claims:
+        return Claims(self.database, self.schema, worker, ip, self._lease_s, limited)
 
     def check(self) -> None:
         """`ConfigError` if the tables are missing, older than this code, or too narrow for its texts."""

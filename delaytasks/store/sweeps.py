@@ -17,7 +17,7 @@ from delaytasks.store.audit import Audit
 from delaytasks.store.database import Database
 from delaytasks.store.keys import Keys
 from delaytasks.store.lapses import Lapses, lease_is_over
-from delaytasks.store.levels import levels
+from delaytasks.store.levels import levels, steps
 from delaytasks.store.partitions import end_of
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now, db_now_plus, is_past
@@ -37,6 +37,7 @@ class Sweeps:
         self._audit = Audit(database, schema)
         self._t = schema.tasks
         self._s = schema.sweeps
+        self._l = schema.lines
 
     def begin_sweep(self, house: int, houses: int, at_least_s: float) -> datetime | None:
         """Until when near rows were armed, if this sweep is ours to do; None if somebody just did it.
@@ -105,7 +106,8 @@ class Sweeps:
             yield [Entry(row[0], row[1], to_us(row[2]), row[3], row[4]) for row in rows]
 
     def levels(self, late_s: float) -> list[Level]:
-        """The queues and priorities that have rows late by more than `late_s`, the highest priority first.
+        """The queues and priorities that have rows late by more than `late_s`, the highest priority first; and queues
+        in which tasks of limited tags wait in line.
 
         Its cost is the number of levels, not of rows.
         """
@@ -118,6 +120,8 @@ class Sweeps:
 
         def work(connection: Any) -> list[Level]:
             found = [level for level in levels(connection, t, Status.NOT_COMPLETE) if is_late(connection, level)]
+            known = {level.queue for level in found}
+            found += [Level(queue, 0) for queue in steps(connection, self._l.c.queue) if queue not in known]
             return sorted(found, key=lambda level: (-level.priority, level.queue))
 
         return self._db.alone(work)

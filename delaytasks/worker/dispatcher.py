@@ -17,6 +17,7 @@ from delaytasks.core.settings import Settings
 from delaytasks.engine.chunk import ChunkSize
 from delaytasks.engine.runner import Report
 from delaytasks.worker.lane import REST_S, SILENT_S, Lane, by_shard
+from delaytasks.worker.lines import GO_ON_ALONE_S, GO_ON_S
 from delaytasks.worker.pool import Job, run_job
 from delaytasks.worker.timelimits import without_celerys_limits
 
@@ -174,7 +175,8 @@ class Dispatcher:
                 if job is not None:
                     self._turns.remove(lane)
                     self._turns.append(lane)
-                    return job._replace(policies=self.stamp_of(lane.shard))
+                    for_s = GO_ON_S if free > 1 else GO_ON_ALONE_S
+                    return job._replace(policies=self.stamp_of(lane.shard), for_s=for_s)
             return None
 
     def _has_all_others(self, lane: Lane) -> bool:
@@ -236,8 +238,11 @@ class Dispatcher:
             self._size.learn(report.ran, report.seconds, report.wanted)
             if job.drain is not None:
                 lane.drained(job.drain, job.priorities, report.is_full, self._is_open)
+            look_s = lane.lines.heard(report.lines if self._is_open else (), job.line)
         if report.early:
             self._rearm(report.early)
+        if look_s is not None:
+            self._pump_after(look_s)
         self._soon(self.pump)
 
     def _failed(self, number: int, job: Job, info: Any) -> None:
@@ -250,7 +255,12 @@ class Dispatcher:
                 lane.failed()
             if job.drain is not None:
                 lane.forget(job.drain)
+            if job.line is not None:
+                lane.lines.failed(job.line)
         self._events.emit("chunk.failed", error=str(getattr(info, "exception", info)), shard=job.shard)
-        timer = threading.Timer(REST_S if is_down else 0, self._soon, (self.pump,))
+        self._pump_after(REST_S if is_down else 0)
+
+    def _pump_after(self, seconds: float) -> None:
+        timer = threading.Timer(seconds, self._soon, (self.pump,))
         timer.daemon = True
         timer.start()

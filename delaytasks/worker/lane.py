@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.ids import shard_of
 from delaytasks.core.ports import Entry
+from delaytasks.worker.lines import Lines
 from delaytasks.worker.pool import Job
 
 #: After a chunk failed as a whole (the database is away) nothing of its shard is sent to the pool for this long.
@@ -59,7 +60,8 @@ class Lane:
         self.is_down = False
         self._ready: dict[int, deque[Entry]] = {}
         self._drains: dict[str, Drain] = {}
-        self._drains_next = False
+        self._drains_next = self._lines_next = False
+        self.lines = Lines()
         self._rests_until = 0.0
         #: Start of each chunk in the pool, by the database's clock: leases are renewed for what began there.
         self.in_flight: dict[int, float] = {}
@@ -91,6 +93,7 @@ class Lane:
         waiting = [entry for queue in self._ready.values() for entry in queue]
         self._ready.clear()
         self._drains.clear()
+        self.lines.clear()
         return waiting
 
     @property
@@ -132,7 +135,7 @@ class Lane:
 
     def is_in_doubt(self) -> bool:
         """Whether somebody should ask the shard: nobody has to while nothing waits for it."""
-        return bool(self.in_flight or self._ready or self._drains) or not self.is_open()
+        return bool(self.in_flight or self._ready or self._drains or self.lines) or not self.is_open()
 
     def asked(self) -> None:
         if self._asked_at is None:
@@ -150,17 +153,29 @@ class Lane:
         waiting = self.waiting
         # When both wait they take turns: neither a backlog nor a stream of fresh tasks starves the other.
         if self._drains_next or not waiting:
-            for queue, drain in self._drains.items():
-                if not drain.chunks or drain.is_deep:
-                    drain.chunks += 1
-                    self._drains[queue] = self._drains.pop(queue)  # the next one's turn comes first
-                    self._drains_next = False
-                    return Job((), queue, tuple(drain.priorities), size, sends_events, self.shard)
+            job = self._next_slow(size, sends_events)
+            if job is not None:
+                self._drains_next = False
+                return job
         if not waiting:
             return None
         self._drains_next = True
         ready = tuple(self._take_ready(min(size, max(-(-waiting // free), least))))
         return Job(ready, events=sends_events, shard=self.shard)
+
+    def _next_slow(self, size: int, sends_events: bool) -> Job | None:
+        """What comes straight from the table: lines and queues in turn."""
+        self._lines_next = not self._lines_next
+        if self._lines_next and (line := self.lines.next()) is not None:
+            return Job((), limit=size, events=sends_events, shard=self.shard, line=line)
+        for queue, drain in self._drains.items():
+            if not drain.chunks or drain.is_deep:
+                drain.chunks += 1
+                self._drains[queue] = self._drains.pop(queue)  # the next one's turn comes first
+                return Job((), queue, tuple(drain.priorities), size, sends_events, self.shard)
+        if (line := self.lines.next()) is not None:
+            return Job((), limit=size, events=sends_events, shard=self.shard, line=line)
+        return None
 
     def _take_ready(self, count: int) -> list[Entry]:
         taken: list[Entry] = []

@@ -15,7 +15,8 @@ logger = get_logger(__name__)
 
 
 class Job(NamedTuple):
-    """A chunk of one shard: entries that fell due, or (`drain`) a queue whose oldest rows are to be claimed."""
+    """A chunk of one shard: entries that fell due, or (`drain`) a queue whose oldest rows are to be claimed, or
+    (`line`) the queue and the tag of those who wait in line."""
 
     entries: tuple[Entry, ...]
     drain: str | None = None
@@ -25,6 +26,9 @@ class Job(NamedTuple):
     shard: int = 0
     #: The stamp of the shard's policies.
     policies: int = 0
+    line: tuple[str, str] | None = None
+    #: How long it may go on with lines.
+    for_s: float = 0.0
 
 
 def run_job(job: Job) -> Report:
@@ -35,10 +39,12 @@ def run_job(job: Job) -> Report:
         delays = current_app.tasks[RUN].delays
         delays.shards[job.shard].policies.follow(job.policies)
         runner = delays.runner(job.shard, job.events)
-        if job.drain is not None:
-            report: Report = runner.drain(job.drain, job.priorities, job.limit)
+        if job.line is not None:
+            report: Report = runner.work_off(*job.line, job.limit, job.for_s)
+        elif job.drain is not None:
+            report = runner.drain(job.drain, job.priorities, job.limit, job.for_s)
         else:
-            report = runner.run(job.entries)
+            report = runner.run(job.entries, job.for_s)
     except Exception as error:
         logger.exception("a chunk failed")
         text = f"{type(error).__name__}: {error}"

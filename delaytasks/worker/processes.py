@@ -77,7 +77,8 @@ class Processes:
     def _make_runner(self, number: int) -> Runner:
         delays = self._delays
         shard = delays.shards[number]
-        claims = shard.store.claims(self.name(os.getpid()), own_address(shard.store.database.url.host))
+        address = own_address(shard.store.database.url.host)
+        claims = shard.store.claims(self.name(os.getpid()), address, lambda: shard.policies.current().limited)
         surroundings = Surroundings(delays.celery, self.hostname, delays.around, self.keeps_time_limits)
         return Runner(
             delays.settings,

@@ -575,6 +575,7 @@ def test_the_moves_are_those_of_the_contract() -> None:
         "give_up": ({running}, failed),
         "hold": ({waiting}, held),
         "release": ({held}, waiting),
+        "admit": ({held}, running),
         "cancel": ({waiting, held}, cancelled),
         "reschedule": ({waiting, held}, waiting),
         "replace": ({waiting, held}, waiting),

@@ -1,0 +1,80 @@
+"""Limited tags: whether all places are always taken, and what a limit costs that is not reached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from itertools import accumulate
+
+from benchmarks import brokers, ours, table
+from benchmarks.cases.burst import drain
+from benchmarks.figures import Target
+from benchmarks.machine import load
+from benchmarks.sides import Side
+from benchmarks.stage import Stage
+from benchmarks.waiting import sleep_until, wait_until, wall
+from delaytasks.core.states import Status
+
+THREADS = ["-P", "threads", "-c", "16"]
+PLACES, ROW_S = 10, 0.1
+#: What nobody reaches.
+HIGH = 100_000
+
+
+def run(stage: Stage) -> None:
+    _full(stage)
+    _high(stage)
+
+
+def _full(stage: Stage) -> None:
+    """Far more due than there is room for, on two workers with more threads than places."""
+    count, side = stage.size(5_000, 600), stage.ours
+    what = f"{count:,} due, {PLACES} places, {ROW_S * 1000:g} ms each: share of the ideal throughput"
+    share = stage.figure("limits", what, "", Target("value", least=0.9))
+    most = stage.figure("limits", "most that ran at once", "tasks", Target("value", most=PLACES))
+    with limited(ours.SLOW, concurrency=PLACES), side.serving(2, THREADS):
+        due = wall() + 5
+        ours.delays.schedule_many((ours.SLOW, {"seconds": ROW_S}, instant(due)) for _ in range(count))
+        sleep_until(due)
+        ideal_s = count * ROW_S / PLACES
+        wait_until(lambda: table.count(Status.DONE) == count, 4 * ideal_s + 10, f"{count:,} tasks", 0.2)
+        took_s = table.last_settled_at() - due
+        running = list(accumulate(int(note.due) for note in side.notes.read()))
+    brokers.clear()
+    share.add(ideal_s / took_s)
+    most.add(float(max(running)))
+    stage.say(
+        f"limits: {count:,} in {took_s:.2f} s, ideal {ideal_s:.2f} s: {ideal_s / took_s:.1%}, at most {max(running)} "
+        f"at once, load {load():.1f}"
+    )
+
+
+def _high(stage: Stage) -> None:
+    """A burst with a limit that nobody reaches, and without one."""
+    count, lead = stage.size(20_000, 5_000), stage.size(60, 15)
+    what = f"{count:,} due at once, drained with a limit of {HIGH:,}"
+    figure = stage.figure("limits", what, "per s", Target("ratio", least=0.5), against="without it:")
+
+    def schedule(side: Side) -> float:
+        due = wall() + lead
+        side.schedule_many([due] * count)
+        return due
+
+    with limited(ours.TAG, concurrency=HIGH):
+        with_limit = drain(stage, "limits", stage.ours, count, schedule)
+    figure.add(with_limit.per_s, drain(stage, "limits", stage.ours, count, schedule).per_s)
+
+
+@contextmanager
+def limited(tag: str, concurrency: int) -> Iterator[None]:
+    """Set before the workers start, which so know it from the beginning."""
+    ours.delays.set_policy(tag, concurrency=concurrency)
+    try:
+        yield
+    finally:
+        table.forget_policies()
+
+
+def instant(due: float) -> datetime:
+    return datetime.fromtimestamp(due, timezone.utc)

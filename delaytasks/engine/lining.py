@@ -1,0 +1,81 @@
+"""Lines of limited tags, worked off: a row that ends makes room for the next one, which its process takes at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence, Set
+
+from delaytasks.core.clock import monotonic
+from delaytasks.core.lines import Opening
+from delaytasks.core.ports import LineStore, Met
+from delaytasks.core.settings import Settings
+from delaytasks.core.task import DelayTask
+from delaytasks.engine.chunk import ChunkSize
+from delaytasks.engine.chunks import Chunks, Tally
+from delaytasks.engine.registry import Registry
+
+#: A claim of more rows, of which most had to be held, tells of a crowd; how long one chunk helps it to get in line.
+MANY, GATHER_S = 5, 0.5
+
+
+class Lining:
+    def __init__(self, settings: Settings, lines: LineStore, registry: Registry, chunks: Chunks) -> None:
+        self._settings = settings
+        self._lines = lines
+        self._registry = registry
+        self._chunks = chunks
+        #: By limited tags: what does not fit the time box would hold places for nothing.
+        self._sizes: dict[str, ChunkSize] = {}
+
+    def gather(self, met: Met, asked: int, levels: Set[tuple[str, int]]) -> None:
+        """A crowd for which there is no room gets in line: whoever is in it must not wait until a claim comes by."""
+        if not 2 * met.held > asked > MANY:
+            return
+        until = monotonic() + GATHER_S
+        for queue, priority in levels:
+            tags = {tag for of, tag in met.lines if of == queue}
+            while monotonic() < until and self._lines.gather(queue, priority, tags):
+                pass
+
+    def go_on(self, lines: Set[tuple[str, str]], limit: int, for_s: float, tally: Tally) -> tuple[Opening, ...]:
+        """Returns what somebody should go on with."""
+        openings = (self._work_off(queue, tag, limit, for_s, tally) for queue, tag in sorted(lines))
+        return tuple(opening for opening in openings if opening is not None)
+
+    def _work_off(self, queue: str, tag: str, limit: int, for_s: float, tally: Tally) -> Opening | None:
+        until, is_first = monotonic() + for_s, True
+        following: list[DelayTask] = []
+        size = self._sizes.setdefault(tag, ChunkSize(self._settings.chunk_time_box_s, self._settings.chunk_max, 1))
+        at_once = self._at_once(tag)
+
+        def hand_over(places: int) -> None:
+            is_scarce = opening is not None and not opening.open
+            if monotonic() < until and (is_scarce or places >= min(size.rows, limit)):
+                following.extend(self._lines.hand_over(queue, tag, places))
+
+        while True:
+            claimed_at = monotonic()
+            tasks, opening = self._lines.admit(queue, tag, max(min(size.rows, limit), at_once), at_once)
+            if tasks and is_first:
+                until, is_first = monotonic() + for_s, False  # who waited for the lock has his time nonetheless
+            next: Sequence[DelayTask] = tasks
+            while next:
+                following = []
+                lot = Tally()
+                self._chunks.run(next, claimed_at, lot, may_leave=False, hand_over=hand_over)
+                lot.add(*self._chunks.ended())
+                size.learn(lot.ran, lot.seconds)
+                tally.claimed += lot.claimed
+                tally.add(lot.ran, lot.seconds)
+                next, claimed_at = following, monotonic()
+            if tasks and opening is not None and monotonic() >= until:
+                return opening._replace(open=max(opening.open, 1))
+            if not tasks:
+                if opening is None or opening.look_s > until - monotonic():
+                    return opening
+                time.sleep(opening.look_s)
+
+    def _at_once(self, tag: str) -> int:
+        """How many rows of the tag this process starts at once."""
+        processor = self._registry.get(tag)
+        return 1 if processor is None else (processor.in_flight or 1) * (processor.batch or 1)

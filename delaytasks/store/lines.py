@@ -1,0 +1,204 @@
+"""Tasks of limited tags: those for which there is no room are held, and wait in line until there is.
+
+The lock on the tag's policy keeps two workers from counting at once. Who has it waits for nobody: rows that somebody
+else has locked are passed over.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import and_, bindparam, func, insert, literal, select, update
+
+from delaytasks.core.clock import monotonic
+from delaytasks.core.lines import LOOK_S, Opening, Room
+from delaytasks.core.policies import Policy
+from delaytasks.core.ports import Met
+from delaytasks.core.states import MOVES, Status
+from delaytasks.core.task import DelayTask
+from delaytasks.store.database import Database
+from delaytasks.store.handover import Handover
+from delaytasks.store.levels import steps
+from delaytasks.store.rooms import Rooms
+from delaytasks.store.rows import listed, listing
+from delaytasks.store.schema import Schema
+from delaytasks.store.turns import Next, Take, Turns
+from delaytasks.store.types import db_now, is_past
+
+#: Rows that get in line together.
+GATHER = 1000
+#: The tags that have limits, as far as this process knows.
+Limited = Callable[[], Mapping[str, Policy]]
+
+
+class _Gate:
+    """The threads of a process ask one after another."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.shut_at = 0.0
+
+
+class Lines:
+    def __init__(self, database: Database, schema: Schema, take: Take, handover: Handover, limited: Limited) -> None:
+        self._db = database
+        self._handover = handover
+        self.limited = limited
+        self._t = t = schema.tasks
+        self._l = line = schema.lines
+        self._rooms, self._turns = Rooms(schema), Turns(database, schema, take)
+        self._met = threading.local()
+        #: The lane of the last one that was admitted here.
+        self._last: dict[tuple[str, str], str | None] = {}
+        self._gathers = threading.Lock()
+        self._gates: dict[tuple[str, str], _Gate] = {}
+        named, key = listed(database, t.c.id, "ids"), func.coalesce(t.c.concurrency_key, "")
+        self._of_limited = (
+            select(t.c.id, t.c.queue, t.c.tag, key)
+            .where(named, t.c.tag.in_(listing("limited")))
+            .order_by(t.c.priority.desc(), t.c.expected_time, t.c.id)
+        )
+        self._due = (
+            select(t.c.id)
+            .where(t.c.status == int(Status.NOT_COMPLETE), t.c.queue == bindparam("queue"))
+            .where(t.c.priority == bindparam("priority"), is_past(t.c.expected_time, db_now()))
+            .where(t.c.tag.in_(listing("limited")))
+            .order_by(t.c.expected_time)
+            .limit(GATHER)
+            .with_for_update(skip_locked=True)
+        )
+        place = (line.c.lane, line.c.place, line.c.due, line.c.task_id, line.c.version)
+        values = select(t.c.queue, t.c.tag, key, -t.c.priority, t.c.expected_time, t.c.id, t.c.version).where(named)
+        self._get_in_line = insert(line).from_select([line.c.queue, line.c.tag, *place], values)
+        self._hold = self._moved("hold").where(named)
+        self._in_line = and_(line.c.queue == bindparam("queue"), line.c.tag == bindparam("tag"))
+        self._any = select(literal(1)).select_from(line).where(self._in_line).limit(1)
+
+    # -- what a process knows ---------------------------------------------------------------------
+
+    def met(self) -> Met:
+        met: Met = self._met.__dict__.pop("met", None) or Met()
+        return met
+
+    def of(self, queue: str) -> set[tuple[str, str]]:
+        """The lines of a queue, however long they are."""
+        line = self._l
+        return self._db.alone(lambda c: {(queue, tag) for tag in steps(c, line.c.tag, line.c.queue == queue)})
+
+    # -- rows that fell due -----------------------------------------------------------------------
+
+    def let_in(self, on: Any, ids: Sequence[int]) -> list[int]:
+        """Those of these locked rows that may start; the others get in line, behind those who wait there already."""
+        lines: dict[tuple[str, str], list[tuple[int, str]]] = {}
+        for id, queue, tag, key in on.execute(self._of_limited, {"ids": list(ids), "limited": list(self.limited())}):
+            lines.setdefault((tag, queue), []).append((id, key))
+        held: set[int] = set()
+        for tag, queue in sorted(lines):  # the locks in one order
+            some = lines[tag, queue]
+            free = self._free(on, queue, tag, some)
+            held.update(id for id, _ in some if id not in free)
+        self._line_up(on, held)
+        if lines:
+            before = self.met()
+            self._met.met = Met(before.lines | {(queue, tag) for tag, queue in lines}, before.held + len(held))
+        return [id for id in ids if id not in held]
+
+    def gather(self, queue: str, priority: int, tags: Collection[str]) -> bool:
+        """Many of those that are due get in line at once, before somebody claims them in vain. True if there may be
+        more of them."""
+        if not self._gathers.acquire(blocking=False):
+            return False  # another thread does it
+        where = {"queue": queue, "priority": priority, "limited": sorted(tags)}
+
+        def work() -> bool:
+            with self._db.begin() as connection:
+                ids = connection.execute(self._due, where).scalars().all()
+                self._line_up(connection, ids)
+                return len(ids) == GATHER
+
+        try:
+            return self._db.run(work)
+        finally:
+            self._gathers.release()
+
+    def _line_up(self, on: Any, ids: Collection[int]) -> None:
+        if ids:
+            on.execute(self._hold, {"ids": sorted(ids)})
+            on.execute(self._get_in_line, {"ids": sorted(ids)})
+
+    def _free(self, on: Any, queue: str, tag: str, some: Sequence[tuple[int, str]]) -> set[int]:
+        policy, free = self._rooms.lock(on, tag), set[int]()
+        if policy is not None and self._is_waited_for(on, queue, tag):
+            return free
+        room, taken = self._rooms.of(on, policy), Counter[str]()
+        share = room.share(len(some))
+        for id, key in some:
+            if len(free) < share and taken[key] < room.for_key(key):
+                free.add(id)
+                taken[key] += 1
+        self._rooms.started(on, policy, room, len(free), policy and policy.turn)
+        return free
+
+    def _is_waited_for(self, on: Any, queue: str, tag: str) -> bool:
+        return on.execute(self._any, {"queue": queue, "tag": tag}).first() is not None
+
+    # -- the line ---------------------------------------------------------------------------------
+
+    def admit(self, queue: str, tag: str, limit: int, at_once: int = 1) -> tuple[Sequence[DelayTask], Opening | None]:
+        """The next ones in line for which there is room, which run now; no opening once nobody waits."""
+
+        def work() -> tuple[Sequence[DelayTask], Opening | None]:
+            with self._db.begin() as connection:
+                return self._admit(connection, queue, tag, limit, at_once)
+
+        gate, asked_at = self._gates.setdefault((queue, tag), _Gate()), monotonic()
+        with gate.lock:
+            if gate.shut_at > asked_at:  # a thread that asked before found no more
+                return [], Opening(queue, tag, 0)
+            tasks, opening = self._db.run(work)
+            if opening is None or not opening.open:
+                gate.shut_at = monotonic()
+            return tasks, opening
+
+    def _admit(
+        self, on: Any, queue: str, tag: str, limit: int, at_once: int
+    ) -> tuple[Sequence[DelayTask], Opening | None]:
+        policy = self._rooms.lock(on, tag)
+        room = self._rooms.of(on, policy)
+        share = room.share(limit, at_once)
+        next = self._turns.next(on, queue, tag, share, room, policy and policy.turn)
+        count = len(next.tasks)
+        if not count:
+            look_s = LOOK_S if share else room.look_s
+            return [], Opening(queue, tag, 0, look_s) if self._is_waited_for(on, queue, tag) else None
+        self._rooms.started(on, policy, room, count, next.turn)
+        self._last[queue, tag] = next.turn
+        return next.tasks, Opening(queue, tag, room.left - share if count == share else 0)
+
+    def hand_over(self, queue: str, tag: str, places: int) -> Sequence[DelayTask]:
+        """The next ones in line, for the places of tasks that have run and are not settled yet: as many run as before,
+        so nobody counts, and nobody waits for a lock. None where a place is not all that they need."""
+        policy = self.limited().get(tag)
+        if policy is None or not policy.has_places_only or places <= 0:
+            return []
+        turn = self._last.get((queue, tag))
+        if places == 1 and self._db.can.array_parameters:
+            task = self._handover.next(queue, tag, turn)
+            if task is not None:
+                self._last[queue, tag] = task.concurrency_key or ""
+                return [task]
+
+        def work() -> Next:
+            with self._db.begin() as connection:
+                return self._turns.next(connection, queue, tag, places, Room(), turn)
+
+        next = self._db.run(work)
+        self._last[queue, tag] = next.turn
+        return next.tasks
+
+    def _moved(self, move: str) -> Any:
+        t = self._t
+        return update(t).values(status=int(MOVES[move].target), version=t.c.version + 1, update_time=db_now())

@@ -1,0 +1,148 @@
+"""Limits of tags on real workers: never more than allowed over all of them, and no place stays empty."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delaytasks import DelayTask, Status
+from tests.running import BROKERS, Deployment
+from tests.waiting import wait_until
+
+COMBINATIONS = [
+    ("postgresql", "redis", "threads", "eta"),
+    ("postgresql", "redis", "prefork", "redis"),
+    ("mysql", "rabbitmq", "threads", "eta"),
+    ("sqlite", "redis", "solo", "eta"),
+]
+#: Nothing here waits for a sweep.
+NO_SWEEP: dict[str, Any] = {"sweep_s": 60, "self_sweep_s": 120, "horizon_s": 120}
+Deploy = Callable[..., Deployment]
+
+
+@pytest.fixture
+def deploy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deploy]:
+    made: list[Deployment] = []
+
+    def make(database: str = "postgresql", broker: str = "redis", timer: str = "eta", **settings: Any) -> Deployment:
+        if database == "sqlite":
+            database_url = f"sqlite:///{tmp_path / 'test.sqlite3'}"
+        else:
+            database_url = request.getfixturevalue(f"{database}_url")
+        fixture, conf = BROKERS[broker]
+        broker_url = request.getfixturevalue(fixture)
+        if timer == "redis":
+            settings |= {"timer": timer, "redis_url": broker_url}
+        made.append(Deployment(tmp_path, database_url, broker_url, conf, **settings))
+        return made[-1]
+
+    yield make
+    for deployment in made:
+        deployment.close()
+
+
+def schedule(d: Deployment, count: int, seconds: float = 0.05, delay: float = 2, **options: Any) -> list[DelayTask]:
+    body = {"seconds": seconds}
+    return [d.schedule("test.sleep", delay, body=body, **options) for _ in range(count)]
+
+
+def most_at_once(d: Deployment) -> int:
+    running = most = 0
+    for run in d.runs():
+        running += 1 if run[1] == "began" else -1
+        most = max(most, running)
+    return most
+
+
+@pytest.mark.parametrize(("database", "broker", "pool", "timer"), COMBINATIONS, ids=map("-".join, COMBINATIONS))
+def test_never_more_run_at_once_than_allowed(deploy: Deploy, database: str, broker: str, pool: str, timer: str) -> None:
+    d = deploy(database, broker, timer)
+    d.delays.set_policy("test.sleep", concurrency=3)
+    for _ in range(2):
+        d.worker(pool=pool, concurrency=4)
+    tasks = schedule(d, 40)
+    others = [d.schedule(delay=2) for _ in range(20)]
+    d.wait_for(others, deadline_s=10)
+    d.wait_for(tasks, deadline_s=30)
+    assert 2 <= most_at_once(d) <= 3
+    assert len(d.runs()) == 2 * 40 + 20, "each of them once"
+
+
+def test_the_next_one_starts_at_once_and_not_at_the_next_sweep(deploy: Deploy) -> None:
+    d = deploy(**NO_SWEEP)
+    d.delays.set_policy("test.sleep", concurrency=1)
+    d.worker(pool="threads", concurrency=4)
+    tasks = schedule(d, 60, seconds=0.01, delay=1)
+    d.wait_for(tasks, deadline_s=15)
+    assert most_at_once(d) == 1
+
+
+def test_each_key_has_its_limit_and_keeps_no_other_waiting(deploy: Deploy) -> None:
+    d = deploy(**NO_SWEEP)
+    d.delays.set_policy("test.sleep", key_concurrency=1)
+    d.worker(pool="threads", concurrency=6)
+    slow = schedule(d, 5, seconds=1.5, concurrency_key="slow")
+    quick = [task for key in "abc" for task in schedule(d, 5, seconds=0.02, concurrency_key=key)]
+    d.wait_for(quick, deadline_s=10)
+    assert sum(d.status(task) is Status.DONE for task in slow) <= 2
+    d.wait_for(slow, deadline_s=20)
+
+
+def test_places_of_a_killed_worker_are_free_when_its_leases_end(deploy: Deploy) -> None:
+    d = deploy()
+    d.delays.set_policy("test.sleep", concurrency=2)
+    killed = d.worker(pool="threads", concurrency=4)
+    stuck = schedule(d, 2, seconds=600, delay=0.5)
+    d.wait_for(stuck, Status.RUNNING)
+    d.worker(pool="threads", concurrency=4)
+    waiting = schedule(d, 6, delay=0)
+    wait_until(lambda: all(d.status(task) is Status.HELD for task in waiting), 10, "them to wait in line")
+    time.sleep(2.5)
+    assert {d.status(task) for task in waiting} == {Status.HELD}, "there is no room for them"
+    killed.kill()
+    for task in stuck:  # they would be stuck again
+        wait_until(lambda task=task: d.status(task) is not Status.RUNNING, 20, "it to lapse", 0.02)  # type: ignore[misc]
+        d.delays.cancel(task)
+    d.wait_for(waiting, deadline_s=20)
+
+
+def test_what_a_worker_leaves_in_line_when_it_stops_another_one_takes(deploy: Deploy) -> None:
+    d = deploy(**NO_SWEEP)
+    d.delays.set_policy("test.sleep", concurrency=1)
+    first = d.worker(pool="threads", concurrency=2)
+    second = d.worker(pool="threads", concurrency=2)
+    tasks = schedule(d, 100, seconds=0.1, delay=1)
+    wait_until(lambda: len(d.runs()) > 10, 15, "some of them to run")
+    first.terminate()
+    assert not second.ended()
+    d.wait_for(tasks, deadline_s=40)
+    assert most_at_once(d) == 1
+
+
+def test_a_rate_holds_over_all_workers(deploy: Deploy) -> None:
+    d = deploy()
+    d.delays.set_policy("test.note", rate="20/s")
+    for _ in range(2):
+        d.worker(pool="threads", concurrency=4)
+    tasks = [d.schedule(delay=1) for _ in range(60)]
+    d.wait_for(tasks, deadline_s=20)
+    began = sorted(task.execution_time.timestamp() for task in map(d.delays.get, tasks) if task.execution_time)
+    assert len(began) == 60
+    worst = max(sum(since <= start < since + 1 for start in began) for since in began)
+    assert worst <= 20
+    assert began[-1] - began[0] > 2.5
+
+
+def test_a_limit_that_is_set_later_holds_for_what_is_left_and_lets_go_when_it_is_taken_away(deploy: Deploy) -> None:
+    d = deploy(sweep_s=2)
+    d.worker(pool="threads", concurrency=4)
+    d.delays.set_policy("test.sleep", rate="1/h")
+    time.sleep(1.5)
+    tasks = schedule(d, 6, delay=0)
+    wait_until(lambda: sum(d.status(task) is Status.HELD for task in tasks) == 5, 10, "them to wait in line")
+    d.delays.set_policy("test.sleep", rate=None)
+    d.wait_for(tasks, deadline_s=15)

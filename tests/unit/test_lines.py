@@ -1,0 +1,105 @@
+"""Lines of limited tags: rates as distances, room, and which line a worker's processes look at."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delaytasks.core.lines import ANY, LOOK_S, Opening, Pace, Room
+from delaytasks.worker import lines
+from delaytasks.worker.lines import Lines
+
+MAIL, SLOW = ("default", "mail"), ("slow", "mail")
+
+
+@given(st.integers(1, 300), st.sampled_from([0.5, 1.0, 60.0]), st.integers(0, 2**32))
+def test_no_window_has_more_starts_than_the_rate_says(rate: int, period_s: float, seed: int) -> None:
+    """Whenever somebody asks, and however many he takes."""
+    pace, chance = Pace.of(rate, period_s), random.Random(seed)
+    now, next_start, starts = 0.0, 0.0, list[float]()
+    while now < 2.5 * period_s:
+        now += chance.choice([pace.interval_s / 7, pace.interval_s, chance.random() * period_s / 3])
+        ahead_s = max(next_start - now, 0.0)
+        taken = chance.randint(0, pace.starts(ahead_s))
+        starts += [now] * taken
+        if taken:
+            next_start = now + ahead_s + taken * pace.interval_s
+    for since in starts:
+        assert sum(since <= start < since + period_s for start in starts) <= rate
+
+
+@pytest.mark.parametrize(("rate", "period_s"), [(100, 1.0), (5, 60.0), (1, 3600.0), (10_000, 1.0)])
+def test_a_rate_is_reached_to_a_tenth_and_a_little(rate: int, period_s: float) -> None:
+    pace = Pace.of(rate, period_s)
+    assert 0.86 * rate <= period_s / pace.interval_s <= rate
+    assert pace.starts(0.0) == pace.bunch >= 1
+    assert pace.starts(pace.most_ahead_s) == 0
+    assert pace.wait_s(0.0) == 0.0
+    wait_s = pace.wait_s(pace.most_ahead_s)
+    assert pace.starts(pace.most_ahead_s - wait_s) == 1
+    assert pace.starts(pace.most_ahead_s - wait_s * 0.99) == 0
+
+
+def test_one_process_takes_a_part_of_the_room() -> None:
+    assert [Room(places=places).share(100) for places in (0, 1, 2, 10, 1000)] == [0, 1, 1, 1, 100]
+    assert Room().share(7) == 7
+    room = Room(places=8, per_key=3, running={"a": 3, "b": 1, "": 5})
+    assert (room.for_key("a"), room.for_key("b"), room.for_key("c"), room.for_key("")) == (0, 2, 3, ANY)
+    assert room.full_keys == ["a"]
+    room.keep_pace(Pace(1.0, 2), 0.5)
+    assert (room.left, room.share(100), room.look_s) == (1, 1, LOOK_S)
+    room.keep_pace(Pace(1.0, 2), 1.25)
+    assert (room.left, room.share(100), room.look_s) == (0, 0, 0.25)
+
+
+class Time:
+    now = 1000.0
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    time = Time()
+    monkeypatch.setattr(lines, "monotonic", lambda: time.now)
+    return time
+
+
+def test_as_many_processes_look_at_a_line_as_would_find_somebody(time: Time) -> None:
+    found = Lines()
+    assert found.next() is None
+    assert found.heard([Opening(*MAIL, 2), Opening(*SLOW, 1)]) == LOOK_S
+    assert sorted([found.next(), found.next(), found.next()]) == [MAIL, MAIL, SLOW]
+    assert found.next() is None
+
+
+def test_a_full_line_is_looked_at_again_later(time: Time) -> None:
+    found = Lines()
+    assert found.heard([Opening(*MAIL, 0)]) == LOOK_S
+    assert found.heard([Opening(*MAIL, 0)]) is None, "somebody will look already"
+    assert found.heard([Opening(*MAIL, 0, 0.1)]) == 0.1
+    assert found.next() is None
+    time.now += 0.2
+    assert found.next() == MAIL
+    assert found.next() is None
+    assert found.heard([Opening(*MAIL, 0)], MAIL) == LOOK_S
+    assert found.next() is None
+
+
+def test_a_line_in_which_nobody_waits_is_forgotten(time: Time) -> None:
+    found = Lines()
+    found.heard([Opening(*MAIL, 3)])
+    assert found.next() == MAIL
+    assert found.heard([], MAIL) is None
+    assert not found
+    assert found.next() is None
+
+
+def test_a_line_whose_process_failed_is_looked_at_again(time: Time) -> None:
+    found = Lines()
+    found.heard([Opening(*MAIL)])
+    assert found.next() == MAIL
+    assert found.failed(MAIL) == LOOK_S
+    time.now += LOOK_S
+    assert found.next() == MAIL
