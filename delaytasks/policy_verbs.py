@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from enum import Enum
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from delaytasks.core.errors import InvalidPolicyError, StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.policies import Kind, Policy, check_limit, named, parse_rate
 from delaytasks.shards import EACH_S, Routes, Shard
+from delaytasks.store.policies import PolicyTable
 
 T = TypeVar("T")
 
@@ -43,11 +44,11 @@ class PolicyVerbs(ABC):
     def routes(self) -> Routes: ...
 
     def policies(self) -> list[Policy]:
-        """All tags and queues that are paused or limited, and how many of their tasks are held."""
+        """All tags and queues that are paused or limited, and how many of their tasks are held and run."""
 
         def read(shard: Shard) -> list[Policy]:
             table = shard.store.policies
-            return _counted(table.read(), table.held)
+            return _counted(table.read(), table)
 
         answers, down = self._ask(read)
         if not answers:
@@ -140,15 +141,21 @@ class PolicyVerbs(ABC):
         return dict(sorted(answers.items())), dict(sorted(down.items()))
 
 
-def _counted(policies: list[Policy], held: Callable[[], dict[tuple[str, str], int]]) -> list[Policy]:
+def _counted(policies: list[Policy], table: PolicyTable) -> list[Policy]:
     if not policies:
         return []
-    counts = held()
+    held, running = table.held(), table.running()
     kinds = {"tag": 0, "queue": 1}
-    return [
-        replace(policy, held=sum(count for names, count in counts.items() if names[kinds[policy.kind]] == policy.name))
-        for policy in policies
-    ]
+
+    def of(counts: dict[tuple[str, str], int], policy: Policy) -> int:
+        return sum(count for names, count in counts.items() if names[kinds[policy.kind]] == policy.name)
+
+    return [replace(policy, held=of(held, policy), running=of(running, policy)) for policy in policies]
+
+
+def _total(counts: Iterable[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
 
 
 def _merged(found: dict[int, Policy | None], down: dict[int, StoreUnavailableError]) -> Policy:
@@ -156,11 +163,11 @@ def _merged(found: dict[int, Policy | None], down: dict[int, StoreUnavailableErr
     known = [policy for policy in found.values() if policy is not None]
     last = max(known, key=lambda policy: (policy.update_time is not None, policy.update_time, policy.version))
     others = [number for number, policy in found.items() if policy is None or not _says_the_same(policy, last)]
-    counts = [policy.held for policy in known if policy.held is not None]
     unapplied = [policy for policy in known if not policy.is_applied]
     return replace(
         unapplied[0] if unapplied and not others else last,
-        held=sum(counts) if counts else None,
+        held=_total(policy.held for policy in known),
+        running=_total(policy.running for policy in known),
         missing=tuple(sorted([*others, *down])),
     )
 

@@ -63,7 +63,7 @@ def policy() -> None:
 @policy.command("list", epilog=EXIT_CODES)
 @pass_cli
 def list_(cli: Cli) -> None:
-    """List the tags and queues that are paused or limited, and how many of their tasks are held.
+    """List the tags and queues that are paused or limited, and how many of their tasks are held and run.
 
     \b
     delaytasks policy list
@@ -75,8 +75,8 @@ def list_(cli: Cli) -> None:
     if not found:
         cli.note("No policies: nothing is paused, nothing is limited.")
         return
-    headings = ("kind", "name", "paused", "held", "at once", "each key", "rate", "since", "actor")
-    print_table(headings, map(_row, found), right="held", folded="name actor", extra="since")
+    headings = ("kind", "name", "paused", "held", "running", "at once", "each key", "rate", "since", "actor")
+    print_table(headings, map(_row, found), right="held running", folded="name actor", extra="since")
     for each in found:
         _note_missing(cli, each)
 
@@ -136,13 +136,15 @@ def _tell(cli: Cli, changed: Policy) -> None:
         say(f"{what} is paused; held: {count(now.held or 0, 'task')}{_rest(now, ', and more with each sweep')}")
     else:
         say(f"{what} is not paused; held: {count(now.held or 0, 'task')}{_rest(now, ', fewer with each sweep')}")
-    if now.limits != (None,) * 4:
-        say(f"limits: {_limits(now)}")
+    if now.has_limits:
+        say(f"limits: {_limits(now)}; running: {count(now.running or 0, 'task')}")
     _note_missing(cli, now)
 
 
 def _rest(policy: Policy, goes_on: str) -> str:
-    return "" if policy.is_applied or policy.version == 0 else goes_on
+    """Those who wait in line for a limited tag are no business of the sweep."""
+    is_all = policy.is_applied or policy.version == 0 or (policy.has_limits and not policy.is_paused)
+    return "" if is_all else goes_on
 
 
 def _limits(policy: Policy) -> str:
@@ -162,6 +164,7 @@ def _row(policy: Policy) -> list[Cell]:
         cell(policy.name),
         ("yes", "yellow") if policy.is_paused else NOTHING,
         f"{policy.held or 0:,}",
+        f"{policy.running or 0:,}",
         cell(policy.concurrency),
         cell(policy.key_concurrency),
         cell(policy.rate_text),

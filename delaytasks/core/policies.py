@@ -39,6 +39,8 @@ class Policy:
     updated_by: str | None = None
     #: How many rows are held now, where somebody counted.
     held: int | None = None
+    #: And how many run.
+    running: int | None = None
     #: The databases where it is not so, or that could not be asked.
     missing: tuple[int, ...] = ()
 
@@ -49,6 +51,10 @@ class Policy:
     @property
     def limits(self) -> tuple[int | None, int | None, int | None, float | None]:
         return self.concurrency, self.key_concurrency, self.rate, self.rate_period_s
+
+    @property
+    def has_limits(self) -> bool:
+        return self.limits != (None,) * 4
 
     @property
     def has_places_only(self) -> bool:
@@ -76,6 +82,7 @@ class Policy:
             "key_concurrency": self.key_concurrency,
             "rate": self.rate_text,
             "held": self.held,
+            "running": self.running,
             "is_applied": self.is_applied,
             "version": self.version,
             "update_time": self.update_time and self.update_time.isoformat(),
@@ -98,7 +105,7 @@ class Policies:
 
     def __post_init__(self) -> None:
         paused = [policy for policy in self.all if policy.is_paused]
-        limited = [policy for policy in self.all if policy.kind == "tag" and policy.limits != (None,) * 4]
+        limited = [policy for policy in self.all if policy.kind == "tag" and policy.has_limits]
         said = sorted((p.kind, p.name, p.is_paused, p.limits) for p in self.all if not p.is_empty)
         object.__setattr__(self, "paused_tags", frozenset(p.name for p in paused if p.kind == "tag"))
         object.__setattr__(self, "paused_queues", frozenset(p.name for p in paused if p.kind == "queue"))

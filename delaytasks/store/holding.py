@@ -34,8 +34,9 @@ class Holding:
         of_tag = and_(p.c.kind == "tag", p.c.name == t.c.tag)
         of_queue = and_(p.c.kind == "queue", p.c.name == t.c.queue)
         self._listed = listed(database, t.c.id, "ids")
-        # Who waits in line for a limited tag is held, too, and is not ours to release.
-        self._is_in_line = exists().where(
+        # Who waits in line for a limited tag is held, too, and is not ours to release. Asked for each row by itself:
+        # as an EXISTS, MariaDB would read all lines for it.
+        place = and_(
             line.c.queue == t.c.queue,
             line.c.tag == t.c.tag,
             line.c.lane == func.coalesce(t.c.concurrency_key, ""),
@@ -44,6 +45,7 @@ class Holding:
             line.c.task_id == t.c.id,
             line.c.version == t.c.version,
         )
+        self._is_in_no_line = select(line.c.task_id).where(place).limit(1).correlate(t).scalar_subquery().is_(None)
         self._is_paused = exists().where(p.c.is_paused, or_(of_tag, of_queue))
 
     # -- look -------------------------------------------------------------------------------------
@@ -71,7 +73,7 @@ class Holding:
         here = t.c.status == literal_column(str(int(status)))
         columns = (t.c.id, t.c.tag, t.c.expected_time)
         query = select(*columns).where(here, t.c.queue == level.queue, t.c.priority == level.priority)
-        return query.where(~self._is_in_line) if status is Status.HELD else query
+        return query.where(self._is_in_no_line) if status is Status.HELD else query
 
     def _seen(self, query: Select[Any]) -> list[Seen]:
         return self._db.alone(lambda c: [Seen(*row) for row in c.execute(query.limit(LOOK))])

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from sqlalchemy import and_, delete, func, select, update
+from sqlalchemy import and_, delete, func, literal_column, select, update
 
 from delaytasks.core.policies import Kind, Policy
 from delaytasks.core.states import Status
@@ -62,8 +62,15 @@ class PolicyTable:
 
     def held(self) -> dict[tuple[str, str], int]:
         """How many rows are held, by tag and queue."""
+        return self._count(Status.HELD)
+
+    def running(self) -> dict[tuple[str, str], int]:
+        """How many rows run, by tag and queue."""
+        return self._count(Status.RUNNING)
+
+    def _count(self, status: Status) -> dict[tuple[str, str], int]:
         t = self._t
-        query = select(t.c.tag, t.c.queue, func.count()).where(t.c.status == int(Status.HELD))
+        query = select(t.c.tag, t.c.queue, func.count()).where(t.c.status == literal_column(f"{status:d}"))
         rows = self._db.alone(lambda c: c.execute(query.group_by(t.c.tag, t.c.queue)).all())
         return {(row[0], row[1]): row[2] for row in rows}
 

@@ -6,8 +6,9 @@ import re
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 
-from delaytasks import Status
+from delaytasks import DelayTask, Status
 from delaytasks.core.errors import StoreUnavailableError
 from tests.integration.cli.project import HOSTILE, Project
 
@@ -47,10 +48,29 @@ def test_policies_are_listed_with_who_made_them(shop: Project) -> None:
 def test_limits_stay_unless_they_are_mentioned_and_none_takes_one_away(shop: Project) -> None:
     shop("policy", "set", "--tag", "mail", "--concurrency", "10", "--key-concurrency", "2", "--rate", "100/s")
     said = shop("policy", "set", "--tag", "mail", "--rate", "none").stdout
-    assert "limits: 10 at once, 2 at once of each key\n" in said
+    assert "limits: 10 at once, 2 at once of each key; running: 0 tasks\n" in said
     assert shop.json("policy", "clear", "--tag", "mail")["concurrency"] is None
     sweep(shop)
     assert shop.json("policy", "list") == {"policies": []}
+
+
+def _put(shop: Project, task: DelayTask, status: Status) -> None:
+    """As if workers had brought it there."""
+    store = shop.delays.store
+    t = store.schema.tasks
+    store.database.alone(lambda c: c.execute(update(t).where(t.c.id == task.id).values(status=int(status))))
+
+
+def test_of_a_limited_tag_it_is_shown_how_many_run_and_how_many_wait(shop: Project) -> None:
+    shop("policy", "set", "--tag", "mail", "--concurrency", "2")
+    for status, tasks in ((Status.RUNNING, 2), (Status.HELD, 3)):
+        for _ in range(tasks):
+            _put(shop, shop.schedule("mail", 0), status)
+    [mail] = shop.json("policy", "list")["policies"]
+    assert (mail["running"], mail["held"]) == (2, 3)
+    assert re.search(r"tag +mail +- +3 +2 +2 ", shop("policy", "list").stdout)
+    said = shop("policy", "set", "--tag", "mail", "--concurrency", "4").stdout
+    assert said == "tag mail is not paused; held: 3 tasks\nlimits: 4 at once; running: 2 tasks\n"
 
 
 @pytest.mark.parametrize(
