@@ -14,6 +14,7 @@ from sqlalchemy import select
 
 from delaytasks import DelayTask
 from delaytasks.core.lines import Opening
+from delaytasks.core.ports import Level
 from delaytasks.core.states import Status
 from delaytasks.store.store import Store
 from tests.benches import Bench
@@ -371,3 +372,25 @@ def test_a_crowd_gets_in_line_at_once(bench: LimitedBench) -> None:
     assert bench.run(*tasks[8:]).claimed == 0, "whose entries come later"
     bench.limit(concurrency=1000)
     assert [task.body for task in bench.admit()] == list(range(20))
+
+
+def test_who_waits_in_line_is_not_released_by_those_who_resume(bench: LimitedBench) -> None:
+    bench.limit(concurrency=1)
+    bench.claim(bench.schedule())
+    tasks = [bench.schedule(body=n, concurrency_key=key) for n, key in enumerate([None, "a", "a"])]
+    assert bench.claim(*tasks) == []
+    stray = bench.schedule("other")
+    bench.change(stray, status=int(Status.HELD))
+    level = Level("default", 0)
+    assert [seen.id for seen in bench.store.holding.look(Status.HELD, level, None, None)] == [stray.id]
+    _push_away(bench, tasks[1])
+    found = {seen.id for seen in bench.store.holding.look(Status.HELD, level, None, None)}
+    assert found == {stray.id, tasks[1].id}, "it is not due any more, and waits in vain"
+
+
+def test_who_starts_several_at_once_takes_as_many(bench: LimitedBench) -> None:
+    bench.limit(concurrency=10)
+    tasks = [bench.schedule(body=n) for n in range(20)]
+    assert len(bench.claim(*tasks)) == 1
+    assert len(bench.claims.lines.admit("default", "note", 50, 6)[0]) == 6
+    assert len(bench.claims.lines.admit("default", "note", 50, 6)[0]) == 3, "never more than there is room for"
