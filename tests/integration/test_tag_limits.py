@@ -72,6 +72,15 @@ def test_never_more_run_at_once_than_allowed(deploy: Deploy, database: str, brok
     assert len(d.runs()) == 2 * 40 + 20, "each of them once"
 
 
+def test_one_process_that_runs_many_at_once_takes_all_places(deploy: Deploy) -> None:
+    d = deploy(**NO_SWEEP)
+    d.delays.set_policy("test.wait", concurrency=10)
+    d.worker(pool="prefork", concurrency=1)
+    tasks = [d.schedule("test.wait", 2, body={"seconds": 0.2}) for _ in range(80)]
+    d.wait_for(tasks, deadline_s=20)
+    assert 8 <= most_at_once(d) <= 10
+
+
 def test_the_next_one_starts_at_once_and_not_at_the_next_sweep(deploy: Deploy) -> None:
     d = deploy(**NO_SWEEP)
     d.delays.set_policy("test.sleep", concurrency=1)
