@@ -36,7 +36,7 @@ from delaytasks.store.handover import Handover
 from delaytasks.store.keys import Keys
 from delaytasks.store.lines import Limited, Lines
 from delaytasks.store.prepared import Prepared
-from delaytasks.store.rows import CLAIMED, columns, dump_rows, instant_text, json_rows, task_of
+from delaytasks.store.rows import CLAIMED, columns, dump_rows, instant_text, json_rows, listed, task_of
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now, db_now_plus, is_past, once
 
@@ -83,6 +83,7 @@ class Claims:
             "worker": worker,
             "ip_address": ip,
         }
+        self._taking = update(t).where(listed(database, t.c.id, "ids")).values(self._claimed).returning(*self._columns)
         wanted = json_rows(dialect, ("id", "version", "status", "lapses"))
         named = and_(
             t.c.id == wanted.c.id,
@@ -208,6 +209,9 @@ class Claims:
         """Rows that this transaction has locked."""
         if not ids:
             return []
+        if self._db.can.update_returning:
+            taken: Sequence[Any] = on.execute(self._taking, {"ids": list(ids)}).all()
+            return taken
         mine = self._t.c.id.in_(ids)
         on.execute(update(self._t).where(mine).values(self._claimed))
         return list(on.execute(select(*self._columns).where(mine)).all())

@@ -54,6 +54,8 @@ class Lines:
         #: The lane of the last one that was admitted here.
         self._last: dict[tuple[str, str], str | None] = {}
         self._gathers = threading.Lock()
+        #: Lines in which nobody waited when this process looked last.
+        self._empty: set[tuple[str, str]] = set()
         self._gates: dict[tuple[str, str], _Gate] = {}
         named, key = listed(database, t.c.id, "ids"), func.coalesce(t.c.concurrency_key, "")
         self._of_limited = (
@@ -154,6 +156,8 @@ class Lines:
             with self._db.begin() as connection:
                 return self._admit(connection, queue, tag, limit, at_once)
 
+        if (queue, tag) in self._empty and not self._db.alone(lambda c: self._is_waited_for(c, queue, tag)):
+            return [], None  # as mostly, where nobody reaches the limit
         gate, asked_at = self._gates.setdefault((queue, tag), _Gate()), monotonic()
         with gate.lock:
             if gate.shut_at > asked_at:  # a thread that asked before found no more
@@ -161,6 +165,10 @@ class Lines:
             tasks, opening = self._db.run(work)
             if opening is None or not opening.open:
                 gate.shut_at = monotonic()
+            if opening is None:
+                self._empty.add((queue, tag))
+            else:
+                self._empty.discard((queue, tag))
             return tasks, opening
 
     def _admit(
