@@ -338,7 +338,7 @@ def test_near_rows_are_armed_again_when_redis_lost_a_slot(post: Post) -> None:
 def test_near_rows_are_armed_again_when_redis_is_back(post: Post, proxy: Proxy, how: str) -> None:
     post.start()
     post.arm(range(1, 2))
-    wait_until(lambda: post.here() == 1, 5, "the first entry")
+    wait_until(lambda: post.here() == 1 and post.left() == (0, 0), 5, "the first entry, and Redis to be told")
     before = post.forgotten
     getattr(proxy, how)()
     post.look()
