@@ -10,6 +10,9 @@ from delaytasks.core.lines import LOOK_S, Opening
 
 #: How long a process goes on with a line before others have their turn: while there is another free one, and else.
 GO_ON_S, GO_ON_ALONE_S = 1.0, 0.05
+#: A place that seemed taken may have been on its way from one task to the next: the second look comes soon, each
+#: further one after twice the time.
+SOON_S = 0.02
 NEVER = float("inf")
 Key = tuple[str, str]
 
@@ -23,6 +26,8 @@ class Line:
     #: Processes that are at it.
     jobs: int = 0
     looks_at: float = NEVER
+    #: How often in a row somebody looked in vain.
+    misses: int = 0
 
 
 class Lines:
@@ -45,10 +50,16 @@ class Lines:
         for opening in openings:
             line = self._lines.setdefault(opening[:2], Line())
             line.wanted = max(line.wanted, opening.open) if opening.open else 0
-            at = monotonic() + opening.look_s
+            look_s = opening.look_s
+            if opening.open:
+                line.misses = 0
+            elif of == opening[:2]:
+                look_s = min(look_s, SOON_S * 2 ** min(line.misses, 10))
+                line.misses += 1
+            at = monotonic() + look_s
             if at < line.looks_at:
                 line.looks_at = at
-                first = min(first, opening.look_s)
+                first = min(first, look_s)
         self._lines = {k: line for k, line in self._lines.items() if line.wanted or line.jobs or line.looks_at < NEVER}
         return None if first == NEVER else first
 

@@ -83,8 +83,16 @@ def test_a_full_line_is_looked_at_again_later(time: Time) -> None:
     time.now += 0.2
     assert found.next() == MAIL
     assert found.next() is None
-    assert found.heard([Opening(*MAIL, 0)], MAIL) == LOOK_S
-    assert found.next() is None
+    waits = []
+    for _ in range(8):
+        waits.append(found.heard([Opening(*MAIL, 0)], MAIL))
+        assert found.next() is None
+        time.now += LOOK_S
+        assert found.next() == MAIL
+    assert waits == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, LOOK_S, LOOK_S], "soon, then less and less often"
+    found.heard([Opening(*MAIL, 1)], MAIL)
+    assert found.next() == MAIL
+    assert found.heard([Opening(*MAIL, 0)], MAIL) == 0.02
 
 
 def test_a_line_in_which_nobody_waits_is_forgotten(time: Time) -> None:
@@ -100,6 +108,6 @@ def test_a_line_whose_process_failed_is_looked_at_again(time: Time) -> None:
     found = Lines()
     found.heard([Opening(*MAIL)])
     assert found.next() == MAIL
-    assert found.failed(MAIL) == LOOK_S
+    assert found.failed(MAIL) == 0.02
     time.now += LOOK_S
     assert found.next() == MAIL
