@@ -74,7 +74,7 @@ class Lapses:
         for reason, some in reasons.items():
             on.execute(lapse_statement(t, max_lapses, reason).where(t.c.id.in_([row[0] for row in some])))
             self._attempts.record_lapsed(on, [row[:5] for row in some], LAPSED + reason)
-        timed_out = [(row[0], row[6]) for reason, some in reasons.items() if reason for row in some]
+        timed_out = tuple((row[0], row[6]) for reason, some in reasons.items() if reason for row in some)
         last = {row[0] for row in rows if row[5] + 1 >= max_lapses}
         if not last:
             return Lapsed(len(rows), [], timed_out)

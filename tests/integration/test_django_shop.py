@@ -47,7 +47,7 @@ def differences(shop: Shop) -> list[Any]:
     """What Alembic would change to make the tables those of the metadata."""
     tables = shop.delays.store.schema.metadata
     options = {
-        "compare_type": True,
+        **migrations.comparison(shop.delays.store.database.url.get_backend_name()),
         "include_name": lambda name, kind, _parents: kind != "table" or name in tables.tables,
     }
     with shop.delays.store.database.begin() as connection:
