@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 import secrets
+import signal
 import sys
 import tempfile
 import time
@@ -36,6 +37,7 @@ def main() -> int:
     parser.add_argument("--timer", choices=["eta", "redis"], default="eta")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds for all to be over after the last fault")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it started is ended, however it ends
     seed = secrets.randbelow(1_000_000) if options.seed is None else options.seed
     console = Console()
     console.print(f"seed {seed}: {options.tasks:,} tasks, {options.database}, Redis, timer {options.timer}")
