@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -37,18 +37,6 @@ from tests.recording import RecordingTimer, delays_on, record
 from tests.waiting import wait_until
 
 FAR = 7 * 86400.0
-
-
-@pytest.fixture
-def delays(store: Store, database_url: str) -> Iterator[DelayTasks]:
-    made = delays_on(database_url, table_prefix="s_")
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def timer(delays: DelayTasks) -> RecordingTimer:
-    return record(delays)
 
 
 @pytest.fixture

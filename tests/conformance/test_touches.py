@@ -14,20 +14,8 @@ from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.states import MOVES
 from delaytasks.store import engines, touches
 from delaytasks.store.store import Store
-from tests.recording import RecordingTimer, delays_on, record
+from tests.recording import RecordingTimer
 from tests.waiting import wait_until
-
-
-@pytest.fixture
-def delays(store: Store, database_url: str) -> Iterator[DelayTasks]:
-    made = delays_on(database_url, table_prefix="s_")
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def timer(delays: DelayTasks) -> RecordingTimer:
-    return record(delays)
 
 
 def schedule(delays: DelayTasks, delay: float = 5, key: str | None = None) -> DelayTask:
