@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,16 +20,8 @@ from delaytasks.core.errors import NotRunningError
 from delaytasks.engine.chunk import ChunkSize
 from delaytasks.engine.registry import Registry
 from tests.benches import Bench
-from tests.conftest import open_store
 
 Work = Callable[[list[DelayTask]], Any]
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(open_store(f"sqlite:///{tmp_path / 'batches.sqlite3'}"))
-    yield made
-    made.store.close()
 
 
 def run(bench: Bench, work: Work, count: int = 4, **options: Any) -> list[DelayTask]:

@@ -99,6 +99,18 @@ class Post:
         done(Report(rows, rows, rows * row_s))
         return [entry.id for entry in job.entries]
 
+    def end_all(self, count: int) -> list[int]:
+        """Chunk by chunk, until so many rows have come."""
+        ran: list[int] = []
+
+        def all_ran() -> bool:
+            if self.pool.jobs:
+                ran.extend(self.end_chunk(0.001))
+            return len(ran) == count
+
+        wait_until(all_ran, 10, "all of them to come")
+        return ran
+
     def close(self) -> None:
         self.desk.stop()
         client = self.timer.link.connect()
@@ -165,15 +177,7 @@ def test_it_takes_what_there_is_room_for_and_more_when_chunks_end(post: Post) ->
     wait_until(lambda: post.here() >= 40 and post.left()[1] == 0, 5, "the first ones")
     assert post.here() < 50, "one more of each slot at most"
     assert post.left() == (200 - post.here(), 0)
-    ran: list[int] = []
-
-    def all_ran() -> bool:
-        if post.pool.jobs:
-            ran.extend(post.end_chunk(0.001))
-        return len(ran) == 200
-
-    wait_until(all_ran, 10, "all of them to come")
-    assert sorted(ran) == list(range(1, 201))
+    assert sorted(post.end_all(200)) == list(range(1, 201))
     wait_until(lambda: post.left() == (0, 0), 5, "the last ones to be deleted")
 
 
@@ -188,15 +192,7 @@ def test_it_brings_as_much_from_a_database_whose_clock_is_an_hour_ahead(
         armed = [Entry(new_id(), 0, due) for _ in range(200)]
         post.start()
         assert post.timer.arm(armed)
-        ran: list[int] = []
-
-        def all_ran() -> bool:
-            if post.pool.jobs:
-                ran.extend(post.end_chunk(0.001))
-            return len(ran) == 200
-
-        wait_until(all_ran, 10, "all of them to come")
-        assert sorted(ran) == sorted(entry.id for entry in armed)
+        assert sorted(post.end_all(200)) == sorted(entry.id for entry in armed)
     finally:
         post.close()
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,31 +19,11 @@ from delaytasks.core.clock import to_us
 from delaytasks.core.errors import StoreError, StoreUnavailableError
 from delaytasks.core.ports import Entry, Settlement
 from tests.benches import Bench
-from tests.conftest import open_store
+from tests.unit.conftest import Make
 from tests.waiting import wait_until
 
-Make = Callable[..., Bench]
 #: By which a tenth of an age may be off that was not quite what it was meant to be.
 MOMENT = timedelta(seconds=0.2)
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    made: list[Bench] = []
-
-    def new(**changes: Any) -> Bench:
-        store = open_store(f"sqlite:///{tmp_path / f'{len(made)}.sqlite3'}", **changes)
-        made.append(Bench(store, **changes))
-        return made[-1]
-
-    yield new
-    for bench in made:
-        bench.store.close()
-
-
-@pytest.fixture
-def bench(make: Make) -> Bench:
-    return make()
 
 
 # -- how a run ends -------------------------------------------------------------------------------

@@ -6,10 +6,9 @@ import asyncio
 import contextvars
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,29 +22,8 @@ from delaytasks.engine.chunk import ChunkSize
 from delaytasks.engine.coroutines import Coroutines
 from delaytasks.engine.flights import MOST_PLACES, Flights
 from tests.benches import Bench
-from tests.conftest import open_store
+from tests.unit.conftest import Make
 from tests.waiting import wait_until
-
-Make = Callable[..., Bench]
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    made: list[Bench] = []
-
-    def new(may_leave: bool = False, **changes: Any) -> Bench:
-        store = open_store(f"sqlite:///{tmp_path / f'{len(made)}.sqlite3'}", **changes)
-        made.append(Bench(store, may_leave, **changes))
-        return made[-1]
-
-    yield new
-    for bench in made:
-        bench.store.close()
-
-
-@pytest.fixture
-def bench(make: Make) -> Bench:
-    return make()
 
 
 class Gate:

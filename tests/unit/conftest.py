@@ -1,0 +1,33 @@
+"""Benches on SQLite files of a test's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.benches import Bench
+from tests.conftest import open_store
+
+Make = Callable[..., Bench]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[Bench] = []
+
+    def new(may_leave: bool = False, **changes: Any) -> Bench:
+        store = open_store(f"sqlite:///{tmp_path / f'{len(made)}.sqlite3'}", **changes)
+        made.append(Bench(store, may_leave, **changes))
+        return made[-1]
+
+    yield new
+    for bench in made:
+        bench.store.close()
+
+
+@pytest.fixture
+def bench(make: Make) -> Bench:
+    return make()
