@@ -14,7 +14,7 @@ from delaytasks.core.task import DelayTask
 
 #: Rows in the first chunk, before anything is known about the processors.
 FIRST_SIZE = 10
-#: How much the last chunk says about the next one.
+#: How much the last chunk says about the next one, if it was as small as the first; a larger one says more.
 LEARNING = 0.3
 #: In a time box, however quick their processors: to claim and settle them takes time as well.
 MOST_CHUNKS = 5
@@ -129,7 +129,7 @@ class ChunkSize:
         if ran:
             row_s = seconds / ran
             known = row_s if self._row_s is None else self._row_s
-            self._row_s = known + LEARNING * (row_s - known)
+            self._row_s = known + (1 - (1 - LEARNING) ** max(ran / FIRST_SIZE, 1)) * (row_s - known)
 
     @property
     def rows(self) -> int:

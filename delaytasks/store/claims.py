@@ -34,9 +34,9 @@ from delaytasks.store.attempts import Attempts
 from delaytasks.store.database import Database
 from delaytasks.store.handover import Handover
 from delaytasks.store.keys import Keys
-from delaytasks.store.lines import Limited, Lines
+from delaytasks.store.lines import Candidate, Limited, Lines
 from delaytasks.store.prepared import Prepared
-from delaytasks.store.rows import CLAIMED, columns, dump_rows, instant_text, json_rows, listed, task_of
+from delaytasks.store.rows import CLAIMED, columns, dump_rows, instant_text, json_rows, listing, task_of
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now, db_now_plus, is_past, once
 
@@ -53,9 +53,9 @@ MAX_TEXT = 2_000_000
 
 
 class Pick(NamedTuple):
-    """A way to choose rows: their ids alone, and the statement that chooses, takes and returns them at once."""
+    """A way to choose rows: the candidates alone, and the statement that chooses, takes and returns them at once."""
 
-    ids: Select[Any]
+    candidates: Prepared
     take: Prepared
 
 
@@ -83,7 +83,9 @@ class Claims:
             "worker": worker,
             "ip_address": ip,
         }
-        self._taking = update(t).where(listed(database, t.c.id, "ids")).values(self._claimed).returning(*self._columns)
+        listed = self._is_listed() if database.can.array_parameters else t.c.id.in_(listing("ids"))
+        self._taking = Prepared(database, update(t).where(listed).values(self._claimed).returning(*self._columns))
+        self._candidate = candidate = columns(schema, Candidate._fields)
         wanted = json_rows(dialect, ("id", "version", "status", "lapses"))
         named = and_(
             t.c.id == wanted.c.id,
@@ -94,7 +96,7 @@ class Claims:
             t.c.lapses <= wanted.c.lapses,
             t.c.expected_time <= db_now(),
         )
-        pick = select(t.c.id).join(wanted, named).order_by(t.c.id)
+        pick = select(*candidate).join(wanted, named).order_by(t.c.id)
         if database.can.array_parameters:
             pick = pick.where(self._is_listed())
         self._named = self._pick(pick, is_planned_once=True)
@@ -108,13 +110,13 @@ class Claims:
             due = level <= tuple_(status, queue, priority, once(db_now()))
         # Planned each time: how many of them to expect is to be known, not guessed.
         self._due = self._pick(
-            select(t.c.id)
+            select(*candidate)
             .where(waiting, due, t.c.lapses == 0)
             .order_by(t.c.expected_time)
             .limit(bindparam("due_limit"))
         )
         self._suspect = self._pick(
-            select(t.c.id)
+            select(*candidate)
             .where(waiting, is_past(t.c.expected_time, db_now()), t.c.lapses > 0)
             # By lapses first, also because in the order of time alone MySQL would walk the index of all past rows.
             .order_by(t.c.lapses, t.c.expected_time)
@@ -166,10 +168,10 @@ class Claims:
             parameters |= self._listing([id for id, _ in pairs])
         return parameters
 
-    def _pick(self, ids: Select[Any], is_planned_once: bool = False) -> Pick:
+    def _pick(self, candidates: Select[Any], is_planned_once: bool = False) -> Pick:
         t = self._t
-        ids = ids.with_for_update(skip_locked=True, of=t if self._db.can.update_returning else None)
-        picked = ids.cte("picked")
+        candidates = candidates.with_for_update(skip_locked=True, of=t if self._db.can.update_returning else None)
+        picked = candidates.cte("picked")
         mine: ColumnElement[bool] = t.c.id.in_(select(picked.c.id))
         if self._db.can.array_parameters:
             # A list that is made first: the planner can only look each id up.
@@ -177,7 +179,7 @@ class Claims:
             if is_planned_once:
                 mine = and_(mine, self._is_within())
         taking = update(t).where(mine).values(self._claimed).returning(*self._columns)
-        return Pick(ids, Prepared(self._db, taking, is_planned_once))
+        return Pick(*(Prepared(self._db, statement, is_planned_once) for statement in (candidates, taking)))
 
     def _is_listed(self) -> ColumnElement[bool]:
         """Without it a table that was never analysed is read from end to end."""
@@ -195,23 +197,20 @@ class Claims:
         if self._db.can.update_returning and not self.lines.limited():
             rows = self._db.alone(lambda c: pick.take(c, parameters).rows)
         else:
-            rows = self._db.run(lambda: self._claim_in_two(pick.ids, parameters))
+            rows = self._db.run(lambda: self._claim_in_two(pick.candidates, parameters))
         return self._tasks(rows)
 
-    def _claim_in_two(self, pick: Select[Any], parameters: dict[str, Any]) -> Sequence[Any]:
+    def _claim_in_two(self, pick: Prepared, parameters: dict[str, Any]) -> Sequence[Any]:
         with self._db.begin() as connection:
-            ids = connection.execute(pick, parameters).scalars().all()
-            if ids and self.lines.limited():
-                ids = self.lines.let_in(connection, ids)
-            return self._take(connection, ids)
+            candidates = [Candidate(*row) for row in pick(connection, parameters).rows]
+            return self._take(connection, self.lines.let_in(connection, candidates))
 
     def _take(self, on: Any, ids: Sequence[int]) -> Sequence[Any]:
         """Rows that this transaction has locked."""
         if not ids:
             return []
         if self._db.can.update_returning:
-            taken: Sequence[Any] = on.execute(self._taking, {"ids": list(ids)}).all()
-            return taken
+            return self._taking(on, self._listing(sorted(ids))).rows
         mine = self._t.c.id.in_(ids)
         on.execute(update(self._t).where(mine).values(self._claimed))
         return list(on.execute(select(*self._columns).where(mine)).all())
@@ -221,7 +220,7 @@ class Claims:
         parameters = self._naming(pairs, ANY_LAPSES, Status.HELD)
         if self._db.can.update_returning:
             return self._tasks(self._named.take(on, parameters).rows)
-        return self._tasks(self._take(on, on.execute(self._named.ids, parameters).scalars().all()))
+        return self._tasks(self._take(on, [row[0] for row in self._named.candidates(on, parameters).rows]))
 
     def _tasks(self, rows: Iterable[Any]) -> list[DelayTask]:
         tasks = (task_of(row, self._shard) for row in rows)

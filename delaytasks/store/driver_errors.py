@@ -9,8 +9,10 @@ from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError, StoreErr
 TRIES = 5
 REMEDY = "run: delaytasks db upgrade (for a Celery app of your own: delaytasks -A APP db upgrade)"
 
+#: A prepared statement is not there, is there already, or is out of date: it is not used again.
+PREPARED_IS_GONE = {"26000", "42P05", "0A000"}
 #: What databases answer when a transaction should simply be tried again.
-_RETRY_PG = {"40001", "40P01", "55P03"}  # serialization failure, deadlock, lock not available
+_RETRY_PG = {"40001", "40P01", "55P03"} | PREPARED_IS_GONE  # serialization failure, deadlock, lock not available
 _RETRY_MYSQL = {1205, 1213}  # lock wait timeout, deadlock
 
 #: A server that answers and can not work for now: out of memory, disk or connections, shutting down, failed over.

@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from datetime import datetime
+from typing import Any, NamedTuple
 
 from sqlalchemy import and_, bindparam, func, insert, literal, select, update
 
@@ -32,6 +33,17 @@ from delaytasks.store.types import db_now, is_past
 GATHER = 1000
 #: The tags that have limits, as far as this process knows.
 Limited = Callable[[], Mapping[str, Policy]]
+
+
+class Candidate(NamedTuple):
+    """A row that is due, as a claim found and locked it; its columns' names."""
+
+    id: int
+    tag: str
+    queue: str
+    priority: int
+    expected_time: datetime
+    concurrency_key: str | None
 
 
 class _Gate:
@@ -58,11 +70,6 @@ class Lines:
         self._empty: set[tuple[str, str]] = set()
         self._gates: dict[tuple[str, str], _Gate] = {}
         named, key = listed(database, t.c.id, "ids"), func.coalesce(t.c.concurrency_key, "")
-        self._of_limited = (
-            select(t.c.id, t.c.queue, t.c.tag, key)
-            .where(named, t.c.tag.in_(listing("limited")))
-            .order_by(t.c.priority.desc(), t.c.expected_time, t.c.id)
-        )
         self._due = (
             select(t.c.id)
             .where(t.c.status == int(Status.NOT_COMPLETE), t.c.queue == bindparam("queue"))
@@ -92,11 +99,13 @@ class Lines:
 
     # -- rows that fell due -----------------------------------------------------------------------
 
-    def let_in(self, on: Any, ids: Sequence[int]) -> list[int]:
+    def let_in(self, on: Any, candidates: Sequence[Candidate]) -> list[int]:
         """Those of these locked rows that may start; the others get in line, behind those who wait there already."""
-        lines: dict[tuple[str, str], list[tuple[int, str]]] = {}
-        for id, queue, tag, key in on.execute(self._of_limited, {"ids": list(ids), "limited": list(self.limited())}):
-            lines.setdefault((tag, queue), []).append((id, key))
+        limited, lines = self.limited(), dict[tuple[str, str], list[tuple[int, str]]]()
+        if limited:
+            for one in sorted(candidates, key=lambda one: (-one.priority, one.expected_time, one.id)):
+                if one.tag in limited:
+                    lines.setdefault((one.tag, one.queue), []).append((one.id, one.concurrency_key or ""))
         held: set[int] = set()
         for tag, queue in sorted(lines):  # the locks in one order
             some = lines[tag, queue]
@@ -106,7 +115,7 @@ class Lines:
         if lines:
             before = self.met()
             self._met.met = Met(before.lines | {(queue, tag) for tag, queue in lines}, before.held + len(held))
-        return [id for id in ids if id not in held]
+        return [one.id for one in candidates if one.id not in held]
 
     def gather(self, queue: str, priority: int, tags: Collection[str]) -> bool:
         """Many of those that are due get in line at once, before somebody claims them in vain. True if there may be

@@ -11,10 +11,8 @@ from sqlalchemy import Connection, exc
 from sqlalchemy.dialects import postgresql
 
 from delaytasks.store.database import Database
+from delaytasks.store.driver_errors import PREPARED_IS_GONE
 
-#: Said when a prepared statement is not there, is there already, or is out of date. Behind a pooler that gives each
-#: statement another connection of the server's that is so for good.
-_GONE = {"26000", "42P05", "0A000"}
 #: What we ask for, and what many a server has of itself: a pooler may leave out what we ask for.
 _UTC = {"UTC", "Etc/UTC"}
 
@@ -26,8 +24,9 @@ class Answer(NamedTuple):
 
 
 class Prepared:
-    """One statement for all connections. Where it can not be prepared, and in transactions, which an error would end,
-    it is executed as any other."""
+    """One statement for all connections; where it can not be prepared it is executed as any other. Behind a pooler that
+    gives each statement another connection of the server's that is so for good: what is prepared there is not found.
+    That ends a transaction, which is then to be tried again."""
 
     def __init__(self, database: Database, statement: Any, is_planned_once: bool = True) -> None:
         self._statement = statement
@@ -38,7 +37,7 @@ class Prepared:
             link: Any = on.connection
             driver = link.driver_connection
             # The driver tells instants in the session's time zone, and nothing of ours makes them UTC here.
-            if driver.autocommit and driver.get_parameter_status("TimeZone") in _UTC:
+            if driver.get_parameter_status("TimeZone") in _UTC:
                 return self._execute(on, link, values)
         result = on.execute(self._statement, values)
         return Answer(result.all() if result.returns_rows else (), result.rowcount)
@@ -55,9 +54,9 @@ class Prepared:
                 cursor.execute(execute, [given[name] for name in names])
                 return Answer(cursor.fetchall() if cursor.description else (), cursor.rowcount)
         except driver.Error as error:
-            if error.pgcode not in _GONE:
+            self._is_on = error.pgcode not in PREPARED_IS_GONE
+            if self._is_on or not link.driver_connection.autocommit:
                 raise _told(on, link, error) from error
-        self._is_on = False
         return self(on, values)
 
     @cached_property

@@ -9,6 +9,7 @@ import pytest
 from sqlalchemy import Connection, exc
 
 from delaytasks.core.errors import StoreError
+from delaytasks.core.policies import Policy
 from delaytasks.core.ports import Settlement
 from delaytasks.core.states import Status
 from delaytasks.store.store import Store
@@ -53,6 +54,18 @@ def test_a_pooler_that_forgets_what_was_prepared_is_no_trouble(field: Store) -> 
     work_through(field)
     field.database.alone(lambda c: c.exec_driver_sql("DEALLOCATE ALL"))
     assert work_through(field) == [Status.DONE] * 3
+
+
+@pytest.mark.parametrize("forget", [lambda c: c.exec_driver_sql("DEALLOCATE ALL"), lambda c: c.info.clear()])
+def test_a_transaction_that_it_ends_is_tried_again(field: Store, forget: Callable[[Connection], Any]) -> None:
+    limited = dict.fromkeys([task(field).tag], Policy("tag", task(field).tag, concurrency=10))
+    claims = field.claims("w", None, lambda: limited)
+    for _ in range(2):
+        waits = task(field)
+        field.tasks.insert_many([waits])
+        assert [one.id for one in claims.claim([entry(waits)])] == [waits.id]
+        with field.database.begin() as connection:
+            forget(connection)
 
 
 def test_a_statement_that_somebody_else_prepared_is_no_trouble(field: Store) -> None:

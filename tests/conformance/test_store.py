@@ -694,20 +694,19 @@ def test_a_whole_chunk_of_long_errors_is_settled(store: Store, claims: Claims) -
     assert {read(store, one.id).error for one in made[::50]} == {error}
 
 
-def test_one_statement_carries_a_bounded_text(store: Store, claims: Claims) -> None:
+def test_one_statement_carries_a_bounded_text(store: Store, claims: Claims, monkeypatch: pytest.MonkeyPatch) -> None:
     made = [task(store) for _ in range(30)]
     store.tasks.insert_many(made)
     claimed = claims.claim([entry(one) for one in made])
     sizes: list[int] = []
+    settle = claims._settle
 
-    def note(_c: Any, _cursor: Any, statement: str, parameters: Any, _context: Any, _many: bool) -> None:
-        if statement.startswith("UPDATE"):
-            sizes.append(len(str(parameters).encode()))
+    def note(connection: Any, parameters: Any) -> Any:
+        sizes.append(len(parameters["rows"].encode()))
+        return settle(connection, parameters)
 
-    event.listen(store.database.tx, "before_cursor_execute", note)
-    settled = claims.settle([Settlement(one, "fail", error="时" * 65_536) for one in claimed])
-    event.remove(store.database.tx, "before_cursor_execute", note)
-    assert len(settled) == 30
+    monkeypatch.setattr(claims, "_settle", note)
+    assert len(claims.settle([Settlement(one, "fail", error="时" * 65_536) for one in claimed])) == 30
     assert len(sizes) == 3
     assert max(sizes) < 2_100_000
 

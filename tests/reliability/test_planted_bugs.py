@@ -222,7 +222,7 @@ def test_nothing_is_found_where_nothing_is_wrong(stage: Stage, scene: Scene) -> 
 
 def no_version_check_on_claim(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     claims, t = stage.bench.claims._claims, stage.store.schema.tasks
-    pick = claims._pick(select(t.c.id).where(t.c.id == stage_id(stage)))
+    pick = claims._pick(select(*claims._candidate).where(t.c.id == stage_id(stage)))
     patch.setattr(claims, "_named", pick)
     patch.setattr(claims, "_naming", lambda pairs, lapses: {})
 
@@ -256,7 +256,7 @@ def no_sweep(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 def the_workers_clock_decides(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     claims, t = stage.bench.claims._claims, stage.store.schema.tasks
     fast = datetime.now(tz=stage.store.tasks.now().tzinfo) + timedelta(hours=2)
-    pick = claims._pick(select(t.c.id).where(t.c.expected_time <= fast))
+    pick = claims._pick(select(*claims._candidate).where(t.c.expected_time <= fast))
     patch.setattr(claims, "_named", pick)
     patch.setattr(claims, "_naming", lambda pairs, lapses: {})
 
