@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,8 +14,10 @@ from sqlalchemy import delete
 
 from delaytasks.core.settings import Settings, load_settings
 from delaytasks.store.store import Store
+from tests.postgres_server import PostgresServer
+from tests.rabbitmq_server import RabbitServer
 from tests.redis_server import RedisServer
-from tests.services import MissingServiceError, Services, own_database
+from tests.services import MissingServiceError, Services, free_port, own_database
 
 _IS_CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
 _missing: dict[str, str] = {}
@@ -93,6 +96,31 @@ def start_redis(tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
 
     yield start
     for server in started:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def own_rabbitmq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitServer]:
+    """A RabbitMQ of a module's own: it takes seconds to start."""
+    try:
+        server = RabbitServer(tmp_path_factory.mktemp("rabbitmq"))
+    except MissingServiceError as error:
+        _missing["rabbitmq-server"] = str(error)
+        raise _given_up("rabbitmq-server") from None
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def own_postgresql() -> Iterator[PostgresServer]:
+    """A PostgreSQL of this test's own."""
+    with tempfile.TemporaryDirectory(prefix="dt_test_") as folder:  # not pytest's, which nobody else may enter
+        try:
+            server = PostgresServer(Path(folder), free_port(), MissingServiceError)
+        except MissingServiceError as error:
+            _missing["postgresql-server"] = str(error)
+            raise _given_up("postgresql-server") from None
+        yield server
         server.stop()
 
 

@@ -15,6 +15,7 @@ from sqlalchemy import text
 
 from delaytasks import DelayTask, Fail, processor
 from delaytasks.api import default
+from delaytasks.core.errors import LeaseLostError
 
 
 def note(body: dict[str, Any], *words: object) -> None:
@@ -110,6 +111,21 @@ def hold_gil(body: dict[str, Any], task: DelayTask) -> None:
     note(body, task.id, "began", os.getpid())
     ctypes.PyDLL(None).usleep(int(body["seconds"] * 1e6))
     note(body, task.id, "ended", os.getpid())
+
+
+@processor("test.guarded")
+def guarded(body: dict[str, Any], task: DelayTask) -> None:
+    """Takes long, and breaks off when it is told that its lease can not be renewed."""
+    began = time.monotonic()
+    note(body, task.id, "began")
+    try:
+        while time.monotonic() < began + body["seconds"]:
+            task.check_lease()
+            time.sleep(0.05)
+    except LeaseLostError:
+        note(body, task.id, "told", time.monotonic() - began)
+        raise
+    note(body, task.id, "ended")
 
 
 @processor("test.request")

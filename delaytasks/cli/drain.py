@@ -164,8 +164,9 @@ class Drain:
         name = delays.processes.name(os.getpid())
 
         def renew() -> float:
-            shard, began_us = self._chunk
+            (shard, began_us), asked_at = self._chunk, monotonic()
             shard.store.leases.renew([name], from_us(began_us - SLACK_US))
+            delays.processes.renewals.tell(shard.number, asked_at)
             return delays.settings.lease_s / 3
 
         loop = Loop("leases", renew, delays.events)

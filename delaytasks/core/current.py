@@ -1,4 +1,4 @@
-"""The run that is under way, for `task.complete`: what a processor is given is a plain value."""
+"""The run that is under way, for `task.complete` and `task.check_lease`: what a processor is given is a plain value."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 class Current(Protocol):
     def complete(self, id: int, session: Any, result: Any) -> None: ...
+    def check_lease(self, id: int) -> None: ...
 
 
 current_run: ContextVar[Current | None] = ContextVar("delaytasks_run", default=None)

@@ -144,7 +144,7 @@ class NotRunningError(TaskStateError):
 
 
 class LeaseLostError(TaskStateError):
-    """The task was taken from this run, whose worker was silent for too long: roll back what it did."""
+    """The task was taken from this run, whose worker was silent for too long, or soon will be: undo what it did."""
 
 
 class StoreError(DelayTaskError):

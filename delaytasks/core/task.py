@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from delaytasks.core.current import current_run
+from delaytasks.core.current import Current, current_run
 from delaytasks.core.errors import NotRunningError
 from delaytasks.core.ladder import Ladder
 from delaytasks.core.states import FINISHED, Status
@@ -55,10 +55,18 @@ class DelayTask:
         """Called by the task's processor: makes the task DONE in the transaction of `session` (a SQLAlchemy Session or
         Connection; with Django that of the current connection), so that it commits together with what the processor
         wrote there, or not at all. Commit before you return."""
+        self._run("complete").complete(self.id, session, result)
+
+    def check_lease(self) -> None:
+        """Called by the task's processor wherever it can break off: `LeaseLostError` if its lease could not be renewed
+        and is about to end. Then the task runs elsewhere; let the error out."""
+        self._run("check_lease").check_lease(self.id)
+
+    def _run(self, what: str) -> Current:
         run = current_run.get()
         if run is None:
-            raise NotRunningError(f"task {self.id} does not run here: complete() is for its processor", self.id)
-        run.complete(self.id, session, result)
+            raise NotRunningError(f"task {self.id} does not run here: {what}() is for its processor", self.id)
+        return run
 
     @property
     def ladder(self) -> Ladder | None:

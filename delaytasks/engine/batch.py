@@ -67,10 +67,16 @@ class Runs:
         self._runs = {run.task.id: run for run in runs}
 
     def complete(self, id: int, session: Any, result: Any) -> None:
+        self._run(id).complete(id, session, result)
+
+    def check_lease(self, id: int) -> None:
+        self._run(id).check_lease(id)
+
+    def _run(self, id: int) -> Run:
         run = self._runs.get(id)
         if run is None:
             raise NotRunningError(f"task {id} does not run here: it is none of this batch's {len(self._runs)}", id)
-        run.complete(id, session, result)
+        return run
 
 
 def outcomes_of(value: object, tasks: Sequence[DelayTask]) -> list[object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 
 from delaytasks.core.clock import Clock
-from delaytasks.core.errors import InvalidInputError, InvalidScheduleError, TaskStateError
+from delaytasks.core.errors import InvalidInputError, InvalidScheduleError, LeaseLostError, TaskStateError
 from delaytasks.core.events import Events
 from delaytasks.core.inputs import check_wait, encode_body
 from delaytasks.core.outcomes import Cancel, Done, Fail, Retry, Snooze
@@ -56,7 +56,10 @@ class Endings:
         return Settlement(task, "give_back", None, error, self._after(wait_s))
 
     def of_error(self, processor: Processor, task: DelayTask, began: datetime, error: BaseException) -> Settlement:
-        """The next rung of the ladder, or FAILED."""
+        """The next rung of the ladder, or FAILED; at once again if its lease was lost."""
+        if isinstance(error, LeaseLostError):  # the worker's fault, and not the task's
+            self._events.emit("task.broke_off", id=task.id, tag=task.tag, error=error)
+            return Settlement(task, "snooze", began, due=self._clock.now())
         text = traceback_text(error, self._settings.max_error_bytes)
         ladder = processor.ladder_for(error, task)
         wait_s = None if ladder is None else ladder.wait_s(task.attempts)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import InvalidScheduleError, LeaseLostError, NotRunningError
 from delaytasks.core.inputs import encode_body
 from delaytasks.core.ports import ClaimStore, Executor, Unit
@@ -13,13 +15,32 @@ from delaytasks.core.task import DelayTask
 #: A result is for looking at, not a place to keep data.
 MAX_RESULT_BYTES = 16 * 1024
 UnitOf = Callable[[Any, DelayTask], Unit | None]
+#: What is left of a lease, as a part of it, when the processor is told. As long as all is well more than half is left.
+LAST_PART = 1 / 3
+
+
+@dataclass(frozen=True)
+class LeaseOf:
+    """How long this process's rows are its own, as far as it knows without asking the database."""
+
+    lasts_s: float
+    #: A row begins no later than so after its claim.
+    box_s: float
+    #: When the last renewal that came through was asked for, by the monotonic clock.
+    renewed_at: Callable[[], float]
+
+    def left_s(self, began: float) -> float:
+        """Of a row that began then."""
+        return max(began - self.box_s, self.renewed_at()) + self.lasts_s - monotonic()
 
 
 class Run:
-    def __init__(self, task: DelayTask, claims: ClaimStore, unit_of: UnitOf) -> None:
+    def __init__(self, task: DelayTask, claims: ClaimStore, unit_of: UnitOf, lease: LeaseOf) -> None:
         self.task = task
         self._claims = claims
         self._unit_of = unit_of
+        self._lease = lease
+        self._began = monotonic()
         #: The row is DONE in a transaction of the processor's.
         self.is_written = False
         #: That transaction is committed, or was about to be.
@@ -39,9 +60,7 @@ class Run:
         return self.is_written and not self.is_committed and not self.is_left_open
 
     def complete(self, id: int, session: Any, result: Any) -> None:
-        task = self.task
-        if id != task.id:
-            raise NotRunningError(f"task {id} does not run here: this is a run of task {task.id}", id)
+        task = self._named(id)
         kept = None if result is None else encode_body(result, MAX_RESULT_BYTES)
         unit = self._unit_of(session, task)
         if unit is None:
@@ -52,6 +71,17 @@ class Run:
                 raise LeaseLostError(f"task {id} ({task.tag}) is no longer this run's: roll back what it did", id)
         self.is_written = True
         unit.after_commit([task], self._committed)
+
+    def check_lease(self, id: int) -> None:
+        task, left_s = self._named(id), self._lease.left_s(self._began)
+        if left_s < self._lease.lasts_s * LAST_PART:
+            fact = f"the lease of task {id} ({task.tag}) could not be renewed and ends in {max(left_s, 0):.1f} s"
+            raise LeaseLostError(f"{fact}: break off", id)
+
+    def _named(self, id: int) -> DelayTask:
+        if id != self.task.id:
+            raise NotRunningError(f"task {id} does not run here: this is a run of task {self.task.id}", id)
+        return self.task
 
     def _committed(self, _tasks: Sequence[DelayTask], is_committed: bool = True) -> None:
         self.is_committed, self.is_certain = True, is_committed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from delaytasks.core.clock import Clock, monotonic
@@ -20,7 +20,7 @@ from delaytasks.engine.endings import Endings
 from delaytasks.engine.flights import Flights
 from delaytasks.engine.lining import Lining
 from delaytasks.engine.registry import Registry
-from delaytasks.engine.run import UnitOf
+from delaytasks.engine.run import LeaseOf, UnitOf
 from delaytasks.engine.running import Execute, Running, Watcher
 from delaytasks.engine.settling import Settling
 
@@ -53,7 +53,7 @@ class Runner:
     """Runs chunks in one process. `execute` calls the processor in the surroundings that it expects.
 
     With `may_leave` rows that run side by side may go on while the next chunk runs: somebody has to renew their leases,
-    and to call `finish` at the end.
+    and to call `finish` at the end. `renewed_at` is when leases were renewed last, by the monotonic clock.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Runner:
         keeps_time_limits: bool = True,
         flights: Flights | None = None,
         may_leave: bool = False,
+        renewed_at: Callable[[], float] = lambda: float("-inf"),
     ) -> None:
         self._settings = settings
         self._claims = claims
@@ -77,7 +78,8 @@ class Runner:
         self._clock = clock
         self._events = events
         endings = Endings(settings, clock, events)
-        self._running = Running(claims, clock, registry, endings, execute, unit_of, keeps_time_limits)
+        lease = LeaseOf(settings.lease_s, settings.chunk_time_box_s, renewed_at)
+        self._running = Running(claims, clock, registry, endings, execute, unit_of, keeps_time_limits, lease)
         settling = Settling(settings, claims, clock, timer, events)
         self._chunks = Chunks(
             settings, clock, registry, self._running, settling, flights or Flights(), admission, events

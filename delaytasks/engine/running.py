@@ -14,7 +14,7 @@ from delaytasks.core.task import DelayTask
 from delaytasks.engine.batch import Batch, Runs, Work, outcomes_of
 from delaytasks.engine.endings import Endings
 from delaytasks.engine.registry import Processor, Registry
-from delaytasks.engine.run import Run, UnitOf
+from delaytasks.engine.run import LeaseOf, Run, UnitOf
 
 Execute = Callable[[Work, DelayTask], Any]
 _EXITS = (SystemExit, KeyboardInterrupt)
@@ -42,6 +42,7 @@ class Running:
         execute: Execute,
         unit_of: UnitOf,
         keeps_time_limits: bool,
+        lease: LeaseOf,
     ) -> None:
         self._claims = claims
         self._clock = clock
@@ -51,6 +52,7 @@ class Running:
         self._unit_of = unit_of
         #: Else rows whose tag has time limits are left to processes that can.
         self._keeps_time_limits = keeps_time_limits
+        self._lease = lease
         #: With nobody watching, a row pays a test for it.
         self.watcher: Watcher | None = None
 
@@ -78,7 +80,7 @@ class Running:
         began, watcher = self._clock.now(), self.watcher
         if watcher is not None:
             watcher.started(task, claimed, began)
-        run = Run(task, self._claims, self._unit_of)
+        run = Run(task, self._claims, self._unit_of, self._lease)
         value, error = self._call(processor, task, run)
         return self._end(processor, run, began, value, error, watcher)
 
@@ -93,7 +95,7 @@ class Running:
                 continue
             if watcher is not None:
                 watcher.started(task, claimed, began)
-            run = Run(task, self._claims, self._unit_of)
+            run = Run(task, self._claims, self._unit_of, self._lease)
             try:
                 bodies.append(processor.given(task.body))
             except Exception as error:  # its neighbours must not suffer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from functools import partial
 
@@ -42,6 +42,8 @@ class Sweeper:
         self._timer = timer
         self._events = events
         self._holding = holding
+        #: Has this process drain a queue itself; False if it does not serve it.
+        self.drain_here: Callable[[str, Sequence[int]], bool] = lambda queue, priorities: False
         self._policies = NO_POLICIES
         self._partitions_at = float("-inf")
 
@@ -120,6 +122,8 @@ class Sweeper:
             tokens = self._settings.drain_tokens * serving[queue]
             if self._timer.drain(queue, priorities, tokens, self._settings.sweep_s):
                 self._events.emit("sweep.drain", queue=queue, tokens=tokens)
+            elif self.drain_here(queue, priorities):  # a broker that takes nothing must not keep us from working
+                self._events.emit("sweep.drain_here", queue=queue)
 
     def _bury_dead_workers(self) -> None:
         """What a dead worker held in memory is armed again, in time, at the price of duplicates."""

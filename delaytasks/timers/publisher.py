@@ -38,8 +38,19 @@ def bounded_connection(app: Any, limit_s: float, url: str = "", **more: Any) -> 
     return connection
 
 
+#: What Redis answers to whatever is written: it is full, or no primary.
+_NOT_OF_THE_QUEUE = {"OutOfMemoryError", "ReadOnlyError", "MasterDownError"}
+
+
 class RefusedError(Exception):
     """The broker works, but will not have this queue."""
+
+
+class BlockedError(Exception):
+    """RabbitMQ takes nothing from those who publish, as long as it lacks memory or disk."""
+
+    def __init__(self) -> None:
+        super().__init__("the broker blocks those who publish (its alarm for memory or disk)")
 
 
 class Publisher:
@@ -68,7 +79,7 @@ class Publisher:
         self._connection: Any = None
         self._producer: Any = None
         self._declared: set[str] = set()
-        self._is_quick = False
+        self._is_quick = self._is_blocked = False
 
     @property
     def is_up(self) -> bool:
@@ -131,6 +142,9 @@ class Publisher:
             self._broker.answered()
             self._tell_refused(queue, target, str(error))
             return False
+        except BlockedError as error:
+            self._broker.failed(str(error))  # on another connection it would say so only after the next message
+            return False
         except Exception as error:  # each transport has errors of its own, and none of them is the caller's business
             self._close()
             self._broker.failed(f"{type(error).__name__}: {error}")
@@ -158,6 +172,7 @@ class Publisher:
         producer = self._producer or self._connect()
         if target.name not in self._declared:
             self._declare(target, producer.channel)
+        self._demand_unblocked()
         message = self._app.amqp.as_task_v2(
             uuid(),
             name,
@@ -177,24 +192,46 @@ class Publisher:
             retry=False,
             **message.properties,
         )
+        if self._is_blocked:  # which it said on the way: what is sent now waits in the socket
+            raise BlockedError
+
+    def _demand_unblocked(self) -> None:
+        if self._is_blocked:
+            try:
+                self._connection.drain_events(timeout=0)
+            except TimeoutError:
+                pass  # it has nothing to say
+            if self._is_blocked:
+                raise BlockedError
+
+    def _blocked(self, _reason: str) -> None:
+        self._is_blocked = True
+
+    def _unblocked(self) -> None:
+        self._is_blocked = False
 
     def _declare(self, target: Queue, channel: Any) -> None:
         try:
             target(channel).declare()
         except self._connection.channel_errors as error:
+            if type(error).__name__ in _NOT_OF_THE_QUEUE:
+                raise
             # Only here: what AMQP refuses of a message it says later, while another queue's is sent.
             raise RefusedError(f"{type(error).__name__}: {error}") from error
         self._declared.add(target.name)
 
     def _connect(self) -> Any:
         self._connection = bounded_connection(self._app, self._step_s)
+        if self._connection.transport.driver_type == "amqp":
+            place = self._connection.connection
+            place.on_blocked, place.on_unblocked = self._blocked, self._unblocked
         self._producer = Producer(self._connection.channel(), auto_declare=False)
         return self._producer
 
     def _close(self) -> None:
         connection, self._connection, self._producer = self._connection, None, None
         self._declared.clear()
-        self._is_quick = False
+        self._is_quick = self._is_blocked = False
         if connection is not None:
             try:
                 connection.release()

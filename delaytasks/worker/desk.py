@@ -56,6 +56,8 @@ class Desk:
             sends_events=self._sends_events,
         )
         self.dispatcher.stamp_of = lambda number: delays.shards[number].policies.known.stamp
+        for shard in delays.shards:
+            shard.sweeper.drain_here = partial(self._drain_here, shard.number)
         self._mover = self._make_mover()
         keepers = [LeaseKeeper(delays, shard, worker, self.dispatcher) for shard in delays.shards]
         self._sweepings = [Sweeping(delays, shard, worker) for shard in delays.shards]
@@ -146,6 +148,12 @@ class Desk:
     def sweep(self, house: int | None) -> None:
         for sweeping in self._sweepings:
             sweeping.request(house)
+
+    def _drain_here(self, shard: int, queue: str, priorities: Sequence[int]) -> bool:
+        is_ours = queue in self.delays.processes.queues
+        if is_ours:
+            self.dispatcher.drain(queue, priorities, shard)
+        return is_ours
 
     def refuse(self, task: str, error: Exception) -> None:
         """A message that is not of our form: dropped, counted, and logged now and then."""

@@ -55,8 +55,10 @@ class LeaseKeeper:
         if is_old and monotonic() - self._renewed_at >= self._lease_s / 3 - LOOK_S:
             names = [delays.processes.name(pid) for pid in alive]
             # A lease's time of slack: clocks agree better than that, and what was lost on the way lapses a lease later.
+            asked_at = monotonic()
             self._shard.store.leases.renew(names, from_us(int(oldest - self._lease_s * 1e6)), left)
             self._renewed_at = monotonic()
+            delays.processes.renewals.tell(self._shard.number, asked_at)
         self._shard.clock.refresh_if_due()
         return self._look_s
 

@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import signals
@@ -15,6 +16,7 @@ from delaytasks.core.forks import reset_in_child
 from delaytasks.engine.admission import Admission
 from delaytasks.engine.flights import Flights
 from delaytasks.engine.runner import Runner
+from delaytasks.worker.renewals import Renewals
 from delaytasks.worker.rowevents import RowEvents
 from delaytasks.worker.surroundings import Surroundings
 from delaytasks.worker.timelimits import can_limit_time
@@ -29,6 +31,7 @@ class Processes:
         self.hostname = f"delaytasks@{socket.gethostname()}"
         self._token = secrets.token_hex(2)
         self.is_worker = False
+        self.renewals = Renewals()
         #: Whether the worker's pool can keep time limits.
         self.keeps_time_limits = False
         #: The logical queues that this worker serves.
@@ -46,6 +49,7 @@ class Processes:
         """This process is the main process of a worker; its children inherit the name."""
         self.hostname = hostname
         self.is_worker = True
+        self.renewals = Renewals()  # before the pool's processes are forked
         self.keeps_time_limits = can_limit_time(pool)
         # Of the pool's processes; of this one, when its pool has stopped; and after a cold shutdown.
         signals.worker_process_shutdown.connect(self._finish, weak=False)
@@ -94,6 +98,7 @@ class Processes:
             keeps_time_limits=self.keeps_time_limits or not self.is_worker,
             flights=self._flights,
             may_leave=self.is_worker,  # whose main process renews their leases
+            renewed_at=partial(self.renewals.last, number),
         )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.clock import monotonic
 from delaytasks.core.loop import Loop
+from delaytasks.worker.pace import Pace
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
@@ -25,6 +26,7 @@ class Sweeping:
         self._forgets = threading.Event()
         self._seen_at = self._checked_at = float("-inf")
         self._started_at = monotonic()
+        self._pace = Pace(delays.events, shard.number)
         # A statement on a big table may take its time; what consists of many says after each that it goes on.
         stuck_s = 2 * delays.settings.self_sweep_s
         self.loop = Loop(shard.named("sweep"), self._turn, delays.events, stuck_s, shard.close)
@@ -65,6 +67,7 @@ class Sweeping:
 
     def _tell_seen(self) -> None:
         delays, pool = self._delays, self._worker.pool
+        began = monotonic()
         self._shard.store.workers.seen(
             self._worker.hostname,
             delays.processes.queues,
@@ -73,6 +76,7 @@ class Sweeping:
             int(self._shard.clock.offset_s * 1e6),
         )
         self._seen_at = monotonic()
+        self._pace.took(self._seen_at - began)
 
     def _forget_armed(self) -> None:
         self._forgets.clear()  # first: the broker may go away again meanwhile

@@ -21,7 +21,8 @@ def close_order(body: dict[str, int]) -> bool:
 
 
 @delays.processor("order.remind")
-def remind(body: dict[str, int], task: DelayTask) -> None: ...
+def remind(body: dict[str, int], task: DelayTask) -> None:
+    task.check_lease()
 
 
 def stream() -> Iterator[NewTask | tuple[str, Any, float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from itertools import count
@@ -283,6 +283,25 @@ def test_tokens_that_could_not_be_sent_are_not_told(field: Field) -> None:
     field.timer.is_up = True
     field.sweep()
     assert field.count("sweep.drain") == 1
+
+
+def test_a_broker_that_takes_no_tokens_has_the_sweeping_worker_drain_what_it_serves(field: Field) -> None:
+    for queue in ("default", "mail"):
+        field.row(-60, queue=queue)
+        field.serve(f"w-{queue}", queue)
+    sweeper, here = field.sweeper(), list[tuple[str, Sequence[int]]]()
+
+    def drain(queue: str, priorities: Sequence[int]) -> bool:
+        here.append((queue, priorities))
+        return queue == "default"
+
+    sweeper.drain_here = drain
+    for is_up in (True, False):
+        field.timer.is_up = is_up
+        field.let_pass()
+        assert sweeper.sweep()
+    assert here == [("default", [0]), ("mail", [0])]
+    assert field.count("sweep.drain_here") == 1
 
 
 def test_a_late_row_is_drained_also_while_the_broker_is_away_for_near_ones(field: Field) -> None:

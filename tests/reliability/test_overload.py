@@ -1,0 +1,169 @@
+"""Too much for the database or the broker: nothing piles up, callers wait for a bounded time, it is told, and all
+tasks run."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delaytasks import Status
+from delaytasks.store.store import Store
+from tests.conftest import settings_for
+from tests.proxy import Proxy, proxy_to
+from tests.rabbitmq_server import RabbitServer
+from tests.redis_server import RedisServer
+from tests.running import QUICK, Deployment, Process
+from tests.waiting import wait_until
+
+#: Each way.
+SLOW_S = 0.1
+#: Of a call: what scheduling and sending may take, and the machine's own share when it is busy.
+CALL_S = 1.5
+Deploy = Callable[..., Deployment]
+
+
+@pytest.fixture
+def deploy(tmp_path: Path, postgresql_url: str) -> Iterator[Deploy]:
+    made: list[Deployment] = []
+
+    def new(broker_url: str, database_url: str = postgresql_url, **settings: Any) -> Deployment:
+        made.append(Deployment(tmp_path, database_url, broker_url, **settings))
+        return made[-1]
+
+    yield new
+    for deployment in made:
+        deployment.close()
+
+
+def longest_s(calls: int, call: Callable[[], object]) -> float:
+    """Of that many, one after the other."""
+    times = []
+    for _ in range(calls):
+        began = time.monotonic()
+        call()
+        times.append(time.monotonic() - began)
+    return max(times)
+
+
+def threads_of(worker: Process) -> int:
+    found = re.search(r"^Threads:\s+(\d+)", Path(f"/proc/{worker.pid}/status").read_text(), re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def queued(d: Deployment) -> int:
+    with d.delays.celery.connection_for_write() as connection:
+        queue = d.delays.publisher.queue("default")(connection)
+        return int(queue.queue_declare(passive=False).message_count)
+
+
+def is_on_time(d: Deployment) -> bool:
+    """Whether the fast path brings a task: the sweep leaves it alone for the grace."""
+    task = d.schedule(delay=0.3)
+    d.wait_for([task])
+    return next(int(run[1]) for run in d.runs() if run[0] == str(task.id)) < QUICK["grace_s"] * 1e6
+
+
+# -- the database ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def line(postgresql_url: str) -> Iterator[Proxy]:
+    proxy = proxy_to(postgresql_url)
+    yield proxy
+    proxy.close()
+
+
+def test_a_database_that_answers_slowly_piles_up_nothing(
+    line: Proxy, deploy: Deploy, postgresql_url: str, redis_url: str
+) -> None:
+    d = deploy(redis_url, line.url(postgresql_url))
+    direct = Store(postgresql_url, settings_for(postgresql_url, table_prefix=d.settings["table_prefix"]))
+    worker = d.worker()
+    d.wait_for([d.schedule()])
+    before = threads_of(worker)
+    line.delay_s = SLOW_S
+    with ThreadPoolExecutor(30) as callers:  # more than there are connections
+        times = list(callers.map(lambda _: longest_s(5, lambda: d.schedule(delay=1)), range(30)))
+    assert max(times) < 5, "what a connection's start takes, and a turn of others"
+    most = 0
+
+    def are_done() -> bool:
+        nonlocal most
+        most = max(most, queued(d))
+        return direct.tasks.counts()[Status.DONE] == 151
+
+    wait_until(are_done, 30, "all tasks to run", every_s=0.1)
+    assert most <= 150, "a message for each at most, and none that is sent again and again"
+    assert threads_of(worker) <= before + 3
+    runs = [run[0] for run in d.runs()]
+    assert len(runs) == len(set(runs)) == 151
+    wait_until(lambda: "store.slow" in worker.log(), 10, "it to be told")
+    line.heal()
+    wait_until(lambda: "store.quick" in worker.log(), 10, "that it is quick again to be told")
+    assert worker.log().count("store.slow") == 1
+    direct.close()
+
+
+# -- the broker -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("timer", ["eta", "redis"])
+def test_a_redis_that_is_full_makes_tasks_late_and_loses_none(
+    start_redis: Callable[..., RedisServer], deploy: Deploy, timer: str
+) -> None:
+    server = start_redis("--maxmemory-policy", "noeviction")
+    d = deploy(server.url, timer=timer)
+    worker = d.worker()
+    wait_until(lambda: is_on_time(d), 10, "the fast path")
+    server.client().config_set("maxmemory", 1)
+    assert longest_s(20, lambda: d.schedule(delay=0.1)) < CALL_S
+    assert d.delays.events.counts["timer.down"] == 1
+    wait_until(lambda: d.store.tasks.counts()[Status.NOT_COMPLETE] == 0, 20, "sweeps to have them run", 0.1)
+    assert "timer.down" in worker.log()
+    assert "OutOfMemoryError" in worker.log()
+    server.client().config_set("maxmemory", 0)
+    wait_until(lambda: is_on_time(d), 15, "the fast path again", 0.2)
+    assert d.delays.events.counts["timer.up"] == 1
+    runs = [run[0] for run in d.runs()]
+    assert len(runs) == len(set(runs))
+
+
+def test_a_rabbitmq_that_blocks_those_who_publish_makes_tasks_late_and_loses_none(
+    own_rabbitmq: RabbitServer, deploy: Deploy
+) -> None:
+    d = deploy(own_rabbitmq.url)
+    worker = d.worker()
+    wait_until(lambda: is_on_time(d), 10, "the fast path")
+    own_rabbitmq.alarm(True)
+    try:
+        assert longest_s(20, lambda: d.schedule(delay=0.1)) < CALL_S
+        assert d.delays.events.counts["timer.down"] == 1
+        assert not d.delays.timer.is_up
+        wait_until(lambda: d.store.tasks.counts()[Status.NOT_COMPLETE] == 0, 20, "sweeps to have them run", 0.1)
+        assert "the broker blocks those who publish" in worker.log()
+    finally:
+        own_rabbitmq.alarm(False)
+    wait_until(lambda: is_on_time(d), 15, "the fast path again", 0.2)
+    assert d.delays.events.counts["timer.up"] == 1
+    runs = [run[0] for run in d.runs()]
+    assert len(runs) == len(set(runs))
+
+
+def test_what_a_full_queue_refuses_is_found_by_the_sweep(own_rabbitmq: RabbitServer, deploy: Deploy) -> None:
+    d = deploy(own_rabbitmq.url)
+    name = d.delays.publisher.queue("default").name
+    own_rabbitmq.ctl(
+        "set_policy", "full", f"^{name}$", '{"max-length": 5, "overflow": "reject-publish"}', "--apply-to", "queues"
+    )
+    assert queued(d) == 0
+    tasks = [d.schedule(delay=0.2) for _ in range(30)]
+    wait_until(lambda: queued(d) == 5, 5, "the queue to be full")
+    d.worker()
+    d.wait_for(tasks)
+    assert len(d.runs()) == 30

@@ -1,0 +1,105 @@
+"""A processor that takes long is told before its lease ends, without a question to the database."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from delaytasks import DelayTask, Status
+from delaytasks.core.errors import LeaseLostError, NotRunningError
+from delaytasks.engine import run as run_module
+from delaytasks.worker.renewals import Renewals
+from tests.benches import Bench
+from tests.unit.conftest import Make
+
+LEASE_S = 60
+
+
+class Watch:
+    """The monotonic clock as a run sees it, and when leases were renewed last."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        self.renewed = float("-inf")
+        monkeypatch.setattr(run_module, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    return Watch(monkeypatch)
+
+
+@pytest.fixture
+def bench(make: Make, watch: Watch) -> Bench:
+    bench = make(lease_s=LEASE_S, chunk_time_box_s=1)
+    bench.runner = bench.make_runner(renewed_at=lambda: watch.renewed)
+    return bench
+
+
+def is_told(task: DelayTask) -> str:
+    try:
+        task.check_lease()
+    except LeaseLostError as error:
+        return str(error)
+    return ""
+
+
+def test_it_is_told_when_two_renewals_have_failed_and_not_before(bench: Bench, watch: Watch) -> None:
+    told: list[str] = []
+
+    @bench.registry.processor("long")
+    def work(body: object, task: DelayTask) -> None:
+        for _ in range(3):  # as long as it is renewed
+            watch.renewed, watch.now = watch.now, watch.now + LEASE_S / 2
+            task.check_lease()
+        for after_s in (LEASE_S * 2 / 3, LEASE_S * 2 / 3 + 1):
+            watch.now = watch.renewed + after_s
+            told.append(is_told(task))
+
+    bench.run(bench.schedule("long"))
+    assert told[0] == ""
+    assert "ends in 19.0 s" in told[1]
+
+
+def test_who_lets_the_error_out_is_run_again_and_no_attempt_is_used(bench: Bench, watch: Watch) -> None:
+    @bench.registry.processor("long")
+    def work(body: object, task: DelayTask) -> None:
+        watch.now += LEASE_S
+        task.check_lease()
+
+    task = bench.schedule("long")
+    bench.run(task)
+    now = bench.now(task)
+    assert (now.status, now.attempts, now.error) == (Status.NOT_COMPLETE, 0, None)
+    assert [entry.id for entry in bench.timer.armed] == [task.id], "and at once"
+    assert [fields["id"] for fields in bench.named("task.broke_off")] == [task.id]
+    assert bench.events.counts["task.failed"] == 0
+
+
+def test_each_task_of_a_batch_can_be_asked_about_and_no_other(bench: Bench) -> None:
+    others = [bench.schedule("note")]
+
+    @bench.registry.processor("many", batch=5)
+    def work(tasks: list[DelayTask]) -> None:
+        for task in tasks:
+            task.check_lease()
+        others[0].check_lease()
+
+    tasks = [bench.schedule("many") for _ in range(2)]
+    bench.run(*tasks)
+    assert all("NotRunningError" in (bench.now(task).error or "") for task in tasks)
+    with pytest.raises(NotRunningError, match="check_lease"):
+        others[0].check_lease()
+
+
+def test_what_the_main_process_tells_its_children_see() -> None:
+    renewals = Renewals()
+    assert renewals.last(3) == 0
+    renewals.tell(3, 1.5)
+    child = os.fork()
+    if child == 0:
+        renewals.tell(4, 2.5)
+        os._exit(0 if renewals.last(3) == 1.5 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (renewals.last(3), renewals.last(4)) == (1.5, 2.5)
