@@ -8,7 +8,7 @@ from typing import Any
 
 from kombu.exceptions import OperationalError
 
-from benchmarks import redis_server
+from benchmarks import machine, redis_server
 from benchmarks.ours import app, delays
 from benchmarks.waiting import BenchError
 from benchmarks.where import BARE_QUEUE, NAMESPACES, broker_url, redis_url
@@ -35,7 +35,7 @@ def clear() -> None:
     if IS_REDIS:
         return
     with app.connection_for_write() as connection:
-        for name in (BARE_QUEUE, "bench_idle", *map(_queue_name, NAMESPACES)):
+        for name in (BARE_QUEUE, "bench_idle", *map(queue_name, NAMESPACES)):
             for delete in (connection.default_channel.queue_delete, connection.default_channel.exchange_delete):
                 try:
                     delete(name)
@@ -54,11 +54,28 @@ def describe() -> str:
 
 def waiting(queue: str) -> int:
     """Messages that no worker has taken in."""
+    with counting(queue) as count:
+        return count()
+
+
+@contextmanager
+def counting(queue: str) -> Iterator[Callable[[], int]]:
+    """The same, asked again and again on one connection."""
     with app.connection_for_write() as connection:
-        try:
-            return int(connection.default_channel.queue_declare(queue, passive=True).message_count)
-        except connection.channel_errors:
-            return 0  # Redis has no empty queues
+
+        def count() -> int:
+            try:
+                return int(connection.default_channel.queue_declare(queue, passive=True).message_count)
+            except connection.channel_errors:
+                return 0  # Redis has no empty queues
+
+        yield count
+
+
+def memory_mb() -> float | None:
+    """Of the broker, whoever else uses it: what Redis says of itself, and what RabbitMQ's process has if it is here."""
+    found = redis_server.memory_bytes() if IS_REDIS else machine.rss_bytes_of("beam.smp")
+    return None if found is None else found / 2**20
 
 
 def take_armed() -> list[int]:
@@ -83,5 +100,5 @@ def watching() -> Iterator[Callable[[], int] | None]:
         yield count
 
 
-def _queue_name(timer: str) -> str:
+def queue_name(timer: str) -> str:
     return f"{NAMESPACES[timer]}.{delays.settings.default_queue}"

@@ -18,6 +18,8 @@ class Target:
     least: float | None = None
 
     def __str__(self) -> str:
+        if self.most is not None and self.most == self.least:
+            return f"= {self.most:,g}"
         sign, bound = ("≤", self.most) if self.most is not None else ("≥", self.least)
         return f"{sign} {bound:,g}{' ×' if self.of == 'ratio' else ''}"
 

@@ -48,6 +48,18 @@ def usage(pid: int) -> Usage | None:
     return Usage(cpu / ticks, rss * page)
 
 
+def rss_bytes_of(program: str) -> int | None:
+    """Of all processes here that run this program; None without any."""
+    found = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if (folder / "comm").read_text().strip() == program:
+                found += int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except (OSError, IndexError, ValueError):
+            continue  # it has ended meanwhile
+    return found or None
+
+
 def children(pid: int) -> list[int]:
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -14,6 +15,8 @@ from delaytasks import DelayTasks
 TAG = "bench.note"
 #: Takes as long as the body says, and notes 1 when it begins and -1 when it ends.
 SLOW = "bench.slow"
+#: Kills its process.
+ABORT = "bench.abort"
 
 
 def make(name: str, timer: str = "eta", **settings: Any) -> tuple[Celery, DelayTasks]:
@@ -46,6 +49,11 @@ redis_app, redis_delays = make("bench_redis", timer="redis")
 @redis_delays.processor(TAG)
 def note_task(body: Any) -> None:
     note(body["due"])
+
+
+@delays.processor(ABORT)
+def abort(body: Any) -> None:
+    os.abort()
 
 
 @delays.processor(SLOW)

@@ -61,6 +61,11 @@ def cpu_s() -> float:
     return float(found["used_cpu_sys"]) + float(found["used_cpu_user"])
 
 
+def memory_bytes() -> int:
+    """Of the server, whoever else uses it."""
+    return int(_client.info("memory")["used_memory"])
+
+
 def bytes_held() -> int:
     """What our keys take."""
     return sum(_client.memory_usage(key, samples=0) or 0 for key in _our_keys())

@@ -42,13 +42,20 @@ class Side(ABC):
 
     @contextmanager
     def serving(self, count: int = 1, pool: Sequence[str] = processes.POOL) -> Iterator[None]:
+        """With workers that have begun to work, and nothing to do."""
+        with self.started(count, pool) as names:
+            self._wait_for_start(names)
+            self.clear()
+            yield
+
+    @contextmanager
+    def started(self, count: int = 1, pool: Sequence[str] = processes.POOL) -> Iterator[list[str]]:
+        """With workers that meet whatever there is to do."""
         try:
             names = [f"{self.name}{number}" for number in range(count)]
             self.workers = [processes.worker(self.app_path, name, self.folder, self.notes.path, pool) for name in names]
             self._others = self._start_others()
-            self._wait_for_start([f"{name}@{socket.gethostname()}" for name in names])
-            self.clear()
-            yield
+            yield [f"{name}@{socket.gethostname()}" for name in names]
             for process in self.workers + self._others:
                 if not process.is_alive and process not in self._killed:
                     raise BenchError(f"{process.name} ended by itself")

@@ -16,7 +16,10 @@ from benchmarks.cases import (
     idle,
     kill,
     limits,
+    long_transaction,
+    overload,
     partitions,
+    poison,
     steady,
     sweep_at_size,
     timers,
@@ -43,6 +46,9 @@ CASES: dict[str, Callable[[Stage], None]] = {
     "idle": idle.run,
     "limits": limits.run,
     "fairness": fairness.run,
+    "overload": overload.run,
+    "poison": poison.run,
+    "long_transaction": long_transaction.run,
     "partitions": partitions.run,
 }
 #: Names that stand for several cases.

@@ -25,13 +25,19 @@ DEADLINE_S = 240.0
 def run_bulk(stage: Stage) -> None:
     """Scheduled by `schedule_many`, and by a loop of `apply_async`."""
     count, lead = stage.size(20_000, 5_000), stage.size(60, 15)
+    what = f"{count:,} due at once, schedule_many {lead} s ahead"
+    _compare(stage, "burst_bulk", what, count, at_once(count, lead), 6)
+
+
+def at_once(count: int, lead: float) -> Callable[[Side], float]:
+    """Schedules so many tasks by `schedule_many`, all due at one instant, which it returns."""
 
     def schedule(side: Side) -> float:
         due = wall() + lead
         side.schedule_many([due] * count)
         return due
 
-    _compare(stage, "burst_bulk", f"{count:,} due at once, schedule_many {lead} s ahead", count, schedule, 6)
+    return schedule
 
 
 def run_single(stage: Stage) -> None:

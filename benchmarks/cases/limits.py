@@ -8,10 +8,9 @@ from datetime import datetime, timezone
 from itertools import accumulate
 
 from benchmarks import brokers, ours, table
-from benchmarks.cases.burst import drain
+from benchmarks.cases.burst import at_once, drain
 from benchmarks.figures import Target
 from benchmarks.machine import load
-from benchmarks.sides import Side
 from benchmarks.stage import Stage
 from benchmarks.waiting import sleep_until, wait_until, wall
 from delaytasks.core.states import Status
@@ -52,15 +51,10 @@ def _full(stage: Stage) -> None:
 
 def _high(stage: Stage) -> None:
     """A burst with a limit that nobody reaches, and without one."""
-    count, lead = stage.size(20_000, 5_000), stage.size(60, 15)
+    count = stage.size(20_000, 5_000)
     what = f"{count:,} due at once, drained with a limit of {HIGH:,}"
     figure = stage.figure("limits", what, "per s", Target("ratio", least=0.5), against="without it:")
-
-    def schedule(side: Side) -> float:
-        due = wall() + lead
-        side.schedule_many([due] * count)
-        return due
-
+    schedule = at_once(count, stage.size(60, 15))
     with limited(ours.TAG, concurrency=HIGH):
         with_limit = drain(stage, "limits", stage.ours, count, schedule)
     figure.add(with_limit.per_s, drain(stage, "limits", stage.ours, count, schedule).per_s)

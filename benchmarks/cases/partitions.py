@@ -70,23 +70,23 @@ def _measure_chunks(stage: Stage, plain: Store, parted: Store, where: str) -> No
 
 def _chunk_ms(store: Store) -> dict[str, float]:
     claims = store.claims("bench", None)
-    entries = [Entry.of(one, to_us) for one in _schedule(store, CHUNK)]
-    found = {"claim by id and settle": _timed(lambda: _settle(claims, claims.claim(entries)))}
-    _schedule(store, CHUNK)
-    found["claim_due and settle"] = _timed(lambda: _settle(claims, claims.claim_due("default", [0], CHUNK)))
+    entries = [Entry.of(one, to_us) for one in schedule(store, CHUNK)]
+    found = {"claim by id and settle": _timed(lambda: settle(claims, claims.claim(entries), CHUNK))}
+    schedule(store, CHUNK)
+    found["claim_due and settle"] = _timed(lambda: settle(claims, claims.claim_due("default", [0], CHUNK), CHUNK))
     return found
 
 
-def _schedule(store: Store, count: int) -> list[DelayTask]:
+def schedule(store: Store, count: int) -> list[DelayTask]:
     now = store.tasks.now()
     tasks = [DelayTask(_make_id(), ours.TAG, "{}", now, create_time=now) for _ in range(count)]
     store.tasks.insert_many(tasks)
     return tasks
 
 
-def _settle(claims: Claims, claimed: list[DelayTask]) -> None:
-    if len(claims.settle([Settlement(one, "succeed") for one in claimed])) != CHUNK:
-        raise BenchError("partitions: a chunk was not claimed or settled as a whole")
+def settle(claims: Claims, claimed: list[DelayTask], count: int) -> None:
+    if len(claims.settle([Settlement(one, "succeed") for one in claimed])) != count:
+        raise BenchError(f"a chunk of {count} was not claimed or settled as a whole")
 
 
 def _timed(work: Callable[[], object]) -> float:
@@ -116,7 +116,7 @@ def _beside_a_producer(store: Store, work: Callable[[], object]) -> tuple[float,
     def produce() -> float:
         slowest = 0.0
         while not is_done.is_set():
-            slowest = max(slowest, _timed(lambda: _schedule(store, 1)))
+            slowest = max(slowest, _timed(lambda: schedule(store, 1)))
             is_done.wait(0.005)
         return slowest
 

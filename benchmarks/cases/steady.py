@@ -35,9 +35,9 @@ def run(stage: Stage) -> None:
     early.add(*(float(sum(late < 0 for late in lateness)) for lateness in found))
 
 
-def work(stage: Stage, side: Side, rate: int = RATE, lot: int = 1) -> list[float]:
+def work(stage: Stage, side: Side, rate: int = RATE, lot: int = 1, seconds: int | None = None) -> list[float]:
     """The lateness of each task, in milliseconds. They are scheduled one at a time, or in lots."""
-    count = rate * stage.size(20, 8)
+    count = rate * (seconds or stage.size(20, 8))
     chance = random.Random(1)  # the same delays on all sides and in every round
     began = wall()
     for number in range(0, count, lot):

@@ -58,13 +58,8 @@ def _steady(stage: Stage, side: Side, rate: int, lot: int) -> dict[str, tuple[st
 
 
 def run_burst(stage: Stage) -> None:
-    count, lead = stage.size(20_000, 5_000), stage.size(60, 15)
-
-    def schedule(side: Side) -> float:
-        due = wall() + lead
-        side.schedule_many([due] * count)
-        return due
-
+    count = stage.size(20_000, 5_000)
+    schedule = burst.at_once(count, stage.size(60, 15))
     eta, redis, bare = (
         burst.drain(stage, "timer_burst", side, count, schedule) for side in (*stage.timers, stage.bare)
     )

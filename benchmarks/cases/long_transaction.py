@@ -1,0 +1,69 @@
+"""Claims while somebody's transaction stays open, so that the database can throw nothing away."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sqlalchemy import func, select
+
+from benchmarks import table
+from benchmarks.cases.partitions import schedule, settle
+from benchmarks.figures import Target, percentile
+from benchmarks.stage import Stage
+from delaytasks.core.clock import to_us
+from delaytasks.core.ports import Entry
+from delaytasks.store.store import Store
+
+CHUNK = 50
+PREFIX = "bench_long_"
+#: The last part of each phase, when most was left behind.
+LAST = 0.25
+
+
+def run(stage: Stage) -> None:
+    rounds = stage.size(3000, 400)
+    with table.beside(PREFIX) as store:
+        before = _claims(store, rounds)
+        with _open_transaction(store):
+            during = _claims(store, rounds)
+    rows = 2 * rounds * CHUNK
+    for what, without in before.items():
+        name = f"{what} of {CHUNK}, p99, {rows:,} rows after a transaction began that is still open"
+        figure = stage.figure("long_transaction", name, "ms", Target("ratio", most=3), against="without one:")
+        figure.add(percentile(during[what], 0.99), percentile(without, 0.99))
+        stage.say(
+            f"long_transaction: {what} p50 {percentile(during[what], 0.5):.2f} ms, p99 "
+            f"{percentile(during[what], 0.99):.2f} ms; without one {percentile(without, 0.5):.2f} and "
+            f"{percentile(without, 0.99):.2f} ms"
+        )
+
+
+@contextmanager
+def _open_transaction(store: Store) -> Iterator[None]:
+    """A report, say: it has read something, and sees the table as it was then."""
+    engine = store.database.tx.execution_options(isolation_level="REPEATABLE READ")
+    with engine.connect() as connection, connection.begin():
+        connection.execute(select(func.count()).select_from(store.schema.tasks)).scalar()
+        yield
+
+
+def _claims(store: Store, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each claim in the last part of so many rounds. What is claimed is settled."""
+    claims = store.claims("bench", None)
+    found: dict[str, list[float]] = {"claim by id": [], "claim_due": []}
+    for number in range(rounds):
+        entries = [Entry.of(one, to_us) for one in schedule(store, CHUNK)]
+        schedule(store, CHUNK)
+        for what, claim in (
+            ("claim by id", lambda entries=entries: claims.claim(entries)),
+            ("claim_due", lambda: claims.claim_due("default", [0], CHUNK)),
+        ):
+            began = time.perf_counter()
+            claimed = claim()
+            took_ms = (time.perf_counter() - began) * 1000
+            settle(claims, claimed, CHUNK)
+            if number >= rounds * (1 - LAST):
+                found[what].append(took_ms)
+    return found

@@ -1,0 +1,117 @@
+"""Very many rows that are overdue when a worker starts, and fresh tasks that are scheduled meanwhile."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+from benchmarks import brokers, table
+from benchmarks.cases import burst
+from benchmarks.figures import Figure, Target, percentile
+from benchmarks.machine import load
+from benchmarks.samples import Samples, sampling
+from benchmarks.sides import Ours
+from benchmarks.stage import Stage
+from benchmarks.waiting import BenchError, sleep_until, wait_until, wall
+from delaytasks.core.states import Status
+
+HOUR_S, MINUTE_S = 3600.0, 60.0
+#: Fresh tasks a second, and when they are due.
+RATE, SOONEST_S, LATEST_S = 50, 0.5, 3.0
+DEADLINE_S = 900.0
+#: In the broker: some tokens, and what was armed since the worker took messages in last.
+IN_FLIGHT = 100
+#: What a process keeps for itself when it begins to work.
+GROWN_MB = 30.0
+
+
+def run(stage: Stage) -> None:
+    if not table.can_fill():
+        stage.say("overload: left out, since only PostgreSQL makes so many rows in seconds")
+        return
+    for side in stage.timers:
+        _run(stage, side)
+        brokers.clear()
+    table.clear()
+    table.forget_sweeps()
+
+
+def _run(stage: Stage, side: Ours) -> None:
+    rows, count = stage.size(1_000_000, 50_000), stage.size(20_000, 5_000)
+    normal = burst.drain(stage, "overload", side, count, burst.at_once(count, stage.size(60, 15)))
+    side.clear()
+    table.forget_sweeps()
+    table.fill(rows, Status.NOT_COMPLETE, -HOUR_S, -MINUTE_S)
+    table.settle_down()
+    began = wall()
+    with side.started(), sampling(side) as samples:
+        wait_until(lambda: len(side.notes), DEADLINE_S, "the first row to run", 0.01)
+        first = wall()
+        fresh = Fresh(side)
+        try:
+            wait_until(lambda: len(side.notes) >= rows, DEADLINE_S, f"{rows:,} tasks to run", 0.1)
+        finally:
+            fresh.stop()
+        side.wait_for(rows + fresh.count, DEADLINE_S)
+    notes = side.notes.read()
+    late_ms = [(note.at - note.due) * 1000 for note in notes if note.due > began]
+    backlog = [note.at for note in notes if note.due < began]
+    done = table.count(Status.DONE)
+    if (done, len(backlog), len(late_ms)) != (rows + fresh.count, rows, fresh.count) or min(late_ms) < 0:
+        raise BenchError(
+            f"overload: {done:,} of {rows + fresh.count:,} are DONE, {len(backlog):,} of the backlog ran and "
+            f"{len(late_ms):,} fresh ones, the earliest {min(late_ms):.3f} ms after its time"
+        )
+    per_s = rows / (max(backlog) - first)
+    _add(stage, side, rows, first - began, per_s, normal.per_s, percentile(late_ms, 0.99), samples)
+    stage.say(
+        f"overload: {side.timer}: {rows:,} rows at {per_s:,.0f}/s (a burst {normal.per_s:,.0f}/s), the first one "
+        f"{first - began:.2f} s after the worker was started; {fresh.count:,} fresh tasks: p50 "
+        f"{percentile(late_ms, 0.5):.1f} ms, p99 {percentile(late_ms, 0.99):.1f} ms, worst {max(late_ms):.0f} ms; "
+        f"{max(samples.queued)} messages at most; worker MB {samples.worker}; broker MB {samples.broker}; "
+        f"load {load():.1f}"
+    )
+
+
+def _add(
+    stage: Stage, side: Ours, rows: int, first_s: float, per_s: float, normal: float, p99_ms: float, samples: Samples
+) -> None:
+    def figure(what: str, unit: str, target: Target, against: str = "") -> Figure:
+        return stage.figure("overload", f"{side.timer}: {what}", unit, target, against)
+
+    figure(f"{rows:,} overdue, from the worker's start to the first run", "s", Target("value", most=5)).add(first_s)
+    figure(f"{rows:,} overdue, drained/s", "", Target("ratio", least=0.7), "a burst:").add(per_s, normal)
+    figure(f"fresh tasks meanwhile, {RATE}/s, lateness p99", "ms", Target("value", most=2000)).add(p99_ms)
+    figure("messages in the broker, most", "", Target("value", most=IN_FLIGHT)).add(max(samples.queued))
+    for whose, memory in (("the worker", samples.worker), ("the broker", samples.broker)):
+        if memory.values:
+            grown = figure(f"memory of {whose}, peak above its start", "MB", Target("value", most=GROWN_MB))
+            grown.add(memory.peak - memory.start)
+
+
+class Fresh:
+    """Schedules tasks at a steady rate until it is stopped."""
+
+    def __init__(self, side: Ours) -> None:
+        self._side = side
+        self.count = 0
+        self._error: Exception | None = None
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="bench-fresh", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+        if self._error is not None:
+            raise BenchError(f"scheduling failed: {self._error}") from self._error
+
+    def _run(self) -> None:
+        chance, began = random.Random(1), wall()
+        try:
+            while not self._is_over.is_set():
+                sleep_until(began + self.count / RATE)
+                self._side.schedule(wall() + chance.uniform(SOONEST_S, LATEST_S))
+                self.count += 1
+        except Exception as error:
+            self._error = error

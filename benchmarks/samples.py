@@ -1,0 +1,64 @@
+"""What is looked at again and again while a case runs: messages in the broker, and memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from benchmarks import brokers
+from benchmarks.sides import Ours
+
+LOOK_S = 0.1
+#: An interpreter that starts only grows.
+STARTING_S = 2.0
+
+
+@dataclass
+class Memory:
+    """In megabytes."""
+
+    values: list[float] = field(default_factory=list)
+
+    @property
+    def start(self) -> float:
+        return self.values[min(len(self.values) - 1, round(STARTING_S / LOOK_S))]
+
+    @property
+    def peak(self) -> float:
+        return max(self.values)
+
+    def __str__(self) -> str:
+        return f"{self.start:.0f} at first, {self.peak:.0f} at most, {self.values[-1]:.0f} in the end"
+
+
+@dataclass
+class Samples:
+    """Of a worker and its broker; no values where they can not be had."""
+
+    queued: list[int] = field(default_factory=lambda: [0])
+    worker: Memory = field(default_factory=Memory)
+    broker: Memory = field(default_factory=Memory)
+
+
+@contextmanager
+def sampling(side: Ours) -> Iterator[Samples]:
+    samples, is_over = Samples(), threading.Event()
+
+    def look() -> None:
+        queue = brokers.queue_name(side.timer)
+        with brokers.counting(queue) as count:
+            while not is_over.wait(LOOK_S):
+                samples.queued.append(count())
+                for memory, value in ((samples.worker, side.rss_mb()), (samples.broker, brokers.memory_mb())):
+                    if value is not None:
+                        memory.values.append(value)
+
+    thread = threading.Thread(target=look, name="bench-samples", daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        is_over.set()
+        thread.join()
