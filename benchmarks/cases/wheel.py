@@ -38,6 +38,7 @@ _MEASURES = [
     ("cancel in random order", "/s", None),
     ("expire", "/s", None),
     ("memory", "bytes an entry", None),
+    ("memory, few a tick", "bytes an entry", None),
 ]
 _RIVALS: dict[str, Callable[[], Holder]] = {
     "heapq": rivals.Heap,
@@ -84,14 +85,15 @@ def _work(make: Callable[[], Holder], count: int) -> dict[str, float]:
     found["cancel"] = _rate(lambda: _cancel(holder, first), some)
     found["cancel in random order"] = _rate(lambda: _cancel(holder, any_others), some)
     found["expire"] = _expired_per_s(holder)
-    found["memory"] = _bytes_each(make, count)
+    found["memory"] = _bytes_each(make, count, SPREAD)
+    found["memory, few a tick"] = _bytes_each(make, count, count)
     return found
 
 
-def _entries(count: int) -> tuple[list[Name], list[int]]:
+def _entries(count: int, spread: int = SPREAD) -> tuple[list[Name], list[int]]:
     """Names as the worker has them, id and version."""
     chance = random.Random(1)
-    return [(number << 22, 0) for number in range(count)], [FAR + chance.randrange(SPREAD) for _ in range(count)]
+    return [(number << 22, 0) for number in range(count)], [FAR + chance.randrange(spread) for _ in range(count)]
 
 
 def _filled(count: int) -> Wheel[Name]:
@@ -139,9 +141,9 @@ def _expired_per_s(holder: Holder) -> float:
     return expired / (time.process_time() - before)
 
 
-def _bytes_each(make: Callable[[], Holder], count: int) -> float:
+def _bytes_each(make: Callable[[], Holder], count: int, spread: int) -> float:
     """What holding an entry costs besides its name, which the task has anyway."""
-    names, ticks = _entries(count)
+    names, ticks = _entries(count, spread)
     gc.collect()
     tracemalloc.start()
     try:
