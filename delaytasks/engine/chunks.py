@@ -12,7 +12,7 @@ from datetime import datetime
 from functools import partial
 
 from delaytasks.core.clock import Clock, monotonic
-from delaytasks.core.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
+from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.ports import Settlement
 from delaytasks.core.settings import Settings
@@ -22,7 +22,7 @@ from delaytasks.engine.chunk import Chunk, TimeBox
 from delaytasks.engine.flights import Flights
 from delaytasks.engine.registry import Processor, Registry
 from delaytasks.engine.running import Running
-from delaytasks.engine.settling import Settling
+from delaytasks.engine.settling import Settle, Settling
 
 #: A row that may end this process waits so long, as a part of the lease, for those that run side by side to end.
 ALONE = 0.25
@@ -85,10 +85,10 @@ class Chunks:
         claimed_at: float,
         tally: Tally,
         may_leave: bool,
-        hand_over: Callable[[int], None] | None = None,
+        settle: Settle | None = None,
     ) -> None:
-        """Returns when all rows have ended; with `may_leave` when all but such as run side by side have. `hand_over` is
-        told how many of them have ended and are not settled yet."""
+        """Returns when all rows have ended; with `may_leave` when all but such as run side by side have. `settle` is
+        how to settle them."""
         if not tasks:
             return
         tally.claimed += len(tasks)
@@ -107,8 +107,6 @@ class Chunks:
             if flying:
                 self._wait(chunk, flying, may_leave)
                 tally.wanted = max(tally.wanted, *(self._free_rows(processor) for processor in flying))
-            if hand_over is not None:
-                self._hand_over(chunk, hand_over)
         finally:
             if chunk.leave():
                 self._left.add(chunk)
@@ -116,20 +114,9 @@ class Chunks:
             else:
                 self._time_box.close(chunk)
             try:
-                self._settling.settle(chunk, patience_s=self._lease_s)
+                self._settling.settle(chunk, self._lease_s, settle)
             finally:
                 self._flush()
-
-    @staticmethod
-    def _hand_over(chunk: Chunk, hand_over: Callable[[int], None]) -> None:
-        """Before they are settled: until then the places of those that ended are ours, and nobody else's."""
-        ended = chunk.take_finished()
-        try:
-            hand_over(sum(not settlement.is_made for settlement in ended))
-        except StoreError:
-            pass  # which settling them will tell of
-        finally:
-            chunk.keep(ended)
 
     def run_alone(self, task: DelayTask, claimed_at: float, tally: Tally) -> None:
         """A row that may kill this process: those of other chunks should not be there."""

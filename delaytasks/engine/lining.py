@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 
 from delaytasks.core.clock import monotonic
 from delaytasks.core.lines import Opening
-from delaytasks.core.ports import LineStore, Met
+from delaytasks.core.ports import ClaimStore, Met, Settlement
 from delaytasks.core.settings import Settings
 from delaytasks.core.task import DelayTask
 from delaytasks.engine.chunk import ChunkSize
@@ -19,9 +19,10 @@ MANY, GATHER_S = 5, 0.5
 
 
 class Lining:
-    def __init__(self, settings: Settings, lines: LineStore, registry: Registry, chunks: Chunks) -> None:
+    def __init__(self, settings: Settings, claims: ClaimStore, registry: Registry, chunks: Chunks) -> None:
         self._settings = settings
-        self._lines = lines
+        self._claims = claims
+        self._lines = claims.lines
         self._registry = registry
         self._chunks = chunks
         #: By limited tags: what does not fit the time box would hold places for nothing.
@@ -48,10 +49,13 @@ class Lining:
         size = self._sizes.setdefault(tag, ChunkSize(self._settings.chunk_time_box_s, self._settings.chunk_max, 1))
         at_once = self._at_once(tag)
 
-        def hand_over(places: int) -> None:
+        def settle(settlements: Sequence[Settlement]) -> set[int]:
             is_scarce = opening is not None and not opening.open
-            if monotonic() < until and (is_scarce or places >= min(size.rows, limit)):
-                following.extend(self._lines.hand_over(queue, tag, places))
+            if monotonic() >= until or not (is_scarce or len(settlements) >= min(size.rows, limit)):
+                return self._claims.settle(settlements)
+            accepted, next = self._claims.hand_over(settlements, queue, tag)
+            following.extend(next)
+            return accepted
 
         while True:
             claimed_at = monotonic()
@@ -62,7 +66,7 @@ class Lining:
             while next:
                 following = []
                 lot = Tally()
-                self._chunks.run(next, claimed_at, lot, may_leave=False, hand_over=hand_over)
+                self._chunks.run(next, claimed_at, lot, may_leave=False, settle=settle)
                 lot.add(*self._chunks.ended())
                 size.learn(lot.ran, lot.seconds)
                 tally.claimed += lot.claimed

@@ -85,7 +85,7 @@ class Runner:
             settings, clock, registry, self._running, settling, flights or Flights(), admission, events
         )
         self._may_leave = may_leave
-        self._lining = Lining(settings, claims.lines, registry, self._chunks)
+        self._lining = Lining(settings, claims, registry, self._chunks)
 
     def run(self, entries: Sequence[Entry], for_s: float = 0) -> Report:
         """The fast path: the entries of messages that fell due. Lines of limited tags that it met it goes on with

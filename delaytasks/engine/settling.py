@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from delaytasks.core.clock import Clock, monotonic, to_us
@@ -14,6 +14,9 @@ from delaytasks.core.settings import Settings
 from delaytasks.core.states import MOVES, Status
 from delaytasks.engine.chunk import Chunk
 
+#: Makes settlements, and returns the ids of those that were accepted.
+Settle = Callable[[Sequence[Settlement]], set[int]]
+
 
 class Settling:
     def __init__(self, settings: Settings, claims: ClaimStore, clock: Clock, timer: Timer, events: Events) -> None:
@@ -23,26 +26,26 @@ class Settling:
         self._timer = timer
         self._events = events
 
-    def settle(self, chunk: Chunk, patience_s: float) -> bool:
+    def settle(self, chunk: Chunk, patience_s: float, settle: Settle | None = None) -> bool:
         """What is finished, and what will not be started. Without patience, one try: then it is the runner's again, as
-        it is (False) while somebody settles."""
+        it is (False) while somebody settles. `settle` is tried first, as the way to do it."""
         chunk.keep(Settlement(task, "give_back") for task in chunk.take_waiting())
-        return self.settle_finished(chunk, patience_s)
+        return self.settle_finished(chunk, patience_s, settle)
 
-    def settle_finished(self, chunk: Chunk, patience_s: float) -> bool:
+    def settle_finished(self, chunk: Chunk, patience_s: float, settle: Settle | None = None) -> bool:
         if not chunk.settling.acquire(blocking=patience_s > 0):
             return False
         try:
-            self._settle_finished(chunk, patience_s)
+            self._settle_finished(chunk, patience_s, settle or self._claims.settle)
         finally:
             chunk.settling.release()
         return True
 
-    def _settle_finished(self, chunk: Chunk, patience_s: float) -> None:
+    def _settle_finished(self, chunk: Chunk, patience_s: float, settle: Settle) -> None:
         settlements = chunk.take_finished()
         made, settlements = [s for s in settlements if s.is_made], [s for s in settlements if not s.is_made]
         try:
-            accepted = self._settled(settlements, monotonic() + patience_s) if settlements else set()
+            accepted = self._settled(settlements, monotonic() + patience_s, settle) if settlements else set()
         except StoreError:
             chunk.keep(settlements)
             raise
@@ -55,20 +58,21 @@ class Settling:
         waits = [s for s in settlements if MOVES[s.move].target is Status.NOT_COMPLETE]
         self._arm_again([s for s in waits if s.task.id in accepted])
 
-    def _settled(self, settlements: Sequence[Settlement], deadline: float) -> set[int]:
+    def _settled(self, settlements: Sequence[Settlement], deadline: float, settle: Settle) -> set[int]:
         """A settlement is fenced and can be repeated, so it is, for as long as the leases may be ours."""
         while True:
             try:
-                return self._claims.settle(settlements)
+                return settle(settlements)
             except (StoreUnavailableError, OutcomeUnknownError) as error:
                 self._events.emit("store.down", error=str(error))
                 if monotonic() > deadline:
                     raise
                 time.sleep(0.5)
+                settle = self._claims.settle
             except StoreError:
                 # Refused, because of one of them: the others must not suffer, nor run again.
                 if len(settlements) > 1:
-                    return set().union(*(self._settled([settlement], deadline) for settlement in settlements))
+                    return set().union(*(self._settled([one], deadline, self._claims.settle) for one in settlements))
                 text = settlements[0].error
                 if text is None or text.isascii():
                     raise

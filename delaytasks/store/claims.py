@@ -267,9 +267,23 @@ class Claims:
     def settle(self, settlements: Sequence[Settlement]) -> set[int]:
         """The ids whose end was accepted; the others were no longer ours."""
         accepted: set[int] = set()
-        for part in _parts(sorted(settlements, key=lambda settlement: settlement.task.id)):
+        for part in _parts(settlements):
             accepted |= self._settle_part(part)
         return accepted
+
+    def hand_over(
+        self, settlements: Sequence[Settlement], queue: str, tag: str
+    ) -> tuple[set[int], Sequence[DelayTask]]:
+        """Settles them, and their places go to the next ones in line. That is one step: as many run as before, whoever
+        counts them meanwhile, so nobody needs to count here."""
+
+        def work() -> tuple[set[int], Sequence[DelayTask]]:
+            with self._db.begin() as connection:
+                parts = [self._settle_together(connection, part) for part in _parts(settlements)]
+                accepted = set().union(*parts)
+                return accepted, self.lines.next(connection, queue, tag, len(accepted))
+
+        return self._db.run(work)
 
     def complete(self, task: DelayTask, result: str | None, on: Executor) -> bool:
         """The end of a task that runs, as a part of its processor's own transaction; False if it was taken from it."""
@@ -293,19 +307,20 @@ class Claims:
 
         def together() -> set[int]:
             with self._db.begin() as connection:
-                # Keys before tasks, as those who replace a task do it: the other way round they would deadlock.
-                held = self._lock_keys(connection, ordered)
-                settlements = [self._unless_replaced(s, held) for s in ordered]
-                accepted = self._settled(connection, settlements)
-                over = [s for s in settlements if s.task.id in accepted]
-                self._keys.release_all(
-                    connection, [_named(s) for s in over if s.task.id in held and MOVES[s.move].target in FINISHED]
-                )
-                if failed := [s for s in over if s.move in MISSES]:
-                    self._attempts.record(connection, failed, self._worker)
-                return accepted
+                return self._settle_together(connection, ordered)
 
         return self._db.run(together)
+
+    def _settle_together(self, on: Any, ordered: Sequence[Settlement]) -> set[int]:
+        # Keys before tasks, as those who replace a task do it: the other way round they would deadlock.
+        held = self._lock_keys(on, ordered)
+        settlements = [self._unless_replaced(s, held) for s in ordered]
+        accepted = self._settled(on, settlements)
+        over = [s for s in settlements if s.task.id in accepted]
+        self._keys.release_all(on, [_named(s) for s in over if s.task.id in held and MOVES[s.move].target in FINISHED])
+        if failed := [s for s in over if s.move in MISSES]:
+            self._attempts.record(on, failed, self._worker)
+        return accepted
 
     def _lock_keys(self, on: Any, settlements: Sequence[Settlement]) -> set[int]:
         """The ids of those that still have their key."""
@@ -358,9 +373,10 @@ def _named(settlement: Settlement) -> tuple[int, str, str | None]:
 
 
 def _parts(settlements: Sequence[Settlement]) -> Iterator[list[Settlement]]:
+    """In the order of their ids."""
     part: list[Settlement] = []
     size = 0
-    for settlement in settlements:
+    for settlement in sorted(settlements, key=lambda settlement: settlement.task.id):
         length = len(settlement.error.encode(errors="replace")) if settlement.error else 0
         if part and size + length > MAX_TEXT:
             yield part

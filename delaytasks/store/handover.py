@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from sqlalchemy import Column, Connection, String, and_, any_, bindparam, delete, func, select, update
@@ -20,7 +20,6 @@ class Handover:
     def __init__(
         self, database: Database, schema: Schema, claimed: Mapping[str, Any], columns: list[Column[Any]]
     ) -> None:
-        self._db = database
         self._shard = schema.shard
         t, line = schema.tasks, schema.lines
         # `+ 0` keeps planners from looking for one row among all that are held.
@@ -45,13 +44,9 @@ class Handover:
         after = line.c.lane > bindparam("after", type_=String)
         self._first, self._next = Prepared(database, taking(first)), Prepared(database, taking(first.where(after)))
 
-    def next(self, queue: str, tag: str, after: str | None) -> DelayTask | None:
+    def next(self, on: Connection, queue: str, tag: str, after: str | None) -> DelayTask | None:
         """The first one of the next lane; one that somebody has locked, or that lapsed before, is passed over."""
         where = {"of_queue": queue, "of_tag": tag}
-
-        def work(connection: Connection) -> Sequence[Sequence[Any]]:
-            rows = () if after is None else self._next(connection, {**where, "after": after}).rows
-            return rows or self._first(connection, where).rows
-
-        rows = self._db.alone(work)
+        rows = () if after is None else self._next(on, {**where, "after": after}).rows
+        rows = rows or self._first(on, where).rows
         return task_of(rows[0], self._shard) if rows else None

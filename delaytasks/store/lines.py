@@ -26,7 +26,7 @@ from delaytasks.store.levels import steps
 from delaytasks.store.rooms import Rooms
 from delaytasks.store.rows import listed, listing
 from delaytasks.store.schema import Schema
-from delaytasks.store.turns import Next, Take, Turns
+from delaytasks.store.turns import Take, Turns
 from delaytasks.store.types import db_now, is_past
 
 #: Rows that get in line together.
@@ -195,24 +195,19 @@ class Lines:
         self._last[queue, tag] = next.turn
         return next.tasks, Opening(queue, tag, room.left - share if count == share else 0)
 
-    def hand_over(self, queue: str, tag: str, places: int) -> Sequence[DelayTask]:
-        """The next ones in line, for the places of tasks that have run and are not settled yet: as many run as before,
-        so nobody counts, and nobody waits for a lock. None where a place is not all that they need."""
+    def next(self, on: Any, queue: str, tag: str, places: int) -> Sequence[DelayTask]:
+        """The next ones in line, for places that others leave in the same transaction. None where a place is not all
+        that they need."""
         policy = self.limited().get(tag)
         if policy is None or not policy.has_places_only or places <= 0:
             return []
         turn = self._last.get((queue, tag))
         if places == 1 and self._db.can.array_parameters:
-            task = self._handover.next(queue, tag, turn)
+            task = self._handover.next(on, queue, tag, turn)
             if task is not None:
                 self._last[queue, tag] = task.concurrency_key or ""
                 return [task]
-
-        def work() -> Next:
-            with self._db.begin() as connection:
-                return self._turns.next(connection, queue, tag, places, Room(), turn)
-
-        next = self._db.run(work)
+        next = self._turns.next(on, queue, tag, places, Room(), turn)
         self._last[queue, tag] = next.turn
         return next.tasks
 

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,7 @@ from sqlalchemy import select
 
 from delaytasks import DelayTask
 from delaytasks.core.lines import Opening
-from delaytasks.core.ports import Level
+from delaytasks.core.ports import Level, Settlement
 from delaytasks.core.states import Status
 from delaytasks.store.store import Store
 from tests.benches import Bench
@@ -318,26 +319,46 @@ def test_what_is_in_line_is_held(bench: LimitedBench) -> None:
     assert bench.now(tasks[1]).status is Status.HELD
 
 
-def test_who_has_run_hands_its_place_over_before_it_is_settled(bench: LimitedBench) -> None:
+def test_who_has_run_hands_its_place_over_as_it_is_settled(bench: LimitedBench) -> None:
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n) for n in range(4)]
     places: list[int] = []
-    most: list[int] = []
-    hand_over = bench.claims.lines.hand_over
+    seen: list[tuple[str, ...]] = []
+    next = bench.claims.lines.next
 
-    def handing(queue: str, tag: str, count: int) -> Any:
-        assert bench.admit() == [], "its place is taken"
+    def handing(on: Any, queue: str, tag: str, count: int) -> Any:
+        following = next(on, queue, tag, count)
         places.append(count)
-        following = hand_over(queue, tag, count)
-        most.append(bench.statuses(tasks).count("RUNNING"))
+        seen.append(tuple(bench.statuses(tasks)))
         return following
 
-    bench.claims.lines.hand_over = handing
+    bench.claims.lines.next = handing
     bench.runner.run([bench.entry(task) for task in tasks], for_s=20)
     assert bench.ran == [0, 1, 2, 3]
     assert places == [1, 1, 1]
-    assert most == [2, 2, 1], "one that has run, and one that will"
+    assert [statuses.count("RUNNING") for statuses in seen] == [1, 1, 1], "as others see it"
+    assert [statuses.count("DONE") for statuses in seen] == [1, 2, 3]
     assert bench.statuses(tasks) == ["DONE"] * 4
+
+
+def test_a_place_is_handed_over_together_with_all_that_a_settlement_does(bench: LimitedBench) -> None:
+    bench.limit(concurrency=1)
+    failing, other = bench.schedule(body=0, key="k"), bench.schedule(body=1)
+    [running] = bench.claim(failing, other)
+    settlement = Settlement(running, "fail", error="oh")
+    accepted, following = bench.claims.hand_over([settlement], "default", "note")
+    assert (accepted, [task.id for task in following]) == ({failing.id}, [other.id])
+    assert bench.statuses([failing, other]) == ["FAILED", "RUNNING"]
+    assert len(bench.store.tasks.attempts(failing.id)) == 1
+
+
+def test_a_place_that_was_lost_is_not_handed_over(bench: LimitedBench) -> None:
+    bench.limit(concurrency=1)
+    tasks = [bench.schedule(body=n) for n in range(2)]
+    [running] = bench.claim(*tasks)
+    lost = replace(running, version=running.version + 5)
+    assert bench.claims.hand_over([Settlement(lost, "succeed")], "default", "note") == (set(), [])
+    assert bench.statuses(tasks) == ["RUNNING", "HELD"]
 
 
 @pytest.mark.parametrize("limits", [{"rate": 100, "rate_period_s": 1.0}, {"key_concurrency": 1}, {"concurrency": None}])
@@ -348,7 +369,8 @@ def test_a_place_is_not_handed_over_where_it_is_not_all_that_a_task_needs(
     tasks = [bench.schedule(body=n, concurrency_key="k") for n in range(3)]
     assert len(bench.claim(*tasks)) == 1
     bench.limit(**limits)
-    assert bench.claims.lines.hand_over("default", "note", 1) == []
+    with bench.store.database.begin() as connection:
+        assert bench.claims.lines.next(connection, "default", "note", 1) == []
 
 
 def test_keys_take_turns_when_places_are_handed_over(bench: LimitedBench) -> None:
