@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from delaytasks.core.availability import REST_S
 from delaytasks.core.clock import monotonic
 from delaytasks.core.loop import Loop
-from delaytasks.timers.redis import AHEAD_MS, RedisTimer, Slot, Taken
+from delaytasks.timers.redis import AHEAD_MS, RETURN_S, RedisTimer, Slot, Taken
 from delaytasks.timers.redislink import FAILURES
 from delaytasks.timers.scripts import LOT
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 LOOK_S = 15.0
 #: How often the ear looks whether the queues have changed.
 EAR_S = 1.0
+#: What was handed on is deleted on the way to what comes next, or after this time: well before it would be returned.
+DELETE_S = RETURN_S / 4
 NEVER, LOOK_NOW = float("inf"), 0.0
 #: Each step of theirs is bounded by its socket.
 STUCK_S = 5.0
@@ -47,8 +49,9 @@ class Mover:
         #: When what was taken ahead of its time is due, in microseconds of our clock.
         self._ahead: list[int] = []
         self._queues: list[str] = []
-        #: To be deleted in Redis, on the way to what comes next.
+        #: To be deleted in Redis, and when at the latest.
         self._handed_on: list[Taken] = []
+        self._deletes_at = 0.0
         self._looks_at = 0.0
         self._is_starved = self._was_down = False
         self._mover = Loop("mover", self._move, self._events, STUCK_S, self._start_over)
@@ -65,8 +68,10 @@ class Mover:
 
     def _move(self) -> float:
         asked, rest_s = self._due()
-        if not asked and not self._handed_on:
-            return rest_s
+        if not asked:
+            deletes_in_s = self._deletes_at - monotonic() if self._handed_on else NEVER
+            if deletes_in_s > 0:
+                return min(rest_s, deletes_in_s)
         handed_on, self._handed_on = self._handed_on, []
         try:
             taken = self._timer.take(asked, handed_on)
@@ -118,7 +123,7 @@ class Mover:
         entries = list(chain.from_iterable(some.entries for some in taken))
         self._ahead += [entry.due_us for entry in self._timer.shifted(entries, 1)]
         self._desk.hold(entries)
-        self._handed_on = [some for some in taken if some.ticket]
+        self._handed_on, self._deletes_at = [some for some in taken if some.ticket], monotonic() + DELETE_S
         for some in taken:
             if some.dropped:
                 self._events.emit("entry.late", count=some.dropped)
@@ -146,7 +151,7 @@ class Mover:
             self._next = dict.fromkeys(self._next, LOOK_NOW)
 
     def _has_room(self) -> None:
-        if self._is_starved:
+        if self._is_starved and self._dispatcher.room():
             self._is_starved = False
             self._mover.wake()
 

@@ -292,6 +292,29 @@ def test_what_a_stopping_worker_has_just_handed_on_is_deleted(post: Post) -> Non
     assert post.left() == (0, 0)
 
 
+def test_what_was_handed_on_is_deleted_though_nothing_follows(post: Post) -> None:
+    post.start()
+    post.arm(range(1, 11))
+    assert len(post.end_all(10)) == 10
+    wait_until(lambda: post.left() == (0, 0), 10, "them to be deleted")
+    assert "entry.returned" not in post.seen
+
+
+def test_a_mover_is_not_woken_where_there_is_no_room(post: Post) -> None:
+    post.start()
+    post.arm(range(1, 101))
+    wait_until(lambda: post.here() >= 40 and len(post.pool.jobs) == 2, 5, "the first ones")
+    mover = post.desk._mover
+    assert mover is not None
+    mover._mover.wake = lambda: post.seen.append("woken")  # type: ignore[method-assign]
+    mover._is_starved = True
+    post.desk.dispatcher.pump()
+    assert "woken" not in post.seen
+    while post.pool.jobs:
+        post.end_chunk(0.001)
+    wait_until(lambda: "woken" in post.seen, 5, "the mover to be woken")
+
+
 def test_what_could_not_be_handed_on_comes_again(post: Post) -> None:
     post.start()
     hold, failures = post.desk.hold, [OSError("as asked")]
