@@ -86,6 +86,7 @@ class DelayTasks(CallbackVerbs, TouchVerbs, BulkVerbs, PolicyVerbs):
         celery_app.delaytasks = self
         register_tasks(self)
         celery_app.steps["worker"].add("delaytasks.worker.steps:DelaysStep")
+        celery_app.steps["consumer"].add("delaytasks.worker.guard:GuardStep")
         celery_app.on_after_finalize.connect(self._add_to_beat, weak=False)
         if celery_app.finalized:  # and tells of it no more
             self._add_to_beat(celery_app)
@@ -204,7 +205,7 @@ class DelayTasks(CallbackVerbs, TouchVerbs, BulkVerbs, PolicyVerbs):
 
     def check_ready(self) -> None:
         """What is wrong with the configuration is said at start, with its remedy."""
-        self._made.check_broker_timeouts()
+        self._made.check_broker()
         self._made.check_timer()
         self._made.check_databases()
 

@@ -17,6 +17,7 @@ from delaytasks.core.events import Events
 from delaytasks.core.ids import IdMaker
 from delaytasks.core.ports import TaskStore, Timer
 from delaytasks.core.settings import load_settings, mask_url
+from delaytasks.core.text import shown
 from delaytasks.engine.holding import Holding
 from delaytasks.engine.placing import Placing
 from delaytasks.engine.policies import PolicyCache
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 #: kombu's own default.
 REDIS_VISIBILITY_S = 3600.0
+#: Content that is data, whoever wrote it: Celery's `json` and what is as harmless.
+SAFE_CONTENT = {"json", "application/json", "msgpack", "application/x-msgpack"}
 _REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 
 
@@ -97,14 +100,27 @@ class Parts:
         url = redis_url(self.settings.redis_url, self._app.conf.broker_url)
         return RedisTimer(url, self.settings, eta, clocks, self._events)
 
-    def check_broker_timeouts(self) -> None:
+    def check_broker(self) -> None:
+        self._check_visibility()
+        unsafe = ", ".join(sorted(map(str, set(self._app.conf.accept_content or ()) - SAFE_CONTENT)))
+        if unsafe:
+            remedy = "accept_content = ['json'], or keep all but your own producers out of the broker"
+            self._events.emit("content.unsafe", accepts=unsafe, remedy=remedy)
+
+    def _check_visibility(self) -> None:
         """Our messages are acknowledged on receipt; but they may wait unacknowledged in a worker that is blocked."""
         horizon = self.settings.horizon_s
         default = REDIS_VISIBILITY_S if "redis" in str(self._app.conf.broker_url) else None
         visibility = (self._app.conf.broker_transport_options or {}).get("visibility_timeout", default)
-        if horizon is not None and visibility is not None and horizon >= float(visibility):
+        try:
+            visible_s = None if visibility is None else float(visibility)
+        except (TypeError, ValueError):
             raise ConfigError(
-                f"delaytasks_horizon_s = {horizon:g} is not below the broker's visibility_timeout = {visibility:g}: "
+                f"visibility_timeout = {shown(visibility)} in broker_transport_options is no number of seconds"
+            ) from None
+        if horizon is not None and visible_s is not None and horizon >= visible_s:
+            raise ConfigError(
+                f"delaytasks_horizon_s = {horizon:g} is not below the broker's visibility_timeout = {visible_s:g}: "
                 "messages could be delivered twice; lower the horizon, or raise visibility_timeout in "
                 "broker_transport_options"
             )

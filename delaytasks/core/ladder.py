@@ -71,7 +71,7 @@ class Ladder:
         """The wait after so many failed runs; None when no rung is left."""
         if not self.has_rung(failures):
             return None
-        wait = self.rungs_s[failures - 1]
+        wait = self.rungs_s[max(failures, 1) - 1]  # another program may count from anywhere
         return wait * random.uniform(1 - self.jitter, 1 + self.jitter) if self.jitter else wait
 
 

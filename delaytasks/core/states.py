@@ -22,8 +22,9 @@ class Status(IntEnum):
         try:
             return cls(number)
         except ValueError:
-            unknown = int.__new__(cls, number)
-            unknown._name_, unknown._value_ = f"UNKNOWN_{number}", number
+            # SQLite's columns take text as well.
+            unknown = int.__new__(cls, number if isinstance(number, int) else -1)
+            unknown._name_, unknown._value_ = f"UNKNOWN_{number!r:.20}", int(unknown)
             return unknown
 
     def __str__(self) -> str:
@@ -64,6 +65,15 @@ MOVES: dict[str, Move] = dict(
         _move("retry", (Status.FAILED, Status.CANCELLED), Status.NOT_COMPLETE),
     ]
 )
+
+#: Beyond it versions are another program's, and are counted from 0 again: no database counts beyond 2^63.
+MOST_VERSIONS = 2**62
+
+
+def following(version: int) -> int:
+    """The version that the next move gives a row."""
+    return version + 1 if version < MOST_VERSIONS else 0
+
 
 #: Statuses that nothing but an operator's `retry` leaves.
 FINISHED = frozenset({Status.DONE, Status.FAILED, Status.CANCELLED})

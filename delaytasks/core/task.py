@@ -93,8 +93,9 @@ class DelayTask:
         return None if self.result_json is None else json.loads(self.result_json)
 
     def _seconds(self, header: str) -> float | None:
-        seconds = self._headers().get(header)
-        return float(seconds) if isinstance(seconds, (int, float)) else None
+        seconds: Any = self._headers().get(header)
+        # Else another program's; an integer may be longer than any float.
+        return float(seconds) if type(seconds) in (int, float) and 0 <= seconds < 1e15 else None
 
     def _headers(self) -> dict[str, Any]:
         if self.headers_json is None:

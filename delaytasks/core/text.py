@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from datetime import datetime
 
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 _CUT = "\n… {n:,} characters left out …\n"
@@ -18,6 +19,19 @@ def storable(text: str, max_bytes: int) -> str:
     keep = max(max_bytes - 64, 0) // 4
     head = keep // 4
     return text[:head] + _CUT.format(n=len(text) - keep) + text[len(text) - (keep - head) :]
+
+
+#: How the error of a row begins whose tag nobody here had a processor for.
+NO_PROCESSOR = "no such processor, tag="
+
+
+def put_off_until(why: str, due: datetime) -> str:
+    return f"{why}; next try at {due.isoformat()}"
+
+
+def is_put_off_until(text: str, due: datetime) -> bool:
+    """Whether that, and nothing since, is why a row is due then."""
+    return text.endswith(put_off_until("", due))
 
 
 def traceback_text(error: BaseException, max_bytes: int) -> str:

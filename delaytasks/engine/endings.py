@@ -12,7 +12,7 @@ from delaytasks.core.outcomes import Cancel, Done, Fail, Retry, Snooze
 from delaytasks.core.ports import Settlement
 from delaytasks.core.settings import Settings
 from delaytasks.core.task import DelayTask
-from delaytasks.core.text import storable, traceback_text
+from delaytasks.core.text import NO_PROCESSOR, put_off_until, storable, traceback_text
 from delaytasks.engine.registry import Processor, Registry
 from delaytasks.engine.run import MAX_RESULT_BYTES, Run
 
@@ -40,10 +40,12 @@ class Endings:
     def no_processor(self, task: DelayTask, registry: Registry) -> Settlement:
         """A deploy may bring its processor: never failed, tried again less and less often."""
         known = ", ".join(sorted(processor.tag for processor in registry)) or "none"
-        error = f"no such processor, tag={task.tag} (this worker knows: {known}); is its module imported?"
         wait_s = self._put_off_s(task)
+        due = self._after(wait_s)
+        why = f"{NO_PROCESSOR}{task.tag} (this worker knows: {known}); is its module imported?"
+        error = put_off_until(storable(why, 4096), due)
         self._events.emit("task.no_processor", id=task.id, tag=task.tag, next_try_s=wait_s)
-        return Settlement(task, "give_back", None, storable(error, 4096), self._after(wait_s))
+        return Settlement(task, "give_back", None, error, due)
 
     def no_time_limits(self, task: DelayTask) -> Settlement:
         """Another worker may be able to keep those of its tag."""
@@ -120,8 +122,8 @@ class Endings:
 
     def _put_off_s(self, task: DelayTask) -> float:
         now = self._clock.now()
-        first_due = (task.create_time or now) + timedelta(seconds=task.delay_s)
-        return min(max((now - first_due).total_seconds() / 10, PUT_OFF_MIN_S), PUT_OFF_MAX_S)
+        waited_s = (now - (task.create_time or now)).total_seconds() - task.delay_s
+        return min(max(waited_s / 10, PUT_OFF_MIN_S), PUT_OFF_MAX_S)
 
     def _failed(self, task: DelayTask, began: datetime, text: str, error: object) -> Settlement:
         self._events.emit("task.failed", id=task.id, tag=task.tag, error=error)

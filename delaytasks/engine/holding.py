@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta
 
-from delaytasks.core.clock import Clock, monotonic
+from delaytasks.core.clock import UTC, Clock, monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.policies import Policies, Policy
 from delaytasks.core.ports import HoldStore, Level, PolicyStore, Seen, Timer
@@ -19,6 +19,8 @@ from delaytasks.core.states import Status
 from delaytasks.engine.policies import PolicyCache
 
 STEP = 500
+#: No instant comes after it.
+LATEST = datetime.max.replace(tzinfo=UTC)
 #: The part of a sweep's interval that a walk may take.
 SHARE = 0.4
 #: How often it is made sure that nothing is held that nobody pauses: by a worker that was frozen in the middle.
@@ -129,6 +131,8 @@ class Holding:
                 while crowd := self._rows.crowd(status, level, since, last):
                     yield crowd
                     last = crowd[-1].id
+                if since == LATEST:
+                    return
                 since += timedelta(microseconds=1)
 
     def _hold(self, ids: Sequence[int]) -> int:

@@ -11,7 +11,7 @@ from delaytasks.core.errors import OutcomeUnknownError, StoreError, StoreUnavail
 from delaytasks.core.events import Events
 from delaytasks.core.ports import ClaimStore, Entry, Settlement, Timer
 from delaytasks.core.settings import Settings
-from delaytasks.core.states import MOVES, Status
+from delaytasks.core.states import MOVES, Status, following
 from delaytasks.engine.chunk import Chunk
 
 #: Makes settlements, and returns the ids of those that were accepted.
@@ -82,8 +82,8 @@ class Settling:
     def _arm_again(self, settlements: Sequence[Settlement]) -> None:
         horizon = self._clock.now_us() + (self._settings.horizon_s or 1e9) * 1e6
         entries = [
-            Entry(s.task.id, s.task.version + 1, to_us(s.due or s.task.expected_time), s.task.queue, s.task.priority)
-            for s in settlements
+            Entry(task.id, following(task.version), to_us(s.due or task.expected_time), task.queue, task.priority)
+            for s, task in ((s, s.task) for s in settlements)
         ]
         near = [entry for entry in entries if entry.due_us <= horizon]
         if near:

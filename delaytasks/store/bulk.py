@@ -16,14 +16,14 @@ from sqlalchemy import ColumnElement, Select, Update, func, literal_column, sele
 from delaytasks.core.bulk import Filter
 from delaytasks.core.clock import to_us
 from delaytasks.core.ports import Entry, Level, Step, To
-from delaytasks.core.states import LIVE, MOVES, Status
+from delaytasks.core.states import LIVE, MOVES, Status, following
 from delaytasks.store.audit import Audit
 from delaytasks.store.database import Database
 from delaytasks.store.keys import Keys
 from delaytasks.store.levels import levels
-from delaytasks.store.rows import dump_rows, instant_text, json_rows, listed
+from delaytasks.store.rows import dump_rows, instant_text, json_rows, listed, next_version
 from delaytasks.store.schema import Schema
-from delaytasks.store.types import LONG_AGO, db_now
+from delaytasks.store.types import LATEST, db_now, earliest
 
 #: Rows that one statement looks at, besides those that are due at the very same time as the last of them.
 WINDOW = 20_000
@@ -76,13 +76,13 @@ class Bulk:
     def _windows(self, which: Filter, lane: Lane) -> Iterator[list[tuple[int, Status]]]:
         t, due = self._t.c, self._t.c.expected_time
         query = select(t.id, t.status).where(*lane.wanted, *self._named(which)).order_by(due)
-        begin: ColumnElement[bool] = due >= (which.since or LONG_AGO)
+        begin: ColumnElement[bool] = due >= (which.since or earliest())
         while True:
             end = select(due).where(*lane.walked, begin).order_by(due).offset(WINDOW - 1).limit(1)
             ends = self._rows(end if which.until is None else end.where(due < which.until))
             window = query.where(begin, *(due <= row[0] for row in ends))
             yield [(row[0], Status.of(row[1])) for row in self._rows(window)]
-            if not ends:
+            if not ends or ends[0][0] == LATEST:
                 return
             begin = due > ends[0][0]
 
@@ -174,7 +174,7 @@ class Bulk:
         for id, version, due, queue, priority in locked:
             new = _due(due, to, now)
             rows.append({"id": id, "version": version, "due": instant_text(self._dialect, new)})
-            entries.append(Entry(id, version + 1, to_us(new or due), queue, priority))
+            entries.append(Entry(id, following(version), to_us(new or due), queue, priority))
         if rows:
             result = on.execute(self._updates[move], {"rows": dump_rows(rows), "ids": [row["id"] for row in rows]})
             assert result.rowcount == len(rows), "they are locked"
@@ -184,7 +184,7 @@ class Bulk:
         t, w = self._t, json_rows(self._dialect, ("id", "version", "due"))
         values = {
             "status": int(MOVES[move].target),
-            "version": t.c.version + 1,
+            "version": next_version(t.c.version),
             "expected_time": func.coalesce(w.c.due, t.c.expected_time),
             "update_time": db_now(),
             **({"attempts": 0, "lapses": 0} if move == "retry" else {}),

@@ -28,7 +28,7 @@ from sqlalchemy.dialects.postgresql import ARRAY
 from delaytasks.core.clock import to_us
 from delaytasks.core.inputs import MAX_PRIORITY
 from delaytasks.core.ports import Entry, Executor, Miss, Settlement
-from delaytasks.core.states import FINISHED, MOVES, Status
+from delaytasks.core.states import FINISHED, MOVES, Status, following
 from delaytasks.core.task import DelayTask
 from delaytasks.store.attempts import Attempts
 from delaytasks.store.database import Database
@@ -36,12 +36,23 @@ from delaytasks.store.handover import Handover
 from delaytasks.store.keys import Keys
 from delaytasks.store.lines import Candidate, Limited, Lines
 from delaytasks.store.prepared import Prepared
-from delaytasks.store.rows import CLAIMED, columns, dump_rows, instant_text, json_rows, listing, task_of
+from delaytasks.store.rows import (
+    CLAIMED,
+    MOST,
+    columns,
+    dump_rows,
+    instant_text,
+    json_rows,
+    listing,
+    next_version,
+    one_more,
+    task_of,
+)
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now, db_now_plus, is_past, once
 
 #: More than any row has.
-ANY_LAPSES = 1_000_000
+ANY_LAPSES = MOST
 #: Moves after which nobody can tell that the task was claimed, and those that do not count as an attempt.
 NEVER_RAN = frozenset({"give_back", "expire"})
 RETURNS_ATTEMPT = NEVER_RAN | {"snooze"}
@@ -75,8 +86,8 @@ class Claims:
         self._dialect = dialect = database.url.get_backend_name()
         self._claimed = {
             "status": int(MOVES["claim"].target),
-            "version": t.c.version + 1,
-            "attempts": t.c.attempts + 1,
+            "version": next_version(t.c.version),
+            "attempts": one_more(t.c.attempts),
             "execution_time": db_now(),
             "lease_until": db_now_plus(lease_s),
             "update_time": db_now(),
@@ -111,7 +122,7 @@ class Claims:
         # Planned each time: how many of them to expect is to be known, not guessed.
         self._due = self._pick(
             select(*candidate)
-            .where(waiting, due, t.c.lapses == 0)
+            .where(waiting, due, t.c.lapses <= 0)
             .order_by(t.c.expected_time)
             .limit(bindparam("due_limit"))
         )
@@ -245,7 +256,7 @@ class Claims:
             .where(t.c.id == w.c.id, t.c.version == w.c.version, t.c.status == w.c.was)
             .values(
                 status=w.c.status,
-                version=t.c.version + 1,
+                version=next_version(t.c.version),
                 error_stack=w.c.error,
                 result=w.c.result,
                 # Given back, it never ran: nobody did, anywhere.
@@ -291,7 +302,7 @@ class Claims:
         self._keys.release(on, task)  # keys before tasks
         done = {
             "status": int(move.target),
-            "version": task.version + 1,
+            "version": following(task.version),
             "error_stack": None,
             "result": result,
             "lapses": 0,
@@ -365,7 +376,7 @@ class Claims:
     def _after(settlement: Settlement) -> tuple[int, int, int]:
         """Version, status and lapses of a row that this settlement left; a lapse leaves other ones."""
         task, never_ran = settlement.task, settlement.move in NEVER_RAN
-        return task.version + 1, int(MOVES[settlement.move].target), task.lapses if never_ran else 0
+        return following(task.version), int(MOVES[settlement.move].target), task.lapses if never_ran else 0
 
 
 def _named(settlement: Settlement) -> tuple[int, str, str | None]:

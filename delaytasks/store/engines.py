@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from sqlalchemy import URL, Connection, Engine, ExceptionContext, QueuePool, cre
 
 from delaytasks.core.errors import ConfigError
 from delaytasks.store.gate import gate
+from delaytasks.store.types import nearest
 
 #: A server that vanished without a goodbye is given up after 25 seconds, not after the two hours of TCP.
 _KEEPALIVES = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 25_000}
@@ -54,6 +56,8 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
         engine = create_engine(url, isolation_level=isolation_level, hide_parameters=True, **options)
         if backend != "postgresql":
             event.listen(engine, "connect", _mysql_connect)
+        elif engine.dialect.driver == "psycopg2":
+            event.listen(engine, "connect", _psycopg2_connect)
         event.listen(engine, "handle_error", _tell_connecting_from_asking)
         event.listen(engine, "checkin", _rested)
         event.listen(engine, "checkout", _check_alive)
@@ -79,6 +83,21 @@ def _postgresql_options(url: URL) -> str:
     given = url.query.get("options", "")
     set_ours = (f"-c {name}={value}" for name, value in ours.items())
     return " ".join([*set_ours, *([given] if isinstance(given, str) else given)]).strip()
+
+
+def _psycopg2_connect(connection: Any, _record: Any) -> None:
+    from psycopg2 import extensions
+
+    read = extensions.PYDATETIMETZ
+
+    def instant(written: Any, cursor: Any) -> datetime | None:
+        try:
+            told: datetime | None = read(written, cursor)
+            return told
+        except ValueError:
+            return nearest(written)
+
+    extensions.register_type(extensions.new_type(read.values, "INSTANT", instant), connection)
 
 
 def _sqlite_connect(connection: Any, _record: Any) -> None:

@@ -18,7 +18,7 @@ from delaytasks.core.clock import from_us, to_us
 from delaytasks.core.errors import DuplicateTaskError, StoreUnavailableError
 from delaytasks.core.ids import shard_of
 from delaytasks.core.ports import OnConflict
-from delaytasks.core.states import MOVES
+from delaytasks.core.states import MOVES, following
 from delaytasks.core.task import DelayTask
 from delaytasks.store.database import Database
 from delaytasks.store.driver_errors import TRIES
@@ -117,7 +117,7 @@ class Holders:
         values = {**values_of(task), "id": holder.id}
         values.pop("create_time")
         self._moves.make(on, "replace", holder, {**values, "attempts": 0, "lapses": 0, "error_stack": None})
-        version = holder.version + 1
+        version = following(holder.version)
         return replace(task, id=holder.id, version=version, create_time=holder.create_time, shard=holder.shard)
 
     # -- several databases ------------------------------------------------------------------------

@@ -14,11 +14,11 @@ from sqlalchemy import ColumnElement, Select, and_, exists, func, literal_column
 from delaytasks.core.clock import to_us
 from delaytasks.core.policies import Policies
 from delaytasks.core.ports import Entry, Level, Seen
-from delaytasks.core.states import MOVES, Status
+from delaytasks.core.states import MOVES, Status, following
 from delaytasks.core.task import DelayTask
 from delaytasks.store.database import Database
 from delaytasks.store.levels import levels
-from delaytasks.store.rows import dump_rows, json_rows, listed
+from delaytasks.store.rows import dump_rows, json_rows, listed, next_version
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now
 
@@ -109,7 +109,7 @@ class Holding:
         pick = select(t.c.id, t.c.version, t.c.expected_time, t.c.queue, t.c.priority).where(named).order_by(t.c.id)
         # Of the tasks only: a policy that is locked would be passed over, too.
         locking = pick.with_for_update(skip_locked=True, of=t if self._db.can.update_returning else None)
-        values = {"status": int(move.target), "version": t.c.version + 1, "update_time": db_now()}
+        values = {"status": int(move.target), "version": next_version(t.c.version), "update_time": db_now()}
         moving = update(t).where(self._listed, *where).values(values)
 
         def work() -> list[Entry]:
@@ -117,7 +117,7 @@ class Holding:
                 rows = connection.execute(locking, {"ids": ids}).all()
                 if rows:
                     connection.execute(moving, {"ids": [row.id for row in rows]})
-                return [Entry(row[0], row[1] + 1, to_us(row[2]), row[3], row[4]) for row in rows]
+                return [Entry(row[0], following(row[1]), to_us(row[2]), row[3], row[4]) for row in rows]
 
         return self._db.run(work)
 
@@ -133,7 +133,7 @@ class Holding:
         # As given back: it never ran, and nobody did it anywhere.
         values: dict[str, Any] = {
             "status": int(move.target),
-            "version": t.c.version + 1,
+            "version": next_version(t.c.version),
             "attempts": t.c.attempts - 1,
             "execution_time": None,
             "lease_until": None,
@@ -143,7 +143,7 @@ class Holding:
         }
         statement = update(t).where(mine, self._is_paused).values(values)
         after = select(t.c.id, t.c.version).where(self._listed, t.c.status + 0 == int(move.target))
-        versions = {task.id: task.version + 1 for task in tasks}
+        versions = {task.id: following(task.version) for task in tasks}
 
         def work() -> set[int]:
             with self._db.begin() as connection:

@@ -13,7 +13,7 @@ from delaytasks.core.states import MOVES, Status
 from delaytasks.store.attempts import Attempts
 from delaytasks.store.database import Database
 from delaytasks.store.keys import Keys
-from delaytasks.store.rows import columns, task_of
+from delaytasks.store.rows import columns, next_version, one_more, task_of
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now, db_now_plus
 
@@ -58,7 +58,7 @@ class Lapses:
     ) -> Lapsed:
         t = self._t
         # Keys before tasks, as everybody does it. A key that is missed here names a finished task: harmless.
-        named = and_(which, t.c.lapses + 1 >= max_lapses, t.c.task_key.is_not(None))
+        named = and_(which, t.c.lapses >= max_lapses - 1, t.c.task_key.is_not(None))
         # `+ 0` keeps planners from walking the whole primary key in search of the few rows that run.
         order = t.c.id + 0
         keyed = on.execute(select(t.c.id, t.c.tag, t.c.task_key).where(named).order_by(order).limit(limit)).all()
@@ -98,15 +98,15 @@ def lease_is_over(tasks: Any, lease_s: float) -> ColumnElement[bool]:
 def lapse_statement(tasks: Any, max_lapses: int, reason: str = "") -> Update:
     """RUNNING → NOT_COMPLETE, or FAILED when it happened too often in a row. MySQL assigns from left to right,
     so `lapses` comes last: all the others look at its old value."""
-    is_last, error = tasks.c.lapses + 1 >= max_lapses, NO_LONGER_ALIVE.format(n=max_lapses) + reason
+    is_last, error = tasks.c.lapses >= max_lapses - 1, NO_LONGER_ALIVE.format(n=max_lapses) + reason
     return update(tasks).ordered_values(
         (tasks.c.status, case((is_last, int(MOVES["give_up"].target)), else_=int(MOVES["lapse"].target))),
-        (tasks.c.version, tasks.c.version + 1),
+        (tasks.c.version, next_version(tasks.c.version)),
         (
             tasks.c.error_stack,
             case((is_last, error), else_=tasks.c.error_stack),
         ),
         (tasks.c.lease_until, None),
         (tasks.c.update_time, db_now()),
-        (tasks.c.lapses, tasks.c.lapses + 1),
+        (tasks.c.lapses, one_more(tasks.c.lapses)),
     )

@@ -24,7 +24,7 @@ from delaytasks.store.database import Database
 from delaytasks.store.handover import Handover
 from delaytasks.store.levels import steps
 from delaytasks.store.rooms import Rooms
-from delaytasks.store.rows import listed, listing
+from delaytasks.store.rows import listed, listing, next_version
 from delaytasks.store.schema import Schema
 from delaytasks.store.turns import Take, Turns
 from delaytasks.store.types import db_now, is_past
@@ -213,4 +213,4 @@ class Lines:
 
     def _moved(self, move: str) -> Any:
         t = self._t
-        return update(t).values(status=int(MOVES[move].target), version=t.c.version + 1, update_time=db_now())
+        return update(t).values(status=int(MOVES[move].target), version=next_version(t.c.version), update_time=db_now())

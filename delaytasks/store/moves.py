@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import bindparam, select, update
 
 from delaytasks.core.errors import CancelTooLateError, InvalidStatusError, StaleVersionError, TaskNotFoundError
-from delaytasks.core.states import MOVES, Status
+from delaytasks.core.states import MOVES, Status, following
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import shown
 from delaytasks.store.keys import Keys
@@ -51,14 +51,14 @@ class Moves:
         """Fenced by the version that was read."""
         move, t = MOVES[name], self._t
         _check_status(name, task)
-        values = {**values, "status": int(move.target), "version": task.version + 1, "update_time": db_now()}
+        values = {**values, "status": int(move.target), "version": following(task.version), "update_time": db_now()}
         result = on.execute(update(t).where(t.c.id == task.id, t.c.version == task.version).values(**values))
         if not result.rowcount:
             raise StaleVersionError(f"{name}: task {task.id} moved on from version {task.version} meanwhile", task.id)
         return replace(
             task,
             status=move.target,
-            version=task.version + 1,
+            version=following(task.version),
             expected_time=values.get("expected_time", task.expected_time),
         )
 

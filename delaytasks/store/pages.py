@@ -12,6 +12,7 @@ from delaytasks.core.clock import from_us, to_us
 from delaytasks.core.errors import InvalidQueryError
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import shown
+from delaytasks.store.types import EARLIEST, LATEST
 
 
 def after(query: Select[Any], tasks: Table, shard: int, cursor: str) -> Select[Any]:
@@ -20,6 +21,11 @@ def after(query: Select[Any], tasks: Table, shard: int, cursor: str) -> Select[A
     t = tasks.c
     # Where other programs write rows, two shards may have one id.
     is_after = t.id >= id if shard > last_shard else t.id > id
+    # What no datetime can say reads as the first or the last one: else a page would begin with itself.
+    if due == LATEST:
+        return query.where(t.expected_time >= due, is_after)
+    if due == EARLIEST:
+        return query.where(or_(t.expected_time > due, is_after))
     return query.where(t.expected_time >= due, or_(t.expected_time > due, and_(t.expected_time == due, is_after)))
 
 

@@ -18,6 +18,7 @@ from sqlalchemy import (
     Text,
     any_,
     bindparam,
+    case,
     cast,
     column,
     func,
@@ -29,12 +30,14 @@ from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.types import TypeEngine
 
 from delaytasks.core.clock import UTC
-from delaytasks.core.states import Status
+from delaytasks.core.states import MOST_VERSIONS, Status
 from delaytasks.core.task import DelayTask
 from delaytasks.store.database import Database
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import UTCDateTime
 
+#: What an INTEGER column holds.
+MOST = 2**31 - 1
 #: In the order of DelayTask's fields.
 COLUMNS = (
     "id tag message_body expected_time status version queue priority task_key delay_time attempts lapses headers "
@@ -87,6 +90,15 @@ _TYPES: dict[str, tuple[TypeEngine[Any], str]] = {
     "never_ran": (Integer(), "INT"),
     "result": (Text(), "LONGTEXT"),
 }
+
+
+def next_version(version: Column[int]) -> ColumnElement[int]:
+    return case((version < MOST_VERSIONS, version + 1), else_=0)
+
+
+def one_more(count: Column[int]) -> ColumnElement[int]:
+    """Of a number that another program may have written as large as it goes: one such row must not stop all others."""
+    return case((count < MOST, count + 1), else_=count)
 
 
 def json_rows(dialect: str, names: Sequence[str]) -> FromClause:

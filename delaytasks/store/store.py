@@ -15,6 +15,7 @@ from delaytasks.store.leases import Leases
 from delaytasks.store.lines import Limited
 from delaytasks.store.migrations import check_charset, check_number, number_of
 from delaytasks.store.policies import PolicyTable
+from delaytasks.store.putoffs import PutOffs
 from delaytasks.store.schema import build_schema
 from delaytasks.store.sweeps import Sweeps
 from delaytasks.store.tasks import Tasks
@@ -33,6 +34,7 @@ class Store:
         self.sweeps = Sweeps(self.database, self.schema, settings.lease_s, settings.timer)
         self.leases = Leases(self.database, self.schema, settings.lease_s)
         self.workers = Workers(self.database, self.schema)
+        self.put_offs = PutOffs(self.database, self.schema)
         self.policies = PolicyTable(self.database, self.schema)
         self.holding = Holding(self.database, self.schema)
         self._lease_s = settings.lease_s

@@ -13,7 +13,7 @@ from delaytasks.core.lines import Room
 from delaytasks.core.states import MOVES, Status
 from delaytasks.core.task import DelayTask
 from delaytasks.store.database import Database
-from delaytasks.store.rows import listed, listing
+from delaytasks.store.rows import listed, listing, next_version
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now
 
@@ -43,7 +43,8 @@ class Turns:
         t, line, held = schema.tasks, schema.lines, int(Status.HELD)
         place = (line.c.lane, line.c.place, line.c.due, line.c.task_id, line.c.version)
         named = listed(database, t.c.id, "ids")
-        release = {"status": int(MOVES["release"].target), "version": t.c.version + 1, "update_time": db_now()}
+        waiting, version = int(MOVES["release"].target), next_version(t.c.version)
+        release = {"status": waiting, "version": version, "update_time": db_now()}
         self._release = update(t).values(release).where(named)
         # Not one whose transaction may still push it further away: it waits for nobody.
         free = select(t.c.id).where(named, t.c.status + 0 == held).with_for_update(skip_locked=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, DateTime, ScalarSelect, Text, literal, select
-from sqlalchemy.dialects import mysql
+from sqlalchemy import Boolean, ColumnElement, DateTime, ScalarSelect, Text, select
+from sqlalchemy.dialects import mysql, sqlite
 from sqlalchemy.engine import Dialect
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql import functions
@@ -14,8 +15,7 @@ from sqlalchemy.types import TypeDecorator, TypeEngine
 
 from delaytasks.core.clock import UTC
 
-#: Before all rows, and an instant that each database can say.
-LONG_AGO = datetime(1000, 1, 1, tzinfo=UTC)
+EARLIEST, LATEST = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
 
 LongText = Text().with_variant(mysql.LONGTEXT(), "mysql", "mariadb")
 
@@ -29,6 +29,8 @@ class UTCDateTime(TypeDecorator[datetime]):
     def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
         if dialect.name in ("mysql", "mariadb"):
             return dialect.type_descriptor(mysql.DATETIME(fsp=6))
+        if dialect.name == "sqlite":
+            return dialect.type_descriptor(_SQLiteDateTime())  # type: ignore[no-untyped-call]
         return dialect.type_descriptor(DateTime(timezone=True))
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
@@ -36,10 +38,38 @@ class UTCDateTime(TypeDecorator[datetime]):
             return value
         return value.astimezone(UTC).replace(tzinfo=None)
 
-    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+    def process_result_value(self, value: Any, dialect: Dialect) -> datetime | None:
         if value is None:
             return None
+        if not isinstance(value, datetime):
+            return nearest(value)  # as drivers hand out what they can not read
         return value.astimezone(UTC) if value.tzinfo else value.replace(tzinfo=UTC)
+
+
+class _SQLiteDateTime(sqlite.DATETIME):
+    """Its columns take anything."""
+
+    def result_processor(self, dialect: Dialect, coltype: object) -> Any:
+        read: Any = super().result_processor(dialect, coltype)
+
+        def process(value: Any) -> Any:
+            try:
+                return read(value)
+            except (ValueError, TypeError):
+                return nearest(value)
+
+        return process
+
+
+def nearest(written: object) -> datetime:
+    """Another program's row may have an instant that no datetime can say: BC, year 10000, '0000-00-00', and in SQLite
+    anything at all. One such row must not keep those beside it from being read, so it is the nearest one."""
+    if not isinstance(written, str):
+        return EARLIEST  # SQLite's numbers come before all text
+    year = re.match(r"\d+", written)
+    if year is None or (number := int(year[0][:9])) > LATEST.year:
+        return LATEST if "BC" not in written else EARLIEST
+    return EARLIEST if "BC" in written else EARLIEST.replace(year=max(number, 1))
 
 
 class db_now(functions.GenericFunction[datetime]):
@@ -64,10 +94,48 @@ def once(instant: ColumnElement[datetime]) -> ScalarSelect[datetime]:
     return select(instant).scalar_subquery()
 
 
-def is_past(column: ColumnElement[datetime], instant: ColumnElement[datetime]) -> ColumnElement[bool]:
-    """`column <= instant`, as a range whose ends no planner knows. PostgreSQL expects such a one to be narrow; where it
-    is open below, a third of all rows, and so it would read a large table from end to end."""
-    return column.between(once(literal(LONG_AGO, UTCDateTime())), once(instant))
+class earliest(functions.GenericFunction[datetime]):
+    """Before all rows."""
+
+    type = UTCDateTime()
+    inherit_cache = True
+    name = "earliest"
+
+
+class is_past(functions.GenericFunction[bool]):
+    """`column <= instant`, on PostgreSQL as a range whose ends no planner knows. It expects such a one to be narrow;
+    where it is open below, a third of all rows, and so it would read a large table from end to end."""
+
+    type = Boolean()
+    inherit_cache = True
+    name = "is_past"
+
+
+@compiles(is_past)
+def _(element: Any, compiler: Any, **kw: Any) -> str:
+    column, instant = (compiler.process(clause, **kw) for clause in element.clauses)
+    return f"({column} <= (SELECT {instant}))"
+
+
+@compiles(is_past, "postgresql")
+def _(element: Any, compiler: Any, **kw: Any) -> str:
+    column, instant = (compiler.process(clause, **kw) for clause in element.clauses)
+    return f"({column} BETWEEN (SELECT CAST('-infinity' AS TIMESTAMPTZ)) AND (SELECT {instant}))"
+
+
+@compiles(earliest)
+def _(element: Any, compiler: Any, **kw: Any) -> str:
+    return "'0001-01-01 00:00:00'"
+
+
+@compiles(earliest, "postgresql")
+def _(element: Any, compiler: Any, **kw: Any) -> str:
+    return "CAST('-infinity' AS TIMESTAMPTZ)"
+
+
+@compiles(earliest, "sqlite")
+def _(element: Any, compiler: Any, **kw: Any) -> str:
+    return "-9223372036854775808"  # numbers come before all text
 
 
 _SQLITE_NOW = "strftime('%Y-%m-%d %H:%M:%f000', 'now'"

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from delaytasks.core.clock import Clock
+from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.ids import MAX_ID, shard_of
 from delaytasks.core.inputs import MAX_PRIORITY, is_queue
 from delaytasks.core.ports import Entry
 from delaytasks.core.settings import Settings
 from delaytasks.timers.eta import EtaTimer
-from delaytasks.timers.redislink import RedisLink, call
+from delaytasks.timers.redislink import RedisLink, call, execute, is_wrong_type
 from delaytasks.timers.scripts import ARM, LOT, TAKE
 
 #: What a mover took and has not handed on for so long goes back: the mover is dead.
@@ -23,6 +23,8 @@ RETURN_S = 2.0
 #: Movers take entries so long before they are due, and wait for the rest of the time themselves: nothing has to be
 #: brought at the moment when it is due.
 AHEAD_MS = 100
+#: It is told so often that a slot's key is something else.
+BLOCKED_S = 60.0
 #: A member and its score, as TAKE answers; of no more digits than the table's columns can hold.
 _ENTRY = re.compile(rb"(?<!\S)(\d{1,19}):(\d{1,18})(?::(-?\d{1,4}))? (\d{1,14}(?:\.\d{1,9})?)(?!\S)")
 
@@ -66,6 +68,8 @@ class RedisTimer:
         #: Of each shard's database; slots go by the first one.
         self._clocks = clocks
         self._slots: dict[str, list[Slot]] = {}
+        self._events = events
+        self._blocked_told_at = float("-inf")
 
     @property
     def is_up(self) -> bool:
@@ -118,7 +122,7 @@ class RedisTimer:
         slots = self._by_slot(self.shifted(entries, 1))
 
         def work(client: Any) -> bool:
-            pipe = client.pipeline(transaction=False)
+            pipe, asked = client.pipeline(transaction=False), []
             for slot, some in slots.items():
                 some.sort(key=lambda entry: entry.due_us)
                 for start in range(0, len(some), LOT):
@@ -126,10 +130,10 @@ class RedisTimer:
                     for entry in some[start : start + LOT]:
                         words += (entry.due_us / 1000, _member(entry))
                     pipe.execute_command(*call(client, ARM), 2, *self.keys(slot), *words)
-            pipe.execute()
-            return True
+                    asked.append(slot)
+            return not self._tell_blocked(asked, execute(pipe))
 
-        return not slots or self.link.attempt(work) is not None
+        return not slots or bool(self.link.attempt(work))
 
     def disarm(self, entries: Iterable[Entry]) -> None:
         slots = self._by_slot(entries)
@@ -139,7 +143,7 @@ class RedisTimer:
             for slot, some in slots.items():
                 for key in self.keys(slot):
                     pipe.zrem(key, *map(_member, some))
-            pipe.execute()
+            execute(pipe)
             return True
 
         if slots:
@@ -163,10 +167,24 @@ class RedisTimer:
                 pipe.execute_command(*call(client, TAKE), 2, *self.keys(slot), *times, min(count, LOT))
             for some in handed_on:
                 pipe.zremrangebyscore(self.keys(some.slot)[1], some.ticket, some.ticket)
-            taken = [_taken(slot, answer) for slot, answer in zip(most, pipe.execute(), strict=False)]
+            answers = execute(pipe)
+            self._tell_blocked(most, answers)
+            pairs = zip(most, answers, strict=False)
+            taken = [_taken(slot, answer) for slot, answer in pairs if not is_wrong_type(answer)]
             return [some._replace(entries=list(self.shifted(some.entries, -1))) for some in taken]
 
         return self.link.attempt(work)
+
+    def _tell_blocked(self, slots: Iterable[Slot], answers: Iterable[Any]) -> bool:
+        """Whether somebody has put something else in a slot's place. What is ours there is left to the sweep."""
+        blocked = [slot for slot, answer in zip(slots, answers, strict=False) if is_wrong_type(answer)]
+        if blocked and monotonic() > self._blocked_told_at + BLOCKED_S:
+            self._blocked_told_at = monotonic()
+            for slot in blocked:
+                keys = " or ".join(self.keys(slot))
+                remedy = f"delete {keys}, whichever is no sorted set; until then the sweep sends what is due"
+                self._events.emit("timer.blocked", key=keys, remedy=remedy)
+        return bool(blocked)
 
     def listen(self, queues: Iterable[str]) -> Any:
         """A subscription to what is armed in these queues before all that waits."""
@@ -185,7 +203,7 @@ class RedisTimer:
                 for slot in self.slots(queue):
                     for key in self.keys(slot):
                         pipe.zcount(key, "-inf", "(+inf")
-            numbers = iter(pipe.execute())
+            numbers = iter(0 if is_wrong_type(answer) else answer for answer in execute(pipe))
             pairs = {queue: [(next(numbers), next(numbers)) for _ in self.slots(queue)] for queue in queues}
             return {queue: (sum(p[0] for p in both), sum(p[1] for p in both)) for queue, both in pairs.items()}
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import redis
 from redis.backoff import NoBackoff
 from redis.cluster import RedisCluster
-from redis.exceptions import NoScriptError, RedisClusterException, RedisError
+from redis.exceptions import NoScriptError, RedisClusterException, RedisError, ResponseError
 from redis.retry import Retry
 
 from delaytasks.core.availability import Availability
@@ -123,6 +123,19 @@ class RedisLink:
             return client
         client.close()
         return RedisCluster.from_url(self.url, **options)
+
+
+def execute(pipe: Any) -> list[Any]:
+    """The answers. A key that is of another type is no reason to give up on all others: its answer is the error."""
+    answers: list[Any] = pipe.execute(raise_on_error=False)
+    for answer in answers:
+        if isinstance(answer, Exception) and not is_wrong_type(answer):
+            raise answer
+    return answers
+
+
+def is_wrong_type(answer: object) -> bool:
+    return isinstance(answer, ResponseError) and "WRONGTYPE" in str(answer)
 
 
 def _with_scripts(client: Any, work: Callable[[Any], T]) -> T:

@@ -29,7 +29,7 @@ def run_strategy(task: Any, app: Any, consumer: Any) -> Handler:
             args = _arguments(message, body)
             asked = read_message(args, queue.removeprefix(prefix))
             is_over = asked.priorities is not None and _is_expired(message, desk)
-        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        except Exception as error:  # whatever may come of strangers' data: what is done with it comes after
             desk.refuse("run", error)
             return
         if asked.entries:
@@ -51,7 +51,7 @@ def sweep_strategy(task: Any, app: Any, consumer: Any) -> Handler:
             house = args[0] if args else None
             if house is not None and (type(house) is not int or not 0 <= house < desk.delays.settings.houses):
                 raise ValueError(f"house {house!r:.20} of {desk.delays.settings.houses}")
-        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        except Exception as error:  # whatever may come of strangers' data: what is done with it comes after
             desk.refuse("sweep", error)
             return
         desk.sweep(house)

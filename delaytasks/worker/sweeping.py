@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.clock import monotonic
 from delaytasks.core.loop import Loop
+from delaytasks.engine.endings import PUT_OFF_MAX_S
 from delaytasks.worker.pace import Pace
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class Sweeping:
         self._seen_at = self._checked_at = float("-inf")
         self._started_at = monotonic()
         self._pace = Pace(delays.events, shard.number)
+        self._workers: set[tuple[str, object]] = set()
         # A statement on a big table may take its time; what consists of many says after each that it goes on.
         stuck_s = 2 * delays.settings.self_sweep_s
         self.loop = Loop(shard.named("sweep"), self._turn, delays.events, stuck_s, shard.close)
@@ -77,6 +79,19 @@ class Sweeping:
         )
         self._seen_at = monotonic()
         self._pace.took(self._seen_at - began)
+        workers = {(worker["name"], worker["started_at"]) for worker in self._shard.store.workers.alive()}
+        if workers != self._workers:  # one that begins, or is left alone, may be the first one that knows a tag
+            self._bring_forward()
+            self._workers = workers
+
+    def _bring_forward(self) -> None:
+        """What others put off since they had no processor for it need not wait for us."""
+        delays = self._delays
+        tags = [processor.tag for processor in delays.registry]
+        entries = self._shard.store.put_offs.bring_forward(tags, delays.processes.queues, PUT_OFF_MAX_S)
+        if entries:
+            delays.events.emit("task.brought_forward", count=len(entries), shard=self._shard.number)
+            delays.inline_timer.arm(entries)
 
     def _forget_armed(self) -> None:
         self._forgets.clear()  # first: the broker may go away again meanwhile

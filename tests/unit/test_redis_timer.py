@@ -273,3 +273,24 @@ def test_entries_of_a_database_whose_clock_goes_wrong_are_due_by_its_own_time(be
     for clock in (bench.clock, other):
         clock.advance(0.5)
     assert {entry for some in bench.take() for entry in some.entries} == {first, second}, "each with its own time"
+
+
+@pytest.mark.parametrize("part", [0, 1], ids=["store", "prepare"])
+def test_a_key_of_another_type_blocks_its_slot_alone_and_is_told_of(bench: Bench, part: int) -> None:
+    timer, told = bench.timer, []
+    bench.events.subscribe(lambda name, fields: told.append(fields["key"]) if name == "timer.blocked" else None)
+    entries = [bench.entry(id) for id in range(1, 101)]
+    blocked = timer.slot(entries[0])
+    key = timer.keys(blocked)[part]
+    timer.link.connect().set(key, "a stranger's")
+    assert not timer.arm(entries), "the sweep has to look after some of them"
+    others = sorted(entry.id for entry in entries if timer.slot(entry) != blocked)
+    assert sorted(bench.take_ids(1000)) == others
+    assert timer.is_up
+    assert timer.counts(["default"]) is not None
+    assert len(told) == 1, "told at once, and not each time"
+    assert key in told[0]
+
+    timer.link.connect().delete(key)
+    assert timer.arm(entries)
+    assert sorted(bench.take_ids(1000)) == [entry.id for entry in entries]

@@ -23,11 +23,19 @@ class Place:
         self.events.subscribe(lambda name, fields: self.told.append(fields) if name == "loop.failed" else None)
         self.settings = SimpleNamespace(houses=houses, sweep_s=5.0, self_sweep_s=10.0)
         self.processes = SimpleNamespace(queues=["default"])
-        workers = SimpleNamespace(seen=lambda *_: self.note("seen"), gone=lambda _: None)
+        self.workers = [{"name": "w1", "started_at": 1}]
+        workers = SimpleNamespace(
+            seen=lambda *_: self.note("seen"), gone=lambda _: None, alive=lambda: list(self.workers)
+        )
+        self.registry = [SimpleNamespace(tag="mail")]
+        self.put_off: list[Any] = []
+        self.brought: list[Any] = []
+        self.inline_timer = SimpleNamespace(arm=self.brought.append)
+        put_offs = SimpleNamespace(bring_forward=self.bring_forward)
         sweeps = SimpleNamespace(forget_armed=lambda: self.note("forget"), stale_houses=self.stale_houses)
         shard: Any = SimpleNamespace(
             number=0,
-            store=SimpleNamespace(workers=workers, sweeps=sweeps),
+            store=SimpleNamespace(workers=workers, sweeps=sweeps, put_offs=put_offs),
             close=lambda: None,
             clock=SimpleNamespace(offset_s=0.0),
             sweeper=SimpleNamespace(sweep=lambda house, _: self.note(f"sweep {house}")),
@@ -40,6 +48,11 @@ class Place:
     def stale_houses(self, houses: int, age_s: float) -> list[int]:
         self.note("stale")
         return self.stale
+
+    def bring_forward(self, tags: list[str], queues: list[str], within_s: float) -> list[Any]:
+        self.asked = (tags, queues, within_s)
+        put_off, self.put_off = self.put_off, []
+        return put_off
 
     def note(self, what: str) -> None:
         if what in self.fails:
@@ -64,6 +77,26 @@ def test_a_worker_that_can_not_say_that_it_lives_sweeps_all_the_same(place: Plac
     assert place.turn() == ["sweep 1", "stale"]
     assert [(f["loop"], f["stage"], f["error"]) for f in place.told] == [("sweep", "seen", "OSError: seen failed")]
     assert place.turn() == ["seen"], "and says it at the next turn"
+
+
+def test_what_others_put_off_is_brought_forward_when_workers_come_or_go(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place.settings, "sweep_s", 0)
+    changes = [
+        lambda: None,  # we begin
+        lambda: place.workers.append({"name": "w2", "started_at": 2}),
+        lambda: place.workers.remove({"name": "w2", "started_at": 2}),
+        lambda: place.workers[0].update(started_at=3),  # restarted by the same name
+    ]
+    for change in changes:
+        change()
+        for expected in (["entries"], []):
+            place.put_off = ["entries"]
+            place.turn()
+            assert place.brought == ([["entries"]] if expected else [])
+            place.brought.clear()
+    assert place.asked == (["mail"], ["default"], 600.0)
 
 
 def test_a_house_that_was_asked_for_is_kept_until_it_is_swept(place: Place) -> None:

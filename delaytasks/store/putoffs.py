@@ -1,0 +1,65 @@
+"""Rows that were put off since no worker had a processor for their tag, and the worker that has one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import select, update
+
+from delaytasks.core.clock import to_us
+from delaytasks.core.ports import Entry
+from delaytasks.core.states import MOVES, Status, following
+from delaytasks.core.text import NO_PROCESSOR, is_put_off_until
+from delaytasks.store.database import Database
+from delaytasks.store.rows import listing, next_version
+from delaytasks.store.schema import Schema
+from delaytasks.store.types import db_now, db_now_plus
+
+STEP = 500
+
+
+class PutOffs:
+    def __init__(self, database: Database, schema: Schema) -> None:
+        self._db = database
+        self._t = schema.tasks
+
+    def bring_forward(self, tags: Sequence[str], queues: Sequence[str], within_s: float) -> list[Entry]:
+        """Those of these tags and queues that were put off until an instant within so many seconds are due now. Who was
+        rescheduled or touched meanwhile is due when that says."""
+        t = self._t
+        # `+ 0` keeps planners from reading all rows that wait for the few that are near.
+        put_off = (t.c.status + 0 == int(Status.NOT_COMPLETE), t.c.error_stack.startswith(NO_PROCESSOR))
+        ours = (t.c.tag.in_(listing("tags")), t.c.queue.in_(listing("queues")))
+        query = (
+            select(t.c.id, t.c.version, t.c.expected_time, t.c.queue, t.c.priority, t.c.error_stack)
+            .where(*put_off, *ours, t.c.expected_time <= db_now_plus(within_s))
+            .order_by(t.c.expected_time)
+            .limit(STEP)
+            .with_for_update(skip_locked=True)
+        )
+        named = {"tags": list(tags), "queues": list(queues)}
+        values = {
+            "status": int(MOVES["reschedule"].target),
+            "version": next_version(t.c.version),
+            "expected_time": db_now(),
+            "update_time": db_now(),
+        }
+        brought: list[Entry] = []
+
+        def step(since: Any) -> Any:
+            """Returns where the next one begins; None at the end."""
+            with self._db.begin() as connection:
+                rows = connection.execute(query.where(t.c.expected_time > since), named).all()
+                rows_put_off = [row for row in rows if is_put_off_until(row[5], row[2])]
+                if rows_put_off:
+                    ids = [row[0] for row in rows_put_off]
+                    connection.execute(update(t).where(t.c.id.in_(ids)).values(values))  # they are locked
+                    now = to_us(connection.execute(select(db_now())).scalar_one())
+            brought.extend(Entry(row[0], following(row[1]), now, row[3], row[4]) for row in rows_put_off)
+            return rows[-1][2] if len(rows) == STEP else None
+
+        since = self._db.run(lambda: step(db_now()))
+        while since is not None:
+            since = self._db.run(lambda since=since: step(since))  # type: ignore[misc]
+        return brought

@@ -1,0 +1,202 @@
+"""Rows that another program wrote, with anything that a column takes: none of them stops a worker or a sweep, or harms
+the rows beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection
+
+from delaytasks import DelayTasks, Status
+from delaytasks.core.errors import CancelTooLateError, DelayTaskError, InvalidStatusError
+from delaytasks.core.ports import Entry
+from delaytasks.store.store import Store
+from tests.recording import delays_on, record
+
+MOST = 2**63 - 1
+PAST = {
+    "postgresql": "clock_timestamp() - interval '10 s'",
+    "mysql": "UTC_TIMESTAMP(6) - INTERVAL 10 SECOND",
+    "sqlite": "strftime('%Y-%m-%d %H:%M:%f000', 'now', '-10 seconds')",
+}
+DONE, WAITS, FAILED = Status.DONE, Status.NOT_COMPLETE, Status.FAILED
+
+#: What some columns hold, as SQL, and what becomes of the row.
+EVERYWHERE: list[tuple[dict[str, str], Status | str]] = [
+    ({"expected_time": "'0001-01-01'"}, DONE),
+    ({"expected_time": "'0999-12-31'", "lapses": "1"}, DONE),
+    ({"expected_time": "'9999-12-31 23:59:59'"}, WAITS),
+    ({"create_time": "'9999-12-31'", "tag": "'nobody'"}, WAITS),
+    ({"create_time": "'0001-01-01'", "tag": "'nobody'", "delay_time": str(MOST)}, WAITS),
+    ({"delay_time": str(MOST), "tag": "'nobody'"}, WAITS),
+    ({"delay_time": str(-MOST), "tag": "'nobody'"}, WAITS),
+    ({"version": str(MOST)}, DONE),
+    ({"version": str(2**62)}, DONE),
+    ({"version": str(-MOST - 1)}, DONE),
+    ({"version": str(MOST), "status": "5"}, DONE),
+    ({"version": str(MOST), "status": "5", "tag": "'fails'", "headers": """'{"retry": 5}'"""}, FAILED),
+    ({"attempts": str(2**31 - 1)}, DONE),
+    ({"attempts": str(-(2**31)), "tag": "'nobody'"}, WAITS),
+    ({"attempts": "-2000", "tag": "'climbs'"}, WAITS),
+    ({"lapses": str(2**31 - 1)}, DONE),
+    ({"lapses": "-3"}, DONE),
+    ({"priority": "-5"}, DONE),
+    ({"priority": "32767"}, DONE),
+    ({"status": "99"}, "UNKNOWN_99"),
+    ({"status": "-32768"}, "UNKNOWN_-32768"),
+    ({"status": "3"}, Status.RUNNING),
+    ({"status": "3", "lease_until": "'9999-01-01'"}, Status.RUNNING),
+    ({"status": "3", "lease_until": "'2000-01-01'", "lapses": str(2**31 - 1), "version": str(MOST)}, FAILED),
+    ({"status": "3", "lease_until": "'2000-01-01'", "lapses": str(-(2**31)), "version": str(MOST)}, DONE),
+    ({"message_body": "'{'", "tag": "'climbs'"}, WAITS),
+    ({"message_body": "'{'"}, FAILED),
+    ({"message_body": "''"}, FAILED),
+    ({"message_body": f"'{'[' * 100_000}'"}, FAILED),
+    ({"message_body": f"'{'9' * 5_000}'"}, FAILED),
+    ({"headers": "''"}, DONE),
+    ({"headers": "'[]'"}, DONE),
+    ({"headers": f"'{'[' * 100_000}'"}, DONE),
+    ({"headers": """'{"expires_s": NaN}'"""}, DONE),
+    ({"headers": """'{"expires_s": -5}'"""}, DONE),
+    ({"headers": """'{"expires_s": true}'"""}, DONE),
+    ({"headers": f"""'{{"expires_s": {"9" * 400}}}'"""}, DONE),
+    ({"headers": """'{"retry": 5, "max_wait_s": [], "expires_s": {}}'""", "tag": "'fails'"}, FAILED),
+    ({"headers": """'{"retry": {"rungs_s": {"a": 1}, "jitter": "x"}}'""", "tag": "'fails'"}, FAILED),
+    ({"headers": """'{"retry": {"rungs_s": [1e400, -1], "jitter": 0}}'""", "tag": "'fails'"}, FAILED),
+    ({"headers": f"""'{{"retry": {{"rungs_s": {[1] * 1001}, "jitter": 0}}}}'""", "tag": "'fails'"}, FAILED),
+    ({"tag": "''"}, WAITS),
+    ({"task_key": "''"}, DONE),
+    ({"task_key": "'of another task'"}, DONE),
+    ({"concurrency_key": "''"}, DONE),
+    ({"ip_address": str(-MOST), "worker": "''"}, DONE),
+    ({"queue": "''"}, WAITS),
+    ({"queue": "'../a b*'"}, WAITS),
+]
+ONLY: dict[str, list[tuple[dict[str, str], Status | str]]] = {
+    "postgresql": [
+        ({"expected_time": "'-infinity'"}, DONE),
+        ({"expected_time": "'-infinity'", "lapses": "2"}, DONE),
+        ({"expected_time": "'infinity'"}, WAITS),
+        ({"expected_time": "'0044-03-15 BC'"}, DONE),
+        ({"expected_time": "'20000-01-01'"}, WAITS),
+        ({"create_time": "'20000-01-01'", "tag": "'nobody'"}, WAITS),
+        ({"create_time": "'0044-03-15 BC'", "tag": "'nobody'"}, WAITS),
+        ({"execution_time": "'20000-01-01'", "update_time": "'infinity'"}, DONE),
+    ],
+    "mysql": [
+        ({"expected_time": "'0000-00-00'"}, DONE),
+        ({"expected_time": "'2024-00-00'", "lapses": "2"}, DONE),
+        ({"create_time": "'0000-00-00'", "tag": "'nobody'"}, WAITS),
+    ],
+    "sqlite": [
+        ({"expected_time": "12345"}, DONE),
+        ({"expected_time": "'soon'"}, WAITS),
+        ({"expected_time": "'2024-99-99'"}, DONE),
+        ({"create_time": "x'00ff'", "tag": "'nobody'"}, WAITS),
+        ({"status": "'gone'"}, "UNKNOWN_'gone'"),
+    ],
+}
+
+
+@pytest.fixture
+def delays(store: Store, database_url: str) -> Iterator[DelayTasks]:
+    made = delays_on(database_url, table_prefix="s_", sweep_s=0.001)
+    record(made)
+    yield made
+    made.close()
+
+
+def put(on: Connection, table: str, values: dict[str, str]) -> None:
+    # `%%`: two of the drivers would take it for a parameter.
+    words = (
+        values if on.dialect.name == "sqlite" else {name: value.replace("%", "%%") for name, value in values.items()}
+    )
+    on.exec_driver_sql(f"INSERT INTO {table} ({', '.join(words)}) VALUES ({', '.join(words.values())})")
+
+
+def test_a_row_of_nonsense_stops_nobody_and_harms_no_neighbour(store: Store, delays: DelayTasks) -> None:
+    kind = {"mariadb": "mysql"}.get(name := store.database.url.get_backend_name(), name)
+    ran: list[Any] = []
+    delays.processor("mail")(lambda body, task: ran.append(task.id))
+    delays.processor("fails")(lambda body: 1 / 0)
+    delays.processor("climbs", retry="1h")(lambda body: 1 / 0)
+    expected, good = {}, set(range(1000, 1100))
+    with store.database.begin() as connection:
+        if kind == "mysql":
+            mode = connection.exec_driver_sql("SELECT @@sql_mode").scalar()
+            connection.exec_driver_sql("SET sql_mode = ''")
+        for id, (nonsense, end) in enumerate(EVERYWHERE + ONLY[kind], 1):
+            row = {"tag": "'mail'", "message_body": "'{}'", "expected_time": PAST[kind], "id": str(id)}
+            put(connection, store.schema.tasks.name, row | nonsense)
+            expected[id] = (nonsense, end)
+        for id in good:
+            row = {"tag": "'mail'", "message_body": "'7'", "expected_time": PAST[kind], "id": str(id)}
+            put(connection, store.schema.tasks.name, row)
+        if kind == "mysql":
+            connection.exec_driver_sql("SET sql_mode = %s", (mode,))
+
+    for _ in range(3):
+        # Nobody ever arms what is in a queue that is none.
+        work_off(store, delays, [id for id, (nonsense, _) in expected.items() if "queue" not in nonsense])
+    assert not delays.events.counts["loop.failed"] + delays.events.counts["chunk.failed"]
+    assert delays.runner().drain("default", levels(store), 100).claimed == 0, "nothing is tried again at once"
+
+    # Each good one once; and whoever pages sees each row once.
+    assert sorted(id for id in ran if id in good) == sorted(good)
+    by_id, cursor = {}, None
+    for _ in range(100):
+        page = delays.find(limit=7, cursor=cursor)
+        by_id |= {task.id: task for task in page}
+        cursor = page.cursor
+        if cursor is None:
+            break
+    assert cursor is None, "the pages have no end"
+    assert all(json.dumps(task.as_json()) for task in by_id.values())
+    found = {id: by_id[id].status for id in expected}
+    wrong = {
+        id: (nonsense, found[id].name)
+        for id, (nonsense, end) in expected.items()
+        if end not in (found[id], found[id].name)
+    }
+    assert not wrong
+
+    # What people may do to it ends well, or in an error of ours that is not the database's.
+    calls: list[Callable[[int], Any]] = [
+        delays.get,
+        delays.attempts,
+        lambda id: delays.touch(id, 60),
+        lambda id: delays.reschedule(id, 60),
+        delays.cancel,
+        delays.retry,
+        delays.cancel,
+    ]
+    refused = {(id, type(error)) for id in expected for error in map(partial(refusal, id), calls)}
+    assert {kind for _, kind in refused} <= {type(None), InvalidStatusError, CancelTooLateError}, refused
+    delays.cancel_many(tag="mail")
+    delays.pause(tag="climbs")
+    work_off(store, delays, expected)
+    assert not delays.events.counts["loop.failed"] + delays.events.counts["chunk.failed"]
+
+
+def levels(store: Store) -> list[int]:
+    return sorted({level.priority for level in store.sweeps.levels(1)} | {0})
+
+
+def work_off(store: Store, delays: DelayTasks, ids: Iterable[int]) -> None:
+    """As a worker does it, by both paths."""
+    assert delays.shards[0].sweeper.sweep(0)
+    delays.runner().run([Entry(id, 0, 0) for id in ids])
+    while delays.runner().drain("default", levels(store), 30).claimed:
+        pass
+
+
+def refusal(id: int, call: Callable[[int], Any]) -> DelayTaskError | None:
+    try:
+        call(id)
+    except DelayTaskError as error:
+        return error
+    return None

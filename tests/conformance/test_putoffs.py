@@ -1,0 +1,86 @@
+"""Rows that were put off since nobody had a processor for their tag."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from delaytasks import DelayTask, DelayTasks, Status
+from delaytasks.core.ports import Entry
+from delaytasks.store import putoffs
+from delaytasks.store.store import Store
+from tests.recording import RecordingTimer
+
+
+def put_off(delays: DelayTasks, count: int = 1, tag: str = "new", **options: Any) -> list[DelayTask]:
+    """As an old worker leaves them."""
+    tasks = [delays.schedule_delay(tag, n, 0, **options) for n in range(count)]
+    assert delays.runner().run([Entry(task.id, 0, 0) for task in tasks]).claimed == count
+    found = [delays.get(task) for task in tasks]
+    assert all(task.status is Status.NOT_COMPLETE and task.expected_time > delays.clock.now() for task in found)
+    return found
+
+
+def bring(delays: DelayTasks, *tags: str, queue: str = "default") -> list[int]:
+    return [entry.id for entry in delays.store.put_offs.bring_forward(tags, [queue], 600)]
+
+
+def test_a_worker_that_knows_their_tag_brings_them_forward(delays: DelayTasks, timer: RecordingTimer) -> None:
+    tasks = put_off(delays, 3)
+    assert bring(delays, "other") == []
+    assert bring(delays, "new", queue="other") == []
+    entries = delays.store.put_offs.bring_forward(["other", "new"], ["default"], 600)
+    assert [entry.id for entry in entries] == [task.id for task in tasks]
+    ran: list[int] = []
+    delays.processor("new")(ran.append)
+    delays.runner().run(entries)
+    assert (sorted(ran), [delays.get(task).status for task in tasks]) == ([0, 1, 2], [Status.DONE] * 3)
+    assert bring(delays, "new") == []
+
+
+def test_what_waits_for_its_own_time_does_not_move(delays: DelayTasks, timer: RecordingTimer) -> None:
+    near = delays.schedule_delay("new", {}, 60)
+    [moved, touched, held, stays] = put_off(delays, 4)
+    delays.reschedule(moved, 60)
+    delays.touch(touched, 60)
+    with delays.store.database.begin() as other:
+        t = delays.store.schema.tasks
+        other.execute(select(t).where(t.c.id == held.id).with_for_update()).all()
+        if delays.store.database.url.get_backend_name() != "sqlite":  # which locks the whole database
+            assert bring(delays, "new") == [stays.id]
+    expected = {near.id: near.expected_time}
+    expected |= {id: delays.get(id).expected_time for id in (moved.id, touched.id)}
+    assert set(bring(delays, "new")) <= {held.id, stays.id}
+    assert {id: delays.get(id).expected_time for id in expected} == expected
+
+
+def test_a_climber_waits_for_its_rung_whatever_its_error_says(delays: DelayTasks, timer: RecordingTimer) -> None:
+    def fail(body: Any) -> None:
+        raise ValueError("no such processor, tag=new; next try at 2026")
+
+    delays.processor("new", retry="5m")(fail)
+    task = delays.schedule_delay("new", {}, 0)
+    delays.runner().run([Entry(task.id, 0, 0)])
+    assert delays.get(task).attempts == 1
+    assert bring(delays, "new") == []
+
+
+def test_however_many_they_are(delays: DelayTasks, timer: RecordingTimer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(putoffs, "STEP", 7)
+    store: Store = delays.store
+    some = putoffs.PutOffs(store.database, store.schema)
+    tasks = put_off(delays, 30)
+    delays.reschedule(tasks[6], 30)
+    entries = some.bring_forward(["new"], ["default"], 600)
+    assert sorted(entry.id for entry in entries) == sorted(task.id for task in tasks if task is not tasks[6])
+
+
+def test_the_error_of_a_row_says_when_it_is_tried_again(delays: DelayTasks, timer: RecordingTimer) -> None:
+    [task] = put_off(delays)
+    assert task.error is not None
+    at = datetime.fromisoformat(task.error.rpartition("next try at ")[2])
+    assert at == task.expected_time
+    assert timedelta(seconds=4) < at - delays.clock.now() <= timedelta(seconds=5)

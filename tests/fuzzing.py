@@ -1,0 +1,35 @@
+"""How many random examples a test tries: few ones and always the same, unless `DELAYTASKS_TEST_EXAMPLES` (or `./dev
+fuzz`) asks for more, which are then other ones each time."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+ASKED = int(os.environ.get("DELAYTASKS_TEST_EXAMPLES", "0"))
+
+
+def fuzz(few: int) -> Any:
+    return settings(
+        max_examples=ASKED or few,
+        derandomize=not ASKED,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+#: What JSON can say, with what other programs' JSON says besides.
+json_like: Any = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([0, -1, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64, 10**30, -(2**63)])
+    | st.floats()
+    | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)

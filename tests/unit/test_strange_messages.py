@@ -1,0 +1,220 @@
+"""Whatever a message says, Celery's own handler and ours take it in: nothing is raised, and nothing is asked for that
+is no entry."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.worker import state
+from celery.worker.consumer import Consumer
+from hypothesis import example, given
+from hypothesis import strategies as st
+from kombu import Queue
+from kombu.asynchronous.timer import Timer
+from kombu.message import Message
+from kombu.serialization import prepare_accept_content
+
+from delaytasks.core.ids import MAX_ID
+from delaytasks.core.ports import Entry
+from delaytasks.timers.eta import RUN
+from delaytasks.worker.guard import _guarded_read
+from delaytasks.worker.tasks import SWEEP
+from tests.fuzzing import fuzz, json_like
+from tests.unit.test_desk import Worker, make_desk
+
+DUE = 1_700_000_000_000_000
+
+
+class Channel:
+    no_ack_consumers = None
+
+    def basic_ack(self, *_: Any, **__: Any) -> None: ...
+    def basic_reject(self, *_: Any, **__: Any) -> None: ...
+
+
+class Reader:
+    """Celery's consumer with our steps, and what it has asked of the desk."""
+
+    def __init__(self, folder: Path, **conf: Any) -> None:
+        self.desk = make_desk(folder)
+        self.app: Celery = self.desk.delays.celery
+        self.app.conf.update(conf)
+        worker = Worker()
+        worker.delays_desk, worker.use_eventloop, worker.state = self.desk, False, state  # type: ignore[attr-defined]
+        self.consumer = Consumer(lambda *_: None, app=self.app, controller=worker, hostname="w", timer=Timer())
+
+        class tasks:
+            queues = [self.desk.delays.publisher.queue("default")]
+
+        self.consumer.task_consumer, self.consumer.pool = tasks, worker.pool
+        self.consumer.update_strategies()
+        self.handle = self.consumer.create_task_handler()
+        self.entries: list[Entry] = []
+        self.drained: list[tuple[Any, ...]] = []
+        self.sweeps: list[Any] = []
+        self.desk.hold = self.entries.extend  # type: ignore[method-assign]
+        self.desk.dispatcher.drain = lambda *asked: self.drained.append(asked)  # type: ignore[method-assign]
+        self.desk.sweep = self.sweeps.append  # type: ignore[method-assign]
+
+    def read(self, body: Any, headers: Any = None, kind: Any = "application/json", **more: Any) -> Message:
+        delivery = more.pop("delivery_info", {"routing_key": "delaytasks.default"})
+        headers = {"task": RUN, "id": "x"} if headers is None else headers
+        message = Message(body, 1, kind, "utf-8", delivery, {}, headers, "utf-8", None, Channel(), **more)
+        message.accept = prepare_accept_content(self.app.conf.accept_content)
+        self.handle(message)
+        return message
+
+    @property
+    def refused(self) -> int:
+        return self.desk.delays.events.counts["message.refused"]
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    made = Reader(tmp_path_factory.mktemp("reader"))
+    yield made
+    made.desk.delays.close()
+
+
+@pytest.fixture(autouse=True)
+def _forget(reader: Reader) -> None:
+    for asked in (reader.entries, reader.drained, reader.sweeps):
+        asked.clear()
+
+
+def test_a_message_of_ours_is_taken_in(reader: Reader) -> None:
+    assert reader.read(json.dumps([[[[7, 1, DUE, 0]]], {}, {}])).acknowledged
+    assert reader.entries == [Entry(7, 1, DUE, "default", 0)]
+    reader.read(json.dumps([[[], {"drain": [0, 5]}], {}, {}]))
+    assert reader.drained == [("default", [0, 5], 0)]
+    reader.read(json.dumps([[0], {}, {}]), {"task": SWEEP, "id": "x"})
+    assert reader.sweeps == [0]
+
+
+entry = st.lists(st.integers(-5, 9) | st.sampled_from([DUE, 2**63 - 1, 2**63, 2**70, True, 1.0, "1"]), max_size=5)
+args = st.lists(st.lists(entry, max_size=4) | json_like, max_size=3) | json_like
+payload = st.builds(lambda a: [a, {}, {}], args) | st.builds(lambda a: {"args": a, "task": RUN}, args) | json_like
+body = (
+    st.builds(json.dumps, payload)
+    | st.builds(lambda p: json.dumps(p).encode(), payload)
+    | st.binary(max_size=60)
+    | st.none()
+    | st.sampled_from(["", "[", "[" * 100_000, "NaN", "[[[[1,0,1e400,0]]]]", "9" * 5000, pickle.dumps([[[]]])])
+)
+header = st.dictionaries(
+    st.sampled_from(["task", "id", "expires", "eta", "compression", "ignore_result", "timelimit", "x"]),
+    json_like | st.sampled_from([RUN, SWEEP, "no.such.task", "gzip", "9999-12-31T00:00:00", "0001-01-01", "now"]),
+)
+headers = st.just({"task": RUN, "id": "x"}) | st.just({"task": SWEEP, "id": "x"}) | st.just({}) | header
+kinds = st.just("application/json") | st.sampled_from(
+    ["application/x-python-serialize", "application/x-yaml", "application/data", "text/plain", "", None, 5]
+)
+deliveries = st.sampled_from([{"routing_key": "delaytasks.default"}, {"routing_key": "celery"}, {}, {"routing_key": 5}])
+
+
+@fuzz(300)
+@given(body, headers, kinds, deliveries)
+@example(b"[]", {"task": RUN, "id": "x"}, "application/json", {})
+@example(b"[]", {"task": ["unhashable"]}, "application/json", {})
+@example(b"{}", {"task": "no.such.task"}, "application/json", {})
+@example(b"[[[], {'drain': []}]]", {"task": RUN, "expires": 5}, "application/json", {"routing_key": ["x"]})
+def test_no_message_is_too_strange(reader: Reader, body: Any, headers: Any, kind: Any, delivery: Any) -> None:
+    message = reader.read(body, headers, kind, delivery_info=delivery)
+    assert message.acknowledged or message.errors
+    for entry in reader.entries:
+        assert 0 < entry.id <= MAX_ID
+        assert 0 <= entry.version < 2**63
+        assert entry.due_us >= 0
+        assert -(2**15) <= entry.priority < 2**15
+    assert all(type(queue) is str and len(priorities) <= 100 for queue, priorities, _ in reader.drained)
+    assert all(house in (None, 0) for house in reader.sweeps)
+
+
+@fuzz(200)
+@given(payload)
+def test_what_is_taken_in_is_what_was_sent(reader: Reader, payload: Any) -> None:
+    """Nothing is made of a message that it does not say."""
+    _forget_now(reader)
+    reader.read(json.dumps(payload))
+    if reader.entries:
+        sent = payload["args"] if isinstance(payload, dict) else payload[0]
+        assert [[e.id, e.version, e.due_us, e.priority] for e in reader.entries] == sent[0]
+
+
+def _forget_now(reader: Reader) -> None:
+    reader.entries.clear()
+
+
+# -- what could run code when it is read --------------------------------------------------------------
+
+ran: list[str] = []
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return ran.append, ("boom",)
+
+
+@pytest.mark.parametrize("headers", [{"task": RUN, "id": "x"}, {}, {"task": "test.other", "id": "x"}])
+@pytest.mark.parametrize("routing_key", ["delaytasks.default", "celery"])
+def test_pickle_is_not_read_from_our_queues_even_where_the_app_accepts_it(
+    tmp_path: Path, headers: dict[str, Any], routing_key: str
+) -> None:
+    """In Redis a message says itself in which queue it was."""
+    reader = Reader(tmp_path, accept_content=["json", "pickle"])
+    bomb = pickle.dumps({"task": RUN, "args": [[Bomb()]], "id": "x", "kwargs": {}})
+    kind, place = "application/x-python-serialize", {"routing_key": routing_key}
+    message = reader.read(bomb, headers, kind, delivery_info=place)
+    assert message.acknowledged
+    assert (ran, reader.refused) == ([], 1)
+    reader.desk.delays.close()
+
+
+def test_beside_queues_of_the_apps_own_theirs_are_read_as_the_app_says(tmp_path: Path) -> None:
+    reader = Reader(tmp_path, accept_content=["json", "pickle"])
+    reader.consumer.task_consumer.queues.append(Queue("celery"))
+    reader.read(pickle.dumps([1]), {}, "application/x-python-serialize", delivery_info={"routing_key": "celery"})
+    assert reader.refused == 0
+    reader.read(pickle.dumps([1]), {}, "application/x-python-serialize")
+    assert reader.refused == 1
+    reader.desk.delays.close()
+
+
+@pytest.mark.parametrize(("accepted", "told"), [(["json"], 0), (["json", "msgpack"], 0), (["pickle", "json"], 1)])
+def test_a_worker_says_that_the_app_accepts_what_can_run_code(tmp_path: Path, accepted: Any, told: int) -> None:
+    reader = Reader(tmp_path, accept_content=accepted)
+    seen: list[dict[str, Any]] = []
+    reader.desk.delays.events.subscribe(lambda name, fields: seen.append(fields) if name == "content.unsafe" else None)
+    reader.desk.delays._made.check_broker()
+    assert [fields["accepts"] for fields in seen] == ["pickle"] * told
+    reader.desk.delays.close()
+
+
+# -- the transport --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [ValueError("no JSON"), KeyError("properties"), TypeError(), RecursionError()])
+def test_what_the_transport_can_not_read_is_refused(reader: Reader, error: Exception) -> None:
+    before = reader.refused
+    assert _guarded_read(reader.consumer, raiser(error))() is None
+    assert reader.refused == before + 1
+
+
+def test_a_broker_that_is_away_or_has_nothing_is_told_of_as_ever(reader: Reader) -> None:
+    for error in (Empty(), reader.consumer.connection_errors[0]()):
+        with pytest.raises(type(error)):
+            _guarded_read(reader.consumer, raiser(error))()
+
+
+def raiser(error: Exception) -> Callable[[], Any]:
+    def read() -> Any:
+        raise error
+
+    return read
