@@ -119,7 +119,7 @@ kinds = st.just("application/json") | st.sampled_from(
 deliveries = st.sampled_from([{"routing_key": "delaytasks.default"}, {"routing_key": "celery"}, {}, {"routing_key": 5}])
 
 
-@fuzz(300)
+@fuzz(200)
 @given(body, headers, kinds, deliveries)
 @example(b"[]", {"task": RUN, "id": "x"}, "application/json", {})
 @example(b"[]", {"task": ["unhashable"]}, "application/json", {})
@@ -203,14 +203,26 @@ def test_a_worker_says_that_the_app_accepts_what_can_run_code(tmp_path: Path, ac
 @pytest.mark.parametrize("error", [ValueError("no JSON"), KeyError("properties"), TypeError(), RecursionError()])
 def test_what_the_transport_can_not_read_is_refused(reader: Reader, error: Exception) -> None:
     before = reader.refused
-    assert _guarded_read(reader.consumer, raiser(error))() is None
+    assert _guarded_read(reader.consumer, raiser(error), lambda: False)() is None
     assert reader.refused == before + 1
 
 
 def test_a_broker_that_is_away_or_has_nothing_is_told_of_as_ever(reader: Reader) -> None:
     for error in (Empty(), reader.consumer.connection_errors[0]()):
         with pytest.raises(type(error)):
-            _guarded_read(reader.consumer, raiser(error))()
+            _guarded_read(reader.consumer, raiser(error), lambda: False)()
+
+
+def test_what_came_behind_it_is_read_as_well(reader: Reader) -> None:
+    coming = [KeyError("properties"), Empty(), ValueError("no JSON"), None]
+
+    def read() -> Any:
+        error = coming.pop(0)
+        if error is not None:
+            raise error
+        return True
+
+    assert _guarded_read(reader.consumer, read, lambda: bool(coming))() is True
 
 
 def raiser(error: Exception) -> Callable[[], Any]:
