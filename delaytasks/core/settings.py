@@ -109,6 +109,13 @@ def _shown(spec: Field[Any], value: Any) -> str:
 
 
 _SPECS = {spec.name: spec for spec in fields(Settings) if spec.metadata}
+
+
+def secret_names() -> list[str]:
+    """Settings that hold passwords or keys."""
+    return [name for name, spec in _SPECS.items() if spec.metadata["secret"]]
+
+
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _BLANKS = re.compile(r"\s+")
 #: URLs are separated by blanks, which a URL may have inside too.

@@ -1,0 +1,151 @@
+"""Secrets stay where they are: passwords and signing keys are nowhere to be seen, and bodies and headers only where
+somebody asks for the task."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from sqlalchemy import make_url, text
+
+from delaytasks import DelayTask, DelayTasks, Status
+from delaytasks.core.settings import PREFIX, secret_names
+from tests.redis_server import RedisServer
+from tests.running import ROOT, Deployment
+from tests.waiting import wait_until
+from tests.webserver import WebServer, answer
+
+#: Of URLs and keys; of bodies and headers.
+SECRET, BODY = "sEcReT-cAnArY", "bOdY-cAnArY"
+KEY = "whsec_" + base64.b64encode((SECRET * 2).encode()).decode()
+HIDDEN = (SECRET, KEY, KEY.removeprefix("whsec_"))
+
+
+@pytest.fixture
+def web() -> Iterator[WebServer]:
+    server = WebServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def deployment(
+    tmp_path: Path, postgresql_url: str, start_redis: Callable[..., RedisServer]
+) -> Iterator[tuple[Deployment, DelayTasks]]:
+    server = start_redis()
+    server.client().config_set("requirepass", SECRET)
+    redis_url = server.url.replace("redis://", f"redis://:{SECRET}@")
+    # Where it trusts, PostgreSQL takes any password.
+    database = make_url(postgresql_url).set(password=SECRET).render_as_string(hide_password=False)
+    made = Deployment(
+        tmp_path,
+        database,
+        redis_url,
+        timer="redis",
+        redis_url=redis_url,
+        callback_secrets=[KEY],
+        callback_allow=["127.0.0.1"],
+        callback_broker_url=f"amqp://u:{SECRET}@127.0.0.1:1//",
+    )
+    yield made, made.delays
+    made.close()
+
+
+def end_of(delays: DelayTasks, task: DelayTask) -> DelayTask:
+    over = {Status.DONE, Status.FAILED}
+    return wait_until(lambda: found if (found := delays.get(task)).status in over else None, 20, f"the end of {task}")
+
+
+def test_secrets_and_bodies_are_not_told(deployment: tuple[Deployment, DelayTasks], web: WebServer) -> None:
+    d, delays = deployment
+    worker, beat = d.worker(), d.beat()
+    web.answers["/"] = answer(500, b"busy")
+    hidden = {"Authorization": BODY, "X-Key": BODY}
+    ends = [
+        d.schedule(body={"card": BODY}),
+        d.schedule("test.fail", body={"card": BODY}),
+        d.schedule("test.fail", body={"file": 5, "card": BODY}),
+        delays.schedule_callback(web.url(), {"card": BODY}, 0, headers=hidden, retry="0s"),
+        delays.schedule_callback("http://127.0.0.1:1/", {"card": BODY}, 0, headers=hidden, retry="0s"),
+        delays.schedule_message("orders", {"card": BODY}, 0, headers={"key": BODY}, retry="0s"),
+    ]
+    d.schedule("test.nobody", body={"card": BODY})
+    d.schedule(delay=3600, body={"card": BODY}, key="k")
+    with d.store.database.begin() as connection:  # what another program wrote, and nobody can read
+        table = d.store.schema.tasks.name
+        insert = f"INSERT INTO {table} (tag, message_body) VALUES ('test.note', :body)"
+        connection.execute(text(insert), {"body": f'{{"card": {BODY}'})
+    rows = [end_of(delays, task) for task in ends]
+    assert {row.status for row in rows} == {Status.DONE, Status.FAILED}
+    wait_until(lambda: "no_processor" in worker.log(), 20, "the task without processor")
+
+    inspect = delays.celery.control.inspect([d.node(0)], timeout=10, limit=1)
+    told = {
+        "worker": worker.log(),
+        "beat": beat.log(),
+        "errors": "\n".join(str(row.error) for row in rows),
+        "attempts": "\n".join(str(attempt) for row in rows for attempt in delays.attempts(row)),
+        "inspect": repr([inspect.conf(with_defaults=True), inspect.stats(), inspect.active()]),
+        "commands": commands(d, ["list"], ["stats"], ["config"], ["check"], ["db", "current"], ["audit"]),
+    }
+    assert "Error" in told["errors"]
+    assert "callback_broker_url" in told["inspect"]
+    assert "test.note" in told["commands"]
+    leaks = {where: name for where, said in told.items() for name in (*HIDDEN, BODY) if name in said}
+    assert not leaks
+    # These have been asked for it, and are for those who may see it.
+    shown = commands(d, ["show", str(rows[0].id)], ["list", "--json"])
+    assert BODY in shown
+    assert not any(name in shown for name in HIDDEN)
+
+
+SCRIPT = """
+import json, sys
+from click.testing import CliRunner
+from delaytasks.cli.main import main
+for words in json.loads(sys.argv[1]):
+    said = CliRunner().invoke(main, words)
+    print(said.output)
+    assert said.exit_code in (0, 1), (words, said.output, said.exception)
+"""
+
+
+def commands(d: Deployment, *all: list[str]) -> str:
+    """What the command line says, on stdout and stderr."""
+    environment = {**os.environ, "PYTHONPATH": f"{d.folder}{os.pathsep}{ROOT}"}
+    environment |= {"CELERY_CONFIG_MODULE": "test_celeryconfig"}
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(all)]
+    done = subprocess.run(command, env=environment, cwd=d.folder, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_celery_shows_none_of_our_secret_settings() -> None:
+    app = Celery("shop", set_as_current=False)
+    app.conf.update({PREFIX + name: [SECRET] for name in secret_names()})
+    DelayTasks(app)
+    shown = app.conf.table(with_defaults=False, censored=True)
+    assert {name for name in secret_names() if PREFIX + name in shown} == set(secret_names())
+    assert SECRET not in json.dumps(shown)
+    assert SECRET not in app.bugreport()
+
+
+def test_nothing_is_told_of_a_body_that_is_refused(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    delays = DelayTasks(Celery("shop", broker="memory://", set_as_current=False), f"sqlite:///{tmp_path / 'x.db'}")
+    bodies: list[Any] = [{"card": BODY, "x": object()}, BODY * 100_000, {"card": BODY + "\x00"}, {"card": {BODY}}]
+    with caplog.at_level(logging.DEBUG):
+        for body in bodies:
+            with pytest.raises(ValueError) as caught:
+                delays.schedule_delay("mail", body, 5)
+            assert BODY not in str(caught.value)
+    assert BODY not in caplog.text
+    delays.close()

@@ -1,0 +1,223 @@
+"""The database roles of docs/operations.md: by its statements, word for word, each can do its work and nothing more."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine, make_url, text
+from sqlalchemy.exc import DBAPIError
+
+from delaytasks import DelayTasks, Status
+from delaytasks.core.errors import DelayTaskError, StoreError
+from delaytasks.core.ports import Entry
+from delaytasks.store import migrations
+from delaytasks.store.schema import build_schema
+from delaytasks.store.stats import Stats
+from delaytasks.store.store import Store
+from tests.conftest import settings_for
+from tests.recording import delays_on, record
+from tests.running import ROOT
+from tests.services import own_database
+
+ROLES = ("migrator", "web", "worker", "console", "operator")
+
+
+def documented() -> list[tuple[str, str, str]]:
+    """(privileges, tables, role) of each GRANT in the docs."""
+    page = (ROOT / "docs/operations.md").read_text()
+    block = page.partition("### Database roles")[2].partition("```sql\n")[2].partition("```")[0]
+    block = re.sub(r"--.*", "", block)
+    found = re.findall(r"GRANT\s+(.+?)\s+ON\s+(.+?)\s+TO\s+shop_(\w+);", block, re.DOTALL)
+    assert {role for *_, role in found} == set(ROLES)
+    return [(privileges, " ".join(tables.split()), role) for privileges, tables, role in found]
+
+
+@dataclass
+class Place:
+    url: str
+    names: dict[str, str]
+    admin: Callable[..., None]
+
+    def url_of(self, role: str) -> str:
+        return (
+            make_url(self.url).set(username=self.names[role], password="secret").render_as_string(hide_password=False)
+        )
+
+    def delays(self, role: str) -> DelayTasks:
+        made = delays_on(self.url_of(role), sweep_s=0.001, purge_after_s=1)
+        record(made)
+        return made
+
+    def tables(self) -> dict[str, str]:
+        """And a column of each."""
+        tables = build_schema().metadata.sorted_tables
+        return {table.name: next(column.name for column in table.columns if column.name != "id") for table in tables}
+
+    def may(self, role: str, statement: str) -> bool:
+        """Whether the database lets it, and be it to say what is wrong with the values; nothing comes of it."""
+        engine = create_engine(self.url_of(role))
+        try:
+            with engine.connect() as connection:
+                connection.execute(text(statement))
+                connection.rollback()
+            return True
+        except DBAPIError as error:
+            return not re.search("denied|must be owner", str(error))
+        finally:
+            engine.dispose()
+
+
+@pytest.fixture(scope="module", params=["postgresql", "mysql"])
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    shared: str = request.getfixturevalue(f"{request.param}_url")
+    url, drop = own_database(shared, f"_roles{secrets.token_hex(2)}")
+    engine = create_engine(url, isolation_level="AUTOCOMMIT")
+    mark = f"{os.getpid()}_{secrets.token_hex(2)}"
+    names = {role: f"dt_{role}_{mark}" for role in ROLES}
+    is_pg = request.param == "postgresql"
+    accounts = [names[role] if is_pg else f"'{names[role]}'@'%'" for role in ROLES]
+
+    def admin(*statements: str) -> None:
+        with engine.connect() as connection:
+            for statement in statements:
+                connection.exec_driver_sql(statement.replace("%", "%%"))
+
+    made = Place(url, names, admin)
+    try:
+        for account in accounts:
+            admin(f"CREATE ROLE {account} LOGIN" if is_pg else f"CREATE USER {account} IDENTIFIED BY 'secret'")
+        grant(made, is_pg, [one for one in documented() if one[2] == "migrator"])
+        if not is_pg:
+            admin(f"GRANT ALL ON {make_url(url).database}.* TO {accounts[0]}")
+        migrator = Store(made.url_of("migrator"), settings_for(made.url_of("migrator")))
+        migrations.upgrade(migrator.database)
+        migrator.close()
+        grant(made, is_pg, [one for one in documented() if one[2] != "migrator"])
+        # An operator is a console that may do more.
+        grant(made, is_pg, [(p, t, "operator") for p, t, role in documented() if role in ("console", "web")])
+        yield made
+    finally:
+        for account in accounts:
+            admin(*([f"DROP OWNED BY {account}", f"DROP ROLE {account}"] if is_pg else [f"DROP USER {account}"]))
+        engine.dispose()
+        drop()
+
+
+def grant(place: Place, is_pg: bool, grants: Sequence[tuple[str, str, str]]) -> None:
+    database = make_url(place.url).database
+    for privileges, tables, role in grants:
+        if is_pg:
+            place.admin(f"GRANT {privileges} ON {tables} TO {place.names[role]}")
+        elif not tables.startswith("SCHEMA"):
+            account = f"'{place.names[role]}'@'%'"
+            place.admin(*(f"GRANT {privileges} ON {database}.{table} TO {account}" for table in tables.split(", ")))
+
+
+def test_a_producer_schedules_and_moves_tasks(place: Place) -> None:
+    delays = place.delays("web")
+    task = delays.schedule_delay("mail", {"n": 1}, 60, key="k")
+    delays.schedule_many([("mail", {}, 60)] * 3)
+    delays.schedule_delay("mail", {"n": 2}, 60, key="k", on_conflict="replace")
+    delays.reschedule(task, 90)
+    delays.touch(task, 100)
+    delays.touch_many([task], 110)
+    assert delays.cancel(task)
+    delays.retry(task, 60)
+    assert delays.get(task).status is Status.NOT_COMPLETE
+    assert len(delays.find(tag="mail")) == 4
+    with pytest.raises(StoreError):
+        delays.pause(tag="mail")
+    delays.close()
+
+
+def test_a_worker_runs_sweeps_and_purges(place: Place) -> None:
+    web, delays = place.delays("web"), place.delays("worker")
+    delays.check_ready()
+    ran: list[Any] = []
+    delays.processor("good", keep_result=True)(ran.append)
+    delays.processor("bad", retry="1h")(lambda body: 1 / 0)
+    operator = place.delays("operator")
+    operator.set_policy(tag="good", concurrency=2)
+    operator.pause(tag="bad")
+    operator.resume(tag="bad")
+    tasks = [web.schedule_delay(tag, {}, 0, key=f"{tag}{n}") for tag in ("good", "bad", "nobody") for n in range(3)]
+    store = delays.store
+    store.workers.seen("w1", ["default"], "prefork", 1, 0)
+    counts = delays.events.counts
+    delays.shards[0].policies.refresh()
+    delays.runner().run([Entry(task.id, 0, 0) for task in tasks])
+    for _ in range(3):
+        assert delays.sweeper.sweep(0)
+        delays.runner().drain("default", [0], 50)
+    store.put_offs.bring_forward(["nobody"], ["default"], 600)
+    store.leases.renew(["w1/1"], delays.clock.now())
+    store.leases.release(["w1/1"], 5)
+    store.workers.bury(0)
+    store.sweeps.forget_armed()
+    assert len(ran) == 3
+    assert not counts["loop.failed"] + counts["chunk.failed"], counts
+    for made in (web, delays, operator):
+        made.close()
+
+
+def test_a_console_reads(place: Place) -> None:
+    delays = place.delays("console")
+    stats = Stats(delays.store.database, delays.store.schema)
+    assert list(stats.pending()) is not None
+    assert delays.find() is not None
+    assert delays.policies() is not None
+    assert delays.store.workers.alive() is not None
+    for call in (lambda: delays.schedule_delay("mail", {}, 5), lambda: delays.pause(tag="mail")):
+        with pytest.raises(DelayTaskError):
+            call()
+    delays.close()
+
+
+def test_an_operator_pauses_and_moves_many(place: Place) -> None:
+    web, delays = place.delays("web"), place.delays("operator")
+    web.schedule_many([("many", {}, 60)] * 3)
+    assert delays.cancel_many(tag="many").changed == 3
+    assert delays.retry_many(tag="many", status="CANCELLED").changed == 3
+    delays.pause(queue="slow")
+    delays.resume(queue="slow")
+    web.close()
+    delays.close()
+
+
+def test_nobody_may_do_more_than_is_said(place: Place) -> None:
+    """Each privilege on each table, as the database itself sees it."""
+    granted = {
+        (role, privilege, table)
+        for privileges, tables, role in documented()
+        for privilege, table in each(privileges, tables)
+    }
+    granted |= {("operator", p, t) for role, p, t in granted if role in ("console", "web")}
+    columns = {**place.tables(), "yb_delay_alembic_version": "version_num"}
+    for role in ("web", "worker", "console", "operator"):
+        for table, column in columns.items():
+            for privilege, statement in STATEMENTS.items():
+                may = place.may(role, statement.format(table=table, column=column))
+                assert may == ((role, privilege, table) in granted), (role, privilege, table)
+        assert not place.may(role, "DROP TABLE yb_delay_line")
+        assert not place.may(role, "ALTER TABLE yb_delay_line ADD COLUMN x INTEGER")
+        assert not place.may(role, "CREATE TABLE made_by_a_stranger (x INTEGER)")
+
+
+STATEMENTS = {
+    "SELECT": "SELECT count(*) FROM {table}",
+    "INSERT": "INSERT INTO {table} ({column}) VALUES (NULL)",
+    "UPDATE": "UPDATE {table} SET {column} = NULL WHERE 1 = 0",
+    "DELETE": "DELETE FROM {table} WHERE 1 = 0",
+}
+
+
+def each(privileges: str, tables: str) -> Iterator[tuple[str, str]]:
+    for privilege in privileges.split(", "):
+        for table in tables.split(", "):
+            yield privilege, table
