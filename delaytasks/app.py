@@ -179,10 +179,12 @@ class DelayTasks(CallbackVerbs, TouchVerbs, BulkVerbs, PolicyVerbs):
         return self.registry.processor(tag, **options)
 
     def check(self) -> Iterator[Finding]:
-        """Before a deploy: tasks that wait whose tag has no processor here, or whose body its schema refuses."""
+        """Before a deploy: tasks that wait whose tag has no processor here, or whose body its schema refuses; and rows
+        that another program wrote and no worker will ever take."""
         for shard in self.shards:
             stats = Stats(shard.store.database, shard.store.schema)
-            yield from check(stats.pending(), stats.bodies, self.registry)
+            strange = stats.strange(self.settings.max_delay_s, self.settings.lease_s)
+            yield from check(stats.pending(), stats.bodies, self.registry, strange)
 
     def _call_back(self, callback: Callback, task: DelayTask) -> Outcome:
         return self.http_callbacks(callback, task)

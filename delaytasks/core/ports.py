@@ -59,6 +59,17 @@ class Pending(NamedTuple):
     first_due: datetime
 
 
+class Strange(NamedTuple):
+    """Rows of one tag that another program wrote, and that no worker will ever take as they are."""
+
+    tag: str
+    tasks: int
+    first_due: datetime
+    #: The first and the last one.
+    ids: tuple[int, int]
+    problem: str
+
+
 class Level(NamedTuple):
     """A queue and a priority that have tasks waiting."""
 

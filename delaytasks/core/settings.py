@@ -245,6 +245,6 @@ def _mapping(value: Any) -> dict[str, str] | None:
 
 def mask_url(url: str) -> str:
     """A URL without its password, wherever it stands: before the host or among the options; or a key for signing."""
-    url = re.sub(r"(?<=://)([^/@:]*):[^@]*@", r"\1:***@", url)
+    url = re.sub(r"(?<=://)([^/@:\s]*):\S*@", r"\1:***@", url)  # up to the last @: a password may have some
     url = re.sub(r"whsec_\S+", "whsec_***", url)
     return re.sub(r"(?i)((?:password|passwd|secret|token)=)[^&]*", r"\1***", url)

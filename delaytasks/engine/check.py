@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from delaytasks.core.errors import BodyRefusedError
-from delaytasks.core.ports import Pending
+from delaytasks.core.ports import Pending, Strange
 from delaytasks.engine.registry import Registry
 
 #: Ids that a finding names.
@@ -33,6 +33,7 @@ def check(
     pending: Iterable[Pending],
     bodies: Callable[[str], Iterable[tuple[int, str, datetime]]],
     registry: Registry,
+    strange: Iterable[Strange] = (),
 ) -> Iterator[Finding]:
     """`bodies(tag)` are (id, body, due) of the tasks that wait; it is asked where the tag's processor has a schema."""
     for some in pending:
@@ -45,10 +46,12 @@ def check(
             for id, body, due in bodies(some.tag):
                 try:
                     processor.schema(json.loads(body))
-                except (BodyRefusedError, ValueError) as error:
+                except (BodyRefusedError, ValueError, RecursionError) as error:
                     count += 1
                     if len(refused) < EXAMPLES:
                         refused.append((id, str(error), due))
             if refused:
                 ids, problems, dues = zip(*refused, strict=True)
                 yield Finding(some.tag, count, min(dues), problems[0], list(ids))
+    for row in strange:
+        yield Finding(row.tag, row.tasks, row.first_due, row.problem, sorted(set(row.ids)))

@@ -8,12 +8,18 @@ from typing import NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, and_, func, select
 
-from delaytasks.core.ports import Pending
+from delaytasks.core.inputs import is_queue
+from delaytasks.core.ports import Pending, Strange
 from delaytasks.core.states import LIVE, Status
+from delaytasks.core.text import shown
 from delaytasks.store.database import Database
 from delaytasks.store.lapses import lease_is_over
+from delaytasks.store.levels import steps
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now_plus
+
+#: Leases are renewed long before so many of them are over.
+LONG = 100
 
 
 class Overdue(NamedTuple):
@@ -61,6 +67,24 @@ class Stats:
         query = select(t.c.id, t.c.message_body, t.c.expected_time).where(self._is_live(), t.c.tag == tag)
         for rows in self._db.stream(query.order_by(t.c.expected_time), size=1000):
             yield from rows
+
+    def strange(self, max_delay_s: float, lease_s: float) -> Iterator[Strange]:
+        """Rows that wait, or seem to, and that nobody will take."""
+        t = self._t
+        waits, runs = t.c.status == int(Status.NOT_COMPLETE), t.c.status == int(Status.RUNNING)
+        queues = [queue for queue in self._db.alone(lambda c: list(steps(c, t.c.queue, waits))) if not is_queue(queue)]
+        is_far = t.c.expected_time > db_now_plus(max_delay_s)
+        problems = {
+            "a status that nobody knows": t.c.status.not_in([int(status) for status in Status]),
+            f"due later than max_delay_s = {max_delay_s:g} s": and_(waits, is_far),
+            "RUNNING, with a lease longer than any": and_(runs, t.c.lease_until > db_now_plus(LONG * lease_s)),
+            **{f"in the queue {shown(queue)}, which is none": and_(waits, t.c.queue == queue) for queue in queues},
+        }
+        grouped = select(t.c.tag, func.count(), func.min(t.c.expected_time), func.min(t.c.id), func.max(t.c.id))
+        for problem, is_so in problems.items():
+            query = grouped.where(is_so).group_by(t.c.tag).order_by(t.c.tag)
+            for tag, tasks, first_due, first, last in self._db.alone(lambda c, query=query: c.execute(query).all()):  # type: ignore[misc]
+                yield Strange(tag, tasks, first_due, (first, last), problem)
 
     def _is_live(self) -> ColumnElement[bool]:
         return self._t.c.status.in_([int(status) for status in LIVE])

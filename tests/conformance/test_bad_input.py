@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from sqlalchemy import func, insert, select, update
 from sqlalchemy.orm import Session
@@ -22,6 +22,7 @@ from delaytasks.core import errors as e
 from delaytasks.core.task import DelayTask
 from delaytasks.store.store import Store
 from delaytasks.store.types import db_now_plus
+from tests.fuzzing import fuzz
 from tests.recording import delays_on, record
 
 UTC = timezone.utc
@@ -825,13 +826,12 @@ junk_bodies = st.recursive(
 anything = st.one_of(
     json_bodies, junk, st.integers(), st.floats(), st.text(), st.datetimes(timezones=st.none() | st.just(UTC))
 )
-quick = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+quick = fuzz(60)
 
 
 @quick
 @given(bodies=st.lists(json_bodies, min_size=1, max_size=5))
+@example(bodies=[1e308, -1e308, 5e-324, -0.0, 2**53 + 1, 2**63, "😀", "\u2028", {"": [[[]]], "a": {}}, "\x7f\x01"])
 def test_any_json_comes_back_exactly(place: Place, bodies: list[Any]) -> None:
     one = place.delays.schedule_delay("mail", bodies, 60)
     assert same(place.delays.get(one).body, bodies)

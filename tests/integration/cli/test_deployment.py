@@ -7,10 +7,11 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import insert, update
 
 from delaytasks.core.shards import home_of
 from delaytasks.store import migrations
@@ -245,3 +246,32 @@ def test_check_finds_what_would_not_run_with_this_code(shop: Project) -> None:
     shown = shop("check")
     assert shown.exit_code == 1
     assert "2 tasks would not run well with this code" in shown.stdout
+
+
+def test_check_finds_rows_that_nobody_will_ever_take(shop: Project) -> None:
+    t = shop.delays.store.schema.tasks
+    far = datetime(9999, 1, 1, tzinfo=timezone.utc)
+    rows = [
+        {"id": 11, "status": 99},
+        {"id": 12, "status": 99},
+        {"id": 13, "expected_time": far},
+        {"id": 14, "status": 3, "lease_until": far},
+        {"id": 15, "queue": "../x\x1b[31m"},
+        {"id": 16, "status": 1, "expected_time": far, "queue": "*"},
+        {"id": 17},
+        {"id": 18, "tag": "deep", "message_body": "[" * 100_000},
+    ]
+    with shop.delays.store.database.begin() as connection:
+        for row in rows:
+            connection.execute(insert(t).values(**{"tag": "ok", "message_body": "{}", **row}))
+    shop.delays.processor("deep", schema=dict)(lambda body: None)
+    found = shop.json("check", exit_code=1)["findings"]
+    problems = {tuple(map(int, finding["ids"])): finding["problem"] for finding in found}
+    assert "recursion" in problems.pop((18,))
+    assert {ids: problem.partition(" ")[0] for ids, problem in problems.items()} == {
+        (11, 12): "a",
+        (13,): "due",
+        (14,): "RUNNING,",
+        (15,): "in",
+    }
+    assert "\x1b" not in shop("check").output

@@ -1,0 +1,162 @@
+"""Anything at all as a name, a duration, a header, a URL or an instant: what is accepted is what was given, and all
+else is an error of ours."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from delaytasks.core.durations import parse_duration
+from delaytasks.core.errors import InvalidDelayError, InvalidInputError, InvalidLadderError
+from delaytasks.core.inputs import check_key, check_queue, check_tag, check_wait, encode_body
+from delaytasks.core.ladder import Ladder
+from delaytasks.core.settings import mask_url
+from delaytasks.core.states import MOST_VERSIONS, Status, following
+from delaytasks.core.task import DelayTask
+from delaytasks.core.text import one_line, storable
+from delaytasks.store.types import nearest
+from tests.fuzzing import fuzz, json_like
+
+anything = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(), st.lists(st.text()), st.builds(object)
+)
+durations = st.text() | st.text("0123456789.smhdw +-", max_size=12) | st.from_regex(r"\d{1,400}(\.\d+)?[smhd]")
+
+
+def attempt(work: Callable[[], str]) -> tuple[str, InvalidInputError | None]:
+    try:
+        return work(), None
+    except InvalidInputError as error:
+        return "", error
+
+
+@fuzz(300)
+@given(durations)
+@example("9" * 400 + "d")
+@example("-0s")
+@example("1e400s")
+@example("٣s")
+def test_any_text_is_a_duration_or_none(text: str) -> None:
+    try:
+        duration = parse_duration(text)
+    except InvalidDelayError:
+        return
+    assert timedelta(0) <= duration <= timedelta.max
+
+
+@fuzz(200)
+@given(anything | durations)
+def test_any_wait_is_seconds_or_refused(wait: Any) -> None:
+    try:
+        seconds = check_wait(wait, 1000)
+    except InvalidDelayError:
+        return
+    assert 0 <= seconds <= 1000
+    assert math.isfinite(seconds)
+
+
+@fuzz(300)
+@given(anything | st.text("ab\x00\x1b\r\n \u202e\ud800é😀", max_size=200))
+def test_any_name_is_kept_or_refused(name: Any) -> None:
+    for check, most in ((check_tag, 128), (check_key, 191), (check_queue, 100)):
+        kept, refusal = attempt(lambda check=check: check(name))  # type: ignore[misc]
+        if refusal is not None:
+            assert str(refusal).isprintable()
+            continue
+        assert (kept, type(kept)) == (name, str)
+        assert kept.isprintable()
+        assert len(kept) <= most
+        kept.encode()
+
+
+@fuzz(200)
+@given(json_like)
+@example([1e308, -0.0, 5e-324, 2**53 + 1, -(2**63), 10**30, "😀", {"": [[[[]]]]}])
+def test_any_body_comes_back_from_its_text_or_is_refused(body: Any) -> None:
+    text, refusal = attempt(lambda: encode_body(body, 10_000))
+    if refusal is not None:
+        assert "$" in str(refusal) or "bytes" in str(refusal)
+        return
+    assert repr(json.loads(text)) == repr(body)
+    text.encode()
+
+
+@fuzz(300)
+@given(st.builds(json.dumps, json_like) | st.text(max_size=30), st.integers(-(2**31), 2**31 - 1))
+@example('{"expires_s": ' + "9" * 400 + "}", 1)
+@example('{"retry": {"rungs_s": [5], "jitter": 0}}', -5)
+@example('{"retry": {"rungs_s": 5, "jitter": 0}, "expires_s": NaN}', 1)
+def test_any_headers_of_a_row_are_read(headers: str, attempts: int) -> None:
+    now = datetime.now(timezone.utc)
+    task = DelayTask(1, "mail", headers, now, attempts=attempts, headers_json=headers, ip=attempts, result_json=headers)
+    for seconds in (task.expires_s, task.max_wait_s):
+        assert seconds is None or 0 <= seconds < 1e15
+    assert task.ladder is None or isinstance(task.ladder, Ladder)
+    if task.ladder is not None:
+        wait_s = task.ladder.wait_s(attempts)
+        assert wait_s is None or wait_s >= 0
+    json.dumps(task.as_json())
+
+
+@fuzz(200)
+@given(st.lists(anything | durations, max_size=4) | anything, st.floats() | json_like)
+def test_any_ladder_is_one_or_is_refused(rungs: Any, jitter: Any) -> None:
+    try:
+        ladder = Ladder(rungs, jitter=jitter)
+    except (InvalidLadderError, InvalidDelayError, TypeError):  # what can not be iterated is no list of rungs
+        return
+    assert all(rung >= 0 for rung in ladder.rungs_s)
+
+
+@fuzz(200)
+@given(st.text("abc:/@?&=#%ü ", max_size=30).filter(lambda text: " " not in text))
+@example("p@ss")
+@example("p:a/ss@")
+def test_no_password_in_a_url_is_shown(password: str) -> None:
+    for scheme in ("redis", "postgresql+psycopg2", "amqp"):
+        shown = mask_url(f"{scheme}://user:<{password}>@host/0")
+        assert shown == f"{scheme}://user:***@host/0"
+
+
+@fuzz(300)
+@given(st.text(max_size=300))
+def test_any_text_is_shown_on_one_line_and_stored(text: str) -> None:
+    assert one_line(text).isprintable()
+    kept = storable(text, 1000)
+    assert "\x00" not in kept
+    assert len(kept.encode()) <= 1000 or len(text.encode(errors="replace")) <= 1000
+
+
+@fuzz(300)
+@given(anything | st.text("0123456789-: BC+", max_size=20))
+@example("0000-00-00 00:00:00")
+@example("99999-01-01")
+@example("0044-03-15 00:00:00+00 BC")
+def test_any_instant_of_a_row_is_near_one_that_can_be_said(written: Any) -> None:
+    found = nearest(written)
+    assert datetime.min.replace(tzinfo=timezone.utc) <= found <= datetime.max.replace(tzinfo=timezone.utc)
+
+
+def test_the_nearest_instant_is_on_the_right_side_of_now() -> None:
+    years = {"0044-03-15 BC": 1, "0000-00-00": 1, "2024-00-00": 2024, "10000-01-01": 9999, "294276-01-01": 9999}
+    assert {written: nearest(written).year for written in [*years, "soon"]} == {**years, "soon": 9999}
+    assert nearest(12345).year == 1
+
+
+@pytest.mark.parametrize("number", [99, -1, 2**15, "gone"])
+def test_a_status_that_nobody_knows_is_shown_and_allows_nothing(number: Any) -> None:
+    status = Status.of(number)
+    assert status.name == f"UNKNOWN_{number!r}"
+    assert DelayTask(1, "x", "1", datetime.now(timezone.utc), status).is_finished is False
+
+
+def test_a_version_at_the_end_of_its_range_is_counted_from_0_again() -> None:
+    assert [following(version) for version in (-5, 0, MOST_VERSIONS - 1)] == [-4, 1, MOST_VERSIONS]
+    assert {following(version) for version in (MOST_VERSIONS, 2**63 - 1)} == {0}
