@@ -710,7 +710,8 @@ def test_a_closed_session_or_connection_is_refused(place: Place, store: Store) -
 # -- rows of other programs -----------------------------------------------------------------------
 
 
-def test_rows_of_nonsense_harm_neither_a_claim_nor_the_api(place: Place) -> None:
+def test_rows_of_nonsense_harm_neither_a_claim_nor_the_api(make: Callable[..., Place]) -> None:
+    place = make(chunk_time_box_s=20)
     ran: list[Any] = []
     place.delays.processor("mail")(ran.append)
     before = {"expected_time": db_now_plus(-10)}

@@ -27,6 +27,7 @@ from tests.webserver import WebServer, answer
 #: Of URLs and keys; of bodies and headers.
 SECRET, BODY = "sEcReT-cAnArY", "bOdY-cAnArY"
 KEY = "whsec_" + base64.b64encode((SECRET * 2).encode()).decode()
+HOSTILE = "\x1b[31mred\x9b1m \u202e\r\nforged line"
 HIDDEN = (SECRET, KEY, KEY.removeprefix("whsec_"))
 
 
@@ -80,10 +81,13 @@ def test_secrets_and_bodies_are_not_told(deployment: tuple[Deployment, DelayTask
     ]
     d.schedule("test.nobody", body={"card": BODY})
     d.schedule(delay=3600, body={"card": BODY}, key="k")
+    d.schedule("test.fail", body={"text": HOSTILE, "card": BODY})
     with d.store.database.begin() as connection:  # what another program wrote, and nobody can read
         table = d.store.schema.tasks.name
         insert = f"INSERT INTO {table} (tag, message_body) VALUES ('test.note', :body)"
         connection.execute(text(insert), {"body": f'{{"card": {BODY}'})
+        insert = f"INSERT INTO {table} (tag, message_body) VALUES (:tag, '{{}}')"
+        connection.execute(text(insert), {"tag": HOSTILE})
     rows = [end_of(delays, task) for task in ends]
     assert {row.status for row in rows} == {Status.DONE, Status.FAILED}
     wait_until(lambda: "no_processor" in worker.log(), 20, "the task without processor")
@@ -102,6 +106,9 @@ def test_secrets_and_bodies_are_not_told(deployment: tuple[Deployment, DelayTask
     assert "test.note" in told["commands"]
     leaks = {where: name for where, said in told.items() for name in (*HIDDEN, BODY) if name in said}
     assert not leaks
+    for where in ("worker", "beat", "commands"):
+        assert all(line.isprintable() for line in told[where].split("\n")), told[where]
+        assert "\nforged line" not in told[where]
     # These have been asked for it, and are for those who may see it.
     shown = commands(d, ["show", str(rows[0].id)], ["list", "--json"])
     assert BODY in shown

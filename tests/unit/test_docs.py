@@ -326,3 +326,10 @@ if __name__ == "__main__":
         run_page(Path(sys.argv[2]))
     else:
         write_tables()
+
+
+def test_each_test_that_the_docs_name_is_there() -> None:
+    pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    named = re.findall(r"`(\S+\.py)::(\w+)`", pages)
+    assert len(named) > 50
+    assert not [name for name in named if f"def {name[1]}(" not in (ROOT / "tests" / name[0]).read_text()]

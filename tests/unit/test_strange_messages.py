@@ -197,6 +197,19 @@ def test_a_worker_says_that_the_app_accepts_what_can_run_code(tmp_path: Path, ac
     reader.desk.delays.close()
 
 
+def test_nothing_of_ours_goes_to_a_result_backend(tmp_path: Path) -> None:
+    """By default there is none, and one that the app has is none of ours."""
+    assert Reader(tmp_path).app.conf.result_backend is None
+    backend = Reader(tmp_path / "other", result_backend="cache+memory://")
+    for name in (RUN, SWEEP):
+        task = backend.app.tasks[name]
+        assert task.ignore_result
+        assert not task.store_errors_even_if_ignored
+    message = backend.read(json.dumps([["x"], {}, {}]), {"task": RUN, "id": "x", "ignore_result": False})
+    assert message.acknowledged
+    assert backend.app.backend.get_state("x") == "PENDING"
+
+
 # -- the transport --------------------------------------------------------------------------------------
 
 
