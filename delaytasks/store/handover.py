@@ -28,7 +28,7 @@ class Handover:
             select(*line.c)
             .join(t, waits)
             .where(line.c.queue == bindparam("of_queue", type_=String), line.c.tag == bindparam("of_tag", type_=String))
-            .where(t.c.lapses == 0, t.c.expected_time <= db_now())
+            .where(t.c.lapses <= 0, t.c.expected_time <= db_now())
             .order_by(line.c.lane, line.c.place, line.c.due, line.c.task_id)
             .limit(1)
             .with_for_update(skip_locked=True, of=t)

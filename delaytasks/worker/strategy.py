@@ -25,17 +25,18 @@ def run_strategy(task: Any, app: Any, consumer: Any) -> Handler:
     def on_message(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **_: Any) -> None:
         acknowledge(message)
         try:
-            queue = (message.delivery_info or {}).get("routing_key") or ""
-            args = _arguments(message, body)
-            asked = read_message(args, queue.removeprefix(prefix))
+            queue = ((message.delivery_info or {}).get("routing_key") or "").removeprefix(prefix)
+            asked = read_message(_arguments(message, body), queue)
             is_over = asked.priorities is not None and _is_expired(message, desk)
+            if asked.priorities is not None and queue not in desk.delays.processes.queues:
+                raise ValueError(f"a drain token for {queue!r:.100}, which is not served here")
         except Exception as error:  # whatever may come of strangers' data: what is done with it comes after
             desk.refuse("run", error)
             return
         if asked.entries:
             desk.hold(asked.entries)
         if asked.priorities is not None and not is_over:
-            desk.dispatcher.drain(queue.removeprefix(prefix), asked.priorities, asked.shard)
+            desk.dispatcher.drain(queue, asked.priorities, asked.shard)
 
     return on_message
 

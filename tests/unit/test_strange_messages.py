@@ -56,6 +56,7 @@ class Reader:
         self.consumer.task_consumer, self.consumer.pool = tasks, worker.pool
         self.consumer.update_strategies()
         self.handle = self.consumer.create_task_handler()
+        self.desk.delays.processes.queues = ["default"]
         self.entries: list[Entry] = []
         self.drained: list[tuple[Any, ...]] = []
         self.sweeps: list[Any] = []
@@ -96,6 +97,13 @@ def test_a_message_of_ours_is_taken_in(reader: Reader) -> None:
     assert reader.drained == [("default", [0, 5], 0)]
     reader.read(json.dumps([[0], {}, {}]), {"task": SWEEP, "id": "x"})
     assert reader.sweeps == [0]
+
+
+def test_a_token_for_another_workers_queue_is_refused(reader: Reader) -> None:
+    """In Redis a message says itself in which queue it was."""
+    before = reader.refused
+    reader.read(json.dumps([[[], {"drain": [0]}], {}, {}]), delivery_info={"routing_key": "delaytasks.payments"})
+    assert (reader.drained, reader.refused) == ([], before + 1)
 
 
 entry = st.lists(st.integers(-5, 9) | st.sampled_from([DUE, 2**63 - 1, 2**63, 2**70, True, 1.0, "1"]), max_size=5)
