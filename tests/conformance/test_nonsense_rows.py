@@ -54,6 +54,7 @@ EVERYWHERE: list[tuple[dict[str, str], Status | str]] = [
     ({"status": "3", "lease_until": "'2000-01-01'", "lapses": str(-(2**31)), "version": str(MOST)}, DONE),
     ({"message_body": "'{'", "tag": "'climbs'"}, WAITS),
     ({"message_body": "'{'"}, FAILED),
+    ({"message_body": f"""'"{"x" * 10_000_000}"'"""}, DONE),
     ({"message_body": "''"}, FAILED),
     ({"message_body": f"'{'[' * 100_000}'"}, FAILED),
     ({"message_body": f"'{'9' * 5_000}'"}, FAILED),
@@ -125,6 +126,7 @@ def test_a_row_of_nonsense_stops_nobody_and_harms_no_neighbour(store: Store, del
     delays.processor("fails")(lambda body: 1 / 0)
     delays.processor("climbs", retry="1h")(lambda body: 1 / 0)
     expected, good = {}, set(range(1000, 1100))
+    owner = delays.schedule_delay("mail", {}, 3600, key="of another task")
     with store.database.begin() as connection:
         if kind == "mysql":
             mode = connection.exec_driver_sql("SELECT @@sql_mode").scalar()
@@ -163,6 +165,10 @@ def test_a_row_of_nonsense_stops_nobody_and_harms_no_neighbour(store: Store, del
         if end not in (found[id], found[id].name)
     }
     assert not wrong
+
+    assert delays.get(tag="mail", key="of another task").id == owner.id
+    kinds = {finding.problem.partition(" ")[0] for finding in delays.check() if finding.ids}
+    assert kinds == {"a", "due", "RUNNING,", "in"}, "what nobody will ever take, somebody can know of"
 
     # What people may do to it ends well, or in an error of ours that is not the database's.
     calls: list[Callable[[int], Any]] = [
