@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sqlalchemy import create_engine, make_url, text
+from sqlalchemy.exc import DBAPIError
 
 from tests.postgres_server import PostgresServer
 from tests.waiting import wait_until
@@ -179,6 +180,26 @@ def _refusal(url: str) -> str:
     except Exception as error:
         return _short(error)
     return ""
+
+
+def kill_connections(url: str) -> int:
+    """Ends all connections to this database but our own; how many there were."""
+    engine = create_engine(url, isolation_level="AUTOCOMMIT")
+    try:
+        with engine.connect() as connection:
+            if engine.dialect.name == "postgresql":
+                sql = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database()"
+                return len(connection.execute(text(sql + " AND pid <> pg_backend_pid()")).all())
+            sql = "SELECT id FROM information_schema.processlist WHERE db = DATABASE() AND id <> CONNECTION_ID()"
+            ids = connection.execute(text(sql)).scalars().all()
+            for id in ids:
+                try:
+                    connection.execute(text(f"KILL {id:d}"))
+                except DBAPIError:
+                    pass  # it has ended already
+            return len(ids)
+    finally:
+        engine.dispose()
 
 
 def redis_answers(url: str) -> bool:

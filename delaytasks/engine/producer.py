@@ -72,7 +72,7 @@ class Producer:
 
     def schedule(self, new: NewTask, on_conflict: OnConflict, unit: Unit | None) -> DelayTask:
         task, has_own_id = self.build(new, on_conflict), new.id is not None
-        with unit.guard() if unit is not None else nullcontext():
+        with unit.guard(task.id) if unit is not None else nullcontext():
             task, is_new = self._write(task, on_conflict, has_own_id, None if unit is None else unit.executor)
         if is_new:
             self._events.emit("task.scheduled", id=task.id, tag=task.tag)
@@ -177,7 +177,7 @@ class Producer:
         single = [(t, new.id is not None) for t, new in zip(tasks, batch, strict=True) if _is_named(new)]
         plain = [t for t, new in zip(tasks, batch, strict=True) if not _is_named(new)]
         write = functools.partial(self._write_lot, plain, single, on_conflict)
-        with unit.guard() if unit is not None else nullcontext():
+        with unit.guard(tasks[0].id) if unit is not None else nullcontext():
             if unit is not None:
                 written = write(unit.executor)
             else:

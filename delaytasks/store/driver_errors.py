@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from sqlalchemy import exc
+from typing import Any
+
+from sqlalchemy import Connection, exc
 
 from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError, StoreError, StoreUnavailableError
 
@@ -22,6 +24,18 @@ _UNABLE_SQLITE = ("disk is full", "disk I/O error", "readonly database")
 
 #: MySQL's errors of values that its driver does not call so; they quote them.
 _VALUES_MYSQL = {1062, 1264, 1292, 1366, 1406, 3140, 4025}
+
+
+def told(on: Connection, statement: str, error: Exception) -> BaseException:
+    """What a driver was asked past SQLAlchemy, as SQLAlchemy tells of it: a broken connection is thrown away."""
+    dialect: Any = on.dialect
+    is_broken = dialect.is_disconnect(error, on.connection.driver_connection, None)
+    instance = exc.DBAPIError.instance(
+        statement, None, error, dialect.dbapi.Error, connection_invalidated=is_broken, dialect=dialect
+    )
+    if is_broken:
+        on.invalidate(instance)
+    return instance
 
 
 def first_cause(error: exc.DBAPIError) -> exc.DBAPIError:

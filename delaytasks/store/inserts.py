@@ -11,6 +11,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from delaytasks.core.task import DelayTask
 from delaytasks.store.database import Database
+from delaytasks.store.driver_errors import told
 from delaytasks.store.rows import values_of
 
 
@@ -51,7 +52,7 @@ def insert_bulk(on: Any, database: Database, table: Table, tasks: Sequence[Delay
     try:
         cursor.copy_expert(f"COPY {target} ({names}) FROM STDIN", lines)
     except driver.Error as error:
-        raise exc.DBAPIError.instance("COPY", None, error, driver.Error, dialect=on.dialect) from error
+        raise told(on, "COPY", error) from error
     finally:
         cursor.close()
 

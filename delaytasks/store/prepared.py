@@ -7,11 +7,11 @@ from functools import cached_property
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from sqlalchemy import Connection, exc
+from sqlalchemy import Connection
 from sqlalchemy.dialects import postgresql
 
 from delaytasks.store.database import Database
-from delaytasks.store.driver_errors import PREPARED_IS_GONE
+from delaytasks.store.driver_errors import PREPARED_IS_GONE, told
 
 #: What we ask for, and what many a server has of itself: a pooler may leave out what we ask for.
 _UTC = {"UTC", "Etc/UTC"}
@@ -56,7 +56,7 @@ class Prepared:
         except driver.Error as error:
             self._is_on = error.pgcode not in PREPARED_IS_GONE
             if self._is_on or not link.driver_connection.autocommit:
-                raise _told(on, link, error) from error
+                raise told(on, "EXECUTE", error) from error
         return self(on, values)
 
     @cached_property
@@ -69,15 +69,3 @@ class Prepared:
         places = ", ".join(["%s"] * len(compiled.positiontup))
         execute = f"EXECUTE {name} ({places})"
         return f"PREPARE {name} AS {compiled.string}", execute, compiled.positiontup, compiled.params
-
-
-def _told(on: Connection, link: Any, error: Exception) -> BaseException:
-    """As SQLAlchemy tells of it, which throws a broken connection away."""
-    dialect: Any = on.dialect
-    is_broken = dialect.is_disconnect(error, link.driver_connection, None)
-    told = exc.DBAPIError.instance(
-        "EXECUTE", None, error, dialect.dbapi.Error, connection_invalidated=is_broken, dialect=dialect
-    )
-    if is_broken:
-        on.invalidate(told)
-    return told

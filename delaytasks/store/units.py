@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from delaytasks.core.errors import SessionUnusableError
 from delaytasks.core.ports import Executor, Unit
 from delaytasks.core.task import DelayTask
-from delaytasks.store.driver_errors import reason_of
+from delaytasks.store.driver_errors import reason_of, unknown_outcome
 
 Action = Callable[..., None]
 _PENDING = "delaytasks.pending"
@@ -36,11 +36,17 @@ def unit_of(session: Any) -> Unit:
 
 
 class _Unit:
+    executor: Any
+
     @contextmanager
-    def guard(self) -> Iterator[None]:
+    def guard(self, unknown_id: int | None = None) -> Iterator[None]:
+        stands_alone = False
         try:
+            stands_alone = self.executor._is_autocommit_isolation()
             yield
         except exc.DBAPIError as error:
+            if stands_alone and unknown_id is not None and error.connection_invalidated:
+                raise unknown_outcome(reason_of(error), unknown_id) from error  # there is nothing to roll back
             # Never tried again by us: the transaction may be rolled back as a whole, with what the caller did.
             raise SessionUnusableError(
                 f"the caller's transaction can not be used: {reason_of(error)}; roll it back, nothing was sent"

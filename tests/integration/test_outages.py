@@ -25,6 +25,7 @@ from delaytasks.core import errors as e
 from tests.conftest import open_store
 from tests.proxy import Proxy, proxy_to
 from tests.running import Deployment
+from tests.services import kill_connections
 from tests.waiting import wait_until
 
 LIMIT_S = 0.5
@@ -272,26 +273,6 @@ def test_a_forked_child_schedules_over_connections_of_its_own(connect: Connect, 
 DATABASES = pytest.mark.parametrize("database", ["postgresql", "mysql"])
 
 
-def kill_connections(url: str) -> int:
-    """Ends all connections to this database but our own; how many there were."""
-    engine = create_engine(url, isolation_level="AUTOCOMMIT")
-    try:
-        with engine.connect() as connection:
-            if engine.dialect.name == "postgresql":
-                sql = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database()"
-                return len(connection.execute(text(sql + " AND pid <> pg_backend_pid()")).all())
-            sql = "SELECT id FROM information_schema.processlist WHERE db = DATABASE() AND id <> CONNECTION_ID()"
-            ids = connection.execute(text(sql)).scalars().all()
-            for id in ids:
-                try:
-                    connection.execute(text(f"KILL {id:d}"))
-                except Exception:
-                    logging.debug("it has ended already")
-            return len(ids)
-    finally:
-        engine.dispose()
-
-
 @DATABASES
 def test_connections_killed_between_calls_are_made_anew(
     connect: Connect, database: str, request: pytest.FixtureRequest
@@ -375,6 +356,81 @@ def test_an_unknown_outcome_names_the_id_and_scheduling_again_with_it_is_safe(
         assert task.id == id
     assert line.rows() == before + 1
     wait_until(lambda: line.arrived() > messages, 5, "the row to be armed")
+
+
+LOTS: list[tuple[str, int, Callable[[DelayTasks], Any]]] = [
+    ("alike", 20, lambda d: d.schedule_many([("mail", {"n": n}, 60) for n in range(20)])),
+    ("named", 3, lambda d: d.schedule_many([NewTask("mail", {}, 60, id=id) for id in (4711, 4712, 4713)])),
+]
+
+
+@DATABASES
+@pytest.mark.parametrize("moment", ["request", "answer"])
+@pytest.mark.parametrize(("name", "rows", "schedule"), LOTS, ids=[case[0] for case in LOTS])
+def test_of_many_whose_outcome_is_unknown_all_are_there_or_none(
+    connect: Connect, database: str, moment: str, name: str, rows: int, schedule: Callable[[DelayTasks], Any]
+) -> None:
+    line = connect(database)
+    line.warm_up()
+    before = line.rows()
+    (line.database.cut_answer if moment == "answer" else line.database.cut_request)(COMMIT)
+    watch_and_refuse(line.database)
+    with pytest.raises(e.OutcomeUnknownError, match="scheduling again with id=") as caught:
+        schedule(line.delays)
+    line.database.heal()
+    assert line.rows() == before + (rows if moment == "answer" else 0)
+    assert caught.value.id is not None
+    if moment == "answer":
+        assert line.delays.get(caught.value.id).tag == "mail", "the id of one of them"
+    else:
+        with pytest.raises(e.TaskNotFoundError):
+            line.delays.get(caught.value.id)
+    if name == "named":
+        schedule(line.delays)  # again, with the same ids
+        assert line.rows() == before + rows
+
+
+def test_a_copy_that_is_cut_is_told_like_any_statement(connect: Connect) -> None:
+    line = connect()
+    line.warm_up()
+    before = line.rows()
+    line.database.cut_request(b"COPY ")
+    watch_and_refuse(line.database)
+    with pytest.raises(e.OutcomeUnknownError, match="scheduling again with id="):
+        line.delays.schedule_many([("mail", {"n": n}, 60) for n in range(20)])
+    line.database.heal()
+    assert line.rows() == before
+
+
+@DATABASES
+@pytest.mark.parametrize(("name", "rows"), [("one", 1), ("many", 3)])
+@pytest.mark.parametrize("moment", ["request", "answer"])
+def test_a_statement_that_stands_alone_on_the_callers_connection_has_an_unknown_outcome_too(
+    connect: Connect, database: str, name: str, rows: int, moment: str
+) -> None:
+    line = connect(database)
+    line.warm_up()
+    before = line.rows()
+
+    def schedule(session: Any, id: int | None = None) -> Any:
+        if name == "one":
+            return line.delays.schedule_delay("mail", {}, 60, id=id, session=session)
+        return line.delays.schedule_many([("mail", {"n": n}, 60) for n in range(rows)], session=session)
+
+    engine = create_engine(line.delays.store.database.url, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.execute(text("SELECT 1"))
+        words = b"COPY " if (database, name) == ("postgresql", "many") else INSERT
+        (line.database.cut_answer if moment == "answer" else line.database.cut_request)(words)
+        with pytest.raises(e.OutcomeUnknownError, match="scheduling again with id=") as caught:
+            schedule(connection)
+        assert connection.invalidated, "the pool must not give it to anybody"
+    assert line.rows() in (before, before + rows)
+    if name == "one":
+        with engine.connect() as connection:
+            assert schedule(connection, caught.value.id).id == caught.value.id
+        assert line.rows() == before + 1
+    engine.dispose()
 
 
 def watch_and_refuse(proxy: Proxy) -> None:

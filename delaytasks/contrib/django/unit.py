@@ -39,7 +39,7 @@ class DjangoUnit:
         # Else the caller commits by hand, which Django tells nobody of: the sweep finds the row.
 
     @contextmanager
-    def guard(self) -> Iterator[None]:
+    def guard(self, unknown_id: int | None = None) -> Iterator[None]:
         connection, is_written, is_alone = self._connection, False, False
         try:
             is_alone = not connection.in_atomic_block and connection.get_autocommit()
