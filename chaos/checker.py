@@ -49,7 +49,7 @@ class Verdict:
         return "\n\n".join([said, *map(str, self.findings[:20])])
 
 
-@dataclass
+@dataclass(slots=True)
 class Life:
     """All that is known of one task."""
 
@@ -81,6 +81,8 @@ class Checker:
     def __init__(self, history: History, max_lapses: int = 5, quiet_us: int | None = None) -> None:
         """`quiet_us` is when all was to be over: nothing that is left then will come right by itself."""
         self._history = history
+        #: A beat or a broker that is gone is no reason for a lease to lapse.
+        self._reasons = [fault for fault in history.faults if fault.victim in ("worker", "database", "machine")]
         self._max_lapses = max_lapses
         self._quiet_us = quiet_us
         self._rules: tuple[Callable[[Life], Iterator[Flaw]], ...] = (
@@ -199,7 +201,7 @@ class Checker:
     def _is_explained(self, life: Life, claim: Change) -> bool:
         end = life.end_of(claim)
         until_us = claim.at_us if end is None else end.at_us
-        return any(fault.from_us <= until_us and fault.until_us >= claim.at_us for fault in self._history.faults)
+        return any(fault.from_us <= until_us and fault.until_us >= claim.at_us for fault in self._reasons)
 
     def _extra_runs_are_explained(self, life: Life) -> Iterator[Flaw]:
         for version in sorted({run.version for run in life.ran}):

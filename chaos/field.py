@@ -1,127 +1,132 @@
-"""A deployment of a run's own: servers, two workers, two beats, and producers that write down what they are told."""
+"""A deployment of a run's own: servers, the links to them, two workers and two beats."""
 
 from __future__ import annotations
 
-import random
 import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import func, select
 
-from chaos.history import Answer, Call, Notebook, Told
-from chaos.project import LADDER, now_us
+from chaos.brokers import Broker, start_broker
+from chaos.project import time_environment
 from chaos.recorder import Recorder
-from delaytasks.core.clock import to_us
-from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError
+from delaytasks.core.settings import load_settings
 from delaytasks.core.states import LIVE
+from delaytasks.store.store import Store
+from tests import faketime
+from tests.mariadb_server import MariaDBServer
 from tests.postgres_server import PostgresServer
+from tests.proxy import Proxy, proxy_to
 from tests.redis_server import RedisServer
 from tests.running import Deployment, Process
-from tests.services import free_port
+from tests.services import MissingServiceError, free_port
 
 #: Leases and sweeps are short, so that a run takes minutes.
 SETTINGS: dict[str, Any] = {
-    "lease_s": 4, "sweep_s": 1, "self_sweep_s": 2, "grace_s": 0.5, "horizon_s": 10, "timer": "eta",
+    "lease_s": 4, "sweep_s": 1, "self_sweep_s": 2, "grace_s": 0.5, "horizon_s": 10,
 }  # fmt: skip
-PRODUCERS = 3
-#: Of a hundred calls, how many are followed by a second one about the same task.
-SECOND_CALLS = {"cancel": 3, "reschedule": 3}
+
+
+class Site(NamedTuple):
+    """Which servers a run is on."""
+
+    database: str
+    broker: str
+    timer: str
+
+    def __str__(self) -> str:
+        return f"{self.database}, {self.broker}, timer {self.timer}"
 
 
 class Field:
-    def __init__(self, folder: Path, database: str, timer: str) -> None:
-        self.notes = folder / "notes"
-        self.postgres = None
-        if database == "postgresql":
-            data = folder / "postgresql"
-            data.mkdir()
-            self.postgres = PostgresServer(data, free_port())
-        self.redis = RedisServer(folder)
-        database_url = self.postgres.url if self.postgres else f"sqlite:///{folder / 'chaos.sqlite3'}"
-        conf = {"imports": ["chaos.project"]}
-        self.deployment = Deployment(folder, database_url, self.redis.url, conf, **{**SETTINGS, "timer": timer})
-        self.recorder = Recorder(self.deployment.store)
+    def __init__(self, folder: Path, site: Site) -> None:
+        self.site, self.notes = site, folder / "notes"
+        self.is_over = threading.Event()
+        #: What is to be ended, the last one first.
+        self._ends: list[Callable[[], object]] = []
+        try:
+            self._start(folder)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, folder: Path) -> None:
+        self.database = self._database(folder)
+        self.database_url = self.database.url if self.database else f"sqlite:///{folder / 'chaos.sqlite3'}"
+        self.broker: Broker = start_broker(self.site.broker, folder)
+        self._ends.append(self.broker.stop)
+        #: The ways to the database, one for producers and one for workers. SQLite has none.
+        self.links = [self._link(self.database_url) for _ in range(2)] if self.database else []
+        producers, workers = [link.url(self.database_url) for link in self.links] or [self.database_url] * 2
+        self.broker_link = None if self.site.broker == "embedded" else self._link(self.broker.url)
+        broker_url = self.broker_link.url(self.broker.url) if self.broker_link else self.broker.url
+        settings = {**SETTINGS, "timer": self.site.timer}
+        if self.site.timer == "redis" and self.site.broker == "rabbitmq":
+            beside = RedisServer(folder)
+            self._ends.append(beside.stop)
+            settings["redis_url"] = beside.url
+        self.producers_url = producers
+        self.deployment = Deployment(folder, workers, broker_url, {"imports": ["chaos.project"]}, **settings)
+        self._ends.append(self.deployment.kill)
+        names = {name: self.deployment.settings[name] for name in ("namespace", "table_prefix")}
+        self.store = Store(self.database_url, load_settings({}, {}, database_url=self.database_url, **names))
+        self.recorder = Recorder(self.store)
         self.recorder.start()
         self.workers = [self.new_worker(), self.new_worker()]
-        self.beats = [self.deployment.beat(), self.deployment.beat()]
+        self.beats = [self.new_beat(), self.new_beat()]
 
-    def new_worker(self) -> Process:
-        return self.deployment.worker()
+    def new_worker(self, **environment: str) -> Process:
+        # What its pool leaves behind when it is killed goes with the folder.
+        own = {**time_environment(), "TMPDIR": str(self.deployment.folder)}
+        return self.deployment.worker(**{**own, **environment})
+
+    def new_beat(self, **environment: str) -> Process:
+        return self.deployment.beat(**environment)
+
+    def queues(self) -> list[str]:
+        """As the broker knows them."""
+        namespace = self.deployment.settings["namespace"]
+        return [f"{namespace}.default", f"{namespace}.celery"]
+
+    def pause(self, seconds: float) -> None:
+        """Not longer than the run lasts."""
+        self.is_over.wait(seconds)
+
+    def heal(self) -> None:
+        for link in (*self.links, *([self.broker_link] if self.broker_link else [])):
+            link.heal()
 
     def close(self) -> None:
-        try:
-            self.recorder.stop()
-            self.deployment.close()
-        finally:
-            for server in (self.redis, self.postgres):
-                if server is not None:
-                    server.stop()
+        """Ends all processes, whatever any of them says."""
+        self.is_over.set()
+        while self._ends:
+            try:
+                self._ends.pop()()
+            except Exception:
+                continue  # it is gone, or never came about
+        faketime.forget_the_dead()
 
     def waiting(self) -> int:
-        t = self.deployment.store.schema.tasks
+        t = self.store.schema.tasks
         live = select(func.count()).where(t.c.status.in_([int(status) for status in LIVE]))
-        return int(self.deployment.store.database.alone(lambda c: c.execute(live).scalar_one()))
+        return int(self.store.database.alone(lambda c: c.execute(live).scalar_one()))
 
+    def _database(self, folder: Path) -> PostgresServer | MariaDBServer | None:
+        if self.site.database == "sqlite":
+            return None
+        place = folder / "database"
+        place.mkdir()
+        server: PostgresServer | MariaDBServer
+        if self.site.database == "mariadb":
+            server = MariaDBServer(place)
+        else:
+            server = PostgresServer(place, free_port(), MissingServiceError)
+        self._ends.append(server.crash)
+        return server
 
-class Producer:
-    """Schedules until it is told to stop, at a rate, and writes down each answer."""
-
-    def __init__(self, field: Field, seed: int, rate: float) -> None:
-        self._field, self._chance, self._rate = field, random.Random(seed), rate
-        self._delays = field.deployment.producer()
-        self._notes = Notebook(field.notes)
-        self.count = 0
-        self.is_running = True
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def stop(self) -> None:
-        self.is_running = False
-        self.thread.join(30)
-        self._delays.close()
-
-    def _run(self) -> None:
-        began = time.monotonic()
-        while self.is_running:
-            self._schedule()
-            ahead_s = began + self.count / self._rate - time.monotonic()
-            if ahead_s > 0:
-                time.sleep(ahead_s)
-
-    def _schedule(self) -> None:
-        chance, delays = self._chance, self._delays
-        delay = chance.choice([0, chance.uniform(0, 2), chance.uniform(0, 15)])
-        body = {
-            "folder": str(self._field.notes),
-            "s": chance.choice([0, 0, 0, 0.01, 0.2]),
-            "fails": chance.randrange(3),
-        }
-        tag, runs = chance.choice([("chaos.note", 1)] * 4 + [("chaos.shaky", len(LADDER.rungs_s) + 1)])
-        asked_us = now_us()
-        id = delays.new_id()
-        due = self._told(id, "schedule", asked_us, runs, lambda: delays.schedule_delay(tag, body, delay, id=id))
-        self.count += 1
-        if due is None:
-            return
-        asked_us, roll = now_us(), chance.randrange(100)
-        if roll < SECOND_CALLS["cancel"]:
-            self._told(id, "cancel", asked_us, runs, lambda: delays.cancel(id))
-        elif roll < sum(SECOND_CALLS.values()):
-            self._told(id, "reschedule", asked_us, runs, lambda: delays.reschedule(id, chance.uniform(0, 5)))
-
-    def _told(self, id: int, call: Call, asked_us: int, runs: int, ask: Any) -> int | None:
-        answer: Answer = "ok"
-        due_us = None
-        try:
-            said = ask()
-            if said is False:  # it is cancelled already
-                answer = "failed"
-            due_us = to_us(said.expected_time) if call != "cancel" else None
-        except OutcomeUnknownError:
-            answer = "unknown"
-        except DelayTaskError:
-            answer = "failed"
-        self._notes.note(Told(id, call, answer, asked_us, now_us(), due_us, runs))
-        return due_us if answer == "ok" else None
+    def _link(self, url: str) -> Proxy:
+        link = proxy_to(url)
+        self._ends.append(link.close)
+        return link

@@ -17,9 +17,10 @@ from delaytasks.core.states import Status
 Call = Literal["schedule", "reschedule", "cancel", "retry"]
 #: Refused, or rolled back: nothing was done. Unknown: the answer was lost.
 Answer = Literal["ok", "failed", "unknown"]
+Victim = Literal["worker", "beat", "broker", "database", "machine"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Told:
     """What a producer asked for, and what it was told."""
 
@@ -34,7 +35,7 @@ class Told:
     most_runs: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Ran:
     """What a processor did. Without an end it was killed, or the test ended first."""
 
@@ -46,7 +47,7 @@ class Ran:
     ended_us: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Change:
     """A row that was written or changed, as the database's own trigger saw it."""
 
@@ -63,7 +64,7 @@ class Change:
     worker: str | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Fault:
     """Something that was broken, from its first effect to its last."""
 
@@ -71,6 +72,8 @@ class Fault:
     target: str
     from_us: int
     until_us: int
+    #: What was broken. A lapse has a reason in workers, the database, or the machine, and in nothing else.
+    victim: Victim = "worker"
 
 
 @dataclass
@@ -81,7 +84,7 @@ class History:
     faults: list[Fault] = field(default_factory=list)
 
 
-_KINDS: dict[str, type[Told | Ran | Fault]] = {"told": Told, "ran": Ran, "fault": Fault}
+_KINDS: dict[str, type[Told | Ran]] = {"told": Told, "ran": Ran}
 
 
 class Notebook:
@@ -91,7 +94,7 @@ class Notebook:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = os.open(folder / f"{os.getpid()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    def note(self, one: Told | Ran | Fault) -> None:
+    def note(self, one: Told | Ran) -> None:
         kind = next(name for name, type_ in _KINDS.items() if isinstance(one, type_))
         os.write(self._file, (json.dumps({"kind": kind, **asdict(one)}) + "\n").encode())
 
@@ -104,15 +107,13 @@ def read(folder: Path, changes: Iterable[Change]) -> History:
     history = History(changes=list(changes))
     runs: dict[tuple[int, int, str, int], Ran] = {}
     for file in sorted(folder.glob("*.jsonl")):
-        for line in file.read_text().splitlines():
+        for line in file.open():
             fields: dict[str, Any] = json.loads(line)
             one = _KINDS[fields.pop("kind")](**fields)
             if isinstance(one, Ran):
                 runs[one.id, one.version, one.worker, one.began_us] = one
-            elif isinstance(one, Told):
-                history.told.append(one)
             else:
-                history.faults.append(one)
+                history.told.append(one)
     history.ran = sorted(runs.values(), key=lambda run: run.began_us)
     history.told.sort(key=lambda told: told.asked_us)
     return history

@@ -13,6 +13,8 @@ from delaytasks import DelayTask, Ladder, processor
 
 #: Rungs of the tasks that fail at first.
 LADDER = Ladder("1s 1s 2s")
+#: How far the database's clock is ahead of the host's monotonic one, for processes whose own wall clock is wrong.
+_AHEAD = "CHAOS_AHEAD_US"
 _notebooks: dict[int, Notebook] = {}
 
 
@@ -23,8 +25,21 @@ def notebook(folder: str) -> Notebook:
     return _notebooks[os.getpid()]
 
 
+def _ahead_us() -> int:
+    return time.time_ns() // 1000 - time.monotonic_ns() // 1000
+
+
+_ahead = int(os.environ.get(_AHEAD) or _ahead_us())
+
+
 def now_us() -> int:
-    return time.time_ns() // 1000
+    """The database's time, which is this host's as it was when the run began."""
+    return time.monotonic_ns() // 1000 + _ahead
+
+
+def time_environment(ahead_s: int = 0) -> dict[str, str]:
+    """For processes that are to agree with this one about the time; or with a database that is so far ahead."""
+    return {_AHEAD: str(_ahead + ahead_s * 1_000_000)}
 
 
 def _note(body: dict[str, Any], task: DelayTask) -> None:

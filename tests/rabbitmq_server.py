@@ -1,11 +1,14 @@
-"""A RabbitMQ of a test's own, which may be stopped and have alarms: the shared one belongs to others."""
+"""A RabbitMQ of a test's own, which may be killed, emptied, started again and have alarms: the shared one belongs to
+others."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
+import socket
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 from kombu import Connection
@@ -13,61 +16,73 @@ from kombu import Connection
 from tests.services import MissingServiceError, free_port
 from tests.waiting import wait_until
 
-#: Debian's programs on the PATH change the user; these do not.
-_PLACES = ("/usr/lib/rabbitmq/bin", "/opt/rabbitmq/sbin")
+#: The scripts themselves, where a distribution's wrapper would run them as another user.
+_PLACES = "/usr/lib/rabbitmq/bin"
 
 
 class RabbitServer:
-    """On ports that stay its own. Its queues outlive a restart if they are durable."""
+    """A node of its own name, with its own port mapper, no plugins, and all its files in `folder`."""
+
+    name = "RabbitMQ"
 
     def __init__(self, folder: Path) -> None:
-        self._programs = _programs()
-        self._port = free_port()
+        self._folder = folder
+        self._programs = {name: _program(name) for name in ("rabbitmq-server", "rabbitmqctl", "epmd")}
+        self._port, mapper = free_port(), free_port()
         self.url = f"amqp://guest:guest@127.0.0.1:{self._port}//"
-        self._log = folder / "rabbitmq.log"
+        (folder / "plugins").write_text("[].\n")
         self._environment = {
             **os.environ,
-            "HOME": str(folder),  # the cookie lies there
-            "RABBITMQ_NODENAME": f"dt{self._port}@localhost",
-            "RABBITMQ_NODE_PORT": str(self._port),
+            "HOME": str(folder),  # the secret that nodes share is there
+            "ERL_EPMD_PORT": str(mapper),
+            "ERL_EPMD_ADDRESS": "127.0.0.1",
+            "RABBITMQ_NODENAME": f"test{self._port}@localhost",
             "RABBITMQ_NODE_IP_ADDRESS": "127.0.0.1",
+            "RABBITMQ_NODE_PORT": str(self._port),
             "RABBITMQ_DIST_PORT": str(free_port()),
             "RABBITMQ_MNESIA_BASE": str(folder / "mnesia"),
             "RABBITMQ_LOG_BASE": str(folder / "log"),
-            "RABBITMQ_ENABLED_PLUGINS_FILE": str(folder / "plugins"),
-            "RABBITMQ_CONFIG_FILE": str(folder / "rabbitmq.conf"),
+            "RABBITMQ_LOGS": "-",
             "RABBITMQ_PID_FILE": str(folder / "pid"),
-            "ERL_EPMD_PORT": str(free_port()),
-            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1}",
+            "RABBITMQ_CONFIG_FILE": str(folder / "none"),
+            "RABBITMQ_CONF_ENV_FILE": str(folder / "none.sh"),
+            "RABBITMQ_ENABLED_PLUGINS_FILE": str(folder / "plugins"),
         }
-        (folder / "plugins").write_text("[].\n")
-        (folder / "rabbitmq.conf").write_text("loopback_users = none\n")
+        self._mapper = self._popen([self._programs["epmd"], "-port", str(mapper), "-address", "127.0.0.1"])
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
-    def start(self) -> None:
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [self._programs / "rabbitmq-server"], env=self._environment,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+    def start(self, is_empty: bool = False) -> None:
+        if is_empty:
+            shutil.rmtree(self._folder / "mnesia", ignore_errors=True)
+        self._process = self._popen([self._programs["rabbitmq-server"]])
         try:
-            wait_until(self.answers, 60, "the test's RabbitMQ", every_s=0.2)
+            wait_until(self._answers, 60, "the test's RabbitMQ", every_s=0.1)
         except AssertionError as error:
             self.stop()
-            raise AssertionError(f"{error}; its log: {self._log.read_text(errors='replace')[-800:]}") from None
+            log = (self._folder / "rabbitmq.log").read_text(errors="replace")
+            raise AssertionError(f"{error}; its log: {log[-800:]}") from None
 
-    def answers(self) -> bool:
-        try:
-            with Connection(self.url, connect_timeout=2) as connection:
-                connection.ensure_connection(max_retries=1, interval_start=0, timeout=2)
-        except Exception:
-            return False
-        return True
+    def crash(self) -> None:
+        """At once, as if the machine had died."""
+        if self._process is not None:
+            _end(self._process)
+            self._process = None
 
-    def ctl(self, *words: str) -> str:
-        command = [self._programs / "rabbitmqctl", "--quiet", *words]
-        return subprocess.run(command, env=self._environment, check=True, capture_output=True, text=True).stdout
+    def stop(self) -> None:
+        self.crash()
+        _end(self._mapper)
+
+    def empty(self, queues: Iterable[str]) -> None:
+        with Connection(self.url, connect_timeout=3) as connection:
+            for name in queues:
+                try:
+                    connection.channel().queue_purge(name)
+                except connection.channel_errors:
+                    pass  # nobody has declared it yet
+
+    def close_connections(self) -> None:
+        self.ctl("close_all_connections", "the test says so")
 
     def alarm(self, is_on: bool) -> None:
         """As if it had no memory left: it takes nothing from those who publish."""
@@ -75,28 +90,44 @@ class RabbitServer:
         change = f"set_alarm({{{limit}, []}})" if is_on else f"clear_alarm({limit})"
         self.ctl("eval", f"rabbit_alarm:{change}.")
 
-    def stop(self) -> None:
-        """At once, as if the machine had died; with what it has started in its session."""
-        if self._process is not None:
-            try:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            self._process.wait()
-        # The server has started it, as a daemon of its own; it goes once it knows of no node.
-        end = [shutil.which("epmd") or "epmd", "-kill"]
+    def ctl(self, *words: str) -> str:
+        command = [self._programs["rabbitmqctl"], "--quiet", *words]
+        ended = subprocess.run(
+            command, env=self._environment, cwd=self._folder, capture_output=True, text=True, timeout=60, check=True
+        )
+        return ended.stdout
 
-        def has_ended() -> bool:
-            said = subprocess.run(end, env=self._environment, check=False, capture_output=True, text=True)
-            return "living nodes" not in said.stdout + said.stderr
+    def _popen(self, command: list[str]) -> subprocess.Popen[bytes]:
+        with (self._folder / "rabbitmq.log").open("ab") as log:
+            return subprocess.Popen(
+                command, cwd=self._folder, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
 
-        wait_until(has_ended, 10, "the test's epmd to end", every_s=0.1)
+    def _answers(self) -> bool:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise AssertionError("RabbitMQ ended")
+        try:
+            socket.create_connection(("127.0.0.1", self._port), 1).close()
+            with Connection(self.url, connect_timeout=2) as connection:
+                connection.connect()
+        except Exception:  # refused, or not ready to log anybody in
+            return False
+        return True
 
 
-def _programs() -> Path:
-    found = shutil.which("rabbitmq-server")
-    folders = [Path(place) for place in _PLACES] + ([Path(found).parent] if found else [])
-    for folder in folders:
-        if (folder / "rabbitmq-server").exists() and (folder / "rabbitmqctl").exists():
-            return folder
-    raise MissingServiceError("there is no rabbitmq-server")
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """With what it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _program(name: str) -> str:
+    found = shutil.which(name, path=_PLACES) or shutil.which(name) or shutil.which(name, path="/usr/sbin")
+    if found is None:
+        raise MissingServiceError(f"there is no {name} on this machine")
+    return found

@@ -15,6 +15,8 @@ from tests.waiting import wait_until
 class RedisServer:
     """On a port that stays its own; it keeps nothing on disk, so each start is with an empty memory."""
 
+    name = "Redis"
+
     def __init__(self, folder: Path, *options: str) -> None:
         program = find_server()
         if program is None:

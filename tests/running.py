@@ -59,16 +59,17 @@ class Deployment:
         self.store = self.delays.store
         self._processes: list[Process] = []
 
-    def producer(self) -> DelayTasks:
-        """With the settings as they are now."""
+    def producer(self, database_url: str | None = None) -> DelayTasks:
+        """With the settings as they are now; by another way to the database, if one is given."""
         app = Celery("producer", set_as_current=False)
         app.conf.update(self.conf)
-        return DelayTasks(app, self._database_url, **self.settings)
+        return DelayTasks(app, database_url or self._database_url, **self.settings)
 
-    def worker(self, *options: str, pool: str = "prefork", concurrency: int = 2) -> Process:
+    def worker(self, *options: str, pool: str = "prefork", concurrency: int = 2, **more: str) -> Process:
+        """`more` is added to its environment."""
         name = self.node(len(self._processes))
         command = ["worker", "-P", pool, "-c", str(concurrency), "-n", name, "-l", "INFO"]
-        process = self._start(name, [*command, "--without-gossip", "--without-mingle", *options])
+        process = self._start(name, [*command, "--without-gossip", "--without-mingle", *options], **more)
         wait_until(lambda: " ready." in process.log() or process.ended(), 30, "the worker to be ready", every_s=0.05)
         assert not process.ended(), process.log()
         return process
@@ -77,9 +78,9 @@ class Deployment:
         """The name of the worker that was the deployment's process of this number; no other test's has it."""
         return f"w{number}@{self.settings['namespace']}"
 
-    def beat(self) -> Process:
+    def beat(self, **more: str) -> Process:
         schedule = self.folder / f"beat{len(self._processes)}"
-        return self._start("beat", ["beat", "-s", str(schedule), "-l", "INFO"])
+        return self._start("beat", ["beat", "-s", str(schedule), "-l", "INFO"], **more)
 
     def flower(self, *options: str) -> str:
         """Flower on a port of its own, with its API open; its address."""
@@ -104,21 +105,26 @@ class Deployment:
         wait_until(process.ended, deadline_s, f"celery {' '.join(arguments)} to end", every_s=0.05)
         return process
 
+    def python(self, name: str, module: str, *arguments: str, **more: str) -> Process:
+        """A module as a program, in which `delaytasks.celery` is of this deployment."""
+        command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
+        process = Process(command, self._environment(**more), self.folder / f"{len(self._processes)}-{name}.log")
+        self._processes.append(process)
+        return process
+
     def _start(self, name: str, arguments: list[str], **more: str) -> Process:
+        return self.python(name, "celery", "-A", "delaytasks", *arguments, **more)
+
+    def _environment(self, **more: str) -> dict[str, str]:
         config = self.folder / "test_celeryconfig.py"
         conf = {"imports": ["tests.project"], "delaytasks_database_url": self._database_url, **self.conf}
         conf |= {f"delaytasks_{key}": value for key, value in self.settings.items()}
-        config.write_text("".join(f"{key} = {value!r}\n" for key, value in conf.items()))
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{self.folder}{os.pathsep}{ROOT}",
-            "CELERY_CONFIG_MODULE": "test_celeryconfig",
-            **more,
-        }
-        command = [sys.executable, "-W", "ignore", "-m", "celery", "-A", "delaytasks", *arguments]
-        process = Process(command, environment, self.folder / f"{len(self._processes)}-{name}.log")
-        self._processes.append(process)
-        return process
+        written = "".join(f"{key} = {value!r}\n" for key, value in conf.items())
+        if not config.exists() or config.read_text() != written:  # another process may be reading it
+            config.write_text(written)
+        path = [str(self.folder), str(ROOT), *([more["PYTHONPATH"]] if "PYTHONPATH" in more else [])]
+        own = {"PYTHONPATH": os.pathsep.join(path), "CELERY_CONFIG_MODULE": "test_celeryconfig"}
+        return {**os.environ, **more, **own}
 
     # -- what happened ----------------------------------------------------------------------------
 
@@ -144,9 +150,12 @@ class Deployment:
     def logs(self) -> str:
         return "\n".join(f"--- {p.log_file.name}\n{p.log()[-4000:]}" for p in self._processes)
 
-    def close(self) -> None:
+    def kill(self) -> None:
         for process in self._processes:
             process.kill()
+
+    def close(self) -> None:
+        self.kill()
         for store in self._stores:
             with store.database.begin() as connection:
                 store.schema.metadata.drop_all(connection)

@@ -2,21 +2,70 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.waiting import wait_until
+
 ROOT = Path(__file__).parent.parent.parent
-#: Killed, frozen, emptied, restarted: about a minute of it.
-FAULTS = "8"
+#: Killed, frozen, emptied, restarted, cut off: less than a minute of it.
+SHORT = ["--tasks", "300", "--faults", "8", "--every", "1.5"]
+#: What a run says when a server is not to be had here.
+MISSING = 3
+SITES = [("postgresql", "redis", "redis"), ("mariadb", "rabbitmq", "eta"), ("sqlite", "embedded", "eta")]
 
 
-@pytest.mark.parametrize(("database", "timer"), [("postgresql", "eta"), ("sqlite", "redis")])
-def test_nothing_is_lost_early_or_run_twice_without_a_reason(database: str, timer: str, redis_url: str) -> None:
-    command = [sys.executable, "-m", "chaos", "--tasks", "300", "--faults", FAULTS, "--every", "1.5"]
-    command += ["--database", database, "--timer", timer]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+def chaos(site: Sequence[str], *options: str) -> list[str]:
+    names = (word for name, value in zip(("database", "broker", "timer"), site, strict=True) for word in (name, value))
+    return [sys.executable, "-m", "chaos", *options, *(f"--{w}" if n % 2 == 0 else w for n, w in enumerate(names))]
+
+
+@pytest.mark.parametrize("site", SITES, ids="-".join)
+def test_nothing_is_lost_early_or_run_twice_without_a_reason(site: tuple[str, str, str]) -> None:
+    ended = subprocess.run(chaos(site, *SHORT), cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    if ended.returncode == MISSING:
+        pytest.skip(ended.stdout.splitlines()[-1])
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-3000:]
     assert "nothing found" in ended.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_run_that_is_told_to_end_leaves_no_process_and_no_file(number: signal.Signals, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        chaos(("sqlite", "embedded", "eta"), "--faults", "50", "--every", "0.5"), cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)},
+    ) as run:  # fmt: skip
+        assert run.stdout is not None
+        said = ""
+        while not said.startswith("   3 "):  # some faults have struck, and others are under way
+            said = run.stdout.readline() or said
+            if run.poll() is not None:
+                break
+        if run.returncode == MISSING:
+            pytest.skip(said)
+        assert run.returncode is None, said
+        assert _named(tmp_path)
+        run.send_signal(number)
+        run.stdout.read()
+    assert run.returncode not in (0, MISSING)
+    wait_until(lambda: not _named(tmp_path), 5, "its processes to end")
+    assert list(tmp_path.iterdir()) == []
+
+
+def _named(folder: Path) -> list[str]:
+    """Processes whose arguments, environment or folder say that they are of a run in `folder`."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            told = (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
+        except OSError:
+            continue  # it has ended, or is somebody else's
+        if str(folder).encode() in told and process.name != str(os.getpid()):
+            found.append(process.name)
+    return found

@@ -83,7 +83,7 @@ class Stage:
         self.history.faults.append(Fault(kind, "worker-2", since_us, self.now_us()))
 
     def verdict(self) -> Verdict:
-        history = replace(self.history, changes=self.recorder.changes())
+        history = replace(self.history, changes=list(self.recorder.changes()))
         return Checker(history, MAX_LAPSES, self.now_us()).verdict()
 
     def _work(self, body: object, task: DelayTask) -> object:

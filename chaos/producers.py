@@ -1,0 +1,171 @@
+"""Producers of a run: each schedules at a rate, in all ways that there are, and writes down what it is told."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from sqlalchemy import create_engine
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from chaos.field import Field
+from chaos.history import Answer, Call, Notebook, Told
+from chaos.project import LADDER, now_us
+from delaytasks import DelayTask, NewTask
+from delaytasks.core.clock import to_us
+from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError
+
+PRODUCERS = 3
+#: Of a hundred calls, how many are of each way: alone is with a transaction of the store's own, the next two are with
+#: the producer's.
+WAYS = {"alone": 78, "committed": 15, "rolled back": 5, "many": 2}
+MANY = 10
+#: Of a hundred calls, how many are followed by a second one about the same task.
+SECOND_CALLS = {"cancel": 3, "reschedule": 3}
+#: How often a producer that knows no answer asks again.
+AGAIN = 5
+#: Seconds of processors in a second, at most: two workers have four processes, and half of them may be dead.
+LOAD = 0.8
+
+
+#: A task of which nothing was told begins at most so much before what was asked: over slow links clocks are off.
+ABOUT_US = 1_000_000
+
+
+class Wanted(NamedTuple):
+    id: int
+    tag: str
+    body: dict[str, Any]
+    delay: float
+    #: How often its ladder lets it run.
+    runs: int
+
+
+class RolledBackError(Exception):
+    """By the producer itself."""
+
+
+class Producer:
+    """Schedules `tasks` of them, or until it is told to stop."""
+
+    def __init__(self, field: Field, seed: int, tasks: int, rate: float) -> None:
+        self._field, self._chance, self._tasks, self._rate = field, random.Random(seed), tasks, rate
+        self._delays = field.deployment.producer(field.producers_url)
+        # As an application has its own; a connection is not kept for longer than a transaction.
+        self._engine = create_engine(self._delays.store.database.url, pool_pre_ping=True)
+        self._notes = Notebook(field.notes)
+        self.count = 0
+        self.is_running = True
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def stop(self) -> None:
+        self.is_running = False
+        self.thread.join(30)
+        self._delays.close()
+        self._engine.dispose()
+
+    def _run(self) -> None:
+        began = time.monotonic()
+        while self.is_running and self.count < self._tasks:
+            self._one()
+            ahead_s = began + self.count / self._rate - time.monotonic()
+            if ahead_s > 0:
+                self._field.pause(ahead_s)
+
+    def _one(self) -> None:
+        [way] = self._chance.choices(list(WAYS), list(WAYS.values()))
+        wanted = [self._wanted() for _ in range(MANY if way == "many" else 1)]
+        self.count += len(wanted)
+        asks = {"committed": self._committed, "rolled back": self._rolled_back, "many": self._many}
+        answer = self._told(wanted, asks.get(way, self._alone))
+        for _ in range(AGAIN):
+            if answer != "unknown" or not self.is_running:
+                break
+            self._field.pause(0.5)
+            # Refused now says nothing of the first time.
+            answer = {"ok": "ok"}.get(self._told(wanted, self._many if way == "many" else self._alone), "unknown")
+        if answer == "ok":
+            self._second(wanted[0])
+
+    def _wanted(self) -> Wanted:
+        chance = self._chance
+        delay = chance.choice([0, chance.uniform(0, 2), chance.uniform(0, 15)])
+        often = min(0.2, LOAD / PRODUCERS / self._rate / 0.3)  # so that the workers can keep up
+        body = {
+            "folder": str(self._field.notes),
+            "s": chance.choices([0, 0.01, 0.2], [1 - 2 * often, often, often])[0],
+            "fails": chance.randrange(3),
+        }
+        tag, runs = chance.choice([("chaos.note", 1)] * 4 + [("chaos.shaky", len(LADDER.rungs_s) + 1)])
+        return Wanted(self._delays.new_id(), tag, body, delay, runs)
+
+    # -- ways to schedule -------------------------------------------------------------------------
+
+    def _alone(self, wanted: list[Wanted]) -> list[DelayTask]:
+        return [self._delays.schedule_delay(w.tag, w.body, w.delay, id=w.id) for w in wanted]
+
+    def _many(self, wanted: list[Wanted]) -> list[DelayTask]:
+        self._delays.schedule_many([NewTask(w.tag, w.body, w.delay, id=w.id) for w in wanted])
+        return []
+
+    def _committed(self, wanted: list[Wanted]) -> list[DelayTask]:
+        return self._in_own_transaction(wanted, is_committed=True)
+
+    def _rolled_back(self, wanted: list[Wanted]) -> list[DelayTask]:
+        return self._in_own_transaction(wanted, is_committed=False)
+
+    def _in_own_transaction(self, wanted: list[Wanted], is_committed: bool) -> list[DelayTask]:
+        """As an application does it that has something of its own to write."""
+        [w] = wanted
+        session = Session(self._engine)
+        try:
+            task = self._delays.schedule_delay(w.tag, w.body, w.delay, id=w.id, session=session)
+            if not is_committed:
+                raise RolledBackError
+            try:
+                session.commit()
+            except SQLAlchemyError as error:
+                raise OutcomeUnknownError(str(error), w.id) from error
+            return [task]
+        finally:
+            try:
+                session.close()
+            except SQLAlchemyError:
+                pass  # its connection broke, which says nothing new
+
+    # -- what is asked and answered ---------------------------------------------------------------
+
+    def _second(self, wanted: Wanted) -> None:
+        """Each move may be unknown too; nobody asks again."""
+        roll, id, delays = self._chance.randrange(100), wanted.id, self._delays
+        if roll < SECOND_CALLS["cancel"]:
+            self._ask("cancel", [wanted], lambda: [] if delays.cancel(id) else None)
+        elif roll < sum(SECOND_CALLS.values()):
+            delay = self._chance.uniform(0, 5)
+            self._ask("reschedule", [wanted._replace(delay=delay)], lambda: [delays.reschedule(id, delay)])
+
+    def _told(self, wanted: list[Wanted], ask: Callable[[list[Wanted]], list[DelayTask]]) -> Answer:
+        return self._ask("schedule", wanted, lambda: ask(wanted))
+
+    def _ask(self, call: Call, wanted: list[Wanted], ask: Callable[[], Iterable[DelayTask] | None]) -> Answer:
+        answer: Answer = "ok"
+        dues: dict[int, int] = {}
+        asked_us = now_us()
+        try:
+            said = ask()
+            if said is None:  # it is cancelled already
+                answer = "failed"
+            dues = {task.id: to_us(task.expected_time) for task in said or ()}
+        except OutcomeUnknownError:
+            answer = "unknown"
+        except (DelayTaskError, RolledBackError, SQLAlchemyError):
+            answer = "failed"
+        for w in wanted:
+            due_us = None if call == "cancel" else dues.get(w.id, asked_us + int(w.delay * 1e6) - ABOUT_US)
+            self._notes.note(Told(w.id, call, answer, asked_us, now_us(), due_us, w.runs))
+        return answer

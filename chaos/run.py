@@ -1,0 +1,135 @@
+"""One run: producers schedule, nemeses strike at random, and what came of it is read when all is over."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from chaos.field import Field
+from chaos.history import Fault, History, Victim, read
+from chaos.nemeses import NEMESES, Nemesis
+from chaos.producers import PRODUCERS, Producer
+from chaos.project import now_us
+from delaytasks.core.errors import DelayTaskError
+
+Say = Callable[[str], object]
+#: The machine itself was somewhere else for so long: what was late then has that reason.
+STALL_S = 0.5
+
+
+class Plan(NamedTuple):
+    seed: int
+    tasks: int
+    faults: int
+    #: Seconds from one fault to the next.
+    every: float
+    #: Seconds for something to be over after the last fault, before nothing is going to be.
+    patience: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.faults, 1) * self.every
+
+    @property
+    def most_seconds(self) -> float:
+        """A machine that is busy with something else gets twice the time, and then no more."""
+        return 2 * self.seconds + 60
+
+
+def run(field: Field, plan: Plan, say: Say) -> tuple[History, int]:
+    """The history, and when all was to be over."""
+    chance = random.Random(plan.seed)
+    each = -(-plan.tasks // PRODUCERS)
+    producers = [Producer(field, plan.seed + n, each, each / plan.seconds) for n in range(PRODUCERS)]
+    stalls = Stalls()
+    faults = _strike(field, plan, chance, lambda: sum(producer.count for producer in producers), say)
+    until = time.monotonic() + plan.most_seconds - plan.seconds
+    for producer in producers:
+        producer.thread.join(max(until - time.monotonic(), 0))
+        producer.stop()
+    say(f"{sum(producer.count for producer in producers):,} tasks; the last fault is over")
+    began = time.monotonic()
+    left = wait_for_quiet(field, plan.patience)
+    say(f"{left} of them wait {time.monotonic() - began:.1f} s later")
+    quiet_us = now_us()
+    history = read(field.notes, field.recorder.changes())
+    history.faults += sorted(faults + stalls.end(), key=lambda fault: fault.from_us)
+    return history, quiet_us
+
+
+def _strike(field: Field, plan: Plan, chance: random.Random, count: Callable[[], int], say: Say) -> list[Fault]:
+    """One victim has one thing wrong with it at a time; several may have."""
+    fitting = [nemesis for nemesis in NEMESES if not nemesis.misfit(field)]
+    faults: list[Fault] = []
+    busy: dict[Victim, Future[Fault]] = {}
+
+    def struck(nemesis: Nemesis, own: random.Random) -> Fault:
+        fault = nemesis.fault(field, own)
+        faults.append(fault)
+        say(f"{len(faults):4} {fault.kind}: {fault.target} ({count():,} tasks so far)")
+        return fault
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(4, "nemesis") as pool:
+        try:
+            for number in range(plan.faults):
+                at = began + plan.every * (number + chance.random())
+                time.sleep(max(at - time.monotonic(), 0))
+                if time.monotonic() > began + plan.most_seconds:
+                    break
+                while not (free := [n for n in fitting if n.victim not in busy or busy[n.victim].done()]):
+                    time.sleep(0.05)
+                nemesis = chance.choice(free)
+                if nemesis.victim in busy:
+                    busy.pop(nemesis.victim).result()  # a nemesis that failed ends the run
+                busy[nemesis.victim] = pool.submit(struck, nemesis, random.Random(chance.random()))
+            for strike in busy.values():
+                strike.result()
+        except BaseException:
+            field.is_over.set()
+            raise
+    return faults
+
+
+def wait_for_quiet(field: Field, patience_s: float) -> int:
+    """How many still wait when all are over, or when none was for so long."""
+    least, waiting = None, 0
+    until = time.monotonic() + patience_s
+    while time.monotonic() < until:
+        try:
+            waiting = field.waiting()
+        except DelayTaskError:
+            continue
+        if not waiting:
+            return 0
+        if least is None or waiting < least:
+            least, until = waiting, time.monotonic() + patience_s
+        time.sleep(0.5)
+    return waiting
+
+
+class Stalls:
+    """Notes when this process slept for longer than it wanted to: so did others, and no nemesis is to blame."""
+
+    def __init__(self) -> None:
+        self._found: list[Fault] = []
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def end(self) -> list[Fault]:
+        self._is_over.set()
+        self._thread.join()
+        return self._found
+
+    def _watch(self) -> None:
+        before_us = now_us()
+        while not self._is_over.wait(0.1):
+            at_us = now_us()
+            if at_us - before_us > (0.1 + STALL_S) * 1e6:
+                self._found.append(Fault("the machine stalled", "all", before_us, at_us, "machine"))
+            before_us = at_us

@@ -1,0 +1,38 @@
+"""Processes whose wall clock is wrong, by libfaketime. Their monotonic clock goes on as it is, as on a host whose time
+was set wrongly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+#: Debian's package `faketime` and Fedora's, then what is built by hand.
+_PLACES = ("/usr/lib/*/faketime", "/usr/lib/faketime", "/usr/lib64/faketime", "/usr/local/lib/faketime")
+MISSING = "libfaketime is not installed (Debian: apt-get install faketime)"
+
+
+def library() -> Path | None:
+    """The one for programs with threads."""
+    found = (file for place in _PLACES for file in Path("/").glob(f"{place[1:]}/libfaketimeMT.so.1"))
+    return next(found, None)
+
+
+def environment(offset_s: int) -> dict[str, str]:
+    """For a process that is to be so many seconds ahead."""
+    file = library()
+    if file is None:
+        raise RuntimeError(MISSING)
+    return {
+        "LD_PRELOAD": str(file),
+        "FAKETIME": f"{offset_s:+d}",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        "PYTHONPATH": str(Path(__file__).parent / "wrong_clock"),
+    }
+
+
+def forget_the_dead() -> None:
+    """Processes that were killed leave behind what they shared with their children."""
+    for pattern in ("faketime_shm_", "sem.faketime_sem_"):
+        for file in Path("/dev/shm").glob(f"{pattern}*"):
+            pid = file.name.removeprefix(pattern)
+            if pid.isdigit() and not Path("/proc", pid).exists():
+                file.unlink(missing_ok=True)
