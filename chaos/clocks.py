@@ -1,0 +1,213 @@
+"""`python -m chaos.clocks [--database …] [--only PRODUCER,WORKER,DATABASE …]`: producers, workers and databases whose
+clocks are an hour apart."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from sqlalchemy import text
+
+from chaos.checker import Checker, Verdict
+from chaos.field import SETTINGS
+from chaos.history import History, read
+from chaos.project import now_us, time_environment
+from chaos.recorder import Recorder
+from delaytasks.core.states import Status
+from tests import faketime
+from tests.mariadb_server import MariaDBServer
+from tests.postgres_server import PostgresServer
+from tests.redis_server import RedisServer
+from tests.running import Deployment, Process
+from tests.services import MissingServiceError, free_port
+from tests.waiting import wait_until
+
+HOUR_S = 3600
+OFFSETS = (0, HOUR_S, -HOUR_S)
+#: Tasks that are due at once and soon, and those that are waited for while the worker has nothing else to do.
+SOON = [0.0] * 10 + [n / 10 for n in range(1, 11)]
+LATER_S, LATER = 6.0, 20
+#: When it has nothing to do, from the call.
+REST_S = (2.5, 5.5)
+#: Of one core, and statements each second, while it waits: a loop that is hot takes all it can get.
+MOST_CPU, MOST_STATEMENTS = 0.5, 100.0
+PATIENCE_S = 40.0
+
+
+class Hours(NamedTuple):
+    """How far ahead each clock is, in seconds."""
+
+    producer: int
+    worker: int
+    database: int
+
+
+class Outcome(NamedTuple):
+    verdict: Verdict
+    #: Seconds from due to begun, by the database's clock; sorted.
+    late_s: Sequence[float]
+    #: While it waited: parts of a core, and statements a second.
+    cpu: float
+    statements: float
+
+    @property
+    def flaws(self) -> list[str]:
+        found = [f"{count} {kind}" for kind, count in self.verdict.counts().items()]
+        found += [f"hot: {self.cpu:.2f} of a core"] if self.cpu > MOST_CPU else []
+        found += [f"hot: {self.statements:.0f} statements/s"] if self.statements > MOST_STATEMENTS else []
+        missing = len(SOON) + LATER - len(self.late_s)
+        return found + ([f"{missing} never ran"] if missing else [])
+
+
+@contextmanager
+def server(database: str, ahead_s: int) -> Iterator[str]:
+    """A database of its own with a clock that is so far ahead; its URL."""
+    environment = faketime.environment(ahead_s) if ahead_s else {}
+    with tempfile.TemporaryDirectory(prefix="delaytasks-clocks-", ignore_cleanup_errors=True) as folder:
+        Path(folder).chmod(0o755)  # the database may be another user's
+        place = Path(folder) / "database"
+        place.mkdir()
+        made: MariaDBServer | PostgresServer
+        if database == "mariadb":
+            made = MariaDBServer(place, environment)
+        else:
+            made = PostgresServer(place, free_port(), MissingServiceError, environment)
+        try:
+            yield made.url
+        finally:
+            made.crash()
+            faketime.forget_the_dead()
+
+
+def try_out(folder: Path, database_url: str, broker_url: str, hours: Hours) -> Outcome:
+    """One worker and one producer, for some seconds."""
+    conf = {"imports": ["chaos.project"]}
+    deployment = Deployment(folder, database_url, broker_url, conf, **SETTINGS)
+    recorder = Recorder(deployment.store)
+    try:
+        recorder.start()
+        shared = time_environment(hours.database)
+        worker = deployment.worker(**shared, **_skewed(hours.worker))
+        notes = folder / "notes"
+        delays = [*SOON, *[LATER_S] * LATER]
+        arguments = [str(notes), *map(str, delays)]
+        began = time.monotonic()
+        producer = deployment.python("producer", "chaos.distant", *arguments, **shared, **_skewed(hours.producer))
+        wait_until(producer.ended, PATIENCE_S, "the producer to end", every_s=0.05)
+        assert "Error" not in producer.log(), producer.log()
+        began = max(began, time.monotonic() - 1)
+        cpu, statements = _at_rest(deployment, worker, began)
+        t = deployment.store.schema.tasks
+        count = f"SELECT count(*) FROM {t.name} WHERE status <> {int(Status.DONE)}"
+        try:
+            wait_until(lambda: _one(deployment, count) == 0, PATIENCE_S, "all to be done", every_s=0.1)
+        except AssertionError:
+            pass  # the checker tells which
+        history = read(notes, recorder.changes())
+        quiet_us = now_us() + hours.database * 1_000_000
+        return Outcome(Checker(history, quiet_us=quiet_us).verdict(), _lateness(history), cpu, statements)
+    finally:
+        recorder.stop()
+        deployment.close()
+
+
+def _skewed(ahead_s: int) -> dict[str, str]:
+    return faketime.environment(ahead_s) if ahead_s else {}
+
+
+def _at_rest(deployment: Deployment, worker: Process, began: float) -> tuple[float, float]:
+    from_s, until_s = REST_S
+    time.sleep(max(began + from_s - time.monotonic(), 0))
+    before = (time.monotonic(), _cpu_s(worker.pid), _statements(deployment))
+    time.sleep(max(began + until_s - time.monotonic(), 0.5))
+    after = (time.monotonic(), _cpu_s(worker.pid), _statements(deployment))
+    seconds = after[0] - before[0]
+    return (after[1] - before[1]) / seconds, (after[2] - before[2]) / seconds
+
+
+def _cpu_s(pid: int) -> float:
+    """Of a process and its children."""
+    pids = [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+    ticks = 0
+    for one in pids:
+        fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _statements(deployment: Deployment) -> float:
+    if deployment.store.database.url.get_backend_name() == "postgresql":
+        return _one(deployment, "SELECT sum(xact_commit + xact_rollback) FROM pg_stat_database")
+    sql = "SELECT variable_value FROM information_schema.global_status WHERE variable_name = 'QUESTIONS'"
+    return _one(deployment, sql)
+
+
+def _one(deployment: Deployment, sql: str) -> float:
+    return deployment.store.database.alone(lambda c: float(c.execute(text(sql)).scalar_one()))
+
+
+def _lateness(history: History) -> list[float]:
+    due = {change.id: change.due_us for change in history.changes}
+    return sorted((ran.began_us - due[ran.id]) / 1e6 for ran in history.ran if ran.id in due)
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="clocks", description=__doc__)
+    parser.add_argument("--database", choices=["postgresql", "mariadb"], action="append")
+    parser.add_argument("--only", metavar="SECONDS,SECONDS,SECONDS", action="append", help="producer, worker, database")
+    options = parser.parse_args()
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    if faketime.library() is None:
+        console.print(faketime.MISSING)
+        return 2
+    combinations = [Hours(*each) for each in itertools.product(OFFSETS, repeat=3)]
+    if options.only:
+        combinations = [Hours(*map(int, each.split(","))) for each in options.only]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it started is ended, however it ends
+    console.width = max(console.width, 110)  # also into a file
+    table = Table("server", *Hours._fields, "runs", "late ms: p50", "max", "of a core", "statements/s", "found")
+    flawed = 0
+    for database in options.database or ["postgresql", "mariadb"]:
+        for name, outcome in _outcomes(database, combinations):
+            flawed += bool(outcome.flaws)
+            late = [f"{1000 * s:.0f}" for s in (outcome.late_s[len(outcome.late_s) // 2], outcome.late_s[-1])]
+            measured = (f"{outcome.cpu:.2f}", f"{outcome.statements:.0f}", ", ".join(outcome.flaws) or "nothing")
+            row = (database, *(f"{s:+} s" for s in name), str(len(outcome.late_s)), *late, *measured)
+            table.add_row(*row)
+            console.print("  ".join(row))
+            if outcome.verdict.findings:
+                console.print(str(outcome.verdict))
+    console.print(table)
+    return 1 if flawed else 0
+
+
+def _outcomes(database: str, combinations: Sequence[Hours]) -> Iterator[tuple[Hours, Outcome]]:
+    """All that have the same database's clock side by side, one after the other."""
+    for ahead_s in sorted({hours.database for hours in combinations}):
+        with server(database, ahead_s) as url, tempfile.TemporaryDirectory(prefix="delaytasks-clocks-") as folder:
+            redis = RedisServer(Path(folder))
+            try:
+                for number, hours in enumerate(each for each in combinations if each.database == ahead_s):
+                    place = Path(folder) / str(number)
+                    place.mkdir()
+                    yield hours, try_out(place, url, redis.url, hours)
+            finally:
+                redis.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
