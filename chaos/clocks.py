@@ -41,8 +41,10 @@ LATER_S, LATER = 6.0, 20
 #: When it has nothing to do, from the call.
 REST_S = (2.5, 5.5)
 #: Of one core, and statements each second, while it waits: a loop that is hot takes all it can get.
-MOST_CPU, MOST_STATEMENTS = 0.5, 100.0
+MOST_CPU, MOST_STATEMENTS = 0.7, 100.0
 PATIENCE_S = 40.0
+#: Between what a worker believes that its clock is off, and what it is.
+ABOUT_S = 60
 
 
 class Hours(NamedTuple):
@@ -60,12 +62,20 @@ class Outcome(NamedTuple):
     #: While it waited: parts of a core, and statements a second.
     cpu: float
     statements: float
+    #: What the worker has found out of its own clock, by the database's.
+    off_s: float
+    is_mistaken: bool
+
+    @property
+    def middle_s(self) -> float:
+        return self.late_s[len(self.late_s) // 2] if self.late_s else 0.0
 
     @property
     def flaws(self) -> list[str]:
         found = [f"{count} {kind}" for kind, count in self.verdict.counts().items()]
         found += [f"hot: {self.cpu:.2f} of a core"] if self.cpu > MOST_CPU else []
         found += [f"hot: {self.statements:.0f} statements/s"] if self.statements > MOST_STATEMENTS else []
+        found += [f"its clock is {self.off_s:+.0f} s off, it says"] if self.is_mistaken else []
         missing = len(SOON) + LATER - len(self.late_s)
         return found + ([f"{missing} never ran"] if missing else [])
 
@@ -116,7 +126,10 @@ def try_out(folder: Path, database_url: str, broker_url: str, hours: Hours) -> O
             pass  # the checker tells which
         history = read(notes, recorder.changes())
         quiet_us = now_us() + hours.database * 1_000_000
-        return Outcome(Checker(history, quiet_us=quiet_us).verdict(), _lateness(history), cpu, statements)
+        verdict = Checker(history, quiet_us=quiet_us).verdict()
+        off_s = _one(deployment, f"SELECT clock_offset_us FROM {deployment.store.schema.workers.name}") / 1e6
+        is_mistaken = abs(off_s - (hours.worker - hours.database)) > ABOUT_S
+        return Outcome(verdict, _lateness(history), cpu, statements, off_s, is_mistaken)
     finally:
         recorder.stop()
         deployment.close()
@@ -184,7 +197,7 @@ def main() -> int:
     for database in options.database or ["postgresql", "mariadb"]:
         for name, outcome in _outcomes(database, combinations):
             flawed += bool(outcome.flaws)
-            late = [f"{1000 * s:.0f}" for s in (outcome.late_s[len(outcome.late_s) // 2], outcome.late_s[-1])]
+            late = [f"{1000 * s:.0f}" for s in (outcome.middle_s, max(outcome.late_s, default=0))]
             measured = (f"{outcome.cpu:.2f}", f"{outcome.statements:.0f}", ", ".join(outcome.flaws) or "nothing")
             row = (database, *(f"{s:+} s" for s in name), str(len(outcome.late_s)), *late, *measured)
             table.add_row(*row)
