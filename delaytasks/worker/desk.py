@@ -137,6 +137,7 @@ class Desk:
     def connected(self) -> None:
         """The worker takes in messages from now on: for the first time, or again after it lost the broker."""
         if self._was_connected:
+            self.dispatcher.recall()
             self.forget_armed()
         self._was_connected = True
 

@@ -18,7 +18,7 @@ from delaytasks.engine.chunk import ChunkSize
 from delaytasks.engine.runner import Report
 from delaytasks.worker.lane import REST_S, SILENT_S, Lane, by_shard
 from delaytasks.worker.lines import GO_ON_ALONE_S, GO_ON_S
-from delaytasks.worker.pool import Job, run_job
+from delaytasks.worker.pool import Job, is_forgotten, remember, run_job
 from delaytasks.worker.timelimits import without_celerys_limits
 
 
@@ -55,6 +55,8 @@ class Dispatcher:
         self._is_pumping = False
         self._is_open = True
         self._jobs = 0
+        #: What is in the pool, by number, and the pool's word for it.
+        self._sent: dict[int, tuple[Job, Any]] = {}
 
     # -- in ---------------------------------------------------------------------------------------
 
@@ -214,13 +216,23 @@ class Dispatcher:
         except Exception as error:
             self._failed(number, job, error)
             return False
-        if number not in lane.in_flight:
-            return True
+        with self._lock:
+            if number not in lane.in_flight:
+                return True
+            self._sent[number] = job, result
         if result is None:
             self._failed(number, job, "the pool takes no more work")
         else:
             without_celerys_limits(result)
         return False
+
+    def recall(self) -> None:
+        """After the broker was lost: what the pool has forgotten is remembered or, where no process has it, lost."""
+        with self._lock:
+            forgotten = [(number, *sent) for number, sent in self._sent.items() if is_forgotten(sent[1])]
+        for number, job, result in forgotten:
+            if not remember(result):
+                self._failed(number, job, "the pool forgot it", is_down=False)
 
     def _done(self, number: int, job: Job, report: Any) -> None:
         if not isinstance(report, Report):
@@ -228,6 +240,7 @@ class Dispatcher:
             return
         lane = self.lanes[job.shard]
         with self._lock:
+            self._sent.pop(number, None)
             lane.left(report.pid, report.left)
         if report.error:
             self._failed(number, job, report.error)
@@ -245,10 +258,12 @@ class Dispatcher:
             self._pump_after(look_s)
         self._soon(self.pump)
 
-    def _failed(self, number: int, job: Job, info: Any) -> None:
+    def _failed(self, number: int, job: Job, info: Any, is_down: bool | None = None) -> None:
         """A chunk's process died, or the database is away: its rows are the sweep's and the leases' business."""
-        is_down = getattr(info, "type", None) is not WorkerLostError
+        if is_down is None:
+            is_down = getattr(info, "type", None) is not WorkerLostError
         with self._lock:
+            self._sent.pop(number, None)
             lane = self.lanes[job.shard]
             lane.in_flight.pop(number, None)
             if is_down:

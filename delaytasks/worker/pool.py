@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from celery import current_app
 from celery.utils.log import get_logger
@@ -29,6 +29,22 @@ class Job(NamedTuple):
     line: tuple[str, str] | None = None
     #: How long it may go on with lines.
     for_s: float = 0.0
+
+
+def is_forgotten(result: Any) -> bool:
+    """When a worker loses the broker, Celery makes its prefork pool forget every job that no process has confirmed: it
+    takes them for messages that come back by themselves. Some have arrived in their process all the same."""
+    books = getattr(result, "_cache", None)
+    return books is not None and not result.ready() and result._job not in books
+
+
+def remember(result: Any) -> bool:
+    """Puts a forgotten job back into the pool's books; False if no process has it."""
+    process = result._write_to
+    if process is None or not process._is_alive():
+        return False
+    result._cache[result._job] = result
+    return True
 
 
 def run_job(job: Job) -> Report:

@@ -99,3 +99,13 @@ def test_what_a_worker_holds_runs_elsewhere_while_it_is_frozen_and_once(workers:
     workers.wait_for([after])
     assert len(workers.runs()) == 21
     assert {workers.delays.get(task).attempts for task in held} == {1}
+
+
+def test_chunks_that_the_pool_forgets_with_the_broker_hold_no_process(workers: Workers) -> None:
+    workers.worker(concurrency=1)
+    node, control, forgotten = workers.node(0), workers.delays.celery.control, 0
+    for _ in range(3):
+        [answer] = control.broadcast("lose_broker", destination=[node], reply=True, timeout=10, limit=1)
+        forgotten += answer[node]["forgotten"]
+        workers.wait_for([workers.schedule()], deadline_s=SLACK_S)
+    assert forgotten

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import datetime, timezone
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,6 +173,44 @@ def test_a_process_that_died_says_nothing_of_the_database(hands: Hands) -> None:
     wait_until(lambda: bench.pool.jobs, 5, "the next chunk")
     assert bench.dispatcher.info()[0]["is_up"]
     assert bench.events.counts["chunk.failed"] == 1
+
+
+class Sent:
+    """A job in the books of billiard's pool, of which no process has said that it began."""
+
+    def __init__(self, books: dict[int, Any], is_written: bool) -> None:
+        self._cache, self._job, self._books = books, len(books), books
+        self._write_to = SimpleNamespace(_is_alive=lambda: True) if is_written else None
+        books[self._job] = self
+
+    def ready(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_a_chunk_that_the_pool_forgets_with_the_broker_is_remembered_or_holds_no_process(
+    bench: Bench, is_written: bool
+) -> None:
+    books: dict[int, Any] = {}
+    keep = bench.pool.apply_async
+
+    def apply_async(*args: Any, **options: Any) -> Sent:
+        keep(*args, **options)
+        return Sent(books, is_written)
+
+    bench.pool.apply_async = apply_async  # type: ignore[method-assign]
+    bench.dispatcher.take(bench.entries(20))
+    bench.dispatcher.recall()
+    assert len(bench.dispatcher.in_flight) == 2, "nothing is forgotten yet"
+    first = books.pop(0)
+    bench.dispatcher.recall()
+    assert bench.events.counts["chunk.failed"] == (not is_written)
+    assert books.get(0) is (first if is_written else None)
+    assert len(bench.dispatcher.in_flight) == (2 if is_written else 1)
+    bench.dispatcher.take(bench.entries(5, start=100))
+    assert len(bench.pool.jobs) == (2 if is_written else 3)
+    bench.pool.end(Report(10, 10, 0.05))  # it comes after all, or its process is long at something else
+    assert bench.events.counts["chunk.failed"] == (not is_written)
 
 
 def test_a_job_has_no_limits_of_celerys(bench: Bench) -> None:
