@@ -7,6 +7,8 @@ import secrets
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -32,18 +34,20 @@ def main() -> int:
     parser.add_argument("--broker", choices=["redis", "rabbitmq", "embedded"], default="redis")
     parser.add_argument("--timer", choices=["eta", "redis"], default="eta")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds without progress after which it ends")
+    parser.add_argument("--only", action="append", metavar="WORDS", help="faults with these words in their names")
+    parser.add_argument("--keep", metavar="FOLDER", help="a new one, for what all processes say")
     options = parser.parse_args()
     seed = secrets.randbelow(1_000_000) if options.seed is None else options.seed
-    plan = Plan(seed, options.tasks, options.faults, options.every, options.patience)
+    plan = Plan(seed, options.tasks, options.faults, options.every, options.patience, tuple(options.only or [""]))
     site = Site(options.database, options.broker, options.timer)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(f"seed {seed}: {plan.tasks:,} tasks and {plan.faults} faults in {plan.seconds:,.0f} s, on {site}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it started is ended, however it ends
-    with tempfile.TemporaryDirectory(prefix="delaytasks-chaos-", ignore_cleanup_errors=True) as folder:
-        Path(folder).chmod(0o755)  # the database may be another user's
+    with a_folder(options.keep) as folder:
+        folder.chmod(0o755)  # the database may be another user's
         field = None
         try:
-            field = Field(Path(folder), site)
+            field = Field(folder, site)
             for nemesis in NEMESES:
                 if why := nemesis.misfit(field):
                     console.print(f"left out: {nemesis.kind}: {why}")
@@ -59,6 +63,16 @@ def main() -> int:
     verdict = Checker(history, quiet_us=quiet_us).verdict()
     show(verdict, history, console)
     return 1 if verdict.findings else 0
+
+
+@contextmanager
+def a_folder(kept: str | None) -> Iterator[Path]:
+    if kept is not None:
+        Path(kept).mkdir(parents=True)
+        yield Path(kept).absolute()
+        return
+    with tempfile.TemporaryDirectory(prefix="delaytasks-chaos-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 if __name__ == "__main__":

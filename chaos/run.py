@@ -29,6 +29,8 @@ class Plan(NamedTuple):
     every: float
     #: Seconds for something to be over after the last fault, before nothing is going to be.
     patience: float
+    #: Words in the names of the nemeses that strike.
+    only: tuple[str, ...] = ("",)
 
     @property
     def seconds(self) -> float:
@@ -63,7 +65,7 @@ def run(field: Field, plan: Plan, say: Say) -> tuple[History, int]:
 
 def _strike(field: Field, plan: Plan, chance: random.Random, count: Callable[[], int], say: Say) -> list[Fault]:
     """One victim has one thing wrong with it at a time; several may have."""
-    fitting = [nemesis for nemesis in NEMESES if not nemesis.misfit(field)]
+    fitting = [n for n in NEMESES if not n.misfit(field) and any(words in n.kind for words in plan.only)]
     faults: list[Fault] = []
     busy: dict[Victim, Future[Fault]] = {}
 
