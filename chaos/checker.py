@@ -110,6 +110,8 @@ class Checker:
             flaws = [flaw for rule in self._rules for flaw in rule(life)]
             verdict.explained += sum(self._is_explained(life, claim) for claim in self._lapsed(life))
             verdict.findings += [Finding(flaw, id, _story(life, history.faults)) for flaw in flaws]
+        for process in history.hung:
+            verdict.findings.append(Finding(Flaw("I8", "hung", f"{process} lives and runs nothing"), 0, ""))
         return verdict
 
     # -- what was promised ------------------------------------------------------------------------

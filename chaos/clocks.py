@@ -20,7 +20,7 @@ from rich.table import Table
 from sqlalchemy import text
 
 from chaos.checker import Checker, Verdict
-from chaos.field import SETTINGS
+from chaos.field import SETTINGS, children_of
 from chaos.history import History, read
 from chaos.project import now_us, time_environment
 from chaos.recorder import Recorder
@@ -151,9 +151,8 @@ def _at_rest(deployment: Deployment, worker: Process, began: float) -> tuple[flo
 
 def _cpu_s(pid: int) -> float:
     """Of a process and its children."""
-    pids = [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
     ticks = 0
-    for one in pids:
+    for one in (pid, *children_of(pid)):
         fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
         ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")

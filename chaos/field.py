@@ -85,6 +85,15 @@ class Field:
     def new_beat(self, **environment: str) -> Process:
         return self.deployment.beat(**environment)
 
+    def pools(self) -> list[list[int]]:
+        """The pool processes of each worker."""
+        return [children_of(worker.pid) for worker in self.workers]
+
+    def written(self, pid: int) -> int:
+        """How much a process has noted."""
+        path = self.notes / f"{pid}.jsonl"
+        return path.stat().st_size if path.exists() else 0
+
     def queues(self) -> list[str]:
         """As the broker knows them."""
         namespace = self.deployment.settings["namespace"]
@@ -130,3 +139,7 @@ class Field:
         link = proxy_to(url)
         self._ends.append(link.close)
         return link
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

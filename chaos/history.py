@@ -82,6 +82,8 @@ class History:
     ran: list[Ran] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
+    #: Processes that ran nothing at the end, when all had something to do.
+    hung: list[str] = field(default_factory=list)
 
 
 _KINDS: dict[str, type[Told | Ran]] = {"told": Told, "ran": Ran}

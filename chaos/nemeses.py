@@ -7,10 +7,9 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
-from chaos.field import Field
+from chaos.field import Field, children_of
 from chaos.history import Fault, Victim
 from chaos.project import now_us
 from tests import faketime
@@ -80,7 +79,7 @@ def _new_worker(field: Field, chance: random.Random, **environment: str) -> str:
 
 def kill_child(field: Field, chance: random.Random) -> str:
     worker = chance.choice(field.workers)
-    children = [int(pid) for pid in Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()]
+    children = children_of(worker.pid)
     if not children:
         return "nobody"
     child = chance.choice(children)

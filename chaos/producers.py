@@ -92,6 +92,12 @@ class Producer:
         if answer == "ok":
             self._second(wanted[0])
 
+    def burst(self, tasks: int) -> None:
+        """Due at once, and none of them quick: enough for several processes."""
+        for _ in range(tasks):
+            body = {"folder": str(self._field.notes), "s": 0.1, "fails": 0}
+            self._told([Wanted(self._delays.new_id(), "chaos.note", body, 1.0, 1)], self._alone)
+
     def _wanted(self) -> Wanted:
         chance = self._chance
         delay = chance.choice([0, chance.uniform(0, 2), chance.uniform(0, 15)])

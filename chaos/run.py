@@ -57,8 +57,10 @@ def run(field: Field, plan: Plan, say: Say) -> tuple[History, int]:
     began = time.monotonic()
     left = wait_for_quiet(field, plan.patience)
     say(f"{left} of them wait {time.monotonic() - began:.1f} s later")
+    hung = find_hung(field, plan.patience)
     quiet_us = now_us()
     history = read(field.notes, field.recorder.changes())
+    history.hung = hung
     history.faults += sorted(faults + stalls.end(), key=lambda fault: fault.from_us)
     return history, quiet_us
 
@@ -112,6 +114,28 @@ def wait_for_quiet(field: Field, patience_s: float) -> int:
             least, until = waiting, time.monotonic() + patience_s
         time.sleep(0.5)
     return waiting
+
+
+def find_hung(field: Field, patience_s: float) -> list[str]:
+    """The pool processes that run nothing though there is enough for all. While others work nobody would miss them."""
+    producer = Producer(field, 0, 0, 1)
+    before = {pid: field.written(pid) for pids in field.pools() for pid in pids}
+    idle: list[str] = []
+    until = time.monotonic() + patience_s
+    while time.monotonic() < until:
+        producer.burst(8 * len(before))
+        time.sleep(2)
+        idle = [
+            f"process {pid} of worker {number}"
+            for number, pids in enumerate(field.pools())
+            for pid in pids
+            if field.written(pid) == before.get(pid, 0)
+        ]
+        if not idle:
+            break
+    producer.stop()
+    wait_for_quiet(field, patience_s)
+    return idle
 
 
 class Stalls:
