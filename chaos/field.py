@@ -29,6 +29,10 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
+#: A worker may find the broker away, and then waits longer and longer.
+STARTED_S = 120.0
+
+
 class Site(NamedTuple):
     """Which servers a run is on."""
 
@@ -80,7 +84,7 @@ class Field:
     def new_worker(self, **environment: str) -> Process:
         # What its pool leaves behind when it is killed goes with the folder.
         own = {**time_environment(), "TMPDIR": str(self.deployment.folder)}
-        return self.deployment.worker(**{**own, **environment})
+        return self.deployment.worker(ready_s=STARTED_S, **{**own, **environment})
 
     def new_beat(self, **environment: str) -> Process:
         return self.deployment.beat(**environment)

@@ -65,12 +65,16 @@ class Deployment:
         app.conf.update(self.conf)
         return DelayTasks(app, database_url or self._database_url, **self.settings)
 
-    def worker(self, *options: str, pool: str = "prefork", concurrency: int = 2, **more: str) -> Process:
+    def worker(
+        self, *options: str, pool: str = "prefork", concurrency: int = 2, ready_s: float = 30, **more: str
+    ) -> Process:
         """`more` is added to its environment."""
         name = self.node(len(self._processes))
         command = ["worker", "-P", pool, "-c", str(concurrency), "-n", name, "-l", "INFO"]
         process = self._start(name, [*command, "--without-gossip", "--without-mingle", *options], **more)
-        wait_until(lambda: " ready." in process.log() or process.ended(), 30, "the worker to be ready", every_s=0.05)
+        wait_until(
+            lambda: " ready." in process.log() or process.ended(), ready_s, "the worker to be ready", every_s=0.05
+        )
         assert not process.ended(), process.log()
         return process
 
