@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from sqlalchemy import BigInteger, Column, Integer, MetaData, SmallInteger, String, Table, select
+from sqlalchemy import BigInteger, Column, Integer, MetaData, SmallInteger, String, Table, delete, select
 
 from chaos.history import Change
 from delaytasks.core.clock import to_us
@@ -71,6 +71,10 @@ class Recorder:
             self._table.drop(connection, checkfirst=True)
 
         self._database.alone(work)
+
+    def forget(self) -> None:
+        """What was seen until now."""
+        self._database.alone(lambda c: c.execute(delete(self._table)))
 
     def changes(self) -> Iterator[Change]:
         """In the order in which they were made, some at a time: a long run makes millions."""

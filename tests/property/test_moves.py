@@ -1,15 +1,16 @@
 """Random verbs on a real store, against the table of moves.
 
-The model knows of each task its status, version, attempts and lapses, and who may settle it. Whatever is called in
-whatever order, the row must be where MOVES allows it to be, and a refused call must leave it alone.
+The model knows of each task its status, version, attempts, lapses and due time, and who may settle it until when.
+Whatever is called in whatever order, on a clock that is set, with a broker that is flushed and delivers again and with
+workers that die, the row must be where MOVES allows it to be, and a refused call must leave it alone.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 import tempfile
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,20 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from delaytasks.core.clock import to_us
+from chaos.simulation.broker import Broker, BrokerPublisher
+from chaos.simulation.clock import Times, installed
+from delaytasks.core.clock import Clock, from_us, to_us
 from delaytasks.core.errors import CancelTooLateError, DuplicateTaskError, InvalidStatusError
+from delaytasks.core.events import Events
 from delaytasks.core.ports import Entry, OnConflict, Settlement
 from delaytasks.core.states import FINISHED, MOVES, Status
 from delaytasks.core.task import DelayTask
+from delaytasks.engine.sweeper import Sweeper
 from delaytasks.store.store import Store
-from tests.conftest import empty, open_store
+from delaytasks.timers.eta import EtaTimer, read_message
+from tests.conftest import empty, open_store, settings_for
 
-MAX_LAPSES = 3
+MAX_LAPSES, SWEEP_S, HORIZON_S, LEASE_US = 3, 5, 20, 60_000_000
 ENDS = ["succeed", "fail", "give_back", "give_back"]
 POLICIES: list[OnConflict] = ["reject", "keep", "replace"]
 #: Mostly due: what waits for its time takes part in few moves.
@@ -52,7 +58,8 @@ class Known:
     version: int = 0
     attempts: int = 0
     lapses: int = 0
-    is_due: bool = True
+    due_us: int = 0
+    lease_us: int = 0
     #: The claim that may settle it, and all claims that may not any more.
     claim: DelayTask | None = None
     stale: list[DelayTask] = field(default_factory=list)
@@ -68,22 +75,45 @@ class Known:
 
 class Moves(RuleBasedStateMachine):
     store: Store  # set by the test: made once, emptied for each run
+    times: Times
     tasks = Bundle("tasks")
 
     @initialize(target=tasks)
     def begin(self) -> Any:
         empty(self.store)
-        self.claims = self.store.claims("w", None)
+        self.seen_us: dict[str, int] = {}
+        self.begin_worker()
+        self.clock = Clock(self.store.tasks.now)
+        self.broker = Broker(random.Random(0), is_reliable=True)
+        publisher: Any = BrokerPublisher(self.broker, lambda: self.times.now_us)
+        timer = EtaTimer(publisher, self.clock)
+        settings = settings_for("sqlite://", sweep_s=SWEEP_S, horizon_s=HORIZON_S, max_lapses=MAX_LAPSES)
+        self.sweeper = Sweeper(settings, self.store.sweeps, self.store.workers, self.clock, timer, Events())
+        self.swept_us = self.armed_us = 0
         self.known: dict[int, Known] = {}
         self.keys: dict[str, int] = {}
-        self.now = self.store.tasks.now()
         return multiple(*(self.schedule_keyed(True, key, "reject") for key in "ab"), self.schedule(True))
 
+    def begin_worker(self) -> None:
+        self.worker = f"w{next(_ids)}"
+        self.claims = self.store.claims(self.worker, None)
+        self.tell_seen()
+
+    def tell_seen(self) -> None:
+        self.store.workers.seen(self.worker, ["default"], "solo", 1, 0)
+        self.seen_us[self.worker] = self.times.now_us
+
     def due(self, is_due: bool) -> Any:
-        return self.now + timedelta(seconds=-60 if is_due else 3600)
+        return from_us(self.due_us(is_due))
+
+    def due_us(self, is_due: bool) -> int:
+        return self.times.now_us + (-60 if is_due else 25) * 1_000_000
+
+    def can_run(self, known: Known) -> bool:
+        return known.status in MOVES["claim"].sources and known.due_us <= self.times.now_us
 
     def entry(self, known: Known) -> Entry:
-        return Entry(known.task.id, known.version, to_us(known.task.expected_time))
+        return Entry(known.task.id, known.version, known.due_us)
 
     def leave_key(self, known: Known) -> None:
         key = known.task.key
@@ -94,14 +124,14 @@ class Moves(RuleBasedStateMachine):
 
     @rule(target=tasks, is_due=DUE)
     def schedule(self, is_due: bool) -> int:
-        made = DelayTask(next(_ids), "t", "{}", self.due(is_due), create_time=self.now)
+        made = DelayTask(next(_ids), "t", "{}", self.due(is_due), create_time=from_us(self.times.now_us))
         assert self.store.tasks.insert(made)
-        self.known[made.id] = Known(made, is_due=is_due)
+        self.known[made.id] = Known(made, due_us=self.due_us(is_due))
         return made.id
 
     @rule(target=tasks, is_due=DUE, key=st.sampled_from("ab"), policy=st.sampled_from(POLICIES))
     def schedule_keyed(self, is_due: bool, key: str, policy: OnConflict) -> int:
-        made = DelayTask(next(_ids), "t", "{}", self.due(is_due), key=key, create_time=self.now)
+        made = DelayTask(next(_ids), "t", "{}", self.due(is_due), key=key, create_time=from_us(self.times.now_us))
         # The key of a task that gave up stays in the table, and is free all the same.
         holder = self.known.get(self.keys.get(key, 0))
         if holder is None or holder.status in FINISHED:
@@ -120,13 +150,13 @@ class Moves(RuleBasedStateMachine):
             found, is_new = self.store.tasks.insert_keyed(made, policy)
             holder.move("replace")
             holder.attempts = holder.lapses = 0
-            holder.is_due = is_due
+            holder.due_us = self.due_us(is_due)
             assert (found.id, found.version, is_new) == (holder.task.id, holder.version, True)
             return holder.task.id
         else:
             found, is_new = self.store.tasks.insert_keyed(made, policy)
             assert (found.id, is_new) == (made.id, True)
-        self.known[made.id] = Known(made, is_due=is_due)
+        self.known[made.id] = Known(made, due_us=self.due_us(is_due))
         self.keys[key] = made.id
         return made.id
 
@@ -152,7 +182,7 @@ class Moves(RuleBasedStateMachine):
         if known.status in MOVES["reschedule"].sources:
             self.store.tasks.reschedule(id, self.due(is_due), version=known.version)
             known.move("reschedule")
-            known.is_due = is_due
+            known.due_us = self.due_us(is_due)
         else:
             with pytest.raises(InvalidStatusError):
                 self.store.tasks.reschedule(id, self.due(is_due))
@@ -171,7 +201,7 @@ class Moves(RuleBasedStateMachine):
             self.store.tasks.retry(id, self.due(is_due))
             known.move("retry")
             known.attempts = known.lapses = 0
-            known.is_due = is_due
+            known.due_us = self.due_us(is_due)
             if known.task.key is not None:
                 self.keys[known.task.key] = id
 
@@ -187,7 +217,7 @@ class Moves(RuleBasedStateMachine):
     def touched(self, ids: list[int], is_due: bool) -> set[int]:
         waiting = {id for id in ids if self.known[id].status in MOVES["reschedule"].sources}
         for id in waiting:
-            self.known[id].is_due = self.known[id].is_due and is_due
+            self.known[id].due_us = max(self.known[id].due_us, self.due_us(is_due))
         return waiting
 
     # -- workers ----------------------------------------------------------------------------------
@@ -195,8 +225,9 @@ class Moves(RuleBasedStateMachine):
     def took(self, claimed: list[DelayTask]) -> None:
         for task in claimed:
             known = self.known[task.id]
-            assert known.is_due
+            assert known.due_us <= self.times.now_us
             known.move("claim")
+            known.lease_us = self.times.now_us // 1000 * 1000 + LEASE_US
             known.attempts += 1
             known.claim = task
             assert (task.version, task.attempts, task.lapses) == (known.version, known.attempts, known.lapses)
@@ -208,7 +239,7 @@ class Moves(RuleBasedStateMachine):
         if is_stale:
             entries = [replace_version(entry, entry.version - 1) for entry in entries]
         claimed = self.claims.claim(entries)
-        wanted = {k.task.id for k in named if can_run(k) and k.lapses == 0 and not is_stale}
+        wanted = {k.task.id for k in named if self.can_run(k) and k.lapses == 0 and not is_stale}
         assert {task.id for task in claimed} == wanted
         self.took(claimed)
 
@@ -216,14 +247,14 @@ class Moves(RuleBasedStateMachine):
     def claim_alone(self, id: int) -> None:
         known = self.known[id]
         task = self.claims.claim_alone(id, known.version)
-        assert (task is not None) == can_run(known)
+        assert (task is not None) == self.can_run(known)
         self.took([task] if task is not None else [])
 
-    @precondition(lambda self: any(map(can_run, self.known.values())))
+    @precondition(lambda self: any(map(self.can_run, self.known.values())))
     @rule(limit=st.integers(1, 3))
     def claim_due(self, limit: int) -> None:
         claimed = self.claims.claim_due("default", [0], limit)
-        due = [known for known in self.known.values() if can_run(known) and known.lapses == 0]
+        due = [known for known in self.known.values() if self.can_run(known) and known.lapses == 0]
         assert len(claimed) == min(limit, len(due))
         self.took(claimed)
 
@@ -231,12 +262,13 @@ class Moves(RuleBasedStateMachine):
     @rule()
     def claim_suspect(self) -> None:
         task = self.claims.claim_suspect("default")
-        suspects = [known for known in self.known.values() if can_run(known) and known.lapses > 0]
+        suspects = [known for known in self.known.values() if self.can_run(known) and known.lapses > 0]
         assert (task is not None) == bool(suspects)
         self.took([task] if task is not None else [])
 
     def running(self) -> list[int]:
-        return sorted(id for id, known in self.known.items() if known.status is Status.RUNNING)
+        """By workers that live."""
+        return sorted(id for id, known in self.known.items() if known.claim is not None)
 
     @precondition(running)
     @rule(pick=st.integers(0, 99), move=st.sampled_from(ENDS), is_later=st.booleans())
@@ -249,7 +281,7 @@ class Moves(RuleBasedStateMachine):
         known.move(move)
         if move == "give_back":
             known.attempts -= 1
-            known.is_due = known.is_due and due is None
+            known.due_us = known.due_us if due is None else to_us(due)
         else:
             known.lapses = 0
             self.leave_key(known)
@@ -262,15 +294,34 @@ class Moves(RuleBasedStateMachine):
             self.claims.settle([Settlement(claim, move)])
 
     @precondition(running)
-    @rule(limit=st.integers(1, 5))
-    def lapse(self, limit: int) -> None:
+    @rule()
+    def crash(self) -> None:
+        """The worker dies, and another one takes its place."""
+        for known in self.known.values():
+            known.claim = None
+        self.begin_worker()
+
+    @rule()
+    def renew(self) -> None:
         running = self.running()
-        t = self.store.schema.tasks
-        with self.store.database.begin() as connection:
-            connection.execute(t.update().where(t.c.status == 3).values(lease_until=self.due(True)))
-        lapsed = running[:limit]
-        assert self.store.sweeps.lapse(MAX_LAPSES, limit).total == len(lapsed)
-        for id in lapsed:
+        assert self.store.leases.renew([self.worker], from_us(0)) == len(running)
+        for id in running:
+            self.known[id].lease_us = self.times.now_us // 1000 * 1000 + LEASE_US
+
+    # -- time, sweeps and messages ----------------------------------------------------------------
+
+    @rule(seconds=st.sampled_from([1, 6, 6, 20, 70]), sweeps=st.booleans())
+    def advance(self, seconds: int, sweeps: bool) -> None:
+        self.times.advance(seconds)
+        if sweeps:
+            self.sweep()
+
+    def lapsing(self) -> list[int]:
+        running = (known for known in self.known.values() if known.status is Status.RUNNING)
+        return sorted(known.task.id for known in running if known.lease_us < self.times.now_us)
+
+    def lapse(self, ids: list[int]) -> None:
+        for id in ids:
             known = self.known[id]
             known.lapses += 1
             if known.lapses >= MAX_LAPSES:
@@ -278,6 +329,65 @@ class Moves(RuleBasedStateMachine):
                 self.leave_key(known)
             else:
                 known.move("lapse")
+
+    @precondition(lapsing)
+    @rule(limit=st.integers(1, 5))
+    def lapse_some(self, limit: int) -> None:
+        lapsing = self.lapsing()[:limit]
+        assert self.store.sweeps.lapse(MAX_LAPSES, limit).total == len(lapsing)
+        self.lapse(lapsing)
+
+    @rule(times=st.integers(1, 3))
+    def go_on_sweeping(self, times: int) -> None:
+        for _ in range(times):
+            self.times.advance(SWEEP_S)
+            self.sweep()
+
+    @rule()
+    def sweep(self) -> None:
+        is_mine = self.times.now_us - self.swept_us >= 0.8e6 * SWEEP_S
+        self.tell_seen()
+        before = len(self.broker.messages)
+        assert self.sweeper.sweep() == is_mine
+        now_us = self.times.now_us
+        silent = {name for name, seen_us in self.seen_us.items() if seen_us < now_us - 3e6 * SWEEP_S}
+        if silent:  # what they held is armed again
+            self.armed_us = min(self.armed_us, now_us)
+        for name in silent:
+            del self.seen_us[name]
+        if not is_mine:
+            return
+        since_us, until_us = max(self.armed_us, now_us), now_us + HORIZON_S * 1_000_000
+        self.swept_us = now_us
+        waiting = [known for known in self.known.values() if known.status is Status.NOT_COMPLETE]
+        near = {(k.task.id, k.version) for k in waiting if since_us < k.due_us <= until_us}
+        self.lapse(self.lapsing())
+        sent = [message.read()[0] for message in self.broker.messages[before:]]
+        assert {(entry[0], entry[1]) for entries in sent for entry in entries} == near
+        self.armed_us = until_us
+
+    @precondition(lambda self: self.broker.messages)
+    @rule(pick=st.integers(0, 99), is_again=st.booleans())
+    def deliver(self, pick: int, is_again: bool) -> None:
+        """A message, whatever became of its tasks meanwhile; it may come once more."""
+        number = pick % len(self.broker.messages)
+        asked = read_message(self.broker.messages[number].read(), "default")
+        if not is_again:
+            del self.broker.messages[number]
+        if asked.entries:
+            named = [(self.known[entry.id], entry) for entry in asked.entries]
+            wanted = {
+                e.id for known, e in named if self.can_run(known) and (known.version, known.lapses) == (e.version, 0)
+            }
+            claimed = self.claims.claim(asked.entries)
+            assert {task.id for task in claimed} == wanted
+            self.took(claimed)
+        else:
+            self.claim_due(3)
+
+    @rule()
+    def flush_the_broker(self) -> None:
+        self.broker.flush()
 
     # -- pauses -----------------------------------------------------------------------------------
 
@@ -328,16 +438,12 @@ class Moves(RuleBasedStateMachine):
             shown = (task.status, task.version, task.attempts, task.lapses)
             assert shown == (known.status, known.version, known.attempts, known.lapses), id
             assert (task.lease_until is not None) == (task.status is Status.RUNNING)
-            assert (task.expected_time == self.due(True)) == known.is_due
+            assert to_us(task.expected_time) == known.due_us
 
     @invariant()
     def keys_name_what_they_must(self) -> None:
         for key in "ab":
             assert self.store.tasks.id_of_key("t", key) == self.keys.get(key)
-
-
-def can_run(known: Known) -> bool:
-    return known.status in MOVES["claim"].sources and known.is_due
 
 
 def replace_version(entry: Entry, version: int) -> Entry:
@@ -346,17 +452,19 @@ def replace_version(entry: Entry, version: int) -> Entry:
 
 def test_no_order_of_verbs_leads_where_the_moves_do_not() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        store = open_store(f"sqlite:///{Path(folder) / 'moves.sqlite3'}")
-        machine = type("MovesHere", (Moves,), {"store": store})
-        run_state_machine_as_test(
-            machine,
-            settings=settings(
-                max_examples=120,
-                stateful_step_count=50,
-                deadline=None,
-                derandomize=True,
-                database=None,
-                suppress_health_check=[HealthCheck.too_slow],
-            ),
-        )
+        store, times = open_store(f"sqlite:///{Path(folder) / 'moves.sqlite3'}"), Times()
+        times.serve(store)
+        machine = type("MovesHere", (Moves,), {"store": store, "times": times})
+        with installed(times, {}):
+            run_state_machine_as_test(
+                machine,
+                settings=settings(
+                    max_examples=120,
+                    stateful_step_count=50,
+                    deadline=None,
+                    derandomize=True,
+                    database=None,
+                    suppress_health_check=[HealthCheck.too_slow],
+                ),
+            )
         store.close()

@@ -1,0 +1,49 @@
+"""`python -m chaos.simulation [--seeds N] [--first SEED] [--processes N]`, or `--seed SEED` for one of them"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import time
+from collections.abc import Sequence
+
+from chaos.checker import Verdict
+from chaos.simulation.script import played
+
+#: Seeds that a process plays before it tells of them.
+LOT = 100
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="simulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=2000, help="how many")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="this one only")
+    parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
+    options = parser.parse_args(arguments)
+    first, seeds = (options.first, options.seeds) if options.seed is None else (options.seed, 1)
+    lots = [range(at, min(at + LOT, first + seeds)) for at in range(first, first + seeds, LOT)]
+    began, all_in_all, broken = time.monotonic(), Verdict(), 0
+    with multiprocessing.get_context("spawn").Pool(min(options.processes, len(lots))) as pool:
+        for some in pool.imap_unordered(played, lots):
+            for seed, verdict in some:
+                all_in_all.tasks += verdict.tasks
+                all_in_all.runs += verdict.runs
+                all_in_all.explained += verdict.explained
+                if verdict.findings:
+                    broken += 1
+                    say(f"seed {seed}: {verdict}\n")
+    seconds = time.monotonic() - began
+    say(f"{seeds:,} seeds in {seconds:.0f} s ({seeds / seconds * 60:,.0f} a minute), {broken} of them broken")
+    say(str(all_in_all).replace("nothing found", f"{broken} seeds with findings" if broken else "nothing found"))
+    return 1 if broken else 0
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""A broker that loses, doubles and delays messages, and a publisher that sends to it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from delaytasks.core.clock import to_us
+
+#: Of all messages: lost, delivered twice, and much too late.
+LOST, DOUBLED, LATE = 0.04, 0.08, 0.04
+LATE_S = 6.0
+
+
+class Message(NamedTuple):
+    arrives_us: int
+    queue: str
+    #: The task's arguments, as they travel.
+    args: str
+    expires_us: int | None
+
+    def read(self) -> Any:
+        return json.loads(self.args)
+
+
+class Broker:
+    def __init__(self, chance: random.Random, is_reliable: bool = False) -> None:
+        self._chance = chance
+        self._is_reliable = is_reliable
+        self.messages: list[Message] = []
+        self.is_up = True
+        #: Called when there is something to deliver.
+        self.on_put: Callable[[], None] = lambda: None
+
+    def put(self, message: Message) -> None:
+        """Its fate is drawn."""
+        drawn, times = self._chance.random(), 1
+        if self._is_reliable:
+            drawn = 1.0
+        if drawn < LOST:
+            return
+        if drawn < LOST + DOUBLED:
+            times = 2
+        for _ in range(times):
+            longest_s = LATE_S if LOST + DOUBLED <= drawn < LOST + DOUBLED + LATE else 0.01
+            delay_us = 0 if self._is_reliable else int(self._chance.uniform(0, longest_s) * 1e6)
+            self.messages.append(message._replace(arrives_us=message.arrives_us + delay_us))
+            self.on_put()
+
+    def take(self, now_us: int) -> list[Message]:
+        """What arrives until now."""
+        here = [message for message in self.messages if message.arrives_us <= now_us]
+        self.messages = [message for message in self.messages if message.arrives_us > now_us]
+        return [message for message in here if message.expires_us is None or message.expires_us >= now_us]
+
+    @property
+    def next_us(self) -> int | None:
+        return min((message.arrives_us for message in self.messages), default=None)
+
+    def flush(self) -> None:
+        self.messages.clear()
+
+
+class BrokerPublisher:
+    """In the place of `Publisher`."""
+
+    def __init__(self, broker: Broker, now_us: Any) -> None:
+        self._broker = broker
+        self._now_us = now_us
+
+    @property
+    def is_up(self) -> bool:
+        return self._broker.is_up
+
+    def send(self, _name: str, queue: str, messages: list[tuple[list[Any], Mapping[str, Any]]]) -> bool:
+        if not self._broker.is_up:
+            return False
+        for args, options in messages:
+            expires: datetime | None = options.get("expires")
+            expires_us = None if expires is None else to_us(expires)
+            self._broker.put(Message(self._now_us(), queue, json.dumps(args), expires_us))
+        return True

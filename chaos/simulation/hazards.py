@@ -1,0 +1,100 @@
+"""What goes wrong at a step: its host is killed or frozen there, or the database refuses, or its answer is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import GeneratorType
+from typing import Any, Literal, NamedTuple
+
+from chaos.history import Fault
+from chaos.simulation.world import Host, World
+from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
+
+#: Of a trap for hosts that only stand still.
+FROZEN_S = (0.5, 20.0)
+#: Steps that ask the database.
+ASKS = frozenset(
+    "insert cancel reschedule touch claim claim_due claim_alone claim_suspect misses settle begin_sweep near "
+    "mark_armed levels lapse forget_armed stale_houses bury renew release".split()
+)
+#: Calls of those who want to know what came of them.
+ASKED = frozenset({"insert", "cancel", "reschedule", "touch"})
+
+
+Act = Literal["kill", "freeze", "fail"]
+
+
+class Trap(NamedTuple):
+    step: str
+    side: Literal["before", "after"]
+    act: Act
+
+
+class Hazards:
+    """One trap at a time, for whoever comes by first."""
+
+    def __init__(self, world: World, note: Callable[[Fault], None]) -> None:
+        self._world = world
+        self._note = note
+        self.trap: Trap | None = None
+        #: Nobody reaches the database until then.
+        self.away_until_us = 0
+        #: Steps that somebody has made.
+        self.known: set[str] = set()
+
+    def pass_by(self, step: str, side: str) -> None:
+        self.known.add(step)
+        trap, host = self.trap, self._world.host
+        if self._world.times.now_us < self.away_until_us and side == "before" and step in ASKS:
+            raise StoreUnavailableError("the database is away")
+        if trap is None or host is None or (trap.step, trap.side) != (step, side):
+            return
+        self.trap = None
+        self.strike(host, trap.act, f"{side} {step}")
+
+    def strike(self, host: Host, act: str, where: str) -> None:
+        now_us = self._world.times.now_us
+        frozen_s = self._world.chance.uniform(*FROZEN_S) if act == "freeze" else 0
+        self._note(Fault(f"{act} {where}", host.name, now_us, now_us + int(frozen_s * 1e6)))
+        if act == "kill":
+            self._world.kill(host)
+        elif act == "freeze":
+            self._world.freeze(host, frozen_s)
+            self._world.pause(0)
+        elif where.startswith("after") and where.split()[1] in ASKED:
+            raise OutcomeUnknownError("the answer is lost")
+        else:
+            raise StoreUnavailableError("the database is away")
+
+
+class Seam:
+    """A part of the store, each of whose calls is a step: others have turns before and after it."""
+
+    def __init__(self, part: Any, world: World, hazards: Hazards) -> None:
+        self._part = part
+        self._world = world
+        self._hazards = hazards
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._part, name)
+        if not callable(found):
+            return found
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._world.step()
+            self._hazards.pass_by(name, "before")
+            answer = found(*args, **kwargs)
+            if isinstance(answer, GeneratorType):
+                return self._each(name, list(answer))  # a cursor must not stay open while others write
+            self._hazards.pass_by(name, "after")
+            self._world.step()
+            return answer
+
+        setattr(self, name, call)
+        return call
+
+    def _each(self, name: str, answers: list[Any]) -> Iterator[Any]:
+        for answer in answers:
+            yield answer
+            self._hazards.pass_by(name, "after")
+            self._world.step()

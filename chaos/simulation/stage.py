@@ -1,0 +1,164 @@
+"""A database in memory on which seeds are played one after another, and what all hosts of a play share."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from sqlalchemy import delete
+
+from chaos.checker import Checker, Verdict
+from chaos.history import History, Ran
+from chaos.recorder import Recorder
+from chaos.simulation.broker import Broker, BrokerPublisher
+from chaos.simulation.clock import START_US, Times, installed
+from chaos.simulation.hazards import Hazards, Seam
+from chaos.simulation.worker import Worker
+from chaos.simulation.world import Lock, World
+from delaytasks import DelayTask, Ladder
+from delaytasks.core.clock import Clock
+from delaytasks.core.settings import load_settings
+from delaytasks.engine.registry import Registry
+from delaytasks.store.claims import Claims
+from delaytasks.store.store import Store
+
+SETTINGS: dict[str, Any] = {
+    "lease_s": 6, "sweep_s": 2, "self_sweep_s": 4, "grace_s": 0.5, "horizon_s": 10, "max_lapses": 4,
+}  # fmt: skip
+LADDER = Ladder("1s 3s")
+#: A folder in memory, where there is one.
+_MEMORY = Path("/dev/shm")
+
+
+class Stage:
+    def __init__(self, store: Store, times: Times) -> None:
+        self.store, self.times = store, times
+        self.settings = load_settings({}, {}, **SETTINGS)
+        self.recorder = Recorder(store)
+        self.recorder.start()
+        self._claims: dict[str, Claims] = {}
+
+    def play(self, seed: int, script: Callable[[Play], None]) -> Verdict:
+        with self.store.database.begin() as connection:
+            for table in self.store.schema.metadata.sorted_tables:
+                connection.execute(delete(table))
+        self.recorder.forget()
+        self.times.now_us = START_US
+        random.seed(seed)  # of what the code draws by itself
+        play = Play(self, seed)
+        self.last = play
+        try:
+            script(play)
+        finally:
+            play.world.close()
+        play.history.changes = self.recorder.changes()
+        return Checker(play.history, self.settings.max_lapses, self.times.now_us).verdict()
+
+    def claims(self, name: str) -> Claims:
+        """Their statements are long to make; names come again in each play."""
+        if name not in self._claims:
+            self._claims[name] = self.store.claims(name, None)
+        return self._claims[name]
+
+
+class Play:
+    """One seed."""
+
+    def __init__(self, stage: Stage, seed: int) -> None:
+        self.stage, self.settings, self.times = stage, stage.settings, stage.times
+        self.world = Lock.world = World(stage.times, seed)
+        self.chance = self.world.chance
+        self.history = History()
+        self.hazards = Hazards(self.world, self.history.faults.append)
+        self.broker = Broker(self.chance)
+        self.publisher: Any = self.seam(BrokerPublisher(self.broker, lambda: self.times.now_us))
+        store = stage.store
+        self.tasks, self.touches = self.seam(store.tasks), self.seam(store.touches)
+        self.sweeps, self.leases, self.seen = self.seam(store.sweeps), self.seam(store.leases), self.seam(store.workers)
+        self.registry = Registry()
+        self.registry.processor("note")(self._work)
+        self.registry.processor("shaky", retry=LADDER)(self._work)
+        self.new_id = itertools.count(1).__next__
+        self.new_pid = itertools.count(10_000_000).__next__
+        self.workers: list[Worker] = []
+
+    def seam(self, part: Any) -> Any:
+        return Seam(part, self.world, self.hazards)
+
+    def claims(self, name: str) -> Any:
+        return self.seam(self.stage.claims(name))
+
+    def clock(self) -> Clock:
+        """Of one host."""
+        return Clock(self.stage.store.tasks.now)
+
+    def execute(self, work: Any, task: DelayTask) -> Any:
+        return work(task, work.body_of(task))
+
+    def _work(self, body: dict[str, Any], task: DelayTask) -> None:
+        host = self.world.host
+        assert host is not None
+        self.world.pause(0)  # here ends who was killed
+        begun = Ran(task.id, task.version, host.name, self.times.now_us)
+        self.history.ran.append(begun)
+        self.hazards.pass_by("run", "before")
+        self.world.pause(body["s"])
+        if task.lapses < body["kills"]:
+            self.hazards.strike(host, "kill", "in run")
+        self.history.ran[self.history.ran.index(begun)] = replace(begun, ended_us=self.times.now_us)
+        self.hazards.pass_by("run", "after")
+        if task.attempts <= body["fails"]:
+            raise RuntimeError("as asked, with \x00 and \ud800 in it")
+
+
+@contextmanager
+def stage() -> Iterator[Stage]:
+    """With the modules of delaytasks on its clock as long as it is open."""
+    times, logger = Times(), logging.getLogger("delaytasks")
+    level = logger.level
+    with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
+        url = f"sqlite:///{folder}/simulation.sqlite3"
+        store = Store(url, load_settings({}, {}, **SETTINGS))
+        times.serve(store)
+        with store.database.begin() as connection:
+            store.schema.metadata.create_all(connection)
+        threads = SimpleNamespace(Lock=Lock, Condition=threading.Condition, RLock=threading.RLock, Timer=Timer)
+        modules = ("engine.chunk", "worker.dispatcher")
+        with installed(times, {f"delaytasks.{name}": {"threading": threads} for name in modules}):
+            logger.setLevel(logging.CRITICAL)
+            try:
+                yield Stage(store, times)
+            finally:
+                logger.setLevel(level)
+                store.close()
+
+
+class Timer:
+    """As `threading.Timer`, for the host that starts it."""
+
+    daemon = True
+
+    def __init__(self, seconds: float, function: Callable[..., None], args: Any) -> None:
+        self._seconds = seconds
+        self._call = partial(function, *args)
+
+    def start(self) -> None:
+        world = Lock.world
+        host = world.host
+        assert host is not None
+
+        def work() -> None:
+            world.pause(self._seconds)
+            self._call()
+
+        world.start(host, work)

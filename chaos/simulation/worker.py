@@ -1,0 +1,243 @@
+"""A worker: its real desk, and a pool whose processes have real runners."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from billiard.exceptions import WorkerLostError
+
+from chaos.simulation.broker import Message
+from chaos.simulation.world import Host
+from delaytasks.core.events import Events
+from delaytasks.core.loop import FAILED_REST_S, Loop
+from delaytasks.engine.runner import Report, Runner
+from delaytasks.engine.sweeper import Sweeper
+from delaytasks.timers.eta import EtaTimer, read_message
+from delaytasks.worker.desk import Desk
+from delaytasks.worker.pool import Job
+
+if TYPE_CHECKING:
+    from chaos.simulation.stage import Play
+
+CHILDREN = 2
+#: Loops of a desk that have something to do here.
+DRIVEN = frozenset({"wheel", "leases", "sweep"})
+
+
+class Child(Host):
+    """A process of the pool."""
+
+    def __init__(self, worker: Worker, pid: int) -> None:
+        super().__init__(f"{worker.name}/{pid}")
+        self.pid = pid
+        self._worker = worker
+        self._play = play = worker.play
+        self.job: Any = None
+        clock = play.clock()
+        self._runner = Runner(
+            play.settings,
+            play.claims(self.name),
+            clock,
+            play.registry,
+            EtaTimer(play.publisher, clock),
+            Events(),
+            play.execute,
+            lambda session, task: None,
+            may_leave=True,
+        )
+        self._boxes = self._runner._chunks._time_box = Boxes(play, self, self._runner)  # type: ignore[assignment]
+        self.skew_us = worker.skew_us
+        self.actor = play.world.start(self, self._serve)
+
+    @property
+    def family(self) -> Sequence[Host]:
+        return self._worker.family
+
+    def _serve(self) -> None:
+        world, worker = self._play.world, self._worker
+        while True:
+            while worker.jobs and not worker.is_dead:
+                self.job = job, callback, _ = worker.jobs.popleft()
+                world.step()
+                report = self._run(job)
+                world.step()
+                self.job = None
+                worker.soon(lambda done=callback, report=report: done(report))  # type: ignore[misc]
+            world.rest(None)
+
+    def _run(self, job: Job) -> Report:
+        try:
+            if job.line is not None:
+                return self._runner.work_off(*job.line, job.limit, job.for_s)
+            if job.drain is not None:
+                return self._runner.drain(job.drain, job.priorities, job.limit, job.for_s)
+            return self._runner.run(job.entries, job.for_s)
+        except Exception as error:
+            return self._runner.failed(f"{type(error).__name__}: {error}")
+
+
+class Boxes:
+    """In the place of the thread that watches the time boxes of a process."""
+
+    def __init__(self, play: Play, host: Host, runner: Runner) -> None:
+        self._play = play
+        self._expire = runner._chunks._look_after
+        self._open: dict[Any, float] = {}
+        self._actor = play.world.start(host, self._watch)
+
+    def open(self, chunk: Any, rest_s: float = 0.0) -> None:
+        ends = self._play.times.monotonic() + self._play.settings.chunk_time_box_s + rest_s
+        self._open.setdefault(chunk, ends)
+        self._actor.wake()
+
+    def close(self, chunk: Any) -> None:
+        self._open.pop(chunk, None)
+
+    def _watch(self) -> None:
+        while True:
+            now = self._play.times.monotonic()
+            over = [chunk for chunk, ends in self._open.items() if ends <= now]
+            for chunk in over:
+                if self._open.pop(chunk, None) is not None:
+                    try:
+                        self._expire(chunk)
+                    except Exception:
+                        pass  # its rows are still the runner's
+            if not over:
+                self._play.world.rest(min((ends - now for ends in self._open.values()), default=None))
+
+
+class Worker(Host):
+    def __init__(self, play: Play, name: str, skew_us: int) -> None:
+        super().__init__(name)
+        self.play = play
+        self.skew_us = skew_us
+        self.is_stopping = self.is_stopped = False
+        self.inbox: deque[Message] = deque()
+        self._calls: deque[Callable[[], None]] = deque()
+        self.jobs: deque[tuple[Job, Callable[[Report], None], Callable[[Any], None]]] = deque()
+        #: What the worker's code knows of the pool.
+        self.limit = self.num_processes = CHILDREN
+        self.clock = play.clock()
+        self.timer = EtaTimer(play.publisher, self.clock)
+        self.events = Events()
+        self.desk = self._make_desk()
+        for loop in self.desk.watchdog.loops:
+            if loop.name in DRIVEN:
+                self._drive(loop)
+        self._hub = play.world.start(self, self._serve)
+        self.children = [Child(self, play.new_pid()) for _ in range(CHILDREN)]
+
+    def _make_desk(self) -> Desk:
+        play = self.play
+        sweeper = Sweeper(play.settings, play.sweeps, play.seen, self.clock, self.timer, self.events)
+        store = SimpleNamespace(tasks=play.tasks, sweeps=play.sweeps, leases=play.leases, workers=play.seen)
+        policies = SimpleNamespace(known=SimpleNamespace(stamp=0))
+        shard = SimpleNamespace(
+            number=0, clock=self.clock, sweeper=sweeper, store=store, policies=policies,
+            named=lambda what: what, close=lambda: None,
+        )  # fmt: skip
+        self.processes = SimpleNamespace(
+            name=lambda pid: f"{self.name}/{pid}", queues=["default"], row_events=lambda: None
+        )
+        delays: Any = SimpleNamespace(
+            settings=play.settings, events=self.events, registry=play.registry, clock=self.clock, shards=[shard],
+            processes=self.processes, redis_timer=None, inline_timer=self.timer, timer=self.timer,
+            routes=SimpleNamespace(each=lambda work: work(shard)),
+        )  # fmt: skip
+        hub = SimpleNamespace(call_soon=self.soon)
+        return Desk(delays, SimpleNamespace(hub=hub, pool=self, consumer=None, hostname=self.name))
+
+    @property
+    def family(self) -> Sequence[Host]:
+        return [self, *self.children]
+
+    # -- the event loop ---------------------------------------------------------------------------
+
+    def soon(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
+        self._hub.wake()
+
+    def deliver(self, message: Message) -> None:
+        self.inbox.append(message)
+        self._hub.wake()
+
+    def _serve(self) -> None:
+        world = self.play.world
+        while True:
+            while self.inbox:
+                self._receive(self.inbox.popleft())
+                world.step()
+            while self._calls:
+                self._calls.popleft()()
+                world.step()
+            world.rest(None)
+
+    def _receive(self, message: Message) -> None:
+        asked = read_message(message.read(), message.queue)
+        self.play.hazards.pass_by("receive", "before")
+        if asked.entries:
+            self.desk.hold(asked.entries)
+        if asked.priorities is not None:
+            self.desk.dispatcher.drain(message.queue, asked.priorities, asked.shard)
+        self.play.hazards.pass_by("receive", "after")
+
+    def _drive(self, loop: Loop) -> None:
+        world = self.play.world
+
+        def turns() -> None:
+            while True:
+                rest_s: float | None = FAILED_REST_S
+                try:
+                    rest_s = loop._turn()
+                except Exception as error:
+                    self.events.emit("loop.failed", loop=loop.name, error=str(error))
+                world.rest(rest_s)
+
+        actor = world.start(self, turns)
+        loop._life = SimpleNamespace(wake=actor, thread=threading.current_thread(), began=None)  # type: ignore[assignment]
+        loop.stop = lambda *_: world.end(actor)  # type: ignore[method-assign]
+
+    # -- the pool ---------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> dict[str, list[int]]:
+        return {"processes": [child.pid for child in self.children if not child.is_dead]}
+
+    def apply_async(self, _function: Any, args: Any, callback: Any, error_callback: Any) -> object:
+        self.play.hazards.pass_by("send to the pool", "before")
+        self.jobs.append((args[0], callback, error_callback))
+        for child in self.children:
+            child.actor.wake()
+        self.play.hazards.pass_by("send to the pool", "after")
+        return object()
+
+    def replace_dead(self) -> None:
+        """As the pool does it; called now and then."""
+        for number, child in enumerate(self.children):
+            if child.is_dead:
+                if child.job is not None:
+                    self._lost(child.job[2])
+                self.children[number] = Child(self, self.play.new_pid())
+
+    def _lost(self, error_callback: Callable[[Any], None]) -> None:
+        self.soon(lambda: error_callback(SimpleNamespace(type=WorkerLostError, exception="a process died")))
+
+    # -- its end ----------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """In order: what is held is sent back, and the pool's processes finish what they have."""
+        self.is_stopping = True
+        self.desk.stop()
+        while any(child.job is not None and not child.is_dead for child in self.children):
+            self.play.world.pause(0.1)
+        self.is_stopped = True
+
+    def kill(self) -> None:
+        """With its children; called by somebody else."""
+        for host in self.family:
+            self.play.world.kill(host)

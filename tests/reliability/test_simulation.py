@@ -1,0 +1,136 @@
+"""Seeds of the simulation: nothing is found in the code as it is, and bugs that are planted in it are found soon.
+More seeds: `./dev simulate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import update
+
+from chaos.simulation.clock import Times
+from chaos.simulation.script import script
+from chaos.simulation.stage import Stage, stage
+from delaytasks.core import text
+from delaytasks.core.states import MOVES, Status
+from delaytasks.engine.chunk import Chunk
+from delaytasks.engine.sweeper import Sweeper
+from delaytasks.store import lapses
+from delaytasks.store.claims import Claims
+from delaytasks.store.leases import Leases
+from delaytasks.store.tasks import Tasks
+
+SEEDS = 200
+#: Each planted bug is found within so many; most are within ten.
+MOST = 500
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[Stage]:
+    with stage() as made:
+        yield made
+
+
+def test_nothing_is_found_where_nothing_is_wrong(here: Stage) -> None:
+    for seed in range(SEEDS):
+        verdict = here.play(seed, script)
+        assert not verdict.findings, f"./dev simulate --seed {seed}\n{verdict}"
+
+
+def test_a_seed_is_played_the_same_again(here: Stage) -> None:
+    def history(seed: int) -> object:
+        here.play(seed, script)
+        return here.last.history
+
+    assert history(7) == history(7)
+    assert history(7) != history(8)
+
+
+# -- planted bugs ---------------------------------------------------------------------------------
+
+
+def no_version_check_on_claim(patch: pytest.MonkeyPatch) -> None:
+    def claim(self: Claims, entries: Any) -> Any:
+        ids = [entry.id for entry in entries]
+        return self._tasks(self._db.alone(lambda c: c.execute(self._taking, {"ids": ids}).all()))
+
+    patch.setattr(Claims, "claim", claim)
+
+
+def no_fence_on_finish(patch: pytest.MonkeyPatch) -> None:
+    def settle(self: Claims, settlements: Any) -> set[int]:
+        t = self._t
+        for one in settlements:
+            values = {"status": int(MOVES[one.move].target), "version": t.c.version + 1, "lease_until": None}
+            due = {} if one.due is None else {"expected_time": one.due}
+            self._db.alone(lambda c: c.execute(update(t).where(t.c.id == one.task.id).values(**values, **due)))  # noqa: B023
+        return {one.task.id for one in settlements}
+
+    patch.setattr(Claims, "settle", settle)
+
+
+def acknowledged_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Tasks, "insert", lambda self, task, on=None: True)
+
+
+def no_sweep(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Sweeper, "sweep", lambda *_: True)
+
+
+def the_workers_clock_decides(patch: pytest.MonkeyPatch) -> None:
+    now = Times._strftime
+
+    def skewed(self: Times, *words: str) -> str:
+        true_us, self.now_us = self.now_us, self.now_us + self.skew_us()
+        try:
+            return now(self, *words)
+        finally:
+            self.now_us = true_us
+
+    patch.setattr(Times, "_strftime", skewed)
+
+
+def no_heartbeat(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Leases, "renew", lambda *_: 0)
+
+
+def lapses_not_counted(patch: pytest.MonkeyPatch) -> None:
+    def uncounted(t: Any, max_lapses: int, reason: str = "") -> Any:
+        return update(t).values(status=int(Status.NOT_COMPLETE), version=t.c.version + 1, lease_until=None)
+
+    patch.setattr(lapses, "lapse_statement", uncounted)
+
+
+def unsanitised_error_text(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(text, "storable", lambda raw, max_bytes: raw)
+
+
+def given_back_and_run_all_the_same(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Chunk, "take_waiting", lambda self: list(self._waiting))
+
+
+BUGS: list[tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = [
+    (no_version_check_on_claim, {"illegal move"}),
+    (no_fence_on_finish, {"double finish"}),
+    (acknowledged_before_it_is_written, {"lost"}),
+    (no_sweep, {"stuck"}),
+    (the_workers_clock_decides, {"early"}),
+    (no_heartbeat, {"duplicated"}),
+    (lapses_not_counted, {"too often"}),
+    (unsanitised_error_text, {"duplicated"}),
+    (given_back_and_run_all_the_same, {"duplicated"}),
+]
+
+
+@pytest.mark.parametrize(("bug", "kinds"), BUGS, ids=[bug.__name__ for bug, _ in BUGS])
+def test_a_planted_bug_is_found(
+    here: Stage, monkeypatch: pytest.MonkeyPatch, bug: Callable[[pytest.MonkeyPatch], None], kinds: set[str]
+) -> None:
+    bug(monkeypatch)
+    found: set[str] = set()
+    for seed in range(MOST):
+        found |= set(here.play(seed, script).counts())
+        if kinds <= found:
+            return
+    pytest.fail(f"{kinds} not in {found}")
