@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from datetime import datetime
 from typing import Any, NamedTuple
 
 from sqlalchemy import (
@@ -31,6 +32,7 @@ from delaytasks.core.ports import Entry, Executor, Miss, Settlement
 from delaytasks.core.states import FINISHED, MOVES, Status, following
 from delaytasks.core.task import DelayTask
 from delaytasks.store.attempts import Attempts
+from delaytasks.store.backlog import BEGINNING, Backlog
 from delaytasks.store.database import Database
 from delaytasks.store.handover import Handover
 from delaytasks.store.keys import Keys
@@ -49,7 +51,7 @@ from delaytasks.store.rows import (
     task_of,
 )
 from delaytasks.store.schema import Schema
-from delaytasks.store.types import db_now, db_now_plus, is_past, once
+from delaytasks.store.types import UTCDateTime, db_now, db_now_plus, is_past, once
 
 #: More than any row has.
 ANY_LAPSES = MOST
@@ -114,11 +116,15 @@ class Claims:
         status: ColumnElement[int] = literal(int(Status.NOT_COMPLETE))
         queue, priority = bindparam("due_queue", type_=String), bindparam("due_priority", type_=Integer)
         waiting = and_(t.c.status == status, t.c.queue == queue, t.c.priority == priority)
-        due = t.c.expected_time <= once(db_now())
+        since = bindparam("due_since", type_=UTCDateTime())
+        due = and_(t.c.expected_time >= since, t.c.expected_time <= once(db_now()))
         if database.can.row_ranges:
             # A range that only the index of live rows knows. In the other one all that ran before comes first.
             level = tuple_(t.c.status, t.c.queue, t.c.priority, t.c.expected_time)
-            due = level <= tuple_(status, queue, priority, once(db_now()))
+            due = and_(
+                level >= tuple_(status, queue, priority, since),
+                level <= tuple_(status, queue, priority, once(db_now())),
+            )
         # Planned each time: how many of them to expect is to be known, not guessed.
         self._due = self._pick(
             select(*candidate)
@@ -133,6 +139,7 @@ class Claims:
             .order_by(t.c.lapses, t.c.expected_time)
             .limit(1)
         )
+        self._backlog = Backlog()
         self._settle = Prepared(database, self._settle_statement())
         handover = Handover(database, schema, self._claimed, self._columns)
         self.lines = Lines(database, schema, self._take_held, handover, limited)
@@ -154,10 +161,23 @@ class Claims:
         """The oldest due rows of the highest priority: the slow path, which needs no message."""
         claimed: list[DelayTask] = []
         for priority in sorted(priorities, reverse=True):
-            wanted = {"due_queue": queue, "due_priority": priority, "due_limit": limit - len(claimed)}
-            claimed += self._claim(self._due, wanted)
+            claimed += self._claim_level(queue, priority, limit - len(claimed))
             if len(claimed) >= limit:
                 break
+        return claimed
+
+    def _claim_level(self, queue: str, priority: int, limit: int) -> list[DelayTask]:
+        def claim(since: datetime, most: int) -> list[DelayTask]:
+            level = {"due_queue": queue, "due_priority": priority}
+            return self._claim(self._due, {**level, "due_since": since, "due_limit": most})
+
+        if self.lines.limited():  # which holds some of what it finds
+            return claim(BEGINNING, limit)
+        since = self._backlog.since(queue, priority)
+        claimed = claim(since, limit)
+        if since > BEGINNING and len(claimed) < limit:
+            claimed = [*claim(BEGINNING, limit - len(claimed)), *claimed]
+        self._backlog.reach(queue, priority, claimed, len(claimed) >= limit)
         return claimed
 
     def claim_suspect(self, queue: str, priorities: Sequence[int] = range(MAX_PRIORITY + 1)) -> DelayTask | None:

@@ -182,8 +182,8 @@ def test_rows_behind_a_slow_one_are_given_back_and_run_elsewhere(deploy: Deploy)
     assert [run[1] for run in d.runs() if run[0] == str(slow.id)] == ["began", "ended"]
 
 
-def test_a_processor_that_holds_the_gil_longer_than_its_lease_runs_once(deploy: Deploy) -> None:
-    d = deploy(lease_s=3)
+def test_a_processor_that_holds_the_gil_for_four_leases_runs_once(deploy: Deploy) -> None:
+    d = deploy(lease_s=2)
     d.worker()
     task = d.schedule("test.hold_gil", 0, body={"seconds": 8})
     d.wait_for([task])

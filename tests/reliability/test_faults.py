@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +15,7 @@ from typing import Any
 import pytest
 
 from delaytasks import Status
+from delaytasks.core.errors import StoreUnavailableError
 from tests.postgres_server import PostgresServer
 from tests.proxy import Proxy, proxy_to
 from tests.running import Deployment
@@ -101,3 +105,63 @@ def test_workers_go_on_within_seconds_when_a_killed_postgresql_is_back(
     d.wait_for([*tasks, running], deadline_s=30)
     assert not worker.ended()
     assert d.store.tasks.counts()[Status.DONE] == 52
+
+
+@pytest.fixture
+def small_disk(own_postgresql: PostgresServer) -> Iterator[Path]:
+    """A few megabytes in which a tablespace of this PostgreSQL lies. Only root may mount one."""
+    with tempfile.TemporaryDirectory(prefix="dt_test_disk_") as folder:
+        Path(folder).chmod(0o755)
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", folder], check=False)
+        if mounted.returncode:
+            pytest.skip("needs a small disk, which only root can mount")
+        try:
+            place = Path(folder) / "tables"
+            place.mkdir()
+            shutil.chown(place, "nobody")
+            own_postgresql.execute(f"CREATE TABLESPACE small LOCATION '{place}'")
+            yield Path(folder)
+        finally:
+            own_postgresql.stop()
+            subprocess.run(["umount", folder], check=True)
+
+
+def fill(folder: Path) -> Path:
+    ballast = folder / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            return ballast
+
+
+def test_a_full_disk_is_told_leaves_nothing_half_done_and_passes(
+    own_postgresql: PostgresServer, small_disk: Path, deploy: Deploy
+) -> None:
+    d = deploy(own_postgresql.url + "?options=-c%20default_tablespace%3Dsmall")
+    worker = d.worker()
+    text = os.urandom(20_000).hex()  # nothing that takes less room when it is compressed
+    failing = d.schedule("test.fail", 3, body={"text": text})
+    before = [d.schedule(delay=3 + n / 20) for n in range(20)]
+    ballast = fill(small_disk)
+    calls: list[Callable[[], Any]] = [
+        lambda: d.delays.schedule_delay("test.quiet", {"text": text}, 3600),
+        lambda: d.delays.schedule_delay("test.quiet", {"text": text}, 3600, key="k"),
+        lambda: d.delays.schedule_many([("test.quiet", {"text": text}, 3600)] * 10),
+    ]
+    for call in calls:
+        with pytest.raises(StoreUnavailableError, match="can not work now"):
+            call()
+    assert d.delays.find(tag="test.quiet").tasks == []
+    wait_until(lambda: "can not work now" in worker.log(), 20, "the worker to meet it")
+    ballast.unlink()
+    freed = time.monotonic()
+    d.wait_for([d.schedule()], deadline_s=5)
+    assert time.monotonic() - freed < 5
+    d.wait_for([failing], Status.FAILED, deadline_s=30)
+    d.wait_for(before, deadline_s=30)
+    assert not worker.ended()
+    for call in calls:
+        call()
+    assert len(d.delays.find(tag="test.quiet").tasks) == 12
