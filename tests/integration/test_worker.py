@@ -183,9 +183,9 @@ def test_rows_behind_a_slow_one_are_given_back_and_run_elsewhere(deploy: Deploy)
 
 
 def test_a_processor_that_holds_the_gil_for_four_leases_runs_once(deploy: Deploy) -> None:
-    d = deploy(lease_s=2)
+    d = deploy(lease_s=3)
     d.worker()
-    task = d.schedule("test.hold_gil", 0, body={"seconds": 8})
+    task = d.schedule("test.hold_gil", 0, body={"seconds": 12})
     d.wait_for([task])
     assert [run[1] for run in d.runs()] == ["began", "ended"]
     assert d.delays.get(task).lapses == 0

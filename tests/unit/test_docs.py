@@ -114,7 +114,19 @@ def run_page(page: Path) -> None:
             exec(compile(text, str(page), "exec", dont_inherit=True), names)
 
 
-# -- commands, settings, links --------------------------------------------------------------------
+# -- tests, commands, settings, links --------------------------------------------------------------------
+
+
+#: As `unit/test_docs.py::test_each_test_that_is_named_exists`.
+_KINDS = "unit|integration|conformance|reliability|migration|property"
+NAMED = re.compile(rf"`(?:tests/)?((?:{_KINDS})/[\w/]+\.py)(?:::(\w+))?`")
+
+
+def test_each_test_that_is_named_exists() -> None:
+    named = {found for page in PAGES for found in NAMED.findall(page.read_text())}
+    assert len(named) > 30
+    for path, function in named:
+        assert f"def {function}(" in (ROOT / "tests" / path).read_text() or not function, f"{path}::{function}"
 
 
 @pytest.mark.parametrize("name", NAMES)
