@@ -11,8 +11,6 @@ from benchmarks import brokers
 from benchmarks.sides import Ours
 
 LOOK_S = 0.1
-#: An interpreter that starts only grows.
-STARTING_S = 2.0
 
 
 @dataclass
@@ -23,7 +21,7 @@ class Memory:
 
     @property
     def start(self) -> float:
-        return self.values[min(len(self.values) - 1, round(STARTING_S / LOOK_S))]
+        return self.values[0]
 
     @property
     def peak(self) -> float:
@@ -40,6 +38,10 @@ class Samples:
     queued: list[int] = field(default_factory=lambda: [0])
     worker: Memory = field(default_factory=Memory)
     broker: Memory = field(default_factory=Memory)
+
+    def forget_memory(self) -> None:
+        """It is what a process took to start, and says nothing of its work."""
+        self.worker, self.broker = Memory(), Memory()
 
 
 @contextmanager

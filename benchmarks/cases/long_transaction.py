@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from sqlalchemy import func, select
 
@@ -57,8 +58,8 @@ def _claims(store: Store, rounds: int) -> dict[str, list[float]]:
         entries = [Entry.of(one, to_us) for one in schedule(store, CHUNK)]
         schedule(store, CHUNK)
         for what, claim in (
-            ("claim by id", lambda entries=entries: claims.claim(entries)),
-            ("claim_due", lambda: claims.claim_due("default", [0], CHUNK)),
+            ("claim by id", partial(claims.claim, entries)),
+            ("claim_due", partial(claims.claim_due, "default", [0], CHUNK)),
         ):
             began = time.perf_counter()
             claimed = claim()

@@ -9,6 +9,7 @@ from benchmarks import brokers, table
 from benchmarks.cases import burst
 from benchmarks.figures import Figure, Target, percentile
 from benchmarks.machine import load
+from benchmarks.meters import Meter
 from benchmarks.samples import Samples, sampling
 from benchmarks.sides import Ours
 from benchmarks.stage import Stage
@@ -46,12 +47,14 @@ def _run(stage: Stage, side: Ours) -> None:
     began = wall()
     with side.started(), sampling(side) as samples:
         wait_until(lambda: len(side.notes), DEADLINE_S, "the first row to run", 0.01)
-        first = wall()
+        first, meter = wall(), Meter(side)
+        samples.forget_memory()
         fresh = Fresh(side)
         try:
             wait_until(lambda: len(side.notes) >= rows, DEADLINE_S, f"{rows:,} tasks to run", 0.1)
         finally:
             fresh.stop()
+        cost = meter.cost(rows)
         side.wait_for(rows + fresh.count, DEADLINE_S)
     notes = side.notes.read()
     late_ms = [(note.at - note.due) * 1000 for note in notes if note.due > began]
@@ -68,8 +71,8 @@ def _run(stage: Stage, side: Ours) -> None:
         f"overload: {side.timer}: {rows:,} rows at {per_s:,.0f}/s (a burst {normal.per_s:,.0f}/s), the first one "
         f"{first - began:.2f} s after the worker was started; {fresh.count:,} fresh tasks: p50 "
         f"{percentile(late_ms, 0.5):.1f} ms, p99 {percentile(late_ms, 0.99):.1f} ms, worst {max(late_ms):.0f} ms; "
-        f"{max(samples.queued)} messages at most; worker MB {samples.worker}; broker MB {samples.broker}; "
-        f"load {load():.1f}"
+        f"CPU a task: {cost}; {max(samples.queued)} messages at most; worker MB {samples.worker}; broker MB "
+        f"{samples.broker}; load {load():.1f}"
     )
 
 
