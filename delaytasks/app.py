@@ -44,6 +44,7 @@ from delaytasks.worker.tasks import SWEEP, register_tasks
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from delaytasks.timers.direct import DirectTimer
     from delaytasks.timers.redis import RedisTimer
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -135,6 +136,10 @@ class DelayTasks(CallbackVerbs, TouchVerbs, BulkVerbs, PolicyVerbs):
         return self._made.inline_timer
 
     @property
+    def direct_timer(self) -> DirectTimer | None:
+        return self._made.direct_timer
+
+    @property
     def redis_timer(self) -> RedisTimer | None:
         return self._made.redis_timer
 
@@ -212,6 +217,15 @@ class DelayTasks(CallbackVerbs, TouchVerbs, BulkVerbs, PolicyVerbs):
         self._made.check_broker()
         self._made.check_timer()
         self._made.check_databases()
+
+    def go_direct(self) -> None:
+        """This process contacts neither broker nor Redis from here on, whatever its settings say: it finds near tasks
+        in the table. Before anything is scheduled or run."""
+        with self._lock:
+            if self.settings.timer != "direct":
+                self.close()
+                self._parts = None
+                self._arguments["timer"] = "direct"
 
     def close(self) -> None:
         """Sends what waits to be armed, and closes connections."""

@@ -30,6 +30,7 @@ from delaytasks.store.migrations import urls_of
 from delaytasks.store.shards import Shards, ShardTasks
 from delaytasks.store.store import Store
 from delaytasks.timers.background import BackgroundTimer
+from delaytasks.timers.direct import DirectTimer
 from delaytasks.timers.eta import EtaTimer
 from delaytasks.timers.publisher import Publisher, bounded_connection
 from delaytasks.timers.sharded import ShardTimer
@@ -66,7 +67,9 @@ class Parts:
         self.publisher = Publisher(app, settings.namespace, settings.publish_limit_s, events)
         eta = EtaTimer(self.publisher, clock)
         self.redis_timer = self._make_redis_timer(eta, clocks) if settings.timer == "redis" else None
-        self.inline_timer: Timer = self.redis_timer or eta
+        is_direct = settings.timer == "direct"
+        self.direct_timer = DirectTimer([store.notices for store in stores], clock) if is_direct else None
+        self.inline_timer: Timer = self.direct_timer or self.redis_timer or eta
         self.timer: Timer = (
             BackgroundTimer(self.inline_timer, clock) if settings.arm == "background" else self.inline_timer
         )
@@ -90,7 +93,8 @@ class Parts:
         policies = PolicyCache(store.policies.read)
         holding = Holding(settings, policies, store.policies, store.holding, clock, timer, events)
         sweeper = Sweeper(settings, store.sweeps, store.workers, clock, timer, swept, holding)
-        producer = Producer(settings, tasks, clock, new_id, self.timer, registry, self.queues, events, number)
+        tell = None if self.direct_timer is None else self.direct_timer.tell
+        producer = Producer(settings, tasks, clock, new_id, self.timer, registry, self.queues, events, number, tell)
         url = store.database.url.render_as_string(hide_password=False)
         return Shard(number, url, new_id, clock, sweeper, producer, policies, self._databases)
 

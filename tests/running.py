@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -23,6 +25,8 @@ from tests.waiting import wait_until
 ROOT = Path(__file__).parent.parent
 #: Short times, so that tests of what is slow by design take seconds.
 QUICK: dict[str, Any] = {"sweep_s": 1, "self_sweep_s": 2, "grace_s": 0.5, "horizon_s": 10, "lease_s": 4}
+#: What `delaytasks drain --forever` says at its start.
+STARTED = "Runs what falls due"
 #: Where each broker is (a fixture of that name), and what Celery is told of it.
 BROKERS: dict[str, tuple[str, dict[str, Any]]] = {
     "redis": ("redis_url", {}),
@@ -78,6 +82,24 @@ class Deployment:
         assert not process.ended(), process.log()
         return process
 
+    def drainer(self, *options: str, concurrency: int = 2) -> Process:
+        """`delaytasks drain --forever`."""
+        name = f"drain{len(self._processes)}"
+        command = ["drain", "--forever", "-c", str(concurrency), *options]
+        process = self._start(name, command, program=("delaytasks",))
+        wait_until(lambda: STARTED in process.log() or process.ended(), 30, "the drainer to start", every_s=0.05)
+        assert not process.ended(), process.log()
+        return process
+
+    def drain(self, *options: str, deadline_s: float = 30) -> dict[str, Any]:
+        """`delaytasks drain` to its end; its summary."""
+        process = self._start("drain", ["drain", "--json", *options], program=("delaytasks",))
+        wait_until(process.ended, deadline_s, f"the drain to end\n{process.log()}", every_s=0.05)
+        document = re.search(r"^\{$.*^\}$", process.log(), re.MULTILINE | re.DOTALL)
+        assert document is not None, process.log()
+        summary: dict[str, Any] = json.loads(document[0])
+        return summary
+
     def node(self, number: int) -> str:
         """The name of the worker that was the deployment's process of this number; no other test's has it."""
         return f"w{number}@{self.settings['namespace']}"
@@ -116,8 +138,10 @@ class Deployment:
         self._processes.append(process)
         return process
 
-    def _start(self, name: str, arguments: list[str], **more: str) -> Process:
-        return self.python(name, "celery", "-A", "delaytasks", *arguments, **more)
+    def _start(
+        self, name: str, arguments: list[str], program: Sequence[str] = ("celery", "-A", "delaytasks"), **more: str
+    ) -> Process:
+        return self.python(name, *program, *arguments, **more)
 
     def _environment(self, **more: str) -> dict[str, str]:
         config = self.folder / "test_celeryconfig.py"
@@ -163,7 +187,8 @@ class Deployment:
         for store in self._stores:
             with store.database.begin() as connection:
                 store.schema.metadata.drop_all(connection)
-        self._delete_queues()
+        if self.settings.get("timer") != "direct":
+            self._delete_queues()
         self.delays.close()
 
     def _delete_queues(self) -> None:

@@ -1,4 +1,4 @@
-"""`drain`: what is overdue, run in this process, straight from the table and without a broker."""
+"""`drain`: what is overdue, or all there is for good, run straight from the table and without a broker."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
+from celery.exceptions import WorkerTerminate
 
 from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli
 from delaytasks.cli.output import cell, count, print_json, say
-from delaytasks.core.clock import from_us, monotonic
+from delaytasks.core.clock import monotonic
 from delaytasks.core.durations import show_duration
 from delaytasks.core.errors import StoreError
-from delaytasks.core.loop import Loop
-from delaytasks.engine.chunk import ChunkSize
 from delaytasks.engine.sweeper import tell_lapsed
+from delaytasks.worker.alone import Alone
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -31,32 +30,51 @@ if TYPE_CHECKING:
 
 #: Rows in one step of lapsing.
 LAPSE_STEP = 500
-#: Clocks agree better than this; a chunk's rows are claimed after we look at the clock.
-SLACK_US = 1_000_000
+#: What a process held that died is released within so long, and to be run.
+LOST_S = 1.5
+#: So many chunks in a row may fail as a whole.
+MOST_ERRORS = 3
 
 
-class _Abandon(KeyboardInterrupt):
-    """Ctrl-C for the second time. The runner takes it for the end of the process, not for a task's failure."""
+class _Abandon(WorkerTerminate):  # type: ignore[misc]  # Celery ships no types
+    """Ctrl-C for the second time. Pool and runner take it for the end of the process, not for a task's failure."""
 
 
 @click.command(epilog=EXIT_CODES)
 @click.option("--queue", "queues", multiple=True, metavar="QUEUE", help="Only this queue; may be given again.")
 @click.option("--limit", type=click.IntRange(min=1), help="Stop after so many tasks.")
+@click.option("--forever", is_flag=True, help="Go on with what falls due, as a worker does, until it is stopped.")
+@click.option(
+    "-c",
+    "--concurrency",
+    type=click.IntRange(min=1),
+    help="Processes that run tasks [with --forever the CPUs; else tasks run in this one].",
+)
 @pass_cli
-def drain(cli: Cli, queues: tuple[str, ...], limit: int | None) -> None:
+def drain(cli: Cli, queues: tuple[str, ...], limit: int | None, forever: bool, concurrency: int | None) -> None:
     """Run what is overdue, here and without a broker.
 
     \b
     delaytasks drain
     celery -A proj delays drain --queue mail --limit 1000
+    delaytasks drain --forever
 
-    Goes on until nothing is overdue. Workers may run at the same time. A task that fails is FAILED, which is no error
-    of this command. Ctrl-C stops after the current chunk (exit code 1), a second one at once.
+    Goes on until nothing is overdue, or with --forever until it is stopped. Workers may run at the same time, and as
+    many of these as you like. A task that fails is FAILED, which is no error of this command. Ctrl-C and SIGTERM give
+    back what did not begin and wait for what runs (exit code 1 if there may be more), a second one gives that up, too.
     """
+    if forever and limit is not None:
+        raise click.UsageError("--forever has no end, so no --limit")
     cli.import_processors()
-    run = Drain(cli.delays, queues, limit)
-    with _stopped_by_signals(run, cli), cli.guarded_stdout(), _progress(cli) as progress:
-        run.until_empty(progress)
+    processes = concurrency or ((os.cpu_count() or 1) if forever else None)
+    if processes is not None:
+        _set_up_logging(cli, forever)
+    if forever:
+        _serve(cli, queues, processes)
+        return
+    run = Drain(cli.delays, queues, limit, processes)
+    with cli.guarded_stdout(), _progress(cli) as progress:
+        run.until_empty(cli, progress)
     if cli.is_json:
         print_json(run.summary())
     else:
@@ -65,42 +83,50 @@ def drain(cli: Cli, queues: tuple[str, ...], limit: int | None) -> None:
         raise SystemExit(1)
 
 
-class Drain:
-    """Runs chunk after chunk, each as large as what fits the time box, and counts what became of the tasks."""
+def _serve(cli: Cli, queues: tuple[str, ...], processes: int | None) -> None:
+    alone = Alone(cli.delays, queues, processes, looks=True)
+    with cli.guarded_stdout():
+        cli.note(f"Runs what falls due, with concurrency {alone.pool.limit}; Ctrl-C ends it.")
+        if _served(alone, cli, "Waiting for what runs; once more to give it up.", lambda: False) > 1:
+            raise SystemExit(1)
 
-    def __init__(self, delays: DelayTasks, queues: tuple[str, ...], limit: int | None) -> None:
+
+class Drain:
+    """Has what is overdue run, shard after shard, and counts what became of the tasks."""
+
+    def __init__(self, delays: DelayTasks, queues: tuple[str, ...], limit: int | None, processes: int | None) -> None:
+        self._alone = Alone(delays, queues, processes, looks=False)
         self._delays = delays
         self._queues = frozenset(queues)
-        self._left = limit
-        self._size = ChunkSize(delays.settings.chunk_time_box_s, delays.settings.chunk_max)
-        #: Where the chunk that runs came from, and when, by the clock there.
-        self._chunk = delays.shards[0], delays.clock.now_us()
+        self._dispatcher = self._alone.desk.dispatcher
+        self._dispatcher.budget = limit
+        self._dispatcher.on_report = self._add
         self._began_at = monotonic()
+        self._down: StoreError | None = None
+        self._claimed = self._errors = 0
+        self._error = ""
+        self._lost_at = float("-inf")
+        self._progress: tuple[Progress, Any] | None = None
         self.is_stopped = False
         self.counts: Counter[str] = Counter()
         self.unknown_tags: set[str] = set()
         delays.events.subscribe(self._note)
 
-    def until_empty(self, progress: Progress) -> None:
-        bar, total, down = progress.add_task("", failed=0), 0, None
-        with self._leases_renewed():
-            for shard in self._delays.shards:
-                if self.is_over:
-                    break
-                try:
-                    total += self.overdue(shard)
-                    progress.update(bar, total=total)
-                    self._lapse(shard)
-                    while not self.is_over and self._drain_levels(shard, progress, bar):
-                        pass
-                except StoreError as error:  # the tasks of the others need not wait for it
-                    down = error
-        if down is not None:
-            raise down
+    def until_empty(self, cli: Cli, progress: Progress) -> None:
+        self._progress = progress, progress.add_task("", failed=0)
+        passes = self._passes()
 
-    @property
-    def is_over(self) -> bool:
-        return self.is_stopped or self._left == 0
+        def is_over() -> bool:
+            if self._dispatcher.budget == 0:
+                return not self._dispatcher.in_flight
+            if self._dispatcher.is_busy or monotonic() - self._lost_at < LOST_S:
+                return False
+            return next(passes, None) is None
+
+        note = "Stopping after the current chunk; once more to stop at once."
+        self.is_stopped = _served(self._alone, cli, note, is_over) > 0
+        if self._down is not None:
+            raise self._down
 
     def summary(self) -> dict[str, Any]:
         return {
@@ -109,77 +135,75 @@ class Drain:
             "failed": self.counts["task.failed"],
             "without_processor": self.counts["task.no_processor"],
             "unknown_tags": sorted(self.unknown_tags),
-            "lapsed": self.counts["lapsed"],
+            "lapsed": self.counts["task.lapsed"],
             "seconds": round(monotonic() - self._began_at, 3),
             "is_stopped": self.is_stopped,
         }
 
-    @staticmethod
-    def overdue(shard: Shard) -> int:
-        from delaytasks.store.stats import Stats
+    # -- what is overdue --------------------------------------------------------------------------
 
-        return Stats(shard.store.database, shard.store.schema).overdue(0).tasks
-
-    def abandon(self) -> None:
-        """What runs now is given up: others may have it, as if this process had died."""
-        delays, shard = self._delays, self._chunk[0]
-        lapsed = shard.store.leases.release([delays.processes.name(os.getpid())], delays.settings.max_lapses)
-        tell_lapsed(delays.events, lapsed)
+    def _passes(self) -> Iterator[bool]:
+        """Each one asks for all that is overdue in a shard, until a pass brings nothing."""
+        total = 0
+        for shard in self._delays.shards:
+            try:
+                total += overdue(shard)
+                self._show(total=total)
+                self._lapse(shard)
+                while self._ask(shard):
+                    claimed = self._claimed
+                    yield True
+                    if self._errors > MOST_ERRORS:
+                        raise StoreError(self._error)
+                    if self._claimed == claimed:
+                        break
+            except StoreError as error:  # the tasks of the others need not wait for it
+                self._down = error
 
     def _lapse(self, shard: Shard) -> None:
         delays = self._delays
         while (lapsed := shard.store.sweeps.lapse(delays.settings.max_lapses, LAPSE_STEP)).total:
-            self.counts["lapsed"] += lapsed.total
             tell_lapsed(delays.events, lapsed)
 
-    def _drain_levels(self, shard: Shard, progress: Progress, bar: Any) -> bool:
-        """One pass over all that is overdue now; False if there was nothing."""
+    def _ask(self, shard: Shard) -> bool:
         by_queue: dict[str, list[int]] = {}
         for level in shard.store.sweeps.levels(0):
             if not self._queues or level.queue in self._queues:
                 by_queue.setdefault(level.queue, []).append(level.priority)
-        claimed = 0
         for queue, priorities in by_queue.items():
-            is_full = True
-            while is_full and not self.is_over:
-                report = self._drain_chunk(shard, queue, priorities)
-                is_full = report.is_full
-                claimed += report.claimed
-                progress.update(bar, advance=report.ran, failed=self.counts["task.failed"])
-        return claimed > 0
+            self._dispatcher.drain(queue, priorities, shard.number)
+        return bool(by_queue)
 
-    def _drain_chunk(self, shard: Shard, queue: str, priorities: list[int]) -> Report:
-        size = self._size.rows if self._left is None else min(self._size.rows, self._left)
-        self._chunk = shard, shard.clock.now_us()
-        report = self._delays.runner(shard.number).drain(queue, priorities, size)
-        self._size.learn(report.ran, report.seconds)
-        if self._left is not None:
-            self._left -= min(report.ran, self._left)
-        return report
+    # -- what became of it ------------------------------------------------------------------------
 
-    @contextmanager
-    def _leases_renewed(self) -> Iterator[None]:
-        """A worker's main process renews the leases of what runs; here a thread does."""
-        delays = self._delays
-        name = delays.processes.name(os.getpid())
+    def _add(self, report: Report) -> None:
+        self._claimed += report.claimed
+        self._errors, self._error = (self._errors + 1, report.error) if report.error else (0, "")
+        for name, tag, number in report.counts:
+            self.counts[name] += number
+            if tag:
+                self.unknown_tags.add(tag)
+        self._show(advance=report.ran, failed=self.counts["task.failed"])
 
-        def renew() -> float:
-            (shard, began_us), asked_at = self._chunk, monotonic()
-            shard.store.leases.renew([name], from_us(began_us - SLACK_US))
-            delays.processes.renewals.tell(shard.number, asked_at)
-            return delays.settings.lease_s / 3
-
-        loop = Loop("leases", renew, delays.events)
-        loop.start()
-        try:
-            yield
-        finally:
-            loop.stop()
+    def _show(self, **numbers: Any) -> None:
+        if self._progress is not None:
+            progress, bar = self._progress
+            progress.update(bar, **numbers)
 
     def _note(self, name: str, fields: dict[str, Any]) -> None:
-        self.counts[name] += fields.get("count", 1)
-        if name == "task.no_processor":
-            self.unknown_tags.add(fields["tag"])
+        if name == "task.lapsed":
+            self.counts[name] += fields.get("count", 1)
+        elif name == "task.gave_up":
+            self.counts["task.failed"] += 1
+        elif name == "chunk.failed":
+            self._claimed += 1  # there was something
+            self._lost_at = monotonic()
+
+
+def overdue(shard: Shard) -> int:
+    from delaytasks.store.stats import Stats
+
+    return Stats(shard.store.database, shard.store.schema).overdue(0).tasks
 
 
 def _say_summary(run: Drain) -> None:
@@ -195,26 +219,44 @@ def _say_summary(run: Drain) -> None:
         say("stopped; there may be more", fg="yellow")
 
 
-@contextmanager
-def _stopped_by_signals(run: Drain, cli: Cli) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+# -- processes ------------------------------------------------------------------------------------
+
+
+def _served(alone: Alone, cli: Cli, note: str, is_over: Callable[[], bool]) -> int:
+    """Runs it to its end; returns how many signals wanted that."""
+    signalled: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if run.is_stopped:
+        signalled.append(number)
+        if len(signalled) > 1:
             raise _Abandon
-        run.is_stopped = True
-        cli.note("Stopping after the current chunk; once more to stop at once.")
+        alone.stop_soon()
+        cli.note(note)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
-        yield
+        alone.start()
+        alone.run(is_over)
+        alone.stop()
     except _Abandon:
-        run.abandon()
+        alone.abandon()
+    except BaseException:
+        alone.stop()
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    return len(signalled)
+
+
+def _set_up_logging(cli: Cli, forever: bool) -> None:
+    """As a worker has it. The processes that are forked have it as well."""
+    if cli.is_json:
+        cli.app.log.already_setup = True  # stderr is for one JSON document
+    else:
+        cli.app.log.setup(loglevel="INFO" if forever else "WARNING", redirect_stdouts=False)
 
 
 def _progress(cli: Cli) -> Progress:

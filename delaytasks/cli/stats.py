@@ -169,6 +169,8 @@ def _broker(delays: DelayTasks) -> dict[str, Any]:
     from delaytasks.timers.publisher import bounded_connection
 
     app, error = delays.celery, None
+    if delays.direct_timer is not None:
+        return {"url": broker_url(app), "is_up": None, "error": None}  # nothing of ours asks it
     try:
         bounded_connection(app, delays.settings.publish_limit_s).release()
     except Exception as reason:  # each transport has errors of its own, and all mean the same
@@ -178,6 +180,8 @@ def _broker(delays: DelayTasks) -> dict[str, Any]:
 
 def _timer(delays: DelayTasks, workers: list[dict[str, Any]], broker: dict[str, Any]) -> dict[str, Any]:
     """Where near tasks wait: with `redis`, how many of each queue, and how many a worker has just taken."""
+    if delays.direct_timer is not None:
+        return {"name": "direct", "url": None, "is_up": True, "queues": {}}
     timer = delays.redis_timer
     if timer is None:
         return {"name": "eta", "url": broker["url"], "is_up": broker["is_up"], "queues": {}}
@@ -196,18 +200,20 @@ def _print_health(found: dict[str, Any], command: str) -> None:
     if overdue["count"]:
         late += f", the oldest since {overdue['oldest']}, {show_duration(overdue['late_s'])} ago"
     timer = found["timer"]
-    timer_state = f"{timer['name']}, {timer['url']}: {'up' if timer['is_up'] else 'down'}"
+    timer_state = f"{timer['name']}, {timer['url'] or 'the database'}: {'up' if timer['is_up'] else 'down'}"
     near = (f"{name} {counts['waiting'] + counts['taken']:,}" for name, counts in timer["queues"].items())
     if timer["queues"]:
         timer_state += f"; near tasks: {', '.join(near)}"
     broker_state = "up" if broker["is_up"] else f"down ({cell(broker['error'])})"
+    if broker["is_up"] is None:
+        broker_state = "not used"
     print_fields(
         [
             ("overdue", (late, BAD if overdue["count"] else "")),
             ("lease over", (f"{found['lapsed']:,}", BAD if found["lapsed"] else "")),
             *_paused(found["policies"]),
             *(("database", _database(database, command)) for database in found["databases"]),
-            ("broker", (f"{broker['url']}: {broker_state}", "" if broker["is_up"] else BAD)),
+            ("broker", (f"{broker['url']}: {broker_state}", BAD if broker["is_up"] is False else "")),
             ("timer", (timer_state, "" if timer["is_up"] else BAD)),
             ("versions", ", ".join(f"{name} {number}" for name, number in found["versions"].items())),
             ("now", found["now"]),

@@ -36,6 +36,8 @@ _LEVELS = {
     "timer.up": logging.INFO,
     "timer.evicts": logging.WARNING,
     "timer.blocked": logging.WARNING,
+    "notices.down": logging.WARNING,
+    "notices.up": logging.INFO,
     "store.down": logging.ERROR,
     "store.up": logging.INFO,
     "store.slow": logging.WARNING,

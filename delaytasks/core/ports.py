@@ -247,6 +247,15 @@ class WorkerStore(Protocol):
     def alive(self) -> list[dict[str, Any]]: ...
 
 
+class Notices(Protocol):
+    """What a transaction tells those who listen, at its commit."""
+
+    @property
+    def is_possible(self) -> bool: ...
+
+    def tell(self, payloads: Iterable[str], on: Executor | None = None) -> None: ...
+
+
 class Timer(Protocol):
     """Holds near tasks until they are due, and then brings them to a worker."""
 

@@ -40,7 +40,7 @@ class Settings:
     table_schema: str = _setting("", "schema of our tables (PostgreSQL, MySQL); empty: the connection's own")
     pool_size: int = _setting(5, "database connections kept by each process")
 
-    timer: str = _setting("eta", "where near tasks wait: in the broker and workers (eta), or in Redis (redis)")
+    timer: str = _setting("eta", "where near tasks wait: broker and workers (eta), Redis (redis), the table (direct)")
     redis_url: str = _setting("", "Redis of the redis timer; empty: the broker's, when that is Redis", secret=True)
     redis_slots: int = _setting(8, "parts of a queue in the redis timer; the same in all processes")
     arm: str = _setting("inline", "who sends near tasks to the broker: the call (inline) or a thread (background)")
@@ -141,7 +141,7 @@ _RULES: list[tuple[str, Callable[[Settings, Any], bool], str]] = [
         "is below the number of shards in delaytasks_database_url, or none",
     ),
     ("arm", lambda s, v: v in ("inline", "background"), "is 'inline' or 'background'"),
-    ("timer", lambda s, v: v in ("eta", "redis"), "is 'eta' or 'redis'"),
+    ("timer", lambda s, v: v in ("eta", "redis", "direct"), "is 'eta', 'redis' or 'direct'"),
     ("redis_slots", lambda s, v: v & (v - 1) == 0 and v <= 1024, "is a power of two, at most 1024"),
     ("namespace", lambda s, v: bool(_NAME.fullmatch(v)), "has letters, digits, '_', '.' and '-' only"),
     ("table_prefix", lambda s, v: bool(_IDENTIFIER.fullmatch(v)), "has letters, digits and '_' only"),

@@ -42,6 +42,8 @@ SLACK_US = 1_000_000
 #: What is armed just before its commit is due no earlier than so: a worker that looks before the commit finds nothing.
 COMMIT_US = 50_000
 BULK = 5000
+#: Tells workers of a shard's entries at the commit of a transaction.
+Tell = Callable[[Sequence[Entry], int, Executor], None]
 ID_TRIES = 5
 
 
@@ -57,6 +59,7 @@ class Producer:
         queues: Queues,
         events: Events,
         shard: int = 0,
+        tell: Tell | None = None,
     ) -> None:
         self._settings = settings
         self._store = store
@@ -67,6 +70,7 @@ class Producer:
         self._queues = queues
         self._events = events
         self._shard = shard
+        self._tell = tell
 
     # -- one --------------------------------------------------------------------------------------
 
@@ -214,6 +218,9 @@ class Producer:
     def arm_after_commit(self, tasks: Sequence[DelayTask], unit: Unit | None) -> None:
         if unit is None:
             self.arm(tasks)
+        elif self._tell is not None:
+            with unit.guard():
+                self._tell([Entry.of(task, to_us) for task in tasks], self._shard, unit.executor)
         else:
             unit.after_commit(tasks, self.arm)
 

@@ -47,6 +47,8 @@ class Report(NamedTuple):
     error: str = ""
     #: Lines of limited tags that somebody should go on with.
     lines: tuple[Opening, ...] = ()
+    #: Events, tags and numbers, for who asked to have them counted.
+    counts: tuple[tuple[str, str, int], ...] = ()
 
 
 class Runner:

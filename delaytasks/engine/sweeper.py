@@ -13,6 +13,7 @@ from delaytasks.core.policies import NO_POLICIES
 from delaytasks.core.ports import Lapsed, SweepStore, Timer, WorkerStore
 from delaytasks.core.settings import Settings
 from delaytasks.engine.holding import Holding
+from delaytasks.engine.queues import ALL_QUEUES
 
 #: Rows in one step of lapsing and purging: small enough that nobody waits for their locks.
 STEP = 500
@@ -57,7 +58,7 @@ class Sweeper:
         if armed_until is None:
             return False
         attempt("policies", self._read_policies)
-        if settings.horizon_s is not None:
+        if settings.horizon_s is not None and settings.timer != "direct":  # for which each worker looks itself
             attempt("near", partial(self._arm_near, house, armed_until, settings.horizon_s, beat))
         if house == 0:
             attempt("lapsed", partial(self._lapse, beat))
@@ -116,10 +117,11 @@ class Sweeper:
             if level.queue not in self._policies.paused_queues:
                 queues.setdefault(level.queue, []).append(level.priority)
         for queue, priorities in queues.items():
-            if not serving[queue]:  # tokens that nobody takes would pile up
+            workers = serving[queue] + serving[ALL_QUEUES]
+            if not workers:  # tokens that nobody takes would pile up
                 self._events.emit("queue.unserved", queue=queue, remedy="start a worker that serves it (-Q)")
                 continue
-            tokens = self._settings.drain_tokens * serving[queue]
+            tokens = self._settings.drain_tokens * workers
             if self._timer.drain(queue, priorities, tokens, self._settings.sweep_s):
                 self._events.emit("sweep.drain", queue=queue, tokens=tokens)
             elif self.drain_here(queue, priorities):  # a broker that takes nothing must not keep us from working

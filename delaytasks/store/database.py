@@ -51,6 +51,8 @@ class Capabilities:
     insert_or_skip: bool
     #: COPY FROM STDIN.
     copy: bool
+    #: Who listens hears what a transaction tells, at its commit.
+    notify: bool
     #: PREPARE, for what the driver sends by itself.
     prepare: bool
     #: The driver begins a transaction with the first statement that writes, not with the first one.
@@ -67,6 +69,7 @@ POSTGRESQL = Capabilities(
     row_ranges=True,
     insert_or_skip=True,
     copy=True,
+    notify=True,
     prepare=True,
     begins_late=False,
     server_side_cursors=True,
@@ -78,6 +81,7 @@ MYSQL = Capabilities(
     row_ranges=False,
     insert_or_skip=False,
     copy=False,
+    notify=False,
     prepare=False,
     begins_late=False,
     server_side_cursors=True,
@@ -89,6 +93,7 @@ SQLITE = Capabilities(
     row_ranges=False,
     insert_or_skip=True,
     copy=False,
+    notify=False,
     prepare=False,
     begins_late=True,
     server_side_cursors=False,

@@ -14,6 +14,7 @@ from delaytasks.store.holding import Holding
 from delaytasks.store.leases import Leases
 from delaytasks.store.lines import Limited
 from delaytasks.store.migrations import check_charset, check_number, number_of
+from delaytasks.store.notices import Notices
 from delaytasks.store.policies import PolicyTable
 from delaytasks.store.putoffs import PutOffs
 from delaytasks.store.schema import build_schema
@@ -37,6 +38,7 @@ class Store:
         self.put_offs = PutOffs(self.database, self.schema)
         self.policies = PolicyTable(self.database, self.schema)
         self.holding = Holding(self.database, self.schema)
+        self.notices = Notices(self.database, self.schema)
         self._lease_s = settings.lease_s
 
     def claims(self, worker: str, ip: int | None, limited: Limited = dict) -> Claims:

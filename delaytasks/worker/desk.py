@@ -21,6 +21,7 @@ from delaytasks.worker.givenup import GivenUp
 from delaytasks.worker.lane import Lane, by_shard
 from delaytasks.worker.leases import LeaseKeeper
 from delaytasks.worker.policies import policy_loop
+from delaytasks.worker.reader import Readers
 from delaytasks.worker.rowevents import wants_row_events
 from delaytasks.worker.sweeping import Sweeping
 from delaytasks.worker.watchdog import LOOK_S, Watchdog
@@ -42,7 +43,8 @@ class Desk:
     def __init__(self, delays: DelayTasks, worker: Any) -> None:
         self.delays = delays
         self._worker = worker
-        self._calls = None if worker.hub else CallThread(delays.events)
+        soon = getattr(worker.hub or worker, "call_soon", None)
+        self._calls = CallThread(delays.events) if soon is None else None
         self.wheel: WheelThread[Entry] = WheelThread(
             delays.clock, lambda due: self.dispatcher.take(due), delays.events, delays.settings.grace_s
         )
@@ -51,7 +53,7 @@ class Desk:
             [shard.clock for shard in delays.shards],
             delays.events,
             worker.pool,
-            soon=self._calls.call if self._calls else worker.hub.call_soon,
+            soon=soon or self._calls.call,  # type: ignore[union-attr]  # there is one of the two
             rearm=self.hold,
             sends_events=self._sends_events,
         )
@@ -59,6 +61,7 @@ class Desk:
         for shard in delays.shards:
             shard.sweeper.drain_here = partial(self._drain_here, shard.number)
         self._mover = self._make_mover()
+        self.readers = Readers(self, worker.hostname, getattr(worker, "looks", True))
         keepers = [LeaseKeeper(delays, shard, worker, self.dispatcher) for shard in delays.shards]
         self._sweepings = [Sweeping(delays, shard, worker) for shard in delays.shards]
         watch = Loop("watch", self._look, delays.events, WATCH_S)
@@ -69,6 +72,7 @@ class Desk:
             loops.append(self._calls.loop)
         if self._mover is not None:
             loops += self._mover.loops
+        loops += self.readers.loops
         self.watchdog = Watchdog(delays.events, loops)
         self._was_connected = False
         self._refusal_logged_at = -REFUSAL_LOG_S
@@ -87,6 +91,7 @@ class Desk:
         are renewed as long as the process lives, since the pool may have rows to finish."""
         if self._mover is not None:
             self._mover.stop()  # first, or it would take what we send back
+        self.readers.stop()
         waiting = self.wheel.stop()  # before those who take what falls due
         waiting += self.dispatcher.close()
         hang_up(self._worker.consumer)
@@ -98,6 +103,7 @@ class Desk:
                 self.delays.routes.each(lambda at: attempt(at.named("forget"), lambda: at.store.sweeps.forget_armed()))
         # Last: until then we count as a worker that may have died.
         self.delays.routes.each(lambda shard: self._sweepings[shard.number].stop())
+        self.delays.events.attempt("stop", "leave", self.readers.leave)
 
     def _look(self) -> float:
         """Once a second, what needs no database."""

@@ -44,6 +44,10 @@ class Dispatcher:
         self.sends_events = sends_events
         #: Called when there may be room again.
         self.on_room: Callable[[], None] = lambda: None
+        #: Told of each chunk that ended; asked for, it says what became of the tasks.
+        self.on_report: Callable[[Report], None] | None = None
+        #: So many rows may be claimed yet; None is any number.
+        self.budget: int | None = None
         #: The stamp of a shard's policies.
         self.stamp_of: Callable[[int], int] = lambda shard: 0
         self._lock = threading.RLock()
@@ -79,6 +83,12 @@ class Dispatcher:
         with self._lock:
             self._is_open = False
             return [entry for lane in self.lanes for entry in lane.clear()]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a chunk is under way, or one could be sent."""
+        with self._lock:
+            return any(lane.is_busy for lane in self.lanes)
 
     @property
     def waiting(self) -> int:
@@ -168,17 +178,22 @@ class Dispatcher:
         with self._lock:
             self._drop_late()  # first, so that a pool that is busy for long does not let them pile up
             free = self._free()
-            if not self._is_open or free <= 0:
+            size = self._size.rows if self.budget is None else min(self._size.rows, self.budget)
+            if not self._is_open or free <= 0 or size <= 0:
                 return None
             for lane in self._turns:
                 if not lane.is_open() or (self._has_all_others(lane) and not lane.may_take_last()):
                     continue
-                job = lane.next_job(self._size.rows, free, self.sends_events(), self._size.least)
+                job = lane.next_job(size, free, self.sends_events(), self._size.least)
                 if job is not None:
                     self._turns.remove(lane)
                     self._turns.append(lane)
                     for_s = GO_ON_S if free > 1 else GO_ON_ALONE_S
-                    return job._replace(policies=self.stamp_of(lane.shard), for_s=for_s)
+                    if self.budget is not None:
+                        self.budget -= job.limit
+                        for_s = 0
+                    counts = self.on_report is not None
+                    return job._replace(policies=self.stamp_of(lane.shard), for_s=for_s, counts=counts)
             return None
 
     def _has_all_others(self, lane: Lane) -> bool:
@@ -239,9 +254,13 @@ class Dispatcher:
             self._failed(number, job, report)
             return
         lane = self.lanes[job.shard]
+        if self.on_report is not None:
+            self.on_report(report)
         with self._lock:
             self._sent.pop(number, None)
             lane.left(report.pid, report.left)
+            if self.budget is not None:
+                self.budget += max(job.limit - report.ran, 0)
         if report.error:
             self._failed(number, job, report.error)
             return

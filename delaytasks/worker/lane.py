@@ -97,6 +97,10 @@ class Lane:
         return waiting
 
     @property
+    def is_busy(self) -> bool:
+        return bool(self.in_flight or self._ready or self._drains or self.lines.is_wanted)
+
+    @property
     def waiting(self) -> int:
         return sum(map(len, self._ready.values()))
 

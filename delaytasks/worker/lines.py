@@ -39,6 +39,11 @@ class Lines:
     def __bool__(self) -> bool:
         return bool(self._lines)
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody could go on with one now."""
+        return any(line.wanted or line.jobs for line in self._lines.values())
+
     def heard(self, openings: Sequence[Opening], of: Key | None = None) -> float | None:
         """What a process found, `of` being the line that it was sent to; returns when somebody should look again,
         if nobody would."""

@@ -8,8 +8,9 @@ from celery import current_app
 from celery.utils.log import get_logger
 
 from delaytasks.core.ports import Entry
-from delaytasks.engine.runner import Report
+from delaytasks.engine.runner import Report, Runner
 from delaytasks.timers.eta import RUN
+from delaytasks.worker.counting import Counting
 
 logger = get_logger(__name__)
 
@@ -29,6 +30,8 @@ class Job(NamedTuple):
     line: tuple[str, str] | None = None
     #: How long it may go on with lines.
     for_s: float = 0.0
+    #: Whether to tell what became of the tasks.
+    counts: bool = False
 
 
 def is_forgotten(result: Any) -> bool:
@@ -50,13 +53,16 @@ def remember(result: Any) -> bool:
 def run_job(job: Job) -> Report:
     """In a pool process, thread, or inline; the current app is the worker's. A failure is returned as text, since
     not every pool tells of exceptions."""
-    runner = None
+    runner: Runner | None = None
+    counting: Counting | None = None
+    report: Report
     try:
         delays = current_app.tasks[RUN].delays
+        counting = delays.processes.counting() if job.counts else None
         delays.shards[job.shard].policies.follow(job.policies)
         runner = delays.runner(job.shard, job.events)
         if job.line is not None:
-            report: Report = runner.work_off(*job.line, job.limit, job.for_s)
+            report = runner.work_off(*job.line, job.limit, job.for_s)
         elif job.drain is not None:
             report = runner.drain(job.drain, job.priorities, job.limit, job.for_s)
         else:
@@ -64,5 +70,5 @@ def run_job(job: Job) -> Report:
     except Exception as error:
         logger.exception("a chunk failed")
         text = f"{type(error).__name__}: {error}"
-        return Report(error=text) if runner is None else runner.failed(text)
-    return report
+        report = Report(error=text) if runner is None else runner.failed(text)
+    return report._replace(counts=counting.take()) if counting is not None else report

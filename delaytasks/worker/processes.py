@@ -16,6 +16,7 @@ from delaytasks.core.forks import reset_in_child
 from delaytasks.engine.admission import Admission
 from delaytasks.engine.flights import Flights
 from delaytasks.engine.runner import Runner
+from delaytasks.worker.counting import Counting
 from delaytasks.worker.renewals import Renewals
 from delaytasks.worker.rowevents import RowEvents
 from delaytasks.worker.surroundings import Surroundings
@@ -36,6 +37,8 @@ class Processes:
         self.keeps_time_limits = False
         #: The logical queues that this worker serves.
         self.queues: list[str] = []
+        #: Whether rows that run side by side may be left when their chunk is over, and others run.
+        self.leaves_rows = True
         self.after_fork()
         reset_in_child(self)
 
@@ -44,6 +47,7 @@ class Processes:
         self._runners: dict[int, Runner] = {}
         self._rows: RowEvents | None = None
         self._flights = Flights()
+        self._counting: Counting | None = None
 
     def serve(self, hostname: str, pool: Any) -> None:
         """This process is the main process of a worker; its children inherit the name."""
@@ -68,6 +72,13 @@ class Processes:
             runner = self._runners.get(shard) or self._runners.setdefault(shard, self._make_runner(shard))
             runner.watcher = self._rows if sends_events else None
             return runner
+
+    def counting(self) -> Counting:
+        """Counts from now on what becomes of this process's tasks."""
+        if self._counting is None:
+            self._counting = Counting()
+            self._delays.events.subscribe(self._counting)
+        return self._counting
 
     def _finish(self, **_: Any) -> None:
         """Rows that run side by side may be left when all chunks are over."""
@@ -97,8 +108,8 @@ class Processes:
             # Who runs tasks without a worker runs them without limits.
             keeps_time_limits=self.keeps_time_limits or not self.is_worker,
             flights=self._flights,
-            may_leave=self.is_worker,  # whose main process renews their leases
             renewed_at=partial(self.renewals.last, number),
+            may_leave=self.is_worker and self.leaves_rows,  # a worker's main process renews their leases
         )
 
 

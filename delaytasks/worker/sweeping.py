@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from delaytasks.core.clock import monotonic
 from delaytasks.core.loop import Loop
 from delaytasks.engine.endings import PUT_OFF_MAX_S
+from delaytasks.worker.members import DIRECT
 from delaytasks.worker.pace import Pace
 
 if TYPE_CHECKING:
@@ -29,6 +30,10 @@ class Sweeping:
         self._started_at = monotonic()
         self._pace = Pace(delays.events, shard.number)
         self._workers: set[tuple[str, object]] = set()
+        #: Whether this worker looks for what is near itself, and is counted among those who do.
+        self._is_direct = delays.settings.timer == "direct" and getattr(worker, "looks", True)
+        #: Nobody need ask for sweeps where there is no broker.
+        self._patience_s = delays.settings.sweep_s if self._is_direct else delays.settings.self_sweep_s
         # A statement on a big table may take its time; what consists of many says after each that it goes on.
         stuck_s = 2 * delays.settings.self_sweep_s
         self.loop = Loop(shard.named("sweep"), self._turn, delays.events, stuck_s, shard.close)
@@ -63,7 +68,7 @@ class Sweeping:
             if not attempt(f"house {house}", partial(self._shard.sweeper.sweep, house, self.loop.beat)):
                 with self._lock:
                     self._asked.add(house)
-        if monotonic() - self._checked_at >= settings.self_sweep_s / 2:
+        if monotonic() - self._checked_at >= self._patience_s / 2:
             attempt("stale", self._sweep_stale)
         return min(settings.sweep_s, 1.0)
 
@@ -73,7 +78,7 @@ class Sweeping:
         self._shard.store.workers.seen(
             self._worker.hostname,
             delays.processes.queues,
-            type(pool).__module__.rpartition(".")[2],
+            (DIRECT if self._is_direct else "") + type(pool).__module__.rpartition(".")[2],
             int(pool.limit or 1),
             int(self._shard.clock.offset_s * 1e6),
         )
@@ -103,8 +108,8 @@ class Sweeping:
 
     def _sweep_stale(self) -> None:
         delays, settings = self._delays, self._delays.settings
-        for house in self._shard.store.sweeps.stale_houses(settings.houses, settings.self_sweep_s):
-            if monotonic() - self._started_at > settings.self_sweep_s:
+        for house in self._shard.store.sweeps.stale_houses(settings.houses, self._patience_s):
+            if not self._is_direct and monotonic() - self._started_at > settings.self_sweep_s:
                 delays.events.emit(
                     "sweep.self",
                     house=house,

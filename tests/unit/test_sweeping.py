@@ -21,7 +21,7 @@ class Place:
         self.events = Events()
         self.told: list[dict[str, Any]] = []
         self.events.subscribe(lambda name, fields: self.told.append(fields) if name == "loop.failed" else None)
-        self.settings = SimpleNamespace(houses=houses, sweep_s=5.0, self_sweep_s=10.0)
+        self.settings = SimpleNamespace(houses=houses, sweep_s=5.0, self_sweep_s=10.0, timer="eta")
         self.processes = SimpleNamespace(queues=["default"])
         self.workers = [{"name": "w1", "started_at": 1}]
         workers = SimpleNamespace(

@@ -85,7 +85,7 @@ def test_drain_recovers_what_a_dead_worker_held(shop: Project) -> None:
 
 def test_drain_renews_the_lease_of_what_runs_long(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELAYTASKS_LEASE_S", "0.9")
-    monkeypatch.delitem(sys.modules, shop.name)
+    sys.modules.pop(shop.name).delays.close()
     shop.schedule("long")
     assert shop.json("drain")["succeeded"] == 1
 

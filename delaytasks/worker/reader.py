@@ -1,0 +1,146 @@
+"""With the `direct` timer near tasks wait in the table. Here a worker looks for them, shortly before they are due and
+often enough, and holds them in its wheel until then.
+
+Where the database tells of what is scheduled for soon, it is listened to, and looked at once a second. Elsewhere, and
+while nobody can be heard, it is looked at more often, the sooner after something was found too late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from delaytasks.core.clock import from_us, monotonic
+from delaytasks.core.loop import Loop
+from delaytasks.core.ports import Entry
+from delaytasks.timers.direct import LOOK_S, SLACK_S
+from delaytasks.worker.ear import Ear
+from delaytasks.worker.lane import by_shard
+from delaytasks.worker.members import Members, serves
+
+if TYPE_CHECKING:
+    from delaytasks.shards import Shard
+    from delaytasks.worker.desk import Desk
+
+#: Between two looks at a table that tells nothing: it grows from one to the other while nothing is found late.
+LEAST_S, MOST_S = 0.02, 0.5
+GROWTH = 1.5
+#: Rows in one look; there are more, and the next look comes soon.
+MOST_ROWS = 2000
+#: How often it is looked for what is late, and for who else looks.
+LATE_S = 1.0
+#: A look waits for a database that is slow.
+STUCK_S = 10.0
+
+
+class Reader:
+    """Of one shard."""
+
+    def __init__(self, desk: Desk, shard: Shard, hostname: str) -> None:
+        self._desk = desk
+        self._shard = shard
+        self._settings = desk.delays.settings
+        self._processes = desk.delays.processes
+        self._members = Members(hostname)
+        #: What was handed on, and when it is due: it is still there when we look again.
+        self._handed: dict[tuple[int, int], int] = {}
+        self._pause_s = LEAST_S
+        self._late_at = 0.0
+        self.loop = Loop(shard.named("reader"), self._look, desk.delays.events, STUCK_S, shard.close)
+        self.ear = Ear(shard, desk.delays.events, self.take, self.look_now, partial(desk.refuse, "notice"))
+        self.loops = [self.loop, self.ear.loop]
+
+    def stop(self) -> None:
+        self.ear.stop()
+        self.loop.stop()
+
+    def look_now(self) -> None:
+        """At who looks as well, too."""
+        self._late_at = 0.0
+        self.loop.wake()
+
+    def take(self, entries: Iterable[Entry]) -> None:
+        """Of those that are near: what is ours, and was not handed on before. Any thread may call."""
+        mine = [
+            entry
+            for entry in entries
+            if entry[:2] not in self._handed
+            and serves(self._processes.queues, entry.queue)
+            and self._members.is_mine(entry)
+        ]
+        self._handed.update((entry[:2], entry.due_us) for entry in mine)
+        if mine:
+            self._desk.hold(mine)
+
+    # -- look -------------------------------------------------------------------------------------
+
+    def _look(self) -> float:
+        if not self._desk.dispatcher.hear(self._shard.number, lambda: self._shard.store.tasks.now()):
+            return LOOK_S
+        looks_late = monotonic() >= self._late_at
+        if looks_late:
+            self._late_at = monotonic() + LATE_S
+            self._learn_members()
+        now_us, grace_us = self._shard.clock.now_us(), self._settings.grace_s * 1e6
+        rest_s = LOOK_S if self.ear.hears else self._pause_s
+        until_us = now_us + (rest_s + SLACK_S) * 1e6
+        found = self._shard.store.sweeps.look(
+            from_us(int(now_us - grace_us)), from_us(int(until_us)), MOST_ROWS, self._shard.policies.known
+        )
+        new = [entry for entry in found if entry[:2] not in self._handed]
+        self.take(new)
+        if looks_late:
+            self._ask_for_late()
+        self._handed = {name: due for name, due in list(self._handed.items()) if due > now_us - 2 * grace_us}
+        return self._rest(new, now_us, is_cut=len(found) == MOST_ROWS)
+
+    def _rest(self, new: Sequence[Entry], now_us: int, is_cut: bool) -> float:
+        if any(entry.due_us <= now_us for entry in new):
+            self._pause_s = LEAST_S
+        else:
+            self._pause_s = min(self._pause_s * GROWTH, MOST_S)
+        if is_cut:
+            return LEAST_S
+        return LOOK_S if self.ear.hears else self._pause_s
+
+    def _learn_members(self) -> None:
+        store, settings = self._shard.store, self._settings
+        self._members.learn(store.workers.alive(), self._shard.clock.now(), settings.sweep_s)
+
+    def _ask_for_late(self) -> None:
+        """What nobody took in time, whoever's it was."""
+        queues: dict[str, list[int]] = {}
+        for level in self._shard.store.sweeps.levels(self._settings.grace_s):
+            if serves(self._processes.queues, level.queue):
+                queues.setdefault(level.queue, []).append(level.priority)
+        for queue, priorities in queues.items():
+            self._desk.dispatcher.drain(queue, priorities, self._shard.number)
+
+
+class Readers:
+    """Of all shards; told of what this process arms itself. There are none without the `direct` timer."""
+
+    def __init__(self, desk: Desk, hostname: str, looks: bool) -> None:
+        self._timer = timer = desk.delays.direct_timer if looks else None
+        self.all = [] if timer is None else [Reader(desk, shard, hostname) for shard in desk.delays.shards]
+        self.loops = [loop for reader in self.all for loop in reader.loops]
+        if timer is not None:
+            timer.take = self._take
+
+    def stop(self) -> None:
+        """First, or they would take what is sent back."""
+        if self._timer is not None:
+            self._timer.take = None
+        for reader in self.all:
+            reader.stop()
+
+    def leave(self) -> None:
+        """Last, when we are no member any more: what was ours is looked for by the others."""
+        if self._timer is not None:
+            for number in range(len(self.all)):
+                self._timer.tell_to_look(number)
+
+    def _take(self, entries: Sequence[Entry]) -> None:
+        for shard, some in by_shard(entries, len(self.all)).items():
+            self.all[shard].take(some)

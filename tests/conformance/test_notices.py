@@ -1,0 +1,218 @@
+"""What a database tells of tasks that are scheduled for soon, where it can: at the commit, and to who can hear it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.orm import Session
+
+from delaytasks import DelayTask, DelayTasks, NewTask
+from delaytasks.core.clock import to_us
+from delaytasks.core.events import Events
+from delaytasks.core.ports import Entry
+from delaytasks.store.notices import Listener, Notices
+from delaytasks.store.store import Store
+from delaytasks.timers.direct import LOOK, payloads_of, read_notice
+from delaytasks.worker import ear
+from delaytasks.worker.ear import Ear
+from tests.conftest import open_store
+from tests.recording import delays_on
+from tests.waiting import wait_until
+
+NAMES = {"table_prefix": "n_", "timer": "direct"}
+
+
+@pytest.fixture(scope="module")
+def told_store(postgresql_url: str) -> Iterator[Store]:
+    store = open_store(postgresql_url, **NAMES)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def delays(told_store: Store, postgresql_url: str) -> Iterator[DelayTasks]:
+    made = delays_on(postgresql_url, **NAMES)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def listener(delays: DelayTasks) -> Iterator[Listener]:
+    made = delays.store.notices.listen()
+    assert made is not None
+    yield made
+    made.close()
+
+
+def heard(listener: Listener, delays: DelayTasks) -> list[Entry]:
+    """All that was told until now."""
+    delays.store.notices.tell(["end"])
+    payloads: list[str] = []
+    wait_until(lambda: payloads.extend(listener.wait(1)) or payloads[-1:] == ["end"], 10, "the end to be heard")
+    return [entry for payload in payloads[:-1] for entry in read_notice(payload)]
+
+
+def entry(task: DelayTask) -> Entry:
+    return Entry(task.id, task.version, to_us(task.expected_time), task.queue, task.priority)
+
+
+def test_what_is_due_soon_is_told_and_what_is_not_is_not(delays: DelayTasks, listener: Listener) -> None:
+    tasks = [delays.schedule_delay("mail", {}, delay, queue="q.1", priority=3) for delay in (0, 1, 60)]
+    assert heard(listener, delays) == [entry(task) for task in tasks[:2]]
+    moved = delays.reschedule(tasks[2], 0.5)
+    assert heard(listener, delays) == [entry(moved)]
+
+
+def test_it_is_told_at_the_commit_of_the_transaction_that_wrote_it(delays: DelayTasks, listener: Listener) -> None:
+    engine = delays.store.database.tx
+    with Session(engine) as session, engine.connect() as connection:
+        one = delays.schedule_delay("mail", {}, 0, session=session)
+        other = delays.schedule_delay("mail", {}, 0, session=connection)
+        undone = delays.schedule_delay("mail", {}, 0, session=(third := Session(engine)))
+        assert heard(listener, delays) == []
+        third.rollback()
+        session.commit()
+        assert heard(listener, delays) == [entry(one)]
+        connection.commit()
+        assert heard(listener, delays) == [entry(other)]
+        assert delays.find(tag="mail").tasks.count(undone) == 0
+
+
+def test_many_at_once_are_told_in_a_few_notices_and_very_many_in_one(delays: DelayTasks, listener: Listener) -> None:
+    tasks: list[DelayTask] = []
+    delays.schedule_many((NewTask("mail", None, delay=0) for _ in range(250)), on_batch=tasks.extend)
+    assert sorted(heard(listener, delays)) == sorted(entry(task) for task in tasks)
+    delays.schedule_many(NewTask("mail", None, delay=0) for _ in range(2000))
+    assert list(listener.wait(5)) == [LOOK]
+
+
+def test_a_notice_of_the_longest_entries_fits() -> None:
+    entries = [Entry(2**63 - 1 - n, 2**31, 10**17, "q" * 128, 9) for n in range(100)]
+    [payload] = payloads_of(entries)
+    assert len(payload.encode()) < 8000
+    assert read_notice(payload) == entries
+
+
+@pytest.mark.parametrize(
+    "payload",
+    ["", "x", "{}", "[]", '["q"]', '["q", 1]', '["q q", []]', '["q", [[1, 2]]]', '["q", [[-1, 0, 0, 0]]]', "[" * 7000],
+)
+def test_what_strangers_tell_is_refused(payload: str) -> None:
+    with pytest.raises((ValueError, RecursionError)):
+        read_notice(payload)
+
+
+def test_no_other_timer_costs_a_notice(postgresql_url: str, told_store: Store, listener: Listener) -> None:
+    other = delays_on(postgresql_url, table_prefix="n_")
+    try:
+        producer = other.shards[0].producer
+        assert producer._tell is None
+        assert other.direct_timer is None
+    finally:
+        other.close()
+
+
+# -- ears -----------------------------------------------------------------------------------------
+
+
+class Hearing:
+    """An ear, and what it told."""
+
+    def __init__(self, delays: DelayTasks) -> None:
+        self.entries: list[Entry] = []
+        self.looks = 0
+        self.refused: list[Exception] = []
+        self.told: list[str] = []
+        events = Events()
+        events.subscribe(lambda name, fields: self.told.append(name))
+        self.ear = Ear(delays.shards[0], events, self.entries.extend, self.look, self.refused.append)
+        self.ear.loop.start()
+
+    def look(self) -> None:
+        self.looks += 1
+
+
+@pytest.fixture
+def hear(delays: DelayTasks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Hearing]]:
+    for name, seconds in (("WAIT_S", 0.1), ("ANSWER_S", 1), ("REST_S", 0.1), ("CHECK_S", 0.5)):
+        monkeypatch.setattr(ear, name, seconds)
+    made: list[Hearing] = []
+
+    def begin() -> Hearing:
+        made.append(Hearing(delays))
+        return made[-1]
+
+    yield begin
+    for hearing in made:
+        hearing.ear.loop.stop()
+
+
+def test_an_ear_hears_entries_looks_and_garbage(delays: DelayTasks, hear: Callable[[], Hearing]) -> None:
+    hearing = hear()
+    wait_until(lambda: hearing.ear.hears, 10, "it to hear")
+    before = hearing.looks
+    task = delays.schedule_delay("mail", {}, 0)
+    assert delays.direct_timer is not None
+    delays.direct_timer.tell_to_look(0)
+    delays.store.notices.tell(["garbage"])
+    wait_until(lambda: hearing.refused, 10, "all to be heard")
+    assert (hearing.entries, hearing.looks) == ([entry(task)], before + 1)
+
+
+def test_an_ear_whose_connection_ends_says_so_and_listens_again(
+    delays: DelayTasks, hear: Callable[[], Hearing]
+) -> None:
+    hearing = hear()
+    wait_until(lambda: hearing.ear.hears, 10, "it to hear")
+    query = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query = :listen"
+    listen = {"listen": f'LISTEN "{delays.store.notices.channel}"'}
+    with delays.store.database.auto.connect() as connection:
+        assert connection.execute(text(query), listen).scalars().all() == [True]
+    wait_until(lambda: "notices.down" in hearing.told and hearing.ear.hears, 10, "it to listen again")
+    task = delays.schedule_delay("mail", {}, 0)
+    wait_until(lambda: hearing.entries == [entry(task)], 10, "it to hear the next one")
+
+
+def test_an_ear_behind_a_pooler_that_passes_nothing_on_knows_that_it_hears_nothing(
+    delays: DelayTasks, hear: Callable[[], Hearing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hearing = hear()
+    wait_until(lambda: hearing.ear.hears, 10, "it to hear")
+    tell = Notices.tell
+
+    def elsewhere(notices: Notices, payloads: Any, on: Any = None) -> None:
+        """As if its LISTEN were on another connection of the server's than the one it waits on."""
+
+    monkeypatch.setattr(Notices, "tell", elsewhere)
+    wait_until(lambda: "notices.down" in hearing.told, 10, "it to notice")
+    assert not hearing.ear.hears
+    monkeypatch.setattr(Notices, "tell", tell)
+    wait_until(lambda: hearing.ear.hears, 10, "it to hear again")
+
+
+def test_a_database_that_tells_nothing_needs_no_ear(sqlite_path: Callable[[str], str]) -> None:
+    delays = delays_on(sqlite_path("quiet"), **NAMES)
+    try:
+        assert delays.store.notices.listen() is None
+        assert Hearing(delays).ear._turn() is None
+        delays.store.notices.tell(["nobody hears"])
+    finally:
+        delays.close()
+
+
+def test_what_is_near_and_waits_is_looked_at(store: Store) -> None:
+    """On each database; the first ones of many."""
+    delays = delays_on(store.database.url.render_as_string(hide_password=False), table_prefix="s_", timer="direct")
+    try:
+        tasks = [delays.schedule_delay("mail", {}, delay) for delay in (3, 1, 2, 60)]
+        delays.cancel(tasks[2])
+        now = delays.clock.now()
+        found = store.sweeps.look(now, now + timedelta(seconds=10), 10)
+        assert found == [entry(tasks[1]), entry(tasks[0])]
+        assert store.sweeps.look(now, now + timedelta(seconds=10), 1) == [entry(tasks[1])]
+    finally:
+        delays.close()

@@ -1,0 +1,200 @@
+"""Without a broker for good: `delaytasks drain` does all the work, once and for good, on each database."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import select, text
+
+from delaytasks import DelayTask, NewTask, Status
+from tests.running import Deployment, Process
+from tests.services import free_port
+from tests.waiting import wait_until
+
+Deploy = Callable[..., Deployment]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Callable[[str], Deploy]]:
+    """Deployments whose broker is not there."""
+    made: list[Deployment] = []
+
+    def on(database_url: str) -> Deploy:
+        def deploy(**settings: Any) -> Deployment:
+            broker_url = settings.pop("broker_url", f"redis://127.0.0.1:{free_port()}/0")
+            made.append(Deployment(tmp_path, database_url, broker_url, **{"timer": "direct", **settings}))
+            return made[-1]
+
+        return deploy
+
+    yield on
+    for deployment in made:
+        deployment.close()
+
+
+@pytest.fixture
+def deploy(place: Callable[[str], Deploy], database_url: str) -> Deploy:
+    """On each database."""
+    return place(database_url)
+
+
+@pytest.fixture
+def on_postgresql(place: Callable[[str], Deploy], postgresql_url: str) -> Deploy:
+    return place(postgresql_url)
+
+
+def workers(d: Deployment, tasks: list[DelayTask]) -> set[str]:
+    """The names of those that ran them, without their processes."""
+    t = d.store.schema.tasks
+    query = select(t.c.worker).where(t.c.id.in_([task.id for task in tasks]))
+    with d.store.database.auto.connect() as connection:
+        return {name.partition("/")[0] for name in connection.execute(query).scalars() if name}
+
+
+def set_policies(d: Deployment) -> None:
+    d.delays.pause(tag="test.word")
+    d.delays.set_policy("test.note", concurrency=1)
+
+
+def everything(d: Deployment) -> tuple[list[DelayTask], list[DelayTask], list[DelayTask]]:
+    """One of each kind of work: those that end DONE, those that end FAILED, those that wait on."""
+    mail = d.schedule("test.mail")
+    batch = [d.schedule("test.batch", body={"number": number}) for number in range(0, 20, 2)]
+    side_by_side = [d.schedule(tag, body={"seconds": 0.1}) for tag in ("test.wait", "test.async") for _ in range(5)]
+    climbing = d.schedule("test.fail", retry="0.1s")
+    paused = d.schedule("test.word", body={"word": "never"})
+    unknown = d.schedule("test.nobody")
+    limited = [d.schedule() for _ in range(10)]
+    return [mail, *batch, *side_by_side, *limited], [climbing], [paused, unknown]
+
+
+def check(d: Deployment, done: list[DelayTask], failed: list[DelayTask], waiting: list[DelayTask]) -> None:
+    d.wait_for(done)
+    d.wait_for(failed, Status.FAILED, 40)
+    assert d.delays.get(failed[0]).attempts == 2
+    assert {d.status(task) for task in waiting} <= {Status.NOT_COMPLETE, Status.HELD}
+    runs = [run[0] for run in d.runs() if run[1] != "ended"]
+    notes = [str(task.id) for task in done if task.tag == "test.note"]
+    assert sorted(run for run in runs if run in notes) == sorted(notes), "each once"
+
+
+def test_drain_does_all_that_a_worker_would_and_ends(deploy: Deploy) -> None:
+    d = deploy()
+    set_policies(d)
+    done, failed, waiting = everything(d)
+    first = d.drain("-c", "2", deadline_s=60)
+    wait_until(lambda: d.delays.clock.now() > d.delays.get(failed[0]).expected_time, 10, "the last rung to be due")
+    second = d.drain("-c", "2", deadline_s=60)
+    check(d, done, failed, waiting)
+    assert (first["succeeded"], first["without_processor"], first["is_stopped"]) == (len(done), 1, False)
+    assert first["failed"] + second["failed"] == 1, "its last rung may be due before the first one ends"
+
+
+def test_drainers_do_for_good_all_that_a_worker_would(deploy: Deploy) -> None:
+    """And what one of them leaves the others run."""
+    d = deploy(lease_s=60)
+    set_policies(d)
+    first, second = d.drainer(), d.drainer()
+    kinds = everything(d)
+    near = [d.schedule("test.quiet", 1 + n / 50) for n in range(100)]
+    d.wait_for(near[:50])
+    names = workers(d, near[:50])
+    long = d.schedule("test.sleep", body={"seconds": 1.5})
+    wait_until(lambda: d.delays.get(long).status is Status.RUNNING, 20, "the long one to begin")
+    first.terminate()
+    check(d, *kinds)
+    d.wait_for([*near, long])
+    assert len(names) == 2, "both had their part"
+    for task in near:
+        row = d.delays.get(task)
+        assert row.attempts == 1
+        assert row.execution_time is not None
+        assert row.execution_time >= row.expected_time
+    assert not second.ended()
+
+
+def test_what_kills_its_process_is_given_up_and_harms_no_neighbour(on_postgresql: Deploy) -> None:
+    d = on_postgresql(max_lapses=2)
+    d.drainer()
+    poison, others = d.schedule("test.abort"), [d.schedule("test.quiet") for _ in range(20)]
+    d.wait_for(others)
+    d.wait_for([poison], Status.FAILED, 40)
+    assert max(d.delays.get(task).lapses for task in others) <= 1
+
+
+def test_what_a_killed_drainer_ran_lapses_and_what_it_held_the_others_find(on_postgresql: Deploy) -> None:
+    d = on_postgresql()
+    first, second = d.drainer(concurrency=1), d.drainer(concurrency=1)
+    sleepers = [d.schedule("test.sleep", body={"seconds": 1}) for _ in range(2)]
+    tasks = [d.schedule(delay=2 + n / 50) for n in range(50)]
+    wait_until(lambda: sum(run[1] == "began" for run in d.runs()) == 2, 20, "both to be at work")
+    first.kill()
+    d.wait_for([*sleepers, *tasks], deadline_s=30)
+    assert not second.ended()
+
+
+def test_a_second_signal_gives_up_what_runs(on_postgresql: Deploy) -> None:
+    d = on_postgresql(lease_s=60)
+    drainer = d.drainer()
+    task = d.schedule("test.sleep", body={"seconds": 60})
+    wait_until(lambda: d.runs(), 20, "it to begin")
+    drainer.signal(signal.SIGTERM)
+    wait_until(lambda: "Waiting for what runs" in drainer.log(), 10, "it to hear the first one")
+    drainer.terminate()
+    given_up = d.delays.get(task)
+    assert (given_up.status, given_up.lapses) == (Status.NOT_COMPLETE, 1), "at once, and not when its lease ends"
+
+
+def test_nobody_asks_the_broker(on_postgresql: Deploy) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        d = on_postgresql(broker_url=f"redis://127.0.0.1:{mute.getsockname()[1]}/0")
+        d.drainer()
+        tasks = [d.schedule(delay=n / 50) for n in range(10)]
+        d.delays.schedule_many(NewTask("test.quiet", None, delay=0.1) for _ in range(10))
+        d.delays.reschedule(tasks[-1], 0.1)
+        d.wait_for(tasks)
+        d.drain()
+        mute.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            mute.accept()
+
+
+def test_drainers_need_no_setting_when_the_broker_is_gone(on_postgresql: Deploy) -> None:
+    d = on_postgresql(timer="eta", publish_limit_s=0.1)
+    try:
+        d.drainer()
+        tasks = [d.schedule(delay=n / 10) for n in range(10)]
+        d.wait_for(tasks)
+    finally:
+        d.settings["timer"] = "direct"  # there is no broker to be left clean
+
+
+def test_tasks_run_on_while_nobody_can_listen(on_postgresql: Deploy) -> None:
+    d = on_postgresql()
+    drainer = d.drainer()
+    hearing(drainer)
+    end_listener(d)
+    wait_until(lambda: "notices.down" in drainer.log(), 10, "it to hear nothing any more")
+    d.wait_for([d.schedule() for _ in range(5)])
+    wait_until(lambda: "notices.up" in drainer.log(), 20, "it to listen again")
+    d.wait_for([d.schedule() for _ in range(5)])
+
+
+LISTENERS = "FROM pg_stat_activity WHERE query LIKE 'LISTEN%' AND query LIKE :name AND datname = current_database()"
+
+
+def hearing(drainer: Process) -> None:
+    """Waits until it hears what is told."""
+    wait_until(lambda: "notices.up" in drainer.log(), 20, f"it to hear\n{drainer.log()}", every_s=0.05)
+
+
+def end_listener(d: Deployment) -> None:
+    name = {"name": f"%{d.settings['table_prefix']}%"}
+    with d.store.database.auto.connect() as connection:
+        ended = connection.execute(text(f"SELECT pg_terminate_backend(pid) {LISTENERS}"), name).scalars().all()
+    assert ended == [True]
