@@ -95,6 +95,9 @@ def _row(task: DelayTask, now: datetime) -> list[Cell]:
     ]
 
 
+#: Fields that are times.
+INSTANTS = ("expected_time", "execution_time", "create_time", "update_time", "lease_until")
+
 # -- show -----------------------------------------------------------------------------------------
 
 
@@ -119,7 +122,7 @@ def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
     shown: list[tuple[str, Cell]] = [("id", str(task.id)), ("status", coloured(task.status))]
     for name, value in task_json(task).items():
         if name not in ("id", "status", "body", "error"):
-            instant = getattr(task, name, None)
+            instant = getattr(task, name) if name in INSTANTS else None
             if isinstance(instant, datetime):
                 value = f"{value} ({show_from_now(instant, now)})"
             shown.append((name, cell(value, LONGEST)))
@@ -133,6 +136,6 @@ def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
     if attempts:
         say("failed attempts")
         rows: list[list[Cell]] = [
-            [str(one.number), show_instant(one.ended), one.worker or NOTHING, reason(one.error)] for one in attempts
+            [str(one.number), show_instant(one.ended), cell(one.worker), reason(one.error)] for one in attempts
         ]
         print_table(["attempt", "ended", "worker", "error"], rows)

@@ -126,7 +126,7 @@ def sentence(task: DelayTask, done: str, now: datetime) -> str:
 
 
 def coloured(status: Status) -> tuple[str, str]:
-    return status.name, _COLOURS[status.name]
+    return status.name, _COLOURS.get(status.name, "")
 
 
 def print_table(

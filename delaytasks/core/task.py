@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import math
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
 from delaytasks.core.current import Current, current_run
 from delaytasks.core.errors import NotRunningError
+from delaytasks.core.inputs import MAX_DEPTH
 from delaytasks.core.ladder import Ladder
 from delaytasks.core.states import FINISHED, Status
 
@@ -124,7 +126,7 @@ class DelayTask:
             "status": self.status.name,
             "queue": self.queue,
             "priority": self.priority,
-            "body": _lenient(self.body_json),
+            "body": _shown(self.body_json),
             "expected_time": _iso(self.expected_time),
             "execution_time": _iso(self.execution_time),
             "create_time": _iso(self.create_time),
@@ -137,9 +139,9 @@ class DelayTask:
             "worker": self.worker,
             "ip_address": self.ip_address,
             "error": self.error,
-            "headers": self._headers(),
+            "headers": _shown(self.headers_json) if self._headers() else {},
             "concurrency_key": self.concurrency_key,
-            "result": None if self.result_json is None else _lenient(self.result_json),
+            "result": None if self.result_json is None else _shown(self.result_json),
         }
 
 
@@ -192,6 +194,19 @@ class Page:
 
 def _iso(instant: datetime | None) -> str | None:
     return None if instant is None else instant.isoformat()
+
+
+def _shown(text: str | None) -> Any:
+    """The value, if JSON can say it again; else its text. Python also reads NaN and 1e400, and any depth."""
+    value = _lenient(text or "null")
+    return value if _can_be_said(value, MAX_DEPTH) else text
+
+
+def _can_be_said(value: Any, depth: int) -> bool:
+    if isinstance(value, (dict, list)):
+        inner = value.values() if isinstance(value, dict) else value
+        return depth > 0 and all(_can_be_said(item, depth - 1) for item in inner)
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _lenient(text: str) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
+from typing import Any
 
 import pytest
 from sqlalchemy import insert
@@ -192,3 +193,38 @@ def test_retry_runs_failed_and_cancelled_tasks_again(shop: Project) -> None:
     assert [(one["id"], one["type"]) for one in answer["failed"]] == [(ids[2], "InvalidStatusError")]
     assert shop.delays.get(failed.id).expected_time > shop.delays.clock.now() + timedelta(minutes=59)
     assert shop.error("retry", exit_code=2)["type"] == "UsageError"
+
+
+NONSENSE: list[dict[str, Any]] = [
+    {"status": 99},
+    {"status": -1},
+    {"message_body": '{"a": NaN}'},
+    {"message_body": "[1e400]"},
+    {"message_body": "[" * 900 + "]" * 900},
+    {"message_body": "9" * 5000},
+    {"message_body": '"\\ud800"'},
+    {"headers": '{"retry": NaN}'},
+    {"headers": "[]"},
+    {"result": "{"},
+    {"result": "Infinity"},
+    {"delay_time": -(2**63)},
+    {"ip_address": -1},
+    {"expected_time": datetime.max.replace(tzinfo=timezone.utc)},
+    {"expected_time": datetime.min.replace(tzinfo=timezone.utc)},
+    {"task_key": "\x1b[31m\r\n"},
+    {"concurrency_key": "\u202e"},
+]
+
+
+def test_rows_of_nonsense_are_shown_and_answered(shop: Project) -> None:
+    t = shop.delays.store.schema.tasks
+    with shop.delays.store.database.begin() as connection:
+        for id, nonsense in enumerate(NONSENSE, 1):
+            row = {"id": id, "tag": "ok", "message_body": "{}", "status": 4, **nonsense}
+            connection.execute(insert(t).values(**row))
+    shown = [["show", str(id)] for id in range(1, len(NONSENSE) + 1)]
+    for arguments in (["list"], ["stats"], ["check"], *shown, ["cancel", "3"], ["retry", "4"], ["drain"]):
+        for words in (arguments, [*arguments, "--json"]):
+            said = shop(*words)
+            assert said.exit_code in (0, 1), (NONSENSE, words, said.output)
+            assert all(line.isprintable() for line in said.output.split("\n"))
