@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from sqlalchemy import Connection, event, exc
 from sqlalchemy.orm import Session
 
-from delaytasks.core.errors import SessionUnusableError
+from delaytasks.core.errors import DelayTaskError, SessionUnusableError, StoreError
 from delaytasks.core.ports import Executor, Unit
 from delaytasks.core.task import DelayTask
 from delaytasks.store.driver_errors import reason_of, unknown_outcome
@@ -53,6 +53,11 @@ class _Unit:
             ) from error
         except exc.SQLAlchemyError as error:
             raise SessionUnusableError(f"the caller's session can not be used: {error}") from error
+        except ValueError as error:
+            if isinstance(error, DelayTaskError):
+                raise
+            # Our own connections read such rows, of which other programs write some.
+            raise StoreError(f"the caller's driver can not read a row of another program: {error}") from error
 
 
 class SessionUnit(_Unit):

@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection
+from sqlalchemy import Connection, create_engine
+from sqlalchemy.orm import Session
 
 from delaytasks import DelayTasks, Status
-from delaytasks.core.errors import CancelTooLateError, DelayTaskError, InvalidStatusError
+from delaytasks.core.errors import CancelTooLateError, DelayTaskError, InvalidStatusError, StoreError
 from delaytasks.core.ports import Entry
 from delaytasks.store.store import Store
 from tests.recording import delays_on, record
@@ -206,3 +207,20 @@ def refusal(id: int, call: Callable[[int], Any]) -> DelayTaskError | None:
     except DelayTaskError as error:
         return error
     return None
+
+
+def test_an_instant_that_the_callers_driver_can_not_say_is_an_error_of_ours(store: Store, database_url: str) -> None:
+    if store.database.url.get_backend_name() != "postgresql":
+        return  # the other drivers hand out what they can not read
+    delays = delays_on(database_url, table_prefix="s_")
+    row = {"id": "5", "tag": "'mail'", "message_body": "'{}'", "expected_time": "'0044-03-15 BC'"}
+    with store.database.begin() as connection:
+        put(connection, store.schema.tasks.name, row)
+    assert delays.get(5).expected_time.year == 1
+    engine = create_engine(database_url)
+    with Session(engine) as session:
+        for call in (lambda: delays.get(5, session=session), lambda: delays.cancel(5, session=session)):
+            with pytest.raises(StoreError, match="another program"):
+                call()
+    engine.dispose()
+    delays.close()
