@@ -150,6 +150,9 @@ class Checker:
                     "I3", "early", f"version {run.version} began {claim.due_us - run.began_us} us before its time"
                 )
                 continue
+            moves = life.calls("reschedule", "unknown") + life.calls("retry", "unknown")
+            if any(told.due_us is None and told.asked_us <= run.began_us for told in moves):
+                continue  # it may have been given another time, and nobody knows which
             settled = [told for told in asked if told.answer == "ok" and told.answered_us <= run.began_us]
             open_ones = [t.due_us for t in asked if t not in settled and t.asked_us <= run.began_us and t.due_us]
             dues = open_ones + [told.due_us for told in settled[-1:] if told.due_us]

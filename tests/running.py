@@ -73,14 +73,18 @@ class Deployment:
         self, *options: str, pool: str = "prefork", concurrency: int = 2, ready_s: float = 30, **more: str
     ) -> Process:
         """`more` is added to its environment."""
-        name = self.node(len(self._processes))
-        command = ["worker", "-P", pool, "-c", str(concurrency), "-n", name, "-l", "INFO"]
-        process = self._start(name, [*command, "--without-gossip", "--without-mingle", *options], **more)
+        process = self.begin_worker(*options, pool=pool, concurrency=concurrency, **more)
         wait_until(
             lambda: " ready." in process.log() or process.ended(), ready_s, "the worker to be ready", every_s=0.05
         )
         assert not process.ended(), process.log()
         return process
+
+    def begin_worker(self, *options: str, pool: str = "prefork", concurrency: int = 2, **more: str) -> Process:
+        """One that is ready when its log says so."""
+        name = self.node(len(self._processes))
+        command = ["worker", "-P", pool, "-c", str(concurrency), "-n", name, "-l", "INFO"]
+        return self._start(name, [*command, "--without-gossip", "--without-mingle", *options], **more)
 
     def drainer(self, *options: str, concurrency: int = 2) -> Process:
         """`delaytasks drain --forever`."""

@@ -53,6 +53,14 @@ def test_what_was_refused_is_not_done() -> None:
     assert found(History(told("failed", "failed"), ran, changes)) == {"unexpected"}
 
 
+def test_a_time_that_nobody_knows_is_not_early() -> None:
+    """A producer that is killed while it reschedules can not say to when."""
+    changes, ran = life(NOW)
+    asked = [Told(1, "schedule", "ok", NOW - 9 * S, NOW - 8 * S, NOW + 9 * S)]
+    assert found(History(asked, ran, changes)) == {"early"}
+    assert found(History([*asked, Told(1, "reschedule", "unknown", NOW - 7 * S, NOW)], ran, changes)) == set()
+
+
 def test_what_is_unknown_is_not_done_early() -> None:
     changes, ran = life(NOW - 3 * S)
     asked = [Told(1, "schedule", "unknown", NOW - 5 * S, NOW - 4 * S, NOW)]

@@ -53,7 +53,7 @@ def test_a_seed_is_played_the_same_again(here: Stage) -> None:
 def no_version_check_on_claim(patch: pytest.MonkeyPatch) -> None:
     def claim(self: Claims, entries: Any) -> Any:
         ids = [entry.id for entry in entries]
-        return self._tasks(self._db.alone(lambda c: c.execute(self._taking, {"ids": ids}).all()))
+        return self._tasks(self._db.alone(lambda c: self._taking(c, self._listing(sorted(ids))).rows))
 
     patch.setattr(Claims, "claim", claim)
 

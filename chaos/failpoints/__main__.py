@@ -1,0 +1,120 @@
+"""`python -m chaos.failpoints [--seeds N] [--only NAME]… [--timer …] [--database …] [--broker …] [--worlds N]`"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+from chaos.failpoints.orders import LASTS_S
+from chaos.failpoints.places import BY_NAME, PLACES
+from chaos.failpoints.playing import Part, Played, play
+from chaos.failpoints.world import BOUNDS_S, Episode
+from tests.postgres_server import PostgresServer
+from tests.redis_server import RedisServer
+from tests.services import Services, free_port, own_database
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="failpoints", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=50, help="of each failpoint")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--only", action="append", choices=sorted(BY_NAME), metavar="NAME")
+    parser.add_argument("--timer", choices=["eta", "redis"], help="one of them only; else each failpoint with one")
+    parser.add_argument("--database", choices=["postgresql", "mysql", "sqlite"], default="postgresql")
+    parser.add_argument("--broker", choices=["redis", "rabbitmq"], default="redis")
+    parser.add_argument("--worlds", type=int, default=4, help="deployments side by side")
+    parser.add_argument("--act", choices=list(LASTS_S), default="kill", help="what happens there")
+    parser.add_argument("--slack", type=float, default=0, help="seconds added to each bound, on a busy machine")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it started is ended, however it ends
+    with contextlib.ExitStack() as own:
+        database, broker, redis = servers(own, options.database, options.broker)
+        parts = [
+            Part(tuple(names), options.first, options.seeds, timer, database, broker, redis, options.act)
+            for timer, names in shared(options.timer, options.only, options.worlds)
+        ]
+        pool = own.enter_context(ProcessPoolExecutor(options.worlds, mp_context=get_context("spawn")))
+        played = [done.result() for done in as_completed([pool.submit(play, part) for part in parts])]
+    return show(played, options.slack + LASTS_S[options.act], Console())
+
+
+def servers(own: contextlib.ExitStack, database: str, broker: str) -> tuple[str, str, str]:
+    """The URLs of database, broker and Redis; PostgreSQL and Redis are this run's own."""
+    folder = Path(own.enter_context(tempfile.TemporaryDirectory(prefix="delaytasks-failpoints-")))
+    folder.chmod(0o755)  # the database may be another user's
+    services = Services()
+    own.callback(services.close)
+    redis = RedisServer(folder)
+    own.callback(redis.stop)
+    url = ""
+    if database == "postgresql":
+        (folder / "postgresql").mkdir()
+        server = PostgresServer(folder / "postgresql", free_port())
+        own.callback(server.stop)
+        url = server.url
+    elif database == "mysql":
+        url, drop = own_database(services.url("mysql"))
+        own.callback(drop)
+    return url, redis.url if broker == "redis" else services.url(broker), redis.url
+
+
+def shared(timer: str | None, only: Sequence[str] | None, worlds: int) -> list[tuple[str, list[str]]]:
+    """The failpoints of each world; those that both timers reach go to each in turn."""
+    found: dict[str, list[str]] = {"eta": [], "redis": []}
+    for number, place in enumerate(PLACES):
+        if only is None or place.name in only:
+            fitting = [name for name in found if place.fits(name) and timer in (None, name)]
+            if fitting:
+                found[fitting[number % len(fitting)]].append(place.name)
+    names = [(timer, name) for timer in found for name in found[timer]]
+    parts = [
+        (timer, [name for at, name in names[number::worlds] if at == timer])
+        for timer in found
+        for number in range(worlds)
+    ]
+    return [part for part in parts if part[1]]
+
+
+def show(played: Sequence[Played], slack_s: float, console: Console) -> int:
+    episodes = [episode for one in played for episode in one.episodes]
+    table = Table("failpoint", "who", "runs", "p50 s", "max s", "bound s", "inside")
+    is_bad = False
+    for place in PLACES:
+        mine = [episode for episode in episodes if episode.place == place.name]
+        if mine:
+            row, is_inside = line(mine, BOUNDS_S[place.bound] + slack_s)
+            is_bad |= not is_inside
+            table.add_row(place.name, place.who, *row)
+    console.print(table)
+    for one in played:
+        if one.findings:
+            is_bad = True
+            console.print(one.verdict, markup=False, highlight=False)
+    tasks, runs = sum(one.tasks for one in played), sum(one.runs for one in played)
+    console.print(f"{len(episodes):,} faults, {tasks:,} tasks, {runs:,} runs: ", end="")
+    console.print("not all is well" if is_bad else "all inside their bounds, and nothing found")
+    return 1 if is_bad else 0
+
+
+def line(mine: Sequence[Episode], bound_s: float) -> tuple[list[str], bool]:
+    reached = sorted(episode.recovery_s for episode in mine if episode.is_reached)
+    outside = sum(recovery_s > bound_s for recovery_s in reached) + sum(bool(episode.left) for episode in mine)
+    missed = len(mine) - len(reached)
+    p50, most = (f"{median(reached):.2f}", f"{reached[-1]:.2f}") if reached else ("", "")
+    inside = "yes" if not outside and not missed else f"{outside} outside" if outside else f"{missed} not reached"
+    return [str(len(mine)), p50, most, f"{bound_s:g}", inside], not outside and not missed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""What a producer asks for in one episode. It writes down that it asks, and then what it was told."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from chaos.failpoints.places import Mix
+from chaos.history import Call, Told
+from chaos.project import notebook, now_us
+from delaytasks import DelayTask, DelayTasks
+from delaytasks.core.clock import to_us
+
+LADDER_RUNS = 3
+#: Of the workers: what is due later is armed by a sweep.
+HORIZON_S = 5.0
+
+
+class Calls:
+    def __init__(self, delays: DelayTasks, notes: Path, seed: int) -> None:
+        self._delays = delays
+        self._notes = notebook(str(notes))
+        self._folder = str(notes)
+        self._chance = random.Random(seed)
+
+    def make(self, mix: Mix) -> None:
+        chance = self._chance
+        if mix == "crowd":
+            when = self._delays.clock.now() + timedelta(seconds=0.3)
+            for _ in range(12):
+                self._schedule("fail.note", None, chance.uniform(0.08, 0.16), when=when)
+            return
+        for number in range(chance.randint(4, 8)):
+            time.sleep(chance.uniform(0, 0.05))
+            delay = chance.choice([0, chance.uniform(0, 0.8)])
+            tag = chance.choice(["fail.note", "fail.note", "fail.shaky"])
+            if mix == "keyed":
+                self._schedule("fail.note", delay, key=f"{now_us()}")
+            elif mix == "in a session":
+                self._schedule_in_session(delay)
+            elif mix == "moved":
+                self._move(self._schedule("fail.note", chance.uniform(1, 2)))
+            elif mix == "not armed":
+                self._insert()
+            elif mix == "far":
+                self._schedule("fail.note", chance.uniform(HORIZON_S - 0.3, HORIZON_S + 0.3))
+            elif mix == "long" and number == 0:
+                self._schedule("fail.note", delay, chance.uniform(1, 1.5))
+            elif mix == "fatal" and number == 0:
+                self._schedule("fail.fatal", delay)
+            elif mix == "side by side":
+                self._schedule("fail.side", delay, chance.uniform(0.05, 0.3))
+            elif mix == "limited":
+                self._schedule("fail.limited", delay / 4, 0.05)
+            elif mix == "effect":
+                self._schedule("fail.effect", delay)
+            else:
+                self._schedule(tag, delay, chance.choice([0, 0, 0.03, 0.1]))
+
+    def _schedule(self, tag: str, delay: float | None, seconds: float = 0.0, **options: Any) -> int:
+        id = self._delays.new_id()
+        body = {"folder": self._folder, "s": seconds, "fails": self._chance.randint(0, 3)}
+        runs = LADDER_RUNS if tag == "fail.shaky" else 1
+        call = self._delays.schedule_delay if delay is not None else self._delays.schedule_at
+        when = (delay,) if delay is not None else (options.pop("when"),)
+        self._told(id, "schedule", runs, lambda: call(tag, body, *when, id=id, **options))
+        return id
+
+    def _insert(self) -> None:
+        """As another program does it: nothing is armed."""
+        id, body = self._delays.new_id(), json.dumps({"folder": self._folder, "s": 0, "fails": 0})
+        now = self._delays.clock.now()
+        task = DelayTask(id, "fail.note", body, now, create_time=now)
+
+        def ask() -> DelayTask:
+            self._delays.store.tasks.insert(task)
+            return task
+
+        self._told(id, "schedule", 1, ask)
+
+    def _schedule_in_session(self, delay: float) -> None:
+        id, body = self._delays.new_id(), {"folder": self._folder, "s": 0, "fails": 0}
+
+        def ask() -> Any:
+            with Session(self._delays.store.database.tx) as session, session.begin():
+                return self._delays.schedule_delay("fail.note", body, delay, id=id, session=session)
+
+        self._told(id, "schedule", 1, ask)
+
+    def _move(self, id: int) -> None:
+        if self._chance.random() < 0.2:
+            self._told(id, "cancel", 1, lambda: self._delays.cancel(id))
+        else:
+            self._told(id, "reschedule", 1, lambda: self._delays.reschedule(id, self._chance.uniform(0, 0.5)))
+
+    def _told(self, id: int, call: Call, runs: int, ask: Callable[[], Any]) -> None:
+        asked_us = now_us()
+        self._notes.note(Told(id, call, "unknown", asked_us, asked_us, None, runs))
+        said = ask()
+        due_us = None if call == "cancel" else to_us(said.expected_time)
+        self._notes.note(Told(id, call, "ok", asked_us, now_us(), due_us, runs))

@@ -1,0 +1,133 @@
+"""Orders to fail: a file for each, named by its failpoint, which the process that comes there carries out once.
+
+`echo "kill 3" > FOLDER/claimed` kills the first process that has claimed a chunk for the third time, if it runs with
+DELAYTASKS_TEST_FAILPOINTS=FOLDER and imports this module (`chaos.failpoints.project` does). Other acts are `raise` and
+`sleep`, which takes longer than a lease.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from pkgutil import resolve_name
+from types import GeneratorType
+from typing import Any, Literal
+
+from chaos.failpoints.places import PLACES, Place, Who
+from chaos.history import Fault
+from chaos.project import now_us
+
+#: In their folder: those that were carried out.
+FAULTS = "faults.jsonl"
+VARIABLE = "DELAYTASKS_TEST_FAILPOINTS"
+#: Of the deployments in which this is done.
+LEASE_S = 2.0
+SLEEP_S = 1.5 * LEASE_S
+
+
+def faults(folder: Path) -> list[Fault]:
+    path = folder / FAULTS
+    return [Fault(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+Act = Literal["kill", "raise", "sleep"]
+#: What the step takes longer by. What an error leaves behind in a process that lives lapses one lease later.
+LASTS_S: dict[Act, float] = {"kill": 0, "raise": LEASE_S, "sleep": SLEEP_S}
+
+
+class FailpointError(Exception):
+    """As ordered."""
+
+
+class Orders:
+    """As the processes see them that they are for."""
+
+    def __init__(self, folder: Path, is_producer: bool = False) -> None:
+        self._folder = folder
+        self._is_producer = is_producer
+        self._main = os.getpid()
+        self._reached: Counter[tuple[str, str]] = Counter()
+        for place in PLACES:
+            for at in place.at:
+                self._wrap(place, f"delaytasks.{at}")
+
+    def _wrap(self, place: Place, at: str) -> None:
+        where, _, name = at.rpartition(".")
+        owner = resolve_name(where)
+        method: Callable[..., Any] = getattr(owner, name)
+
+        @functools.wraps(method)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if place.side == "before":
+                self._reach(place)
+            answer = method(*args, **kwargs)
+            if isinstance(answer, GeneratorType):
+                return self._each(place, answer)
+            if place.side == "after":
+                self._reach(place)
+            return answer
+
+        setattr(owner, name, wrapped)
+
+    def _each(self, place: Place, answers: Iterator[Any]) -> Iterator[Any]:
+        for answer in answers:
+            if place.side == "after":
+                self._reach(place)
+            yield answer
+
+    @property
+    def _who(self) -> Who:
+        if self._is_producer:
+            return "producer"
+        return "main" if os.getpid() == self._main else "pool"
+
+    def _reach(self, place: Place) -> None:
+        order = self._folder / place.name
+        try:
+            text = order.read_text()
+            if place.who != self._who:
+                return
+            self._reached[place.name, text] += 1
+            act, nth, _serial = text.split()
+            if self._reached[place.name, text] < int(nth):
+                return
+            order.unlink()  # another process may have been quicker
+        except (FileNotFoundError, ValueError):
+            return
+        if act == "kill":
+            die(place.name)
+        elif act == "sleep":
+            tell(self._folder, f"{place.name}: sleep", SLEEP_S)
+            time.sleep(SLEEP_S)
+        else:
+            tell(self._folder, f"{place.name}: raise", 2 * LEASE_S)
+            raise FailpointError(place.name)
+
+
+def tell(folder: Path, kind: str, lasts_s: float) -> None:
+    fault = Fault(kind, f"process {os.getpid()}", now_us(), now_us() + int(lasts_s * 1e6))
+    with (folder / FAULTS).open("a") as file:
+        file.write(json.dumps(asdict(fault)) + "\n")
+
+
+def die(kind: str) -> None:
+    """What else this process has begun runs on for at most a lease."""
+    tell(Path(os.environ[VARIABLE]), f"{kind}: kill", LEASE_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)  # until the signal is there
+
+
+def give(folder: Path, name: str, act: Act, nth: int) -> Path:
+    """The order's file, which is gone when it is carried out."""
+    path = folder / name
+    draft = folder / ".draft"
+    draft.write_text(f"{act} {nth} {time.monotonic_ns()}")
+    draft.rename(path)
+    return path

@@ -1,0 +1,49 @@
+"""Some failpoints in a world of their own, in a process of its own."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from chaos.failpoints.orders import Act
+from chaos.failpoints.places import BY_NAME
+from chaos.failpoints.world import Episode, World
+
+
+class Part(NamedTuple):
+    names: tuple[str, ...]
+    first: int
+    seeds: int
+    timer: str
+    #: Empty: SQLite in the world's own folder.
+    database_url: str
+    broker_url: str
+    redis_url: str
+    act: Act
+
+
+@dataclass
+class Played:
+    episodes: list[Episode]
+    tasks: int
+    runs: int
+    findings: int
+    verdict: str
+
+
+def play(part: Part) -> Played:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with tempfile.TemporaryDirectory(prefix="delaytasks-failpoints-") as folder:
+        database_url = part.database_url or f"sqlite:///{folder}/failpoints.sqlite3"
+        world = World(Path(folder), database_url, part.broker_url, part.timer, part.redis_url)
+        try:
+            seeds = range(part.first, part.first + part.seeds)
+            episodes = [world.play(BY_NAME[name], seed, part.act) for name in part.names for seed in seeds]
+            verdict = world.verdict(episodes)
+        finally:
+            world.close()
+    return Played(episodes, verdict.tasks, verdict.runs, len(verdict.findings), str(verdict))

@@ -1,0 +1,56 @@
+"""The processors of a run with failpoints: they write down when they begin and end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from chaos.failpoints.orders import VARIABLE, Orders, die
+from chaos.project import _note
+from delaytasks import DelayTask, Ladder, processor
+from delaytasks.api import default
+
+LADDER = Ladder("0.3s 0.3s")
+
+
+@processor("fail.note")
+def note(body: dict[str, Any], task: DelayTask) -> None:
+    _note(body, task)
+
+
+@processor("fail.shaky", retry=LADDER)
+def shaky(body: dict[str, Any], task: DelayTask) -> None:
+    _note(body, task)
+    if task.attempts <= body["fails"]:
+        raise RuntimeError("as asked")
+
+
+@processor("fail.side", in_flight=10)
+def side_by_side(body: dict[str, Any], task: DelayTask) -> None:
+    _note(body, task)
+
+
+@processor("fail.limited")
+def limited(body: dict[str, Any], task: DelayTask) -> None:
+    _note(body, task)
+
+
+@processor("fail.fatal")
+def fatal(body: dict[str, Any], task: DelayTask) -> None:
+    """Its first run takes its process with it."""
+    if not task.lapses:
+        die("fatal")
+    _note(body, task)
+
+
+@processor("fail.effect")
+def effect(body: dict[str, Any], task: DelayTask) -> None:
+    """Settles its task in a transaction of its own."""
+    _note(body, task)
+    with default().store.database.begin() as connection:
+        task.complete(connection)
+
+
+if VARIABLE in os.environ:
+    Orders(Path(os.environ[VARIABLE]))

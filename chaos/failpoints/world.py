@@ -1,0 +1,166 @@
+"""A deployment whose processes fail when they are ordered to, and are started again."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import func, select
+
+from chaos.checker import Checker, Verdict
+from chaos.failpoints import orders
+from chaos.failpoints.calls import HORIZON_S, Calls
+from chaos.failpoints.orders import LEASE_S, VARIABLE, Act, Orders
+from chaos.failpoints.places import BY_NAME, Place
+from chaos.history import Change, History, read
+from chaos.project import now_us, time_environment
+from chaos.recorder import Recorder
+from delaytasks.core.states import FINISHED, LIVE, Status
+from tests.running import Deployment
+
+GRACE_S, SWEEP_S, DISPATCH_S = 0.1, 0.5, 2.0
+SETTINGS: dict[str, Any] = {
+    "lease_s": LEASE_S, "sweep_s": SWEEP_S, "self_sweep_s": 2 * SWEEP_S, "grace_s": GRACE_S, "horizon_s": HORIZON_S,
+}  # fmt: skip
+BOUNDS_S = {"R1": GRACE_S + SWEEP_S + DISPATCH_S, "R2": LEASE_S + SWEEP_S + DISPATCH_S, "D": DISPATCH_S}
+WORKERS = 2
+#: An order that nobody has come by after this time is given again, with fewer times to wait for.
+REACHED_S = 7.0
+OVER_S = 20.0
+
+
+@dataclass
+class Episode:
+    """One order, and what came of it."""
+
+    place: str
+    seed: int
+    from_us: int
+    until_us: int = 0
+    is_reached: bool = False
+    recovery_s: float = 0.0
+    #: Of those that are not over.
+    left: int = 0
+
+
+class World:
+    def __init__(self, folder: Path, database_url: str, broker_url: str, timer: str, redis_url: str) -> None:
+        self._folder = folder
+        (folder / "notes").mkdir()
+        # Of the processes that are started from now on.
+        os.environ.update({VARIABLE: str(folder), **time_environment()})
+        conf = {"imports": ["chaos.failpoints.project"]}
+        self._deployment = Deployment(
+            folder, database_url, broker_url, conf, **SETTINGS, timer=timer, redis_url=redis_url
+        )
+        self._store = self._deployment.store
+        self._deployment.delays.set_policy("fail.limited", concurrency=1)
+        self._recorder = Recorder(self._store)
+        self._recorder.start()
+        self._beat = self._deployment.beat()
+        self._workers = [self._deployment.begin_worker() for _ in range(WORKERS)]
+
+    def close(self) -> None:
+        try:
+            self._recorder.stop()
+        finally:
+            self._deployment.close()
+
+    # -- one order --------------------------------------------------------------------------------
+
+    def play(self, place: Place, seed: int, act: Act) -> Episode:
+        chance = random.Random(f"{place.name} {seed}")
+        self._wait(self._is_ready, 60)
+        episode = Episode(place.name, seed, now_us())
+        for nth in (chance.randint(1, 3), 1, 1):
+            order = orders.give(self._folder, place.name, act, nth)
+            producer = self._produce(place, chance.randrange(1 << 30))
+            if place.is_stopped:
+                self._wait(lambda: False, chance.uniform(0.1, 0.6))
+                chance.choice(self._workers).signal(signal.SIGTERM)
+            episode.is_reached = self._wait(lambda order=order: not order.exists(), REACHED_S)
+            _, status = os.waitpid(producer, 0)
+            assert not os.WIFEXITED(status) or not os.WEXITSTATUS(status), "the producer failed, as is told above"
+            if episode.is_reached:
+                break
+        order.unlink(missing_ok=True)
+        self._wait(lambda: not self._live(), OVER_S)
+        episode.left, episode.until_us = self._live(), now_us()
+        return episode
+
+    def _produce(self, place: Place, seed: int) -> int:
+        """A process of its own, which may be killed."""
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            os.setsid()
+            Orders(self._folder, is_producer=True)
+            Calls(self._deployment.producer(), self._folder / "notes", seed).make(place.mix)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+
+    def _is_ready(self) -> bool:
+        return all(" ready." in worker.log() for worker in self._workers)
+
+    def _live(self) -> int:
+        t = self._store.schema.tasks
+        live = select(func.count()).where(t.c.status.in_([int(status) for status in LIVE]))
+        return int(self._store.database.alone(lambda c: c.execute(live).scalar_one()))
+
+    def _wait(self, condition: Any, seconds: float) -> bool:
+        """Starts again what has ended meanwhile."""
+        ends = time.monotonic() + seconds
+        while True:
+            for number, worker in enumerate(self._workers):
+                if worker.ended():
+                    self._workers[number] = self._deployment.begin_worker()
+            if condition():
+                return True
+            if time.monotonic() > ends:
+                return False
+            time.sleep(0.02)
+
+    # -- what came of them ------------------------------------------------------------------------
+
+    def verdict(self, episodes: list[Episode]) -> Verdict:
+        """Also tells the episodes how long all was not well."""
+        history = read(self._folder / "notes", self._recorder.changes())
+        history.faults = orders.faults(self._folder)
+        ended_us = {(ran.id, ran.version): ran.ended_us or 0 for ran in history.ran}
+        for episode in episodes:
+            faults = [fault for fault in history.faults if fault.kind.startswith(f"{episode.place}: ")]
+            fault = next((f for f in faults if episode.from_us <= f.from_us <= episode.until_us), None)
+            episode.is_reached = fault is not None
+            if fault is not None:
+                changes = (c for c in history.changes if fault.from_us < c.at_us <= episode.until_us)
+                episode.recovery_s = max((late_s(change, fault.from_us, ended_us) for change in changes), default=0)
+                if BY_NAME[episode.place].is_refused:
+                    refuse(history, fault.from_us)
+        return Checker(history, quiet_us=now_us()).verdict()
+
+
+def late_s(change: Change, fault_us: int, ended_us: Mapping[tuple[int, int], int]) -> float:
+    """How long after it was due, or its processor had ended, a run began or a task came to its end."""
+    if change.status in FINISHED:
+        ended = ended_us.get((change.id, change.version_was or 0), 0)
+        return (change.at_us - max(change.due_us, fault_us, ended)) / 1e6
+    if change.status is Status.RUNNING and change.version != change.version_was:
+        return (change.at_us - max(change.due_us, fault_us)) / 1e6
+    return 0
+
+
+def refuse(history: History, at_us: int) -> None:
+    """The call that was under way failed: nothing may have been done."""
+    asked = [told for told in history.told if told.asked_us <= at_us]
+    last = max(asked, key=lambda told: told.asked_us)
+    history.told[history.told.index(last)] = replace(last, answer="failed")
