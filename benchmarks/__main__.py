@@ -32,7 +32,7 @@ def main() -> int:
     from benchmarks import brokers, machine, report, table
     from benchmarks.cases import CASES, GROUPS, ONCE
     from benchmarks.notes import Notes
-    from benchmarks.sides import Bare, Ours, OursInRedis
+    from benchmarks.sides import Bare, Ours, OursDirect, OursInRedis
     from benchmarks.stage import Stage
     from benchmarks.waiting import BenchError
 
@@ -49,7 +49,8 @@ def main() -> int:
     def say(text: str) -> None:
         console.print(f"[dim]{time.monotonic() - began:5.0f} s  {text}[/dim]", highlight=False)
 
-    stage = Stage(Ours(folder, notes), OursInRedis(folder, notes), Bare(folder, notes), options.quick, say)
+    sides = (Ours(folder, notes), OursInRedis(folder, notes), OursDirect(folder, notes), Bare(folder, notes))
+    stage = Stage(*sides, options.quick, say)
     facts: dict[str, Any] = {}
     failures: list[str] = []
     held = ExitStack()

@@ -30,6 +30,8 @@ def make(name: str, timer: str = "eta", **settings: Any) -> tuple[Celery, DelayT
     )
     if timer == "redis":
         settings |= {"timer": timer, "redis_url": redis_url()}
+    if timer == "direct":
+        settings |= {"timer": timer}
     found = DelayTasks(
         made,
         database_url(),
@@ -43,10 +45,12 @@ def make(name: str, timer: str = "eta", **settings: Any) -> tuple[Celery, DelayT
 
 app, delays = make("bench")
 redis_app, redis_delays = make("bench_redis", timer="redis")
+direct_app, direct_delays = make("bench_direct", timer="direct")
 
 
 @delays.processor(TAG)
 @redis_delays.processor(TAG)
+@direct_delays.processor(TAG)
 def note_task(body: Any) -> None:
     note(body["due"])
 

@@ -95,6 +95,13 @@ def worker(app: str, name: str, folder: Path, notes: str, pool: Sequence[str] = 
     return Process(name, command, folder, BENCH_NOTES=notes, **environment)
 
 
+def drainer(app: str, name: str, folder: Path, notes: str, **environment: str) -> Process:
+    """A worker without a broker."""
+    return Process(
+        name, ["delaytasks", "-A", app, "drain", "--forever", "-c", "2"], folder, BENCH_NOTES=notes, **environment
+    )
+
+
 def beat(app: str, folder: Path, **environment: str) -> Process:
     schedule = folder / f"beat-{time.monotonic_ns()}"
     command = ["celery", "-A", app, "beat", "-s", str(schedule), "--loglevel", "WARNING"]

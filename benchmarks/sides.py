@@ -53,7 +53,7 @@ class Side(ABC):
         """With workers that meet whatever there is to do."""
         try:
             names = [f"{self.name}{number}" for number in range(count)]
-            self.workers = [processes.worker(self.app_path, name, self.folder, self.notes.path, pool) for name in names]
+            self.workers = [self._start_worker(name, pool) for name in names]
             self._others = self._start_others()
             yield [f"{name}@{socket.gethostname()}" for name in names]
             for process in self.workers + self._others:
@@ -68,6 +68,15 @@ class Side(ABC):
             for process in self.workers + self._others:
                 process.stop()
             self.workers, self._others, self._killed = [], [], []
+
+    def restart(self, process: Process) -> Process:
+        """TERM, and another one in its place as soon as it has ended."""
+        process.stop()
+        started = self._start_worker(process.name, processes.POOL)
+        self.workers[self.workers.index(process)] = started
+        name = f"{process.name}@{socket.gethostname()}"
+        wait_until(lambda: self.app.control.ping(destination=[name], timeout=0.5), START_S, f"{name} to answer")
+        return started
 
     def kill(self, process: Process) -> None:
         self._killed.append(process)
@@ -120,6 +129,9 @@ class Side(ABC):
     def clear(self) -> None:
         """Forgets all tasks."""
 
+    def _start_worker(self, name: str, pool: Sequence[str]) -> Process:
+        return processes.worker(self.app_path, name, self.folder, self.notes.path, pool)
+
     def _start_others(self) -> list[Process]:
         return []
 
@@ -131,6 +143,9 @@ class Side(ABC):
             return len(self.app.control.ping(destination=names, timeout=0.5)) == len(names)
 
         wait_until(answer, START_S, f"{', '.join(names)} to answer")
+        self._warm_up(names)
+
+    def _warm_up(self, names: list[str]) -> None:
         self.clear()
         now, count = wall(), WARM_UP * len(names)
         for _ in range(count):
@@ -192,6 +207,25 @@ class OursInRedis(Ours):
 
     def holds(self, count: int) -> bool:
         return redis_server.near_entries() >= count
+
+
+class OursDirect(Ours):
+    """The same without a broker: `delaytasks drain --forever`, and no beat."""
+
+    name = "delaytasks_direct"
+    timer = "direct"
+    app = ours.direct_app
+    delays = ours.direct_delays
+    app_path = "benchmarks.ours:direct_app"
+
+    def _start_worker(self, name: str, pool: Sequence[str]) -> Process:
+        return processes.drainer(self.app_path, name, self.folder, self.notes.path)
+
+    def _start_others(self) -> list[Process]:
+        return []
+
+    def _wait_for_start(self, names: list[str]) -> None:
+        self._warm_up(names)
 
 
 class Bare(Side):

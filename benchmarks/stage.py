@@ -13,6 +13,7 @@ from benchmarks.sides import Bare, Ours
 class Stage:
     ours: Ours
     ours_in_redis: Ours
+    ours_direct: Ours
     bare: Bare
     is_quick: bool
     say: Callable[[str], None]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-#: Of each timer: two deployments that share a database and a broker.
-NAMESPACES = {"eta": "bench", "redis": "bench_redis"}
+#: Of each timer: deployments that share a database and a broker.
+NAMESPACES = {"eta": "bench", "redis": "bench_redis", "direct": "bench_direct"}
 TABLE_PREFIX = "bench_"
 #: The queue of the bare Celery app.
 BARE_QUEUE = "bench_bare"
