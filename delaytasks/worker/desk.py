@@ -37,6 +37,8 @@ REFUSAL_LOG_S = 60.0
 FAR_S = 600.0
 #: The watch may have to wait for broker and database: it is stuck after that.
 WATCH_S = 30.0
+#: Redis answers a question for messages so long after it gave up looking for one.
+ANSWER_S = 1.0
 
 
 class Desk:
@@ -94,13 +96,13 @@ class Desk:
         self.readers.stop()
         waiting = self.wheel.stop()  # before those who take what falls due
         waiting += self.dispatcher.close()
-        hang_up(self._worker.consumer)
         if waiting:
             if self.delays.inline_timer.arm(waiting):
                 logger.info("delaytasks: sent back %d near tasks", len(waiting))
             else:
                 attempt = partial(self.delays.events.attempt, "stop")
                 self.delays.routes.each(lambda at: attempt(at.named("forget"), lambda: at.store.sweeps.forget_armed()))
+        hang_up(self._worker.consumer)
         # Last: until then we count as a worker that may have died.
         self.delays.routes.each(lambda shard: self._sweepings[shard.number].stop())
         self.delays.events.attempt("stop", "leave", self.readers.leave)
@@ -195,14 +197,22 @@ class Desk:
 
 
 def hang_up(consumer: Any) -> None:
-    """On Redis a worker that stops still has an open question for the next message. What it sends back could come
-    back as the answer, which nobody reads any more."""
+    """On Redis a worker that stops still has an open question for the next message, which nobody reads any more. The
+    answer may be on its way, or be what it has just sent back: it is waited for, a second at most, and since nobody
+    consumes it any more it goes back into its queue."""
     connection = getattr(consumer, "connection", None)
-    if connection is not None and connection.transport.driver_type == "redis":
-        for channel in connection.transport.channels or ():
-            client = vars(channel).get("client")
-            if client is not None and client.connection is not None:
-                client.connection.disconnect()
+    if connection is None or connection.transport.driver_type != "redis":
+        return
+    for channel in connection.transport.channels or ():
+        client = vars(channel).get("client")
+        if client is None or client.connection is None:
+            continue
+        try:
+            if channel._in_poll and client.connection.can_read(channel.brpop_timeout + ANSWER_S):
+                channel._brpop_read()
+        except Exception:
+            pass  # the broker is away, or had nothing
+        client.connection.disconnect()
 
 
 class CallThread:

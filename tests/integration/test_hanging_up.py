@@ -1,0 +1,64 @@
+"""A worker that stops on Redis has asked for one more message: what it is given must not be lost with it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kombu import Connection, Consumer, Queue
+from redis import Redis
+
+from delaytasks.worker.desk import hang_up
+from tests.running import delete_keys
+from tests.waiting import wait_until
+
+
+class Place:
+    """A connection that consumes as a worker does, and has asked for the next message."""
+
+    def __init__(self, url: str) -> None:
+        self.name = "t" + secrets.token_hex(4)
+        self.taken: list[Any] = []
+        self.redis = Redis.from_url(url)
+        self.connection = Connection(url)
+        self.queue = Queue(self.name, no_ack=True)
+        consumer = Consumer(self.connection, [self.queue], no_ack=True, on_message=self.taken.append)
+        consumer.consume()
+        self.channel: Any = self.connection.default_channel
+        self.channel._brpop_start()
+        consumer.cancel()  # as Celery's own steps do before ours is stopped
+
+    def publish(self) -> None:
+        with Connection(self.connection.as_uri(include_password=True)) as other:
+            other.Producer().publish({"n": 1}, routing_key=self.name)
+
+    def waiting(self) -> int:
+        found: int = self.redis.llen(self.name)  # type: ignore[assignment]
+        return found
+
+
+@pytest.fixture
+def place(redis_url: str) -> Iterator[Place]:
+    made = Place(redis_url)
+    yield made
+    with Connection(redis_url) as connection:
+        delete_keys(connection, made.name)
+    made.connection.release()
+    made.redis.close()
+
+
+def test_a_message_that_redis_has_given_to_a_worker_that_stops_goes_back_to_its_queue(place: Place) -> None:
+    place.publish()
+    wait_until(lambda: place.waiting() == 0, 10, "Redis to give it out")
+    hang_up(SimpleNamespace(connection=place.connection))
+    assert place.waiting() == 1
+    assert place.taken == []
+
+
+def test_who_has_hung_up_is_given_nothing_more(place: Place) -> None:
+    hang_up(SimpleNamespace(connection=place.connection))
+    place.publish()
+    assert place.waiting() == 1
