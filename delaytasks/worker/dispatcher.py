@@ -3,6 +3,7 @@ processes, so that what waits grows into the next chunk."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -89,6 +90,18 @@ class Dispatcher:
         """Whether a chunk is under way, or one could be sent."""
         with self._lock:
             return any(lane.is_busy for lane in self.lanes)
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether a row runs, as far as the main process knows."""
+        return any(lane.in_flight or lane.running_on for lane in self.lanes)
+
+    def pids(self) -> set[int]:
+        """The processes that run rows, where they are the pool's own."""
+        found = {pid for lane in self.lanes for pid in lane.running_on}
+        for _, answer in list(self._sent.values()):
+            found |= {pid for pid in getattr(answer, "worker_pids", tuple)() if pid}
+        return found - {os.getpid()}
 
     @property
     def waiting(self) -> int:

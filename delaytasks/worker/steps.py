@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from celery import bootsteps
+from celery.utils.log import get_logger
+from celery.worker import state
 
 from delaytasks.core.task import DEFAULT_QUEUE
 from delaytasks.timers.eta import RUN
@@ -13,6 +21,9 @@ from delaytasks.worker.timelimits import check_time_limits
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
+
+
+logger = get_logger(__name__)
 
 
 class DelaysStep(bootsteps.StartStopStep):
@@ -30,6 +41,7 @@ class DelaysStep(bootsteps.StartStopStep):
         delays.processes.serve(worker.hostname, worker.pool)
         add_queues(worker.app, delays)
         worker.delays_desk = Desk(delays, worker)
+        worker.wait_for_soft_shutdown = partial(shut_down_coldly, worker, worker.wait_for_soft_shutdown)
         return self
 
     def start(self, worker: Any) -> None:
@@ -47,6 +59,26 @@ class DelaysStep(bootsteps.StartStopStep):
     def info(self, worker: Any) -> dict[str, Any]:
         """For `celery inspect stats`."""
         return {"delaytasks": worker.delays_desk.info()}
+
+
+def shut_down_coldly(worker: Any, celerys_own: Callable[[], None]) -> None:
+    """In place of `worker.wait_for_soft_shutdown`, which is how a cold shutdown begins, in a signal handler. Celery
+    gives what runs the time that `worker_soft_shutdown_timeout` says and then ends it; but it does not know of our
+    chunks, and would wait for them for ever. What they ran lapses."""
+    desk, conf = worker.delays_desk, worker.app.conf
+    # In a thread of its own: this one may be in the middle of what it waits for.
+    Thread(target=desk.stop, name="delaytasks-stop", daemon=True).start()
+    seconds = conf.worker_soft_shutdown_timeout
+    if state.active_requests or conf.worker_enable_soft_shutdown_on_idle:
+        celerys_own()
+    elif seconds > 0 and desk.dispatcher.is_at_work:
+        logger.warning("delaytasks: soft shutdown, what runs has %g seconds", seconds)
+        time.sleep(seconds)
+    for pid in desk.dispatcher.pids():
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
 
 
 def add_queues(app: Any, delays: DelayTasks) -> None:

@@ -28,7 +28,7 @@ class Place:
         consumer = Consumer(self.connection, [self.queue], no_ack=True, on_message=self.taken.append)
         consumer.consume()
         self.channel: Any = self.connection.default_channel
-        self.channel._brpop_start()
+        self.connection.transport.cycle._register_BRPOP(self.channel)
         consumer.cancel()  # as Celery's own steps do before ours is stopped
 
     def publish(self) -> None:

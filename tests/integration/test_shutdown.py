@@ -1,0 +1,102 @@
+"""How workers end: what runs is finished, what is held goes back at once, what was killed lapses."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delaytasks import DelayTask, NewTask, Status
+from tests.conformance.timers import ALONE
+from tests.running import Deployment, Process
+from tests.waiting import wait_until
+
+Deploy = Callable[..., Deployment]
+
+
+@pytest.fixture
+def deploy(tmp_path: Path, postgresql_url: str, redis_url: str) -> Iterator[Deploy]:
+    made: list[Deployment] = []
+
+    def make(conf: dict[str, Any] | None = None, **settings: Any) -> Deployment:
+        made.append(Deployment(tmp_path, postgresql_url, redis_url, conf, **settings))
+        return made[-1]
+
+    yield make
+    for deployment in made:
+        deployment.close()
+
+
+def asleep(d: Deployment, seconds: float) -> DelayTask:
+    """A task that runs now, and so long."""
+    task = d.schedule("test.sleep", body={"seconds": seconds})
+    wait_until(lambda: any(run[:2] == [str(task.id), "began"] for run in d.runs()), 20, f"it to begin\n{d.logs()}")
+    return task
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
+def test_term_finishes_what_runs_and_gives_back_the_rest_at_once(deploy: Deploy, pool: str) -> None:
+    """Leases are long, and no sweep comes: only what the worker gives back itself can run elsewhere in time."""
+    d = deploy(**ALONE, lease_s=60)
+    d.delays.sweeper.sweep()
+    worker = d.worker(pool=pool, concurrency=1)
+    d.wait_for([d.schedule()])
+    due = d.delays.clock.now() + timedelta(seconds=0.3)
+    # Claimed as one chunk, of which the first row takes its time.
+    behind: list[DelayTask] = []
+    new = [NewTask("test.sleep", {"file": str(d.file), "seconds": 4}, when=due, priority=9)]
+    new += [NewTask("test.note", {"file": str(d.file)}, when=due) for _ in range(5)]
+    d.delays.schedule_many(new, on_batch=behind.extend)
+    long = behind.pop(0)
+    held = [d.schedule(delay=8) for _ in range(5)]
+    wait_until(lambda: any(run[1] == "began" for run in d.runs()), 20, f"it to begin\n{d.logs()}")
+    worker.signal(signal.SIGTERM)
+    wait_until(lambda: {d.status(task) for task in behind} == {Status.NOT_COMPLETE}, 3, "the rest to be given back")
+    assert d.status(long) is Status.RUNNING
+    wait_until(worker.ended, 20, f"the worker to end\n{worker.log()}")
+    done = d.delays.get(long)
+    assert (done.status, done.attempts, done.lapses) == (Status.DONE, 1, 0)
+    d.worker()
+    d.wait_for([*behind, *held], deadline_s=25)
+    assert {d.delays.get(task).attempts for task in [*behind, *held]} == {1}
+
+
+def quit_or_kill(worker: Process, number: signal.Signals) -> None:
+    if number is signal.SIGKILL:
+        worker.kill()
+        return
+    worker.signal(number)
+    wait_until(worker.ended, 20, f"the worker to end\n{worker.log()}")
+
+
+@pytest.mark.parametrize(
+    ("pool", "number"),
+    [("prefork", signal.SIGQUIT), ("threads", signal.SIGKILL), ("solo", signal.SIGKILL)],
+    ids=["prefork-QUIT", "threads-KILL", "solo-KILL"],
+)
+def test_what_a_worker_ran_that_is_killed_lapses_and_runs_again(
+    deploy: Deploy, pool: str, number: signal.Signals
+) -> None:
+    d = deploy(lease_s=2)
+    worker = d.worker(pool=pool, concurrency=1)
+    task, held = asleep(d, 60), d.schedule(delay=2)
+    quit_or_kill(worker, number)
+    d.worker(pool=pool)
+    d.wait_for([held])
+    wait_until(lambda: d.delays.get(task).attempts == 2, 20, f"it to run again\n{d.logs()}")
+    assert d.delays.get(task).lapses == 1
+
+
+def test_celerys_soft_shutdown_gives_what_runs_its_time(deploy: Deploy) -> None:
+    d = deploy({"worker_soft_shutdown_timeout": 6}, lease_s=60)
+    worker = d.worker(concurrency=1)
+    task, held = asleep(d, 4), d.schedule(delay=3)
+    quit_or_kill(worker, signal.SIGQUIT)
+    assert "soft shutdown, what runs has 6 seconds" in worker.log()
+    done = d.delays.get(task)
+    assert (done.status, done.attempts) == (Status.DONE, 1), worker.log()
+    assert d.status(held) is Status.NOT_COMPLETE, "nothing new begins meanwhile"
