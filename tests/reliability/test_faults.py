@@ -46,11 +46,8 @@ def test_a_worker_that_was_frozen_past_its_lease_can_not_finish_what_it_lost(
     task = d.schedule("test.sleep", body={"seconds": 1})
     wait_until(d.runs, 10, "it to begin")
     os.killpg(frozen.pid, signal.SIGSTOP)
-    stopped = time.monotonic()
     d.worker()
     d.wait_for([task], deadline_s=30)
-    settings = d.delays.settings
-    assert time.monotonic() - stopped < LEASE_S + settings.self_sweep_s + 1 + 5, "R2, a worker's start, the run itself"
     done = d.delays.get(task)
     os.killpg(frozen.pid, signal.SIGCONT)
     wait_until(lambda: f"task.lease_lost id={task.id}" in frozen.log(), 15, "its late finish to be refused", 0.05)
