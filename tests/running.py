@@ -234,7 +234,12 @@ class Process:
         return self.log_file.read_text(errors="replace")
 
     def ended(self) -> bool:
-        return self._popen.poll() is not None
+        return self.status is not None
+
+    @property
+    def status(self) -> int | None:
+        """What it ended with."""
+        return self._popen.poll()
 
     def terminate(self, deadline_s: float = 20) -> None:
         self._popen.send_signal(signal.SIGTERM)
