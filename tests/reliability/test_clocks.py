@@ -12,7 +12,6 @@ from tests.services import MissingServiceError
 
 APART = [
     ("postgresql", Hours(HOUR_S, -HOUR_S, 0)),
-    ("postgresql", Hours(0, HOUR_S, -HOUR_S)),
     ("mariadb", Hours(-HOUR_S, 0, HOUR_S)),
 ]
 
