@@ -213,6 +213,7 @@ def hang_up(consumer: Any) -> None:
         except Exception:
             pass  # the broker is away, or had nothing
         client.connection.disconnect()
+        channel._in_poll = None  # or closing it would wait for an answer that can not come
 
 
 class CallThread:
