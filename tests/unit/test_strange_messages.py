@@ -23,6 +23,7 @@ from kombu.serialization import prepare_accept_content
 
 from delaytasks.core.ids import MAX_ID
 from delaytasks.core.ports import Entry
+from delaytasks.timers.direct import read_notice
 from delaytasks.timers.eta import RUN
 from delaytasks.worker.guard import _guarded_read
 from delaytasks.worker.tasks import SWEEP
@@ -203,6 +204,21 @@ def test_a_worker_says_that_the_app_accepts_what_can_run_code(tmp_path: Path, ac
     reader.desk.delays._made.check_broker()
     assert [fields["accepts"] for fields in seen] == ["pickle"] * told
     reader.desk.delays.close()
+
+
+@fuzz(200)
+@given(
+    st.builds(json.dumps, json_like | st.tuples(st.sampled_from(["default", "a b", ""]), args)) | st.text(max_size=40)
+)
+@example("[" * 5000)
+@example('["default", [[[1, 0, 1e400, 0]]]]')
+def test_any_notice_is_entries_or_is_refused(payload: str) -> None:
+    """Whoever may connect to PostgreSQL may tell something on the channel."""
+    try:
+        entries = read_notice(payload)
+    except (ValueError, TypeError, RecursionError):  # as the ear has it
+        return
+    assert all(0 < entry.id <= MAX_ID and 0 <= entry.version < 2**63 for entry in entries)
 
 
 def test_nothing_of_ours_goes_to_a_result_backend(tmp_path: Path) -> None:
