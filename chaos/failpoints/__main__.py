@@ -24,6 +24,9 @@ from tests.postgres_server import PostgresServer
 from tests.redis_server import RedisServer
 from tests.services import Services, free_port, own_database
 
+#: From so many seeds on.
+OFTEN = 10
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="failpoints", description=__doc__)
@@ -42,11 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         database, broker, redis = servers(own, options.database, options.broker)
         parts = [
             Part(tuple(names), options.first, options.seeds, timer, database, broker, redis, options.act)
-            for timer, names in shared(options.timer, options.only, options.worlds)
+            for timer, names in shared(options.timer, options.only, options.worlds, options.seeds)
         ]
         pool = own.enter_context(ProcessPoolExecutor(options.worlds, mp_context=get_context("spawn")))
-        played = [done.result() for done in as_completed([pool.submit(play, part) for part in parts])]
-    return show(played, options.slack + LASTS_S[options.act], Console())
+        console, played, slack_s = Console(), [], options.slack + LASTS_S[options.act]
+        for done in as_completed([pool.submit(play, part) for part in parts]):
+            played.append(done.result())
+            console.print(f"{len(played)} of {len(parts)}: {', '.join({e.place for e in played[-1].episodes})}")
+    return show(played, slack_s, console)
 
 
 def servers(own: contextlib.ExitStack, database: str, broker: str) -> tuple[str, str, str]:
@@ -69,8 +75,9 @@ def servers(own: contextlib.ExitStack, database: str, broker: str) -> tuple[str,
     return url, redis.url if broker == "redis" else services.url(broker), redis.url
 
 
-def shared(timer: str | None, only: Sequence[str] | None, worlds: int) -> list[tuple[str, list[str]]]:
-    """The failpoints of each world; those that both timers reach go to each in turn."""
+def shared(timer: str | None, only: Sequence[str] | None, worlds: int, seeds: int) -> list[tuple[str, list[str]]]:
+    """The failpoints of each world; those that both timers reach go to each in turn. One that is to be reached often has
+    a world of its own."""
     found: dict[str, list[str]] = {"eta": [], "redis": []}
     for number, place in enumerate(PLACES):
         if only is None or place.name in only:
@@ -78,6 +85,8 @@ def shared(timer: str | None, only: Sequence[str] | None, worlds: int) -> list[t
             if fitting:
                 found[fitting[number % len(fitting)]].append(place.name)
     names = [(timer, name) for timer in found for name in found[timer]]
+    if seeds >= OFTEN:
+        return [(timer, [name]) for timer, name in names]
     parts = [
         (timer, [name for at, name in names[number::worlds] if at == timer])
         for timer in found
