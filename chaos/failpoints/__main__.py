@@ -76,8 +76,8 @@ def servers(own: contextlib.ExitStack, database: str, broker: str) -> tuple[str,
 
 
 def shared(timer: str | None, only: Sequence[str] | None, worlds: int, seeds: int) -> list[tuple[str, list[str]]]:
-    """The failpoints of each world; those that both timers reach go to each in turn. One that is to be reached often has
-    a world of its own."""
+    """The failpoints of each world; those that both timers reach go to each in turn. One that is to be reached often
+    has a world of its own."""
     found: dict[str, list[str]] = {"eta": [], "redis": []}
     for number, place in enumerate(PLACES):
         if only is None or place.name in only:

@@ -61,7 +61,7 @@ class Stage:
             script(play)
         finally:
             play.world.close()
-        play.history.changes = self.recorder.changes()
+        play.history.changes = list(self.recorder.changes())
         return Checker(play.history, self.settings.max_lapses, self.times.now_us).verdict()
 
     def claims(self, name: str) -> Claims:

@@ -146,7 +146,7 @@ class Worker(Host):
         )
         delays: Any = SimpleNamespace(
             settings=play.settings, events=self.events, registry=play.registry, clock=self.clock, shards=[shard],
-            processes=self.processes, redis_timer=None, inline_timer=self.timer, timer=self.timer,
+            processes=self.processes, redis_timer=None, direct_timer=None, inline_timer=self.timer, timer=self.timer,
             routes=SimpleNamespace(each=lambda work: work(shard)),
         )  # fmt: skip
         hub = SimpleNamespace(call_soon=self.soon)

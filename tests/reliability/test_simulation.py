@@ -21,7 +21,7 @@ from delaytasks.store.claims import Claims
 from delaytasks.store.leases import Leases
 from delaytasks.store.tasks import Tasks
 
-SEEDS = 200
+SEEDS = 120
 #: Each planted bug is found within so many; most are within ten.
 MOST = 500
 
