@@ -12,6 +12,9 @@ from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
 
 #: Of a trap for hosts that only stand still.
 FROZEN_S = (0.5, 20.0)
+#: So long the processes of a pool may go on with what they have begun when their main process is dead, and nobody
+#: renews their leases.
+ORPHANS_S = 30.0
 #: Steps that ask the database.
 ASKS = frozenset(
     "insert cancel reschedule touch claim claim_due claim_alone claim_suspect misses settle begin_sweep near "
@@ -55,7 +58,8 @@ class Hazards:
     def strike(self, host: Host, act: str, where: str) -> None:
         now_us = self._world.times.now_us
         frozen_s = self._world.chance.uniform(*FROZEN_S) if act == "freeze" else 0
-        self._note(Fault(f"{act} {where}", host.name, now_us, now_us + int(frozen_s * 1e6)))
+        lasts_s = ORPHANS_S if act == "kill" and len(host.family) > 1 and host.family[0] is host else frozen_s
+        self._note(Fault(f"{act} {where}", host.name, now_us, now_us + int(lasts_s * 1e6)))
         if act == "kill":
             self._world.kill(host)
         elif act == "freeze":

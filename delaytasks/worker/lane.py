@@ -33,10 +33,12 @@ def by_shard(entries: Sequence[Entry], shards: int) -> dict[int, Sequence[Entry]
 
 @dataclass
 class Drain:
-    """A queue that is being worked off from the table, by one chunk at first, by all processes once it proves deep."""
+    """A queue that is being worked off from the table, by one chunk at first, by all processes once it proves deep. Who
+    asks while a row of that chunk takes its time need not wait for it."""
 
     priorities: set[int]
     chunks: int = 0
+    sent_at: float = 0.0
     is_deep: bool = False
     #: Somebody asked while a chunk was under way, which may have looked too early.
     is_asked_again: bool = False
@@ -173,8 +175,10 @@ class Lane:
         if self._lines_next and (line := self.lines.next()) is not None:
             return Job((), limit=size, events=sends_events, shard=self.shard, line=line)
         for queue, drain in self._drains.items():
-            if not drain.chunks or drain.is_deep:
+            is_held_up = drain.is_asked_again and monotonic() > drain.sent_at + LONG_S
+            if not drain.chunks or drain.is_deep or is_held_up:
                 drain.chunks += 1
+                drain.sent_at, drain.is_asked_again = monotonic(), drain.is_asked_again and not is_held_up
                 self._drains[queue] = self._drains.pop(queue)  # the next one's turn comes first
                 return Job((), queue, tuple(drain.priorities), size, sends_events, self.shard)
         if (line := self.lines.next()) is not None:

@@ -139,6 +139,23 @@ def test_fresh_tasks_and_a_backlog_take_turns() -> None:
     assert kinds == ["fresh", "old", "fresh", "old"]
 
 
+def test_a_drain_does_not_wait_for_one_whose_row_takes_its_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else an overdue row waits for minutes, though a process is free."""
+    now = 100.0
+    monkeypatch.setattr(lane, "monotonic", lambda: now)
+    bench.dispatcher.drain("default", [0])
+    bench.dispatcher.drain("default", [0])
+    assert len(bench.pool.jobs) == 1
+    now += lane.LONG_S + 0.1
+    bench.dispatcher.drain("default", [0])
+    assert [job.drain for job, _, _ in bench.pool.jobs] == ["default", "default"]
+    bench.pool.end(Report(is_full=False))
+    bench.pool.end(Report(is_full=False))
+    assert not bench.pool.jobs
+    bench.dispatcher.drain("default", [0])
+    assert len(bench.pool.jobs) == 1
+
+
 def test_a_drain_that_is_asked_for_while_one_is_under_way_is_done_after_it(bench: Bench) -> None:
     bench.dispatcher.drain("default", [0])
     bench.dispatcher.drain("default", [5])
