@@ -126,7 +126,11 @@ class Script:
         self._open += 1
         for _ in range(self._chance.randint(0, MOST_FAULTS)):
             self._world.pause(self._chance.uniform(0, 3))
-            ways = [self._set_trap] * 6 + [self._kill, self._freeze, self._stop, self._set_clock, self._break_broker]
+            ways = (
+                [self._set_trap] * 6
+                + [self._freeze] * 3
+                + [self._kill, self._stop, self._set_clock, self._break_broker]
+            )
             self._chance.choice([*ways, self._break_database])()
         self._open -= 1
 
@@ -156,7 +160,14 @@ class Script:
         worker.kill()
 
     def _freeze(self) -> None:
-        worker, seconds = self._some_worker(), self._chance.uniform(1, 20)
+        """While it runs something, if it does soon; mostly for longer than a lease."""
+        for _ in range(100):
+            busy = [w for w in self._alive() if any(child.job is not None for child in w.children)]
+            if busy:
+                break
+            self._world.pause(0.03)
+        worker = self._chance.choice(busy or self._play.workers)
+        seconds = self._chance.uniform(1, 20)
         self._note("freeze", worker.name, seconds)
         self._world.freeze(worker, seconds)
 
