@@ -7,11 +7,13 @@ import signal
 from collections.abc import Mapping, Sequence
 
 from delaytasks.timers.redis import RedisTimer, Slot, Taken
+from delaytasks.worker import mover as movers
+from delaytasks.worker.mover import Mover
 
 STEP = os.environ["DELAYTASKS_TEST_KILL"]
 #: So many at once are a burst.
 MANY = 5
-take = RedisTimer.take
+take, hand_on = RedisTimer.take, Mover._hand_on
 
 
 def die_if(step: str, taken: Sequence[Taken] | None) -> None:
@@ -20,11 +22,17 @@ def die_if(step: str, taken: Sequence[Taken] | None) -> None:
 
 
 def take_and_die(timer: RedisTimer, most: Mapping[Slot, int], handed_on: Sequence[Taken] = ()) -> list[Taken] | None:
-    die_if("handed on", handed_on)
     taken = take(timer, most, handed_on)
     die_if("deleted", handed_on)
     die_if("taken", taken)
     return taken
 
 
+def hand_on_and_die(mover: Mover, taken: list[Taken]) -> None:
+    hand_on(mover, taken)
+    die_if("handed on", taken)
+
+
+movers.DELETE_S = 0.0  # at once: nothing of the burst has begun when it dies
+Mover._hand_on = hand_on_and_die  # type: ignore[method-assign]
 RedisTimer.take = take_and_die  # type: ignore[method-assign, assignment]
