@@ -20,6 +20,8 @@ from tests.services import kill_connections
 FROZEN_S = 6.0
 #: Of each byte, either way.
 LATENCY_S = 0.2
+#: What was held back on the way has arrived by then, and had its effects: the claim of a process that is dead, say.
+ECHO_S = 0.5
 #: As long as nobody's retries last.
 AWAY_S = 2.5
 HOUR_S = 3600
@@ -214,7 +216,7 @@ def _black_hole(field: Field, link: Proxy, chance: random.Random) -> str:
     field.pause(seconds)
     if is_reset:
         link.reset()
-    link.heal()
+    _heal(field, [link])
     return f"for {seconds:.1f} s{', and what was open is reset' if is_reset else ''}"
 
 
@@ -223,9 +225,14 @@ def _slow(field: Field, links: list[Proxy], chance: random.Random) -> str:
     for link in links:
         link.delay_s = LATENCY_S
     field.pause(seconds)
+    _heal(field, links)
+    return f"{LATENCY_S * 1000:.0f} ms either way for {seconds:.1f} s"
+
+
+def _heal(field: Field, links: list[Proxy]) -> None:
     for link in links:
         link.heal()
-    return f"{LATENCY_S * 1000:.0f} ms either way for {seconds:.1f} s"
+    field.pause(ECHO_S)
 
 
 NEMESES = [
