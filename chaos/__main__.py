@@ -43,6 +43,7 @@ def main() -> int:
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(f"seed {seed}: {plan.tasks:,} tasks and {plan.faults} faults in {plan.seconds:,.0f} s, on {site}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it started is ended, however it ends
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also in the background, where shells have it ignored
     with a_folder(options.keep) as folder:
         folder.chmod(0o755)  # the database may be another user's
         field = None

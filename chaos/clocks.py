@@ -190,6 +190,7 @@ def main() -> int:
     if options.only:
         combinations = [Hours(*map(int, each.split(","))) for each in options.only]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it started is ended, however it ends
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also in the background, where shells have it ignored
     console.width = max(console.width, 110)  # also into a file
     table = Table("server", *Hours._fields, "runs", "late ms: p50", "max", "of a core", "statements/s", "found")
     flawed = 0
