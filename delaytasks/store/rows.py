@@ -16,6 +16,7 @@ from sqlalchemy import (
     Integer,
     SmallInteger,
     Text,
+    and_,
     any_,
     bindparam,
     case,
@@ -128,6 +129,22 @@ def listed(database: Database, column: Column[Any], name: str) -> ColumnElement[
         return column.in_(bindparam(name, expanding=True))
     values = select(func.unnest(bindparam(name, type_=ARRAY(column.type))))
     return column == any_(func.array(values.scalar_subquery()))
+
+
+def each_listed(id: Column[int]) -> ColumnElement[bool]:
+    """It is in the list of `list_of`, which a statement that is prepared can look up. Without it a table that was never
+    analysed is read from end to end."""
+    return and_(id == any_(bindparam("ids", type_=ARRAY(BigInteger))), within_list(id))
+
+
+def within_list(id: Column[int]) -> ColumnElement[bool]:
+    """The range of the ids: a plan that is kept can tell by it, and not by a list, which partitions to open."""
+    return id.between(bindparam("first", type_=BigInteger), bindparam("last", type_=BigInteger))
+
+
+def list_of(database: Database, ids: list[int]) -> dict[str, Any]:
+    """The parameters of a sorted list."""
+    return {"ids": ids, "first": ids[0], "last": ids[-1]} if database.can.array_parameters else {"ids": ids}
 
 
 def listing(name: str) -> Any:

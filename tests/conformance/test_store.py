@@ -699,13 +699,13 @@ def test_one_statement_carries_a_bounded_text(store: Store, claims: Claims, monk
     store.tasks.insert_many(made)
     claimed = claims.claim([entry(one) for one in made])
     sizes: list[int] = []
-    settle = claims._settle
+    settle = claims.ends._settle
 
     def note(connection: Any, parameters: Any) -> Any:
         sizes.append(len(parameters["rows"].encode()))
         return settle(connection, parameters)
 
-    monkeypatch.setattr(claims, "_settle", note)
+    monkeypatch.setattr(claims.ends, "_settle", note)
     assert len(claims.settle([Settlement(one, "fail", error="时" * 65_536) for one in claimed])) == 30
     assert len(sizes) == 3
     assert max(sizes) < 2_100_000

@@ -22,6 +22,7 @@ from delaytasks.core.states import Status
 from delaytasks.engine.sweeper import Sweeper
 from delaytasks.store import lapses
 from delaytasks.store.prepared import Prepared
+from delaytasks.store.settlements import Settlements
 from delaytasks.store.store import Store
 from tests.benches import Bench
 from tests.conftest import open_store
@@ -236,13 +237,13 @@ def no_fence_on_finish(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     t = stage.store.schema.tasks
     values = {"status": int(Status.DONE), "version": t.c.version + 1}
     anything = Prepared(stage.store.database, update(t).where(true()).values(values))
-    settle = type(stage.bench.claims._claims)._settled
+    settle = Settlements._settled
 
-    def settled(claims: Any, connection: Any, ordered: Any) -> set[int]:
-        claims._settle = lambda connection, parameters: anything(connection, {})
-        return settle(claims, connection, ordered)
+    def settled(ends: Any, connection: Any, ordered: Any) -> set[int]:
+        ends._settle = lambda connection, parameters: anything(connection, {})
+        return settle(ends, connection, ordered)
 
-    patch.setattr(type(stage.bench.claims._claims), "_settled", settled)
+    patch.setattr(Settlements, "_settled", settled)
 
 
 def acknowledged_before_it_is_written(stage: Stage, patch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from delaytasks.engine.sweeper import Sweeper
 from delaytasks.store import lapses
 from delaytasks.store.claims import Claims
 from delaytasks.store.leases import Leases
+from delaytasks.store.rows import list_of
 from delaytasks.store.tasks import Tasks
 
 SEEDS = 120
@@ -53,7 +54,7 @@ def test_a_seed_is_played_the_same_again(here: Stage) -> None:
 def no_version_check_on_claim(patch: pytest.MonkeyPatch) -> None:
     def claim(self: Claims, entries: Any) -> Any:
         ids = [entry.id for entry in entries]
-        return self._tasks(self._db.alone(lambda c: self._taking(c, self._listing(sorted(ids))).rows))
+        return self._tasks(self._db.alone(lambda c: self._taking(c, list_of(self._db, sorted(ids))).rows))
 
     patch.setattr(Claims, "claim", claim)
 

@@ -1,0 +1,182 @@
+"""How runs end: settled, one statement for many rows, or by their processor in a transaction of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from sqlalchemy import Update, and_, bindparam, case, func, select, update
+
+from delaytasks.core.ports import Executor, Settlement
+from delaytasks.core.states import FINISHED, MOVES, Status, following
+from delaytasks.core.task import DelayTask
+from delaytasks.store.attempts import Attempts
+from delaytasks.store.database import Database
+from delaytasks.store.keys import Keys
+from delaytasks.store.prepared import Prepared
+from delaytasks.store.rows import dump_rows, each_listed, instant_text, json_rows, list_of, next_version
+from delaytasks.store.schema import Schema
+from delaytasks.store.types import db_now
+
+#: Moves after which nobody can tell that the task was claimed, and those that do not count as an attempt.
+NEVER_RAN = frozenset({"give_back", "expire"})
+RETURNS_ATTEMPT = NEVER_RAN | {"snooze"}
+#: Failed attempts, which are kept.
+MISSES = frozenset({"fail", "climb"})
+#: Bytes of error texts in one statement. Quoted for JSON and then for SQL they may be several times as long, and
+#: MariaDB takes 16 MB.
+MAX_TEXT = 2_000_000
+
+
+class Settlements:
+    """Of one worker process."""
+
+    def __init__(self, database: Database, schema: Schema, worker: str) -> None:
+        self._db = database
+        self._t = schema.tasks
+        self._keys = Keys(database, schema)
+        self._attempts = Attempts(database, schema)
+        self._worker = worker
+        self._dialect = database.url.get_backend_name()
+        self._settle = Prepared(database, self._settle_statement())
+
+    def _settle_statement(self) -> Update:
+        t = self._t
+        names = ("id", "version", "was", "status", "error", "result", "began", "due", "returned", "never_ran")
+        w = json_rows(self._dialect, names)
+        statement = (
+            update(t)
+            .where(t.c.id == w.c.id, t.c.version == w.c.version, t.c.status == w.c.was)
+            .values(
+                status=w.c.status,
+                version=next_version(t.c.version),
+                error_stack=w.c.error,
+                result=w.c.result,
+                # Given back, it never ran: nobody did, anywhere.
+                execution_time=case((w.c.never_ran == 1, None), else_=func.coalesce(w.c.began, t.c.execution_time)),
+                worker=case((w.c.never_ran == 1, None), else_=t.c.worker),
+                ip_address=case((w.c.never_ran == 1, None), else_=t.c.ip_address),
+                expected_time=func.coalesce(w.c.due, t.c.expected_time),
+                attempts=t.c.attempts - w.c.returned,
+                lapses=case((w.c.never_ran == 1, t.c.lapses), else_=0),
+                lease_until=None,
+                update_time=db_now(),
+            )
+        )
+        if self._db.can.array_parameters:
+            return statement.where(each_listed(t.c.id))
+        # Else MySQL reads a small table from end to end, and waits for each row in it that somebody has locked.
+        return statement.where(t.c.id.in_(bindparam("ids", expanding=True)))
+
+    def settle(self, settlements: Sequence[Settlement]) -> set[int]:
+        """The ids whose end was accepted; the others were no longer ours."""
+        accepted: set[int] = set()
+        for part in _parts(settlements):
+            accepted |= self._settle_part(part)
+        return accepted
+
+    def complete(self, task: DelayTask, result: str | None, on: Executor) -> bool:
+        """The end of a task that runs, as a part of its processor's own transaction; False if it was taken from it."""
+        t, move = self._t, MOVES["succeed"]
+        self._keys.release(on, task)  # keys before tasks
+        done = {
+            "status": int(move.target),
+            "version": following(task.version),
+            "error_stack": None,
+            "result": result,
+            "lapses": 0,
+            "lease_until": None,
+            "update_time": db_now(),
+        }
+        is_ours = and_(t.c.id == task.id, t.c.version == task.version, t.c.status.in_([int(s) for s in move.sources]))
+        return bool(on.execute(update(t).where(is_ours).values(**done)).rowcount)
+
+    def _settle_part(self, ordered: Sequence[Settlement]) -> set[int]:
+        if not any(s.move in MISSES or (s.task.key is not None and s.move != "give_back") for s in ordered):
+            return self._db.alone(lambda c: self._settled(c, ordered))
+
+        def together() -> set[int]:
+            with self._db.begin() as connection:
+                return self._together(connection, ordered)
+
+        return self._db.run(together)
+
+    def settle_together(self, on: Any, settlements: Sequence[Settlement]) -> set[int]:
+        """In a transaction of ours."""
+        return set().union(*(self._together(on, part) for part in _parts(settlements)))
+
+    def _together(self, on: Any, ordered: Sequence[Settlement]) -> set[int]:
+        # Keys before tasks, as those who replace a task do it: the other way round they would deadlock.
+        held = self._lock_keys(on, ordered)
+        settlements = [self._unless_replaced(s, held) for s in ordered]
+        accepted = self._settled(on, settlements)
+        over = [s for s in settlements if s.task.id in accepted]
+        self._keys.release_all(on, [_named(s) for s in over if s.task.id in held and MOVES[s.move].target in FINISHED])
+        if failed := [s for s in over if s.move in MISSES]:
+            self._attempts.record(on, failed, self._worker)
+        return accepted
+
+    def _lock_keys(self, on: Any, settlements: Sequence[Settlement]) -> set[int]:
+        """The ids of those that still have their key."""
+        named = [_named(s) for s in settlements if s.task.key is not None and s.move != "give_back"]
+        return {row[0] for row in self._keys.lock_all(on, named, skip_locked=False)}
+
+    @staticmethod
+    def _unless_replaced(settlement: Settlement, held: set[int]) -> Settlement:
+        """A task whose key went to another one while it ran may finish, but not run again."""
+        task, again = settlement.task, settlement.move in ("climb", "snooze")
+        if not again or task.key is None or task.id in held:
+            return settlement
+        error = f"{settlement.error or settlement.move}\nNot run again: its key {task.key!r} went to another task."
+        return replace(settlement, move="fail", error=error, due=None)
+
+    def _settled_row(self, settlement: Settlement) -> dict[str, Any]:
+        return {
+            "id": settlement.task.id,
+            "version": settlement.task.version,
+            "was": int(Status.RUNNING),
+            "status": int(MOVES[settlement.move].target),
+            "error": settlement.error,
+            "began": instant_text(self._dialect, settlement.began),
+            "due": instant_text(self._dialect, settlement.due),
+            "result": settlement.result,
+            "returned": int(settlement.move in RETURNS_ATTEMPT),
+            "never_ran": int(settlement.move in NEVER_RAN),
+        }
+
+    def _settled(self, connection: Any, ordered: Sequence[Settlement]) -> set[int]:
+        parameters = {"rows": dump_rows([self._settled_row(s) for s in ordered])}
+        parameters |= list_of(self._db, [s.task.id for s in ordered])
+        expected = {s.task.id: self._after(s) for s in ordered}
+        if self._settle(connection, parameters).met == len(ordered):
+            return set(expected)
+        # Some were not ours any more, or the same settlement came through before its answer was lost.
+        t = self._t
+        query = select(t.c.id, t.c.version, t.c.status, t.c.lapses).where(t.c.id.in_(list(expected)))
+        return {row[0] for row in connection.execute(query) if tuple(row[1:]) == expected[row[0]]}
+
+    @staticmethod
+    def _after(settlement: Settlement) -> tuple[int, int, int]:
+        """Version, status and lapses of a row that this settlement left; a lapse leaves other ones."""
+        task, never_ran = settlement.task, settlement.move in NEVER_RAN
+        return following(task.version), int(MOVES[settlement.move].target), task.lapses if never_ran else 0
+
+
+def _named(settlement: Settlement) -> tuple[int, str, str | None]:
+    return settlement.task.id, settlement.task.tag, settlement.task.key
+
+
+def _parts(settlements: Sequence[Settlement]) -> Iterator[list[Settlement]]:
+    """In the order of their ids."""
+    part: list[Settlement] = []
+    size = 0
+    for settlement in sorted(settlements, key=lambda settlement: settlement.task.id):
+        length = len(settlement.error.encode(errors="replace")) if settlement.error else 0
+        if part and size + length > MAX_TEXT:
+            yield part
+            part, size = [], 0
+        part.append(settlement)
+        size += length
+    if part:
+        yield part
