@@ -178,7 +178,10 @@ class Drain:
 
     def _add(self, report: Report) -> None:
         self._claimed += report.claimed
-        self._errors, self._error = (self._errors + 1, report.error) if report.error else (0, "")
+        if report.error:
+            self._errors, self._error = self._errors + 1, report.error
+        elif report.claimed:
+            self._errors = 0
         for name, tag, number in report.counts:
             self.counts[name] += number
             if tag:

@@ -138,6 +138,11 @@ class Unit(Protocol):
     @property
     def executor(self) -> Executor: ...
 
+    @property
+    def stands_alone(self) -> bool:
+        """There is no transaction: what is written is committed by itself."""
+        ...
+
     def after_commit(self, tasks: Sequence[DelayTask], action: Callable[..., None]) -> None:
         """Calls `action(tasks)` once others see the rows, or `action(tasks, is_committed=False)` just before."""
         ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 
 from delaytasks.core.clock import Clock
-from delaytasks.core.errors import InvalidInputError, InvalidScheduleError, LeaseLostError, TaskStateError
+from delaytasks.core.errors import InvalidInputError, InvalidScheduleError, TaskStateError
 from delaytasks.core.events import Events
 from delaytasks.core.inputs import check_wait, encode_body
 from delaytasks.core.outcomes import Cancel, Done, Fail, Retry, Snooze
@@ -14,7 +14,7 @@ from delaytasks.core.settings import Settings
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import NO_PROCESSOR, put_off_until, storable, traceback_text
 from delaytasks.engine.registry import Processor, Registry
-from delaytasks.engine.run import MAX_RESULT_BYTES, Run
+from delaytasks.engine.run import MAX_RESULT_BYTES, LeaseEndsError, Run
 
 #: What can not run here is tried again after a tenth of the time it has waited, within these bounds.
 PUT_OFF_MIN_S, PUT_OFF_MAX_S = 5.0, 600.0
@@ -59,7 +59,7 @@ class Endings:
 
     def of_error(self, processor: Processor, task: DelayTask, began: datetime, error: BaseException) -> Settlement:
         """The next rung of the ladder, or FAILED; at once again if its lease was lost."""
-        if isinstance(error, LeaseLostError):  # the worker's fault, and not the task's
+        if isinstance(error, LeaseEndsError):  # the worker's fault, and not the task's
             self._events.emit("task.broke_off", id=task.id, tag=task.tag, error=error)
             return Settlement(task, "snooze", began, due=self._clock.now())
         text = traceback_text(error, self._settings.max_error_bytes)

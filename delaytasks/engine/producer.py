@@ -218,7 +218,7 @@ class Producer:
     def arm_after_commit(self, tasks: Sequence[DelayTask], unit: Unit | None) -> None:
         if unit is None:
             self.arm(tasks)
-        elif self._tell is not None:
+        elif self._tell is not None and not unit.stands_alone:
             with unit.guard():
                 self._tell([Entry.of(task, to_us) for task in tasks], self._shard, unit.executor)
         else:

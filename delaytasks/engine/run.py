@@ -19,6 +19,10 @@ UnitOf = Callable[[Any, DelayTask], Unit | None]
 LAST_PART = 1 / 3
 
 
+class LeaseEndsError(LeaseLostError):
+    """It is not lost yet, but soon will be, by no fault of the processor's."""
+
+
 @dataclass(frozen=True)
 class LeaseOf:
     """How long this process's rows are its own, as far as it knows without asking the database."""
@@ -76,7 +80,7 @@ class Run:
         task, left_s = self._named(id), self._lease.left_s(self._began)
         if left_s < self._lease.lasts_s * LAST_PART:
             fact = f"the lease of task {id} ({task.tag}) could not be renewed and ends in {max(left_s, 0):.1f} s"
-            raise LeaseLostError(f"{fact}: break off", id)
+            raise LeaseEndsError(f"{fact}: break off", id)
 
     def _named(self, id: int) -> DelayTask:
         if id != self.task.id:

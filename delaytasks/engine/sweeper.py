@@ -25,6 +25,11 @@ SILENT_SWEEPS = 3
 PARTITIONS_S, WARN_BEFORE_S = 3600.0, 2 * 86400.0
 
 
+#: Of the names of pools, in the table of workers: who has one of them takes no messages, who has the first looks for
+#: near tasks.
+DIRECT, DRAIN = "direct/", "drain/"
+
+
 class Sweeper:
     def __init__(
         self,
@@ -111,7 +116,9 @@ class Sweeper:
         levels = self._sweeps.levels(self._settings.grace_s)
         if not levels:
             return
-        serving = Counter(queue for worker in self._workers.alive() for queue in worker["queues"])
+        is_direct, alive = self._settings.timer == "direct", self._workers.alive()
+        takers = [worker for worker in alive if is_direct or not worker["pool"].startswith((DIRECT, DRAIN))]
+        serving = Counter(queue for worker in takers for queue in worker["queues"])
         queues: dict[str, list[int]] = {}
         for level in levels:
             if level.queue not in self._policies.paused_queues:

@@ -14,7 +14,7 @@ from delaytasks.core.text import NO_PROCESSOR, is_put_off_until
 from delaytasks.store.database import Database
 from delaytasks.store.rows import listing, next_version
 from delaytasks.store.schema import Schema
-from delaytasks.store.types import db_now, db_now_plus
+from delaytasks.store.types import db_now, db_now_plus, once
 
 STEP = 500
 
@@ -24,21 +24,24 @@ class PutOffs:
         self._db = database
         self._t = schema.tasks
 
-    def bring_forward(self, tags: Sequence[str], queues: Sequence[str], within_s: float) -> list[Entry]:
-        """Those of these tags and queues that were put off until an instant within so many seconds are due now. Who was
-        rescheduled or touched meanwhile is due when that says."""
+    def bring_forward(self, tags: Sequence[str], queues: Sequence[str] | None, within_s: float) -> list[Entry]:
+        """Those of these tags and queues (None: of all) that were put off until an instant within so many seconds are
+        due now. Who was rescheduled or touched meanwhile is due when that says."""
         t = self._t
         # `+ 0` keeps planners from reading all rows that wait for the few that are near.
         put_off = (t.c.status + 0 == int(Status.NOT_COMPLETE), t.c.error_stack.startswith(NO_PROCESSOR))
-        ours = (t.c.tag.in_(listing("tags")), t.c.queue.in_(listing("queues")))
+        ours = [t.c.tag.in_(listing("tags"))]
+        named = {"tags": list(tags)}
+        if queues is not None:
+            ours.append(t.c.queue.in_(listing("queues")))
+            named["queues"] = list(queues)
         query = (
             select(t.c.id, t.c.version, t.c.expected_time, t.c.queue, t.c.priority, t.c.error_stack)
-            .where(*put_off, *ours, t.c.expected_time <= db_now_plus(within_s))
+            .where(*put_off, *ours, t.c.expected_time <= once(db_now_plus(within_s)))
             .order_by(t.c.expected_time)
             .limit(STEP)
             .with_for_update(skip_locked=True)
         )
-        named = {"tags": list(tags), "queues": list(queues)}
         values = {
             "status": int(MOVES["reschedule"].target),
             "version": next_version(t.c.version),
@@ -59,7 +62,7 @@ class PutOffs:
             brought.extend(Entry(row[0], following(row[1]), now, row[3], row[4]) for row in rows_put_off)
             return rows[-1][2] if len(rows) == STEP else None
 
-        since = self._db.run(lambda: step(db_now()))
+        since = self._db.run(lambda: step(once(db_now())))
         while since is not None:
             since = self._db.run(lambda since=since: step(since))  # type: ignore[misc]
         return brought

@@ -90,8 +90,10 @@ class Stats:
         return self._t.c.status.in_([int(status) for status in LIVE])
 
     def sweeps(self, houses: int) -> list[Swept]:
+        """The last ones, be they of those who have a broker or of those who have none."""
         s = self._s
-        query = select(s.c.house, s.c.swept_at, s.c.armed_until).where(s.c.houses == houses)
+        mine = s.c.houses.in_([houses, -houses])
+        query = select(s.c.house, s.c.swept_at, s.c.armed_until).where(mine).order_by(s.c.swept_at)
         found = self._db.alone(lambda c: {row[0]: Swept(*row) for row in c.execute(query)})
         return [found.get(house, Swept(house, None, None)) for house in range(houses)]
 

@@ -31,6 +31,8 @@ class Sweeps:
         self._db = database
         self._lease_s = lease_s
         self._timer = timer
+        #: Who works without a broker sends nothing for those who have one: its sweeps count for its kind alone.
+        self._sign = -1 if timer == "direct" else 1
         self._lapses = Lapses(database, schema)
         self._keys = Keys(database, schema)
         self._attempts = Attempts(database, schema)
@@ -48,11 +50,17 @@ class Sweeps:
 
         def work() -> datetime | None:
             with self._db.begin() as connection:
-                mine = and_(s.c.house == house, s.c.houses == houses)
+                mine = and_(s.c.house == house, s.c.houses == self._sign * houses)
                 row = connection.execute(select(s.c.armed_until, s.c.timer).where(mine).with_for_update()).first()
                 now: datetime = connection.execute(select(db_now())).scalar_one()
                 if row is None:
-                    new = {"house": house, "houses": houses, "swept_at": now, "armed_until": now, "timer": self._timer}
+                    new = {
+                        "house": house,
+                        "houses": self._sign * houses,
+                        "swept_at": now,
+                        "armed_until": now,
+                        "timer": self._timer,
+                    }
                     connection.execute(insert(s).values(new))
                     return now
                 # What another timer holds does not reach our workers: near rows are armed anew.
@@ -71,7 +79,7 @@ class Sweeps:
     def mark_armed(self, house: int, houses: int, since: datetime, until: datetime) -> None:
         """Near rows are armed until then, unless it was forgotten meanwhile that they were until `since`."""
         s = self._s
-        mine = and_(s.c.house == house, s.c.houses == houses, s.c.armed_until == since)
+        mine = and_(s.c.house == house, s.c.houses == self._sign * houses, s.c.armed_until == since)
         statement = update(s).where(mine).values(armed_until=until)
         self._db.alone(lambda c: c.execute(statement))
 
@@ -83,7 +91,7 @@ class Sweeps:
     def stale_houses(self, houses: int, age_s: float) -> list[int]:
         """The house numbers that nobody swept for so long."""
         s = self._s
-        fresh = select(s.c.house).where(s.c.houses == houses, s.c.swept_at > db_now_plus(-age_s))
+        fresh = select(s.c.house).where(s.c.houses == self._sign * houses, s.c.swept_at > db_now_plus(-age_s))
         swept = set(self._db.alone(lambda c: c.execute(fresh).scalars().all()))
         return [house for house in range(houses) if house not in swept]
 

@@ -110,6 +110,10 @@ class is_past(functions.GenericFunction[bool]):
     inherit_cache = True
     name = "is_past"
 
+    def self_group(self, against: Any = None) -> Any:
+        """As it is: where booleans are numbers it would become `(…) = 1`, by which no index can be searched."""
+        return self
+
 
 @compiles(is_past)
 def _(element: Any, compiler: Any, **kw: Any) -> str:

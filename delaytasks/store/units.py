@@ -38,11 +38,15 @@ def unit_of(session: Any) -> Unit:
 class _Unit:
     executor: Any
 
+    @property
+    def stands_alone(self) -> bool:
+        return bool(self.executor._is_autocommit_isolation())
+
     @contextmanager
     def guard(self, unknown_id: int | None = None) -> Iterator[None]:
         stands_alone = False
         try:
-            stands_alone = self.executor._is_autocommit_isolation()
+            stands_alone = self.stands_alone
             yield
         except exc.DBAPIError as error:
             if stands_alone and unknown_id is not None and error.connection_invalidated:

@@ -89,7 +89,7 @@ class Dispatcher:
     def is_busy(self) -> bool:
         """Whether a chunk is under way, or one could be sent."""
         with self._lock:
-            return any(lane.is_busy for lane in self.lanes)
+            return any(lane.in_flight or (lane.is_busy and not lane.is_down) for lane in self.lanes)
 
     @property
     def is_at_work(self) -> bool:
@@ -272,13 +272,11 @@ class Dispatcher:
         with self._lock:
             self._sent.pop(number, None)
             lane.left(report.pid, report.left)
-            if self.budget is not None:
-                self.budget += max(job.limit - report.ran, 0)
         if report.error:
-            self._failed(number, job, report.error)
+            self._failed(number, job, report.error, ran=report.ran)
             return
         with self._lock:
-            lane.in_flight.pop(number, None)
+            self._left(number, job, report.ran)
             lane.answered()
             self._size.learn(report.ran, report.seconds, report.wanted)
             if job.drain is not None:
@@ -290,14 +288,19 @@ class Dispatcher:
             self._pump_after(look_s)
         self._soon(self.pump)
 
-    def _failed(self, number: int, job: Job, info: Any, is_down: bool | None = None) -> None:
+    def _left(self, number: int, job: Job, ran: int) -> None:
+        """The pool is done with it."""
+        if self.lanes[job.shard].in_flight.pop(number, None) is not None and self.budget is not None:
+            self.budget += max(job.limit - ran, 0)
+
+    def _failed(self, number: int, job: Job, info: Any, is_down: bool | None = None, ran: int = 0) -> None:
         """A chunk's process died, or the database is away: its rows are the sweep's and the leases' business."""
         if is_down is None:
             is_down = getattr(info, "type", None) is not WorkerLostError
         with self._lock:
             self._sent.pop(number, None)
             lane = self.lanes[job.shard]
-            lane.in_flight.pop(number, None)
+            self._left(number, job, ran)
             if is_down:
                 lane.failed()
             if job.drain is not None:

@@ -31,7 +31,7 @@ class Ear:
         self,
         shard: Shard,
         events: Events,
-        heard: Callable[[Sequence[Entry]], None],
+        heard: Callable[[Sequence[Entry]], object],
         look: Callable[[], None],
         refuse: Callable[[Exception], None],
     ) -> None:

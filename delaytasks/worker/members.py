@@ -9,10 +9,8 @@ from typing import Any
 
 from delaytasks.core.ports import Entry
 from delaytasks.engine.queues import ALL_QUEUES
-from delaytasks.engine.sweeper import SILENT_SWEEPS
+from delaytasks.engine.sweeper import DIRECT, SILENT_SWEEPS
 
-#: Of the names of pools, in the table of workers: who has it looks for near tasks.
-DIRECT = "direct/"
 _PRIME = 1_000_003
 
 

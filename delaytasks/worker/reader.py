@@ -60,7 +60,7 @@ class Reader:
         self._late_at = 0.0
         self.loop.wake()
 
-    def take(self, entries: Iterable[Entry]) -> None:
+    def take(self, entries: Iterable[Entry]) -> Sequence[Entry]:
         """Of those that are near: what is ours, and was not handed on before. Any thread may call."""
         mine = [
             entry
@@ -72,6 +72,7 @@ class Reader:
         self._handed.update((entry[:2], entry.due_us) for entry in mine)
         if mine:
             self._desk.hold(mine)
+        return mine
 
     # -- look -------------------------------------------------------------------------------------
 
@@ -88,20 +89,20 @@ class Reader:
         found = self._shard.store.sweeps.look(
             from_us(int(now_us - grace_us)), from_us(int(until_us)), MOST_ROWS, self._shard.policies.known
         )
-        new = [entry for entry in found if entry[:2] not in self._handed]
-        self.take(new)
+        mine = self.take(found)
         if looks_late:
             self._ask_for_late()
         self._handed = {name: due for name, due in list(self._handed.items()) if due > now_us - 2 * grace_us}
-        return self._rest(new, now_us, is_cut=len(found) == MOST_ROWS)
+        rest_s = self._rest(mine, now_us)
+        if len(found) == MOST_ROWS:  # there are more, later than these, which are looked for before they are due
+            rest_s = min(rest_s, (found[-1].due_us - now_us) / 2e6)
+        return max(rest_s, LEAST_S)
 
-    def _rest(self, new: Sequence[Entry], now_us: int, is_cut: bool) -> float:
-        if any(entry.due_us <= now_us for entry in new):
+    def _rest(self, mine: Sequence[Entry], now_us: int) -> float:
+        if any(entry.due_us <= now_us for entry in mine):
             self._pause_s = LEAST_S
         else:
             self._pause_s = min(self._pause_s * GROWTH, MOST_S)
-        if is_cut:
-            return LEAST_S
         return LOOK_S if self.ear.hears else self._pause_s
 
     def _learn_members(self) -> None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from delaytasks.core.clock import monotonic
 from delaytasks.core.loop import Loop
 from delaytasks.engine.endings import PUT_OFF_MAX_S
-from delaytasks.worker.members import DIRECT
+from delaytasks.engine.queues import ALL_QUEUES
+from delaytasks.engine.sweeper import DIRECT, DRAIN
 from delaytasks.worker.pace import Pace
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Sweeping:
         self._workers: set[tuple[str, object]] = set()
         #: Whether this worker looks for what is near itself, and is counted among those who do.
         self._is_direct = delays.settings.timer == "direct" and getattr(worker, "looks", True)
+        self._kind = DIRECT if self._is_direct else DRAIN if delays.settings.timer == "direct" else ""
         #: Nobody need ask for sweeps where there is no broker.
         self._patience_s = delays.settings.sweep_s if self._is_direct else delays.settings.self_sweep_s
         # A statement on a big table may take its time; what consists of many says after each that it goes on.
@@ -78,7 +80,7 @@ class Sweeping:
         self._shard.store.workers.seen(
             self._worker.hostname,
             delays.processes.queues,
-            (DIRECT if self._is_direct else "") + type(pool).__module__.rpartition(".")[2],
+            self._kind + type(pool).__module__.rpartition(".")[2],
             int(pool.limit or 1),
             int(self._shard.clock.offset_s * 1e6),
         )
@@ -93,7 +95,8 @@ class Sweeping:
         """What others put off since they had no processor for it need not wait for us."""
         delays = self._delays
         tags = [processor.tag for processor in delays.registry]
-        entries = self._shard.store.put_offs.bring_forward(tags, delays.processes.queues, PUT_OFF_MAX_S)
+        queues = None if ALL_QUEUES in delays.processes.queues else delays.processes.queues
+        entries = self._shard.store.put_offs.bring_forward(tags, queues, PUT_OFF_MAX_S)
         if entries:
             delays.events.emit("task.brought_forward", count=len(entries), shard=self._shard.number)
             delays.inline_timer.arm(entries)

@@ -84,3 +84,9 @@ def test_the_error_of_a_row_says_when_it_is_tried_again(delays: DelayTasks, time
     at = datetime.fromisoformat(task.error.rpartition("next try at ")[2])
     assert at == task.expected_time
     assert timedelta(seconds=4) < at - delays.clock.now() <= timedelta(seconds=5)
+
+
+def test_who_serves_all_queues_asks_for_none(delays: DelayTasks, timer: RecordingTimer) -> None:
+    tasks = put_off(delays, 2) + put_off(delays, 1, queue="other")
+    entries = delays.store.put_offs.bring_forward(["new"], None, 600)
+    assert [entry.id for entry in entries] == [task.id for task in tasks]

@@ -103,3 +103,14 @@ def test_what_the_main_process_tells_its_children_see() -> None:
         os._exit(0 if renewals.last(3) == 1.5 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert (renewals.last(3), renewals.last(4)) == (1.5, 2.5)
+
+
+def test_a_lease_that_a_processor_itself_says_is_lost_is_a_failure_like_any_other(bench: Bench) -> None:
+    @bench.registry.processor("wrong")
+    def work(body: object, task: DelayTask) -> None:
+        raise LeaseLostError("as complete() says on a wrong database", task.id)
+
+    task = bench.schedule("wrong")
+    bench.run(task)
+    now = bench.now(task)
+    assert (now.status, now.attempts) == (Status.FAILED, 1), "or it would run again and again"

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import event, exc, make_url
+from sqlalchemy import and_, column, event, exc, make_url, select
+from sqlalchemy.dialects import mysql, postgresql, sqlite
 
 from delaytasks.core.errors import (
     DuplicateTaskError,
@@ -25,6 +26,7 @@ from delaytasks.store import engines
 from delaytasks.store.database import Database
 from delaytasks.store.driver_errors import TRIES, translate
 from delaytasks.store.store import Store
+from delaytasks.store.types import UTCDateTime, db_now, is_past
 from tests.conftest import open_store
 
 SECRET = "s3cr3t-canary"
@@ -194,3 +196,10 @@ def test_an_error_names_its_number_and_no_values(number: int) -> None:
         assert SECRET not in f"{said!s} {said!r}"
         said = said.__cause__ or said.__context__
     assert SECRET not in f"{failure.orig!s} {failure.orig!r}"
+
+
+@pytest.mark.parametrize("dialect", [sqlite.dialect(), mysql.dialect(), postgresql.dialect()], ids=lambda one: one.name)  # type: ignore[no-untyped-call]
+def test_what_is_past_can_be_searched_by_an_index(dialect: Any) -> None:
+    due = column("due", UTCDateTime())
+    compiled = str(select(due).where(and_(column("status") == 0, is_past(due, db_now()))).compile(dialect=dialect))
+    assert "= 1" not in compiled, compiled

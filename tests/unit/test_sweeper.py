@@ -501,3 +501,29 @@ def test_with_several_databases_a_sweeps_events_name_theirs(tmp_path: Path) -> N
             assert told == [("queue.unserved", number), ("sweep.done", number)]
             assert delays.events.counts["sweep.done"] == (number or 0) + 1
         delays.close()
+
+
+def test_who_takes_no_messages_counts_for_no_token(tmp_path: Path) -> None:
+    field = Field(f"sqlite:///{tmp_path / 'here.sqlite3'}")
+    field.store.workers.seen("drainer", ["*"], "drain/prefork", 2, 0)
+    field.store.workers.seen("direct", ["default"], "direct/prefork", 2, 0)
+    field.row(-60)
+    field.sweep()
+    assert "queue.unserved" in [name for name, _ in field.told]
+    field.store.workers.seen("worker", ["default"], "prefork", 2, 0)
+    field.sweep()
+    [tokens] = [fields["tokens"] for name, fields in field.told if name == "sweep.drain"]
+    assert tokens == field.settings.drain_tokens
+    field.store.close()
+
+
+def test_sweeps_without_a_broker_do_not_count_for_those_who_have_one(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'here.sqlite3'}"
+    field, direct = Field(url), open_store(url, timer="direct")
+    assert direct.sweeps.begin_sweep(0, 1, 4) is not None
+    assert field.store.sweeps.stale_houses(1, 10) == [0]
+    assert field.store.sweeps.begin_sweep(0, 1, 4) is not None
+    assert (field.store.sweeps.stale_houses(1, 10), direct.sweeps.stale_houses(1, 10)) == ([], [])
+    assert direct.sweeps.begin_sweep(0, 1, 4) is None
+    direct.close()
+    field.store.close()

@@ -38,11 +38,15 @@ class DjangoUnit:
             transaction.on_commit(partial(action, tasks), using=connection.alias, robust=True)
         # Else the caller commits by hand, which Django tells nobody of: the sweep finds the row.
 
+    @property
+    def stands_alone(self) -> bool:
+        return not self._connection.in_atomic_block and bool(self._connection.get_autocommit())
+
     @contextmanager
     def guard(self, unknown_id: int | None = None) -> Iterator[None]:
         connection, is_written, is_alone = self._connection, False, False
         try:
-            is_alone = not connection.in_atomic_block and connection.get_autocommit()
+            is_alone = self.stands_alone
             with transaction.atomic(using=connection.alias) if is_alone else nullcontext():
                 yield
                 is_written = True
