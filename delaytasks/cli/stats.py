@@ -52,7 +52,8 @@ def _print(found: dict[str, Any], command: str) -> None:
     say("")
     _print_sweeps(found["sweeps"])
     say("")
-    _print_workers(found["workers"])
+    is_direct = found["timer"]["name"] == "direct"
+    _print_workers(found["workers"], f"{command} drain --forever" if is_direct else "celery -A … worker")
 
 
 # -- gather ---------------------------------------------------------------------------------------
@@ -102,6 +103,7 @@ def _numbers(delays: DelayTasks, shard: Shard) -> dict[str, Any]:
 
     settings, store = delays.settings, shard.store
     numbers, now = Stats(store.database, store.schema), store.tasks.now()
+    is_armed = delays.direct_timer is None  # else nobody is told beforehand
 
     def age(instant: datetime) -> float:
         return round(max((now - instant).total_seconds(), 0.0), 3)
@@ -134,7 +136,7 @@ def _numbers(delays: DelayTasks, shard: Shard) -> dict[str, Any]:
                 "house": swept.house,
                 "age_s": swept.at and age(swept.at),
                 "is_late": swept.at is None or age(swept.at) > settings.self_sweep_s,
-                "armed_until": swept.armed_until and show_instant(swept.armed_until),
+                "armed_until": show_instant(swept.armed_until) if swept.armed_until and is_armed else None,
             }
             for swept in numbers.sweeps(settings.houses)
         ],
@@ -249,9 +251,9 @@ def _print_sweeps(sweeps: list[dict[str, Any]]) -> None:
     print_table(("sweep", "last", "armed until"), rows)
 
 
-def _print_workers(workers: list[dict[str, Any]]) -> None:
+def _print_workers(workers: list[dict[str, Any]], how: str) -> None:
     if not workers:
-        say("no workers; start one with: celery -A … worker", fg="yellow")
+        say(f"no workers; start one with: {how}", fg="yellow")
         return
     rows: Iterable[list[Cell]] = (
         [

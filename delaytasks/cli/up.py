@@ -144,6 +144,7 @@ def _what_to_open(cli: Cli, broker: str, flower_port: int | None) -> Iterator[tu
         yield "processors", "none yet: put @delaytasks.processor functions into a module, say tasks.py,"
         yield "", 'and into celeryconfig.py here: imports = ["tasks"]'
     tag = tags[0] if tags else "hello"
-    yield "try", f"in another shell, in this folder: {cli.command} schedule {tag} '{{\"order\": 7}}' --delay 5"
+    body = '{"order": 7}' if tag == "order.close" else "{}"
+    yield "try", f"in another shell like this one, in this folder: {cli.command} schedule {tag} '{body}' --delay 5"
     yield "", f"then: {cli.command} list"
     yield "stop", "Ctrl-C"

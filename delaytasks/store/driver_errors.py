@@ -142,5 +142,6 @@ def translate(error: exc.DBAPIError, unknown_id: int | None = None, shard: int |
     if is_unable(error):
         return StoreUnavailableError(f"{name} can not work now: {reason}", shard)
     if "no such table" in reason or "does not exist" in reason or "doesn't exist" in reason:
-        return StoreError(f"the tables of {name} are missing or old ({reason}); {REMEDY}")
+        where = "delaytasks config says where that is"
+        return StoreError(f"the tables of {name} are missing or old ({reason}); {where}; {REMEDY}")
     return StoreError(f"{name} refused: {reason}")
