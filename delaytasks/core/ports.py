@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from delaytasks.core.bulk import AuditEntry, Filter
+from delaytasks.core.ids import shard_of
 from delaytasks.core.lines import Opening
 from delaytasks.core.policies import Policies, Policy
 from delaytasks.core.states import Status
@@ -32,6 +33,17 @@ class Entry(NamedTuple):
     @classmethod
     def of(cls, task: DelayTask, to_us: Callable[[datetime], int]) -> Entry:
         return cls(task.id, task.version, to_us(task.expected_time), task.queue, task.priority)
+
+
+def by_shard(entries: Sequence[Entry], shards: int) -> dict[int, Sequence[Entry]]:
+    """The entries of each of so many shards. Of a shard that this process does not know yet, others take care."""
+    if shards == 1:
+        return {0: entries} if entries else {}
+    parts: dict[int, list[Entry]] = {}
+    for entry in entries:
+        if (shard := shard_of(entry.id)) < shards:
+            parts.setdefault(shard, []).append(entry)
+    return dict(parts)
 
 
 class Miss(NamedTuple):

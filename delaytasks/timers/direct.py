@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from delaytasks.core.clock import Clock
 from delaytasks.core.errors import StoreError
 from delaytasks.core.forks import reset_in_child
-from delaytasks.core.ids import shard_of
 from delaytasks.core.inputs import is_queue
-from delaytasks.core.ports import Entry, Executor, Notices
+from delaytasks.core.ports import Entry, Executor, Notices, by_shard
 from delaytasks.timers.eta import PER_MESSAGE, read_message
 
 #: Workers that are told look for what is near so often. What is due earlier than this, and a moment, they are told.
@@ -43,10 +42,7 @@ class DirectTimer:
         entries = list(entries)
         if self.take is not None:
             self.take(entries)
-        shards: dict[int, list[Entry]] = {}
-        for entry in entries:
-            shards.setdefault(shard_of(entry.id) if len(self._notices) > 1 else 0, []).append(entry)
-        for shard, some in shards.items():
+        for shard, some in by_shard(entries, len(self._notices)).items():
             try:
                 self.tell(some, shard)
             except StoreError:

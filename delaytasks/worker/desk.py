@@ -14,11 +14,11 @@ from celery.worker import state
 from delaytasks.core.clock import from_us, monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.loop import Loop
-from delaytasks.core.ports import Entry
+from delaytasks.core.ports import Entry, by_shard
 from delaytasks.timers.wheel import WheelThread
 from delaytasks.worker.dispatcher import Dispatcher
 from delaytasks.worker.givenup import GivenUp
-from delaytasks.worker.lane import Lane, by_shard
+from delaytasks.worker.lane import Lane
 from delaytasks.worker.leases import LeaseKeeper
 from delaytasks.worker.policies import policy_loop
 from delaytasks.worker.reader import Readers

@@ -13,11 +13,11 @@ from billiard.exceptions import WorkerLostError
 from delaytasks.core.clock import Clock
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.events import Events
-from delaytasks.core.ports import Entry
+from delaytasks.core.ports import Entry, by_shard
 from delaytasks.core.settings import Settings
 from delaytasks.engine.chunk import ChunkSize
 from delaytasks.engine.runner import Report
-from delaytasks.worker.lane import REST_S, SILENT_S, Lane, by_shard
+from delaytasks.worker.lane import REST_S, SILENT_S, Lane
 from delaytasks.worker.lines import GO_ON_ALONE_S, GO_ON_S
 from delaytasks.worker.pool import Job, is_forgotten, remember, run_job
 from delaytasks.worker.timelimits import without_celerys_limits

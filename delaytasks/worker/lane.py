@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from delaytasks.core.clock import Clock, monotonic
-from delaytasks.core.ids import shard_of
 from delaytasks.core.ports import Entry
 from delaytasks.worker.lines import Lines
 from delaytasks.worker.pool import Job
@@ -18,17 +17,6 @@ REST_S = 1.0
 SILENT_S = 2.0
 #: A chunk that is under way for longer is a processor's, which takes its time.
 LONG_S = 1.0
-
-
-def by_shard(entries: Sequence[Entry], shards: int) -> dict[int, Sequence[Entry]]:
-    """The entries of each of so many shards. Of a shard that this process does not know yet, others take care."""
-    if shards == 1:
-        return {0: entries} if entries else {}
-    parts: dict[int, list[Entry]] = {}
-    for entry in entries:
-        if (shard := shard_of(entry.id)) < shards:
-            parts.setdefault(shard, []).append(entry)
-    return dict(parts)
 
 
 @dataclass

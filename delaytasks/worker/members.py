@@ -44,7 +44,7 @@ class Members:
         """All is ours as long as nobody knows us."""
         total, mine = 0, range(0)
         for name, size, queues in self._known:
-            if queue in queues or ALL_QUEUES in queues:
+            if serves(queues, queue):
                 if name == self._me:
                     mine = range(total, total + size)
                 total += size

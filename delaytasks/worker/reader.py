@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 from delaytasks.core.clock import from_us, monotonic
 from delaytasks.core.loop import Loop
-from delaytasks.core.ports import Entry
+from delaytasks.core.ports import Entry, by_shard
 from delaytasks.timers.direct import LOOK_S, SLACK_S
 from delaytasks.worker.ear import Ear
-from delaytasks.worker.lane import by_shard
 from delaytasks.worker.members import Members, serves
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from celery import Task
 
+from delaytasks.core.ports import by_shard
 from delaytasks.timers.eta import RUN, read_message
-from delaytasks.worker.lane import by_shard
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
