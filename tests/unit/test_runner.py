@@ -15,9 +15,10 @@ from celery.exceptions import WorkerShutdown
 from sqlalchemy import insert
 
 from delaytasks import DelayTask, Status
-from delaytasks.core.clock import to_us
+from delaytasks.core.clock import monotonic, to_us
 from delaytasks.core.errors import StoreError, StoreUnavailableError
 from delaytasks.core.ports import Entry, Settlement
+from delaytasks.engine import runner
 from tests.benches import Bench
 from tests.unit.conftest import Make
 from tests.waiting import wait_until
@@ -324,6 +325,39 @@ def test_rows_that_lapsed_before_run_alone(bench: Bench) -> None:
     assert report.ran == 5
     assert bench.statuses(tasks) == ["DONE"] * 5
     assert [bench.now(task).lapses for task in tasks] == [0] * 5
+
+
+def test_rows_that_lapsed_have_a_share_of_a_backlog(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed = 0.0
+    monkeypatch.setattr(runner, "monotonic", lambda: monotonic() + passed)
+
+    def wait(seconds: float) -> None:
+        nonlocal passed
+        bench.ran.append(f"waits {seconds:g}")
+        passed += seconds
+
+    bench.registry.processor("wait")(wait)
+    suspects = [bench.schedule("wait", 60), bench.schedule(body="lapsed")]
+    for lapses, task in enumerate(suspects, 1):
+        bench.change(task, lapses=lapses)
+    for number in range(20):
+        bench.schedule(body=number)
+
+    def drain(most: int) -> list[Any]:
+        bench.ran.clear()
+        assert bench.runner.drain("default", [0], most).is_full
+        return bench.ran
+
+    assert drain(2) == [0, 1], "there may be none"
+    passed += runner.SUSPECTS_S
+    assert drain(3) == [2, 3, "waits 60"]
+    passed += 59
+    assert drain(2) == [4, 5], "others have half of the time"
+    passed += 2
+    assert drain(1) == ["lapsed"]
+    passed += runner.SUSPECTS_S
+    assert drain(2) == [6], "there was none"
+    assert drain(2) == [7, 8]
 
 
 def test_draining_takes_the_oldest_of_the_highest_priority_and_suspects_alone(bench: Bench) -> None:
