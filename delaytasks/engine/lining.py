@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence, Set
 
@@ -15,7 +16,7 @@ from delaytasks.engine.chunks import Chunks, Tally
 from delaytasks.engine.registry import Registry
 
 #: A claim of more rows, of which most had to be held, tells of a crowd; how long one chunk helps it to get in line.
-MANY, GATHER_S = 5, 0.5
+MANY, GATHER_S = 5, 0.2
 
 
 class Lining:
@@ -61,7 +62,8 @@ class Lining:
             claimed_at = monotonic()
             tasks, opening = self._lines.admit(queue, tag, max(min(size.rows, limit), at_once), at_once)
             if tasks and is_first:
-                until, is_first = monotonic() + for_s, False  # who waited for the lock has his time nonetheless
+                # Who waited for the lock has his time nonetheless; those who began together do not end together.
+                until, is_first = monotonic() + for_s * random.uniform(0.5, 1), False
             next: Sequence[DelayTask] = tasks
             while next:
                 following = []

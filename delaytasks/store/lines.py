@@ -18,19 +18,18 @@ from delaytasks.core.clock import monotonic
 from delaytasks.core.lines import LOOK_S, Opening, Room
 from delaytasks.core.policies import Policy
 from delaytasks.core.ports import Met
-from delaytasks.core.states import MOVES, Status
+from delaytasks.core.states import MOVES
 from delaytasks.core.task import DelayTask
+from delaytasks.store.crowds import Crowds
 from delaytasks.store.database import Database
 from delaytasks.store.handover import Handover
 from delaytasks.store.levels import steps
 from delaytasks.store.rooms import Rooms
-from delaytasks.store.rows import listed, listing, next_version
+from delaytasks.store.rows import listed, next_version
 from delaytasks.store.schema import Schema
 from delaytasks.store.turns import Take, Turns
-from delaytasks.store.types import db_now, is_past
+from delaytasks.store.types import db_now
 
-#: Rows that get in line together.
-GATHER = 1000
 #: The tags that have limits, as far as this process knows.
 Limited = Callable[[], Mapping[str, Policy]]
 
@@ -65,20 +64,11 @@ class Lines:
         self._met = threading.local()
         #: The lane of the last one that was admitted here.
         self._last: dict[tuple[str, str], str | None] = {}
-        self._gathers = threading.Lock()
         #: Lines in which nobody waited when this process looked last.
         self._empty: set[tuple[str, str]] = set()
         self._gates: dict[tuple[str, str], _Gate] = {}
+        self._crowds = Crowds(database, schema, self._line_up)
         named, key = listed(database, t.c.id, "ids"), func.coalesce(t.c.concurrency_key, "")
-        self._due = (
-            select(t.c.id)
-            .where(t.c.status == int(Status.NOT_COMPLETE), t.c.queue == bindparam("queue"))
-            .where(t.c.priority == bindparam("priority"), is_past(t.c.expected_time, db_now()))
-            .where(t.c.tag.in_(listing("limited")))
-            .order_by(t.c.expected_time)
-            .limit(GATHER)
-            .with_for_update(skip_locked=True)
-        )
         place = (line.c.lane, line.c.place, line.c.due, line.c.task_id, line.c.version)
         values = select(t.c.queue, t.c.tag, key, -t.c.priority, t.c.expected_time, t.c.id, t.c.version).where(named)
         self._get_in_line = insert(line).from_select([line.c.queue, line.c.tag, *place], values)
@@ -118,22 +108,9 @@ class Lines:
         return [one.id for one in candidates if one.id not in held]
 
     def gather(self, queue: str, priority: int, tags: Collection[str]) -> bool:
-        """Many of those that are due get in line at once, before somebody claims them in vain. True if there may be
-        more of them."""
-        if not self._gathers.acquire(blocking=False):
-            return False  # another thread does it
-        where = {"queue": queue, "priority": priority, "limited": sorted(tags)}
-
-        def work() -> bool:
-            with self._db.begin() as connection:
-                ids = connection.execute(self._due, where).scalars().all()
-                self._line_up(connection, ids)
-                return len(ids) == GATHER
-
-        try:
-            return self._db.run(work)
-        finally:
-            self._gathers.release()
+        """Many of those that are due get in line at once, before somebody claims them in vain; with those behind a
+        crowd, who would come late else. True if there may be more of them."""
+        return self._crowds.gather(queue, priority, tags)
 
     def _line_up(self, on: Any, ids: Collection[int]) -> None:
         if ids:

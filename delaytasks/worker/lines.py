@@ -54,11 +54,12 @@ class Lines:
         first = NEVER
         for opening in openings:
             line = self._lines.setdefault(opening[:2], Line())
-            line.wanted = max(line.wanted, opening.open) if opening.open else 0
-            look_s = opening.look_s
+            look_s, is_over = opening.look_s, of == opening[:2]
+            # Who ends leaves a place of his own, beside those that others have left.
+            line.wanted = max(line.wanted + is_over, opening.open) if opening.open else 0
             if opening.open:
                 line.misses = 0
-            elif of == opening[:2]:
+            elif is_over:
                 look_s = min(look_s, SOON_S * 2 ** min(line.misses, 10))
                 line.misses += 1
             at = monotonic() + look_s

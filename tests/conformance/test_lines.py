@@ -17,6 +17,7 @@ from delaytasks import DelayTask
 from delaytasks.core.lines import Opening
 from delaytasks.core.ports import Level, Settlement
 from delaytasks.core.states import Status
+from delaytasks.store import crowds
 from delaytasks.store.store import Store
 from tests.benches import Bench
 from tests.waiting import wait_until
@@ -394,6 +395,28 @@ def test_a_crowd_gets_in_line_at_once(bench: LimitedBench) -> None:
     assert bench.run(*tasks[8:]).claimed == 0, "whose entries come later"
     bench.limit(concurrency=1000)
     assert [task.body for task in bench.admit()] == list(range(20))
+
+
+def test_who_is_behind_a_crowd_gets_in_line_before_all_of_it(
+    bench: LimitedBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crowds, "STEP", 8)
+    bench = LimitedBench(bench.store)
+    bench.limit(concurrency=1)
+    large = [bench.schedule(body=n, concurrency_key="large") for n in range(40)]
+    small = [bench.schedule(body=n, concurrency_key=f"small {n}") for n in range(3)]
+    later, free = bench.schedule(delay=60), bench.schedule("free")
+    lines = bench.claims.lines
+    assert lines.gather("default", 0, {"note"})
+    assert bench.statuses(small) == ["NOT_COMPLETE"] * 3, "the first step takes the oldest"
+    assert lines.gather("default", 0, {"note"})
+    assert bench.statuses(small) == ["HELD"] * 3
+    assert Counter(bench.statuses(large)) == {"HELD": 8, "NOT_COMPLETE": 32}
+    while lines.gather("default", 0, {"note"}):
+        pass
+    assert bench.statuses(large) == ["HELD"] * 40
+    assert bench.statuses([later, free]) == ["NOT_COMPLETE"] * 2
+    assert bench.in_line() == 43
 
 
 def test_who_waits_in_line_is_not_released_by_those_who_resume(bench: LimitedBench) -> None:

@@ -74,6 +74,15 @@ def test_as_many_processes_look_at_a_line_as_would_find_somebody(time: Time) -> 
     assert found.next() is None
 
 
+def test_each_process_that_ends_leaves_a_place_of_its_own(time: Time) -> None:
+    found = Lines()
+    found.heard([Opening(*MAIL, 2)])
+    assert [found.next(), found.next()] == [MAIL, MAIL]
+    found.heard([Opening(*MAIL, 1)], MAIL)
+    found.heard([Opening(*MAIL, 1)], MAIL)
+    assert [found.next(), found.next(), found.next()] == [MAIL, MAIL, None]
+
+
 def test_a_full_line_is_looked_at_again_later(time: Time) -> None:
     found = Lines()
     assert found.heard([Opening(*MAIL, 0)]) == LOOK_S
