@@ -13,6 +13,8 @@ from benchmarks.where import NAMESPACES, TABLE_PREFIX, broker_url, database_url,
 from delaytasks import DelayTasks
 
 TAG = "bench.note"
+#: Notes the time, after so many seconds of work.
+WORK = "bench.work"
 #: Takes as long as the body says, and notes 1 when it begins and -1 when it ends.
 SLOW = "bench.slow"
 #: Kills its process.
@@ -52,6 +54,13 @@ direct_app, direct_delays = make("bench_direct", timer="direct")
 @redis_delays.processor(TAG)
 @direct_delays.processor(TAG)
 def note_task(body: Any) -> None:
+    note(body["due"])
+
+
+@delays.processor(WORK)
+def work(body: Any) -> None:
+    if body["seconds"]:
+        time.sleep(body["seconds"])
     note(body["due"])
 
 

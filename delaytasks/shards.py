@@ -157,7 +157,7 @@ class Routes:
 
     def _build(self, numbers: Sequence[int], some: Sequence[NewTask], on_conflict: OnConflict) -> list[DelayTask]:
         def build(number: int) -> list[DelayTask]:
-            return [self.shards[number].producer.build(new, on_conflict) for new in some]
+            return self.shards[number].producer.build(some, on_conflict)
 
         return self._placing.run(numbers, build)
 
@@ -172,7 +172,7 @@ class Routes:
     ) -> int:
         producer = self.shards[number].producer
         if lot[0].shard != number:  # the one that it was made for is down
-            lot = [producer.build(new, on_conflict) for new in some]
+            lot = producer.build(some, on_conflict)
         return producer.schedule_lot(some, lot, on_conflict, unit, on_batch)
 
     def shard_for(self, tag: str, key: str) -> Shard:

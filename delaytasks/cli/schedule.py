@@ -231,7 +231,7 @@ def _located(error: DelayTaskError, lines: _Lines, delays: DelayTasks) -> DelayT
         # Found when the lot was checked, before any of it was written: which one was it?
         for number, new in lines.waiting:
             try:
-                delays.producer.build(new, lines.on_conflict)
+                delays.producer.build([new], lines.on_conflict)
             except InvalidInputError:
                 _at_line(number, error)
                 break

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from datetime import datetime, timedelta
@@ -24,6 +23,7 @@ from delaytasks.core.errors import (
     InvalidTagError,
     NaiveDatetimeError,
 )
+from delaytasks.core.jsontext import dump_json
 from delaytasks.core.states import Status
 from delaytasks.core.text import shown
 
@@ -148,9 +148,9 @@ def check_instant(when: object) -> datetime:
 
 def encode_body(body: Any, max_bytes: int) -> str:
     """The body as compact JSON, or an error that names the place that is wrong."""
-    _check_json(body, "$", 0, max_bytes)
+    _check_json(body, ("$",), 0, max_bytes)
     try:
-        text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text = dump_json(body)
     except (TypeError, ValueError, RecursionError) as error:  # types that show one content here and another one there
         raise BodyNotJSONError(f"$: {type(body).__name__} can not be said in JSON ({type(error).__name__})") from None
     # A character is at most 4 bytes: only texts near the limit have to be encoded to be measured.
@@ -166,48 +166,61 @@ def _too_large(max_bytes: int, size: str = "") -> BodyTooLargeError:
     )
 
 
-def _check_json(value: Any, path: str, depth: int, room: int) -> int:
+#: Where a value is: the names and places of all that it is in, put into words when something is wrong.
+_Path = tuple[Any, ...]
+
+
+def _check_json(value: Any, path: _Path, depth: int, room: int) -> int:
     """The number of bytes that the JSON has at least: a body that holds one part millions of times is found too
     large long before all of it is looked at."""
     if isinstance(value, str):
         return _check_storable(value, path)
     if value is None or isinstance(value, int):
         if value is not None and value.bit_length() > _INTEGER_BITS:
-            raise BodyNotJSONError(f"{path[:200]}: an integer so long (more than 4,300 digits) can not be read back")
+            raise BodyNotJSONError(f"{_at(path)}: an integer so long (more than 4,300 digits) can not be read back")
         return 1
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise BodyNotJSONError(f"{path[:200]}: {value!r} can not be said in JSON")
+            raise BodyNotJSONError(f"{_at(path)}: {value!r} can not be said in JSON")
         return 3
     if not isinstance(value, (dict, list, tuple)):
         kind = type(value).__name__
         raise BodyNotJSONError(
-            f"{path[:200]}: {kind} can not be said in JSON; convert it first (str(value), list(value), …)"
+            f"{_at(path)}: {kind} can not be said in JSON; convert it first (str(value), list(value), …)"
         )
     if depth >= MAX_DEPTH:
-        raise BodyNotJSONError(f"{path[:80]}… is nested deeper than {MAX_DEPTH}, or holds itself")
+        raise BodyNotJSONError(f"{_at(path, 80)}… is nested deeper than {MAX_DEPTH}, or holds itself")
     size = 1
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise BodyNotJSONError(f"{path[:200]}: the key {shown(key)} is not a string, but {type(key).__name__}")
-            size += _check_storable(key, path) + 2 + _check_json(item, f"{path}.{key}", depth + 1, room)
+                raise BodyNotJSONError(f"{_at(path)}: the key {shown(key)} is not a string, but {type(key).__name__}")
+            size += _check_storable(key, path) + 2 + _check_json(item, (path, key), depth + 1, room)
             if size > room:
                 raise _too_large(room)
     else:
         for index, item in enumerate(value):
-            size += _check_json(item, f"{path}[{index}]", depth + 1, room) + 1
+            size += _check_json(item, (path, index), depth + 1, room) + 1
             if size > room:
                 raise _too_large(room)
     return size
 
 
-def _check_storable(text: str, path: str) -> int:
+def _check_storable(text: str, path: _Path) -> int:
     if not text.isascii() or "\x00" in text:
         if "\x00" in text:
-            raise BodyNotStorableError(f"{path[:200]} holds NUL (\\u0000), which can not be stored")
+            raise BodyNotStorableError(f"{_at(path)} holds NUL (\\u0000), which can not be stored")
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise BodyNotStorableError(f"{path[:200]} holds a lone surrogate, which can not be stored") from None
+            raise BodyNotStorableError(f"{_at(path)} holds a lone surrogate, which can not be stored") from None
     return len(text) + 2
+
+
+def _at(path: _Path, longest: int = 200) -> str:
+    """As in $.items[3].name."""
+    names: list[str] = []
+    while len(path) == 2:
+        path, name = path
+        names.append(f"[{name}]" if isinstance(name, int) else f".{name}")
+    return "".join(["$", *reversed(names)])[:longest]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -15,25 +14,15 @@ from typing import Any
 from delaytasks.core.clock import Clock, to_us
 from delaytasks.core.errors import DuplicateTaskError, InvalidDelayError, InvalidScheduleError
 from delaytasks.core.events import Events
-from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import (
-    check_concurrency_key,
     check_delay,
     check_instant,
-    check_key,
-    check_priority,
-    check_queue,
-    check_tag,
-    check_wait,
-    encode_body,
 )
-from delaytasks.core.ladder import MAX_RUNG_S, Ladder
 from delaytasks.core.ports import Entry, Executor, OnConflict, TaskStore, Timer, Unit
-from delaytasks.core.schema import plain
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask, NewTask
-from delaytasks.core.text import shown
+from delaytasks.engine.building import Builder, check_on_conflict
 from delaytasks.engine.queues import Queues
 from delaytasks.engine.registry import Registry
 
@@ -66,16 +55,15 @@ class Producer:
         self._clock = clock
         self._make_id = make_id
         self._timer = timer
-        self._registry = registry
-        self._queues = queues
         self._events = events
         self._shard = shard
         self._tell = tell
+        self._builder = Builder(settings, clock, make_id, registry, queues, shard)
 
     # -- one --------------------------------------------------------------------------------------
 
     def schedule(self, new: NewTask, on_conflict: OnConflict, unit: Unit | None) -> DelayTask:
-        task, has_own_id = self.build(new, on_conflict), new.id is not None
+        (task,), has_own_id = self.build([new], on_conflict), new.id is not None
         with unit.guard(task.id) if unit is not None else nullcontext():
             task, is_new = self._write(task, on_conflict, has_own_id, None if unit is None else unit.executor)
         if is_new:
@@ -85,47 +73,9 @@ class Producer:
             self.arm_after_commit([task], unit)
         return task
 
-    def build(self, new: NewTask, on_conflict: OnConflict) -> DelayTask:
-        """The task that `new` asks for, checked; nothing is written."""
-        _check_on_conflict(on_conflict)
-        settings = self._settings
-        tag = check_tag(new.tag)
-        if settings.strict_tags:
-            self._registry.demand(tag)
-        if (new.delay is None) == (new.when is None):
-            raise InvalidScheduleError("give a delay or an instant (when), one of the two")
-        now = self._clock.certain_now()
-        if new.when is None:
-            delay = check_delay(new.delay, settings.max_delay_s)
-            due = now + delay
-        else:
-            due = max(check_instant(new.when), now)
-            delay = check_delay(due - now, settings.max_delay_s)
-        max_wait_s = _max_wait_s(new, on_conflict, settings.max_delay_s)
-        if max_wait_s is not None:
-            due = min(due, now + timedelta(seconds=max_wait_s))
-        processor = self._registry.get(tag)
-        body = plain(new.body)
-        body_json = encode_body(body, settings.max_body_bytes)
-        concurrency_key = new.concurrency_key
-        if concurrency_key is None and processor is not None and processor.concurrency_key is not None:
-            concurrency_key = processor.concurrency_key(body)
-        if processor is not None and processor.schema is not None:
-            processor.schema(json.loads(body_json))  # as the worker will read it
-        return DelayTask(
-            id=self._make_id() if new.id is None else check_id(new.id),
-            tag=tag,
-            body_json=body_json,
-            expected_time=due,
-            queue=self._queues.of(tag) if new.queue is None else check_queue(new.queue),
-            priority=check_priority(new.priority),
-            key=None if new.key is None else check_key(new.key),
-            delay_s=math.ceil(delay.total_seconds()),
-            headers_json=_headers(new, max_wait_s),
-            concurrency_key=None if concurrency_key is None else check_concurrency_key(concurrency_key),
-            create_time=now,
-            shard=self._shard,
-        )
+    def build(self, asked: Iterable[NewTask], on_conflict: OnConflict) -> list[DelayTask]:
+        """The tasks that are asked for, checked; nothing is written."""
+        return self._builder.many(asked, on_conflict)
 
     def _write(
         self, task: DelayTask, on_conflict: OnConflict, has_own_id: bool, on: Executor | None
@@ -160,12 +110,11 @@ class Producer:
         on_batch: Callable[[Sequence[DelayTask]], None] | None,
     ) -> int:
         """Rows in bulk, a few thousand at a time, so that memory stays flat. Returns their number."""
-        _check_on_conflict(on_conflict)
+        check_on_conflict(on_conflict)
         total = 0
         source = iter(items)
         while batch := list(itertools.islice(source, BULK)):
-            tasks = [self.build(new, on_conflict) for new in batch]
-            total += self.schedule_lot(batch, tasks, on_conflict, unit, on_batch)
+            total += self.schedule_lot(batch, self.build(batch, on_conflict), on_conflict, unit, on_batch)
         return total
 
     def schedule_lot(
@@ -270,35 +219,6 @@ class Producer:
         if not shift:
             raise InvalidDelayError("a shift is not 0")
         return -shift if is_earlier else shift
-
-
-def _check_on_conflict(on_conflict: object) -> None:
-    if on_conflict not in ("reject", "keep", "replace"):
-        raise InvalidScheduleError(f"on_conflict is 'reject', 'keep' or 'replace', not {shown(on_conflict)}")
-
-
-def _max_wait_s(new: NewTask, on_conflict: OnConflict, longest_s: float) -> float | None:
-    if new.max_wait is None:
-        return None
-    if new.key is None or on_conflict != "replace":
-        raise InvalidScheduleError("max_wait is for a key= with on_conflict='replace': nothing else is put off")
-    seconds = check_wait(new.max_wait, longest_s, "max_wait")
-    if seconds == 0:
-        raise InvalidDelayError("max_wait is more than 0")
-    return seconds
-
-
-def _headers(new: NewTask, max_wait_s: float | None) -> str | None:
-    """What a task says of itself, beyond its tag's processor."""
-    headers: dict[str, Any] = {}
-    if new.retry is not None:
-        ladder = new.retry if isinstance(new.retry, Ladder) else Ladder(new.retry)
-        headers["retry"] = {"rungs_s": ladder.rungs_s, "jitter": ladder.jitter}
-    if new.expires is not None:
-        headers["expires_s"] = check_wait(new.expires, MAX_RUNG_S)
-    if max_wait_s is not None:
-        headers["max_wait_s"] = max_wait_s
-    return json.dumps(headers, separators=(",", ":")) if headers else None
 
 
 def _is_named(new: NewTask) -> bool:

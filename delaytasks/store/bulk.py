@@ -15,13 +15,14 @@ from sqlalchemy import ColumnElement, Select, Update, func, literal_column, sele
 
 from delaytasks.core.bulk import Filter
 from delaytasks.core.clock import to_us
+from delaytasks.core.jsontext import dump_json
 from delaytasks.core.ports import Entry, Level, Step, To
 from delaytasks.core.states import LIVE, MOVES, Status, following
 from delaytasks.store.audit import Audit
 from delaytasks.store.database import Database
 from delaytasks.store.keys import Keys
 from delaytasks.store.levels import levels
-from delaytasks.store.rows import dump_rows, instant_text, json_rows, listed, next_version
+from delaytasks.store.rows import instant_text, json_rows, listed, next_version
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import LATEST, db_now, earliest
 
@@ -176,7 +177,7 @@ class Bulk:
             rows.append({"id": id, "version": version, "due": instant_text(self._dialect, new)})
             entries.append(Entry(id, following(version), to_us(new or due), queue, priority))
         if rows:
-            result = on.execute(self._updates[move], {"rows": dump_rows(rows), "ids": [row["id"] for row in rows]})
+            result = on.execute(self._updates[move], {"rows": dump_json(rows), "ids": [row["id"] for row in rows]})
             assert result.rowcount == len(rows), "they are locked"
         return entries
 

@@ -23,6 +23,7 @@ from sqlalchemy import (
 
 from delaytasks.core.clock import to_us
 from delaytasks.core.inputs import MAX_PRIORITY
+from delaytasks.core.jsontext import dump_json
 from delaytasks.core.ports import Entry, Executor, Miss, Settlement
 from delaytasks.core.states import MOVES, Status
 from delaytasks.core.task import DelayTask
@@ -35,7 +36,6 @@ from delaytasks.store.rows import (
     CLAIMED,
     MOST,
     columns,
-    dump_rows,
     each_listed,
     json_rows,
     list_of,
@@ -178,7 +178,7 @@ class Claims:
     ) -> dict[str, Any]:
         pairs = sorted(pairs)
         rows = [{"id": id, "version": version, "status": int(status), "lapses": lapses} for id, version in pairs]
-        parameters: dict[str, Any] = {"rows": dump_rows(rows)}
+        parameters: dict[str, Any] = {"rows": dump_json(rows)}
         if self._db.can.array_parameters:
             parameters |= list_of(self._db, [id for id, _ in pairs])
         return parameters

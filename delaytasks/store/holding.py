@@ -12,13 +12,14 @@ from typing import Any
 from sqlalchemy import ColumnElement, Select, and_, exists, func, literal_column, or_, select, update
 
 from delaytasks.core.clock import to_us
+from delaytasks.core.jsontext import dump_json
 from delaytasks.core.policies import Policies
 from delaytasks.core.ports import Entry, Level, Seen
 from delaytasks.core.states import MOVES, Status, following
 from delaytasks.core.task import DelayTask
 from delaytasks.store.database import Database
 from delaytasks.store.levels import levels
-from delaytasks.store.rows import dump_rows, json_rows, listed, next_version
+from delaytasks.store.rows import json_rows, listed, next_version
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now
 
@@ -127,7 +128,7 @@ class Holding:
         w = json_rows(self._db.url.get_backend_name(), ("id", "version"))
         ordered = sorted(tasks, key=lambda task: task.id)
         ids = [task.id for task in ordered]
-        rows = dump_rows([{"id": task.id, "version": task.version} for task in ordered])
+        rows = dump_json([{"id": task.id, "version": task.version} for task in ordered])
         [source] = move.sources
         mine = and_(t.c.id == w.c.id, t.c.version == w.c.version, t.c.status + 0 == int(source), self._listed)
         # As given back: it never ran, and nobody did it anywhere.

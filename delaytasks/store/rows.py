@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
@@ -150,11 +149,6 @@ def list_of(database: Database, ids: list[int]) -> dict[str, Any]:
 def listing(name: str) -> Any:
     """A list parameter, written out."""
     return bindparam(name, expanding=True)
-
-
-def dump_rows(rows: Sequence[dict[str, Any]]) -> str:
-    # As UTF-8: escaped, a Chinese character is twice as long.
-    return json.dumps(rows, separators=(",", ":"), ensure_ascii=False)
 
 
 def instant_text(dialect: str, instant: datetime | None) -> str | None:

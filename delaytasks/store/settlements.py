@@ -8,6 +8,7 @@ from typing import Any
 
 from sqlalchemy import Update, and_, bindparam, case, func, select, update
 
+from delaytasks.core.jsontext import dump_json
 from delaytasks.core.ports import Executor, Settlement
 from delaytasks.core.states import FINISHED, MOVES, Status, following
 from delaytasks.core.task import DelayTask
@@ -15,7 +16,7 @@ from delaytasks.store.attempts import Attempts
 from delaytasks.store.database import Database
 from delaytasks.store.keys import Keys
 from delaytasks.store.prepared import Prepared
-from delaytasks.store.rows import dump_rows, each_listed, instant_text, json_rows, list_of, next_version
+from delaytasks.store.rows import each_listed, instant_text, json_rows, list_of, next_version
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now
 
@@ -146,7 +147,7 @@ class Settlements:
         }
 
     def _settled(self, connection: Any, ordered: Sequence[Settlement]) -> set[int]:
-        parameters = {"rows": dump_rows([self._settled_row(s) for s in ordered])}
+        parameters = {"rows": dump_json([self._settled_row(s) for s in ordered])}
         parameters |= list_of(self._db, [s.task.id for s in ordered])
         expected = {s.task.id: self._after(s) for s in ordered}
         if self._settle(connection, parameters).met == len(ordered):

@@ -117,7 +117,7 @@ def test_in_the_new_shard_conflicts_are_as_anywhere(growth: Growth) -> None:
 
 
 def test_who_died_after_it_reserved_a_key_keeps_it_from_nobody(growth: Growth) -> None:
-    dead = growth.new.shards[growth.added].producer.build(NewTask(TAG, None, 60, key=growth.key), "reject")
+    (dead,) = growth.new.shards[growth.added].producer.build([NewTask(TAG, None, 60, key=growth.key)], "reject")
     assert growth.shards.stores[growth.home].tasks.holders.point(dead, "reject") is None
     with pytest.raises(TaskNotFoundError):
         growth.new.get(tag=TAG, key=growth.key)

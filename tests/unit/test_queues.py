@@ -62,7 +62,7 @@ def test_the_call_wins_over_the_processor_and_the_processor_over_the_mapping() -
     from delaytasks.core.task import NewTask
 
     def queue_of(**options: Any) -> str:
-        return delays.producer.build(NewTask("mail.send", {}, 0, **options), "reject").queue
+        return delays.producer.build([NewTask("mail.send", {}, 0, **options)], "reject")[0].queue
 
     assert queue_of() == "sending"
     delays.processor("mail.send", queue="own")(lambda body: None)

@@ -1,0 +1,71 @@
+"""Tasks scheduled one call at a time that fall due together, and lone ones: how many are claimed at once, for
+processors that take no time, a little and much."""
+
+from __future__ import annotations
+
+import statistics
+
+from benchmarks import brokers, ours, table
+from benchmarks.cases.burst import DEADLINE_S
+from benchmarks.cases.limits import instant
+from benchmarks.figures import Target, percentile
+from benchmarks.machine import load
+from benchmarks.stage import Stage
+from benchmarks.waiting import BenchError, sleep_until, wall
+from delaytasks.core.states import Status
+
+PROCESSES = 2
+#: What a processor takes in milliseconds, how many are due together, and how many lone ones come in a second.
+KINDS = ((0, 20_000, 50), (1, 8_000, 50), (50, 200, 20))
+
+
+def run(stage: Stage) -> None:
+    for ms, count, rate in KINDS:
+        with stage.ours.serving():
+            _together(stage, ms, stage.size(count, count // 5))
+            stage.ours.clear()
+            _alone(stage, ms, rate)
+        brokers.clear()
+
+
+def _together(stage: Stage, ms: float, count: int) -> None:
+    due = wall() + stage.size(25, 10)
+    for _ in range(count):
+        _schedule(due, ms)
+    if wall() > due:
+        raise BenchError(f"gathering: {count:,} calls took longer than {stage.size(25, 10)} s")
+    sleep_until(due)
+    stage.ours.wait_for(count, DEADLINE_S)
+    took_s = table.last_settled_at() - due
+    if table.count(Status.DONE) != count:
+        raise BenchError(f"gathering: of {count:,} tasks {table.count(Status.DONE):,} are DONE")
+    chunks = table.chunks()
+    stage.figure("gathering", f"{ms} ms, {count:,} due together: drained", "per s").add(count / took_s)
+    if ms:
+        share = stage.figure("gathering", f"{ms} ms: share of the ideal", "", Target("value", least=0.7))
+        share.add(count * ms / 1000 / PROCESSES / took_s)
+    stage.figure("gathering", f"{ms} ms: rows in a chunk, median", "rows").add(statistics.median(chunks))
+    stage.figure("gathering", f"{ms} ms: rows in the largest chunk", "rows").add(float(max(chunks)))
+    stage.say(
+        f"gathering: {ms} ms: {count:,} in {took_s:.2f} s, {len(chunks):,} chunks of {min(chunks)} to {max(chunks)} "
+        f"rows, median {statistics.median(chunks):g}, load {load():.1f}"
+    )
+
+
+def _alone(stage: Stage, ms: float, rate: int) -> None:
+    seconds = stage.size(10, 3)
+    began = wall()
+    for number in range(rate * seconds):
+        sleep_until(began + number / rate)
+        _schedule(wall() + 1, ms)
+    stage.ours.wait_for(rate * seconds, DEADLINE_S)
+    late = stage.ours.lateness_ms()
+    p50 = stage.figure(
+        "gathering", f"{ms} ms: lone tasks, {rate} a second, lateness p50", "ms", Target("value", most=3)
+    )
+    p50.add(percentile(late, 0.5))
+    stage.say(f"gathering: {ms} ms: lone ones p50 {percentile(late, 0.5):.2f} ms, p99 {percentile(late, 0.99):.2f} ms")
+
+
+def _schedule(due: float, ms: float) -> None:
+    ours.delays.schedule_at(ours.WORK, {"due": due, "seconds": ms / 1000}, instant(due))

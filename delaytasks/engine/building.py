@@ -1,0 +1,140 @@
+"""What callers ask for, checked and made into tasks; nothing is written yet."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
+
+from delaytasks.core.clock import Clock
+from delaytasks.core.errors import InvalidDelayError, InvalidScheduleError
+from delaytasks.core.ids import check_id
+from delaytasks.core.inputs import (
+    check_concurrency_key,
+    check_delay,
+    check_instant,
+    check_key,
+    check_priority,
+    check_queue,
+    check_tag,
+    check_wait,
+    encode_body,
+)
+from delaytasks.core.ladder import MAX_RUNG_S, Ladder
+from delaytasks.core.ports import OnConflict
+from delaytasks.core.schema import plain
+from delaytasks.core.settings import Settings
+from delaytasks.core.task import DelayTask, NewTask
+from delaytasks.core.text import shown
+from delaytasks.engine.queues import Queues
+from delaytasks.engine.registry import Processor, Registry
+
+
+class Tag(NamedTuple):
+    """What a tag that was found good says of its tasks."""
+
+    name: str
+    queue: str
+    processor: Processor | None
+
+
+class Builder:
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Clock,
+        make_id: Callable[[], int],
+        registry: Registry,
+        queues: Queues,
+        shard: int,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._make_id = make_id
+        self._registry = registry
+        self._queues = queues
+        self._shard = shard
+
+    def many(self, asked: Iterable[NewTask], on_conflict: OnConflict) -> list[DelayTask]:
+        """All of them are scheduled at one instant."""
+        check_on_conflict(on_conflict)
+        now, tags = self._clock.certain_now(), dict[str, Tag]()
+        return [self._build(new, on_conflict, now, tags) for new in asked]
+
+    def _build(self, new: NewTask, on_conflict: OnConflict, now: datetime, tags: dict[str, Tag]) -> DelayTask:
+        """`tags` are those that were met before."""
+        tag = tags.get(new.tag) if type(new.tag) is str else None
+        if tag is None:
+            tag = self._tag(new.tag)
+            tags[tag.name] = tag
+        if (new.delay is None) == (new.when is None):
+            raise InvalidScheduleError("give a delay or an instant (when), one of the two")
+        longest_s = self._settings.max_delay_s
+        if new.when is None:
+            delay = check_delay(new.delay, longest_s)
+            due = now + delay
+        else:
+            due = max(check_instant(new.when), now)
+            delay = check_delay(due - now, longest_s)
+        max_wait_s = _max_wait_s(new, on_conflict, longest_s)
+        if max_wait_s is not None:
+            due = min(due, now + timedelta(seconds=max_wait_s))
+        body = plain(new.body)
+        body_json = encode_body(body, self._settings.max_body_bytes)
+        concurrency_key, processor = new.concurrency_key, tag.processor
+        if processor is not None:
+            if concurrency_key is None and processor.concurrency_key is not None:
+                concurrency_key = processor.concurrency_key(body)
+            if processor.schema is not None:
+                processor.schema(json.loads(body_json))  # as the worker will read it
+        return DelayTask(
+            id=self._make_id() if new.id is None else check_id(new.id),
+            tag=tag.name,
+            body_json=body_json,
+            expected_time=due,
+            queue=tag.queue if new.queue is None else check_queue(new.queue),
+            priority=check_priority(new.priority),
+            key=None if new.key is None else check_key(new.key),
+            delay_s=math.ceil(delay.total_seconds()),
+            headers_json=_headers(new, max_wait_s),
+            concurrency_key=None if concurrency_key is None else check_concurrency_key(concurrency_key),
+            create_time=now,
+            shard=self._shard,
+        )
+
+    def _tag(self, asked: object) -> Tag:
+        name = check_tag(asked)
+        if self._settings.strict_tags:
+            self._registry.demand(name)
+        return Tag(name, self._queues.of(name), self._registry.get(name))
+
+
+def check_on_conflict(on_conflict: object) -> None:
+    if on_conflict not in ("reject", "keep", "replace"):
+        raise InvalidScheduleError(f"on_conflict is 'reject', 'keep' or 'replace', not {shown(on_conflict)}")
+
+
+def _max_wait_s(new: NewTask, on_conflict: OnConflict, longest_s: float) -> float | None:
+    if new.max_wait is None:
+        return None
+    if new.key is None or on_conflict != "replace":
+        raise InvalidScheduleError("max_wait is for a key= with on_conflict='replace': nothing else is put off")
+    seconds = check_wait(new.max_wait, longest_s, "max_wait")
+    if seconds == 0:
+        raise InvalidDelayError("max_wait is more than 0")
+    return seconds
+
+
+def _headers(new: NewTask, max_wait_s: float | None) -> str | None:
+    """What a task says of itself, beyond its tag's processor."""
+    headers: dict[str, Any] = {}
+    if new.retry is not None:
+        ladder = new.retry if isinstance(new.retry, Ladder) else Ladder(new.retry)
+        headers["retry"] = {"rungs_s": ladder.rungs_s, "jitter": ladder.jitter}
+    if new.expires is not None:
+        headers["expires_s"] = check_wait(new.expires, MAX_RUNG_S)
+    if max_wait_s is not None:
+        headers["max_wait_s"] = max_wait_s
+    return json.dumps(headers, separators=(",", ":")) if headers else None
