@@ -1,4 +1,4 @@
-"""`python -m benchmarks [names…] [--quick] [--rounds N] [--json FILE] [--broker URL] [--strict]`"""
+"""`python -m benchmarks [names…] [--quick] [--rounds N] [--json FILE] [--broker URL] [--strict] [--peers [NAME …]]`"""
 
 from __future__ import annotations
 
@@ -25,8 +25,12 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all values there")
     parser.add_argument("--broker", metavar="URL", help="instead of DELAYTASKS_BENCH_BROKER_URL")
     parser.add_argument("--strict", action="store_true", help="end with status 1 when a target is missed")
-    options = parser.parse_args()
+    parser.add_argument("--peers", nargs="*", metavar="NAME", help="beside other systems: these, or all")
+    parser.add_argument("--backlog", type=int, metavar="N", help="with --peers: so many tasks due tomorrow")
+    options = parser.parse_intermixed_args()
     where.use(options.broker)
+    if options.peers is not None:
+        return _peers(parser, options)
 
     # Only now, since these make their Celery apps at import.
     from benchmarks import brokers, machine, report, table
@@ -92,6 +96,16 @@ def main() -> int:
     shutil.rmtree(folder, ignore_errors=True)
     is_missed = any(figure.is_reached is False for figure in stage.figures)
     return 1 if is_missed and options.strict else 0
+
+
+def _peers(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from benchmarks.peers import run
+
+    try:
+        systems, workloads = run.chosen(options.peers, options.names)
+    except run.UnknownNameError as error:
+        parser.error(str(error))
+    return run.run(systems, workloads, options.rounds or (1 if options.quick else 3), options)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from celery import Celery
 
-from benchmarks.notes import note
+from benchmarks.notes import run
 from benchmarks.where import BARE_QUEUE, broker_url
 
 app = Celery("bench_bare", broker=broker_url(), set_as_current=False)
@@ -18,4 +18,4 @@ app.conf.update(
 
 @app.task(name="bench.note")  # type: ignore[untyped-decorator]  # Celery ships no types
 def note_task(due: float) -> None:
-    note(due)
+    run(due)

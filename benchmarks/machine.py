@@ -29,7 +29,7 @@ def load() -> float:
 
 
 class Usage(NamedTuple):
-    """Of a process and its children."""
+    """Of a process and all that descend from it; the time of those that have ended is in it, too."""
 
     cpu_s: float
     rss_bytes: int
@@ -39,32 +39,63 @@ def usage(pid: int) -> Usage | None:
     ticks, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
     cpu, rss = 0, 0
     try:
-        for one in [pid, *children(pid)]:
+        for one in family(pid):
             fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
-            cpu += int(fields[11]) + int(fields[12])
+            cpu += sum(map(int, fields[11:15]))
             rss += int(Path(f"/proc/{one}/statm").read_text().split()[1])
     except (OSError, IndexError, ValueError):
         return None
     return Usage(cpu / ticks, rss * page)
 
 
+def usage_of(program: str) -> Usage | None:
+    """Of all processes here that run this program, and of their descendants; None without any."""
+    running = {pid for pid in _pids() if _comm(pid) == program}
+    inside = {child for pid in running for child in children(pid)}
+    found = [one for pid in running - inside if (one := usage(pid)) is not None]
+    return Usage(sum(one.cpu_s for one in found), sum(one.rss_bytes for one in found)) if found else None
+
+
 def rss_bytes_of(program: str) -> int | None:
     """Of all processes here that run this program; None without any."""
     found = 0
-    for folder in Path("/proc").glob("[0-9]*"):
+    for pid in _pids():
         try:
-            if (folder / "comm").read_text().strip() == program:
-                found += int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            if _comm(pid) == program:
+                found += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         except (OSError, IndexError, ValueError):
             continue  # it has ended meanwhile
     return found or None
 
 
+def family(pid: int) -> list[int]:
+    """The process, then its children, then theirs."""
+    found = [pid]
+    for one in found:
+        found.extend(children(one))
+    return found
+
+
 def children(pid: int) -> list[int]:
+    """Of all of its threads: any of them may have started one."""
+    found: list[int] = []
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found.extend(int(child) for child in listed.read_text().split())
+        except OSError:
+            continue  # the thread has ended meanwhile
+    return found
+
+
+def _pids() -> list[int]:
+    return [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+
+
+def _comm(pid: int) -> str:
     try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
-        return []
+        return ""
 
 
 def _processor() -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from celery import Celery
 
-from benchmarks.notes import note
+from benchmarks.notes import note, run
 from benchmarks.where import NAMESPACES, TABLE_PREFIX, broker_url, database_url, redis_url
 from delaytasks import DelayTasks
 
@@ -54,7 +54,7 @@ direct_app, direct_delays = make("bench_direct", timer="direct")
 @redis_delays.processor(TAG)
 @direct_delays.processor(TAG)
 def note_task(body: Any) -> None:
-    note(body["due"])
+    run(body["due"])
 
 
 @delays.processor(WORK)

@@ -21,13 +21,17 @@ STOP_S = 30.0
 class Process:
     """A command in a process group of its own, its output in a file."""
 
+    #: What runs the command: this Python, unless another program is named.
+    program: Sequence[str] = (sys.executable, "-m")
+    stop_s = STOP_S
+
     def __init__(self, name: str, command: Sequence[str], folder: Path, **environment: str) -> None:
         self.name = name
         self.log = folder / f"{name}-{time.monotonic_ns()}.log"
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", *command],
+                [*self.program, *command],
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
                 stdin=subprocess.PIPE,
@@ -75,7 +79,7 @@ class Process:
         if self.is_alive:
             self._process.send_signal(signal.SIGTERM)
             try:
-                self._process.wait(STOP_S)
+                self._process.wait(self.stop_s)
             except subprocess.TimeoutExpired:
                 pass
         try:

@@ -43,3 +43,8 @@ def use(broker: str | None) -> None:
 def notes_path() -> str | None:
     """The file in which tasks note that they ran; None in a process that runs none."""
     return os.environ.get("BENCH_NOTES")
+
+
+def takes_s() -> float:
+    """How long each task has to take: only where that matters it is not zero."""
+    return float(os.environ.get("BENCH_TAKES_S", "0"))

@@ -1,0 +1,137 @@
+"""What each program here is: `python -m benchmarks.peers.programs.NAME produce`, told what to schedule on stdin.
+
+Runs in the environment of the peers, so only the standard library is used here. `programs/bullmq.mjs` says the same
+in JavaScript."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from benchmarks.notes import note
+from benchmarks.where import takes_s
+
+#: Delays between two bounds that look random, the same for all systems and in every language.
+GOLDEN = 0.6180339887498949
+
+
+class Program(ABC):
+    """A system's own verbs. They are coroutines, since many systems have no others; the others do not wait."""
+
+    #: The most tasks in one call of `schedule_many`; None: no limit.
+    chunk: int | None = 1000
+
+    @abstractmethod
+    async def prepare(self) -> None:
+        """Its tables, if it has any, and its connections. The database, Redis and queues are empty."""
+
+    @abstractmethod
+    async def schedule(self, due: float) -> None:
+        """One task, in one call."""
+
+    async def schedule_many(self, dues: Sequence[float]) -> None:
+        """Many tasks, in the quickest way that the system's documentation shows."""
+        for due in dues:
+            await self.schedule(due)
+
+    async def serve(self) -> None:
+        """Begins to run tasks in this process, where the system has no workers."""
+        raise NotImplementedError
+
+    async def ended_at(self) -> float | None:
+        """When the last task was settled, where that is known; else its start counts."""
+        return None
+
+    async def work(self) -> None:
+        """The worker, where the system has no command for it."""
+        raise NotImplementedError
+
+
+async def run(due: float) -> None:
+    """The whole task, of a worker with an event loop."""
+    seconds = takes_s()
+    if seconds:
+        await asyncio.sleep(seconds)
+    note(due)
+
+
+def wall() -> float:
+    return time.time_ns() / 1e9
+
+
+class Producer:
+    """Does what it is told, and says how many it scheduled and how long that took."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    async def schedule(self, count: int, first: float, last: float, limit_s: float) -> dict[str, Any]:
+        """One call each, due evenly from first to last; fewer when the time is over."""
+        began, made = time.monotonic(), 0
+        for due in spread(count, first, last):
+            await self._program.schedule(due)
+            made += 1
+            if time.monotonic() - began > limit_s:
+                break
+        return {"tasks": made, "took_s": time.monotonic() - began}
+
+    async def schedule_many(self, count: int, first: float, last: float, limit_s: float) -> dict[str, Any]:
+        began, made = time.monotonic(), 0
+        dues = list(spread(count, first, last))
+        step = self._program.chunk or count
+        for start in range(0, count, step):
+            lot = dues[start : start + step]
+            await self._program.schedule_many(lot)
+            made += len(lot)
+            if time.monotonic() - began > limit_s:
+                break
+        return {"tasks": made, "took_s": time.monotonic() - began}
+
+    async def steady(
+        self, rate: int, count: int, lot: int, soonest: float, latest: float, limit_s: float
+    ) -> dict[str, Any]:
+        """So many a second, in lots; fewer when the time is over."""
+        began, made = wall(), 0
+        while made < count and wall() - began < limit_s:
+            await asyncio.sleep(max(began + made / rate - wall(), 0))
+            now = wall()
+            dues = [now + soonest + (latest - soonest) * (n * GOLDEN % 1) for n in range(made, made + lot)]
+            await (self._program.schedule(dues[0]) if lot == 1 else self._program.schedule_many(dues))
+            made += lot
+        return {"tasks": made, "took_s": wall() - began}
+
+    async def serve(self) -> dict[str, Any]:
+        await self._program.serve()
+        return {}
+
+    async def ended_at(self) -> dict[str, Any]:
+        return {"at": await self._program.ended_at()}
+
+    async def obey(self) -> None:
+        await self._program.prepare()
+        _say("ready")
+        loop = asyncio.get_running_loop()
+        while line := await loop.run_in_executor(None, sys.stdin.readline):
+            order = json.loads(line)
+            number = order.pop("number")
+            answer = await getattr(self, order.pop("verb"))(**order)
+            _say(f"answer {number} {json.dumps(answer)}")
+
+
+def spread(count: int, first: float, last: float) -> Iterator[float]:
+    step = (last - first) / max(count - 1, 1)
+    return (first + number * step for number in range(count))
+
+
+def _say(line: str) -> None:
+    # On a line of its own, whatever the system's library has printed.
+    print(f"\n{line}", flush=True)
+
+
+def main(program: Program) -> None:
+    asyncio.run(Producer(program).obey() if sys.argv[1] == "produce" else program.work())

@@ -1,0 +1,62 @@
+"""PgQueuer: the worker is `PgQueuer.run` on a direct asyncpg connection and uvloop, as in its own benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import asyncpg
+from pgqueuer import PgQueuer
+from pgqueuer.db import AsyncpgDriver
+from pgqueuer.models import Job
+from pgqueuer.queries import Queries
+
+from benchmarks.peers.program import Program, main, run, wall
+from benchmarks.where import database_url
+
+NAME = "note"
+#: Its documentation asks for larger batches than 10 where jobs are short; beyond 200 nothing is gained here.
+BATCH = 200
+
+
+class PgQueuerProgram(Program):
+    chunk = 10_000
+
+    async def prepare(self) -> None:
+        self._queries = Queries(AsyncpgDriver(await asyncpg.connect(database_url())))
+        await self._queries.install()
+        await self._queries.optimize_autovacuum()
+
+    async def schedule(self, due: float) -> None:
+        await self._queries.enqueue(NAME, repr(due).encode(), execute_after=_delay(due))
+
+    async def schedule_many(self, dues: Sequence[float]) -> None:
+        count = len(dues)
+        payloads: list[bytes | None] = [repr(due).encode() for due in dues]
+        await self._queries.enqueue([NAME] * count, payloads, [0] * count, [_delay(due) for due in dues])
+
+    async def work(self) -> None:
+        pgq = PgQueuer.from_asyncpg_connection(await asyncpg.connect(database_url()))
+
+        @pgq.entrypoint(NAME)
+        async def note_task(job: Job) -> None:
+            assert job.payload is not None
+            await run(float(job.payload))
+
+        await pgq.run(batch_size=BATCH)
+
+
+def _delay(due: float) -> timedelta:
+    """It knows delays only, no instants."""
+    return timedelta(seconds=due - wall())
+
+
+if __name__ == "__main__":
+    import asyncio
+    import sys
+
+    import uvloop
+
+    if sys.argv[1] == "work":
+        asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    main(PgQueuerProgram())

@@ -1,0 +1,104 @@
+"""`./dev bench --peers`: makes the peers' environment, and measures each workload with each system in turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+import traceback
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks import machine, report, table
+from benchmarks.peers import environment, servers
+from benchmarks.peers.catalogue import ALWAYS, SYSTEMS, System
+from benchmarks.peers.results import Results
+from benchmarks.peers.side import Peer
+from benchmarks.peers.workloads import WORKLOADS, Stage
+from benchmarks.waiting import BenchError
+
+
+class UnknownNameError(Exception):
+    pass
+
+
+def chosen(names: Sequence[str], workloads: Sequence[str]) -> tuple[list[System], list[str]]:
+    """What is to be measured: all systems without names, and what is always measured with them."""
+    unknown = sorted(set(names) - set(SYSTEMS))
+    if unknown:
+        raise UnknownNameError(f"no system {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
+    unknown = sorted(set(workloads) - set(WORKLOADS))
+    if unknown:
+        raise UnknownNameError(f"no workload {', '.join(unknown)} of peers; there are {', '.join(WORKLOADS)}")
+    found = [system for system in SYSTEMS.values() if not names or system.name in {*names, *ALWAYS}]
+    return found, [name for name in WORKLOADS if not workloads or name in workloads]
+
+
+def run(systems: Sequence[System], workloads: Sequence[str], rounds: int, options: Namespace) -> int:
+    console = report.console()
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        console.print(f"[dim]{time.monotonic() - began:5.0f} s  {text}[/dim]", highlight=False)
+
+    results = Results(is_quick=options.quick)
+    stage = Stage(results, options.quick, options.backlog, say)
+    folder = Path(tempfile.mkdtemp(prefix="delaytasks-peers-"))
+    try:
+        with ExitStack() as held:
+            held.enter_context(table.alone())
+            here = held.enter_context(servers.started(folder))
+            results.machine = {**machine.facts(), **here.versions(), "rounds": str(rounds)}
+            report.print_facts(console, results.machine)
+            ready = [Peer(system, here, folder) for system in systems if _is_ready(system, results, stage)]
+            for number in range(rounds):
+                for workload in workloads:
+                    say(f"{workload}, round {number + 1} of {rounds}")
+                    for peer in ready:
+                        _measure(workload, stage, peer, console)
+    except BenchError as error:
+        console.print(str(error), style="red", markup=False)
+        return 2
+    finally:
+        if options.json is not None:
+            options.json.write_text(json.dumps(results.as_json(), indent=1) + os.linesep)
+    if results.failures:
+        console.print(f"{len(results.failures)} failed; the logs are in {folder}", style="red", markup=False)
+        return 1
+    shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+def _is_ready(system: System, results: Results, stage: Stage) -> bool:
+    try:
+        environment.install(system, stage.say)
+    except environment.NotInstalledError as error:
+        results.left_out[system.name] = str(error)
+        stage.say(f"{system.title} is left out: {error}")
+        return False
+    results.systems[system.name] = {
+        "title": system.title,
+        "version": environment.version(system),
+        "servers": list(system.servers),
+        "setup": system.setup,
+        "source": system.source,
+        "limits": list(system.limits),
+    }
+    return True
+
+
+def _measure(workload: str, stage: Stage, peer: Peer, console: Console) -> None:
+    try:
+        WORKLOADS[workload](stage, peer)
+    except Exception as error:  # the others are measured all the same
+        text = str(error) if isinstance(error, BenchError) else traceback.format_exc()
+        first = text.splitlines()[0] if isinstance(error, BenchError) else repr(error)
+        stage.results.failures.append(f"{workload}, {peer.system.name}: {first}")
+        stage.results.remark(workload, peer.system.name, f"failed: {first}")
+        console.print(f"{workload}, {peer.system.title}: {text}", style="red", highlight=False, markup=False)

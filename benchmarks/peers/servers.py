@@ -1,0 +1,95 @@
+"""The servers of a run: a PostgreSQL database and a Redis that nobody else uses, and the RabbitMQ that is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from redis import Redis
+from sqlalchemy import create_engine, text
+from sqlalchemy.engine import URL, make_url
+
+from benchmarks import machine, redis_server
+from benchmarks.waiting import BenchError
+from benchmarks.where import broker_url, database_url
+
+POSTGRESQL, REDIS, RABBITMQ = "PostgreSQL", "Redis", "RabbitMQ"
+_DATABASE = "bench_peers"
+_RABBITMQ = "amqp://guest:guest@127.0.0.1:5672//"
+
+
+class Servers:
+    """Emptied before each measurement."""
+
+    def __init__(self, redis: redis_server.Private) -> None:
+        url = make_url(database_url())
+        if url.get_backend_name() != "postgresql":
+            raise BenchError("--peers needs PostgreSQL: set DELAYTASKS_BENCH_DATABASE_URL")
+        self._admin = create_engine(url.set(drivername="postgresql+psycopg2"), isolation_level="AUTOCOMMIT")
+        self._own: URL = url.set(drivername="postgresql", database=_DATABASE)
+        self.redis_url = redis.url
+        self.rabbitmq_url = broker_url() if broker_url().startswith("amqp") else _RABBITMQ
+        self._redis: Any = Redis.from_url(redis.url)
+        self._redis_pid = int(self._redis.info("server")["process_id"])
+
+    @property
+    def database_url(self) -> str:
+        return self._own.render_as_string(hide_password=False)
+
+    def environment(self, broker: str) -> dict[str, str]:
+        """For the processes of a side: `broker` is what Celery is to use."""
+        return {
+            "BENCH_DATABASE_URL": self.database_url,
+            "BENCH_REDIS_URL": self.redis_url,
+            "BENCH_BROKER_URL": self.rabbitmq_url if broker == RABBITMQ else self.redis_url,
+        }
+
+    def clear(self) -> None:
+        self.drop()
+        with self._admin.connect() as connection:
+            connection.execute(text(f"CREATE DATABASE {_DATABASE}"))
+        self._redis.flushall()
+
+    def drop(self) -> None:
+        with self._admin.connect() as connection:
+            connection.execute(text(f"DROP DATABASE IF EXISTS {_DATABASE} WITH (FORCE)"))
+
+    def close(self) -> None:
+        self.drop()
+        self._admin.dispose()
+
+    def cpu_s(self, names: tuple[str, ...]) -> float | None:
+        """Of these servers, whoever else uses PostgreSQL and RabbitMQ; None when they are not on this machine."""
+        found = [self._usage(name) for name in names]
+        return sum(one.cpu_s for one in found if one is not None) if all(found) else None
+
+    def held_bytes(self, name: str) -> int | None:
+        """What tasks take there: on PostgreSQL on disk, else in memory."""
+        if name == POSTGRESQL:
+            with self._admin.connect() as connection:
+                return int(connection.scalar(text("SELECT pg_database_size(:name)"), {"name": _DATABASE}) or 0)
+        if name == REDIS:
+            return int(self._redis.info("memory")["used_memory"])
+        return machine.rss_bytes_of("beam.smp")
+
+    def versions(self) -> dict[str, str]:
+        with self._admin.connect() as connection:
+            postgresql = str(connection.scalar(text("SHOW server_version")))
+        return {POSTGRESQL: postgresql, REDIS: str(self._redis.info("server")["redis_version"])}
+
+    def _usage(self, name: str) -> machine.Usage | None:
+        if name == REDIS:
+            return machine.usage(self._redis_pid)
+        return machine.usage_of("postgres" if name == POSTGRESQL else "beam.smp")
+
+
+@contextmanager
+def started(folder: Path) -> Iterator[Servers]:
+    with redis_server.private(folder) as redis:
+        servers = Servers(redis)
+        try:
+            yield servers
+        finally:
+            servers.close()

@@ -1,0 +1,230 @@
+"""A system while it is measured: fresh servers, a producer that is told what to schedule, and workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.machine import family, usage
+from benchmarks.notes import Note, Notes
+from benchmarks.peers import environment
+from benchmarks.peers.catalogue import System
+from benchmarks.peers.servers import Servers
+from benchmarks.processes import Process
+from benchmarks.waiting import BenchError, wait_until, wall
+
+START_S = 60.0
+#: Tasks that fresh workers run before anything is measured.
+WARM_UP = 300
+#: A producer answers so much later than its time limit at most: a call in which it is must come to its end.
+SLACK_S = 120.0
+
+
+class Part(Process):
+    """A process of a system. What it started ends with it, in whatever group it is."""
+
+    stop_s = 5.0
+
+    def __init__(self, system: System, command: Sequence[str], folder: Path, **variables: str) -> None:
+        self.program = environment.launcher(system)
+        super().__init__(system.name, command, folder, **variables)
+
+    def kill(self) -> None:
+        for pid in family(self.pid):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # its parent was first
+        super().kill()
+
+    def stop(self) -> None:
+        descendants = family(self.pid)[1:]
+        super().stop()
+        for pid in descendants:
+            if _is_of_session(pid, self.pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+class Made(NamedTuple):
+    """What a producer has scheduled."""
+
+    tasks: int
+    took_s: float
+
+    @property
+    def per_s(self) -> float:
+        return self.tasks / self.took_s
+
+
+class Peer:
+    def __init__(self, system: System, servers: Servers, folder: Path) -> None:
+        self.system = system
+        self._servers = servers
+        self._folder = folder
+        self._notes = Notes(folder / "notes")
+        self._workers: list[list[Part]] = []
+        self._beside: list[Part] = []
+        self._producer: Part | None = None
+        self._asked = 0
+        self._variables: dict[str, str] = {}
+
+    @contextmanager
+    def producing(self) -> Iterator[None]:
+        """With empty servers, the system's tables, and a producer."""
+        self._servers.clear()
+        self._notes.clear()
+        try:
+            self._start_producer()
+            yield
+        except BenchError as error:
+            raise BenchError(f"{error}\n{self._last_words()}") from error
+        finally:
+            for part in self._parts():
+                part.stop()
+            self._workers, self._beside, self._producer = [], [], None
+
+    @contextmanager
+    def serving(self, workers: int = 1, takes_s: float = 0) -> Iterator[None]:
+        """The same, with workers that have run some tasks. Each task takes so long."""
+        with self.producing():
+            self._variables = {"BENCH_NOTES": self._notes.path, "BENCH_TAKES_S": str(takes_s)}
+            if self.system.is_one_process:
+                assert self._producer is not None
+                self._producer.stop()
+                self._start_producer(**self._variables)
+                self.ask("serve", START_S)
+            else:
+                self._workers = [self._start_worker(number) for number in range(workers)]
+                self._beside = [self._start(command, "beat") for command in self.system.beside]
+            self._warm_up(10 if takes_s else WARM_UP)
+            yield
+            for part in self._parts():
+                if not part.is_alive:
+                    raise BenchError(f"a process of {self.system.title} ended by itself")
+
+    def schedule(self, count: int, first: float, last: float, limit_s: float) -> Made:
+        return Made(**self.ask("schedule", limit_s, count=count, first=first, last=last, limit_s=limit_s))
+
+    def schedule_many(self, count: int, first: float, last: float, limit_s: float) -> Made:
+        return Made(**self.ask("schedule_many", limit_s, count=count, first=first, last=last, limit_s=limit_s))
+
+    def steady(self, rate: int, count: int, lot: int, soonest: float, latest: float, limit_s: float) -> Made:
+        order = {"rate": rate, "count": count, "lot": lot, "soonest": soonest, "latest": latest, "limit_s": limit_s}
+        return Made(**self.ask("steady", limit_s, **order))
+
+    def wait_for(self, count: int, deadline_s: float) -> bool:
+        """Whether so many tasks have run within that time."""
+        ends = time.monotonic() + deadline_s
+        while len(self._notes) < count:
+            if time.monotonic() > ends:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def ran(self) -> list[Note]:
+        return self._notes.read()
+
+    def forget(self) -> None:
+        self._notes.clear()
+
+    def ended_at(self, deadline_s: float = 5.0) -> float:
+        """When the last one was settled, or else when it began."""
+        noted = max(note.at for note in self.ran())
+        found = self.ask("ended_at", deadline_s)["at"]
+        return noted if found is None else max(noted, found)
+
+    def kill_a_worker(self) -> str:
+        """All processes of one worker, as a machine that is switched off; and says what that was."""
+        if self.system.is_one_process:
+            assert self._producer is not None
+            self._producer.kill()
+            self._start_producer(**self._variables)
+            self.ask("serve", START_S)
+            return "its one process, started again at once"
+        for part in self._workers.pop(0):
+            part.kill()
+        return "one of two workers"
+
+    def worker_cpu_s(self) -> float | None:
+        found = [usage(part.pid) for part in self._working()]
+        return sum(one.cpu_s for one in found if one is not None) if all(found) else None
+
+    def worker_bytes(self) -> int | None:
+        found = [usage(part.pid) for part in self._working()]
+        return sum(one.rss_bytes for one in found if one is not None) if all(found) else None
+
+    def server_cpu_s(self) -> float | None:
+        return self._servers.cpu_s(self.system.servers)
+
+    def server_bytes(self) -> int | None:
+        found = [self._servers.held_bytes(name) for name in self.system.servers]
+        return sum(one for one in found if one is not None) if None not in found else None
+
+    def ask(self, verb: str, within_s: float, **order: Any) -> dict[str, Any]:
+        producer, self._asked = self._producer, self._asked + 1
+        assert producer is not None
+        opening = f"answer {self._asked} "
+        producer.tell(json.dumps({"number": self._asked, "verb": verb, **order}))
+        found: dict[str, Any] = json.loads(self._hear(producer, opening, within_s + SLACK_S))
+        return found
+
+    def _hear(self, part: Part, opening: str, deadline_s: float) -> str:
+        heard: list[str] = []
+
+        def has_said() -> bool:
+            lines = part.log.read_text(errors="replace").splitlines()
+            heard[:] = [line for line in lines if line.startswith(opening)]
+            if not heard and not part.is_alive:
+                raise BenchError(f"the producer of {self.system.title} ended")
+            return bool(heard)
+
+        wait_until(has_said, deadline_s, f"the producer of {self.system.title} to say {opening!r}", 0.02)
+        return heard[0].removeprefix(opening)
+
+    def _start_producer(self, **variables: str) -> None:
+        self._producer = self._start(self.system.producer, "producer", **variables)
+        self._hear(self._producer, "ready", START_S)
+
+    def _start_worker(self, number: int) -> list[Part]:
+        name = f"{self.system.name}{number}"
+        return [self._start(command, name, **self._variables) for command in self.system.worker]
+
+    def _start(self, command: Sequence[str], name: str, **variables: str) -> Part:
+        filled = [part.format(name=name, folder=self._folder) for part in command]
+        every = {**self._servers.environment(self.system.broker), **environment.variables(self.system), **variables}
+        return Part(self.system, filled, self._folder, **every)
+
+    def _warm_up(self, count: int) -> None:
+        now = wall()
+        self.schedule(count, now, now, START_S)
+        if not self.wait_for(count, START_S):
+            raise BenchError(
+                f"{self.system.title} ran {len(self._notes)} of its first {count} tasks in {START_S:.0f} s"
+            )
+        self.forget()
+
+    def _working(self) -> list[Part]:
+        if self.system.is_one_process:
+            return [self._producer] if self._producer is not None else []
+        return [part for worker in self._workers for part in worker]
+
+    def _parts(self) -> list[Part]:
+        producer = [] if self._producer is None else [self._producer]
+        return [*(part for worker in self._workers for part in worker), *self._beside, *producer]
+
+    def _last_words(self) -> str:
+        return "\n".join(f"{part.log}:\n{part.last_words(8)}" for part in self._parts())
+
+
+def _is_of_session(pid: int, session: int) -> bool:
+    """Its number may have been given to somebody else's process meanwhile."""
+    try:
+        return os.getsid(pid) == session
+    except ProcessLookupError:
+        return False
