@@ -6,11 +6,13 @@ in JavaScript."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
 from typing import Any
 
 from benchmarks.notes import note
@@ -58,6 +60,16 @@ async def run(due: float) -> None:
     if seconds:
         await asyncio.sleep(seconds)
     note(due)
+
+
+def instant(due: float) -> datetime:
+    return datetime.fromtimestamp(due, timezone.utc)
+
+
+def by_due(dues: Sequence[float]) -> Iterator[tuple[float, int]]:
+    """For systems whose bulk call has one instant for all of its tasks."""
+    for due, same in itertools.groupby(dues):
+        yield due, sum(1 for _ in same)
 
 
 def wall() -> float:

@@ -196,7 +196,8 @@ class Peer:
         return [self._start(command, name, **self._variables) for command in self.system.worker]
 
     def _start(self, command: Sequence[str], name: str, **variables: str) -> Part:
-        filled = [part.format(name=name, folder=self._folder) for part in command]
+        places = {"name": name, "folder": self._folder, "redis": self._servers.redis_url}
+        filled = [part.format(**places) for part in command]
         every = {**self._servers.environment(self.system.broker), **environment.variables(self.system), **variables}
         return Part(self.system, filled, self._folder, **every)
 

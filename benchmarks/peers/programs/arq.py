@@ -1,0 +1,35 @@
+"""arq: a worker polls for what is due, and takes up to five times `max_jobs` in a look."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from arq import create_pool, func
+from arq.connections import RedisSettings
+
+from benchmarks.peers.program import Program, instant, main, run
+from benchmarks.where import redis_url
+
+
+async def note_task(context: dict[Any, Any], due: float) -> None:
+    await run(due)
+
+
+class WorkerSettings:
+    functions = [func(note_task, name="note")]
+    redis_settings = RedisSettings.from_dsn(redis_url())
+    max_jobs = 100
+    poll_delay = 0.1
+    keep_result = 0
+
+
+class ArqProgram(Program):
+    async def prepare(self) -> None:
+        self._pool = await create_pool(WorkerSettings.redis_settings)
+
+    async def schedule(self, due: float) -> None:
+        await self._pool.enqueue_job("note", due, _defer_until=instant(due))
+
+
+if __name__ == "__main__":
+    main(ArqProgram())

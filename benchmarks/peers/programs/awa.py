@@ -1,0 +1,50 @@
+"""awa-pg: a core in Rust; the worker is `AsyncClient.start`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from awa import AsyncClient, Job
+
+from benchmarks.peers.program import Program, by_due, instant, main, run
+from benchmarks.where import database_url
+
+QUEUE = "note"
+#: At once in each process, and how often it looks for what is due.
+WORKERS, EVERY_MS = 100, 100
+
+
+@dataclass
+class Note:
+    due: float
+
+
+class AwaProgram(Program):
+    async def prepare(self) -> None:
+        self._client = AsyncClient(database_url())
+        await self._client.migrate()
+        # What a new deployment runs on, and what its bulk call needs.
+        await self._client.install_queue_storage()
+
+    async def schedule(self, due: float) -> None:
+        await self._client.insert(Note(due), queue=QUEUE, run_at=instant(due))
+
+    async def schedule_many(self, dues: Sequence[float]) -> None:
+        for due, count in by_due(dues):
+            await self._client.enqueue_many_copy([Note(due)] * count, queue=QUEUE, run_at=instant(due))
+
+    async def work(self) -> None:
+        client = AsyncClient(database_url(), max_connections=20)
+
+        @client.task(Note, queue=QUEUE)
+        async def note_task(job: Job) -> None:
+            await run(job.args.due)
+
+        await client.start([(QUEUE, WORKERS)], poll_interval_ms=EVERY_MS, promote_interval_ms=EVERY_MS)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    main(AwaProgram())

@@ -1,0 +1,95 @@
+// BullMQ: what program.py is for the others, in JavaScript. `node bullmq.mjs produce|work`
+import fs from "node:fs";
+import { createRequire } from "node:module";
+import readline from "node:readline";
+import { setTimeout as sleep } from "node:timers/promises";
+
+// Its packages are not beside this file.
+const require = createRequire(process.env.BENCH_NODE_FOLDER + "/");
+const { Queue, Worker } = require("bullmq");
+const Redis = require("ioredis");
+
+const QUEUE = "bench";
+const GOLDEN = 0.6180339887498949;
+const CHUNK = 1000;
+// The documentation's advice for many short jobs: a concurrency of 100 to 300, and several processes.
+const CONCURRENCY = 100;
+
+const connect = () => new Redis(process.env.BENCH_REDIS_URL, { maxRetriesPerRequest: null });
+const wall = () => (performance.timeOrigin + performance.now()) / 1000;
+const say = (line) => fs.writeSync(1, `\n${line}\n`);
+
+function work() {
+  const file = fs.openSync(process.env.BENCH_NOTES, "a");
+  const takesMs = 1000 * (process.env.BENCH_TAKES_S ?? 0);
+  const line = Buffer.alloc(16);
+  const run = async (job) => {
+    if (takesMs) await sleep(takesMs);
+    line.writeDoubleLE(job.data.due, 0);
+    line.writeDoubleLE(wall(), 8);
+    fs.writeSync(file, line);
+  };
+  const worker = new Worker(QUEUE, run, { connection: connect(), concurrency: CONCURRENCY });
+  process.on("SIGTERM", () => worker.close(true).then(() => process.exit(0)));
+}
+
+const queue = process.argv[2] === "produce" ? new Queue(QUEUE, { connection: connect() }) : null;
+const job = (due) => ({
+  name: "note",
+  data: { due },
+  opts: { delay: Math.max(Math.ceil((due - wall()) * 1000), 0), removeOnComplete: true },
+});
+const schedule = (due) => {
+  const { name, data, opts } = job(due);
+  return queue.add(name, data, opts);
+};
+const scheduleMany = (dues) => queue.addBulk(dues.map(job));
+
+const verbs = {
+  async schedule({ count, first, last, limit_s }) {
+    return inSteps(count, first, last, limit_s, 1, ([due]) => schedule(due));
+  },
+  async schedule_many({ count, first, last, limit_s }) {
+    return inSteps(count, first, last, limit_s, CHUNK, scheduleMany);
+  },
+  async steady({ rate, count, lot, soonest, latest, limit_s }) {
+    const began = wall();
+    let made = 0;
+    for (; made < count && wall() - began < limit_s; made += lot) {
+      await sleep(Math.max(began + made / rate - wall(), 0) * 1000);
+      const now = wall();
+      const dues = Array.from({ length: lot }, (_, n) => now + soonest + (latest - soonest) * (((made + n) * GOLDEN) % 1));
+      await (lot === 1 ? schedule(dues[0]) : scheduleMany(dues));
+    }
+    return { tasks: made, took_s: wall() - began };
+  },
+  async ended_at() {
+    return { at: null };
+  },
+};
+
+async function inSteps(count, first, last, limitS, size, add) {
+  const began = wall();
+  const step = (last - first) / Math.max(count - 1, 1);
+  let made = 0;
+  while (made < count && wall() - began <= limitS) {
+    const dues = [];
+    for (let n = made; n < Math.min(made + size, count); n++) dues.push(first + n * step);
+    await add(dues);
+    made += dues.length;
+  }
+  return { tasks: made, took_s: wall() - began };
+}
+
+async function produce() {
+  await queue.waitUntilReady();
+  say("ready");
+  for await (const line of readline.createInterface({ input: process.stdin })) {
+    const { number, verb, ...order } = JSON.parse(line);
+    say(`answer ${number} ${JSON.stringify(await verbs[verb](order))}`);
+  }
+  process.exit(0);
+}
+
+if (process.argv[2] === "produce") await produce();
+else work();

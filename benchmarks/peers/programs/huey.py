@@ -1,0 +1,31 @@
+"""huey on Redis: its scheduler brings over what is due once a second, the least that it allows."""
+
+from __future__ import annotations
+
+from huey import RedisHuey
+
+from benchmarks.notes import run
+from benchmarks.peers.program import Program, instant, main
+from benchmarks.where import redis_url
+
+huey = RedisHuey("bench", url=redis_url(), results=False)
+
+
+@huey.task(name="note")
+def note_task(due: float) -> None:
+    run(due)
+
+
+class HueyProgram(Program):
+    async def prepare(self) -> None:
+        huey.pending_count()
+
+    async def schedule(self, due: float) -> None:
+        note_task.schedule((due,), eta=instant(due))
+
+
+if __name__ == "__main__":
+    # Tasks are named by their module, which is to be the one that the consumer imports.
+    from benchmarks.peers.programs import huey as same
+
+    main(same.HueyProgram())

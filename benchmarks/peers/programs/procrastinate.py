@@ -1,0 +1,34 @@
+"""Procrastinate: the worker is its own command; only jobs that are due at once are notified, so it polls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from procrastinate import App, PsycopgConnector
+
+from benchmarks.peers.program import Program, by_due, instant, main, run
+from benchmarks.where import database_url
+
+app = App(connector=PsycopgConnector(conninfo=database_url()))
+
+
+@app.task(name="note")
+async def note_task(due: float) -> None:
+    await run(due)
+
+
+class ProcrastinateProgram(Program):
+    async def prepare(self) -> None:
+        await app.open_async()
+        await app.schema_manager.apply_schema_async()
+
+    async def schedule(self, due: float) -> None:
+        await note_task.configure(schedule_at=instant(due)).defer_async(due=due)
+
+    async def schedule_many(self, dues: Sequence[float]) -> None:
+        for due, count in by_due(dues):
+            await note_task.configure(schedule_at=instant(due)).batch_defer_async(*[{"due": due}] * count)
+
+
+if __name__ == "__main__":
+    main(ProcrastinateProgram())
