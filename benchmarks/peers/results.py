@@ -68,6 +68,8 @@ class Results:
 
     def remark(self, workload: str, system: str, text: str) -> None:
         """Said once, however many rounds say it."""
+        if not text:
+            return
         before = self.remarks.setdefault(workload, {}).get(system, "")
         if text not in before:
             self.remarks[workload][system] = f"{before}; {text}" if before else text

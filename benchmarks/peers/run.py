@@ -48,7 +48,7 @@ def run(systems: Sequence[System], workloads: Sequence[str], rounds: int, option
         console.print(f"[dim]{time.monotonic() - began:5.0f} s  {text}[/dim]", highlight=False)
 
     results = Results(is_quick=options.quick)
-    stage = Stage(results, options.quick, options.backlog, say)
+    stage = Stage(results, options.quick, options.backlog or (2000 if options.quick else 100_000), say)
     folder = Path(tempfile.mkdtemp(prefix="delaytasks-peers-"))
     try:
         with ExitStack() as held:

@@ -13,6 +13,10 @@ from benchmarks.waiting import sleep_until, wall
 HOUR_S, DAY_S = 3600.0, 86400.0
 #: Steady tasks are due in one to five seconds.
 SOONEST_S, LATEST_S = 1.0, 5.0
+#: What is in the hands of a worker that is killed: four processes, and a task for each of them at every step.
+AT_ONCE, STEP_S, TAKES_S = 4, 0.5, 0.3
+#: The first is due so long after the scheduling began.
+AHEAD_S = 5.0
 
 
 @dataclass
@@ -87,8 +91,131 @@ def burst(stage: Stage, peer: Peer) -> None:
     stage.say(f"burst: {peer.system.title}: {len(ran):,} in {took:.2f} s, {len(ran) / max(took, 1e-9):,.0f}/s")
 
 
+def steady(rate: int, lot: int) -> Callable[[Stage, Peer], None]:
+    """So many a second, due in one to five seconds, scheduled in lots."""
+
+    def work(stage: Stage, peer: Peer) -> None:
+        workload, name = f"steady_{rate}", peer.system.name
+        seconds = stage.size(20, 6)
+        lots = f"in lots of {lot}" if lot > 1 else "one call each"
+        stage.results.sizes[workload] = f"{rate:,} tasks a second for {seconds} s, due in 1 to 5 s, {lots}"
+        with peer.serving():
+            worker_s, server_s = peer.worker_cpu_s(), peer.server_cpu_s()
+            made, late = _steady(stage, workload, peer, rate, lot, seconds)
+            for what, before, after in (
+                ("worker", worker_s, peer.worker_cpu_s()),
+                ("servers", server_s, peer.server_cpu_s()),
+            ):
+                if before is not None and after is not None and late:
+                    stage.results.add(f"{workload}_{what}", name, (after - before) / len(late) * 1000)
+        if peer.system.is_one_process:
+            stage.results.remark(workload, name, "its worker's CPU has the scheduling in it")
+        if late:
+            stage.results.add(f"{workload}_p50", name, percentile(late, 0.5))
+            stage.results.add(f"{workload}_p99", name, percentile(late, 0.99))
+            stage.results.add(f"{workload}_early", name, 100 * sum(one < 0 for one in late) / len(late))
+        stage.say(f"{workload}: {peer.system.title}: {made.per_s:,.0f}/s, {_said(late)}")
+
+    return work
+
+
+def _steady(stage: Stage, workload: str, peer: Peer, rate: int, lot: int, seconds: int) -> tuple[Made, list[float]]:
+    """What was scheduled, and how late those that ran were, in milliseconds."""
+    count = rate * seconds
+    made = peer.steady(rate, count, lot, SOONEST_S, LATEST_S, 2 * seconds)
+    if made.took_s > seconds * 1.1:
+        stage.results.remark(workload, peer.system.name, f"could schedule {made.per_s:,.0f} a second only")
+    deadline = LATEST_S + stage.size(20, 10)
+    if not peer.wait_for(made.tasks, deadline):
+        text = f"{len(peer.ran()):,} of {made.tasks:,} ran until {deadline:.0f} s after the last was scheduled"
+        stage.results.remark(workload, peer.system.name, text)
+    return made, [(note.at - note.due) * 1000 for note in peer.ran()]
+
+
+def backlog(stage: Stage, peer: Peer) -> None:
+    """Many tasks due tomorrow, then near ones: how late they are, and what a far one takes."""
+    name, seconds = peer.system.name, stage.size(15, 5)
+    stage.results.sizes["backlog"] = (
+        f"{stage.backlog:,} tasks due tomorrow, then 50 a second for {seconds} s due in 1 to 5 s"
+    )
+    with peer.serving():
+        worker, server = peer.worker_bytes(), peer.server_bytes()
+        due = wall() + DAY_S
+        far = peer.schedule_many(stage.backlog, due, due, max(stage.backlog / 5000, 30))
+        stage.fewer("backlog", peer, far, stage.backlog)
+        made, late = _steady(stage, "backlog", peer, 50, 1, seconds)
+        for what, before, after in (
+            ("worker", worker, peer.worker_bytes()),
+            ("server", server, peer.server_bytes()),
+        ):
+            if before is not None and after is not None:
+                stage.results.add(f"backlog_{what}", name, max(after - before, 0) / far.tasks)
+    stage.results.add("backlog_ran", name, 100 * len(late) / made.tasks)
+    if late:
+        stage.results.add("backlog_p99", name, percentile(late, 0.99))
+    else:
+        stage.results.remark("backlog", name, "none of the near tasks ran")
+    stage.say(
+        f"backlog: {peer.system.title}: {far.tasks:,} far, {len(late):,} of {made.tasks:,} near ran, {_said(late)}"
+    )
+
+
+def recovery(stage: Stage, peer: Peer) -> None:
+    """Two workers, tasks that take time, and one of the workers is killed while it runs some of them."""
+    steps, name = stage.size(20, 8), peer.system.name
+    limit = stage.size(75, 12)
+    count = steps * AT_ONCE
+    stage.results.sizes["recovery"] = (
+        f"{count} tasks of {TAKES_S * 1000:.0f} ms, {AT_ONCE} due every {STEP_S:g} s; half way a worker is killed, "
+        f"and {limit} s after the last due instant is the end"
+    )
+    with peer.serving(2, TAKES_S):
+        first = wall() + AHEAD_S
+        for step in range(steps):
+            due = first + step * STEP_S
+            # By microseconds apart, so that each is known.
+            peer.schedule(AT_ONCE, due, due + AT_ONCE * 1e-6, AHEAD_S)
+        last = first + (steps - 1) * STEP_S
+        sleep_until(first + steps // 2 * STEP_S + TAKES_S / 2)
+        victim = peer.kill_a_worker()
+        stage.results.remark("recovery", name, victim if peer.system.is_one_process else "")
+        sleep_until(last)
+        is_done = _all_ran(peer, count, limit)
+        runs: dict[float, float] = {}
+        for note in peer.ran():
+            runs[note.due] = min(note.at - TAKES_S - note.due, runs.get(note.due, DAY_S))
+    missing = count - len(runs)
+    stage.results.add("recovery_missing", name, float(missing))
+    if is_done:
+        stage.results.add("recovery_last", name, max(runs.values()))
+    else:
+        stage.results.remark("recovery", name, f"{missing} of {count} not run {limit} s after the last one was due")
+    stage.say(f"recovery: {peer.system.title}: {missing} missing, latest {max(runs.values(), default=0):.2f} s")
+
+
+def _all_ran(peer: Peer, count: int, limit: float) -> bool:
+    """Whether each of them has, since some may run twice."""
+    ends = wall() + limit
+    while len({note.due for note in peer.ran()}) < count:
+        if wall() > ends:
+            return False
+        sleep_until(wall() + 0.1)
+    return True
+
+
+def _said(late: list[float]) -> str:
+    if not late:
+        return "none ran"
+    early = sum(one < 0 for one in late)
+    return f"p50 {percentile(late, 0.5):.1f} ms, p99 {percentile(late, 0.99):.1f} ms, {early:,} of {len(late):,} early"
+
+
 WORKLOADS: dict[str, Callable[[Stage, Peer], None]] = {
     "call": call,
     "bulk": bulk,
     "burst": burst,
+    "steady_50": steady(50, 1),
+    "steady_1000": steady(1000, 20),
+    "backlog": backlog,
+    "recovery": recovery,
 }
