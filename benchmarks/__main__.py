@@ -27,7 +27,13 @@ def main() -> int:
     parser.add_argument("--strict", action="store_true", help="end with status 1 when a target is missed")
     parser.add_argument("--peers", nargs="*", metavar="NAME", help="beside other systems: these, or all")
     parser.add_argument("--backlog", type=int, metavar="N", help="with --peers: so many tasks due tomorrow")
+    parser.add_argument("--pages", type=Path, metavar="FILE", help="no measuring: docs/peers.md from that JSON")
     options = parser.parse_intermixed_args()
+    if options.pages is not None:
+        from benchmarks.peers import pages
+
+        print(*pages.write(options.pages), sep="\n")
+        return 0
     where.use(options.broker)
     if options.peers is not None:
         return _peers(parser, options)

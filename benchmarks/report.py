@@ -36,21 +36,23 @@ def print_table(target: Console, figures: Sequence[Figure]) -> None:
         made.add_row(
             figure.case,
             figure.what + (f" [dim]{figure.remark}[/dim]" if figure.remark else ""),
-            f"{_spread(figure.ours)} {figure.unit}",
-            f"{beside}{_spread(figure.bare)} {figure.unit}" if figure.bare else "–",
-            f"{_spread(figure.ratios)} ×" if figure.ratios and all(figure.bare) else "–",
+            f"{spread(figure.ours)} {figure.unit}",
+            f"{beside}{spread(figure.bare)} {figure.unit}" if figure.bare else "–",
+            f"{spread(figure.ratios)} ×" if figure.ratios and all(figure.bare) else "–",
             "" if figure.target is None else str(figure.target),
             {True: "[green]yes[/green]", False: "[red]no[/red]", None: ""}[figure.is_reached],
         )
     target.print(made)
 
 
-def _spread(values: Sequence[float]) -> str:
-    middle = _short(statistics.median(values))
-    return middle if len(values) == 1 else f"{middle} ({_short(min(values))} to {_short(max(values))})"
+def spread(values: Sequence[float]) -> str:
+    middle = short(statistics.median(values))
+    return middle if len(values) == 1 else f"{middle} ({short(min(values))} to {short(max(values))})"
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
+    if value < 0:
+        return f"-{short(-value)}"
     if value >= 1000:
         return f"{value:,.0f}"
     if value >= 100 or value == int(value):

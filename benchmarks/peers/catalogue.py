@@ -190,9 +190,9 @@ _ALL = [
         "RQ",
         (REDIS,),
         ("rq.cli", "worker-pool", "--num-workers", "2", "--url", "{redis}", "--worker-class", "rq.worker.SimpleWorker"),
-        setup="a pool of 2 workers that run jobs in their own process instead of a fork for each, results dropped; "
+        setup="a pool of 2 `SimpleWorker`s (no fork for each job), its advice for very short jobs; results dropped; "
         "bulk: `enqueue_at` in a pipeline",
-        source="https://python-rq.org/docs/workers/",
+        source="https://github.com/rq/rq/blob/master/docs/benchmark.md",
         limits=("whole seconds, and looks for what is due once a second",),
     ),
     _python(
@@ -210,7 +210,7 @@ _ALL = [
         (REDIS,),
         ("saq", f"{PROGRAMS}.saq.settings", "--workers", "2"),
         setup="`--workers 2` with a concurrency of 10, as in its own benchmark; the time is rounded up",
-        source="https://github.com/tobymao/saq",
+        source="https://github.com/tobymao/saq/blob/master/benchmarks/simple.py",
         has_bulk=False,
         limits=("whole seconds",),
     ),

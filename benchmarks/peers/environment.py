@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 from benchmarks.peers.catalogue import System
@@ -63,7 +64,9 @@ def install(system: System, say: Callable[[str], None]) -> None:
 
 
 def version(system: System) -> str:
-    """Of its package, as it is pinned."""
+    """Of its package: what is installed here, or as it is pinned for the peers."""
+    if system.runs_on == "own":
+        return metadata.version(system.package)
     if system.runs_on == "node":
         return str(json.loads(PACKAGE_JSON.read_text())["dependencies"][system.package])
     pins = dict(line.split("==") for line in requirements(system.name) if "==" in line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import tempfile
 import time
 import traceback
@@ -47,6 +48,7 @@ def run(systems: Sequence[System], workloads: Sequence[str], rounds: int, option
     def say(text: str) -> None:
         console.print(f"[dim]{time.monotonic() - began:5.0f} s  {text}[/dim]", highlight=False)
 
+    signal.signal(signal.SIGTERM, _end)
     results = Results(is_quick=options.quick)
     stage = Stage(results, options.quick, options.backlog or (2000 if options.quick else 100_000), say)
     folder = Path(tempfile.mkdtemp(prefix="delaytasks-peers-"))
@@ -73,6 +75,11 @@ def run(systems: Sequence[System], workloads: Sequence[str], rounds: int, option
         return 1
     shutil.rmtree(folder, ignore_errors=True)
     return 0
+
+
+def _end(number: int, frame: object) -> None:
+    """As an interrupt does it: what was started is ended, and what was measured is written."""
+    raise KeyboardInterrupt
 
 
 def _is_ready(system: System, results: Results, stage: Stage) -> bool:

@@ -16,7 +16,6 @@ from benchmarks.waiting import BenchError
 from benchmarks.where import broker_url, database_url
 
 POSTGRESQL, REDIS, RABBITMQ = "PostgreSQL", "Redis", "RabbitMQ"
-_DATABASE = "bench_peers"
 _RABBITMQ = "amqp://guest:guest@127.0.0.1:5672//"
 
 
@@ -28,7 +27,7 @@ class Servers:
         if url.get_backend_name() != "postgresql":
             raise BenchError("--peers needs PostgreSQL: set DELAYTASKS_BENCH_DATABASE_URL")
         self._admin = create_engine(url.set(drivername="postgresql+psycopg2"), isolation_level="AUTOCOMMIT")
-        self._own: URL = url.set(drivername="postgresql", database=_DATABASE)
+        self._own: URL = url.set(drivername="postgresql", database=f"bench_peers_{url.database}"[:63])
         self.redis_url = redis.url
         self.rabbitmq_url = broker_url() if broker_url().startswith("amqp") else _RABBITMQ
         self._redis: Any = Redis.from_url(redis.url)
@@ -49,12 +48,12 @@ class Servers:
     def clear(self) -> None:
         self.drop()
         with self._admin.connect() as connection:
-            connection.execute(text(f"CREATE DATABASE {_DATABASE}"))
+            connection.execute(text(f'CREATE DATABASE "{self._own.database}"'))
         self._redis.flushall()
 
     def drop(self) -> None:
         with self._admin.connect() as connection:
-            connection.execute(text(f"DROP DATABASE IF EXISTS {_DATABASE} WITH (FORCE)"))
+            connection.execute(text(f'DROP DATABASE IF EXISTS "{self._own.database}" WITH (FORCE)'))
 
     def close(self) -> None:
         self.drop()
@@ -69,7 +68,7 @@ class Servers:
         """What tasks take there: on PostgreSQL on disk, else in memory."""
         if name == POSTGRESQL:
             with self._admin.connect() as connection:
-                return int(connection.scalar(text("SELECT pg_database_size(:name)"), {"name": _DATABASE}) or 0)
+                return int(connection.scalar(text("SELECT pg_database_size(:name)"), {"name": self._own.database}) or 0)
         if name == REDIS:
             return int(self._redis.info("memory")["used_memory"])
         return machine.rss_bytes_of("beam.smp")
