@@ -39,6 +39,8 @@ class Schema:
 
 def plain(body: Any) -> Any:
     """A body that is a dataclass or a pydantic model, as JSON says it; any other is left as it is."""
+    if type(body) is dict:  # as most are
+        return body
     if dataclasses.is_dataclass(body) and not isinstance(body, type):
         return dataclasses.asdict(body)
     if hasattr(body, "model_dump"):

@@ -19,9 +19,10 @@ from delaytasks.core.states import FINISHED, Status
 DEFAULT_QUEUE = "default"
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, these two: there are millions of them, and making one would take five times as long.
+@dataclass(slots=True, unsafe_hash=True)
 class DelayTask:
-    """A row of `yb_delay_task_message`, as it was when it was read."""
+    """A row of `yb_delay_task_message`, as it was when it was read; changing it changes nothing."""
 
     id: int
     tag: str
@@ -158,7 +159,7 @@ class Attempt(NamedTuple):
         return {**self._asdict(), "began": _iso(self.began), "ended": _iso(self.ended)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class NewTask:
     """One task to schedule, for `schedule_many`: give `delay` or `when`."""
 

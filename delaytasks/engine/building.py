@@ -40,6 +40,16 @@ class Tag(NamedTuple):
     processor: Processor | None
 
 
+class Lot:
+    """What was found out for tasks that are scheduled together."""
+
+    def __init__(self, now: datetime) -> None:
+        self.now = now
+        self.tags: dict[str, Tag] = {}
+        #: By delay: when it is over, and in whole seconds.
+        self.delays: dict[float, tuple[datetime, int]] = {}
+
+
 class Builder:
     def __init__(
         self,
@@ -60,27 +70,18 @@ class Builder:
     def many(self, asked: Iterable[NewTask], on_conflict: OnConflict) -> list[DelayTask]:
         """All of them are scheduled at one instant."""
         check_on_conflict(on_conflict)
-        now, tags = self._clock.certain_now(), dict[str, Tag]()
-        return [self._build(new, on_conflict, now, tags) for new in asked]
+        lot = Lot(self._clock.certain_now())
+        return [self._build(new, on_conflict, lot) for new in asked]
 
-    def _build(self, new: NewTask, on_conflict: OnConflict, now: datetime, tags: dict[str, Tag]) -> DelayTask:
-        """`tags` are those that were met before."""
-        tag = tags.get(new.tag) if type(new.tag) is str else None
+    def _build(self, new: NewTask, on_conflict: OnConflict, lot: Lot) -> DelayTask:
+        tag = lot.tags.get(new.tag) if type(new.tag) is str else None
         if tag is None:
             tag = self._tag(new.tag)
-            tags[tag.name] = tag
-        if (new.delay is None) == (new.when is None):
-            raise InvalidScheduleError("give a delay or an instant (when), one of the two")
-        longest_s = self._settings.max_delay_s
-        if new.when is None:
-            delay = check_delay(new.delay, longest_s)
-            due = now + delay
-        else:
-            due = max(check_instant(new.when), now)
-            delay = check_delay(due - now, longest_s)
-        max_wait_s = _max_wait_s(new, on_conflict, longest_s)
+            lot.tags[tag.name] = tag
+        due, delay_s = self._due(new, lot)
+        max_wait_s = _max_wait_s(new, on_conflict, self._settings.max_delay_s)
         if max_wait_s is not None:
-            due = min(due, now + timedelta(seconds=max_wait_s))
+            due = min(due, lot.now + timedelta(seconds=max_wait_s))
         body = plain(new.body)
         body_json = encode_body(body, self._settings.max_body_bytes)
         concurrency_key, processor = new.concurrency_key, tag.processor
@@ -97,12 +98,28 @@ class Builder:
             queue=tag.queue if new.queue is None else check_queue(new.queue),
             priority=check_priority(new.priority),
             key=None if new.key is None else check_key(new.key),
-            delay_s=math.ceil(delay.total_seconds()),
+            delay_s=delay_s,
             headers_json=_headers(new, max_wait_s),
             concurrency_key=None if concurrency_key is None else check_concurrency_key(concurrency_key),
-            create_time=now,
+            create_time=lot.now,
             shard=self._shard,
         )
+
+    def _due(self, new: NewTask, lot: Lot) -> tuple[datetime, int]:
+        """When it is due, and in how many seconds."""
+        if (new.delay is None) == (new.when is None):
+            raise InvalidScheduleError("give a delay or an instant (when), one of the two")
+        if new.when is not None:
+            due = max(check_instant(new.when), lot.now)
+            return due, math.ceil(check_delay(due - lot.now, self._settings.max_delay_s).total_seconds())
+        is_number = type(new.delay) in (int, float)
+        known = lot.delays.get(new.delay) if is_number else None
+        if known is None:
+            delay = check_delay(new.delay, self._settings.max_delay_s)
+            known = lot.now + delay, math.ceil(delay.total_seconds())
+            if is_number:
+                lot.delays[new.delay] = known
+        return known
 
     def _tag(self, asked: object) -> Tag:
         name = check_tag(asked)

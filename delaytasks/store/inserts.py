@@ -5,15 +5,18 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Table, exc, insert
+from sqlalchemy import Connection, Table, bindparam, exc, insert, select
 from sqlalchemy.dialects import postgresql, sqlite
 
+from delaytasks.core.jsontext import dump_json
 from delaytasks.core.task import DelayTask
 from delaytasks.store.database import Database
 from delaytasks.store.driver_errors import told
-from delaytasks.store.rows import values_of
+from delaytasks.store.rows import OWN, SCHEDULED, instant_text, json_rows, parts, scheduled
+from delaytasks.store.types import UTCDateTime
 
 
 class Insert:
@@ -37,21 +40,56 @@ class Insert:
         return True
 
 
-def insert_bulk(on: Any, database: Database, table: Table, tasks: Sequence[DelayTask]) -> None:
-    """Many new rows: by COPY where there is one, else as the driver does many rows."""
-    if not (database.can.copy and isinstance(on, Connection) and on.dialect.driver == "psycopg2"):
-        on.execute(insert(table), [values_of(task) for task in tasks])
-        return
-    target = on.dialect.identifier_preparer.format_table(table)
-    names = ", ".join((*_OWN, *(name for name in values_of(tasks[0]) if name not in _OWN)))
-    driver: Any = on.dialect.dbapi
-    cursor: Any = on.connection.cursor()
-    try:
-        cursor.copy_expert(f"COPY {target} ({names}) FROM STDIN", io.StringIO(_copy_text(tasks)))
-    except driver.Error as error:
-        raise told(on, "COPY", error) from error
-    finally:
-        cursor.close()
+class BulkInsert:
+    """INSERT of many new tasks: by COPY where there is one, else with one JSON parameter for many. What they have in
+    common travels once."""
+
+    def __init__(self, database: Database, table: Table) -> None:
+        self._dialect = database.url.get_backend_name()
+        self._can_copy = database.can.copy
+        self._table = table
+        #: By the columns in which the rows differ.
+        self._statements: dict[tuple[str, ...], Any] = {}
+
+    def __call__(self, on: Any, tasks: Sequence[DelayTask]) -> None:
+        if self._can_copy and isinstance(on, Connection) and on.dialect.driver == "psycopg2":
+            self._copy(on, tasks)
+            return
+        for part in parts(tasks, lambda task: len(task.body_json)):
+            self._insert(on, part)
+
+    def _insert(self, on: Any, tasks: Sequence[DelayTask]) -> None:
+        columns = dict(zip(SCHEDULED, zip(*map(scheduled, tasks), strict=True), strict=True))
+        common = {name: values[0] for name, values in columns.items() if name != "id" and len(set(values)) == 1}
+        own = tuple(name for name in columns if name not in common)
+        said = [map(self._said, columns[name]) if self._is_instant(name) else columns[name] for name in own]
+        rows = [dict(zip(own, row, strict=True)) for row in zip(*said, strict=True)]
+        statement = self._statements.get(own)
+        if statement is None:
+            w = json_rows(self._dialect, own)
+            values = [w.c[name] if name in own else bindparam(name, type_=self._table.c[name].type) for name in columns]
+            statement = self._statements[own] = insert(self._table).from_select([*columns], select(*values))
+        if "status" in common:
+            common["status"] = int(common["status"])
+        on.execute(statement, {**common, "rows": dump_json(rows)})
+
+    def _is_instant(self, name: str) -> bool:
+        return isinstance(self._table.c[name].type, UTCDateTime)
+
+    def _said(self, instant: datetime | None) -> str | None:
+        return instant_text(self._dialect, instant)
+
+    def _copy(self, on: Connection, tasks: Sequence[DelayTask]) -> None:
+        target = on.dialect.identifier_preparer.format_table(self._table)
+        names = ", ".join(SCHEDULED)
+        driver: Any = on.dialect.dbapi
+        cursor: Any = on.connection.cursor()
+        try:
+            cursor.copy_expert(f"COPY {target} ({names}) FROM STDIN", io.StringIO(_copy_text(tasks)))
+        except driver.Error as error:
+            raise told(on, "COPY", error) from error
+        finally:
+            cursor.close()
 
 
 def is_duplicate(error: exc.IntegrityError) -> bool:
@@ -60,24 +98,23 @@ def is_duplicate(error: exc.IntegrityError) -> bool:
     return "23505" in codes or 1062 in codes or (isinstance(first, str) and "UNIQUE" in first)
 
 
-#: Columns in which the rows of a lot differ; the others are much the same in all of them.
-_OWN = ("id", "message_body", "expected_time")
 _SPECIAL = re.compile(r"[\\\t\n\r]")
 _ESCAPES = str.maketrans({"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"})
 
 
 def _copy_text(tasks: Iterable[DelayTask]) -> str:
-    """What COPY reads. The same values are put into words once."""
+    """What COPY reads. What rows have in common is put into words once."""
     lines: list[str] = []
-    known: dict[tuple[Any, ...], str] = {}
+    known: dict[Any, str] = {}
     for task in tasks:
-        values = values_of(task)
-        id, body, due = (values.pop(name) for name in _OWN)
-        others = tuple(values.values())
-        words = known.get(others)
-        if words is None:
-            words = known[others] = "\t".join(map(_word, others))
-        lines.append(f"{id}\t{_word(body)}\t{due}\t{words}\n")
+        row = scheduled(task)
+        id, body, due = row[:OWN]
+        common = row[OWN:]
+        if due not in known:
+            known[due] = str(due)
+        if common not in known:
+            known[common] = "\t".join(map(_word, common))
+        lines.append(f"{id}\t{_word(body)}\t{known[due]}\t{known[common]}\n")
     return "".join(lines)
 
 
@@ -86,4 +123,4 @@ def _word(value: Any) -> str:
         return "\\N"
     if isinstance(value, str):
         return value.translate(_ESCAPES) if _SPECIAL.search(value) else value
-    return str(value)
+    return str(int(value)) if isinstance(value, int) else str(value)

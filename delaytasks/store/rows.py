@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
-from typing import Any
+from operator import attrgetter
+from typing import Any, TypeVar
 
 from sqlalchemy import (
     JSON,
@@ -36,6 +37,10 @@ from delaytasks.store.database import Database
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import UTCDateTime
 
+T = TypeVar("T")
+#: Bytes of texts in one statement. Quoted for JSON and then for SQL they may be several times as long, and MariaDB
+#: takes 16 MB.
+MAX_TEXT = 2_000_000
 #: What an INTEGER column holds.
 MOST = 2**31 - 1
 #: In the order of DelayTask's fields.
@@ -56,24 +61,35 @@ def task_of(row: Sequence[Any], shard: int) -> DelayTask:
     return DelayTask(row[0], row[1], row[2], row[3], Status.of(row[4]), *row[5:], shard=shard)  # type: ignore[misc]
 
 
+#: What a row has when its task is scheduled, and where the task has it.
+_SCHEDULED = {
+    "id": "id",
+    "message_body": "body_json",
+    "expected_time": "expected_time",
+    "tag": "tag",
+    "status": "status",
+    "version": "version",
+    "delay_time": "delay_s",
+    "create_time": "create_time",
+    "update_time": "create_time",
+    "queue": "queue",
+    "priority": "priority",
+    "task_key": "key",
+    "headers": "headers_json",
+    "concurrency_key": "concurrency_key",
+}
+SCHEDULED = tuple(_SCHEDULED)
+#: So many columns at the beginning differ from row to row.
+OWN = 3
+#: The values of those columns.
+scheduled: Callable[[DelayTask], tuple[Any, ...]] = attrgetter(*_SCHEDULED.values())
+
+
 def values_of(task: DelayTask) -> dict[str, Any]:
     """The row of a task that is scheduled now."""
-    return {
-        "id": task.id,
-        "tag": task.tag,
-        "message_body": task.body_json,
-        "status": int(task.status),
-        "version": task.version,
-        "delay_time": task.delay_s,
-        "expected_time": task.expected_time,
-        "create_time": task.create_time,
-        "update_time": task.create_time,
-        "queue": task.queue,
-        "priority": task.priority,
-        "task_key": task.key,
-        "headers": task.headers_json,
-        "concurrency_key": task.concurrency_key,
-    }
+    row = dict(zip(SCHEDULED, scheduled(task), strict=True))
+    row["status"] = int(task.status)
+    return row
 
 
 #: The columns of a list of rows that travels as one JSON parameter, so that a statement's text never varies.
@@ -89,6 +105,9 @@ _TYPES: dict[str, tuple[TypeEngine[Any], str]] = {
     "returned": (Integer(), "INT"),
     "never_ran": (Integer(), "INT"),
     "result": (Text(), "LONGTEXT"),
+    **dict.fromkeys(("tag", "queue", "task_key", "concurrency_key", "message_body", "headers"), (Text(), "LONGTEXT")),
+    **dict.fromkeys(("expected_time", "create_time", "update_time"), (UTCDateTime(), "DATETIME(6)")),
+    **dict.fromkeys(("delay_time", "priority"), (Integer(), "INT")),
 }
 
 
@@ -149,6 +168,21 @@ def list_of(database: Database, ids: list[int]) -> dict[str, Any]:
 def listing(name: str) -> Any:
     """A list parameter, written out."""
     return bindparam(name, expanding=True)
+
+
+def parts(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """In their order, so many that one statement can carry them."""
+    part: list[T] = []
+    size = 0
+    for item in items:
+        length = size_of(item)
+        if part and size + length > MAX_TEXT:
+            yield part
+            part, size = [], 0
+        part.append(item)
+        size += length
+    if part:
+        yield part
 
 
 def instant_text(dialect: str, instant: datetime | None) -> str | None:

@@ -16,7 +16,7 @@ from delaytasks.store.attempts import Attempts
 from delaytasks.store.database import Database
 from delaytasks.store.keys import Keys
 from delaytasks.store.prepared import Prepared
-from delaytasks.store.rows import each_listed, instant_text, json_rows, list_of, next_version
+from delaytasks.store.rows import each_listed, instant_text, json_rows, list_of, next_version, parts
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now
 
@@ -25,9 +25,6 @@ NEVER_RAN = frozenset({"give_back", "expire"})
 RETURNS_ATTEMPT = NEVER_RAN | {"snooze"}
 #: Failed attempts, which are kept.
 MISSES = frozenset({"fail", "climb"})
-#: Bytes of error texts in one statement. Quoted for JSON and then for SQL they may be several times as long, and
-#: MariaDB takes 16 MB.
-MAX_TEXT = 2_000_000
 
 
 class Settlements:
@@ -170,14 +167,5 @@ def _named(settlement: Settlement) -> tuple[int, str, str | None]:
 
 def _parts(settlements: Sequence[Settlement]) -> Iterator[list[Settlement]]:
     """In the order of their ids."""
-    part: list[Settlement] = []
-    size = 0
-    for settlement in sorted(settlements, key=lambda settlement: settlement.task.id):
-        length = len(settlement.error.encode(errors="replace")) if settlement.error else 0
-        if part and size + length > MAX_TEXT:
-            yield part
-            part, size = [], 0
-        part.append(settlement)
-        size += length
-    if part:
-        yield part
+    ordered = sorted(settlements, key=lambda settlement: settlement.task.id)
+    return parts(ordered, lambda s: len(s.error.encode(errors="replace")) if s.error else 0)

@@ -18,7 +18,7 @@ from delaytasks.store.attempts import Attempts
 from delaytasks.store.database import Database
 from delaytasks.store.driver_errors import TRIES
 from delaytasks.store.holders import Holders
-from delaytasks.store.inserts import Insert, insert_bulk, is_duplicate
+from delaytasks.store.inserts import BulkInsert, Insert, is_duplicate
 from delaytasks.store.keys import Keys
 from delaytasks.store.moves import Moves
 from delaytasks.store.rows import columns, task_of, values_of
@@ -37,6 +37,7 @@ class Tasks:
         self._attempts = Attempts(database, schema)
         self._columns = columns(schema)
         self._insert = Insert(database, t)
+        self._insert_bulk = BulkInsert(database, t)
         self._moves = Moves(schema, self._keys)
         self._get = self._moves.get
         self.holders = Holders(database, schema, self._keys, self._moves)
@@ -59,7 +60,7 @@ class Tasks:
         def work(connection: Any) -> bool:
             try:
                 with self._savepoint(connection):
-                    insert_bulk(connection, self._db, self._t, tasks)
+                    self._insert_bulk(connection, tasks)
             except exc.IntegrityError as error:
                 if not is_duplicate(error):
                     raise

@@ -143,6 +143,22 @@ def test_many_tasks_are_written_in_one_go(store: Store) -> None:
     assert [read(store, one.id).expected_time for one in made] == [one.expected_time for one in made]
 
 
+def test_tasks_that_differ_in_all_columns_are_the_same_together_and_one_by_one(store: Store) -> None:
+    made = [
+        task(store),
+        task(store, 61.5, tag="a", body_json="[1]", queue="q", priority=9, delay_s=62, headers_json='{"expires_s":5}'),
+        task(store, 86400.25, tag="b'\"\\", body_json="null", priority=1, concurrency_key="it's \\ é"),
+    ]
+    made[1] = replace(made[1], create_time=seconds(store.tasks.now(), -60))
+    twins = [replace(one, id=task(store).id) for one in made]
+    assert store.tasks.insert_many(made)
+    for twin in twins:
+        assert store.tasks.insert(twin)
+    assert [replace(read(store, a.id), id=b.id) for a, b in zip(made, twins, strict=True)] == [
+        read(store, twin.id) for twin in twins
+    ]
+
+
 def test_many_tasks_with_text_that_copy_gives_a_meaning_to(store: Store) -> None:
     bodies = (NASTY, "\\.", "\\N", "\r\n", "\\t", "a\x0bb\x0cc\x08")
     made = [task(store, tag=NASTY[:100], body_json=body) for body in bodies]

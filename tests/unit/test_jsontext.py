@@ -1,0 +1,53 @@
+"""JSON is the same text to whoever reads it, with and without orjson."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delaytasks.core import jsontext
+from delaytasks.core.jsontext import dump_json
+
+Json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+)
+
+
+class Pair(NamedTuple):
+    left: int
+    right: int
+
+
+class Colour(str, Enum):
+    RED = "red"
+
+
+@given(Json)
+def test_what_is_written_is_read_back(value: Any) -> None:
+    assert jsontext.orjson is not None, "the test extra brings it"
+    assert json.loads(dump_json(value)) == value
+
+
+@pytest.mark.parametrize(
+    "value", [{"a": [1, "é 😀", None, True]}, 2**70, Pair(1, 2), {"c": Colour.RED}, [-0.0, 1e300]], ids=repr
+)
+def test_both_write_the_same(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = dump_json(value)
+    monkeypatch.setattr(jsontext, "orjson", None)
+    assert json.loads(fast) == json.loads(dump_json(value))
+    assert " " not in fast.replace("é 😀", "")
+
+
+@pytest.mark.parametrize("value", [{1, 2}, b"x", object()], ids=repr)
+def test_both_refuse_what_is_no_json(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError):
+        dump_json(value)
+    monkeypatch.setattr(jsontext, "orjson", None)
+    with pytest.raises(TypeError):
+        dump_json(value)
