@@ -35,12 +35,16 @@ def clear() -> None:
     if IS_REDIS:
         return
     with app.connection_for_write() as connection:
-        for name in (BARE_QUEUE, "bench_idle", *map(queue_name, NAMESPACES)):
-            for delete in (connection.default_channel.queue_delete, connection.default_channel.exchange_delete):
-                try:
-                    delete(name)
-                except connection.channel_errors:
-                    connection.default_channel.close()
+        delete_queues(connection)
+
+
+def delete_queues(connection: Any) -> None:
+    for name in (BARE_QUEUE, "bench_idle", *map(queue_name, NAMESPACES)):
+        for delete in (connection.default_channel.queue_delete, connection.default_channel.exchange_delete):
+            try:
+                delete(name)
+            except connection.channel_errors:
+                connection.default_channel.close()
 
 
 def describe() -> str:

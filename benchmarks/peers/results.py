@@ -20,9 +20,9 @@ class Measure(NamedTuple):
 
 _P50, _P99 = "lateness p50", "lateness p99"
 _MEASURES = [
-    Measure("call", "call", "one call each", "/s", "more"),
-    Measure("bulk", "bulk", "in bulk", "/s", "more"),
-    Measure("burst", "burst", "drained", "/s", "more"),
+    Measure("call", "call", "one call each", "tasks/s", "more"),
+    Measure("bulk", "bulk", "in bulk", "tasks/s", "more"),
+    Measure("burst", "burst", "drained", "tasks/s", "more"),
     Measure("burst_p99", "burst", _P99, "ms", "less"),
     *[
         measure

@@ -58,18 +58,18 @@ def run(systems: Sequence[System], workloads: Sequence[str], rounds: int, option
             here = held.enter_context(servers.started(folder))
             results.machine = {**machine.facts(), **here.versions(), "rounds": str(rounds)}
             report.print_facts(console, results.machine)
-            ready = [Peer(system, here, folder) for system in systems if _is_ready(system, results, stage)]
+            ready = [Peer(system, here, folder) for system in systems if _is_ready(system, here, results, stage)]
             for number in range(rounds):
                 for workload in workloads:
                     say(f"{workload}, round {number + 1} of {rounds}")
                     for peer in ready:
                         _measure(workload, stage, peer, console)
+                    _write(results, options.json)
     except BenchError as error:
         console.print(str(error), style="red", markup=False)
         return 2
     finally:
-        if options.json is not None:
-            options.json.write_text(json.dumps(results.as_json(), indent=1) + os.linesep)
+        _write(results, options.json)
     if results.failures:
         console.print(f"{len(results.failures)} failed; the logs are in {folder}", style="red", markup=False)
         return 1
@@ -77,17 +77,27 @@ def run(systems: Sequence[System], workloads: Sequence[str], rounds: int, option
     return 0
 
 
+def _write(results: Results, file: Path | None) -> None:
+    """Again and again: a run takes hours, and what it has found is not to be lost with it."""
+    if file is not None:
+        file.write_text(json.dumps(results.as_json(), indent=1) + os.linesep)
+
+
 def _end(number: int, frame: object) -> None:
     """As an interrupt does it: what was started is ended, and what was measured is written."""
     raise KeyboardInterrupt
 
 
-def _is_ready(system: System, results: Results, stage: Stage) -> bool:
+def _is_ready(system: System, here: servers.Servers, results: Results, stage: Stage) -> bool:
+    reason = here.missing(system.servers)
     try:
-        environment.install(system, stage.say)
+        if not reason:
+            environment.install(system, stage.say)
     except environment.NotInstalledError as error:
-        results.left_out[system.name] = str(error)
-        stage.say(f"{system.title} is left out: {error}")
+        reason = str(error)
+    if reason:
+        results.left_out[system.name] = reason
+        stage.say(f"{system.title} is left out: {reason}")
         return False
     results.systems[system.name] = {
         "title": system.title,

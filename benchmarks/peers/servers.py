@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kombu.exceptions import OperationalError
 from redis import Redis
 from sqlalchemy import create_engine, text
 from sqlalchemy.engine import URL, make_url
 
-from benchmarks import machine, redis_server
+from benchmarks import brokers, machine, redis_server
+from benchmarks.ours import app
 from benchmarks.waiting import BenchError
 from benchmarks.where import broker_url, database_url
 
@@ -28,6 +30,7 @@ class Servers:
             raise BenchError("--peers needs PostgreSQL: set DELAYTASKS_BENCH_DATABASE_URL")
         self._admin = create_engine(url.set(drivername="postgresql+psycopg2"), isolation_level="AUTOCOMMIT")
         self._own: URL = url.set(drivername="postgresql", database=f"bench_peers_{url.database}"[:63])
+        self._uses_rabbitmq = False
         self.redis_url = redis.url
         self.rabbitmq_url = broker_url() if broker_url().startswith("amqp") else _RABBITMQ
         self._redis: Any = Redis.from_url(redis.url)
@@ -55,8 +58,22 @@ class Servers:
         with self._admin.connect() as connection:
             connection.execute(text(f'DROP DATABASE IF EXISTS "{self._own.database}" WITH (FORCE)'))
 
+    def missing(self, names: tuple[str, ...]) -> str:
+        """Why these servers can not be used, if so."""
+        if RABBITMQ in names and not self._uses_rabbitmq:
+            with app.connection_for_write(self.rabbitmq_url) as connection:
+                try:
+                    connection.ensure_connection(max_retries=1, interval_start=0)
+                except OperationalError as error:
+                    return f"{connection.as_uri()} does not answer ({error})"
+            self._uses_rabbitmq = True
+        return ""
+
     def close(self) -> None:
         self.drop()
+        if self._uses_rabbitmq:
+            with app.connection_for_write(self.rabbitmq_url) as connection:
+                brokers.delete_queues(connection)
         self._admin.dispose()
 
     def cpu_s(self, names: tuple[str, ...]) -> float | None:

@@ -58,6 +58,16 @@ def test_each_peer_has_pinned_versions_and_a_program() -> None:
             assert environment.BULLMQ.exists()
 
 
+def test_what_can_not_be_installed_is_named_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "FOLDER", tmp_path)
+    monkeypatch.setattr(environment, "_stamps", tmp_path / "installed.json")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(environment.NotInstalledError, match="no Node here"):
+        environment.install(SYSTEMS["bullmq"], print)
+    with pytest.raises(environment.NotInstalledError, match=r"pip install: .*no_such_package"):
+        environment._call([sys.executable, "-m", "pip", "install", "--no-index", "no_such_package==1"], "pip install")
+
+
 def test_an_unknown_name_is_answered_with_those_that_exist() -> None:
     command = [sys.executable, "-m", "benchmarks", "--peers", "sidekiq"]
     done = subprocess.run(command, cwd=ROOT, env=_plain(), capture_output=True, text=True, timeout=60)
