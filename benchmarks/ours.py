@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from celery import Celery
@@ -21,7 +22,7 @@ SLOW = "bench.slow"
 ABORT = "bench.abort"
 
 
-def make(name: str, timer: str = "eta", **settings: Any) -> tuple[Celery, DelayTasks]:
+def make(name: str, timer: str = "eta", databases: Sequence[str] = (), **settings: Any) -> tuple[Celery, DelayTasks]:
     made = Celery(name, broker=broker_url(), set_as_current=False)
     # As in the project's celeryconfig.py. The default queue is not ours: nothing is sent to it.
     made.conf.update(
@@ -36,7 +37,7 @@ def make(name: str, timer: str = "eta", **settings: Any) -> tuple[Celery, DelayT
         settings |= {"timer": timer}
     found = DelayTasks(
         made,
-        database_url(),
+        [*databases] or database_url(),
         namespace=NAMESPACES[timer],
         table_prefix=TABLE_PREFIX,
         callback_allow="127.0.0.1",

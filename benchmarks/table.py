@@ -205,14 +205,14 @@ class Private(NamedTuple):
 
 
 @contextmanager
-def private() -> Iterator[Private]:
+def private(shard: int = 0) -> Iterator[Private]:
     """With tables, and dropped in the end."""
-    name = f"{TABLE_PREFIX}{os.getpid()}"
+    name = f"{TABLE_PREFIX}{os.getpid()}_{shard}"
     _alone(text(f"CREATE DATABASE {name}"))
     try:
         url = _database.url.set(database=name).render_as_string(hide_password=False)
         fresh = Database(url)
-        migrations.upgrade(fresh, TABLE_PREFIX)
+        migrations.upgrade(fresh, TABLE_PREFIX, shard=shard)
         fresh.alone(lambda c: c.execute(text("VACUUM ANALYZE")))  # else autovacuum does it later, and is counted
         fresh.dispose()
         yield Private(url, name)

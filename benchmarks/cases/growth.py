@@ -1,0 +1,71 @@
+"""What more processes and a second database bring on this machine: bursts of tasks that take no time, and of such that
+wait for something."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+
+from benchmarks import brokers, ours, processes, table
+from benchmarks.cases.limits import instant
+from benchmarks.machine import load
+from benchmarks.sides import Ours
+from benchmarks.stage import Stage
+from benchmarks.waiting import sleep_until, wall
+
+PROCESSES = (1, 2, 4)
+DATABASES = (1, 2)
+#: What a processor takes in milliseconds, and how many are due together.
+KINDS = ((0, 20_000), (5, 2_000))
+DEADLINE_S = 240.0
+
+
+class Growing(Ours):
+    """On databases of its own; its tasks are counted by their notes."""
+
+    app_path = "benchmarks.growing:app"
+
+    def schedule_all(self, count: int, ms: float, due: float) -> None:
+        self.delays.schedule_many((ours.WORK, {"due": due, "seconds": ms / 1000}, instant(due)) for _ in range(count))
+
+    def schedule(self, due: float) -> None:
+        self.schedule_all(1, 0, due)
+
+    def is_done(self, count: int) -> bool:
+        return len(self.notes) >= count
+
+    def ended_at(self) -> float:
+        return max(note.at for note in self.notes.read())
+
+    def clear(self) -> None:
+        self.notes.clear()
+
+
+def run(stage: Stage) -> None:
+    if not table.can_fill():
+        stage.say("growth: left out, since it needs PostgreSQL")
+        return
+    for databases in DATABASES:
+        with ExitStack() as held:
+            urls = [held.enter_context(table.private(number)).url for number in range(databases)]
+            os.environ["BENCH_DATABASE_URLS"] = " ".join(urls)
+            side = Growing(stage.ours.folder, stage.ours.notes)
+            side.app, side.delays = ours.make(f"bench_growing_{databases}", databases=urls)
+            for count in PROCESSES:
+                with side.serving(1, [*processes.POOL[:-1], str(count)]):
+                    for ms, tasks in KINDS:
+                        _burst(stage, side, databases, count, ms, stage.size(tasks, tasks // 5))
+                brokers.clear()
+            side.delays.close()
+
+
+def _burst(stage: Stage, side: Growing, databases: int, count: int, ms: float, tasks: int) -> None:
+    side.clear()
+    due = wall() + stage.size(15, 8)
+    side.schedule_all(tasks, ms, due)
+    sleep_until(due)
+    side.wait_for(tasks, DEADLINE_S)
+    per_s = tasks / (side.ended_at() - due)
+    what = f"{ms} ms: processes {count}, databases {databases}"
+    stage.figure("growth", what, "drained/s").add(per_s)
+    stage.say(f"growth: {what}: {per_s:,.0f}/s, load {load():.1f}")

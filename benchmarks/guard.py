@@ -1,0 +1,56 @@
+"""`python -m benchmarks.guard`: whether a burst is still drained many times as fast as by bare Celery, in the same run.
+
+For CI, on whatever machine: running services are used, else embedded ones. It fails far below what is expected only, so
+that it does not fail by noise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.services import MissingServiceError, Services
+
+CASE, ROUNDS = "burst_bulk", 2
+#: How many times as fast as bare Celery, by what was measured; and the share of it that is alarming.
+EXPECTED, ALARMING = 9.0, 0.7
+
+
+def main() -> int:
+    services = Services()
+    try:
+        with tempfile.TemporaryDirectory(prefix="delaytasks-guard-") as folder:
+            broker = services.url("redis").rpartition("/")[0] + "/5"  # a database in which nothing else lies
+            try:
+                database = services.url("postgresql")
+            except MissingServiceError:
+                database = f"sqlite:///{folder}/guard.sqlite3"
+            return _compare(database, broker, Path(folder) / "figures.json")
+    except MissingServiceError as error:
+        print(f"guard: not measured: {error}")
+        return 0
+    finally:
+        services.close()
+
+
+def _compare(database: str, broker: str, figures: Path) -> int:
+    places = {"DELAYTASKS_BENCH_DATABASE_URL": database, "DELAYTASKS_BENCH_BROKER_URL": broker}
+    command = [sys.executable, "-m", "benchmarks", CASE, "--quick", "--rounds", str(ROUNDS), "--json", str(figures)]
+    if subprocess.run(command, env={**os.environ, **places}, check=False).returncode:
+        print("guard: the benchmark failed")
+        return 1
+    found = json.loads(figures.read_text())["figures"]
+    ratio = statistics.median(next(figure["ratios"] for figure in found if figure["unit"] == "drained/s"))
+    least = EXPECTED * ALARMING
+    verdict = "" if ratio >= least else f": less than {least:.1f}, something has become slow"
+    print(f"guard: a burst is drained {ratio:.1f} times as fast as by bare Celery, expected {EXPECTED:g}{verdict}")
+    return 0 if ratio >= least else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
