@@ -200,7 +200,8 @@ _ALL = [
         "arq",
         (REDIS,),
         *[("arq", f"{PROGRAMS}.arq.WorkerSettings")] * 2,
-        setup="2 processes with `max_jobs = 100`, results dropped; it polls, every 0.1 s here instead of 0.5 s",
+        setup="2 processes with `max_jobs = 100`, results dropped; it polls, every 0.1 s here instead of 0.5 s; "
+        "many tasks: 20 calls at once",
         source="https://arq-docs.helpmanual.io/",
         has_bulk=False,
     ),
@@ -209,10 +210,10 @@ _ALL = [
         "SAQ",
         (REDIS,),
         ("saq", f"{PROGRAMS}.saq.settings", "--workers", "2"),
-        setup="`--workers 2` with a concurrency of 10, as in its own benchmark; the time is rounded up",
+        setup="`--workers 2` with a concurrency of 10, as in its own benchmark; many tasks: 20 calls at once",
         source="https://github.com/tobymao/saq/blob/master/benchmarks/simple.py",
         has_bulk=False,
-        limits=("whole seconds",),
+        limits=("looks for what is due once a second",),
     ),
     _python(
         "apscheduler",

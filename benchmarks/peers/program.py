@@ -20,6 +20,8 @@ from benchmarks.where import takes_s
 
 #: Delays between two bounds that look random, the same for all systems and in every language.
 GOLDEN = 0.6180339887498949
+#: Calls at once, of systems that have an event loop and no call for many tasks.
+SIDE_BY_SIDE = 20
 
 
 class Program(ABC):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from arq import create_pool, func
 from arq.connections import RedisSettings
 
-from benchmarks.peers.program import Program, instant, main, run
+from benchmarks.peers.program import SIDE_BY_SIDE, Program, instant, main, run
 from benchmarks.where import redis_url
 
 
@@ -24,11 +26,16 @@ class WorkerSettings:
 
 
 class ArqProgram(Program):
+    chunk = SIDE_BY_SIDE
+
     async def prepare(self) -> None:
         self._pool = await create_pool(WorkerSettings.redis_settings)
 
     async def schedule(self, due: float) -> None:
         await self._pool.enqueue_job("note", due, _defer_until=instant(due))
+
+    async def schedule_many(self, dues: Sequence[float]) -> None:
+        await asyncio.gather(*map(self.schedule, dues))
 
 
 if __name__ == "__main__":

@@ -32,8 +32,11 @@ class AwaProgram(Program):
         await self._client.insert(Note(due), queue=QUEUE, run_at=instant(due))
 
     async def schedule_many(self, dues: Sequence[float]) -> None:
-        for due, count in by_due(dues):
-            await self._client.enqueue_many_copy([Note(due)] * count, queue=QUEUE, run_at=instant(due))
+        calls = [
+            self._client.enqueue_many_copy([Note(due)] * count, queue=QUEUE, run_at=instant(due))
+            for due, count in by_due(dues)
+        ]
+        await asyncio.gather(*calls)
 
     async def work(self) -> None:
         client = AsyncClient(database_url(), max_connections=20)

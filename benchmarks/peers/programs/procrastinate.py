@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from procrastinate import App, PsycopgConnector
 
-from benchmarks.peers.program import Program, by_due, instant, main, run
+from benchmarks.peers.program import Program, instant, main, run
 from benchmarks.where import database_url
 
 app = App(connector=PsycopgConnector(conninfo=database_url()))
@@ -26,8 +26,9 @@ class ProcrastinateProgram(Program):
         await note_task.configure(schedule_at=instant(due)).defer_async(due=due)
 
     async def schedule_many(self, dues: Sequence[float]) -> None:
-        for due, count in by_due(dues):
-            await note_task.configure(schedule_at=instant(due)).batch_defer_async(*[{"due": due}] * count)
+        # As `batch_defer_async` does it, which has one instant for all of them.
+        jobs = [note_task.configure(schedule_at=instant(due)).make_new_job(due=due) for due in dues]
+        await app.job_manager.batch_defer_jobs_async(jobs)
 
 
 if __name__ == "__main__":

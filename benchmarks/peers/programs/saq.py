@@ -1,13 +1,14 @@
-"""SAQ on Redis: a job's time is a whole second; the next one is taken here, since a task must not be early."""
+"""SAQ on Redis: once a second it looks for what is due."""
 
 from __future__ import annotations
 
-import math
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from saq import Queue
 
-from benchmarks.peers.program import Program, main, run
+from benchmarks.peers.program import SIDE_BY_SIDE, Program, main, run
 from benchmarks.where import redis_url
 
 queue = Queue.from_url(redis_url())
@@ -21,11 +22,16 @@ settings = {"queue": queue, "functions": [note], "concurrency": 10}
 
 
 class SaqProgram(Program):
+    chunk = SIDE_BY_SIDE
+
     async def prepare(self) -> None:
         await queue.connect()
 
     async def schedule(self, due: float) -> None:
-        await queue.enqueue("note", due=due, scheduled=math.ceil(due), ttl=-1)
+        await queue.enqueue("note", due=due, scheduled=due, ttl=-1)
+
+    async def schedule_many(self, dues: Sequence[float]) -> None:
+        await asyncio.gather(*map(self.schedule, dues))
 
 
 if __name__ == "__main__":
