@@ -113,16 +113,12 @@ class Sweeper:
 
     def _drain_overdue(self) -> None:
         """Nothing is listed or rewritten: a few tokens let the workers claim what is late by themselves."""
-        levels = self._sweeps.levels(self._settings.grace_s)
-        if not levels:
+        queues = self._overdue()
+        if not queues:
             return
         is_direct, alive = self._settings.timer == "direct", self._workers.alive()
         takers = [worker for worker in alive if is_direct or not worker["pool"].startswith((DIRECT, DRAIN))]
         serving = Counter(queue for worker in takers for queue in worker["queues"])
-        queues: dict[str, list[int]] = {}
-        for level in levels:
-            if level.queue not in self._policies.paused_queues:
-                queues.setdefault(level.queue, []).append(level.priority)
         for queue, priorities in queues.items():
             workers = serving[queue] + serving[ALL_QUEUES]
             if not workers:  # tokens that nobody takes would pile up
@@ -133,6 +129,20 @@ class Sweeper:
                 self._events.emit("sweep.drain", queue=queue, tokens=tokens)
             elif self.drain_here(queue, priorities):  # a broker that takes nothing must not keep us from working
                 self._events.emit("sweep.drain_here", queue=queue)
+
+    def begin(self) -> None:
+        """A worker that begins takes part in what is overdue at once: the next sweep may be seconds away."""
+        self._read_policies()
+        for queue, priorities in self._overdue().items():
+            self.drain_here(queue, priorities)
+
+    def _overdue(self) -> dict[str, list[int]]:
+        """By queue, the priorities at which something waits for too long."""
+        queues: dict[str, list[int]] = {}
+        for level in self._sweeps.levels(self._settings.grace_s):
+            if level.queue not in self._policies.paused_queues:
+                queues.setdefault(level.queue, []).append(level.priority)
+        return queues
 
     def _bury_dead_workers(self) -> None:
         """What a dead worker held in memory is armed again, in time, at the price of duplicates."""

@@ -29,6 +29,7 @@ class Sweeping:
         self._forgets = threading.Event()
         self._seen_at = self._checked_at = float("-inf")
         self._started_at = monotonic()
+        self._has_begun = False
         self._pace = Pace(delays.events, shard.number)
         self._workers: set[tuple[str, object]] = set()
         #: Whether this worker looks for what is near itself, and is counted among those who do.
@@ -62,6 +63,7 @@ class Sweeping:
         attempt, settings = partial(self._delays.events.attempt, self.loop.name), self._delays.settings
         if monotonic() - self._seen_at >= settings.sweep_s:
             attempt("seen", self._tell_seen)
+        self._has_begun = self._has_begun or attempt("begin", self._shard.sweeper.begin)
         if self._forgets.is_set():
             attempt("forget", self._forget_armed)
         with self._lock:

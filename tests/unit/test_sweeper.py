@@ -304,6 +304,18 @@ def test_a_broker_that_takes_no_tokens_has_the_sweeping_worker_drain_what_it_ser
     assert field.count("sweep.drain_here") == 1
 
 
+def test_a_worker_that_begins_drains_what_is_overdue_without_a_sweep(field: Field) -> None:
+    field.row(-60)
+    field.row(-60, priority=9)
+    field.row(-60, queue="mail")
+    field.row(-0.5)
+    field.row(60, queue="later")
+    sweeper, here = field.sweeper(), list[tuple[str, Sequence[int]]]()
+    sweeper.drain_here = lambda queue, priorities: here.append((queue, priorities)) or True
+    sweeper.begin()
+    assert sorted((queue, sorted(priorities)) for queue, priorities in here) == [("default", [0, 9]), ("mail", [0])]
+
+
 def test_a_late_row_is_drained_also_while_the_broker_is_away_for_near_ones(field: Field) -> None:
     field.row(5)
     field.row(-60)

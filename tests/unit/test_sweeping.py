@@ -38,7 +38,9 @@ class Place:
             store=SimpleNamespace(workers=workers, sweeps=sweeps, put_offs=put_offs),
             close=lambda: None,
             clock=SimpleNamespace(offset_s=0.0),
-            sweeper=SimpleNamespace(sweep=lambda house, _: self.note(f"sweep {house}")),
+            sweeper=SimpleNamespace(
+                sweep=lambda house, _: self.note(f"sweep {house}"), begin=lambda: self.note("begin")
+            ),
             named=lambda what: what,
         )
         worker: Any = SimpleNamespace(hostname="w1", pool=SimpleNamespace(limit=2))
@@ -74,9 +76,16 @@ def place() -> Place:
 def test_a_worker_that_can_not_say_that_it_lives_sweeps_all_the_same(place: Place) -> None:
     place.fails = {"seen"}
     place.sweeping.request(1)
-    assert place.turn() == ["sweep 1", "stale"]
+    assert place.turn() == ["begin", "sweep 1", "stale"]
     assert [(f["loop"], f["stage"], f["error"]) for f in place.told] == [("sweep", "seen", "OSError: seen failed")]
     assert place.turn() == ["seen"], "and says it at the next turn"
+
+
+def test_a_worker_that_begins_looks_for_what_is_overdue_once(place: Place) -> None:
+    place.fails = {"begin"}
+    assert place.turn() == ["seen", "stale"]
+    assert place.turn() == ["begin"], "the first look failed"
+    assert place.turn() == []
 
 
 def test_what_others_put_off_is_brought_forward_when_workers_come_or_go(
@@ -102,7 +111,7 @@ def test_what_others_put_off_is_brought_forward_when_workers_come_or_go(
 def test_a_house_that_was_asked_for_is_kept_until_it_is_swept(place: Place) -> None:
     place.fails = {"sweep 0"}
     place.sweeping.request(None)
-    assert place.turn() == ["seen", "sweep 1", "sweep 2", "stale"]
+    assert place.turn() == ["seen", "begin", "sweep 1", "sweep 2", "stale"]
     assert [f["stage"] for f in place.told] == ["house 0"]
     assert place.turn() == ["sweep 0"]
     assert place.turn() == []
@@ -112,13 +121,13 @@ def test_a_broker_that_was_away_is_not_forgotten_because_the_database_is(place: 
     place.fails = {"forget"}
     place.sweeping.forget()
     place.sweeping.request(2)
-    assert place.turn() == ["seen", "sweep 2", "stale"]
+    assert place.turn() == ["seen", "begin", "sweep 2", "stale"]
     assert place.turn() == ["forget"]
     assert place.turn() == []
 
 
 def test_houses_that_nobody_sweeps_are_looked_for_until_the_look_succeeds(place: Place) -> None:
     place.fails, place.stale = {"stale"}, [2]
-    assert place.turn() == ["seen"]
+    assert place.turn() == ["seen", "begin"]
     assert place.turn() == ["stale", "sweep 2"]
     assert place.turn() == []
