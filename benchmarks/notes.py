@@ -29,10 +29,16 @@ def note(due: float) -> None:
     os.write(_file[1], _LINE.pack(due, time.time_ns() / 1e9))
 
 
+def note_begin() -> None:
+    """By the number of the process below zero, which no task is due at."""
+    note(-float(os.getpid()))
+
+
 def run(due: float) -> None:
-    """The whole task: it notes the end of what it had to do, where that takes time."""
+    """The whole task: where that takes time it notes who begins, and its end."""
     seconds = takes_s()
     if seconds:
+        note_begin()
         time.sleep(seconds)
     note(due)
 

@@ -36,7 +36,10 @@ _TABLES = (
     Table("Scheduling, and a burst at one instant", ("call", "bulk", "burst", "burst_p99")),
     Table("Steady work", _STEADY),
     Table("What a task costs at 1,000 a second", _COST),
-    Table("Near tasks behind a backlog", ("backlog_ran", "backlog_p99", "backlog_worker", "backlog_server")),
+    Table(
+        "Near tasks behind a backlog",
+        ("backlog_ran", "backlog_without", "backlog_p99", "backlog_worker", "backlog_server"),
+    ),
     Table("When a worker is killed", ("recovery_last", "recovery_missing")),
 )
 _PICTURES = (

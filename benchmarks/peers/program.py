@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from benchmarks.notes import note
+from benchmarks.notes import note, note_begin
 from benchmarks.where import takes_s
 
 #: Delays between two bounds that look random, the same for all systems and in every language.
@@ -60,6 +60,7 @@ async def run(due: float) -> None:
     """The whole task, of a worker with an event loop."""
     seconds = takes_s()
     if seconds:
+        note_begin()
         await asyncio.sleep(seconds)
     note(due)
 

@@ -121,14 +121,14 @@ class Peer:
     def wait_for(self, count: int, deadline_s: float) -> bool:
         """Whether so many tasks have run within that time."""
         ends = time.monotonic() + deadline_s
-        while len(self._notes) < count:
+        while len(self._notes) < count or len(self.ran()) < count:
             if time.monotonic() > ends:
                 return False
             time.sleep(0.05)
         return True
 
     def ran(self) -> list[Note]:
-        return self._notes.read()
+        return [note for note in self._notes.read() if note.due > 0]
 
     def forget(self) -> None:
         self._notes.clear()
@@ -140,14 +140,18 @@ class Peer:
         return noted if found is None else max(noted, found)
 
     def kill_a_worker(self) -> str:
-        """All processes of one worker, as a machine that is switched off; and says what that was."""
+        """All processes of the worker that began a task last, as if its machine was off; and says what that was."""
         if self.system.is_one_process:
             assert self._producer is not None
             self._producer.kill()
             self._start_producer(**self._variables)
             self.ask("serve", START_S)
             return "its one process, started again at once"
-        for part in self._workers.pop(0):
+        begun = [-int(note.due) for note in self._notes.read() if note.due < 0]
+        busy = [w for w in self._workers for part in w if begun and begun[-1] in family(part.pid)]
+        victim = (busy or self._workers)[0]
+        self._workers.remove(victim)
+        for part in victim:
             part.kill()
         return "one of two workers"
 

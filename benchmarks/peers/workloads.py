@@ -133,12 +133,15 @@ def _steady(stage: Stage, workload: str, peer: Peer, rate: int, lot: int, second
 
 
 def backlog(stage: Stage, peer: Peer) -> None:
-    """Many tasks due tomorrow, then near ones: how late they are, and what a far one takes."""
+    """Near tasks, then many that are due tomorrow, and near ones again: how late they are, and what a far one takes."""
     name, seconds = peer.system.name, stage.size(15, 5)
     stage.results.sizes["backlog"] = (
-        f"{stage.backlog:,} tasks due tomorrow, then 50 a second for {seconds} s due in 1 to 5 s"
+        f"{stage.backlog:,} tasks due tomorrow, before and behind them 50 a second for {seconds} s due in 1 to 5 s"
     )
     with peer.serving():
+        # First without it: what any work takes in memory is taken before it is looked at.
+        without = _steady(stage, "backlog", peer, 50, 1, seconds)[1]
+        peer.forget()
         worker, server = peer.worker_bytes(), peer.server_bytes()
         due = wall() + DAY_S
         far = peer.schedule_many(stage.backlog, due, due, max(stage.backlog / 5000, 30))
@@ -151,6 +154,8 @@ def backlog(stage: Stage, peer: Peer) -> None:
             if before is not None and after is not None:
                 stage.results.add(f"backlog_{what}", name, max(after - before, 0) / far.tasks)
     stage.results.add("backlog_ran", name, 100 * len(late) / made.tasks)
+    if without:
+        stage.results.add("backlog_without", name, percentile(without, 0.99))
     if late:
         stage.results.add("backlog_p99", name, percentile(late, 0.99))
     else:
@@ -166,8 +171,8 @@ def recovery(stage: Stage, peer: Peer) -> None:
     limit = stage.size(75, 12)
     count = steps * AT_ONCE
     stage.results.sizes["recovery"] = (
-        f"{count} tasks of {TAKES_S * 1000:.0f} ms, {AT_ONCE} due every {STEP_S:g} s; half way a worker is killed, "
-        f"and {limit} s after the last due instant is the end"
+        f"{count} tasks of {TAKES_S * 1000:.0f} ms, {AT_ONCE} due every {STEP_S:g} s, two workers; half way the one "
+        f"that began a task last is killed, and {limit} s after the last due instant is the end"
     )
     with peer.serving(2, TAKES_S):
         first = wall() + AHEAD_S

@@ -23,11 +23,17 @@ function work() {
   const file = fs.openSync(process.env.BENCH_NOTES, "a");
   const takesMs = 1000 * (process.env.BENCH_TAKES_S ?? 0);
   const line = Buffer.alloc(16);
-  const run = async (job) => {
-    if (takesMs) await sleep(takesMs);
-    line.writeDoubleLE(job.data.due, 0);
+  const note = (due) => {
+    line.writeDoubleLE(due, 0);
     line.writeDoubleLE(wall(), 8);
     fs.writeSync(file, line);
+  };
+  const run = async (job) => {
+    if (takesMs) {
+      note(-process.pid);
+      await sleep(takesMs);
+    }
+    note(job.data.due);
   };
   const worker = new Worker(QUEUE, run, { connection: connect(), concurrency: CONCURRENCY });
   process.on("SIGTERM", () => worker.close(true).then(() => process.exit(0)));
