@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
-from delaytasks.core.clock import Clock
 from delaytasks.core.errors import InvalidDelayError, InvalidScheduleError
 from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import (
@@ -54,23 +53,21 @@ class Builder:
     def __init__(
         self,
         settings: Settings,
-        clock: Clock,
         make_id: Callable[[], int],
         registry: Registry,
         queues: Queues,
         shard: int,
     ) -> None:
         self._settings = settings
-        self._clock = clock
         self._make_id = make_id
         self._registry = registry
         self._queues = queues
         self._shard = shard
 
-    def many(self, asked: Iterable[NewTask], on_conflict: OnConflict) -> list[DelayTask]:
-        """All of them are scheduled at one instant."""
+    def many(self, asked: Iterable[NewTask], on_conflict: OnConflict, now: datetime) -> list[DelayTask]:
+        """As if all of them were scheduled at this instant."""
         check_on_conflict(on_conflict)
-        lot = Lot(self._clock.certain_now())
+        lot = Lot(now)
         return [self._build(new, on_conflict, lot) for new in asked]
 
     def _build(self, new: NewTask, on_conflict: OnConflict, lot: Lot) -> DelayTask:

@@ -58,7 +58,7 @@ class Producer:
         self._events = events
         self._shard = shard
         self._tell = tell
-        self._builder = Builder(settings, clock, make_id, registry, queues, shard)
+        self._builder = Builder(settings, make_id, registry, queues, shard)
 
     # -- one --------------------------------------------------------------------------------------
 
@@ -75,7 +75,7 @@ class Producer:
 
     def build(self, asked: Iterable[NewTask], on_conflict: OnConflict) -> list[DelayTask]:
         """The tasks that are asked for, checked; nothing is written."""
-        return self._builder.many(asked, on_conflict)
+        return self._builder.many(asked, on_conflict, self._clock.certain_now())
 
     def _write(
         self, task: DelayTask, on_conflict: OnConflict, has_own_id: bool, on: Executor | None
