@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.peers.catalogue import SYSTEMS
 from benchmarks.peers.plots import Bar, bars
 from benchmarks.peers.results import MEASURES, Results
 from benchmarks.processes import ROOT
@@ -125,9 +126,13 @@ def _setups(results: Results) -> Iterable[str]:
         lines.append(f"| {facts['title']} | {facts['version']} | {servers} | {setup} | {limits} |")
     yield "\n".join(lines)
     if results.left_out:
-        yield "Left out: " + "; ".join(f"{name}: {why}" for name, why in results.left_out.items()) + "."
+        yield "Left out: " + "; ".join(f"{_title(name)}: {why}" for name, why in results.left_out.items()) + "."
     if results.failures:
         yield "Failed:\n\n" + "\n".join(f"- {failure}" for failure in results.failures)
+
+
+def _title(name: str) -> str:
+    return SYSTEMS[name].title if name in SYSTEMS else name
 
 
 def _drawn(picture: Picture, results: Results) -> str:

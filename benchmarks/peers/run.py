@@ -116,6 +116,6 @@ def _measure(workload: str, stage: Stage, peer: Peer, console: Console) -> None:
     except Exception as error:  # the others are measured all the same
         text = str(error) if isinstance(error, BenchError) else traceback.format_exc()
         first = text.splitlines()[0] if isinstance(error, BenchError) else repr(error)
-        stage.results.failures.append(f"{workload}, {peer.system.name}: {first}")
+        stage.results.failures.append(f"{workload}, {peer.system.title}: {first}")
         stage.results.remark(workload, peer.system.name, f"failed: {first}")
         console.print(f"{workload}, {peer.system.title}: {text}", style="red", highlight=False, markup=False)
