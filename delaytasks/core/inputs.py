@@ -23,7 +23,7 @@ from delaytasks.core.errors import (
     InvalidTagError,
     NaiveDatetimeError,
 )
-from delaytasks.core.jsontext import dump_json
+from delaytasks.core.jsontext import dump_any, dump_json
 from delaytasks.core.states import Status
 from delaytasks.core.text import shown
 
@@ -38,6 +38,7 @@ MAX_PRIORITY = 9
 #: Python reads no integers of more than 4,300 digits.
 _INTEGER_BITS = 14_280
 _LARGE = 1 << 63
+_PLAIN = frozenset({str, int, float, bool, type(None), dict, list, tuple})
 _QUEUE = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -149,9 +150,10 @@ def check_instant(when: object) -> datetime:
 
 def encode_body(body: Any, max_bytes: int) -> str:
     """The body as compact JSON, or an error that names the place that is wrong."""
-    _check_json(body, ("$",), 0, max_bytes)
+    check = _Check(max_bytes)
+    check.size(body, ("$",), 0)
     try:
-        text = dump_json(body)
+        text = dump_json(body) if check.is_plain else dump_any(body)
     except (TypeError, ValueError, RecursionError) as error:  # types that show one content here and another one there
         raise BodyNotJSONError(f"$: {type(body).__name__} can not be said in JSON ({type(error).__name__})") from None
     # A character is at most 4 bytes: only texts near the limit have to be encoded to be measured.
@@ -171,41 +173,57 @@ def _too_large(max_bytes: int, size: str = "") -> BodyTooLargeError:
 _Path = tuple[Any, ...]
 
 
-def _check_json(value: Any, path: _Path, depth: int, room: int) -> int:
-    """The number of bytes that the JSON has at least: a body that holds one part millions of times is found too
-    large long before all of it is looked at."""
-    if isinstance(value, str):
-        return _check_storable(value, path)
-    if value is None or isinstance(value, int):
-        if value is not None and value.bit_length() > _INTEGER_BITS:
-            raise BodyNotJSONError(f"{_at(path)}: an integer so long (more than 4,300 digits) can not be read back")
-        return 1
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise BodyNotJSONError(f"{_at(path)}: {value!r} can not be said in JSON")
-        return 3
-    if not isinstance(value, (dict, list, tuple)):
-        kind = type(value).__name__
-        raise BodyNotJSONError(
-            f"{_at(path)}: {kind} can not be said in JSON; convert it first (str(value), list(value), …)"
-        )
-    if depth >= MAX_DEPTH:
-        raise BodyNotJSONError(f"{_at(path, 80)}… is nested deeper than {MAX_DEPTH}, or holds itself")
-    size = 1
-    if isinstance(value, dict):
+class _Check:
+    """Of one body. One that holds a part millions of times is found too large long before all of it is looked at."""
+
+    __slots__ = ("is_plain", "room")
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        #: All of it is of JSON's own types, and of no subclass of them.
+        self.is_plain = True
+
+    def size(self, value: Any, path: _Path, depth: int) -> int:
+        """The number of bytes that the JSON has at least."""
+        kind = type(value)
+        if kind not in _PLAIN:
+            self.is_plain = False
+        if isinstance(value, str):
+            return _check_storable(value, path)
+        if value is None or isinstance(value, int):
+            if value is not None and value.bit_length() > _INTEGER_BITS:
+                raise BodyNotJSONError(f"{_at(path)}: an integer so long (more than 4,300 digits) can not be read back")
+            return 1
+        if isinstance(value, float):
+            if not math.isfinite(value):
+                raise BodyNotJSONError(f"{_at(path)}: {value!r} can not be said in JSON")
+            return 3
+        if not isinstance(value, (dict, list, tuple)):
+            raise BodyNotJSONError(
+                f"{_at(path)}: {kind.__name__} can not be said in JSON; convert it first (str(value), list(value), …)"
+            )
+        if depth >= MAX_DEPTH:
+            raise BodyNotJSONError(f"{_at(path, 80)}… is nested deeper than {MAX_DEPTH}, or holds itself")
+        return self._of_items(value, path, depth) if isinstance(value, dict) else self._of_list(value, path, depth)
+
+    def _of_items(self, value: dict[Any, Any], path: _Path, depth: int) -> int:
+        size = 1
         for key, item in value.items():
             if not isinstance(key, str):
                 raise BodyNotJSONError(f"{_at(path)}: the key {shown(key)} is not a string, but {type(key).__name__}")
-            size += (_plain_size(key) or _check_storable(key, path)) + 2
-            size += _plain_size(item) or _check_json(item, (path, key), depth + 1, room)
-            if size > room:
-                raise _too_large(room)
-    else:
+            size += (_plain_size(key) or self.size(key, path, depth)) + 2
+            size += _plain_size(item) or self.size(item, (path, key), depth + 1)
+            if size > self.room:
+                raise _too_large(self.room)
+        return size
+
+    def _of_list(self, value: list[Any] | tuple[Any, ...], path: _Path, depth: int) -> int:
+        size = 1
         for index, item in enumerate(value):
-            size += (_plain_size(item) or _check_json(item, (path, index), depth + 1, room)) + 1
-            if size > room:
-                raise _too_large(room)
-    return size
+            size += (_plain_size(item) or self.size(item, (path, index), depth + 1)) + 1
+            if size > self.room:
+                raise _too_large(self.room)
+        return size
 
 
 def _plain_size(value: Any) -> int:

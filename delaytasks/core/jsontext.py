@@ -8,16 +8,16 @@ from typing import Any
 try:
     import orjson
 except ImportError:
-    orjson = None  # type: ignore[assignment]
+    orjson = None  # type: ignore[assignment]  # so is the name known
 
-_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+dump_any = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 def dump_json(value: Any) -> str:
-    """Of what is known to be JSON; `TypeError` or `ValueError` when it is not after all."""
+    """Of what is known to be of JSON's own types, subclasses of them left aside: of others orjson has its own views."""
     if orjson is not None:
         try:
-            return orjson.dumps(value, option=orjson.OPT_PASSTHROUGH_SUBCLASS).decode()
+            return orjson.dumps(value).decode()
         except TypeError:
-            pass  # an integer of more than 64 bits, a subclass: the other one can, or says what is wrong
-    return _encode(value)
+            pass  # an integer of more than 64 bits, a lone surrogate in an error text
+    return dump_any(value)

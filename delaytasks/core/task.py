@@ -19,10 +19,11 @@ from delaytasks.core.states import FINISHED, Status
 DEFAULT_QUEUE = "default"
 
 
-# Not frozen, these two: there are millions of them, and making one would take five times as long.
+# Not frozen: a worker makes one for each row, and that would take five times as long.
 @dataclass(slots=True, unsafe_hash=True)
 class DelayTask:
-    """A row of `yb_delay_task_message`, as it was when it was read; changing it changes nothing."""
+    """A row of `yb_delay_task_message`, as it was when it was read. It is for reading only: a change does not reach the
+    row, and takes a task that runs from its worker."""
 
     id: int
     tag: str
@@ -159,7 +160,7 @@ class Attempt(NamedTuple):
         return {**self._asdict(), "began": _iso(self.began), "ended": _iso(self.ended)}
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(frozen=True, slots=True)
 class NewTask:
     """One task to schedule, for `schedule_many`: give `delay` or `when`."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from typing import NamedTuple
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.lines import Opening
-from delaytasks.core.ports import ClaimStore, Entry, Timer
+from delaytasks.core.ports import ClaimStore, Entry, Met, Timer
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
@@ -28,8 +29,9 @@ from delaytasks.engine.settling import Settling
 NAP_US = 50_000
 #: Slept beyond it, since some databases tell the time in whole milliseconds.
 NAP_SLACK_US = 2_000
-#: While a backlog is worked off, so long passes before rows that lapsed are looked for again, when there were none.
-SUSPECTS_S = 1.0
+#: While a backlog is worked off, so long passes before rows that lapsed are looked for again, when there were none; and
+#: so many times as long as the look took, since it passes over the whole backlog.
+SUSPECTS_S, SUSPECTS_SHARE = 1.0, 20
 
 
 class Report(NamedTuple):
@@ -90,8 +92,8 @@ class Runner:
         )
         self._may_leave = may_leave
         self._lining = Lining(settings, claims, registry, self._chunks)
-        #: When rows that lapsed have a turn though others wait: they get half of the time at most.
-        self._suspects_at = monotonic() + SUSPECTS_S
+        #: By queue, when rows that lapsed have a turn though others wait: they get half of the time at most.
+        self._suspects_at: dict[str, float] = {}
 
     def run(self, entries: Sequence[Entry], for_s: float = 0) -> Report:
         """The fast path: the entries of messages that fell due. Lines of limited tags that it met it goes on with
@@ -111,30 +113,34 @@ class Runner:
     def drain(self, queue: str, priorities: Sequence[int], limit: int, for_s: float = 0) -> Report:
         """The slow path: whatever is due, straight from the table; and what waits in line."""
         claimed_at, tally = monotonic(), Tally()
-        is_suspects_turn = claimed_at >= self._suspects_at
-        most = limit - is_suspects_turn
+        is_suspects_turn = claimed_at >= self._suspects_at.setdefault(queue, claimed_at + SUSPECTS_S)
+        most = limit - 1 if is_suspects_turn else limit
         tasks = self._claims.claim_due(queue, priorities, most) if most else []
         met = self._lines.met()
         is_full = len(tasks) + met.held >= most
         self._run_chunk(tasks, claimed_at, tally)
         if is_suspects_turn or not is_full:
             is_full = self._run_suspect(queue, priorities, tally) or is_full
+            met = Met(met.lines | self._lines.met().lines, met.held)
         self._lining.gather(met, limit, {(queue, priority) for priority in priorities})
-        lines = met.lines if is_full else met.lines | self._lines.met().lines | self._lines.of(queue)
+        lines = met.lines if is_full else met.lines | self._lines.of(queue)
         openings = self._lining.go_on(lines, limit, for_s, tally)
         return self._report(tally, tally.claimed, is_full=is_full, lines=openings)
 
     def _run_suspect(self, queue: str, priorities: Sequence[int], tally: Tally) -> bool:
         """A row that lapsed, if there is one: last, since it may kill this process."""
-        claimed_at = monotonic()
-        suspect = self._claims.claim_suspect(queue, priorities)
-        if suspect is None:
-            self._suspects_at = claimed_at + SUSPECTS_S
-            return False
-        self._chunks.run_alone(suspect, claimed_at, tally)
-        now = monotonic()
-        self._suspects_at = now + (now - claimed_at)
-        return True
+        claimed_at, rests_s = monotonic(), 0.0
+        self._suspects_at[queue] = math.inf  # for this process' other threads
+        try:
+            suspect = self._claims.claim_suspect(queue, priorities)
+            if suspect is None:
+                rests_s = max(SUSPECTS_S, SUSPECTS_SHARE * (monotonic() - claimed_at))
+                return False
+            self._chunks.run_alone(suspect, claimed_at, tally)
+            rests_s = monotonic() - claimed_at
+            return True
+        finally:
+            self._suspects_at[queue] = monotonic() + rests_s
 
     def work_off(self, queue: str, tag: str, limit: int, for_s: float) -> Report:
         """Those who wait in line for a limited tag, as long as there is room for them."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
-from sqlalchemy import Row, Select, and_, bindparam, func, select
+from sqlalchemy import Select, and_, bindparam, func, select, tuple_
 
 from delaytasks.core.clock import monotonic
 from delaytasks.core.states import Status
@@ -18,8 +18,11 @@ from delaytasks.store.types import db_now, is_past
 
 #: Rows that get in line together.
 STEP = 1000
-#: Others are looked for behind a crowd as often as this, and among so many rows.
-LOOK_S, LOOK_AMONG = 1.0, 100_000
+#: A lane with more than this share of a step is a crowd.
+CROWD = 0.1
+#: Others are looked for behind crowds as often as this, though it is to take a twentieth of the time at most; and among
+#: so many rows.
+LOOK_S, LOOK_SHARE, LOOK_AMONG = 1.0, 20, 100_000
 
 
 class Crowds:
@@ -27,53 +30,60 @@ class Crowds:
         self._db = database
         self._line_up = line_up
         self._gathers = threading.Lock()
-        #: By queue and priority: lanes that others wait behind, and when somebody looked behind them last.
-        self._lanes: dict[tuple[str, int], set[str]] = {}
-        self._looked_at: dict[tuple[str, int], float] = {}
+        #: By queue and priority: lanes, with their tags, that others wait behind; and when somebody should look there.
+        self._lanes: dict[tuple[str, int], set[tuple[str, str]]] = {}
+        self._looks_at: dict[tuple[str, int], float] = {}
         t = schema.tasks
-        waits, tags = t.c.status == int(Status.NOT_COMPLETE), listing("tags")
-        due = (
-            select(t.c.id, t.c.tag, func.coalesce(t.c.concurrency_key, "").label("lane"))
-            .where(waits, t.c.queue == bindparam("queue"))
-            .where(t.c.priority == bindparam("priority"), is_past(t.c.expected_time, db_now()))
-            .order_by(t.c.expected_time)
-        )
-        self._due = due.where(t.c.tag.in_(tags)).limit(STEP).with_for_update(skip_locked=True)
-        oldest = due.limit(LOOK_AMONG).subquery()
-        others = and_(oldest.c.tag.in_(tags), oldest.c.lane.not_in(listing("crowd")))
-        self._behind: Select[Any] = select(oldest).where(others).limit(STEP)
-        named = listed(database, t.c.id, "ids")
-        self._lock = select(t.c.id).where(named, waits).order_by(t.c.id).with_for_update(skip_locked=True)
+        tags: Any = listing("tags")
+        crowd: Any = bindparam("crowd", expanding=True)
+        level = (t.c.queue == bindparam("queue"), t.c.priority == bindparam("priority"))
+        is_due = and_(t.c.status == int(Status.NOT_COMPLETE), *level, is_past(t.c.expected_time, db_now()))
+        lane = func.coalesce(t.c.concurrency_key, "").label("lane")
+        due = select(t.c.id, t.c.tag, lane).where(is_due)
+        oldest = due.order_by(t.c.expected_time).limit(LOOK_AMONG).subquery()
+        others = and_(oldest.c.tag.in_(tags), tuple_(oldest.c.tag, oldest.c.lane).not_in(crowd))
+        self._behind = select(oldest.c.id).where(others).limit(STEP)
+        due = due.with_for_update(skip_locked=True)
+        self._due = due.where(t.c.tag.in_(tags)).order_by(t.c.expected_time).limit(STEP)
+        self._named = due.where(listed(database, t.c.id, "ids")).order_by(t.c.id)
 
     def gather(self, queue: str, priority: int, tags: Collection[str]) -> bool:
         """True if there may be more of them."""
         if not self._gathers.acquire(blocking=False):
             return False  # another thread does it
         try:
-            where, level = {"queue": queue, "priority": priority, "tags": sorted(tags)}, (queue, priority)
-            crowd = self._lanes.get(level)
-            if crowd and monotonic() > self._looked_at.get(level, float("-inf")) + LOOK_S:
-                found = self._step(self._behind, {**where, "crowd": sorted(crowd)})
-                if len(found) < STEP:
-                    self._looked_at[level] = monotonic()
-                    del self._lanes[level]
+            level, where = (queue, priority), {"queue": queue, "priority": priority}
+            known = self._lanes.setdefault(level, set())
+            crowd = {lane for lane in known if lane[0] in tags}
+            is_look = bool(crowd) and monotonic() >= self._looks_at.get(level, 0)
+            if is_look:
+                lanes = self._look_behind(level, crowd, {**where, "tags": sorted(tags)})
             else:
-                found = self._step(self._due, where)
-                crowd = None
-            lanes = Counter(row.lane for row in found)
-            self._lanes.setdefault(level, set()).update(lane for lane, count in lanes.items() if 2 * count > STEP)
-            return crowd is not None or len(found) == STEP
+                lanes = self._step(self._due, {**where, "tags": sorted(tags)})
+            known |= {lane for lane, count in Counter(lanes).items() if count > CROWD * STEP}
+            return is_look or len(lanes) == STEP
         finally:
             self._gathers.release()
 
-    def _step(self, query: Select[Any], where: dict[str, Any]) -> Sequence[Row[Any]]:
-        def work() -> Sequence[Row[Any]]:
+    def _look_behind(
+        self, level: tuple[str, int], crowd: set[tuple[str, str]], where: dict[str, Any]
+    ) -> list[tuple[str, str]]:
+        began = monotonic()
+        query = {**where, "crowd": sorted(crowd)}
+        ids = self._db.alone(lambda c: c.execute(self._behind, query).scalars().all())
+        lanes = self._step(self._named, {**where, "ids": sorted(ids)}) if ids else []
+        if len(lanes) < STEP:  # all others are in line, or somebody has them
+            self._lanes[level] -= crowd
+            self._looks_at[level] = monotonic() + max(LOOK_S, LOOK_SHARE * (monotonic() - began))
+        return lanes
+
+    def _step(self, query: Select[Any], where: dict[str, Any]) -> list[tuple[str, str]]:
+        """The lanes of those that got in line."""
+
+        def work() -> list[tuple[str, str]]:
             with self._db.begin() as connection:
                 found = connection.execute(query, where).all()
-                ids = [row.id for row in found]
-                if query is self._behind and ids:
-                    ids = list(connection.execute(self._lock, {"ids": ids}).scalars())
-                self._line_up(connection, ids)
-                return found
+                self._line_up(connection, [row.id for row in found])
+                return [(row.tag, row.lane) for row in found]
 
         return self._db.run(work)

@@ -15,8 +15,11 @@ from delaytasks.core.jsontext import dump_json
 from delaytasks.core.task import DelayTask
 from delaytasks.store.database import Database
 from delaytasks.store.driver_errors import told
-from delaytasks.store.rows import OWN, SCHEDULED, instant_text, json_rows, parts, scheduled
+from delaytasks.store.rows import DIFFERING, NEW_COLUMNS, instant_text, json_rows, new_values, parts
 from delaytasks.store.types import UTCDateTime
+
+#: Bytes of a row's other columns, with their names.
+_OTHERS = 500
 
 
 class Insert:
@@ -55,11 +58,11 @@ class BulkInsert:
         if self._can_copy and isinstance(on, Connection) and on.dialect.driver == "psycopg2":
             self._copy(on, tasks)
             return
-        for part in parts(tasks, lambda task: len(task.body_json)):
+        for part in parts(tasks, _size):
             self._insert(on, part)
 
     def _insert(self, on: Any, tasks: Sequence[DelayTask]) -> None:
-        columns = dict(zip(SCHEDULED, zip(*map(scheduled, tasks), strict=True), strict=True))
+        columns = dict(zip(NEW_COLUMNS, zip(*map(new_values, tasks), strict=True), strict=True))
         common = {name: values[0] for name, values in columns.items() if name != "id" and len(set(values)) == 1}
         own = tuple(name for name in columns if name not in common)
         said = [map(self._said, columns[name]) if self._is_instant(name) else columns[name] for name in own]
@@ -81,7 +84,7 @@ class BulkInsert:
 
     def _copy(self, on: Connection, tasks: Sequence[DelayTask]) -> None:
         target = on.dialect.identifier_preparer.format_table(self._table)
-        names = ", ".join(SCHEDULED)
+        names = ", ".join(NEW_COLUMNS)
         driver: Any = on.dialect.dbapi
         cursor: Any = on.connection.cursor()
         try:
@@ -90,6 +93,12 @@ class BulkInsert:
             raise told(on, "COPY", error) from error
         finally:
             cursor.close()
+
+
+def _size(task: DelayTask) -> int:
+    """What it adds to a statement, in bytes."""
+    texts = (task.body_json, task.headers_json or "")
+    return _OTHERS + sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
 
 
 def is_duplicate(error: exc.IntegrityError) -> bool:
@@ -107,9 +116,9 @@ def _copy_text(tasks: Iterable[DelayTask]) -> str:
     lines: list[str] = []
     known: dict[Any, str] = {}
     for task in tasks:
-        row = scheduled(task)
-        id, body, due = row[:OWN]
-        common = row[OWN:]
+        row = new_values(task)
+        id, body, due = row[:DIFFERING]
+        common = row[DIFFERING:]
         if due not in known:
             known[due] = str(due)
         if common not in known:

@@ -62,7 +62,7 @@ def task_of(row: Sequence[Any], shard: int) -> DelayTask:
 
 
 #: What a row has when its task is scheduled, and where the task has it.
-_SCHEDULED = {
+_PLACES = {
     "id": "id",
     "message_body": "body_json",
     "expected_time": "expected_time",
@@ -78,16 +78,16 @@ _SCHEDULED = {
     "headers": "headers_json",
     "concurrency_key": "concurrency_key",
 }
-SCHEDULED = tuple(_SCHEDULED)
-#: So many columns at the beginning differ from row to row.
-OWN = 3
+NEW_COLUMNS = tuple(_PLACES)
+#: So many of them, the first ones, differ in nearly all rows.
+DIFFERING = 3
 #: The values of those columns.
-scheduled: Callable[[DelayTask], tuple[Any, ...]] = attrgetter(*_SCHEDULED.values())
+new_values: Callable[[DelayTask], tuple[Any, ...]] = attrgetter(*_PLACES.values())
 
 
 def values_of(task: DelayTask) -> dict[str, Any]:
     """The row of a task that is scheduled now."""
-    row = dict(zip(SCHEDULED, scheduled(task), strict=True))
+    row = dict(zip(NEW_COLUMNS, new_values(task), strict=True))
     row["status"] = int(task.status)
     return row
 
@@ -107,7 +107,8 @@ _TYPES: dict[str, tuple[TypeEngine[Any], str]] = {
     "result": (Text(), "LONGTEXT"),
     **dict.fromkeys(("tag", "queue", "task_key", "concurrency_key", "message_body", "headers"), (Text(), "LONGTEXT")),
     **dict.fromkeys(("expected_time", "create_time", "update_time"), (UTCDateTime(), "DATETIME(6)")),
-    **dict.fromkeys(("delay_time", "priority"), (Integer(), "INT")),
+    "delay_time": (BigInteger(), "BIGINT"),
+    "priority": (Integer(), "INT"),
 }
 
 

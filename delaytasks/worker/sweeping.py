@@ -63,7 +63,8 @@ class Sweeping:
         attempt, settings = partial(self._delays.events.attempt, self.loop.name), self._delays.settings
         if monotonic() - self._seen_at >= settings.sweep_s:
             attempt("seen", self._tell_seen)
-        self._has_begun = self._has_begun or attempt("begin", self._shard.sweeper.begin)
+        # Those who read by themselves begin with that.
+        self._has_begun = self._has_begun or bool(self._kind) or attempt("begin", self._shard.sweeper.begin)
         if self._forgets.is_set():
             attempt("forget", self._forget_armed)
         with self._lock:

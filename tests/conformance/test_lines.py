@@ -406,17 +406,46 @@ def test_who_is_behind_a_crowd_gets_in_line_before_all_of_it(
     large = [bench.schedule(body=n, concurrency_key="large") for n in range(40)]
     small = [bench.schedule(body=n, concurrency_key=f"small {n}") for n in range(3)]
     later, free = bench.schedule(delay=60), bench.schedule("free")
-    lines = bench.claims.lines
+    lines, tags = bench.claims.lines, {"note", "other"}
     assert lines.gather("default", 0, {"note"})
     assert bench.statuses(small) == ["NOT_COMPLETE"] * 3, "the first step takes the oldest"
     assert lines.gather("default", 0, {"note"})
     assert bench.statuses(small) == ["HELD"] * 3
     assert Counter(bench.statuses(large)) == {"HELD": 8, "NOT_COMPLETE": 32}
-    while lines.gather("default", 0, {"note"}):
+    while lines.gather("default", 0, tags):
         pass
     assert bench.statuses(large) == ["HELD"] * 40
     assert bench.statuses([later, free]) == ["NOT_COMPLETE"] * 2
     assert bench.in_line() == 43
+
+
+def test_tasks_without_keys_are_no_crowd_of_other_tags(bench: LimitedBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crowds, "STEP", 8)
+    bench = LimitedBench(bench.store)
+    for _ in range(40):
+        bench.schedule()
+    other = bench.schedule("other")
+    lines = bench.claims.lines
+    for _ in range(2):
+        assert lines.gather("default", 0, {"note", "other"})
+    assert bench.statuses([other]) == ["HELD"]
+
+
+def test_rows_that_somebody_has_do_not_keep_a_crowd_from_getting_in_line(
+    bench: LimitedBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if bench.store.database.url.get_backend_name() != "postgresql":
+        pytest.skip("others lock more of a small table than the rows that are named")
+    monkeypatch.setattr(crowds, "STEP", 4)
+    bench = LimitedBench(bench.store)
+    large = [bench.schedule(body=n, concurrency_key="large") for n in range(12)]
+    small = [bench.schedule(body=n, concurrency_key=f"small {n}") for n in range(6)]
+    t, lines = bench.store.schema.tasks, bench.claims.lines
+    with bench.store.database.begin() as somebody:
+        somebody.execute(select(t.c.id).where(t.c.id.in_([task.id for task in small])).with_for_update())
+        for _ in range(6):
+            lines.gather("default", 0, {"note"})
+        assert bench.statuses(large) == ["HELD"] * 12
 
 
 def test_who_waits_in_line_is_not_released_by_those_who_resume(bench: LimitedBench) -> None:

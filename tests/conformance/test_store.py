@@ -143,10 +143,13 @@ def test_many_tasks_are_written_in_one_go(store: Store) -> None:
     assert [read(store, one.id).expected_time for one in made] == [one.expected_time for one in made]
 
 
-def test_tasks_that_differ_in_all_columns_are_the_same_together_and_one_by_one(store: Store) -> None:
+@pytest.mark.parametrize("may_copy", [True, False], ids=["copy", "json"])
+def test_tasks_that_differ_in_all_columns_are_the_same_together_and_one_by_one(store: Store, may_copy: bool) -> None:
+    store.tasks._insert_bulk._can_copy &= may_copy
+    headers, long_s = '{"expires_s":5}', 3_000_000_000
     made = [
         task(store),
-        task(store, 61.5, tag="a", body_json="[1]", queue="q", priority=9, delay_s=62, headers_json='{"expires_s":5}'),
+        task(store, 61.5, tag="a", body_json="[1]", queue="q", priority=9, delay_s=long_s, headers_json=headers),
         task(store, 86400.25, tag="b'\"\\", body_json="null", priority=1, concurrency_key="it's \\ é"),
     ]
     made[1] = replace(made[1], create_time=seconds(store.tasks.now(), -60))
@@ -169,7 +172,7 @@ def test_many_tasks_with_text_that_copy_gives_a_meaning_to(store: Store) -> None
 
 def test_many_large_tasks_are_written_in_one_go(store: Store) -> None:
     body = json.dumps('"' * 120_000)
-    made = [task(store, body_json=body) for _ in range(100)]
+    made = [task(store, body_json=f"[{n},{body}]") for n in range(100)]
     assert store.tasks.insert_many(made)
     assert store.tasks.counts()[Status.NOT_COMPLETE] == 100
 

@@ -220,7 +220,7 @@ def test_many_tasks_go_in_the_callers_transaction(delays: DjangoDelays, armed: l
 def test_many_large_bodies_go_in_several_statements(delays: DjangoDelays) -> None:
     body = "x" * 250_000
     with transaction.atomic(delays.alias):
-        assert delays.schedule_many([("order.close", body, 60)] * 100) == 100
+        assert delays.schedule_many(("order.close", [n, body], 60) for n in range(100)) == 100
     assert len(delays.find(limit=1000)) == 100
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delaytasks.core import jsontext
+from delaytasks.core.inputs import encode_body
 from delaytasks.core.jsontext import dump_json
 
 Json = st.recursive(
@@ -26,6 +27,17 @@ class Pair(NamedTuple):
 
 class Colour(str, Enum):
     RED = "red"
+
+
+class Odd(str, Enum):
+    """Its value is not its text."""
+
+    A = "a"
+
+    def __new__(cls, text: str) -> Odd:
+        made = str.__new__(cls, text)
+        made._value_ = float("nan")
+        return made
 
 
 @given(Json)
@@ -44,6 +56,11 @@ def test_both_write_the_same(value: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(jsontext, "orjson", None)
     assert json.loads(fast) == json.loads(dump_json(value))
     assert " " not in fast.replace("é 😀", "")
+
+
+@pytest.mark.parametrize("body", [{"x": Odd.A}, [Odd.A], Odd.A, {Odd.A: 1}, Pair(1, 2), [Pair(1, 2)]], ids=range(6))
+def test_a_body_of_subclasses_is_written_as_the_standard_library_does(body: Any) -> None:
+    assert encode_body(body, 1000) == json.dumps(body, separators=(",", ":"))
 
 
 @pytest.mark.parametrize("value", [{1, 2}, b"x", object()], ids=lambda value: type(value).__name__)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from delaytasks.core.bulk import AuditEntry
 from delaytasks.core.clock import Clock
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.events import Events
+from delaytasks.core.policies import Policies, Policy
 from delaytasks.core.ports import Entry
 from delaytasks.engine import sweeper as sweeper_module
 from delaytasks.engine.sweeper import Sweeper
@@ -308,10 +310,13 @@ def test_a_worker_that_begins_drains_what_is_overdue_without_a_sweep(field: Fiel
     field.row(-60)
     field.row(-60, priority=9)
     field.row(-60, queue="mail")
+    field.row(-60, queue="paused")
     field.row(-0.5)
     field.row(60, queue="later")
     sweeper, here = field.sweeper(), list[tuple[str, Sequence[int]]]()
     sweeper.drain_here = lambda queue, priorities: here.append((queue, priorities)) or True
+    paused: Any = SimpleNamespace(policies=lambda: Policies((Policy("queue", "paused", is_paused=True),)))
+    sweeper._holding = paused
     sweeper.begin()
     assert sorted((queue, sorted(priorities)) for queue, priorities in here) == [("default", [0, 9]), ("mail", [0])]
 

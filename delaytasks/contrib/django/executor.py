@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from datetime import datetime
 from functools import lru_cache
@@ -19,10 +19,6 @@ from sqlalchemy.types import TypeEngine
 from delaytasks.store.types import UTCDateTime
 
 Reader = Callable[[Any], Any]
-#: Rows in one INSERT; fewer where the database takes fewer parameters.
-_ROWS = 500
-#: Characters in one INSERT: in bytes, and quoted, several times as many, and MariaDB takes 16 MB.
-_TEXT = 1_000_000
 
 
 class DjangoExecutor:
@@ -42,8 +38,6 @@ class DjangoExecutor:
         return bool(self._connection.in_atomic_block)
 
     def execute(self, statement: Any, parameters: Any = None, /) -> Result:
-        if isinstance(parameters, (list, tuple)):
-            return self._execute_many(statement, parameters)
         if parameters and "id" in parameters:
             self.written_id = parameters["id"]
         sql, values = self._compile(statement, parameters)
@@ -56,11 +50,6 @@ class DjangoExecutor:
         self._connection.ensure_connection()
         with self._connection.wrap_database_errors, closing(self._connection.create_cursor()) as cursor:
             return self._result(cursor, statement, sql, values)
-
-    def _execute_many(self, statement: Any, rows: Sequence[Mapping[str, Any]]) -> Result:
-        at_most = self._connection.features.max_query_params or _ROWS * len(rows[0])
-        size = max(1, min(_ROWS, at_most // len(rows[0])))
-        return Result([], [], sum(self.execute(statement.values(part)).rowcount for part in _parts(rows, size)))
 
     def _compile(self, statement: Any, parameters: Mapping[str, Any] | None) -> tuple[str, list[Any]]:
         if parameters:
@@ -113,20 +102,6 @@ class DjangoExecutor:
             return kind.process_result_value(value, self._dialect)
 
         return read
-
-
-def _parts(rows: Sequence[Mapping[str, Any]], at_most: int) -> Iterator[list[Mapping[str, Any]]]:
-    part: list[Mapping[str, Any]] = []
-    size = 0
-    for row in rows:
-        length = sum(len(value) for value in row.values() if isinstance(value, str))
-        if part and (len(part) >= at_most or size + length > _TEXT):
-            yield part
-            part, size = [], 0
-        part.append(row)
-        size += length
-    if part:
-        yield part
 
 
 class Result(IteratorResult[Any]):
