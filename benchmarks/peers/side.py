@@ -22,6 +22,8 @@ from benchmarks.waiting import BenchError, wait_until, wall
 START_S = 60.0
 #: Tasks that fresh workers run before anything is measured.
 WARM_UP = 300
+#: Whatever polls begins a task within this time.
+BEGIN_S = 5.0
 #: A producer answers so much later than its time limit at most: a call in which it is must come to its end.
 SLACK_S = 120.0
 
@@ -140,20 +142,26 @@ class Peer:
         return noted if found is None else max(noted, found)
 
     def kill_a_worker(self) -> str:
-        """All processes of the worker that began a task last, as if its machine was off; and says what that was."""
+        """All processes of the worker that begins the next task, as if its machine was off; and says what that was."""
+        before = len(self._begun())
+        wait_until(lambda: len(self._begun()) > before, BEGIN_S, f"{self.system.title} to begin a task", 0.01)
+        begun = self._begun()
         if self.system.is_one_process:
             assert self._producer is not None
             self._producer.kill()
             self._start_producer(**self._variables)
             self.ask("serve", START_S)
             return "its one process, started again at once"
-        begun = [-int(note.due) for note in self._notes.read() if note.due < 0]
-        busy = [w for w in self._workers for part in w if begun and begun[-1] in family(part.pid)]
+        busy = [worker for worker in self._workers for part in worker if begun[-1] in family(part.pid)]
         victim = (busy or self._workers)[0]
         self._workers.remove(victim)
         for part in victim:
             part.kill()
         return "one of two workers"
+
+    def _begun(self) -> list[int]:
+        """The processes that began tasks, one after the other, where tasks take time."""
+        return [-int(note.due) for note in self._notes.read() if note.due < 0]
 
     def worker_cpu_s(self) -> float | None:
         found = [usage(part.pid) for part in self._working()]

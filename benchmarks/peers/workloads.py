@@ -172,7 +172,7 @@ def recovery(stage: Stage, peer: Peer) -> None:
     count = steps * AT_ONCE
     stage.results.sizes["recovery"] = (
         f"{count} tasks of {TAKES_S * 1000:.0f} ms, {AT_ONCE} due every {STEP_S:g} s, two workers; half way the one "
-        f"that began a task last is killed, and {limit} s after the last due instant is the end"
+        f"that begins a task is killed, and {limit} s after the last due instant is the end"
     )
     with peer.serving(2, TAKES_S):
         first = wall() + AHEAD_S
@@ -181,7 +181,7 @@ def recovery(stage: Stage, peer: Peer) -> None:
             # By microseconds apart, so that each is known.
             peer.schedule(AT_ONCE, due, due + AT_ONCE * 1e-6, AHEAD_S)
         last = first + (steps - 1) * STEP_S
-        sleep_until(first + steps // 2 * STEP_S + TAKES_S / 2)
+        sleep_until(first + steps // 2 * STEP_S)
         victim = peer.kill_a_worker()
         stage.results.remark("recovery", name, victim if peer.system.is_one_process else "")
         sleep_until(last)
