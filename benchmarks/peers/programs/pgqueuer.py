@@ -15,7 +15,7 @@ from benchmarks.peers.program import Program, main, run, wall
 from benchmarks.where import database_url
 
 NAME = "note"
-#: Its documentation asks for larger batches than 10 where jobs are short; beyond 200 nothing is gained here.
+#: Its documentation asks for larger batches than 10 where jobs are short.
 BATCH = 200
 
 
