@@ -159,12 +159,6 @@ def lateness_ms() -> list[float]:
     return [(began - due).total_seconds() * 1000 for began, due in rows]
 
 
-def chunks() -> list[int]:
-    """How many of the tasks that are done were claimed by each statement."""
-    query = select(func.count()).where(_t.c.status == int(Status.DONE)).group_by(_t.c.execution_time, _t.c.worker)
-    return list(_database.alone(lambda c: c.scalars(query).all()))
-
-
 def runs() -> dict[str, tuple[datetime, datetime]]:
     """When each keyed task that is done was due, and when it began."""
     query = select(_t.c.task_key, _t.c.expected_time, _t.c.execution_time).where(_t.c.status == int(Status.DONE))

@@ -1,9 +1,7 @@
-"""Tasks scheduled one call at a time that fall due together, and lone ones: how many are claimed at once, for
-processors that take no time, a little and much."""
+"""Tasks scheduled one call at a time that fall due together, and lone ones, for processors that take no time, a little
+and much: whether chunks and what is in flight find their own values."""
 
 from __future__ import annotations
-
-import statistics
 
 from benchmarks import brokers, ours, table
 from benchmarks.cases.burst import DEADLINE_S
@@ -39,17 +37,11 @@ def _together(stage: Stage, ms: float, count: int) -> None:
     took_s = table.last_settled_at() - due
     if table.count(Status.DONE) != count:
         raise BenchError(f"gathering: of {count:,} tasks {table.count(Status.DONE):,} are DONE")
-    chunks = table.chunks()
     stage.figure("gathering", f"{ms} ms, {count:,} due together: drained", "per s").add(count / took_s)
     if ms:
         share = stage.figure("gathering", f"{ms} ms: share of the ideal", "", Target("value", least=0.7))
         share.add(count * ms / 1000 / PROCESSES / took_s)
-    stage.figure("gathering", f"{ms} ms: rows in a chunk, median", "rows").add(statistics.median(chunks))
-    stage.figure("gathering", f"{ms} ms: rows in the largest chunk", "rows").add(float(max(chunks)))
-    stage.say(
-        f"gathering: {ms} ms: {count:,} in {took_s:.2f} s, {len(chunks):,} chunks of {min(chunks)} to {max(chunks)} "
-        f"rows, median {statistics.median(chunks):g}, load {load():.1f}"
-    )
+    stage.say(f"gathering: {ms} ms: {count:,} in {took_s:.2f} s, load {load():.1f}")
 
 
 def _alone(stage: Stage, ms: float, rate: int) -> None:
