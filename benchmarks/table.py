@@ -41,7 +41,7 @@ def make() -> None:
 def alone() -> Iterator[None]:
     """Two runs on one database would empty each other's tables and queues: the second one is refused."""
     locks = {"postgresql": "SELECT pg_try_advisory_lock(hashtext(:name))", "mysql": "SELECT GET_LOCK(:name, 0)"}
-    query = locks.get(_database.url.get_backend_name().replace("mariadb", "mysql"))
+    query = locks.get(backend())
     try:
         connection = _database.auto.connect()  # the lock is this connection's, and ends with it
     except DBAPIError as error:
@@ -87,21 +87,37 @@ def clear() -> None:
             _alone(table.delete())
 
 
-def fill(rows: int, status: Status, soonest_s: float, latest_s: float) -> None:
+def fill(rows: int, status: Status, soonest_s: float, latest_s: float, is_keyed: bool = False) -> None:
     """So many more rows, due at random between two moments, given in seconds from now; PostgreSQL only. Their ids are
-    those of a producer that makes one each millisecond, and leases last longer than any benchmark."""
+    those of a producer that makes one each millisecond, and leases last longer than any benchmark. One in ten has a
+    key, if that is wanted."""
+    key = "CASE WHEN n % 10 = 0 THEN 'order-' || last || '-' || n END" if is_keyed else "NULL"
     began = "NULL" if status is Status.NOT_COMPLETE else "due"
     lease = "due + interval '30 days'" if status is Status.RUNNING else "NULL"
     statement = text(f"""
         INSERT INTO {_t.name} (id, tag, message_body, status, version, delay_time, expected_time, execution_time,
-                               create_time, update_time, lease_until)
+                               create_time, update_time, lease_until, task_key)
         SELECT (last >> 22) + n << 22 | n % 131072, '{TAG}', '{{"due": 0.5, "order": ' || n || '}}', {status:d}, 1,
-               3600, due, {began}, due - interval '1 hour', coalesce({began}, now()), {lease}
+               3600, due, {began}, due - interval '1 hour', coalesce({began}, now()), {lease}, {key}
         FROM (SELECT coalesce(max(id), 0) AS last FROM {_t.name}) before,
              (SELECT n, now() + (:soonest + random() * :spread) * interval '1 second' AS due
               FROM generate_series(1, :rows) n) made""").bindparams(soonest=soonest_s, spread=latest_s - soonest_s)
     for start in range(0, rows, FILL_STEP):
         _alone(statement.bindparams(rows=min(FILL_STEP, rows - start)))
+
+
+def take_keys() -> str:
+    """What waits holds its key; returns one that is held."""
+    keys = delays.store.schema.keys
+    waits = _t.c.status == int(Status.NOT_COMPLETE)
+    _alone(
+        keys.insert().from_select(
+            ["tag", "task_key", "task_id"],
+            select(_t.c.tag, _t.c.task_key, _t.c.id).where(waits, _t.c.task_key.is_not(None)),
+        )
+    )
+    settle_down(keys.name)
+    return str(_scalar(select(keys.c.task_key).limit(1)))
 
 
 def fill_finished(store: Store, rows: int, when: datetime) -> None:
@@ -130,12 +146,43 @@ def forget_policies() -> None:
     _alone(delays.store.schema.policies.delete())
 
 
+def work_off_bare(batch: int) -> None:
+    """Claims and settles all rows by their ids, with as little as that can be done by: one connection of the driver's,
+    no lease, no error, no attempt, no key."""
+    t, waits, runs, done = _t.name, int(Status.NOT_COMPLETE), int(Status.RUNNING), int(Status.DONE)
+    take = f"UPDATE {t} SET status = {runs}, version = version + 1 WHERE id IN ({{}}) AND status = {waits}"
+    read = f"SELECT id, tag, message_body, version FROM {t} WHERE id IN ({{}}) AND status = {runs}"
+    settle = f"UPDATE {t} SET status = {done}, version = version + 1 WHERE id IN ({{}}) AND status = {runs}"
+    ids = _database.alone(lambda c: list(c.scalars(select(_t.c.id).order_by(_t.c.id))))
+    with _database.auto.connect() as connection:
+        cursor = connection.connection.cursor()
+        for start in range(0, len(ids), batch):
+            some = ", ".join(map(str, ids[start : start + batch]))
+            if _database.can.update_returning:
+                cursor.execute(f"{take.format(some)} RETURNING id, tag, message_body, version")
+            else:
+                cursor.execute(take.format(some))
+                cursor.execute(read.format(some))
+            if len(cursor.fetchall()) != len(ids[start : start + batch]):
+                raise BenchError("a batch was not claimed as a whole")
+            cursor.execute(settle.format(some))
+
+
+def backend() -> str:
+    return _database.url.get_backend_name().replace("mariadb", "mysql")
+
+
 def can_fill() -> bool:
-    return _database.url.get_backend_name() == "postgresql"
+    return backend() == "postgresql"
 
 
-def size_mb() -> float:
-    return float(_scalar(text(f"SELECT pg_total_relation_size('{_t.name}')"))) / 2**20
+def sizes() -> list[tuple[str, int]]:
+    """The bytes of the table, and of each of its indexes; PostgreSQL only."""
+    query = text("""
+        SELECT relname, pg_relation_size(oid) FROM pg_class
+        WHERE oid = to_regclass(:name) OR oid IN (SELECT indexrelid FROM pg_index WHERE indrelid = to_regclass(:name))
+        ORDER BY relkind DESC, relname""")
+    return [tuple(row) for row in _database.alone(lambda c: c.execute(query, {"name": _t.name}).all())]
 
 
 def count(status: Status | None = None) -> int:
@@ -167,10 +214,15 @@ def runs() -> dict[str, tuple[datetime, datetime]]:
 
 def active_s() -> float | None:
     """How long statements took in this database, whoever sent them; only PostgreSQL tells, from version 14 on."""
-    if _database.url.get_backend_name() != "postgresql":
+    if backend() != "postgresql":
         return None
     query = "SELECT active_time / 1000 FROM pg_stat_database WHERE datname = current_database()"
     return float(_scalar(text(query)))
+
+
+def wal_bytes() -> int:
+    """What this server has written to its log of changes so far, for whomever; PostgreSQL only."""
+    return int(_scalar(text("SELECT pg_wal_lsn_diff(pg_current_wal_insert_lsn(), '0/0')")))
 
 
 def lateness_of(key: str) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import datetime, timezone
 
 
 class BenchError(Exception):
@@ -25,6 +26,10 @@ def wait_until(is_so: Callable[[], object], deadline_s: float, what: str, every_
 def wall() -> float:
     """Seconds since 1970, as the tasks note them."""
     return time.time_ns() / 1e9
+
+
+def instant(at: float) -> datetime:
+    return datetime.fromtimestamp(at, timezone.utc)
 
 
 def sleep_until(instant: float) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from benchmarks.cases import (
+    at_size,
     backlog,
     bulk,
     burst,
     call,
     callbacks,
+    ceiling,
     deploy,
     direct,
     fairness,
@@ -25,7 +27,6 @@ from benchmarks.cases import (
     partitions,
     poison,
     steady,
-    sweep_at_size,
     timers,
     wheel,
 )
@@ -36,6 +37,7 @@ CASES: dict[str, Callable[[Stage], None]] = {
     "bulk": bulk.run,
     "burst_bulk": burst.run_bulk,
     "burst_single": burst.run_single,
+    "ceiling": ceiling.run,
     "gathering": gathering.run,
     "growth": growth.run,
     "steady": steady.run,
@@ -49,7 +51,7 @@ CASES: dict[str, Callable[[Stage], None]] = {
     "timer_memory": timers.run_memory,
     "wheel": wheel.run,
     "heartbeats": heartbeats.run,
-    "sweep_at_size": sweep_at_size.run,
+    "at_size": at_size.run,
     "houses": houses.run,
     "idle": idle.run,
     "limits": limits.run,
@@ -67,10 +69,10 @@ GROUPS = {
         "timer_memory",
         "wheel",
         "heartbeats",
-        "sweep_at_size",
+        "at_size",
         "houses",
         "idle",
     ],
 }
 #: What these build takes minutes, and they take the medians themselves.
-ONCE = {"sweep_at_size", "partitions"}
+ONCE = {"at_size", "partitions"}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from datetime import datetime, timezone
 
 from benchmarks import brokers, table
 from benchmarks.figures import Target, percentile
 from benchmarks.machine import load
 from benchmarks.processes import Process
 from benchmarks.stage import Stage
-from benchmarks.waiting import BenchError, sleep_until, wait_until, wall
+from benchmarks.waiting import BenchError, instant, sleep_until, wait_until, wall
 from delaytasks import NewTask
 from delaytasks.callbacks.http import CALLBACK
 from delaytasks.core.states import Status
@@ -40,7 +39,7 @@ def _send(stage: Stage, receiver: Process, url: str, count: int, lead: float) ->
 
     with side.serving():
         due = wall() + lead
-        when = datetime.fromtimestamp(due, timezone.utc)
+        when = instant(due)
         bodies = ({"url": url, "body": {"order": number}} for number in range(count))
         side.delays.schedule_many(NewTask(CALLBACK, body, when=when) for body in bodies)
         if wall() > due:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from benchmarks import brokers, ours, table
-from benchmarks.cases.limits import instant, limited
+from benchmarks.cases.limits import limited
 from benchmarks.figures import Target, percentile
 from benchmarks.machine import load
 from benchmarks.stage import Stage
-from benchmarks.waiting import sleep_until, wait_until, wall
+from benchmarks.waiting import instant, sleep_until, wait_until, wall
 from delaytasks.core.task import NewTask
 
 FEW = 50

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from benchmarks import brokers, ours, table
 from benchmarks.cases.burst import DEADLINE_S
-from benchmarks.cases.limits import instant
 from benchmarks.figures import Target, percentile
 from benchmarks.machine import load
 from benchmarks.stage import Stage
-from benchmarks.waiting import BenchError, sleep_until, wall
+from benchmarks.waiting import BenchError, instant, sleep_until, wall
 from delaytasks.core.states import Status
 
 PROCESSES = 2

@@ -7,16 +7,18 @@ import os
 from contextlib import ExitStack
 
 from benchmarks import brokers, ours, processes, table
-from benchmarks.cases.limits import instant
 from benchmarks.machine import load
-from benchmarks.sides import Ours
+from benchmarks.meters import Meter
+from benchmarks.sides import Ours, Side
 from benchmarks.stage import Stage
-from benchmarks.waiting import sleep_until, wall
+from benchmarks.waiting import instant, sleep_until, wall
 
 PROCESSES = (1, 2, 4)
 DATABASES = (1, 2)
 #: What a processor takes in milliseconds, and how many are due together.
 KINDS = ((0, 20_000), (5, 2_000))
+#: Tasks of one call, which are all in one database.
+LOT = 100
 DEADLINE_S = 240.0
 
 
@@ -26,19 +28,14 @@ class Growing(Ours):
     app_path = "benchmarks.growing:app"
 
     def schedule_all(self, count: int, ms: float, due: float) -> None:
-        self.delays.schedule_many((ours.WORK, {"due": due, "seconds": ms / 1000}, instant(due)) for _ in range(count))
+        task = ours.WORK, {"due": due, "seconds": ms / 1000}, instant(due)
+        for start in range(0, count, LOT):  # each goes to the next database
+            self.delays.schedule_many([task] * min(LOT, count - start))
 
     def schedule(self, due: float) -> None:
         self.schedule_all(1, 0, due)
 
-    def is_done(self, count: int) -> bool:
-        return len(self.notes) >= count
-
-    def ended_at(self) -> float:
-        return max(note.at for note in self.notes.read())
-
-    def clear(self) -> None:
-        self.notes.clear()
+    is_done, ended_at, clear = Side.is_done, Side.ended_at, Side.clear
 
 
 def run(stage: Stage) -> None:
@@ -61,11 +58,13 @@ def run(stage: Stage) -> None:
 
 def _burst(stage: Stage, side: Growing, databases: int, count: int, ms: float, tasks: int) -> None:
     side.clear()
+    meter, written = Meter(side), table.wal_bytes()
     due = wall() + stage.size(15, 8)
     side.schedule_all(tasks, ms, due)
     sleep_until(due)
     side.wait_for(tasks, DEADLINE_S)
     per_s = tasks / (side.ended_at() - due)
+    cost, written = meter.cost(tasks), (table.wal_bytes() - written) // tasks
     what = f"{ms} ms: processes {count}, databases {databases}"
     stage.figure("growth", what, "drained/s").add(per_s)
-    stage.say(f"growth: {what}: {per_s:,.0f}/s, load {load():.1f}")
+    stage.say(f"growth: {what}: {per_s:,.0f}/s, CPU a task: {cost}, WAL a task: {written:,} bytes, load {load():.1f}")

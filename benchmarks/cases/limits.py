@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime, timezone
 from itertools import accumulate
 
 from benchmarks import brokers, ours, table
@@ -12,7 +11,7 @@ from benchmarks.cases.burst import at_once, drain
 from benchmarks.figures import Target
 from benchmarks.machine import load
 from benchmarks.stage import Stage
-from benchmarks.waiting import sleep_until, wait_until, wall
+from benchmarks.waiting import instant, sleep_until, wait_until, wall
 from delaytasks.core.states import Status
 
 THREADS = ["-P", "threads", "-c", "16"]
@@ -68,7 +67,3 @@ def limited(tag: str, concurrency: int) -> Iterator[None]:
         yield
     finally:
         table.forget_policies()
-
-
-def instant(due: float) -> datetime:
-    return datetime.fromtimestamp(due, timezone.utc)

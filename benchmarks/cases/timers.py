@@ -25,15 +25,18 @@ def run_steady(stage: Stage) -> None:
         bare = found[stage.bare.name]
         for side in stage.timers:
             for what, (unit, value) in found[side.name].items():
-                target = _TARGETS.get(what) if rate == 50 or what == "begun early" else None
+                target = _TARGETS.get((rate, what))
                 figure = stage.figure("timer_steady", f"{side.timer}: {rate:,}/s, {what}", unit, target)
                 figure.add(value, bare[what][1])
 
 
 _TARGETS = {
-    "lateness p50": Target("value", most=3),
-    "lateness p99": Target("value", most=10),
-    "begun early": Target("value", most=0),
+    (50, "lateness p50"): Target("value", most=3),
+    (50, "lateness p99"): Target("value", most=10),
+    (50, "begun early"): Target("value", most=0),
+    (1000, "lateness p99"): Target("value", most=20),
+    (1000, "begun early"): Target("value", most=0),
+    (1000, "CPU per task, worker and servers"): Target("ratio", most=1),
 }
 
 
@@ -54,6 +57,8 @@ def _steady(stage: Stage, side: Side, rate: int, lot: int) -> dict[str, tuple[st
         "begun early": ("tasks", float(sum(late < 0 for late in lateness))),
         "worker CPU per task": ("ms", cost.worker_ms),
         "Redis CPU per task": ("ms", cost.redis_ms),
+        "database CPU per task": ("ms", cost.database_ms),
+        "CPU per task, worker and servers": ("ms", cost.all_ms),
     }
 
 

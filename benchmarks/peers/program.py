@@ -12,10 +12,10 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from datetime import datetime, timezone
 from typing import Any
 
 from benchmarks.notes import note, note_begin
+from benchmarks.waiting import wall
 from benchmarks.where import takes_s
 
 #: Delays between two bounds that look random, the same for all systems and in every language.
@@ -65,18 +65,10 @@ async def run(due: float) -> None:
     note(due)
 
 
-def instant(due: float) -> datetime:
-    return datetime.fromtimestamp(due, timezone.utc)
-
-
 def by_due(dues: Sequence[float]) -> Iterator[tuple[float, int]]:
     """For systems whose bulk call has one instant for all of its tasks."""
     for due, same in itertools.groupby(dues):
         yield due, sum(1 for _ in same)
-
-
-def wall() -> float:
-    return time.time_ns() / 1e9
 
 
 class Producer:

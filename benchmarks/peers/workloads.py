@@ -36,31 +36,33 @@ class Stage:
 
 
 def call(stage: Stage, peer: Peer) -> None:
-    """One producer, one call after the other, due in an hour; nobody works."""
-    count = stage.size(3000, 300)
-    stage.results.sizes["call"] = f"{count:,} tasks due in an hour, by one producer"
-    with peer.producing():
-        due = wall() + HOUR_S
-        peer.schedule(count // 10, due, due, 5)
-        made = peer.schedule(count, due, due, stage.size(20, 5))
-    stage.fewer("call", peer, made, count)
-    stage.results.add("call", peer.system.name, made.per_s)
-    stage.say(f"call: {peer.system.title}: {made.per_s:,.0f}/s")
+    """One call after the other; nobody works."""
+    _schedule(stage, peer, "call", peer.schedule, stage.size(3000, 300), 10, stage.size(20, 5))
 
 
 def bulk(stage: Stage, peer: Peer) -> None:
     count = stage.size(100_000, 5000)
-    stage.results.sizes["bulk"] = f"{count:,} tasks due in an hour, by one producer"
-    if not peer.system.has_bulk:
+    if peer.system.has_bulk:
+        _schedule(stage, peer, "bulk", peer.schedule_many, count, 20, stage.size(30, 10))
+    else:
         stage.results.remark("bulk", peer.system.name, "no call for many tasks")
-        return
+
+
+Schedule = Callable[[int, float, float, float], Made]
+
+
+def _schedule(
+    stage: Stage, peer: Peer, workload: str, schedule: Schedule, count: int, share: int, limit_s: float
+) -> None:
+    """So many tasks; first one of `share` of them, by which connections and caches are warm."""
+    stage.results.sizes[workload] = f"{count:,} tasks due in an hour, by one producer"
     with peer.producing():
         due = wall() + HOUR_S
-        peer.schedule_many(count // 20, due, due, 5)
-        made = peer.schedule_many(count, due, due, stage.size(30, 10))
-    stage.fewer("bulk", peer, made, count)
-    stage.results.add("bulk", peer.system.name, made.per_s)
-    stage.say(f"bulk: {peer.system.title}: {made.per_s:,.0f}/s")
+        schedule(count // share, due, due, 5)
+        made = schedule(count, due, due, limit_s)
+    stage.fewer(workload, peer, made, count)
+    stage.results.add(workload, peer.system.name, made.per_s)
+    stage.say(f"{workload}: {peer.system.title}: {made.per_s:,.0f}/s")
 
 
 def burst(stage: Stage, peer: Peer) -> None:

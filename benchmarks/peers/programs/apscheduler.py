@@ -7,7 +7,8 @@ from apscheduler.jobstores.sqlalchemy import SQLAlchemyJobStore
 from apscheduler.schedulers.background import BackgroundScheduler
 
 from benchmarks.notes import run
-from benchmarks.peers.program import Program, instant, main
+from benchmarks.peers.program import Program, main
+from benchmarks.waiting import instant
 from benchmarks.where import database_url
 
 TASK = "benchmarks.peers.programs.apscheduler:note_task"

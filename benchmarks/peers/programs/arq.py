@@ -9,7 +9,8 @@ from typing import Any
 from arq import create_pool, func
 from arq.connections import RedisSettings
 
-from benchmarks.peers.program import SIDE_BY_SIDE, Program, instant, main, run
+from benchmarks.peers.program import SIDE_BY_SIDE, Program, main, run
+from benchmarks.waiting import instant
 from benchmarks.where import redis_url
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from awa import AsyncClient, Job
 
-from benchmarks.peers.program import Program, by_due, instant, main, run
+from benchmarks.peers.program import Program, by_due, main, run
+from benchmarks.waiting import instant
 from benchmarks.where import database_url
 
 QUEUE = "note"

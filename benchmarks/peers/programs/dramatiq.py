@@ -8,7 +8,8 @@ import dramatiq
 from dramatiq.brokers.redis import RedisBroker
 
 from benchmarks.notes import run
-from benchmarks.peers.program import Program, main, wall
+from benchmarks.peers.program import Program, main
+from benchmarks.waiting import wall
 from benchmarks.where import redis_url
 
 dramatiq.set_broker(RedisBroker(url=redis_url()))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from huey import RedisHuey
 
 from benchmarks.notes import run
-from benchmarks.peers.program import Program, instant, main
+from benchmarks.peers.program import Program, main
+from benchmarks.waiting import instant
 from benchmarks.where import redis_url
 
 huey = RedisHuey("bench", url=redis_url(), results=False)

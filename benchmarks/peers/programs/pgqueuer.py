@@ -11,7 +11,8 @@ from pgqueuer.db import AsyncpgDriver
 from pgqueuer.models import Job
 from pgqueuer.queries import Queries
 
-from benchmarks.peers.program import Program, main, run, wall
+from benchmarks.peers.program import Program, main, run
+from benchmarks.waiting import wall
 from benchmarks.where import database_url
 
 NAME = "note"

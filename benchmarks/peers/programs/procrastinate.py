@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from procrastinate import App, PsycopgConnector
 
-from benchmarks.peers.program import Program, instant, main, run
+from benchmarks.peers.program import Program, main, run
+from benchmarks.waiting import instant
 from benchmarks.where import database_url
 
 app = App(connector=PsycopgConnector(conninfo=database_url()))

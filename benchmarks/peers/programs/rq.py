@@ -8,7 +8,8 @@ from redis import Redis
 from rq import Queue
 
 from benchmarks.notes import run
-from benchmarks.peers.program import Program, instant, main
+from benchmarks.peers.program import Program, main
+from benchmarks.waiting import instant
 from benchmarks.where import redis_url
 
 #: By its name: a worker imports this module under it.

@@ -1,0 +1,133 @@
+"""What the sweep, the slow path, a chunk and who looks for tasks cost in a large table and in a small one."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from benchmarks import ours, table
+from benchmarks.figures import Target
+from benchmarks.stage import Stage
+from benchmarks.waiting import BenchError
+from delaytasks.core.clock import to_us
+from delaytasks.core.ports import Entry, Settlement
+from delaytasks.core.states import Status
+from delaytasks.core.task import DelayTask
+from delaytasks.engine.sweeper import STEP
+from delaytasks.store.stats import Stats
+
+#: Rows that wait, the smallest first, with which the others are compared.
+PENDING = (10_000, 1_000_000, 10_000_000)
+QUICK = (10_000, 200_000)
+#: For each that waits.
+FINISHED = 5
+#: As many in all tables, since a read costs more the more it finds.
+NEAR, OVERDUE, RUNNING, FAILED = 2000, 5000, 200, 200
+CLAIMED, PAGE = 200, 100
+WARM_UP, REPEATS = 3, 15
+MINUTE_S, HOUR_S, DAY_S = 60.0, 3600.0, 86400.0
+
+
+def run(stage: Stage) -> None:
+    if not table.can_fill():
+        stage.say("at_size: left out, since only PostgreSQL makes so many rows in minutes")
+        return
+    sizes = QUICK if stage.is_quick else PENDING
+    small = _measure(stage, sizes[0])
+    for pending in sizes[1:]:
+        for what, ms in _measure(stage, pending).items():
+            target = Target("ratio", most=3)
+            figure = stage.figure("at_size", f"{what}; {pending:,} wait", "ms", target, against=f"{sizes[0]:,}:")
+            figure.add(ms, small[what])
+    table.clear()
+
+
+def _measure(stage: Stage, pending: int) -> dict[str, float]:
+    """Milliseconds of each read, in the median."""
+    key = _fill(stage, pending)
+    store, settings = ours.delays.store, ours.delays.settings
+    sweeps, claims, tasks = store.sweeps, store.claims("bench", None), store.tasks
+    now = ours.delays.clock.certain_now()
+    until = now + timedelta(seconds=HOUR_S)
+    fresh: list[DelayTask] = []
+
+    def insert() -> int:
+        fresh[:] = [DelayTask(ours.delays.new_id(), ours.TAG, "{}", now, create_time=now) for _ in range(CLAIMED)]
+        tasks.insert_many(fresh)
+        return len(fresh)
+
+    def claim() -> int:
+        fresh[:] = claims.claim([Entry.of(one, to_us) for one in fresh])
+        return len(fresh)
+
+    def page(**by: Any) -> int:
+        return len(ours.delays.find(**by, limit=PAGE).tasks)
+
+    reads: list[tuple[str, Callable[[], object], object]] = [
+        ("begin_sweep", lambda: sweeps.begin_sweep(0, 1, 0.0) is not None, True),
+        ("stale_houses", lambda: sweeps.stale_houses(1, settings.self_sweep_s), []),
+        (f"near, {NEAR:,} rows", lambda: sum(map(len, sweeps.near(now, until, 0, 1))), NEAR),
+        ("levels, one late", lambda: len(sweeps.levels(settings.grace_s)), 1),
+        ("levels, none late", lambda: sweeps.levels(DAY_S), []),
+        ("lapse, none", lambda: sweeps.lapse(settings.max_lapses, STEP).total, 0),
+        ("purge, nothing old", lambda: sweeps.purge(30 * DAY_S, STEP), 0),
+        (f"claim_due of {CLAIMED}", lambda: len(claims.claim_due(settings.default_queue, [0], CLAIMED)), CLAIMED),
+        ("claim_suspect, none", lambda: claims.claim_suspect(settings.default_queue, [0]), None),
+        ("find, a page", page, PAGE),
+        ("find NOT_COMPLETE, a page", lambda: page(status=Status.NOT_COMPLETE), PAGE),
+        ("find DONE, a page", lambda: page(status=Status.DONE), PAGE),
+        ("find FAILED, a page", lambda: page(status=Status.FAILED), PAGE),
+        ("find by key", lambda: page(key=key), 1),
+        ("get by tag and key", lambda: ours.delays.get(tag=ours.TAG, key=key).key, key),
+        ("counts", lambda: len(Stats(store.database, store.schema).counts()), len(Status)),
+    ]
+    found = {what: _median_ms([(what, read, answer)])[what] for what, read, answer in reads}
+    found |= _median_ms(
+        [
+            (f"insert {CLAIMED}", insert, CLAIMED),
+            (f"claim {CLAIMED} by id", claim, CLAIMED),
+            (f"settle {CLAIMED}", lambda: len(claims.settle([Settlement(one, "succeed") for one in fresh])), CLAIMED),
+        ]
+    )
+    stage.say(f"at_size: {pending:,} wait: {', '.join(f'{what} {ms:.2f} ms' for what, ms in found.items())}")
+    return found
+
+
+def _fill(stage: Stage, pending: int) -> str:
+    """Returns the key of one that waits."""
+    table.clear()
+    table.forget_sweeps()
+    before = time.monotonic()
+    table.fill(FINISHED * pending, Status.DONE, -7 * DAY_S, -HOUR_S, is_keyed=True)
+    table.fill(FAILED, Status.FAILED, -7 * DAY_S, -HOUR_S)
+    table.fill(pending - NEAR - OVERDUE, Status.NOT_COMPLETE, 2 * HOUR_S, 7 * DAY_S, is_keyed=True)
+    table.fill(OVERDUE, Status.NOT_COMPLETE, -HOUR_S, -MINUTE_S)
+    table.fill(RUNNING, Status.RUNNING, -MINUTE_S, 0)
+    key = table.take_keys()
+    inserted = time.monotonic()
+    table.settle_down()
+    # Last, so that they are near when they are read.
+    table.fill(NEAR, Status.NOT_COMPLETE, 10 * MINUTE_S, 11 * MINUTE_S)
+    rows = (FINISHED + 1) * pending
+    each = ", ".join(f"{name} {size / rows:.0f}" for name, size in table.sizes())
+    stage.say(
+        f"at_size: {pending:,} wait and {FINISHED * pending:,} are finished, bytes a row: {each}; inserted in "
+        f"{inserted - before:.0f} s; vacuum, analyse and checkpoint took {time.monotonic() - inserted:.0f} s"
+    )
+    return key
+
+
+def _median_ms(steps: list[tuple[str, Callable[[], object], object]]) -> dict[str, float]:
+    """Of each step; they are done one after another, again and again."""
+    times: dict[str, list[float]] = {what: [] for what, _, _ in steps}
+    for _ in range(WARM_UP + REPEATS):
+        for what, read, answer in steps:
+            before = time.perf_counter()
+            found = read()
+            times[what].append((time.perf_counter() - before) * 1000)
+            if found != answer:
+                raise BenchError(f"at_size: {what} found {found!r}, not {answer!r}")
+    return {what: statistics.median(took[WARM_UP:]) for what, took in times.items()}

@@ -1,0 +1,29 @@
+"""How near a worker comes to its database: a burst beside what one bare connection claims and settles in batches."""
+
+from __future__ import annotations
+
+import time
+
+from benchmarks import table
+from benchmarks.cases import burst
+from benchmarks.figures import Target
+from benchmarks.stage import Stage
+from benchmarks.waiting import wall
+
+BATCH = 100
+#: A writer locks the whole of an SQLite database, and a worker has several.
+LEAST = {"sqlite": 0.3}
+DAY_S = 86_400.0
+
+
+def run(stage: Stage) -> None:
+    count = stage.size(20_000, 4_000)
+    stage.ours.schedule_many([wall() + DAY_S] * count)
+    before = time.monotonic()
+    table.work_off_bare(BATCH)
+    bare = count / (time.monotonic() - before)
+    stage.say(f"ceiling: one bare connection claims and settles {bare:,.0f} rows/s in batches of {BATCH}")
+    table.clear()
+    ours = burst.drain(stage, "ceiling", stage.ours, count, burst.at_once(count, stage.size(20, 10)))
+    what, target = f"{count:,} due at once", Target("ratio", least=LEAST.get(table.backend(), 0.6))
+    stage.figure("ceiling", what, "drained/s", target, against="one bare connection:").add(ours.per_s, bare)
