@@ -48,13 +48,14 @@ def shards(cli: Cli, finish: bool) -> None:
 
 def _look(cli: Cli, growth: Growth, number: int, finish: bool) -> dict[str, Any]:
     from delaytasks.store import migrations
+    from delaytasks.store.stats import Stats
 
     store, settings = cli.stores[number], cli.delays.settings
     found: dict[str, Any] = {"shard": number, "url": shown_url(store), "revision": None, "waiting": None}
     found |= {"unknown_keys": None, "dead_keys": None, "error": None}
     try:
         found["revision"] = migrations.current(store.database, settings.table_prefix, settings.table_schema or None)
-        found["waiting"] = store.tasks.counts()[Status.NOT_COMPLETE]
+        found["waiting"] = Stats(store.database, store.schema).counts()[Status.NOT_COMPLETE].rows
         left = growth.finish(number) if finish else growth.left(number)
         found |= {"unknown_keys": len(left.unknown), "dead_keys": len(left.dead)}
     except StoreError as error:

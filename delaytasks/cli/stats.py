@@ -45,8 +45,10 @@ def stats(cli: Cli) -> None:
 
 
 def _print(found: dict[str, Any], command: str) -> None:
+    about = dict.fromkeys(found["estimated"], "about ")
     counts = found["counts"].items()
-    print_table(("status", "tasks"), ([coloured(Status[name]), f"{count:,}"] for name, count in counts), right="tasks")
+    rows = ((coloured(Status[name]), f"{about.get(name, '')}{count:,}") for name, count in counts)
+    print_table(("status", "tasks"), rows, right="tasks")
     say("")
     _print_health(found, command)
     say("")
@@ -81,7 +83,10 @@ def _gather(cli: Cli) -> dict[str, Any]:
     broker = _broker(delays)
     return {
         "now": show_instant(delays.clock.now()),
-        "counts": {status.name: sum(numbers["counts"][status] for numbers in found) for status in Status},
+        "counts": {status.name: sum(numbers["counts"][status].rows for numbers in found) for status in Status},
+        "estimated": [
+            status.name for status in Status if any(numbers["counts"][status].is_estimate for numbers in found)
+        ],
         "overdue": {**oldest, "count": sum(each["count"] for each in overdue)},
         "lapsed": sum(numbers["lapsed"] for numbers in found),
         "workers": workers,
@@ -110,7 +115,7 @@ def _numbers(delays: DelayTasks, shard: Shard) -> dict[str, Any]:
 
     overdue = numbers.overdue(settings.grace_s)
     return {
-        "counts": store.tasks.counts(),
+        "counts": numbers.counts(),
         "overdue": {
             "count": overdue.tasks,
             "oldest": overdue.oldest and show_instant(overdue.oldest),

@@ -4,15 +4,42 @@ from __future__ import annotations
 
 import base64
 from datetime import datetime
+from operator import attrgetter
 from typing import Any
 
-from sqlalchemy import Select, Table, and_, or_
+from sqlalchemy import Select, Table, and_, literal_column, or_
 
 from delaytasks.core.clock import from_us, to_us
 from delaytasks.core.errors import InvalidQueryError
+from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import shown
+from delaytasks.store.levels import levels
 from delaytasks.store.types import EARLIEST, LATEST
+
+
+def first(
+    connection: Any, query: Select[Any], tasks: Table, status: Status | None, is_narrow: bool, limit: int
+) -> list[Any]:
+    """The first rows of `query` by their due times.
+
+    By these alone, who looks for the few that failed, or wait, would read what millions of others left behind; so those
+    of a status are read by its index, where they are in order within each queue and priority. Not so if `is_narrow`:
+    where a key is asked for there are few, and where a tag is, most queues may have none of it."""
+    t = tasks.c
+    query = query.order_by(t.expected_time, t.id).limit(limit)
+    if status is None:
+        return list(connection.execute(query))
+    query = query.where(t.status == literal_column(str(int(status))))
+    if is_narrow or status is Status.DONE:  # which nearly all are
+        return list(connection.execute(query))
+    found: list[Any] = []
+    for level in list(levels(connection, tasks, status)):
+        found += connection.execute(query.where(t.queue == level.queue, t.priority == level.priority))
+        found = sorted(found, key=attrgetter("expected_time", "id"))[:limit]
+        if len(found) == limit:  # nothing later is wanted
+            query = query.where(t.expected_time <= found[-1].expected_time)
+    return found
 
 
 def after(query: Select[Any], tasks: Table, shard: int, cursor: str) -> Select[Any]:

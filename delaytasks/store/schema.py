@@ -30,6 +30,7 @@ from delaytasks.store.types import LongText, UTCDateTime, db_now
 RowId = BigInteger().with_variant(Integer(), "sqlite")
 
 HOT = f"status IN ({Status.NOT_COMPLETE:d}, {Status.RUNNING:d})"
+ENDED_BADLY = f"status IN ({Status.FAILED:d}, {Status.CANCELLED:d})"
 #: MySQL compares text without case and trailing blanks unless told otherwise: 'a' and 'A' are two tags.
 _MYSQL: Any = {
     "mysql_charset": "utf8mb4",
@@ -109,6 +110,21 @@ def build_schema(prefix: str = "", schema: str | None = None, shard: int = 0) ->
             "expected_time",
             postgresql_where=text(f"status = {Status.HELD:d}"),
         ).ddl_if(dialect="postgresql"),
+        Index(
+            conv(prefix + "idx_yb_delay_ended_badly"),
+            "status",
+            "queue",
+            "priority",
+            "expected_time",
+            postgresql_where=text(ENDED_BADLY),
+        ).ddl_if(dialect="postgresql"),
+        Index(
+            conv(prefix + "idx_yb_delay_key"),
+            "task_key",
+            "expected_time",
+            postgresql_where=text("task_key IS NOT NULL"),
+            sqlite_where=text("task_key IS NOT NULL"),
+        ),
         **_MYSQL,
     )
     keys = Table(

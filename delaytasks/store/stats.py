@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, and_, func, select
+from sqlalchemy import ColumnElement, Connection, and_, func, literal_column, select
 
 from delaytasks.core.inputs import is_queue
 from delaytasks.core.ports import Pending, Strange
 from delaytasks.core.states import LIVE, Status
 from delaytasks.core.text import shown
 from delaytasks.store.database import Database
+from delaytasks.store.estimates import estimate
 from delaytasks.store.lapses import lease_is_over
 from delaytasks.store.levels import steps
 from delaytasks.store.schema import Schema
@@ -20,6 +21,10 @@ from delaytasks.store.types import db_now_plus
 
 #: Leases are renewed long before so many of them are over.
 LONG = 100
+
+
+#: So many rows are counted one by one.
+COUNTED = 1_000_000
 
 
 class Overdue(NamedTuple):
@@ -37,11 +42,38 @@ class Swept(NamedTuple):
     armed_until: datetime | None
 
 
+class Count(NamedTuple):
+    rows: int
+    is_estimate: bool = False
+
+
 class Stats:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
         self._t = schema.tasks
         self._s = schema.sweeps
+
+    def counts(self) -> dict[Status, Count]:
+        """How many rows there are of each status. In a table of millions nobody counts them all: of what is in the
+        millions, and of DONE, it is the planner's estimate."""
+        return self._db.alone(self._counts)
+
+    def _counts(self, connection: Connection) -> dict[Status, Count]:
+        t = self._t
+        if estimate(connection, select(t.c.id)) <= COUNTED:
+            query = select(t.c.status, func.count()).group_by(t.c.status)
+            found = {status: Count(rows) for status, rows in connection.execute(query)}
+            return {status: found.get(int(status), Count(0)) for status in Status}
+        return {status: self._count(connection, status) for status in Status}
+
+    def _count(self, connection: Connection, status: Status) -> Count:
+        t = self._t
+        rows = select(t.c.id).where(t.c.status == literal_column(str(int(status))))
+        guess = estimate(connection, rows)
+        if guess > COUNTED or status is Status.DONE:  # those are in no index of their own
+            return Count(guess, is_estimate=True)
+        counted = int(connection.scalar(select(func.count()).select_from(rows.limit(COUNTED + 1).subquery())) or 0)
+        return Count(counted, is_estimate=counted > COUNTED)
 
     def overdue(self, late_s: float) -> Overdue:
         """Waiting rows that are late by more than `late_s`."""

@@ -122,11 +122,9 @@ class Tasks:
     ) -> Page:
         """In the order of their due times; a cursor stands for a place, so pages stay right while rows move."""
         t = self._t
-        query = select(*self._columns).order_by(t.c.expected_time, t.c.id).limit(limit + 1)
+        query = select(*self._columns)
         if tag is not None:
             query = query.where(t.c.tag == tag)
-        if status is not None:
-            query = query.where(t.c.status == int(status))
         if key is not None:
             query = query.where(t.c.task_key == key)
         if since is not None:
@@ -135,7 +133,7 @@ class Tasks:
             query = query.where(t.c.expected_time < until)
         if cursor is not None:
             query = pages.after(query, t, self._shard, cursor)
-        rows = self._read(lambda c: c.execute(query).all(), on)
+        rows = self._read(lambda c: pages.first(c, query, t, status, key is not None or tag is not None, limit + 1), on)
         tasks = [task_of(row, self._shard) for row in rows[:limit]]
         return Page(tasks, pages.make_cursor(tasks[-1]) if len(rows) > limit else None)
 

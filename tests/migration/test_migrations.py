@@ -121,7 +121,8 @@ def _shape(database: Database, name: str, schema: str | None = None) -> dict[str
             rest = {k: v for k, v in column.items() if k not in ("name", "type", "comment")}
             shape[f"column {column['name']}"] = (kind, rest)
         for index in inspector.get_indexes(name, schema=schema):
-            shape[f"index on {index['column_names']}"] = (bool(index["unique"]), index.get("dialect_options"))
+            options = {option: str(value) for option, value in index.get("dialect_options", {}).items()}
+            shape[f"index on {index['column_names']}, {options}"] = bool(index["unique"])
         for option, value in inspector.get_table_options(name, schema=schema).items():
             if "auto_increment" not in option:
                 shape[f"option {option}"] = value

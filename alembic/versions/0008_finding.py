@@ -1,0 +1,44 @@
+"""Indexes for who looks for tasks in a large table: by their key, and those that failed or were cancelled."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+from delaytasks.store import adoption
+
+revision = "0008"
+down_revision = "0007"
+branch_labels = None
+depends_on = None
+
+
+def upgrade(prefix: str = "", schema: str | None = None) -> None:
+    tasks = prefix + "yb_delay_task_message"
+    has_key = sa.text("task_key IS NOT NULL")
+    adoption.create_index(
+        op,
+        prefix + "idx_yb_delay_key",
+        tasks,
+        ["task_key", "expected_time"],
+        schema,
+        postgresql_where=has_key,
+        sqlite_where=has_key,
+    )
+    if op.get_context().dialect.name == "postgresql":
+        # Elsewhere the index of live rows has them.
+        adoption.create_index(
+            op,
+            prefix + "idx_yb_delay_ended_badly",
+            tasks,
+            ["status", "queue", "priority", "expected_time"],
+            schema,
+            postgresql_where=sa.text("status IN (2, 4)"),
+        )
+
+
+def downgrade(prefix: str = "", schema: str | None = None) -> None:
+    tasks = prefix + "yb_delay_task_message"
+    adoption.drop_index(op, prefix + "idx_yb_delay_key", tasks, schema)
+    if op.get_context().dialect.name == "postgresql":
+        adoption.drop_index(op, prefix + "idx_yb_delay_ended_badly", tasks, schema)
