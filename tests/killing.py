@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from delaytasks.timers.redis import RedisTimer, Slot, Taken
 from delaytasks.worker import mover as movers
@@ -21,8 +22,10 @@ def die_if(step: str, taken: Sequence[Taken] | None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def take_and_die(timer: RedisTimer, most: Mapping[Slot, int], handed_on: Sequence[Taken] = ()) -> list[Taken] | None:
-    taken = take(timer, most, handed_on)
+def take_and_die(
+    timer: RedisTimer, most: Mapping[Slot, int], handed_on: Sequence[Taken] = (), *more: Any
+) -> list[Taken] | None:
+    taken = take(timer, most, handed_on, *more)
     die_if("deleted", handed_on)
     die_if("taken", taken)
     return taken

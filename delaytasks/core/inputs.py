@@ -136,6 +136,12 @@ def check_wait(wait: object, max_s: float, what: str = "a delay") -> float:
     return check_delay(parse_duration(wait) if isinstance(wait, str) else wait, max_s, what).total_seconds()
 
 
+def check_due(delay: object, when: object) -> None:
+    """That one of the two is given, and not both."""
+    if (delay is None) == (when is None):
+        raise InvalidScheduleError("give a delay or an instant (when), one of the two")
+
+
 def check_instant(when: object) -> datetime:
     """An aware datetime, in UTC; the past is fine and means now."""
     if not isinstance(when, datetime):

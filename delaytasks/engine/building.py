@@ -13,6 +13,7 @@ from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import (
     check_concurrency_key,
     check_delay,
+    check_due,
     check_instant,
     check_key,
     check_priority,
@@ -104,8 +105,7 @@ class Builder:
 
     def _due(self, new: NewTask, lot: Lot) -> tuple[datetime, int]:
         """When it is due, and in how many seconds."""
-        if (new.delay is None) == (new.when is None):
-            raise InvalidScheduleError("give a delay or an instant (when), one of the two")
+        check_due(new.delay, new.when)
         if new.when is not None:
             due = max(check_instant(new.when), lot.now)
             return due, math.ceil(check_delay(due - lot.now, self._settings.max_delay_s).total_seconds())

@@ -14,6 +14,8 @@ from delaytasks.core.task import DelayTask
 
 #: Rows in the first chunk, before anything is known about the processors.
 FIRST_SIZE = 10
+#: Rows that are brought to a process before that: they keep it at work until the first chunks have told.
+FIRST_BROUGHT = 100
 #: How much the last chunk says about the next one, if it was as small as the first; a larger one says more.
 LEARNING = 0.3
 #: In a time box, however quick their processors: to claim and settle them takes time as well.
@@ -140,6 +142,13 @@ class ChunkSize:
         """What one process runs in a time box, in several chunks if they are quick."""
         fitting = self._first if self._row_s is None else self._time_box_s / max(self._row_s, 1e-6)
         return int(min(max(fitting, self._wanted, 1), self._most * MOST_CHUNKS))
+
+    @property
+    def brought(self) -> int:
+        """How many rows a process is to have at hand."""
+        if self._row_s is not None:
+            return self.in_time
+        return max(self.in_time, min(FIRST_BROUGHT, self._most * MOST_CHUNKS))
 
     @property
     def least(self) -> int:

@@ -12,12 +12,9 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from delaytasks.core.clock import Clock, to_us
-from delaytasks.core.errors import DuplicateTaskError, InvalidDelayError, InvalidScheduleError
+from delaytasks.core.errors import DuplicateTaskError, InvalidDelayError
 from delaytasks.core.events import Events
-from delaytasks.core.inputs import (
-    check_delay,
-    check_instant,
-)
+from delaytasks.core.inputs import check_delay, check_due, check_instant
 from delaytasks.core.ports import Entry, Executor, OnConflict, TaskStore, Timer, Unit
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
@@ -206,8 +203,7 @@ class Producer:
 
     def due_of(self, delay: Any, when: datetime | None = None) -> datetime:
         """The instant that a delay or an instant means."""
-        if (delay is None) == (when is None):
-            raise InvalidScheduleError("give a delay or an instant (when), one of the two")
+        check_due(delay, when)
         if when is not None:
             return max(check_instant(when), self._clock.certain_now())
         return self._clock.certain_now() + check_delay(delay, self._settings.max_delay_s)

@@ -4,7 +4,7 @@ take what falls due."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -154,16 +154,23 @@ class RedisTimer:
 
     # -- for movers -------------------------------------------------------------------------------
 
-    def take(self, most: Mapping[Slot, int], handed_on: Iterable[Taken] = ()) -> list[Taken] | None:
+    def take(
+        self,
+        most: Mapping[Slot, int],
+        handed_on: Iterable[Taken] = (),
+        grace_of: Callable[[str], float] | None = None,
+    ) -> list[Taken] | None:
         """What is due in each slot or is soon to be, so many entries at most: they are this mover's until it has handed
-        them on, or RETURN_S is over. What it has handed on is deleted. None while Redis is away."""
+        them on, or RETURN_S is over. What it has handed on is deleted, and so is what is later than the grace of its
+        queue. None while Redis is away."""
         now_us = self._clocks[0].now_us()
         now, soon = now_us // 1000, now_us / 1000 + AHEAD_MS  # to the microsecond, as movers wake for it
-        times = now, now - int(self._settings.grace_s * 1000), soon, now + int(RETURN_S * 1000)
 
         def work(client: Any) -> list[Taken]:
             pipe = client.pipeline(transaction=False)
             for slot, count in most.items():
+                grace_s = self._settings.grace_s if grace_of is None else grace_of(slot.queue)
+                times = now, now - int(grace_s * 1000), soon, now + int(RETURN_S * 1000)
                 pipe.execute_command(*call(client, TAKE), 2, *self.keys(slot), *times, min(count, LOT))
             for some in handed_on:
                 pipe.zremrangebyscore(self.keys(some.slot)[1], some.ticket, some.ticket)

@@ -123,9 +123,14 @@ class Dispatcher:
             boxes = free = self._free()
             if self._size.fits:
                 boxes += free + sum(lane.began_within(2 * self._settings.chunk_time_box_s) for lane in self.lanes)
-            most = boxes * self._size.in_time
+            most = boxes * self._size.brought
             waiting = coming + sum(lane.waiting for lane in self.lanes if lane.is_open())
             return most - waiting if 2 * waiting <= most else 0
+
+    def grace_s(self, queue: str) -> float:
+        """How late an entry may come."""
+        with self._lock:
+            return self._settings.grace_s + max(lane.backlog_s(queue) for lane in self.lanes)
 
     # -- shards that may be down ------------------------------------------------------------------
 

@@ -17,6 +17,9 @@ REST_S = 1.0
 SILENT_S = 2.0
 #: A chunk that is under way for longer is a processor's, which takes its time.
 LONG_S = 1.0
+#: What is late belongs to the table, but where its queue has a backlog there it would come last: here it waits for so
+#: much longer.
+BACKLOG_S = 10.0
 
 
 @dataclass
@@ -73,11 +76,22 @@ class Lane:
     def drop_late(self, grace_s: float) -> int:
         """What is late belongs to the table, where every worker helps. Returns how many were."""
         late_before, dropped = self.clock.now_us() - int(grace_s * 1e6), 0
-        for priority, queue in self._ready.items():
-            while queue and queue[0].due_us < late_before:
-                self.ask(queue.popleft().queue, (priority,))
-                dropped += 1
+        for priority, ready in self._ready.items():
+            kept: list[Entry] = []
+            while ready and ready[0].due_us < late_before:
+                entry = ready.popleft()
+                if entry.due_us < late_before - self.backlog_s(entry.queue) * 1e6:
+                    self.ask(entry.queue, (priority,))
+                    dropped += 1
+                else:
+                    kept.append(entry)
+            ready.extendleft(reversed(kept))
         return dropped
+
+    def backlog_s(self, queue: str) -> float:
+        """How much longer what is late waits here."""
+        drain = self._drains.get(queue)
+        return BACKLOG_S if drain is not None and drain.is_deep else 0.0
 
     def clear(self) -> list[Entry]:
         waiting = [entry for queue in self._ready.values() for entry in queue]

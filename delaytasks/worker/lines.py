@@ -54,12 +54,12 @@ class Lines:
         first = NEVER
         for opening in openings:
             line = self._lines.setdefault(opening[:2], Line())
-            look_s, is_over = opening.look_s, of == opening[:2]
+            look_s, is_of_it = opening.look_s, of == opening[:2]
             # Who ends leaves a place of his own, beside those that others have left.
-            line.wanted = max(line.wanted + is_over, opening.open) if opening.open else 0
+            line.wanted = max(line.wanted + (1 if is_of_it else 0), opening.open) if opening.open else 0
             if opening.open:
                 line.misses = 0
-            elif is_over:
+            elif is_of_it:
                 look_s = min(look_s, SOON_S * 2 ** min(line.misses, 10))
                 line.misses += 1
             at = monotonic() + look_s

@@ -77,7 +77,7 @@ class Mover:
                 return min(rest_s, deletes_in_s)
         handed_on, self._handed_on = self._handed_on, []
         try:
-            taken = self._timer.take(asked, handed_on)
+            taken = self._timer.take(asked, handed_on, self._dispatcher.grace_s)
             if taken is None:
                 self._was_down = True
                 self._look_at_all()

@@ -116,6 +116,26 @@ def test_what_is_late_is_left_to_the_table_though_the_pool_is_busy(bench: Bench)
     assert bench.pool.jobs[-1][0].drain == "default"
 
 
+def test_what_is_late_waits_longer_where_the_table_has_a_backlog_in_front_of_it(bench: Bench) -> None:
+    bench.dispatcher.drain("default", [0])
+    bench.pool.end(Report(10, 10, 0.01, is_full=True))  # it is deep: both processes are at it
+    grace_s = Settings().grace_s
+    assert bench.dispatcher.grace_s("default") == grace_s + lane.BACKLOG_S
+    assert bench.dispatcher.grace_s("mail") == grace_s
+    bench.dispatcher.take(bench.entries(5))
+    bench.clock.advance(grace_s + lane.BACKLOG_S - 0.1)
+    bench.pool.end(Report(10, 10, 0.01, is_full=True))
+    assert [len(job.entries) for job, _, _ in bench.pool.jobs] == [0, 5], "in turn with the backlog"
+    mail = [entry._replace(queue="mail") for entry in bench.entries(3, start=200)]
+    bench.dispatcher.take(bench.entries(5, start=100) + mail)
+    bench.clock.advance(grace_s + 0.1)
+    bench.dispatcher.take([])
+    assert bench.events.counts["entry.late"] == 3, "those of a queue without a backlog go to the table"
+    bench.clock.advance(lane.BACKLOG_S)
+    bench.dispatcher.take([])
+    assert bench.events.counts["entry.late"] == 8
+
+
 def test_a_deep_backlog_is_drained_by_all_processes_and_a_shallow_one_by_one(bench: Bench) -> None:
     bench.dispatcher.drain("default", [0])
     assert len(bench.pool.jobs) == 1
@@ -250,9 +270,13 @@ def test_early_entries_go_back_to_the_wheel(bench: Bench) -> None:
 
 
 def test_there_is_room_for_a_chunk_and_the_next_one_of_each_process(bench: Bench) -> None:
-    assert bench.dispatcher.room() == 40, "two processes, ten rows in a first chunk"
+    assert bench.dispatcher.room() == 400, "two processes, of which nothing is known yet"
+    bench.dispatcher.take(bench.entries(20))
+    bench.pool.end(Report(10, 10, 10 * 0.005))
+    bench.pool.end(Report(10, 10, 10 * 0.005))
+    assert bench.dispatcher.room() == 40, "ten rows each in a time box"
     assert bench.dispatcher.room(coming=15) == 25
-    bench.dispatcher.take(bench.entries(15))
+    bench.dispatcher.take(bench.entries(15, start=50))
     assert bench.dispatcher.room() == 20, "both work, and nothing waits"
     bench.dispatcher.take(bench.entries(5, start=100))
     assert bench.dispatcher.room() == 15

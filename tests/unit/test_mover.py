@@ -16,6 +16,7 @@ from delaytasks.core.availability import REST_S
 from delaytasks.core.clock import Clock, from_us, monotonic, wall_ms
 from delaytasks.core.ids import IdMaker
 from delaytasks.core.ports import Entry
+from delaytasks.engine import chunk
 from delaytasks.engine.runner import Report
 from delaytasks.store import migrations
 from delaytasks.store.database import Database
@@ -118,6 +119,11 @@ class Post:
             client.delete(key)
         self.timer.link.close()
         self.delays.close()
+
+
+@pytest.fixture(autouse=True)
+def small_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk, "FIRST_BROUGHT", 10)
 
 
 class SetBack(Clock):

@@ -1,0 +1,104 @@
+"""How often a worker without a broker looks at its table, and what it takes from there."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from delaytasks.core.clock import ManualClock
+from delaytasks.core.events import Events
+from delaytasks.core.ports import Entry, Level
+from delaytasks.core.settings import Settings
+from delaytasks.timers.direct import LOOK_S
+from delaytasks.worker import reader as reader_module
+from delaytasks.worker.reader import GROWTH, LEAST_S, MOST_S, Reader
+
+
+class Bench:
+    """A reader of a table in which are `rows`; what it hands on is `held`."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock(datetime(2030, 1, 1, tzinfo=timezone.utc))
+        self.rows: list[Entry] = []
+        self.late: list[Level] = []
+        self.held: list[Entry] = []
+        self.asked: list[tuple[str, list[int]]] = []
+        self.is_up = True
+        sweeps = SimpleNamespace(look=self._look, levels=lambda grace_s: self.late)
+        workers = SimpleNamespace(alive=list)
+        shard = SimpleNamespace(
+            number=0, clock=self.clock, named=str, close=lambda: None, policies=SimpleNamespace(known=None),
+            store=SimpleNamespace(sweeps=sweeps, workers=workers),
+        )  # fmt: skip
+        self.events = Events()
+        delays = SimpleNamespace(settings=Settings(), events=self.events, processes=SimpleNamespace(queues=["default"]))
+        dispatcher = SimpleNamespace(hear=lambda *_: self.is_up, drain=lambda *args: self.asked.append(args[:2]))
+        desk: Any = SimpleNamespace(delays=delays, dispatcher=dispatcher, hold=self.held.extend, refuse=print)
+        made: Any = shard
+        self.reader = Reader(desk, made, "me")
+        self.reader._members = SimpleNamespace(learn=lambda *_: None, is_mine=lambda entry: True)  # type: ignore[assignment]
+
+    def _look(self, since: datetime, until: datetime, most: int, _: Any) -> list[Entry]:
+        return self.rows[:most]
+
+    def entries(self, count: int, in_s: float) -> list[Entry]:
+        due = self.clock.now_us() + int(in_s * 1e6)
+        return [Entry(n, 0, due + n) for n in range(1, count + 1)]
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def rests(bench: Bench, count: int) -> list[float]:
+    return [bench.reader._look() for _ in range(count)]
+
+
+def test_a_table_that_tells_nothing_is_looked_at_more_rarely_while_nothing_is_late(bench: Bench) -> None:
+    found = rests(bench, 20)
+    assert found[0] == pytest.approx(LEAST_S * GROWTH)
+    assert found == sorted(found)
+    assert found[-1] == MOST_S
+
+
+def test_and_often_again_once_something_was_found_late(bench: Bench) -> None:
+    rests(bench, 20)
+    bench.rows = bench.entries(1, in_s=-0.01)
+    assert rests(bench, 1) == [LEAST_S]
+    assert bench.held == bench.rows
+    assert rests(bench, 1) == [pytest.approx(LEAST_S * GROWTH)], "it was handed on already, and is not late again"
+    assert len(bench.held) == 1
+
+
+def test_a_table_that_tells_is_looked_at_once_a_second(bench: Bench) -> None:
+    bench.reader.ear.hears = True
+    assert rests(bench, 3) == [LOOK_S] * 3
+
+
+def test_where_more_is_near_than_one_look_takes_the_next_comes_before_it_is_due(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "MOST_ROWS", 10)
+    bench.reader.ear.hears = True
+    bench.rows = bench.entries(11, in_s=0.4)
+    assert rests(bench, 1) == [pytest.approx(0.2, abs=0.001)]
+    assert len(bench.held) == 10
+
+
+def test_what_is_late_is_asked_for_once_a_second_by_queue_and_priority(bench: Bench) -> None:
+    bench.late = [Level("default", 0), Level("default", 9), Level("others", 0)]
+    rests(bench, 5)
+    assert bench.asked == [("default", [0, 9])]
+    bench.reader.look_now()
+    rests(bench, 1)
+    assert len(bench.asked) == 2
+
+
+def test_a_database_that_is_down_is_left_alone(bench: Bench) -> None:
+    bench.is_up, bench.rows = False, bench.entries(1, in_s=0)
+    assert rests(bench, 1) == [LOOK_S]
+    assert bench.held == []
