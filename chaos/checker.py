@@ -97,14 +97,7 @@ class Checker:
         )
 
     def verdict(self) -> Verdict:
-        history = self._history
-        lives: dict[int, Life] = {}
-        for told in history.told:
-            lives.setdefault(told.id, Life()).told.append(told)
-        for ran in history.ran:
-            lives.setdefault(ran.id, Life()).ran.append(ran)
-        for change in history.changes:  # in the order in which the database wrote them
-            lives.setdefault(change.id, Life()).changes.append(change)
+        history, lives = self._history, self._lives()
         verdict = Verdict(len(lives), len(history.ran))
         for id, life in lives.items():
             flaws = [flaw for rule in self._rules for flaw in rule(life)]
@@ -113,6 +106,20 @@ class Checker:
         for process in history.hung:
             verdict.findings.append(Finding(Flaw("I8", "hung", f"{process} lives and runs nothing"), 0, ""))
         return verdict
+
+    def story(self, id: int) -> str:
+        """All that is known of a task."""
+        return _story(self._lives()[id], self._history.faults)
+
+    def _lives(self) -> dict[int, Life]:
+        lives: dict[int, Life] = {}
+        for told in self._history.told:
+            lives.setdefault(told.id, Life()).told.append(told)
+        for ran in self._history.ran:
+            lives.setdefault(ran.id, Life()).ran.append(ran)
+        for change in self._history.changes:  # in the order in which the database wrote them
+            lives.setdefault(change.id, Life()).changes.append(change)
+        return lives
 
     # -- what was promised ------------------------------------------------------------------------
 

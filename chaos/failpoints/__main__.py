@@ -106,6 +106,12 @@ def show(played: Sequence[Played], slack_s: float, console: Console) -> int:
             is_bad |= not is_inside
             table.add_row(place.name, place.who, *row)
     console.print(table)
+    for place in PLACES:
+        mine = [episode for episode in episodes if episode.place == place.name]
+        slowest = max(mine, key=lambda episode: episode.recovery_s, default=None)
+        if slowest is not None and slowest.recovery_s > BOUNDS_S[place.bound] + slack_s:
+            console.print(f"{place.name}, seed {slowest.seed}: {slowest.recovery_s:.2f} s", highlight=False)
+            console.print(slowest.story, markup=False, highlight=False)
     for one in played:
         if one.findings:
             is_bad = True

@@ -65,7 +65,7 @@ PLACES = [
     Place("to the pool", "main", "before", ("worker.dispatcher:Dispatcher._send",), "R1"),
     Place("in the pool", "main", "after", ("worker.dispatcher:Dispatcher._send",), "R2"),
     Place("reported", "main", "before", ("worker.dispatcher:Dispatcher._done",), "R2"),
-    Place("asked to drain", "main", "before", ("worker.dispatcher:Dispatcher.drain",), "R1", "not armed"),
+    Place("asked to drain", "main", "before", ("worker.dispatcher:Dispatcher.drain",), "R2", "not armed"),
     Place("sending back", "main", "after", ("worker.dispatcher:Dispatcher.close",), "R1", is_stopped=True),
     # hold in Redis
     Place("taken", "main", "after", ("timers.redis:RedisTimer.take",), "R1", timer="redis"),

@@ -48,6 +48,8 @@ class Episode:
     recovery_s: float = 0.0
     #: Of those that are not over.
     left: int = 0
+    #: Of the task that was held up for longest.
+    story: str = ""
 
 
 class World:
@@ -77,9 +79,9 @@ class World:
 
     def play(self, place: Place, seed: int, act: Act) -> Episode:
         chance = random.Random(f"{place.name} {seed}")
-        self._wait(self._is_ready, 60)
         episode = Episode(place.name, seed, now_us())
         for nth in (chance.randint(1, 3), 1, 1):
+            self._wait(self._is_ready, 60)  # who was stopped for nothing is back
             order = orders.give(self._folder, place.name, act, nth)
             producer = self._produce(place, chance.randrange(1 << 30))
             if place.is_stopped:
@@ -89,6 +91,8 @@ class World:
             _, status = os.waitpid(producer, 0)
             assert not os.WIFEXITED(status) or not os.WEXITSTATUS(status), "the producer failed, as is told above"
             if episode.is_reached:
+                # Else the next order might take the other worker before this one is missed.
+                self._wait(lambda: self._is_carried_out(act, episode.from_us), REACHED_S)
                 break
         order.unlink(missing_ok=True)
         self._wait(lambda: not self._live(), OVER_S)
@@ -111,6 +115,10 @@ class World:
 
     def _is_ready(self) -> bool:
         return all(" ready." in worker.log() for worker in self._workers)
+
+    def _is_carried_out(self, act: Act, since_us: int) -> bool:
+        pids = [int(fault.target.split()[-1]) for fault in orders.faults(self._folder) if fault.from_us >= since_us]
+        return bool(pids) and (act != "kill" or not any(map(is_alive, pids)))
 
     def _live(self) -> int:
         t = self._store.schema.tasks
@@ -136,17 +144,32 @@ class World:
         """Also tells the episodes how long all was not well."""
         history = read(self._folder / "notes", self._recorder.changes())
         history.faults = orders.faults(self._folder)
+        checker = Checker(history, quiet_us=now_us())
         ended_us = {(ran.id, ran.version): ran.ended_us or 0 for ran in history.ran}
         for episode in episodes:
             faults = [fault for fault in history.faults if fault.kind.startswith(f"{episode.place}: ")]
             fault = next((f for f in faults if episode.from_us <= f.from_us <= episode.until_us), None)
             episode.is_reached = fault is not None
             if fault is not None:
-                changes = (c for c in history.changes if fault.from_us < c.at_us <= episode.until_us)
-                episode.recovery_s = max((late_s(change, fault.from_us, ended_us) for change in changes), default=0)
+                late = {
+                    c: late_s(c, fault.from_us, ended_us)
+                    for c in history.changes
+                    if fault.from_us < c.at_us <= episode.until_us
+                }
+                if late:
+                    slowest = max(late, key=late.__getitem__)
+                    episode.recovery_s, episode.story = late[slowest], checker.story(slowest.id)
                 if BY_NAME[episode.place].is_refused:
                     refuse(history, fault.from_us)
-        return Checker(history, quiet_us=now_us()).verdict()
+        return checker.verdict()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def late_s(change: Change, fault_us: int, ended_us: Mapping[tuple[int, int], int]) -> float:
