@@ -14,6 +14,7 @@ from sqlalchemy import delete
 
 from delaytasks.core.settings import Settings, load_settings
 from delaytasks.store.store import Store
+from tests.certificates import self_signed
 from tests.postgres_server import PostgresServer
 from tests.rabbitmq_server import RabbitServer
 from tests.redis_server import RedisServer
@@ -108,6 +109,30 @@ def own_rabbitmq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitSer
         _missing["rabbitmq-server"] = str(error)
         raise _given_up("rabbitmq-server") from None
     yield server
+    server.stop()
+
+
+@pytest.fixture
+def amqps(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """What Celery is told of a RabbitMQ of this test's own that is reached by TLS."""
+    port = free_port()
+    try:
+        key, certificate = self_signed(tmp_path)
+        server = RabbitServer(
+            tmp_path,
+            f"listeners.ssl.default = 127.0.0.1:{port}",
+            f"ssl_options.cacertfile = {certificate}",
+            f"ssl_options.certfile = {certificate}",
+            f"ssl_options.keyfile = {key}",
+            "ssl_options.verify = verify_none",
+        )
+    except MissingServiceError as error:
+        _missing["rabbitmq-server"] = str(error)
+        raise _given_up("rabbitmq-server") from None
+    yield {
+        "broker_url": f"amqps://guest:guest@localhost:{port}//",
+        "broker_use_ssl": {"ca_certs": str(certificate), "cert_reqs": 2, "server_hostname": "localhost"},
+    }
     server.stop()
 
 

@@ -21,16 +21,18 @@ _PLACES = "/usr/lib/rabbitmq/bin"
 
 
 class RabbitServer:
-    """A node of its own name, with its own port mapper, no plugins, and all its files in `folder`."""
+    """A node of its own name, with its own port mapper, no plugins, and all its files in `folder`; `configuration` has
+    lines of rabbitmq.conf."""
 
     name = "RabbitMQ"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *configuration: str) -> None:
         self._folder = folder
         self._programs = {name: _program(name) for name in ("rabbitmq-server", "rabbitmqctl", "epmd")}
         self._port, mapper = free_port(), free_port()
         self.url = f"amqp://guest:guest@127.0.0.1:{self._port}//"
         (folder / "plugins").write_text("[].\n")
+        (folder / "rabbitmq.conf").write_text("".join(f"{line}\n" for line in configuration))
         self._environment = {
             **os.environ,
             "HOME": str(folder),  # the secret that nodes share is there
@@ -44,7 +46,7 @@ class RabbitServer:
             "RABBITMQ_LOG_BASE": str(folder / "log"),
             "RABBITMQ_LOGS": "-",
             "RABBITMQ_PID_FILE": str(folder / "pid"),
-            "RABBITMQ_CONFIG_FILE": str(folder / "none"),
+            "RABBITMQ_CONFIG_FILE": str(folder / "rabbitmq"),
             "RABBITMQ_CONF_ENV_FILE": str(folder / "none.sh"),
             "RABBITMQ_ENABLED_PLUGINS_FILE": str(folder / "plugins"),
         }

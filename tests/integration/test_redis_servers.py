@@ -20,6 +20,7 @@ from delaytasks.core.errors import ConfigError
 from delaytasks.embedded import server as embedded
 from delaytasks.timers import redislink
 from tests import redis_server
+from tests.certificates import self_signed
 from tests.conformance.timers import ALONE, burst, ran_once
 from tests.proxy import Proxy
 from tests.redis_server import RedisServer
@@ -200,12 +201,7 @@ def tls(tmp_path: Path, start_redis: Start, monkeypatch: pytest.MonkeyPatch) -> 
     if not programs or shutil.which("openssl") is None:
         pytest.skip("needs a redis-server with TLS, and openssl")
     monkeypatch.setattr(redis_server, "find_server", lambda: embedded.Server(programs[0], (6, 2)))
-    key, certificate, port = tmp_path / "key.pem", tmp_path / "cert.pem", free_port()
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost",
-         "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", key, "-out", certificate],
-        check=True, capture_output=True,
-    )  # fmt: skip
+    (key, certificate), port = self_signed(tmp_path), free_port()
     options = ["--tls-port", str(port), "--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
     server = start_redis(*options, "--tls-ca-cert-file", str(certificate), "--tls-auth-clients", "no")
     return server, f"rediss://localhost:{port}/0?ssl_ca_certs={certificate}"

@@ -1,18 +1,26 @@
-"""A Redis that is restarted again and again under workers, for each timer: broker and timer are empty each time."""
+"""Brokers that are restarted again and again under workers: a Redis, empty each time, for each timer; a RabbitMQ, which
+takes seconds to start, and is empty each other time."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from delaytasks import DelayTask
+from tests.rabbitmq_server import RabbitServer
 from tests.redis_server import RedisServer
 from tests.running import QUICK, Deployment
 from tests.waiting import wait_until
 
 ROUNDS = 20
+#: Of a RabbitMQ: twenty take minutes.
+RABBITMQ_ROUNDS = int(os.environ.get("DELAYTASKS_TEST_RESTARTS", "3"))
 RESUMES_S = 10
+#: It is away for a dozen seconds, and then Celery waits for up to as long before it tries again.
+RABBITMQ_RESUMES_S = 25
 
 
 @pytest.fixture
@@ -42,11 +50,34 @@ def test_workers_resume_each_time_their_redis_is_restarted(deployments: list[Dep
             wait_until(lambda d=d: is_in_time(d), RESUMES_S, "a task to be in time", every_s=0.2)  # type: ignore[misc]
     assert not any(worker.ended() for worker in workers)
     for d in deployments:
-        mine = [task for place, task in tasks if place is d]
-        d.wait_for(mine)
-        runs = [run[0] for run in d.runs()]
-        assert len(runs) == len(set(runs)), "no task runs twice"
-        assert {str(task.id) for task in mine} <= set(runs)
+        each_ran_once(d, [task for place, task in tasks if place is d])
+
+
+@pytest.mark.parametrize("queue_type", ["classic", "quorum"])
+def test_workers_resume_each_time_their_rabbitmq_is_restarted(
+    tmp_path: Path, postgresql_url: str, own_rabbitmq: RabbitServer, queue_type: str
+) -> None:
+    d = Deployment(tmp_path, postgresql_url, own_rabbitmq.url, {"task_default_queue_type": queue_type})
+    try:
+        worker = d.worker()
+        tasks = [d.schedule(delay=n / 2) for n in range(20)]
+        for round in range(RABBITMQ_ROUNDS):
+            tasks += [d.schedule(delay=0.2) for _ in range(5)]
+            own_rabbitmq.crash()
+            tasks.append(d.schedule(delay=0.2))
+            own_rabbitmq.start(is_empty=round % 2 == 1)
+            wait_until(lambda: is_in_time(d), RABBITMQ_RESUMES_S, "a task to be in time", every_s=0.2)
+        assert not worker.ended()
+        each_ran_once(d, tasks)
+    finally:
+        d.close()
+
+
+def each_ran_once(d: Deployment, tasks: list[DelayTask]) -> None:
+    d.wait_for(tasks)
+    runs = [run[0] for run in d.runs()]
+    assert len(runs) == len(set(runs)), "no task runs twice"
+    assert {str(task.id) for task in tasks} <= set(runs)
 
 
 def is_in_time(d: Deployment) -> bool:
