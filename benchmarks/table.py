@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -146,16 +147,16 @@ def forget_policies() -> None:
     _alone(delays.store.schema.policies.delete())
 
 
-def work_off_bare(batch: int) -> None:
+def work_off_bare(batch: int) -> float:
     """Claims and settles all rows by their ids, with as little as that can be done by: one connection of the driver's,
-    no lease, no error, no attempt, no key."""
+    no lease, no error, no attempt, no key. Returns how many seconds it took, the ids being known."""
     t, waits, runs, done = _t.name, int(Status.NOT_COMPLETE), int(Status.RUNNING), int(Status.DONE)
     take = f"UPDATE {t} SET status = {runs}, version = version + 1 WHERE id IN ({{}}) AND status = {waits}"
     read = f"SELECT id, tag, message_body, version FROM {t} WHERE id IN ({{}}) AND status = {runs}"
     settle = f"UPDATE {t} SET status = {done}, version = version + 1 WHERE id IN ({{}}) AND status = {runs}"
     ids = _database.alone(lambda c: list(c.scalars(select(_t.c.id).order_by(_t.c.id))))
     with _database.auto.connect() as connection:
-        cursor = connection.connection.cursor()
+        cursor, began = connection.connection.cursor(), time.monotonic()
         for start in range(0, len(ids), batch):
             some = ", ".join(map(str, ids[start : start + batch]))
             if _database.can.update_returning:
@@ -166,6 +167,7 @@ def work_off_bare(batch: int) -> None:
             if len(cursor.fetchall()) != len(ids[start : start + batch]):
                 raise BenchError("a batch was not claimed as a whole")
             cursor.execute(settle.format(some))
+        return time.monotonic() - began
 
 
 def backend() -> str:
