@@ -23,7 +23,7 @@ from chaos.history import Change, History, read
 from chaos.project import now_us, time_environment
 from chaos.recorder import Recorder
 from delaytasks.core.states import FINISHED, LIVE, Status
-from tests.running import Deployment
+from tests.running import Deployment, Process
 
 GRACE_S, SWEEP_S, DISPATCH_S = 0.1, 0.5, 2.0
 SETTINGS: dict[str, Any] = {
@@ -68,6 +68,8 @@ class World:
         self._recorder.start()
         self._beat = self._deployment.beat()
         self._workers = [self._deployment.begin_worker() for _ in range(WORKERS)]
+        #: Was told to, and is one of the workers until it has ended.
+        self._stopping: Process | None = None
 
     def close(self) -> None:
         try:
@@ -86,7 +88,8 @@ class World:
             producer = self._produce(place, chance.randrange(1 << 30))
             if place.is_stopped:
                 self._wait(lambda: False, chance.uniform(0.1, 0.6))
-                chance.choice(self._workers).signal(signal.SIGTERM)
+                self._stopping = chance.choice(self._workers)
+                self._stopping.signal(signal.SIGTERM)
             episode.is_reached = self._wait(lambda order=order: not order.exists(), REACHED_S)
             _, status = os.waitpid(producer, 0)
             assert not os.WIFEXITED(status) or not os.WEXITSTATUS(status), "the producer failed, as is told above"
@@ -114,7 +117,7 @@ class World:
         os._exit(0)
 
     def _is_ready(self) -> bool:
-        return all(" ready." in worker.log() for worker in self._workers)
+        return self._stopping not in self._workers and all(" ready." in worker.log() for worker in self._workers)
 
     def _is_carried_out(self, act: Act, since_us: int) -> bool:
         pids = [int(fault.target.split()[-1]) for fault in orders.faults(self._folder) if fault.from_us >= since_us]

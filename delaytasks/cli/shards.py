@@ -52,10 +52,10 @@ def _look(cli: Cli, growth: Growth, number: int, finish: bool) -> dict[str, Any]
 
     store, settings = cli.stores[number], cli.delays.settings
     found: dict[str, Any] = {"shard": number, "url": shown_url(store), "revision": None, "waiting": None}
-    found |= {"unknown_keys": None, "dead_keys": None, "error": None}
+    found |= {"is_estimate": False, "unknown_keys": None, "dead_keys": None, "error": None}
     try:
         found["revision"] = migrations.current(store.database, settings.table_prefix, settings.table_schema or None)
-        found["waiting"] = Stats(store.database, store.schema).counts()[Status.NOT_COMPLETE].rows
+        found["waiting"], found["is_estimate"] = Stats(store.database, store.schema).counts()[Status.NOT_COMPLETE]
         left = growth.finish(number) if finish else growth.left(number)
         found |= {"unknown_keys": len(left.unknown), "dead_keys": len(left.dead)}
     except StoreError as error:
@@ -69,7 +69,8 @@ def _print(cli: Cli, found: list[dict[str, Any]], is_growing: bool, is_finished:
             str(each["shard"]),
             cell(each["url"]),
             ("down", BAD) if each["error"] else ("up", GOOD),
-            *(NOTHING if value is None else str(value) for value in (each["revision"], each["waiting"])),
+            each["revision"] or NOTHING,
+            NOTHING if each["waiting"] is None else f"{'about ' if each['is_estimate'] else ''}{each['waiting']:,}",
         ]
         for each in found
     ]

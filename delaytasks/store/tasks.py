@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, exc, func, select
+from sqlalchemy import Connection, exc, select
 
 from delaytasks.core.errors import DuplicateTaskError, TaskNotFoundError
 from delaytasks.core.ports import Executor, OnConflict
@@ -136,11 +136,6 @@ class Tasks:
         rows = self._read(lambda c: pages.first(c, query, t, status, key is not None or tag is not None, limit + 1), on)
         tasks = [task_of(row, self._shard) for row in rows[:limit]]
         return Page(tasks, pages.make_cursor(tasks[-1]) if len(rows) > limit else None)
-
-    def counts(self) -> dict[Status, int]:
-        query = select(self._t.c.status, func.count()).group_by(self._t.c.status)
-        found = dict(self._read(lambda c: [tuple(row) for row in c.execute(query)], None))
-        return {status: found.get(int(status), 0) for status in Status}
 
     def now(self, insists: bool = False) -> datetime:
         """Asked once, for who has another way and asks again soon; or as often as any statement is tried."""

@@ -22,6 +22,7 @@ from delaytasks.core import errors as e
 from delaytasks.core.task import DelayTask
 from delaytasks.store.store import Store
 from delaytasks.store.types import db_now_plus
+from tests.counting import counted
 from tests.fuzzing import fuzz
 from tests.recording import delays_on, record
 
@@ -765,7 +766,7 @@ def test_rows_of_nonsense_harm_neither_a_claim_nor_the_api(make: Callable[..., P
         with place.refuses(e.InvalidStatusError, "UNKNOWN_77"):
             call(odd)
     assert place.delays.touch(odd, 5) is False
-    assert place.delays.store.tasks.counts()[Status.DONE] == 5
+    assert counted(place.delays.store)[Status.DONE] == 5
     assert list(Status) == [Status(n) for n in range(6)], "no status was added"
     assert place.delays.cancel(far)
 

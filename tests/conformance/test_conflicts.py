@@ -18,6 +18,7 @@ from delaytasks.core.task import DelayTask
 from delaytasks.store.driver_errors import TRIES
 from delaytasks.store.store import Store
 from tests.conftest import open_store
+from tests.counting import counted
 from tests.waiting import wait_until
 
 #: A serialization failure, a deadlock, a lock that was not to be had in time. SQLite has none: it waits.
@@ -128,7 +129,7 @@ def test_what_meets_conflicts_is_tried_five_times(table: Table, monkeypatch: pyt
         table.conflict(TRIES - 1)
         verb()
         assert table.left == 0, name
-    assert store.tasks.counts()[Status.DONE] == 1
+    assert counted(store)[Status.DONE] == 1
     for name, verb in [("claim", verbs[2][1]), ("schedule", lambda: store.tasks.insert(task(store, 9)))]:
         table.conflict(100)
         with pytest.raises(StoreUnavailableError, match=f"stayed busy for {TRIES} tries"):
@@ -136,7 +137,7 @@ def test_what_meets_conflicts_is_tried_five_times(table: Table, monkeypatch: pyt
         assert table.left == 100 - TRIES, name
     table.conflict(0)
     assert store.tasks.get(9) is None
-    assert store.tasks.counts()[Status.NOT_COMPLETE] == 2
+    assert counted(store)[Status.NOT_COMPLETE] == 2
 
 
 @pytest.mark.parametrize("database", ["postgresql", "mysql"])
@@ -159,7 +160,7 @@ def test_who_meets_a_stranger_in_a_deadlock_gets_through(database: str, request:
             if "deadlock" not in str(error).lower():
                 raise
         assert settling.result(10) == {1, 2}
-    assert store.tasks.counts()[Status.DONE] == 2
+    assert counted(store)[Status.DONE] == 2
     store.close()
 
 

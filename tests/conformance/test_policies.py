@@ -21,6 +21,7 @@ from delaytasks.store import holding as store_holding
 from delaytasks.store.store import Store
 from tests.conformance.test_store import assert_no_scan, plans
 from tests.conftest import empty, open_store
+from tests.counting import counted
 from tests.recording import RecordingTimer, delays_on, record
 
 PREFIX = "pol_"
@@ -135,7 +136,7 @@ def test_what_waits_is_held_whether_it_is_due_or_far_and_nothing_else_is(field: 
     assert field.count("task.held") == 6
     [shown] = field.delays.policies()
     assert (shown.held, shown.is_applied, shown.missing) == (6, True, ())
-    assert field.store.tasks.counts()[Status.HELD] == 6
+    assert counted(field.store)[Status.HELD] == 6
     assert field.delays.get(paused[0]).version == paused[0].version + 1
 
 
@@ -557,7 +558,7 @@ def test_a_crowd_at_one_instant_is_walked_to_its_end(field: Field, monkeypatch: 
     field.delays.schedule_many(rows)
     field.delays.pause(tag="mail")
     field.sweep()
-    assert (len(field.held()), field.store.tasks.counts()[Status.NOT_COMPLETE]) == (12, 13)
+    assert (len(field.held()), counted(field.store)[Status.NOT_COMPLETE]) == (12, 13)
     field.delays.resume(tag="mail")
     field.sweep()
     assert field.held() == []

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from delaytasks import DelayTask, NewTask, Status
+from tests.counting import counted
 from tests.running import Deployment
 from tests.waiting import wait_until
 
@@ -69,7 +70,7 @@ def test_a_worker_that_is_killed_while_it_holds_leaves_the_rest_to_the_next(site
     site.delays.schedule_many(rows, on_batch=tasks.extend)
 
     def waiting(status: Status) -> int:
-        return site.store.tasks.counts()[status]
+        return counted(site.store)[status]
 
     for verb, status in ((site.delays.pause, Status.HELD), (site.delays.resume, Status.NOT_COMPLETE)):
         worker = site.worker()

@@ -13,6 +13,7 @@ import pytest
 from sqlalchemy import insert
 
 from delaytasks import DelayTask, Status
+from tests.counting import counted
 from tests.running import BROKERS, Deployment
 from tests.waiting import wait_until
 
@@ -144,7 +145,7 @@ def test_overdue_rows_with_limits_and_without_harm_each_other_not_on_two_databas
     d.worker(concurrency=3)
 
     def left() -> int:
-        counts = [shard.store.tasks.counts() for shard in d.delays.shards]
+        counts = [counted(shard.store) for shard in d.delays.shards]
         return sum(count[Status.NOT_COMPLETE] + count[Status.RUNNING] for count in counts)
 
     wait_until(lambda: left() == 0 and all(d.delays.get(id).is_finished for id in stuck), 40, "all to run", 0.1)

@@ -12,6 +12,7 @@ from sqlalchemy import insert
 
 from delaytasks import Status
 from delaytasks.store.types import db_now_plus
+from tests.counting import counted
 from tests.running import Deployment
 from tests.waiting import wait_until
 
@@ -73,7 +74,7 @@ def test_loops_that_break_are_replaced_and_tasks_run_all_the_same(workers: Worke
         reason = "dead" if way == "die" else "stuck"
         assert f"loop.restarted loop='{loop}' reason='{reason}'" in worker.log()
     workers.wait_for([*near, running], deadline_s=30)
-    wait_until(lambda: workers.store.tasks.counts()[Status.DONE] == 22, 15, "the row that a sweep must find")
+    wait_until(lambda: counted(workers.store)[Status.DONE] == 22, 15, "the row that a sweep must find")
     noted = [run for run in workers.runs() if run[1].isdigit()]
     assert len({run[0] for run in noted}) == len(noted) == 21
     assert min(int(run[1]) for run in noted) >= 0

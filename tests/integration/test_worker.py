@@ -14,6 +14,7 @@ from sqlalchemy import insert, text
 
 from delaytasks import Status
 from delaytasks.store.types import db_now_plus
+from tests.counting import counted
 from tests.running import BROKERS, Deployment
 from tests.waiting import wait_until
 
@@ -117,7 +118,7 @@ def test_thousands_of_held_tasks_do_not_hold_up_a_nearer_one_on_embedded_parts(d
     near = d.schedule(delay=1)
     d.wait_for([near], deadline_s=10)
     assert int(d.runs()[0][1]) < 100_000, "the near one is on time"
-    wait_until(lambda: d.store.tasks.counts()[Status.DONE] == 3001, 40, "all of them to run", 0.1)
+    wait_until(lambda: counted(d.store)[Status.DONE] == 3001, 40, "all of them to run", 0.1)
 
 
 def test_each_row_has_celerys_request_and_the_tags_name(deploy: Deploy) -> None:
@@ -154,7 +155,7 @@ def test_a_worker_never_claims_what_is_in_another_queue(deploy: Deploy) -> None:
     others = [d.schedule("test.quiet", delay) for delay in (0, 1, 3)]
     mail = [d.schedule("test.note", delay) for delay in (0, 1, 3)]
     d.wait_for(mail)
-    wait_until(lambda: d.store.tasks.counts()[Status.DONE] == 606, 30, "all of the mail to be run", 0.1)
+    wait_until(lambda: counted(d.store)[Status.DONE] == 606, 30, "all of the mail to be run", 0.1)
     wait_until(lambda: "queue.unserved queue='default'" in worker.log(), 10, "a sweep after that", 0.1)
     left = d.delays.find(status="NOT_COMPLETE", limit=1000).tasks
     assert {(task.queue, task.version, task.attempts, task.lapses > 0) for task in left} == {
@@ -162,7 +163,7 @@ def test_a_worker_never_claims_what_is_in_another_queue(deploy: Deploy) -> None:
         ("default", 0, 0, True),
     }
     d.worker("-Q", name.format("default"))
-    wait_until(lambda: d.store.tasks.counts()[Status.DONE] == 1212, 30, "another worker to run the others", 0.1)
+    wait_until(lambda: counted(d.store)[Status.DONE] == 1212, 30, "another worker to run the others", 0.1)
     d.wait_for(others)
     ran_by = {(task.queue, (task.worker or "").partition("/")[0]) for task in d.delays.find(limit=1000).tasks}
     assert ran_by == {("mail", d.node(0)), ("default", d.node(1))}
@@ -249,7 +250,7 @@ def test_overdue_rows_are_drained_without_messages_of_their_own(deploy: Deploy) 
     d.worker()
     fresh = d.schedule(delay=1)
     d.wait_for([fresh])
-    wait_until(lambda: d.store.tasks.counts()[Status.DONE] == 5001, 20, "the backlog to be drained", 0.05)
+    wait_until(lambda: counted(d.store)[Status.DONE] == 5001, 20, "the backlog to be drained", 0.05)
 
 
 def test_two_beats_sweep_as_one(deploy: Deploy) -> None:
@@ -263,7 +264,7 @@ def test_two_beats_sweep_as_one(deploy: Deploy) -> None:
                 tag="test.note", message_body=f'{{"file": "{d.file}"}}', expected_time=db_now_plus(4)
             )
         )
-    wait_until(lambda: d.store.tasks.counts()[Status.DONE] == 1, 15, "beat's sweep to find the row", 0.05)
+    wait_until(lambda: counted(d.store)[Status.DONE] == 1, 15, "beat's sweep to find the row", 0.05)
     assert len(d.runs()) == 1
 
 
@@ -297,7 +298,7 @@ def test_beat_sweeps_on_quorum_queues(deploy: Deploy) -> None:
         connection.execute(
             insert(d.store.schema.tasks).values(tag="test.note", message_body=body, expected_time=db_now_plus(3))
         )
-    wait_until(lambda: d.store.tasks.counts()[Status.DONE] == 1, 15, "beat's sweep to find the row", 0.05)
+    wait_until(lambda: counted(d.store)[Status.DONE] == 1, 15, "beat's sweep to find the row", 0.05)
     assert "PRECONDITION" not in beat.log() + worker.log()
 
 
@@ -309,7 +310,7 @@ def test_rows_of_other_programs_run_whatever_our_default_queue_is(deploy: Deploy
         connection.execute(insert(d.store.schema.tasks).values(tag="test.note", message_body=body))
     ours = d.schedule()
     assert ours.queue == "ours"
-    wait_until(lambda: d.store.tasks.counts()[Status.DONE] == 2, 15, "both rows to run", 0.05)
+    wait_until(lambda: counted(d.store)[Status.DONE] == 2, 15, "both rows to run", 0.05)
 
 
 def test_a_worker_that_is_told_to_quit_sends_back_at_once_what_it_holds(deploy: Deploy) -> None:

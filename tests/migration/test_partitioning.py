@@ -24,6 +24,7 @@ from delaytasks.store.partitions import CHECK, Partitions
 from delaytasks.store.store import Store
 from tests.conformance.test_store import add, task
 from tests.conftest import settings_for
+from tests.counting import counted
 from tests.migration.test_migrations import _differences, _insert_by_plain_sql, _shape
 from tests.waiting import wait_until
 
@@ -259,7 +260,7 @@ def test_producers_and_workers_go_on_while_a_table_is_converted_and_partitions_a
             stop.set()
     assert [thread.exception() for thread in threads] == [None] * 4
     done["afterwards"] = place.claims_and_settles()
-    assert done.total() == scheduled.total() == store.tasks.counts()[Status.DONE]
+    assert done.total() == scheduled.total() == counted(store)[Status.DONE]
     assert place.run(f"SELECT count(*) FROM {PREFIX}yb_delay_task_key") == [(0,)]
 
 

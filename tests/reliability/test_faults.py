@@ -16,6 +16,7 @@ import pytest
 
 from delaytasks import Status
 from delaytasks.core.errors import StoreUnavailableError
+from tests.counting import counted
 from tests.postgres_server import PostgresServer
 from tests.proxy import Proxy, proxy_to
 from tests.running import Deployment
@@ -101,7 +102,7 @@ def test_workers_go_on_within_seconds_when_a_killed_postgresql_is_back(
     assert time.monotonic() - up < 5
     d.wait_for([*tasks, running], deadline_s=30)
     assert not worker.ended()
-    assert d.store.tasks.counts()[Status.DONE] == 52
+    assert counted(d.store)[Status.DONE] == 52
 
 
 @pytest.fixture

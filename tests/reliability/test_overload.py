@@ -16,6 +16,7 @@ import pytest
 from delaytasks import Status
 from delaytasks.store.store import Store
 from tests.conftest import settings_for
+from tests.counting import counted
 from tests.proxy import Proxy, proxy_to
 from tests.rabbitmq_server import RabbitServer
 from tests.redis_server import RedisServer
@@ -105,7 +106,7 @@ def test_a_database_that_answers_slowly_piles_up_nothing(
     def are_done() -> bool:
         nonlocal most
         most = max(most, queued(d))
-        return direct.tasks.counts()[Status.DONE] == 151
+        return counted(direct)[Status.DONE] == 151
 
     wait_until(are_done, 30, "all tasks to run", every_s=0.1)
     assert most <= 150, "a message for each at most, and none that is sent again and again"
@@ -132,7 +133,7 @@ def test_a_redis_that_is_full_makes_tasks_late_and_loses_none(
     wait_until(lambda: is_on_time(d), 10, "the fast path")
     server.client().config_set("maxmemory", 1)
     schedule_in_vain(d)
-    wait_until(lambda: d.store.tasks.counts()[Status.NOT_COMPLETE] == 0, 20, "sweeps to have them run", 0.1)
+    wait_until(lambda: counted(d.store)[Status.NOT_COMPLETE] == 0, 20, "sweeps to have them run", 0.1)
     assert "timer.down" in worker.log()
     assert "OutOfMemoryError" in worker.log()
     server.client().config_set("maxmemory", 0)
@@ -152,7 +153,7 @@ def test_a_rabbitmq_that_blocks_those_who_publish_makes_tasks_late_and_loses_non
     try:
         schedule_in_vain(d)
         assert not d.delays.timer.is_up
-        wait_until(lambda: d.store.tasks.counts()[Status.NOT_COMPLETE] == 0, 20, "sweeps to have them run", 0.1)
+        wait_until(lambda: counted(d.store)[Status.NOT_COMPLETE] == 0, 20, "sweeps to have them run", 0.1)
         assert "the broker blocks those who publish" in worker.log()
     finally:
         own_rabbitmq.alarm(False)

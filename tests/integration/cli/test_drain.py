@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import text, update
 
 from delaytasks import Status
 from delaytasks.store.types import db_now_plus
@@ -70,6 +70,20 @@ def test_drain_takes_only_the_queues_and_the_number_that_it_is_told(shop: Projec
     assert shop.json("drain", "--limit", "2")["ran"] == 2
     assert len(shop.delays.find(status="NOT_COMPLETE")) == 1
     assert shop.error("drain", "--limit", "0", exit_code=2)["type"] == "BadParameter"
+
+
+def test_drain_gives_a_database_up_that_takes_no_claims(shop: Project) -> None:
+    task = shop.schedule()
+    store = shop.delays.store
+    refuse = f"""CREATE TRIGGER refuse BEFORE UPDATE ON {store.schema.tasks.name} WHEN NEW.status = {Status.RUNNING:d}
+        BEGIN SELECT RAISE(ABORT, 'not today'); END"""
+    with store.database.begin() as connection:
+        connection.execute(text(refuse))
+    assert "the database refused" in shop.error("drain", exit_code=1)["error"]
+    with store.database.begin() as connection:
+        connection.execute(text("DROP TRIGGER refuse"))
+    assert shop.json("drain")["succeeded"] == 1
+    assert shop.status(task) is Status.DONE
 
 
 def test_drain_recovers_what_a_dead_worker_held(shop: Project) -> None:

@@ -1,0 +1,16 @@
+"""What is in a store."""
+
+from __future__ import annotations
+
+from sqlalchemy import func, select
+
+from delaytasks.core.states import Status
+from delaytasks.store.store import Store
+
+
+def counted(store: Store) -> dict[Status, int]:
+    """How many rows there are of each status, all of them counted."""
+    t = store.schema.tasks.c
+    query = select(t.status, func.count()).group_by(t.status)
+    found = dict(store.database.alone(lambda c: [tuple(row) for row in c.execute(query)]))
+    return {status: found.get(int(status), 0) for status in Status}
