@@ -95,7 +95,7 @@ def test_while_redis_is_away_the_table_is_enough_and_afterwards_near_tasks_are_a
 def test_what_a_killed_mover_had_in_hand_runs_elsewhere_in_time(
     deploy: Deploy, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    d = deploy()
+    d = deploy(chunk_max=10)  # so that one worker does not take all
     monkeypatch.setenv("DELAYTASKS_TEST_KILL", step)
     mortal = d.worker()
     monkeypatch.delenv("DELAYTASKS_TEST_KILL")
