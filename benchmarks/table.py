@@ -88,23 +88,32 @@ def clear() -> None:
             _alone(table.delete())
 
 
-def fill(rows: int, status: Status, soonest_s: float, latest_s: float, is_keyed: bool = False) -> None:
-    """So many more rows, due at random between two moments, given in seconds from now; PostgreSQL only. Their ids are
-    those of a producer that makes one each millisecond, and leases last longer than any benchmark. One in ten has a
-    key, if that is wanted."""
+def fill(
+    rows: int,
+    status: Status,
+    soonest_s: float,
+    latest_s: float,
+    is_keyed: bool = False,
+    in_order: bool = False,
+) -> None:
+    """So many more rows, due between two moments, given in seconds from now; PostgreSQL only. Their due times are
+    random, or in the order of their ids, as if each had the same delay. Ids are those of a producer that makes one each
+    millisecond, and leases last longer than any benchmark. One in ten has a key, if that is wanted."""
     key = "CASE WHEN n % 10 = 0 THEN 'order-' || last || '-' || n END" if is_keyed else "NULL"
     began = "NULL" if status is Status.NOT_COMPLETE else "due"
     lease = "due + interval '30 days'" if status is Status.RUNNING else "NULL"
+    place = "(:start + n)::float / :all" if in_order else "random()"
     statement = text(f"""
         INSERT INTO {_t.name} (id, tag, message_body, status, version, delay_time, expected_time, execution_time,
                                create_time, update_time, lease_until, task_key)
         SELECT (last >> 22) + n << 22 | n % 131072, '{TAG}', '{{"due": 0.5, "order": ' || n || '}}', {status:d}, 1,
                3600, due, {began}, due - interval '1 hour', coalesce({began}, now()), {lease}, {key}
         FROM (SELECT coalesce(max(id), 0) AS last FROM {_t.name}) before,
-             (SELECT n, now() + (:soonest + random() * :spread) * interval '1 second' AS due
+             (SELECT n, now() + (:soonest + {place} * :spread) * interval '1 second' AS due
               FROM generate_series(1, :rows) n) made""").bindparams(soonest=soonest_s, spread=latest_s - soonest_s)
     for start in range(0, rows, FILL_STEP):
-        _alone(statement.bindparams(rows=min(FILL_STEP, rows - start)))
+        where = {"start": start, "all": rows} if in_order else {}
+        _alone(statement.bindparams(rows=min(FILL_STEP, rows - start), **where))
 
 
 def take_keys() -> str:

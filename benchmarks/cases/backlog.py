@@ -13,7 +13,7 @@ DELAY_S = 86400.0
 
 def run(stage: Stage) -> None:
     """One worker, so that its memory can be compared: steady work, the backlog, steady work."""
-    rows = stage.size(200_000, 20_000)
+    rows = stage.size(1_000_000, 20_000)
     side = stage.ours
     with side.serving():
         steady.work(stage, side)  # memory that any work takes is taken before it is measured

@@ -1,0 +1,103 @@
+"""Where the time of a burst goes, as py-spy sees it: that of the pool's processes by what they do, that of the main
+process by its threads."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.machine import children
+from benchmarks.sides import Ours
+from benchmarks.stage import Stage
+from benchmarks.waiting import BenchError, sleep_until, wall
+
+#: Samples a second.
+RATE = 200
+DEADLINE_S, STOP_S = 120.0, 30.0
+#: py-spy reads the interpreter's memory first.
+AHEAD_S = 3.0
+#: What the innermost frame that is named here does. What the driver's frame is in waits for the database.
+STEPS = (
+    ("claims", "/store/claims.py"),
+    ("settles", "/store/settlements.py"),
+    ("runs", "/engine/running.py"),
+    ("rest of a chunk", "/engine/"),
+    ("rest of a chunk", "/worker/"),
+)
+DRIVER = "/store/prepared.py"
+MAIN_THREAD = "MainThread"
+
+
+class Stack(NamedTuple):
+    thread: str
+    #: The innermost first, as "function (file:line)".
+    frames: list[str]
+    samples: int
+
+
+def run(stage: Stage) -> None:
+    if shutil.which("py-spy") is None:
+        stage.say("profile: left out, since there is no py-spy on the PATH (pip install py-spy)")
+        return
+    count = stage.size(50_000, 10_000)
+    for side in stage.timers:
+        for what, us in _profile(side, count, stage.size(30, 12)).items():
+            stage.figure("profile", f"{side.timer}: {what}", "µs").add(us)
+
+
+def _profile(side: Ours, count: int, lead_s: float) -> dict[str, float]:
+    """Microseconds for each task, of one process or another."""
+    with side.serving():
+        main = side.workers[0].pid
+        pool = children(main)
+        due = wall() + lead_s
+        side.schedule_many([due] * count)
+        sleep_until(due - AHEAD_S)
+        spies = [Spy(main, side.folder), *(Spy(pid, side.folder, "--idle") for pid in pool)]
+        if wall() > due:
+            raise BenchError("profile: the machine is too busy")
+        side.wait_for(count, DEADLINE_S)
+        took = side.ended_at() - due
+        of_main, *of_pool = [list(spy.stacks()) for spy in spies]
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for stack in of_main:
+        seconds[f"main process, {stack.thread}"] += stack.samples / RATE
+    for stack in (stack for stacks in of_pool for stack in stacks if stack.thread == MAIN_THREAD):
+        if (step := _step(stack.frames)) is not None:
+            seconds[f"pool, {step}"] += stack.samples / RATE
+    busy = sum(s for what, s in seconds.items() if what.startswith("pool"))
+    seconds["pool, waits for the next chunk, or hands its report over"] = took * len(pool) - busy
+    return {what: seconds[what] * 1e6 / count for what in sorted(seconds)}
+
+
+def _step(frames: list[str]) -> str | None:
+    """What a process of the pool does; None if there is nothing to do."""
+    step = next((step for frame in frames for step, file in STEPS if file in frame), None)
+    if step is None or "/worker/pool.py" not in "".join(frames):
+        return None
+    return f"{step}: PostgreSQL" if DRIVER in frames[0] else step
+
+
+class Spy:
+    """Of one process; what sleeps in the kernel is seen with `--idle` only."""
+
+    def __init__(self, pid: int, folder: Path, *options: str) -> None:
+        self._path = folder / f"profile-{pid}"
+        command = ["py-spy", "record", "-p", str(pid), "-r", str(RATE), "-f", "raw", "-t", "-d", "600", *options]
+        self._process = subprocess.Popen(
+            [*command, "-o", str(self._path)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+
+    def stacks(self) -> Iterator[Stack]:
+        """Ends it."""
+        self._process.send_signal(signal.SIGINT)
+        self._process.wait(STOP_S)
+        for line in self._path.read_text().splitlines():
+            names, _, samples = line.rpartition(" ")
+            thread, *frames = [name for name in names.split(";") if not name.startswith("process ")]
+            yield Stack(thread.rpartition(": ")[2], frames[::-1], int(samples))
