@@ -278,6 +278,8 @@ def private(shard: int = 0) -> Iterator[Private]:
 
 
 def server_version() -> str:
+    if backend() == "sqlite":
+        return f"SQLite {_scalar(text('SELECT sqlite_version()'))}"
     return str(_scalar(text("SELECT version()"))).partition(" (")[0]
 
 

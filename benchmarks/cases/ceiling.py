@@ -16,6 +16,7 @@ DAY_S = 86_400.0
 
 def run(stage: Stage) -> None:
     count = stage.size(20_000, 4_000)
+    table.clear()
     stage.ours.schedule_many([wall() + DAY_S] * count)
     bare = count / table.work_off_bare(BATCH)
     stage.say(f"ceiling: one bare connection claims and settles {bare:,.0f} rows/s in batches of {BATCH}")

@@ -21,15 +21,17 @@ RATE = 200
 DEADLINE_S, STOP_S = 120.0, 30.0
 #: py-spy reads the interpreter's memory first.
 AHEAD_S = 3.0
+#: Whoever runs a chunk is in here.
+CHUNK = "delaytasks/worker/pool.py"
 #: What the innermost frame that is named here does. What the driver's frame is in waits for the database.
 STEPS = (
-    ("claims", "/store/claims.py"),
-    ("settles", "/store/settlements.py"),
-    ("runs", "/engine/running.py"),
-    ("rest of a chunk", "/engine/"),
-    ("rest of a chunk", "/worker/"),
+    ("claims", "delaytasks/store/claims.py"),
+    ("settles", "delaytasks/store/settlements.py"),
+    ("runs", "delaytasks/engine/running.py"),
+    ("rest of a chunk", "delaytasks/engine/"),
+    ("rest of a chunk", CHUNK),
 )
-DRIVER = "/store/prepared.py"
+DRIVER = "delaytasks/store/prepared.py"
 MAIN_THREAD = "MainThread"
 
 
@@ -58,7 +60,7 @@ def _profile(side: Ours, count: int, lead_s: float) -> dict[str, float]:
         due = wall() + lead_s
         side.schedule_many([due] * count)
         sleep_until(due - AHEAD_S)
-        spies = [Spy(main, side.folder), *(Spy(pid, side.folder, "--idle") for pid in pool)]
+        spies = [Spy(main, side.folder, "--gil"), *(Spy(pid, side.folder, "--idle") for pid in pool)]
         if wall() > due:
             raise BenchError("profile: the machine is too busy")
         side.wait_for(count, DEADLINE_S)
@@ -78,13 +80,13 @@ def _profile(side: Ours, count: int, lead_s: float) -> dict[str, float]:
 def _step(frames: list[str]) -> str | None:
     """What a process of the pool does; None if there is nothing to do."""
     step = next((step for frame in frames for step, file in STEPS if file in frame), None)
-    if step is None or "/worker/pool.py" not in "".join(frames):
+    if step is None or not any(CHUNK in frame for frame in frames):
         return None
     return f"{step}: PostgreSQL" if DRIVER in frames[0] else step
 
 
 class Spy:
-    """Of one process; what sleeps in the kernel is seen with `--idle` only."""
+    """Of one process: with `--gil` of who runs Python there, with `--idle` also of who waits."""
 
     def __init__(self, pid: int, folder: Path, *options: str) -> None:
         self._path = folder / f"profile-{pid}"

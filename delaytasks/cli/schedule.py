@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
     from delaytasks.app import DelayTasks
 
-_LINE_FIELDS = ["at", *(field.name for field in fields(NewTask) if field.name != "when")]
+_LINE_FIELDS = ["at", *(name for name in NewTask._fields if name != "when")]
 
 
 @click.command(epilog=EXIT_CODES)

@@ -23,7 +23,7 @@ from delaytasks.core.errors import (
     InvalidTagError,
     NaiveDatetimeError,
 )
-from delaytasks.core.jsontext import dump_any, dump_json
+from delaytasks.core.jsontext import dump_any, dump_flat, dump_json
 from delaytasks.core.states import Status
 from delaytasks.core.text import shown
 
@@ -156,6 +156,9 @@ def check_instant(when: object) -> datetime:
 
 def encode_body(body: Any, max_bytes: int) -> str:
     """The body as compact JSON, or an error that names the place that is wrong."""
+    flat = dump_flat(body)
+    if flat is not None and len(flat) * 4 <= max_bytes:
+        return flat
     check = _Check(max_bytes)
     check.size(body, ("$",), 0)
     try:

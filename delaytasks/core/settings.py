@@ -156,7 +156,10 @@ _RULES: list[tuple[str, Callable[[Settings, Any], bool], str]] = [
     ("callback_in_flight", lambda s, v: v <= 1000, "is at most 1000"),
     ("max_lapses", lambda s, v: v <= 1000, "is at most 1000"),
     ("lease_s", lambda s, v: v >= 2 * s.chunk_time_box_s, "must be at least twice chunk_time_box_s"),
-    ("max_delay_s", lambda s, v: v <= 1000 * 366 * 86400, "is at most a thousand years"),
+    *(
+        (name, lambda s, v: v is None or v <= 1000 * 366 * 86400, "is at most a thousand years")
+        for name in ("max_delay_s", "horizon_s")
+    ),
     ("self_sweep_s", lambda s, v: v >= s.sweep_s, "must not be below sweep_s"),
     ("horizon_s", lambda s, v: v is None or v >= 2 * s.sweep_s, "must be at least twice sweep_s, or rows fall between"),
 ]

@@ -143,6 +143,8 @@ def _max_wait_s(new: NewTask, on_conflict: OnConflict, longest_s: float) -> floa
 
 def _headers(new: NewTask, max_wait_s: float | None) -> str | None:
     """What a task says of itself, beyond its tag's processor."""
+    if new.retry is None and new.expires is None and max_wait_s is None:
+        return None
     headers: dict[str, Any] = {}
     if new.retry is not None:
         ladder = new.retry if isinstance(new.retry, Ladder) else Ladder(new.retry)
@@ -151,4 +153,4 @@ def _headers(new: NewTask, max_wait_s: float | None) -> str | None:
         headers["expires_s"] = check_wait(new.expires, MAX_RUNG_S)
     if max_wait_s is not None:
         headers["max_wait_s"] = max_wait_s
-    return json.dumps(headers, separators=(",", ":")) if headers else None
+    return json.dumps(headers, separators=(",", ":"))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from delaytasks.core.clock import Clock, to_us
+from delaytasks.core.clock import Clock, from_us, to_us
 from delaytasks.core.errors import DuplicateTaskError, InvalidDelayError
 from delaytasks.core.events import Events
 from delaytasks.core.inputs import check_delay, check_due, check_instant
@@ -124,8 +124,11 @@ class Producer:
     ) -> int:
         """One transaction's `tasks`, built from `batch`."""
         # Keys and ids of the caller's may exist, each with its own answer; all others go in one statement.
-        single = [(t, new.id is not None) for t, new in zip(tasks, batch, strict=True) if _is_named(new)]
-        plain = [t for t, new in zip(tasks, batch, strict=True) if not _is_named(new)]
+        plain: Sequence[DelayTask] = tasks
+        single: list[tuple[DelayTask, bool]] = []
+        if any(map(_is_named, batch)):
+            single = [(t, new.id is not None) for t, new in zip(tasks, batch, strict=True) if _is_named(new)]
+            plain = [t for t, new in zip(tasks, batch, strict=True) if not _is_named(new)]
         write = functools.partial(self._write_lot, plain, single, on_conflict)
         with unit.guard(tasks[0].id) if unit is not None else nullcontext():
             if unit is not None:
@@ -172,6 +175,10 @@ class Producer:
 
     def arm(self, tasks: Sequence[DelayTask], is_committed: bool = True) -> None:
         """Hands near tasks to the timer. Its failure is nobody's: the sweep finds the row."""
+        if self._settings.horizon_s is not None:
+            # No entries are made for far tasks, unless they moved and are to be disarmed.
+            until = from_us(self._clock.now_us() + SLACK_US) + timedelta(seconds=self._settings.horizon_s)
+            tasks = [task for task in tasks if task.expected_time <= until or task.version > 0]
         self.arm_entries([Entry.of(task, to_us) for task in tasks], is_committed)
 
     def arm_entries(self, entries: Sequence[Entry], is_committed: bool = True) -> None:

@@ -501,6 +501,7 @@ PREFIXED = "delaytasks_"
         ("queues", {"mail.*": "a b"}),
         ("queues", None),
         ("database_url", ["sqlite://", ""]),
+        ("horizon_s", 1e12),  # no date is so far away
         ("shards_before", 1),  # of one
         ("shards_before", 0),
     ],

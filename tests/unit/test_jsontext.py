@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
+from decimal import Decimal
 from enum import Enum
 from typing import Any, NamedTuple
+from uuid import UUID
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from delaytasks.core import jsontext
+from delaytasks.core import inputs, jsontext
+from delaytasks.core.errors import DelayTaskError
 from delaytasks.core.inputs import encode_body
 from delaytasks.core.jsontext import dump_json
 
@@ -68,6 +72,33 @@ class Sly(dict[str, Any]):
 @pytest.mark.parametrize("body", [[Odd.A], {Odd.A: 1}, [Pair(1, 2)], Sly(held=2), [Sly(held=2)]], ids=range(5))
 def test_a_body_of_subclasses_is_written_as_the_standard_library_does(body: Any) -> None:
     assert encode_body(body, 1000) == json.dumps(body, separators=(",", ":"))
+
+
+Leaf = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text("a\x00\ud800é😀\\nul", max_size=8)
+    | st.sampled_from([Colour.RED, UUID(int=1), datetime(2026, 1, 1), Decimal(1), (1, 2)])
+)
+
+
+@given(st.dictionaries(Leaf, Leaf, max_size=3) | st.dictionaries(st.text(max_size=3), Leaf, max_size=3))
+@example({"a": 2**70, "b": "null"})
+@example({"a": float("nan")})
+@example({"a": "x" * 100})
+def test_a_flat_body_is_written_or_refused_as_any_other(body: Any) -> None:
+    def encode() -> Any:
+        try:
+            return json.loads(encode_body(body, 60))
+        except DelayTaskError as error:
+            return type(error), str(error)
+
+    found = encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inputs, "dump_flat", lambda value: None)
+        assert encode() == found
 
 
 @pytest.mark.parametrize("value", [{1, 2}, b"x", object()], ids=lambda value: type(value).__name__)
