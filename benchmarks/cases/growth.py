@@ -16,7 +16,7 @@ from benchmarks.waiting import instant, sleep_until, wall
 PROCESSES = (1, 2, 4)
 DATABASES = (1, 2)
 #: What a processor takes in milliseconds, and how many are due together.
-KINDS = ((0, 20_000), (5, 2_000))
+KINDS = ((0, 20_000), (5, 2_000), (20, 500))
 #: Tasks of one call, which are all in one database.
 LOT = 100
 DEADLINE_S = 240.0

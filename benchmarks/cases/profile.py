@@ -82,7 +82,7 @@ def _step(frames: list[str]) -> str | None:
     step = next((step for frame in frames for step, file in STEPS if file in frame), None)
     if step is None or not any(CHUNK in frame for frame in frames):
         return None
-    return f"{step}: PostgreSQL" if DRIVER in frames[0] else step
+    return f"{step}: waits for the database" if DRIVER in frames[0] else step
 
 
 class Spy:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from sqlalchemy import (
     JSON,
     BigInteger,
+    BindParameter,
     Column,
     ColumnElement,
     FromClause,
@@ -139,6 +140,15 @@ def json_rows(dialect: str, names: Sequence[str]) -> FromClause:
     fields = ", ".join(f"{name} {_TYPES[name][1]} PATH '$.{name}'" for name in names)
     picked = [literal_column(f"j.{name}", _TYPES[name][0]).label(name) for name in names]
     return select(*picked).select_from(text(f"JSON_TABLE(:rows, '$[*]' COLUMNS ({fields})) AS j")).subquery("w")
+
+
+def common_name(name: str) -> str:
+    """Of the parameter that takes the place of a column which is the same in all rows."""
+    return f"all_{name}"
+
+
+def common_parameter(name: str) -> BindParameter[Any]:
+    return bindparam(common_name(name), type_=_TYPES[name][0])
 
 
 def listed(database: Database, column: Column[Any], name: str) -> ColumnElement[bool]:

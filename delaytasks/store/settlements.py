@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Update, and_, bindparam, case, func, select, update
+from sqlalchemy import and_, bindparam, case, func, select, update
 
 from delaytasks.core.jsontext import dump_json
 from delaytasks.core.ports import Executor, Settlement
@@ -16,7 +16,16 @@ from delaytasks.store.attempts import Attempts
 from delaytasks.store.database import Database
 from delaytasks.store.keys import Keys
 from delaytasks.store.prepared import Prepared
-from delaytasks.store.rows import each_listed, instant_text, json_rows, list_of, next_version, parts
+from delaytasks.store.rows import (
+    common_name,
+    common_parameter,
+    each_listed,
+    instant_text,
+    json_rows,
+    list_of,
+    next_version,
+    parts,
+)
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now
 
@@ -25,6 +34,10 @@ NEVER_RAN = frozenset({"give_back", "expire"})
 RETURNS_ATTEMPT = NEVER_RAN | {"snooze"}
 #: Failed attempts, which are kept.
 MISSES = frozenset({"fail", "climb"})
+#: What is said of each row: who it has to be, as columns of the list even where it is the same for all (constants would
+#: be a way in through an index of all that runs), and what it gets.
+_FENCE = ("id", "version", "was")
+_SAID = ("status", "error", "result", "began", "due", "returned", "never_ran")
 
 
 class Settlements:
@@ -37,35 +50,37 @@ class Settlements:
         self._attempts = Attempts(database, schema)
         self._worker = worker
         self._dialect = database.url.get_backend_name()
-        self._settle = Prepared(database, self._settle_statement())
+        #: By the columns in which the rows of a statement differ.
+        self._statements: dict[tuple[str, ...], Prepared] = {}
 
-    def _settle_statement(self) -> Update:
+    def _settle_statement(self, own: tuple[str, ...]) -> Prepared:
         t = self._t
-        names = ("id", "version", "was", "status", "error", "result", "began", "due", "returned", "never_ran")
-        w = json_rows(self._dialect, names)
+        w = json_rows(self._dialect, (*_FENCE, *own))
+        said = {name: w.c[name] if name in own else common_parameter(name) for name in _SAID}
+        never_ran = said["never_ran"] == 1
         statement = (
             update(t)
             .where(t.c.id == w.c.id, t.c.version == w.c.version, t.c.status == w.c.was)
             .values(
-                status=w.c.status,
+                status=said["status"],
                 version=next_version(t.c.version),
-                error_stack=w.c.error,
-                result=w.c.result,
+                error_stack=said["error"],
+                result=said["result"],
                 # Given back, it never ran: nobody did, anywhere.
-                execution_time=case((w.c.never_ran == 1, None), else_=func.coalesce(w.c.began, t.c.execution_time)),
-                worker=case((w.c.never_ran == 1, None), else_=t.c.worker),
-                ip_address=case((w.c.never_ran == 1, None), else_=t.c.ip_address),
-                expected_time=func.coalesce(w.c.due, t.c.expected_time),
-                attempts=t.c.attempts - w.c.returned,
-                lapses=case((w.c.never_ran == 1, t.c.lapses), else_=0),
+                execution_time=case((never_ran, None), else_=func.coalesce(said["began"], t.c.execution_time)),
+                worker=case((never_ran, None), else_=t.c.worker),
+                ip_address=case((never_ran, None), else_=t.c.ip_address),
+                expected_time=func.coalesce(said["due"], t.c.expected_time),
+                attempts=t.c.attempts - said["returned"],
+                lapses=case((never_ran, t.c.lapses), else_=0),
                 lease_until=None,
                 update_time=db_now(),
             )
         )
         if self._db.can.array_parameters:
-            return statement.where(each_listed(t.c.id))
+            return Prepared(self._db, statement.where(each_listed(t.c.id)))
         # Else MySQL reads a small table from end to end, and waits for each row in it that somebody has locked.
-        return statement.where(t.c.id.in_(bindparam("ids", expanding=True)))
+        return Prepared(self._db, statement.where(t.c.id.in_(bindparam("ids", expanding=True))))
 
     def settle(self, settlements: Sequence[Settlement]) -> set[int]:
         """The ids whose end was accepted; the others were no longer ours."""
@@ -129,25 +144,32 @@ class Settlements:
         error = f"{settlement.error or settlement.move}\nNot run again: its key {task.key!r} went to another task."
         return replace(settlement, move="fail", error=error, due=None)
 
-    def _settled_row(self, settlement: Settlement) -> dict[str, Any]:
-        return {
-            "id": settlement.task.id,
-            "version": settlement.task.version,
-            "was": int(Status.RUNNING),
-            "status": int(MOVES[settlement.move].target),
-            "error": settlement.error,
-            "began": instant_text(self._dialect, settlement.began),
-            "due": instant_text(self._dialect, settlement.due),
-            "result": settlement.result,
-            "returned": int(settlement.move in RETURNS_ATTEMPT),
-            "never_ran": int(settlement.move in NEVER_RAN),
-        }
+    def _said(self, settlement: Settlement) -> tuple[Any, ...]:
+        return (
+            settlement.task.id,
+            settlement.task.version,
+            int(Status.RUNNING),
+            int(MOVES[settlement.move].target),
+            settlement.error,
+            settlement.result,
+            instant_text(self._dialect, settlement.began),
+            instant_text(self._dialect, settlement.due),
+            int(settlement.move in RETURNS_ATTEMPT),
+            int(settlement.move in NEVER_RAN),
+        )
 
     def _settled(self, connection: Any, ordered: Sequence[Settlement]) -> set[int]:
-        parameters = {"rows": dump_json([self._settled_row(s) for s in ordered])}
+        columns = dict(zip((*_FENCE, *_SAID), zip(*map(self._said, ordered), strict=True), strict=True))
+        common = {name: columns.pop(name)[0] for name in _SAID if _is_common(columns[name])}
+        own = tuple(columns)
+        statement = self._statements.get(own)
+        if statement is None:
+            statement = self._statements[own] = self._settle_statement(own[len(_FENCE) :])
+        rows = [dict(zip(own, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        parameters = {"rows": dump_json(rows)} | {common_name(name): value for name, value in common.items()}
         parameters |= list_of(self._db, [s.task.id for s in ordered])
         expected = {s.task.id: self._after(s) for s in ordered}
-        if self._settle(connection, parameters).met == len(ordered):
+        if statement(connection, parameters).met == len(ordered):
             return set(expected)
         # Some were not ours any more, or the same settlement came through before its answer was lost.
         t = self._t
@@ -159,6 +181,12 @@ class Settlements:
         """Version, status and lapses of a row that this settlement left; a lapse leaves other ones."""
         task, never_ran = settlement.task, settlement.move in NEVER_RAN
         return following(task.version), int(MOVES[settlement.move].target), task.lapses if never_ran else 0
+
+
+def _is_common(values: Sequence[Any]) -> bool:
+    """Said once: a table of texts would lie on a disk, in MariaDB, though there are none."""
+    first = values[0]
+    return (first is None or isinstance(first, int)) and values.count(first) == len(values)
 
 
 def _named(settlement: Settlement) -> tuple[int, str, str | None]:

@@ -33,11 +33,12 @@ from delaytasks.core.errors import (
     TaskNotFoundError,
     TaskStateError,
 )
+from delaytasks.core.jsontext import dump_json
 from delaytasks.core.ports import Entry, Lapsed, Level, Miss, Settlement
 from delaytasks.core.states import FINISHED, MOVES, Status
 from delaytasks.core.task import DelayTask
 from delaytasks.store import bulk as store_bulk
-from delaytasks.store import database, engines
+from delaytasks.store import database, engines, settlements
 from delaytasks.store import stats as stats_module
 from delaytasks.store.claims import Claims
 from delaytasks.store.database import Database
@@ -736,16 +737,47 @@ def test_one_statement_carries_a_bounded_text(store: Store, claims: Claims, monk
     store.tasks.insert_many(made)
     claimed = claims.claim([entry(one) for one in made])
     sizes: list[int] = []
-    settle = claims.ends._settle
 
-    def note(connection: Any, parameters: Any) -> Any:
-        sizes.append(len(parameters["rows"].encode()))
-        return settle(connection, parameters)
+    def note(rows: Any) -> str:
+        text = dump_json(rows)
+        sizes.append(len(text.encode()))
+        return text
 
-    monkeypatch.setattr(claims.ends, "_settle", note)
+    monkeypatch.setattr(settlements, "dump_json", note)
     assert len(claims.settle([Settlement(one, "fail", error="时" * 65_536) for one in claimed])) == 30
     assert len(sizes) == 3
     assert max(sizes) < 2_100_000
+
+
+def test_runs_that_end_differently_are_settled_the_same_together_and_one_by_one(store: Store, claims: Claims) -> None:
+    now = store.tasks.now()
+    ends: list[dict[str, Any]] = [
+        {"move": "succeed"},
+        {"move": "succeed", "began": now, "result": '{"a":1}'},
+        {"move": "fail", "began": seconds(now, -1), "error": "all\nof it"},
+        {"move": "snooze", "began": now, "due": seconds(now, 60)},
+        {"move": "climb", "began": now, "due": seconds(now, 30), "error": "again"},
+        {"move": "give_back"},
+        {"move": "expire", "error": "too late"},
+    ]
+
+    def left_by(settle: Callable[[list[Settlement]], object]) -> list[DelayTask]:
+        made = [add(store, -5.0) for _ in ends]
+        claimed = claims.claim([entry(one) for one in made])
+        settle([Settlement(one, **end) for one, end in zip(claimed, ends, strict=True)])
+        rows = [read(store, one.id) for one in made]
+        same = {"id": 0, "create_time": now, "update_time": now}
+        times = ("execution_time", "expected_time")  # of each claim, where no run said another one
+        kept = {"snooze": times, "climb": times, "succeed": (), "fail": times[:1], "give_back": (), "expire": ()}
+        unsaid = [{name: now for name in times if name not in kept[end["move"]]} for end in ends]
+        return [replace(row, **same, **more) for row, more in zip(rows, unsaid, strict=True)]
+
+    together = left_by(lambda settlements: claims.settle(settlements))
+    one_by_one = left_by(lambda settlements: [claims.settle([each]) for each in settlements])
+    assert together == one_by_one
+    assert [row.status.name for row in together] == [
+        "DONE", "DONE", "FAILED", "NOT_COMPLETE", "NOT_COMPLETE", "NOT_COMPLETE", "CANCELLED",
+    ]  # fmt: skip
 
 
 def test_a_stale_worker_cannot_settle_a_reclaimed_task(store: Store, claims: Claims) -> None:
