@@ -25,7 +25,7 @@ from delaytasks.core.clock import to_us
 from delaytasks.core.inputs import MAX_PRIORITY
 from delaytasks.core.jsontext import dump_json
 from delaytasks.core.ports import Entry, Executor, Miss, Settlement
-from delaytasks.core.states import MOVES, Status
+from delaytasks.core.states import MOVES, Status, following
 from delaytasks.core.task import DelayTask
 from delaytasks.store.backlog import BEGINNING, Backlog
 from delaytasks.store.database import Database
@@ -54,7 +54,8 @@ ANY_LAPSES = MOST
 
 
 class Pick(NamedTuple):
-    """A way to choose rows: the candidates alone, and the statement that chooses, takes and returns them at once."""
+    """A way to choose rows: the candidates alone, and the statement that chooses, takes and returns them at once, or
+    where there is none locks them as a whole."""
 
     candidates: Prepared
     take: Prepared
@@ -186,6 +187,9 @@ class Claims:
     def _pick(self, candidates: Select[Any], is_planned_once: bool = False) -> Pick:
         t = self._t
         candidates = candidates.with_for_update(skip_locked=True, of=t if self._db.can.update_returning else None)
+        if not self._db.can.update_returning:
+            whole = candidates.with_only_columns(*self._columns, maintain_column_froms=True)
+            return Pick(Prepared(self._db, candidates), Prepared(self._db, whole))
         picked = candidates.cte("picked")
         mine: ColumnElement[bool] = t.c.id.in_(select(picked.c.id))
         if self._db.can.array_parameters:
@@ -197,11 +201,19 @@ class Claims:
         return Pick(*(Prepared(self._db, statement, is_planned_once) for statement in (candidates, taking)))
 
     def _claim(self, pick: Pick, parameters: dict[str, Any]) -> list[DelayTask]:
-        if self._db.can.update_returning and not self.lines.limited():
-            rows = self._db.alone(lambda c: pick.take(c, parameters).rows)
-        else:
-            rows = self._db.run(lambda: self._claim_in_two(pick.candidates, parameters))
-        return self._tasks(rows)
+        if self.lines.limited():
+            return self._tasks(self._db.run(lambda: self._claim_in_two(pick.candidates, parameters)))
+        if self._db.can.update_returning:
+            return self._tasks(self._db.alone(lambda c: pick.take(c, parameters).rows))
+        return self._tasks(self._db.run(lambda: self._claim_locked(pick.take, parameters)), is_claimed=False)
+
+    def _claim_locked(self, pick: Prepared, parameters: dict[str, Any]) -> Sequence[Any]:
+        """The rows as they were before: nobody else could change them, so they need not be read again."""
+        with self._db.begin() as connection:
+            rows = pick(connection, parameters).rows
+            if rows:
+                self._mark(connection, [row[0] for row in rows])
+            return rows
 
     def _claim_in_two(self, pick: Prepared, parameters: dict[str, Any]) -> Sequence[Any]:
         with self._db.begin() as connection:
@@ -214,9 +226,11 @@ class Claims:
             return []
         if self._db.can.update_returning:
             return self._taking(on, list_of(self._db, sorted(ids))).rows
-        mine = self._t.c.id.in_(ids)
-        on.execute(update(self._t).where(mine).values(self._claimed))
-        return list(on.execute(select(*self._columns).where(mine)).all())
+        self._mark(on, ids)
+        return list(on.execute(select(*self._columns).where(self._t.c.id.in_(ids))).all())
+
+    def _mark(self, on: Any, ids: Sequence[int]) -> None:
+        on.execute(update(self._t).where(self._t.c.id.in_(ids)).values(self._claimed))
 
     def _take_held(self, on: Any, pairs: Sequence[tuple[int, int]]) -> list[DelayTask]:
         """Those of these ids and versions that wait in line; what somebody has locked is passed over."""
@@ -225,8 +239,12 @@ class Claims:
             return self._tasks(self._named.take(on, parameters).rows)
         return self._tasks(self._take(on, [row[0] for row in self._named.candidates(on, parameters).rows]))
 
-    def _tasks(self, rows: Iterable[Any]) -> list[DelayTask]:
-        tasks = (task_of(row, self._shard) for row in rows)
+    def _tasks(self, rows: Iterable[Any], is_claimed: bool = True) -> list[DelayTask]:
+        tasks = [task_of(row, self._shard) for row in rows]
+        if not is_claimed:
+            for task in tasks:
+                task.status, task.version = MOVES["claim"].target, following(task.version)
+                task.attempts = min(task.attempts + 1, MOST)
         return sorted(tasks, key=lambda task: (-task.priority, task.expected_time, task.id))
 
     def misses(self, ids: Iterable[int]) -> list[Miss]:

@@ -35,7 +35,7 @@ from delaytasks.core.errors import (
 )
 from delaytasks.core.jsontext import dump_json
 from delaytasks.core.ports import Entry, Lapsed, Level, Miss, Settlement
-from delaytasks.core.states import FINISHED, MOVES, Status
+from delaytasks.core.states import FINISHED, MOST_VERSIONS, MOVES, Status
 from delaytasks.core.task import DelayTask
 from delaytasks.store import bulk as store_bulk
 from delaytasks.store import database, engines, settlements
@@ -747,6 +747,19 @@ def test_one_statement_carries_a_bounded_text(store: Store, claims: Claims, monk
     assert len(claims.settle([Settlement(one, "fail", error="时" * 65_536) for one in claimed])) == 30
     assert len(sizes) == 3
     assert max(sizes) < 2_100_000
+
+
+def test_a_claim_tells_what_its_rows_have_then(store: Store, claims: Claims) -> None:
+    odd: list[dict[str, Any]] = [{}, {"version": MOST_VERSIONS, "attempts": 2**31 - 1}, {"key": "k", "attempts": 3}]
+    by_id = [put(store, Status.NOT_COMPLETE, expected_time=seconds(store.tasks.now(), -5), **fields) for fields in odd]
+    claimed = claims.claim([entry(one) for one in by_id])
+    due = [put(store, Status.NOT_COMPLETE, expected_time=seconds(store.tasks.now(), -5), **fields) for fields in odd]
+    claimed += claims.claim_due("default", [0], 10)
+    assert {one.id for one in claimed} == {one.id for one in by_id + due}
+    told_later = ("update_time", "execution_time", "lease_until", "worker", "ip")
+    for one in claimed:
+        unsaid = {name: getattr(one, name) for name in told_later}
+        assert replace(read(store, one.id), **unsaid) == one
 
 
 def test_runs_that_end_differently_are_settled_the_same_together_and_one_by_one(store: Store, claims: Claims) -> None:
