@@ -14,9 +14,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from delaytasks.core import inputs, jsontext
-from delaytasks.core.errors import DelayTaskError
+from delaytasks.core.errors import BodyTooLargeError, DelayTaskError
 from delaytasks.core.inputs import encode_body
-from delaytasks.core.jsontext import dump_json
+from delaytasks.core.jsontext import dump_flat, dump_json
 
 Json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -84,14 +84,19 @@ Leaf = (
 )
 
 
-@given(st.dictionaries(Leaf, Leaf, max_size=3) | st.dictionaries(st.text(max_size=3), Leaf, max_size=3))
+@given(st.dictionaries(st.text("ak\x00é\\", max_size=3) | Leaf, Leaf, max_size=3))
 @example({"a": 2**70, "b": "null"})
 @example({"a": float("nan")})
-@example({"a": "x" * 100})
+@example({"a": "\x00"})
+@example({"a": "\ud800"})
+@example({"a": True, "b": 1.5, "c": None})
+@example({"a": UUID(int=1)})
+@example({"a": datetime(2026, 1, 1)})
+@example({"a": Colour.RED})
 def test_a_flat_body_is_written_or_refused_as_any_other(body: Any) -> None:
     def encode() -> Any:
         try:
-            return json.loads(encode_body(body, 60))
+            return encode_body(body, 4000)
         except DelayTaskError as error:
             return type(error), str(error)
 
@@ -99,6 +104,22 @@ def test_a_flat_body_is_written_or_refused_as_any_other(body: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inputs, "dump_flat", lambda value: None)
         assert encode() == found
+
+
+def test_only_small_flat_bodies_of_plain_values_are_written_at_once() -> None:
+    assert dump_flat({"a": 1, "é": "ü", "n": None, "x": -0.5}) == '{"a":1,"é":"ü","n":null,"x":-0.5}'
+    text = "x" * 1000
+    for body in ({"a": text}, dict.fromkeys(map(str, range(1000)), 1), {"a": []}, [1], {"a": Colour.RED}, {"a": "\\"}):
+        assert dump_flat(body) is None
+
+
+def test_a_body_that_holds_one_text_many_times_is_refused_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("it is written")
+
+    monkeypatch.setattr(jsontext.orjson, "dumps", fail)
+    with pytest.raises(BodyTooLargeError):
+        encode_body(dict.fromkeys(map(str, range(200)), "x" * 1_000_000), 256_000)
 
 
 @pytest.mark.parametrize("value", [{1, 2}, b"x", object()], ids=lambda value: type(value).__name__)
