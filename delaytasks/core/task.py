@@ -160,7 +160,7 @@ class Attempt(NamedTuple):
         return {**self._asdict(), "began": _iso(self.began), "ended": _iso(self.ended)}
 
 
-# A tuple, and no frozen dataclass, which takes six times as long to make.
+# A tuple, and no frozen dataclass, which takes four times as long to make.
 class NewTask(NamedTuple):
     """One task to schedule, for `schedule_many`: give `delay` or `when`."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -175,22 +174,28 @@ class Producer:
 
     def arm(self, tasks: Sequence[DelayTask], is_committed: bool = True) -> None:
         """Hands near tasks to the timer. Its failure is nobody's: the sweep finds the row."""
-        if self._settings.horizon_s is not None:
+        until_us = self._near_until_us()
+        if until_us is not None:
             # No entries are made for far tasks, unless they moved and are to be disarmed.
-            until = from_us(self._clock.now_us() + SLACK_US) + timedelta(seconds=self._settings.horizon_s)
+            until = from_us(until_us)
             tasks = [task for task in tasks if task.expected_time <= until or task.version > 0]
         self.arm_entries([Entry.of(task, to_us) for task in tasks], is_committed)
 
     def arm_entries(self, entries: Sequence[Entry], is_committed: bool = True) -> None:
-        horizon, now = self._settings.horizon_s, self._clock.now_us()
-        until = math.inf if horizon is None else now + horizon * 1e6 + SLACK_US
-        near = [entry for entry in entries if entry.due_us <= until]
+        until_us = self._near_until_us()
+        near = [entry for entry in entries if until_us is None or entry.due_us <= until_us]
         if not is_committed:
-            near = [entry._replace(due_us=max(entry.due_us, now + COMMIT_US)) for entry in near]
+            soonest_us = self._clock.now_us() + COMMIT_US
+            near = [entry._replace(due_us=max(entry.due_us, soonest_us)) for entry in near]
         elif any(entry.version > 0 for entry in entries):  # else what is armed may be right, after all
             self.disarm_entries([entry for entry in entries if entry.version > 0])
         if near:
             self._timer.arm(near)
+
+    def _near_until_us(self) -> int | None:
+        """What is due later is the sweep's business; None if nothing is."""
+        horizon_s = self._settings.horizon_s
+        return None if horizon_s is None else self._clock.now_us() + int(horizon_s * 1e6) + SLACK_US
 
     def disarm_entries(self, entries: Sequence[Entry]) -> None:
         """These moved on: what was armed for them before comes out of the timer."""

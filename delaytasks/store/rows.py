@@ -142,13 +142,13 @@ def json_rows(dialect: str, names: Sequence[str]) -> FromClause:
     return select(*picked).select_from(text(f"JSON_TABLE(:rows, '$[*]' COLUMNS ({fields})) AS j")).subquery("w")
 
 
-def common_name(name: str) -> str:
+def shared_name(name: str) -> str:
     """Of the parameter that takes the place of a column which is the same in all rows."""
     return f"all_{name}"
 
 
-def common_parameter(name: str) -> BindParameter[Any]:
-    return bindparam(common_name(name), type_=_TYPES[name][0])
+def shared_parameter(name: str) -> BindParameter[Any]:
+    return bindparam(shared_name(name), type_=_TYPES[name][0])
 
 
 def listed(database: Database, column: Column[Any], name: str) -> ColumnElement[bool]:

@@ -17,14 +17,14 @@ from delaytasks.store.database import Database
 from delaytasks.store.keys import Keys
 from delaytasks.store.prepared import Prepared
 from delaytasks.store.rows import (
-    common_name,
-    common_parameter,
     each_listed,
     instant_text,
     json_rows,
     list_of,
     next_version,
     parts,
+    shared_name,
+    shared_parameter,
 )
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now
@@ -50,13 +50,13 @@ class Settlements:
         self._attempts = Attempts(database, schema)
         self._worker = worker
         self._dialect = database.url.get_backend_name()
-        #: By the columns in which the rows of a statement differ.
-        self._statements: dict[tuple[str, ...], Prepared] = {}
+        #: For rows that end alike but for when they began, and for any.
+        self._alike, self._any = (self._settle_statement(own) for own in (("began",), _SAID))
 
-    def _settle_statement(self, own: tuple[str, ...]) -> Prepared:
+    def _settle_statement(self, own: Sequence[str]) -> Prepared:
         t = self._t
         w = json_rows(self._dialect, (*_FENCE, *own))
-        said = {name: w.c[name] if name in own else common_parameter(name) for name in _SAID}
+        said = {name: w.c[name] if name in own else shared_parameter(name) for name in _SAID}
         never_ran = said["never_ran"] == 1
         statement = (
             update(t)
@@ -160,13 +160,13 @@ class Settlements:
 
     def _settled(self, connection: Any, ordered: Sequence[Settlement]) -> set[int]:
         columns = dict(zip((*_FENCE, *_SAID), zip(*map(self._said, ordered), strict=True), strict=True))
-        common = {name: columns.pop(name)[0] for name in _SAID if _is_common(columns[name])}
-        own = tuple(columns)
-        statement = self._statements.get(own)
-        if statement is None:
-            statement = self._statements[own] = self._settle_statement(own[len(_FENCE) :])
-        rows = [dict(zip(own, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        parameters = {"rows": dump_json(rows)} | {common_name(name): value for name, value in common.items()}
+        shared = {name: columns[name][0] for name in _SAID if name != "began" and _is_shared(columns[name])}
+        statement, parameters = self._any, dict[str, Any]()
+        if len(shared) == len(_SAID) - 1:
+            columns = {name: columns[name] for name in (*_FENCE, "began")}
+            statement, parameters = self._alike, {shared_name(name): value for name, value in shared.items()}
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        parameters |= {"rows": dump_json(rows)}
         parameters |= list_of(self._db, [s.task.id for s in ordered])
         expected = {s.task.id: self._after(s) for s in ordered}
         if statement(connection, parameters).met == len(ordered):
@@ -183,8 +183,8 @@ class Settlements:
         return following(task.version), int(MOVES[settlement.move].target), task.lapses if never_ran else 0
 
 
-def _is_common(values: Sequence[Any]) -> bool:
-    """Said once: a table of texts would lie on a disk, in MariaDB, though there are none."""
+def _is_shared(values: Sequence[Any]) -> bool:
+    """None or the same number in all. Of texts there is no need: MariaDB would have a table on a disk for the list."""
     first = values[0]
     return (first is None or isinstance(first, int)) and values.count(first) == len(values)
 

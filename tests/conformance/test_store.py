@@ -775,15 +775,13 @@ def test_runs_that_end_differently_are_settled_the_same_together_and_one_by_one(
     ]
 
     def left_by(settle: Callable[[list[Settlement]], object]) -> list[DelayTask]:
-        made = [add(store, -5.0) for _ in ends]
-        claimed = claims.claim([entry(one) for one in made])
+        made = [put(store, Status.NOT_COMPLETE, expected_time=seconds(now, -5), lapses=2) for _ in ends]
+        claimed = [row for one in made if (row := claims.claim_alone(one.id, 0)) is not None]
         settle([Settlement(one, **end) for one, end in zip(claimed, ends, strict=True)])
         rows = [read(store, one.id) for one in made]
+        # Where nobody says when it began, it is the moment of its claim.
         same = {"id": 0, "create_time": now, "update_time": now}
-        times = ("execution_time", "expected_time")  # of each claim, where no run said another one
-        kept = {"snooze": times, "climb": times, "succeed": (), "fail": times[:1], "give_back": (), "expire": ()}
-        unsaid = [{name: now for name in times if name not in kept[end["move"]]} for end in ends]
-        return [replace(row, **same, **more) for row, more in zip(rows, unsaid, strict=True)]
+        return [replace(row, **same, **({"execution_time": now} if n == 0 else {})) for n, row in enumerate(rows)]
 
     together = left_by(lambda settlements: claims.settle(settlements))
     one_by_one = left_by(lambda settlements: [claims.settle([each]) for each in settlements])
@@ -791,6 +789,8 @@ def test_runs_that_end_differently_are_settled_the_same_together_and_one_by_one(
     assert [row.status.name for row in together] == [
         "DONE", "DONE", "FAILED", "NOT_COMPLETE", "NOT_COMPLETE", "NOT_COMPLETE", "CANCELLED",
     ]  # fmt: skip
+    assert [row.execution_time for row in together[1:]] == [now, seconds(now, -1), now, now, None, None]
+    assert [row.lapses for row in together] == [0, 0, 0, 0, 0, 2, 2]
 
 
 def test_a_stale_worker_cannot_settle_a_reclaimed_task(store: Store, claims: Claims) -> None:

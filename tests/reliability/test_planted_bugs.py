@@ -237,7 +237,13 @@ def no_fence_on_finish(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     t = stage.store.schema.tasks
     values = {"status": int(Status.DONE), "version": t.c.version + 1}
     anything = Prepared(stage.store.database, update(t).where(true()).values(values))
-    patch.setattr(Settlements, "_settle_statement", lambda ends, own: lambda on, parameters: anything(on, {}))
+    settle = Settlements._settled
+
+    def settled(ends: Any, connection: Any, ordered: Any) -> set[int]:
+        ends._alike = ends._any = lambda connection, parameters: anything(connection, {})
+        return settle(ends, connection, ordered)
+
+    patch.setattr(Settlements, "_settled", settled)
 
 
 def acknowledged_before_it_is_written(stage: Stage, patch: pytest.MonkeyPatch) -> None:
