@@ -3,6 +3,7 @@ wait for something."""
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import ExitStack
 
@@ -67,4 +68,8 @@ def _burst(stage: Stage, side: Growing, databases: int, count: int, ms: float, t
     cost, written = meter.cost(tasks), (table.wal_bytes() - written) // tasks
     what = f"{ms} ms: processes {count}, databases {databases}"
     stage.figure("growth", what, "drained/s").add(per_s)
+    stage.figure("growth", f"{what}: WAL a task", "bytes").add(written)
+    for whose, ms in (("worker", cost.worker_ms), ("database", cost.database_ms)):
+        if not math.isnan(ms):
+            stage.figure("growth", f"{what}: CPU a task, {whose}", "ms").add(ms)
     stage.say(f"growth: {what}: {per_s:,.0f}/s, CPU a task: {cost}, WAL a task: {written:,} bytes, load {load():.1f}")

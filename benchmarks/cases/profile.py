@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ DEADLINE_S, STOP_S = 120.0, 30.0
 AHEAD_S = 3.0
 #: Whoever runs a chunk is in here.
 CHUNK = "delaytasks/worker/pool.py"
-#: What the innermost frame that is named here does. What the driver's frame is in waits for the database.
+#: What the innermost frame that is named here does. What is in a driver's frame waits for the database.
 STEPS = (
     ("claims", "delaytasks/store/claims.py"),
     ("settles", "delaytasks/store/settlements.py"),
@@ -31,7 +32,7 @@ STEPS = (
     ("rest of a chunk", "delaytasks/engine/"),
     ("rest of a chunk", CHUNK),
 )
-DRIVER = "delaytasks/store/prepared.py"
+DRIVERS = ("delaytasks/store/prepared.py", "sqlalchemy/engine/default.py", "pymysql/")
 MAIN_THREAD = "MainThread"
 
 
@@ -60,12 +61,14 @@ def _profile(side: Ours, count: int, lead_s: float) -> dict[str, float]:
         due = wall() + lead_s
         side.schedule_many([due] * count)
         sleep_until(due - AHEAD_S)
-        spies = [Spy(main, side.folder, "--gil"), *(Spy(pid, side.folder, "--idle") for pid in pool)]
-        if wall() > due:
-            raise BenchError("profile: the machine is too busy")
-        side.wait_for(count, DEADLINE_S)
-        took = side.ended_at() - due
-        of_main, *of_pool = [list(spy.stacks()) for spy in spies]
+        with ExitStack() as held:
+            spies = [held.enter_context(Spy(main, side.folder, "--gil"))]
+            spies += [held.enter_context(Spy(pid, side.folder, "--idle")) for pid in pool]
+            if wall() > due:
+                raise BenchError("profile: the machine is too busy")
+            side.wait_for(count, DEADLINE_S)
+            took = side.ended_at() - due
+            of_main, *of_pool = [list(spy.stacks()) for spy in spies]
     seconds: defaultdict[str, float] = defaultdict(float)
     for stack in of_main:
         seconds[f"main process, {stack.thread}"] += stack.samples / RATE
@@ -82,23 +85,31 @@ def _step(frames: list[str]) -> str | None:
     step = next((step for frame in frames for step, file in STEPS if file in frame), None)
     if step is None or not any(CHUNK in frame for frame in frames):
         return None
-    return f"{step}: waits for the database" if DRIVER in frames[0] else step
+    return f"{step}: waits for the database" if any(file in frames[0] for file in DRIVERS) else step
 
 
 class Spy:
     """Of one process: with `--gil` of who runs Python there, with `--idle` also of who waits."""
 
     def __init__(self, pid: int, folder: Path, *options: str) -> None:
-        self._path = folder / f"profile-{pid}"
+        self._path, self._log = folder / f"profile-{pid}", folder / f"profile-{pid}.log"
         command = ["py-spy", "record", "-p", str(pid), "-r", str(RATE), "-f", "raw", "-t", "-d", "600", *options]
-        self._process = subprocess.Popen(
-            [*command, "-o", str(self._path)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen([*command, "-o", str(self._path)], stdout=log, stderr=log)
+
+    def __enter__(self) -> Spy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
 
     def stacks(self) -> Iterator[Stack]:
         """Ends it."""
         self._process.send_signal(signal.SIGINT)
         self._process.wait(STOP_S)
+        if not self._path.exists():
+            raise BenchError(f"profile: py-spy failed: {self._log.read_text()}")
         for line in self._path.read_text().splitlines():
             names, _, samples = line.rpartition(" ")
             thread, *frames = [name for name in names.split(";") if not name.startswith("process ")]
