@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import insert, update
 
+from delaytasks import Status
 from delaytasks.core.shards import home_of
 from delaytasks.store import migrations
-from delaytasks.store.stats import Stats
+from delaytasks.store.stats import Count, Stats
 from delaytasks.store.types import db_now_plus
 from tests.integration.cli.project import Project
 from tests.redis_server import RedisServer
@@ -111,6 +112,19 @@ def test_adding_a_shard_is_finished_when_the_homes_of_keys_know_what_stays_elsew
     assert [each["unknown_keys"] for each in found["shards"]] == [0, 0]
     for key in keys:
         assert two.error("schedule", "ok", "--delay", "1h", "--key", key, exit_code=1)["type"] == "DuplicateTaskError"
+
+
+def test_an_estimate_is_shown_as_one(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop.schedule("ok", 60)
+    assert not shop.json("db", "shards")["shards"][0]["is_estimate"]
+    assert "about" not in shop("db", "shards").stdout + shop("stats").stdout
+    large = {status: Count(1_234_567, status is Status.NOT_COMPLETE) for status in Status}
+    monkeypatch.setattr(Stats, "counts", lambda stats: large)
+    (found,) = shop.json("db", "shards")["shards"]
+    assert (found["waiting"], found["is_estimate"]) == (1_234_567, True)
+    assert "about 1,234,567" in shop("db", "shards").stdout
+    assert shop("stats").stdout.count("about 1,234,567") == 1
+    assert shop.json("stats")["estimated"] == ["NOT_COMPLETE"]
 
 
 def test_only_what_is_later_than_the_grace_is_overdue(shop: Project) -> None:
