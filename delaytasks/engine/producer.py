@@ -179,10 +179,12 @@ class Producer:
             # No entries are made for far tasks, unless they moved and are to be disarmed.
             until = from_us(until_us)
             tasks = [task for task in tasks if task.expected_time <= until or task.version > 0]
-        self.arm_entries([Entry.of(task, to_us) for task in tasks], is_committed)
+        self._arm([Entry.of(task, to_us) for task in tasks], until_us, is_committed)
 
-    def arm_entries(self, entries: Sequence[Entry], is_committed: bool = True) -> None:
-        until_us = self._near_until_us()
+    def arm_entries(self, entries: Sequence[Entry]) -> None:
+        self._arm(entries, self._near_until_us())
+
+    def _arm(self, entries: Sequence[Entry], until_us: int | None, is_committed: bool = True) -> None:
         near = [entry for entry in entries if until_us is None or entry.due_us <= until_us]
         if not is_committed:
             soonest_us = self._clock.now_us() + COMMIT_US
