@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, exists, func, select, text
+from sqlalchemy import Connection, exists, func, literal_column, select, text
 from sqlalchemy.exc import DBAPIError
 
 from benchmarks.ours import TAG, delays
@@ -209,6 +209,12 @@ def has_unfinished_due() -> bool:
 def last_settled_at() -> float:
     finished = _t.c.status == int(Status.DONE)
     return float(_scalar(select(func.max(_t.c.update_time)).where(finished)).timestamp())
+
+
+def settlements() -> int:
+    """How many transactions settled the tasks that are done; PostgreSQL only."""
+    by = literal_column("xmin::text").distinct()
+    return int(_scalar(select(func.count(by)).select_from(_t).where(_t.c.status == int(Status.DONE))))
 
 
 def lateness_ms() -> list[float]:

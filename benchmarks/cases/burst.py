@@ -24,9 +24,9 @@ DEADLINE_S = 240.0
 
 def run_bulk(stage: Stage) -> None:
     """Scheduled by `schedule_many`, and by a loop of `apply_async`."""
-    count, lead = stage.size(20_000, 5_000), stage.size(60, 15)
+    count, lead = stage.size(50_000, 5_000), stage.size(60, 15)
     what = f"{count:,} due at once, schedule_many {lead} s ahead"
-    _compare(stage, "burst_bulk", what, count, at_once(count, lead), 6)
+    _compare(stage, "burst_bulk", what, count, at_once(count, lead), 10)
 
 
 def at_once(count: int, lead: float) -> Callable[[Side], float]:
@@ -50,7 +50,7 @@ def run_single(stage: Stage) -> None:
             return schedule_singly(stage, side, count, lead)
 
         try:
-            _compare(stage, "burst_single", what, count, schedule, 5)
+            _compare(stage, "burst_single", what, count, schedule, 8)
         except TooSlowError as error:
             if lead == leads[-1]:
                 raise

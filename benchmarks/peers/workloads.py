@@ -67,7 +67,7 @@ def _schedule(
 
 def burst(stage: Stage, peer: Peer) -> None:
     """All due at one instant, in bulk where that is possible."""
-    count, lead, deadline = stage.size(20_000, 2000), stage.size(45, 8), stage.size(60, 20)
+    count, lead, deadline = stage.size(50_000, 2000), stage.size(60, 8), stage.size(60, 20)
     stage.results.sizes["burst"] = (
         f"{count:,} tasks due at one instant, scheduled up to {lead} s before, in bulk where possible"
     )

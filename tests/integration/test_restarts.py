@@ -4,6 +4,7 @@ takes seconds to start, and is empty each other time."""
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,8 +20,6 @@ ROUNDS = 20
 #: Of a RabbitMQ: twenty take minutes.
 RABBITMQ_ROUNDS = int(os.environ.get("DELAYTASKS_TEST_RESTARTS", "3"))
 RESUMES_S = 10
-#: It is away for a dozen seconds, and then Celery waits for up to as long before it tries again.
-RABBITMQ_RESUMES_S = 25
 
 
 @pytest.fixture
@@ -66,9 +65,31 @@ def test_workers_resume_each_time_their_rabbitmq_is_restarted(
             own_rabbitmq.crash()
             tasks.append(d.schedule(delay=0.2))
             own_rabbitmq.start(is_empty=round % 2 == 1)
-            wait_until(lambda: is_in_time(d), RABBITMQ_RESUMES_S, "a task to be in time", every_s=0.2)
+            wait_until(lambda: is_in_time(d), RESUMES_S, "a task to be in time", every_s=0.2)
         assert not worker.ended()
         each_ran_once(d, tasks)
+    finally:
+        d.close()
+
+
+def test_a_worker_without_broker_looks_for_it_every_few_seconds(
+    tmp_path: Path, sqlite_path: Callable[[str], str], server: RedisServer
+) -> None:
+    """Celery's own pauses grow by two seconds each time."""
+    d = Deployment(tmp_path, sqlite_path("test"), server.url)
+    try:
+        worker = d.worker(pool="solo")
+        server.stop()
+        pauses: list[str] = []
+
+        def has_tried_thrice() -> bool:
+            pauses[:] = re.findall(r"Trying again in (\d+)", worker.log())
+            return len(pauses) == 3
+
+        wait_until(has_tried_thrice, 30, "three tries to connect", every_s=0.2)
+        assert pauses == ["2", "4", "4"]
+        server.start()
+        wait_until(lambda: is_in_time(d), RESUMES_S, "a task to be in time", every_s=0.2)
     finally:
         d.close()
 
