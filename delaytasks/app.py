@@ -90,6 +90,7 @@ class DelayTasks(CallbackVerbs, TouchVerbs, BulkVerbs, PolicyVerbs):
         mask_settings()
         celery_app.steps["worker"].add("delaytasks.worker.steps:DelaysStep")
         celery_app.steps["consumer"].add("delaytasks.worker.guard:GuardStep")
+        celery_app.steps["consumer"].add("delaytasks.worker.reconnecting:ReconnectStep")
         celery_app.on_after_finalize.connect(self._add_to_beat, weak=False)
         if celery_app.finalized:  # and tells of it no more
             self._add_to_beat(celery_app)

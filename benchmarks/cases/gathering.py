@@ -40,7 +40,7 @@ def _together(stage: Stage, ms: float, count: int) -> None:
     if ms:
         share = stage.figure("gathering", f"{ms} ms: share of the ideal", "", Target("value", least=0.7))
         share.add(count * ms / 1000 / PROCESSES / took_s)
-    if table.backend() == "postgresql":
+    if table.can_fill():
         stage.figure("gathering", f"{ms} ms: rows in a chunk", "").add(count / table.settlements())
     stage.say(f"gathering: {ms} ms: {count:,} in {took_s:.2f} s, load {load():.1f}")
 

@@ -1,19 +1,38 @@
-"""A worker's connection to its broker, found again soon after the broker is back."""
+"""A worker's connections to its broker are found again soon after the broker is back."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from kombu.connection import Connection
+from celery import bootsteps
 
-#: Celery's own pauses before it tries again grow by two seconds, to half a minute.
-_CELERYS_STEP_S, _CELERYS_LONGEST_S = 2, 30
-LONGEST_PAUSE_S = 4
+#: Between two tries. kombu's own pauses, which Celery does not set, grow by two seconds each time, to thirty.
+PAUSE_S = 4
+_KOMBUS_STEP_S, _KOMBUS_LONGEST_S = 2, 30
 
 
-class SoonReconnected(Connection):
-    def ensure_connection(self, errback: Any = None, max_retries: int | None = None, **options: Any) -> Any:
-        """Tries every few seconds, and gives up when Celery would have after so many retries with its longer pauses."""
-        if max_retries is not None:
-            options["timeout"] = sum(min(_CELERYS_STEP_S * n, _CELERYS_LONGEST_S) for n in range(1, max_retries + 1))
-        return super().ensure_connection(errback, None, interval_max=LONGEST_PAUSE_S, **options)
+class ReconnectStep(bootsteps.Step):
+    label = "Reconnect"
+
+    def __init__(self, consumer: Any, **kwargs: Any) -> None:
+        super().__init__(consumer, **kwargs)
+        consumer.ensure_connected = partial(_look_often, consumer.ensure_connected)
+
+
+def _look_often(ensure_connected: Callable[[Any], Any], connection: Any) -> Any:
+    """For the consumer's connections only: all others have their own patience."""
+    ensure = connection.ensure_connection
+
+    def ensure_soon(errback: Any, max_retries: int | None, **options: Any) -> Any:
+        return ensure(errback, max_retries and as_patient(max_retries), interval_max=PAUSE_S, **options)
+
+    connection.ensure_connection = ensure_soon
+    return ensure_connected(connection)
+
+
+def as_patient(retries: int) -> int:
+    """How many of our retries last as long as so many of Celery's."""
+    lasts_s = sum(min(_KOMBUS_STEP_S * n, _KOMBUS_LONGEST_S) for n in range(1, retries + 1))
+    return -(-lasts_s // PAUSE_S) + 1  # the first pause is half as long

@@ -17,7 +17,6 @@ from celery.worker import state
 from delaytasks.core.task import DEFAULT_QUEUE
 from delaytasks.timers.eta import RUN
 from delaytasks.worker.desk import Desk
-from delaytasks.worker.reconnecting import SoonReconnected
 from delaytasks.worker.timelimits import check_time_limits
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ class DelaysStep(bootsteps.StartStopStep):
         delays: DelayTasks = worker.app.tasks[RUN].delays
         delays.processes.serve(worker.hostname, worker.pool)
         add_queues(worker.app, delays)
-        worker.app.amqp.Connection = SoonReconnected
         worker.delays_desk = Desk(delays, worker)
         worker.wait_for_soft_shutdown = partial(shut_down_coldly, worker, worker.wait_for_soft_shutdown)
         return self

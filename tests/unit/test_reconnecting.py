@@ -7,10 +7,15 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
+from celery import Celery
+from celery.worker.consumer import Consumer
+from kombu.connection import Connection
 from kombu.exceptions import OperationalError
 from kombu.utils import functional
 
-from delaytasks.worker.reconnecting import LONGEST_PAUSE_S, SoonReconnected
+from delaytasks.worker.reconnecting import PAUSE_S, ReconnectStep
+
+NOWHERE = "redis://127.0.0.1:{port}/0"
 
 
 class Clock:
@@ -35,31 +40,72 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def nobody() -> Iterator[SoonReconnected]:
+def port() -> Iterator[int]:
     with socket.socket() as bound:  # but nobody listens
         bound.bind(("127.0.0.1", 0))
-        yield SoonReconnected(f"redis://127.0.0.1:{bound.getsockname()[1]}/0")
+        yield bound.getsockname()[1]
 
 
-def test_a_broker_is_looked_for_every_few_seconds_however_long_it_is_away(
-    clock: Clock, nobody: SoonReconnected
-) -> None:
-    tries = []
+class Looking(Consumer):  # type: ignore[misc]
+    """A worker's consumer with nothing but what connects it."""
+
+    def __init__(self, url: str, retries: int | None) -> None:
+        self.app = Celery(set_as_current=False, broker=url)
+        self.app.conf.update(broker_connection_max_retries=retries, broker_connection_retry_on_startup=True)
+        self.first_connection_attempt = True
+        self.broker_connection_retry_attempt = 0
+
+
+def tries_of(consumer: Looking, clock: Clock, most: int = 1000) -> list[float]:
+    """When it tried, until it gave up."""
+    tries: list[float] = []
+    connection = consumer.app.connection_for_read()
+    connect = connection._connection_factory
+
+    def note() -> object:
+        tries.append(clock.now)
+        if len(tries) == most:
+            raise KeyboardInterrupt
+        return connect()
+
+    connection._connection_factory = note
+    with pytest.raises((OperationalError, KeyboardInterrupt)):
+        consumer.ensure_connected(connection)
+    return tries
+
+
+def ours(url: str, retries: int | None) -> Looking:
+    consumer = Looking(url, retries)
+    ReconnectStep(consumer)
+    return consumer
+
+
+def test_a_broker_is_looked_for_every_few_seconds_however_long_it_is_away(clock: Clock, port: int) -> None:
+    tries = tries_of(ours(NOWHERE.format(port=port), None), clock, most=300)
+    assert len(tries) == 300
+    assert max(later - earlier for earlier, later in pairwise(tries)) == PAUSE_S
+
+
+@pytest.mark.parametrize("retries", [0, 1, 5, 100])
+def test_it_is_given_up_when_celery_would_have(clock: Clock, port: int, retries: int) -> None:
+    url = NOWHERE.format(port=port)
+    celerys = tries_of(Looking(url, retries), clock)
+    began, clock.now = clock.now, 0.0
+    tries = tries_of(ours(url, retries), clock)
+    assert began <= tries[-1] <= began + PAUSE_S
+    assert (len(celerys) == 1) is (len(tries) == 1)
+
+
+def test_with_several_brokers_it_is_given_up_no_earlier(clock: Clock, port: int) -> None:
+    url = ";".join([NOWHERE.format(port=port)] * 3)
+    gives_up_at = tries_of(Looking(url, 30), clock)[-1]
+    clock.now = 0.0
+    assert tries_of(ours(url, 30), clock)[-1] >= gives_up_at
+
+
+def test_other_connections_keep_their_own_patience(clock: Clock, port: int) -> None:
+    consumer = ours(NOWHERE.format(port=port), 100)
+    connection: Connection = consumer.app.connection_for_write()
     with pytest.raises(OperationalError):
-        nobody.ensure_connection(lambda error, pause: tries.append(clock.now), 20)
-    pauses = [later - earlier for earlier, later in pairwise(tries)]
-    assert len(tries) > 20
-    assert max(pauses) == LONGEST_PAUSE_S
-
-
-@pytest.mark.parametrize("retries", [1, 5, 100])
-def test_it_is_given_up_when_celery_would_have(clock: Clock, nobody: SoonReconnected, retries: int) -> None:
-    def given_up_at(connection: SoonReconnected, ensure: object) -> float:
-        began = clock.now
-        with pytest.raises(OperationalError):
-            ensure(connection, None, retries)  # type: ignore[operator]
-        return clock.now - began
-
-    celerys = given_up_at(nobody, super(SoonReconnected, SoonReconnected).ensure_connection)
-    ours = given_up_at(nobody, SoonReconnected.ensure_connection)
-    assert celerys <= ours <= celerys + LONGEST_PAUSE_S
+        connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0, interval_max=1, timeout=0.5)
+    assert clock.now == 0
