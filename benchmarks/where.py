@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 
 #: Of each timer: deployments that share a database and a broker.
 NAMESPACES = {"eta": "bench", "redis": "bench_redis", "direct": "bench_direct"}
@@ -46,6 +47,7 @@ def notes_path() -> str | None:
     return os.environ.get("BENCH_NOTES")
 
 
+@cache
 def takes_s() -> float:
     """How long each task has to take: only where that matters it is not zero."""
     return float(os.environ.get("BENCH_TAKES_S", "0"))

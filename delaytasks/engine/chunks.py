@@ -7,6 +7,7 @@ itself, and the runner takes the next chunk as soon as there are places for it: 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -24,6 +25,8 @@ from delaytasks.engine.registry import Processor, Registry
 from delaytasks.engine.running import Running
 from delaytasks.engine.settling import Settle, Settling
 
+#: Holds the surroundings of rows that a thread runs one after another.
+Kept = Callable[[], AbstractContextManager[object]]
 #: A row that may end this process waits so long, as a part of the lease, for those that run side by side to end.
 ALONE = 0.25
 #: Between two tries to settle while the database is away.
@@ -64,7 +67,9 @@ class Chunks:
         flights: Flights,
         admission: Admission | None,
         events: Events,
+        kept: Kept,
     ) -> None:
+        self._kept = kept
         self._lease_s = settings.lease_s
         self._box_s = settings.chunk_time_box_s
         self._clock = clock
@@ -103,7 +108,8 @@ class Chunks:
         chunk.keep(refused)
         self._time_box.open(chunk)
         try:
-            flying = self._start_all(chunk, claimed, tally)
+            with self._kept():
+                flying = self._start_all(chunk, claimed, tally)
             if flying:
                 self._wait(chunk, flying, may_leave)
                 tally.wanted = max(tally.wanted, *(self._free_rows(processor) for processor in flying))

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 from delaytasks.core.clock import Clock, monotonic
@@ -16,7 +17,7 @@ from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.engine.admission import Admission
-from delaytasks.engine.chunks import Chunks, Tally
+from delaytasks.engine.chunks import Chunks, Kept, Tally
 from delaytasks.engine.endings import Endings
 from delaytasks.engine.flights import Flights
 from delaytasks.engine.lining import Lining
@@ -56,7 +57,8 @@ class Report(NamedTuple):
 
 
 class Runner:
-    """Runs chunks in one process. `execute` calls the processor in the surroundings that it expects.
+    """Runs chunks in one process. `execute` calls the processor in the surroundings that it expects; between rows that
+    a thread runs one after another they are `kept`.
 
     With `may_leave` rows that run side by side may go on while the next chunk runs: somebody has to renew their leases,
     and to call `finish` at the end. `renewed_at` is when leases were renewed last, by the monotonic clock.
@@ -77,6 +79,7 @@ class Runner:
         flights: Flights | None = None,
         may_leave: bool = False,
         renewed_at: Callable[[], float] = lambda: float("-inf"),
+        kept: Kept = nullcontext,
     ) -> None:
         self._settings = settings
         self._claims = claims
@@ -88,7 +91,7 @@ class Runner:
         self._running = Running(claims, clock, registry, endings, execute, unit_of, keeps_time_limits, lease)
         settling = Settling(settings, claims, clock, timer, events)
         self._chunks = Chunks(
-            settings, clock, registry, self._running, settling, flights or Flights(), admission, events
+            settings, clock, registry, self._running, settling, flights or Flights(), admission, events, kept
         )
         self._may_leave = may_leave
         self._lining = Lining(settings, claims, registry, self._chunks)

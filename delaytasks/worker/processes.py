@@ -110,6 +110,7 @@ class Processes:
             flights=self._flights,
             renewed_at=partial(self.renewals.last, number),
             may_leave=self.is_worker and self.leaves_rows,  # a worker's main process renews their leases
+            kept=surroundings.kept,
         )
 
 

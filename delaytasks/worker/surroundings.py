@@ -5,18 +5,79 @@ from __future__ import annotations
 
 import contextvars
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from functools import partial
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cached_property, partial
 from typing import Any
 
 from billiard.einfo import ExceptionInfo
 from celery import signals
 from celery._state import _task_stack
+from celery.app.task import Context
 
 from delaytasks.core.task import DelayTask
 from delaytasks.engine.batch import Work
 from delaytasks.worker.timelimits import limited
+
+
+class RowRequest(Context):
+    """What `current_task.request` is while a row runs. Few look at it, so some of it is made when somebody does."""
+
+    called_directly = False
+
+    def __init__(self, task: DelayTask, body: Any, hostname: str) -> None:
+        self.delay_task = task
+        self.id = self.root_id = str(task.id)
+        self.args = (body,)
+        self.retries = task.attempts - 1
+        self.hostname = hostname
+
+    @cached_property
+    def kwargs(self) -> dict[str, Any]:
+        return {}
+
+    @cached_property
+    def headers(self) -> dict[str, Any]:
+        return {}
+
+    @cached_property
+    def eta(self) -> str:
+        return self.delay_task.expected_time.isoformat()
+
+    @cached_property
+    def delivery_info(self) -> dict[str, Any]:
+        task = self.delay_task
+        return {"routing_key": task.queue, "priority": task.priority, "redelivered": task.attempts > 1}
+
+
+class Stage:
+    """A thread's current Celery task, with the request of one row after the other."""
+
+    def __init__(self) -> None:
+        self._sender: Any = None
+        self._requests: list[Any] = []
+
+    def show(self, sender: Any, request: RowRequest) -> None:
+        """Celery's stacks look for their thread at every step: for the next row of a tag it is enough to replace what
+        is on top."""
+        if sender is self._sender:
+            self._requests[-1] = request
+            return
+        self.clear()
+        _task_stack.push(sender)
+        sender.request_stack.push(request)
+        self._sender, self._requests = sender, sender.request_stack.stack
+
+    def clear(self) -> None:
+        if self._sender is not None:
+            self._sender.request_stack.pop()
+            _task_stack.pop()
+            self._sender = None
+
+
+class _Stages(threading.local):
+    kept: Stage | None = None
 
 
 class Surroundings:
@@ -34,6 +95,18 @@ class Surroundings:
         self._around = around
         self._keeps_time_limits = keeps_time_limits
         self._tasks: dict[str, Any] = {}
+        self._stages = _Stages()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """For rows that this thread runs one after another."""
+        before, stage = self._stages.kept, Stage()
+        self._stages.kept = stage
+        try:
+            yield
+        finally:
+            self._stages.kept = before
+            stage.clear()
 
     def __call__(self, work: Work, task: DelayTask) -> Any:
         """For a batch, `task` is the first of its tasks."""
@@ -41,29 +114,16 @@ class Surroundings:
 
     def _run(self, work: Work, task: DelayTask) -> Any:
         sender = self._tasks.get(task.tag) or self._make_task(work)
-        id, body = str(task.id), work.body_of(task)
-        args = (body,)
-        _task_stack.push(sender)
-        sender.push_request(
-            id=id,
-            root_id=id,
-            task=task.tag,
-            args=args,
-            kwargs={},
-            retries=task.attempts - 1,
-            is_eager=False,
-            called_directly=False,
-            hostname=self._hostname,
-            delivery_info={"routing_key": task.queue, "priority": task.priority, "redelivered": task.attempts > 1},
-            eta=task.expected_time.isoformat(),
-            delay_task=task,
-            # Given, so that Celery does not look for custom ones among all fields of every request.
-            headers={},
-        )
+        body = work.body_of(task)
+        request = RowRequest(task, body, self._hostname)
+        id, args = request.id, request.args
+        kept = self._stages.kept
+        stage = kept or Stage()
+        stage.show(sender, request)
         state, result = "FAILURE", None
         try:
             if signals.task_prerun.receivers:
-                signals.task_prerun.send(sender=sender, task_id=id, task=sender, args=args, kwargs={})
+                signals.task_prerun.send(sender=sender, task_id=id, task=sender, args=args, kwargs=request.kwargs)
             try:
                 if self._keeps_time_limits and work.has_time_limits:
                     result = limited(work, partial(self._call, work, task, body))
@@ -86,11 +146,17 @@ class Surroundings:
             try:
                 if signals.task_postrun.receivers:
                     signals.task_postrun.send(
-                        sender=sender, task_id=id, task=sender, args=args, kwargs={}, retval=result, state=state
+                        sender=sender,
+                        task_id=id,
+                        task=sender,
+                        args=args,
+                        kwargs=request.kwargs,
+                        retval=result,
+                        state=state,
                     )
             finally:
-                sender.pop_request()
-                _task_stack.pop()
+                if stage is not kept:
+                    stage.clear()
 
     def _call(self, work: Work, task: DelayTask, body: Any) -> Any:
         with ExitStack() as stack:
