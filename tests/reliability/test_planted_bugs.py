@@ -298,6 +298,15 @@ def test_a_planted_bug_is_found(
     assert kinds <= set(stage.verdict().counts()), str(stage.verdict())
 
 
+def test_a_fault_of_another_worker_hides_no_bug(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_heartbeat(stage, monkeypatch)
+    since_us = stage.now_us()
+    slow_processor(stage)
+    stage.fault("SIGSTOP", since_us, "away")
+    stage.fault("kill -9", since_us, "dead")
+    assert "duplicated" in stage.verdict().counts(), str(stage.verdict())
+
+
 def test_a_finding_tells_the_whole_story(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     no_version_check_on_claim(stage, monkeypatch)
     delivered_twice(stage)
