@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -88,6 +89,7 @@ def _strike(field: Field, plan: Plan, chance: random.Random, count: Callable[[],
     kills = [n for n in fitting if n.is_kill] or fitting
     of_kills = set(chance.sample(range(plan.faults), plan.kills))
     faults: list[Fault] = []
+    times: Counter[str] = Counter()
     busy: dict[Victim, Future[Fault]] = {}
 
     def struck(nemesis: Nemesis, own: random.Random) -> Fault:
@@ -107,7 +109,10 @@ def _strike(field: Field, plan: Plan, chance: random.Random, count: Callable[[],
                 some = kills if number in of_kills else fitting
                 while not (free := [n for n in some if n.victim not in busy or busy[n.victim].done()]):
                     time.sleep(0.05)
+                if number in of_kills:  # what is quickly over is free more often than the others
+                    free = [n for n in free if times[n.kind] == min(times[n.kind] for n in free)]
                 nemesis = chance.choice(free)
+                times[nemesis.kind] += 1
                 if nemesis.victim in busy:
                     busy.pop(nemesis.victim).result()  # a nemesis that failed ends the run
                 busy[nemesis.victim] = pool.submit(struck, nemesis, random.Random(chance.random()))
