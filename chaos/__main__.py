@@ -1,4 +1,7 @@
-"""`python -m chaos [--tasks N] [--faults N] [--every S] [--seed N] [--database …] [--broker …] [--timer …]`"""
+"""`python -m chaos [--tasks N] [--faults N] [--kills N] [--every S] [--seed N] [--database …] [--broker …] [--timer …]`
+
+Without options: the run that each change has to pass, in two minutes.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import secrets
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,21 +31,31 @@ MISSING = 3
 def main() -> int:
     parser = argparse.ArgumentParser(prog="chaos", description=__doc__)
     parser.add_argument("--tasks", type=int, default=2000)
-    parser.add_argument("--faults", type=int, default=20)
-    parser.add_argument("--every", type=float, default=4.0, help="seconds between two faults")
+    parser.add_argument("--faults", type=int, default=30)
+    parser.add_argument("--kills", type=int, default=22, help="so many of the faults, at least, are kills")
+    parser.add_argument("--every", type=float, default=2.5, help="seconds between two faults")
     parser.add_argument("--seed", type=int, default=None, help="of the faults and of what is scheduled")
     parser.add_argument("--database", choices=["postgresql", "mariadb", "sqlite"], default="postgresql")
     parser.add_argument("--broker", choices=["redis", "rabbitmq", "embedded"], default="redis")
     parser.add_argument("--timer", choices=["eta", "redis"], default="eta")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds without progress after which it ends")
-    parser.add_argument("--only", action="append", metavar="WORDS", help="faults with these words in their names")
+    parser.add_argument(
+        "--within", type=float, default=60.0, help="seconds after the last fault; what is due and not finished is stuck"
+    )
+    parser.add_argument(
+        "--only", action="append", metavar="WORDS", help="faults with these words in their names; `kill` are all kills"
+    )
     parser.add_argument("--keep", metavar="FOLDER", help="a new one, for what all processes say")
     options = parser.parse_args()
     seed = secrets.randbelow(1_000_000) if options.seed is None else options.seed
-    plan = Plan(seed, options.tasks, options.faults, options.every, options.patience, tuple(options.only or [""]))
+    plan = Plan(
+        seed, options.tasks, options.faults, min(options.kills, options.faults), options.every, options.patience,
+        options.within, tuple(options.only or [""]),
+    )  # fmt: skip
     site = Site(options.database, options.broker, options.timer)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(f"seed {seed}: {plan.tasks:,} tasks and {plan.faults} faults in {plan.seconds:,.0f} s, on {site}")
+    began = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it started is ended, however it ends
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also in the background, where shells have it ignored
     with a_folder(options.keep) as folder:
@@ -52,7 +66,7 @@ def main() -> int:
             for nemesis in NEMESES:
                 if why := nemesis.misfit(field):
                     console.print(f"left out: {nemesis.kind}: {why}")
-            history, quiet_us = run(field, plan, console.print)
+            outcome = run(field, plan, console.print)
         except MissingServiceError as error:
             console.print(f"{site} can not be had here: {error}")
             return MISSING
@@ -61,8 +75,9 @@ def main() -> int:
                 signal.signal(number, signal.SIG_IGN)  # it is ending
             if field is not None:
                 field.close()
-    verdict = Checker(history, quiet_us=quiet_us).verdict()
-    show(verdict, history, console)
+    verdict = Checker(outcome.history, quiet_us=outcome.quiet_us, by_us=outcome.by_us).verdict()
+    show(verdict, outcome.history, outcome.over_us, console)
+    console.print(f"{time.monotonic() - began:.0f} s")
     return 1 if verdict.findings else 0
 
 

@@ -6,14 +6,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from typing import NamedTuple
 
-from chaos.history import Change, Fault, History, Ran, Told
+from chaos.history import Change, History
+from chaos.lives import Life, lives_of, story_of
+from chaos.reasons import Reasons, held
 from delaytasks.core.states import FINISHED, MOVES, Status
 
 #: (from, to) of every move there is.
 _LEGAL = {(source, move.target) for move in MOVES.values() for source in move.sources}
+#: A lease, a sweep and a dispatch, and some more: so long a task may be due without being stuck.
+WHILE_US = 10_000_000
 
 
 class Flaw(NamedTuple):
@@ -49,42 +52,17 @@ class Verdict:
         return "\n\n".join([said, *map(str, self.findings[:20])])
 
 
-@dataclass(slots=True)
-class Life:
-    """All that is known of one task."""
-
-    told: list[Told] = field(default_factory=list)
-    ran: list[Ran] = field(default_factory=list)
-    changes: list[Change] = field(default_factory=list)
-
-    def calls(self, call: str, *answers: str) -> list[Told]:
-        return [told for told in self.told if told.call == call and told.answer in answers]
-
-    def claim_of(self, run: Ran) -> Change | None:
-        return next((c for c in self.claims if c.version == run.version), None)
-
-    @property
-    def claims(self) -> list[Change]:
-        return [c for c in self.changes if c.status is Status.RUNNING and c.version != c.version_was]
-
-    def end_of(self, claim: Change) -> Change | None:
-        """What became of it. A renewed lease is no end."""
-        after = [c for c in self.changes if c.version_was == claim.version and c.version != c.version_was]
-        return after[0] if after else None
-
-    @property
-    def last(self) -> Change | None:
-        return self.changes[-1] if self.changes else None
-
-
 class Checker:
-    def __init__(self, history: History, max_lapses: int = 5, quiet_us: int | None = None) -> None:
-        """`quiet_us` is when all was to be over: nothing that is left then will come right by itself."""
+    def __init__(
+        self, history: History, max_lapses: int = 5, quiet_us: int | None = None, by_us: int | None = None
+    ) -> None:
+        """`quiet_us` is when all was to be over: nothing that is left then will come right by itself. `by_us` is when
+        what has been due for a while was to be finished."""
         self._history = history
-        #: A beat or a broker that is gone is no reason for a lease to lapse.
-        self._reasons = [fault for fault in history.faults if fault.victim in ("worker", "database", "machine")]
+        self._reasons = Reasons(history.faults)
         self._max_lapses = max_lapses
         self._quiet_us = quiet_us
+        self._by_us = by_us
         self._rules: tuple[Callable[[Life], Iterator[Flaw]], ...] = (
             self._acknowledged_runs,
             self._nothing_else_runs,
@@ -97,29 +75,20 @@ class Checker:
         )
 
     def verdict(self) -> Verdict:
-        history, lives = self._history, self._lives()
+        history, lives = self._history, lives_of(self._history)
         verdict = Verdict(len(lives), len(history.ran))
         for id, life in lives.items():
             flaws = [flaw for rule in self._rules for flaw in rule(life)]
-            verdict.explained += sum(self._is_explained(life, claim) for claim in self._lapsed(life))
-            verdict.findings += [Finding(flaw, id, _story(life, history.faults)) for flaw in flaws]
+            again = [claim for claim in self._lapsed(life) if life.has_run(claim)]
+            verdict.explained += sum(self._is_explained(life, claim) for claim in again)
+            verdict.findings += [Finding(flaw, id, story_of(life, history.faults)) for flaw in flaws]
         for process in history.hung:
             verdict.findings.append(Finding(Flaw("I8", "hung", f"{process} lives and runs nothing"), 0, ""))
         return verdict
 
     def story(self, id: int) -> str:
         """All that is known of a task."""
-        return _story(self._lives()[id], self._history.faults)
-
-    def _lives(self) -> dict[int, Life]:
-        lives: dict[int, Life] = {}
-        for told in self._history.told:
-            lives.setdefault(told.id, Life()).told.append(told)
-        for ran in self._history.ran:
-            lives.setdefault(ran.id, Life()).ran.append(ran)
-        for change in self._history.changes:  # in the order in which the database wrote them
-            lives.setdefault(change.id, Life()).changes.append(change)
-        return lives
+        return story_of(lives_of(self._history)[id], self._history.faults)
 
     # -- what was promised ------------------------------------------------------------------------
 
@@ -189,12 +158,9 @@ class Checker:
         """A lease ends with its time, with its row's settlement, or with the death of who holds it."""
         for claim in self._lapsed(life):
             end, lease_us = life.end_of(claim), self._lease_of(life, claim)
-            if (
-                end is not None
-                and lease_us is not None
-                and end.at_us < lease_us
-                and not self._is_explained(life, claim)
-            ):
+            if end is None or lease_us is None or end.at_us >= lease_us:
+                continue
+            if not self._reasons.has_ended(held(claim, life.changes, end)):
                 yield Flaw(
                     "I5", "two leases", f"version {claim.version} lapsed {lease_us - end.at_us} us before its lease"
                 )
@@ -212,8 +178,7 @@ class Checker:
 
     def _is_explained(self, life: Life, claim: Change) -> bool:
         end = life.end_of(claim)
-        until_us = claim.at_us if end is None else end.at_us
-        return any(fault.from_us <= until_us and fault.until_us >= claim.at_us for fault in self._reasons)
+        return end is not None and self._reasons.explain(held(claim, life.changes, end))
 
     def _extra_runs_are_explained(self, life: Life) -> Iterator[Flaw]:
         for version in sorted({run.version for run in life.ran}):
@@ -221,8 +186,11 @@ class Checker:
             if len(runs) > 1:
                 yield Flaw("I6", "duplicated", f"version {version} ran {len(runs)} times")
         for claim in self._lapsed(life):
-            if any(run.version == claim.version for run in life.ran) and not self._is_explained(life, claim):
-                yield Flaw("I6", "duplicated", f"version {claim.version} ran and lapsed, and no fault explains it")
+            if life.has_run(claim) and not self._is_explained(life, claim):
+                text = (
+                    f"version {claim.version} of {claim.worker} ran and lapsed, and no fault of its holder explains it"
+                )
+                yield Flaw("I6", "duplicated", text)
         for run in life.ran:
             if (taken := life.claim_of(run)) is not None and self._never_ran(life, taken):
                 yield Flaw("I6", "duplicated", f"version {run.version} ran, and was given back as if it had not")
@@ -252,38 +220,24 @@ class Checker:
 
     def _quiet(self, life: Life) -> Iterator[Flaw]:
         last = life.last
-        if self._quiet_us is None or last is None or last.status in FINISHED:
+        if self._quiet_us is None or last is None:
             return
-        if last.status is Status.RUNNING:
-            if (last.lease_until_us or 0) < self._quiet_us:
-                yield Flaw("I8", "stuck", "it is RUNNING, and its lease is over")
+        if last.status is Status.RUNNING and (last.lease_until_us or 0) < self._quiet_us:
+            yield Flaw("I8", "stuck", "it is RUNNING, and its lease is over")
         elif last.status is Status.NOT_COMPLETE and last.due_us < self._quiet_us:
             yield Flaw("I8", "stuck", "it is overdue")
+        else:
+            yield from self._in_time(life)
 
-
-def _story(life: Life, faults: list[Fault]) -> str:
-    lines: list[tuple[int, str]] = []
-    for told in life.told:
-        due = "" if told.due_us is None else f", due {_clock(told.due_us)}"
-        lines.append((told.answered_us, f"producer: {told.call}{due}: {told.answer}"))
-    for run in life.ran:
-        lines.append((run.began_us, f"processor: version {run.version} begins in {run.worker}"))
-        if run.ended_us is not None:
-            lines.append((run.ended_us, f"processor: version {run.version} ends"))
-    for change in life.changes:
-        was = "new" if change.was is None else f"{change.was} {change.version_was}"
-        lease = "" if change.lease_until_us is None else f", lease until {_clock(change.lease_until_us)}"
-        row = f"row: {was} -> {change.status} {change.version}, due {_clock(change.due_us)}, lapses {change.lapses}"
-        lines.append((change.at_us, row + lease))
-    if lines:
-        first, last = min(lines)[0], max(lines)[0]
-        lines += [
-            (fault.from_us, f"fault: {fault.kind} of {fault.target} until {_clock(fault.until_us)}")
-            for fault in faults
-            if fault.until_us >= first and fault.from_us <= last
-        ]
-    return "\n".join(f"  {_clock(at)} {text}" for at, text in sorted(lines))
-
-
-def _clock(us: int) -> str:
-    return datetime.fromtimestamp(us / 1e6, timezone.utc).strftime("%H:%M:%S.%f")
+    def _in_time(self, life: Life) -> Iterator[Flaw]:
+        by_us = self._by_us
+        if by_us is None or (then := life.at(by_us)) is None:
+            return
+        if then.status not in (Status.NOT_COMPLETE, Status.RUNNING) or then.due_us > by_us - WHILE_US:
+            return
+        text = f"it was due for {(by_us - then.due_us) / 1e6:.1f} s when all was to be well again"
+        ended = next((c for c in life.changes if c.at_us > by_us and c.status in FINISHED), None)
+        if ended is None:
+            yield Flaw("I8", "stuck", f"{text}, and runs still")
+        else:
+            yield Flaw("I8", "late", f"{text}, and was finished {(ended.at_us - by_us) / 1e6:.1f} s later")

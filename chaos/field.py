@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import func, select
 
 from chaos.brokers import Broker, start_broker
+from chaos.pids import children_of
 from chaos.project import time_environment
 from chaos.recorder import Recorder
 from delaytasks.core.settings import load_settings
@@ -143,7 +144,3 @@ class Field:
         link = proxy_to(url)
         self._ends.append(link.close)
         return link
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

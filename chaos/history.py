@@ -17,7 +17,11 @@ from delaytasks.core.states import Status
 Call = Literal["schedule", "reschedule", "cancel", "retry"]
 #: Refused, or rolled back: nothing was done. Unknown: the answer was lost.
 Answer = Literal["ok", "failed", "unknown"]
-Victim = Literal["worker", "beat", "broker", "database", "machine"]
+#: What became of those whom a fault hit. They are dead from then on; they could not renew a lease as long as it lasted,
+#: since they stood still, or had no way to the database; they were asked to end, and finish what they have.
+Effect = Literal["none", "dead", "away", "ending"]
+#: Of `holders`: everybody.
+ALL = ("",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +76,10 @@ class Fault:
     target: str
     from_us: int
     until_us: int
-    #: What was broken. A lapse has a reason in workers, the database, or the machine, and in nothing else.
-    victim: Victim = "worker"
+    #: On those who may hold leases.
+    effect: Effect = "none"
+    #: Whom it hit: parts of the names by which rows know the holders of their leases.
+    holders: tuple[str, ...] = ()
 
 
 @dataclass

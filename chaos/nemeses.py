@@ -1,4 +1,4 @@
-"""What may go wrong in a run. Each one breaks something, waits, mends it, and says what it was."""
+"""What may go wrong in a run. Each one breaks something, waits, mends it, and says what it was, and whom it hit."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from chaos.field import Field, children_of
-from chaos.history import Fault, Victim
+from chaos.field import Field
+from chaos.history import ALL, Effect, Fault
+from chaos.pids import children_of
 from chaos.project import now_us
 from tests import faketime
 from tests.proxy import Proxy
+from tests.running import Process
 from tests.services import kill_connections
 
 #: Longer than a lease.
@@ -26,6 +28,18 @@ ECHO_S = 0.5
 AWAY_S = 2.5
 HOUR_S = 3600
 COMMIT = rb"COMMIT(?!TED)|INSERT INTO|UPDATE |EXECUTE "
+#: In the names of the kills.
+KILL = "kill"
+#: The ways to the database.
+LINKS = ("the producers", "the workers")
+
+Victim = Literal["worker", "beat", "broker", "database"]
+
+
+class Struck(NamedTuple):
+    target: str
+    effect: Effect = "none"
+    holders: tuple[str, ...] = ()
 
 
 def always(field: Field) -> str:
@@ -50,148 +64,172 @@ class Nemesis(NamedTuple):
     kind: str
     #: What it breaks: each of these has one thing wrong with it at a time.
     victim: Victim
-    strike: Callable[[Field, random.Random], str]
+    strike: Callable[[Field, random.Random], Struck]
     #: Why it can not strike on a field, if so.
     misfit: Callable[[Field], str] = always
 
+    @property
+    def is_kill(self) -> bool:
+        return KILL in self.kind
+
     def fault(self, field: Field, chance: random.Random) -> Fault:
         from_us = now_us()
-        target = self.strike(field, chance)
-        return Fault(self.kind, target, from_us, now_us(), self.victim)
+        struck = self.strike(field, chance)
+        return Fault(self.kind, struck.target, from_us, now_us(), struck.effect, struck.holders)
 
 
 # -- processes ------------------------------------------------------------------------------------
 
 
-def kill_worker(field: Field, chance: random.Random) -> str:
+def kill_worker(field: Field, chance: random.Random) -> Struck:
     return _new_worker(field, chance)
 
 
-def skew_worker(field: Field, chance: random.Random) -> str:
+def skew_worker(field: Field, chance: random.Random) -> Struck:
+    """Who is replaced is dead. Who comes with a wrong clock has no excuse."""
     ahead_s = chance.choice([-HOUR_S, HOUR_S])
-    return f"{_new_worker(field, chance, **faketime.environment(ahead_s))}, {ahead_s:+} s"
+    struck = _new_worker(field, chance, **faketime.environment(ahead_s))
+    return struck._replace(target=f"{struck.target}, {ahead_s:+} s")
 
 
-def _new_worker(field: Field, chance: random.Random, **environment: str) -> str:
-    number = chance.randrange(len(field.workers))
-    field.workers[number].kill()
+def _new_worker(field: Field, chance: random.Random, **environment: str) -> Struck:
+    number, worker = _choose(field.workers, chance)
+    worker.kill()
     field.workers[number] = field.new_worker(**environment)
-    return f"worker {number}"
+    return _of(number, worker, "dead")
 
 
-def kill_child(field: Field, chance: random.Random) -> str:
-    worker = chance.choice(field.workers)
-    children = children_of(worker.pid)
-    if not children:
-        return "nobody"
-    child = chance.choice(children)
-    try:
-        os.kill(child, signal.SIGKILL)
-    except ProcessLookupError:
-        return "nobody"
-    return f"pool process {child}"
+def kill_child(field: Field, chance: random.Random) -> Struck:
+    _, worker = _choose(field.workers, chance)
+    while not field.is_over.is_set():
+        try:
+            child = chance.choice(children_of(worker.pid))
+            os.kill(child, signal.SIGKILL)
+        except (IndexError, ProcessLookupError):
+            field.pause(0.1)  # one has just died, and the next one is not there yet
+            continue
+        return Struck(f"pool process {child} of {worker.name}", "dead", (f"{worker.name}/{child}-",))
+    return Struck("nobody")
 
 
-def freeze_worker(field: Field, chance: random.Random) -> str:
-    number = chance.randrange(len(field.workers))
-    pid = field.workers[number].pid
-    os.killpg(pid, signal.SIGSTOP)
+def freeze_worker(field: Field, chance: random.Random) -> Struck:
+    number, worker = _choose(field.workers, chance)
+    os.killpg(worker.pid, signal.SIGSTOP)
     field.pause(FROZEN_S)
-    os.killpg(pid, signal.SIGCONT)
-    return f"worker {number}"
+    os.killpg(worker.pid, signal.SIGCONT)
+    struck = _of(number, worker, "away")
+    # Who stands still with SQLite's lock keeps all others from writing.
+    return struck if field.database else struck._replace(holders=ALL)
 
 
-def stop_worker_politely(field: Field, chance: random.Random) -> str:
-    number = chance.randrange(len(field.workers))
-    field.workers[number].terminate(60)
+def stop_worker_politely(field: Field, chance: random.Random) -> Struck:
+    number, worker = _choose(field.workers, chance)
+    worker.terminate(60)
     field.workers[number] = field.new_worker()
-    return f"worker {number}"
+    return _of(number, worker, "ending")
 
 
-def kill_beat(field: Field, chance: random.Random) -> str:
+def _choose(some: list[Process], chance: random.Random) -> tuple[int, Process]:
+    number = chance.randrange(len(some))
+    return number, some[number]
+
+
+def _of(number: int, worker: Process, effect: Effect) -> Struck:
+    return Struck(f"worker {number}, {worker.name}", effect, (f"{worker.name}/",))
+
+
+def kill_beat(field: Field, chance: random.Random) -> Struck:
     return _new_beat(field, chance)
 
 
-def skew_beat(field: Field, chance: random.Random) -> str:
+def skew_beat(field: Field, chance: random.Random) -> Struck:
     ahead_s = chance.choice([-HOUR_S, HOUR_S])
-    return f"{_new_beat(field, chance, **faketime.environment(ahead_s))}, {ahead_s:+} s"
+    struck = _new_beat(field, chance, **faketime.environment(ahead_s))
+    return Struck(f"{struck.target}, {ahead_s:+} s")
 
 
-def _new_beat(field: Field, chance: random.Random, **environment: str) -> str:
-    number = chance.randrange(len(field.beats))
-    field.beats[number].kill()
+def _new_beat(field: Field, chance: random.Random, **environment: str) -> Struck:
+    number, beat = _choose(field.beats, chance)
+    beat.kill()
     field.beats[number] = field.new_beat(**environment)
-    return f"beat {number}"
+    return Struck(f"beat {number}")
 
 
-# -- the broker -----------------------------------------------------------------------------------
+# -- the broker, which no lease needs -------------------------------------------------------------
 
 
-def empty_broker(field: Field, _chance: random.Random) -> str:
+def empty_broker(field: Field, _chance: random.Random) -> Struck:
     field.broker.empty(field.queues())
-    return field.broker.name
+    return Struck(field.broker.name)
 
 
-def restart_broker(field: Field, chance: random.Random) -> str:
+def restart_broker(field: Field, chance: random.Random) -> Struck:
     is_empty = chance.random() < 0.5
     field.broker.crash()
     field.pause(chance.uniform(0.1, 3))
     field.broker.start(is_empty)
-    return f"{field.broker.name}{', which forgets all' if is_empty else ''}"
+    return Struck(f"{field.broker.name}{', which forgets all' if is_empty else ''}")
 
 
-def close_broker_connections(field: Field, _chance: random.Random) -> str:
+def close_broker_connections(field: Field, _chance: random.Random) -> Struck:
     field.broker.close_connections()
-    return f"all connections to {field.broker.name}"
+    return Struck(f"all connections to {field.broker.name}")
 
 
-def lose_broker(field: Field, chance: random.Random) -> str:
+def lose_broker(field: Field, chance: random.Random) -> Struck:
     assert field.broker_link is not None
-    return _black_hole(field, field.broker_link, chance)
+    return Struck(_black_hole(field, field.broker_link, chance))
 
 
-def slow_broker(field: Field, chance: random.Random) -> str:
+def slow_broker(field: Field, chance: random.Random) -> Struck:
     assert field.broker_link is not None
-    return _slow(field, [field.broker_link], chance)
+    return Struck(_slow(field, [field.broker_link], chance))
 
 
 # -- the database ---------------------------------------------------------------------------------
 
 
-def restart_database(field: Field, chance: random.Random) -> str:
+def restart_database(field: Field, chance: random.Random) -> Struck:
     assert field.database is not None
     field.database.crash()
     field.pause(chance.uniform(0.1, 2))
     field.database.start()
-    return field.site.database
+    return Struck(field.site.database, "away", ALL)
 
 
-def end_connections(field: Field, _chance: random.Random) -> str:
-    return f"{kill_connections(field.database_url)} connections"
+def end_connections(field: Field, _chance: random.Random) -> Struck:
+    """At once there may be others."""
+    return Struck(f"{kill_connections(field.database_url)} connections", "away", ALL)
 
 
-def lose_answers(field: Field, chance: random.Random) -> str:
-    """What was committed, nobody hears."""
+def lose_answers(field: Field, chance: random.Random) -> Struck:
+    """What was committed, nobody hears: a claim of which nobody knows lapses, but never ran."""
     return _cut(field, chance, Proxy.cut_answer)
 
 
-def lose_requests(field: Field, chance: random.Random) -> str:
+def lose_requests(field: Field, chance: random.Random) -> Struck:
     """What was to be committed, nobody heard."""
     return _cut(field, chance, Proxy.cut_request)
 
 
-def lose_database(field: Field, chance: random.Random) -> str:
-    return _black_hole(field, chance.choice(field.links), chance)
+def lose_database(field: Field, chance: random.Random) -> Struck:
+    number = chance.randrange(len(field.links))
+    return _on_link(number, _black_hole(field, field.links[number], chance))
 
 
-def slow_database(field: Field, chance: random.Random) -> str:
-    return _slow(field, field.links, chance)
+def slow_database(field: Field, chance: random.Random) -> Struck:
+    return Struck(_slow(field, field.links, chance), "away", ALL)
 
 
 # -- links ----------------------------------------------------------------------------------------
 
 
-def _cut(field: Field, chance: random.Random, cut: Callable[[Proxy, bytes], None]) -> str:
+def _on_link(number: int, text: str) -> Struck:
+    """All workers share one, and no producer holds a lease."""
+    return Struck(f"{LINKS[number]}, {text}", "away", ALL if LINKS[number] == "the workers" else ())
+
+
+def _cut(field: Field, chance: random.Random, cut: Callable[[Proxy, bytes], None]) -> Struck:
     """Some answers in a row; and then who asks again finds nobody, or is told."""
     number, times, is_away = chance.randrange(len(field.links)), chance.randint(1, 4), chance.random() < 0.5
     link, began, before = field.links[number], time.monotonic(), field.links[number].cut
@@ -205,9 +243,7 @@ def _cut(field: Field, chance: random.Random, cut: Callable[[Proxy, bytes], None
             field.pause(AWAY_S)
             break
     link.heal()
-    return (
-        f"{link.cut - before} of {('the producers', 'the workers')[number]}{', which find nobody' if is_away else ''}"
-    )
+    return _on_link(number, f"{link.cut - before} times{', and then they find nobody' if is_away else ''}")
 
 
 def _black_hole(field: Field, link: Proxy, chance: random.Random) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 from chaos.field import Field
-from chaos.history import Fault, History, Victim, read
-from chaos.nemeses import NEMESES, Nemesis
+from chaos.history import ALL, Fault, History, read
+from chaos.nemeses import NEMESES, Nemesis, Victim
 from chaos.producers import PRODUCERS, Producer
 from chaos.project import now_us
 from delaytasks.core.errors import DelayTaskError
@@ -19,16 +20,21 @@ from delaytasks.core.errors import DelayTaskError
 Say = Callable[[str], object]
 #: The machine itself was somewhere else for so long: what was late then has that reason.
 STALL_S = 0.5
+STALL = "the machine stalled"
 
 
 class Plan(NamedTuple):
     seed: int
     tasks: int
     faults: int
+    #: So many of them at least are kills.
+    kills: int
     #: Seconds from one fault to the next.
     every: float
     #: Seconds for something to be over after the last fault, before nothing is going to be.
     patience: float
+    #: Seconds after the last fault in which what is due is to be finished.
+    within: float
     #: Words in the names of the nemeses that strike.
     only: tuple[str, ...] = ("",)
 
@@ -42,8 +48,17 @@ class Plan(NamedTuple):
         return 2 * self.seconds + 60
 
 
-def run(field: Field, plan: Plan, say: Say) -> tuple[History, int]:
-    """The history, and when all was to be over."""
+class Outcome(NamedTuple):
+    history: History
+    #: When no task waited any more. What came afterwards was to find processes that hang.
+    over_us: int
+    #: When what was due was to be finished.
+    by_us: int
+    #: When all was to be over.
+    quiet_us: int
+
+
+def run(field: Field, plan: Plan, say: Say) -> Outcome:
     chance = random.Random(plan.seed)
     each = -(-plan.tasks // PRODUCERS)
     producers = [Producer(field, plan.seed + n, each, each / plan.seconds) for n in range(PRODUCERS)]
@@ -55,20 +70,26 @@ def run(field: Field, plan: Plan, say: Say) -> tuple[History, int]:
         producer.stop()
     say(f"{sum(producer.count for producer in producers):,} tasks; the last fault is over")
     began = time.monotonic()
-    left = wait_for_quiet(field, plan.patience)
+    by_us = max((fault.until_us for fault in faults), default=now_us()) + int(plan.within * 1e6)
+    # Beyond that time it is seen what is only late.
+    left = wait_for_quiet(field, plan.patience, max((by_us - now_us()) / 1e6, 0) + plan.patience)
     say(f"{left} of them wait {time.monotonic() - began:.1f} s later")
+    over_us = now_us()
     hung = find_hung(field, plan.patience)
     quiet_us = now_us()
     history = read(field.notes, field.recorder.changes())
     history.hung = hung
     history.faults += sorted(faults + stalls.end(), key=lambda fault: fault.from_us)
-    return history, quiet_us
+    return Outcome(history, over_us, by_us, quiet_us)
 
 
 def _strike(field: Field, plan: Plan, chance: random.Random, count: Callable[[], int], say: Say) -> list[Fault]:
     """One victim has one thing wrong with it at a time; several may have."""
     fitting = [n for n in NEMESES if not n.misfit(field) and any(words in n.kind for words in plan.only)]
+    kills = [n for n in fitting if n.is_kill] or fitting
+    of_kills = set(chance.sample(range(plan.faults), plan.kills))
     faults: list[Fault] = []
+    times: Counter[str] = Counter()
     busy: dict[Victim, Future[Fault]] = {}
 
     def struck(nemesis: Nemesis, own: random.Random) -> Fault:
@@ -85,9 +106,13 @@ def _strike(field: Field, plan: Plan, chance: random.Random, count: Callable[[],
                 time.sleep(max(at - time.monotonic(), 0))
                 if time.monotonic() > began + plan.most_seconds:
                     break
-                while not (free := [n for n in fitting if n.victim not in busy or busy[n.victim].done()]):
+                some = kills if number in of_kills else fitting
+                while not (free := [n for n in some if n.victim not in busy or busy[n.victim].done()]):
                     time.sleep(0.05)
+                if number in of_kills:  # what is quickly over is free more often than the others
+                    free = [n for n in free if times[n.kind] == min(times[n.kind] for n in free)]
                 nemesis = chance.choice(free)
+                times[nemesis.kind] += 1
                 if nemesis.victim in busy:
                     busy.pop(nemesis.victim).result()  # a nemesis that failed ends the run
                 busy[nemesis.victim] = pool.submit(struck, nemesis, random.Random(chance.random()))
@@ -99,10 +124,10 @@ def _strike(field: Field, plan: Plan, chance: random.Random, count: Callable[[],
     return faults
 
 
-def wait_for_quiet(field: Field, patience_s: float) -> int:
+def wait_for_quiet(field: Field, patience_s: float, at_least_s: float = 0) -> int:
     """How many still wait when all are over, or when none was for so long."""
     least, waiting = None, 0
-    until = time.monotonic() + patience_s
+    until = time.monotonic() + max(patience_s, at_least_s)
     while time.monotonic() < until:
         try:
             waiting = field.waiting()
@@ -111,7 +136,7 @@ def wait_for_quiet(field: Field, patience_s: float) -> int:
         if not waiting:
             return 0
         if least is None or waiting < least:
-            least, until = waiting, time.monotonic() + patience_s
+            least, until = waiting, max(until, time.monotonic() + patience_s)
         time.sleep(0.5)
     return waiting
 
@@ -157,5 +182,5 @@ class Stalls:
         while not self._is_over.wait(0.1):
             at_us = now_us()
             if at_us - before_us > (0.1 + STALL_S) * 1e6:
-                self._found.append(Fault("the machine stalled", "all", before_us, at_us, "machine"))
+                self._found.append(Fault(STALL, "all", before_us, at_us, "away", ALL))
             before_us = at_us

@@ -138,7 +138,8 @@ class Deployment:
     def python(self, name: str, module: str, *arguments: str, **more: str) -> Process:
         """A module as a program, in which `delaytasks.celery` is of this deployment."""
         command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
-        process = Process(command, self._environment(**more), self.folder / f"{len(self._processes)}-{name}.log")
+        log_file = self.folder / f"{len(self._processes)}-{name}.log"
+        process = Process(command, self._environment(**more), log_file, name)
         self._processes.append(process)
         return process
 
@@ -222,7 +223,8 @@ def _delete_keys(client: Any, name: str) -> None:
 
 
 class Process:
-    def __init__(self, command: list[str], environment: dict[str, str], log_file: Path) -> None:
+    def __init__(self, command: list[str], environment: dict[str, str], log_file: Path, name: str = "") -> None:
+        self.name = name
         self.log_file = log_file
         with log_file.open("wb") as log:
             self._popen = subprocess.Popen(

@@ -21,7 +21,8 @@ from types import GeneratorType
 from typing import Any, Literal
 
 from chaos.failpoints.places import PLACES, Place, Who
-from chaos.history import Fault
+from chaos.history import Effect, Fault
+from chaos.pids import children_of
 from chaos.project import now_us
 
 #: In their folder: those that were carried out.
@@ -104,22 +105,25 @@ class Orders:
         if act == "kill":
             die(place.name)
         elif act == "sleep":
-            tell(self._folder, f"{place.name}: sleep", SLEEP_S)
+            tell(self._folder, f"{place.name}: sleep", SLEEP_S, "away")
             time.sleep(SLEEP_S)
         else:
-            tell(self._folder, f"{place.name}: raise", 2 * LEASE_S)
+            tell(self._folder, f"{place.name}: raise", 2 * LEASE_S, "away")
             raise FailpointError(place.name)
 
 
-def tell(folder: Path, kind: str, lasts_s: float) -> None:
-    fault = Fault(kind, f"process {os.getpid()}", now_us(), now_us() + int(lasts_s * 1e6))
+def tell(folder: Path, kind: str, lasts_s: float, effect: Effect) -> None:
+    """It hits the leases of this process and of those for which it renews them."""
+    pid = os.getpid()
+    holders = tuple(f"/{holder}-" for holder in (pid, *children_of(pid)))
+    fault = Fault(kind, f"process {pid}", now_us(), now_us() + int(lasts_s * 1e6), effect, holders)
     with (folder / FAULTS).open("a") as file:
         file.write(json.dumps(asdict(fault)) + "\n")
 
 
 def die(kind: str) -> None:
     """What else this process has begun runs on for at most a lease."""
-    tell(Path(os.environ[VARIABLE]), f"{kind}: kill", LEASE_S)
+    tell(Path(os.environ[VARIABLE]), f"{kind}: kill", LEASE_S, "dead")
     os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)  # until the signal is there
 

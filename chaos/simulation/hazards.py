@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from types import GeneratorType
 from typing import Any, Literal, NamedTuple
 
-from chaos.history import Fault
+from chaos.history import Effect, Fault
 from chaos.simulation.world import Host, World
 from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
 
@@ -59,7 +59,9 @@ class Hazards:
         now_us = self._world.times.now_us
         frozen_s = self._world.chance.uniform(*FROZEN_S) if act == "freeze" else 0
         lasts_s = ORPHANS_S if act == "kill" and len(host.family) > 1 and host.family[0] is host else frozen_s
-        self._note(Fault(f"{act} {where}", host.name, now_us, now_us + int(lasts_s * 1e6)))
+        effect: Effect = "dead" if act == "kill" else "away"
+        hit = host if act == "kill" else host.family[0]  # a family is frozen as a whole
+        self._note(Fault(f"{act} {where}", host.name, now_us, now_us + int(lasts_s * 1e6), effect, leases_of(hit)))
         if act == "kill":
             self._world.kill(host)
         elif act == "freeze":
@@ -69,6 +71,12 @@ class Hazards:
             raise OutcomeUnknownError("the answer is lost")
         else:
             raise StoreUnavailableError("the database is away")
+
+
+def leases_of(host: Host) -> tuple[str, ...]:
+    """A main process renews those of its pool's."""
+    is_pool = host.family[0] is not host
+    return (host.name,) if is_pool else (f"{host.name}/",)
 
 
 class Seam:

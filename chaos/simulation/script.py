@@ -8,8 +8,8 @@ from typing import Any
 from sqlalchemy import func, select
 
 from chaos.checker import Verdict
-from chaos.history import Answer, Call, Fault, Told
-from chaos.simulation.hazards import ASKS, Act, Trap
+from chaos.history import ALL, Answer, Call, Effect, Fault, Told
+from chaos.simulation.hazards import ASKS, Act, Trap, leases_of
 from chaos.simulation.stage import LADDER, Play, stage
 from chaos.simulation.worker import Worker
 from chaos.simulation.world import Dead, Host
@@ -134,9 +134,12 @@ class Script:
             self._chance.choice([*ways, self._break_database])()
         self._open -= 1
 
-    def _note(self, kind: str, target: str, seconds: float = 0) -> None:
+    def _note(
+        self, kind: str, target: str, seconds: float = 0, effect: Effect = "none", holders: tuple[str, ...] = ()
+    ) -> None:
         now_us = self._play.times.now_us
-        self._play.history.faults.append(Fault(kind, target, now_us, now_us + int(seconds * 1e6)))
+        fault = Fault(kind, target, now_us, now_us + int(seconds * 1e6), effect, holders)
+        self._play.history.faults.append(fault)
 
     def _set_trap(self) -> None:
         hazards, chance = self._play.hazards, self._chance
@@ -156,7 +159,7 @@ class Script:
 
     def _kill(self) -> None:
         worker = self._some_worker()
-        self._note("kill", worker.name)
+        self._note("kill", worker.name, 0, "dead", leases_of(worker))
         worker.kill()
 
     def _freeze(self) -> None:
@@ -168,14 +171,14 @@ class Script:
             self._world.pause(0.03)
         worker = self._chance.choice(busy or self._play.workers)
         seconds = self._chance.uniform(1, 20)
-        self._note("freeze", worker.name, seconds)
+        self._note("freeze", worker.name, seconds, "away", leases_of(worker))
         self._world.freeze(worker, seconds)
 
     def _stop(self) -> None:
         workers = self._alive()
         if workers:
             worker = self._chance.choice(workers)
-            self._note("stop", worker.name)
+            self._note("stop", worker.name, 0, "ending", leases_of(worker))
             self._world.start(worker, worker.stop)
 
     def _set_clock(self) -> None:
@@ -195,7 +198,7 @@ class Script:
 
     def _break_database(self) -> None:
         seconds = self._chance.uniform(0, 8)
-        self._note("database away", "database", seconds)
+        self._note("database away", "database", seconds, "away", ALL)
         self._play.hazards.away_until_us = self._play.times.now_us + int(seconds * 1e6)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chaos.checker import Checker
-from chaos.history import Answer, Change, Fault, History, Ran, Told, Victim
+from chaos.history import ALL, Answer, Change, Effect, Fault, History, Ran, Told
 from delaytasks.core.states import Status
 
 NOW = 1_700_000_000_000_000
@@ -67,18 +67,121 @@ def test_what_is_unknown_is_not_done_early() -> None:
     assert found(History(asked, ran, changes)) == {"early"}
 
 
-@pytest.mark.parametrize(
-    ("victim", "kinds"),
-    [("worker", set()), ("database", set()), ("machine", set()), ("broker", {"duplicated"}), ("beat", {"duplicated"})],
-)
-def test_a_task_that_ran_twice_has_no_reason_in_what_its_worker_does_not_need(victim: Victim, kinds: set[str]) -> None:
-    before = [
+def lapsed(*renewals_us: int, end_us: int = NOW + 6 * S) -> History:
+    """A task that ran twice: the first claim was of a process of w1, for 4 s, renewed at these times."""
+    leases = [(None, 0, NOW + S), *((Status.RUNNING, 1, at_us) for at_us in renewals_us)]
+    changes = [
         Change(1, NOW, None, Status.NOT_COMPLETE, None, 0, 0, 0, NOW, None, None),
-        Change(1, NOW + S, Status.NOT_COMPLETE, Status.RUNNING, 0, 1, 1, 0, NOW, NOW + 5 * S, "w"),
-        Change(1, NOW + 6 * S, Status.RUNNING, Status.NOT_COMPLETE, 1, 2, 1, 1, NOW, None, None),
-        Change(1, NOW + 7 * S, Status.NOT_COMPLETE, Status.RUNNING, 2, 3, 2, 1, NOW, NOW + 11 * S, "w"),
-        Change(1, NOW + 8 * S, Status.RUNNING, Status.DONE, 3, 4, 2, 0, NOW, None, "w"),
+        *(
+            Change(1, at, was or Status.NOT_COMPLETE, Status.RUNNING, version, 1, 1, 0, NOW, at + 4 * S, "w1@x/11-aa")
+            for was, version, at in leases
+        ),
+        Change(1, end_us, Status.RUNNING, Status.NOT_COMPLETE, 1, 2, 1, 1, NOW, None, None),
+        Change(1, NOW + 27 * S, Status.NOT_COMPLETE, Status.RUNNING, 2, 3, 2, 1, NOW, NOW + 31 * S, "w2@x/22-bb"),
+        Change(1, NOW + 28 * S, Status.RUNNING, Status.DONE, 3, 4, 2, 0, NOW, None, "w2@x/22-bb"),
     ]
-    ran = [Ran(1, 1, "w", NOW + S), Ran(1, 3, "w", NOW + 7 * S, NOW + 8 * S)]
-    fault = Fault("as asked", "x", NOW + 2 * S, NOW + 3 * S, victim)
-    assert found(History(told("ok"), ran, before, [fault])) == kinds
+    ran = [Ran(1, 1, "11", NOW + S), Ran(1, 3, "22", NOW + 27 * S, NOW + 28 * S)]
+    return History(told("ok"), ran, changes)
+
+
+def fault(effect: Effect, *holders: str, since_s: float = 2, until_s: float = 5) -> Fault:
+    return Fault("as asked", "x", NOW + int(since_s * S), NOW + int(until_s * S), effect, holders)
+
+
+@pytest.mark.parametrize(
+    "of_its_holder",
+    [fault("dead", "w1@x/"), fault("dead", "w1@x/11-"), fault("away", "w1@x/"), fault("away", *ALL)],
+    ids=lambda fault: f"{fault.effect} {fault.holders}",
+)
+def test_a_task_that_ran_twice_has_its_reason_in_a_fault_of_who_held_it(of_its_holder: Fault) -> None:
+    history = lapsed()
+    history.faults = [of_its_holder]
+    verdict = Checker(history).verdict()
+    assert (verdict.explained, verdict.findings) == (1, [])
+
+
+@pytest.mark.parametrize(
+    "of_others",
+    [
+        [],
+        [fault("dead", "w2@x/"), fault("away", "w2@x/"), fault("dead", "w11@x/")],  # another worker
+        [fault("dead", "w1@x/12-"), fault("dead", "w1@x/1-")],  # another process of its worker
+        [fault("none")],  # a beat, or the broker
+        [fault("away")],  # the producers' way to the database
+        [fault("ending", "w1@x/")],  # a worker that is asked to end finishes what it has
+    ],
+    ids=["none", "another worker", "another process", "nobody", "producers", "in order"],
+)
+def test_a_task_that_ran_twice_is_found_where_others_were_hit(of_others: list[Fault]) -> None:
+    history = lapsed()
+    history.faults = of_others
+    assert found(history) == {"duplicated"}
+
+
+def test_who_was_killed_after_the_lease_was_over_is_no_reason() -> None:
+    history = lapsed()
+    history.faults = [fault("dead", "w1@x/", since_s=5.5)]
+    assert found(history) == {"duplicated"}
+
+
+def test_who_was_killed_may_have_its_claim_made_by_a_slow_network_later() -> None:
+    history = lapsed()
+    history.faults = [fault("dead", "w1@x/", since_s=0.1, until_s=0.2)]
+    assert found(history) == set()
+
+
+def test_who_renewed_after_a_fault_has_no_excuse_in_it() -> None:
+    history = lapsed(NOW + 3 * S, NOW + 20 * S, end_us=NOW + 25 * S)
+    history.faults = [fault("away", *ALL, since_s=4, until_s=19)]
+    assert found(history) == {"duplicated"}
+
+
+@pytest.mark.parametrize(
+    ("spans", "kinds"),
+    [
+        ([(2, 3)], {"duplicated"}),  # of a lease of 4 s
+        ([(2, 3), (2.2, 3.2)], {"duplicated"}),
+        ([(2, 3), (3.5, 4)], set()),
+        ([(0, 1.5), (4.5, 9)], {"duplicated"}),
+        ([(0, 2.5)], set()),
+    ],
+)
+def test_who_was_away_for_less_than_a_third_of_its_lease_could_renew_it(
+    spans: list[tuple[float, float]], kinds: set[str]
+) -> None:
+    history = lapsed()
+    history.faults = [fault("away", *ALL, since_s=since, until_s=until) for since, until in spans]
+    assert found(history) == kinds
+
+
+@pytest.mark.parametrize(
+    ("of_its_holder", "kinds"),
+    [
+        (fault("dead", "w1@x/"), set()),
+        (fault("dead", "w2@x/"), {"two leases", "duplicated"}),
+        (fault("away", *ALL, since_s=1), {"two leases"}),
+        (fault("ending", "w1@x/"), {"duplicated"}),
+    ],
+    ids=lambda value: f"{value.effect} {value.holders}" if isinstance(value, Fault) else None,
+)
+def test_only_who_is_dead_loses_its_lease_before_its_time(of_its_holder: Fault, kinds: set[str]) -> None:
+    history = lapsed(end_us=NOW + 3 * S)
+    history.faults = [of_its_holder]
+    assert found(history) == kinds
+
+
+@pytest.mark.parametrize(("by_s", "kinds"), [(9, set()), (15, {"late"}), (26, {"late"}), (29, set())])
+def test_what_was_due_and_not_finished_in_time_is_late_though_it_was_finished(by_s: int, kinds: set[str]) -> None:
+    history = lapsed()
+    history.faults = [fault("dead", "w1@x/")]
+    verdict = Checker(history, quiet_us=NOW + 60 * S, by_us=NOW + by_s * S).verdict()
+    assert set(verdict.counts()) == kinds
+
+
+def test_what_never_ends_is_stuck_once() -> None:
+    history = lapsed()
+    history.faults = [fault("dead", "w1@x/")]
+    history.changes = history.changes[:-1]
+    for quiet_s in (30, 60):  # its lease is not over yet, and is
+        verdict = Checker(history, quiet_us=NOW + quiet_s * S, by_us=NOW + 29 * S).verdict()
+        assert verdict.counts() == {"stuck": 1}

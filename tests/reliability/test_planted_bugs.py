@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import select, true, update
 
 from chaos.checker import _LEGAL, Checker, Verdict
-from chaos.history import Fault, History, Ran, Told
+from chaos.history import Effect, Fault, History, Ran, Told
 from chaos.recorder import Recorder
 from delaytasks import DelayTask
 from delaytasks.core import text
@@ -80,8 +80,8 @@ class Stage:
     def sweep(self) -> None:
         self.store.sweeps.lapse(MAX_LAPSES, 100)
 
-    def fault(self, kind: str, since_us: int) -> None:
-        self.history.faults.append(Fault(kind, "worker-2", since_us, self.now_us()))
+    def fault(self, kind: str, since_us: int, effect: Effect) -> None:
+        self.history.faults.append(Fault(kind, "worker-2", since_us, self.now_us(), effect, ("worker-2",)))
 
     def verdict(self) -> Verdict:
         history = replace(self.history, changes=list(self.recorder.changes()))
@@ -123,7 +123,7 @@ def frozen_worker(stage: Stage) -> None:
     late = stage.claim(task)
     stage.history.ran.append(Ran(late.id, late.version, "worker-2", stage.now_us()))
     stage.lease_ends()
-    stage.fault("SIGSTOP", since_us)
+    stage.fault("SIGSTOP", since_us, "away")
     stage.bench.runner.drain("default", [0], 10)
     stage.store.claims("worker-2", None).settle([Settlement(late, "succeed")])
 
@@ -177,7 +177,7 @@ def poison(stage: Stage) -> None:
             return
         stage.history.ran.append(Ran(claimed.id, claimed.version, "worker-2", stage.now_us()))
         stage.lease_ends()
-        stage.fault("abort", since_us)
+        stage.fault("abort", since_us, "dead")
 
 
 def bad_error_text(stage: Stage) -> None:
@@ -189,7 +189,7 @@ def bad_error_text(stage: Stage) -> None:
     try:
         stage.deliver(task)
     except Exception:
-        stage.fault("the chunk failed", 0)
+        stage.fault("the chunk failed", 0, "away")
         stage.lease_ends()
 
 
@@ -296,6 +296,15 @@ def test_a_planted_bug_is_found(
     bug(stage, monkeypatch)
     scene(stage)
     assert kinds <= set(stage.verdict().counts()), str(stage.verdict())
+
+
+def test_a_fault_of_another_worker_hides_no_bug(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_heartbeat(stage, monkeypatch)
+    since_us = stage.now_us()
+    slow_processor(stage)
+    stage.fault("SIGSTOP", since_us, "away")
+    stage.fault("kill -9", since_us, "dead")
+    assert "duplicated" in stage.verdict().counts(), str(stage.verdict())
 
 
 def test_a_finding_tells_the_whole_story(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,62 @@
+"""What explains that a lease lapsed: a fault that hit whoever held it, at the time when it was to be renewed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from chaos.history import Change, Fault
+
+#: Leases are renewed each third of their time. Who could not reach the database for less than that missed no turn.
+MISSED = 1 / 3
+
+
+class Held(NamedTuple):
+    """A lease that lapsed."""
+
+    #: As the row names its claim's worker and process; nobody is in no fault.
+    holder: str
+    #: When it was claimed, or renewed for the last time.
+    from_us: int
+    #: When it was over, or taken away before that.
+    until_us: int
+
+
+def held(claim: Change, changes: Iterable[Change], end: Change) -> Held:
+    leases = [change for change in changes if change.version == claim.version and change.lease_until_us is not None]
+    if not leases:
+        return Held(claim.worker or "", claim.at_us, end.at_us)
+    last = max(leases, key=lambda change: change.lease_until_us or 0)
+    return Held(claim.worker or "", last.at_us, min(last.lease_until_us or 0, end.at_us))
+
+
+class Reasons:
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        self._faults = [fault for fault in faults if fault.effect != "none"]
+
+    def has_ended(self, lease: Held) -> bool:
+        """Its holder is dead, so that it may lapse before its time."""
+        return any(
+            fault.effect in ("dead", "ending") and fault.from_us <= lease.until_us for fault in self._hit(lease.holder)
+        )
+
+    def explain(self, lease: Held) -> bool:
+        """Its holder was dead, or was away while it was to be renewed."""
+        hit = list(self._hit(lease.holder))
+        if any(fault.effect == "dead" and fault.from_us <= lease.until_us for fault in hit):
+            return True
+        away_us = together_us(hit, lease)
+        return away_us > 0 and away_us >= MISSED * (lease.until_us - lease.from_us)
+
+    def _hit(self, holder: str) -> Iterable[Fault]:
+        return (fault for fault in self._faults if any(part in holder for part in fault.holders))
+
+
+def together_us(faults: Iterable[Fault], lease: Held) -> int:
+    """How long its holder was away in that time, by all faults: what several do at once counts once."""
+    total, known_us = 0, lease.from_us
+    for fault in sorted((f for f in faults if f.effect == "away"), key=lambda f: f.from_us):
+        until_us = min(fault.until_us, lease.until_us)
+        total += max(until_us - max(fault.from_us, known_us), 0)
+        known_us = max(known_us, until_us)
+    return total
