@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from types import GeneratorType
 from typing import Any, Literal, NamedTuple
 
+from redis.exceptions import ConnectionError as DisconnectedError
+
 from chaos.history import Fault
 from chaos.simulation.world import Host, World
 from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
@@ -18,8 +20,10 @@ ORPHANS_S = 30.0
 #: Steps that ask the database.
 ASKS = frozenset(
     "insert cancel reschedule touch claim claim_due claim_alone claim_suspect misses settle begin_sweep near "
-    "mark_armed levels lapse forget_armed stale_houses bury renew release".split()
+    "mark_armed levels lapse forget_armed stale_houses bury renew release bring_forward".split()
 )
+#: Steps that ask Redis, by the first command of a pipeline.
+IN_REDIS = frozenset({"ARM", "TAKE", "ZREM"})
 #: Calls of those who want to know what came of them.
 ASKED = frozenset({"insert", "cancel", "reschedule", "touch"})
 
@@ -65,6 +69,8 @@ class Hazards:
         elif act == "freeze":
             self._world.freeze(host, frozen_s)
             self._world.pause(0)
+        elif where.split()[1] in IN_REDIS:
+            raise DisconnectedError("the connection broke")
         elif where.startswith("after") and where.split()[1] in ASKED:
             raise OutcomeUnknownError("the answer is lost")
         else:
