@@ -60,7 +60,7 @@ class Hazards:
         self.strike(host, trap.act, f"{side} {step}")
 
     def strike(self, host: Host, act: str, where: str) -> None:
-        now_us = self._world.times.now_us
+        now_us = self._world.times.database_us
         frozen_s = self._world.chance.uniform(*FROZEN_S) if act == "freeze" else 0
         lasts_s = ORPHANS_S if act == "kill" and len(host.family) > 1 and host.family[0] is host else frozen_s
         self._note(Fault(f"{act} {where}", host.name, now_us, now_us + int(lasts_s * 1e6)))

@@ -150,7 +150,7 @@ class Script:
         self._open -= 1
 
     def _note(self, kind: str, target: str, seconds: float = 0) -> None:
-        now_us = self._play.times.now_us
+        now_us = self._play.times.database_us
         self._play.history.faults.append(Fault(kind, target, now_us, now_us + int(seconds * 1e6)))
 
     def _set_trap(self) -> None:
