@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from sqlalchemy import func, select
 
 from chaos.checker import Flaw, Verdict
-from chaos.history import Fault
+from chaos.history import Fault, Victim
 from chaos.simulation.calls import Calls
 from chaos.simulation.hazards import ASKS, IN_REDIS, Act, Trap
 from chaos.simulation.stage import Play, stage
@@ -149,9 +149,9 @@ class Script:
             self._chance.choice(ways)()
         self._open -= 1
 
-    def _note(self, kind: str, target: str, seconds: float = 0) -> None:
+    def _note(self, kind: str, target: str, seconds: float = 0, victim: Victim = "worker") -> None:
         now_us = self._play.times.database_us
-        self._play.history.faults.append(Fault(kind, target, now_us, now_us + int(seconds * 1e6)))
+        self._play.history.faults.append(Fault(kind, target, now_us, now_us + int(seconds * 1e6), victim))
 
     def _set_trap(self) -> None:
         hazards, chance = self._play.hazards, self._chance
@@ -200,7 +200,7 @@ class Script:
 
     def _break_broker(self) -> None:
         broker, seconds = self._play.broker, self._chance.uniform(0, 5)
-        self._note("broker away and empty", "broker", seconds)
+        self._note("broker away and empty", "broker", seconds, "broker")
         broker.is_up = False
         broker.flush()
         self._world.pause(seconds)
@@ -213,17 +213,17 @@ class Script:
         redis, seconds = self._play.redis, self._chance.uniform(0, 5)
         assert redis is not None
         if self._chance.random() < 0.4:
-            self._note("emptied", "redis")
+            self._note("emptied", "redis", victim="broker")
             redis.flush()
             return
-        self._note("away", "redis", seconds)
+        self._note("away", "redis", seconds, "broker")
         redis.stop(is_empty=self._chance.random() < 0.5)
         self._world.pause(seconds)
         redis.is_up = True
 
     def _break_database(self) -> None:
         seconds = self._chance.uniform(0, 8)
-        self._note("database away", "database", seconds)
+        self._note("database away", "database", seconds, "database")
         self._play.hazards.away_until_us = self._play.times.now_us + int(seconds * 1e6)
 
 
