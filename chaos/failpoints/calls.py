@@ -5,22 +5,28 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from sqlalchemy.orm import Session
 
 from chaos.failpoints.places import Mix
-from chaos.history import Call, Told
+from chaos.history import Answer, Call, Told
 from chaos.project import notebook, now_us
 from delaytasks import DelayTask, DelayTasks
 from delaytasks.core.clock import to_us
+from delaytasks.core.ports import OnConflict
+from delaytasks.core.task import NewTask
+from delaytasks.engine import producer
 
 LADDER_RUNS = 3
 #: Of the workers: what is due later is armed by a sweep.
 HORIZON_S = 5.0
+#: So many at once, in lots of so many, and so often.
+MANY, LOT, MANY_CALLS = 5, 2, 2
 
 
 class Calls:
@@ -47,6 +53,15 @@ class Calls:
                 self._schedule_in_session(delay)
             elif mix == "moved":
                 self._move(self._schedule("fail.note", chance.uniform(1, 2)))
+            elif mix == "many" or mix == "many in a session":
+                if number < MANY_CALLS:
+                    self._schedule_many(mix == "many in a session")
+            elif mix == "cancelled" or mix == "retried":
+                self._cancel(id := self._schedule("fail.note", chance.uniform(1, 2)))
+                if mix == "retried":
+                    self._told(id, "retry", 1, lambda id=id, delay=delay: self._delays.retry(id, delay))  # type: ignore[misc]
+            elif mix == "touched":
+                self._delays.touch(self._schedule("fail.note", chance.uniform(1, 2)), chance.uniform(0.5, 2.5))
             elif mix == "not armed":
                 self._insert()
             elif mix == "far":
@@ -94,9 +109,38 @@ class Calls:
 
         self._told(id, "schedule", 1, ask)
 
+    def _schedule_many(self, is_in_session: bool) -> None:
+        """In several lots. Their ids are made meanwhile, and must be known whatever happens."""
+        asked_us, written = now_us(), list[DelayTask]()
+        body = {"folder": self._folder, "s": 0, "fails": 0}
+
+        def told(tasks: Sequence[DelayTask], answer: Answer) -> None:
+            for task in tasks:
+                due_us = to_us(task.expected_time) if answer == "ok" else None
+                self._notes.note(Told(task.id, "schedule", answer, asked_us, now_us(), due_us))
+
+        def build(batch: Iterable[NewTask], on_conflict: OnConflict) -> list[DelayTask]:
+            tasks = make(batch, on_conflict)
+            told(tasks, "unknown")
+            return tasks
+
+        maker = self._delays.routes.shards[0].producer
+        make = maker.build
+        many = [("fail.note", body, self._chance.choice([0, self._chance.uniform(0, 0.8)])) for _ in range(MANY)]
+        with patch.object(producer, "BULK", LOT), patch.object(maker, "build", build):
+            if is_in_session:
+                with Session(self._delays.store.database.tx) as session, session.begin():
+                    self._delays.schedule_many(many, session=session, on_batch=written.extend)
+                told(written, "ok")
+            else:
+                self._delays.schedule_many(many, on_batch=lambda tasks: told(tasks, "ok"))
+
+    def _cancel(self, id: int) -> None:
+        self._told(id, "cancel", 1, lambda: self._delays.cancel(id))
+
     def _move(self, id: int) -> None:
         if self._chance.random() < 0.2:
-            self._told(id, "cancel", 1, lambda: self._delays.cancel(id))
+            self._cancel(id)
         else:
             self._told(id, "reschedule", 1, lambda: self._delays.reschedule(id, self._chance.uniform(0, 0.5)))
 

@@ -15,7 +15,7 @@ Bound = Literal["R1", "R2", "D"]
 #: What a seed's tasks are: a mix, or such as come to that step.
 Mix = Literal[
     "mixed", "keyed", "in a session", "moved", "not armed", "far", "long", "crowd", "fatal", "side by side", "limited",
-    "effect",
+    "effect", "many", "many in a session", "cancelled", "retried", "touched",
 ]  # fmt: skip
 
 
@@ -54,6 +54,21 @@ PLACES = [
         is_refused=True,
     ),
     Place("after the commit", "producer", "before", ("engine.producer:Producer.arm",), "R1", "in a session"),
+    Place("between lots", "producer", "before", ("engine.producer:Producer.schedule_lot",), "R1", "many"),
+    Place("lot inserted", "producer", "after", ("store.tasks:Tasks.insert_many",), "R1", "many"),
+    Place(
+        "lots before the commit",
+        "producer",
+        "before",
+        ("store.units:SessionUnit.after_commit",),
+        "R1",
+        "many in a session",
+        is_refused=True,
+    ),
+    Place("lots after the commit", "producer", "before", ("engine.producer:Producer.arm",), "R1", "many in a session"),
+    Place("cancelled", "producer", "after", ("store.tasks:Tasks.cancel",), "R1", "cancelled"),
+    Place("retried", "producer", "after", ("store.tasks:Tasks.retry",), "R1", "retried"),
+    Place("touched", "producer", "after", ("store.touches:Touches.touch",), "R1", "touched"),
     Place("moved", "producer", "after", ("store.tasks:Tasks.reschedule",), "R1", "moved"),
     Place("arming", "producer", "before", _ARM, "R1"),
     Place("armed", "producer", "after", _ARM, "D"),

@@ -177,6 +177,8 @@ def is_alive(pid: int) -> bool:
 
 def late_s(change: Change, fault_us: int, ended_us: Mapping[tuple[int, int], int]) -> float:
     """How long after it was due, or its processor had ended, a run began or a task came to its end."""
+    if change.status is Status.CANCELLED:
+        return 0  # by whoever asked for it
     if change.status in FINISHED:
         ended = ended_us.get((change.id, change.version_was or 0), 0)
         return (change.at_us - max(change.due_us, fault_us, ended)) / 1e6
@@ -188,5 +190,5 @@ def late_s(change: Change, fault_us: int, ended_us: Mapping[tuple[int, int], int
 def refuse(history: History, at_us: int) -> None:
     """The call that was under way failed: nothing may have been done."""
     asked = [told for told in history.told if told.asked_us <= at_us]
-    last = max(asked, key=lambda told: told.asked_us)
-    history.told[history.told.index(last)] = replace(last, answer="failed")
+    last_us = max(told.asked_us for told in asked)
+    history.told = [replace(told, answer="failed") if told.asked_us == last_us else told for told in history.told]

@@ -29,7 +29,7 @@ class Message(NamedTuple):
 class Broker:
     def __init__(self, chance: random.Random, is_reliable: bool = False) -> None:
         self._chance = chance
-        self._is_reliable = is_reliable
+        self.is_reliable = is_reliable
         self.messages: list[Message] = []
         self.is_up = True
         #: Called when there is something to deliver.
@@ -38,7 +38,7 @@ class Broker:
     def put(self, message: Message) -> None:
         """Its fate is drawn."""
         drawn, times = self._chance.random(), 1
-        if self._is_reliable:
+        if self.is_reliable:
             drawn = 1.0
         if drawn < LOST:
             return
@@ -46,7 +46,7 @@ class Broker:
             times = 2
         for _ in range(times):
             longest_s = LATE_S if LOST + DOUBLED <= drawn < LOST + DOUBLED + LATE else 0.01
-            delay_us = 0 if self._is_reliable else int(self._chance.uniform(0, longest_s) * 1e6)
+            delay_us = 0 if self.is_reliable else int(self._chance.uniform(0, longest_s) * 1e6)
             self.messages.append(message._replace(arrives_us=message.arrives_us + delay_us))
             self.on_put()
 

@@ -27,6 +27,11 @@ class Times:
         self.skew_us: Callable[[], int] = lambda: 0
         self.sleep: Callable[[float], None] = self.advance
 
+    @property
+    def database_us(self) -> int:
+        """In whole milliseconds, as SQLite has it: what was just before a change of a row must not seem to be later."""
+        return self.now_us // 1000 * 1000
+
     def advance(self, seconds: float) -> None:
         self.now_us += round(seconds * 1e6)
 
@@ -46,8 +51,8 @@ class Times:
         connection.create_function("strftime", -1, lambda *words: self._strftime(*words))
 
     def _strftime(self, _form: str, _now: str, later: str = "0 seconds") -> str:
-        """As our statements ask for it: in whole milliseconds, as SQLite has it."""
-        instant = from_us(self.now_us // 1000 * 1000 + round(float(later.split()[0]) * 1e3) * 1000)
+        """As our statements ask for it."""
+        instant = from_us(self.database_us + round(float(later.split()[0]) * 1e3) * 1000)
         return f"{instant:%Y-%m-%d %H:%M:%S.%f}"
 
 

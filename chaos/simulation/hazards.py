@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from types import GeneratorType
 from typing import Any, Literal, NamedTuple
 
+from redis.exceptions import ConnectionError as DisconnectedError
+
 from chaos.history import Effect, Fault
 from chaos.simulation.world import Host, World
 from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
@@ -18,8 +20,10 @@ ORPHANS_S = 30.0
 #: Steps that ask the database.
 ASKS = frozenset(
     "insert cancel reschedule touch claim claim_due claim_alone claim_suspect misses settle begin_sweep near "
-    "mark_armed levels lapse forget_armed stale_houses bury renew release".split()
+    "mark_armed levels lapse forget_armed stale_houses bury renew release bring_forward".split()
 )
+#: Steps that ask Redis, by the first command of a pipeline.
+IN_REDIS = frozenset({"ARM", "TAKE", "ZREM"})
 #: Calls of those who want to know what came of them.
 ASKED = frozenset({"insert", "cancel", "reschedule", "touch"})
 
@@ -56,7 +60,7 @@ class Hazards:
         self.strike(host, trap.act, f"{side} {step}")
 
     def strike(self, host: Host, act: str, where: str) -> None:
-        now_us = self._world.times.now_us
+        now_us = self._world.times.database_us
         frozen_s = self._world.chance.uniform(*FROZEN_S) if act == "freeze" else 0
         lasts_s = ORPHANS_S if act == "kill" and len(host.family) > 1 and host.family[0] is host else frozen_s
         effect: Effect = "dead" if act == "kill" else "away"
@@ -67,6 +71,8 @@ class Hazards:
         elif act == "freeze":
             self._world.freeze(host, frozen_s)
             self._world.pause(0)
+        elif where.split()[1] in IN_REDIS:
+            raise DisconnectedError("the connection broke")
         elif where.startswith("after") and where.split()[1] in ASKED:
             raise OutcomeUnknownError("the answer is lost")
         else:

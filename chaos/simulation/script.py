@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 from sqlalchemy import func, select
 
-from chaos.checker import Verdict
-from chaos.history import ALL, Answer, Call, Effect, Fault, Told
-from chaos.simulation.hazards import ASKS, Act, Trap, leases_of
-from chaos.simulation.stage import LADDER, Play, stage
+from chaos.checker import Flaw, Verdict
+from chaos.history import ALL, Effect, Fault
+from chaos.simulation.calls import Calls
+from chaos.simulation.hazards import ASKS, IN_REDIS, Act, Trap, leases_of
+from chaos.simulation.stage import Play, stage
 from chaos.simulation.worker import Worker
-from chaos.simulation.world import Dead, Host
-from delaytasks.core.clock import to_us
-from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError
-from delaytasks.core.events import Events
+from chaos.simulation.world import Host
 from delaytasks.core.states import LIVE
-from delaytasks.core.task import NewTask
-from delaytasks.engine.producer import Producer
-from delaytasks.engine.queues import Queues
-from delaytasks.timers.eta import EtaTimer
 
 MOST_WORKERS, MOST_PRODUCERS, MOST_TASKS, MOST_FAULTS = 2, 2, 3, 3
 #: After the last fault all must be over by then.
 PATIENCE_S = 90.0
 #: Hosts whose clocks are wrong are so by an hour.
 SKEWS_US = (0, 0, 3_600_000_000, -3_600_000_000)
-#: How long a processor takes: mostly little, now and then longer than a lease.
-TAKES_S = (0, 0, 0, 0.02, 0.02, 0.3, 0.3, 1, 8)
-Ask = Callable[[], Any]
+#: Of all plays: those whose timer is looked at when all is quiet, which takes as long as all the rest.
+LOOKED_AT = 0.25
+#: So long after the last fault nobody is frozen, nothing is on its way, and each mover has looked at all slots.
+QUIET_S = 40.0
+#: Then the timer has what is armed run within this time; a sweep finds it later.
+ON_TIME_S = 1.0
 
 
 class Script:
@@ -102,10 +98,28 @@ class Script:
         while self._open:
             self._world.pause(0.5)
         self._play.hazards.trap = None
+        quiet_us = self._play.times.now_us + QUIET_S * 1e6
+        self._play.broker.is_reliable = True
+        if self._play.redis is not None:
+            self._play.redis.is_reliable = True
         until_us = self._play.times.now_us + PATIENCE_S * 1e6
         while self._play.times.now_us < until_us and database.alone(lambda c: c.execute(live).scalar_one()):
             self._world.pause(1)
+        if self._chance.random() < LOOKED_AT:
+            self._world.pause(max(quiet_us - self._play.times.now_us, 0) / 1e6)
+            self._look_at_timer()
         self._is_over = True
+
+    def _look_at_timer(self) -> None:
+        """When all is quiet it has nothing left, and is on time again."""
+        play, flaws = self._play, self._play.flaws
+        for left in () if play.redis is None else play.redis.left(play.times.now_us):
+            flaws.append((0, Flaw("I8", "left in Redis", left)))
+        id, due_us = Calls(play).probe(1), play.times.now_us + 1_000_000
+        self._world.pause(1 + ON_TIME_S)
+        if not any(ran.id == id and ran.began_us < due_us + ON_TIME_S * 1e6 for ran in play.history.ran):
+            flaws.append((id, Flaw("I8", "late", "nothing was wrong any more, and it was not on time")))
+        self._world.pause(5)
 
     # -- producers --------------------------------------------------------------------------------
 
@@ -129,15 +143,16 @@ class Script:
             ways = (
                 [self._set_trap] * 6
                 + [self._freeze] * 3
-                + [self._kill, self._stop, self._set_clock, self._break_broker]
+                + [self._kill, self._stop, self._set_clock, self._break_broker, self._break_database]
+                + [self._break_redis] * (0 if self._play.redis is None else 3)
             )
-            self._chance.choice([*ways, self._break_database])()
+            self._chance.choice(ways)()
         self._open -= 1
 
     def _note(
         self, kind: str, target: str, seconds: float = 0, effect: Effect = "none", holders: tuple[str, ...] = ()
     ) -> None:
-        now_us = self._play.times.now_us
+        now_us = self._play.times.database_us
         fault = Fault(kind, target, now_us, now_us + int(seconds * 1e6), effect, holders)
         self._play.history.faults.append(fault)
 
@@ -145,7 +160,7 @@ class Script:
         hazards, chance = self._play.hazards, self._chance
         step = chance.choice(sorted(hazards.known) or ["claim"])
         acts: list[Act] = ["kill", "kill", "freeze"]
-        if step in ASKS:
+        if step in ASKS | IN_REDIS:
             acts.append("fail")
         hazards.trap = Trap(step, chance.choice(["before", "after"]), chance.choice(acts))
         for _ in range(20):
@@ -196,87 +211,23 @@ class Script:
         for worker in self._alive():
             worker.soon(worker.desk.forget_armed)
 
+    def _break_redis(self) -> None:
+        """Emptied, or away and then empty or as it was."""
+        redis, seconds = self._play.redis, self._chance.uniform(0, 5)
+        assert redis is not None
+        if self._chance.random() < 0.4:
+            self._note("emptied", "redis")
+            redis.flush()
+            return
+        self._note("away", "redis", seconds)
+        redis.stop(is_empty=self._chance.random() < 0.5)
+        self._world.pause(seconds)
+        redis.is_up = True
+
     def _break_database(self) -> None:
         seconds = self._chance.uniform(0, 8)
         self._note("database away", "database", seconds, "away", ALL)
         self._play.hazards.away_until_us = self._play.times.now_us + int(seconds * 1e6)
-
-
-class Calls:
-    """What one producer asks for, and what it is told."""
-
-    def __init__(self, play: Play) -> None:
-        self._play, self._chance = play, play.chance
-        clock = play.clock()
-        timer = EtaTimer(play.publisher, clock)
-        queues = Queues(play.settings, play.registry)
-        self._producer = Producer(play.settings, play.tasks, clock, play.new_id, timer, play.registry, queues, Events())
-
-    def make(self, tasks: int) -> None:
-        chance, producer = self._chance, self._producer
-        for _ in range(tasks):
-            self._play.world.pause(chance.uniform(0, 2))
-            id, runs = self._schedule()
-            roll = chance.random()
-            if roll < 0.1:
-                self._told(id, "cancel", runs, lambda id=id: self._cancel(id))  # type: ignore[misc]
-            elif roll < 0.25:
-                due = producer.due_of(chance.uniform(0, 8))
-                self._told(id, "reschedule", runs, lambda id=id, due=due: self._reschedule(id, due))  # type: ignore[misc]
-            elif roll < 0.35:
-                try:
-                    self._play.touches.touch(id, producer.due_of(chance.uniform(0, 8)))
-                except DelayTaskError:
-                    pass
-
-    def _schedule(self) -> tuple[int, int]:
-        chance = self._chance
-        delay = chance.choice([0, chance.uniform(0, 2), chance.uniform(0, 12)])
-        body: dict[str, Any] = {"s": chance.choice(TAKES_S), "fails": 0, "kills": 0}
-        tag, runs = "note", 1
-        drawn = chance.random()
-        if drawn < 0.3:
-            tag, runs = "shaky", len(LADDER.rungs_s) + 1
-            body["fails"] = chance.randint(0, 3)
-        elif drawn < 0.4:
-            body["kills"] = chance.choice([1, 2, 9])
-        id = self._play.new_id()
-        new = NewTask(tag, body, delay, id=id)
-        for _ in range(2):
-            if self._told(id, "schedule", runs, lambda: self._producer.schedule(new, "reject", None)) != "unknown":
-                break
-        return id, runs
-
-    def _cancel(self, id: int) -> bool:
-        cancelled = self._play.tasks.cancel(id)
-        if cancelled is not None:
-            self._producer.disarm_after_commit(cancelled, None)
-        return cancelled is not None
-
-    def _reschedule(self, id: int, due: Any) -> Any:
-        moved = self._play.tasks.reschedule(id, due)
-        self._producer.arm_after_commit([moved], None)
-        return moved
-
-    def _told(self, id: int, call: Call, runs: int, ask: Ask) -> Answer:
-        asked_us = self._play.times.now_us
-        answer: Answer = "ok"
-        due_us = None
-        try:
-            said = ask()
-            if said is False:
-                answer = "failed"
-            elif call != "cancel":
-                due_us = to_us(said.expected_time)
-        except (OutcomeUnknownError, Dead) as error:
-            answer = "unknown"
-            if isinstance(error, Dead):
-                raise
-        except DelayTaskError:
-            answer = "failed"
-        finally:
-            self._play.history.told.append(Told(id, call, answer, asked_us, self._play.times.now_us, due_us, runs))
-        return answer
 
 
 def script(play: Play) -> None:

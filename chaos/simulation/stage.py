@@ -17,23 +17,28 @@ from typing import Any
 
 from sqlalchemy import delete
 
-from chaos.checker import Checker, Verdict
+from chaos.checker import Checker, Finding, Flaw, Verdict
 from chaos.history import History, Ran
 from chaos.recorder import Recorder
 from chaos.simulation.broker import Broker, BrokerPublisher
 from chaos.simulation.clock import START_US, Times, installed
 from chaos.simulation.hazards import Hazards, Seam
+from chaos.simulation.redislink import Link, Server
 from chaos.simulation.worker import Worker
 from chaos.simulation.world import Lock, World
 from delaytasks import DelayTask, Ladder
 from delaytasks.core.clock import Clock
+from delaytasks.core.events import Events
 from delaytasks.core.settings import load_settings
 from delaytasks.engine.registry import Registry
 from delaytasks.store.claims import Claims
 from delaytasks.store.store import Store
+from delaytasks.timers.eta import EtaTimer
+from delaytasks.timers.redis import RedisTimer
 
 SETTINGS: dict[str, Any] = {
     "lease_s": 6, "sweep_s": 2, "self_sweep_s": 4, "grace_s": 0.5, "horizon_s": 10, "max_lapses": 4,
+    "redis_slots": 2,
 }  # fmt: skip
 LADDER = Ladder("1s 3s")
 #: A folder in memory, where there is one.
@@ -62,7 +67,11 @@ class Stage:
         finally:
             play.world.close()
         play.history.changes = list(self.recorder.changes())
-        return Checker(play.history, self.settings.max_lapses, self.times.now_us).verdict()
+        checker = Checker(play.history, self.settings.max_lapses, self.times.now_us)
+        verdict = checker.verdict()
+        for id, flaw in play.flaws:
+            verdict.findings.append(Finding(flaw, id, checker.story(id) if id else ""))
+        return verdict
 
     def claims(self, name: str) -> Claims:
         """Their statements are long to make; names come again in each play."""
@@ -82,9 +91,14 @@ class Play:
         self.hazards = Hazards(self.world, self.history.faults.append)
         self.broker = Broker(self.chance)
         self.publisher: Any = self.seam(BrokerPublisher(self.broker, lambda: self.times.now_us))
+        #: None with the `eta` timer.
+        self.redis = Server(self) if self.chance.random() < 0.5 else None
+        #: What the checker does not see, and the task's id or 0.
+        self.flaws: list[tuple[int, Flaw]] = []
         store = stage.store
         self.tasks, self.touches = self.seam(store.tasks), self.seam(store.touches)
         self.sweeps, self.leases, self.seen = self.seam(store.sweeps), self.seam(store.leases), self.seam(store.workers)
+        self.put_offs = self.seam(store.put_offs)
         self.registry = Registry()
         self.registry.processor("note")(self._work)
         self.registry.processor("shaky", retry=LADDER)(self._work)
@@ -101,6 +115,15 @@ class Play:
     def clock(self) -> Clock:
         """Of one host."""
         return Clock(self.stage.store.tasks.now)
+
+    def timer(self, clock: Clock, events: Events) -> EtaTimer | RedisTimer:
+        """Of one process."""
+        eta = EtaTimer(self.publisher, clock)
+        if self.redis is None:
+            return eta
+        timer = RedisTimer("", self.settings, eta, [clock], events)
+        timer.link = Link(self.redis, self.settings.publish_limit_s, events)
+        return timer
 
     def execute(self, work: Any, task: DelayTask) -> Any:
         return work(task, work.body_of(task))
@@ -134,7 +157,9 @@ def stage() -> Iterator[Stage]:
             store.schema.metadata.create_all(connection)
         threads = SimpleNamespace(Lock=Lock, Condition=threading.Condition, RLock=threading.RLock, Timer=Timer)
         modules = ("engine.chunk", "worker.dispatcher")
-        with installed(times, {f"delaytasks.{name}": {"threading": threads} for name in modules}):
+        others = {f"delaytasks.{name}": {"threading": threads} for name in modules}
+        others["delaytasks.timers.redislink"] = {"within": lambda _limit_s, work: work()}
+        with installed(times, others):
             logger.setLevel(logging.CRITICAL)
             try:
                 yield Stage(store, times)

@@ -10,22 +10,27 @@ from typing import TYPE_CHECKING, Any
 
 from billiard.exceptions import WorkerLostError
 
+from chaos.checker import Flaw
 from chaos.simulation.broker import Message
 from chaos.simulation.world import Host
 from delaytasks.core.events import Events
 from delaytasks.core.loop import FAILED_REST_S, Loop
 from delaytasks.engine.runner import Report, Runner
 from delaytasks.engine.sweeper import Sweeper
-from delaytasks.timers.eta import EtaTimer, read_message
+from delaytasks.timers.eta import read_message
+from delaytasks.timers.redis import RedisTimer
 from delaytasks.worker.desk import Desk
 from delaytasks.worker.pool import Job
+from delaytasks.worker.renewals import Renewals
 
 if TYPE_CHECKING:
     from chaos.simulation.stage import Play
 
 CHILDREN = 2
 #: Loops of a desk that have something to do here.
-DRIVEN = frozenset({"wheel", "leases", "sweep"})
+DRIVEN = frozenset({"wheel", "leases", "sweep", "mover", "ear"})
+#: With which a loop may fail.
+EXPECTED = ("StoreUnavailableError: ", "OutcomeUnknownError: ")
 
 
 class Child(Host):
@@ -43,11 +48,12 @@ class Child(Host):
             play.claims(self.name),
             clock,
             play.registry,
-            EtaTimer(play.publisher, clock),
+            play.timer(clock, Events()),
             Events(),
             play.execute,
             lambda session, task: None,
             may_leave=True,
+            renewed_at=lambda: worker.processes.renewals.last(0),
         )
         self._boxes = self._runner._chunks._time_box = Boxes(play, self, self._runner)  # type: ignore[assignment]
         self.skew_us = worker.skew_us
@@ -123,8 +129,9 @@ class Worker(Host):
         #: What the worker's code knows of the pool.
         self.limit = self.num_processes = CHILDREN
         self.clock = play.clock()
-        self.timer = EtaTimer(play.publisher, self.clock)
         self.events = Events()
+        self.events.subscribe(self._hear)
+        self.timer = play.timer(self.clock, self.events)
         self.desk = self._make_desk()
         for loop in self.desk.watchdog.loops:
             if loop.name in DRIVEN:
@@ -135,18 +142,22 @@ class Worker(Host):
     def _make_desk(self) -> Desk:
         play = self.play
         sweeper = Sweeper(play.settings, play.sweeps, play.seen, self.clock, self.timer, self.events)
-        store = SimpleNamespace(tasks=play.tasks, sweeps=play.sweeps, leases=play.leases, workers=play.seen)
+        store = SimpleNamespace(
+            tasks=play.tasks, sweeps=play.sweeps, leases=play.leases, workers=play.seen, put_offs=play.put_offs
+        )
         policies = SimpleNamespace(known=SimpleNamespace(stamp=0))
         shard = SimpleNamespace(
             number=0, clock=self.clock, sweeper=sweeper, store=store, policies=policies,
             named=lambda what: what, close=lambda: None,
         )  # fmt: skip
         self.processes = SimpleNamespace(
-            name=lambda pid: f"{self.name}/{pid}", queues=["default"], row_events=lambda: None
+            name=lambda pid: f"{self.name}/{pid}", queues=["default"], row_events=lambda: None, renewals=Renewals()
         )
+        redis_timer = self.timer if isinstance(self.timer, RedisTimer) else None
         delays: Any = SimpleNamespace(
             settings=play.settings, events=self.events, registry=play.registry, clock=self.clock, shards=[shard],
-            processes=self.processes, redis_timer=None, direct_timer=None, inline_timer=self.timer, timer=self.timer,
+            processes=self.processes, redis_timer=redis_timer, direct_timer=None, inline_timer=self.timer,
+            timer=self.timer,
             routes=SimpleNamespace(each=lambda work: work(shard)),
         )  # fmt: skip
         hub = SimpleNamespace(call_soon=self.soon)
@@ -190,17 +201,29 @@ class Worker(Host):
         world = self.play.world
 
         def turns() -> None:
-            while True:
+            while loop.is_running:
                 rest_s: float | None = FAILED_REST_S
                 try:
                     rest_s = loop._turn()
                 except Exception as error:
-                    self.events.emit("loop.failed", loop=loop.name, error=str(error))
+                    self.events.emit("loop.failed", loop=loop.name, error=f"{type(error).__name__}: {error}")
                 world.rest(rest_s)
 
+        def stop(timeout_s: float = 5.0) -> None:
+            loop.is_running = False
+            actor.wake()
+            until_us = self.play.times.now_us + timeout_s * 1e6
+            while not actor.greenlet.dead and self.play.times.now_us < until_us:
+                world.pause(0.01)
+
+        loop.is_running = True
         actor = world.start(self, turns)
         loop._life = SimpleNamespace(wake=actor, thread=threading.current_thread(), began=None)  # type: ignore[assignment]
-        loop.stop = lambda *_: world.end(actor)  # type: ignore[method-assign]
+        loop.stop = stop  # type: ignore[method-assign]
+
+    def _hear(self, name: str, fields: dict[str, Any]) -> None:
+        if name == "loop.failed" and not fields["error"].startswith(EXPECTED):
+            self.play.flaws.append((0, Flaw("I8", "failed", f"{fields}")))
 
     # -- the pool ---------------------------------------------------------------------------------
 

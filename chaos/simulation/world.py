@@ -81,15 +81,15 @@ class World:
         """Whose turn it is."""
         return None if self._current is None else self._current.host
 
+    @property
+    def actor(self) -> Actor:
+        assert self._current is not None
+        return self._current
+
     def start(self, host: Host, work: Callable[[], None]) -> Actor:
         actor = Actor(self, host, work)
         self._actors.append(actor)
         return actor
-
-    def end(self, actor: Actor) -> None:
-        """It has no further turn."""
-        self._actors.remove(actor)
-        self._parked.append(actor)
 
     def ended(self, actor: Actor) -> None:
         for some in (self._actors, self._parked):
@@ -104,8 +104,7 @@ class World:
 
     def rest(self, seconds: float | None) -> None:
         """As `pause`, or until somebody wakes this actor: None is for as long as it takes."""
-        actor = self._current
-        assert actor is not None
+        actor = self.actor
         actor.is_resting = True
         if actor.is_woken:
             seconds = 0

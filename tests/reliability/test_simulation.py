@@ -21,6 +21,9 @@ from delaytasks.store.claims import Claims
 from delaytasks.store.leases import Leases
 from delaytasks.store.rows import list_of
 from delaytasks.store.tasks import Tasks
+from delaytasks.timers import redis
+from delaytasks.worker.mover import Mover
+from delaytasks.worker.renewals import Renewals
 
 SEEDS = 120
 #: Each planted bug is found within so many; most are within twenty.
@@ -111,6 +114,33 @@ def given_back_and_run_all_the_same(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Chunk, "take_waiting", lambda self: list(self._waiting))
 
 
+def what_a_dead_mover_had_never_comes_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(redis, "RETURN_S", 1e6)
+
+
+def what_was_handed_on_is_not_deleted(patch: pytest.MonkeyPatch) -> None:
+    hand_on = Mover._hand_on
+
+    def keep(self: Mover, taken: Any) -> None:
+        hand_on(self, taken)
+        self._handed_on = []
+
+    patch.setattr(Mover, "_hand_on", keep)
+
+
+def notices_are_not_heard(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Mover, "_take_in", lambda *_: None)
+
+
+def leases_are_renewed_with_an_error(patch: pytest.MonkeyPatch) -> None:
+    """As an attribute that is missing."""
+
+    def tell(*_: object) -> None:
+        raise AttributeError
+
+    patch.setattr(Renewals, "tell", tell)
+
+
 BUGS: list[tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = [
     (no_version_check_on_claim, {"illegal move"}),
     (no_fence_on_finish, {"double finish", "illegal move"}),
@@ -121,6 +151,10 @@ BUGS: list[tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = [
     (lapses_not_counted, {"too often"}),
     (unsanitised_error_text, {"duplicated"}),
     (given_back_and_run_all_the_same, {"duplicated"}),
+    (what_a_dead_mover_had_never_comes_back, {"left in Redis"}),
+    (what_was_handed_on_is_not_deleted, {"left in Redis"}),
+    (notices_are_not_heard, {"late"}),
+    (leases_are_renewed_with_an_error, {"failed"}),
 ]
 
 

@@ -1,0 +1,102 @@
+"""What producers ask for, and what they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from chaos.history import Answer, Call, Told
+from chaos.simulation.stage import LADDER, Play
+from chaos.simulation.world import Dead
+from delaytasks.core.clock import to_us
+from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError
+from delaytasks.core.events import Events
+from delaytasks.core.task import NewTask
+from delaytasks.engine.producer import Producer
+from delaytasks.engine.queues import Queues
+
+#: How long a processor takes: mostly little, now and then longer than a lease.
+TAKES_S = (0, 0, 0, 0.02, 0.02, 0.3, 0.3, 1, 8)
+Ask = Callable[[], Any]
+
+
+class Calls:
+    """What one producer asks for, and what it is told."""
+
+    def __init__(self, play: Play) -> None:
+        self._play, self._chance = play, play.chance
+        clock = play.clock()
+        timer, queues = play.timer(clock, Events()), Queues(play.settings, play.registry)
+        self._producer = Producer(play.settings, play.tasks, clock, play.new_id, timer, play.registry, queues, Events())
+
+    def make(self, tasks: int) -> None:
+        chance, producer = self._chance, self._producer
+        for _ in range(tasks):
+            self._play.world.pause(chance.uniform(0, 2))
+            id, runs = self._schedule()
+            roll = chance.random()
+            if roll < 0.1:
+                self._told(id, "cancel", runs, lambda id=id: self._cancel(id))  # type: ignore[misc]
+            elif roll < 0.25:
+                due = producer.due_of(chance.uniform(0, 8))
+                self._told(id, "reschedule", runs, lambda id=id, due=due: self._reschedule(id, due))  # type: ignore[misc]
+            elif roll < 0.35:
+                try:
+                    self._play.touches.touch(id, producer.due_of(chance.uniform(0, 8)))
+                except DelayTaskError:
+                    pass
+
+    def probe(self, delay: float) -> int:
+        id = self._play.new_id()
+        new = NewTask("note", {"s": 0, "fails": 0, "kills": 0}, delay, id=id)
+        self._told(id, "schedule", 1, lambda: self._producer.schedule(new, "reject", None))
+        return id
+
+    def _schedule(self) -> tuple[int, int]:
+        chance = self._chance
+        delay = chance.choice([0, chance.uniform(0, 2), chance.uniform(0, 12)])
+        body: dict[str, Any] = {"s": chance.choice(TAKES_S), "fails": 0, "kills": 0}
+        tag, runs = "note", 1
+        drawn = chance.random()
+        if drawn < 0.3:
+            tag, runs = "shaky", len(LADDER.rungs_s) + 1
+            body["fails"] = chance.randint(0, 3)
+        elif drawn < 0.4:
+            body["kills"] = chance.choice([1, 2, 9])
+        id = self._play.new_id()
+        new = NewTask(tag, body, delay, id=id)
+        for _ in range(2):
+            if self._told(id, "schedule", runs, lambda: self._producer.schedule(new, "reject", None)) != "unknown":
+                break
+        return id, runs
+
+    def _cancel(self, id: int) -> bool:
+        cancelled = self._play.tasks.cancel(id)
+        if cancelled is not None:
+            self._producer.disarm_after_commit(cancelled, None)
+        return cancelled is not None
+
+    def _reschedule(self, id: int, due: Any) -> Any:
+        moved = self._play.tasks.reschedule(id, due)
+        self._producer.arm_after_commit([moved], None)
+        return moved
+
+    def _told(self, id: int, call: Call, runs: int, ask: Ask) -> Answer:
+        asked_us = self._play.times.now_us
+        answer: Answer = "ok"
+        due_us = None
+        try:
+            said = ask()
+            if said is False:
+                answer = "failed"
+            elif call != "cancel":
+                due_us = to_us(said.expected_time)
+        except (OutcomeUnknownError, Dead) as error:
+            answer = "unknown"
+            if isinstance(error, Dead):
+                raise
+        except DelayTaskError:
+            answer = "failed"
+        finally:
+            self._play.history.told.append(Told(id, call, answer, asked_us, self._play.times.now_us, due_us, runs))
+        return answer

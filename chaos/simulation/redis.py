@@ -1,0 +1,91 @@
+"""The Redis of the `redis` timer: sorted sets, and in Python what its scripts do. A test compares it with a real one
+(`tests/integration/test_simulated_redis.py`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from redis.exceptions import NoScriptError
+
+from delaytasks.timers.redislink import _NAMES
+from delaytasks.timers.scripts import ARM, LOT, TAKE
+
+#: The last member of each `store`.
+END = "."
+_PRIORITY = re.compile(r"\d+:\d+:(-?\d{1,5})")
+
+
+class Redis:
+    def __init__(self, publish: Callable[[str, bytes], None]) -> None:
+        self._publish = publish
+        self.sets: dict[str, dict[str, float]] = {}
+        #: By their names; they are gone when it is restarted.
+        self._scripts: dict[str, Callable[..., Any]] = {}
+
+    def restart(self, is_empty: bool) -> None:
+        self._scripts.clear()
+        if is_empty:
+            self.sets.clear()
+
+    def load(self, script: str) -> None:
+        self._scripts[_NAMES[script]] = {ARM: self._arm, TAKE: self._take}[script]
+
+    def call(self, command: str, *words: Any) -> Any:
+        """The answer to one command; an error that is one."""
+        if command == "ZREM":
+            found = self._set(words[0])
+            return sum(found.pop(member, None) is not None for member in words[1:])
+        if command == "ZREMRANGEBYSCORE":
+            found, (low, high) = self._set(words[0]), words[1:]
+            gone = [member for member, score in found.items() if low <= score <= high]
+            for member in gone:
+                del found[member]
+            return len(gone)
+        assert (command, words[1]) == ("EVALSHA", 2), command
+        script = self._scripts.get(words[0])
+        return NoScriptError("no matching script") if script is None else script(*words[2:])
+
+    def _set(self, key: str) -> dict[str, float]:
+        return self.sets.setdefault(key, {})
+
+    def _arm(self, store: str, prepare: str, channel: str, slot: str, *words: Any) -> None:
+        waiting, first = self._set(store), words[0]
+        is_lost = END not in waiting
+        is_earliest = all(score > first for score in waiting.values())
+        for score, member in zip(words[::2], words[1::2], strict=True):
+            waiting[member] = score
+            self._set(prepare).pop(member, None)
+        if is_lost or is_earliest:
+            self._publish(channel, f"{slot} {0 if is_lost else first!r}".encode())
+
+    def _take(self, store: str, prepare: str, now: int, late: int, soon: float, back: int, most: int) -> list[Any]:
+        waiting, in_hand = self._set(store), self._set(prepare)
+        in_hand.pop(END, None)
+        was_lost = END not in waiting
+        waiting.setdefault(END, float("inf"))
+        stale = [member for member, score in _in_order(in_hand) if score <= now][:LOT]
+        for member in stale:
+            waiting[member] = now
+            del in_hand[member]
+        dropped = [member for member, score in _in_order(waiting) if score < late][:LOT]
+        levels = {}
+        for member in dropped:
+            del waiting[member]
+            level = _PRIORITY.fullmatch(member)
+            levels[level[1] if level else "0"] = None
+        while back in in_hand.values():
+            back += 1
+        due = [(member, score) for member, score in _in_order(waiting) if score <= soon][:most]
+        for member, _ in due:
+            in_hand[member] = back
+            del waiting[member]
+        text = " ".join(f"{member} {score!r}" for member, score in due)
+        first, first_in_hand = (str(min(some.values(), default="inf")).encode() for some in (waiting, in_hand))
+        said = int(was_lost), len(stale), len(dropped), " ".join(levels).encode(), back if due else 0
+        return [*said, text.encode(), first, first_in_hand]
+
+
+def _in_order(some: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(some.items(), key=lambda item: (item[1], item[0]))

@@ -1,0 +1,194 @@
+"""The way to Redis: commands that are refused or whose answers are lost, entries that are armed twice, notices that
+are lost or late."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from redis.exceptions import ConnectionError as DisconnectedError
+
+from chaos.simulation.broker import DOUBLED, LATE, LATE_S, LOST
+from chaos.simulation.redis import END, Redis
+from chaos.simulation.world import Host
+from delaytasks.core.events import Events
+from delaytasks.timers.redislink import _NAMES, RedisLink
+from delaytasks.timers.scripts import ARM, TAKE
+
+if TYPE_CHECKING:
+    from chaos.simulation.stage import Play
+
+#: Of all steps between two commands of a pipeline: those at which others have turns.
+BETWEEN = 0.1
+_STEPS = {_NAMES[ARM]: "ARM", _NAMES[TAKE]: "TAKE"}
+Pipeline = list[tuple[Any, ...]]
+
+
+class Server:
+    """One for all hosts of a play."""
+
+    def __init__(self, play: Play) -> None:
+        self._play, self._world, self._chance = play, play.world, play.chance
+        self._outside = Host("network")
+        self._redis = Redis(self._publish)
+        self.listeners: list[Listener] = []
+        self.is_reliable = False
+        self.is_up = True
+        #: Connections of an earlier one are broken.
+        self.life = 0
+
+    def stop(self, is_empty: bool) -> None:
+        self.is_up = False
+        self.life += 1
+        self._redis.restart(is_empty)
+        for listener in self.listeners:
+            listener.actor.wake()
+
+    def flush(self) -> None:
+        """All is lost, and no connection breaks."""
+        self._redis.sets.clear()
+
+    def left(self, now_us: int) -> list[str]:
+        """What is overdue, or in somebody's hand."""
+        return [
+            f"{member} in {key}"
+            for key, members in self._redis.sets.items()
+            for member, score in members.items()
+            if member != END and (key.endswith(".prepare") or score * 1000 < now_us)
+        ]
+
+    def check(self, life: int) -> None:
+        if not self.is_up or life != self.life:
+            raise DisconnectedError("Redis is away")
+
+    def load(self, script: str) -> None:
+        self._redis.load(script)
+
+    def execute(self, commands: Pipeline, life: int) -> list[Any]:
+        hazards, world = self._play.hazards, self._world
+        step = next((_STEPS.get(words[1], "ZREM") for words in commands), "")
+        world.step()
+        hazards.pass_by(step, "before")
+        self.check(life)
+        answers = []
+        for words in commands:
+            answers.append(self._redis.call(*words))
+            if _STEPS.get(words[1]) == "ARM" and not self.is_reliable and self._chance.random() < DOUBLED:
+                self._later(lambda words=words: self.is_up and self._redis.call(*words))  # type: ignore[misc]
+            if self._chance.random() < BETWEEN:
+                world.step()
+                self.check(life)
+        hazards.pass_by(step, "after")
+        world.step()
+        self.check(life)
+        return answers
+
+    def _publish(self, channel: str, data: bytes) -> None:
+        for listener in self.listeners:
+            drawn = 1.0 if self.is_reliable else self._chance.random()
+            if channel not in listener.channels or drawn < LOST:
+                continue
+            message = {"channel": channel.encode(), "data": data}
+            if drawn < LOST + LATE:
+                self._later(lambda listener=listener, message=message: listener.put(message))  # type: ignore[misc]
+            else:
+                listener.put(message)
+
+    def _later(self, work: Callable[[], object]) -> None:
+        delay_s = self._chance.uniform(0, LATE_S)
+
+        def wait() -> None:
+            self._world.pause(delay_s)
+            work()
+
+        self._world.start(self._outside, wait)
+
+
+class Link(RedisLink):
+    """Of one process."""
+
+    def __init__(self, server: Server, limit_s: float, events: Events) -> None:
+        super().__init__("", limit_s, events)
+        self._server = server
+
+    def _connect(self) -> Client:
+        self._server.check(self._server.life)
+        return Client(self._server)
+
+
+class Client:
+    """In the place of redis-py's."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._life = server.life
+
+    def pipeline(self, transaction: bool) -> Pipe:
+        assert not transaction
+        return Pipe(self._server, self._life)
+
+    def script_load(self, script: str) -> None:
+        self._server.check(self._life)
+        self._server.load(script)
+
+    def info(self) -> dict[str, Any]:
+        self._server.check(self._life)
+        return {"redis_version": "7.2.0", "maxmemory": 0, "maxmemory_policy": "noeviction"}
+
+    def pubsub(self, ignore_subscribe_messages: bool) -> Listener:
+        assert ignore_subscribe_messages
+        return Listener(self._server)
+
+    def close(self) -> None:
+        pass
+
+
+class Pipe:
+    def __init__(self, server: Server, life: int) -> None:
+        self._server, self._life = server, life
+        self._commands: Pipeline = []
+
+    def execute_command(self, *words: Any) -> None:
+        self._commands.append(words)
+
+    def zrem(self, key: str, *members: str) -> None:
+        self._commands.append(("ZREM", key, *members))
+
+    def zremrangebyscore(self, key: str, low: float, high: float) -> None:
+        self._commands.append(("ZREMRANGEBYSCORE", key, low, high))
+
+    def execute(self, raise_on_error: bool) -> list[Any]:
+        assert not raise_on_error
+        return self._server.execute(self._commands, self._life) if self._commands else []
+
+
+class Listener:
+    """A subscription, on a connection of its own."""
+
+    def __init__(self, server: Server) -> None:
+        self._server, self._life = server, server.life
+        self._world = server._world
+        self.actor = self._world.actor
+        self.channels: tuple[str, ...] = ()
+        self._messages: deque[dict[str, bytes]] = deque()
+
+    def subscribe(self, *channels: str) -> None:
+        self._world.step()
+        self._server.check(self._life)
+        self.channels = channels
+        self._server.listeners.append(self)
+
+    def put(self, message: dict[str, bytes]) -> None:
+        self._messages.append(message)
+        self.actor.wake()
+
+    def get_message(self, timeout: float) -> dict[str, bytes] | None:
+        if not self._messages:
+            self._world.rest(timeout)
+        self._server.check(self._life)
+        return self._messages.popleft() if self._messages else None
+
+    def close(self) -> None:
+        if self in self._server.listeners:
+            self._server.listeners.remove(self)

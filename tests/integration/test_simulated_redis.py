@@ -1,0 +1,86 @@
+"""The simulation's Redis does what a real one does with the timer's commands."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+from uuid import uuid4
+
+import redis
+
+from chaos.simulation.redis import Redis
+from delaytasks.timers.redislink import _NAMES
+from delaytasks.timers.scripts import ARM, TAKE
+from tests.waiting import wait_until
+
+STEPS = 3000
+
+
+def test_the_simulated_redis_answers_as_a_real_one(redis_url: str) -> None:
+    real, chance = redis.Redis.from_url(redis_url), random.Random(1)
+    tag = f"test.{uuid4().hex}"
+    store, prepare, channel = f"{{{tag}}}.store", f"{{{tag}}}.prepare", f"{tag}.earlier"
+    published: list[bytes] = []
+    simulated = Redis(lambda _channel, data: published.append(data))
+    for script in (ARM, TAKE):
+        real.script_load(script)
+        simulated.load(script)
+    listener = real.pubsub(ignore_subscribe_messages=True)
+    listener.subscribe(channel)
+    wait_until(lambda: real.pubsub_numsub(channel)[0][1], 5, "the subscription")
+    heard: list[bytes] = []
+    try:
+        for step in range(STEPS):
+            words = some_command(chance, step, store, prepare, channel)
+            if words is None:
+                real.delete(store, prepare)
+                simulated.sets.clear()
+                continue
+            assert as_told(real.execute_command(*words)) == as_told(simulated.call(*words)), words
+            for key in (store, prepare):
+                there = {member.decode(): score for member, score in real.zrange(key, 0, -1, withscores=True)}
+                assert there == simulated.sets.get(key, {}), words
+
+        def all_heard() -> bool:
+            while (message := listener.get_message()) is not None:
+                heard.append(message["data"])
+            return len(heard) >= len(published)
+
+        wait_until(all_heard, 5, "all notices")
+        assert len(heard) > STEPS / 50
+        assert [said.split()[0] for said in heard] == [said.split()[0] for said in published]
+        assert [float(said.split()[1]) for said in heard] == [float(said.split()[1]) for said in published]
+    finally:
+        listener.close()
+        real.delete(store, prepare)
+        real.close()
+
+
+def some_command(chance: random.Random, step: int, store: str, prepare: str, channel: str) -> tuple[Any, ...] | None:
+    """Of a moment that moves on with each step; None empties all."""
+    now = 1_900_000_000_000 + step * 20
+    members = [f"{chance.randint(1, 40)}:{chance.randint(0, 2)}{chance.choice(['', '', ':5'])}" for _ in range(3)]
+    drawn = chance.random()
+    if drawn < 0.01:
+        return None
+    if drawn < 0.4:
+        dues = sorted(now + chance.randint(-900_000, 900_000) / 1000 for _ in members)
+        entries = [word for both in zip(dues, members, strict=True) for word in both]
+        return "EVALSHA", _NAMES[ARM], 2, store, prepare, channel, "1", *entries
+    if drawn < 0.5:
+        return "ZREM", chance.choice([store, prepare]), *members
+    if drawn < 0.6:
+        ticket = now + chance.randint(0, 10) * 20
+        return "ZREMRANGEBYSCORE", prepare, ticket, ticket
+    times = now, now - chance.choice([300, 600]), now + 100.5, now + 200
+    return "EVALSHA", _NAMES[TAKE], 2, store, prepare, *times, chance.randint(0, 4)
+
+
+def as_told(answer: Any) -> Any:
+    """Numbers as numbers: there are several ways to write one. Priorities come in any order."""
+    if not isinstance(answer, list):
+        return answer
+    *numbers, levels, ticket, text, waiting, in_hand = answer
+    words = text.split()
+    entries = [(member, float(due)) for member, due in zip(words[::2], words[1::2], strict=True)]
+    return [*numbers, sorted(levels.split()), ticket, entries, float(waiting), float(in_hand)]
