@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,9 @@ from delaytasks import DelayTask, Ladder, processor
 LADDER = Ladder("1s 1s 2s")
 #: How far the database's clock is ahead of the host's monotonic one, for processes whose own wall clock is wrong.
 _AHEAD = "CHAOS_AHEAD_US"
+#: Whoever gets it writes to its log what each of its threads does.
+STACKS = signal.SIGUSR2
+faulthandler.register(STACKS)
 _notebooks: dict[int, Notebook] = {}
 
 

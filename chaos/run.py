@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -14,7 +15,7 @@ from chaos.field import Field
 from chaos.history import ALL, Fault, History, read
 from chaos.nemeses import NEMESES, Nemesis, Victim
 from chaos.producers import PRODUCERS, Producer
-from chaos.project import now_us
+from chaos.project import STACKS, now_us
 from delaytasks.core.errors import DelayTaskError
 
 Say = Callable[[str], object]
@@ -142,16 +143,17 @@ def wait_for_quiet(field: Field, patience_s: float, at_least_s: float = 0) -> in
 
 
 def find_hung(field: Field, patience_s: float) -> list[str]:
-    """The pool processes that run nothing though there is enough for all. While others work nobody would miss them."""
+    """The pool processes that run nothing though there is enough for all. While others work nobody would miss them.
+    They and their worker write their stacks to its log."""
     producer = Producer(field, 0, 0, 1)
     before = {pid: field.written(pid) for pids in field.pools() for pid in pids}
-    idle: list[str] = []
+    idle: list[tuple[int, int]] = []
     until = time.monotonic() + patience_s
     while time.monotonic() < until:
         producer.burst(8 * len(before))
         time.sleep(2)
         idle = [
-            f"process {pid} of worker {number}"
+            (number, pid)
             for number, pids in enumerate(field.pools())
             for pid in pids
             if field.written(pid) == before.get(pid, 0)
@@ -159,8 +161,11 @@ def find_hung(field: Field, patience_s: float) -> list[str]:
         if not idle:
             break
     producer.stop()
+    for number, pid in idle:
+        for each in (pid, field.workers[number].pid):
+            os.kill(each, STACKS)
     wait_for_quiet(field, patience_s)
-    return idle
+    return [f"process {pid} of worker {number}" for number, pid in idle]
 
 
 class Stalls:
