@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from typing import Any
 
@@ -28,15 +30,27 @@ def break_loop(state: Any, loop: str, way: str) -> dict[str, str]:
     return {"ok": f"{loop} will {way}"}
 
 
-@control_command()
-def lose_broker(state: Any) -> dict[str, int]:
-    """What Celery does when its connection breaks just after chunks went into the pool; how many it forgets."""
+@control_command(args=[("kills", bool)])
+def lose_broker(state: Any, kills: bool = False) -> dict[str, int]:
+    """What Celery does when its connection breaks just after chunks went into the pool; how many it forgets. The
+    processes that have them may be killed in between, before they say so."""
     consumer = state.consumer
     desk = consumer.controller.delays_desk
     dispatcher = desk.dispatcher
+    pool = consumer.pool._pool
+    processes = list(pool._pool)
+    if kills:
+        for process in processes:
+            os.kill(process.pid, signal.SIGSTOP)
     dispatcher.drain("default", [0])
     dispatcher.pump()
+    if kills:
+        consumer.hub.consolidate_callback(list(pool._all_inqueues))  # into their pipes
+        for process in processes:
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+        pool.maintain_pool()
     consumer.pool.flush()
-    forgotten = sum(is_forgotten(result) for _, result in dispatcher._sent.values())
+    forgotten = sum(is_forgotten(sent.answer) for sent in dispatcher._sent.values())
     desk.connected()
     return {"forgotten": forgotten}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from billiard.exceptions import WorkerLostError
 
@@ -19,8 +19,16 @@ from delaytasks.engine.chunk import ChunkSize
 from delaytasks.engine.runner import Report
 from delaytasks.worker.lane import REST_S, SILENT_S, Lane
 from delaytasks.worker.lines import GO_ON_ALONE_S, GO_ON_S
-from delaytasks.worker.pool import Job, is_forgotten, remember, run_job
+from delaytasks.worker.pool import Job, is_forgotten, pids_of, remember, run_job
 from delaytasks.worker.timelimits import without_celerys_limits
+
+
+class Sent(NamedTuple):
+    job: Job
+    #: The pool's word for it.
+    answer: Any
+    #: The pool's processes at that time.
+    pids: frozenset[int]
 
 
 class Dispatcher:
@@ -60,8 +68,8 @@ class Dispatcher:
         self._is_pumping = False
         self._is_open = True
         self._jobs = 0
-        #: What is in the pool, by number, and the pool's word for it.
-        self._sent: dict[int, tuple[Job, Any]] = {}
+        #: What is in the pool, by number.
+        self._sent: dict[int, Sent] = {}
 
     # -- in ---------------------------------------------------------------------------------------
 
@@ -99,8 +107,8 @@ class Dispatcher:
     def pids(self) -> set[int]:
         """The processes that run rows, where they are the pool's own."""
         found = {pid for lane in self.lanes for pid in lane.running_on}
-        for _, answer in list(self._sent.values()):
-            found |= {pid for pid in getattr(answer, "worker_pids", tuple)() if pid}
+        for sent in list(self._sent.values()):
+            found |= {pid for pid in getattr(sent.answer, "worker_pids", tuple)() if pid}
         return found - {os.getpid()}
 
     @property
@@ -244,6 +252,7 @@ class Dispatcher:
         def lost(info: Any) -> None:
             self._failed(number, job, info)
 
+        pids = pids_of(self._pool)
         try:
             result = self._pool.apply_async(run_job, args=(job,), callback=done, error_callback=lost)
         except Exception as error:
@@ -252,7 +261,7 @@ class Dispatcher:
         with self._lock:
             if number not in lane.in_flight:
                 return True
-            self._sent[number] = job, result
+            self._sent[number] = Sent(job, result, pids)
         if result is None:
             self._failed(number, job, "the pool takes no more work")
         else:
@@ -262,10 +271,10 @@ class Dispatcher:
     def recall(self) -> None:
         """After the broker was lost: what the pool has forgotten is remembered or, where no process has it, lost."""
         with self._lock:
-            forgotten = [(number, *sent) for number, sent in self._sent.items() if is_forgotten(sent[1])]
-        for number, job, result in forgotten:
-            if not remember(result):
-                self._failed(number, job, "the pool forgot it", is_down=False)
+            forgotten = [(number, sent) for number, sent in self._sent.items() if is_forgotten(sent.answer)]
+        for number, sent in forgotten:
+            if not remember(sent.answer, sent.pids):
+                self._failed(number, sent.job, "the pool forgot it", is_down=False)
 
     def _done(self, number: int, job: Job, report: Any) -> None:
         if not isinstance(report, Report):

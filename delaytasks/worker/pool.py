@@ -41,10 +41,16 @@ def is_forgotten(result: Any) -> bool:
     return books is not None and not result.ready() and result._job not in books
 
 
-def remember(result: Any) -> bool:
-    """Puts a forgotten job back into the pool's books; False if no process has it."""
+def pids_of(pool: Any) -> frozenset[int]:
+    """The processes of a prefork pool."""
+    return frozenset(process.pid for process in getattr(getattr(pool, "_pool", None), "_pool", ()))
+
+
+def remember(result: Any, pids: frozenset[int]) -> bool:
+    """Puts a forgotten job back into the pool's books; False if no process has it. `pids` are those that were there
+    when it was sent: of a younger one the pool says that it has whatever its predecessor had, who died."""
     process = result._write_to
-    if process is None or not process._is_alive():
+    if process is None or process.pid not in pids or not process._is_alive():
         return False
     result._cache[result._job] = result
     return True

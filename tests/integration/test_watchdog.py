@@ -110,3 +110,12 @@ def test_chunks_that_the_pool_forgets_with_the_broker_hold_no_process(workers: W
         forgotten += answer[node]["forgotten"]
         workers.wait_for([workers.schedule()], deadline_s=SLACK_S)
     assert forgotten
+
+
+def test_a_chunk_of_a_process_that_died_just_before_the_broker_holds_none(workers: Workers) -> None:
+    """The one that takes its place has its pipe, and Celery says that it has the chunk."""
+    workers.worker(concurrency=1)
+    node, control = workers.node(0), workers.delays.celery.control
+    [answer] = control.broadcast("lose_broker", {"kills": True}, destination=[node], reply=True, timeout=10, limit=1)
+    assert answer[node]["forgotten"] == 1
+    workers.wait_for([workers.schedule()], deadline_s=SLACK_S)

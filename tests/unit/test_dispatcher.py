@@ -215,25 +215,39 @@ def test_a_process_that_died_says_nothing_of_the_database(hands: Hands) -> None:
 class Sent:
     """A job in the books of billiard's pool, of which no process has said that it began."""
 
-    def __init__(self, books: dict[int, Any], is_written: bool) -> None:
+    def __init__(self, books: dict[int, Any], written_to: Any) -> None:
         self._cache, self._job, self._books = books, len(books), books
-        self._write_to = SimpleNamespace(_is_alive=lambda: True) if is_written else None
+        self._write_to = written_to
         books[self._job] = self
 
     def ready(self) -> bool:
         return False
 
 
-@pytest.mark.parametrize("is_written", [True, False])
+def process_of(pid: int, is_alive: bool = True) -> Any:
+    return SimpleNamespace(pid=pid, _is_alive=lambda: is_alive)
+
+
+#: Where the pool says that a chunk is, and whether it is there.
+WRITTEN = [
+    pytest.param(process_of(1), True, id="to one that was there"),
+    pytest.param(process_of(1, is_alive=False), False, id="to one that died"),
+    pytest.param(process_of(2), False, id="to one that died, whose successor has its pipe"),
+    pytest.param(None, False, id="to nobody yet"),
+]
+
+
+@pytest.mark.parametrize(("written_to", "is_written"), WRITTEN)
 def test_a_chunk_that_the_pool_forgets_with_the_broker_is_remembered_or_holds_no_process(
-    bench: Bench, is_written: bool
+    bench: Bench, written_to: Any, is_written: bool
 ) -> None:
     books: dict[int, Any] = {}
     keep = bench.pool.apply_async
+    bench.pool._pool = SimpleNamespace(_pool=[process_of(1)])  # type: ignore[attr-defined]
 
     def apply_async(*args: Any, **options: Any) -> Sent:
         keep(*args, **options)
-        return Sent(books, is_written)
+        return Sent(books, written_to)
 
     bench.pool.apply_async = apply_async  # type: ignore[method-assign]
     bench.dispatcher.take(bench.entries(20))
