@@ -62,8 +62,7 @@ class RabbitServer:
             wait_until(self._answers, 60, "the test's RabbitMQ", every_s=0.1)
         except AssertionError as error:
             self.stop()
-            log = (self._folder / "rabbitmq.log").read_text(errors="replace")
-            raise AssertionError(f"{error}; its log: {log[-800:]}") from None
+            raise AssertionError(f"{error}; its log: {self.log()[-800:]}") from None
 
     def crash(self) -> None:
         """At once, as if the machine had died."""
@@ -92,12 +91,20 @@ class RabbitServer:
         change = f"set_alarm({{{limit}, []}})" if is_on else f"clear_alarm({limit})"
         self.ctl("eval", f"rabbit_alarm:{change}.")
 
+    def hurry(self, consumer_timeout_s: float) -> None:
+        """From now on it closes, within a second, the channel of whoever acknowledges a message later than that."""
+        for name, ms in (("consumer_timeout", int(consumer_timeout_s * 1000)), ("channel_tick_interval", 1000)):
+            self.ctl("eval", f"application:set_env(rabbit, {name}, {ms}).")
+
     def ctl(self, *words: str) -> str:
         command = [self._programs["rabbitmqctl"], "--quiet", *words]
         ended = subprocess.run(
             command, env=self._environment, cwd=self._folder, capture_output=True, text=True, timeout=60, check=True
         )
         return ended.stdout
+
+    def log(self) -> str:
+        return (self._folder / "rabbitmq.log").read_text(errors="replace")
 
     def _popen(self, command: list[str]) -> subprocess.Popen[bytes]:
         with (self._folder / "rabbitmq.log").open("ab") as log:

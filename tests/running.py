@@ -25,6 +25,8 @@ from tests.waiting import wait_until
 ROOT = Path(__file__).parent.parent
 #: Short times, so that tests of what is slow by design take seconds.
 QUICK: dict[str, Any] = {"sweep_s": 1, "self_sweep_s": 2, "grace_s": 0.5, "horizon_s": 10, "lease_s": 4}
+#: Of the bounds in docs/reliability.md.
+DISPATCH_S = 2
 #: What `delaytasks drain --forever` says at its start.
 STARTED = "Runs what falls due"
 #: Where each broker is (a fixture of that name), and what Celery is told of it.
@@ -167,6 +169,19 @@ class Deployment:
 
     def runs(self) -> list[list[str]]:
         return [line.split() for line in self.file.read_text().splitlines()]
+
+    def at_work(self, task: DelayTask) -> Process:
+        """The worker that has begun it last, as its processor has noted."""
+        pid = int(next(run[2] for run in reversed(self.runs()) if run[:2] == [str(task.id), "began"]))
+        return next(process for process in self._processes if process.pid == os.getsid(pid))
+
+    def r1_s(self) -> float:
+        """R1 of docs/reliability.md, without beat: how soon a sweep brings what got lost."""
+        return float(self.settings["grace_s"] + self.settings["self_sweep_s"] + DISPATCH_S)
+
+    def r2_s(self) -> float:
+        """R2, without beat: how soon what ran in a worker that is gone runs again."""
+        return float(self.settings["lease_s"] + self.settings["self_sweep_s"] + DISPATCH_S)
 
     def status(self, task: DelayTask) -> Status:
         return self.delays.get(task).status

@@ -14,7 +14,11 @@ import delaytasks
 from delaytasks import DelayTasks, api
 from delaytasks.core.errors import ConfigError, DuplicateProcessorError, TaskNotFoundError
 from delaytasks.store import migrations
+from tests.rabbitmq_server import RabbitServer
 from tests.running import Deployment
+
+#: Of RabbitMQ, where it is half an hour unless it is set.
+CONSUMER_TIMEOUT_S = 2
 
 
 def instance(tmp_path: Path, name: str, **settings: Any) -> DelayTasks:
@@ -112,3 +116,33 @@ def test_without_a_horizon_a_message_outlives_the_visibility_timeout_and_runs_on
         assert min(int(run[1]) for run in d.runs()) >= 0
     finally:
         d.close()
+
+
+def test_without_a_horizon_a_message_outlives_the_consumer_timeout_and_runs_once(
+    tmp_path: Path, postgresql_url: str, own_rabbitmq: RabbitServer
+) -> None:
+    """RabbitMQ closes the channel of whoever has not acknowledged a message in time."""
+    own_rabbitmq.hurry(CONSUMER_TIMEOUT_S)
+    far_s, made = 4 * CONSUMER_TIMEOUT_S, []
+    try:
+        for queue_type in ("classic", "quorum"):
+            (folder := tmp_path / queue_type).mkdir()
+            conf = {"task_default_queue_type": queue_type}
+            settings = {"horizon_s": None, "grace_s": 30, "sweep_s": 60, "self_sweep_s": 120}
+            made.append(Deployment(folder, postgresql_url, own_rabbitmq.url, conf, **settings))
+        workers = [d.worker() for d in made]
+        held = [(d, [d.schedule(delay=far_s) for _ in range(20)]) for d in made]
+        running = [(d, d.schedule("test.sleep", body={"seconds": far_s})) for d in made]
+        for d, task in running:
+            d.wait_for([task])
+            assert [run[1] for run in d.runs() if run[0] == str(task.id)] == ["began", "ended"]
+        for d, tasks in held:
+            d.wait_for([*tasks, d.schedule(delay=0.2)])
+            noted = [run for run in d.runs() if run[1].isdigit()]
+            assert len({run[0] for run in noted}) == len(noted) == 21
+            assert max(int(run[1]) for run in noted) < 2_000_000, "by its message: no sweep came"
+        assert not any("onnection to broker lost" in worker.log() for worker in workers)
+        assert "delivery acknowledgement" not in own_rabbitmq.log(), "no channel was closed"
+    finally:
+        for d in made:
+            d.close()

@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +26,7 @@ from delaytasks.core import clock as clock_module
 from delaytasks.core import errors as e
 from tests.conftest import open_store
 from tests.proxy import Proxy, proxy_to
-from tests.running import Deployment
+from tests.running import Deployment, Process
 from tests.services import kill_connections
 from tests.waiting import wait_until
 
@@ -32,6 +34,10 @@ LIMIT_S = 0.5
 INSERT, COMMIT = rb"INSERT INTO", rb"COMMIT(?!TED)"
 #: The machine's own share of a call, when it is busy.
 SLACK_S = 0.4
+#: Longer than a worker's pauses between two tries to connect.
+AWAY_S = 13
+#: A worker's longest pause, and how long a try may take.
+RECONNECTS_S = 4 + 4
 
 
 class Line:
@@ -656,9 +662,9 @@ class Site:
 def site(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Site]]:
     made: list[Site] = []
 
-    def new(database: str, broker: str, **settings: Any) -> Site:
+    def new(database: str, broker: str, folder: Path = tmp_path, **settings: Any) -> Site:
         urls = [request.getfixturevalue(f"{name}_url") for name in (database, broker)]
-        made.append(Site(tmp_path, *urls, **settings))
+        made.append(Site(folder, *urls, **settings))
         return made[-1]
 
     yield new
@@ -709,6 +715,69 @@ def runs_on_time(d: Deployment) -> bool:
     task = d.schedule(delay=0.3)
     d.wait_for([task])
     return next(int(run[1]) for run in d.runs() if run[0] == str(task.id)) < 100_000
+
+
+@dataclass
+class Outage:
+    """Of one broker, in one way, under a producer, a beat and a worker."""
+
+    name: str
+    place: Site
+    worker: Process
+    tasks: list[DelayTask] = field(default_factory=list)
+    healed_at: datetime = datetime.max
+
+    def begin(self) -> None:
+        wait_until(lambda: runs_on_time(self.place.deployment), 15, f"a task on time, {self.name}", every_s=0.2)
+        if self.name.endswith("refused"):
+            self.place.broker.refuse()
+        else:
+            self.place.broker.swallow()
+
+    def schedule(self) -> None:
+        took = seconds(lambda: self.tasks.append(self.place.deployment.schedule(delay=0.5)))
+        assert took < LIMIT_S + SLACK_S, self.name
+
+    def end(self) -> None:
+        self.place.broker.reset()  # what was swallowed is lost, with the connections on which it was said
+        self.place.broker.heal()
+        self.healed_at = self.place.deployment.delays.clock.now()
+
+    def longest_s(self) -> float:
+        """From when a task was due and its broker back until it ran."""
+        late_us = {run[0]: int(run[1]) for run in self.place.deployment.runs()}
+        ran_at = {task: task.expected_time + timedelta(microseconds=late_us[str(task.id)]) for task in self.tasks}
+        return max((at - max(task.expected_time, self.healed_at)).total_seconds() for task, at in ran_at.items())
+
+
+def test_what_was_scheduled_while_the_broker_was_away_for_long_runs_soon_after_it_is_back(
+    site: Callable[..., Site], tmp_path: Path
+) -> None:
+    """Two brokers, refused and swallowed, all at once: the test waits most of the time."""
+    outages = []
+    for broker in ("redis", "rabbitmq"):
+        for way in ("refused", "swallowed"):
+            (folder := tmp_path / f"{broker}-{way}").mkdir()
+            place = site("postgresql", broker, folder=folder, self_sweep_s=60)
+            place.deployment.beat()
+            outages.append(Outage(folder.name, place, place.deployment.worker(pool="threads")))
+    for one in outages:
+        one.begin()
+    began = time.monotonic()
+    while time.monotonic() < began + AWAY_S:
+        for one in outages:
+            one.schedule()
+        time.sleep(1)
+    for one in outages:
+        one.end()
+    for one in outages:
+        d = one.place.deployment
+        d.wait_for(one.tasks, deadline_s=30)
+        r1_s = d.settings["grace_s"] + d.settings["sweep_s"] + 2
+        assert one.longest_s() < RECONNECTS_S + r1_s + SLACK_S, one.name
+        assert not one.worker.ended()
+        runs = [run[0] for run in d.runs()]
+        assert len(runs) == len(set(runs))
 
 
 def test_a_worker_started_while_the_database_is_away_waits_for_it(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,10 +16,12 @@ from sqlalchemy import insert
 from delaytasks import DelayTask, Status
 from tests.counting import counted
 from tests.running import BROKERS, Deployment
-from tests.waiting import wait_until
+from tests.waiting import SLACK_S, wait_until
 
 IMPORTS = {"imports": ["tests.project", "tests.time_limits_project"]}
 Deploy = Callable[..., Deployment]
+#: Of the processor that has a hard one.
+LIMIT_S = 1
 
 
 @pytest.fixture
@@ -122,6 +125,10 @@ def test_a_hard_limit_ends_the_process_and_harms_no_neighbour(deploy: Deploy, da
     assert [attempt.error for attempt in attempts] == [
         "the worker died, or lost its lease, while this attempt ran; its time limit of 1 s was over"
     ] * 3
+    for began, after in itertools.pairwise([*(attempt.began for attempt in attempts), attempts[-1].ended]):
+        assert began is not None
+        assert after is not None
+        assert (after - began).total_seconds() < LIMIT_S + d.r2_s() + SLACK_S
     log = worker.log()
     assert "task.timed_out" in log
     assert "Timeout (0:00:01)!" in log

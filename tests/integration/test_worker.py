@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,7 @@ from delaytasks import Status
 from delaytasks.store.types import db_now_plus
 from tests.counting import counted
 from tests.running import BROKERS, Deployment
-from tests.waiting import wait_until
+from tests.waiting import SLACK_S, wait_until
 
 COMBINATIONS = [
     ("postgresql", "redis", "prefork"),
@@ -228,13 +229,17 @@ def test_an_effect_that_commits_with_its_task_happens_once_wherever_the_process_
 
 def test_a_killed_workers_tasks_run_elsewhere(deploy: Deploy) -> None:
     d = deploy(lease_s=3)
-    first = d.worker()
+    for _ in range(2):
+        d.worker()
     running = d.schedule("test.sleep", 0, body={"seconds": 2})
     wait_until(lambda: d.runs(), 10, "the sleeper to begin")
-    held = [d.schedule(delay=2) for _ in range(30)]
-    first.kill()
-    d.worker()
+    held = [d.schedule(delay=1.5 + n / 20) for n in range(30)]
+    d.at_work(running).kill()
+    killed = time.monotonic()
+    wait_until(lambda: [run[1] for run in d.runs()].count("began") == 2, 30, "the sleeper to begin elsewhere")
+    assert time.monotonic() - killed < d.r2_s() + SLACK_S
     d.wait_for([*held, running])
+    assert max(int(run[1]) for run in d.runs() if run[1].isdigit()) < (d.r1_s() + SLACK_S) * 1e6
     assert d.delays.get(running).attempts == 2
     noted = [run[0] for run in d.runs() if run[1].isdigit()]
     assert len(noted) == len(set(noted)) == 30

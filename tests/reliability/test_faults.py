@@ -20,7 +20,7 @@ from tests.counting import counted
 from tests.postgres_server import PostgresServer
 from tests.proxy import Proxy, proxy_to
 from tests.running import Deployment
-from tests.waiting import wait_until
+from tests.waiting import SLACK_S, wait_until
 
 LEASE_S = 3.0
 Deploy = Callable[..., Deployment]
@@ -43,12 +43,16 @@ def test_a_worker_that_was_frozen_past_its_lease_can_not_finish_what_it_lost(
     deploy: Deploy, postgresql_url: str
 ) -> None:
     d = deploy(postgresql_url, lease_s=LEASE_S)
-    frozen = d.worker(concurrency=1)
+    for _ in range(2):
+        d.worker(concurrency=1)
     task = d.schedule("test.sleep", body={"seconds": 1})
     wait_until(d.runs, 10, "it to begin")
+    frozen = d.at_work(task)
     os.killpg(frozen.pid, signal.SIGSTOP)
-    d.worker()
-    d.wait_for([task], deadline_s=30)
+    at = time.monotonic()
+    wait_until(lambda: len(d.runs()) > 1, 30, "it to begin elsewhere")
+    assert time.monotonic() - at < d.r2_s() + SLACK_S
+    d.wait_for([task])
     done = d.delays.get(task)
     os.killpg(frozen.pid, signal.SIGCONT)
     wait_until(lambda: f"task.lease_lost id={task.id}" in frozen.log(), 15, "its late finish to be refused", 0.05)

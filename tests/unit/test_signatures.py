@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import base64
+import hmac
 from datetime import datetime, timezone
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from standardwebhooks import Webhook, WebhookVerificationError
 
-from delaytasks.callbacks import Received, verify
+from delaytasks.callbacks import Received, signatures, verify
 from delaytasks.callbacks.signatures import Keys
 from delaytasks.core.clock import wall_ms
 from delaytasks.core.errors import BodyNotJSONError, ConfigError, InvalidSignatureError
@@ -81,6 +83,23 @@ BAD: dict[str, Any] = {
 def test_a_missing_bad_or_stale_signature_is_refused(headers: dict[str, str]) -> None:
     with pytest.raises(InvalidSignatureError):
         verify(PAYLOAD, headers, NEW)
+
+
+def test_signatures_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with each, also behind the one that is right, by the comparison that is made for it."""
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append((one, other))
+        return one == other
+
+    monkeypatch.setattr(signatures, "hmac", SimpleNamespace(digest=hmac.digest, compare_digest=compare))
+    given = signed(NEW)
+    given["webhook-signature"] += " v1,AAAA v1,BBBB"
+    assert verify(PAYLOAD, given, [NEW, OLD]).id == "42"
+    assert len({one for one, _ in compared}) == 3
+    assert len({other for _, other in compared}) == 2
+    assert len(compared) == 6
 
 
 def test_a_callback_that_is_late_but_not_too_late_is_taken() -> None:
