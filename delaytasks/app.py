@@ -24,6 +24,7 @@ from delaytasks.core.outcomes import Outcome
 from delaytasks.core.ports import Timer
 from delaytasks.core.settings import Settings
 from delaytasks.core.task import DelayTask
+from delaytasks.core.text import shown
 from delaytasks.engine.check import Finding, check
 from delaytasks.engine.producer import Producer
 from delaytasks.engine.queues import Queues
@@ -215,9 +216,21 @@ class DelayTasks(CallbackVerbs, TouchVerbs, BulkVerbs, PolicyVerbs):
 
     def check_ready(self) -> None:
         """What is wrong with the configuration is said at start, with its remedy."""
-        self._made.check_broker()
+        self.check_settings()
         self._made.check_timer()
         self._made.check_databases()
+
+    def check_settings(self) -> None:
+        """As far as that can be told without asking anybody."""
+        self._made.check_broker()
+        for name, entry in (self.celery.conf.beat_schedule or {}).items():
+            house, *_ = entry.get("args") or (0,)
+            houses = self.settings.houses
+            if entry.get("task") == SWEEP and not (type(house) is int and 0 <= house < houses):
+                raise ConfigError(
+                    f"beat_schedule[{name!r}] sweeps house {shown(house)}, and delaytasks_houses = {houses}: "
+                    f"houses are 0 to {houses - 1}; correct its args, or leave the entries to delaytasks"
+                )
 
     def go_direct(self) -> None:
         """This process contacts neither broker nor Redis from here on, whatever its settings say: it finds near tasks

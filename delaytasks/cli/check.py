@@ -18,12 +18,14 @@ from delaytasks.cli.times import show_instant
 def check(cli: Cli) -> None:
     """Check before a deploy that the tasks which wait would run with this code.
 
-    Lists those whose tag has no processor, and those whose body the processor's schema refuses.
+    Lists those whose tag has no processor, and those whose body the processor's schema refuses; a wrong setting ends it
+    with 2.
 
     \b
     delaytasks check
     """
     cli.import_processors()
+    cli.delays.check_settings()
     found = list(cli.delays.check())
     if cli.is_json:
         print_json({"findings": [finding.as_json() for finding in found]})

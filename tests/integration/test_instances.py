@@ -14,6 +14,7 @@ import delaytasks
 from delaytasks import DelayTasks, api
 from delaytasks.core.errors import ConfigError, DuplicateProcessorError, TaskNotFoundError
 from delaytasks.store import migrations
+from delaytasks.worker.tasks import SWEEP
 from tests.rabbitmq_server import RabbitServer
 from tests.running import Deployment
 
@@ -100,6 +101,18 @@ def test_the_horizon_must_be_below_the_brokers_visibility_timeout(tmp_path: Path
     app.conf.broker_transport_options = {"visibility_timeout": 20}
     with pytest.raises(ConfigError, match="visibility_timeout = 20"):
         DelayTasks(app, f"sqlite:///{tmp_path / 'x.db'}", horizon_s=20).check_ready()
+
+
+@pytest.mark.parametrize("house", [2, -1, True, "0"])
+def test_a_schedule_of_its_own_sweeps_houses_that_there_are(tmp_path: Path, house: Any) -> None:
+    app = Celery("shop", broker="redis://127.0.0.1:1/0", set_as_current=False)
+    entries = {"all": {"task": SWEEP, "schedule": 5}, "first": {"task": SWEEP, "schedule": 5, "args": (0,)}}
+    app.conf.beat_schedule = {**entries, "mine": {"task": SWEEP, "schedule": 5, "args": (house,)}}
+    delays = DelayTasks(app, f"sqlite:///{tmp_path / 'x.db'}", houses=2)
+    with pytest.raises(ConfigError, match=r"beat_schedule\['mine'\] .* houses are 0 to 1"):
+        delays.check_settings()
+    app.conf.beat_schedule = entries
+    delays.check_settings()
 
 
 def test_without_a_horizon_a_message_outlives_the_visibility_timeout_and_runs_once(

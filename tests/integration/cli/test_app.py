@@ -107,6 +107,12 @@ def test_a_wrong_setting_ends_with_2(bare: Project, monkeypatch: pytest.MonkeyPa
     assert bare.error("list", exit_code=2)["type"] == "ConfigError"
 
 
+def test_a_horizon_beyond_the_brokers_timeout_ends_with_2(bare: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CELERY_BROKER_URL", "redis://127.0.0.1:1/0")
+    monkeypatch.setenv("DELAYTASKS_HORIZON_S", "3600")
+    assert "visibility_timeout" in bare.error("check", exit_code=2)["error"]
+
+
 def test_a_database_that_is_away_ends_with_1(bare: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELAYTASKS_DATABASE_URL", f"postgresql://me:canary@127.0.0.1:{free_port()}/shop")
     said = bare("cancel", "1", "2", "3", "--json")
