@@ -177,7 +177,7 @@ class Claims:
     def _naming(
         self, pairs: Sequence[tuple[int, int]], lapses: int, status: Status = Status.NOT_COMPLETE
     ) -> dict[str, Any]:
-        pairs = sorted(pairs)
+        pairs = sorted(set(pairs))  # a row that is named twice would be found twice
         rows = [{"id": id, "version": version, "status": int(status), "lapses": lapses} for id, version in pairs]
         parameters: dict[str, Any] = {"rows": dump_json(rows)}
         if self._db.can.array_parameters:

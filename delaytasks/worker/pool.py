@@ -33,6 +33,14 @@ class Job(NamedTuple):
     #: Whether to tell what became of the tasks.
     counts: bool = False
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Entries travel as plain tuples, which takes a quarter of the main process' time for them."""
+        return _arrived, (tuple(map(tuple, self.entries)), *self[1:])
+
+
+def _arrived(entries: tuple[Any, ...], *others: Any) -> Job:
+    return Job(tuple(map(Entry._make, entries)), *others)
+
 
 def is_forgotten(result: Any) -> bool:
     """When a worker loses the broker, Celery makes its prefork pool forget every job that no process has confirmed: it

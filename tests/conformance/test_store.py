@@ -690,6 +690,13 @@ def test_messages_that_name_the_same_rows_run_each_once(store: Store) -> None:
     assert not set(claimed) & rest
 
 
+def test_a_row_that_is_named_many_times_is_claimed_once(store: Store, claims: Claims) -> None:
+    """Two messages had it, and both fell due."""
+    made = [add(store) for _ in range(3)]
+    named = [entry(one) for one in made]
+    assert sorted(one.id for one in claims.claim([*named, *named, named[0]])) == sorted(one.id for one in made)
+
+
 # -- settle ---------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from datetime import datetime, timezone
 from types import SimpleNamespace
@@ -262,6 +263,13 @@ def test_a_chunk_that_the_pool_forgets_with_the_broker_is_remembered_or_holds_no
     assert len(bench.pool.jobs) == (2 if is_written else 3)
     bench.pool.end(Report(10, 10, 0.05))  # it comes after all, or its process is long at something else
     assert bench.events.counts["chunk.failed"] == (not is_written)
+
+
+def test_a_job_arrives_in_its_process_as_it_was_sent() -> None:
+    job = Job((Entry(1, 0, 5), Entry(2, 3, 6, "mail", 4)), limit=7, line=("mail", "tag"), for_s=0.5)
+    arrived = pickle.loads(pickle.dumps(job))
+    assert arrived == job
+    assert [type(entry) for entry in arrived.entries] == [Entry, Entry]
 
 
 def test_a_job_has_no_limits_of_celerys(bench: Bench) -> None:
