@@ -29,6 +29,7 @@ class RowRequest(Context):
     def __init__(self, task: DelayTask, body: Any, hostname: str) -> None:
         self.delay_task = task
         self.id = self.root_id = str(task.id)
+        self.task = task.tag
         self.args = (body,)
         self.retries = task.attempts - 1
         self.hostname = hostname

@@ -77,6 +77,7 @@ def test_a_request_tells_what_celerys_does(surroundings: Surroundings) -> None:
     assert second.delivery_info["redelivered"] is False
     assert first.eta == DUE.isoformat()
     assert first.delay_task.id == 1
+    assert first.task == "a"
     assert not first.is_eager
     assert not first.called_directly
     assert first.as_execution_options()["headers"] == {}
