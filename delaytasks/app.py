@@ -223,10 +223,10 @@ class DelayTasks(CallbackVerbs, TouchVerbs, BulkVerbs, PolicyVerbs):
     def check_settings(self) -> None:
         """As far as that can be told without asking anybody."""
         self._made.check_broker()
+        houses = self.settings.houses
         for name, entry in (self.celery.conf.beat_schedule or {}).items():
             house, *_ = entry.get("args") or (0,)
-            houses = self.settings.houses
-            if entry.get("task") == SWEEP and not (type(house) is int and 0 <= house < houses):
+            if entry.get("task") == SWEEP and not self.settings.has_house(house):
                 raise ConfigError(
                     f"beat_schedule[{name!r}] sweeps house {shown(house)}, and delaytasks_houses = {houses}: "
                     f"houses are 0 to {houses - 1}; correct its args, or leave the entries to delaytasks"

@@ -86,6 +86,10 @@ class Settings:
                 shown = "***" if _SPECS[name].metadata["secret"] else repr(value)
                 raise ConfigError(f"{PREFIX}{name} = {shown} (from {self.origin(name)}): {rule}")
 
+    def has_house(self, number: object) -> bool:
+        """Whether a message or a schedule names one that there is."""
+        return type(number) is int and 0 <= number < self.houses
+
     def origin(self, name: str) -> str:
         return self.origins.get(name, "default")
 

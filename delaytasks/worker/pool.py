@@ -34,7 +34,7 @@ class Job(NamedTuple):
     counts: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Entries travel as plain tuples, which takes a quarter of the main process' time for them."""
+        """Entries travel as plain tuples, which take the main process a seventh of the time."""
         return _arrived, (tuple(map(tuple, self.entries)), *self[1:])
 
 

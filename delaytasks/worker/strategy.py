@@ -50,7 +50,7 @@ def sweep_strategy(task: Any, app: Any, consumer: Any) -> Handler:
         try:
             args = _arguments(message, body)
             house = args[0] if args else None
-            if house is not None and (type(house) is not int or not 0 <= house < desk.delays.settings.houses):
+            if house is not None and not desk.delays.settings.has_house(house):
                 raise ValueError(f"house {house!r:.20} of {desk.delays.settings.houses}")
         except Exception as error:  # whatever may come of strangers' data: what is done with it comes after
             desk.refuse("sweep", error)
