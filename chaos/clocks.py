@@ -142,14 +142,14 @@ def _skewed(ahead_s: int) -> dict[str, str]:
 def _at_rest(deployment: Deployment, worker: Process, began: float) -> tuple[float, float]:
     from_s, until_s = REST_S
     time.sleep(max(began + from_s - time.monotonic(), 0))
-    before = (time.monotonic(), _cpu_s(worker.pid), _statements(deployment))
+    before = (time.monotonic(), cpu_s(worker.pid), _statements(deployment))
     time.sleep(max(began + until_s - time.monotonic(), 0.5))
-    after = (time.monotonic(), _cpu_s(worker.pid), _statements(deployment))
+    after = (time.monotonic(), cpu_s(worker.pid), _statements(deployment))
     seconds = after[0] - before[0]
     return (after[1] - before[1]) / seconds, (after[2] - before[2]) / seconds
 
 
-def _cpu_s(pid: int) -> float:
+def cpu_s(pid: int) -> float:
     """Of a process and its children."""
     ticks = 0
     for one in (pid, *children_of(pid)):

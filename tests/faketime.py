@@ -18,12 +18,29 @@ def library() -> Path | None:
 
 def environment(offset_s: int) -> dict[str, str]:
     """For a process that is to be so many seconds ahead."""
+    return {**_environment(), "FAKETIME": f"{offset_s:+d}"}
+
+
+class Dial:
+    """Sets the clock of processes while they run."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.set(0)
+        self.environment = {**_environment(), "FAKETIME_TIMESTAMP_FILE": str(file), "FAKETIME_NO_CACHE": "1"}
+
+    def set(self, ahead_s: int) -> None:
+        new = self._file.with_suffix(".new")
+        new.write_text(f"{ahead_s:+d}")
+        new.replace(self._file)  # who reads it finds one or the other
+
+
+def _environment() -> dict[str, str]:
     file = library()
     if file is None:
         raise RuntimeError(MISSING)
     return {
         "LD_PRELOAD": str(file),
-        "FAKETIME": f"{offset_s:+d}",
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
         "PYTHONPATH": str(Path(__file__).parent / "wrong_clock"),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,6 +11,8 @@ T = TypeVar("T")
 
 #: What a test machine that is busy with others adds to a bound of docs/reliability.md.
 SLACK_S = 3.0
+#: With DELAYTASKS_TEST_LONG=1 some faults last as long as they do in bad days: minutes, where else seconds have to do.
+IS_LONG = os.environ.get("DELAYTASKS_TEST_LONG", "") not in ("", "0")
 
 
 def wait_until(condition: Callable[[], T], deadline_s: float, what: str, every_s: float = 0.01) -> T:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from chaos.clocks import HOUR_S, Hours, server, try_out
+from chaos.clocks import HOUR_S, MOST_CPU, Hours, cpu_s, server, try_out
 from tests import faketime
+from tests.running import Deployment
 from tests.services import MissingServiceError
+from tests.waiting import SLACK_S
 
 APART = [
     ("postgresql", Hours(HOUR_S, -HOUR_S, 0)),
     ("mariadb", Hours(-HOUR_S, 0, HOUR_S)),
 ]
+pytestmark = pytest.mark.skipif(faketime.library() is None, reason=faketime.MISSING)
 
 
-@pytest.mark.skipif(faketime.library() is None, reason=faketime.MISSING)
 @pytest.mark.parametrize(("database", "hours"), APART)
 def test_the_databases_clock_decides_and_nobody_asks_it_without_end(
     database: str, hours: Hours, redis_url: str, tmp_path: Path
@@ -27,3 +31,31 @@ def test_the_databases_clock_decides_and_nobody_asks_it_without_end(
     except MissingServiceError as error:
         pytest.skip(str(error))
     assert outcome.flaws == [], str(outcome.verdict)
+
+
+@pytest.mark.parametrize("timer", ["eta", "redis"])
+def test_a_clock_that_is_set_while_its_worker_holds_tasks_makes_none_early_late_or_hot(
+    timer: str, postgresql_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    dial = faketime.Dial(tmp_path / "dial")
+    d = Deployment(
+        tmp_path, postgresql_url, redis_url, timer=timer, **({"redis_url": redis_url} if timer == "redis" else {})
+    )
+    try:
+        worker = d.worker(**dial.environment)
+        for ahead_s in (-HOUR_S, HOUR_S, 0):
+            tasks = [d.schedule(delay=1 + n / 10) for n in range(20)]
+            time.sleep(0.5)
+            dial.set(ahead_s)
+            d.wait_for(tasks)
+            rows = [d.delays.get(task) for task in tasks]
+            late = [row.execution_time - row.expected_time for row in rows if row.execution_time]
+            assert min(late) >= timedelta(0), f"early, with {ahead_s:+d} s"
+            assert max(late) < timedelta(seconds=d.r1_s() + SLACK_S), f"late, with {ahead_s:+d} s"
+            assert {(row.attempts, row.lapses) for row in rows} == {(1, 0)}, "each of them once"
+            before, began = cpu_s(worker.pid), time.monotonic()
+            time.sleep(1)
+            assert (cpu_s(worker.pid) - before) / (time.monotonic() - began) < MOST_CPU, f"hot, with {ahead_s:+d} s"
+    finally:
+        d.close()
+        faketime.forget_the_dead()
