@@ -114,7 +114,7 @@ class Desk:
         consumer = getattr(self._worker.consumer, "task_consumer", None)
         if consumer is not None:  # `celery control add_consumer` and `cancel_consumer` change it
             delays.processes.queues = delays.own_queues(queue.name for queue in consumer.queues)
-        self.dispatcher.tell_silent()
+        self.dispatcher.doubts.tell_silent()
         late_s = self.wheel.late_s
         if late_s > delays.settings.grace_s:
             delays.events.emit("wheel.late", seconds=late_s)
@@ -180,7 +180,7 @@ class Desk:
             "timer": self.delays.settings.timer,
             "timer_is_up": self.delays.timer.is_up,
             "oldest_chunk": min(map(from_us, map(int, self.dispatcher.in_flight.values())), default=None),
-            "shards": self.dispatcher.info(),
+            "shards": self.dispatcher.doubts.info(),
             "loops": self.watchdog.info(),
             "events": dict(self.delays.events.counts),
         }

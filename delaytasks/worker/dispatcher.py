@@ -11,16 +11,19 @@ from typing import Any, NamedTuple
 from billiard.exceptions import WorkerLostError
 
 from delaytasks.core.clock import Clock
-from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.ports import Entry, by_shard
 from delaytasks.core.settings import Settings
 from delaytasks.engine.chunk import ChunkSize
 from delaytasks.engine.runner import Report
-from delaytasks.worker.lane import REST_S, SILENT_S, Lane
+from delaytasks.worker.doubts import Doubts
+from delaytasks.worker.lane import REST_S, Lane
 from delaytasks.worker.lines import GO_ON_ALONE_S, GO_ON_S
 from delaytasks.worker.pool import Job, is_forgotten, pids_of, remember, run_job
 from delaytasks.worker.timelimits import without_celerys_limits
+
+#: What is brought before it is due, as long as nothing else is to be done.
+EARLY_BOXES = 10
 
 
 class Sent(NamedTuple):
@@ -64,6 +67,7 @@ class Dispatcher:
         self.lanes = [Lane(number, clock, len(clocks) > 1) for number, clock in enumerate(clocks)]
         #: In the order of their turns.
         self._turns = list(self.lanes)
+        self.doubts = Doubts(self.lanes, self._lock, events, lambda: self._soon(self.pump))
         self._size = ChunkSize(settings.chunk_time_box_s, settings.chunk_max)
         self._is_pumping = False
         self._is_open = True
@@ -132,55 +136,23 @@ class Dispatcher:
             if self._size.fits:
                 boxes += free + sum(lane.began_within(2 * self._settings.chunk_time_box_s) for lane in self.lanes)
             most = boxes * self._size.brought
-            waiting = coming + sum(lane.waiting for lane in self.lanes if lane.is_open())
+            waiting = self._expected(coming)
             return most - waiting if 2 * waiting <= most else 0
+
+    def early_room(self, coming: int) -> int:
+        """How many entries that are not due yet are welcome in one bite: a time box full of them for each free process,
+        until there are EARLY_BOXES of them. Nothing else keeps these processes busy, and to bring them later would."""
+        with self._lock:
+            box = self._free() * self._size.brought if self._is_open and self._size.is_known and self._size.fits else 0
+            return max(min(box, EARLY_BOXES * box - self._expected(coming)), 0)
+
+    def _expected(self, coming: int) -> int:
+        return coming + sum(lane.waiting for lane in self.lanes if lane.is_open())
 
     def grace_s(self, queue: str) -> float:
         """How late an entry may come."""
         with self._lock:
             return self._settings.grace_s + max(lane.backlog_s(queue) for lane in self.lanes)
-
-    # -- shards that may be down ------------------------------------------------------------------
-
-    def hear(self, shard: int, question: Callable[[], object]) -> bool:
-        """Asks a shard that is in doubt, in the caller's thread; False if it is down. With one shard nobody asks."""
-        lane = self.lanes[shard]
-        with self._lock:
-            if len(self.lanes) == 1 or not lane.is_in_doubt():
-                return True
-            lane.asked()
-        try:
-            question()
-        except StoreUnavailableError as error:
-            with self._lock:
-                lane.failed()
-            self._tell_down(lane, str(error))
-            return False
-        with self._lock:
-            was_down, lane.is_down = lane.is_down, False
-            lane.answered()
-        if was_down:
-            self._events.emit("store.up", shard=shard)
-        self._soon(self.pump)
-        return True
-
-    def tell_silent(self) -> None:
-        """Shards that owe an answer: whoever asked may be waiting for it still."""
-        for lane in self.lanes:
-            if lane.is_silent():
-                self._tell_down(lane, f"shard {lane.shard} has not answered for {SILENT_S:g} s")
-
-    def info(self) -> dict[int, dict[str, Any]]:
-        return {
-            lane.shard: {"is_up": not lane.is_down, "waiting": lane.waiting, "chunks": len(lane.in_flight)}
-            for lane in self.lanes
-        }
-
-    def _tell_down(self, lane: Lane, error: str) -> None:
-        with self._lock:
-            was_down, lane.is_down = lane.is_down, True
-        if not was_down:
-            self._events.emit("store.down", error=error, shard=lane.shard)
 
     # -- out --------------------------------------------------------------------------------------
 

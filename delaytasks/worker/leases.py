@@ -42,7 +42,7 @@ class LeaseKeeper:
             self._dead.add(delays.processes.name(pid))
             lane.left(pid, ())
         self._known = alive
-        if not self._dispatcher.hear(self._shard.number, lambda: self._shard.store.tasks.now()):
+        if not self._dispatcher.doubts.hear(self._shard.number, lambda: self._shard.store.tasks.now()):
             return self._look_s
         if dead := sorted(self._dead):
             lapsed = self._shard.store.leases.release(dead, delays.settings.max_lapses, delays.registry.time_limits)

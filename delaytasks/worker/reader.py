@@ -76,7 +76,7 @@ class Reader:
     # -- look -------------------------------------------------------------------------------------
 
     def _look(self) -> float:
-        if not self._desk.dispatcher.hear(self._shard.number, lambda: self._shard.store.tasks.now()):
+        if not self._desk.dispatcher.doubts.hear(self._shard.number, lambda: self._shard.store.tasks.now()):
             return LOOK_S
         looks_late = monotonic() >= self._late_at
         if looks_late:

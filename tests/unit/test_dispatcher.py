@@ -209,7 +209,7 @@ def test_a_process_that_died_says_nothing_of_the_database(hands: Hands) -> None:
     except WorkerLostError:
         lost(ExceptionInfo())
     wait_until(lambda: bench.pool.jobs, 5, "the next chunk")
-    assert bench.dispatcher.info()[0]["is_up"]
+    assert bench.dispatcher.doubts.info()[0]["is_up"]
     assert bench.events.counts["chunk.failed"] == 1
 
 
@@ -308,6 +308,23 @@ def test_there_is_room_for_a_chunk_and_the_next_one_of_each_process(bench: Bench
     assert bench.dispatcher.room() == 0
 
 
+def test_what_is_not_due_yet_is_welcome_in_bites_while_processes_are_free(bench: Bench) -> None:
+    assert bench.dispatcher.early_room(0) == 0, "nothing is known of the processors yet: they may be slow"
+    bench.dispatcher.take(bench.entries(20))
+    assert bench.dispatcher.early_room(0) == 0
+    bench.pool.end(Report(10, 10, 10 * 0.005))
+    assert bench.dispatcher.early_room(0) == 10, "a time box for the free process"
+    bench.pool.end(Report(10, 10, 10 * 0.005))
+    assert [bench.dispatcher.early_room(coming) for coming in (0, 150, 185, 200, 300)] == [20, 20, 15, 0, 0]
+
+
+def test_what_is_slow_is_not_brought_before_its_time(bench: Bench) -> None:
+    bench.dispatcher.take(bench.entries(20))
+    bench.pool.end(Report(10, 10, 10.0))
+    bench.pool.end(Report(10, 10, 10.0))
+    assert bench.dispatcher.early_room(0) == 0
+
+
 def test_a_process_that_will_be_busy_for_long_makes_no_room(bench: Bench) -> None:
     bench.dispatcher.take(bench.entries(20))
     bench.clock.advance(0.5)
@@ -369,12 +386,12 @@ def test_a_shard_that_failed_gets_no_chunk_until_it_answers_and_others_do(hands:
     def refuse() -> None:
         raise StoreUnavailableError("shard 1 is away", 1)
 
-    assert not bench.dispatcher.hear(1, refuse)
-    assert not bench.dispatcher.hear(1, refuse)
-    assert (bench.events.counts["store.down"], bench.dispatcher.info()[1]["is_up"]) == (1, False)
+    assert not bench.dispatcher.doubts.hear(1, refuse)
+    assert not bench.dispatcher.doubts.hear(1, refuse)
+    assert (bench.events.counts["store.down"], bench.dispatcher.doubts.info()[1]["is_up"]) == (1, False)
     hands.at += 1
-    assert bench.dispatcher.hear(1, lambda: None)
-    assert (bench.events.counts["store.up"], bench.dispatcher.info()[1]["is_up"]) == (1, True)
+    assert bench.dispatcher.doubts.hear(1, lambda: None)
+    assert (bench.events.counts["store.up"], bench.dispatcher.doubts.info()[1]["is_up"]) == (1, True)
     assert [job.shard for job, _, _ in bench.pool.jobs] == [0, 1]
 
 
@@ -385,11 +402,11 @@ def test_a_shard_that_owes_an_answer_gets_no_chunk(hands: Hands) -> None:
 
     def never(waits_s: float, jobs: int) -> None:
         hands.at += waits_s
-        bench.dispatcher.tell_silent()
+        bench.dispatcher.doubts.tell_silent()
         bench.dispatcher.take(bench.entries_of(1, 1))
         assert len(bench.pool.jobs) == jobs
 
-    assert bench.dispatcher.hear(1, lambda: (never(1, 2), never(2, 2)))
+    assert bench.dispatcher.doubts.hear(1, lambda: (never(1, 2), never(2, 2)))
     assert (bench.events.counts["store.down"], bench.events.counts["store.up"]) == (1, 1)
     assert len(bench.pool.jobs) == 3, "it answered"
 
@@ -407,12 +424,12 @@ def test_a_shard_that_answers_has_the_last_process_too_when_its_chunks_take_long
     bench = Bench(shards=2)
     bench.dispatcher.take(bench.entries_of(0, 100))
     hands.at += 0.5
-    bench.dispatcher.hear(0, lambda: None)
+    bench.dispatcher.doubts.hear(0, lambda: None)
     assert len(bench.pool.jobs) == 1, "it answered, but that chunk may be at its claim"
     hands.at += 1
     bench.dispatcher.take(bench.entries_of(0, 1))
     assert len(bench.pool.jobs) == 1, "nobody knows whether it answers still"
-    bench.dispatcher.hear(0, lambda: None)
+    bench.dispatcher.doubts.hear(0, lambda: None)
     assert [job.shard for job, _, _ in bench.pool.jobs] == [0, 0]
 
 
@@ -422,7 +439,7 @@ def test_with_one_shard_nobody_asks_and_no_process_is_left(hands: Hands, bench: 
 
     bench.dispatcher.take(bench.entries(100))
     assert len(bench.pool.jobs) == 2
-    assert bench.dispatcher.hear(0, fail)
+    assert bench.dispatcher.doubts.hear(0, fail)
     bench.pool.end("StoreUnavailableError: away")
     hands.at += 1
     bench.dispatcher.take([])

@@ -35,7 +35,8 @@ class Bench:
         )  # fmt: skip
         self.events = Events()
         delays = SimpleNamespace(settings=Settings(), events=self.events, processes=SimpleNamespace(queues=["default"]))
-        dispatcher = SimpleNamespace(hear=lambda *_: self.is_up, drain=lambda *args: self.asked.append(args[:2]))
+        doubts = SimpleNamespace(hear=lambda *_: self.is_up)
+        dispatcher = SimpleNamespace(doubts=doubts, drain=lambda *args: self.asked.append(args[:2]))
         desk: Any = SimpleNamespace(delays=delays, dispatcher=dispatcher, hold=self.held.extend, refuse=print)
         made: Any = shard
         self.reader = Reader(desk, made, "me")

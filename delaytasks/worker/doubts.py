@@ -1,0 +1,63 @@
+"""Shards that may be down: who asks them, and who is told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from delaytasks.core.errors import StoreUnavailableError
+from delaytasks.core.events import Events
+from delaytasks.worker.lane import SILENT_S, Lane
+
+
+class Doubts:
+    """Thread-safe, by the lock of the dispatcher whose lanes they are."""
+
+    def __init__(
+        self, lanes: Sequence[Lane], lock: threading.RLock, events: Events, answered: Callable[[], None]
+    ) -> None:
+        self._lanes = lanes
+        self._lock = lock
+        self._events = events
+        self._answered = answered
+
+    def hear(self, shard: int, question: Callable[[], object]) -> bool:
+        """Asks a shard that is in doubt, in the caller's thread; False if it is down. With one shard nobody asks."""
+        lane = self._lanes[shard]
+        with self._lock:
+            if len(self._lanes) == 1 or not lane.is_in_doubt():
+                return True
+            lane.asked()
+        try:
+            question()
+        except StoreUnavailableError as error:
+            with self._lock:
+                lane.failed()
+            self._tell_down(lane, str(error))
+            return False
+        with self._lock:
+            was_down, lane.is_down = lane.is_down, False
+            lane.answered()
+        if was_down:
+            self._events.emit("store.up", shard=shard)
+        self._answered()
+        return True
+
+    def tell_silent(self) -> None:
+        """Shards that owe an answer: whoever asked may be waiting for it still."""
+        for lane in self._lanes:
+            if lane.is_silent():
+                self._tell_down(lane, f"shard {lane.shard} has not answered for {SILENT_S:g} s")
+
+    def info(self) -> dict[int, dict[str, Any]]:
+        return {
+            lane.shard: {"is_up": not lane.is_down, "waiting": lane.waiting, "chunks": len(lane.in_flight)}
+            for lane in self._lanes
+        }
+
+    def _tell_down(self, lane: Lane, error: str) -> None:
+        with self._lock:
+            was_down, lane.is_down = lane.is_down, True
+        if not was_down:
+            self._events.emit("store.down", error=error, shard=lane.shard)
