@@ -12,6 +12,7 @@ from delaytasks.cli.config import config
 from delaytasks.cli.context import EXIT_CODES, Commands, json_option, open_cli, open_cli_under_celery
 from delaytasks.cli.database import db
 from delaytasks.cli.drain import drain
+from delaytasks.cli.encryption import encryption
 from delaytasks.cli.look import list_, show
 from delaytasks.cli.policies import pause, policy, resume
 from delaytasks.cli.schedule import schedule
@@ -85,5 +86,5 @@ def delays(ctx: click.Context) -> None:
 for _group in (main, delays):
     for _command in (audit, cancel, check, config, db, drain, list_, pause, policy, reschedule, resume, retry):
         _group.add_command(_command)
-    for _command in (schedule, show, stats, touch):
+    for _command in (encryption, schedule, show, stats, touch):
         _group.add_command(_command)

@@ -13,7 +13,8 @@ from typing import Any
 import click
 
 from delaytasks.cli.times import show_from_now, show_instant
-from delaytasks.core.errors import ConfigError, DelayTaskError, InvalidInputError
+from delaytasks.core.encryption import placeholder
+from delaytasks.core.errors import BodyEncryptedError, ConfigError, DelayTaskError, InvalidInputError
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import one_line
@@ -115,7 +116,9 @@ def block(text: str, indent: str = "  ") -> str:
 
 def pretty_body(task: DelayTask) -> str:
     try:
-        return json.dumps(json.loads(task.body_json), indent=2, ensure_ascii=False)
+        return json.dumps(task.body, indent=2, ensure_ascii=False)
+    except BodyEncryptedError:
+        return placeholder(task.body_json)
     except (ValueError, RecursionError):
         return task.body_json
 

@@ -15,6 +15,7 @@ DelayTaskError
 ├── StoreError                                 the database
 │   ├── StoreUnavailableError, OutcomeUnknownError, SessionUnusableError
 ├── ConfigError
+├── BodyEncryptedError (also a ValueError)      no key here opens what is stored
 ├── InvalidSignatureError                      a callback that was received
 ├── InvalidOutcomesError                       what the processor of a batch returned
 └── DuplicateProcessorError
@@ -176,6 +177,10 @@ class SessionUnusableError(StoreError):
 
 class ConfigError(DelayTaskError):
     """A setting is wrong; the message names it and the remedy."""
+
+
+class BodyEncryptedError(DelayTaskError, ValueError):
+    """A stored body or result is encrypted with a key that this process does not have, or was changed since."""
 
 
 class InvalidSignatureError(DelayTaskError):

@@ -23,6 +23,7 @@ _LEVELS = {
     "task.expired": logging.WARNING,
     "result.dropped": logging.WARNING,
     "task.no_processor": logging.WARNING,
+    "task.no_key": logging.WARNING,
     "task.brought_forward": logging.INFO,
     "task.no_time_limits": logging.WARNING,
     "task.timed_out": logging.WARNING,

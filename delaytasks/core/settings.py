@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
+from delaytasks.core.encryption import are_keys, names_of
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.ids import MAX_SHARDS
 from delaytasks.core.inputs import is_queue
@@ -52,9 +53,14 @@ class Settings:
     )
     strict_tags: bool = _setting(False, "refuse to schedule tags that this process has no processor for")
     max_delay_s: float = _setting(10 * 366 * 86400.0, "longest delay")
-    event_bodies: bool = _setting(True, "Flower and other monitors see bodies, as they see Celery's arguments")
+    event_bodies: bool = _setting(True, "Flower and other monitors see bodies and results, as they see Celery's")
     max_body_bytes: int = _setting(256 * 1024, "longest body, as JSON")
     max_error_bytes: int = _setting(64 * 1024, "longest error text kept")
+    encryption_keys: tuple[str, ...] = _setting(
+        (),
+        "bodies and results are encrypted with the first and read with all; 'plain' as the first: no more",
+        secret=True,
+    )
 
     chunk_time_box_s: float = _setting(0.05, "rows of a chunk that did not start by then are given back")
     chunk_max: int = _setting(200, "most rows in one chunk")
@@ -103,6 +109,8 @@ class Settings:
 
 
 def _shown(spec: Field[Any], value: Any) -> str:
+    if spec.name == "encryption_keys":
+        return " ".join(names_of(value))
     if isinstance(value, tuple):
         return " ".join(map(mask_url, value) if spec.metadata["secret"] else value)
     if spec.metadata["secret"]:
@@ -155,6 +163,11 @@ _RULES: list[tuple[str, Callable[[Settings, Any], bool], str]] = [
         "queues",
         lambda s, v: all(map(_NAME.fullmatch, v.values())),
         "queues have letters, digits, '_', '.' and '-' only",
+    ),
+    (
+        "encryption_keys",
+        lambda s, v: are_keys(v),
+        "each is a key as `delaytasks encryption key` prints it, none twice; before them may stand 'plain'",
     ),
     ("chunk_max", lambda s, v: v <= 1000, "is at most 1000"),
     ("callback_in_flight", lambda s, v: v <= 1000, "is at most 1000"),

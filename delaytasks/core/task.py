@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from delaytasks.core.current import Current, current_run
+from delaytasks.core.encryption import decoded, is_encrypted, placeholder
 from delaytasks.core.errors import NotRunningError
 from delaytasks.core.inputs import MAX_DEPTH
 from delaytasks.core.ladder import Ladder
@@ -52,8 +53,9 @@ class DelayTask:
 
     @property
     def body(self) -> Any:
-        """The body, decoded; `ValueError` when another program stored something that is not JSON."""
-        return json.loads(self.body_json)
+        """The body, decoded; `ValueError` when another program stored something that is not JSON, and its subclass
+        `BodyEncryptedError` when no key here opens it."""
+        return decoded(self.body_json, f"the body of task {self.id}")
 
     def complete(self, session: Any = None, *, result: Any = None) -> None:
         """Called by the task's processor: makes the task DONE in the transaction of `session` (a SQLAlchemy Session or
@@ -94,7 +96,7 @@ class DelayTask:
     @property
     def result(self) -> Any:
         """What its processor returned, where the processor keeps that."""
-        return None if self.result_json is None else json.loads(self.result_json)
+        return None if self.result_json is None else decoded(self.result_json, f"the result of task {self.id}")
 
     def _seconds(self, header: str) -> float | None:
         seconds: Any = self._headers().get(header)
@@ -200,6 +202,8 @@ def _iso(instant: datetime | None) -> str | None:
 
 def _shown(text: str | None) -> Any:
     """The value, if JSON can say it again; else its text. Python also reads NaN and 1e400, and any depth."""
+    if text is not None and is_encrypted(text):
+        return placeholder(text)
     value = _lenient(text or "null")
     return value if _can_be_said(value, MAX_DEPTH) else text
 

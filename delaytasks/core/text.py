@@ -25,6 +25,10 @@ def storable(text: str, max_bytes: int) -> str:
 NO_PROCESSOR = "no such processor, tag="
 
 
+#: And of one whose body is encrypted with a key that was not there; its name follows.
+NO_KEY = "no such encryption key, key="
+
+
 def put_off_until(why: str, due: datetime) -> str:
     return f"{why}; next try at {due.isoformat()}"
 

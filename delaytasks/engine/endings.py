@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 
 from delaytasks.core.clock import Clock
+from delaytasks.core.encryption import PLAIN, is_encrypted, name_in, names_of
 from delaytasks.core.errors import InvalidInputError, InvalidScheduleError, TaskStateError
 from delaytasks.core.events import Events
 from delaytasks.core.inputs import check_wait, encode_body
@@ -12,7 +13,7 @@ from delaytasks.core.outcomes import Cancel, Done, Fail, Retry, Snooze
 from delaytasks.core.ports import Settlement
 from delaytasks.core.settings import Settings
 from delaytasks.core.task import DelayTask
-from delaytasks.core.text import NO_PROCESSOR, put_off_until, storable, traceback_text
+from delaytasks.core.text import NO_KEY, NO_PROCESSOR, put_off_until, storable, traceback_text
 from delaytasks.engine.registry import Processor, Registry
 from delaytasks.engine.run import MAX_RESULT_BYTES, LeaseEndsError, Run
 
@@ -25,6 +26,7 @@ class Endings:
         self._settings = settings
         self._clock = clock
         self._events = events
+        self._keys = [name for name in names_of(settings.encryption_keys) if name != PLAIN]
 
     def too_late(self, processor: Processor, task: DelayTask) -> Settlement | None:
         """The end of a task that is not worth running any more."""
@@ -46,6 +48,20 @@ class Endings:
         error = put_off_until(storable(why, 4096), due)
         self._events.emit("task.no_processor", id=task.id, tag=task.tag, next_try_s=wait_s)
         return Settlement(task, "give_back", None, error, due)
+
+    def lacks_key(self, task: DelayTask) -> bool:
+        """Whether another process may be able to read the body. What is encrypted with a key of ours and can not be
+        read was changed: nobody can, and that is its task's failure."""
+        return is_encrypted(task.body_json) and name_in(task.body_json) not in self._keys
+
+    def no_key(self, task: DelayTask) -> Settlement:
+        """While keys are exchanged some workers have a new one earlier than others."""
+        name, known = name_in(task.body_json), ", ".join(self._keys) or "none"
+        wait_s = self._put_off_s(task)
+        due = self._after(wait_s)
+        why = f"{NO_KEY}{name} (this worker has: {known}); add it to delaytasks_encryption_keys"
+        self._events.emit("task.no_key", id=task.id, tag=task.tag, key=name, next_try_s=wait_s)
+        return Settlement(task, "give_back", None, put_off_until(why, due), due)
 
     def no_time_limits(self, task: DelayTask) -> Settlement:
         """Another worker may be able to keep those of its tag."""

@@ -60,6 +60,8 @@ class Running:
         """One task, or as many of the tag as its processor takes at once."""
         if processor is None:
             return [self._put_off(self._endings.no_processor(task, self._registry), claimed) for task in tasks]
+        if any(map(self._endings.lacks_key, tasks)):
+            return self._run_readable(processor, tasks, claimed)
         if processor.has_time_limits and not self._keeps_time_limits:
             return [
                 self._too_late(processor, task, claimed) or self._put_off(self._endings.no_time_limits(task), claimed)
@@ -75,6 +77,17 @@ class Running:
         """The ends of tasks whose run had none."""
         began = self._clock.now()
         return [self._endings.of_error(processor, task, began, error) for task in tasks]
+
+    def _run_readable(self, processor: Processor, tasks: Sequence[DelayTask], claimed: datetime) -> list[Settlement]:
+        """Those of them whose body can be read; the others wait for a worker that has their key."""
+        ends, readable = list[Settlement](), list[DelayTask]()
+        for task in tasks:
+            if not self._endings.lacks_key(task):
+                readable.append(task)
+            else:
+                late = self._too_late(processor, task, claimed)
+                ends.append(late or self._put_off(self._endings.no_key(task), claimed))
+        return ends + (self.run(processor, readable, claimed) if readable else [])
 
     def _run_one(self, processor: Processor, task: DelayTask, claimed: datetime) -> Settlement:
         began, watcher = self._clock.now(), self.watcher

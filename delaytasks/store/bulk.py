@@ -54,35 +54,46 @@ class Bulk:
 
     def matching(self, which: Filter) -> Iterator[list[tuple[int, Status]]]:
         """Those that the filter names, one window at a time."""
-        for lane in self._lanes(which):
-            yield from self._windows(which, lane)
+        for rows in self._found(which, which.looked_at, [self._t.c.id, self._t.c.status]):
+            yield [(row[0], Status.of(row[1])) for row in rows]
 
-    def _lanes(self, which: Filter) -> Iterator[Lane]:
+    def having(self, statuses: frozenset[Status], columns: Sequence[ColumnElement[Any]]) -> Iterator[Sequence[Any]]:
+        """These columns of all rows that have one of the statuses, one window at a time. A row that moves meanwhile may
+        be missed."""
+        return self._found(Filter("cancel"), statuses, columns)
+
+    def _found(
+        self, which: Filter, statuses: frozenset[Status], columns: Sequence[ColumnElement[Any]]
+    ) -> Iterator[Sequence[Any]]:
+        for lane in self._lanes(statuses, which.queue):
+            yield from self._windows(which, lane, columns)
+
+    def _lanes(self, statuses: frozenset[Status], queue: str | None) -> Iterator[Lane]:
         """Parts of the table that an index has in the order of due times. What waits or runs is not looked for among
         all that ever ran."""
         t = self._t.c
-        for status in sorted(which.looked_at & LIVE):
+        for status in sorted(statuses & LIVE):
             # Written out: what comes as a parameter may be planned without the index of these rows alone.
             here = t.status == literal_column(str(int(status)))
             for level in self._levels(status):
-                if which.queue in (None, level.queue):
+                if queue in (None, level.queue):
                     lane = [here, t.queue == level.queue, t.priority == level.priority]
                     yield Lane(lane, lane)
-        if finished := which.looked_at - LIVE:
+        if finished := statuses - LIVE:
             yield Lane([], [self._is(finished)])
 
     def _levels(self, status: Status) -> list[Level]:
         return self._db.alone(lambda c: list(levels(c, self._t, status)))
 
-    def _windows(self, which: Filter, lane: Lane) -> Iterator[list[tuple[int, Status]]]:
-        t, due = self._t.c, self._t.c.expected_time
-        query = select(t.id, t.status).where(*lane.wanted, *self._named(which)).order_by(due)
+    def _windows(self, which: Filter, lane: Lane, columns: Sequence[ColumnElement[Any]]) -> Iterator[Sequence[Any]]:
+        due = self._t.c.expected_time
+        query = select(*columns).where(*lane.wanted, *self._named(which)).order_by(due)
         begin: ColumnElement[bool] = due >= (which.since or earliest())
         while True:
             end = select(due).where(*lane.walked, begin).order_by(due).offset(WINDOW - 1).limit(1)
             ends = self._rows(end if which.until is None else end.where(due < which.until))
             window = query.where(begin, *(due <= row[0] for row in ends))
-            yield [(row[0], Status.of(row[1])) for row in self._rows(window)]
+            yield self._rows(window)
             if not ends or ends[0][0] == LATEST:
                 return
             begin = due > ends[0][0]

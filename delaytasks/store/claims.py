@@ -69,7 +69,7 @@ class Claims:
     ) -> None:
         self._db = database
         self._t = t = schema.tasks
-        self._shard = schema.shard
+        self._schema = schema
         self._columns = columns(schema, CLAIMED)
         self._claimed = {
             "status": int(MOVES["claim"].target),
@@ -240,7 +240,7 @@ class Claims:
         return self._tasks(self._take(on, [row[0] for row in self._named.candidates(on, parameters).rows]))
 
     def _tasks(self, rows: Iterable[Any], is_claimed: bool = True) -> list[DelayTask]:
-        tasks = [task_of(row, self._shard) for row in rows]
+        tasks = [task_of(row, self._schema) for row in rows]
         if not is_claimed:
             for task in tasks:
                 task.status, task.version = MOVES["claim"].target, following(task.version)

@@ -20,7 +20,7 @@ class Handover:
     def __init__(
         self, database: Database, schema: Schema, claimed: Mapping[str, Any], columns: list[Column[Any]]
     ) -> None:
-        self._shard = schema.shard
+        self._schema = schema
         t, line = schema.tasks, schema.lines
         # `+ 0` keeps planners from looking for one row among all that are held.
         waits = and_(t.c.id == line.c.task_id, t.c.version == line.c.version, t.c.status + 0 == int(Status.HELD))
@@ -49,4 +49,4 @@ class Handover:
         where = {"of_queue": queue, "of_tag": tag}
         rows = () if after is None else self._next(on, {**where, "after": after}).rows
         rows = rows or self._first(on, where).rows
-        return task_of(rows[0], self._shard) if rows else None
+        return task_of(rows[0], self._schema) if rows else None

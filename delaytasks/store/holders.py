@@ -62,6 +62,7 @@ def restless(task: DelayTask) -> StoreUnavailableError:
 class Holders:
     def __init__(self, database: Database, schema: Schema, keys: Keys, moves: Moves) -> None:
         self._db = database
+        self._schema = schema
         self._shard = schema.shard
         self._keys = keys
         self._moves = moves
@@ -114,7 +115,7 @@ class Holders:
 
     def _replaced(self, on: Any, holder: DelayTask, task: DelayTask) -> DelayTask:
         task = replace(task, expected_time=_put_off(task, holder))
-        values = {**values_of(task), "id": holder.id}
+        values = {**values_of(task, self._schema), "id": holder.id}
         values.pop("create_time")
         self._moves.make(on, "replace", holder, {**values, "attempts": 0, "lapses": 0, "error_stack": None})
         version = following(holder.version)
@@ -162,7 +163,7 @@ class Holders:
                 if id is None and not self._keys.take(connection, task):
                     id = self._keys.lock(connection, task)
                 row = None if id is None else connection.execute(self._moves.get, {"task_id": id}).first()
-                found = None if row is None else task_of(row, self._shard)
+                found = None if row is None else task_of(row, self._schema)
                 return None if found is None or found.is_finished else found
 
         return self._db.run(look)

@@ -16,6 +16,7 @@ from delaytasks.core.task import DelayTask
 from delaytasks.store.database import Database
 from delaytasks.store.driver_errors import told
 from delaytasks.store.rows import DIFFERING, NEW_COLUMNS, instant_text, json_rows, new_values, parts
+from delaytasks.store.schema import Schema
 from delaytasks.store.types import UTCDateTime
 
 #: Bytes of a row's other columns, with their names.
@@ -47,22 +48,24 @@ class BulkInsert:
     """INSERT of many new tasks: by COPY where there is one, else with one JSON parameter for many. What they have in
     common travels once."""
 
-    def __init__(self, database: Database, table: Table) -> None:
+    def __init__(self, database: Database, schema: Schema) -> None:
         self._dialect = database.url.get_backend_name()
         self._can_copy = database.can.copy
-        self._table = table
+        self._schema = schema
+        self._table = schema.tasks
         #: By the columns in which the rows differ.
         self._statements: dict[tuple[str, ...], Any] = {}
 
     def __call__(self, on: Any, tasks: Sequence[DelayTask]) -> None:
+        rows = (new_values(task, self._schema) for task in tasks)
         if self._can_copy and isinstance(on, Connection) and on.dialect.driver == "psycopg2":
-            self._copy(on, tasks)
+            self._copy(on, rows)
             return
-        for part in parts(tasks, _size):
+        for part in parts(rows, _size):
             self._insert(on, part)
 
-    def _insert(self, on: Any, tasks: Sequence[DelayTask]) -> None:
-        columns = dict(zip(NEW_COLUMNS, zip(*map(new_values, tasks), strict=True), strict=True))
+    def _insert(self, on: Any, stored: Sequence[tuple[Any, ...]]) -> None:
+        columns = dict(zip(NEW_COLUMNS, zip(*stored, strict=True), strict=True))
         common = {name: values[0] for name, values in columns.items() if name != "id" and len(set(values)) == 1}
         own = tuple(name for name in columns if name not in common)
         said = [map(self._said, columns[name]) if self._is_instant(name) else columns[name] for name in own]
@@ -82,22 +85,25 @@ class BulkInsert:
     def _said(self, instant: datetime | None) -> str | None:
         return instant_text(self._dialect, instant)
 
-    def _copy(self, on: Connection, tasks: Sequence[DelayTask]) -> None:
+    def _copy(self, on: Connection, rows: Iterable[tuple[Any, ...]]) -> None:
         target = on.dialect.identifier_preparer.format_table(self._table)
         names = ", ".join(NEW_COLUMNS)
         driver: Any = on.dialect.dbapi
         cursor: Any = on.connection.cursor()
         try:
-            cursor.copy_expert(f"COPY {target} ({names}) FROM STDIN", io.StringIO(_copy_text(tasks)))
+            cursor.copy_expert(f"COPY {target} ({names}) FROM STDIN", io.StringIO(_copy_text(rows)))
         except driver.Error as error:
             raise told(on, "COPY", error) from error
         finally:
             cursor.close()
 
 
-def _size(task: DelayTask) -> int:
+_BODY, _HEADERS = NEW_COLUMNS.index("message_body"), NEW_COLUMNS.index("headers")
+
+
+def _size(row: tuple[Any, ...]) -> int:
     """What it adds to a statement, in bytes."""
-    texts = (task.body_json, task.headers_json or "")
+    texts = (row[_BODY], row[_HEADERS] or "")
     return _OTHERS + sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
 
 
@@ -111,12 +117,11 @@ _SPECIAL = re.compile(r"[\\\t\n\r]")
 _ESCAPES = str.maketrans({"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"})
 
 
-def _copy_text(tasks: Iterable[DelayTask]) -> str:
+def _copy_text(rows: Iterable[tuple[Any, ...]]) -> str:
     """What COPY reads. What rows have in common is put into words once."""
     lines: list[str] = []
     known: dict[Any, str] = {}
-    for task in tasks:
-        row = new_values(task)
+    for row in rows:
         id, body, due = row[:DIFFERING]
         common = row[DIFFERING:]
         if due not in known:

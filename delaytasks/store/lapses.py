@@ -27,7 +27,7 @@ class Lapses:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
         self._t = schema.tasks
-        self._shard = schema.shard
+        self._schema = schema
         self._keys = Keys(database, schema)
         self._attempts = Attempts(database, schema)
         self._columns = columns(schema)
@@ -80,7 +80,7 @@ class Lapses:
             return Lapsed(len(rows), [], timed_out)
         self._keys.release_all(on, [row for row in locked if row[0] in last])
         found = on.execute(select(*self._columns).where(t.c.id.in_(last)))
-        return Lapsed(len(rows), [task_of(row, self._shard) for row in found], timed_out)
+        return Lapsed(len(rows), [task_of(row, self._schema) for row in found], timed_out)
 
 
 def _reason(limit_s: float | None, began: datetime | None, now: datetime) -> str:

@@ -20,7 +20,7 @@ from delaytasks.store.types import db_now
 class Moves:
     def __init__(self, schema: Schema, keys: Keys) -> None:
         self._t = t = schema.tasks
-        self._shard = schema.shard
+        self._schema = schema
         self._keys = keys
         self.get = select(*columns(schema)).where(t.c.id == bindparam("task_id"))
 
@@ -29,7 +29,7 @@ class Moves:
         stays open would keep it, and whoever runs the row could not settle it. A task that is cancelled already comes
         back to `cancel`, unlocked."""
         row = on.execute(self.get, {"task_id": id}).first()
-        seen = None if row is None else task_of(row, self._shard)
+        seen = None if row is None else task_of(row, self._schema)
         # A transaction that reads as of its start (MySQL's default) may see an older version than the one named.
         if seen is not None and not (isinstance(version, int) and seen.version < version):
             _check(name, seen, version)
@@ -45,7 +45,7 @@ class Moves:
 
     def locked(self, on: Any, id: int) -> DelayTask | None:
         row = on.execute(self.get.with_for_update(), {"task_id": id}).first()
-        return None if row is None else task_of(row, self._shard)
+        return None if row is None else task_of(row, self._schema)
 
     def make(self, on: Any, name: str, task: DelayTask, values: dict[str, Any]) -> DelayTask:
         """Fenced by the version that was read."""

@@ -1,16 +1,17 @@
-"""Rows that were put off since no worker had a processor for their tag, and the worker that has one."""
+"""Rows that were put off since no worker had a processor for their tag, or the key of their body, and the worker that
+has it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import select, update
+from sqlalchemy import or_, select, update
 
 from delaytasks.core.clock import to_us
 from delaytasks.core.ports import Entry
 from delaytasks.core.states import MOVES, Status, following
-from delaytasks.core.text import NO_PROCESSOR, is_put_off_until
+from delaytasks.core.text import NO_KEY, NO_PROCESSOR, is_put_off_until
 from delaytasks.store.database import Database
 from delaytasks.store.rows import listing, next_version
 from delaytasks.store.schema import Schema
@@ -23,13 +24,16 @@ class PutOffs:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
         self._t = schema.tasks
+        self._key_names = () if schema.cipher is None else schema.cipher.names
 
     def bring_forward(self, tags: Sequence[str], queues: Sequence[str] | None, within_s: float) -> list[Entry]:
         """Those of these tags and queues (None: of all) that were put off until an instant within so many seconds are
         due now. Who was rescheduled or touched meanwhile is due when that says."""
         t = self._t
         # `+ 0` keeps planners from reading all rows that wait for the few that are near.
-        put_off = (t.c.status + 0 == int(Status.NOT_COMPLETE), t.c.error_stack.startswith(NO_PROCESSOR))
+        reasons = [NO_PROCESSOR, *(NO_KEY + name for name in self._key_names)]
+        is_why = or_(*(t.c.error_stack.startswith(reason) for reason in reasons))
+        put_off = (t.c.status + 0 == int(Status.NOT_COMPLETE), is_why)
         ours = [t.c.tag.in_(listing("tags"))]
         named = {"tags": list(tags)}
         if queues is not None:

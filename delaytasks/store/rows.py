@@ -57,9 +57,14 @@ def columns(schema: Schema, names: Sequence[str] = COLUMNS) -> list[Column[Any]]
     return [schema.tasks.c[name] for name in names]
 
 
-def task_of(row: Sequence[Any], shard: int) -> DelayTask:
+def task_of(row: Sequence[Any], schema: Schema) -> DelayTask:
+    cipher = schema.cipher
+    body = row[2] if cipher is None else cipher.read(row[2])
     # No row is so long that it has a shard of its own, which mypy fears.
-    return DelayTask(row[0], row[1], row[2], row[3], Status.of(row[4]), *row[5:], shard=shard)  # type: ignore[misc]
+    task = DelayTask(row[0], row[1], body, row[3], Status.of(row[4]), *row[5:], shard=schema.shard)  # type: ignore[misc]
+    if cipher is not None and task.result_json is not None:
+        task.result_json = cipher.read(task.result_json)
+    return task
 
 
 #: What a row has when its task is scheduled, and where the task has it.
@@ -82,13 +87,18 @@ _PLACES = {
 NEW_COLUMNS = tuple(_PLACES)
 #: So many of them, the first ones, differ in nearly all rows.
 DIFFERING = 3
-#: The values of those columns.
-new_values: Callable[[DelayTask], tuple[Any, ...]] = attrgetter(*_PLACES.values())
+_values: Callable[[DelayTask], tuple[Any, ...]] = attrgetter(*_PLACES.values())
 
 
-def values_of(task: DelayTask) -> dict[str, Any]:
+def new_values(task: DelayTask, schema: Schema) -> tuple[Any, ...]:
+    """The values of those columns, as they are stored."""
+    row = _values(task)
+    return row if schema.cipher is None else (row[0], schema.cipher.seal(row[1]), *row[2:])
+
+
+def values_of(task: DelayTask, schema: Schema) -> dict[str, Any]:
     """The row of a task that is scheduled now."""
-    row = dict(zip(NEW_COLUMNS, new_values(task), strict=True))
+    row = dict(zip(NEW_COLUMNS, new_values(task, schema), strict=True))
     row["status"] = int(task.status)
     return row
 

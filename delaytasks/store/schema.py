@@ -24,6 +24,7 @@ from sqlalchemy.sql.elements import conv
 
 from delaytasks.core.inputs import ACTOR_LENGTH, CONCURRENCY_KEY_LENGTH, KEY_LENGTH, QUEUE_LENGTH, TAG_LENGTH
 from delaytasks.core.states import Status
+from delaytasks.store.cipher import Cipher
 from delaytasks.store.types import LongText, UTCDateTime, db_now
 
 #: SQLite makes ids by itself only for a column that is exactly INTEGER PRIMARY KEY.
@@ -62,9 +63,11 @@ class Schema:
     lines: Table
     #: Which of several databases has these tables.
     shard: int
+    #: For bodies and results; none where they are kept as they are.
+    cipher: Cipher | None = None
 
 
-def build_schema(prefix: str = "", schema: str | None = None, shard: int = 0) -> Schema:
+def build_schema(prefix: str = "", schema: str | None = None, shard: int = 0, cipher: Cipher | None = None) -> Schema:
     metadata = MetaData(schema=schema or None)
     tasks = Table(
         prefix + "yb_delay_task_message",
@@ -239,4 +242,4 @@ def build_schema(prefix: str = "", schema: str | None = None, shard: int = 0) ->
         ),
         **_MYSQL,
     )
-    return Schema(metadata, tasks, keys, attempts, sweeps, workers, shards, policies, audit, lines, shard)
+    return Schema(metadata, tasks, keys, attempts, sweeps, workers, shards, policies, audit, lines, shard, cipher)

@@ -46,6 +46,7 @@ class Settlements:
     def __init__(self, database: Database, schema: Schema, worker: str) -> None:
         self._db = database
         self._t = schema.tasks
+        self._cipher = schema.cipher
         self._keys = Keys(database, schema)
         self._attempts = Attempts(database, schema)
         self._worker = worker
@@ -97,7 +98,7 @@ class Settlements:
             "status": int(move.target),
             "version": following(task.version),
             "error_stack": None,
-            "result": result,
+            "result": self._kept(result),
             "lapses": 0,
             "lease_until": None,
             "update_time": db_now(),
@@ -151,12 +152,15 @@ class Settlements:
             int(Status.RUNNING),
             int(MOVES[settlement.move].target),
             settlement.error,
-            settlement.result,
+            self._kept(settlement.result),
             instant_text(self._dialect, settlement.began),
             instant_text(self._dialect, settlement.due),
             int(settlement.move in RETURNS_ATTEMPT),
             int(settlement.move in NEVER_RAN),
         )
+
+    def _kept(self, result: str | None) -> str | None:
+        return result if result is None or self._cipher is None else self._cipher.seal(result)
 
     def _settled(self, connection: Any, ordered: Sequence[Settlement]) -> set[int]:
         columns = dict(zip((*_FENCE, *_SAID), zip(*map(self._said, ordered), strict=True), strict=True))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, and_, func, literal_column, select
+from sqlalchemy import ColumnElement, Connection, Select, and_, func, literal_column, select
 
+from delaytasks.core.encryption import MARK_LENGTH, PREFIX, name_in
 from delaytasks.core.inputs import is_queue
 from delaytasks.core.ports import Pending, Strange
 from delaytasks.core.states import LIVE, Status
@@ -52,6 +53,7 @@ class Stats:
         self._db = database
         self._t = schema.tasks
         self._s = schema.sweeps
+        self._cipher = schema.cipher
 
     def counts(self) -> dict[Status, Count]:
         """How many rows there are of each status. In a table of millions nobody counts them all: of what is in the
@@ -98,7 +100,10 @@ class Stats:
         t = self._t
         query = select(t.c.id, t.c.message_body, t.c.expected_time).where(self._is_live(), t.c.tag == tag)
         for rows in self._db.stream(query.order_by(t.c.expected_time), size=1000):
-            yield from rows
+            if self._cipher is None:
+                yield from rows
+            else:
+                yield from ((id, self._cipher.read(body), due) for id, body, due in rows)
 
     def strange(self, max_delay_s: float, lease_s: float) -> Iterator[Strange]:
         """Rows that wait, or seem to, and that nobody will take."""
@@ -117,6 +122,20 @@ class Stats:
             query = grouped.where(is_so).group_by(t.c.tag).order_by(t.c.tag)
             for tag, tasks, first_due, first, last in self._db.alone(lambda c, query=query: c.execute(query).all()):  # type: ignore[misc]
                 yield Strange(tag, tasks, first_due, (first, last), problem)
+        yield from self._without_key(grouped)
+
+    def _without_key(self, grouped: Select[Any]) -> Iterator[Strange]:
+        t, known = self._t, () if self._cipher is None else self._cipher.names
+        begin = func.substr(t.c.message_body, 1, MARK_LENGTH)
+        needs = grouped.add_columns(begin).where(
+            self._is_live(), func.substr(t.c.message_body, 1, len(PREFIX)) == PREFIX
+        )
+        for tag, tasks, first_due, first, last, mark in self._db.alone(
+            lambda c: c.execute(needs.group_by(t.c.tag, begin).order_by(t.c.tag)).all()
+        ):
+            if (name := name_in(mark)) not in known:
+                why = f"encrypted with key {name}, which delaytasks_encryption_keys does not have here"
+                yield Strange(tag, tasks, first_due, (first, last), why)
 
     def _is_live(self) -> ColumnElement[bool]:
         return self._t.c.status.in_([int(status) for status in LIVE])

@@ -7,6 +7,7 @@ from sqlalchemy import Connection, exc, inspect
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.settings import Settings, mask_url
 from delaytasks.store.bulk import Bulk
+from delaytasks.store.cipher import cipher_of
 from delaytasks.store.claims import Claims
 from delaytasks.store.database import Database
 from delaytasks.store.driver_errors import REMEDY
@@ -28,7 +29,9 @@ class Store:
     def __init__(self, url: str, settings: Settings, shard: int = 0) -> None:
         self.shard = shard
         self.database = Database(url, settings.pool_size, shard if len(settings.database_url) > 1 else None)
-        self.schema = build_schema(settings.table_prefix, settings.table_schema, shard)
+        self.schema = build_schema(
+            settings.table_prefix, settings.table_schema, shard, cipher_of(settings.encryption_keys)
+        )
         self.tasks = Tasks(self.database, self.schema)
         self.bulk = Bulk(self.database, self.schema)
         self.touches = Touches(self.database, self.schema)

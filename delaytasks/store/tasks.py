@@ -32,12 +32,13 @@ class Tasks:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
         self._t = t = schema.tasks
+        self._schema = schema
         self._shard = schema.shard
         self._keys = Keys(database, schema)
         self._attempts = Attempts(database, schema)
         self._columns = columns(schema)
         self._insert = Insert(database, t)
-        self._insert_bulk = BulkInsert(database, t)
+        self._insert_bulk = BulkInsert(database, schema)
         self._moves = Moves(schema, self._keys)
         self._get = self._moves.get
         self.holders = Holders(database, schema, self._keys, self._moves)
@@ -47,12 +48,12 @@ class Tasks:
     def insert(self, task: DelayTask, on: Executor | None = None) -> bool:
         """True if the row is new; False if a row with this id exists."""
         if on is not None:
-            return self._insert(on, values_of(task))
+            return self._insert(on, values_of(task, self._schema))
         return self._db.run(lambda: self._insert_alone(task), unknown_id=task.id)
 
     def _insert_alone(self, task: DelayTask) -> bool:
         with self._db.auto.connect() as connection:
-            return self._insert(connection, values_of(task))
+            return self._insert(connection, values_of(task, self._schema))
 
     def insert_many(self, tasks: Sequence[DelayTask], on: Executor | None = None) -> bool:
         """All rows in one go; False (and no row) if one of the ids exists."""
@@ -83,14 +84,14 @@ class Tasks:
         return self._in_transaction(work, on, unknown_id=task.id)
 
     def _insert_own(self, on: Any, task: DelayTask) -> None:
-        if not self._insert(on, values_of(task)):
+        if not self._insert(on, values_of(task, self._schema)):
             raise DuplicateTaskError(f"there is a task with id {task.id} already", task.id)
 
     # -- look up ----------------------------------------------------------------------------------
 
     def get(self, id: int, on: Executor | None = None) -> DelayTask | None:
         row = self._read(lambda c: c.execute(self._get, {"task_id": id}).first(), on)
-        return None if row is None else task_of(row, self._shard)
+        return None if row is None else task_of(row, self._schema)
 
     def read(self, id: int, on: Executor | None = None) -> DelayTask:
         """As `get`, of a task that must be there."""
@@ -134,7 +135,7 @@ class Tasks:
         if cursor is not None:
             query = pages.after(query, t, self._shard, cursor)
         rows = self._read(lambda c: pages.first(c, query, t, status, key is not None or tag is not None, limit + 1), on)
-        tasks = [task_of(row, self._shard) for row in rows[:limit]]
+        tasks = [task_of(row, self._schema) for row in rows[:limit]]
         return Page(tasks, pages.make_cursor(tasks[-1]) if len(rows) > limit else None)
 
     def now(self, insists: bool = False) -> datetime:

@@ -87,7 +87,8 @@ class Processes:
 
     def row_events(self) -> RowEvents:
         settings = self._delays.settings
-        return RowEvents(self._delays.celery, self.hostname, settings.publish_limit_s, settings.event_bodies)
+        shows_bodies = settings.event_bodies and not settings.encryption_keys
+        return RowEvents(self._delays.celery, self.hostname, settings.publish_limit_s, shows_bodies)
 
     def _make_runner(self, number: int) -> Runner:
         delays = self._delays

@@ -32,7 +32,7 @@ LONGEST_TRACEBACK = 16 * 1024
 MOST_EVENTS = 300
 #: After a failure nothing is sent, and nothing kept, for this long: tasks must not wait for a broker that is away.
 REST_S = 5.0
-HIDDEN = "(hidden: delaytasks_event_bodies)"
+HIDDEN = "(hidden: delaytasks_event_bodies, delaytasks_encryption_keys)"
 LAPSED = "the worker's process died, or lost its lease, while this attempt ran"
 
 
@@ -71,7 +71,8 @@ class RowEvents:
     def ended(self, ending: Settlement, ended: datetime, error: BaseException | None = None) -> None:
         task, runtime = ending.task, (ended - (ending.began or ended)).total_seconds()
         if ending.move == "succeed":
-            self._add("task-succeeded", task, ended, runtime=runtime, result=ending.result or "")
+            result = (ending.result or "") if self._shows_bodies else HIDDEN
+            self._add("task-succeeded", task, ended, runtime=runtime, result=result)
         elif ending.move == "withdraw":
             self._revoked(ending, ended, is_expired=False)
         else:

@@ -57,7 +57,13 @@ class Field:
         self._count += 1
         made = task(self.store, id=first_id(self.now - age) + self._count)
         touched = self.now - (age if ended is None else ended)
-        values = {**values_of(made), "status": int(status), "expected_time": touched, "update_time": touched, **row}
+        values = {
+            **values_of(made, self.store.schema),
+            "status": int(status),
+            "expected_time": touched,
+            "update_time": touched,
+            **row,
+        }
         with self.store.database.begin() as connection:
             connection.execute(insert(self.store.schema.tasks).values(values))
         return replace(made, status=status, version=values["version"])

@@ -76,7 +76,7 @@ def put(store: Store, status: Status, **fields: Any) -> DelayTask:
     """A row in this status, whatever moves lead there."""
     made = task(store, **fields)
     with store.database.begin() as connection:
-        row = {**values_of(made), "status": int(status), "attempts": made.attempts, "lapses": made.lapses}
+        row = {**values_of(made, store.schema), "status": int(status), "attempts": made.attempts, "lapses": made.lapses}
         connection.execute(insert(store.schema.tasks).values(row))
     return replace(made, status=status)
 

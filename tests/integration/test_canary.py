@@ -18,6 +18,7 @@ from celery import Celery
 from sqlalchemy import make_url, text
 
 from delaytasks import DelayTask, DelayTasks, Status
+from delaytasks.core.encryption import new_key
 from delaytasks.core.settings import PREFIX, secret_names
 from tests.redis_server import RedisServer
 from tests.running import ROOT, Deployment
@@ -28,7 +29,8 @@ from tests.webserver import WebServer, answer
 SECRET, BODY = "sEcReT-cAnArY", "bOdY-cAnArY"
 KEY = "whsec_" + base64.b64encode((SECRET * 2).encode()).decode()
 HOSTILE = "\x1b[31mred\x9b1m \u202e\r\nforged line"
-HIDDEN = (SECRET, KEY, KEY.removeprefix("whsec_"))
+ENCRYPTION_KEYS = [new_key(), new_key()]
+HIDDEN = (SECRET, KEY, KEY.removeprefix("whsec_"), *ENCRYPTION_KEYS)
 
 
 @pytest.fixture
@@ -54,6 +56,7 @@ def deployment(
         timer="redis",
         redis_url=redis_url,
         callback_secrets=[KEY],
+        encryption_keys=ENCRYPTION_KEYS,
         callback_allow=["127.0.0.1"],
         callback_broker_url=f"amqp://u:{SECRET}@127.0.0.1:1//",
     )
@@ -68,7 +71,7 @@ def end_of(delays: DelayTasks, task: DelayTask) -> DelayTask:
 
 def test_secrets_and_bodies_are_not_told(deployment: tuple[Deployment, DelayTasks], web: WebServer) -> None:
     d, delays = deployment
-    worker, beat = d.worker(), d.beat()
+    worker, beat = d.worker("-E"), d.beat()
     web.answers["/"] = answer(500, b"busy")
     hidden = {"Authorization": BODY, "X-Key": BODY}
     ends = [
@@ -88,9 +91,12 @@ def test_secrets_and_bodies_are_not_told(deployment: tuple[Deployment, DelayTask
         connection.execute(text(insert), {"body": f'{{"card": {BODY}'})
         insert = f"INSERT INTO {table} (tag, message_body) VALUES (:tag, '{{}}')"
         connection.execute(text(insert), {"tag": HOSTILE})
+        insert = f"INSERT INTO {table} (tag, message_body) VALUES ('test.note', 'fernet:ffffffff:gAAAAA')"
+        connection.execute(text(insert))
     rows = [end_of(delays, task) for task in ends]
     assert {row.status for row in rows} == {Status.DONE, Status.FAILED}
     wait_until(lambda: "no_processor" in worker.log(), 20, "the task without processor")
+    wait_until(lambda: "no_key" in worker.log(), 20, "the task whose key is not there")
 
     inspect = delays.celery.control.inspect([d.node(0)], timeout=10, limit=1)
     told = {
@@ -99,7 +105,10 @@ def test_secrets_and_bodies_are_not_told(deployment: tuple[Deployment, DelayTask
         "errors": "\n".join(str(row.error) for row in rows),
         "attempts": "\n".join(str(attempt) for row in rows for attempt in delays.attempts(row)),
         "inspect": repr([inspect.conf(with_defaults=True), inspect.stats(), inspect.active()]),
-        "commands": commands(d, ["list"], ["stats"], ["config"], ["check"], ["db", "current"], ["audit"]),
+        "commands": commands(
+            d, ["list"], ["stats"], ["config"], ["check"], ["db", "current"], ["audit"], ["encryption", "status"]
+        ),
+        "table": repr(in_table(d)),
     }
     assert "Error" in told["errors"]
     assert "callback_broker_url" in told["inspect"]
@@ -113,6 +122,15 @@ def test_secrets_and_bodies_are_not_told(deployment: tuple[Deployment, DelayTask
     shown = commands(d, ["show", str(rows[0].id)], ["list", "--json"])
     assert BODY in shown
     assert not any(name in shown for name in HIDDEN)
+
+
+def in_table(d: Deployment) -> list[Any]:
+    """Bodies and results of our own rows, as they are stored."""
+    with d.store.database.begin() as connection:
+        query = f"SELECT message_body, result FROM {d.store.schema.tasks.name} WHERE message_body LIKE 'fernet:%'"
+        found = [tuple(row) for row in connection.execute(text(query))]
+    assert len(found) == 10
+    return found
 
 
 SCRIPT = """

@@ -22,7 +22,9 @@ from delaytasks.contrib.django.executor import DjangoExecutor
 from delaytasks.contrib.django.instance import DjangoDelays, project_delays
 from delaytasks.contrib.django.unit import DjangoUnit
 from delaytasks.contrib.django.url import database_url as url_of
+from delaytasks.core.encryption import key_name, new_key
 from delaytasks.core.errors import (
+    BodyEncryptedError,
     ConfigError,
     DuplicateTaskError,
     OutcomeUnknownError,
@@ -222,6 +224,34 @@ def test_many_large_bodies_go_in_several_statements(delays: DjangoDelays) -> Non
     with transaction.atomic(delays.alias):
         assert delays.schedule_many(("order.close", [n, body], 60) for n in range(100)) == 100
     assert len(delays.find(limit=1000)) == 100
+
+
+def test_bodies_are_encrypted_on_djangos_connection_and_the_model_reads_them(
+    delays: DjangoDelays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from delaytasks.contrib.django import models
+
+    prefix, key = delays.settings.table_prefix, new_key()
+    own = DjangoDelays(django_settings.new_celery_app(), delays.alias, table_prefix=prefix, encryption_keys=[key])
+    monkeypatch.setattr(own.timer, "arm", list[Entry]().extend)
+    body = {"card": "cAnArY", "percent": "100 %"}
+    with transaction.atomic(own.alias):
+        own.schedule_delay("order.close", body, 60)
+        own.schedule_delay("order.close", body, 60, key="k")
+        own.schedule_delay("order.close", body, 60, key="k", on_conflict="replace")
+        own.schedule_many([("order.close", body, 60)] * 3)
+        assert [task.body for task in own.find()] == [body] * 5
+    with connections[own.alias].cursor() as cursor:
+        cursor.execute(f"SELECT message_body FROM {own.store.schema.tasks.name}")
+        stored = [row[0] for row in cursor.fetchall()]
+    assert [text[:16] for text in stored] == [f"fernet:{key_name(key)}:"] * 5
+    assert "cAnArY" not in repr(stored)
+    row = models.DelayTaskRow(id=7, message_body=stored[0])
+    with pytest.raises(BodyEncryptedError):
+        _ = row.body
+    monkeypatch.setattr(models, "project_delays", lambda: own)
+    assert row.body == body
+    own.close()
 
 
 def test_a_taken_id_among_many_leaves_the_transaction_usable(delays: DjangoDelays) -> None:

@@ -21,6 +21,7 @@ from sqlalchemy.orm import Session
 
 from delaytasks import DelayTask, NewTask, Status, api, schedule_delay
 from delaytasks.contrib.flask import FlaskDelays
+from delaytasks.core.encryption import new_key
 from delaytasks.core.errors import ConfigError, SessionUnusableError, ShardMismatchError
 from delaytasks.core.ports import Entry
 from delaytasks.store import migrations
@@ -100,6 +101,20 @@ def test_a_task_is_part_of_the_requests_transaction_and_armed_after_its_commit(p
         project.db.session.commit()
         assert count(project) == 1
         assert [entry.id for entry in project.armed] == [task.id]
+
+
+def test_bodies_are_encrypted_in_the_requests_transaction(project: Project) -> None:
+    app, tables = app_of(project), project.delays.store.schema.tasks
+    app.config["DELAYTASKS"]["encryption_keys"] = [new_key()]
+    project.delays.init_app(app)
+    with app.test_request_context():
+        project.delays.schedule_delay("order.close", {"card": "cAnArY"}, 60)
+        project.delays.schedule_many([NewTask("order.close", {"card": "cAnArY"}, 60)] * 2)
+        stored = project.db.session.execute(select(tables.c.message_body)).scalars().all()
+        assert [text[:7] for text in stored] == ["fernet:"] * 3
+        assert "cAnArY" not in repr(stored)
+        assert [task.body for task in project.delays.find()] == [{"card": "cAnArY"}] * 3
+        project.db.session.commit()
 
 
 def test_a_rollback_leaves_no_row_and_arms_nothing(project: Project) -> None:

@@ -76,6 +76,7 @@ def test_the_mission_s_commands_are_all_there() -> None:
     wanted = ["up", "config", "schedule", "list", "show", "cancel", "reschedule", "retry", "stats", "drain"]
     wanted += ["check", "touch", "audit", "db upgrade", "db downgrade", "db current"]
     wanted += ["pause", "resume", "policy list", "policy set", "policy clear"]
+    wanted += ["encryption key", "encryption status", "encryption rotate"]
     wanted += ["db partitions list", "db partitions convert", "db partitions maintain", "db shards"]
     assert set(wanted) == {path for path, _ in commands(main)}
 

@@ -270,6 +270,8 @@ def test_bodies_are_shown_unless_they_shall_not_be(rows: RowEvents, heard: Heard
     quiet = RowEvents(rows._app, "w@test", 0.5, shows_bodies=False)
     silent = Heard(quiet)
     quiet.started(ROW, NOON, NOON)
+    quiet.ended(Settlement(ROW, "succeed", NOON, result='"rEsUlT"'), NOON)
     quiet.flush()
     assert ROW.body_json not in json.dumps(silent.messages)
+    assert "rEsUlT" not in json.dumps(silent.messages)
     assert "event_bodies" in silent.task().args

@@ -51,7 +51,9 @@ class Field:
         id = next(_ids)
         task = DelayTask(id, "mail", "{}", now + timedelta(seconds=in_s), status, create_time=now)
         with self.store.database.begin() as connection:
-            connection.execute(insert(self.store.schema.tasks).values({**values_of(task), **changes}))
+            connection.execute(
+                insert(self.store.schema.tasks).values({**values_of(task, self.store.schema), **changes})
+            )
         return id
 
     def sweep(self, house: int = 0, timer: Any = None) -> list[int]:

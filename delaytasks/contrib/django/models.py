@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, NoReturn
 
 from django.db import models
 
 from delaytasks.contrib.django.instance import project_delays
+from delaytasks.core.encryption import decoded
 from delaytasks.core.inputs import KEY_LENGTH, QUEUE_LENGTH, TAG_LENGTH
 from delaytasks.core.states import Status
 
@@ -70,4 +70,6 @@ class DelayTaskRow(models.Model):
     @property
     def body(self) -> Any:
         """What the processor gets."""
-        return json.loads(self.message_body)
+        cipher = project_delays().store.schema.cipher
+        text = self.message_body if cipher is None else cipher.read(self.message_body)
+        return decoded(text, f"the body of task {self.id}")

@@ -1,0 +1,121 @@
+"""Rows that come to need another key, on each database."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from delaytasks import DelayTasks, NewTask, Status
+from delaytasks.core.encryption import key_name
+from delaytasks.core.states import LIVE
+from delaytasks.store import rotation
+from delaytasks.store.rotation import Rotation
+from delaytasks.store.store import Store
+from tests.conformance.test_encryption import BODY, NEW, OLD, Open, are_sealed, change, open_with, stored
+from tests.recording import run_now
+
+__all__ = ["open_with"]
+ALL = frozenset(Status)
+OF_OLD, OF_NEW = key_name(OLD), key_name(NEW)
+
+
+def rotate(delays: DelayTasks, statuses: frozenset[Status] = LIVE) -> tuple[int, int]:
+    made = rotation_of(delays)
+    made.rotate(statuses, lambda: None)
+    return made.changed, made.unreadable
+
+
+def rotation_of(delays: DelayTasks) -> Rotation:
+    return Rotation(delays.store.database, delays.store.schema, delays.store.bulk)
+
+
+def moved(store: Store) -> list[Any]:
+    """What tells that a row was moved."""
+    t = store.schema.tasks.c
+    with store.database.begin() as connection:
+        return list(
+            connection.execute(select(t.id, t.version, t.status, t.update_time, t.expected_time).order_by(t.id))
+        )
+
+
+def test_rows_go_from_plain_to_a_key_to_the_next_one_and_back(
+    store: Store, open_with: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rotation, "STEP", 7)
+    bodies = [{"n": n, "card": "cAnArY 😀"} for n in range(30)]
+    open_with().schedule_many([NewTask("mail", body, 60, priority=n % 3) for n, body in enumerate(bodies)])
+    before = moved(store)
+    for keys, name in (((OLD,), OF_OLD), ((NEW, OLD), OF_NEW), (("plain", NEW), "")):
+        delays = open_with(*keys)
+        assert rotate(delays) == (30, 0)
+        assert rotation_of(delays).needs(LIVE) == (Counter({name: 30}), Counter())
+        assert sorted((task.body for task in delays.find()), key=lambda body: body["n"]) == bodies
+        assert are_sealed(store, {OF_OLD: OLD, OF_NEW: NEW}.get(name, NEW)) is bool(name)
+        assert rotate(delays) == (0, 0)
+    assert moved(store) == before
+
+
+def test_finished_tasks_and_their_results_only_when_that_is_asked(store: Store, open_with: Open) -> None:
+    old = open_with(OLD)
+    old.processor("mail", keep_result=True)(lambda body: body)
+    done = run_now(old, old.schedule_delay("mail", BODY, 60))
+    old.schedule_delay("mail", BODY, 60)
+    change(store, done, message_body="7")  # only its result needs the key
+    delays = open_with(NEW, OLD)
+    assert rotation_of(delays).needs(ALL) == (Counter({OF_OLD: 1}), Counter({OF_OLD: 1, "": 1}))
+    assert rotate(delays) == (1, 0)
+    assert rotation_of(delays).needs(ALL).finished == {OF_OLD: 1, "": 1}
+    assert rotate(delays, ALL) == (1, 0)
+    assert are_sealed(store)
+    assert (open_with(NEW).get(done).body, open_with(NEW).get(done).result) == (7, BODY)
+
+
+def test_what_no_key_reads_is_left_and_counted(store: Store, open_with: Open) -> None:
+    open_with(OLD).schedule_delay("mail", BODY, 60)
+    damaged = open_with(NEW).schedule_delay("mail", BODY, 60)
+    change(store, damaged, message_body=f"fernet:{key_name(NEW)}:nonsense")
+    other = open_with().schedule_delay("mail", BODY, 60)
+    change(store, other, message_body="fernet:'; DROP")
+    before, delays = stored(store), open_with("plain", NEW)
+    assert rotate(delays) == (0, 3)
+    assert stored(store) == before
+    assert rotation_of(delays).needs(LIVE).live == {OF_OLD: 1, OF_NEW: 1, "?": 1}
+
+
+def test_a_body_that_is_replaced_meanwhile_is_not_put_back(
+    store: Store, open_with: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delays = open_with(NEW)
+    plain = open_with()
+    for n in range(3):
+        plain.schedule_delay("mail", n, 60, key=f"k{n}")
+    found = Rotation._steps
+
+    def replace_first(self: Rotation, *rest: Any) -> Any:
+        plain.schedule_delay("mail", "replaced", 60, key="k1", on_conflict="replace")
+        return found(self, *rest)
+
+    monkeypatch.setattr(Rotation, "_steps", replace_first)
+    assert rotate(delays) == (3, 0)
+    assert [delays.get(tag="mail", key=f"k{n}").body for n in range(3)] == [0, "replaced", 2]
+    assert are_sealed(store)
+
+
+def test_what_somebody_has_locked_is_passed_over_and_tried_once_more(
+    store: Store, open_with: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if store.database.url.get_backend_name() == "sqlite":
+        pytest.skip("it locks the whole database")
+    task, other = (open_with().schedule_delay("mail", BODY, 60) for _ in range(2))
+    delays, t = open_with(NEW), store.schema.tasks
+    with store.database.begin() as somebody:
+        somebody.execute(select(t.c.id).where(t.c.id == task.id).with_for_update()).all()
+        monkeypatch.setattr(rotation.time, "sleep", lambda _: None)
+        assert rotate(delays) == (1, 0)
+        monkeypatch.setattr(rotation.time, "sleep", lambda _: somebody.commit())
+        assert rotate(delays) == (1, 0)
+    assert {delays.get(each).body_json for each in (task, other)} == {other.body_json}
+    assert are_sealed(store)

@@ -1,0 +1,150 @@
+"""`encryption`: key, status and rotate."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any, NoReturn
+
+import pytest
+from sqlalchemy import text, update
+
+from delaytasks.core.encryption import key_name, new_key
+from delaytasks.core.errors import StoreUnavailableError
+from delaytasks.store import rotation
+from delaytasks.store.rotation import Rotation
+from tests.integration.cli.project import Project
+
+OLD, NEW = new_key(), new_key()
+VARIABLE = "DELAYTASKS_ENCRYPTION_KEYS"
+
+
+def reopen(project: Project, monkeypatch: pytest.MonkeyPatch, *keys: str) -> None:
+    """As if each command were a process of its own, with these keys."""
+    monkeypatch.setenv(VARIABLE, " ".join(keys))
+    project.delays.close()
+    project.delays._parts = None
+
+
+def test_a_new_key_is_another_one_each_time_and_is_taken(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = shop.json("encryption", "key")
+    assert made["name"] == key_name(made["key"])
+    plain = shop("encryption", "key").stdout.strip()
+    assert plain != made["key"]
+    reopen(shop, monkeypatch, plain, made["key"])
+    assert shop.json("config")["settings"]
+    assert plain not in shop("config").stdout
+
+
+def test_rotation_from_plain_to_a_key_to_the_next_one(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = [shop.schedule("ok", 60, {"n": n}) for n in range(3)]
+    shop.delays.cancel(tasks[0])
+    refused = shop.error("encryption", "rotate", exit_code=2)
+    assert "delaytasks_encryption_keys is empty" in refused["error"]
+    assert shop.json("encryption", "status")["keys"] == [{"key": "plain", "is": "first", "live": 2, "finished": None}]
+
+    reopen(shop, monkeypatch, OLD)
+    said = shop("encryption", "rotate", "--all")
+    assert (said.exit_code, said.stdout.splitlines()[0]) == (0, "encrypted 3 tasks")
+    reopen(shop, monkeypatch, NEW, OLD)
+    found = shop.json("encryption", "rotate")
+    assert (found["changed"], found["unreadable"], found["state"], found["missing"]) == (2, 0, "done", [])
+    of_new = {"key": key_name(NEW), "is": "first", "live": 2, "finished": 0}
+    of_old = {"key": key_name(OLD), "is": "reads", "live": 0, "finished": 1}
+    assert shop.json("encryption", "status", "--all")["keys"] == [of_new, of_old]
+
+    reopen(shop, monkeypatch, NEW)
+    missing = shop.json("encryption", "status", "--all", exit_code=1)["keys"]
+    assert missing == [of_new, {**of_old, "is": "missing"}]
+    shown = shop.json("show", str(tasks[0].id))
+    assert shown["body"] == f"(encrypted with key {key_name(OLD)}, which can not read it here)"
+    assert shown["body"] in shop("show", str(tasks[0].id)).stdout
+    assert shop.json("show", str(tasks[1].id))["body"] == {"n": 1}
+
+    reopen(shop, monkeypatch, "plain", NEW, OLD)
+    assert shop("encryption", "rotate", "--all").stdout.startswith("decrypted 3 tasks\n")
+    assert shop.json("encryption", "status", "--all")["keys"][0] == {
+        "key": "plain",
+        "is": "first",
+        "live": 2,
+        "finished": 1,
+    }
+
+
+def test_what_can_not_be_read_is_told(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop.schedule("ok", 60)
+    t = shop.delays.store.schema.tasks
+    with shop.delays.store.database.begin() as connection:
+        connection.execute(update(t).values(message_body="fernet:0123abcd:gAAAAA"))
+    reopen(shop, monkeypatch, NEW)
+    said = shop("encryption", "rotate")
+    assert (said.exit_code, said.stdout.splitlines()[0]) == (1, "encrypted 0 tasks")
+    assert "0123abcd  missing" in said.stdout
+    reopen(shop, monkeypatch, "plain", NEW)
+    said = shop("encryption", "rotate")
+    assert said.stderr == "left as they are: 1 task (no key here reads them)\n"
+    assert shop("check").exit_code == 1
+    assert "0123abcd" in shop("check").stdout
+
+
+def test_ctrl_c_ends_after_a_step_and_the_next_time_goes_on(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = [shop.schedule("ok", 60, n) for n in range(5)]
+    reopen(shop, monkeypatch, NEW)
+    monkeypatch.setattr(rotation, "STEP", 2)
+    step = Rotation._step
+
+    def interrupted(self: Rotation, *rest: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return step(self, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Rotation, "_step", interrupted)
+        said = shop("encryption", "rotate")
+    assert (said.exit_code, said.stdout) == (1, "stopped: encrypted 2 tasks\n")
+    assert shop.json("encryption", "rotate")["changed"] == 3
+    assert [shop.delays.get(task).body for task in tasks] == list(range(5))
+
+
+def stored(project: Project) -> list[str]:
+    found: list[str] = []
+    for shard in project.delays.shards:
+        with shard.store.database.begin() as connection:
+            query = text(f"SELECT message_body FROM {shard.store.schema.tasks.name}")
+            found += (row[0] for row in connection.execute(query))
+    return found
+
+
+def test_each_database_is_rotated_and_one_that_is_down_keeps_no_other_from_it(
+    two: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, shard in enumerate(two.delays.shards):
+        for _ in range(number + 1):
+            two.schedule("ok", 60, "cAnArY", id=shard.new_id())
+    reopen(two, monkeypatch, NEW)
+
+    def is_down(*_: object) -> NoReturn:
+        raise StoreUnavailableError("down")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(two.delays.shards[0].store.bulk, "having", is_down)
+        found = two.json("encryption", "rotate", exit_code=1)
+        assert (found["changed"], found["missing"], found["keys"][0]["live"]) == (2, [0], 2)
+        assert "shard 0 can not be reached" in two("encryption", "status").stderr
+    assert two.json("encryption", "rotate")["changed"] == 1
+    assert [task.body for task in two.delays.find()] == ["cAnArY"] * 3
+    assert len(stored(two)) == 3
+    assert "cAnArY" not in repr(stored(two))
+
+
+@pytest.mark.parametrize("keys", ["not-a-key", "plain", f"{NEW} {NEW}"], ids=["no key", "plain alone", "one twice"])
+def test_a_wrong_key_ends_each_command_with_2_and_is_not_shown(
+    shop: Project, monkeypatch: pytest.MonkeyPatch, keys: str
+) -> None:
+    monkeypatch.setenv(VARIABLE, keys)
+    shop.delays.close()
+    shop.delays._parts = None
+    for words in (["check"], ["encryption", "status"], ["config"]):
+        said = shop.error(*words, exit_code=2)["error"]
+        assert "delaytasks_encryption_keys = *** (from environment)" in said
+        assert "not-a-key" not in said
+        assert NEW not in said
