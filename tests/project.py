@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 import signal
 import time
@@ -126,6 +127,11 @@ def guarded(body: dict[str, Any], task: DelayTask) -> None:
         note(body, task.id, "told", time.monotonic() - began)
         raise
     note(body, task.id, "ended")
+
+
+@processor("test.heap")
+def note_heap(body: dict[str, Any], task: DelayTask) -> None:
+    note(body, task.id, gc.get_freeze_count())
 
 
 @processor("test.request")

@@ -19,6 +19,7 @@ from kombu.asynchronous import Hub, set_event_loop
 from delaytasks.engine.queues import ALL_QUEUES
 from delaytasks.engine.sweeper import tell_lapsed
 from delaytasks.worker.desk import Desk
+from delaytasks.worker.heap import keep_what_is_loaded
 from delaytasks.worker.timelimits import check_time_limits
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ class Alone:
         if self.looks:
             self._delays.check_ready()
             check_time_limits(self._delays, self.pool)
+        if self.hub is not None:
+            keep_what_is_loaded()
         self.pool.start()  # forks, before there are threads
         self.desk.start()
 

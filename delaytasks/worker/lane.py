@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.ports import Entry
@@ -20,6 +21,11 @@ LONG_S = 1.0
 #: What is late belongs to the table, but where its queue has a backlog there it would come last: here it waits for so
 #: much longer.
 BACKLOG_S = 10.0
+#: What waits is put in turn again when one in so many of it has just come: to sort it for fewer would take too long.
+SORTED_SHARE = 8
+#: By due time and id, as rows were written, so that those of a chunk lie on few pages: entries come from several slots
+#: of Redis, or in several messages, side by side.
+_IN_TURN = attrgetter("due_us", "id")
 
 
 @dataclass
@@ -63,9 +69,13 @@ class Lane:
 
     # -- in ---------------------------------------------------------------------------------------
 
-    def take(self, entries: Iterable[Entry]) -> None:
+    def take(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             self._ready.setdefault(entry.priority, deque()).append(entry)
+        for priority, count in Counter(entry.priority for entry in entries).items():
+            ready = self._ready[priority]
+            if count * SORTED_SHARE >= len(ready):
+                self._ready[priority] = deque(sorted(ready, key=_IN_TURN))
 
     def ask(self, queue: str, priorities: Iterable[int]) -> None:
         """To claim what is overdue in `queue`."""

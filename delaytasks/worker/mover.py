@@ -8,7 +8,6 @@ import random
 import threading
 from collections.abc import Mapping
 from itertools import chain
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from delaytasks.core.availability import REST_S
@@ -30,8 +29,6 @@ BITE_S = 0.005
 #: What was handed on is deleted on the way to what comes next, or after this time: well before it would be returned.
 DELETE_S = RETURN_S / 4
 NEVER, LOOK_NOW = float("inf"), 0.0
-#: By due time and id, as rows were written: spread over slots, those of a chunk would lie on many more pages.
-_IN_TURN = attrgetter("due_us", "id")
 #: Each step of theirs is bounded by its socket.
 STUCK_S = 5.0
 
@@ -130,7 +127,7 @@ class Mover:
             return {}, left_s
 
     def _hand_on(self, taken: list[Taken]) -> None:
-        entries = sorted(chain.from_iterable(some.entries for some in taken), key=_IN_TURN)
+        entries = list(chain.from_iterable(some.entries for some in taken))
         self._ahead += [entry.due_us for entry in self._timer.shifted(entries, 1)]
         self._desk.hold(entries)
         self._handed_on, self._deletes_at = [some for some in taken if some.ticket], monotonic() + DELETE_S

@@ -17,6 +17,7 @@ from celery.worker import state
 from delaytasks.core.task import DEFAULT_QUEUE
 from delaytasks.timers.eta import RUN
 from delaytasks.worker.desk import Desk
+from delaytasks.worker.heap import keep_what_is_loaded
 from delaytasks.worker.timelimits import check_time_limits
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class DelaysStep(bootsteps.StartStopStep):
         add_queues(worker.app, delays)
         worker.delays_desk = Desk(delays, worker)
         worker.wait_for_soft_shutdown = partial(shut_down_coldly, worker, worker.wait_for_soft_shutdown)
+        keep_what_is_loaded()  # before the pool forks
         return self
 
     def start(self, worker: Any) -> None:

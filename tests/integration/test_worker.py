@@ -186,6 +186,14 @@ def test_rows_behind_a_slow_one_are_given_back_and_run_elsewhere(deploy: Deploy)
     assert [run[1] for run in d.runs() if run[0] == str(slow.id)] == ["began", "ended"], "its lease was renewed"
 
 
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_the_garbage_collector_passes_over_what_a_worker_has_loaded(deploy: Deploy, pool: str) -> None:
+    d = deploy()
+    d.worker(pool=pool)
+    d.wait_for([d.schedule("test.heap")])
+    assert int(d.runs()[-1][1]) > 10_000
+
+
 def test_a_processor_that_holds_the_gil_for_four_leases_runs_once(deploy: Deploy) -> None:
     d = deploy(lease_s=3)
     d.worker()

@@ -308,6 +308,22 @@ def test_there_is_room_for_a_chunk_and_the_next_one_of_each_process(bench: Bench
     assert bench.dispatcher.room() == 0
 
 
+def test_chunks_are_made_in_the_order_in_which_rows_were_written(bench: Bench) -> None:
+    """As far as entries come together: who is alone waits behind those that were there."""
+    bench.dispatcher.take(bench.entries(20))
+    now = bench.clock.now_us()
+    ids = list(range(101, 141))
+    odd, even = ([Entry(id, 0, now) for id in ids if id % 2 == rest] for rest in (1, 0))
+    bench.dispatcher.take(odd)
+    bench.dispatcher.take([*even, Entry(90, 0, now + 1), Entry(200, 0, now - 1)])
+    bench.dispatcher.take([Entry(1, 0, now)])
+    ran: list[int] = []
+    while bench.pool.jobs:
+        job = bench.pool.end(Report(10, 10, 10 * 0.005))
+        ran += [entry.id for entry in job.entries]
+    assert ran[20:] == [200, *ids, 90, 1]
+
+
 def test_what_is_not_due_yet_is_welcome_in_bites_while_processes_are_free(bench: Bench) -> None:
     assert bench.dispatcher.early_room(0) == 0, "nothing is known of the processors yet: they may be slow"
     bench.dispatcher.take(bench.entries(20))
