@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +11,12 @@ from typing import Any
 
 from chaos.history import Notebook, Ran
 from delaytasks import DelayTask, Ladder, processor
+from tests.waiting import STACKS
 
 #: Rungs of the tasks that fail at first.
 LADDER = Ladder("1s 1s 2s")
 #: How far the database's clock is ahead of the host's monotonic one, for processes whose own wall clock is wrong.
 _AHEAD = "CHAOS_AHEAD_US"
-#: Whoever gets it writes to its log what each of its threads does.
-STACKS = signal.SIGUSR2
 faulthandler.register(STACKS)
 _notebooks: dict[int, Notebook] = {}
 

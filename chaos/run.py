@@ -15,8 +15,9 @@ from chaos.field import Field
 from chaos.history import ALL, Fault, History, read
 from chaos.nemeses import NEMESES, Nemesis, Victim
 from chaos.producers import PRODUCERS, Producer
-from chaos.project import STACKS, now_us
+from chaos.project import now_us
 from delaytasks.core.errors import DelayTaskError
+from tests.waiting import STACKS
 
 Say = Callable[[str], object]
 #: The machine itself was somewhere else for so long: what was late then has that reason.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import faulthandler
 import gc
 import os
 import signal
@@ -17,6 +18,9 @@ from sqlalchemy import text
 from delaytasks import DelayTask, Fail, processor
 from delaytasks.api import default
 from delaytasks.core.errors import LeaseLostError
+from tests.waiting import STACKS
+
+faulthandler.register(STACKS)
 
 
 def note(body: dict[str, Any], *words: object) -> None:

@@ -9,6 +9,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from sqlalchemy import insert
 
 from delaytasks import DelayTask, DelayTasks, Status
 from tests.services import free_port
-from tests.waiting import wait_until
+from tests.waiting import STACKS, wait_until
 
 ROOT = Path(__file__).parent.parent
 #: Short times, so that tests of what is slow by design take seconds.
@@ -191,12 +192,20 @@ class Deployment:
             wait_until(
                 lambda task=task: self.status(task) is status,  # type: ignore[misc]
                 deadline_s,
-                f"task {task.tag} to be {status.name}: {self.delays.get(task)}\n{self.logs()}",
+                lambda task=task: f"task {task.tag} to be {status.name}: {self.delays.get(task)}\n{self.stacks()}",  # type: ignore[misc]
                 every_s=0.05,
             )
 
+    def stacks(self) -> str:
+        """The logs, into which all processes of workers have written what their threads do; others may end by that."""
+        for process in self._processes:
+            if not process.ended():
+                os.killpg(process.pid, STACKS)
+        time.sleep(0.5)
+        return self.logs()
+
     def logs(self) -> str:
-        return "\n".join(f"--- {p.log_file.name}\n{p.log()[-4000:]}" for p in self._processes)
+        return "\n".join(f"--- {p.log_file.name}\n{p.log()[-20_000:]}" for p in self._processes)
 
     def kill(self) -> None:
         for process in self._processes:
