@@ -138,6 +138,11 @@ def note_heap(body: dict[str, Any], task: DelayTask) -> None:
     note(body, task.id, gc.get_freeze_count())
 
 
+@processor("test.time")
+def note_time(body: dict[str, Any], task: DelayTask) -> None:
+    note(body, task.id, int(time.time()))
+
+
 @processor("test.request")
 def note_request(body: dict[str, Any], task: DelayTask) -> None:
     request = current_task.request

@@ -151,11 +151,6 @@ class ChunkSize:
         return max(self.in_time, min(FIRST_BROUGHT, self._most * MOST_CHUNKS))
 
     @property
-    def is_known(self) -> bool:
-        """Whether any rows ran."""
-        return self._row_s is not None
-
-    @property
     def least(self) -> int:
         """So many rows stay together, though other processes may be free."""
         return max(self._wanted, 1)

@@ -22,9 +22,6 @@ from delaytasks.worker.lines import GO_ON_ALONE_S, GO_ON_S
 from delaytasks.worker.pool import Job, is_forgotten, pids_of, remember, run_job
 from delaytasks.worker.timelimits import without_celerys_limits
 
-#: What is brought before it is due, as long as nothing else is to be done.
-EARLY_BOXES = 10
-
 
 class Sent(NamedTuple):
     job: Job
@@ -136,18 +133,8 @@ class Dispatcher:
             if self._size.fits:
                 boxes += free + sum(lane.began_within(2 * self._settings.chunk_time_box_s) for lane in self.lanes)
             most = boxes * self._size.brought
-            waiting = self._expected(coming)
+            waiting = coming + sum(lane.waiting for lane in self.lanes if lane.is_open())
             return most - waiting if 2 * waiting <= most else 0
-
-    def early_room(self, coming: int) -> int:
-        """How many entries that are not due yet are welcome in one bite: a time box full of them for each free process,
-        until there are EARLY_BOXES of them. Nothing else keeps these processes busy, and to bring them later would."""
-        with self._lock:
-            box = self._free() * self._size.brought if self._is_open and self._size.is_known and self._size.fits else 0
-            return max(min(box, EARLY_BOXES * box - self._expected(coming)), 0)
-
-    def _expected(self, coming: int) -> int:
-        return coming + sum(lane.waiting for lane in self.lanes if lane.is_open())
 
     def grace_s(self, queue: str) -> float:
         """How late an entry may come."""

@@ -70,7 +70,7 @@ class Lane:
     # -- in ---------------------------------------------------------------------------------------
 
     def take(self, entries: Sequence[Entry]) -> None:
-        for entry in entries:
+        for entry in sorted(entries, key=_IN_TURN):
             self._ready.setdefault(entry.priority, deque()).append(entry)
         for priority, count in Counter(entry.priority for entry in entries).items():
             ready = self._ready[priority]

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 LOOK_S = 15.0
 #: How often the ear looks whether the queues have changed.
 EAR_S = 1.0
-#: What is not due yet is taken in bites, so long apart: all workers have their part of it.
-BITE_S = 0.005
 #: What was handed on is deleted on the way to what comes next, or after this time: well before it would be returned.
 DELETE_S = RETURN_S / 4
 NEVER, LOOK_NOW = float("inf"), 0.0
@@ -54,7 +52,7 @@ class Mover:
         #: To be deleted in Redis, and when at the latest.
         self._handed_on: list[Taken] = []
         self._deletes_at = 0.0
-        self._looks_at = self._bites_at = 0.0
+        self._looks_at = 0.0
         self._is_starved = self._was_down = False
         self._mover = Loop("mover", self._move, self._events, STUCK_S, self._start_over)
         self._ear = Loop("ear", self._hear, self._events, STUCK_S, self._start_over)
@@ -111,11 +109,6 @@ class Mover:
                 self._looks_at, left_s = monotonic() + LOOK_S, LOOK_S
                 self._next = dict.fromkeys(self._next, LOOK_NOW)
             due = {slot: at for slot, at in self._next.items() if at * 1000 <= now_us}
-            if due and not room and min(due.values()) * 1000 > now_us - AHEAD_MS * 1000:  # none of them is due yet
-                room, bites_in_s = self._dispatcher.early_room(len(self._ahead)), self._bites_at - monotonic()
-                if room and bites_in_s > 0:
-                    return {}, bites_in_s
-                self._bites_at = monotonic() + BITE_S
             if due and room:
                 asked = {slot: 0 for slot, at in due.items() if at == LOOK_NOW}
                 asked |= share(min(room, LOT), due)

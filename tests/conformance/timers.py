@@ -169,7 +169,7 @@ class Timers:
     def test_a_task_that_is_committed_after_its_due_time_runs_then(self, d: Deployment) -> None:
         with Session(d.store.database.tx) as session:
             task = d.schedule(delay=0.1, session=session)
-            time.sleep(OPEN_S)
+            time.sleep(OPEN_S)  # nothing is to happen meanwhile
             assert d.delays.clock.now() > task.expected_time
             session.commit()
         began = time.monotonic()

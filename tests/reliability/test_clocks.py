@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos.clocks import HOUR_S, MOST_CPU, Hours, cpu_s, server, try_out
+from chaos.clocks import ABOUT_S, HOUR_S, MOST_CPU, Hours, cpu_s, server, try_out
 from tests import faketime
 from tests.running import Deployment
 from tests.services import MissingServiceError
@@ -45,16 +45,19 @@ def test_a_clock_that_is_set_while_its_worker_holds_tasks_makes_none_early_late_
         worker = d.worker(**dial.environment)
         for ahead_s in (-HOUR_S, HOUR_S, 0):
             tasks = [d.schedule(delay=1 + n / 10) for n in range(20)]
-            time.sleep(0.5)
+            time.sleep(0.5)  # they are held now
             dial.set(ahead_s)
-            d.wait_for(tasks)
+            what_it_shows = d.schedule("test.time")
+            d.wait_for([*tasks, what_it_shows])
+            (shown,) = (int(run[1]) for run in d.runs() if run[0] == str(what_it_shows.id))
+            assert abs(shown - time.time() - ahead_s) < ABOUT_S, "the worker's clock is set"
             rows = [d.delays.get(task) for task in tasks]
             late = [row.execution_time - row.expected_time for row in rows if row.execution_time]
             assert min(late) >= timedelta(0), f"early, with {ahead_s:+d} s"
             assert max(late) < timedelta(seconds=d.r1_s() + SLACK_S), f"late, with {ahead_s:+d} s"
             assert {(row.attempts, row.lapses) for row in rows} == {(1, 0)}, "each of them once"
             before, began = cpu_s(worker.pid), time.monotonic()
-            time.sleep(1)
+            time.sleep(1)  # in which it has nothing to do
             assert (cpu_s(worker.pid) - before) / (time.monotonic() - began) < MOST_CPU, f"hot, with {ahead_s:+d} s"
     finally:
         d.close()

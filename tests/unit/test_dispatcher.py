@@ -324,23 +324,6 @@ def test_chunks_are_made_in_the_order_in_which_rows_were_written(bench: Bench) -
     assert ran[20:] == [200, *ids, 90, 1]
 
 
-def test_what_is_not_due_yet_is_welcome_in_bites_while_processes_are_free(bench: Bench) -> None:
-    assert bench.dispatcher.early_room(0) == 0, "nothing is known of the processors yet: they may be slow"
-    bench.dispatcher.take(bench.entries(20))
-    assert bench.dispatcher.early_room(0) == 0
-    bench.pool.end(Report(10, 10, 10 * 0.005))
-    assert bench.dispatcher.early_room(0) == 10, "a time box for the free process"
-    bench.pool.end(Report(10, 10, 10 * 0.005))
-    assert [bench.dispatcher.early_room(coming) for coming in (0, 150, 185, 200, 300)] == [20, 20, 15, 0, 0]
-
-
-def test_what_is_slow_is_not_brought_before_its_time(bench: Bench) -> None:
-    bench.dispatcher.take(bench.entries(20))
-    bench.pool.end(Report(10, 10, 10.0))
-    bench.pool.end(Report(10, 10, 10.0))
-    assert bench.dispatcher.early_room(0) == 0
-
-
 def test_a_process_that_will_be_busy_for_long_makes_no_room(bench: Bench) -> None:
     bench.dispatcher.take(bench.entries(20))
     bench.clock.advance(0.5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -176,33 +175,6 @@ def test_what_is_soon_due_is_brought_ahead_as_far_as_there_is_room_and_starts_on
     assert 40 <= sum(count for _, count in ahead) < 50, "one more of each slot at most"
     assert all(at > due - ahead_ms * 1000 - 1000 for at, _ in ahead), "the others may still be moved or cancelled"
     assert min(began) >= due - 1000
-
-
-def test_before_their_time_it_brings_what_keeps_free_processes_busy_for_half_a_second_bite_by_bite(
-    post: Post, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (mover, redis):
-        monkeypatch.setattr(module, "AHEAD_MS", 1000)
-    monkeypatch.setattr(mover, "BITE_S", 0.02)
-    brought: list[tuple[float, int]] = []
-    hold = post.desk.hold
-
-    def note_hold(entries: Sequence[Entry]) -> None:
-        brought.append((monotonic(), len(entries)))
-        hold(entries)
-
-    post.desk.hold = note_hold  # type: ignore[method-assign]
-    post.start()
-    post.arm(range(1, 21))
-    post.end_all(20)  # a millisecond each
-    post.arm(range(101, 3001), in_s=1.5)
-    wait_until(lambda: len(post.desk.wheel) >= 1000, 5, "half a second's work of two processes")
-    bites = [(at, count) for at, count in brought if count][-6:]
-    assert max(count for _, count in bites) <= 120, "a time box of each, and one more of each slot at most"
-    assert bites[-1][0] - bites[0][0] >= 0.02 * (len(bites) - 2), "with pauses"
-    time.sleep(0.1)
-    assert len(post.desk.wheel) < 1120
-    assert sorted(post.end_all(2900)) == list(range(101, 3001))
 
 
 def test_it_takes_what_there_is_room_for_and_more_when_chunks_end(post: Post) -> None:
