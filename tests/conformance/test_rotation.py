@@ -104,6 +104,30 @@ def test_a_body_that_is_replaced_meanwhile_is_not_put_back(
     assert are_sealed(store)
 
 
+@pytest.mark.parametrize("column", ["message_body", "result"])
+def test_what_changes_while_it_is_encrypted_is_left_and_tried_once_more(
+    store: Store, open_with: Open, monkeypatch: pytest.MonkeyPatch, column: str
+) -> None:
+    """Rows are read and encrypted before they are locked."""
+    tasks = [open_with().schedule_delay("mail", n, 60) for n in range(3)]
+    delays, replace, left = open_with(NEW), Rotation._replace, list[Any]()
+
+    def change_first(self: Rotation, sealed: Any) -> Any:
+        if not left:
+            change(store, tasks[1], **{column: '"changed"'})
+        done = replace(self, sealed)
+        left.append({row[0] for row, *_ in sealed} - done)
+        return done
+
+    monkeypatch.setattr(rotation, "BUSY_S", 0)
+    monkeypatch.setattr(Rotation, "_replace", change_first)
+    assert rotate(delays) == (3, 0)
+    assert left == [{tasks[1].id}, set()]
+    found = delays.get(tasks[1])
+    assert (found.body, found.result) == (("changed", None) if column == "message_body" else (1, "changed"))
+    assert are_sealed(store)
+
+
 def test_what_somebody_has_locked_is_passed_over_and_tried_once_more(
     store: Store, open_with: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
