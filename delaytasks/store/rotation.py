@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, case, func, select, update
 
-from delaytasks.core.encryption import NAME_LENGTH, PREFIX, is_encrypted, name_in
+from delaytasks.core.encryption import MARK_LENGTH, PREFIX, is_encrypted, name_in
 from delaytasks.core.jsontext import dump_json
 from delaytasks.core.states import LIVE, Status
 from delaytasks.store.bulk import Bulk
@@ -74,9 +74,9 @@ class Rotation:
     def _rows(self, statuses: frozenset[Status]) -> Iterator[tuple[int, Status, set[str]]]:
         """With the names of the keys that their body and result need, as these say it."""
         t = self._t.c
-        for rows in self._bulk.having(statuses, [t.id, t.status, _name(t.message_body), _name(t.result)]):
-            for id, status, *names in rows:
-                yield id, Status.of(status), {_shown(name) for name in names if name is not None}
+        for rows in self._bulk.having(statuses, [t.id, t.status, _mark(t.message_body), _mark(t.result)]):
+            for id, status, *marks in rows:
+                yield id, Status.of(status), {_name(mark) for mark in marks if mark is not None}
 
     def _steps(self, cipher: Cipher, ids: Sequence[int], tell: Callable[[], object]) -> list[int]:
         """Returns those that somebody has locked or changed."""
@@ -117,14 +117,14 @@ class Rotation:
         return {row["id"] for row in rows}
 
 
-def _name(text: ColumnElement[Any]) -> ColumnElement[Any]:
-    name = func.substr(text, len(PREFIX) + 1, NAME_LENGTH)
-    return case((text.is_(None), None), (func.substr(text, 1, len(PREFIX)) == PREFIX, name), else_=NO_KEY)
+def _mark(text: ColumnElement[Any]) -> ColumnElement[Any]:
+    begin = func.substr(text, 1, MARK_LENGTH + 1)
+    return case((text.is_(None), None), (func.substr(text, 1, len(PREFIX)) == PREFIX, begin), else_=NO_KEY)
 
 
-def _shown(name: str) -> str:
+def _name(mark: str) -> str:
     """Another program may have written anything."""
-    return name_in(PREFIX + name) if name else NO_KEY
+    return name_in(mark) if mark else NO_KEY
 
 
 def _is_open(text: object) -> bool:

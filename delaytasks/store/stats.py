@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, Select, and_, func, literal_column, select
 
-from delaytasks.core.encryption import MARK_LENGTH, PREFIX, name_in
+from delaytasks.core.encryption import MARK_LENGTH, NO_NAME, PREFIX, name_in
 from delaytasks.core.inputs import is_queue
 from delaytasks.core.ports import Pending, Strange
 from delaytasks.core.states import LIVE, Status
@@ -126,7 +126,7 @@ class Stats:
 
     def _without_key(self, grouped: Select[Any]) -> Iterator[Strange]:
         t, known = self._t, () if self._cipher is None else self._cipher.names
-        begin = func.substr(t.c.message_body, 1, MARK_LENGTH)
+        begin = func.substr(t.c.message_body, 1, MARK_LENGTH + 1)
         needs = grouped.add_columns(begin).where(
             self._is_live(), func.substr(t.c.message_body, 1, len(PREFIX)) == PREFIX
         )
@@ -134,8 +134,7 @@ class Stats:
             lambda c: c.execute(needs.group_by(t.c.tag, begin).order_by(t.c.tag)).all()
         ):
             if (name := name_in(mark)) not in known:
-                why = f"encrypted with key {name}, which delaytasks_encryption_keys does not have here"
-                yield Strange(tag, tasks, first_due, (first, last), why)
+                yield Strange(tag, tasks, first_due, (first, last), _why(name))
 
     def _is_live(self) -> ColumnElement[bool]:
         return self._t.c.status.in_([int(status) for status in LIVE])
@@ -156,3 +155,9 @@ class Stats:
             return f"{connection.dialect.name} {'.'.join(map(str, numbers))}".strip()
 
         return self._db.alone(version)
+
+
+def _why(name: str) -> str:
+    if name == NO_NAME:
+        return f"begins with {PREFIX} and names no key: nobody can read it"
+    return f"encrypted with key {name}, which delaytasks_encryption_keys does not have here"

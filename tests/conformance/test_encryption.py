@@ -260,9 +260,18 @@ def test_the_neighbours_of_what_can_not_be_read_run(open_with: Open) -> None:
     assert delays.get(late).status is Status.CANCELLED
 
 
-@pytest.mark.parametrize(
-    "change_token", [lambda text: text[:-4] + "AAA=", lambda text: text[:16], lambda text: text[:40] + "é" + text[41:]]
-)
+CHANGES: dict[str, Callable[[str], str]] = {
+    "its end": lambda text: text[:-4] + "AAA=",
+    "no token": lambda text: text[:16],
+    "another letter": lambda text: text[:40] + "é" + text[41:],
+    "no name": lambda text: PREFIX,
+    "a short name": lambda text: text[:12] + text[15:],
+    "a name that is none": lambda text: text[:7] + "ABCDEFGH" + text[15:],
+    "no colon": lambda text: text[:15],
+}
+
+
+@pytest.mark.parametrize("change_token", CHANGES.values(), ids=CHANGES)
 def test_what_was_changed_fails_as_what_is_no_json_does(open_with: Open, change_token: Callable[[str], str]) -> None:
     delays, got = open_with(NEW), list[Any]()
     delays.processor("mail")(got.append)
