@@ -311,6 +311,19 @@ def test_check_reads_bodies_for_schemas(open_with: Open) -> None:
     assert (found.ids, "no mail for cards" in found.problem) == ([task.id], True)
 
 
+def test_check_tells_a_damaged_body_from_one_whose_key_is_missing(open_with: Open) -> None:
+    delays = open_with(NEW)
+    delays.processor("mail", schema=dict)(lambda body: None)
+    damaged, stranger = (delays.schedule_delay("mail", BODY, 60) for _ in range(2))
+    change(delays.store, damaged, message_body=f"{PREFIX}{key_name(NEW)}:gAAAAA")
+    change(delays.store, stranger, message_body=f"{PREFIX}nonsense")
+    found = {finding.problem: finding.ids for finding in delays.check()}
+    assert found == {
+        f"encrypted with key {key_name(NEW)}, which is here, and changed since": [damaged.id],
+        "begins with fernet: and names no key: nobody can read it": [stranger.id],
+    }
+
+
 def test_monitors_see_no_bodies_that_are_encrypted(open_with: Open) -> None:
     for keys, is_shown in (((), True), ((NEW,), False)):
         delays = open_with(*keys)
