@@ -37,7 +37,7 @@ def check(
     strange: Iterable[Strange] = (),
     keys: Collection[str] = (),
 ) -> Iterator[Finding]:
-    """`bodies(tag)` are (id, body, due) of the tasks that wait, read with the keys of these names; it is asked where the
+    """`bodies(tag)` are (id, body, due) of tasks that wait, read with the keys of these names; it is asked where the
     tag's processor has a schema."""
     for some in pending:
         processor = registry.get(some.tag)
