@@ -16,6 +16,7 @@ from delaytasks.callback_verbs import CallbackVerbs
 from delaytasks.callbacks.http import CALLBACK, LADDER, Callback, HttpCallbacks
 from delaytasks.callbacks.queue import MESSAGE, Message, QueueMessages
 from delaytasks.core.clock import Clock
+from delaytasks.core.encryption import names_of
 from delaytasks.core.errors import (
     ConfigError,
 )
@@ -191,7 +192,8 @@ class DelayTasks(CallbackVerbs, TouchVerbs, BulkVerbs, PolicyVerbs):
         for shard in self.shards:
             stats = Stats(shard.store.database, shard.store.schema)
             strange = stats.strange(self.settings.max_delay_s, self.settings.lease_s)
-            yield from check(stats.pending(), stats.bodies, self.registry, strange)
+            keys = names_of(self.settings.encryption_keys)
+            yield from check(stats.pending(), stats.bodies, self.registry, strange, keys)
 
     def _call_back(self, callback: Callback, task: DelayTask) -> Outcome:
         return self.http_callbacks(callback, task)

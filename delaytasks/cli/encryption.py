@@ -98,7 +98,7 @@ def rotate(cli: Cli, is_all: bool) -> None:
             _print(cli, keys, missing)
     if is_stopped:
         sys.exit(1)
-    _end(keys, missing)
+    _end(keys, missing, unreadable)
 
 
 # -- inside ---------------------------------------------------------------------------------------
@@ -183,6 +183,6 @@ def _print(cli: Cli, keys: Sequence[dict[str, Any]], missing: Sequence[int]) -> 
         cli.note(f"Not all tasks: {', '.join(f'shard {number}' for number in missing)} can not be reached.")
 
 
-def _end(keys: Sequence[dict[str, Any]], missing: Sequence[int]) -> None:
-    if missing or any(each["is"] == "missing" for each in keys):
+def _end(keys: Sequence[dict[str, Any]], missing: Sequence[int], unreadable: int = 0) -> None:
+    if missing or unreadable or any(each["is"] == "missing" for each in keys):
         sys.exit(1)

@@ -17,8 +17,11 @@ PLAIN = "plain"
 #: Then comes the name of the key, a colon, and a Fernet token. No JSON begins so.
 PREFIX = "fernet:"
 NAME_LENGTH = 8
-#: Up to the colon.
+#: Up to the second colon, and without it.
 MARK_LENGTH = len(PREFIX) + NAME_LENGTH
+#: Instead of a name where none can be told.
+NO_NAME = "?"
+_MARK = re.compile(rf"{PREFIX}[0-9a-f]{{{NAME_LENGTH}}}:")
 _KEY = re.compile(r"[A-Za-z0-9_-]{43}=")
 
 
@@ -54,9 +57,8 @@ def mark_of(name: str) -> str:
 
 
 def name_in(text: str) -> str:
-    """That of the key which an encrypted text needs, as far as it can be told."""
-    name = text[len(PREFIX) : MARK_LENGTH]
-    return name if name.isalnum() and name.isascii() else "?"
+    """That of the key which an encrypted text needs; `NO_NAME` if it does not begin as we write it."""
+    return text[len(PREFIX) : MARK_LENGTH] if _MARK.match(text) else NO_NAME
 
 
 def decoded(text: str, what: str) -> Any:

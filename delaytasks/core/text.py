@@ -25,7 +25,7 @@ def storable(text: str, max_bytes: int) -> str:
 NO_PROCESSOR = "no such processor, tag="
 
 
-#: And of one whose body is encrypted with a key that was not there; its name follows.
+#: How the error of a row begins whose body is encrypted with a key that was not there; the key's name follows.
 NO_KEY = "no such encryption key, key="
 
 

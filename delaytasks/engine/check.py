@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from delaytasks.core.encryption import is_encrypted
+from delaytasks.core.encryption import is_encrypted, name_in
 from delaytasks.core.errors import BodyRefusedError
 from delaytasks.core.ports import Pending, Strange
 from delaytasks.engine.registry import Registry
@@ -35,8 +35,10 @@ def check(
     bodies: Callable[[str], Iterable[tuple[int, str, datetime]]],
     registry: Registry,
     strange: Iterable[Strange] = (),
+    keys: Collection[str] = (),
 ) -> Iterator[Finding]:
-    """`bodies(tag)` are (id, body, due) of the tasks that wait; it is asked where the tag's processor has a schema."""
+    """`bodies(tag)` are (id, body, due) of tasks that wait, read with the keys of these names; it is asked where the
+    tag's processor has a schema."""
     for some in pending:
         processor = registry.get(some.tag)
         if processor is None:
@@ -45,16 +47,24 @@ def check(
             refused: list[tuple[int, str, datetime]] = []
             count = 0
             for id, body, due in bodies(some.tag):
-                if is_encrypted(body):
-                    continue  # whose key is not here is `strange`
-                try:
-                    processor.schema(json.loads(body))
-                except (BodyRefusedError, ValueError, RecursionError) as error:
+                if (problem := _problem(processor.schema, body, keys)) is not None:
                     count += 1
                     if len(refused) < EXAMPLES:
-                        refused.append((id, str(error), due))
+                        refused.append((id, problem, due))
             if refused:
                 ids, problems, dues = zip(*refused, strict=True)
                 yield Finding(some.tag, count, min(dues), problems[0], list(ids))
     for row in strange:
         yield Finding(row.tag, row.tasks, row.first_due, row.problem, sorted(set(row.ids)))
+
+
+def _problem(schema: Callable[[Any], Any], body: str, keys: Collection[str]) -> str | None:
+    if is_encrypted(body):
+        name = name_in(body)
+        # One whose key is not here is among those that are strange.
+        return f"encrypted with key {name}, which is here, and changed since" if name in keys else None
+    try:
+        schema(json.loads(body))
+    except (BodyRefusedError, ValueError, RecursionError) as error:
+        return str(error)
+    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 
 from delaytasks.core.clock import Clock
-from delaytasks.core.encryption import PLAIN, is_encrypted, name_in, names_of
+from delaytasks.core.encryption import NO_NAME, PLAIN, is_encrypted, name_in, names_of
 from delaytasks.core.errors import InvalidInputError, InvalidScheduleError, TaskStateError
 from delaytasks.core.events import Events
 from delaytasks.core.inputs import check_wait, encode_body
@@ -51,8 +51,8 @@ class Endings:
 
     def lacks_key(self, task: DelayTask) -> bool:
         """Whether another process may be able to read the body. What is encrypted with a key of ours and can not be
-        read was changed: nobody can, and that is its task's failure."""
-        return is_encrypted(task.body_json) and name_in(task.body_json) not in self._keys
+        read was changed, as what names no key at all: nobody can, and that is its task's failure."""
+        return is_encrypted(task.body_json) and name_in(task.body_json) not in (NO_NAME, *self._keys)
 
     def no_key(self, task: DelayTask) -> Settlement:
         """While keys are exchanged some workers have a new one earlier than others."""

@@ -28,6 +28,8 @@ from delaytasks.store.types import LATEST, db_now, earliest
 
 #: Rows that one statement looks at, besides those that are due at the very same time as the last of them.
 WINDOW = 20_000
+#: Names no row in particular; its move is not asked for where rows are only looked at.
+ANY = Filter("cancel")
 
 
 class Lane(NamedTuple):
@@ -57,10 +59,13 @@ class Bulk:
         for rows in self._found(which, which.looked_at, [self._t.c.id, self._t.c.status]):
             yield [(row[0], Status.of(row[1])) for row in rows]
 
-    def having(self, statuses: frozenset[Status], columns: Sequence[ColumnElement[Any]]) -> Iterator[Sequence[Any]]:
+    def having(
+        self, statuses: frozenset[Status], columns: Sequence[ColumnElement[Any]], *where: ColumnElement[bool]
+    ) -> Iterator[Sequence[Any]]:
         """These columns of all rows that have one of the statuses, one window at a time. A row that moves meanwhile may
         be missed."""
-        return self._found(Filter("cancel"), statuses, columns)
+        for lane in self._lanes(statuses, None):
+            yield from self._windows(ANY, Lane(lane.walked, [*lane.wanted, *where]), columns)
 
     def _found(
         self, which: Filter, statuses: frozenset[Status], columns: Sequence[ColumnElement[Any]]

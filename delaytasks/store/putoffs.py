@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import or_, select, update
+from sqlalchemy import ColumnElement, and_, func, or_, select, update
 
 from delaytasks.core.clock import to_us
+from delaytasks.core.encryption import MARK_LENGTH, PREFIX, mark_of
 from delaytasks.core.ports import Entry
 from delaytasks.core.states import MOVES, Status, following
 from delaytasks.core.text import NO_KEY, NO_PROCESSOR, is_put_off_until
@@ -24,15 +25,16 @@ class PutOffs:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
         self._t = schema.tasks
-        self._key_names = () if schema.cipher is None else schema.cipher.names
+        self._marks = [] if schema.cipher is None else [mark_of(name) + ":" for name in schema.cipher.names]
 
     def bring_forward(self, tags: Sequence[str], queues: Sequence[str] | None, within_s: float) -> list[Entry]:
         """Those of these tags and queues (None: of all) that were put off until an instant within so many seconds are
         due now. Who was rescheduled or touched meanwhile is due when that says."""
         t = self._t
         # `+ 0` keeps planners from reading all rows that wait for the few that are near.
-        reasons = [NO_PROCESSOR, *(NO_KEY + name for name in self._key_names)]
-        is_why = or_(*(t.c.error_stack.startswith(reason) for reason in reasons))
+        is_why = or_(
+            t.c.error_stack.startswith(NO_PROCESSOR), and_(t.c.error_stack.startswith(NO_KEY), self._is_readable())
+        )
         put_off = (t.c.status + 0 == int(Status.NOT_COMPLETE), is_why)
         ours = [t.c.tag.in_(listing("tags"))]
         named = {"tags": list(tags)}
@@ -70,3 +72,9 @@ class PutOffs:
         while since is not None:
             since = self._db.run(lambda since=since: step(since))  # type: ignore[misc]
         return brought
+
+    def _is_readable(self) -> ColumnElement[bool]:
+        """As the body says, and not as the reason did: it may have been rotated since."""
+        body = self._t.c.message_body
+        is_plain = func.substr(body, 1, len(PREFIX)) != PREFIX
+        return or_(is_plain, func.substr(body, 1, MARK_LENGTH + 1).in_(self._marks)) if self._marks else is_plain

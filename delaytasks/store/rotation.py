@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, case, func, select, update
 
-from delaytasks.core.encryption import NAME_LENGTH, PREFIX, is_encrypted, name_in
+from delaytasks.core.encryption import MARK_LENGTH, PREFIX, is_encrypted, name_in
 from delaytasks.core.jsontext import dump_json
 from delaytasks.core.states import LIVE, Status
 from delaytasks.store.bulk import Bulk
@@ -20,12 +20,16 @@ from delaytasks.store.database import Database
 from delaytasks.store.rows import json_rows, listed, parts
 from delaytasks.store.schema import Schema
 
-#: Rows that are locked at a time, for as long as their bodies take to be encrypted.
+#: Rows that are read and encrypted at a time, and then locked for as long as one UPDATE takes.
 STEP = 100
-#: Rows that somebody has locked get another chance after so long.
+#: Rows that somebody has locked, or has changed since they were read, get another chance after so long.
 BUSY_S = 1.0
 #: Stands for a key where something is plain.
 NO_KEY = ""
+
+
+#: A row as it was read (id, body, result), and the body and result that it is to have.
+Sealed = tuple[Sequence[Any], str, str | None]
 
 
 class Needs(NamedTuple):
@@ -44,7 +48,8 @@ class Rotation:
         self.found = self.changed = self.unreadable = 0
         w = json_rows(database.url.get_backend_name(), ("id", "message_body", "result"))
         mine = listed(database, t.c.id, "ids")
-        self._lock = select(t.c.id, t.c.message_body, t.c.result).where(mine).with_for_update(skip_locked=True)
+        self._read = select(t.c.id, t.c.message_body, t.c.result).where(mine)
+        self._lock = self._read.with_for_update(skip_locked=True)
         # No move, and nothing that anybody would see: version and update_time stay.
         sealed = {"message_body": w.c.message_body, "result": w.c.result}
         self._update = update(t).where(mine, t.c.id == w.c.id).values(sealed)
@@ -69,45 +74,57 @@ class Rotation:
     def _rows(self, statuses: frozenset[Status]) -> Iterator[tuple[int, Status, set[str]]]:
         """With the names of the keys that their body and result need, as these say it."""
         t = self._t.c
-        for rows in self._bulk.having(statuses, [t.id, t.status, _name(t.message_body), _name(t.result)]):
-            for id, status, *names in rows:
-                yield id, Status.of(status), {_shown(name) for name in names if name is not None}
+        for rows in self._bulk.having(statuses, [t.id, t.status, _mark(t.message_body), _mark(t.result)]):
+            for id, status, *marks in rows:
+                yield id, Status.of(status), {_name(mark) for mark in marks if mark is not None}
 
     def _steps(self, cipher: Cipher, ids: Sequence[int], tell: Callable[[], object]) -> list[int]:
-        """Returns those that somebody has locked."""
+        """Returns those that somebody has locked or changed."""
         busy: list[int] = []
         each = iter(ids)
         while lot := list(itertools.islice(each, STEP)):
-            changed, unreadable, left = self._db.run(lambda lot=lot: self._step(cipher, lot))  # type: ignore[misc]
-            self.changed, self.unreadable = self.changed + changed, self.unreadable + unreadable
-            busy += left
+            busy += self._step(cipher, lot)
             tell()
         return busy
 
-    def _step(self, cipher: Cipher, ids: Sequence[int]) -> tuple[int, int, list[int]]:
+    def _step(self, cipher: Cipher, ids: Sequence[int]) -> list[int]:
+        """Nothing is locked while bodies are encrypted: what falls due meanwhile is not late."""
+        found = self._db.alone(lambda c: c.execute(self._read, {"ids": ids}).all())
+        opened = [(row, cipher.read(row[1]), cipher.read(row[2])) for row in found]
+        sealed = [
+            (row, cipher.seal(body), None if result is None else cipher.seal(result))
+            for row, body, result in opened
+            if _is_open(body) and (result is None or _is_open(result))
+        ]
+        done = self._db.run(lambda: self._replace(sealed)) if sealed else set()
+        self.changed, self.unreadable = self.changed + len(done), self.unreadable + len(found) - len(sealed)
+        return [row[0] for row, *_ in sealed if row[0] not in done]
+
+    def _replace(self, sealed: Sequence[Sealed]) -> set[int]:
+        """Those that are still what was read, to the letter. Returns their ids."""
+        ids = [row[0] for row, *_ in sealed]
         with self._db.begin() as connection:
-            locked = connection.execute(self._lock, {"ids": ids}).all()
-            opened = [(id, cipher.read(body), cipher.read(result)) for id, body, result in locked]
+            locked = {row[0]: tuple(row) for row in connection.execute(self._lock, {"ids": ids})}
             rows = [
-                {"id": id, "message_body": cipher.seal(body), "result": None if result is None else cipher.seal(result)}
-                for id, body, result in opened
-                if _is_open(body) and (result is None or _is_open(result))
+                {"id": row[0], "message_body": body, "result": result}
+                for row, body, result in sealed
+                if locked.get(row[0]) == tuple(row)
             ]
             for part in parts(rows, _size):
                 values = {"rows": dump_json(part), "ids": [row["id"] for row in part]}
                 met = connection.execute(self._update, values).rowcount
                 assert met == len(part), "they are locked"
-        return len(rows), len(locked) - len(rows), sorted(set(ids) - {row[0] for row in locked})
+        return {row["id"] for row in rows}
 
 
-def _name(text: ColumnElement[Any]) -> ColumnElement[Any]:
-    name = func.substr(text, len(PREFIX) + 1, NAME_LENGTH)
-    return case((text.is_(None), None), (func.substr(text, 1, len(PREFIX)) == PREFIX, name), else_=NO_KEY)
+def _mark(text: ColumnElement[Any]) -> ColumnElement[Any]:
+    begin = func.substr(text, 1, MARK_LENGTH + 1)
+    return case((text.is_(None), None), (func.substr(text, 1, len(PREFIX)) == PREFIX, begin), else_=NO_KEY)
 
 
-def _shown(name: str) -> str:
+def _name(mark: str) -> str:
     """Another program may have written anything."""
-    return name_in(PREFIX + name) if name else NO_KEY
+    return name_in(mark) if mark else NO_KEY
 
 
 def _is_open(text: object) -> bool:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Select, and_, func, literal_column, select
+from sqlalchemy import ColumnElement, Connection, and_, func, literal_column, select
 
-from delaytasks.core.encryption import MARK_LENGTH, PREFIX, name_in
+from delaytasks.core.encryption import MARK_LENGTH, NO_NAME, PREFIX, mark_of, name_in
 from delaytasks.core.inputs import is_queue
 from delaytasks.core.ports import Pending, Strange
 from delaytasks.core.states import LIVE, Status
 from delaytasks.core.text import shown
+from delaytasks.store.bulk import Bulk
 from delaytasks.store.database import Database
 from delaytasks.store.estimates import estimate
 from delaytasks.store.lapses import lease_is_over
@@ -54,6 +55,7 @@ class Stats:
         self._t = schema.tasks
         self._s = schema.sweeps
         self._cipher = schema.cipher
+        self._bulk = Bulk(database, schema)
 
     def counts(self) -> dict[Status, Count]:
         """How many rows there are of each status. In a table of millions nobody counts them all: of what is in the
@@ -122,20 +124,21 @@ class Stats:
             query = grouped.where(is_so).group_by(t.c.tag).order_by(t.c.tag)
             for tag, tasks, first_due, first, last in self._db.alone(lambda c, query=query: c.execute(query).all()):  # type: ignore[misc]
                 yield Strange(tag, tasks, first_due, (first, last), problem)
-        yield from self._without_key(grouped)
+        yield from self._without_key()
 
-    def _without_key(self, grouped: Select[Any]) -> Iterator[Strange]:
-        t, known = self._t, () if self._cipher is None else self._cipher.names
-        begin = func.substr(t.c.message_body, 1, MARK_LENGTH)
-        needs = grouped.add_columns(begin).where(
-            self._is_live(), func.substr(t.c.message_body, 1, len(PREFIX)) == PREFIX
-        )
-        for tag, tasks, first_due, first, last, mark in self._db.alone(
-            lambda c: c.execute(needs.group_by(t.c.tag, begin).order_by(t.c.tag)).all()
-        ):
-            if (name := name_in(mark)) not in known:
-                why = f"encrypted with key {name}, which delaytasks_encryption_keys does not have here"
-                yield Strange(tag, tasks, first_due, (first, last), why)
+    def _without_key(self) -> Iterator[Strange]:
+        """Window by window: no statement reads all bodies."""
+        t = self._t.c
+        marks = [] if self._cipher is None else [mark_of(name) + ":" for name in self._cipher.names]
+        mark = func.substr(t.message_body, 1, MARK_LENGTH + 1)
+        needs = [func.substr(t.message_body, 1, len(PREFIX)) == PREFIX, *([mark.not_in(marks)] if marks else [])]
+        found: dict[tuple[str, str], Strange] = {}
+        for rows in self._bulk.having(LIVE, [t.tag, mark, t.expected_time, t.id], *needs):
+            for tag, begin, due, id in rows:
+                name = name_in(begin)
+                one, seen = Strange(tag, 1, due, (id, id), _why(name)), found.get((tag, name))
+                found[tag, name] = one if seen is None else _both(seen, one)
+        yield from (found[each] for each in sorted(found))
 
     def _is_live(self) -> ColumnElement[bool]:
         return self._t.c.status.in_([int(status) for status in LIVE])
@@ -156,3 +159,15 @@ class Stats:
             return f"{connection.dialect.name} {'.'.join(map(str, numbers))}".strip()
 
         return self._db.alone(version)
+
+
+def _why(name: str) -> str:
+    if name == NO_NAME:
+        return f"begins with {PREFIX} and names no key: nobody can read it"
+    return f"encrypted with key {name}, which delaytasks_encryption_keys does not have here"
+
+
+def _both(a: Strange, b: Strange) -> Strange:
+    ids = *a.ids, *b.ids
+    due = min(a.first_due, b.first_due)
+    return a._replace(tasks=a.tasks + b.tasks, first_due=due, ids=(min(ids), max(ids)))

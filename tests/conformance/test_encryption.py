@@ -260,9 +260,18 @@ def test_the_neighbours_of_what_can_not_be_read_run(open_with: Open) -> None:
     assert delays.get(late).status is Status.CANCELLED
 
 
-@pytest.mark.parametrize(
-    "change_token", [lambda text: text[:-4] + "AAA=", lambda text: text[:16], lambda text: text[:40] + "é" + text[41:]]
-)
+CHANGES: dict[str, Callable[[str], str]] = {
+    "its end": lambda text: text[:-4] + "AAA=",
+    "no token": lambda text: text[:16],
+    "another letter": lambda text: text[:40] + "é" + text[41:],
+    "no name": lambda text: PREFIX,
+    "a short name": lambda text: text[:12] + text[15:],
+    "a name that is none": lambda text: text[:7] + "ABCDEFGH" + text[15:],
+    "no colon": lambda text: text[:15],
+}
+
+
+@pytest.mark.parametrize("change_token", CHANGES.values(), ids=CHANGES)
 def test_what_was_changed_fails_as_what_is_no_json_does(open_with: Open, change_token: Callable[[str], str]) -> None:
     delays, got = open_with(NEW), list[Any]()
     delays.processor("mail")(got.append)
@@ -300,6 +309,19 @@ def test_check_reads_bodies_for_schemas(open_with: Open) -> None:
     task = open_with(NEW).schedule_delay("mail", BODY, 60)
     [found] = delays.check()
     assert (found.ids, "no mail for cards" in found.problem) == ([task.id], True)
+
+
+def test_check_tells_a_damaged_body_from_one_whose_key_is_missing(open_with: Open) -> None:
+    delays = open_with(NEW)
+    delays.processor("mail", schema=dict)(lambda body: None)
+    damaged, stranger = (delays.schedule_delay("mail", BODY, 60) for _ in range(2))
+    change(delays.store, damaged, message_body=f"{PREFIX}{key_name(NEW)}:gAAAAA")
+    change(delays.store, stranger, message_body=f"{PREFIX}nonsense")
+    found = {finding.problem: finding.ids for finding in delays.check()}
+    assert found == {
+        f"encrypted with key {key_name(NEW)}, which is here, and changed since": [damaged.id],
+        "begins with fernet: and names no key: nobody can read it": [stranger.id],
+    }
 
 
 def test_monitors_see_no_bodies_that_are_encrypted(open_with: Open) -> None:

@@ -10,6 +10,7 @@ from sqlalchemy import select
 
 from delaytasks import DelayTasks, NewTask, Status
 from delaytasks.core.encryption import key_name
+from delaytasks.core.ports import Entry
 from delaytasks.core.states import LIVE
 from delaytasks.store import rotation
 from delaytasks.store.rotation import Rotation
@@ -104,6 +105,30 @@ def test_a_body_that_is_replaced_meanwhile_is_not_put_back(
     assert are_sealed(store)
 
 
+@pytest.mark.parametrize("column", ["message_body", "result"])
+def test_what_changes_while_it_is_encrypted_is_left_and_tried_once_more(
+    store: Store, open_with: Open, monkeypatch: pytest.MonkeyPatch, column: str
+) -> None:
+    """Rows are read and encrypted before they are locked."""
+    tasks = [open_with().schedule_delay("mail", n, 60) for n in range(3)]
+    delays, replace, left = open_with(NEW), Rotation._replace, list[Any]()
+
+    def change_first(self: Rotation, sealed: Any) -> Any:
+        if not left:
+            change(store, tasks[1], **{column: '"changed"'})
+        done = replace(self, sealed)
+        left.append({row[0] for row, *_ in sealed} - done)
+        return done
+
+    monkeypatch.setattr(rotation, "BUSY_S", 0)
+    monkeypatch.setattr(Rotation, "_replace", change_first)
+    assert rotate(delays) == (3, 0)
+    assert left == [{tasks[1].id}, set()]
+    found = delays.get(tasks[1])
+    assert (found.body, found.result) == (("changed", None) if column == "message_body" else (1, "changed"))
+    assert are_sealed(store)
+
+
 def test_what_somebody_has_locked_is_passed_over_and_tried_once_more(
     store: Store, open_with: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,3 +144,18 @@ def test_what_somebody_has_locked_is_passed_over_and_tried_once_more(
         assert rotate(delays) == (1, 0)
     assert {delays.get(each).body_json for each in (task, other)} == {other.body_json}
     assert are_sealed(store)
+
+
+@pytest.mark.parametrize("keys", [(NEW, OLD), ("plain", OLD)], ids=["to another key", "to none"])
+def test_what_was_put_off_for_a_key_and_needs_it_no_more_is_brought_forward(
+    open_with: Open, keys: tuple[str, ...]
+) -> None:
+    task = open_with(OLD).schedule_delay("mail", BODY, 0)
+    worker = open_with(*(key for key in keys[:1] if key != "plain"))
+    worker.processor("mail")(lambda body: None)
+    worker.runner().run([Entry(task.id, 0, 0)])
+    assert worker.store.put_offs.bring_forward(["mail"], None, 600) == []
+    assert rotate(open_with(*keys)) == (1, 0)
+    entries = worker.store.put_offs.bring_forward(["mail"], None, 600)
+    worker.runner().run(entries)
+    assert ([entry.id for entry in entries], worker.get(task).status) == ([task.id], Status.DONE)

@@ -71,20 +71,26 @@ def test_rotation_from_plain_to_a_key_to_the_next_one(shop: Project, monkeypatch
     }
 
 
+def change_all(project: Project, body: str) -> None:
+    with project.delays.store.database.begin() as connection:
+        connection.execute(update(project.delays.store.schema.tasks).values(message_body=body))
+
+
 def test_what_can_not_be_read_is_told(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     shop.schedule("ok", 60)
-    t = shop.delays.store.schema.tasks
-    with shop.delays.store.database.begin() as connection:
-        connection.execute(update(t).values(message_body="fernet:0123abcd:gAAAAA"))
+    change_all(shop, "fernet:0123abcd:gAAAAA")
     reopen(shop, monkeypatch, NEW)
     said = shop("encryption", "rotate")
     assert (said.exit_code, said.stdout.splitlines()[0]) == (1, "encrypted 0 tasks")
     assert "0123abcd  missing" in said.stdout
     reopen(shop, monkeypatch, "plain", NEW)
     said = shop("encryption", "rotate")
-    assert said.stderr == "left as they are: 1 task (no key here reads them)\n"
+    assert (said.exit_code, said.stderr) == (1, "left as they are: 1 task (no key here reads them)\n")
     assert shop("check").exit_code == 1
     assert "0123abcd" in shop("check").stdout
+    change_all(shop, f"fernet:{key_name(NEW)}:gAAAAA")  # damaged: its key is here
+    said = shop("encryption", "rotate")
+    assert (said.exit_code, said.stderr) == (1, "left as they are: 1 task (no key here reads them)\n")
 
 
 def test_ctrl_c_ends_after_a_step_and_the_next_time_goes_on(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
