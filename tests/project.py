@@ -9,6 +9,7 @@ import faulthandler
 import gc
 import os
 import signal
+import sys
 import time
 from typing import Any
 
@@ -20,7 +21,7 @@ from delaytasks.api import default
 from delaytasks.core.errors import LeaseLostError
 from tests.waiting import STACKS
 
-faulthandler.register(STACKS)
+faulthandler.register(STACKS, file=sys.__stderr__)
 
 
 def note(body: dict[str, Any], *words: object) -> None:
