@@ -199,9 +199,7 @@ class Deployment:
     def stacks(self) -> str:
         """The logs, into which all processes of workers have written what their threads do; others may end by that."""
         for process in self._processes:
-            if not process.ended():
-                os.killpg(process.pid, STACKS)
-        time.sleep(0.5)
+            process.stacks()
         return self.logs()
 
     def logs(self) -> str:
@@ -269,10 +267,17 @@ class Process:
 
     def terminate(self, deadline_s: float = 20) -> None:
         self._popen.send_signal(signal.SIGTERM)
-        wait_until(self.ended, deadline_s, f"the worker to stop\n{self.log()[-3000:]}")
+        wait_until(self.ended, deadline_s, lambda: f"the worker to stop\n{self.stacks()}")
 
     def signal(self, number: signal.Signals) -> None:
         self._popen.send_signal(number)
+
+    def stacks(self) -> str:
+        """Its log, into which it and its children have written what their threads do."""
+        if not self.ended():
+            os.killpg(self.pid, STACKS)
+            time.sleep(0.5)
+        return self.log()[-20_000:]
 
     def kill(self) -> None:
         """With all its children, which are in its session."""
