@@ -88,7 +88,7 @@ class Desk:
         delays.events.subscribe(GivenUp(rows, self._sends_events))
         self.watchdog.start()
 
-    def stop(self) -> None:
+    def stop(self, is_warm: bool = False) -> None:
         """Sends back what is held, so that other workers have it in time; done again it does no harm. Leases
         are renewed as long as the process lives, since the pool may have rows to finish."""
         if self._mover is not None:
@@ -96,6 +96,8 @@ class Desk:
         self.readers.stop()
         waiting = self.wheel.stop()  # before those who take what falls due
         waiting += self.dispatcher.close()
+        if is_warm:  # else the pool ends with what it has, and this may be any thread
+            waiting += self.dispatcher.recall()
         if waiting:
             if self.delays.inline_timer.arm(waiting):
                 logger.info("delaytasks: sent back %d near tasks", len(waiting))
@@ -145,7 +147,7 @@ class Desk:
     def connected(self) -> None:
         """The worker takes in messages from now on: for the first time, or again after it lost the broker."""
         if self._was_connected:
-            self.dispatcher.recall()
+            self.dispatcher.take(self.dispatcher.recall())
             self.forget_armed()
         self._was_connected = True
 

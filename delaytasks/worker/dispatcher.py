@@ -227,13 +227,16 @@ class Dispatcher:
             without_celerys_limits(result)
         return False
 
-    def recall(self) -> None:
-        """After the broker was lost: what the pool has forgotten is remembered or, where no process has it, lost."""
+    def recall(self) -> list[Entry]:
+        """Puts back into the pool's books what Celery made it forget and a process has all the same: else that process
+        waits half a minute at its end for somebody to hear it. Returns the entries of all else."""
         with self._lock:
-            forgotten = [(number, sent) for number, sent in self._sent.items() if is_forgotten(sent.answer)]
-        for number, sent in forgotten:
-            if not remember(sent.answer, sent.pids):
-                self._failed(number, sent.job, "the pool forgot it", is_down=False)
+            forgotten = [(number, sent) for number, sent in list(self._sent.items()) if is_forgotten(sent.answer)]
+            lost = [(number, sent.job) for number, sent in forgotten if not remember(sent.answer, sent.pids)]
+            if self._is_open:  # else leases are renewed on, should a process have it after all
+                for number, job in lost:
+                    self._gone(number, job)
+        return [entry for _, job in lost for entry in job.entries]
 
     def _done(self, number: int, job: Job, report: Any) -> None:
         if not isinstance(report, Report):
@@ -266,22 +269,25 @@ class Dispatcher:
         if self.lanes[job.shard].in_flight.pop(number, None) is not None and self.budget is not None:
             self.budget += max(job.limit - ran, 0)
 
-    def _failed(self, number: int, job: Job, info: Any, is_down: bool | None = None, ran: int = 0) -> None:
+    def _failed(self, number: int, job: Job, info: Any, ran: int = 0) -> None:
         """A chunk's process died, or the database is away: its rows are the sweep's and the leases' business."""
-        if is_down is None:
-            is_down = getattr(info, "type", None) is not WorkerLostError
+        is_down = getattr(info, "type", None) is not WorkerLostError
         with self._lock:
-            self._sent.pop(number, None)
-            lane = self.lanes[job.shard]
-            self._left(number, job, ran)
+            self._gone(number, job, ran)
             if is_down:
-                lane.failed()
-            if job.drain is not None:
-                lane.forget(job.drain)
-            if job.line is not None:
-                lane.lines.failed(job.line)
+                self.lanes[job.shard].failed()
         self._events.emit("chunk.failed", error=str(getattr(info, "exception", info)), shard=job.shard)
         self._pump_after(REST_S if is_down else 0)
+
+    def _gone(self, number: int, job: Job, ran: int = 0) -> None:
+        """Nothing more will be heard of it. The caller holds the lock."""
+        self._sent.pop(number, None)
+        lane = self.lanes[job.shard]
+        self._left(number, job, ran)
+        if job.drain is not None:
+            lane.forget(job.drain)
+        if job.line is not None:
+            lane.lines.failed(job.line)
 
     def _pump_after(self, seconds: float) -> None:
         timer = threading.Timer(seconds, self._soon, (self.pump,))

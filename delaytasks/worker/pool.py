@@ -43,10 +43,11 @@ def _arrived(entries: tuple[Any, ...], *others: Any) -> Job:
 
 
 def is_forgotten(result: Any) -> bool:
-    """When a worker loses the broker, Celery makes its prefork pool forget every job that no process has confirmed: it
-    takes them for messages that come back by themselves. Some have arrived in their process all the same."""
+    """When a worker loses the broker, and when it stops, Celery makes its prefork pool forget every job that no process
+    has confirmed: it takes them for messages that come back by themselves. Some have arrived in their process all the
+    same."""
     books = getattr(result, "_cache", None)
-    return books is not None and not result.ready() and result._job not in books
+    return books is not None and result._job not in books and not result.ready()  # who is ready leaves the books
 
 
 def pids_of(pool: Any) -> frozenset[int]:

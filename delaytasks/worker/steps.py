@@ -53,7 +53,7 @@ class DelaysStep(bootsteps.StartStopStep):
         worker.delays_desk.start()
 
     def stop(self, worker: Any) -> None:
-        worker.delays_desk.stop()
+        worker.delays_desk.stop(is_warm=True)
 
     def terminate(self, worker: Any) -> None:
         worker.delays_desk.stop()

@@ -102,7 +102,7 @@ def test_each_key_has_its_limit_and_keeps_no_other_waiting(deploy: Deploy) -> No
 
 
 def test_places_of_a_killed_worker_are_free_when_its_leases_end(deploy: Deploy) -> None:
-    d = deploy()
+    d = deploy(max_lapses=1)  # else they would be stuck again
     d.delays.set_policy("test.sleep", concurrency=2)
     killed = d.worker(pool="threads", concurrency=4)
     stuck = schedule(d, 2, seconds=600, delay=0.5)
@@ -113,9 +113,7 @@ def test_places_of_a_killed_worker_are_free_when_its_leases_end(deploy: Deploy) 
     time.sleep(2.5)
     assert {d.status(task) for task in waiting} == {Status.HELD}, "there is no room for them"
     killed.kill()
-    for task in stuck:  # they would be stuck again
-        wait_until(lambda task=task: d.status(task) is not Status.RUNNING, 20, "it to lapse", 0.02)  # type: ignore[misc]
-        d.delays.cancel(task)
+    d.wait_for(stuck, Status.FAILED, deadline_s=20)
     d.wait_for(waiting, deadline_s=20)
 
 

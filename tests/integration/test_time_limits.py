@@ -95,7 +95,7 @@ def test_a_hard_limit_ends_the_process_and_harms_no_neighbour(deploy: Deploy, da
     body = {"file": str(d.file)}
 
     def all_due(tag: str, count: int, **more: Any) -> list[DelayTask]:
-        delay = due - d.delays.clock.now_us() / 1e6
+        delay = max(due - d.delays.clock.now_us() / 1e6, 0)
         return [d.delays.schedule_delay(tag, {**body, **more}, delay) for _ in range(count)]
 
     neighbours = all_due("limits.none", 20) + all_due("limits.hard", 5)

@@ -299,3 +299,37 @@ def test_an_entry_far_beyond_the_horizon_is_not_held(tmp_path: Path) -> None:
     desk.hold([Entry(1, 0, now + 20_000_000), Entry(2, 0, now + 10**13)])
     assert len(desk.wheel) == 1
     assert desk.delays.events.counts["message.refused"] == 1
+
+
+class Forgotten:
+    """A chunk's word from the pool, which has forgotten it, and no process has it."""
+
+    _cache: dict[int, Any] = {}
+    _job = 1
+    _write_to = None
+
+    def ready(self) -> bool:
+        return False
+
+
+def test_a_chunk_that_the_pool_forgot_is_sent_again_and_at_a_warm_stop_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[Entry, ...]] = []
+    sent_back: list[Entry] = []
+
+    def apply_async(_run: Any, args: Any, **_options: Any) -> Forgotten:
+        sent.append(args[0].entries)
+        return Forgotten()
+
+    monkeypatch.setattr(Worker.pool, "apply_async", staticmethod(apply_async))
+    desk = AtWork(make_desk(tmp_path)).desk
+    monkeypatch.setattr(desk.delays.inline_timer, "arm", sent_back.extend)
+    entry = Entry(1, 0, desk.delays.clock.now_us())
+    desk.connected()
+    desk.dispatcher.take([entry])
+    wait_until(lambda: sent == [(entry,)], 5, "its chunk to be sent")
+    desk.connected()
+    wait_until(lambda: sent == [(entry,)] * 2, 5, "it to be sent again")
+    desk.stop(is_warm=True)
+    assert sent_back == [entry]
