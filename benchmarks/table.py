@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, exists, func, literal_column, select, text
+from sqlalchemy import Connection, exists, func, insert, literal_column, select, text
 from sqlalchemy.exc import DBAPIError
 
 from benchmarks.ours import TAG, delays
@@ -68,6 +69,16 @@ def beside(prefix: str) -> Iterator[Store]:
     finally:
         _database.alone(store.schema.metadata.drop_all)
         store.close()
+
+
+@contextmanager
+def own_insert() -> Iterator[tuple[Connection, Callable[[], object]]]:
+    """A caller's transaction, and an INSERT of the caller's own for it: of rows like ours, into a table like ours."""
+    row = dict(_database.alone(lambda connection: connection.execute(select(_t).limit(1)).one())._mapping)
+    ids = itertools.count(1)
+    with beside(TABLE_PREFIX + "own_") as store, _database.tx.connect() as connection:
+        statement = insert(store.schema.tasks)
+        yield connection, lambda: connection.execute(statement, {**row, "id": next(ids)})
 
 
 def drop() -> None:

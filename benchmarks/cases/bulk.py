@@ -9,6 +9,7 @@ from benchmarks.figures import Target
 from benchmarks.stage import Stage
 
 DELAY_S = 86400.0
+LEAST = {"mysql": 50_000}
 
 
 def run(stage: Stage) -> None:
@@ -18,6 +19,7 @@ def run(stage: Stage) -> None:
     ours.delays.schedule_many((ours.TAG, {"due": 0.5, "order": n, "customer": "c-1234"}, DELAY_S) for n in range(rows))
     took = time.perf_counter() - before
     assert table.count() == rows
-    figure = stage.figure("bulk", f"schedule_many, {rows:,} rows", "rows/s", Target("value", least=40_000))
+    target = Target("value", least=LEAST.get(table.backend(), 100_000))
+    figure = stage.figure("bulk", f"schedule_many, {rows:,} rows", "rows/s", target)
     figure.add(rows / took)
     table.clear()

@@ -17,8 +17,8 @@ DEADLINE_S = 60.0
 
 
 def run(stage: Stage) -> None:
-    p50 = stage.figure("steady", f"{RATE}/s due in 1 to 5 s, lateness p50", "ms", Target("value", most=3))
-    p99 = stage.figure("steady", "lateness p99", "ms", Target("value", most=10))
+    p50 = stage.figure("steady", f"{RATE}/s due in 1 to 5 s, lateness p50", "ms", Target("ratio", most=2))
+    p99 = stage.figure("steady", "lateness p99", "ms", Target("ratio", most=2))
     early = stage.figure("steady", "begun early", "tasks", Target("value", most=0))
     found = []
     for side in (stage.ours, stage.bare):

@@ -31,8 +31,8 @@ def run_steady(stage: Stage) -> None:
 
 
 _TARGETS = {
-    (50, "lateness p50"): Target("value", most=3),
-    (50, "lateness p99"): Target("value", most=10),
+    (50, "lateness p50"): Target("ratio", most=2),
+    (50, "lateness p99"): Target("ratio", most=2),
     (50, "begun early"): Target("value", most=0),
     (1000, "lateness p99"): Target("value", most=20),
     (1000, "begun early"): Target("value", most=0),

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
-from delaytasks.core.clock import Clock
+from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.loop import Loop
 
@@ -18,6 +18,10 @@ E = TypeVar("E")
 
 SLOTS = 8192
 TICK_US = 250
+#: What falls due one after the other is brought out together, once in so long: each turn costs a claim and a settling.
+GATHER_S = 0.005
+#: Not so after a rest: what falls due now and then comes out at once. So long a rest allows `LONE_S / GATHER_S` turns.
+LONE_S = 0.05
 
 
 class Wheel(Generic[E]):
@@ -122,6 +126,7 @@ class WheelThread(Generic[E]):
         self._lock = threading.Lock()
         self._wheel: Wheel[E] = Wheel(now=self._tick())
         self._wakes_at: int | None = None
+        self._rests_until = 0.0
         #: What it holds outlives a thread of it that dies.
         self.loop = Loop("wheel", self._turn, events, stuck_s)
 
@@ -156,9 +161,13 @@ class WheelThread(Generic[E]):
         return self._clock.now_us() // TICK_US
 
     def _turn(self) -> float | None:
+        rests_s = self._rests_until - monotonic()
+        if rests_s > 0:
+            return rests_s
         with self._lock:
             due = self._wheel.advance(self._tick())
         if due:
+            self._rests_until = max(self._rests_until, monotonic() - LONE_S) + GATHER_S
             self._on_due(due)  # what it fails with, or is stuck in, is found by the sweep
         with self._lock:
             self._wakes_at = self._wheel.next_tick()

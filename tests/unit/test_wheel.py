@@ -11,7 +11,7 @@ import pytest
 
 from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
-from delaytasks.timers.wheel import SLOTS, TICK_US, Wheel, WheelThread
+from delaytasks.timers.wheel import GATHER_S, LONE_S, SLOTS, TICK_US, Wheel, WheelThread
 from tests.waiting import wait_until
 
 START_US = int(datetime(2030, 1, 1, tzinfo=timezone.utc).timestamp() * 1e6)
@@ -174,6 +174,16 @@ def test_a_due_time_within_a_tick_is_rounded_up(start: Start, offset_us: int) ->
     assert collector.names == []
     clock.us = begins_us
     wait_until(lambda: collector.names == ["a"], 5, "the entry", 0.001)
+
+
+def test_what_falls_due_one_after_the_other_comes_out_together(start: Start) -> None:
+    collector = start(Clock())
+    now = collector.clock.now_us()
+    began = time.monotonic()
+    collector.wheel.add((f"{n}", now + 100_000 + n * TICK_US, f"{n}") for n in range(1000))
+    wait_until(lambda: len(collector.came) == 1000, 5, "all entries")
+    turns = len({came_us for _, came_us in collector.came})
+    assert turns <= (LONE_S + time.monotonic() - began) / GATHER_S + 1
 
 
 def test_an_earlier_entry_wakes_the_thread(start: Start) -> None:
