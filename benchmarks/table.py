@@ -23,6 +23,7 @@ from delaytasks.core.states import Status
 from delaytasks.store import migrations
 from delaytasks.store.database import Database
 from delaytasks.store.driver_errors import translate
+from delaytasks.store.rows import NEW_COLUMNS
 from delaytasks.store.store import Store
 from delaytasks.store.types import db_now
 
@@ -74,7 +75,8 @@ def beside(prefix: str) -> Iterator[Store]:
 @contextmanager
 def own_insert() -> Iterator[tuple[Connection, Callable[[], object]]]:
     """A caller's transaction, and an INSERT of the caller's own for it: of rows like ours, into a table like ours."""
-    row = dict(_database.alone(lambda connection: connection.execute(select(_t).limit(1)).one())._mapping)
+    columns = [_t.c[name] for name in NEW_COLUMNS]
+    row = dict(_database.alone(lambda connection: connection.execute(select(*columns).limit(1)).one())._mapping)
     ids = itertools.count(1)
     with beside(TABLE_PREFIX + "own_") as store, _database.tx.connect() as connection:
         statement = insert(store.schema.tasks)

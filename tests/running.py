@@ -17,7 +17,7 @@ from typing import Any
 import requests
 from celery import Celery
 from redis import Redis
-from sqlalchemy import insert
+from sqlalchemy import insert, select
 
 from delaytasks import DelayTask, DelayTasks, Status
 from tests.services import free_port
@@ -186,6 +186,12 @@ class Deployment:
 
     def status(self, task: DelayTask) -> Status:
         return self.delays.get(task).status
+
+    def early(self) -> list[int]:
+        """Those that were begun before their time, by the database's clock."""
+        t = self.store.schema.tasks
+        query = select(t.c.id).where(t.c.status == int(Status.DONE), t.c.execution_time < t.c.expected_time)
+        return [*self.store.database.alone(lambda connection: connection.scalars(query).all())]
 
     def wait_for(self, tasks: Iterable[DelayTask], status: Status = Status.DONE, deadline_s: float = 20) -> None:
         for task in tasks:

@@ -12,8 +12,6 @@ T = TypeVar("T")
 
 #: What a test machine that is busy with others adds to a bound of docs/reliability.md.
 SLACK_S = 3.0
-#: Each process measures its database's time for itself: what is on time by one clock may be early by another by less.
-CLOCKS_AGREE_US = 2_000
 #: A worker of the tests that gets it writes to its log what each of its threads does.
 STACKS = signal.SIGUSR2
 #: With DELAYTASKS_TEST_LONG=1 some faults last as long as they do in bad days: minutes, where else seconds have to do.

@@ -36,6 +36,7 @@ from benchmarks.stage import Stage
 CASES: dict[str, Callable[[Stage], None]] = {
     "call": call.run,
     "bulk": bulk.run,
+    "stream": bulk.run_stream,
     "burst_bulk": burst.run_bulk,
     "burst_single": burst.run_single,
     "ceiling": ceiling.run,

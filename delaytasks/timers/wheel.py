@@ -126,6 +126,7 @@ class WheelThread(Generic[E]):
         self._lock = threading.Lock()
         self._wheel: Wheel[E] = Wheel(now=self._tick())
         self._wakes_at: int | None = None
+        #: It may turn again then. As far as that is past, turns are saved up: those of `LONE_S` at most.
         self._rests_until = 0.0
         #: What it holds outlives a thread of it that dies.
         self.loop = Loop("wheel", self._turn, events, stuck_s)
@@ -171,4 +172,6 @@ class WheelThread(Generic[E]):
             self._on_due(due)  # what it fails with, or is stuck in, is found by the sweep
         with self._lock:
             self._wakes_at = self._wheel.next_tick()
-            return None if self._wakes_at is None else max(self._wakes_at * TICK_US - self._clock.now_us(), 0) / 1e6
+            if self._wakes_at is None:
+                return None
+            return max((self._wakes_at * TICK_US - self._clock.now_us()) / 1e6, self._rests_until - monotonic(), 0)

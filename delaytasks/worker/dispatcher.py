@@ -228,12 +228,13 @@ class Dispatcher:
         return False
 
     def recall(self) -> list[Entry]:
-        """Puts back into the pool's books what Celery made it forget and a process has all the same: else that process
-        waits half a minute at its end for somebody to hear it. Returns the entries of all else."""
+        """Puts back into the pool's books the chunks that Celery made it forget and a process has all the same: else
+        they hold their places for good, and a process that ends waits half a minute for somebody to hear it. Returns
+        the entries of those that no process has."""
         with self._lock:
-            forgotten = [(number, sent) for number, sent in list(self._sent.items()) if is_forgotten(sent.answer)]
+            forgotten = [(number, sent) for number, sent in self._sent.items() if is_forgotten(sent.answer)]
             lost = [(number, sent.job) for number, sent in forgotten if not remember(sent.answer, sent.pids)]
-            if self._is_open:  # else leases are renewed on, should a process have it after all
+            if self._is_open:  # when closed they stay in flight, for their leases: a process may have one after all
                 for number, job in lost:
                     self._gone(number, job)
         return [entry for _, job in lost for entry in job.entries]

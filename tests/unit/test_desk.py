@@ -312,9 +312,11 @@ class Forgotten:
         return False
 
 
+@pytest.mark.parametrize("is_warm", [True, False])
 def test_a_chunk_that_the_pool_forgot_is_sent_again_and_at_a_warm_stop_to_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at_work: AtWork, monkeypatch: pytest.MonkeyPatch, is_warm: bool
 ) -> None:
+    desk = at_work.desk
     sent: list[tuple[Entry, ...]] = []
     sent_back: list[Entry] = []
 
@@ -322,14 +324,16 @@ def test_a_chunk_that_the_pool_forgot_is_sent_again_and_at_a_warm_stop_to_others
         sent.append(args[0].entries)
         return Forgotten()
 
-    monkeypatch.setattr(Worker.pool, "apply_async", staticmethod(apply_async))
-    desk = AtWork(make_desk(tmp_path)).desk
-    monkeypatch.setattr(desk.delays.inline_timer, "arm", sent_back.extend)
-    entry = Entry(1, 0, desk.delays.clock.now_us())
+    monkeypatch.setattr(desk.dispatcher._pool, "apply_async", apply_async)
+    monkeypatch.setattr(desk.delays.inline_timer, "arm", lambda entries: sent_back.extend(entries) or True)
+    entry = Entry(1, 0, desk.delays.clock.now_us() + 60_000_000)
     desk.connected()
     desk.dispatcher.take([entry])
-    wait_until(lambda: sent == [(entry,)], 5, "its chunk to be sent")
-    desk.connected()
-    wait_until(lambda: sent == [(entry,)] * 2, 5, "it to be sent again")
-    desk.stop(is_warm=True)
-    assert sent_back == [entry]
+    for times in (1, 2):
+        wait_until(lambda times=times: len(sent) == times and desk.dispatcher._sent, 5, "its chunk to be sent")  # type: ignore[misc]
+        if times == 1:
+            desk.connected()
+    desk.stop(is_warm)
+    assert sent == [(entry,)] * 2
+    assert sent_back == [entry] * is_warm
+    assert len(desk.dispatcher.in_flight) == 1, "its lease is renewed, should a process have it after all"

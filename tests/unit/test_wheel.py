@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 
@@ -11,7 +12,7 @@ import pytest
 
 from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
-from delaytasks.timers.wheel import GATHER_S, LONE_S, SLOTS, TICK_US, Wheel, WheelThread
+from delaytasks.timers.wheel import SLOTS, TICK_US, Wheel, WheelThread
 from tests.waiting import wait_until
 
 START_US = int(datetime(2030, 1, 1, tzinfo=timezone.utc).timestamp() * 1e6)
@@ -176,14 +177,24 @@ def test_a_due_time_within_a_tick_is_rounded_up(start: Start, offset_us: int) ->
     wait_until(lambda: collector.names == ["a"], 5, "the entry", 0.001)
 
 
-def test_what_falls_due_one_after_the_other_comes_out_together(start: Start) -> None:
-    collector = start(Clock())
-    now = collector.clock.now_us()
-    began = time.monotonic()
-    collector.wheel.add((f"{n}", now + 100_000 + n * TICK_US, f"{n}") for n in range(1000))
-    wait_until(lambda: len(collector.came) == 1000, 5, "all entries")
-    turns = len({came_us for _, came_us in collector.came})
-    assert turns <= (LONE_S + time.monotonic() - began) / GATHER_S + 1
+def test_what_falls_due_one_after_the_other_comes_out_together_but_not_after_a_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SetClock()
+    collector = Collector(clock)
+    monkeypatch.setattr("delaytasks.timers.wheel.monotonic", lambda: 1000 + (clock.us - START_US) / 1e6)
+    for _ in range(2):
+        collector.came.clear()
+        for n in range(100):
+            clock.us += 1000
+            collector.wheel.add([(f"{n}", clock.us, f"{n}")])
+            rests_s = collector.wheel._turn()
+            assert rests_s is None or 0 < rests_s <= 0.005
+        sizes = [*Counter(came_us for _, came_us in collector.came).values()]
+        assert sizes[:10] == [1] * 10
+        assert set(sizes[15:]) == {5}
+        clock.us += 55_000
+        collector.wheel._turn()
 
 
 def test_an_earlier_entry_wakes_the_thread(start: Start) -> None:
