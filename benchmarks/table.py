@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, exists, func, insert, literal_column, select, text
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session, registry
 
 from benchmarks.ours import TAG, delays
 from benchmarks.waiting import BenchError
@@ -72,15 +73,32 @@ def beside(prefix: str) -> Iterator[Store]:
         store.close()
 
 
+class Own:
+    """A row of the caller's, for the ORM."""
+
+    def __init__(self, **values: Any) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+
+
 @contextmanager
-def own_insert() -> Iterator[tuple[Connection, Callable[[], object]]]:
-    """A caller's transaction, and an INSERT of the caller's own for it: of rows like ours, into a table like ours."""
+def own_inserts() -> Iterator[tuple[Session, dict[str, Callable[[], object]]]]:
+    """A caller's session, and INSERTs of the caller's own for it: of rows like ours, into a table like ours."""
     columns = [_t.c[name] for name in NEW_COLUMNS]
     row = dict(_database.alone(lambda connection: connection.execute(select(*columns).limit(1)).one())._mapping)
     ids = itertools.count(1)
-    with beside(TABLE_PREFIX + "own_") as store, _database.tx.connect() as connection:
+    with beside(TABLE_PREFIX + "own_") as store, Session(_database.tx) as session:
         statement = insert(store.schema.tasks)
-        yield connection, lambda: connection.execute(statement, {**row, "id": next(ids)})
+        mapped = registry()
+        mapped.map_imperatively(Own, store.schema.tasks)
+
+        def by_orm() -> None:
+            session.add(Own(**row, id=next(ids)))
+            session.flush()
+
+        del row["id"]
+        yield session, {"Core": lambda: session.execute(statement, {**row, "id": next(ids)}), "the ORM": by_orm}
+        mapped.dispose()
 
 
 def drop() -> None:
@@ -127,6 +145,28 @@ def fill(
     for start in range(0, rows, FILL_STEP):
         where = {"start": start, "all": rows} if in_order else {}
         _alone(statement.bindparams(rows=min(FILL_STEP, rows - start), **where))
+
+
+@contextmanager
+def indexed_at_the_end() -> Iterator[None]:
+    """Into an index that is larger than the cache random due times go at a few thousand rows a second; to sort them
+    once takes minutes where that takes hours."""
+
+    def drop(connection: Connection) -> None:
+        for index in _t.indexes:
+            index.drop(connection)
+
+    def create(connection: Connection) -> None:
+        connection.execute(text("SET maintenance_work_mem = '1GB'"))
+        for index in _t.indexes:
+            index.create(connection)
+        connection.execute(text("RESET maintenance_work_mem"))
+
+    _database.alone(drop)
+    try:
+        yield
+    finally:
+        _database.alone(create)
 
 
 def take_keys() -> str:

@@ -101,9 +101,10 @@ def _fill(stage: Stage, pending: int) -> str:
     table.clear()
     table.forget_sweeps()
     before = time.monotonic()
-    table.fill(FINISHED * pending, Status.DONE, -7 * DAY_S, -HOUR_S, is_keyed=True)
-    table.fill(FAILED, Status.FAILED, -7 * DAY_S, -HOUR_S)
-    table.fill(pending - NEAR - OVERDUE, Status.NOT_COMPLETE, 2 * HOUR_S, 7 * DAY_S, is_keyed=True)
+    with table.indexed_at_the_end():
+        table.fill(FINISHED * pending, Status.DONE, -7 * DAY_S, -HOUR_S, is_keyed=True)
+        table.fill(FAILED, Status.FAILED, -7 * DAY_S, -HOUR_S)
+        table.fill(pending - NEAR - OVERDUE, Status.NOT_COMPLETE, 2 * HOUR_S, 7 * DAY_S, is_keyed=True)
     table.fill(OVERDUE, Status.NOT_COMPLETE, -HOUR_S, -MINUTE_S)
     table.fill(RUNNING, Status.RUNNING, -MINUTE_S, 0)
     key = table.take_keys()

@@ -57,16 +57,19 @@ def run(stage: Stage) -> None:
 
 def _in_the_callers_transaction(stage: Stage) -> None:
     """Beyond the horizon, so that nothing is to be armed after the commit."""
-    with table.own_insert() as (connection, insert):
-        costs: list[tuple[float, float]] = []
+    with table.own_inserts() as (session, inserts):
+        calls = {"": _schedule(ours.delays, BEYOND_S, session), **inserts}
+        costs: dict[str, list[float]] = {name: [] for name in calls}
         for block in range(stage.size(15, 5) + 1):
-            with connection.begin():
-                pairs = [(_timed(_schedule(ours.delays, BEYOND_S, connection)), _timed(insert)) for _ in range(BLOCK)]
-            if block:
-                costs += pairs
-    target, against = Target("ratio", most=1.2), "an INSERT of the caller's own:"
-    figure = stage.figure("call", "schedule_delay, in the caller's transaction", "µs", target, against=against)
-    figure.add(*(statistics.median(side) for side in zip(*costs, strict=True)))
+            with session.begin():
+                took = {name: [_timed(call) for _ in range(BLOCK)] for name, call in calls.items()}
+            for name in took if block else ():
+                costs[name] += took[name]
+    for name in inserts:
+        against = f"an INSERT of the caller's own, by {name}:"
+        what = f"schedule_delay, in the caller's transaction ({name})"
+        figure = stage.figure("call", what, "µs", Target("ratio", most=1.2), against=against)
+        figure.add(statistics.median(costs[""]), statistics.median(costs[name]))
 
 
 def _timed(call: Callable[[], object]) -> float:
