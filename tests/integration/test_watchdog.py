@@ -121,6 +121,7 @@ def test_a_worker_that_stops_hears_of_the_chunk_that_its_process_had_not_confirm
     """Celery makes the pool forget it, and billiard's process waits half a minute for somebody to read its result."""
     worker = workers.worker(concurrency=1)
     workers.wait_for([workers.schedule()])
+    wait_until(lambda: workers.rests(workers.node(0)), 10, "its process to have said so")
     process = int(workers.runs()[0][2])
     os.kill(process, signal.SIGSTOP)
     task = workers.schedule()
