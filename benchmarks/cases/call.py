@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -38,19 +39,11 @@ _CALLS: list[tuple[str, Callable[[], object], float]] = [
 
 
 def run(stage: Stage) -> None:
-    """Blocks of calls in turn, so that a slow moment of the machine meets all of them."""
-    costs: dict[str, list[float]] = {}
     table.clear()
-    for block in range(stage.size(15, 5) + 1):
-        for name, call, _ in [("apply_async", _send, 0.0), *_CALLS]:
-            took = [_timed(call) for _ in range(BLOCK)]
-            if "background" in name:
-                _background.timer.flush(10)  # type: ignore[attr-defined]
-            if block:  # the first one warms up
-                costs.setdefault(name, []).extend(took)
+    costs = _medians(stage, {"apply_async": _send, **{name: call for name, call, _ in _CALLS}})
     for name, _, most in _CALLS:
         figure = stage.figure("call", f"schedule_delay, {name}", "µs", Target("ratio", most=most))
-        figure.add(statistics.median(costs[name]), statistics.median(costs["apply_async"]))
+        figure.add(costs[name], costs["apply_async"])
     _in_the_callers_transaction(stage)
     brokers.clear()
 
@@ -58,18 +51,30 @@ def run(stage: Stage) -> None:
 def _in_the_callers_transaction(stage: Stage) -> None:
     """Beyond the horizon, so that nothing is to be armed after the commit."""
     with table.own_inserts() as (session, inserts):
-        calls = {"": _schedule(ours.delays, BEYOND_S, session), **inserts}
-        costs: dict[str, list[float]] = {name: [] for name in calls}
-        for block in range(stage.size(15, 5) + 1):
-            with session.begin():
-                took = {name: [_timed(call) for _ in range(BLOCK)] for name, call in calls.items()}
-            for name in took if block else ():
-                costs[name] += took[name]
+        ours_in_it = _schedule(ours.delays, BEYOND_S, session)
+        costs = _medians(stage, {"delaytasks": ours_in_it, **inserts}, session.begin)
     for name in inserts:
         against = f"an INSERT of the caller's own, by {name}:"
         what = f"schedule_delay, in the caller's transaction ({name})"
         figure = stage.figure("call", what, "µs", Target("ratio", most=1.2), against=against)
-        figure.add(statistics.median(costs[""]), statistics.median(costs[name]))
+        figure.add(costs["delaytasks"], costs[name])
+
+
+def _medians(
+    stage: Stage,
+    calls: Mapping[str, Callable[[], object]],
+    block: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> dict[str, float]:
+    """Blocks of calls in turn, so that a slow moment of the machine meets all of them; the first one warms up."""
+    costs: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(stage.size(15, 5) + 1):
+        with block():
+            for name, call in calls.items():
+                took = [_timed(call) for _ in range(BLOCK)]
+                _background.timer.flush(10)  # type: ignore[attr-defined]
+                if number:
+                    costs[name] += took
+    return {name: statistics.median(took) for name, took in costs.items()}
 
 
 def _timed(call: Callable[[], object]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from sqlalchemy import Connection, event, exc
 from sqlalchemy.orm import Session
@@ -17,8 +17,6 @@ from delaytasks.store.driver_errors import reason_of, unknown_outcome
 
 Action = Callable[..., None]
 _PENDING = "delaytasks.pending"
-#: Whose transactions we hear of.
-_heard: WeakSet[Connection | Session] = WeakSet()
 
 
 def unit_of(session: Any) -> Unit:
@@ -78,11 +76,10 @@ class SessionUnit(_Unit):
 
     def after_commit(self, tasks: Sequence[DelayTask], action: Action) -> None:
         session = self._session
-        if session not in _heard:
+        if not event.contains(session, "after_commit", _on_commit):
             event.listen(session, "after_commit", _on_commit)
             event.listen(session, "after_soft_rollback", _on_rollback)
             event.listen(session, "after_transaction_end", _on_end)
-            _heard.add(session)
         pending = session.info.setdefault(_PENDING, [])
         transaction = session.get_nested_transaction() or session.get_transaction()
         pending.append((transaction, session.connection(), tasks, action))
@@ -142,11 +139,10 @@ class ConnectionUnit(_Unit):
         if not connection.in_transaction() or connection._is_autocommit_isolation():
             action(tasks)
             return
-        if connection not in _heard:
+        if not event.contains(connection, "commit", _on_connection_commit):
             event.listen(connection, "commit", _on_connection_commit)
             event.listen(connection, "rollback", _on_connection_rollback)
             event.listen(connection, "rollback_savepoint", _on_rollback_to_savepoint)
-            _heard.add(connection)
         _waiting.setdefault(connection, []).append((_savepoints(connection), tasks, action))
 
 

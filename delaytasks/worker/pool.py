@@ -47,7 +47,8 @@ def is_forgotten(result: Any) -> bool:
     has confirmed: it takes them for messages that come back by themselves. Some have arrived in their process all the
     same."""
     books = getattr(result, "_cache", None)
-    return books is not None and result._job not in books and not result.ready()  # who is ready leaves them
+    # Asked in this order: a job that ends meanwhile is ready before it leaves the books.
+    return books is not None and result._job not in books and not result.ready()
 
 
 def pids_of(pool: Any) -> frozenset[int]:
