@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from alembic import op
 from sqlalchemy.dialects import mysql
 
-from delaytasks.store import adoption
+from delaytasks.store import adoption, ddl
 
 revision = "0001"
 down_revision = None
@@ -85,19 +85,19 @@ ADDED = ("queue", "priority", "headers", "attempts", "lapses", "lease_until", "w
 
 def upgrade(prefix: str = "", schema: str | None = None) -> None:
     tasks = prefix + "yb_delay_task_message"
-    existing = adoption.tables(op, schema)
-    was_here = tasks in existing and adoption.lacks(op, tasks, schema, ADDED)
+    existing = ddl.tables(op, schema)
+    was_here = tasks in existing and ddl.lacks(op, tasks, schema, ADDED)
     if tasks in existing:
         adoption.adopt(op, sa.Table(tasks, sa.MetaData(), *_task_columns(), schema=schema, **OPTIONS))
     else:
         op.create_table(tasks, *_task_columns(), schema=schema, **OPTIONS)
-    if op.get_context().dialect.name == "postgresql" and not adoption.is_partitioned(op, tasks, schema):
+    if op.get_context().dialect.name == "postgresql" and not ddl.is_partitioned(op, tasks, schema):
         options = ", ".join(f"{name} = {value}" for name, value in STORAGE.items())
-        op.execute(f"ALTER TABLE {adoption.quoted(op, tasks, schema)} SET ({options})")
-    adoption.create_index(op, prefix + "idx_expectedTime_status", tasks, ["expected_time", "status"], schema)
+        op.execute(f"ALTER TABLE {ddl.quoted(op, tasks, schema)} SET ({options})")
+    ddl.create_index(op, prefix + "idx_expectedTime_status", tasks, ["expected_time", "status"], schema)
     # Only rows that wait or run: finished ones, which are most, are not in it. MySQL has no partial indexes, and
     # SQLite does not use them for a status that comes as a parameter.
-    adoption.create_index(
+    ddl.create_index(
         op,
         prefix + "idx_yb_delay_hot",
         tasks,
@@ -150,15 +150,15 @@ def downgrade(prefix: str = "", schema: str | None = None) -> None:
     keeps the mission's columns, their index and its rows; what we added to it, and our other tables, go.
     """
     tasks = prefix + "yb_delay_task_message"
-    existing = adoption.tables(op, schema)
+    existing = ddl.tables(op, schema)
     keeps = adoption.keeps_rows(op, tasks, prefix + "yb_delay_task_key", schema)
     for name in ("yb_delay_task_key", "yb_delay_sweep", "yb_delay_worker"):
         if prefix + name in existing or op.get_context().as_sql:
             op.drop_table(prefix + name, schema=schema)
     if keeps:
-        adoption.drop_index(op, prefix + "idx_yb_delay_hot", tasks, schema)
-        adoption.drop_columns(op, tasks, schema, ADDED)
+        ddl.drop_index(op, prefix + "idx_yb_delay_hot", tasks, schema)
+        ddl.drop_columns(op, tasks, schema, ADDED)
         if op.get_context().dialect.name == "postgresql":
-            op.execute(f"ALTER TABLE {adoption.quoted(op, tasks, schema)} RESET ({', '.join(STORAGE)})")
+            op.execute(f"ALTER TABLE {ddl.quoted(op, tasks, schema)} RESET ({', '.join(STORAGE)})")
     elif tasks in existing:
         op.drop_table(tasks, schema=schema)

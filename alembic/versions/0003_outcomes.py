@@ -6,7 +6,7 @@ import sqlalchemy as sa
 from alembic import op
 from sqlalchemy.dialects import mysql
 
-from delaytasks.store import adoption
+from delaytasks.store import ddl
 
 revision = "0003"
 down_revision = "0002"
@@ -25,9 +25,9 @@ OPTIONS = {
 
 def upgrade(prefix: str = "", schema: str | None = None) -> None:
     tasks, attempts = prefix + "yb_delay_task_message", prefix + "yb_delay_attempt"
-    if op.get_context().as_sql or adoption.lacks(op, tasks, schema, ["result"]):
+    if op.get_context().as_sql or ddl.lacks(op, tasks, schema, ["result"]):
         op.add_column(tasks, sa.Column("result", LONG_TEXT), schema=schema)
-    if attempts not in adoption.tables(op, schema):
+    if attempts not in ddl.tables(op, schema):
         op.create_table(
             attempts,
             sa.Column("task_id", sa.BigInteger(), nullable=False, autoincrement=False),
@@ -45,4 +45,4 @@ def upgrade(prefix: str = "", schema: str | None = None) -> None:
 
 def downgrade(prefix: str = "", schema: str | None = None) -> None:
     op.drop_table(prefix + "yb_delay_attempt", schema=schema)
-    adoption.drop_columns(op, prefix + "yb_delay_task_message", schema, ["result"])
+    ddl.drop_columns(op, prefix + "yb_delay_task_message", schema, ["result"])

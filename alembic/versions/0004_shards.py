@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-from delaytasks.store import adoption
+from delaytasks.store import ddl
 
 revision = "0004"
 down_revision = "0003"
@@ -22,7 +22,7 @@ OPTIONS = {
 
 def upgrade(prefix: str = "", schema: str | None = None) -> None:
     name = prefix + "yb_delay_shard"
-    if name not in adoption.tables(op, schema):
+    if name not in ddl.tables(op, schema):
         op.create_table(
             name,
             sa.Column("number", sa.Integer(), nullable=False, autoincrement=False),

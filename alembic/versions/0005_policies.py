@@ -6,7 +6,7 @@ import sqlalchemy as sa
 from alembic import op
 from sqlalchemy.dialects import mysql
 
-from delaytasks.store import adoption
+from delaytasks.store import ddl
 
 revision = "0005"
 down_revision = "0004"
@@ -30,11 +30,11 @@ OPTIONS = {
 def upgrade(prefix: str = "", schema: str | None = None) -> None:
     tasks, policies = prefix + "yb_delay_task_message", prefix + "yb_delay_policy"
     dialect = op.get_context().dialect.name
-    if op.get_context().as_sql or adoption.lacks(op, tasks, schema, ["concurrency_key"]):
+    if op.get_context().as_sql or ddl.lacks(op, tasks, schema, ["concurrency_key"]):
         op.add_column(tasks, sa.Column("concurrency_key", sa.String(255)), schema=schema)
     if dialect == "postgresql":
         # Held rows are in no other index that is small. Elsewhere that of live rows has all.
-        adoption.create_index(
+        ddl.create_index(
             op,
             prefix + "idx_yb_delay_held",
             tasks,
@@ -42,7 +42,7 @@ def upgrade(prefix: str = "", schema: str | None = None) -> None:
             schema,
             postgresql_where=sa.text("status = 5"),
         )
-    if policies not in adoption.tables(op, schema):
+    if policies not in ddl.tables(op, schema):
         now = sa.text(NOW["mysql" if dialect == "mariadb" else dialect])
         op.create_table(
             policies,
@@ -72,5 +72,5 @@ def downgrade(prefix: str = "", schema: str | None = None) -> None:
     op.execute(light.update().where(light.c.status == 5).values(waiting))
     op.drop_table(prefix + "yb_delay_policy", schema=schema)
     if op.get_context().dialect.name == "postgresql":
-        adoption.drop_index(op, prefix + "idx_yb_delay_held", tasks, schema)
-    adoption.drop_columns(op, tasks, schema, ["concurrency_key"])
+        ddl.drop_index(op, prefix + "idx_yb_delay_held", tasks, schema)
+    ddl.drop_columns(op, tasks, schema, ["concurrency_key"])

@@ -6,7 +6,7 @@ import sqlalchemy as sa
 from alembic import op
 from sqlalchemy.dialects import mysql
 
-from delaytasks.store import adoption
+from delaytasks.store import ddl
 
 revision = "0006"
 down_revision = "0005"
@@ -25,7 +25,7 @@ OPTIONS = {
 
 def upgrade(prefix: str = "", schema: str | None = None) -> None:
     name = prefix + "yb_delay_audit"
-    if name not in adoption.tables(op, schema):
+    if name not in ddl.tables(op, schema):
         op.create_table(
             name,
             sa.Column("id", sa.BigInteger(), nullable=False, autoincrement=False),

@@ -6,7 +6,7 @@ import sqlalchemy as sa
 from alembic import op
 from sqlalchemy.dialects import mysql
 
-from delaytasks.store import adoption
+from delaytasks.store import ddl
 
 revision = "0007"
 down_revision = "0006"
@@ -24,11 +24,11 @@ OPTIONS = {
 
 def upgrade(prefix: str = "", schema: str | None = None) -> None:
     policies, lines = prefix + "yb_delay_policy", prefix + "yb_delay_line"
-    if op.get_context().as_sql or adoption.lacks(op, policies, schema, ["next_start"]):
+    if op.get_context().as_sql or ddl.lacks(op, policies, schema, ["next_start"]):
         op.add_column(policies, sa.Column("next_start", INSTANT), schema=schema)
-    if op.get_context().as_sql or adoption.lacks(op, policies, schema, ["turn"]):
+    if op.get_context().as_sql or ddl.lacks(op, policies, schema, ["turn"]):
         op.add_column(policies, sa.Column("turn", sa.String(255)), schema=schema)
-    if lines not in adoption.tables(op, schema):
+    if lines not in ddl.tables(op, schema):
         op.create_table(
             lines,
             sa.Column("queue", sa.String(100), nullable=False),
@@ -55,4 +55,4 @@ def downgrade(prefix: str = "", schema: str | None = None) -> None:
     in_line = sa.and_(tasks.c.status == 5, tasks.c.id.in_(sa.select(lines.c.task_id)))
     op.execute(tasks.update().where(in_line).values({tasks.c.status: 0, tasks.c.version: tasks.c.version + 1}))
     op.drop_table(prefix + "yb_delay_line", schema=schema)
-    adoption.drop_columns(op, prefix + "yb_delay_policy", schema, ["next_start", "turn"])
+    ddl.drop_columns(op, prefix + "yb_delay_policy", schema, ["next_start", "turn"])

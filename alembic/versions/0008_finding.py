@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-from delaytasks.store import adoption
+from delaytasks.store import ddl
 
 revision = "0008"
 down_revision = "0007"
@@ -16,7 +16,7 @@ depends_on = None
 def upgrade(prefix: str = "", schema: str | None = None) -> None:
     tasks = prefix + "yb_delay_task_message"
     has_key = sa.text("task_key IS NOT NULL")
-    adoption.create_index(
+    ddl.create_index(
         op,
         prefix + "idx_yb_delay_key",
         tasks,
@@ -27,7 +27,7 @@ def upgrade(prefix: str = "", schema: str | None = None) -> None:
     )
     if op.get_context().dialect.name == "postgresql":
         # Elsewhere the index of live rows has them.
-        adoption.create_index(
+        ddl.create_index(
             op,
             prefix + "idx_yb_delay_ended_badly",
             tasks,
@@ -39,6 +39,6 @@ def upgrade(prefix: str = "", schema: str | None = None) -> None:
 
 def downgrade(prefix: str = "", schema: str | None = None) -> None:
     tasks = prefix + "yb_delay_task_message"
-    adoption.drop_index(op, prefix + "idx_yb_delay_key", tasks, schema)
+    ddl.drop_index(op, prefix + "idx_yb_delay_key", tasks, schema)
     if op.get_context().dialect.name == "postgresql":
-        adoption.drop_index(op, prefix + "idx_yb_delay_ended_badly", tasks, schema)
+        ddl.drop_index(op, prefix + "idx_yb_delay_ended_badly", tasks, schema)
