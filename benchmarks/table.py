@@ -77,22 +77,27 @@ class Own:
     """A row of the caller's, for the ORM, which gives it its constructor."""
 
 
+def session() -> Session:
+    """A caller's."""
+    return Session(_database.tx)
+
+
 @contextmanager
 def own_inserts() -> Iterator[tuple[Session, dict[str, Callable[[], object]]]]:
     """A caller's session, and INSERTs of the caller's own for it: of rows like ours, into a table like ours."""
     columns = [_t.c[name] for name in NEW_COLUMNS if name != "id"]
     row = dict(_database.alone(lambda connection: connection.execute(select(*columns).limit(1)).one())._mapping)
     ids = itertools.count(1)
-    with beside(TABLE_PREFIX + "own_") as store, Session(_database.tx) as session:
+    with beside(TABLE_PREFIX + "own_") as store, session() as caller:
         statement = insert(store.schema.tasks)
         mapped = registry()
         make: Any = mapped.map_imperatively(Own, store.schema.tasks).class_
 
         def by_orm() -> None:
-            session.add(make(**row, id=next(ids)))
-            session.flush()
+            caller.add(make(**row, id=next(ids)))
+            caller.flush()
 
-        yield session, {"Core": lambda: session.execute(statement, {**row, "id": next(ids)}), "the ORM": by_orm}
+        yield caller, {"Core": lambda: caller.execute(statement, {**row, "id": next(ids)}), "the ORM": by_orm}
         mapped.dispose()
 
 

@@ -97,8 +97,8 @@ class Checker:
             return
         if life.last is None:
             yield Flaw("I1", "lost", "its schedule was acknowledged, and there is no row")
-        elif life.last.status is Status.DONE and not life.ran:
-            yield Flaw("I1", "lost", "it is DONE and never ran")
+        elif life.last.status in (Status.DONE, Status.FAILED) and not life.ran:
+            yield Flaw("I1", "lost", f"it is {life.last.status.name} and never ran")
         elif life.last.status is Status.CANCELLED and not life.calls("cancel", "ok", "unknown"):
             yield Flaw("I1", "lost", "it is CANCELLED, and nobody asked for that")
 

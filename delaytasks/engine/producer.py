@@ -24,6 +24,8 @@ from delaytasks.engine.registry import Registry
 
 #: Producers arm a little beyond the horizon, so that a row committed while a sweep reads falls to one of the two.
 SLACK_US = 1_000_000
+#: Nothing due later than so after the horizon is kept for its transaction's commit: if that is later, a sweep finds it.
+TRANSACTION_US = 3_600_000_000
 #: What is armed just before its commit is due no earlier than so: a worker that looks before the commit finds nothing.
 COMMIT_US = 50_000
 BULK = 5000
@@ -169,17 +171,13 @@ class Producer:
         elif self._tell is not None and not unit.stands_alone:
             with unit.guard():
                 self._tell([Entry.of(task, to_us) for task in tasks], self._shard, unit.executor)
-        else:
-            unit.after_commit(tasks, self.arm)
+        elif kept := _to_arm(tasks, self._near_until_us(TRANSACTION_US)):
+            unit.after_commit(kept, self.arm)
 
     def arm(self, tasks: Sequence[DelayTask], is_committed: bool = True) -> None:
         """Hands near tasks to the timer. Its failure is nobody's: the sweep finds the row."""
         until_us = self._near_until_us()
-        if until_us is not None:
-            # No entries are made for far tasks, unless they moved and are to be disarmed.
-            until = from_us(until_us)
-            tasks = [task for task in tasks if task.expected_time <= until or task.version > 0]
-        self._arm([Entry.of(task, to_us) for task in tasks], until_us, is_committed)
+        self._arm([Entry.of(task, to_us) for task in _to_arm(tasks, until_us)], until_us, is_committed)
 
     def arm_entries(self, entries: Sequence[Entry]) -> None:
         self._arm(entries, self._near_until_us())
@@ -194,10 +192,10 @@ class Producer:
         if near:
             self._timer.arm(near)
 
-    def _near_until_us(self) -> int | None:
+    def _near_until_us(self, slack_us: int = SLACK_US) -> int | None:
         """What is due later is the sweep's business; None if nothing is."""
         horizon_s = self._settings.horizon_s
-        return None if horizon_s is None else self._clock.now_us() + int(horizon_s * 1e6) + SLACK_US
+        return None if horizon_s is None else self._clock.now_us() + int(horizon_s * 1e6) + slack_us
 
     def disarm_entries(self, entries: Sequence[Entry]) -> None:
         """These moved on: what was armed for them before comes out of the timer."""
@@ -229,6 +227,14 @@ class Producer:
         if not shift:
             raise InvalidDelayError("a shift is not 0")
         return -shift if is_earlier else shift
+
+
+def _to_arm(tasks: Sequence[DelayTask], until_us: int | None) -> Sequence[DelayTask]:
+    """Without those that are due later, unless they moved and are to be disarmed."""
+    if until_us is None:
+        return tasks
+    until = from_us(until_us)
+    return [task for task in tasks if task.expected_time <= until or task.version > 0]
 
 
 def _is_named(new: NewTask) -> bool:

@@ -72,12 +72,26 @@ class Settling:
             except StoreError:
                 # Refused, because of one of them: the others must not suffer, nor run again.
                 if len(settlements) > 1:
-                    return set().union(*(self._settled([one], deadline, self._claims.settle) for one in settlements))
+                    return self._settled_singly(settlements, deadline)
                 text = settlements[0].error
                 if text is None or text.isascii():
                     raise
                 plain = text.encode("ascii", "backslashreplace").decode()
                 settlements = [replace(settlements[0], error=plain)]
+
+    def _settled_singly(self, settlements: Sequence[Settlement], deadline: float) -> set[int]:
+        accepted: set[int] = set()
+        refusal: StoreError | None = None
+        for one in settlements:
+            try:
+                accepted |= self._settled([one], deadline, self._claims.settle)
+            except (StoreUnavailableError, OutcomeUnknownError):
+                raise
+            except StoreError as error:
+                refusal = error
+        if refusal is not None:
+            raise refusal
+        return accepted
 
     def _arm_again(self, settlements: Sequence[Settlement]) -> None:
         horizon = self._clock.now_us() + (self._settings.horizon_s or 1e9) * 1e6

@@ -27,7 +27,7 @@ from delaytasks.core.jsontext import dump_json
 from delaytasks.core.ports import Entry, Executor, Miss, Settlement
 from delaytasks.core.states import MOVES, Status, following
 from delaytasks.core.task import DelayTask
-from delaytasks.store.backlog import BEGINNING, Backlog
+from delaytasks.store.backlog import Backlog
 from delaytasks.store.database import Database
 from delaytasks.store.handover import Handover
 from delaytasks.store.lines import Candidate, Limited, Lines
@@ -47,7 +47,7 @@ from delaytasks.store.rows import (
 )
 from delaytasks.store.schema import Schema
 from delaytasks.store.settlements import Settlements
-from delaytasks.store.types import UTCDateTime, db_now, db_now_plus, is_past, once
+from delaytasks.store.types import UTCDateTime, db_now, db_now_plus, earliest, is_past, once
 
 #: More than any row has.
 ANY_LAPSES = MOST
@@ -101,21 +101,27 @@ class Claims:
         status: ColumnElement[int] = literal(int(Status.NOT_COMPLETE))
         queue, priority = bindparam("due_queue", type_=String), bindparam("due_priority", type_=Integer)
         waiting = and_(t.c.status == status, t.c.queue == queue, t.c.priority == priority)
-        since = bindparam("due_since", type_=UTCDateTime())
-        due = and_(t.c.expected_time >= since, t.c.expected_time <= once(db_now()))
-        if database.can.row_ranges:
-            # A range that only the index of live rows knows. In the other one all that ran before comes first.
-            level = tuple_(t.c.status, t.c.queue, t.c.priority, t.c.expected_time)
-            due = and_(
-                level >= tuple_(status, queue, priority, since),
-                level <= tuple_(status, queue, priority, once(db_now())),
-            )
+
+        def due(since: ColumnElement[datetime] | None) -> ColumnElement[bool]:
+            until = once(db_now())
+            if database.can.row_ranges:
+                # A range that only the index of live rows knows. In the other one all that ran before comes first.
+                level = tuple_(t.c.status, t.c.queue, t.c.priority, t.c.expected_time)
+                first = earliest() if since is None else since
+                return and_(
+                    level >= tuple_(status, queue, priority, first), level <= tuple_(status, queue, priority, until)
+                )
+            return t.c.expected_time <= until if since is None else t.c.expected_time.between(since, until)
+
         # Planned each time: how many of them to expect is to be known, not guessed.
-        self._due = self._pick(
-            select(*candidate)
-            .where(waiting, due, t.c.lapses <= 0)
-            .order_by(t.c.expected_time)
-            .limit(bindparam("due_limit"))
+        self._due, self._due_since = (
+            self._pick(
+                select(*candidate)
+                .where(waiting, due(since), t.c.lapses <= 0)
+                .order_by(t.c.expected_time)
+                .limit(bindparam("due_limit"))
+            )
+            for since in (None, bindparam("due_since", type_=UTCDateTime()))
         )
         self._suspect = self._pick(
             select(*candidate)
@@ -152,16 +158,18 @@ class Claims:
         return claimed
 
     def _claim_level(self, queue: str, priority: int, limit: int) -> list[DelayTask]:
-        def claim(since: datetime, most: int) -> list[DelayTask]:
-            level = {"due_queue": queue, "due_priority": priority}
-            return self._claim(self._due, {**level, "due_since": since, "due_limit": most})
+        def claim(since: datetime | None, most: int) -> list[DelayTask]:
+            level = {"due_queue": queue, "due_priority": priority, "due_limit": most}
+            if since is None:
+                return self._claim(self._due, level)
+            return self._claim(self._due_since, {**level, "due_since": since})
 
         if self.lines.limited():  # which holds some of what it finds
-            return claim(BEGINNING, limit)
+            return claim(None, limit)
         since = self._backlog.since(queue, priority)
         claimed = claim(since, limit)
-        if since > BEGINNING and len(claimed) < limit:
-            claimed = [*claim(BEGINNING, limit - len(claimed)), *claimed]
+        if since is not None and len(claimed) < limit:
+            claimed = [*claim(None, limit - len(claimed)), *claimed]
         self._backlog.reach(queue, priority, claimed, len(claimed) >= limit)
         return claimed
 

@@ -212,9 +212,11 @@ class Database:
                     raise translate(error, unknown_id if is_sent else None, self._shard) from error
                 time.sleep(random.uniform(0.01, 0.05) * 2**attempt)
             except exc.TimeoutError as error:
-                raise StoreUnavailableError(
-                    f"{name_of(self._shard)} has no free connection (setting pool_size = {self._pool_size}): {error}"
-                ) from error
+                pool = f"setting pool_size = {self._pool_size}"
+                reason = f"{name_of(self._shard)} has no free connection ({pool}): {error}"
+                if is_sent and unknown_id is not None:
+                    raise unknown_outcome(reason, unknown_id) from error
+                raise StoreUnavailableError(reason) from error
         raise AssertionError("unreachable")
 
     def _make(self, attribute: str, isolation_level: str) -> Engine:

@@ -17,8 +17,8 @@ from delaytasks.store.types import nearest
 #: A server that vanished without a goodbye is given up after 25 seconds, not after the two hours of TCP.
 _KEEPALIVES = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 25_000}
 _TCP_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
-#: A row that some caller's open transaction has locked is waited for no longer; what waited is tried again.
-LOCK_TIMEOUT_S = 5
+#: A row that some caller's open transaction has locked is waited for so long, at each of several tries.
+LOCK_TIMEOUT_S = 1
 _RESTED = "delaytasks.rested"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy import Select, and_, delete, exc, exists, insert, select, update
@@ -44,14 +44,15 @@ class Sweeps:
     def begin_sweep(self, house: int, houses: int, at_least_s: float) -> datetime | None:
         """Until when near rows were armed, if this sweep is ours to do; None if somebody just did it.
 
-        Any number of beats and workers may ask: the row's compare-and-set lets one through.
+        Any number of beats and workers may ask: the row's lock lets one through.
         """
         s = self._s
 
         def work() -> datetime | None:
             with self._db.begin() as connection:
                 mine = and_(s.c.house == house, s.c.houses == self._sign * houses)
-                row = connection.execute(select(s.c.armed_until, s.c.timer).where(mine).with_for_update()).first()
+                found = select(s.c.swept_at, s.c.armed_until, s.c.timer).where(mine).with_for_update()
+                row = connection.execute(found).first()
                 now: datetime = connection.execute(select(db_now())).scalar_one()
                 if row is None:
                     new = {
@@ -63,11 +64,14 @@ class Sweeps:
                     }
                     connection.execute(insert(s).values(new))
                     return now
+                is_set_back = row.swept_at > now  # or a server took over whose clock is behind
+                if not is_set_back and row.swept_at > now - timedelta(seconds=at_least_s):
+                    return None
                 # What another timer holds does not reach our workers: near rows are armed anew.
-                armed_until: datetime = row.armed_until if row.timer == self._timer else now
-                late = s.c.swept_at <= db_now_plus(-at_least_s)
+                armed_until = now if is_set_back or row.timer != self._timer else row.armed_until
                 values = {"swept_at": now, "armed_until": armed_until, "timer": self._timer}
-                return armed_until if connection.execute(update(s).where(mine, late).values(values)).rowcount else None
+                connection.execute(update(s).where(mine).values(values))
+                return armed_until
 
         try:
             return self._db.run(work)
@@ -91,7 +95,9 @@ class Sweeps:
     def stale_houses(self, houses: int, age_s: float) -> list[int]:
         """The house numbers that nobody swept for so long."""
         s = self._s
-        fresh = select(s.c.house).where(s.c.houses == self._sign * houses, s.c.swept_at > db_now_plus(-age_s))
+        # What was swept in the future was swept by a clock that is no more.
+        lately = and_(s.c.swept_at > db_now_plus(-age_s), s.c.swept_at <= db_now())
+        fresh = select(s.c.house).where(s.c.houses == self._sign * houses, lately)
         swept = set(self._db.alone(lambda c: c.execute(fresh).scalars().all()))
         return [house for house in range(houses) if house not in swept]
 

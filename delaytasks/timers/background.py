@@ -50,14 +50,23 @@ class BackgroundTimer:
         with self._changed:
             if len(self._waiting) > MOST:
                 return False
-            self._waiting.extend(entries)
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._send, name="delaytasks-arm", daemon=True)
+            if self._has_thread():
+                self._waiting.extend(entries)
+                if self._send_at is None or send_at < self._send_at:
+                    self._send_at = send_at
+                    self._changed.notify_all()
+                return True
+        return self._timer.arm(entries)
+
+    def _has_thread(self) -> bool:
+        """False where none can be started: at the system's limit, or while the interpreter ends."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._send, name="delaytasks-arm", daemon=True)
+            try:
                 self._thread.start()
-            if self._send_at is None or send_at < self._send_at:
-                self._send_at = send_at
-                self._changed.notify_all()
-        return True
+            except RuntimeError:
+                self._thread = None
+        return self._thread is not None
 
     def disarm(self, entries: Iterable[Entry]) -> None:
         entries = list(entries)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -161,6 +162,32 @@ def test_who_meets_a_stranger_in_a_deadlock_gets_through(database: str, request:
                 raise
         assert settling.result(10) == {1, 2}
     assert counted(store)[Status.DONE] == 2
+    store.close()
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mysql"])
+def test_a_row_that_somebody_has_locked_is_waited_for_in_five_tries(
+    database: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[float] = []
+    monkeypatch.setattr(random, "uniform", lambda least, most: tries.append(least) or least)
+    store = open_store(request.getfixturevalue(f"{database}_url"), table_prefix=PREFIX)
+    t, id = store.schema.tasks, 1
+    store.tasks.insert(task(store, id))
+    later = store.tasks.now() + timedelta(hours=1)
+    with ThreadPoolExecutor(1) as pool:
+        with store.database.tx.begin() as stranger:
+            stranger.execute(update(t).where(t.c.id == id).values(priority=1))
+            moving = pool.submit(store.tasks.reschedule, id, later)
+            wait_until(lambda: tries, 3, "a second try")
+        assert moving.result(2).version == 1, "let go in time, it is ours"
+    tries.clear()
+    with store.database.tx.begin() as stranger:
+        stranger.execute(update(t).where(t.c.id == id).values(priority=2))
+        with pytest.raises(StoreUnavailableError, match=f"stayed busy for {TRIES} tries"):
+            store.tasks.reschedule(id, later)
+    assert len(tries) == TRIES - 1
+    assert store.tasks.get(id).version == 1  # type: ignore[union-attr]
     store.close()
 
 

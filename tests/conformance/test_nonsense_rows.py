@@ -120,7 +120,8 @@ def put(on: Connection, table: str, values: dict[str, str]) -> None:
     on.exec_driver_sql(f"INSERT INTO {table} ({', '.join(words)}) VALUES ({', '.join(words.values())})")
 
 
-def test_a_row_of_nonsense_stops_nobody_and_harms_no_neighbour(store: Store, delays: DelayTasks) -> None:
+@pytest.mark.parametrize("by", ["messages", "the table alone"])
+def test_a_row_of_nonsense_stops_nobody_and_harms_no_neighbour(store: Store, delays: DelayTasks, by: str) -> None:
     kind = {"mariadb": "mysql"}.get(name := store.database.url.get_backend_name(), name)
     ran: list[Any] = []
     delays.processor("mail")(lambda body, task: ran.append(task.id))
@@ -144,7 +145,8 @@ def test_a_row_of_nonsense_stops_nobody_and_harms_no_neighbour(store: Store, del
 
     for _ in range(3):
         # Nobody ever arms what is in a queue that is none.
-        work_off(store, delays, [id for id, (nonsense, _) in expected.items() if "queue" not in nonsense])
+        named = [id for id, (nonsense, _) in expected.items() if "queue" not in nonsense]
+        work_off(store, delays, named if by == "messages" else ())
     assert not delays.events.counts["loop.failed"] + delays.events.counts["chunk.failed"]
     assert delays.runner().drain("default", levels(store), 100).claimed == 0, "nothing is tried again at once"
 
@@ -194,7 +196,7 @@ def levels(store: Store) -> list[int]:
 
 
 def work_off(store: Store, delays: DelayTasks, ids: Iterable[int]) -> None:
-    """As a worker does it, by both paths."""
+    """As a worker does it, by messages that name rows and by the table."""
     assert delays.shards[0].sweeper.sweep(0)
     delays.runner().run([Entry(id, 0, 0) for id in ids])
     while delays.runner().drain("default", levels(store), 30).claimed:

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, event, update
 from delaytasks import DelayTask, DelayTasks, NewTask, Status
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.states import MOVES
-from delaytasks.store import engines, touches
+from delaytasks.store import touches
 from delaytasks.store.store import Store
 from tests.recording import RecordingTimer
 from tests.waiting import wait_until
@@ -173,8 +173,6 @@ def test_a_row_that_stays_locked_is_an_error_and_the_others_are_pushed_away(
 ) -> None:
     if not has_row_locks(store):
         return
-    monkeypatch.setattr(engines, "LOCK_TIMEOUT_S", 1)
-    delays.store.database.dispose()
     tasks = [schedule(delays) for _ in range(2)]
     store.tasks.reschedule(tasks[0].id, tasks[0].expected_time, on=holder)
     with pytest.raises(StoreUnavailableError, match="busy"):

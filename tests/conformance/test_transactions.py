@@ -260,6 +260,28 @@ def test_far_tasks_are_not_armed_at_the_commit(shop: Shop) -> None:
     assert shop.timer.ids == []
 
 
+@pytest.mark.parametrize("on", ["session", "connection"])
+def test_many_far_tasks_are_not_held_in_memory_until_the_commit(shop: Shop, on: str) -> None:
+    with shop.session() if on == "session" else shop.engine.connect() as caller:
+        assert shop.delays.schedule_many((("far", n, 86_400) for n in range(20)), session=caller) == 20
+        gc.collect()
+        assert not [it for it in gc.get_objects() if isinstance(it, DelayTask) and it.tag == "far"]
+        caller.commit()
+    assert len(shop.seen()) == 20
+
+
+def test_what_comes_near_while_the_transaction_lasts_is_armed_at_its_commit(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with shop.session() as session:
+        task = shop.schedule(session, delay=600)
+        clock = shop.delays.clock
+        later_us = clock.now_us() + 590_000_000
+        monkeypatch.setattr(clock, "now_us", lambda: later_us)
+        session.commit()
+    assert shop.timer.ids == [task.id]
+
+
 # -- connections ----------------------------------------------------------------------------------
 
 

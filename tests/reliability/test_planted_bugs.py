@@ -277,10 +277,16 @@ def unsanitised_error_text(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(text, "storable", lambda raw, max_bytes: raw)
 
 
+def failed_instead_of_run(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    running = stage.bench.runner._running
+    patch.setattr(running, "run", lambda processor, tasks, claimed: [Settlement(t, "fail") for t in tasks])
+
+
 BUGS = [
     (no_version_check_on_claim, delivered_twice, {"illegal move"}),
     (no_fence_on_finish, frozen_worker, {"double finish"}),
     (acknowledged_before_it_is_written, killed_producer, {"lost"}),
+    (failed_instead_of_run, lost_message, {"lost"}),
     (no_sweep, lost_message, {"stuck"}),
     (the_workers_clock_decides, early_message, {"early"}),
     (no_heartbeat, slow_processor, {"duplicated"}),

@@ -188,6 +188,21 @@ def test_a_thread_that_died_is_replaced_by_the_next_call(slow: SlowTimer, timer:
     assert slow.ids == [2]
 
 
+def test_where_no_thread_can_be_started_it_is_sent_by_the_call(
+    slow: SlowTimer, timer: BackgroundTimer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        assert timer.arm([entry(1)])
+        assert slow.ids == [1]
+    assert timer.arm([entry(2)])
+    assert timer.flush(5)
+    assert slow.ids == [1, 2]
+
+
 def die(*_: object) -> bool:
     raise SystemExit
 

@@ -150,6 +150,15 @@ def test_a_retry_that_meets_its_own_first_try_says_that_the_outcome_is_unknown(m
     assert caught.value.__cause__ is met
 
 
+def test_a_retry_that_finds_no_free_connection_says_that_the_outcome_is_unknown() -> None:
+    with pytest.raises(OutcomeUnknownError, match=r"no free connection.*look at task 7") as caught:
+        Database("sqlite://").run(raising(lost(), exc.TimeoutError("all in use")), 7)
+    assert caught.value.id == 7
+    for id, failures in ((7, ()), (None, (lost(),))):
+        with pytest.raises(StoreUnavailableError, match="no free connection"):
+            Database("sqlite://").run(raising(*failures, exc.TimeoutError("all in use")), id)
+
+
 def test_a_refusal_that_no_lost_answer_precedes_is_what_it_is() -> None:
     met = StaleVersionError("version 1, not 0")
     for failures in ((met,), (error("deadlock", state="40P01"), met)):
@@ -165,7 +174,7 @@ def test_a_refusal_that_no_lost_answer_precedes_is_what_it_is() -> None:
 def test_options_of_the_postgresql_url_are_kept_and_win() -> None:
     given = make_url("postgresql://h/d?options=-c%20lock_timeout%3D1s")
     assert engines._postgresql_options(given).endswith(" -c lock_timeout=1s")
-    assert engines._postgresql_options(make_url("postgresql://h/d")).startswith("-c lock_timeout=5s -c default_tr")
+    assert engines._postgresql_options(make_url("postgresql://h/d")).startswith("-c lock_timeout=1s -c default_tr")
 
 
 def test_a_statement_is_not_tried_again_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
