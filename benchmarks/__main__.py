@@ -19,7 +19,7 @@ from benchmarks import where
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", help="cases or groups; without any, all cases")
+    parser.add_argument("names", nargs="*", help="cases or groups; without any, the group `short`")
     parser.add_argument("--quick", action="store_true", help="fewer tasks and one round: shows that all works")
     parser.add_argument("--rounds", type=int, help="default: 3, with --quick 1")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all values there")
@@ -49,7 +49,7 @@ def main() -> int:
     unknown = sorted(set(options.names) - set(CASES) - set(GROUPS))
     if unknown:
         parser.error(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}, and the groups {', '.join(GROUPS)}")
-    names = list(dict.fromkeys(case for name in options.names or CASES for case in GROUPS.get(name, [name])))
+    names = list(dict.fromkeys(case for name in options.names or ["short"] for case in GROUPS.get(name, [name])))
     rounds = options.rounds or (1 if options.quick else 3)
     console = report.console()
     folder = Path(tempfile.mkdtemp(prefix="delaytasks-bench-"))
@@ -81,6 +81,7 @@ def main() -> int:
             times = 1 if name in ONCE else rounds
             for number in range(times):
                 say(f"{name}, round {number + 1} of {times}")
+                stage.round = number
                 try:
                     CASES[name](stage)
                 except Exception as error:  # the other cases took their time, too

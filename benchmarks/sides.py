@@ -83,7 +83,8 @@ class Side(ABC):
         process.kill()
 
     def cpu_s(self) -> float | None:
-        found = [process.usage() for process in self.workers]
+        """Of the workers, and of what works beside them."""
+        found = [process.usage() for process in self.workers + self._others]
         return sum(one.cpu_s for one in found if one is not None) if all(found) else None
 
     def rss_mb(self) -> float | None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from benchmarks.figures import Figure, Target
-from benchmarks.sides import Bare, Ours
+from benchmarks.sides import Bare, Ours, Side
+
+S = TypeVar("S", bound=Side)
+T = TypeVar("T")
 
 
 @dataclass
@@ -17,7 +21,15 @@ class Stage:
     bare: Bare
     is_quick: bool
     say: Callable[[str], None]
+    round: int = 0
     _figures: dict[tuple[str, str], Figure] = field(default_factory=dict)
+
+    def each(self, work: Callable[[S], T], *sides: S) -> list[T]:
+        """What it gives for each side, in their order. Each round begins with another one, since what one leaves behind
+        for the database to do may fall into the next one's time."""
+        first = self.round % len(sides)
+        found = {side.name: work(side) for side in sides[first:] + sides[:first]}
+        return [found[side.name] for side in sides]
 
     def figure(self, case: str, what: str, unit: str, target: Target | None = None, against: str = "") -> Figure:
         """The figure of this name, which is made in the first round."""

@@ -39,6 +39,7 @@ CASES: dict[str, Callable[[Stage], None]] = {
     "stream": bulk.run_stream,
     "burst_bulk": burst.run_bulk,
     "burst_single": burst.run_single,
+    "burst_far": burst.run_far,
     "ceiling": ceiling.run,
     "gathering": gathering.run,
     "growth": growth.run,
@@ -65,7 +66,10 @@ CASES: dict[str, Callable[[Stage], None]] = {
     "partitions": partitions.run,
 }
 #: Names that stand for several cases.
-GROUPS = {
+GROUPS: dict[str, list[str]] = {
+    "all": list(CASES),
+    #: What is measured when nothing is named: what most people ask first.
+    "short": ["call", "bulk", "burst_bulk", "burst_single", "steady", "ceiling"],
     "timers": [
         "timer_steady",
         "timer_burst",

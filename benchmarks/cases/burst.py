@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from benchmarks import brokers, table
@@ -15,9 +15,10 @@ from benchmarks.stage import Stage
 from benchmarks.waiting import BenchError, TooSlowError, sleep_until, wall
 from delaytasks.core.states import Status
 
-#: For one call each: the first, and what is tried when the machine is too busy for it. All are below the horizon:
-#: beyond it the sweep would send hundreds of tasks in a message, which is another case.
-LEADS_S = {False: (20, 25, 29), True: (10, 20, 29)}
+#: For one call each: the first, and what is tried when the machine is too busy for it. Below the horizon each call sends
+#: its message, beyond it the sweep sends hundreds of tasks in one.
+NEAR_S = {False: (20, 25, 29), True: (10, 20, 29)}
+FAR_S = {False: (60, 90), True: (40, 60)}
 #: Bare Celery may take its time.
 DEADLINE_S = 240.0
 
@@ -42,7 +43,16 @@ def at_once(count: int, lead: float) -> Callable[[Side], float]:
 
 def run_single(stage: Stage) -> None:
     """Scheduled one call at a time, by a few producers at once."""
-    count, leads = stage.size(20_000, 4_000), LEADS_S[stage.is_quick]
+    _run_single(stage, "burst_single", NEAR_S[stage.is_quick])
+
+
+def run_far(stage: Stage) -> None:
+    """The same beyond the horizon."""
+    _run_single(stage, "burst_far", FAR_S[stage.is_quick])
+
+
+def _run_single(stage: Stage, case: str, leads: Sequence[int]) -> None:
+    count = stage.size(20_000, 4_000)
     what = f"{count:,} due at once, one call each {leads[0]} s ahead"
     for lead in leads:
 
@@ -50,15 +60,15 @@ def run_single(stage: Stage) -> None:
             return schedule_singly(stage, side, count, lead)
 
         try:
-            _compare(stage, "burst_single", what, count, schedule, 8)
+            _compare(stage, case, what, count, schedule, 8)
         except TooSlowError as error:
             if lead == leads[-1]:
                 raise
-            stage.say(f"burst_single: {error}; again, with more time")
+            stage.say(f"{case}: {error}; again, with more time")
             brokers.clear()
         else:
             if lead != leads[0]:
-                stage.figure("burst_single", what, "").remark = f"up to {lead} s, since the machine was busy"
+                stage.figure(case, what, "").remark = f"up to {lead} s, since the machine was busy"
             return
 
 
@@ -66,7 +76,7 @@ def _compare(stage: Stage, case: str, what: str, count: int, schedule: Callable[
     drained = stage.figure(case, what, "drained/s", Target("ratio", least=least))
     late = stage.figure(case, "lateness p99", "ms")
     cpu = stage.figure(case, "worker CPU per task", "ms")
-    ours, bare = (drain(stage, case, side, count, schedule) for side in (stage.ours, stage.bare))
+    ours, bare = stage.each(lambda side: drain(stage, case, side, count, schedule), stage.ours, stage.bare)
     drained.add(ours.per_s, bare.per_s)
     late.add(ours.p99_ms, bare.p99_ms)
     cpu.add(ours.cost.worker_ms, bare.cost.worker_ms)

@@ -20,16 +20,18 @@ def run(stage: Stage) -> None:
     p50 = stage.figure("steady", f"{RATE}/s due in 1 to 5 s, lateness p50", "ms", Target("ratio", most=2))
     p99 = stage.figure("steady", "lateness p99", "ms", Target("ratio", most=2))
     early = stage.figure("steady", "begun early", "tasks", Target("value", most=0))
-    found = []
-    for side in (stage.ours, stage.bare):
+
+    def measured(side: Side) -> list[float]:
         with side.serving():
             lateness = work(stage, side)
-            found.append(lateness)
         brokers.clear()
         stage.say(
             f"steady: {side.name} p50 {percentile(lateness, 0.5):.2f} ms, p99 {percentile(lateness, 0.99):.2f} ms, "
             f"worst {max(lateness):.1f} ms, load {load():.1f}"
         )
+        return lateness
+
+    found = stage.each(measured, stage.ours, stage.bare)
     p50.add(*(percentile(lateness, 0.5) for lateness in found))
     p99.add(*(percentile(lateness, 0.99) for lateness in found))
     early.add(*(float(sum(late < 0 for late in lateness)) for lateness in found))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 from benchmarks import brokers, redis_server, table
 from benchmarks.cases import burst, steady
@@ -21,10 +22,9 @@ NEAR_S = {True: (60.0, 70.0), False: (24.0, 29.0)}
 
 def run_steady(stage: Stage) -> None:
     for rate, lot in RATES.items():
-        found = {side.name: _steady(stage, side, rate, lot) for side in (*stage.timers, stage.bare)}
-        bare = found[stage.bare.name]
-        for side in stage.timers:
-            for what, (unit, value) in found[side.name].items():
+        *ours, bare = stage.each(partial(_steady, stage, rate=rate, lot=lot), *stage.timers, stage.bare)
+        for side, found in zip(stage.timers, ours, strict=True):
+            for what, (unit, value) in found.items():
                 target = _TARGETS.get((rate, what))
                 figure = stage.figure("timer_steady", f"{side.timer}: {rate:,}/s, {what}", unit, target)
                 figure.add(value, bare[what][1])
@@ -65,8 +65,8 @@ def _steady(stage: Stage, side: Side, rate: int, lot: int) -> dict[str, tuple[st
 def run_burst(stage: Stage) -> None:
     count = stage.size(20_000, 5_000)
     schedule = burst.at_once(count, stage.size(60, 15))
-    eta, redis, bare = (
-        burst.drain(stage, "timer_burst", side, count, schedule) for side in (*stage.timers, stage.bare)
+    eta, redis, bare = stage.each(
+        lambda side: burst.drain(stage, "timer_burst", side, count, schedule), *stage.timers, stage.bare
     )
     burst_of = f"{count:,} due at once"
     what, target = f"redis beside eta: {burst_of}", Target("ratio", least=1)

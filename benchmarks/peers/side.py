@@ -164,7 +164,8 @@ class Peer:
         return [-int(note.due) for note in self._notes.read() if note.due < 0]
 
     def worker_cpu_s(self) -> float | None:
-        found = [usage(part.pid) for part in self._working()]
+        """Of the workers, and of what works beside them."""
+        found = [usage(part.pid) for part in [*self._working(), *self._beside]]
         return sum(one.cpu_s for one in found if one is not None) if all(found) else None
 
     def worker_bytes(self) -> int | None:
