@@ -15,8 +15,8 @@ from benchmarks.stage import Stage
 from benchmarks.waiting import BenchError, TooSlowError, sleep_until, wall
 from delaytasks.core.states import Status
 
-#: For one call each: the first, and what is tried when the machine is too busy for it. Below the horizon each call sends
-#: its message, beyond it the sweep sends hundreds of tasks in one.
+#: For one call each: the first, and what is tried when the machine is too busy for it. Below the horizon each call
+#: sends a message of its own, beyond it the sweep sends hundreds of tasks in one.
 NEAR_S = {False: (20, 25, 29), True: (10, 20, 29)}
 FAR_S = {False: (60, 90), True: (40, 60)}
 #: Bare Celery may take its time.
