@@ -45,10 +45,11 @@ class Episode:
     from_us: int
     until_us: int = 0
     is_reached: bool = False
+    #: Of the task that came nearest to its bound, and that bound: R2, wherever it was claimed when its worker died.
     recovery_s: float = 0.0
+    bound_s: float = 0.0
     #: Of those that are not over.
     left: int = 0
-    #: Of the task that was held up for longest.
     story: str = ""
 
 
@@ -159,9 +160,11 @@ class World:
                     for c in history.changes
                     if fault.from_us < c.at_us <= episode.until_us
                 }
+                bounds = {c: BOUNDS_S["R2" if c.lapses else BY_NAME[episode.place].bound] for c in late}
                 if late:
-                    slowest = max(late, key=late.__getitem__)
-                    episode.recovery_s, episode.story = late[slowest], checker.story(slowest.id)
+                    worst = max(late, key=lambda c: late[c] - bounds[c])
+                    episode.recovery_s, episode.bound_s = late[worst], bounds[worst]
+                    episode.story = checker.story(worst.id)
                 if BY_NAME[episode.place].is_refused:
                     refuse(history, fault.from_us)
         return checker.verdict()

@@ -78,5 +78,18 @@ def has_exited(pid: int) -> bool:
     """Whether a child of ours is dead, which its parent's pool may not know yet."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except (AttributeError, ChildProcessError):  # older macOS has no waitid; threads run in the main process
+    except AttributeError:  # older macOS
         return False
+    except ChildProcessError:
+        # This process itself, for threads run in it; or a child that was waited for, as each start of another one does.
+        return not _is_there(pid)
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

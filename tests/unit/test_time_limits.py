@@ -162,6 +162,7 @@ def test_a_child_that_is_dead_is_seen_before_anybody_has_waited_for_it() -> None
     wait_until(lambda: has_exited(pid), 10, "the child to be dead")
     assert has_exited(pid)
     assert os.waitpid(pid, 0)[0] == pid, "its parent's pool still hears of it"
+    assert has_exited(pid), "and who heard of it in the pool's place does not hide it"
     assert not has_exited(os.getpid())
     os.close(reads)
     os.close(writes)
