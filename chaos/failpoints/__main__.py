@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from statistics import median
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--act", choices=list(LASTS_S), default="kill", help="what happens there")
     parser.add_argument("--slack", type=float, default=0, help="seconds added to each bound, on a busy machine")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it started is ended, however it ends
+    signal.signal(signal.SIGTERM, end)
     with contextlib.ExitStack() as own:
         database, broker, redis = servers(own, options.database, options.broker)
         parts = [
@@ -53,6 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             played.append(done.result())
             console.print(f"{len(played)} of {len(parts)}: {', '.join({e.place for e in played[-1].episodes})}")
     return show(played, slack_s, console)
+
+
+def end(*_: object) -> None:
+    """What it started is ended, however it ends."""
+    for world in active_children():
+        world.terminate()
+    sys.exit(143)
 
 
 def servers(own: contextlib.ExitStack, database: str, broker: str) -> tuple[str, str, str]:
