@@ -17,8 +17,10 @@ from urllib.parse import urlsplit
 from tests.services import MissingServiceError, Services
 
 CASE = "burst_bulk"
-#: How many times as fast as bare Celery, by what was measured; and the share of it that is alarming.
-EXPECTED, ALARMING = 9.0, 0.7
+#: How many times as fast as bare Celery. On shared machines 9 to 17 and 11 were measured, of the same code.
+ON_POSTGRESQL, ON_SQLITE = 11.0, 9.0
+#: The share of it that is alarming.
+ALARMING = 0.7
 
 
 def main() -> int:
@@ -28,10 +30,10 @@ def main() -> int:
             # A database in which nothing else lies.
             broker = urlsplit(services.url("redis"))._replace(path="/5").geturl()
             try:
-                database = services.url("postgresql")
+                database, expected = services.url("postgresql"), ON_POSTGRESQL
             except MissingServiceError:
-                database = f"sqlite:///{folder}/guard.sqlite3"
-            return _compare(database, broker, Path(folder) / "figures.json")
+                database, expected = f"sqlite:///{folder}/guard.sqlite3", ON_SQLITE
+            return _compare(database, broker, Path(folder) / "figures.json", expected)
     except MissingServiceError as error:
         print(f"guard: not measured: {error}")
         return 1 if os.environ.get("CI") else 0
@@ -39,7 +41,7 @@ def main() -> int:
         services.close()
 
 
-def _compare(database: str, broker: str, figures: Path) -> int:
+def _compare(database: str, broker: str, figures: Path, expected: float) -> int:
     places = {"DELAYTASKS_BENCH_DATABASE_URL": database, "DELAYTASKS_BENCH_BROKER_URL": broker}
     command = [sys.executable, "-m", "benchmarks", CASE, "--quick", "--json", str(figures)]
     if subprocess.run(command, env={**os.environ, **places}, check=False).returncode:
@@ -47,9 +49,9 @@ def _compare(database: str, broker: str, figures: Path) -> int:
         return 1
     found = json.loads(figures.read_text())["figures"]
     (ratio,) = next(figure["ratios"] for figure in found if figure["unit"] == "drained/s")
-    least = EXPECTED * ALARMING
+    least = expected * ALARMING
     verdict = "" if ratio >= least else f": less than {least:.1f}, something has become slow"
-    print(f"guard: a burst is drained {ratio:.1f} times as fast as by bare Celery, expected {EXPECTED:g}{verdict}")
+    print(f"guard: a burst is drained {ratio:.1f} times as fast as by bare Celery, expected {expected:g}{verdict}")
     return 0 if ratio >= least else 1
 
 
