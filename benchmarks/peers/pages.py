@@ -74,7 +74,7 @@ def text(results: Results, pictures: Sequence[str]) -> str:
     facts = " · ".join(f"{name} {value}" for name, value in results.machine.items())
     parts = [
         "# Beside other systems",
-        "The same work for this project, bare Celery eta and other systems for delayed tasks, in turn, in one run of "
+        "The same work for this project, bare Celery eta and other systems for delayed tasks, in turn, by runs of "
         "`./dev bench --peers`; [Benchmarks](benchmarks.md#beside-other-systems) says how. This page is written by "
         "`./dev bench --pages docs/peers.json`.",
     ]
