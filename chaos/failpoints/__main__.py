@@ -109,13 +109,13 @@ def show(played: Sequence[Played], slack_s: float, console: Console) -> int:
     for place in PLACES:
         mine = [episode for episode in episodes if episode.place == place.name]
         if mine:
-            row, is_inside = line(mine, slack_s)
+            row, is_inside = line(mine, BOUNDS_S[place.bound], slack_s)
             is_bad |= not is_inside
             table.add_row(place.name, place.who, *row)
     console.print(table)
     for place in PLACES:
         mine = [episode for episode in episodes if episode.place == place.name]
-        for one in (episode for episode in mine if episode.recovery_s > episode.bound_s + slack_s):
+        for one in (episode for episode in mine if episode.is_late(slack_s)):
             console.print(f"{place.name}, seed {one.seed}: {one.recovery_s:.2f} s of {one.bound_s:g}", highlight=False)
             console.print(one.story, markup=False, highlight=False)
     for one in played:
@@ -128,14 +128,13 @@ def show(played: Sequence[Played], slack_s: float, console: Console) -> int:
     return 1 if is_bad else 0
 
 
-def line(mine: Sequence[Episode], slack_s: float) -> tuple[list[str], bool]:
-    bound_s = BOUNDS_S[BY_NAME[mine[0].place].bound] + slack_s
+def line(mine: Sequence[Episode], bound_s: float, slack_s: float) -> tuple[list[str], bool]:
     reached = sorted(episode.recovery_s for episode in mine if episode.is_reached)
-    outside = sum(episode.recovery_s > episode.bound_s + slack_s or bool(episode.left) for episode in mine)
+    outside = sum(episode.is_late(slack_s) or bool(episode.left) for episode in mine)
     missed = len(mine) - len(reached)
     p50, most = (f"{median(reached):.2f}", f"{reached[-1]:.2f}") if reached else ("", "")
     inside = "yes" if not outside and not missed else f"{outside} outside" if outside else f"{missed} not reached"
-    return [str(len(mine)), p50, most, f"{bound_s:g}", inside], not outside and not missed
+    return [str(len(mine)), p50, most, f"{bound_s + slack_s:g}", inside], not outside and not missed
 
 
 if __name__ == "__main__":

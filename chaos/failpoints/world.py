@@ -23,6 +23,7 @@ from chaos.history import Change, History, read
 from chaos.project import now_us, time_environment
 from chaos.recorder import Recorder
 from delaytasks.core.states import FINISHED, LIVE, Status
+from delaytasks.worker.leases import is_there
 from tests.running import Deployment, Process
 
 GRACE_S, SWEEP_S, DISPATCH_S = 0.1, 0.5, 2.0
@@ -50,7 +51,11 @@ class Episode:
     bound_s: float = 0.0
     #: Of those that are not over.
     left: int = 0
+    #: Of that task.
     story: str = ""
+
+    def is_late(self, slack_s: float) -> bool:
+        return self.recovery_s > self.bound_s + slack_s
 
 
 class World:
@@ -122,7 +127,7 @@ class World:
 
     def _is_carried_out(self, act: Act, since_us: int) -> bool:
         pids = [int(fault.target.split()[-1]) for fault in orders.faults(self._folder) if fault.from_us >= since_us]
-        return bool(pids) and (act != "kill" or not any(map(is_alive, pids)))
+        return bool(pids) and (act != "kill" or not any(map(is_there, pids)))
 
     def _live(self) -> int:
         t = self._store.schema.tasks
@@ -160,22 +165,14 @@ class World:
                     for c in history.changes
                     if fault.from_us < c.at_us <= episode.until_us
                 }
-                bounds = {c: BOUNDS_S["R2" if c.lapses else BY_NAME[episode.place].bound] for c in late}
                 if late:
+                    bounds = {c: BOUNDS_S["R2" if c.lapses else BY_NAME[episode.place].bound] for c in late}
                     worst = max(late, key=lambda c: late[c] - bounds[c])
                     episode.recovery_s, episode.bound_s = late[worst], bounds[worst]
                     episode.story = checker.story(worst.id)
                 if BY_NAME[episode.place].is_refused:
                     refuse(history, fault.from_us)
         return checker.verdict()
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def late_s(change: Change, fault_us: int, ended_us: Mapping[tuple[int, int], int]) -> float:

@@ -82,10 +82,10 @@ def has_exited(pid: int) -> bool:
         return False
     except ChildProcessError:
         # This process itself, for threads run in it; or a child that was waited for, as each start of another one does.
-        return not _is_there(pid)
+        return not is_there(pid)
 
 
-def _is_there(pid: int) -> bool:
+def is_there(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
