@@ -17,6 +17,8 @@ from delaytasks.core.states import FINISHED, MOVES, Status
 _LEGAL = {(source, move.target) for move in MOVES.values() for source in move.sources}
 #: A lease, a sweep and a dispatch, and some more: so long a task may be due without being stuck.
 WHILE_US = 10_000_000
+#: So many findings are printed, and told in full: a broken run has thousands, of stories that take minutes.
+TOLD = 20
 
 
 class Flaw(NamedTuple):
@@ -28,7 +30,7 @@ class Flaw(NamedTuple):
 class Finding(NamedTuple):
     flaw: Flaw
     id: int
-    #: All that is known of the task, in the order of time.
+    #: All that is known of the task, in the order of time; of the first findings only.
     story: str
 
     def __str__(self) -> str:
@@ -49,7 +51,7 @@ class Verdict:
     def __str__(self) -> str:
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts().items())) or "nothing found"
         said = f"{self.tasks:,} tasks, {self.runs:,} runs, {self.explained} extra ones explained: {counts}"
-        return "\n\n".join([said, *map(str, self.findings[:20])])
+        return "\n\n".join([said, *map(str, self.findings[:TOLD])])
 
 
 class Checker:
@@ -81,7 +83,9 @@ class Checker:
             flaws = [flaw for rule in self._rules for flaw in rule(life)]
             again = [claim for claim in self._lapsed(life) if life.has_run(claim)]
             verdict.explained += sum(self._is_explained(life, claim) for claim in again)
-            verdict.findings += [Finding(flaw, id, story_of(life, history.faults)) for flaw in flaws]
+            for flaw in flaws:
+                story = story_of(life, history.faults) if len(verdict.findings) < TOLD else ""
+                verdict.findings.append(Finding(flaw, id, story))
         for process in history.hung:
             verdict.findings.append(Finding(Flaw("I8", "hung", f"{process} lives and runs nothing"), 0, ""))
         return verdict

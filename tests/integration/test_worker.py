@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import insert, text
+from sqlalchemy import insert, text, update
 
 from delaytasks import Status
 from delaytasks.store.types import db_now_plus
 from tests.counting import counted
-from tests.running import BROKERS, Deployment
+from tests.running import BROKERS, QUICK, Deployment
 from tests.waiting import IS_LONG, SLACK_S, wait_until
 
 COMBINATIONS = [
@@ -110,6 +110,24 @@ def test_tasks_run_on_time_and_say_so_in_their_rows(deploy: Deploy, database: st
     held = [d.schedule(delay=5) for _ in range(3)]
     worker.terminate()
     assert {d.status(task) for task in held} == {Status.NOT_COMPLETE}
+
+
+def test_what_an_old_worker_does_not_know_runs_once_the_deploy_is_over(deploy: Deploy, tmp_path: Path) -> None:
+    d = deploy("postgresql", "redis")
+    tasks = [d.schedule() for _ in range(5)]
+    t = d.store.schema.tasks
+    with d.store.database.begin() as connection:  # as if the deploy took an hour: they are put off for six minutes
+        connection.execute(update(t).values(create_time=db_now_plus(-3600)))
+    (tmp_path / "release_before.py").touch()
+    d.conf["imports"] = ["release_before"]
+    old = d.worker()
+    wait_until(lambda: all(d.delays.get(task).error for task in tasks), 20, "all to be put off")
+    del d.conf["imports"]
+    d.worker()
+    old.terminate()
+    d.wait_for(tasks, deadline_s=QUICK["self_sweep_s"] + SLACK_S)
+    assert [d.delays.get(task).attempts for task in tasks] == [1] * len(tasks)
+    assert len(d.runs()) == len(tasks)
 
 
 def test_thousands_of_held_tasks_do_not_hold_up_a_nearer_one_on_embedded_parts(deploy: Deploy) -> None:
