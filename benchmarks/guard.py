@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from tests.services import MissingServiceError, Services
 
 CASE = "burst_bulk"
-#: How many times as fast as bare Celery. On shared machines 9 to 17 and 11 were measured, of the same code.
+#: How many times as fast as bare Celery: 9 to 17, and 11, were measured by the same code on shared machines.
 ON_POSTGRESQL, ON_SQLITE = 11.0, 9.0
 #: The share of it that is alarming.
 ALARMING = 0.7

@@ -101,10 +101,14 @@ class Checker:
             return
         if life.last is None:
             yield Flaw("I1", "lost", "its schedule was acknowledged, and there is no row")
-        elif life.last.status in (Status.DONE, Status.FAILED) and not life.ran:
+        elif life.last.status in (Status.DONE, Status.FAILED) and not life.ran and not self._is_given_up(life.last):
             yield Flaw("I1", "lost", f"it is {life.last.status.name} and never ran")
         elif life.last.status is Status.CANCELLED and not life.calls("cancel", "ok", "unknown"):
             yield Flaw("I1", "lost", "it is CANCELLED, and nobody asked for that")
+
+    def _is_given_up(self, last: Change) -> bool:
+        """Its workers died between claim and run, as often as they may."""
+        return last.status is Status.FAILED and last.lapses >= self._max_lapses
 
     def _nothing_else_runs(self, life: Life) -> Iterator[Flaw]:
         if not life.calls("schedule", "ok", "unknown"):

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from chaos.failpoints.orders import LASTS_S
 from chaos.failpoints.places import BY_NAME, PLACES
-from chaos.failpoints.playing import Part, Played, play
+from chaos.failpoints.playing import ENDED, Part, Played, play
 from chaos.failpoints.world import BOUNDS_S, Episode
 from tests.postgres_server import PostgresServer
 from tests.redis_server import RedisServer
@@ -59,7 +59,7 @@ def end(*_: object) -> None:
     """What it started is ended, however it ends."""
     for world in active_children():
         world.terminate()
-    sys.exit(143)
+    sys.exit(ENDED)
 
 
 def servers(own: contextlib.ExitStack, database: str, broker: str) -> tuple[str, str, str]:
@@ -104,7 +104,7 @@ def shared(timer: str | None, only: Sequence[str] | None, worlds: int, seeds: in
 
 def show(played: Sequence[Played], slack_s: float, console: Console) -> int:
     episodes = [episode for one in played for episode in one.episodes]
-    table = Table("failpoint", "who", "runs", "p50 s", "max s", "bound s", "inside")
+    table = Table("failpoint", "who", "runs", "p50 s", "worst s", "bound s", "inside")
     is_bad = False
     for place in PLACES:
         mine = [episode for episode in episodes if episode.place == place.name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import tempfile
@@ -12,6 +13,9 @@ from typing import NamedTuple
 from chaos.failpoints.orders import Act
 from chaos.failpoints.places import BY_NAME
 from chaos.failpoints.world import Episode, World
+
+#: What is said by who was told to end.
+ENDED = 128 + signal.SIGTERM
 
 
 class Part(NamedTuple):
@@ -36,14 +40,28 @@ class Played:
 
 
 def play(part: Part) -> Played:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        return _play(part)
+    except SystemExit:
+        # Its pool would take that for an answer, and go on with the next part.
+        os._exit(ENDED)
+
+
+def _play(part: Part) -> Played:
     with tempfile.TemporaryDirectory(prefix="delaytasks-failpoints-") as folder:
         database_url = part.database_url or f"sqlite:///{folder}/failpoints.sqlite3"
         world = World(Path(folder), database_url, part.broker_url, part.timer, part.redis_url)
         try:
+            world.begin()
             seeds = range(part.first, part.first + part.seeds)
             episodes = [world.play(BY_NAME[name], seed, part.act) for name in part.names for seed in seeds]
             verdict = world.verdict(episodes)
         finally:
             world.close()
     return Played(episodes, verdict.tasks, verdict.runs, len(verdict.findings), str(verdict))
+
+
+def _end(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # while what it started is ended
+    sys.exit(ENDED)

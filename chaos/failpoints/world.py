@@ -71,11 +71,14 @@ class World:
         self._store = self._deployment.store
         self._deployment.delays.set_policy("fail.limited", concurrency=1)
         self._recorder = Recorder(self._store)
+        self._workers: list[Process] = []
+        #: Was told to, and is one of the workers until it has ended.
+        self._stopping: Process | None = None
+
+    def begin(self) -> None:
         self._recorder.start()
         self._beat = self._deployment.beat()
         self._workers = [self._deployment.begin_worker() for _ in range(WORKERS)]
-        #: Was told to, and is one of the workers until it has ended.
-        self._stopping: Process | None = None
 
     def close(self) -> None:
         try:

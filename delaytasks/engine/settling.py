@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 
 from delaytasks.core.clock import Clock, monotonic, to_us
@@ -42,21 +42,33 @@ class Settling:
         return True
 
     def _settle_finished(self, chunk: Chunk, patience_s: float, settle: Settle) -> None:
-        settlements = chunk.take_finished()
-        made, settlements = [s for s in settlements if s.is_made], [s for s in settlements if not s.is_made]
+        finished = chunk.take_finished()
+        self._tell([s for s in finished if s.is_made], {s.task.id for s in finished})
+        settlements = [s for s in finished if not s.is_made]
+        deadline = monotonic() + patience_s
         try:
-            accepted = self._settled(settlements, monotonic() + patience_s, settle) if settlements else set()
-        except StoreError:
+            if settlements:
+                self._tell(settlements, self._settled(settlements, deadline, settle))
+        except (StoreUnavailableError, OutcomeUnknownError):
             chunk.keep(settlements)
             raise
-        done = sum(s.move == "succeed" and (s.is_made or s.task.id in accepted) for s in made + settlements)
-        if done:
-            self._events.emit("task.succeeded", count=done)
-        lost = [s for s in settlements if s.task.id not in accepted]
-        for settlement in lost:
-            self._events.emit("task.lease_lost", id=settlement.task.id, tag=settlement.task.tag)
-        waits = [s for s in settlements if MOVES[s.move].target is Status.NOT_COMPLETE]
-        self._arm_again([s for s in waits if s.task.id in accepted])
+        except StoreError:
+            # Refused, because of one of them: the others must not suffer, nor run again.
+            self._settle_singly(chunk, settlements, deadline)
+
+    def _settle_singly(self, chunk: Chunk, settlements: Sequence[Settlement], deadline: float) -> None:
+        refusal: StoreError | None = None
+        for number, one in enumerate(settlements):
+            try:
+                self._tell([one], self._settled([one], deadline, self._claims.settle))
+            except (StoreUnavailableError, OutcomeUnknownError):
+                chunk.keep(settlements[number:])
+                raise
+            except StoreError as error:
+                chunk.keep([one])
+                refusal = error
+        if refusal is not None:
+            raise refusal
 
     def _settled(self, settlements: Sequence[Settlement], deadline: float, settle: Settle) -> set[int]:
         """A settlement is fenced and can be repeated, so it is, for as long as the leases may be ours."""
@@ -70,28 +82,22 @@ class Settling:
                 time.sleep(0.5)
                 settle = self._claims.settle
             except StoreError:
-                # Refused, because of one of them: the others must not suffer, nor run again.
-                if len(settlements) > 1:
-                    return self._settled_singly(settlements, deadline)
                 text = settlements[0].error
-                if text is None or text.isascii():
+                if len(settlements) > 1 or text is None or text.isascii():
                     raise
                 plain = text.encode("ascii", "backslashreplace").decode()
                 settlements = [replace(settlements[0], error=plain)]
 
-    def _settled_singly(self, settlements: Sequence[Settlement], deadline: float) -> set[int]:
-        accepted: set[int] = set()
-        refusal: StoreError | None = None
-        for one in settlements:
-            try:
-                accepted |= self._settled([one], deadline, self._claims.settle)
-            except (StoreUnavailableError, OutcomeUnknownError):
-                raise
-            except StoreError as error:
-                refusal = error
-        if refusal is not None:
-            raise refusal
-        return accepted
+    def _tell(self, settlements: Sequence[Settlement], accepted: Container[int]) -> None:
+        """What became of them, and their rows' next time."""
+        done = sum(s.move == "succeed" and s.task.id in accepted for s in settlements)
+        if done:
+            self._events.emit("task.succeeded", count=done)
+        for s in settlements:
+            if s.task.id not in accepted:
+                self._events.emit("task.lease_lost", id=s.task.id, tag=s.task.tag)
+        waits = (s for s in settlements if MOVES[s.move].target is Status.NOT_COMPLETE)
+        self._arm_again([s for s in waits if s.task.id in accepted])
 
     def _arm_again(self, settlements: Sequence[Settlement]) -> None:
         horizon = self._clock.now_us() + (self._settings.horizon_s or 1e9) * 1e6

@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -168,11 +168,19 @@ class Database:
     def stream(self, query: Select[Any], size: int) -> Iterator[Sequence[Any]]:
         """Rows as the database finds them, `size` at a time, however many there are."""
         engine = self.tx if self.can.server_side_cursors else self.auto
-        try:
-            with engine.connect().execution_options(yield_per=size) as connection:
-                yield from connection.execute(query).partitions()
-        except exc.DBAPIError as error:
-            raise translate(error, shard=self._shard) from error
+
+        def begin() -> tuple[ExitStack, Iterator[Sequence[Any]]]:
+            with ExitStack() as opened:
+                connection = opened.enter_context(engine.connect().execution_options(yield_per=size))
+                partitions = connection.execute(query).partitions()
+                return opened.pop_all(), partitions
+
+        opened, partitions = self.run(begin)
+        with opened:
+            try:
+                yield from partitions
+            except exc.DBAPIError as error:
+                raise translate(error, shard=self._shard) from error
 
     def owns(self, connection: Any) -> bool:
         """Whether it is one of ours, and not a caller's."""

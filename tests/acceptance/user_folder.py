@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from delaytasks.embedded import socket_path
+from tests.processes import marked
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -96,17 +97,8 @@ class UserFolder:
 
     def processes(self) -> dict[int, str]:
         """The command line of every process that came from us."""
-        mark = f"{MARK}={self.mark}".encode()
-        path = str(socket_path(self.folder / ".delaytasks"))  # Redis writes over its environment, and shows its socket
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                if line and (path in line or mark in (folder / "environ").read_bytes().split(b"\0")):
-                    found[int(folder.name)] = line
-            except OSError:
-                continue  # it ended, or is another user's
-        return found
+        # Redis writes over its environment, and shows its socket.
+        return marked(f"{MARK}={self.mark}", str(socket_path(self.folder / ".delaytasks")))
 
     def pid_of(self, words: str) -> int:
         """The oldest process with these words: a worker's main process, not one of its pool."""

@@ -191,6 +191,23 @@ def test_a_row_that_somebody_has_locked_is_waited_for_in_five_tries(
     store.close()
 
 
+def test_who_reads_a_table_that_a_migration_has_locked_waits_for_it(
+    postgresql_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[float] = []
+    monkeypatch.setattr(random, "uniform", lambda least, most: tries.append(least) or least)
+    store = open_store(postgresql_url, table_prefix=PREFIX)
+    now = store.tasks.now()
+    store.tasks.insert(task(store, 1))
+    with ThreadPoolExecutor(1) as pool:
+        with store.database.tx.begin() as migration:
+            migration.execute(text(f"LOCK TABLE {store.schema.tasks.name} IN ACCESS EXCLUSIVE MODE"))
+            near = pool.submit(lambda: list(store.sweeps.near(now - timedelta(days=1), now + timedelta(days=1), 0, 1)))
+            wait_until(lambda: tries, 3, "a second try")
+        assert [[entry.id for entry in some] for some in near.result(2)] == [[1]]
+    store.close()
+
+
 def is_locked(store: Store, id: int) -> bool:
     t = store.schema.tasks
     with store.database.tx.begin() as connection:

@@ -185,3 +185,9 @@ def test_what_never_ends_is_stuck_once() -> None:
     for quiet_s in (30, 60):  # its lease is not over yet, and is
         verdict = Checker(history, quiet_us=NOW + quiet_s * S, by_us=NOW + 29 * S).verdict()
         assert verdict.counts() == {"stuck": 1}
+
+
+@pytest.mark.parametrize(("lapses", "is_lost"), [(4, True), (5, False)])
+def test_who_gave_up_after_all_its_workers_died_is_not_lost(lapses: int, is_lost: bool) -> None:
+    failed = Change(1, NOW, Status.RUNNING, Status.FAILED, 9, 10, 5, lapses, NOW, None, None)
+    assert ("lost" in found(History(told("ok"), [], [failed]))) == is_lost

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from chaos.failpoints.places import PLACES
+from tests.processes import marked
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 #: Of those that end a whole worker, which takes a second or two to start again.
@@ -21,3 +26,16 @@ def test_all_is_well_again_wherever_a_process_is_killed(redis_url: str) -> None:
     assert ended.returncode == 0, ended.stdout[-9000:] + ended.stderr[-3000:]
     assert f"{len(names)} faults" in ended.stdout
     assert "all inside their bounds, and nothing found" in ended.stdout
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
+def test_a_run_that_is_told_to_end_ends_all_that_it_started(tmp_path: Path, redis_url: str) -> None:
+    command = [sys.executable, "-m", "chaos.failpoints", "--seeds", "10", "--worlds", "1", "--database", "sqlite"]
+    run = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, start_new_session=True)
+    try:
+        wait_until(lambda: " ready." in "".join(log.read_text() for log in tmp_path.glob("*/*-w*.log")), 30, "a worker")
+        run.terminate()
+        assert run.wait(30) == 128 + 15
+        wait_until(lambda: not marked(str(tmp_path)), 5, "a producer to make its last call")
+    finally:
+        run.kill()

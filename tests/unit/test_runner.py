@@ -137,7 +137,7 @@ def test_what_is_finished_is_settled_before_a_row_begins_that_may_be_killed(benc
 def test_a_row_that_was_to_begin_when_a_settlement_failed_goes_back(bench: Bench) -> None:
     bench.registry.processor("hard", time_limit=60)(bench.ran.append)
     tasks = [bench.schedule(body="first"), bench.schedule("hard", "second")]
-    failures = iter([StoreError("refused")])
+    failures = iter([StoreError("refused")] * 2)  # also when it is tried by itself
 
     def fail(settlements: Sequence[Settlement]) -> None:
         for error in failures:
@@ -270,6 +270,7 @@ def test_a_row_that_can_not_be_settled_harms_no_neighbour(bench: Bench) -> None:
         bench.run(*tasks)
     assert bench.statuses(tasks) == ["DONE", "RUNNING", "DONE"]
     assert len(bench.ran) == 3
+    assert (bench.events.counts["task.succeeded"], bench.events.counts["task.lease_lost"]) == (2, 0)
 
 
 # -- tags without a processor ---------------------------------------------------------------------

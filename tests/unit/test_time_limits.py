@@ -151,7 +151,7 @@ def test_a_pool_refuses_the_queues_of_tags_whose_limits_it_can_not_keep(tmp_path
         check_time_limits(delays, thread.TaskPool(1))
 
 
-def test_a_child_that_is_dead_is_seen_before_anybody_has_waited_for_it() -> None:
+def test_a_child_that_is_dead_is_seen_whether_or_not_anybody_has_waited_for_it() -> None:
     reads, writes = os.pipe()
     pid = os.fork()
     if pid == 0:
