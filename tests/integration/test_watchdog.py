@@ -102,6 +102,7 @@ def test_chunks_that_the_pool_forgets_with_the_broker_hold_no_process(workers: W
     workers.worker(concurrency=1)
     node, control, forgotten = workers.node(0), workers.delays.celery.control, 0
     for _ in range(3):
+        wait_until(lambda: control.ping([node], timeout=1), 10, "it to be connected again")
         [answer] = control.broadcast("lose_broker", destination=[node], reply=True, timeout=10, limit=1)
         forgotten += answer[node]["forgotten"]
         workers.wait_for([workers.schedule()], deadline_s=10)
