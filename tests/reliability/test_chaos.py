@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import marked
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
@@ -54,22 +55,9 @@ def test_a_run_that_is_told_to_end_leaves_no_process_and_no_file(number: signal.
         if run.returncode == MISSING:
             pytest.skip(said)
         assert run.returncode is None, said
-        assert _named(tmp_path)
+        assert marked(str(tmp_path))
         run.send_signal(number)
         run.stdout.read()
     assert run.returncode not in (0, MISSING)
-    wait_until(lambda: not _named(tmp_path), 5, "its processes to end")
+    wait_until(lambda: not marked(str(tmp_path)), 5, "its processes to end")
     assert list(tmp_path.iterdir()) == []
-
-
-def _named(folder: Path) -> list[str]:
-    """Processes whose arguments, environment or folder say that they are of a run in `folder`."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            told = (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
-        except OSError:
-            continue  # it has ended, or is somebody else's
-        if str(folder).encode() in told and process.name != str(os.getpid()):
-            found.append(process.name)
-    return found
