@@ -71,6 +71,10 @@ def burst(stage: Stage, peer: Peer) -> None:
     stage.results.sizes["burst"] = (
         f"{count:,} tasks due at one instant, scheduled up to {lead} s before, in bulk where possible"
     )
+    most = peer.system.most_at_once
+    if most is not None and count > most:
+        stage.results.remark("burst", peer.system.name, f"of {most:,}, more at once it does not run")
+        count = most
     with peer.serving():
         due = wall() + lead
         made = peer.schedule_many(count, due, due, lead - 2)

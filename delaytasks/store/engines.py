@@ -107,6 +107,8 @@ def _sqlite_connect(connection: Any, _record: Any) -> None:
     cursor.execute("PRAGMA busy_timeout = 30000")
     cursor.execute("PRAGMA journal_mode = WAL")
     cursor.execute("PRAGMA synchronous = NORMAL")
+    # Pages that are written again and again, as indexes' are, go to the file once for some thousand rows.
+    cursor.execute("PRAGMA wal_autocheckpoint = 4000")
     cursor.close()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -21,6 +21,8 @@ from delaytasks.store.types import UTCDateTime
 
 #: Bytes of a row's other columns, with their names.
 _OTHERS = 500
+#: Rows that COPY is given at a time.
+_AT_ONCE = 200
 
 
 class Insert:
@@ -57,7 +59,7 @@ class BulkInsert:
         self._statements: dict[tuple[str, ...], Any] = {}
 
     def __call__(self, on: Any, tasks: Sequence[DelayTask]) -> None:
-        rows = (new_values(task, self._schema) for task in tasks)
+        rows = new_values(tasks, self._schema)
         if self._can_copy and isinstance(on, Connection) and on.dialect.driver == "psycopg2":
             self._copy(on, rows)
             return
@@ -90,9 +92,12 @@ class BulkInsert:
         names = ", ".join(NEW_COLUMNS)
         driver: Any = on.dialect.dbapi
         cursor: Any = on.connection.cursor()
+        text = _CopyText(rows)
         try:
-            cursor.copy_expert(f"COPY {target} ({names}) FROM STDIN", io.StringIO(_copy_text(rows)))
+            cursor.copy_expert(f"COPY {target} ({names}) FROM STDIN", text)
         except driver.Error as error:
+            if text.interrupted is not None:
+                raise text.interrupted from None
             raise told(on, "COPY", error) from error
         finally:
             cursor.close()
@@ -103,8 +108,11 @@ _BODY, _HEADERS = NEW_COLUMNS.index("message_body"), NEW_COLUMNS.index("headers"
 
 def _size(row: tuple[Any, ...]) -> int:
     """What it adds to a statement, in bytes."""
-    texts = (row[_BODY], row[_HEADERS] or "")
-    return _OTHERS + sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
+    return _OTHERS + _bytes(row[_BODY]) + _bytes(row[_HEADERS] or "")
+
+
+def _bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
 
 
 def is_duplicate(error: exc.IntegrityError) -> bool:
@@ -117,19 +125,35 @@ _SPECIAL = re.compile(r"[\\\t\n\r]")
 _ESCAPES = str.maketrans({"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"})
 
 
-def _copy_text(rows: Iterable[tuple[Any, ...]]) -> str:
-    """What COPY reads. What rows have in common is put into words once."""
-    lines: list[str] = []
-    known: dict[Any, str] = {}
-    for row in rows:
-        id, body, due = row[:DIFFERING]
-        common = row[DIFFERING:]
-        if due not in known:
-            known[due] = str(due)
-        if common not in known:
-            known[common] = "\t".join(map(_word, common))
-        lines.append(f"{id}\t{_word(body)}\t{known[due]}\t{known[common]}\n")
-    return "".join(lines)
+class _CopyText:
+    """What COPY reads, made while the database takes in what was read before. What rows have in common is put into
+    words once."""
+
+    def __init__(self, rows: Iterable[tuple[Any, ...]]) -> None:
+        self._rows = iter(rows)
+        self._known: dict[Any, str] = {}
+        #: By Ctrl-C or a time limit, of which the driver makes an error of the database's.
+        self.interrupted: BaseException | None = None
+
+    def read(self, _size: int) -> str:
+        try:
+            return self._read()
+        except BaseException as error:
+            self.interrupted = error
+            raise
+
+    def _read(self) -> str:
+        known = self._known
+        lines: list[str] = []
+        for row in itertools.islice(self._rows, _AT_ONCE):
+            id, body, due = row[:DIFFERING]
+            common = row[DIFFERING:]
+            if due not in known:
+                known[due] = str(due)
+            if common not in known:
+                known[common] = "\t".join(map(_word, common))
+            lines.append(f"{id}\t{_word(body)}\t{known[due]}\t{known[common]}\n")
+        return "".join(lines)
 
 
 def _word(value: Any) -> str:

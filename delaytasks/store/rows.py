@@ -90,15 +90,15 @@ DIFFERING = 3
 _values: Callable[[DelayTask], tuple[Any, ...]] = attrgetter(*_PLACES.values())
 
 
-def new_values(task: DelayTask, schema: Schema) -> tuple[Any, ...]:
+def new_values(tasks: Iterable[DelayTask], schema: Schema) -> Iterator[tuple[Any, ...]]:
     """The values of those columns, as they are stored."""
-    row = _values(task)
-    return row if schema.cipher is None else (row[0], schema.cipher.seal(row[1]), *row[2:])
+    rows, cipher = map(_values, tasks), schema.cipher
+    return rows if cipher is None else ((row[0], cipher.seal(row[1]), *row[2:]) for row in rows)
 
 
 def values_of(task: DelayTask, schema: Schema) -> dict[str, Any]:
     """The row of a task that is scheduled now."""
-    row = dict(zip(NEW_COLUMNS, new_values(task, schema), strict=True))
+    row = dict(zip(NEW_COLUMNS, next(new_values([task], schema)), strict=True))
     row["status"] = int(task.status)
     return row
 

@@ -60,11 +60,13 @@ class Tasks:
 
         def work(connection: Any) -> bool:
             try:
-                with self._savepoint(connection):
+                with nullcontext() if on is None else self._savepoint(connection):
                     self._insert_bulk(connection, tasks)
             except exc.IntegrityError as error:
                 if not is_duplicate(error):
                     raise
+                if on is None:
+                    connection.rollback()
                 return False
             return True
 

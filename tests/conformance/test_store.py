@@ -38,7 +38,7 @@ from delaytasks.core.ports import Entry, Lapsed, Level, Miss, Settlement
 from delaytasks.core.states import FINISHED, MOST_VERSIONS, MOVES, Status
 from delaytasks.core.task import DelayTask
 from delaytasks.store import bulk as store_bulk
-from delaytasks.store import database, settlements
+from delaytasks.store import database, rows, settlements
 from delaytasks.store import stats as stats_module
 from delaytasks.store.claims import Claims
 from delaytasks.store.database import Database
@@ -174,6 +174,31 @@ def test_many_tasks_with_text_that_copy_gives_a_meaning_to(store: Store) -> None
     assert {read(store, one.id).tag for one in made} == {NASTY[:100]}
 
 
+def test_many_more_tasks_than_copy_is_given_at_a_time(store: Store) -> None:
+    made = [task(store, body_json=f"[{n}]") for n in range(450)]
+    assert store.tasks.insert_many(made)
+    assert [read(store, made[n].id).body for n in (0, 199, 200, 449)] == [[0], [199], [200], [449]]
+    assert counted(store)[Status.NOT_COMPLETE] == 450
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
+def test_who_is_interrupted_while_rows_are_copied_hears_of_it_and_none_is_written(
+    store: Store, monkeypatch: pytest.MonkeyPatch, interruption: type[BaseException]
+) -> None:
+    def interrupted(task: DelayTask) -> tuple[Any, ...]:
+        if task is made[300]:
+            raise interruption
+        return stored(task)
+
+    stored, made = rows._values, [task(store) for _ in range(400)]
+    monkeypatch.setattr(rows, "_values", interrupted)
+    with pytest.raises(interruption):
+        store.tasks.insert_many(made)
+    monkeypatch.undo()
+    assert counted(store)[Status.NOT_COMPLETE] == 0
+    assert store.tasks.insert_many(made)
+
+
 def test_many_large_tasks_are_written_in_one_go(store: Store) -> None:
     body = json.dumps('"' * 120_000)
     made = [task(store, body_json=f"[{n},{body}]") for n in range(100)]
@@ -182,9 +207,10 @@ def test_many_large_tasks_are_written_in_one_go(store: Store) -> None:
 
 
 def test_many_tasks_of_which_one_id_exists_are_all_left_out(store: Store) -> None:
-    old = add(store)
-    made = [task(store) for _ in range(5)]
-    assert not store.tasks.insert_many([*made[:3], replace(old, body_json='"other"'), *made[3:]])
+    old, body = add(store), json.dumps("x" * 900_000)
+    # By several statements where there is no COPY.
+    made = [task(store, body_json=body) for _ in range(5)]
+    assert not store.tasks.insert_many([*made[:4], replace(old, body_json='"other"'), *made[4:]])
     assert [store.tasks.get(one.id) for one in made] == [None] * 5
     assert read(store, old.id).body == {}
 
