@@ -9,6 +9,9 @@ from examples.demo.story import Shop
 
 #: Usual lateness is far below it, that of tasks which the sweep has to find is far above it.
 HIT_MS = 100.0
+#: A claim is let in by the database's clock; when it began is told by what its process knows of that clock, which may
+#: be behind it by half of the time that asking took.
+CLOCKS_MS = 50.0
 
 
 def lateness_ms(task: DelayTask) -> float:
@@ -65,5 +68,5 @@ def complaints(shop: Shop) -> list[str]:
     for order, id in shop.payments.items():
         if id not in by_id or by_id[id].status is not Status.DONE:
             found.append(f"payment of order {order}: {by_id[id].status.name if id in by_id else 'lost'}")
-    found += [f"order task {t.id} ran early" for t in by_id.values() if t.status is Status.DONE and lateness_ms(t) < 0]
-    return found
+    early = {t.id: -lateness_ms(t) for t in by_id.values() if t.status is Status.DONE and lateness_ms(t) < -CLOCKS_MS}
+    return found + [f"order task {id} ran {ms:.0f} ms early" for id, ms in early.items()]
