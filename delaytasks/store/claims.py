@@ -33,6 +33,7 @@ from delaytasks.store.handover import Handover
 from delaytasks.store.lines import Candidate, Limited, Lines
 from delaytasks.store.prepared import Prepared
 from delaytasks.store.rows import (
+    BY_ID,
     CLAIMED,
     MOST,
     columns,
@@ -42,6 +43,8 @@ from delaytasks.store.rows import (
     listing,
     next_version,
     one_more,
+    shared_name,
+    shared_parameter,
     task_of,
     within_list,
 )
@@ -98,6 +101,8 @@ class Claims:
         if database.can.array_parameters:
             pick = pick.where(each_listed(t.c.id))
         self._named = self._pick(pick, is_planned_once=True)
+        #: Those that have one version, where a list costs less than a table of it.
+        self._named_alike = self._pick(self._alike()) if database.can.looks_up_lists else None
         status: ColumnElement[int] = literal(int(Status.NOT_COMPLETE))
         queue, priority = bindparam("due_queue", type_=String), bindparam("due_priority", type_=Integer)
         waiting = and_(t.c.status == status, t.c.queue == queue, t.c.priority == priority)
@@ -139,13 +144,11 @@ class Claims:
 
     def claim(self, entries: Sequence[Entry]) -> list[DelayTask]:
         """Those of the entries that are due, unchanged, and nobody else's. Rows that lapsed are left out."""
-        if not entries:
-            return []
-        return self._claim(self._named, self._naming([(entry.id, entry.version) for entry in entries], 0))
+        return self._claim(*self._naming([(entry.id, entry.version) for entry in entries], 0)) if entries else []
 
     def claim_alone(self, id: int, version: int) -> DelayTask | None:
         """One row, whether it lapsed before or not: a row that kills its worker harms no neighbour."""
-        rows = self._claim(self._named, self._naming([(id, version)], ANY_LAPSES))
+        rows = self._claim(*self._naming([(id, version)], ANY_LAPSES))
         return rows[0] if rows else None
 
     def claim_due(self, queue: str, priorities: Sequence[int], limit: int) -> list[DelayTask]:
@@ -184,13 +187,22 @@ class Claims:
 
     def _naming(
         self, pairs: Sequence[tuple[int, int]], lapses: int, status: Status = Status.NOT_COMPLETE
-    ) -> dict[str, Any]:
+    ) -> tuple[Pick, dict[str, Any]]:
         pairs = sorted(set(pairs))  # a row that is named twice would be found twice
-        rows = [{"id": id, "version": version, "status": int(status), "lapses": lapses} for id, version in pairs]
-        parameters: dict[str, Any] = {"rows": dump_json(rows)}
+        ids, shared = [id for id, _ in pairs], {"status": int(status), "lapses": lapses}
+        if self._named_alike is not None and len({version for _, version in pairs}) == 1:
+            named = {**shared, "version": pairs[0][1]}
+            return self._named_alike, {"ids": ids, **{shared_name(name): value for name, value in named.items()}}
+        parameters: dict[str, Any] = {"rows": dump_json([{"id": id, "version": v, **shared} for id, v in pairs])}
         if self._db.can.array_parameters:
-            parameters |= list_of(self._db, [id for id, _ in pairs])
-        return parameters
+            parameters |= list_of(self._db, ids)
+        return self._named, parameters
+
+    def _alike(self) -> Select[Any]:
+        t, version, status, lapses = self._t, *map(shared_parameter, ("version", "status", "lapses"))
+        named = and_(t.c.id.in_(listing("ids")), t.c.version == version, t.c.status == status, t.c.lapses <= lapses)
+        is_due = t.c.expected_time <= db_now()
+        return select(*self._candidate).where(named, is_due).order_by(t.c.id).with_hint(t, BY_ID)
 
     def _pick(self, candidates: Select[Any], is_planned_once: bool = False) -> Pick:
         t = self._t
@@ -242,10 +254,10 @@ class Claims:
 
     def _take_held(self, on: Any, pairs: Sequence[tuple[int, int]]) -> list[DelayTask]:
         """Those of these ids and versions that wait in line; what somebody has locked is passed over."""
-        parameters = self._naming(pairs, ANY_LAPSES, Status.HELD)
+        pick, parameters = self._naming(pairs, ANY_LAPSES, Status.HELD)
         if self._db.can.update_returning:
-            return self._tasks(self._named.take(on, parameters).rows)
-        return self._tasks(self._take(on, [row[0] for row in self._named.candidates(on, parameters).rows]))
+            return self._tasks(pick.take(on, parameters).rows)
+        return self._tasks(self._take(on, [row[0] for row in pick.candidates(on, parameters).rows]))
 
     def _tasks(self, rows: Iterable[Any], is_claimed: bool = True) -> list[DelayTask]:
         tasks = [task_of(row, self._schema) for row in rows]

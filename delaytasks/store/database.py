@@ -53,6 +53,9 @@ class Capabilities:
     copy: bool
     #: Who listens hears what a transaction tells, at its commit.
     notify: bool
+    #: Rows are named by a list of ids and what they have in common, rather than by a table of them, which takes the
+    #: database longer to make than all the rest.
+    looks_up_lists: bool
     #: PREPARE, for what the driver sends by itself.
     prepare: bool
     #: The driver begins a transaction with the first statement that writes, not with the first one.
@@ -70,6 +73,7 @@ POSTGRESQL = Capabilities(
     insert_or_skip=True,
     copy=True,
     notify=True,
+    looks_up_lists=False,
     prepare=True,
     begins_late=False,
     server_side_cursors=True,
@@ -82,6 +86,7 @@ MYSQL = Capabilities(
     insert_or_skip=False,
     copy=False,
     notify=False,
+    looks_up_lists=True,
     prepare=False,
     begins_late=False,
     server_side_cursors=True,
@@ -94,6 +99,7 @@ SQLITE = Capabilities(
     insert_or_skip=True,
     copy=False,
     notify=False,
+    looks_up_lists=False,
     prepare=False,
     begins_late=True,
     server_side_cursors=False,

@@ -54,6 +54,8 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
     try:
         # Parameters are bodies and keys: an error, its cause included, must not show them.
         engine = create_engine(url, isolation_level=isolation_level, hide_parameters=True, **options)
+        if engine.dialect.driver == "pymysql":
+            event.listen(engine, "connect", _pymysql_connect)
         if backend != "postgresql":
             event.listen(engine, "connect", _mysql_connect)
         elif engine.dialect.driver == "psycopg2":
@@ -83,6 +85,19 @@ def _postgresql_options(url: URL) -> str:
     given = url.query.get("options", "")
     set_ours = (f"-c {name}={value}" for name, value in ours.items())
     return " ".join([*set_ours, *([given] if isinstance(given, str) else given)]).strip()
+
+
+def _pymysql_connect(connection: Any, _record: Any) -> None:
+    """Its own way takes ten times as long, and each row of a chunk has two."""
+    from pymysql.constants import FIELD_TYPE
+
+    def instant(written: str) -> datetime | str:
+        try:
+            return datetime.fromisoformat(written)
+        except ValueError:
+            return written  # "0000-00-00"
+
+    connection.decoders = {**connection.decoders, FIELD_TYPE.DATETIME: instant}
 
 
 def _psycopg2_connect(connection: Any, _record: Any) -> None:

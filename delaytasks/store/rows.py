@@ -29,6 +29,8 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.dialects.postgresql import ARRAY
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import TypeEngine
 
 from delaytasks.core.clock import UTC
@@ -189,6 +191,25 @@ def list_of(database: Database, ids: list[int]) -> dict[str, Any]:
 def listing(name: str) -> Any:
     """A list parameter, written out."""
     return bindparam(name, expanding=True)
+
+
+#: Tells MySQL to look up what is listed. It would rather read a small table from end to end, or go by the status, and
+#: wait for each row there that somebody has locked.
+BY_ID = "FORCE INDEX (PRIMARY)"
+
+
+class at_place(FunctionElement[Any]):
+    """Of a list of values the one at the place that a column's value has in another list. MySQL's."""
+
+    inherit_cache = True
+
+
+@compiles(at_place)
+def _(element: Any, compiler: Any, **kw: Any) -> str:
+    column, *lists = (compiler.process(clause, **kw) for clause in element.clauses)
+    # As IN needs them, lists have parentheses.
+    values, of_values = (written.removeprefix("(").removesuffix(")") for written in lists)
+    return f"ELT(FIELD({column}, {values}), {of_values})"
 
 
 def parts(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:

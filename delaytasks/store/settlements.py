@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import and_, bindparam, case, func, select, update
+from sqlalchemy import ColumnElement, Update, and_, case, func, select, update
 
 from delaytasks.core.jsontext import dump_json
 from delaytasks.core.ports import Executor, Settlement
@@ -17,10 +17,13 @@ from delaytasks.store.database import Database
 from delaytasks.store.keys import Keys
 from delaytasks.store.prepared import Prepared
 from delaytasks.store.rows import (
+    BY_ID,
+    at_place,
     each_listed,
     instant_text,
     json_rows,
     list_of,
+    listing,
     next_version,
     parts,
     shared_name,
@@ -52,36 +55,46 @@ class Settlements:
         self._worker = worker
         self._dialect = database.url.get_backend_name()
         #: For rows that end alike but for when they began, and for any.
-        self._alike, self._any = (self._settle_statement(own) for own in (("began",), _SAID))
+        self._alike, self._any = (self._by_rows(own) for own in (("began",), _SAID))
+        #: For those of the first kind whose versions are the same too.
+        self._by_place = self._by_places() if database.can.looks_up_lists else None
 
-    def _settle_statement(self, own: Sequence[str]) -> Prepared:
+    def _by_rows(self, own: Sequence[str]) -> Prepared:
         t = self._t
         w = json_rows(self._dialect, (*_FENCE, *own))
         said = {name: w.c[name] if name in own else shared_parameter(name) for name in _SAID}
-        never_ran = said["never_ran"] == 1
-        statement = (
-            update(t)
-            .where(t.c.id == w.c.id, t.c.version == w.c.version, t.c.status == w.c.was)
-            .values(
-                status=said["status"],
-                version=next_version(t.c.version),
-                error_stack=said["error"],
-                result=said["result"],
-                # Given back, it never ran: nobody did, anywhere.
-                execution_time=case((never_ran, None), else_=func.coalesce(said["began"], t.c.execution_time)),
-                worker=case((never_ran, None), else_=t.c.worker),
-                ip_address=case((never_ran, None), else_=t.c.ip_address),
-                expected_time=func.coalesce(said["due"], t.c.expected_time),
-                attempts=t.c.attempts - said["returned"],
-                lapses=case((never_ran, t.c.lapses), else_=0),
-                lease_until=None,
-                update_time=db_now(),
-            )
-        )
+        statement = self._ended(said).where(t.c.id == w.c.id, t.c.version == w.c.version, t.c.status == w.c.was)
         if self._db.can.array_parameters:
             return Prepared(self._db, statement.where(each_listed(t.c.id)))
         # Else MySQL reads a small table from end to end, and waits for each row in it that somebody has locked.
-        return Prepared(self._db, statement.where(t.c.id.in_(bindparam("ids", expanding=True))))
+        return Prepared(self._db, statement.where(t.c.id.in_(listing("ids"))))
+
+    def _by_places(self) -> Prepared:
+        t = self._t
+        said: dict[str, Any] = {name: shared_parameter(name) for name in _SAID}
+        said["began"] = at_place(t.c.id, listing("ids"), listing("begans"))
+        statement = self._ended(said).where(
+            t.c.id.in_(listing("ids")), t.c.version == shared_parameter("version"), t.c.status == int(Status.RUNNING)
+        )
+        return Prepared(self._db, statement.with_hint(BY_ID))
+
+    def _ended(self, said: Mapping[str, ColumnElement[Any]]) -> Update:
+        t, never_ran = self._t, said["never_ran"] == 1
+        return update(t).values(
+            status=said["status"],
+            version=next_version(t.c.version),
+            error_stack=said["error"],
+            result=said["result"],
+            # Given back, it never ran: nobody did, anywhere.
+            execution_time=case((never_ran, None), else_=func.coalesce(said["began"], t.c.execution_time)),
+            worker=case((never_ran, None), else_=t.c.worker),
+            ip_address=case((never_ran, None), else_=t.c.ip_address),
+            expected_time=func.coalesce(said["due"], t.c.expected_time),
+            attempts=t.c.attempts - said["returned"],
+            lapses=case((never_ran, t.c.lapses), else_=0),
+            lease_until=None,
+            update_time=db_now(),
+        )
 
     def settle(self, settlements: Sequence[Settlement]) -> set[int]:
         """The ids whose end was accepted; the others were no longer ours."""
@@ -165,13 +178,17 @@ class Settlements:
     def _settled(self, connection: Any, ordered: Sequence[Settlement]) -> set[int]:
         columns = dict(zip((*_FENCE, *_SAID), zip(*map(self._said, ordered), strict=True), strict=True))
         shared = {name: columns[name][0] for name in _SAID if name != "began" and _is_shared(columns[name])}
-        statement, parameters = self._any, dict[str, Any]()
+        statement, parameters = self._any, list_of(self._db, list(columns["id"]))
         if len(shared) == len(_SAID) - 1:
             columns = {name: columns[name] for name in (*_FENCE, "began")}
-            statement, parameters = self._alike, {shared_name(name): value for name, value in shared.items()}
-        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        parameters |= {"rows": dump_json(rows)}
-        parameters |= list_of(self._db, [s.task.id for s in ordered])
+            statement = self._alike
+            parameters |= {shared_name(name): value for name, value in shared.items()}
+        if statement is self._alike and self._by_place is not None and _is_shared(columns["version"]):
+            statement = self._by_place
+            parameters |= {"begans": list(columns["began"]), shared_name("version"): columns["version"][0]}
+        else:
+            rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+            parameters |= {"rows": dump_json(rows)}
         expected = {s.task.id: self._after(s) for s in ordered}
         if statement(connection, parameters).met == len(ordered):
             return set(expected)

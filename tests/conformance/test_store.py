@@ -826,6 +826,25 @@ def test_runs_that_end_differently_are_settled_the_same_together_and_one_by_one(
     assert [row.lapses for row in together] == [0, 0, 0, 0, 0, 2, 2]
 
 
+@pytest.mark.parametrize("versions", [(4, 4, 4, 4), (4, 0, 7, 4)], ids=["one_version", "several"])
+def test_rows_that_end_alike_are_found_by_their_versions_and_keep_their_own_beginnings(
+    store: Store, claims: Claims, versions: Sequence[int]
+) -> None:
+    now = store.tasks.now()
+    made = [put(store, Status.NOT_COMPLETE, expected_time=seconds(now, -5), version=version) for version in versions]
+    moved_on = put(store, Status.NOT_COMPLETE, expected_time=seconds(now, -5), version=5)
+    claimed = claims.claim([*map(entry, made), entry(moved_on)._replace(version=4)])
+    assert {one.id for one in claimed} == {one.id for one in made}
+    begins = {one.id: seconds(now, -n) for n, one in enumerate(made)}
+    theirs = replace(claimed[0], id=moved_on.id)
+    ends = [Settlement(one, "succeed", begins[one.id]) for one in claimed]
+    assert claims.settle([*ends, Settlement(theirs, "succeed", now)]) == begins.keys()
+    rows = [read(store, one.id) for one in made]
+    assert [(row.status, row.version) for row in rows] == [(Status.DONE, version + 2) for version in versions]
+    assert {row.id: row.execution_time for row in rows} == begins
+    assert read(store, moved_on.id).status is Status.NOT_COMPLETE
+
+
 def test_a_stale_worker_cannot_settle_a_reclaimed_task(store: Store, claims: Claims) -> None:
     made = add(store)
     [old] = claims.claim([entry(made)])
