@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, exists, func, insert, literal_column, select, text
+from sqlalchemy import Connection, create_engine, exists, func, insert, literal_column, select, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session, registry
 
@@ -77,9 +77,15 @@ class Own:
     """A row of the caller's, for the ORM, which gives it its constructor."""
 
 
-def session() -> Session:
-    """A caller's."""
-    return Session(_database.tx)
+@contextmanager
+def session() -> Iterator[Session]:
+    """A caller's, on an engine of the caller's own."""
+    engine = create_engine(_database.url)
+    try:
+        with Session(engine) as caller:
+            yield caller
+    finally:
+        engine.dispose()
 
 
 @contextmanager

@@ -153,7 +153,7 @@ _ALL = [
         setup="2 processes with 100 at once in each; it looks for what is due every 100 ms here instead of 200 and "
         "250 ms; bulk: `enqueue_many_copy`",
         source="https://github.com/hardbyte/awa/blob/main/docs/configuration.md",
-        most_at_once=3600,
+        most_at_once=3640,
         limits=(
             "one instant for all tasks of a bulk call",
             "of more than 3,640 due together none begins: it moves 4,096 by one statement of 18 parameters each, "

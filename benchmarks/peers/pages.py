@@ -141,6 +141,8 @@ def _drawn(picture: Picture, results: Results) -> str:
     shown = []
     for system, facts in results.systems.items():
         title, is_ours = facts["title"].replace("`", ""), system.startswith("delaytasks")
+        if first.workload == "burst" and facts.get("most_at_once"):
+            title += f" ({facts['most_at_once']:,})"
         values = [results.of(name).get(system) for name in picture.measures]
         if not all(values):
             why = results.remarks.get(first.workload, {}).get(system, "")

@@ -108,6 +108,7 @@ def _is_ready(system: System, here: servers.Servers, results: Results, stage: St
         "setup": system.setup,
         "source": system.source,
         "limits": list(system.limits),
+        "most_at_once": system.most_at_once,
     }
     return True
 

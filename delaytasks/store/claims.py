@@ -101,7 +101,6 @@ class Claims:
         if database.can.array_parameters:
             pick = pick.where(each_listed(t.c.id))
         self._named = self._pick(pick, is_planned_once=True)
-        #: Those that have one version, where a list costs less than a table of it.
         self._named_alike = self._pick(self._alike()) if database.can.looks_up_lists else None
         status: ColumnElement[int] = literal(int(Status.NOT_COMPLETE))
         queue, priority = bindparam("due_queue", type_=String), bindparam("due_priority", type_=Integer)
@@ -144,7 +143,9 @@ class Claims:
 
     def claim(self, entries: Sequence[Entry]) -> list[DelayTask]:
         """Those of the entries that are due, unchanged, and nobody else's. Rows that lapsed are left out."""
-        return self._claim(*self._naming([(entry.id, entry.version) for entry in entries], 0)) if entries else []
+        if not entries:
+            return []
+        return self._claim(*self._naming([(entry.id, entry.version) for entry in entries], 0))
 
     def claim_alone(self, id: int, version: int) -> DelayTask | None:
         """One row, whether it lapsed before or not: a row that kills its worker harms no neighbour."""

@@ -53,8 +53,7 @@ class Capabilities:
     copy: bool
     #: Who listens hears what a transaction tells, at its commit.
     notify: bool
-    #: Rows are named by a list of ids and what they have in common, rather than by a table of them, which takes the
-    #: database longer to make than all the rest.
+    #: Rows are better named by a list of ids and what they have in common than by a table of them.
     looks_up_lists: bool
     #: PREPARE, for what the driver sends by itself.
     prepare: bool

@@ -54,8 +54,6 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
     try:
         # Parameters are bodies and keys: an error, its cause included, must not show them.
         engine = create_engine(url, isolation_level=isolation_level, hide_parameters=True, **options)
-        if engine.dialect.driver == "pymysql":
-            event.listen(engine, "connect", _pymysql_connect)
         if backend != "postgresql":
             event.listen(engine, "connect", _mysql_connect)
         elif engine.dialect.driver == "psycopg2":
@@ -85,19 +83,6 @@ def _postgresql_options(url: URL) -> str:
     given = url.query.get("options", "")
     set_ours = (f"-c {name}={value}" for name, value in ours.items())
     return " ".join([*set_ours, *([given] if isinstance(given, str) else given)]).strip()
-
-
-def _pymysql_connect(connection: Any, _record: Any) -> None:
-    """Its own way takes ten times as long, and each row of a chunk has two."""
-    from pymysql.constants import FIELD_TYPE
-
-    def instant(written: str) -> datetime | str:
-        try:
-            return datetime.fromisoformat(written)
-        except ValueError:
-            return written  # "0000-00-00"
-
-    connection.decoders = {**connection.decoders, FIELD_TYPE.DATETIME: instant}
 
 
 def _psycopg2_connect(connection: Any, _record: Any) -> None:
@@ -157,6 +142,16 @@ def _has_something_to_say(connection: Any) -> bool:
 
 
 def _mysql_connect(connection: Any, _record: Any) -> None:
+    from pymysql.constants import FIELD_TYPE
+
+    def instant(written: str) -> datetime | str:
+        try:
+            return datetime.fromisoformat(written)
+        except ValueError:
+            return written  # "0000-00-00"
+
+    # Its own way is a regular expression, and each row of a chunk has two.
+    connection.decoders = {**connection.decoders, FIELD_TYPE.DATETIME: instant}
     # The driver's time limit is for connecting, which would wait for ever; a statement may take its time.
     connection._read_timeout = None
     if connection._sock.family != getattr(socket, "AF_UNIX", None):

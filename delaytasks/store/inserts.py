@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -15,35 +15,45 @@ from delaytasks.core.jsontext import dump_json
 from delaytasks.core.task import DelayTask
 from delaytasks.store.database import Database
 from delaytasks.store.driver_errors import told
+from delaytasks.store.prepared import Prepared
 from delaytasks.store.rows import DIFFERING, NEW_COLUMNS, instant_text, json_rows, new_values, parts
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import UTCDateTime
 
 #: Bytes of a row's other columns, with their names.
 _OTHERS = 500
-#: Rows that COPY is given at a time.
-_AT_ONCE = 200
+#: Rows that COPY is given at a time, and characters, since the driver keeps room for the most that it ever had.
+_AT_ONCE, _MOST_AT_ONCE = 200, 65_536
 
 
 class Insert:
     """INSERT into one table; a row that exists is passed over."""
 
-    def __init__(self, database: Database, table: Table) -> None:
-        self._can_skip = database.can.insert_or_skip
+    def __init__(self, database: Database, table: Table, names: Sequence[str]) -> None:
+        self._db = database
+        self._names = names
         skipping: Any = {"postgresql": postgresql.insert, "sqlite": sqlite.insert}.get(database.url.get_backend_name())
         self._statement = skipping(table).on_conflict_do_nothing() if skipping else insert(table)
+        self._prepared = Prepared(database, self._statement, names=names)
+        self._written = ""
 
     def __call__(self, on: Any, values: dict[str, Any]) -> bool:
         """True if the row is new."""
-        if self._can_skip:
-            return bool(on.execute(self._statement, values).rowcount)
         try:
-            on.execute(self._statement, values)
+            if self._db.owns(on):
+                return bool(self._prepared(on, values).met)
+            if isinstance(on, Connection) and on.dialect.driver == "psycopg2":
+                # On a caller's nothing of ours is left behind, and nothing needs to be written out again for each row.
+                self._written = self._written or self._text(on)
+                return bool(on.exec_driver_sql(self._written, values).rowcount)
+            return bool(on.execute(self._statement, values).rowcount)
         except exc.IntegrityError as error:
-            if not is_duplicate(error):
+            if self._db.can.insert_or_skip or not is_duplicate(error):
                 raise
             return False
-        return True
+
+    def _text(self, on: Connection) -> str:
+        return str(self._statement.compile(dialect=on.dialect, column_keys=self._names))
 
 
 class BulkInsert:
@@ -130,30 +140,41 @@ class _CopyText:
     words once."""
 
     def __init__(self, rows: Iterable[tuple[Any, ...]]) -> None:
-        self._rows = iter(rows)
-        self._known: dict[Any, str] = {}
         #: By Ctrl-C or a time limit, of which the driver makes an error of the database's.
         self.interrupted: BaseException | None = None
+        parts = self._parts(iter(rows))
+        next(parts)
+        #: A generator's own: what waited while the driver was sending is raised inside it, and not before it.
+        self.read = parts.send
 
-    def read(self, _size: int) -> str:
+    def _parts(self, rows: Iterator[tuple[Any, ...]]) -> Generator[str, int, None]:
+        known: dict[Any, str] = {}
         try:
-            return self._read()
+            yield ""
+            while True:
+                yield _part(rows, known)
         except BaseException as error:
             self.interrupted = error
             raise
 
-    def _read(self) -> str:
-        known = self._known
-        lines: list[str] = []
-        for row in itertools.islice(self._rows, _AT_ONCE):
-            id, body, due = row[:DIFFERING]
-            common = row[DIFFERING:]
-            if due not in known:
-                known[due] = str(due)
-            if common not in known:
-                known[common] = "\t".join(map(_word, common))
-            lines.append(f"{id}\t{_word(body)}\t{known[due]}\t{known[common]}\n")
-        return "".join(lines)
+
+def _part(rows: Iterator[tuple[Any, ...]], known: dict[Any, str]) -> str:
+    """The next rows; nothing at their end."""
+    lines: list[str] = []
+    size = 0
+    for row in itertools.islice(rows, _AT_ONCE):
+        id, body, due = row[:DIFFERING]
+        common = row[DIFFERING:]
+        if due not in known:
+            known[due] = str(due)
+        if common not in known:
+            known[common] = "\t".join(map(_word, common))
+        line = f"{id}\t{_word(body)}\t{known[due]}\t{known[common]}\n"
+        lines.append(line)
+        size += len(line)
+        if size > _MOST_AT_ONCE:
+            break
+    return "".join(lines)
 
 
 def _word(value: Any) -> str:

@@ -36,7 +36,7 @@ class Keys:
         self._k = k = schema.keys
         t = schema.tasks
         self._rows = select(k.c.task_id, k.c.tag, k.c.task_key, t.c.status).outerjoin(t, t.c.id == k.c.task_id)
-        self._insert = Insert(database, k)
+        self._insert = Insert(database, k, ("tag", "task_key", "task_id"))
         self._of = select(k.c.task_id).where(k.c.tag == bindparam("tag"), k.c.task_key == bindparam("task_key"))
         named = and_(k.c.tag == bindparam("tag"), listed(database, k.c.task_key, "task_keys"))
         self._of_many = select(k.c.task_key, k.c.task_id).where(named)

@@ -21,7 +21,7 @@ class PolicyTable:
         self._db = database
         self._p = p = schema.policies
         self._t = schema.tasks
-        self._insert = Insert(database, p)
+        self._insert = Insert(database, p, ("kind", "name", "is_paused", "version"))
         self._columns = [p.c[field.name] for field in fields(Policy) if field.name in p.c]
         self._all = select(*self._columns).order_by(p.c.kind, p.c.name)
 

@@ -28,8 +28,12 @@ class Prepared:
     gives each statement another connection of the server's that is so for good: what is prepared there is not found.
     That ends a transaction, which is then to be tried again."""
 
-    def __init__(self, database: Database, statement: Any, is_planned_once: bool = True) -> None:
+    def __init__(
+        self, database: Database, statement: Any, is_planned_once: bool = True, names: Sequence[str] | None = None
+    ) -> None:
         self._statement = statement
+        #: Of the columns that an INSERT gives values to.
+        self._names = names
         self._is_on = is_planned_once and database.can.prepare
 
     def __call__(self, on: Connection, values: Mapping[str, Any]) -> Answer:
@@ -63,7 +67,7 @@ class Prepared:
     def _texts(self) -> tuple[str, str, Sequence[str], dict[str, Any]]:
         """How to prepare and how to execute it; its parameters in their order, and those that never change."""
         dialect: Any = postgresql.dialect(paramstyle="numeric_dollar")  # type: ignore[no-untyped-call]
-        compiled = self._statement.compile(dialect=dialect)
+        compiled = self._statement.compile(dialect=dialect, column_keys=self._names)
         # By its text, or another release that shares a connection of the server's would execute ours.
         name = f"delaytasks_{crc32(compiled.string.encode()):08x}"
         places = ", ".join(["%s"] * len(compiled.positiontup))

@@ -167,7 +167,7 @@ def listed(database: Database, column: Column[Any], name: str) -> ColumnElement[
     """Its value is in the list parameter `name`. However long the list and whatever the statistics say, each is looked
     up by itself: PostgreSQL would rather read a middling table as a whole, unless the list is made while it asks."""
     if not database.can.array_parameters:
-        return column.in_(bindparam(name, expanding=True))
+        return column.in_(listing(name))
     values = select(func.unnest(bindparam(name, type_=ARRAY(column.type))))
     return column == any_(func.array(values.scalar_subquery()))
 
@@ -204,7 +204,8 @@ class at_place(FunctionElement[Any]):
     inherit_cache = True
 
 
-@compiles(at_place)
+@compiles(at_place, "mysql")
+@compiles(at_place, "mariadb")
 def _(element: Any, compiler: Any, **kw: Any) -> str:
     column, *lists = (compiler.process(clause, **kw) for clause in element.clauses)
     # As IN needs them, lists have parentheses.

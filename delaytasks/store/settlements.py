@@ -38,7 +38,7 @@ RETURNS_ATTEMPT = NEVER_RAN | {"snooze"}
 #: Failed attempts, which are kept.
 MISSES = frozenset({"fail", "climb"})
 #: What is said of each row: who it has to be, as columns of the list even where it is the same for all (constants would
-#: be a way in through an index of all that runs), and what it gets.
+#: be a way in through an index of all that runs, unless the statement says by which index to go), and what it gets.
 _FENCE = ("id", "version", "was")
 _SAID = ("status", "error", "result", "began", "due", "returned", "never_ran")
 
@@ -178,17 +178,17 @@ class Settlements:
     def _settled(self, connection: Any, ordered: Sequence[Settlement]) -> set[int]:
         columns = dict(zip((*_FENCE, *_SAID), zip(*map(self._said, ordered), strict=True), strict=True))
         shared = {name: columns[name][0] for name in _SAID if name != "began" and _is_shared(columns[name])}
-        statement, parameters = self._any, list_of(self._db, list(columns["id"]))
-        if len(shared) == len(_SAID) - 1:
-            columns = {name: columns[name] for name in (*_FENCE, "began")}
-            statement = self._alike
+        alike = len(shared) == len(_SAID) - 1
+        parameters = list_of(self._db, list(columns["id"]))
+        if alike:
             parameters |= {shared_name(name): value for name, value in shared.items()}
-        if statement is self._alike and self._by_place is not None and _is_shared(columns["version"]):
+        if alike and self._by_place is not None and _is_shared(columns["version"]):
             statement = self._by_place
             parameters |= {"begans": list(columns["began"]), shared_name("version"): columns["version"][0]}
         else:
-            rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-            parameters |= {"rows": dump_json(rows)}
+            statement, own = (self._alike, (*_FENCE, "began")) if alike else (self._any, (*_FENCE, *_SAID))
+            each = zip(*(columns[name] for name in own), strict=True)
+            parameters["rows"] = dump_json([dict(zip(own, row, strict=True)) for row in each])
         expected = {s.task.id: self._after(s) for s in ordered}
         if statement(connection, parameters).met == len(ordered):
             return set(expected)

@@ -21,7 +21,7 @@ from delaytasks.store.holders import Holders
 from delaytasks.store.inserts import BulkInsert, Insert, is_duplicate
 from delaytasks.store.keys import Keys
 from delaytasks.store.moves import Moves
-from delaytasks.store.rows import columns, task_of, values_of
+from delaytasks.store.rows import NEW_COLUMNS, columns, task_of, values_of
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now
 
@@ -37,7 +37,7 @@ class Tasks:
         self._keys = Keys(database, schema)
         self._attempts = Attempts(database, schema)
         self._columns = columns(schema)
-        self._insert = Insert(database, t)
+        self._insert = Insert(database, t, NEW_COLUMNS)
         self._insert_bulk = BulkInsert(database, schema)
         self._moves = Moves(schema, self._keys)
         self._get = self._moves.get
@@ -60,7 +60,7 @@ class Tasks:
 
         def work(connection: Any) -> bool:
             try:
-                with nullcontext() if on is None else self._savepoint(connection):
+                with self._savepoint(connection) if on is not None else nullcontext():
                     self._insert_bulk(connection, tasks)
             except exc.IntegrityError as error:
                 if not is_duplicate(error):

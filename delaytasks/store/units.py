@@ -76,20 +76,21 @@ class SessionUnit(_Unit):
 
     def after_commit(self, tasks: Sequence[DelayTask], action: Action) -> None:
         session = self._session
-        if not event.contains(session, "after_commit", _on_commit):
+        if _PENDING not in session.info:
             event.listen(session, "after_commit", _on_commit)
             event.listen(session, "after_soft_rollback", _on_rollback)
             event.listen(session, "after_transaction_end", _on_end)
-        pending = session.info.setdefault(_PENDING, [])
+            session.info[_PENDING] = []
         transaction = session.get_nested_transaction() or session.get_transaction()
-        pending.append((transaction, session.connection(), tasks, action))
+        session.info[_PENDING].append((transaction, session.connection(), tasks, action))
 
 
 def _on_commit(session: Session) -> None:
     """Fires for savepoints too; only the outermost commit is one that others see."""
     if session.in_nested_transaction():
         return
-    for _, connection, tasks, action in session.info.pop(_PENDING, ()):
+    pending, session.info[_PENDING] = session.info.get(_PENDING, ()), []
+    for _, connection, tasks, action in pending:
         if not connection.closed and connection.in_transaction():
             # The session joined a transaction that somebody else began, and will end.
             ConnectionUnit(connection).after_commit(tasks, action)
@@ -106,7 +107,7 @@ def _on_rollback(session: Session, ended: Any) -> None:
 def _on_end(session: Session, ended: Any) -> None:
     """A session that is closed tells of no rollback."""
     if ended.parent is None:
-        session.info.pop(_PENDING, None)
+        session.info[_PENDING] = []
 
 
 def _is_inside(transaction: Any, ended: Any) -> bool:

@@ -10,7 +10,7 @@ from examples.demo.story import Shop
 #: Usual lateness is far below it, that of tasks which the sweep has to find is far above it.
 HIT_MS = 100.0
 #: A claim is let in by the database's clock; when it began is told by what its process knows of that clock, which may
-#: be behind it by half of the time that asking took.
+#: be behind it by half of the time that asking took: while seven processes start on two cores, many milliseconds.
 CLOCKS_MS = 50.0
 
 

@@ -33,12 +33,14 @@ from delaytasks.core.errors import (
     TaskNotFoundError,
     TaskStateError,
 )
+from delaytasks.core.ids import MAX_ID
 from delaytasks.core.jsontext import dump_json
 from delaytasks.core.ports import Entry, Lapsed, Level, Miss, Settlement
 from delaytasks.core.states import FINISHED, MOST_VERSIONS, MOVES, Status
 from delaytasks.core.task import DelayTask
 from delaytasks.store import bulk as store_bulk
-from delaytasks.store import database, rows, settlements
+from delaytasks.store import database, settlements
+from delaytasks.store import rows as store_rows
 from delaytasks.store import stats as stats_module
 from delaytasks.store.claims import Claims
 from delaytasks.store.database import Database
@@ -181,18 +183,17 @@ def test_many_more_tasks_than_copy_is_given_at_a_time(store: Store) -> None:
     assert counted(store)[Status.NOT_COMPLETE] == 450
 
 
-@pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
-def test_who_is_interrupted_while_rows_are_copied_hears_of_it_and_none_is_written(
-    store: Store, monkeypatch: pytest.MonkeyPatch, interruption: type[BaseException]
+def test_who_is_interrupted_while_rows_are_written_hears_of_it_and_none_is_there(
+    store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(task: DelayTask) -> tuple[Any, ...]:
         if task is made[300]:
-            raise interruption
+            raise KeyboardInterrupt
         return stored(task)
 
-    stored, made = rows._values, [task(store) for _ in range(400)]
-    monkeypatch.setattr(rows, "_values", interrupted)
-    with pytest.raises(interruption):
+    stored, made = store_rows._values, [task(store) for _ in range(400)]
+    monkeypatch.setattr(store_rows, "_values", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         store.tasks.insert_many(made)
     monkeypatch.undo()
     assert counted(store)[Status.NOT_COMPLETE] == 0
@@ -830,19 +831,22 @@ def test_runs_that_end_differently_are_settled_the_same_together_and_one_by_one(
 def test_rows_that_end_alike_are_found_by_their_versions_and_keep_their_own_beginnings(
     store: Store, claims: Claims, versions: Sequence[int]
 ) -> None:
-    now = store.tasks.now()
-    made = [put(store, Status.NOT_COMPLETE, expected_time=seconds(now, -5), version=version) for version in versions]
-    moved_on = put(store, Status.NOT_COMPLETE, expected_time=seconds(now, -5), version=5)
-    claimed = claims.claim([*map(entry, made), entry(moved_on)._replace(version=4)])
+    now, ids = store.tasks.now(), iter([MAX_ID, *(task(store).id for _ in versions)])
+    past = {"expected_time": seconds(now, -5)}
+    made = [put(store, Status.NOT_COMPLETE, id=next(ids), version=version, **past) for version in versions]
+    waiting, running = (put(store, status, version=9, **past) for status in (Status.NOT_COMPLETE, Status.RUNNING))
+    claimed = claims.claim([*map(entry, made), entry(waiting)._replace(version=4)])
     assert {one.id for one in claimed} == {one.id for one in made}
     begins = {one.id: seconds(now, -n) for n, one in enumerate(made)}
-    theirs = replace(claimed[0], id=moved_on.id)
-    ends = [Settlement(one, "succeed", begins[one.id]) for one in claimed]
-    assert claims.settle([*ends, Settlement(theirs, "succeed", now)]) == begins.keys()
-    rows = [read(store, one.id) for one in made]
-    assert [(row.status, row.version) for row in rows] == [(Status.DONE, version + 2) for version in versions]
-    assert {row.id: row.execution_time for row in rows} == begins
-    assert read(store, moved_on.id).status is Status.NOT_COMPLETE
+    # Of the last one nobody says when it began.
+    ends = [Settlement(one, "succeed", None if one.id == made[-1].id else begins[one.id]) for one in claimed]
+    theirs = Settlement(replace(claimed[0], id=running.id), "succeed", now)
+    assert claims.settle([*ends, theirs]) == begins.keys()
+    done = [read(store, one.id) for one in made]
+    assert [(row.status, row.version) for row in done] == [(Status.DONE, version + 2) for version in versions]
+    assert [row.execution_time for row in done[:-1]] == [begins[row.id] for row in done[:-1]]
+    assert done[-1].execution_time >= now  # type: ignore[operator]
+    assert read(store, running.id).status is Status.RUNNING
 
 
 def test_a_stale_worker_cannot_settle_a_reclaimed_task(store: Store, claims: Claims) -> None:
@@ -1411,9 +1415,11 @@ def assert_no_scan(shown: str) -> None:
     assert not re.search(rf"Seq Scan on plan_|SCAN {line}plan_|ALL on plan_|index on {line}plan_", shown), shown
 
 
-def test_a_claim_by_id_uses_the_primary_key_on_empty_statistics(unanalysed: Store) -> None:
+@pytest.mark.parametrize("versions", [1, 3], ids=["one_version", "several"])
+def test_a_claim_by_id_uses_the_primary_key_on_empty_statistics(unanalysed: Store, versions: int) -> None:
     store, claims = unanalysed, unanalysed.claims("w", None)
-    some = store.tasks.find(None, Status.NOT_COMPLETE, None, None, None, None, 20).tasks
+    found = store.tasks.find(None, Status.NOT_COMPLETE, None, None, None, None, 20).tasks
+    some = [replace(one, version=n % versions) for n, one in enumerate(found)]
     shown = plans(store, lambda: claims.claim([entry(one) for one in some]))
     shown += plans(store, lambda: claims.settle([Settlement(one, "succeed") for one in some]))
     assert re.search(r"plan_yb_delay_task_message_pkey|INTEGER PRIMARY KEY|using PRIMARY", shown), shown

@@ -224,8 +224,7 @@ def test_nothing_is_found_where_nothing_is_wrong(stage: Stage, scene: Scene) -> 
 def no_version_check_on_claim(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     claims, t = stage.bench.claims._claims, stage.store.schema.tasks
     pick = claims._pick(select(*claims._candidate).where(t.c.id == stage_id(stage)))
-    patch.setattr(claims, "_named", pick)
-    patch.setattr(claims, "_naming", lambda pairs, lapses: {})
+    patch.setattr(claims, "_naming", lambda pairs, lapses: (pick, {}))
 
 
 def stage_id(stage: Stage) -> Any:
@@ -240,6 +239,7 @@ def no_fence_on_finish(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     settle = Settlements._settled
 
     def settled(ends: Any, connection: Any, ordered: Any) -> set[int]:
+        ends._by_place = None
         ends._alike = ends._any = lambda connection, parameters: anything(connection, {})
         return settle(ends, connection, ordered)
 
@@ -258,8 +258,7 @@ def the_workers_clock_decides(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     claims, t = stage.bench.claims._claims, stage.store.schema.tasks
     fast = datetime.now(tz=stage.store.tasks.now().tzinfo) + timedelta(hours=2)
     pick = claims._pick(select(*claims._candidate).where(t.c.expected_time <= fast))
-    patch.setattr(claims, "_named", pick)
-    patch.setattr(claims, "_naming", lambda pairs, lapses: {})
+    patch.setattr(claims, "_naming", lambda pairs, lapses: (pick, {}))
 
 
 def no_heartbeat(stage: Stage, patch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,56 @@
+"""What COPY is given, part by part."""
+
+from __future__ import annotations
+
+import operator
+import signal
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from delaytasks.store.inserts import _AT_ONCE, _MOST_AT_ONCE, _CopyText
+
+
+class Interruption(BaseException):
+    """Of a time limit."""
+
+
+def rows(count: int, body: str = "{}") -> Iterator[tuple[Any, ...]]:
+    return ((n, body, "2030-01-01", "tag") for n in range(count))
+
+
+def parts(text: _CopyText) -> list[str]:
+    return list(iter(partial(text.read, 8192), ""))
+
+
+def test_all_rows_come_in_parts_and_then_nothing() -> None:
+    text = _CopyText(rows(2 * _AT_ONCE + 1))
+    assert [part.count("\n") for part in parts(text)] == [_AT_ONCE, _AT_ONCE, 1]
+    assert text.read(8192) == ""
+    assert parts(_CopyText(rows(2 * _AT_ONCE)))[1].count("\n") == _AT_ONCE
+
+
+def test_a_part_of_large_bodies_has_few_of_them() -> None:
+    found = parts(_CopyText(rows(10, "x" * (_MOST_AT_ONCE // 2))))
+    assert [part.count("\n") for part in found] == [2] * 5
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no timers")
+def test_an_interruption_that_waited_while_the_driver_was_busy_is_kept() -> None:
+    def interrupt(_number: int, _frame: object) -> None:
+        raise Interruption
+
+    text = _CopyText(rows(10))
+    # All of it in C, as in the driver: the signal comes during the first call, and is told of in the second one.
+    calls = [partial(sum, range(20_000_000)), partial(text.read, 8192)]
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        with pytest.raises(Interruption):
+            list(map(operator.methodcaller("__call__"), calls))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert isinstance(text.interrupted, Interruption)
