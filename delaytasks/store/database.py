@@ -189,7 +189,7 @@ class Database:
 
     def owns(self, connection: Any) -> bool:
         """Whether it is one of ours, and not a caller's."""
-        return getattr(connection, "engine", None) in (self._auto, self._tx)
+        return isinstance(connection, Connection) and connection.engine in (self._auto, self._tx)
 
     def after_fork(self) -> None:
         """A forked child must not use its parent's sockets, nor close them."""

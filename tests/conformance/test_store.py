@@ -33,7 +33,6 @@ from delaytasks.core.errors import (
     TaskNotFoundError,
     TaskStateError,
 )
-from delaytasks.core.ids import MAX_ID
 from delaytasks.core.jsontext import dump_json
 from delaytasks.core.ports import Entry, Lapsed, Level, Miss, Settlement
 from delaytasks.core.states import FINISHED, MOST_VERSIONS, MOVES, Status
@@ -831,9 +830,9 @@ def test_runs_that_end_differently_are_settled_the_same_together_and_one_by_one(
 def test_rows_that_end_alike_are_found_by_their_versions_and_keep_their_own_beginnings(
     store: Store, claims: Claims, versions: Sequence[int]
 ) -> None:
-    now, ids = store.tasks.now(), iter([MAX_ID, *(task(store).id for _ in versions)])
+    now = store.tasks.now()
     past = {"expected_time": seconds(now, -5)}
-    made = [put(store, Status.NOT_COMPLETE, id=next(ids), version=version, **past) for version in versions]
+    made = [put(store, Status.NOT_COMPLETE, version=version, **past) for version in versions]
     waiting, running = (put(store, status, version=9, **past) for status in (Status.NOT_COMPLETE, Status.RUNNING))
     claimed = claims.claim([*map(entry, made), entry(waiting)._replace(version=4)])
     assert {one.id for one in claimed} == {one.id for one in made}

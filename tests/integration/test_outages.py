@@ -31,7 +31,7 @@ from tests.services import kill_connections
 from tests.waiting import wait_until
 
 LIMIT_S = 0.5
-INSERT, COMMIT = rb"INSERT INTO", rb"COMMIT(?!TED)"
+INSERT, COMMIT = rb"INSERT INTO|EXECUTE ", rb"COMMIT(?!TED)"
 #: The machine's own share of a call, when it is busy.
 SLACK_S = 0.4
 #: Longer than a worker's pauses between two tries to connect.
