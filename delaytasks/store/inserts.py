@@ -6,10 +6,12 @@ import itertools
 import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from sqlalchemy import Connection, Table, bindparam, exc, insert, select
 from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects.postgresql import psycopg2
 
 from delaytasks.core.jsontext import dump_json
 from delaytasks.core.task import DelayTask
@@ -35,16 +37,13 @@ class Insert:
         skipping: Any = {"postgresql": postgresql.insert, "sqlite": sqlite.insert}.get(database.url.get_backend_name())
         self._statement = skipping(table).on_conflict_do_nothing() if skipping else insert(table)
         self._prepared = Prepared(database, self._statement, names=names)
-        self._written = ""
 
     def __call__(self, on: Any, values: dict[str, Any]) -> bool:
         """True if the row is new."""
         try:
             if self._db.owns(on):
                 return bool(self._prepared(on, values).met)
-            if isinstance(on, Connection) and on.dialect.driver == "psycopg2":
-                # On a caller's nothing of ours is left behind, and nothing needs to be written out again for each row.
-                self._written = self._written or self._text(on)
+            if _is_psycopg2(on):  # a caller's, on which nothing of ours is left behind
                 return bool(on.exec_driver_sql(self._written, values).rowcount)
             return bool(on.execute(self._statement, values).rowcount)
         except exc.IntegrityError as error:
@@ -52,8 +51,11 @@ class Insert:
                 raise
             return False
 
-    def _text(self, on: Connection) -> str:
-        return str(self._statement.compile(dialect=on.dialect, column_keys=self._names))
+    @cached_property
+    def _written(self) -> str:
+        """As SQLAlchemy would write it out again for each row."""
+        dialect: Any = psycopg2.dialect()  # type: ignore[no-untyped-call]
+        return str(self._statement.compile(dialect=dialect, column_keys=self._names))
 
 
 class BulkInsert:
@@ -70,7 +72,7 @@ class BulkInsert:
 
     def __call__(self, on: Any, tasks: Sequence[DelayTask]) -> None:
         rows = new_values(tasks, self._schema)
-        if self._can_copy and isinstance(on, Connection) and on.dialect.driver == "psycopg2":
+        if self._can_copy and _is_psycopg2(on):
             self._copy(on, rows)
             return
         for part in parts(rows, _size):
@@ -111,6 +113,10 @@ class BulkInsert:
             raise told(on, "COPY", error) from error
         finally:
             cursor.close()
+
+
+def _is_psycopg2(on: Any) -> bool:
+    return isinstance(on, Connection) and on.dialect.driver == "psycopg2"
 
 
 _BODY, _HEADERS = NEW_COLUMNS.index("message_body"), NEW_COLUMNS.index("headers")

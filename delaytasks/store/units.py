@@ -16,6 +16,7 @@ from delaytasks.core.task import DelayTask
 from delaytasks.store.driver_errors import reason_of, unknown_outcome
 
 Action = Callable[..., None]
+#: What waits for a session's commit, in its `info`; a session that has it is listened to.
 _PENDING = "delaytasks.pending"
 
 
