@@ -33,14 +33,14 @@ from delaytasks.store.handover import Handover
 from delaytasks.store.lines import Candidate, Limited, Lines
 from delaytasks.store.prepared import Prepared
 from delaytasks.store.rows import (
-    BY_ID,
     CLAIMED,
     MOST,
+    aside,
+    by_id,
     columns,
     each_listed,
     json_rows,
     list_of,
-    listing,
     next_version,
     one_more,
     shared_name,
@@ -84,8 +84,8 @@ class Claims:
             "worker": worker,
             "ip_address": ip,
         }
-        listed = each_listed(t.c.id) if database.can.array_parameters else t.c.id.in_(listing("ids"))
-        self._taking = Prepared(database, update(t).where(listed).values(self._claimed).returning(*self._columns))
+        taking = update(t).where(each_listed(database, t.c.id)).values(self._claimed)
+        self._taking = Prepared(database, taking.returning(*self._columns))
         self._candidate = candidate = columns(schema, Candidate._fields)
         wanted = json_rows(database.url.get_backend_name(), ("id", "version", "status", "lapses"))
         named = and_(
@@ -99,9 +99,9 @@ class Claims:
         )
         pick = select(*candidate).join(wanted, named).order_by(t.c.id)
         if database.can.array_parameters:
-            pick = pick.where(each_listed(t.c.id))
+            pick = pick.where(each_listed(database, t.c.id))
         self._named = self._pick(pick, is_planned_once=True)
-        self._named_alike = self._pick(self._alike()) if database.can.looks_up_lists else None
+        self._named_alike = self._pick(self._alike(), is_planned_once=True) if database.can.looks_up_lists else None
         status: ColumnElement[int] = literal(int(Status.NOT_COMPLETE))
         queue, priority = bindparam("due_queue", type_=String), bindparam("due_priority", type_=Integer)
         waiting = and_(t.c.status == status, t.c.queue == queue, t.c.priority == priority)
@@ -193,7 +193,7 @@ class Claims:
         ids, shared = [id for id, _ in pairs], {"status": int(status), "lapses": lapses}
         if self._named_alike is not None and len({version for _, version in pairs}) == 1:
             named = {**shared, "version": pairs[0][1]}
-            return self._named_alike, {"ids": ids, **{shared_name(name): value for name, value in named.items()}}
+            return self._named_alike, list_of(self._db, ids) | {shared_name(name): named[name] for name in named}
         parameters: dict[str, Any] = {"rows": dump_json([{"id": id, "version": v, **shared} for id, v in pairs])}
         if self._db.can.array_parameters:
             parameters |= list_of(self._db, ids)
@@ -201,9 +201,14 @@ class Claims:
 
     def _alike(self) -> Select[Any]:
         t, version, status, lapses = self._t, *map(shared_parameter, ("version", "status", "lapses"))
-        named = and_(t.c.id.in_(listing("ids")), t.c.version == version, t.c.status == status, t.c.lapses <= lapses)
-        is_due = t.c.expected_time <= db_now()
-        return select(*self._candidate).where(named, is_due).order_by(t.c.id).with_hint(t, BY_ID)
+        named = and_(
+            each_listed(self._db, t.c.id),
+            t.c.version == version,
+            aside(t.c.status) == status,
+            t.c.lapses <= lapses,
+            t.c.expected_time <= db_now(),
+        )
+        return by_id(select(*self._candidate).where(named).order_by(t.c.id), t)
 
     def _pick(self, candidates: Select[Any], is_planned_once: bool = False) -> Pick:
         t = self._t

@@ -55,7 +55,7 @@ class Prepared:
                 if prepare not in link.info:
                     cursor.execute(prepare)
                     link.info[prepare] = True
-                cursor.execute(execute, [given[name] for name in names])
+                cursor.execute(execute, [_sent(given[name]) for name in names])
                 return Answer(cursor.fetchall() if cursor.description else (), cursor.rowcount)
         except driver.Error as error:
             self._is_on = error.pgcode not in PREPARED_IS_GONE
@@ -73,3 +73,10 @@ class Prepared:
         places = ", ".join(["%s"] * len(compiled.positiontup))
         execute = f"EXECUTE {name} ({places})"
         return f"PREPARE {name} AS {compiled.string}", execute, compiled.positiontup, compiled.params
+
+
+def _sent(value: Any) -> Any:
+    """A list of numbers or instants as one text, which is read faster than an expression of so many constants."""
+    if not isinstance(value, list):
+        return value
+    return "{" + ",".join(["NULL" if item is None else str(item) for item in value]) + "}"

@@ -15,8 +15,11 @@ from sqlalchemy import (
     ColumnElement,
     FromClause,
     Integer,
+    Select,
     SmallInteger,
+    Table,
     Text,
+    Update,
     and_,
     any_,
     bindparam,
@@ -41,6 +44,7 @@ from delaytasks.store.schema import Schema
 from delaytasks.store.types import UTCDateTime
 
 T = TypeVar("T")
+S = TypeVar("S", Select[Any], Update)
 #: Bytes of texts in one statement. Quoted for JSON and then for SQL they may be several times as long, and MariaDB
 #: takes 16 MB.
 MAX_TEXT = 2_000_000
@@ -172,9 +176,11 @@ def listed(database: Database, column: Column[Any], name: str) -> ColumnElement[
     return column == any_(func.array(values.scalar_subquery()))
 
 
-def each_listed(id: Column[int]) -> ColumnElement[bool]:
+def each_listed(database: Database, id: Column[int]) -> ColumnElement[bool]:
     """It is in the list of `list_of`, which a statement that is prepared can look up. Without it a table that was never
     analysed is read from end to end."""
+    if not database.can.array_parameters:
+        return id.in_(listing("ids"))
     return and_(id == any_(bindparam("ids", type_=ARRAY(BigInteger))), within_list(id))
 
 
@@ -193,24 +199,46 @@ def listing(name: str) -> Any:
     return bindparam(name, expanding=True)
 
 
-#: Tells MySQL to look up what is listed. It would rather read a small table from end to end, or go by the status, and
-#: wait for each row there that somebody has locked.
-BY_ID = "FORCE INDEX (PRIMARY)"
+def by_id(statement: S, table: Table) -> S:
+    """Tells MySQL to look up what is listed. It would rather read a small table from end to end, or go by the status,
+    and wait for each row there that somebody has locked."""
+    for dialect in ("mysql", "mariadb"):
+        statement = statement.with_hint(text="FORCE INDEX (PRIMARY)", selectable=table, dialect_name=dialect)
+    return statement
 
 
-class at_place(FunctionElement[Any]):
-    """Of a list of values the one at the place that a column's value has in another list. MySQL's."""
+def aside(status: Column[int]) -> ColumnElement[int]:
+    """The status, where it must not be a way in through an index of everything that has it."""
+    return status + 0
 
+
+class _AtPlace(FunctionElement[Any]):
     inherit_cache = True
 
 
-@compiles(at_place, "mysql")
-@compiles(at_place, "mariadb")
+def at_place(database: Database, id: Column[int], name: str) -> ColumnElement[Any]:
+    """Of the list parameter `name`, of as many values as ids are listed, the one at the place that a row's id has."""
+    kind = _TYPES[name][0]
+    if not database.can.array_parameters:
+        return _AtPlace(id, listing("ids"), bindparam(name, type_=kind, expanding=True))
+    lists = [cast(bindparam(n, type_=(of := ARRAY(k))), of) for n, k in (("ids", BigInteger()), (name, kind))]
+    return _AtPlace(id, *lists)
+
+
+@compiles(_AtPlace, "postgresql")
 def _(element: Any, compiler: Any, **kw: Any) -> str:
-    column, *lists = (compiler.process(clause, **kw) for clause in element.clauses)
+    id, ids, values = (compiler.process(clause, **kw) for clause in element.clauses)
+    # The list is sorted, and its place found by halves.
+    return f"({values})[width_bucket({id}, {ids})]"
+
+
+@compiles(_AtPlace, "mysql")
+@compiles(_AtPlace, "mariadb")
+def _(element: Any, compiler: Any, **kw: Any) -> str:
+    id, *lists = (compiler.process(clause, **kw) for clause in element.clauses)
     # As IN needs them, lists have parentheses.
-    values, of_values = (written.removeprefix("(").removesuffix(")") for written in lists)
-    return f"ELT(FIELD({column}, {values}), {of_values})"
+    ids, values = (written.removeprefix("(").removesuffix(")") for written in lists)
+    return f"ELT(FIELD({id}, {ids}), {values})"
 
 
 def parts(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:

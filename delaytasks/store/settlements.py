@@ -17,13 +17,13 @@ from delaytasks.store.database import Database
 from delaytasks.store.keys import Keys
 from delaytasks.store.prepared import Prepared
 from delaytasks.store.rows import (
-    BY_ID,
+    aside,
     at_place,
+    by_id,
     each_listed,
     instant_text,
     json_rows,
     list_of,
-    listing,
     next_version,
     parts,
     shared_name,
@@ -38,9 +38,10 @@ RETURNS_ATTEMPT = NEVER_RAN | {"snooze"}
 #: Failed attempts, which are kept.
 MISSES = frozenset({"fail", "climb"})
 #: What is said of each row: who it has to be, as columns of the list even where it is the same for all (constants would
-#: be a way in through an index of all that runs, unless the statement says by which index to go), and what it gets.
+#: be a way in through an index of all that runs), and what it gets.
 _FENCE = ("id", "version", "was")
 _SAID = ("status", "error", "result", "began", "due", "returned", "never_ran")
+_INSTANTS = ("began", "due")
 
 
 class Settlements:
@@ -55,28 +56,25 @@ class Settlements:
         self._worker = worker
         self._dialect = database.url.get_backend_name()
         #: For rows that end alike but for when they began, and for any.
-        self._alike, self._any = (self._by_rows(own) for own in (("began",), _SAID))
-        #: For those of the first kind whose versions are the same too.
-        self._by_place = self._by_places() if database.can.looks_up_lists else None
+        self._alike = self._by_list() if database.can.looks_up_lists else self._by_rows(("began",))
+        self._any = self._by_rows(_SAID)
+        #: What has to be the same in all rows, for them to end alike: of a list the version too.
+        self._common = [name for name in _SAID if name != "began"] + ["version"] * database.can.looks_up_lists
 
     def _by_rows(self, own: Sequence[str]) -> Prepared:
         t = self._t
         w = json_rows(self._dialect, (*_FENCE, *own))
         said = {name: w.c[name] if name in own else shared_parameter(name) for name in _SAID}
         statement = self._ended(said).where(t.c.id == w.c.id, t.c.version == w.c.version, t.c.status == w.c.was)
-        if self._db.can.array_parameters:
-            return Prepared(self._db, statement.where(each_listed(t.c.id)))
-        # Else MySQL reads a small table from end to end, and waits for each row in it that somebody has locked.
-        return Prepared(self._db, statement.where(t.c.id.in_(listing("ids"))))
+        # Without it MySQL reads a small table from end to end, and waits for each row in it that somebody has locked.
+        return Prepared(self._db, statement.where(each_listed(self._db, t.c.id)))
 
-    def _by_places(self) -> Prepared:
+    def _by_list(self) -> Prepared:
         t = self._t
         said: dict[str, Any] = {name: shared_parameter(name) for name in _SAID}
-        said["began"] = at_place(t.c.id, listing("ids"), listing("begans"))
-        statement = self._ended(said).where(
-            t.c.id.in_(listing("ids")), t.c.version == shared_parameter("version"), t.c.status == int(Status.RUNNING)
-        )
-        return Prepared(self._db, statement.with_hint(BY_ID))
+        said["began"] = at_place(self._db, t.c.id, "began")
+        is_ours = t.c.version == shared_parameter("version"), aside(t.c.status) == int(Status.RUNNING)
+        return Prepared(self._db, by_id(self._ended(said).where(each_listed(self._db, t.c.id), *is_ours), t))
 
     def _ended(self, said: Mapping[str, ColumnElement[Any]]) -> Update:
         t, never_ran = self._t, said["never_ran"] == 1
@@ -166,8 +164,8 @@ class Settlements:
             int(MOVES[settlement.move].target),
             settlement.error,
             self._kept(settlement.result),
-            instant_text(self._dialect, settlement.began),
-            instant_text(self._dialect, settlement.due),
+            settlement.began,
+            settlement.due,
             int(settlement.move in RETURNS_ATTEMPT),
             int(settlement.move in NEVER_RAN),
         )
@@ -177,22 +175,21 @@ class Settlements:
 
     def _settled(self, connection: Any, ordered: Sequence[Settlement]) -> set[int]:
         columns = dict(zip((*_FENCE, *_SAID), zip(*map(self._said, ordered), strict=True), strict=True))
-        shared = {name: columns[name][0] for name in _SAID if name != "began" and _is_shared(columns[name])}
-        alike = len(shared) == len(_SAID) - 1
+        are_alike = all(_is_shared(columns[name]) for name in self._common)
+        statement, own = (self._alike, (*_FENCE, "began")) if are_alike else (self._any, (*_FENCE, *_SAID))
         parameters = list_of(self._db, list(columns["id"]))
-        if alike:
-            parameters |= {shared_name(name): value for name, value in shared.items()}
-        if alike and self._by_place is not None and _is_shared(columns["version"]):
-            statement = self._by_place
-            parameters |= {"begans": list(columns["began"]), shared_name("version"): columns["version"][0]}
+        if are_alike:
+            parameters |= {shared_name(name): columns[name][0] for name in self._common}
+        if are_alike and self._db.can.looks_up_lists:
+            parameters["began"] = list(columns["began"])
         else:
-            statement, own = (self._alike, (*_FENCE, "began")) if alike else (self._any, (*_FENCE, *_SAID))
-            each = zip(*(columns[name] for name in own), strict=True)
+            texts = {name: [instant_text(self._dialect, at) for at in columns[name]] for name in _INSTANTS}
+            each = zip(*((columns | texts)[name] for name in own), strict=True)
             parameters["rows"] = dump_json([dict(zip(own, row, strict=True)) for row in each])
-        expected = {s.task.id: self._after(s) for s in ordered}
         if statement(connection, parameters).met == len(ordered):
-            return set(expected)
+            return set(columns["id"])
         # Some were not ours any more, or the same settlement came through before its answer was lost.
+        expected = {s.task.id: self._after(s) for s in ordered}
         t = self._t
         query = select(t.c.id, t.c.version, t.c.status, t.c.lapses).where(t.c.id.in_(list(expected)))
         return {row[0] for row in connection.execute(query) if tuple(row[1:]) == expected[row[0]]}

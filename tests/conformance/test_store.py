@@ -1426,6 +1426,24 @@ def test_a_claim_by_id_uses_the_primary_key_on_empty_statistics(unanalysed: Stor
     assert_no_scan(shown)
 
 
+def test_a_claim_by_id_uses_the_primary_key_where_statistics_know_of_no_row_that_waits(store: Store) -> None:
+    """Also where no plan is kept, as behind some poolers: the index of all that waits looks cheap then."""
+    backend, table = store.database.url.get_backend_name(), store.schema.tasks.name
+    now = store.tasks.now()
+    rows = [task(store, expected_time=seconds(now, n - 9000)) for n in range(4000)]
+    with store.database.auto.connect() as connection:
+        if backend == "postgresql":
+            connection.exec_driver_sql(f"ALTER TABLE {table} SET (autovacuum_enabled = off)")
+        store.tasks.insert_many([replace(row, status=Status.DONE) for row in rows[:2000]])
+        connection.exec_driver_sql(f"{'ANALYZE TABLE' if backend == 'mysql' else 'ANALYZE'} {table}")
+    store.tasks.insert_many(rows[2000:])
+    with mock.patch.object(store.database, "can", replace(store.database.can, prepare=False)):
+        claims = store.claims("w", None)
+        shown = plans(store, lambda: claims.claim([entry(one) for one in rows[2000:2200]]))
+    assert re.search(r"_pkey|INTEGER PRIMARY KEY|using PRIMARY", shown), shown
+    assert "idx_" not in shown, shown
+
+
 def test_touching_finds_each_row_and_key_by_itself_on_empty_statistics(unanalysed: Store) -> None:
     store, later = unanalysed, seconds(unanalysed.tasks.now(), 5000)
     waiting = store.tasks.find(None, Status.NOT_COMPLETE, None, None, None, None, 1000).tasks
