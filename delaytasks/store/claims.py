@@ -35,7 +35,6 @@ from delaytasks.store.prepared import Prepared
 from delaytasks.store.rows import (
     CLAIMED,
     MOST,
-    aside,
     by_id,
     columns,
     each_listed,
@@ -204,7 +203,7 @@ class Claims:
         named = and_(
             each_listed(self._db, t.c.id),
             t.c.version == version,
-            aside(t.c.status) == status,
+            t.c.status + 0 == status,
             t.c.lapses <= lapses,
             t.c.expected_time <= db_now(),
         )

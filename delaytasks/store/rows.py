@@ -207,28 +207,23 @@ def by_id(statement: S, table: Table) -> S:
     return statement
 
 
-def aside(status: Column[int]) -> ColumnElement[int]:
-    """The status, where it must not be a way in through an index of everything that has it."""
-    return status + 0
-
-
 class _AtPlace(FunctionElement[Any]):
     inherit_cache = True
 
 
 def at_place(database: Database, id: Column[int], name: str) -> ColumnElement[Any]:
-    """Of the list parameter `name`, of as many values as ids are listed, the one at the place that a row's id has."""
+    """Of the list parameter `name`, of as many values as `list_of` has ids, the one at the place that a row's id has;
+    of rows that `each_listed` finds."""
     kind = _TYPES[name][0]
     if not database.can.array_parameters:
         return _AtPlace(id, listing("ids"), bindparam(name, type_=kind, expanding=True))
-    lists = [cast(bindparam(n, type_=(of := ARRAY(k))), of) for n, k in (("ids", BigInteger()), (name, kind))]
-    return _AtPlace(id, *lists)
+    return _AtPlace(id, bindparam("ids", type_=ARRAY(BigInteger)), bindparam(name, type_=ARRAY(kind)))
 
 
 @compiles(_AtPlace, "postgresql")
 def _(element: Any, compiler: Any, **kw: Any) -> str:
     id, ids, values = (compiler.process(clause, **kw) for clause in element.clauses)
-    # The list is sorted, and its place found by halves.
+    # The ids are sorted, and a place among them is found by halves.
     return f"({values})[width_bucket({id}, {ids})]"
 
 

@@ -17,7 +17,6 @@ from delaytasks.store.database import Database
 from delaytasks.store.keys import Keys
 from delaytasks.store.prepared import Prepared
 from delaytasks.store.rows import (
-    aside,
     at_place,
     by_id,
     each_listed,
@@ -37,8 +36,8 @@ NEVER_RAN = frozenset({"give_back", "expire"})
 RETURNS_ATTEMPT = NEVER_RAN | {"snooze"}
 #: Failed attempts, which are kept.
 MISSES = frozenset({"fail", "climb"})
-#: What is said of each row: who it has to be, as columns of the list even where it is the same for all (constants would
-#: be a way in through an index of all that runs), and what it gets.
+#: What is said of each row: who it has to be, as columns of the table of rows even where it is the same for all
+#: (constants would be a way in through an index of all that runs), and what it gets.
 _FENCE = ("id", "version", "was")
 _SAID = ("status", "error", "result", "began", "due", "returned", "never_ran")
 _INSTANTS = ("began", "due")
@@ -56,10 +55,9 @@ class Settlements:
         self._worker = worker
         self._dialect = database.url.get_backend_name()
         #: For rows that end alike but for when they began, and for any.
-        self._alike = self._by_list() if database.can.looks_up_lists else self._by_rows(("began",))
-        self._any = self._by_rows(_SAID)
-        #: What has to be the same in all rows, for them to end alike: of a list the version too.
-        self._common = [name for name in _SAID if name != "began"] + ["version"] * database.can.looks_up_lists
+        self._alike, self._any = (self._by_rows(own) for own in (("began",), _SAID))
+        #: For those of the first kind whose versions are the same too.
+        self._listed = self._by_list() if database.can.looks_up_lists else None
 
     def _by_rows(self, own: Sequence[str]) -> Prepared:
         t = self._t
@@ -73,7 +71,7 @@ class Settlements:
         t = self._t
         said: dict[str, Any] = {name: shared_parameter(name) for name in _SAID}
         said["began"] = at_place(self._db, t.c.id, "began")
-        is_ours = t.c.version == shared_parameter("version"), aside(t.c.status) == int(Status.RUNNING)
+        is_ours = t.c.version == shared_parameter("version"), t.c.status + 0 == int(Status.RUNNING)
         return Prepared(self._db, by_id(self._ended(said).where(each_listed(self._db, t.c.id), *is_ours), t))
 
     def _ended(self, said: Mapping[str, ColumnElement[Any]]) -> Update:
@@ -175,17 +173,20 @@ class Settlements:
 
     def _settled(self, connection: Any, ordered: Sequence[Settlement]) -> set[int]:
         columns = dict(zip((*_FENCE, *_SAID), zip(*map(self._said, ordered), strict=True), strict=True))
-        are_alike = all(_is_shared(columns[name]) for name in self._common)
-        statement, own = (self._alike, (*_FENCE, "began")) if are_alike else (self._any, (*_FENCE, *_SAID))
+        shared = [name for name in _SAID if name != "began" and _is_shared(columns[name])]
+        are_alike = len(shared) == len(_SAID) - 1
         parameters = list_of(self._db, list(columns["id"]))
-        if are_alike:
-            parameters |= {shared_name(name): columns[name][0] for name in self._common}
-        if are_alike and self._db.can.looks_up_lists:
+        if are_alike and self._listed is not None and _is_shared(columns["version"]):
+            statement = self._listed
+            shared.append("version")
             parameters["began"] = list(columns["began"])
         else:
+            statement, own = (self._alike, (*_FENCE, "began")) if are_alike else (self._any, (*_FENCE, *_SAID))
             texts = {name: [instant_text(self._dialect, at) for at in columns[name]] for name in _INSTANTS}
             each = zip(*((columns | texts)[name] for name in own), strict=True)
             parameters["rows"] = dump_json([dict(zip(own, row, strict=True)) for row in each])
+        if are_alike:
+            parameters |= {shared_name(name): columns[name][0] for name in shared}
         if statement(connection, parameters).met == len(ordered):
             return set(columns["id"])
         # Some were not ours any more, or the same settlement came through before its answer was lost.

@@ -133,11 +133,13 @@ def test_a_connection_that_breaks_meanwhile_is_thrown_away_and_the_statement_sen
     assert len(set(used)) == 2
 
 
-def test_a_plan_made_for_an_empty_table_serves_a_full_one(field: Store) -> None:
+@pytest.mark.parametrize("versions", [1, 2], ids=["one_version", "several"])
+def test_a_plan_made_for_an_empty_table_serves_a_full_one(field: Store, versions: int) -> None:
     claims = field.claims("w", None)
-    claims.claim([entry(task(field))])
-    claims.settle([Settlement(task(field), "succeed")])
-    some = [task(field) for _ in range(20_000)]
+    none = [task(field, version=n % versions) for n in range(2)]
+    claims.claim([entry(one) for one in none])
+    claims.settle([Settlement(one, "succeed") for one in none])
+    some = [task(field, version=n % versions) for n in range(20_000)]
     field.tasks.insert_many(some)
     shown = plans(field, lambda: claims.claim([entry(one) for one in some[:100]]))
     claimed = claims.claim([entry(one) for one in some[100:200]])

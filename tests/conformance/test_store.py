@@ -826,11 +826,14 @@ def test_runs_that_end_differently_are_settled_the_same_together_and_one_by_one(
     assert [row.lapses for row in together] == [0, 0, 0, 0, 0, 2, 2]
 
 
+@pytest.mark.parametrize("prepares", [True, False], ids=["prepared", "behind_a_pooler"])
 @pytest.mark.parametrize("versions", [(4, 4, 4, 4), (4, 0, 7, 4)], ids=["one_version", "several"])
 def test_rows_that_end_alike_are_found_by_their_versions_and_keep_their_own_beginnings(
-    store: Store, claims: Claims, versions: Sequence[int]
+    store: Store, versions: Sequence[int], prepares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = store.tasks.now()
+    if not prepares:
+        monkeypatch.setattr(store.database, "can", replace(store.database.can, prepare=False))
+    claims, now = store.claims("worker-1", None), store.tasks.now()
     past = {"expected_time": seconds(now, -5)}
     made = [put(store, Status.NOT_COMPLETE, version=version, **past) for version in versions]
     waiting, running = (put(store, status, version=9, **past) for status in (Status.NOT_COMPLETE, Status.RUNNING))
@@ -1426,10 +1429,11 @@ def test_a_claim_by_id_uses_the_primary_key_on_empty_statistics(unanalysed: Stor
     assert_no_scan(shown)
 
 
-def test_a_claim_by_id_uses_the_primary_key_where_statistics_know_of_no_row_that_waits(store: Store) -> None:
-    """Also where no plan is kept, as behind some poolers: the index of all that waits looks cheap then."""
+def test_a_chunk_is_found_by_its_ids_where_statistics_know_of_no_row_that_waits_or_runs(database_url: str) -> None:
+    """Where no plan is kept, as behind some poolers: the index of all that waits or runs looks cheap then."""
+    store = open_store(database_url, table_prefix="stale_")
     backend, table = store.database.url.get_backend_name(), store.schema.tasks.name
-    now = store.tasks.now()
+    now, claimed = store.tasks.now(), list[DelayTask]()
     rows = [task(store, expected_time=seconds(now, n - 9000)) for n in range(4000)]
     with store.database.auto.connect() as connection:
         if backend == "postgresql":
@@ -1439,7 +1443,12 @@ def test_a_claim_by_id_uses_the_primary_key_where_statistics_know_of_no_row_that
     store.tasks.insert_many(rows[2000:])
     with mock.patch.object(store.database, "can", replace(store.database.can, prepare=False)):
         claims = store.claims("w", None)
-        shown = plans(store, lambda: claims.claim([entry(one) for one in rows[2000:2200]]))
+        shown = plans(store, lambda: claimed.extend(claims.claim([entry(one) for one in rows[2000:2200]])))
+        shown += plans(store, lambda: claims.settle([Settlement(one, "succeed", now) for one in claimed]))
+    with store.database.begin() as connection:
+        store.schema.metadata.drop_all(connection)
+    store.close()
+    assert len(claimed) == 200
     assert re.search(r"_pkey|INTEGER PRIMARY KEY|using PRIMARY", shown), shown
     assert "idx_" not in shown, shown
 
