@@ -86,21 +86,9 @@ class Claims:
         taking = update(t).where(each_listed(database, t.c.id)).values(self._claimed)
         self._taking = Prepared(database, taking.returning(*self._columns))
         self._candidate = candidate = columns(schema, Candidate._fields)
-        wanted = json_rows(database.url.get_backend_name(), ("id", "version", "status", "lapses"))
-        named = and_(
-            t.c.id == wanted.c.id,
-            t.c.version == wanted.c.version,
-            # As columns of the list, though they are the same for all. As constants, the status would be a way in
-            # through an index of all rows that wait; and planners would expect one row, and compare each with each.
-            t.c.status == wanted.c.status,
-            t.c.lapses <= wanted.c.lapses,
-            t.c.expected_time <= db_now(),
-        )
-        pick = select(*candidate).join(wanted, named).order_by(t.c.id)
-        if database.can.array_parameters:
-            pick = pick.where(each_listed(database, t.c.id))
-        self._named = self._pick(pick, is_planned_once=True)
-        self._named_alike = self._pick(self._alike(), is_planned_once=True) if database.can.looks_up_lists else None
+        self._named = self._pick(self._by_rows(), is_planned_once=True)
+        #: For rows whose versions are the same.
+        self._listed = self._pick(self._by_list(), is_planned_once=True) if database.can.looks_up_lists else None
         status: ColumnElement[int] = literal(int(Status.NOT_COMPLETE))
         queue, priority = bindparam("due_queue", type_=String), bindparam("due_priority", type_=Integer)
         waiting = and_(t.c.status == status, t.c.queue == queue, t.c.priority == priority)
@@ -190,24 +178,33 @@ class Claims:
     ) -> tuple[Pick, dict[str, Any]]:
         pairs = sorted(set(pairs))  # a row that is named twice would be found twice
         ids, shared = [id for id, _ in pairs], {"status": int(status), "lapses": lapses}
-        if self._named_alike is not None and len({version for _, version in pairs}) == 1:
+        if self._listed is not None and len({version for _, version in pairs}) == 1:
             named = {**shared, "version": pairs[0][1]}
-            return self._named_alike, list_of(self._db, ids) | {shared_name(name): named[name] for name in named}
+            return self._listed, list_of(self._db, ids) | {shared_name(name): named[name] for name in named}
         parameters: dict[str, Any] = {"rows": dump_json([{"id": id, "version": v, **shared} for id, v in pairs])}
         if self._db.can.array_parameters:
             parameters |= list_of(self._db, ids)
         return self._named, parameters
 
-    def _alike(self) -> Select[Any]:
-        t, version, status, lapses = self._t, *map(shared_parameter, ("version", "status", "lapses"))
-        named = and_(
-            each_listed(self._db, t.c.id),
-            t.c.version == version,
-            t.c.status + 0 == status,
-            t.c.lapses <= lapses,
-            t.c.expected_time <= db_now(),
-        )
-        return by_id(select(*self._candidate).where(named).order_by(t.c.id), t)
+    def _by_rows(self) -> Select[Any]:
+        t = self._t
+        # All are columns there, though most are the same for all: of constants planners would expect one row, and
+        # compare each with each.
+        w = json_rows(self._db.url.get_backend_name(), ("id", "version", "status", "lapses"))
+        pick = self._fenced(w.c.version, w.c.status, w.c.lapses).join(w, t.c.id == w.c.id)
+        return pick.where(each_listed(self._db, t.c.id)) if self._db.can.array_parameters else pick
+
+    def _by_list(self) -> Select[Any]:
+        pick = self._fenced(*map(shared_parameter, ("version", "status", "lapses")))
+        return by_id(pick.where(each_listed(self._db, self._t.c.id)), self._t)
+
+    def _fenced(
+        self, version: ColumnElement[int], status: ColumnElement[int], lapses: ColumnElement[int]
+    ) -> Select[Any]:
+        t = self._t
+        # `+ 0`: the status must not be a way in, through an index of all rows that wait.
+        is_so = and_(t.c.version == version, t.c.status + 0 == status, t.c.lapses <= lapses)
+        return select(*self._candidate).where(is_so, t.c.expected_time <= db_now()).order_by(t.c.id)
 
     def _pick(self, candidates: Select[Any], is_planned_once: bool = False) -> Pick:
         t = self._t
