@@ -191,19 +191,20 @@ class Claims:
         # All are columns there, though most are the same for all: of constants planners would expect one row, and
         # compare each with each.
         w = json_rows(self._db.url.get_backend_name(), ("id", "version", "status", "lapses"))
-        pick = self._fenced(w.c.version, w.c.status, w.c.lapses).join(w, t.c.id == w.c.id)
+        pick = self._fenced(w.c.version, t.c.status == w.c.status, w.c.lapses).join(w, t.c.id == w.c.id)
         return pick.where(each_listed(self._db, t.c.id)) if self._db.can.array_parameters else pick
 
     def _by_list(self) -> Select[Any]:
-        pick = self._fenced(*map(shared_parameter, ("version", "status", "lapses")))
-        return by_id(pick.where(each_listed(self._db, self._t.c.id)), self._t)
+        t, version, status, lapses = self._t, *map(shared_parameter, ("version", "status", "lapses"))
+        # `+ 0`: the status must not be a way in, through an index of all rows that wait.
+        pick = self._fenced(version, t.c.status + 0 == status, lapses)
+        return by_id(pick.where(each_listed(self._db, t.c.id)), t)
 
     def _fenced(
-        self, version: ColumnElement[int], status: ColumnElement[int], lapses: ColumnElement[int]
+        self, version: ColumnElement[int], has_status: ColumnElement[bool], lapses: ColumnElement[int]
     ) -> Select[Any]:
         t = self._t
-        # `+ 0`: the status must not be a way in, through an index of all rows that wait.
-        is_so = and_(t.c.version == version, t.c.status + 0 == status, t.c.lapses <= lapses)
+        is_so = and_(t.c.version == version, has_status, t.c.lapses <= lapses)
         return select(*self._candidate).where(is_so, t.c.expected_time <= db_now()).order_by(t.c.id)
 
     def _pick(self, candidates: Select[Any], is_planned_once: bool = False) -> Pick:
