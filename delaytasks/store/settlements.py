@@ -182,8 +182,8 @@ class Settlements:
             parameters["began"] = list(columns["began"])
         else:
             statement, own = (self._alike, (*_FENCE, "began")) if are_alike else (self._any, (*_FENCE, *_SAID))
-            texts = {name: [instant_text(self._dialect, at) for at in columns[name]] for name in _INSTANTS}
-            each = zip(*((columns | texts)[name] for name in own), strict=True)
+            columns |= {name: tuple(instant_text(self._dialect, at) for at in columns[name]) for name in _INSTANTS}
+            each = zip(*(columns[name] for name in own), strict=True)
             parameters["rows"] = dump_json([dict(zip(own, row, strict=True)) for row in each])
         if are_alike:
             parameters |= {shared_name(name): columns[name][0] for name in shared}
