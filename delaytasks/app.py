@@ -34,7 +34,8 @@ from delaytasks.engine.runner import Runner
 from delaytasks.engine.sweeper import Sweeper
 from delaytasks.parts import Parts
 from delaytasks.policy_verbs import PolicyVerbs
-from delaytasks.shards import Routes, Shard
+from delaytasks.routes import Routes
+from delaytasks.shards import Shard
 from delaytasks.store.stats import Stats
 from delaytasks.store.store import Store
 from delaytasks.timers.publisher import Publisher

@@ -25,7 +25,8 @@ from delaytasks.engine.producer import Producer
 from delaytasks.engine.queues import Queues
 from delaytasks.engine.registry import Registry
 from delaytasks.engine.sweeper import Sweeper
-from delaytasks.shards import Routes, Shard
+from delaytasks.routes import Routes
+from delaytasks.shards import Shard
 from delaytasks.store.migrations import urls_of
 from delaytasks.store.shards import Shards, ShardTasks
 from delaytasks.store.store import Store

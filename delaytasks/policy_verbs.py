@@ -12,7 +12,8 @@ from delaytasks.core.actors import actor_of
 from delaytasks.core.errors import InvalidPolicyError, StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.policies import Kind, Policy, check_limit, named, parse_rate
-from delaytasks.shards import EACH_S, Routes, Shard
+from delaytasks.routes import EACH_S, Routes
+from delaytasks.shards import Shard
 from delaytasks.store.policies import PolicyTable
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from delaytasks.core.errors import InvalidScheduleError
 from delaytasks.core.inputs import check_key, check_tag
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import shown
-from delaytasks.shards import id_of
+from delaytasks.routes import id_of
 from delaytasks.verbs import Verbs, checked, name_of
 
 

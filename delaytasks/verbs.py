@@ -17,7 +17,8 @@ from delaytasks.core.ports import OnConflict, Unit
 from delaytasks.core.states import Status
 from delaytasks.core.task import Attempt, DelayTask, NewTask, Page
 from delaytasks.core.text import shown
-from delaytasks.shards import Name, Named, Routes, Shard
+from delaytasks.routes import Name, Named, Routes
+from delaytasks.shards import Shard
 from delaytasks.store.units import unit_of
 
 

@@ -24,6 +24,7 @@ from delaytasks.engine.flights import Flights
 from delaytasks.engine.registry import Processor, Registry
 from delaytasks.engine.running import Running
 from delaytasks.engine.settling import Settle, Settling
+from delaytasks.engine.side_by_side import SideBySide
 
 #: Holds the surroundings of rows that a thread runs one after another.
 Kept = Callable[[], AbstractContextManager[object]]
@@ -81,6 +82,9 @@ class Chunks:
         self._admission = admission
         self._events = events
         self._time_box = TimeBox(self._box_s, self._look_after, partial(self._failed, "time box"))
+        self._beside = SideBySide(
+            flights, running, lambda chunk: self._time_box.open(chunk), partial(self._failed, "side by side")
+        )
         #: Whose runner has gone on.
         self._left: set[Chunk] = set()
 
@@ -111,8 +115,8 @@ class Chunks:
             with self._kept():
                 flying = self._start_all(chunk, claimed, tally)
             if flying:
-                self._wait(chunk, flying, may_leave)
-                tally.wanted = max(tally.wanted, *(self._free_rows(processor) for processor in flying))
+                self._beside.wait(chunk, flying, self._box_s if may_leave else None)
+                tally.wanted = max(tally.wanted, *(self._beside.free_rows(processor) for processor in flying))
         finally:
             if chunk.leave():
                 self._left.add(chunk)
@@ -162,7 +166,7 @@ class Chunks:
                 (limited if task.tag in self._time_limits else others).append(task)
                 continue
             if task.tag not in free:
-                free[task.tag] = self._free_rows(processor)
+                free[task.tag] = self._beside.free_rows(processor)
             free[task.tag] -= 1
             (flying if free[task.tag] >= 0 else others).append(task)
         return [*flying, *others, *limited]
@@ -170,9 +174,6 @@ class Chunks:
     def _is_special(self, tag: str) -> bool:
         processor = self._registry.get(tag)
         return processor is not None and (processor.in_flight is not None or processor.has_time_limits)
-
-    def _free_rows(self, processor: Processor) -> int:
-        return self._flights.free(processor.tag, processor.in_flight or 1) * (processor.batch or 1)
 
     def _start_all(self, chunk: Chunk, claimed: datetime, tally: Tally) -> list[Processor]:
         """Returns the processors whose calls run side by side."""
@@ -184,8 +185,11 @@ class Chunks:
             if processor is not None and processor.in_flight is not None:
                 flying[first.tag] = processor
                 since = monotonic()
-                if not self._fly(chunk, processor, first, most, claimed, tally):
+                rows = self._beside.start(chunk, processor, first, most, claimed)
+                if rows is None:
                     break
+                if rows:
+                    tally.start(rows, most)
                 waited_s += monotonic() - since
             elif tasks := chunk.start(first, most):
                 if self._time_limits and first.tag in self._time_limits:
@@ -215,57 +219,6 @@ class Chunks:
             chunk.end(Settlement(task, "give_back") for task in tasks)
             raise
         return monotonic() - began
-
-    def _fly(
-        self, chunk: Chunk, processor: Processor, first: DelayTask, most: int, claimed: datetime, tally: Tally
-    ) -> bool:
-        """False if there was no place for it within the time box."""
-        tag, places, flights = processor.tag, processor.in_flight or 1, self._flights
-        if not flights.take(tag, places, chunk.box_ends):
-            return False
-        tasks = chunk.start(first, most)
-        if not tasks:
-            flights.give_back(tag)
-            return True
-        call = partial(self._call, processor, tasks, claimed)
-        flights.start(tag, places, len(tasks), call, partial(self._ended, chunk, tasks))
-        tally.start(len(tasks), most)
-        return True
-
-    def _call(self, processor: Processor, tasks: Sequence[DelayTask], claimed: datetime) -> list[Settlement]:
-        """In a thread of its own."""
-        try:
-            return self._running.run(processor, tasks, claimed)
-        except BaseException as error:  # told to stop: nobody would hear of it here
-            try:
-                return self._running.failed(processor, tasks, error)
-            except Exception as worse:
-                self._failed("side by side", worse)
-                return []
-
-    def _ended(self, chunk: Chunk, tasks: Sequence[DelayTask], ends: list[Settlement]) -> None:
-        chunk.end(ends)
-        chunk.forget(tasks)  # what has no end lapses
-        self._time_box.open(chunk)
-
-    # -- wait -------------------------------------------------------------------------------------
-
-    def _wait(self, chunk: Chunk, flying: Sequence[Processor], may_leave: bool) -> None:
-        def is_run() -> bool:
-            return chunk.is_run
-
-        def has_room(places: float = 0.0) -> bool:
-            return chunk.is_run or all(
-                self._flights.free(p.tag, p.in_flight or 1) >= max(places * (p.in_flight or 1), 1) for p in flying
-            )
-
-        flights, box_ends = self._flights, chunk.box_ends
-        if not may_leave:
-            flights.wait(is_run)
-            return
-        # Some places are worth a moment's waiting, or the next chunk would be a few rows.
-        if not flights.wait(is_run, box_ends) and not flights.wait(lambda: has_room(0.5), box_ends + self._box_s):
-            flights.wait(has_room)
 
     # -- the time box -----------------------------------------------------------------------------
 

@@ -26,6 +26,8 @@ from delaytasks.store.types import UTCDateTime
 _OTHERS = 500
 #: Rows that COPY is given at a time, and characters, since the driver keeps room for the most that it ever had.
 _AT_ONCE, _MOST_AT_ONCE = 200, 65_536
+#: Rows of a statement whose parameters are bound one by one: more are not faster.
+_BOUND = 100
 
 
 class Insert:
@@ -59,12 +61,13 @@ class Insert:
 
 
 class BulkInsert:
-    """INSERT of many new tasks: by COPY where there is one, else with one JSON parameter for many. What they have in
-    common travels once."""
+    """INSERT of many new tasks: by COPY where there is one, with a parameter for each value where no server is asked,
+    else with one JSON parameter for many. What they have in common is put into words once."""
 
     def __init__(self, database: Database, schema: Schema) -> None:
         self._dialect = database.url.get_backend_name()
         self._can_copy = database.can.copy
+        self._can_bind = self._dialect == "sqlite"
         self._schema = schema
         self._table = schema.tasks
         #: By the columns in which the rows differ.
@@ -74,9 +77,20 @@ class BulkInsert:
         rows = new_values(tasks, self._schema)
         if self._can_copy and _is_psycopg2(on):
             self._copy(on, rows)
-            return
-        for part in parts(rows, _size):
-            self._insert(on, part)
+        elif self._can_bind and isinstance(on, Connection):
+            self._bind(on, rows)
+        else:
+            for part in parts(rows, _size):
+                self._insert(on, part)
+
+    def _bind(self, on: Connection, rows: Iterator[tuple[Any, ...]]) -> None:
+        said, insert_into = _Said(), f"INSERT INTO {self._target(on)} VALUES "
+        row_of_marks = f"({', '.join('?' * len(NEW_COLUMNS))})"
+        while some := list(itertools.islice(rows, _BOUND)):
+            values: list[Any] = []
+            for row in some:
+                values += (*row[:_DUE], *said[row[_DUE:DIFFERING]], *said[row[DIFFERING:]])
+            on.exec_driver_sql(insert_into + ", ".join([row_of_marks] * len(some)), tuple(values))
 
     def _insert(self, on: Any, stored: Sequence[tuple[Any, ...]]) -> None:
         columns = dict(zip(NEW_COLUMNS, zip(*stored, strict=True), strict=True))
@@ -100,13 +114,11 @@ class BulkInsert:
         return instant_text(self._dialect, instant)
 
     def _copy(self, on: Connection, rows: Iterable[tuple[Any, ...]]) -> None:
-        target = on.dialect.identifier_preparer.format_table(self._table)
-        names = ", ".join(NEW_COLUMNS)
         driver: Any = on.dialect.dbapi
         cursor: Any = on.connection.cursor()
         text = _CopyText(rows)
         try:
-            cursor.copy_expert(f"COPY {target} ({names}) FROM STDIN", text)
+            cursor.copy_expert(f"COPY {self._target(on)} FROM STDIN", text)
         except driver.Error as error:
             if text.interrupted is not None:
                 raise text.interrupted from None
@@ -114,12 +126,25 @@ class BulkInsert:
         finally:
             cursor.close()
 
+    def _target(self, on: Connection) -> str:
+        return f"{on.dialect.identifier_preparer.format_table(self._table)} ({', '.join(NEW_COLUMNS)})"
+
+
+class _Said(dict[tuple[Any, ...], tuple[Any, ...]]):
+    """Values of rows in SQLite's own words."""
+
+    def __missing__(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        said = self[values] = tuple(
+            instant_text("sqlite", value) if isinstance(value, datetime) else value for value in values
+        )
+        return said
+
 
 def _is_psycopg2(on: Any) -> bool:
     return isinstance(on, Connection) and on.dialect.driver == "psycopg2"
 
 
-_BODY, _HEADERS = NEW_COLUMNS.index("message_body"), NEW_COLUMNS.index("headers")
+_BODY, _DUE, _HEADERS = (NEW_COLUMNS.index(name) for name in ("message_body", "expected_time", "headers"))
 
 
 def _size(row: tuple[Any, ...]) -> int:

@@ -222,9 +222,9 @@ def test_nothing_is_found_where_nothing_is_wrong(stage: Stage, scene: Scene) -> 
 
 
 def no_version_check_on_claim(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    claims, t = stage.bench.claims._claims, stage.store.schema.tasks
-    pick = claims._pick(select(*claims._candidate).where(t.c.id == stage_id(stage)))
-    patch.setattr(claims, "_naming", lambda pairs, lapses: (pick, {}))
+    picks, t = stage.bench.claims._claims._picks, stage.store.schema.tasks
+    pick = picks._pick(select(*picks._candidate).where(t.c.id == stage_id(stage)))
+    patch.setattr(picks, "named", lambda *which: (pick, {}))
 
 
 def stage_id(stage: Stage) -> Any:
@@ -254,10 +254,10 @@ def no_sweep(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 
 def the_workers_clock_decides(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    claims, t = stage.bench.claims._claims, stage.store.schema.tasks
+    picks, t = stage.bench.claims._claims._picks, stage.store.schema.tasks
     fast = datetime.now(tz=stage.store.tasks.now().tzinfo) + timedelta(hours=2)
-    pick = claims._pick(select(*claims._candidate).where(t.c.expected_time <= fast))
-    patch.setattr(claims, "_naming", lambda pairs, lapses: (pick, {}))
+    pick = picks._pick(select(*picks._candidate).where(t.c.expected_time <= fast))
+    patch.setattr(picks, "named", lambda *which: (pick, {}))
 
 
 def no_heartbeat(stage: Stage, patch: pytest.MonkeyPatch) -> None:
