@@ -19,7 +19,7 @@ from delaytasks.core.ports import Executor, OnConflict, Unit
 from delaytasks.core.task import DelayTask, NewTask, Page
 from delaytasks.core.text import shown
 from delaytasks.engine.placing import Placing
-from delaytasks.engine.producer import BULK
+from delaytasks.engine.producer import BULK, Lot
 from delaytasks.shards import Shard
 from delaytasks.store.shards import By, Shards
 
@@ -121,25 +121,22 @@ class Routes:
                 total += self._placing.run(numbers, partial(self._write, some, lot, on_conflict, unit, on_batch))
         return total
 
-    def _build(self, numbers: Sequence[int], some: Sequence[NewTask], on_conflict: OnConflict) -> list[DelayTask]:
-        def build(number: int) -> list[DelayTask]:
-            return self.shards[number].producer.build(some, on_conflict)
-
-        return self._placing.run(numbers, build)
+    def _build(self, numbers: Sequence[int], some: Sequence[NewTask], on_conflict: OnConflict) -> Lot:
+        return self._placing.run(numbers, lambda number: self.shards[number].producer.lot(some, on_conflict))
 
     def _write(
         self,
         some: Sequence[NewTask],
-        lot: Sequence[DelayTask],
+        lot: Lot,
         on_conflict: OnConflict,
         unit: Unit | None,
         on_batch: Written | None,
         number: int,
     ) -> int:
         producer = self.shards[number].producer
-        if lot[0].shard != number:  # the one that it was made for is down
-            lot = producer.build(some, on_conflict)
-        return producer.schedule_lot(some, lot, on_conflict, unit, on_batch)
+        if lot.first.shard != number:  # the one that it was made for is down
+            lot = producer.lot(some, on_conflict)
+        return producer.schedule_lot(lot, on_conflict, unit, on_batch)
 
     def shard_for(self, tag: str, key: str) -> Shard:
         return self.shards[self._placing.home(tag, key)]
@@ -242,8 +239,8 @@ class Routes:
         """The shard that the caller's session is on; with one shard nobody asks."""
         if unit is None or self._is_one:
             return None
-        with unit.guard():
-            return self.databases.of(unit.executor)
+        with unit.guard() as on:
+            return self.databases.of(on)
 
     @staticmethod
     def _own(unit: Unit | None, session: int | None) -> tuple[int, Executor] | None:

@@ -159,9 +159,9 @@ class Unit(Protocol):
         """Calls `action(tasks)` once others see the rows, or `action(tasks, is_committed=False)` just before."""
         ...
 
-    def guard(self, unknown_id: int | None = None) -> AbstractContextManager[None]:
-        """Turns errors of the caller's connection into `SessionUnusableError`; or into `OutcomeUnknownError` with this
-        id, where each of its statements stands alone."""
+    def guard(self, unknown_id: int | None = None) -> AbstractContextManager[Executor]:
+        """The executor, whose errors become `SessionUnusableError`; or `OutcomeUnknownError` with this id, where each
+        of its statements stands alone."""
         ...
 
 

@@ -40,7 +40,7 @@ class Tag(NamedTuple):
     processor: Processor | None
 
 
-class Lot:
+class Known:
     """What was found out for tasks that are scheduled together."""
 
     def __init__(self, now: datetime) -> None:
@@ -68,18 +68,18 @@ class Builder:
     def many(self, asked: Iterable[NewTask], on_conflict: OnConflict, now: datetime) -> list[DelayTask]:
         """As if all of them were scheduled at this instant."""
         check_on_conflict(on_conflict)
-        lot = Lot(now)
-        return [self._build(new, on_conflict, lot) for new in asked]
+        known = Known(now)
+        return [self._build(new, on_conflict, known) for new in asked]
 
-    def _build(self, new: NewTask, on_conflict: OnConflict, lot: Lot) -> DelayTask:
-        tag = lot.tags.get(new.tag) if type(new.tag) is str else None
+    def _build(self, new: NewTask, on_conflict: OnConflict, known: Known) -> DelayTask:
+        tag = known.tags.get(new.tag) if type(new.tag) is str else None
         if tag is None:
             tag = self._tag(new.tag)
-            lot.tags[tag.name] = tag
-        due, delay_s = self._due(new, lot)
+            known.tags[tag.name] = tag
+        due, delay_s = self._due(new, known)
         max_wait_s = _max_wait_s(new, on_conflict, self._settings.max_delay_s)
         if max_wait_s is not None:
-            due = min(due, lot.now + timedelta(seconds=max_wait_s))
+            due = min(due, known.now + timedelta(seconds=max_wait_s))
         body = plain(new.body)
         body_json = encode_body(body, self._settings.max_body_bytes)
         concurrency_key, processor = new.concurrency_key, tag.processor
@@ -99,24 +99,24 @@ class Builder:
             delay_s=delay_s,
             headers_json=_headers(new, max_wait_s),
             concurrency_key=None if concurrency_key is None else check_concurrency_key(concurrency_key),
-            create_time=lot.now,
+            create_time=known.now,
             shard=self._shard,
         )
 
-    def _due(self, new: NewTask, lot: Lot) -> tuple[datetime, int]:
+    def _due(self, new: NewTask, known: Known) -> tuple[datetime, int]:
         """When it is due, and in how many seconds."""
         check_due(new.delay, new.when)
         if new.when is not None:
-            due = max(check_instant(new.when), lot.now)
-            return due, math.ceil(check_delay(due - lot.now, self._settings.max_delay_s).total_seconds())
+            due = max(check_instant(new.when), known.now)
+            return due, math.ceil(check_delay(due - known.now, self._settings.max_delay_s).total_seconds())
         is_number = type(new.delay) in (int, float)
-        known = lot.delays.get(new.delay) if is_number else None
-        if known is None:
+        found = known.delays.get(new.delay) if is_number else None
+        if found is None:
             delay = check_delay(new.delay, self._settings.max_delay_s)
-            known = lot.now + delay, math.ceil(delay.total_seconds())
+            found = known.now + delay, math.ceil(delay.total_seconds())
             if is_number:
-                lot.delays[new.delay] = known
-        return known
+                known.delays[new.delay] = found
+        return found
 
     def _tag(self, asked: object) -> Tag:
         name = check_tag(asked)

@@ -82,9 +82,7 @@ class Chunks:
         self._admission = admission
         self._events = events
         self._time_box = TimeBox(self._box_s, self._look_after, partial(self._failed, "time box"))
-        self._beside = SideBySide(
-            flights, running, lambda chunk: self._time_box.open(chunk), partial(self._failed, "side by side")
-        )
+        self._beside = SideBySide(flights, running, self._has_ends, partial(self._failed, "side by side"))
         #: Whose runner has gone on.
         self._left: set[Chunk] = set()
 
@@ -244,6 +242,10 @@ class Chunks:
             if chunk.is_over:
                 self._forget(chunk)
             self._flush()  # whoever watches sees the row that is still running
+
+    def _has_ends(self, chunk: Chunk) -> None:
+        """If its runner has gone on, only the time box settles them."""
+        self._time_box.open(chunk)
 
     def _forget(self, chunk: Chunk) -> None:
         if chunk.is_left:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from delaytasks.core.clock import Clock, from_us, to_us
 from delaytasks.core.errors import DuplicateTaskError, InvalidDelayError
@@ -32,6 +33,20 @@ BULK = 5000
 #: Tells workers of a shard's entries at the commit of a transaction.
 Tell = Callable[[Sequence[Entry], int, Executor], None]
 ID_TRIES = 5
+T = TypeVar("T")
+
+
+class Lot(NamedTuple):
+    """What one transaction writes."""
+
+    #: All in one go.
+    plain: list[DelayTask]
+    #: Their keys may be held, or their ids there, so each has its own answer; and whether the id is the caller's.
+    named: list[tuple[DelayTask, bool]]
+
+    @property
+    def first(self) -> DelayTask:
+        return self.plain[0] if self.plain else self.named[0][0]
 
 
 class Producer:
@@ -62,8 +77,8 @@ class Producer:
 
     def schedule(self, new: NewTask, on_conflict: OnConflict, unit: Unit | None) -> DelayTask:
         (task,), has_own_id = self.build([new], on_conflict), new.id is not None
-        with unit.guard(task.id) if unit is not None else nullcontext():
-            task, is_new = self._write(task, on_conflict, has_own_id, None if unit is None else unit.executor)
+        with unit.guard(task.id) if unit is not None else nullcontext() as on:
+            task, is_new = self._write(task, on_conflict, has_own_id, on)
         if is_new:
             self._events.emit("task.scheduled", id=task.id, tag=task.tag)
         if is_new or (has_own_id and task.status is Status.NOT_COMPLETE):
@@ -112,56 +127,60 @@ class Producer:
         total = 0
         source = iter(items)
         while batch := list(itertools.islice(source, BULK)):
-            total += self.schedule_lot(batch, self.build(batch, on_conflict), on_conflict, unit, on_batch)
+            total += self.schedule_lot(self.lot(_drained(batch), on_conflict), on_conflict, unit, on_batch)
         return total
+
+    def lot(self, asked: Iterable[NewTask], on_conflict: OnConflict) -> Lot:
+        """The tasks that are asked for, checked; nothing is written."""
+        now, named = self._clock.certain_now(), list[NewTask]()
+
+        def others() -> Iterator[NewTask]:
+            for new in asked:
+                if new.key is None and new.id is None:
+                    yield new
+                else:
+                    named.append(new)
+
+        plain = self._builder.many(others(), on_conflict, now)
+        tasks = self._builder.many(named, on_conflict, now)
+        return Lot(plain, [(task, new.id is not None) for task, new in zip(tasks, named, strict=True)])
 
     def schedule_lot(
         self,
-        batch: Sequence[NewTask],
-        tasks: Sequence[DelayTask],
+        lot: Lot,
         on_conflict: OnConflict,
         unit: Unit | None,
         on_batch: Callable[[Sequence[DelayTask]], None] | None,
     ) -> int:
-        """One transaction's `tasks`, built from `batch`."""
-        # Keys and ids of the caller's may exist, each with its own answer; all others go in one statement.
-        plain: Sequence[DelayTask] = tasks
-        single: list[tuple[DelayTask, bool]] = []
-        if any(map(_is_named, batch)):
-            single = [(t, new.id is not None) for t, new in zip(tasks, batch, strict=True) if _is_named(new)]
-            plain = [t for t, new in zip(tasks, batch, strict=True) if not _is_named(new)]
-        write = functools.partial(self._write_lot, plain, single, on_conflict)
-        with unit.guard(tasks[0].id) if unit is not None else nullcontext():
-            if unit is not None:
-                written = write(unit.executor)
-            else:
-                written = self._store.together(write, tasks[0].id) if single else write(None)
+        """One transaction's tasks."""
+        write, id = functools.partial(self._write_lot, lot, on_conflict), lot.first.id
+        with unit.guard(id) if unit is not None else nullcontext() as on:
+            written = self._store.together(write, id) if on is None and lot.named else write(on)
         self._events.emit("task.scheduled", count=len(written))
         self.arm_after_commit(written, unit)
         if on_batch is not None:
             on_batch(written)
         return len(written)
 
-    def _write_lot(
-        self,
-        plain: Sequence[DelayTask],
-        single: Sequence[tuple[DelayTask, bool]],
-        on_conflict: OnConflict,
-        on: Executor | None,
-    ) -> list[DelayTask]:
-        """The new ones of one transaction's tasks."""
-        lot = list(plain)
+    def _write_lot(self, lot: Lot, on_conflict: OnConflict, on: Executor | None) -> list[DelayTask]:
+        """The new ones of its tasks."""
+        written, rest = list[DelayTask](), lot.plain
         for _ in range(ID_TRIES):
-            if not lot or self._store.insert_many(lot, on):
+            if not rest or self._store.insert_many(rest, on):
                 break
-            existing = self._store.get(lot[0].id, on)
-            if existing is not None and _is_same(existing, lot[0]):
-                break  # the store's retry found its first try's rows: all of them, since they go in one statement
-            lot = [replace(task, id=self._make_id()) for task in lot]
+            # The store's retry may have found its first try's rows; and where each statement stands alone, those before
+            # the one that failed are there. Rows go in order.
+            there = bisect_left(rest, True, key=lambda task: not self._is_there(task, on))
+            written += rest[:there]
+            rest = [replace(task, id=self._make_id()) for task in rest[there:]]
         else:
             raise DuplicateTaskError(f"{ID_TRIES} times ids were taken; is another program writing ids?")
-        written = [self._write(task, on_conflict, has_own_id, on) for task, has_own_id in single]
-        return lot + [task for task, is_new in written if is_new]
+        named = [self._write(task, on_conflict, has_own_id, on) for task, has_own_id in lot.named]
+        return [*written, *rest, *(task for task, is_new in named if is_new)]
+
+    def _is_there(self, task: DelayTask, on: Executor | None) -> bool:
+        existing = self._store.get(task.id, on)
+        return existing is not None and _is_same(existing, task)
 
     # -- arm --------------------------------------------------------------------------------------
 
@@ -169,8 +188,8 @@ class Producer:
         if unit is None:
             self.arm(tasks)
         elif self._tell is not None and not unit.stands_alone:
-            with unit.guard():
-                self._tell([Entry.of(task, to_us) for task in tasks], self._shard, unit.executor)
+            with unit.guard() as on:
+                self._tell([Entry.of(task, to_us) for task in tasks], self._shard, on)
         elif kept := _to_arm(tasks, self._near_until_us(TRANSACTION_US)):
             unit.after_commit(kept, self.arm)
 
@@ -237,8 +256,11 @@ def _to_arm(tasks: Sequence[DelayTask], until_us: int | None) -> Sequence[DelayT
     return [task for task in tasks if task.expected_time <= until or task.version > 0]
 
 
-def _is_named(new: NewTask) -> bool:
-    return new.key is not None or new.id is not None
+def _drained(items: list[T]) -> Iterator[T]:
+    """Lets go of each: the fewer objects live at a time, the less often Python looks through all that there are."""
+    items.reverse()
+    while items:
+        yield items.pop()
 
 
 def _is_same(existing: DelayTask, task: DelayTask) -> bool:

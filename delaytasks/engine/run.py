@@ -69,8 +69,7 @@ class Run:
         unit = self._unit_of(session, task)
         if unit is None:
             raise InvalidScheduleError("complete() takes the session that the effect is written in: session=…")
-        with unit.guard():
-            self._on = unit.executor
+        with unit.guard() as self._on:
             if not self._claims.complete(task, kept, self._on):
                 raise LeaseLostError(f"task {id} ({task.tag}) is no longer this run's: roll back what it did", id)
         self.is_written = True

@@ -51,6 +51,8 @@ class Capabilities:
     insert_or_skip: bool
     #: COPY FROM STDIN.
     copy: bool
+    #: Many rows in one INSERT are best given as a parameter for each value, and not as a JSON list of rows.
+    binds_values: bool
     #: Who listens hears what a transaction tells, at its commit.
     notify: bool
     #: Rows are better named by a list of ids and what they have in common than by a table of them.
@@ -71,6 +73,7 @@ POSTGRESQL = Capabilities(
     row_ranges=True,
     insert_or_skip=True,
     copy=True,
+    binds_values=False,
     notify=True,
     looks_up_lists=True,
     prepare=True,
@@ -84,6 +87,7 @@ MYSQL = Capabilities(
     row_ranges=False,
     insert_or_skip=False,
     copy=False,
+    binds_values=False,
     notify=False,
     looks_up_lists=True,
     prepare=False,
@@ -97,6 +101,7 @@ SQLITE = Capabilities(
     row_ranges=False,
     insert_or_skip=True,
     copy=False,
+    binds_values=True,
     notify=False,
     looks_up_lists=False,
     prepare=False,

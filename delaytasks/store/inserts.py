@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from datetime import datetime
-from functools import cached_property
 from typing import Any
 
 from sqlalchemy import Connection, Table, bindparam, exc, insert, select
@@ -26,7 +26,7 @@ from delaytasks.store.types import UTCDateTime
 _OTHERS = 500
 #: Rows that COPY is given at a time, and characters, since the driver keeps room for the most that it ever had.
 _AT_ONCE, _MOST_AT_ONCE = 200, 65_536
-#: Rows of a statement whose parameters are bound one by one: more are not faster.
+#: Rows of a statement with a parameter for each value: more are not faster.
 _BOUND = 100
 
 
@@ -53,7 +53,7 @@ class Insert:
                 raise
             return False
 
-    @cached_property
+    @functools.cached_property
     def _written(self) -> str:
         """As SQLAlchemy would write it out again for each row."""
         dialect: Any = psycopg2.dialect()  # type: ignore[no-untyped-call]
@@ -67,7 +67,7 @@ class BulkInsert:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._dialect = database.url.get_backend_name()
         self._can_copy = database.can.copy
-        self._can_bind = self._dialect == "sqlite"
+        self._binds = database.can.binds_values
         self._schema = schema
         self._table = schema.tasks
         #: By the columns in which the rows differ.
@@ -77,20 +77,32 @@ class BulkInsert:
         rows = new_values(tasks, self._schema)
         if self._can_copy and _is_psycopg2(on):
             self._copy(on, rows)
-        elif self._can_bind and isinstance(on, Connection):
+        elif self._binds and isinstance(on, Connection):
             self._bind(on, rows)
         else:
-            for part in parts(rows, _size):
-                self._insert(on, part)
+            self._insert_all(on, rows)
 
     def _bind(self, on: Connection, rows: Iterator[tuple[Any, ...]]) -> None:
-        said, insert_into = _Said(), f"INSERT INTO {self._target(on)} VALUES "
-        row_of_marks = f"({', '.join('?' * len(NEW_COLUMNS))})"
+        """By one statement alone, and with bodies of some size only, since the driver keeps both: whatever is left goes
+        the other way."""
+        marks = f"({', '.join('?' * len(NEW_COLUMNS))})"
+        statement = f"INSERT INTO {self._target(on)} VALUES {', '.join([marks] * _BOUND)}"
+        bound = functools.cache(self._bound)
         while some := list(itertools.islice(rows, _BOUND)):
+            if len(some) < _BOUND or sum(len(row[_BODY]) for row in some) > _MOST_AT_ONCE:
+                self._insert_all(on, some)
+                continue
             values: list[Any] = []
-            for row in some:
-                values += (*row[:_DUE], *said[row[_DUE:DIFFERING]], *said[row[DIFFERING:]])
-            on.exec_driver_sql(insert_into + ", ".join([row_of_marks] * len(some)), tuple(values))
+            for id, body, *others in some:
+                values += (id, body, *bound(others[0]), *bound(*others[1:]))
+            on.exec_driver_sql(statement, tuple(values))
+
+    def _bound(self, *values: Any) -> Sequence[Any]:
+        return [self._said(value) if isinstance(value, datetime) else value for value in values]
+
+    def _insert_all(self, on: Any, rows: Iterable[tuple[Any, ...]]) -> None:
+        for part in parts(rows, _size):
+            self._insert(on, part)
 
     def _insert(self, on: Any, stored: Sequence[tuple[Any, ...]]) -> None:
         columns = dict(zip(NEW_COLUMNS, zip(*stored, strict=True), strict=True))
@@ -130,21 +142,11 @@ class BulkInsert:
         return f"{on.dialect.identifier_preparer.format_table(self._table)} ({', '.join(NEW_COLUMNS)})"
 
 
-class _Said(dict[tuple[Any, ...], tuple[Any, ...]]):
-    """Values of rows in SQLite's own words."""
-
-    def __missing__(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        said = self[values] = tuple(
-            instant_text("sqlite", value) if isinstance(value, datetime) else value for value in values
-        )
-        return said
-
-
 def _is_psycopg2(on: Any) -> bool:
     return isinstance(on, Connection) and on.dialect.driver == "psycopg2"
 
 
-_BODY, _DUE, _HEADERS = (NEW_COLUMNS.index(name) for name in ("message_body", "expected_time", "headers"))
+_BODY, _HEADERS = NEW_COLUMNS.index("message_body"), NEW_COLUMNS.index("headers")
 
 
 def _size(row: tuple[Any, ...]) -> int:

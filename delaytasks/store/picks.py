@@ -64,6 +64,9 @@ class Picks:
         self._claimed = claimed
         self._whole = whole
         self._candidate = columns(schema, Candidate._fields)
+        waiting: ColumnElement[int] = literal(int(Status.NOT_COMPLETE))
+        queue, priority = bindparam("due_queue", type_=String), bindparam("due_priority", type_=Integer)
+        self._level = waiting, queue, priority
         self._named = self._pick(self._by_rows(), is_planned_once=True)
         #: For rows whose versions are the same.
         self._listed = self._pick(self._by_list(), is_planned_once=True) if database.can.looks_up_lists else None
@@ -123,7 +126,7 @@ class Picks:
 
     def _in_time(self, since: ColumnElement[datetime] | None) -> Select[Any]:
         t = self._t
-        pick = self._waiting().where(t.c.lapses <= 0, self._is_due(since)).order_by(t.c.expected_time)
+        pick = self._waiting().where(self._is_due(since), t.c.lapses <= 0).order_by(t.c.expected_time)
         return pick.limit(bindparam("due_limit"))
 
     def _is_due(self, since: ColumnElement[datetime] | None) -> ColumnElement[bool]:
@@ -144,11 +147,6 @@ class Picks:
     def _waiting(self) -> Select[Any]:
         t, (status, queue, priority) = self._t, self._level
         return select(*self._candidate).where(t.c.status == status, t.c.queue == queue, t.c.priority == priority)
-
-    @property
-    def _level(self) -> tuple[ColumnElement[int], ColumnElement[str], ColumnElement[int]]:
-        queue, priority = bindparam("due_queue", type_=String), bindparam("due_priority", type_=Integer)
-        return literal(int(Status.NOT_COMPLETE)), queue, priority
 
     def _pick(self, candidates: Select[Any], is_planned_once: bool = False) -> Pick:
         t = self._t

@@ -41,14 +41,15 @@ class _Unit:
 
     @property
     def stands_alone(self) -> bool:
-        return bool(self.executor._is_autocommit_isolation())
+        return _stands_alone(self.executor)
 
     @contextmanager
-    def guard(self, unknown_id: int | None = None) -> Iterator[None]:
+    def guard(self, unknown_id: int | None = None) -> Iterator[Executor]:
         stands_alone = False
         try:
-            stands_alone = self.stands_alone
-            yield
+            executor = self.executor
+            stands_alone = _stands_alone(executor)
+            yield executor
         except exc.DBAPIError as error:
             if stands_alone and unknown_id is not None and error.connection_invalidated:
                 raise unknown_outcome(reason_of(error), unknown_id) from error  # there is nothing to roll back
@@ -63,6 +64,10 @@ class _Unit:
                 raise
             # Our own connections read such rows, of which other programs write some.
             raise StoreError(f"the caller's driver can not read a row of another program: {error}") from error
+
+
+def _stands_alone(executor: Any) -> bool:
+    return bool(executor._is_autocommit_isolation())
 
 
 class SessionUnit(_Unit):

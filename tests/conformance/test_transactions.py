@@ -17,6 +17,7 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from delaytasks import DelayTask, DelayTasks, NewTask, Status
 from delaytasks.core.clock import to_us
 from delaytasks.core.errors import DuplicateTaskError, SessionUnusableError, TaskNotFoundError
+from delaytasks.store import rows
 from delaytasks.store.store import Store
 from delaytasks.store.units import _waiting, unit_of
 from tests.recording import RecordingTimer, delays_on, record
@@ -342,6 +343,26 @@ def test_a_connection_in_autocommit_arms_at_once(shop: Shop, database_url: str) 
             assert shop.delays.cancel(ids[0], session=connection) is (len(ids) == 3)
     plain.dispose()
     engine.dispose()
+
+
+def test_of_a_lot_whose_statements_stand_alone_none_is_lost_or_twice_there_when_an_id_is_taken(
+    shop: Shop, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "MAX_TEXT", 100_000)  # by several statements where there is no COPY
+    with shop.engine.begin() as connection:
+        old = shop.schedule(connection)
+    builder = shop.delays.producer._builder
+    ids = [builder._make_id() for _ in range(249)]
+    monkeypatch.setattr(builder, "_make_id", iter([*ids[:240], old.id, *ids[240:]]).__next__)
+    told: list[DelayTask] = []
+    engine = create_engine(database_url, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        many = (("mail", {"n": n}, 5) for n in range(250))
+        assert shop.delays.schedule_many(many, session=connection, on_batch=told.extend) == 250
+    engine.dispose()
+    assert [task.body["n"] for task in told] == list(range(250))
+    assert shop.seen() == {old.id, *(task.id for task in told)}
+    assert len(shop.seen()) == 251
 
 
 def test_a_connection_that_the_pool_gives_to_the_next_one_carries_nothing_over(shop: Shop) -> None:

@@ -43,12 +43,12 @@ class DjangoUnit:
         return not self._connection.in_atomic_block and bool(self._connection.get_autocommit())
 
     @contextmanager
-    def guard(self, unknown_id: int | None = None) -> Iterator[None]:
+    def guard(self, unknown_id: int | None = None) -> Iterator[DjangoExecutor]:
         connection, is_written, is_alone = self._connection, False, False
         try:
             is_alone = self.stands_alone
             with transaction.atomic(using=connection.alias) if is_alone else nullcontext():
-                yield
+                yield self.executor
                 is_written = True
         except (Error, exc.DBAPIError) as error:
             if is_alone:
