@@ -119,15 +119,15 @@ class Calls:
                 due_us = to_us(task.expected_time) if answer == "ok" else None
                 self._notes.note(Told(task.id, "schedule", answer, asked_us, now_us(), due_us))
 
-        def build(batch: Iterable[NewTask], on_conflict: OnConflict) -> list[DelayTask]:
-            tasks = make(batch, on_conflict)
-            told(tasks, "unknown")
-            return tasks
+        def lot(asked: Iterable[NewTask], on_conflict: OnConflict) -> producer.Lot:
+            made = make(asked, on_conflict)
+            told(made.plain, "unknown")
+            return made
 
         maker = self._delays.routes.shards[0].producer
-        make = maker.build
+        make = maker.lot
         many = [("fail.note", body, self._chance.choice([0, self._chance.uniform(0, 0.8)])) for _ in range(MANY)]
-        with patch.object(producer, "BULK", LOT), patch.object(maker, "build", build):
+        with patch.object(producer, "BULK", LOT), patch.object(maker, "lot", lot):
             if is_in_session:
                 with Session(self._delays.store.database.tx) as session, session.begin():
                     self._delays.schedule_many(many, session=session, on_batch=written.extend)
