@@ -82,7 +82,7 @@ class Chunks:
         self._admission = admission
         self._events = events
         self._time_box = TimeBox(self._box_s, self._look_after, partial(self._failed, "time box"))
-        self._beside = SideBySide(flights, running, self._has_ends, partial(self._failed, "side by side"))
+        self._beside = SideBySide(flights, running, self._open_again, partial(self._failed, "side by side"))
         #: Whose runner has gone on.
         self._left: set[Chunk] = set()
 
@@ -243,8 +243,8 @@ class Chunks:
                 self._forget(chunk)
             self._flush()  # whoever watches sees the row that is still running
 
-    def _has_ends(self, chunk: Chunk) -> None:
-        """If its runner has gone on, only the time box settles them."""
+    def _open_again(self, chunk: Chunk) -> None:
+        """Its runner may have gone on: then only the time box settles what ends."""
         self._time_box.open(chunk)
 
     def _forget(self, chunk: Chunk) -> None:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from delaytasks.core.clock import Clock, from_us, to_us
-from delaytasks.core.errors import DuplicateTaskError, InvalidDelayError
+from delaytasks.core.errors import DuplicateTaskError, InvalidDelayError, OutcomeUnknownError, StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.inputs import check_delay, check_due, check_instant
 from delaytasks.core.ports import Entry, Executor, OnConflict, TaskStore, Timer, Unit
@@ -33,11 +33,10 @@ BULK = 5000
 #: Tells workers of a shard's entries at the commit of a transaction.
 Tell = Callable[[Sequence[Entry], int, Executor], None]
 ID_TRIES = 5
-T = TypeVar("T")
 
 
 class Lot(NamedTuple):
-    """What one transaction writes."""
+    """What is written together."""
 
     #: All in one go.
     plain: list[DelayTask]
@@ -104,7 +103,7 @@ class Producer:
             except DuplicateTaskError as error:
                 if error.id != task.id:
                     raise
-            existing = self._store.get(task.id, on)
+            existing = self._taken(task.id, on)
             if existing is not None and (has_own_id or _is_same(existing, task)):
                 # The caller schedules again after an unknown outcome, or the store's retry found its first try's row.
                 return existing, not has_own_id
@@ -164,23 +163,31 @@ class Producer:
 
     def _write_lot(self, lot: Lot, on_conflict: OnConflict, on: Executor | None) -> list[DelayTask]:
         """The new ones of its tasks."""
-        written, rest = list[DelayTask](), lot.plain
+        plain, there = lot.plain, 0
         for _ in range(ID_TRIES):
-            if not rest or self._store.insert_many(rest, on):
+            if there == len(plain) or self._store.insert_many(plain[there:], on):
                 break
             # The store's retry may have found its first try's rows; and where each statement stands alone, those before
             # the one that failed are there. Rows go in order.
-            there = bisect_left(rest, True, key=lambda task: not self._is_there(task, on))
-            written += rest[:there]
-            rest = [replace(task, id=self._make_id()) for task in rest[there:]]
+            there = bisect_left(plain, True, there, key=lambda task: not self._is_there(task, on))
+            # In the lot itself: if its transaction is tried again, they are these.
+            plain[there:] = [replace(task, id=self._make_id()) for task in plain[there:]]
         else:
-            raise DuplicateTaskError(f"{ID_TRIES} times ids were taken; is another program writing ids?")
+            if there < len(plain):
+                raise DuplicateTaskError(f"{ID_TRIES} times ids were taken; is another program writing ids?")
         named = [self._write(task, on_conflict, has_own_id, on) for task, has_own_id in lot.named]
-        return [*written, *rest, *(task for task, is_new in named if is_new)]
+        return [*plain, *(task for task, is_new in named if is_new)]
 
     def _is_there(self, task: DelayTask, on: Executor | None) -> bool:
-        existing = self._store.get(task.id, on)
+        existing = self._taken(task.id, on)
         return existing is not None and _is_same(existing, task)
+
+    def _taken(self, id: int, on: Executor | None) -> DelayTask | None:
+        """The row that has an id of ours: it may be a try of the store's, whose answer was lost."""
+        try:
+            return self._store.get(id, on)
+        except StoreUnavailableError as error:
+            raise OutcomeUnknownError(f"{error}, and the id {id} is taken: look at task {id}", id) from error
 
     # -- arm --------------------------------------------------------------------------------------
 
@@ -256,7 +263,7 @@ def _to_arm(tasks: Sequence[DelayTask], until_us: int | None) -> Sequence[DelayT
     return [task for task in tasks if task.expected_time <= until or task.version > 0]
 
 
-def _drained(items: list[T]) -> Iterator[T]:
+def _drained(items: list[NewTask]) -> Iterator[NewTask]:
     """Lets go of each: the fewer objects live at a time, the less often Python looks through all that there are."""
     items.reverse()
     while items:

@@ -18,7 +18,7 @@ from delaytasks.core.task import DelayTask
 from delaytasks.store.database import Database
 from delaytasks.store.driver_errors import told
 from delaytasks.store.prepared import Prepared
-from delaytasks.store.rows import DIFFERING, NEW_COLUMNS, instant_text, json_rows, new_values, parts
+from delaytasks.store.rows import DIFFERING, MAX_TEXT, NEW_COLUMNS, instant_text, json_rows, new_values, parts
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import UTCDateTime
 
@@ -77,25 +77,26 @@ class BulkInsert:
         rows = new_values(tasks, self._schema)
         if self._can_copy and _is_psycopg2(on):
             self._copy(on, rows)
-        elif self._binds and isinstance(on, Connection):
+        elif self._binds and isinstance(on, Connection) and not on._is_autocommit_isolation():
             self._bind(on, rows)
         else:
             self._insert_all(on, rows)
 
     def _bind(self, on: Connection, rows: Iterator[tuple[Any, ...]]) -> None:
-        """By one statement alone, and with bodies of some size only, since the driver keeps both: whatever is left goes
-        the other way."""
+        """By one statement alone, as the driver keeps it, with what was bound to it last: rows that are left, and those
+        that are too large for that, go the other way."""
         marks = f"({', '.join('?' * len(NEW_COLUMNS))})"
         statement = f"INSERT INTO {self._target(on)} VALUES {', '.join([marks] * _BOUND)}"
-        bound = functools.cache(self._bound)
+        bound, left = functools.cache(self._bound), list[tuple[Any, ...]]()
         while some := list(itertools.islice(rows, _BOUND)):
-            if len(some) < _BOUND or sum(len(row[_BODY]) for row in some) > _MOST_AT_ONCE:
-                self._insert_all(on, some)
+            if len(some) < _BOUND or sum(len(row[_BODY]) + len(row[_HEADERS] or "") for row in some) > MAX_TEXT:
+                left += some
                 continue
             values: list[Any] = []
             for id, body, *others in some:
                 values += (id, body, *bound(others[0]), *bound(*others[1:]))
             on.exec_driver_sql(statement, tuple(values))
+        self._insert_all(on, left)
 
     def _bound(self, *values: Any) -> Sequence[Any]:
         return [self._said(value) if isinstance(value, datetime) else value for value in values]

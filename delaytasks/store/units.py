@@ -54,8 +54,9 @@ class _Unit:
             if stands_alone and unknown_id is not None and error.connection_invalidated:
                 raise unknown_outcome(reason_of(error), unknown_id) from error  # there is nothing to roll back
             # Never tried again by us: the transaction may be rolled back as a whole, with what the caller did.
+            remedy = "of many tasks the first ones may be there" if stands_alone else "roll it back, nothing was sent"
             raise SessionUnusableError(
-                f"the caller's transaction can not be used: {reason_of(error)}; roll it back, nothing was sent"
+                f"the caller's transaction can not be used: {reason_of(error)}; {remedy}"
             ) from error
         except exc.SQLAlchemyError as error:
             raise SessionUnusableError(f"the caller's session can not be used: {error}") from error

@@ -45,7 +45,7 @@ from delaytasks.store import stats as stats_module
 from delaytasks.store.claims import Claims
 from delaytasks.store.database import Database
 from delaytasks.store.prepared import Prepared
-from delaytasks.store.rows import values_of
+from delaytasks.store.rows import MAX_TEXT, values_of
 from delaytasks.store.stats import Stats
 from delaytasks.store.store import Store
 from delaytasks.store.sweeps import Sweeps
@@ -189,6 +189,7 @@ def test_many_tasks_with_text_that_copy_gives_a_meaning_to(store: Store) -> None
 
 def test_many_more_tasks_than_go_at_a_time(store: Store) -> None:
     made = [task(store, body_json=f"[{n}]") for n in range(450)]
+    made[150] = task(store, body_json=json.dumps(["x" * MAX_TEXT]))
     assert store.tasks.insert_many(made)
     assert [read(store, made[n].id).body for n in (0, 199, 200, 449)] == [[0], [199], [200], [449]]
     assert counted(store)[Status.NOT_COMPLETE] == 450

@@ -16,7 +16,13 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from delaytasks import DelayTask, DelayTasks, NewTask, Status
 from delaytasks.core.clock import to_us
-from delaytasks.core.errors import DuplicateTaskError, SessionUnusableError, TaskNotFoundError
+from delaytasks.core.errors import (
+    DuplicateTaskError,
+    OutcomeUnknownError,
+    SessionUnusableError,
+    StoreUnavailableError,
+    TaskNotFoundError,
+)
 from delaytasks.store import rows
 from delaytasks.store.store import Store
 from delaytasks.store.units import _waiting, unit_of
@@ -363,6 +369,41 @@ def test_of_a_lot_whose_statements_stand_alone_none_is_lost_or_twice_there_when_
     assert [task.body["n"] for task in told] == list(range(250))
     assert shop.seen() == {old.id, *(task.id for task in told)}
     assert len(shop.seen()) == 251
+
+
+def test_a_lot_that_is_written_again_as_its_answer_was_lost_is_there_once(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ids that had to be made anew, since one was taken."""
+    with shop.engine.begin() as connection:
+        old = shop.schedule(connection)
+    tasks, builder = shop.delays.store.tasks, shop.delays.producer._builder
+    ids, together = [builder._make_id() for _ in range(3)], tasks.together
+    monkeypatch.setattr(builder, "_make_id", iter([ids[0], old.id, *ids[1:]]).__next__)
+    monkeypatch.setattr(tasks, "together", lambda work, id: together(work, id) and together(work, id))
+    told: list[DelayTask] = []
+    many = [*(NewTask("mail", n, 5) for n in range(3)), NewTask("mail", 3, 5, key="k")]
+    assert shop.delays.schedule_many(many, on_batch=told.extend) == 4
+    assert shop.seen() == {old.id, *(task.id for task in told)}
+    assert sorted(task.body for task in told) == list(range(4))
+
+
+def test_who_finds_an_id_taken_and_then_the_database_gone_can_not_know_whose_it_is(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: Any) -> None:
+        raise StoreUnavailableError("the database is gone")
+
+    for insert_in in ("insert", "insert_many"):
+        monkeypatch.setattr(shop.delays.store.tasks, insert_in, lambda *_: False)
+    monkeypatch.setattr(shop.delays.store.tasks, "get", gone)
+    for schedule in (
+        lambda: shop.delays.schedule_delay("mail", 1, 5),
+        lambda: shop.delays.schedule_many([("mail", 1, 5)]),
+    ):
+        with pytest.raises(OutcomeUnknownError) as unknown:
+            schedule()
+        assert unknown.value.id is not None
 
 
 def test_a_connection_that_the_pool_gives_to_the_next_one_carries_nothing_over(shop: Shop) -> None:

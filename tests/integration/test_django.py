@@ -393,8 +393,11 @@ def test_a_connection_that_breaks_is_told_and_one_that_breaks_in_commit_with_the
         assert "secret" not in str(error.value)
     with monkeypatch.context() as patch:
         patch.setattr(connection, "commit", broken)
+        with pytest.raises(OutcomeUnknownError) as many:
+            delays.schedule_many([("order.close", 1, 1)])
         with pytest.raises(OutcomeUnknownError) as unknown:
             delays.schedule_delay("order.close", 1, 1)
+    assert many.value.id is not None
     assert unknown.value.id is not None
     assert delays.schedule_delay("order.close", 1, 1, id=unknown.value.id).id == unknown.value.id
 

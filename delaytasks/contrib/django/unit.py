@@ -52,7 +52,7 @@ class DjangoUnit:
                 is_written = True
         except (Error, exc.DBAPIError) as error:
             if is_alone:
-                raise self._typed(error, is_written) from error
+                raise self._typed(error, (self.executor.written_id or unknown_id) if is_written else None) from error
             if connection.in_atomic_block:
                 # PostgreSQL answers COMMIT with a silent ROLLBACK now, so nobody may go on and believe in a commit.
                 transaction.set_rollback(True, using=connection.alias)
@@ -61,16 +61,15 @@ class DjangoUnit:
                 "block by an exception, nothing was sent"
             ) from error
 
-    def _typed(self, error: Exception, is_written: bool) -> StoreError:
+    def _typed(self, error: Exception, unknown_id: int | None) -> StoreError:
         alias, reason = self._connection.alias, _reason(error)
         if not isinstance(error, (OperationalError, InterfaceError)):
             return StoreError(f"database {alias!r} refused: {reason}")
-        if is_written and self.executor.written_id is not None:
-            id = self.executor.written_id
+        if unknown_id is not None:
             return OutcomeUnknownError(
                 f"the connection to database {alias!r} broke before the answer came ({reason}); scheduling again with "
-                f"id={id} is safe",
-                id,
+                f"id={unknown_id} is safe",
+                unknown_id,
             )
         return StoreUnavailableError(f"database {alias!r} can not be used: {reason}")
 
