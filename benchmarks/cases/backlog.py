@@ -22,6 +22,8 @@ def run(stage: Stage) -> None:
         rss_before = side.rss_mb()
         side.clear()
         ours.delays.schedule_many((ours.TAG, {"due": 0.5}, DELAY_S) for _ in range(rows))
+        if table.can_fill():
+            table.settle_down()
         behind = steady.work(stage, side)
         rss_behind = side.rss_mb()
         if table.count() != rows + len(behind):
