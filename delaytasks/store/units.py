@@ -76,10 +76,13 @@ class SessionUnit(_Unit):
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        #: As it was asked for last, by the guard of each step: who ends a transaction in between gets another one.
+        self._connection: Connection | None = None
 
     @property
-    def executor(self) -> Executor:
-        return self._session.connection()
+    def executor(self) -> Connection:
+        self._connection = self._session.connection()
+        return self._connection
 
     def after_commit(self, tasks: Sequence[DelayTask], action: Action) -> None:
         session = self._session
@@ -89,7 +92,7 @@ class SessionUnit(_Unit):
             event.listen(session, "after_transaction_end", _on_end)
             session.info[_PENDING] = []
         transaction = session.get_nested_transaction() or session.get_transaction()
-        session.info[_PENDING].append((transaction, session.connection(), tasks, action))
+        session.info[_PENDING].append((transaction, self._connection or self.executor, tasks, action))
 
 
 def _on_commit(session: Session) -> None:
