@@ -151,7 +151,7 @@ class Producer:
         unit: Unit | None,
         on_batch: Callable[[Sequence[DelayTask]], None] | None,
     ) -> int:
-        """One transaction's tasks."""
+        """Writes its tasks together, and arms those that are near."""
         write, id = functools.partial(self._write_lot, lot, on_conflict), lot.first.id
         with unit.guard(id) if unit is not None else nullcontext() as on:
             written = self._store.together(write, id) if on is None and lot.named else write(on)
