@@ -24,7 +24,7 @@ DEADLINE_S, STOP_S = 120.0, 30.0
 AHEAD_S = 3.0
 #: Whoever runs a chunk is in here.
 CHUNK = "delaytasks/worker/pool.py"
-#: What the innermost frame that is named here does. What is in a driver's frame waits for the database.
+#: What the innermost frame that is named here does. What is in a driver's frame or a socket's waits for the database.
 STEPS = (
     ("claims", "delaytasks/store/claims.py"),
     ("settles", "delaytasks/store/settlements.py"),
@@ -32,7 +32,7 @@ STEPS = (
     ("rest of a chunk", "delaytasks/engine/"),
     ("rest of a chunk", CHUNK),
 )
-DRIVERS = ("delaytasks/store/prepared.py", "sqlalchemy/engine/default.py", "pymysql/")
+DRIVERS = ("delaytasks/store/prepared.py", "sqlalchemy/engine/default.py", "pymysql/", "(socket.py")
 MAIN_THREAD = "MainThread"
 
 
