@@ -89,12 +89,14 @@ class Desk:
         self.watchdog.start()
 
     def stop(self, is_warm: bool = False) -> None:
-        """Sends back what is held, so that other workers have it in time; done again it does no harm. Leases
-        are renewed as long as the process lives, since the pool may have rows to finish."""
+        """Sends back what is held, and asks others to go on with what we work off, so that they have it in time; done
+        again it does no harm. Leases are renewed as long as the process lives, since the pool may have rows to
+        finish."""
         if self._mover is not None:
             self._mover.stop()  # first, or it would take what we send back
         self.readers.stop()
         waiting = self.wheel.stop()  # before those who take what falls due
+        unfinished = self.dispatcher.unfinished
         waiting += self.dispatcher.close()
         if is_warm:  # else the pool ends with what it has, and this may be any thread
             waiting += self.dispatcher.recall()
@@ -104,6 +106,9 @@ class Desk:
             else:
                 attempt = partial(self.delays.events.attempt, "stop")
                 self.delays.routes.each(lambda at: attempt(at.named("forget"), lambda: at.store.sweeps.forget_armed()))
+        timer, settings = self.delays.inline_timer, self.delays.settings
+        for queue, priorities, shard in unfinished:
+            timer.drain(queue, sorted(priorities), settings.drain_tokens, settings.sweep_s, shard)
         hang_up(self._worker.consumer)
         # Last: until then we count as a worker that may have died.
         self.delays.routes.each(lambda shard: self._sweepings[shard.number].stop())

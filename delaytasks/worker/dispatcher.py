@@ -95,6 +95,12 @@ class Dispatcher:
             return [entry for lane in self.lanes for entry in lane.clear()]
 
     @property
+    def unfinished(self) -> list[tuple[str, set[int], int]]:
+        """What is being worked off from the table: queues, their priorities, and the shard."""
+        with self._lock:
+            return [(queue, some, lane.shard) for lane in self.lanes for queue, some in lane.unfinished.items()]
+
+    @property
     def is_busy(self) -> bool:
         """Whether a chunk is under way, or one could be sent."""
         with self._lock:

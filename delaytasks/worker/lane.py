@@ -111,6 +111,12 @@ class Lane:
         return waiting
 
     @property
+    def unfinished(self) -> dict[str, set[int]]:
+        """By queue, the priorities of what is being worked off from the table; none where it is lines only."""
+        priorities: dict[str, set[int]] = {queue: set() for queue in self.lines.queues}
+        return priorities | {queue: drain.priorities for queue, drain in self._drains.items()}
+
+    @property
     def is_busy(self) -> bool:
         return bool(self.in_flight or self._ready or self._drains or self.lines.is_wanted)
 

@@ -40,6 +40,10 @@ class Lines:
         return bool(self._lines)
 
     @property
+    def queues(self) -> set[str]:
+        return {queue for queue, _ in self._lines}
+
+    @property
     def is_wanted(self) -> bool:
         """Whether somebody could go on with one now."""
         return any(line.wanted or line.jobs for line in self._lines.values())

@@ -122,11 +122,17 @@ def test_what_a_worker_leaves_in_line_when_it_stops_another_one_takes(deploy: De
     d.delays.set_policy("test.sleep", concurrency=1)
     first = d.worker(pool="threads", concurrency=2)
     second = d.worker(pool="threads", concurrency=2)
-    tasks = schedule(d, 100, seconds=0.1, delay=1)
+    queue, control = d.delays.publisher.queue("default").name, d.delays.celery.control
+    to_second: dict[str, Any] = {"destination": [d.node(1)], "reply": True, "timeout": 10, "limit": 1}
+    assert control.cancel_consumer(queue, **to_second), "it meets nobody who waits in line"
+    time.sleep(1.5)  # until its last question for a message is over
+    tasks = schedule(d, 60, seconds=0.1, delay=1)
     wait_until(lambda: len(d.runs()) > 10, 15, "some of them to run")
+    assert control.add_consumer(queue, **to_second)
+    time.sleep(1.5)  # until it serves the queue
     first.terminate()
     assert not second.ended()
-    d.wait_for(tasks, deadline_s=40)
+    d.wait_for(tasks, deadline_s=20)
     assert most_at_once(d) == 1
 
 
