@@ -134,8 +134,8 @@ BOUNDS = {"wheel": 2, "leases": 10, "sweep": 20, "watch": 30, "mover": 5, "ear":
 def test_each_loop_that_is_stuck_is_replaced(at_work: AtWork, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     at_work.break_loop(name, at_work.hang)
     monkeypatch.setattr(loop_module, "monotonic", lambda: monotonic() + BOUNDS[name])
-    wait_until(lambda: at_work.restarts, 10, "it to be replaced")
-    assert {"loop": name, "reason": "stuck"} in at_work.restarts
+    # The watchdog and the watch look after each other: who was only late for a moment may be replaced as well.
+    wait_until(lambda: {"loop": name, "reason": "stuck"} in at_work.restarts, 10, "it to be replaced")
     assert at_work.takes_turns(name)
 
 
