@@ -71,7 +71,9 @@ class Settings:
     sweep_s: float = _setting(5.0, "time between sweeps")
     self_sweep_s: float = _setting(10.0, "a worker that saw no sweep for so long sweeps by itself")
     houses: int = _setting(1, "number of sweeps that share the table (house numbers)")
-    drain_tokens: int = _setting(2, "drain messages per worker and queue at each sweep")
+    drain_tokens: int = _setting(
+        2, "drain messages per worker and queue at each sweep, and per queue that a worker leaves"
+    )
     purge_after_s: float | None = _setting(None, "finished tasks older than this are deleted; none: never")
 
     callback_secrets: tuple[str, ...] = _setting((), "HTTP callbacks are signed with these (whsec_…)", secret=True)

@@ -126,7 +126,7 @@ class Runner:
             is_full = self._run_suspect(queue, priorities, tally) or is_full
             met = Met(met.lines | self._lines.met().lines, met.held)
         self._lining.gather(met, limit, {(queue, priority) for priority in priorities})
-        lines = met.lines if is_full else met.lines | self._lines.of(queue)
+        lines = met.lines if is_full and not is_suspects_turn else met.lines | self._lines.of(queue)
         openings = self._lining.go_on(lines, limit, for_s, tally)
         return self._report(tally, tally.claimed, is_full=is_full, lines=openings)
 

@@ -132,8 +132,7 @@ def exclusively(connection: Connection, prefix: str, schema: str | None) -> Iter
     """Our turn on this database, with short waits for locks; used by alembic/env.py."""
     dialect, name = connection.dialect.name, f"{schema or ''}.{version_table(prefix)}"
     if dialect == "postgresql":
-        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_TURN_S}s'")
-        connection.execute(select(func.pg_advisory_xact_lock(func.hashtext(name))))
+        wait_for_turn(connection, name)
         connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S}s'")
         if schema and schema not in inspect(connection).get_schema_names():
             connection.execute(CreateSchema(schema))
@@ -151,6 +150,12 @@ def exclusively(connection: Connection, prefix: str, schema: str | None) -> Iter
         finally:
             connection.exec_driver_sql("SET SESSION lock_wait_timeout = DEFAULT")
             connection.execute(select(func.release_lock(name[-64:])))
+
+
+def wait_for_turn(connection: Connection, name: str) -> None:
+    """PostgreSQL: whoever does what has this name waits for the end of our transaction, but not for long."""
+    connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_TURN_S}s'")
+    connection.execute(select(func.pg_advisory_xact_lock(func.hashtext(name))))
 
 
 def comparison(dialect: str) -> dict[str, Any]:

@@ -51,6 +51,11 @@ _INDEXES = text(
 def convert(partitions: Partitions, every: timedelta, ahead: int) -> list[str]:
     """The names of all partitions: the first one is the table as it is, which takes new tasks until the second edge
     from now."""
+    with partitions.one_at_a_time():
+        return _convert(partitions, every, ahead)
+
+
+def _convert(partitions: Partitions, every: timedelta, ahead: int) -> list[str]:
     partitions.check("r", "is partitioned already; run: delaytasks db partitions maintain")
     now, name = partitions.now(), partitions.tasks.name
     edge = edge_after(edge_after(now, every), every)

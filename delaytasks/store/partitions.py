@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime, timedelta
 from typing import NamedTuple, TypeVar
 
@@ -19,7 +19,7 @@ from delaytasks.core.errors import ConfigError, StoreUnavailableError
 from delaytasks.core.ids import first_id, made_at
 from delaytasks.store.database import Database
 from delaytasks.store.driver_errors import REMEDY
-from delaytasks.store.migrations import exclusively
+from delaytasks.store.migrations import exclusively, wait_for_turn
 from delaytasks.store.schema import HOT, STORAGE, build_schema
 from delaytasks.store.types import db_now
 
@@ -124,6 +124,10 @@ class Partitions:
     def extend(self, every: timedelta, ahead: int) -> list[str]:
         """Makes the partitions of the periods to come, and names them. A period that has begun, or whose tasks are in
         the default partition already, is left to that one."""
+        with self.one_at_a_time():
+            return self._extend(every, ahead)
+
+    def _extend(self, every: timedelta, ahead: int) -> list[str]:
         parts, now = self.all(), self.now()
         start = max(part.until or made_at(0) for part in parts)
         start = max(start, edge_after(now + CLOCKS_DIFFER, every))
@@ -146,12 +150,10 @@ class Partitions:
             return self.in_turn(work)
 
     def make_periods(self, connection: Connection, wanted: Sequence[Period]) -> list[str]:
-        existing, made = {part.name for part in self._list(connection)}, []
+        made = []
         for since, until in wanted:
-            name = f"{self.tasks.name}_p{since:%Y%m%d}"
-            if name not in existing:  # else somebody has just made it
-                self.make(connection, name, f"FOR VALUES FROM ({first_id(since)}) TO ({first_id(until)})")
-                made.append(name)
+            made.append(f"{self.tasks.name}_p{since:%Y%m%d}")
+            self.make(connection, made[-1], f"FOR VALUES FROM ({first_id(since)}) TO ({first_id(until)})")
         return made
 
     def make(self, connection: Connection, name: str, bound: str) -> None:
@@ -166,6 +168,19 @@ class Partitions:
             f"ALTER TABLE {parent} ATTACH PARTITION {target} {bound}",
         ):
             connection.exec_driver_sql(statement)
+
+    @contextmanager
+    def one_at_a_time(self) -> Iterator[None]:
+        """Inside, nobody else makes partitions: it takes several transactions, and a CHECK that both would change."""
+        with ExitStack() as held:
+
+            def wait() -> None:
+                connection = held.enter_context(self.database.tx.connect())
+                wait_for_turn(connection, f"{self.tasks.fullname} {CHECK}")
+
+            with self.advising("nothing was changed"):
+                self.database.run(wait)
+            yield
 
     @contextmanager
     def known(self, name: str, condition: str) -> Iterator[None]:

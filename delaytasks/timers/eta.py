@@ -48,7 +48,9 @@ class EtaTimer:
         """What is in a broker stays there: the claim finds that its version is over."""
 
     def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0) -> bool:
-        """Asks workers to claim by themselves what is overdue in `queue`."""
+        """Asks workers to claim by themselves what is overdue in `queue`, and what waits in line there."""
+        if not is_queue(queue):
+            return False
         expires = self._clock.now() + timedelta(seconds=expires_s)
         wanted = {"drain": list(priorities), **({"shard": shard} if shard else {})}
         token: tuple[list[Any], dict[str, Any]] = ([[], wanted], {"expires": expires})

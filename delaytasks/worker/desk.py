@@ -59,6 +59,7 @@ class Desk:
             rearm=self.hold,
             sends_events=self._sends_events,
         )
+        self.dispatcher.on_left = self._ask_others
         self.dispatcher.stamp_of = lambda number: delays.shards[number].policies.known.stamp
         for shard in delays.shards:
             shard.sweeper.drain_here = partial(self._drain_here, shard.number)
@@ -96,8 +97,8 @@ class Desk:
             self._mover.stop()  # first, or it would take what we send back
         self.readers.stop()
         waiting = self.wheel.stop()  # before those who take what falls due
-        unfinished = self.dispatcher.unfinished
-        waiting += self.dispatcher.close()
+        left = self.dispatcher.close()
+        waiting += left.entries
         if is_warm:  # else the pool ends with what it has, and this may be any thread
             waiting += self.dispatcher.recall()
         if waiting:
@@ -106,13 +107,17 @@ class Desk:
             else:
                 attempt = partial(self.delays.events.attempt, "stop")
                 self.delays.routes.each(lambda at: attempt(at.named("forget"), lambda: at.store.sweeps.forget_armed()))
-        timer, settings = self.delays.inline_timer, self.delays.settings
-        for queue, priorities, shard in unfinished:
-            timer.drain(queue, sorted(priorities), settings.drain_tokens, settings.sweep_s, shard)
+        for queue, priorities, shard in left.queues:
+            self._ask_others(queue, shard, sorted(priorities))
         hang_up(self._worker.consumer)
         # Last: until then we count as a worker that may have died.
         self.delays.routes.each(lambda shard: self._sweepings[shard.number].stop())
         self.delays.events.attempt("stop", "leave", self.readers.leave)
+
+    def _ask_others(self, queue: str, shard: int, priorities: Sequence[int] = ()) -> None:
+        """To go on with what is in the table; with lines only, if there are no priorities."""
+        settings = self.delays.settings
+        self.delays.inline_timer.drain(queue, priorities, settings.drain_tokens, settings.sweep_s, shard)
 
     def _look(self) -> float:
         """Once a second, what needs no database."""

@@ -31,6 +31,14 @@ class Sent(NamedTuple):
     pids: frozenset[int]
 
 
+class Left(NamedTuple):
+    """What others have to go on with."""
+
+    entries: list[Entry]
+    #: Queues that were being worked off from the table, their priorities, and the shard.
+    queues: list[tuple[str, set[int], int]]
+
+
 class Dispatcher:
     """Lives in the worker's main process. The pool may be used from one thread only, the event loop's where there
     is one: `soon` brings a call there. Each shard has a lane, and a chunk has rows of one lane only."""
@@ -55,6 +63,8 @@ class Dispatcher:
         self.on_room: Callable[[], None] = lambda: None
         #: Told of each chunk that ended; asked for, it says what became of the tasks.
         self.on_report: Callable[[Report], None] | None = None
+        #: Told of lines that a chunk found when there are no more chunks: queue and shard.
+        self.on_left: Callable[[str, int], None] = lambda queue, shard: None
         #: So many rows may be claimed yet; None is any number.
         self.budget: int | None = None
         #: The stamp of a shard's policies.
@@ -88,17 +98,12 @@ class Dispatcher:
                 self.lanes[shard].ask(queue, priorities)
         self._soon(self.pump)
 
-    def close(self) -> list[Entry]:
-        """No more chunks; returns the entries that wait."""
+    def close(self) -> Left:
+        """No more chunks."""
         with self._lock:
             self._is_open = False
-            return [entry for lane in self.lanes for entry in lane.clear()]
-
-    @property
-    def unfinished(self) -> list[tuple[str, set[int], int]]:
-        """What is being worked off from the table: queues, their priorities, and the shard."""
-        with self._lock:
-            return [(queue, some, lane.shard) for lane in self.lanes for queue, some in lane.unfinished.items()]
+            queues = [(queue, some, lane.shard) for lane in self.lanes for queue, some in lane.unfinished.items()]
+            return Left([entry for lane in self.lanes for entry in lane.clear()], queues)
 
     @property
     def is_busy(self) -> bool:
@@ -264,11 +269,15 @@ class Dispatcher:
             self._size.learn(report.ran, report.seconds, report.wanted)
             if job.drain is not None:
                 lane.drained(job.drain, job.priorities, report.is_full, self._is_open)
-            look_s = lane.lines.heard(report.lines if self._is_open else (), job.line)
+            is_open = self._is_open
+            look_s = lane.lines.heard(report.lines, job.line) if is_open else None
         if report.early:
             self._rearm(report.early)
         if look_s is not None:
             self._pump_after(look_s)
+        if not is_open:
+            for queue in {opening.queue for opening in report.lines}:
+                self.on_left(queue, job.shard)
         self._soon(self.pump)
 
     def _left(self, number: int, job: Job, ran: int) -> None:

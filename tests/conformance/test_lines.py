@@ -17,6 +17,7 @@ from delaytasks import DelayTask
 from delaytasks.core.lines import Opening
 from delaytasks.core.ports import Level, Settlement
 from delaytasks.core.states import Status
+from delaytasks.engine import runner
 from delaytasks.store import crowds
 from delaytasks.store.store import Store
 from tests.benches import Bench
@@ -106,6 +107,21 @@ def test_a_backlog_gets_in_line_too(bench: LimitedBench) -> None:
     bench.runner.drain("default", [0], 5, for_s=20)
     assert sorted(map(str, bench.ran)) == ["0", "1", "2", "3", "4", "5", "6", "other"]
     assert bench.statuses([*tasks, other]) == ["DONE"] * 8
+
+
+def test_a_line_that_this_process_never_met_is_found_behind_a_backlog(
+    bench: LimitedBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.limit(concurrency=1)
+    first, second = [bench.schedule(body=n) for n in range(2)]
+    bench.claims.settle([Settlement(task, "succeed") for task in bench.claim(first, second)])
+    assert bench.statuses([second]) == ["HELD"]
+    bench.registry.processor("other")(bench.ran.append)
+    for _ in range(20):
+        bench.schedule("other", body="other")
+    monkeypatch.setattr(runner, "SUSPECTS_S", 0)  # else a second passes first
+    assert bench.runner.drain("default", [0], 5).is_full, "there is more behind"
+    assert bench.statuses([second]) == ["DONE"]
 
 
 def test_each_key_has_its_own_limit(bench: LimitedBench) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -167,8 +168,15 @@ def test_each_period_has_one_partition_and_the_first_all_before(field: Field) ->
     assert field.partitions.live() == {}
 
 
-def test_partitions_are_made_once_however_many_ask_for_them(field: Field) -> None:
-    before = field.names()
+def test_partitions_are_made_once_however_many_ask_for_them(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, in_turn, turns = field.names(), field.partitions.in_turn, itertools.count(1)
+
+    def and_then_others(work: Callable[[Any], list[str]], *otherwise: str) -> list[str]:
+        done = in_turn(work, *otherwise)
+        time.sleep(0.2 * next(turns))  # whoever came first is done before the next one goes on
+        return done
+
+    monkeypatch.setattr(field.partitions, "in_turn", and_then_others)
     assert field.partitions.extend(WEEK, 4) == []
     with ThreadPoolExecutor() as pool:
         made = list(pool.map(lambda _: field.partitions.extend(WEEK, 8), range(3)))

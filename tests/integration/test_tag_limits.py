@@ -121,16 +121,14 @@ def test_what_a_worker_leaves_in_line_when_it_stops_another_one_takes(deploy: De
     d = deploy(**NO_SWEEP)
     d.delays.set_policy("test.sleep", concurrency=1)
     first = d.worker(pool="threads", concurrency=2)
-    second = d.worker(pool="threads", concurrency=2)
-    queue, control = d.delays.publisher.queue("default").name, d.delays.celery.control
-    to_second: dict[str, Any] = {"destination": [d.node(1)], "reply": True, "timeout": 10, "limit": 1}
-    assert control.cancel_consumer(queue, **to_second), "it meets nobody who waits in line"
-    time.sleep(1.5)  # until its last question for a message is over
-    tasks = schedule(d, 60, seconds=0.1, delay=1)
+    second = d.worker("-Q", d.settings["namespace"] + ".mail", pool="threads", concurrency=2)
+    tasks = schedule(d, 80, seconds=0.1, delay=1)
     wait_until(lambda: len(d.runs()) > 10, 15, "some of them to run")
-    assert control.add_consumer(queue, **to_second)
-    time.sleep(1.5)  # until it serves the queue
+    queue, control = d.delays.publisher.queue("default").name, d.delays.celery.control
+    assert control.add_consumer(queue, destination=[d.node(1)], reply=True, timeout=10, limit=1)
+    time.sleep(2)  # until it knows that it serves the queue; it has met nobody who waits in line
     first.terminate()
+    assert any(d.status(task) is Status.HELD for task in tasks)
     assert not second.ended()
     d.wait_for(tasks, deadline_s=20)
     assert most_at_once(d) == 1

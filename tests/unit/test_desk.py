@@ -17,9 +17,11 @@ from delaytasks import DelayTasks
 from delaytasks.core import loop as loop_module
 from delaytasks.core.clock import ManualClock, monotonic
 from delaytasks.core.ids import COUNTER_BITS
+from delaytasks.core.lines import Opening
 from delaytasks.core.loop import Loop
 from delaytasks.core.ports import Entry
 from delaytasks.worker.desk import Desk
+from delaytasks.worker.dispatcher import Left
 from tests.proxy import proxy_to
 from tests.waiting import wait_until
 
@@ -47,6 +49,12 @@ def make_desk(place: Path | str, **settings: Any) -> Desk:
     with delays.store.database.begin() as connection:
         delays.store.schema.metadata.create_all(connection)
     return Desk(delays, Worker())
+
+
+def desk_of_two_shards(folder: Path, **settings: Any) -> Desk:
+    """On databases that have no tables."""
+    app = Celery("test", broker="memory://", set_as_current=False)
+    return Desk(DelayTasks(app, [f"sqlite:///{folder / name}.db" for name in "ab"], **settings), Worker())
 
 
 class AtWork:
@@ -252,10 +260,10 @@ def test_what_falls_due_while_a_worker_stops_is_sent_back(tmp_path: Path, monkey
     monkeypatch.setattr(desk.delays.inline_timer, "arm", lambda entries: sent.extend(entries) or True)
     close = desk.dispatcher.close
 
-    def close_in_its_time() -> list[Entry]:
-        waiting = close()
+    def close_in_its_time() -> Left:
+        left = close()
         wait_until(lambda: len(desk.wheel) == 0, 5, "the wheel to bring out what it holds, if it still can")
-        return waiting
+        return left
 
     monkeypatch.setattr(desk.dispatcher, "close", close_in_its_time)
     desk.start()
@@ -265,10 +273,27 @@ def test_what_falls_due_while_a_worker_stops_is_sent_back(tmp_path: Path, monkey
     assert sent == [entry]
 
 
+def test_others_are_asked_once_to_go_on_with_what_a_worker_was_working_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = desk_of_two_shards(tmp_path)
+    asked: list[tuple[str, list[int], int]] = []
+    monkeypatch.setattr(
+        desk.delays.inline_timer,
+        "drain",
+        lambda queue, priorities, tokens, expires_s, shard: asked.append((queue, list(priorities), shard)),
+    )
+    desk.dispatcher.drain("default", [5, 0], 1)
+    with desk.dispatcher._lock:
+        desk.dispatcher.lanes[0].lines.heard([Opening("mail", "test.note", 0)])
+    desk.stop()
+    desk.stop()
+    assert asked == [("mail", [], 0), ("default", [0, 5], 1)]
+
+
 def test_an_entry_waits_by_the_clock_of_its_own_database(tmp_path: Path) -> None:
-    app = Celery("test", broker="memory://", set_as_current=False)
-    delays = DelayTasks(app, [f"sqlite:///{tmp_path / name}.db" for name in "ab"])
-    desk = Desk(delays, Worker())
+    desk = desk_of_two_shards(tmp_path)
+    delays = desk.delays
     first, second = (ManualClock(datetime(2030, 1, 1, tzinfo=timezone.utc)) for _ in range(2))
     second.advance(3600)
     for lane, clock in zip(desk.dispatcher.lanes, (first, second), strict=True):
@@ -286,9 +311,7 @@ def test_an_entry_waits_by_the_clock_of_its_own_database(tmp_path: Path) -> None
 
 
 def test_a_sweep_is_of_every_shard(tmp_path: Path) -> None:
-    app = Celery("test", broker="memory://", set_as_current=False)
-    delays = DelayTasks(app, [f"sqlite:///{tmp_path / name}.db" for name in "ab"], houses=2)
-    desk = Desk(delays, Worker())
+    desk = desk_of_two_shards(tmp_path, houses=2)
     desk.sweep(1)
     assert [sweeping._asked for sweeping in desk._sweepings] == [{1}, {1}]
 

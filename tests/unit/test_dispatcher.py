@@ -16,6 +16,7 @@ from delaytasks.core.clock import ManualClock
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.ids import COUNTER_BITS, shard_of
+from delaytasks.core.lines import Opening
 from delaytasks.core.ports import Entry
 from delaytasks.core.settings import Settings
 from delaytasks.engine.runner import Report
@@ -344,9 +345,21 @@ def test_whoever_waits_for_room_is_told_when_a_chunk_ends(bench: Bench) -> None:
 
 def test_a_closed_dispatcher_hands_out_what_waits_and_starts_no_more(bench: Bench) -> None:
     bench.dispatcher.take(bench.entries(25))
-    assert len(bench.dispatcher.close()) == 5
+    assert len(bench.dispatcher.close().entries) == 5
     bench.pool.end(Report(10, 10, 0.001))
     assert len(bench.pool.jobs) == 1
+
+
+def test_lines_that_a_chunk_found_after_all_was_closed_are_left_to_others(bench: Bench) -> None:
+    left: list[tuple[str, int]] = []
+    bench.dispatcher.on_left = lambda queue, shard: left.append((queue, shard))
+    bench.dispatcher.take(bench.entries(12))
+    bench.pool.end(Report(10, 10, 0.001, lines=(Opening("default", "test.first"),)))
+    assert not left, "we go on with them"
+    bench.dispatcher.close()
+    tags = "test.first", "test.second"
+    bench.pool.end(Report(2, 2, 0.001, lines=tuple(Opening("default", tag) for tag in tags)))
+    assert left == [("default", 0)]
 
 
 # -- several shards -------------------------------------------------------------------------------
