@@ -1,8 +1,9 @@
 """The policies that a process goes by: read about once a second, and looked at as often as one likes.
 
 A worker's main process reads them in a thread, and each chunk that goes to the pool brings their stamp: a pool process
-reads them itself only when that is another one than of those that it has. All others (commands, eager tasks) read them
-when they look, if the last ones are older than a second. Without policies the stamp is 0, and nobody reads anything.
+reads them itself only when that is another one than of those that it has, or when the main process has not come to it
+yet. All others (commands, eager tasks) read them when they look, if the last ones are older than a second. Without
+policies the stamp is 0, and nobody reads anything.
 """
 
 from __future__ import annotations
@@ -23,8 +24,14 @@ class PolicyCache:
         self._read = read
         self.known = NO_POLICIES
         self._read_at = float("-inf")
+        self._is_read = False
         #: Somebody else says when to read.
         self.is_led = False
+
+    @property
+    def stamp(self) -> int | None:
+        """None as long as nobody has read them here."""
+        return self.known.stamp if self._is_read else None
 
     def current(self) -> Policies:
         """Never much older than a second."""
@@ -39,11 +46,11 @@ class PolicyCache:
         """As they are now."""
         read_at = monotonic()
         self.known = Policies(tuple(self._read()))
-        self._read_at = read_at
+        self._read_at, self._is_read = read_at, True
         return self.known
 
-    def follow(self, stamp: int) -> None:
-        """The worker's main process has those of this stamp."""
+    def follow(self, stamp: int | None) -> None:
+        """The worker's main process has those of this stamp, or has read none yet."""
         self.is_led = True
-        if stamp != self.known.stamp:
+        if stamp is None or stamp != self.known.stamp:
             self.refresh()

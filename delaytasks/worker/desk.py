@@ -60,7 +60,7 @@ class Desk:
             sends_events=self._sends_events,
         )
         self.dispatcher.on_left = self._ask_others
-        self.dispatcher.stamp_of = lambda number: delays.shards[number].policies.known.stamp
+        self.dispatcher.stamp_of = lambda number: delays.shards[number].policies.stamp
         for shard in delays.shards:
             shard.sweeper.drain_here = partial(self._drain_here, shard.number)
         self._mover = self._make_mover()

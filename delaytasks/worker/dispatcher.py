@@ -68,7 +68,7 @@ class Dispatcher:
         #: So many rows may be claimed yet; None is any number.
         self.budget: int | None = None
         #: The stamp of a shard's policies.
-        self.stamp_of: Callable[[int], int] = lambda shard: 0
+        self.stamp_of: Callable[[int], int | None] = lambda shard: 0
         self._lock = threading.RLock()
         #: By the numbers of their shards.
         self.lanes = [Lane(number, clock, len(clocks) > 1) for number, clock in enumerate(clocks)]

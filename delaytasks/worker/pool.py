@@ -26,7 +26,7 @@ class Job(NamedTuple):
     events: bool = False
     shard: int = 0
     #: The stamp of the shard's policies.
-    policies: int = 0
+    policies: int | None = 0
     line: tuple[str, str] | None = None
     #: How long it may go on with lines.
     for_s: float = 0.0

@@ -247,6 +247,16 @@ def test_a_pool_process_reads_policies_when_its_main_process_has_others(field: F
     assert len(reads) == 1
 
 
+def test_a_pool_process_reads_policies_when_its_main_process_has_read_none_yet(field: Field) -> None:
+    field.delays.pause(tag="mail")
+    main, child = (field.process().shards[0].policies for _ in range(2))
+    assert main.stamp is None
+    child.follow(main.stamp)
+    assert child.current().pauses("mail", "default")
+    main.refresh()
+    assert main.stamp == child.stamp
+
+
 # -- resume ---------------------------------------------------------------------------------------
 
 

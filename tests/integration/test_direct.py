@@ -78,7 +78,9 @@ def check(d: Deployment, done: list[DelayTask], failed: list[DelayTask], waiting
     d.wait_for(failed, Status.FAILED, 40)
     assert d.delays.get(failed[0]).attempts == 2
     rests = {Status.NOT_COMPLETE, Status.HELD}  # one without a processor is claimed for a moment, again and again
-    wait_until(lambda: {d.status(task) for task in waiting} <= rests, 5, "the others to wait")
+    wait_until(
+        lambda: {d.status(task) for task in waiting} <= rests, 5, lambda: f"to wait: {[*map(d.status, waiting)]}"
+    )
     runs = [run[0] for run in d.runs() if run[1] != "ended"]
     notes = [str(task.id) for task in done if task.tag == "test.note"]
     assert sorted(run for run in runs if run in notes) == sorted(notes), "each once"

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from delaytasks.core.loop import Loop
 from delaytasks.core.ports import Entry
 from delaytasks.worker.desk import Desk
 from delaytasks.worker.dispatcher import Left
+from delaytasks.worker.pool import Job
 from tests.proxy import proxy_to
 from tests.waiting import wait_until
 
@@ -271,6 +273,24 @@ def test_what_falls_due_while_a_worker_stops_is_sent_back(tmp_path: Path, monkey
     desk.hold([entry])
     desk.stop()
     assert sent == [entry]
+
+
+def test_the_chunks_of_a_worker_that_has_read_no_policies_yet_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or they would run what is paused."""
+    desk = make_desk(tmp_path)
+    desk.delays.pause(tag="test.note")
+    sent: list[Job] = []
+    pool = SimpleNamespace(limit=2, apply_async=lambda _run, args, **_: sent.append(args[0]) or object())
+    monkeypatch.setattr(desk.dispatcher, "_pool", pool)
+    for has_read in (False, True):
+        if has_read:
+            desk.delays.shards[0].policies.refresh()
+        desk.dispatcher.take([Entry(1, 0, desk.delays.clock.now_us())])
+        desk.dispatcher.pump()
+    assert [bool(job.policies) for job in sent] == [False, True]
+    assert sent[0].policies is None
 
 
 def test_others_are_asked_once_to_go_on_with_what_a_worker_was_working_off(

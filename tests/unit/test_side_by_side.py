@@ -142,6 +142,7 @@ def test_rows_that_found_no_place_within_the_time_box_go_back(make: Make, gate: 
     tasks = [bench.schedule("wait") for _ in range(5)]
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(bench.run, *tasks)
+        wait_until(lambda: gate.inside == 2, 5, "two to begin: all are claimed")
         wait_until(lambda: bench.statuses(tasks).count("NOT_COMPLETE") == 3, 5, "the others to be given back")
         gate.is_open.set()
         assert running.result(5).ran == 2
