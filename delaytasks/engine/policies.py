@@ -39,6 +39,8 @@ class PolicyCache:
             try:
                 self.refresh()
             except StoreError:
+                if not self._is_read:
+                    raise
                 self._read_at = monotonic()  # what is known is better than nothing
         return self.known
 

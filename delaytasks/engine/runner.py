@@ -127,7 +127,10 @@ class Runner:
             met = Met(met.lines | self._lines.met().lines, met.held)
         self._lining.gather(met, limit, {(queue, priority) for priority in priorities})
         lines = met.lines if is_full and not is_suspects_turn else met.lines | self._lines.of(queue)
-        openings = self._lining.go_on(lines, limit, for_s, tally)
+        # Those that wait behind a backlog have a chunk of their own, or they would keep it waiting.
+        later = lines - met.lines if is_full else set()
+        openings = self._lining.go_on(lines - later, limit, for_s, tally)
+        openings += tuple(Opening(*line) for line in sorted(later))
         return self._report(tally, tally.claimed, is_full=is_full, lines=openings)
 
     def _run_suspect(self, queue: str, priorities: Sequence[int], tally: Tally) -> bool:

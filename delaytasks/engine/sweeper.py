@@ -62,12 +62,13 @@ class Sweeper:
         armed_until = self._sweeps.begin_sweep(house, settings.houses, settings.sweep_s * 0.8)
         if armed_until is None:
             return False
-        attempt("policies", self._read_policies)
+        knows_policies = attempt("policies", self._read_policies)
         if settings.horizon_s is not None and settings.timer != "direct":  # for which each worker looks itself
             attempt("near", partial(self._arm_near, house, armed_until, settings.horizon_s, beat))
         if house == 0:
             attempt("lapsed", partial(self._lapse, beat))
-            attempt("hold", partial(self._hold, beat))
+            if knows_policies:  # or all that is paused would be released
+                attempt("hold", partial(self._hold, beat))
             attempt("overdue", self._drain_overdue)
             attempt("purge", partial(self._purge, beat))
             if settings.purge_after_s is not None:

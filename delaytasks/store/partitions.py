@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime, timedelta
 from typing import NamedTuple, TypeVar
 
-from sqlalchemy import Connection, MetaData, Table, exists, select, text
+from sqlalchemy import Connection, MetaData, Table, exc, exists, select, text
 
 from delaytasks.core.errors import ConfigError, StoreUnavailableError
 from delaytasks.core.ids import first_id, made_at
@@ -150,10 +150,11 @@ class Partitions:
             return self.in_turn(work)
 
     def make_periods(self, connection: Connection, wanted: Sequence[Period]) -> list[str]:
-        made = []
+        there, made = {part.name for part in self._list(connection)}, []
         for since, until in wanted:
             made.append(f"{self.tasks.name}_p{since:%Y%m%d}")
-            self.make(connection, made[-1], f"FOR VALUES FROM ({first_id(since)}) TO ({first_id(until)})")
+            if made[-1] not in there:  # else an earlier try made it, whose answer was lost
+                self.make(connection, made[-1], f"FOR VALUES FROM ({first_id(since)}) TO ({first_id(until)})")
         return made
 
     def make(self, connection: Connection, name: str, bound: str) -> None:
@@ -176,11 +177,19 @@ class Partitions:
 
             def wait() -> None:
                 connection = held.enter_context(self.database.tx.connect())
+                connection.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
                 wait_for_turn(connection, f"{self.tasks.fullname} {CHECK}")
 
-            with self.advising("nothing was changed"):
+            try:
                 self.database.run(wait)
-            yield
+            except StoreUnavailableError as error:
+                who = f"does somebody else make partitions of {self.tasks.fullname}"
+                raise StoreUnavailableError(f"{error}; nothing was changed: {who}? Run this again") from error
+            try:
+                yield
+            finally:
+                with suppress(exc.DBAPIError):  # who ended our connection ended our turn; what is done is done
+                    held.close()
 
     @contextmanager
     def known(self, name: str, condition: str) -> Iterator[None]:

@@ -56,6 +56,7 @@ class Store:
             what = f"has no column {', '.join(missing)}" if found else "does not exist"
             raise ConfigError(f"table {t.fullname} {what} in {self._where()}; {REMEDY}")
         check_charset(self.database, self.schema)
+        self.policies.read()  # without which nothing runs
         self.check_number(is_needed=False)
 
     def check_number(self, is_needed: bool = True) -> None:

@@ -16,7 +16,7 @@ from delaytasks.core.events import Events
 from delaytasks.core.loop import Loop
 from delaytasks.core.ports import Entry, by_shard
 from delaytasks.timers.wheel import WheelThread
-from delaytasks.worker.dispatcher import Dispatcher
+from delaytasks.worker.dispatcher import Dispatcher, Left
 from delaytasks.worker.givenup import GivenUp
 from delaytasks.worker.lane import Lane
 from delaytasks.worker.leases import LeaseKeeper
@@ -59,7 +59,7 @@ class Desk:
             rearm=self.hold,
             sends_events=self._sends_events,
         )
-        self.dispatcher.on_left = self._ask_others
+        self.dispatcher.on_left = self._leave_to_others
         self.dispatcher.stamp_of = lambda number: delays.shards[number].policies.stamp
         for shard in delays.shards:
             shard.sweeper.drain_here = partial(self._drain_here, shard.number)
@@ -101,23 +101,22 @@ class Desk:
         waiting += left.entries
         if is_warm:  # else the pool ends with what it has, and this may be any thread
             waiting += self.dispatcher.recall()
-        if waiting:
-            if self.delays.inline_timer.arm(waiting):
-                logger.info("delaytasks: sent back %d near tasks", len(waiting))
-            else:
-                attempt = partial(self.delays.events.attempt, "stop")
-                self.delays.routes.each(lambda at: attempt(at.named("forget"), lambda: at.store.sweeps.forget_armed()))
-        for queue, priorities, shard in left.queues:
-            self._ask_others(queue, shard, sorted(priorities))
+        self._leave_to_others(Left(waiting, left.queues))
         hang_up(self._worker.consumer)
         # Last: until then we count as a worker that may have died.
         self.delays.routes.each(lambda shard: self._sweepings[shard.number].stop())
         self.delays.events.attempt("stop", "leave", self.readers.leave)
 
-    def _ask_others(self, queue: str, shard: int, priorities: Sequence[int] = ()) -> None:
-        """To go on with what is in the table; with lines only, if there are no priorities."""
-        settings = self.delays.settings
-        self.delays.inline_timer.drain(queue, priorities, settings.drain_tokens, settings.sweep_s, shard)
+    def _leave_to_others(self, left: Left) -> None:
+        timer, settings, attempt = self.delays.inline_timer, self.delays.settings, self.delays.events.attempt
+        if left.entries:
+            if timer.arm(left.entries):
+                logger.info("delaytasks: sent back %d near tasks", len(left.entries))
+            else:
+                forget = partial(attempt, "stop")
+                self.delays.routes.each(lambda at: forget(at.named("forget"), lambda: at.store.sweeps.forget_armed()))
+        for queue, priorities, shard in left.queues:
+            timer.drain(queue, sorted(priorities), settings.drain_tokens, settings.sweep_s, shard)
 
     def _look(self) -> float:
         """Once a second, what needs no database."""

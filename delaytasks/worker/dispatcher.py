@@ -35,7 +35,7 @@ class Left(NamedTuple):
     """What others have to go on with."""
 
     entries: list[Entry]
-    #: Queues that were being worked off from the table, their priorities, and the shard.
+    #: Queues that were being worked off from the table, their priorities (none: lines only), and the shard.
     queues: list[tuple[str, set[int], int]]
 
 
@@ -63,8 +63,8 @@ class Dispatcher:
         self.on_room: Callable[[], None] = lambda: None
         #: Told of each chunk that ended; asked for, it says what became of the tasks.
         self.on_report: Callable[[Report], None] | None = None
-        #: Told of lines that a chunk found when there are no more chunks: queue and shard.
-        self.on_left: Callable[[str, int], None] = lambda queue, shard: None
+        #: Told of what a chunk found when there are no more chunks.
+        self.on_left: Callable[[Left], None] = lambda left: None
         #: So many rows may be claimed yet; None is any number.
         self.budget: int | None = None
         #: The stamp of a shard's policies.
@@ -271,13 +271,13 @@ class Dispatcher:
                 lane.drained(job.drain, job.priorities, report.is_full, self._is_open)
             is_open = self._is_open
             look_s = lane.lines.heard(report.lines, job.line) if is_open else None
-        if report.early:
+        if not is_open:
+            queues = {opening.queue for opening in report.lines}
+            self.on_left(Left(list(report.early), [(queue, set(), job.shard) for queue in queues]))
+        elif report.early:
             self._rearm(report.early)
         if look_s is not None:
             self._pump_after(look_s)
-        if not is_open:
-            for queue in {opening.queue for opening in report.lines}:
-                self.on_left(queue, job.shard)
         self._soon(self.pump)
 
     def _left(self, number: int, job: Job, ran: int) -> None:

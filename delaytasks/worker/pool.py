@@ -25,7 +25,7 @@ class Job(NamedTuple):
     limit: int = 0
     events: bool = False
     shard: int = 0
-    #: The stamp of the shard's policies.
+    #: The stamp of the shard's policies; none if the main process has read none yet.
     policies: int | None = 0
     line: tuple[str, str] | None = None
     #: How long it may go on with lines.

@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import event, insert, select
+from sqlalchemy import event, insert, select, text
 
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.ids import first_id, made_at
@@ -23,7 +23,7 @@ from delaytasks.core.task import DelayTask
 from delaytasks.store import pruning
 from delaytasks.store.database import Database
 from delaytasks.store.partitioning import convert
-from delaytasks.store.partitions import Partitions, edge_after, periods
+from delaytasks.store.partitions import CHECK, Partitions, edge_after, periods
 from delaytasks.store.pruning import Pruned
 from delaytasks.store.rows import values_of
 from tests.conformance.test_store import entry, plans, read, seconds, task
@@ -182,6 +182,26 @@ def test_partitions_are_made_once_however_many_ask_for_them(field: Field, monkey
         made = list(pool.map(lambda _: field.partitions.extend(WEEK, 8), range(3)))
     assert sorted(map(len, made)) == [0, 0, 4]
     assert len(field.names()) == len(before) + 4
+
+
+def test_what_was_made_is_made_though_the_turn_was_lost(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server or a pooler may end the connection that only keeps others waiting."""
+    in_turn, name = field.partitions.in_turn, f"{field.partitions.tasks.fullname} {CHECK}"
+    ending = text(
+        "SELECT pg_terminate_backend(pid) FROM pg_locks "
+        "WHERE locktype = 'advisory' AND granted AND objid::bigint = hashtext(:name)::bigint & 4294967295"
+    )
+    ended: list[bool] = []
+
+    def and_then_it_is_lost(work: Callable[[Any], list[str]], *otherwise: str) -> list[str]:
+        done = in_turn(work, *otherwise)
+        with field.store.database.auto.connect() as connection:
+            ended.extend(connection.execute(ending, {"name": name}).scalars())
+        return done
+
+    monkeypatch.setattr(field.partitions, "in_turn", and_then_it_is_lost)
+    assert len(field.partitions.extend(WEEK, 8)) == 4
+    assert ended == [True]
 
 
 def test_another_length_begins_where_the_last_one_ends(field: Field) -> None:

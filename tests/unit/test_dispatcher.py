@@ -21,7 +21,7 @@ from delaytasks.core.ports import Entry
 from delaytasks.core.settings import Settings
 from delaytasks.engine.runner import Report
 from delaytasks.worker import lane
-from delaytasks.worker.dispatcher import Dispatcher
+from delaytasks.worker.dispatcher import Dispatcher, Left
 from delaytasks.worker.pool import Job
 from tests.waiting import wait_until
 
@@ -350,16 +350,18 @@ def test_a_closed_dispatcher_hands_out_what_waits_and_starts_no_more(bench: Benc
     assert len(bench.pool.jobs) == 1
 
 
-def test_lines_that_a_chunk_found_after_all_was_closed_are_left_to_others(bench: Bench) -> None:
-    left: list[tuple[str, int]] = []
-    bench.dispatcher.on_left = lambda queue, shard: left.append((queue, shard))
+def test_what_a_chunk_found_after_all_was_closed_is_left_to_others(bench: Bench) -> None:
+    left: list[Left] = []
+    bench.dispatcher.on_left = left.append
     bench.dispatcher.take(bench.entries(12))
     bench.pool.end(Report(10, 10, 0.001, lines=(Opening("default", "test.first"),)))
     assert not left, "we go on with them"
     bench.dispatcher.close()
     tags = "test.first", "test.second"
-    bench.pool.end(Report(2, 2, 0.001, lines=tuple(Opening("default", tag) for tag in tags)))
-    assert left == [("default", 0)]
+    [early] = bench.entries(1, start=50)
+    bench.pool.end(Report(2, 2, 0.001, early=(early,), lines=tuple(Opening("default", tag) for tag in tags)))
+    assert left == [Left([early], [("default", set(), 0)])]
+    assert not bench.rearmed, "the wheel has stopped"
 
 
 # -- several shards -------------------------------------------------------------------------------

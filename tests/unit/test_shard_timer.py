@@ -38,6 +38,9 @@ def test_a_drain_token_names_its_shard() -> None:
         assert ShardTimer(EtaTimer(publisher, Clock()), shard).drain("q", [1, 2], 1, 5)
     assert [read_message(args, "q") for args in sent] == [Message([], [1, 2], 0), Message([], [1, 2], 3)]
     assert sent[0] == [[], {"drain": [1, 2]}], "as it was before there were shards"
+    sent.clear()
+    assert not EtaTimer(publisher, Clock()).drain("another program's", [1], 1, 5)
+    assert not sent, "no broker need know such a queue"
 
 
 @pytest.mark.parametrize("shard", [-1, 32, "1", None, True, 1.0])

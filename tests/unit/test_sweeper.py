@@ -324,6 +324,28 @@ def test_a_worker_that_begins_drains_what_is_overdue_without_a_sweep(field: Fiel
     assert sorted((queue, sorted(priorities)) for queue, priorities in here) == [("default", [0, 9]), ("mail", [0])]
 
 
+def test_a_sweep_that_could_not_read_the_policies_releases_nothing(field: Field) -> None:
+    """To whom nothing is paused."""
+    done: list[str] = []
+    is_away = True
+
+    def policies() -> Policies:
+        if is_away:
+            raise StoreUnavailableError("away")
+        return Policies(())
+
+    holding: Any = SimpleNamespace(policies=policies, walk=lambda *_: done.append("walk"), hold_near=lambda *_: None)
+    sweeper = field.sweeper()
+    sweeper._holding = holding
+    field.let_pass()
+    assert sweeper.sweep()
+    assert done == []
+    is_away = False
+    field.let_pass()
+    assert sweeper.sweep()
+    assert done == ["walk"]
+
+
 def test_a_late_row_is_drained_also_while_the_broker_is_away_for_near_ones(field: Field) -> None:
     field.row(5)
     field.row(-60)
