@@ -121,7 +121,8 @@ def test_a_line_that_this_process_never_met_is_found_behind_a_backlog(
         bench.schedule("other", body="other")
     monkeypatch.setattr(runner, "SUSPECTS_S", 0)  # else a second passes first
     report = bench.runner.drain("default", [0], 5)
-    assert (report.is_full, report.lines) == (True, (Opening("default", "note"),)), "the backlog goes on"
+    assert (report.is_full, report.lines) == (True, (Opening("default", "note"),))
+    assert bench.statuses([second]) == ["HELD"], "the backlog goes on"
 
 
 def test_each_key_has_its_own_limit(bench: LimitedBench) -> None:
