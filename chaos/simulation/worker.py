@@ -145,7 +145,7 @@ class Worker(Host):
         store = SimpleNamespace(
             tasks=play.tasks, sweeps=play.sweeps, leases=play.leases, workers=play.seen, put_offs=play.put_offs
         )
-        policies = SimpleNamespace(known=SimpleNamespace(stamp=0))
+        policies = SimpleNamespace(stamp=0)
         shard = SimpleNamespace(
             number=0, clock=self.clock, sweeper=sweeper, store=store, policies=policies,
             named=lambda what: what, close=lambda: None,

@@ -108,13 +108,13 @@ class Desk:
         self.delays.events.attempt("stop", "leave", self.readers.leave)
 
     def _leave_to_others(self, left: Left) -> None:
-        timer, settings, attempt = self.delays.inline_timer, self.delays.settings, self.delays.events.attempt
+        timer, settings = self.delays.inline_timer, self.delays.settings
         if left.entries:
             if timer.arm(left.entries):
                 logger.info("delaytasks: sent back %d near tasks", len(left.entries))
             else:
-                forget = partial(attempt, "stop")
-                self.delays.routes.each(lambda at: forget(at.named("forget"), lambda: at.store.sweeps.forget_armed()))
+                attempt = partial(self.delays.events.attempt, "stop")
+                self.delays.routes.each(lambda at: attempt(at.named("forget"), lambda: at.store.sweeps.forget_armed()))
         for queue, priorities, shard in left.queues:
             timer.drain(queue, sorted(priorities), settings.drain_tokens, settings.sweep_s, shard)
 
