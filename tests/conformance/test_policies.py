@@ -48,7 +48,9 @@ class Field:
         made = delays_on(self.url, table_prefix=PREFIX)
         timer = record(made)
         [shard] = made.shards
-        shard.sweeper._timer = shard.sweeper._holding._timer = timer  # type: ignore[union-attr]
+        holding: Any = shard.sweeper._holding
+        shard.sweeper._timer = holding._timer = timer
+        holding._budget_s = 60  # a walk comes to its end, though the machine stands still for seconds
         for tag in ("mail", "sms"):
             made.processor(tag)(self.ran.append)
         self.others.append(made)
