@@ -264,12 +264,12 @@ class Dispatcher:
             self._failed(number, job, report.error, ran=report.ran)
             return
         with self._lock:
+            is_open = self._is_open
             self._left(number, job, report.ran)
             lane.answered()
             self._size.learn(report.ran, report.seconds, report.wanted)
             if job.drain is not None:
-                lane.drained(job.drain, job.priorities, report.is_full, self._is_open)
-            is_open = self._is_open
+                lane.drained(job.drain, job.priorities, report.is_full, is_open)
             look_s = lane.lines.heard(report.lines, job.line) if is_open else None
         if not is_open:
             queues = {opening.queue for opening in report.lines}
