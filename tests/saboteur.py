@@ -9,8 +9,6 @@ from typing import Any
 
 from celery.worker.control import control_command
 
-from delaytasks.worker.pool import is_forgotten
-
 
 @control_command(args=[("loop", str), ("way", str)])
 def break_loop(state: Any, loop: str, way: str) -> dict[str, str]:
@@ -51,6 +49,6 @@ def lose_broker(state: Any, kills: bool = False) -> dict[str, int]:
             process.join()
         pool.maintain_pool()
     consumer.pool.flush()
-    forgotten = sum(is_forgotten(sent.answer) for sent in dispatcher._sent.values())
+    forgotten = sum(sent.is_forgotten for sent in dispatcher._pool.sent.values())
     desk.connected()
     return {"forgotten": forgotten}

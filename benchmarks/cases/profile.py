@@ -23,7 +23,7 @@ DEADLINE_S, STOP_S = 120.0, 30.0
 #: py-spy reads the interpreter's memory first.
 AHEAD_S = 3.0
 #: Whoever runs a chunk is in here.
-CHUNK = "delaytasks/worker/pool.py"
+CHUNK = "delaytasks/worker/job.py"
 #: What the innermost frame that is named here does. What is in a driver's frame or a socket's waits for the database.
 STEPS = (
     ("claims", "delaytasks/store/claims.py"),

@@ -20,7 +20,7 @@ from delaytasks.engine.sweeper import Sweeper
 from delaytasks.timers.eta import read_message
 from delaytasks.timers.redis import RedisTimer
 from delaytasks.worker.desk import Desk
-from delaytasks.worker.pool import Job
+from delaytasks.worker.job import Job
 from delaytasks.worker.renewals import Renewals
 
 if TYPE_CHECKING:

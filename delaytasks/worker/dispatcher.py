@@ -17,18 +17,11 @@ from delaytasks.core.settings import Settings
 from delaytasks.engine.chunk import ChunkSize
 from delaytasks.engine.runner import Report
 from delaytasks.worker.doubts import Doubts
+from delaytasks.worker.job import Job
 from delaytasks.worker.lane import REST_S, Lane
 from delaytasks.worker.lines import GO_ON_ALONE_S, GO_ON_S
-from delaytasks.worker.pool import Job, is_forgotten, pids_of, remember, run_job
+from delaytasks.worker.pool import Pool
 from delaytasks.worker.timelimits import without_celerys_limits
-
-
-class Sent(NamedTuple):
-    job: Job
-    #: The pool's word for it.
-    answer: Any
-    #: The pool's processes at that time.
-    pids: frozenset[int]
 
 
 class Left(NamedTuple):
@@ -55,7 +48,7 @@ class Dispatcher:
     ) -> None:
         self._settings = settings
         self._events = events
-        self._pool = pool
+        self._pool = Pool(pool)
         self._soon = soon
         self._rearm = rearm
         self.sends_events = sends_events
@@ -79,8 +72,6 @@ class Dispatcher:
         self._is_pumping = False
         self._is_open = True
         self._jobs = 0
-        #: What is in the pool, by number.
-        self._sent: dict[int, Sent] = {}
 
     # -- in ---------------------------------------------------------------------------------------
 
@@ -118,10 +109,7 @@ class Dispatcher:
 
     def pids(self) -> set[int]:
         """The processes that run rows, where they are the pool's own."""
-        found = {pid for lane in self.lanes for pid in lane.running_on}
-        for sent in list(self._sent.values()):
-            found |= {pid for pid in getattr(sent.answer, "worker_pids", tuple)() if pid}
-        return found - {os.getpid()}
+        return self._pool.pids().union(*(list(lane.running_on) for lane in self.lanes)) - {os.getpid()}
 
     @property
     def waiting(self) -> int:
@@ -194,7 +182,7 @@ class Dispatcher:
 
     def _has_all_others(self, lane: Lane) -> bool:
         """All processes of the pool but one are at chunks of this lane."""
-        return 0 < len(lane.in_flight) == self._slots() - 1
+        return 0 < len(lane.in_flight) == self._pool.size - 1
 
     def _drop_late(self) -> None:
         for lane in self.lanes:
@@ -203,10 +191,7 @@ class Dispatcher:
                 self._events.emit("entry.late", count=dropped)
 
     def _free(self) -> int:
-        return self._slots() - sum(len(lane.in_flight) for lane in self.lanes)
-
-    def _slots(self) -> int:
-        return int(getattr(self._pool, "num_processes", None) or self._pool.limit or 1)
+        return self._pool.size - sum(len(lane.in_flight) for lane in self.lanes)
 
     def _send(self, job: Job) -> bool:
         """True if the job is over already, as in a solo pool."""
@@ -222,29 +207,26 @@ class Dispatcher:
         def lost(info: Any) -> None:
             self._failed(number, job, info)
 
-        pids = pids_of(self._pool)
         try:
-            result = self._pool.apply_async(run_job, args=(job,), callback=done, error_callback=lost)
+            sent = self._pool.send(job, done, lost)
         except Exception as error:
             self._failed(number, job, error)
             return False
         with self._lock:
             if number not in lane.in_flight:
                 return True
-            self._sent[number] = Sent(job, result, pids)
-        if result is None:
+            self._pool.sent[number] = sent
+        if sent.answer is None:
             self._failed(number, job, "the pool takes no more work")
         else:
-            without_celerys_limits(result)
+            without_celerys_limits(sent.answer)
         return False
 
     def recall(self) -> list[Entry]:
-        """Puts back into the pool's books the chunks that Celery made it forget and a process has all the same: else
-        they hold their places for good, and a process that ends waits half a minute for somebody to hear it. Returns
-        the entries of those that no process has."""
+        """Chunks that the pool was made to forget take their places again. Returns the entries of those that no
+        process has."""
         with self._lock:
-            forgotten = [(number, sent) for number, sent in self._sent.items() if is_forgotten(sent.answer)]
-            lost = [(number, sent.job) for number, sent in forgotten if not remember(sent.answer, sent.pids)]
+            lost = self._pool.recall()
             if self._is_open:  # when closed they stay in flight, for their leases: a process may have one after all
                 for number, job in lost:
                     self._gone(number, job)
@@ -258,7 +240,7 @@ class Dispatcher:
         if self.on_report is not None:
             self.on_report(report)
         with self._lock:
-            self._sent.pop(number, None)
+            self._pool.sent.pop(number, None)
             lane.left(report.pid, report.left)
         if report.error:
             self._failed(number, job, report.error, ran=report.ran)
@@ -297,7 +279,7 @@ class Dispatcher:
 
     def _gone(self, number: int, job: Job, ran: int = 0) -> None:
         """Nothing more will be heard of it. The caller holds the lock."""
-        self._sent.pop(number, None)
+        self._pool.sent.pop(number, None)
         lane = self.lanes[job.shard]
         self._left(number, job, ran)
         if job.drain is not None:

@@ -9,8 +9,8 @@ from operator import attrgetter
 
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.ports import Entry
+from delaytasks.worker.job import Job
 from delaytasks.worker.lines import Lines
-from delaytasks.worker.pool import Job
 
 #: After a chunk failed as a whole (the database is away) nothing of its shard is sent to the pool for this long.
 REST_S = 1.0

@@ -1,90 +1,64 @@
-"""What crosses into the pool's processes."""
+"""Celery's pool, as far as chunks are concerned: how many it takes, what it has, and what it was made to forget."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from celery import current_app
-from celery.utils.log import get_logger
-
-from delaytasks.core.ports import Entry
-from delaytasks.engine.runner import Report, Runner
-from delaytasks.timers.eta import RUN
-from delaytasks.worker.counting import Counting
-
-logger = get_logger(__name__)
+from delaytasks.worker.job import Job, run_job
 
 
-class Job(NamedTuple):
-    """A chunk of one shard: entries that fell due, or (`drain`) a queue whose oldest rows are to be claimed, or
-    (`line`) the queue and the tag of those who wait in line."""
+class Sent(NamedTuple):
+    job: Job
+    #: The pool's word for it; none if it takes no more work.
+    answer: Any
+    #: The pool's processes at that time.
+    pids: frozenset[int]
 
-    entries: tuple[Entry, ...]
-    drain: str | None = None
-    priorities: tuple[int, ...] = ()
-    limit: int = 0
-    events: bool = False
-    shard: int = 0
-    #: The stamp of the shard's policies; none if the main process has read none yet.
-    policies: int | None = 0
-    line: tuple[str, str] | None = None
-    #: How long it may go on with lines.
-    for_s: float = 0.0
-    #: Whether to tell what became of the tasks.
-    counts: bool = False
+    @property
+    def is_forgotten(self) -> bool:
+        """When a worker loses the broker, and when it stops, Celery makes its prefork pool forget every job that no
+        process has confirmed: it takes them for messages that come back by themselves. Some have arrived in their
+        process all the same."""
+        books = getattr(self.answer, "_cache", None)
+        # Asked in this order: a job that ends meanwhile is ready before it leaves the books.
+        return books is not None and self.answer._job not in books and not self.answer.ready()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Entries travel as plain tuples, which take the main process a seventh of the time."""
-        return _arrived, (tuple(map(tuple, self.entries)), *self[1:])
-
-
-def _arrived(entries: tuple[Any, ...], *others: Any) -> Job:
-    return Job(tuple(map(Entry._make, entries)), *others)
-
-
-def is_forgotten(result: Any) -> bool:
-    """When a worker loses the broker, and when it stops, Celery makes its prefork pool forget every job that no process
-    has confirmed: it takes them for messages that come back by themselves. Some have arrived in their process all the
-    same."""
-    books = getattr(result, "_cache", None)
-    # Asked in this order: a job that ends meanwhile is ready before it leaves the books.
-    return books is not None and result._job not in books and not result.ready()
+    def remember(self) -> bool:
+        """Puts it back into the pool's books; False if no process has it. Of a process that is younger than it the
+        pool says that it has whatever its predecessor had, who died."""
+        process = self.answer._write_to
+        if process is None or process.pid not in self.pids or not process._is_alive():
+            return False
+        self.answer._cache[self.answer._job] = self.answer
+        return True
 
 
-def pids_of(pool: Any) -> frozenset[int]:
-    """The processes of a prefork pool."""
-    return frozenset(process.pid for process in getattr(getattr(pool, "_pool", None), "_pool", ()))
+class Pool:
+    """May be used from one thread only, the event loop's where there is one."""
 
+    def __init__(self, celerys: Any) -> None:
+        self._celerys = celerys
+        #: What is in it, by number.
+        self.sent: dict[int, Sent] = {}
 
-def remember(result: Any, pids: frozenset[int]) -> bool:
-    """Puts a forgotten job back into the pool's books; False if no process has it. `pids` are those that were there
-    when it was sent: of a younger one the pool says that it has whatever its predecessor had, who died."""
-    process = result._write_to
-    if process is None or process.pid not in pids or not process._is_alive():
-        return False
-    result._cache[result._job] = result
-    return True
+    @property
+    def size(self) -> int:
+        """How many chunks it runs at once."""
+        return int(getattr(self._celerys, "num_processes", None) or self._celerys.limit or 1)
 
+    def send(self, job: Job, done: Callable[[Any], None], lost: Callable[[Any], None]) -> Sent:
+        """A solo pool runs it at once, and others may be done with it when this returns."""
+        pids = frozenset(process.pid for process in getattr(getattr(self._celerys, "_pool", None), "_pool", ()))
+        return Sent(job, self._celerys.apply_async(run_job, args=(job,), callback=done, error_callback=lost), pids)
 
-def run_job(job: Job) -> Report:
-    """In a pool process, thread, or inline; the current app is the worker's. A failure is returned as text, since
-    not every pool tells of exceptions."""
-    runner: Runner | None = None
-    counting: Counting | None = None
-    report: Report
-    try:
-        delays = current_app.tasks[RUN].delays
-        counting = delays.processes.counting() if job.counts else None
-        delays.shards[job.shard].policies.follow(job.policies)
-        runner = delays.runner(job.shard, job.events)
-        if job.line is not None:
-            report = runner.work_off(*job.line, job.limit, job.for_s)
-        elif job.drain is not None:
-            report = runner.drain(job.drain, job.priorities, job.limit, job.for_s)
-        else:
-            report = runner.run(job.entries, job.for_s)
-    except Exception as error:
-        logger.exception("a chunk failed")
-        text = f"{type(error).__name__}: {error}"
-        report = Report(error=text) if runner is None else runner.failed(text)
-    return report._replace(counts=counting.take()) if counting is not None else report
+    def pids(self) -> set[int]:
+        """The processes that have chunks, as far as it says."""
+        answers = [sent.answer for sent in list(self.sent.values())]
+        return {pid for answer in answers for pid in getattr(answer, "worker_pids", tuple)() if pid}
+
+    def recall(self) -> list[tuple[int, Job]]:
+        """Remembers what it has forgotten and a process has all the same: else those hold their places for good, and a
+        process that ends waits half a minute for somebody to hear it. Returns those that no process has."""
+        forgotten = [(number, sent) for number, sent in self.sent.items() if sent.is_forgotten]
+        return [(number, sent.job) for number, sent in forgotten if not sent.remember()]

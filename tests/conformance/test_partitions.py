@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,6 +32,27 @@ from tests.waiting import wait_until
 WEEK, DAY = timedelta(days=7), timedelta(days=1)
 PREFIX = "q_"
 TASKS = PREFIX + "yb_delay_task_message"
+
+
+def turns(partitions: Partitions, what: str, is_granted: bool) -> list[Any]:
+    """`what`, for each one who has the turn to make partitions, or waits for it."""
+    query = f"""SELECT {what} FROM pg_locks WHERE locktype = 'advisory' AND granted = :is_granted
+        AND objid::bigint = hashtext(:name)::bigint & 4294967295"""
+    with partitions.database.auto.connect() as connection:
+        name = f"{partitions.tasks.fullname} {CHECK}"
+        return list(connection.execute(text(query), {"name": name, "is_granted": is_granted}).scalars())
+
+
+def meet_others(partitions: Partitions, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever changes something first goes on when so many others want to as well."""
+    in_turn, calls = partitions.in_turn, itertools.count()
+
+    def after_others_came(work: Callable[[Any], list[str]], *otherwise: str) -> list[str]:
+        if next(calls) == 0:
+            wait_until(lambda: len(turns(partitions, "pid", is_granted=False)) == count, 30, "the others")
+        return in_turn(work, *otherwise)
+
+    monkeypatch.setattr(partitions, "in_turn", after_others_came)
 
 
 class Field:
@@ -169,15 +189,9 @@ def test_each_period_has_one_partition_and_the_first_all_before(field: Field) ->
 
 
 def test_partitions_are_made_once_however_many_ask_for_them(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, in_turn, turns = field.names(), field.partitions.in_turn, itertools.count(1)
-
-    def and_then_others(work: Callable[[Any], list[str]], *otherwise: str) -> list[str]:
-        done = in_turn(work, *otherwise)
-        time.sleep(0.2 * next(turns))  # whoever came first is done before the next one goes on
-        return done
-
-    monkeypatch.setattr(field.partitions, "in_turn", and_then_others)
+    before = field.names()
     assert field.partitions.extend(WEEK, 4) == []
+    meet_others(field.partitions, 2, monkeypatch)
     with ThreadPoolExecutor() as pool:
         made = list(pool.map(lambda _: field.partitions.extend(WEEK, 8), range(3)))
     assert sorted(map(len, made)) == [0, 0, 4]
@@ -186,17 +200,11 @@ def test_partitions_are_made_once_however_many_ask_for_them(field: Field, monkey
 
 def test_what_was_made_is_made_though_the_turn_was_lost(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server or a pooler may end the connection that only keeps others waiting."""
-    in_turn, name = field.partitions.in_turn, f"{field.partitions.tasks.fullname} {CHECK}"
-    ending = text(
-        "SELECT pg_terminate_backend(pid) FROM pg_locks "
-        "WHERE locktype = 'advisory' AND granted AND objid::bigint = hashtext(:name)::bigint & 4294967295"
-    )
-    ended: list[bool] = []
+    in_turn, ended = field.partitions.in_turn, []
 
     def and_then_it_is_lost(work: Callable[[Any], list[str]], *otherwise: str) -> list[str]:
         done = in_turn(work, *otherwise)
-        with field.store.database.auto.connect() as connection:
-            ended.extend(connection.execute(ending, {"name": name}).scalars())
+        ended.extend(turns(field.partitions, "pg_terminate_backend(pid)", is_granted=True))
         return done
 
     monkeypatch.setattr(field.partitions, "in_turn", and_then_it_is_lost)

@@ -19,6 +19,7 @@ from delaytasks.engine import holding as engine_holding
 from delaytasks.engine.runner import Report
 from delaytasks.store import holding as store_holding
 from delaytasks.store.store import Store
+from delaytasks.worker import job
 from tests.conformance.test_store import assert_no_scan, plans
 from tests.conftest import empty, open_store
 from tests.counting import counted
@@ -257,6 +258,28 @@ def test_a_pool_process_reads_policies_when_its_main_process_has_read_none_yet(f
     assert child.current().pauses("mail", "default")
     main.refresh()
     assert main.stamp == child.stamp
+
+
+def test_a_chunk_whose_process_can_not_read_the_policies_runs_nothing_and_the_next_one_does(
+    field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = field.add(in_s=-5)
+    child = field.process()
+    monkeypatch.setattr(job, "current_app", child.celery)
+    chunk = job.Job((Entry(task.id, task.version, 0),), policies=None)
+    policies = child.shards[0].policies
+
+    def find_it_away() -> list[Any]:
+        raise e.StoreUnavailableError("no route to host")
+
+    with monkeypatch.context() as away:
+        away.setattr(policies, "_read", find_it_away)
+        report = job.run_job(chunk)
+    assert (report.error, report.ran) == ("StoreUnavailableError: no route to host", 0)
+    assert field.statuses(task) == ["NOT_COMPLETE"]
+    assert policies.stamp is None
+    assert job.run_job(chunk).ran == 1
+    assert field.statuses(task) == ["DONE"]
 
 
 # -- resume ---------------------------------------------------------------------------------------

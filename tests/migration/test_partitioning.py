@@ -22,6 +22,7 @@ from delaytasks.store import migrations
 from delaytasks.store.partitioning import convert
 from delaytasks.store.partitions import CHECK, Partitions
 from delaytasks.store.store import Store
+from tests.conformance.test_partitions import meet_others
 from tests.conformance.test_store import add, task
 from tests.conftest import settings_for
 from tests.counting import counted
@@ -216,6 +217,16 @@ def test_ids_that_are_not_in_the_order_of_time_are_refused(place: Place) -> None
     with pytest.raises(ConfigError, match=r"1 ids that are not in the order of time"):
         place.convert()
     assert place.differences() == []
+
+
+def test_of_two_who_convert_at_once_the_second_is_told(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    meet_others(place.partitions, 1, monkeypatch)
+    with ThreadPoolExecutor() as pool:
+        both = [pool.submit(place.convert) for _ in range(2)]
+    [error] = filter(None, (one.exception() for one in both))
+    assert isinstance(error, ConfigError)
+    assert "is partitioned already" in str(error)
+    assert place.partitions.extend(WEEK, 4) == []
 
 
 def test_what_is_done_already_or_can_not_be_is_said(place: Place) -> None:

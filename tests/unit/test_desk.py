@@ -23,7 +23,8 @@ from delaytasks.core.loop import Loop
 from delaytasks.core.ports import Entry
 from delaytasks.worker.desk import Desk
 from delaytasks.worker.dispatcher import Left
-from delaytasks.worker.pool import Job
+from delaytasks.worker.job import Job
+from delaytasks.worker.pool import Pool
 from tests.proxy import proxy_to
 from tests.waiting import wait_until
 
@@ -283,7 +284,7 @@ def test_the_chunks_of_a_worker_that_has_read_no_policies_yet_say_so(
     desk.delays.pause(tag="test.note")
     sent: list[Job] = []
     pool = SimpleNamespace(limit=2, apply_async=lambda _run, args, **_: sent.append(args[0]) or object())
-    monkeypatch.setattr(desk.dispatcher, "_pool", pool)
+    monkeypatch.setattr(desk.dispatcher, "_pool", Pool(pool))
     for has_read in (False, True):
         if has_read:
             desk.delays.shards[0].policies.refresh()
@@ -367,14 +368,14 @@ def test_a_chunk_that_the_pool_forgot_is_sent_again_and_at_a_warm_stop_to_others
         sent.append(args[0].entries)
         return Forgotten()
 
-    monkeypatch.setattr(desk.dispatcher._pool, "apply_async", apply_async)
+    monkeypatch.setattr(desk.dispatcher._pool._celerys, "apply_async", apply_async)
     monkeypatch.setattr(desk.delays.inline_timer, "arm", lambda entries: sent_back.extend(entries) or True)
     entry = Entry(1, 0, desk.delays.clock.now_us() + 60_000_000)
     desk.connected()
     desk.dispatcher.take([entry])
-    wait_until(lambda: len(sent) == 1 and desk.dispatcher._sent, 5, "its chunk to be sent")
+    wait_until(lambda: len(sent) == 1 and desk.dispatcher._pool.sent, 5, "its chunk to be sent")
     desk.connected()
-    wait_until(lambda: len(sent) == 2 and desk.dispatcher._sent, 5, "it to be sent again")
+    wait_until(lambda: len(sent) == 2 and desk.dispatcher._pool.sent, 5, "it to be sent again")
     desk.stop(is_warm)
     assert sent == [(entry,)] * 2
     assert sent_back == [entry] * is_warm

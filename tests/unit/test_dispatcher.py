@@ -22,7 +22,7 @@ from delaytasks.core.settings import Settings
 from delaytasks.engine.runner import Report
 from delaytasks.worker import lane
 from delaytasks.worker.dispatcher import Dispatcher, Left
-from delaytasks.worker.pool import Job
+from delaytasks.worker.job import Job
 from tests.waiting import wait_until
 
 
