@@ -24,8 +24,8 @@ class Opening(NamedTuple):
 
     queue: str
     tag: str
-    #: So many of those who wait may start now, as far as it is known.
-    open: int = 1
+    #: So many of those who wait may start now, as far as it is known; none if nobody has looked.
+    open: int | None = 1
     #: Somebody should look again after this time.
     look_s: float = LOOK_S
 

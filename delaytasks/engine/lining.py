@@ -75,7 +75,7 @@ class Lining:
                 tally.add(lot.ran, lot.seconds)
                 next, claimed_at = following, monotonic()
             if tasks and opening is not None and monotonic() >= until:
-                return opening._replace(open=max(opening.open, 1))
+                return opening._replace(open=opening.open or 1)
             if not tasks:
                 if opening is None or opening.look_s > until - monotonic():
                     return opening

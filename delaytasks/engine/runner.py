@@ -130,7 +130,7 @@ class Runner:
         # Those that wait behind a backlog have a chunk of their own, or they would keep it waiting.
         later = lines - met.lines if is_full else set()
         openings = self._lining.go_on(lines - later, limit, for_s, tally)
-        openings += tuple(Opening(*line) for line in sorted(later))
+        openings += tuple(Opening(*line, None) for line in sorted(later))
         return self._report(tally, tally.claimed, is_full=is_full, lines=openings)
 
     def _run_suspect(self, queue: str, priorities: Sequence[int], tally: Tally) -> bool:

@@ -62,6 +62,8 @@ def _convert(partitions: Partitions, every: timedelta, ahead: int) -> list[str]:
     _check_convertible(partitions, first_id(edge))
 
     def work(connection: Connection) -> list[str]:
+        if there := partitions.names(connection):
+            return there  # an earlier try made them, whose answer was lost
         _put_under_a_parent(connection, partitions, name + FIRST, first_id(edge))
         made = partitions.make_periods(connection, periods(edge, edge_after(now, every) + ahead * every, every))
         partitions.make(connection, name + DEFAULT, "DEFAULT")

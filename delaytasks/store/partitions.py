@@ -119,6 +119,9 @@ class Partitions:
         parts = [Partition(name, *_bound(said), said == "DEFAULT", rows, size) for name, said, rows, size in found]
         return sorted(parts, key=lambda part: (part.is_default, part.low or 0))
 
+    def names(self, connection: Connection) -> list[str]:
+        return [part.name for part in self._list(connection)]
+
     # -- make -------------------------------------------------------------------------------------
 
     def extend(self, every: timedelta, ahead: int) -> list[str]:
@@ -150,7 +153,7 @@ class Partitions:
             return self.in_turn(work)
 
     def make_periods(self, connection: Connection, wanted: Sequence[Period]) -> list[str]:
-        there, made = {part.name for part in self._list(connection)}, []
+        there, made = self.names(connection), list[str]()
         for since, until in wanted:
             made.append(f"{self.tasks.name}_p{since:%Y%m%d}")
             if made[-1] not in there:  # else an earlier try made it, whose answer was lost

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import Connection, exc, inspect
 
-from delaytasks.core.errors import ConfigError
+from delaytasks.core.errors import ConfigError, StoreError, StoreUnavailableError
 from delaytasks.core.settings import Settings, mask_url
 from delaytasks.store.bulk import Bulk
 from delaytasks.store.cipher import cipher_of
@@ -48,7 +48,7 @@ class Store:
         return Claims(self.database, self.schema, worker, ip, self._lease_s, limited)
 
     def check(self) -> None:
-        """`ConfigError` if the tables are missing, older than this code, or too narrow for its texts."""
+        """`ConfigError` if the tables are missing, unreadable, older than this code, or too narrow for its texts."""
         t = self.schema.tasks
         found = self.database.alone(lambda c: _column_names(c, t.name, t.schema))
         missing = [column.name for column in t.columns if column.name not in found]
@@ -56,7 +56,12 @@ class Store:
             what = f"has no column {', '.join(missing)}" if found else "does not exist"
             raise ConfigError(f"table {t.fullname} {what} in {self._where()}; {REMEDY}")
         check_charset(self.database, self.schema)
-        self.policies.read()  # without which nothing runs
+        try:
+            self.policies.read()  # without which nothing runs
+        except StoreUnavailableError:
+            raise
+        except StoreError as error:
+            raise ConfigError(f"the policies can not be read, in {self._where()}: {error}") from error
         self.check_number(is_needed=False)
 
     def check_number(self, is_needed: bool = True) -> None:

@@ -98,7 +98,7 @@ class Desk:
         self.readers.stop()
         waiting = self.wheel.stop()  # before those who take what falls due
         left = self.dispatcher.close()
-        waiting += left.entries
+        waiting += left.entries + self.wheel.stop()  # what a chunk's end brought it meanwhile
         if is_warm:  # else the pool ends with what it has, and this may be any thread
             waiting += self.dispatcher.recall()
         self._leave_to_others(Left(waiting, left.queues))

@@ -247,7 +247,7 @@ class Dispatcher:
             return
         with self._lock:
             is_open = self._is_open
-            self._left(number, job, report.ran)
+            self._ended(number, job, report.ran)
             lane.answered()
             self._size.learn(report.ran, report.seconds, report.wanted)
             if job.drain is not None:
@@ -262,7 +262,7 @@ class Dispatcher:
             self._pump_after(look_s)
         self._soon(self.pump)
 
-    def _left(self, number: int, job: Job, ran: int) -> None:
+    def _ended(self, number: int, job: Job, ran: int) -> None:
         """The pool is done with it."""
         if self.lanes[job.shard].in_flight.pop(number, None) is not None and self.budget is not None:
             self.budget += max(job.limit - ran, 0)
@@ -281,7 +281,7 @@ class Dispatcher:
         """Nothing more will be heard of it. The caller holds the lock."""
         self._pool.sent.pop(number, None)
         lane = self.lanes[job.shard]
-        self._left(number, job, ran)
+        self._ended(number, job, ran)
         if job.drain is not None:
             lane.forget(job.drain)
         if job.line is not None:

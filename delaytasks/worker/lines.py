@@ -57,6 +57,10 @@ class Lines:
                 line.wanted, line.looks_at = 0, NEVER
         first = NEVER
         for opening in openings:
+            if opening.open is None:
+                if opening[:2] in self._lines:
+                    continue  # somebody is at it, or looks within a second
+                opening = opening._replace(open=1)
             line = self._lines.setdefault(opening[:2], Line())
             look_s, is_of_it = opening.look_s, of == opening[:2]
             # Who ends leaves a place of his own, beside those that others have left.

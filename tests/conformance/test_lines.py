@@ -121,7 +121,7 @@ def test_a_line_that_this_process_never_met_is_found_behind_a_backlog(
         bench.schedule("other", body="other")
     monkeypatch.setattr(runner, "SUSPECTS_S", 0)  # else a second passes first
     report = bench.runner.drain("default", [0], 5)
-    assert (report.is_full, report.lines) == (True, (Opening("default", "note"),))
+    assert (report.is_full, report.lines) == (True, (Opening("default", "note", None),))
     assert bench.statuses([second]) == ["HELD"], "the backlog goes on"
 
 

@@ -37,6 +37,7 @@ TASKS = PREFIX + "yb_delay_task_message"
 def turns(partitions: Partitions, what: str, is_granted: bool) -> list[Any]:
     """`what`, for each one who has the turn to make partitions, or waits for it."""
     query = f"""SELECT {what} FROM pg_locks WHERE locktype = 'advisory' AND granted = :is_granted
+        AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
         AND objid::bigint = hashtext(:name)::bigint & 4294967295"""
     with partitions.database.auto.connect() as connection:
         name = f"{partitions.tasks.fullname} {CHECK}"

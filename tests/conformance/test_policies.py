@@ -16,6 +16,7 @@ from delaytasks import DelayTask, DelayTasks, NewTask, Status
 from delaytasks.core import errors as e
 from delaytasks.core.ports import Entry, Level
 from delaytasks.engine import holding as engine_holding
+from delaytasks.engine import policies as policies_of
 from delaytasks.engine.runner import Report
 from delaytasks.store import holding as store_holding
 from delaytasks.store.store import Store
@@ -31,6 +32,10 @@ HOUR = 3600.0
 
 class CrashError(BaseException):
     """As if the process had died."""
+
+
+def find_it_away() -> list[Any]:
+    raise e.StoreUnavailableError("no route to host")
 
 
 class Field:
@@ -260,6 +265,35 @@ def test_a_pool_process_reads_policies_when_its_main_process_has_read_none_yet(f
     assert main.stamp == child.stamp
 
 
+def test_who_could_never_read_the_policies_does_not_go_without_and_who_could_goes_by_what_is_known(
+    field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    field.delays.pause(tag="mail")
+    policies = field.process().shards[0].policies
+    monkeypatch.setattr(policies_of, "REFRESH_S", 0)
+    with monkeypatch.context() as away:
+        away.setattr(policies, "_read", find_it_away)
+        for _ in range(2):
+            with pytest.raises(e.StoreUnavailableError):
+                policies.current()
+    assert policies.current().pauses("mail", "default")
+    monkeypatch.setattr(policies, "_read", find_it_away)
+    assert policies.current().pauses("mail", "default")
+
+
+def test_a_worker_that_can_not_read_the_policies_says_so_at_its_start(field: Field) -> None:
+    p = field.store.schema.policies
+    assert field.store.check() is None  # type: ignore[func-returns-value]
+    with field.store.database.begin() as connection:
+        p.drop(connection)
+    try:
+        with pytest.raises(e.ConfigError, match=r"policies can not be read, in .*: .*delaytasks db upgrade"):
+            field.store.check()
+    finally:
+        with field.store.database.begin() as connection:
+            p.create(connection)
+
+
 def test_a_chunk_whose_process_can_not_read_the_policies_runs_nothing_and_the_next_one_does(
     field: Field, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,10 +302,6 @@ def test_a_chunk_whose_process_can_not_read_the_policies_runs_nothing_and_the_ne
     monkeypatch.setattr(job, "current_app", child.celery)
     chunk = job.Job((Entry(task.id, task.version, 0),), policies=None)
     policies = child.shards[0].policies
-
-    def find_it_away() -> list[Any]:
-        raise e.StoreUnavailableError("no route to host")
-
     with monkeypatch.context() as away:
         away.setattr(policies, "_read", find_it_away)
         report = job.run_job(chunk)

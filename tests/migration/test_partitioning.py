@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -227,6 +227,21 @@ def test_of_two_who_convert_at_once_the_second_is_told(place: Place, monkeypatch
     assert isinstance(error, ConfigError)
     assert "is partitioned already" in str(error)
     assert place.partitions.extend(WEEK, 4) == []
+
+
+def test_steps_whose_answers_are_lost_are_done_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_turn = place.partitions.in_turn
+
+    def twice(work: Callable[[Any], Any], *otherwise: str) -> Any:
+        first = in_turn(work, *otherwise)
+        assert in_turn(work, *otherwise) == first
+        return first
+
+    monkeypatch.setattr(place.partitions, "in_turn", twice)
+    made = place.convert()
+    more = place.partitions.extend(WEEK, 6)
+    assert [part.name for part in place.partitions.all()] == [*made[:-1], *more, made[-1]]
+    assert place.differences() == []
 
 
 def test_what_is_done_already_or_can_not_be_is_said(place: Place) -> None:

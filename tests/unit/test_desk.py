@@ -276,6 +276,24 @@ def test_what_falls_due_while_a_worker_stops_is_sent_back(tmp_path: Path, monkey
     assert sent == [entry]
 
 
+def test_what_comes_back_from_a_chunk_while_a_worker_stops_is_sent_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = make_desk(tmp_path)
+    sent: list[Entry] = []
+    monkeypatch.setattr(desk.delays.inline_timer, "arm", lambda entries: sent.extend(entries) or True)
+    close, entry = desk.dispatcher.close, Entry(1, 0, desk.delays.clock.now_us() + 60_000_000)
+
+    def close_after_a_chunk() -> Left:
+        desk.hold([entry])
+        return close()
+
+    monkeypatch.setattr(desk.dispatcher, "close", close_after_a_chunk)
+    desk.start()
+    desk.stop()
+    assert sent == [entry]
+
+
 def test_the_chunks_of_a_worker_that_has_read_no_policies_yet_say_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

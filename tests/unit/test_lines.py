@@ -104,6 +104,22 @@ def test_a_full_line_is_looked_at_again_later(time: Time) -> None:
     assert found.heard([Opening(*MAIL, 0)], MAIL) == 0.02
 
 
+def test_a_line_that_somebody_saw_in_passing_is_looked_at_unless_it_is_known(time: Time) -> None:
+    found, seen = Lines(), [Opening(*MAIL, None)]
+    assert found.heard(seen) == LOOK_S
+    assert found.next() == MAIL
+    assert found.heard(seen) is None
+    assert found.next() is None, "somebody is at it"
+    waits = []
+    for _ in range(3):
+        waits.append(found.heard([Opening(*MAIL, 0)], MAIL))
+        assert found.heard(seen) is None
+        assert found.next() is None, "somebody will look"
+        time.now += LOOK_S
+        assert found.next() == MAIL
+    assert waits == [0.02, 0.04, 0.08], "less and less often"
+
+
 def test_a_line_in_which_nobody_waits_is_forgotten(time: Time) -> None:
     found = Lines()
     found.heard([Opening(*MAIL, 3)])
