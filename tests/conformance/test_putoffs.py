@@ -18,7 +18,7 @@ from tests.recording import RecordingTimer
 def put_off(delays: DelayTasks, count: int = 1, tag: str = "new", **options: Any) -> list[DelayTask]:
     """As an old worker leaves them."""
     tasks = [delays.schedule_delay(tag, n, 0, **options) for n in range(count)]
-    assert delays.runner().run([Entry(task.id, 0, 0) for task in tasks]).claimed == count
+    assert delays.runner().run([Entry(task.id, 0, 0) for task in tasks]).ran == count
     found = [delays.get(task) for task in tasks]
     assert all(task.status is Status.NOT_COMPLETE and task.expected_time > delays.clock.now() for task in found)
     return found
