@@ -13,7 +13,7 @@ from delaytasks.core.states import Status
 
 PROCESSES = 2
 #: What a processor takes in milliseconds, how many are due together, and how many lone ones come in a second.
-KINDS = ((0, 20_000, 50), (1, 8_000, 50), (50, 200, 20))
+KINDS = ((0, 16_000, 50), (1, 8_000, 50), (50, 200, 20))
 
 
 def run(stage: Stage) -> None:
@@ -26,11 +26,11 @@ def run(stage: Stage) -> None:
 
 
 def _together(stage: Stage, ms: float, count: int) -> None:
-    due = wall() + stage.size(25, 10)
+    due = wall() + stage.size(29, 10)
     for _ in range(count):
         _schedule(due, ms)
     if wall() > due:
-        raise BenchError(f"gathering: {count:,} calls took longer than {stage.size(25, 10)} s")
+        raise BenchError(f"gathering: {count:,} calls took longer than {stage.size(29, 10)} s")
     sleep_until(due)
     stage.ours.wait_for(count, DEADLINE_S)
     took_s = table.last_settled_at() - due
