@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from benchmarks import brokers, table
@@ -15,8 +16,10 @@ from benchmarks.stage import Stage
 from benchmarks.waiting import BenchError, TooSlowError, sleep_until, wall
 from delaytasks.core.states import Status
 
-#: For one call each: the first, and what is tried when the machine is too busy for it. Below the horizon each call
-#: sends a message of its own, beyond it the sweep sends hundreds of tasks in one.
+Leads = Mapping[bool, Sequence[int]]
+#: How far ahead, by whether it is a quick run: the first, and what is tried when the machine is too busy for it.
+BULK_S = {False: (60, 120), True: (15, 30)}
+#: For one call each. Below the horizon each sends a message of its own, beyond it the sweep sends hundreds in one.
 NEAR_S = {False: (20, 25, 29), True: (10, 20, 29)}
 FAR_S = {False: (60, 90), True: (40, 60)}
 #: Bare Celery may take its time.
@@ -25,9 +28,8 @@ DEADLINE_S = 240.0
 
 def run_bulk(stage: Stage) -> None:
     """Scheduled by `schedule_many`, and by a loop of `apply_async`."""
-    count, lead = stage.size(50_000, 5_000), stage.size(60, 15)
-    what = f"{count:,} due at once, schedule_many {lead} s ahead"
-    _compare(stage, "burst_bulk", what, count, at_once(count, lead), 10)
+    count = stage.size(50_000, 5_000)
+    _run(stage, "burst_bulk", count, "schedule_many", BULK_S, lambda lead: at_once(count, lead), 10)
 
 
 def at_once(count: int, lead: float) -> Callable[[Side], float]:
@@ -43,31 +45,44 @@ def at_once(count: int, lead: float) -> Callable[[Side], float]:
 
 def run_single(stage: Stage) -> None:
     """Scheduled one call at a time, by a few producers at once."""
-    _run_single(stage, "burst_single", NEAR_S[stage.is_quick])
+    _run_single(stage, "burst_single", NEAR_S)
 
 
 def run_far(stage: Stage) -> None:
     """The same beyond the horizon."""
-    _run_single(stage, "burst_far", FAR_S[stage.is_quick])
+    _run_single(stage, "burst_far", FAR_S)
 
 
-def _run_single(stage: Stage, case: str, leads: Sequence[int]) -> None:
+def _run_single(stage: Stage, case: str, leads: Leads) -> None:
     count = stage.size(20_000, 4_000)
-    what = f"{count:,} due at once, one call each {leads[0]} s ahead"
-    for lead in leads:
 
-        def schedule(side: Side, lead: int = lead) -> float:
-            return schedule_singly(stage, side, count, lead)
+    def schedule_ahead(lead: int) -> Callable[[Side], float]:
+        return partial(schedule_singly, stage, count=count, lead=lead)
 
+    _run(stage, case, count, "one call each", leads, schedule_ahead, 8)
+
+
+def _run(
+    stage: Stage,
+    case: str,
+    count: int,
+    how: str,
+    leads: Leads,
+    schedule_ahead: Callable[[int], Callable[[Side], float]],
+    least: float,
+) -> None:
+    first, *_, last = some = leads[stage.is_quick]
+    what = f"{count:,} due at once, {how} {first} s ahead"
+    for lead in some:
         try:
-            _compare(stage, case, what, count, schedule, 8)
+            _compare(stage, case, what, count, schedule_ahead(lead), least)
         except TooSlowError as error:
-            if lead == leads[-1]:
+            if lead == last:
                 raise
             stage.say(f"{case}: {error}; again, with more time")
             brokers.clear()
         else:
-            if lead != leads[0]:
+            if lead != first:
                 stage.figure(case, what, "").remark = f"up to {lead} s, since the machine was busy"
             return
 
