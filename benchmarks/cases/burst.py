@@ -16,7 +16,8 @@ from benchmarks.stage import Stage
 from benchmarks.waiting import BenchError, TooSlowError, sleep_until, wall
 from delaytasks.core.states import Status
 
-Leads = Mapping[bool, Sequence[int]]
+#: Schedules what is measured, and returns when it is due.
+Schedule = Callable[[Side], float]
 #: How far ahead, by whether it is a quick run: the first, and what is tried when the machine is too busy for it.
 BULK_S = {False: (60, 120), True: (15, 30)}
 #: For one call each. Below the horizon each sends a message of its own, beyond it the sweep sends hundreds in one.
@@ -29,10 +30,11 @@ DEADLINE_S = 240.0
 def run_bulk(stage: Stage) -> None:
     """Scheduled by `schedule_many`, and by a loop of `apply_async`."""
     count = stage.size(50_000, 5_000)
-    _run(stage, "burst_bulk", count, "schedule_many", BULK_S, lambda lead: at_once(count, lead), 10)
+    schedules = {lead: at_once(count, lead) for lead in BULK_S[stage.is_quick]}
+    _run(stage, "burst_bulk", count, "schedule_many", schedules, 10)
 
 
-def at_once(count: int, lead: float) -> Callable[[Side], float]:
+def at_once(count: int, lead: float) -> Schedule:
     """Schedules so many tasks by `schedule_many`, all due at one instant, which it returns."""
 
     def schedule(side: Side) -> float:
@@ -45,37 +47,27 @@ def at_once(count: int, lead: float) -> Callable[[Side], float]:
 
 def run_single(stage: Stage) -> None:
     """Scheduled one call at a time, by a few producers at once."""
-    _run_single(stage, "burst_single", NEAR_S)
+    _run_single(stage, "burst_single", NEAR_S[stage.is_quick])
 
 
 def run_far(stage: Stage) -> None:
     """The same beyond the horizon."""
-    _run_single(stage, "burst_far", FAR_S)
+    _run_single(stage, "burst_far", FAR_S[stage.is_quick])
 
 
-def _run_single(stage: Stage, case: str, leads: Leads) -> None:
+def _run_single(stage: Stage, case: str, leads: Sequence[int]) -> None:
     count = stage.size(20_000, 4_000)
-
-    def schedule_ahead(lead: int) -> Callable[[Side], float]:
-        return partial(schedule_singly, stage, count=count, lead=lead)
-
-    _run(stage, case, count, "one call each", leads, schedule_ahead, 8)
+    schedules = {lead: partial(schedule_singly, stage, count=count, lead=lead) for lead in leads}
+    _run(stage, case, count, "one call each", schedules, 8)
 
 
-def _run(
-    stage: Stage,
-    case: str,
-    count: int,
-    how: str,
-    leads: Leads,
-    schedule_ahead: Callable[[int], Callable[[Side], float]],
-    least: float,
-) -> None:
-    first, *_, last = some = leads[stage.is_quick]
+def _run(stage: Stage, case: str, count: int, how: str, schedules: Mapping[int, Schedule], least: float) -> None:
+    """`schedules`: by how far ahead it is done, the first one first."""
+    first, *_, last = schedules
     what = f"{count:,} due at once, {how} {first} s ahead"
-    for lead in some:
+    for lead, schedule in schedules.items():
         try:
-            _compare(stage, case, what, count, schedule_ahead(lead), least)
+            _compare(stage, case, what, count, schedule, least)
         except TooSlowError as error:
             if lead == last:
                 raise
@@ -87,7 +79,7 @@ def _run(
             return
 
 
-def _compare(stage: Stage, case: str, what: str, count: int, schedule: Callable[[Side], float], least: float) -> None:
+def _compare(stage: Stage, case: str, what: str, count: int, schedule: Schedule, least: float) -> None:
     drained = stage.figure(case, what, "drained/s", Target("ratio", least=least))
     late = stage.figure(case, "lateness p99", "ms")
     cpu = stage.figure(case, "worker CPU per task", "ms")
@@ -103,7 +95,7 @@ class Drained(NamedTuple):
     cost: Cost
 
 
-def drain(stage: Stage, case: str, side: Side, count: int, schedule: Callable[[Side], float]) -> Drained:
+def drain(stage: Stage, case: str, side: Side, count: int, schedule: Schedule) -> Drained:
     with side.serving():
         meter = Meter(side)
         due = schedule(side)
