@@ -24,7 +24,7 @@ class Opening(NamedTuple):
 
     queue: str
     tag: str
-    #: So many of those who wait may start now, as far as it is known; none if nobody has looked.
+    #: So many of those who wait may start now, as far as it is known; None if nobody has looked.
     open: int | None = 1
     #: Somebody should look again after this time.
     look_s: float = LOOK_S

@@ -48,7 +48,7 @@ class Store:
         return Claims(self.database, self.schema, worker, ip, self._lease_s, limited)
 
     def check(self) -> None:
-        """`ConfigError` if the tables are missing, unreadable, older than this code, or too narrow for its texts."""
+        """`ConfigError` if tables are missing, older than this code, or too narrow, or the policies can not be read."""
         t = self.schema.tasks
         found = self.database.alone(lambda c: _column_names(c, t.name, t.schema))
         missing = [column.name for column in t.columns if column.name not in found]

@@ -281,6 +281,14 @@ def test_who_could_never_read_the_policies_does_not_go_without_and_who_could_goe
     assert policies.current().pauses("mail", "default")
 
 
+def test_a_worker_whose_database_is_away_at_its_start_has_no_wrong_configuration(
+    field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(field.store.policies, "read", find_it_away)
+    with pytest.raises(e.StoreUnavailableError):
+        field.store.check()
+
+
 def test_a_worker_that_can_not_read_the_policies_says_so_at_its_start(field: Field) -> None:
     p = field.store.schema.policies
     assert field.store.check() is None  # type: ignore[func-returns-value]
