@@ -29,6 +29,7 @@ from delaytasks.api import (
 )
 from delaytasks.app import DelayTasks
 from delaytasks.core.bulk import AuditEntry, BulkResult
+from delaytasks.core.cancel_result import CancelResult
 from delaytasks.core.errors import DelayTaskError
 from delaytasks.core.ladder import LEVELS, NOTIFY, Ladder
 from delaytasks.core.outcomes import Cancel, Done, Fail, Retry, Snooze
@@ -43,6 +44,7 @@ __all__ = [
     "AuditEntry",
     "BulkResult",
     "Cancel",
+    "CancelResult",
     "DelayTask",
     "DelayTaskError",
     "DelayTasks",

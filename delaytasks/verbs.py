@@ -8,7 +8,8 @@ from contextlib import contextmanager, nullcontext
 from datetime import datetime, timedelta
 from typing import Any
 
-from delaytasks.core.errors import InvalidScheduleError
+from delaytasks.core.cancel_result import CancelResult
+from delaytasks.core.errors import InvalidScheduleError, TaskStateError
 from delaytasks.core.events import Events
 from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import check_instant, check_key, check_limit, check_status, check_tag
@@ -120,16 +121,34 @@ class Verbs(ABC):
         tag: str | None = None,
         key: str | None = None,
         version: int | None = None,
+        strict: bool = False,
         session: Any = None,
-    ) -> bool:
-        """Cancels a task that waits, named by id or by tag and key. False if it was cancelled already;
-        `CancelTooLateError` while it runs, `InvalidStatusError` after that."""
-        with self._named(task, tag, key, session) as named:
-            shard, cancelled = named.move(lambda at, on: at.store.tasks.cancel(named.id, version, on))
-        if cancelled is not None:
-            self.events.emit("task.cancelled", id=cancelled.id, tag=cancelled.tag)
-            shard.producer.disarm_after_commit(cancelled, named.unit)
-        return cancelled is not None
+    ) -> CancelResult:
+        """Cancels a task that waits, named by its id or by its tag and key.
+
+        The result is true if this call cancelled the task: the task then never starts (inside a transaction of yours:
+        once that is committed). The result is false if nothing is left to cancel, because no such task exists, or the
+        task runs, has ended or was cancelled before; `result.reason` and `result.status` say which.
+        With `strict=True` the call raises `TaskNotFoundError` if no such task exists, `CancelTooLateError` while it
+        runs, and `InvalidStatusError` after that. With `version` it raises `StaleVersionError` if the task has another
+        version by now, strict or not.
+
+        >>> if not cancel(tag="order.close", key="7"):
+        ...     return "too late to pay"
+        """
+        try:
+            with self._named(task, tag, key, session) as named:
+                shard, cancelled = named.move(lambda at, on: at.store.tasks.cancel(named.id, version, on))
+        except TaskStateError as error:
+            refused = CancelResult.of_refusal(error)
+            if strict or refused is None:
+                raise
+            return refused
+        if cancelled is None:
+            return CancelResult.cancelled_before(named.id)
+        self.events.emit("task.cancelled", id=cancelled.id, tag=cancelled.tag)
+        shard.producer.disarm_after_commit(cancelled, named.unit)
+        return CancelResult.cancelled(cancelled)
 
     def reschedule(
         self,

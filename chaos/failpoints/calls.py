@@ -136,7 +136,7 @@ class Calls:
                 self._delays.schedule_many(many, on_batch=lambda tasks: told(tasks, "ok"))
 
     def _cancel(self, id: int) -> None:
-        self._told(id, "cancel", 1, lambda: self._delays.cancel(id))
+        self._told(id, "cancel", 1, lambda: self._delays.cancel(id, strict=True))
 
     def _move(self, id: int) -> None:
         if self._chance.random() < 0.2:

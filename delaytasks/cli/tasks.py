@@ -33,7 +33,8 @@ def cancel(cli: Cli, ids: tuple[str, ...], key: str | None, many: Many) -> None:
     delaytasks cancel --tag order.close --key order-7
     delaytasks cancel --tag newsletter.send --key-prefix eu- --dry-run
 
-    A task that was cancelled before, named by its id, stays so, which is no error.
+    A task that was cancelled before, named by its id, stays so, which is no error. A task that runs, has ended or was
+    never there is reported, and the exit code is 1.
     """
     delays = cli.delays
     if many.is_meant(ids, key):
@@ -43,7 +44,8 @@ def cancel(cli: Cli, ids: tuple[str, ...], key: str | None, many: Many) -> None:
     unchanged: list[str] = []
 
     def cancel_one(id: int) -> None:
-        is_new = delays.cancel(id)
+        # Strict, since a script has to learn from the exit code that a task may have run.
+        is_new = bool(delays.cancel(id, strict=True))
         (cancelled if is_new else unchanged).append(str(id))
         if not cli.is_json:
             say(f"cancelled task {id}" if is_new else f"task {id} was cancelled before")

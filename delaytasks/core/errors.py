@@ -23,6 +23,11 @@ DelayTaskError
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from delaytasks.core.states import Status
+
 
 class DelayTaskError(Exception):
     """Root of all errors raised by delaytasks."""
@@ -129,7 +134,11 @@ class DuplicateTaskError(TaskStateError):
 
 
 class InvalidStatusError(TaskStateError):
-    """The task's status does not allow the move."""
+    """The task's status does not allow the move; `status` is the one that the task has."""
+
+    def __init__(self, message: str, id: int | None = None, status: Status | None = None) -> None:
+        super().__init__(message, id)
+        self.status = status
 
 
 class CancelTooLateError(InvalidStatusError):

@@ -61,6 +61,8 @@ class Capabilities:
     prepare: bool
     #: The driver begins a transaction with the first statement that writes, not with the first one.
     begins_late: bool
+    #: A caller's transaction may read as of its start, so what was committed since is not in what it reads.
+    reads_as_of_start: bool
     #: A cursor of the server's can hand out rows bit by bit, inside a transaction.
     server_side_cursors: bool
     #: A table can be divided into ranges of ids, each of which can be dropped by itself.
@@ -78,6 +80,7 @@ POSTGRESQL = Capabilities(
     looks_up_lists=True,
     prepare=True,
     begins_late=False,
+    reads_as_of_start=False,
     server_side_cursors=True,
     partitions=True,
 )
@@ -92,6 +95,7 @@ MYSQL = Capabilities(
     looks_up_lists=True,
     prepare=False,
     begins_late=False,
+    reads_as_of_start=True,
     server_side_cursors=True,
     partitions=False,
 )
@@ -106,6 +110,7 @@ SQLITE = Capabilities(
     looks_up_lists=False,
     prepare=False,
     begins_late=True,
+    reads_as_of_start=False,
     server_side_cursors=False,
     partitions=False,
 )

@@ -68,7 +68,8 @@ def _check(name: str, task: DelayTask, version: int | None) -> None:
         fact = f"task {task.id} has version {task.version}, not {shown(version)}"
         raise StaleVersionError(f"{fact}; read it again", task.id)
     if name == "cancel" and task.status is Status.RUNNING:
-        raise CancelTooLateError(f"task {task.id} ({task.tag}) runs since {task.execution_time}", task.id)
+        fact = f"task {task.id} ({task.tag}) runs since {task.execution_time}"
+        raise CancelTooLateError(fact, task.id, task.status)
     if not (name == "cancel" and task.status is Status.CANCELLED):
         _check_status(name, task)
 
@@ -77,4 +78,5 @@ def _check_status(name: str, task: DelayTask) -> None:
     sources = MOVES[name].sources
     if task.status not in sources:
         allowed = ", ".join(sorted(s.name for s in sources))
-        raise InvalidStatusError(f"{name}: task {task.id} ({task.tag}) is {task.status.name}, not {allowed}", task.id)
+        fact = f"{name}: task {task.id} ({task.tag}) is {task.status.name}, not {allowed}"
+        raise InvalidStatusError(fact, task.id, task.status)

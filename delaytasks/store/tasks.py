@@ -104,6 +104,10 @@ class Tasks:
 
     def id_of_key(self, tag: str, key: str, on: Executor | None = None) -> int | None:
         found: int | None = self._read(lambda c: self._keys.id_of(c, tag, key), on)
+        if found is None and on is not None and self._db.can.reads_as_of_start:
+            # The key may have been taken after the caller's transaction began. Whoever cancels the key's task must not
+            # be told that there is none.
+            return self.id_of_key(tag, key)
         return found
 
     def attempts(self, id: int, on: Executor | None = None) -> list[Attempt]:

@@ -93,9 +93,10 @@ class Story:
         for due, order in [entry for entry in self._to_pay if entry[0] <= now]:
             self._to_pay.remove((due, order))
             try:
-                delaytasks.cancel(tag="order.close", key=f"order-{order}")
+                if not delaytasks.cancel(tag="order.close", key=f"order-{order}"):
+                    continue  # the order is closed, or is being closed: too late to pay
             except DelayTaskError:
-                continue  # it is being closed already: too late to pay
+                continue
             self.shop.paid.add(order)
             if order % 10 == 0:
                 task = delaytasks.schedule_delay("payment.capture", {"order": order}, 1, key=f"order-{order}")

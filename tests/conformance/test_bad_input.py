@@ -396,7 +396,7 @@ def by_queue(place: Place, queue: Any) -> list[Callable[[], Any]]:
 def by_id(place: Place, id: Any) -> list[Callable[[], Any]]:
     return [
         lambda: place.delays.get(id),
-        lambda: place.delays.cancel(id),
+        lambda: place.delays.cancel(id, strict=True),
         lambda: place.delays.reschedule(id, 5),
         lambda: place.delays.touch(id, 5),
         lambda: place.delays.retry(id),
@@ -503,6 +503,8 @@ def test_an_id_that_is_no_id_is_refused_by_every_call(place: Place) -> None:
     task = place.put()
     for id in BAD_IDS:
         with place.refuses(e.InvalidIdError):
+            place.delays.cancel(id)
+        with place.refuses(e.InvalidIdError):
             place.delays.touch_many([task, id], 500)
         for call in by_id(place, id):
             with place.refuses(e.InvalidIdError):
@@ -524,7 +526,7 @@ def test_a_key_that_nobody_has_is_not_found_by_any_call(place: Place) -> None:
     d, name = place.delays, {"tag": "mail", "key": "k"}
     for call in (
         lambda: d.get(**name),
-        lambda: d.cancel(**name),
+        lambda: d.cancel(strict=True, **name),
         lambda: d.reschedule(delay=5, **name),
         lambda: d.touch(delay=5, **name),
     ):
@@ -615,11 +617,12 @@ def test_the_same_id_again_is_harmless_and_arms_it_again(place: Place) -> None:
 def test_cancelling_in_each_status(place: Place, status: Status, answer: Any) -> None:
     task = place.put(status)
     if isinstance(answer, bool):
-        assert place.delays.cancel(task) is answer
+        assert bool(place.delays.cancel(task, strict=True)) is answer
         assert place.delays.get(task).status is Status.CANCELLED
         return
     with place.refuses(answer, str(task.id)):
-        place.delays.cancel(task)
+        place.delays.cancel(task, strict=True)
+    assert not place.delays.cancel(task)
     assert place.delays.get(task).status is status
 
 

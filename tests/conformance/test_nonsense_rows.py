@@ -179,9 +179,9 @@ def test_a_row_of_nonsense_stops_nobody_and_harms_no_neighbour(store: Store, del
         delays.attempts,
         lambda id: delays.touch(id, 60),
         lambda id: delays.reschedule(id, 60),
-        delays.cancel,
+        partial(delays.cancel, strict=True),
         delays.retry,
-        delays.cancel,
+        partial(delays.cancel, strict=True),
     ]
     refused = {(id, type(error)) for id in expected for error in map(partial(refusal, id), calls)}
     assert {kind for _, kind in refused} <= {type(None), InvalidStatusError, CancelTooLateError}, refused

@@ -323,8 +323,9 @@ def test_what_is_to_be_moved_in_a_session_must_be_on_its_shard(delays: DelayTask
             move()
     assert delays.get(there.id, session=session).id == there.id, "what is only looked at may be anywhere"
     assert {task.id for task in delays.find(session=session)} == {here.id, there.id}
+    assert delays.cancel(99, session=session).status is None
     with pytest.raises(TaskNotFoundError):
-        delays.cancel(99, session=session)
+        delays.cancel(99, session=session, strict=True)
 
 
 def test_a_session_on_none_of_the_shards_is_refused(delays: DelayTasks) -> None:

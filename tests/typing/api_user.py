@@ -10,7 +10,19 @@ from celery import Celery
 from typing_extensions import assert_type
 
 import delaytasks
-from delaytasks import AuditEntry, BulkResult, DelayTask, DelayTasks, Done, Ladder, NewTask, Page, Retry, Status
+from delaytasks import (
+    AuditEntry,
+    BulkResult,
+    CancelResult,
+    DelayTask,
+    DelayTasks,
+    Done,
+    Ladder,
+    NewTask,
+    Page,
+    Retry,
+    Status,
+)
 
 delays = DelayTasks(Celery("shop"), "sqlite://", horizon_s=20)
 
@@ -35,7 +47,8 @@ assert_type(delaytasks.schedule_delay("order.close", {"order": 1}, timedelta(min
 assert_type(delays.schedule_at("order.close", None, datetime.now(timezone.utc), on_conflict="replace"), DelayTask)
 assert_type(delays.schedule_delay("a", {}, 2, key="k", on_conflict="replace", max_wait="30s"), DelayTask)
 assert_type(delaytasks.schedule_many(stream()), int)
-assert_type(delaytasks.cancel(tag="order.close", key="1"), bool)
+assert_type(delaytasks.cancel(tag="order.close", key="1"), CancelResult)
+assert_type(delays.cancel(7, strict=True).status, Status | None)
 assert_type(delaytasks.reschedule(7, 60), DelayTask)
 assert_type(delaytasks.touch(tag="order.close", key="1", delay=60), bool)
 assert_type(delaytasks.touch_many([1, "2"], 60), list[int])

@@ -5,7 +5,6 @@ from django.shortcuts import get_object_or_404
 from django.views.decorators.http import require_GET, require_POST
 
 from delaytasks import cancel, schedule_delay
-from delaytasks.core.errors import InvalidStatusError, TaskNotFoundError
 from orders.models import Order
 
 
@@ -28,9 +27,7 @@ def fail(request: HttpRequest) -> JsonResponse:
 def pay(request: HttpRequest, number: int) -> JsonResponse:
     with transaction.atomic():
         order = get_object_or_404(Order.objects.select_for_update(), pk=number)
-        try:
-            cancel(tag="order.close", key=str(order.pk))
-        except (TaskNotFoundError, InvalidStatusError):  # it ran, or it runs right now
+        if not cancel(tag="order.close", key=str(order.pk)):  # the order is closed, or is being closed
             return JsonResponse({"number": order.pk, "error": "too late to pay"}, status=409)
         order.status = "paid"
         order.save()

@@ -4,7 +4,6 @@ from flask import Blueprint, abort, current_app, request
 from sqlalchemy import update
 from sqlalchemy.orm import Mapped, mapped_column
 
-from delaytasks.core.errors import InvalidStatusError, TaskNotFoundError
 from shop.extensions import db, delays
 
 orders = Blueprint("orders", __name__)
@@ -40,9 +39,7 @@ def fail() -> None:
 @orders.post("/orders/<int:number>/pay")
 def pay(number: int) -> Any:
     order = db.session.get(Order, number, with_for_update=True) or abort(404)
-    try:
-        delays.cancel(tag="order.close", key=str(number))
-    except (TaskNotFoundError, InvalidStatusError):  # it ran, or it runs right now
+    if not delays.cancel(tag="order.close", key=str(number)):  # the order is closed, or is being closed
         return {"number": number, "error": "too late to pay"}, 409
     order.status = "paid"
     db.session.commit()

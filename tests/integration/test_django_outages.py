@@ -1,0 +1,110 @@
+"""A Django project whose database is away: the errors that callers and the command line get."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("django")
+
+from django.db import DatabaseError, transaction
+
+from delaytasks.contrib.django.instance import DjangoDelays
+from delaytasks.core.errors import SessionUnusableError, StoreUnavailableError
+from tests.integration import django_settings
+from tests.integration.cli.project import Project
+from tests.proxy import proxy_to
+from tests.services import free_port
+
+
+@pytest.fixture(scope="module", autouse=True)
+def django() -> Iterator[None]:
+    with django_settings.configured():
+        yield
+
+
+@pytest.fixture(params=["postgresql", "mysql", "sqlite"])
+def away(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DjangoDelays]:
+    """On a database that was never reached."""
+    kind = request.param
+    place = f"//root@127.0.0.1:{free_port()}/shop"
+    url = f"sqlite:///{tmp_path}/no/such/folder/shop.sqlite3" if kind == "sqlite" else f"{kind}:{place}"
+    alias = f"away_{kind}"
+    django_settings.add_database(alias, url)
+    delays = DjangoDelays(django_settings.new_celery_app(), alias)
+    yield delays
+    delays.close()
+    django_settings.remove_database(alias)
+
+
+CALLS: dict[str, Callable[[DjangoDelays], Any]] = {
+    "schedule_delay": lambda d: d.schedule_delay("mail", {}, 5),
+    "schedule_delay with a key": lambda d: d.schedule_delay("mail", {}, 5, key="k"),
+    "schedule_many": lambda d: d.schedule_many([("mail", {}, 5)]),
+    "cancel": lambda d: d.cancel(7),
+    "cancel by key": lambda d: d.cancel(tag="mail", key="k"),
+    "reschedule": lambda d: d.reschedule(7, 5),
+    "touch": lambda d: d.touch(7, 5),
+    "touch_many": lambda d: d.touch_many([7], 5),
+    "retry": lambda d: d.retry(7),
+    "get": lambda d: d.get(7),
+    "get by key": lambda d: d.get(tag="mail", key="k"),
+    "attempts": lambda d: d.attempts(7),
+    "find": lambda d: d.find(tag="mail").tasks,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_outside_of_atomic_says_that_the_database_is_away(away: DjangoDelays, name: str) -> None:
+    for _ in range(2):
+        with pytest.raises(StoreUnavailableError, match=f"database '{away.alias}' can not be used: ") as caught:
+            CALLS[name](away)
+        assert "atomic" not in str(caught.value)
+
+
+def test_the_command_line_says_that_the_database_is_away(away: DjangoDelays, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("project_that_is_away")
+    module.app = away.celery  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    project = Project(module.__name__)
+    for command in (["list"], ["show", "7"], ["cancel", "7"], ["schedule", "mail", "{}", "--delay", "5"]):
+        assert project.error(*command, exit_code=1)["type"] == "StoreUnavailableError", command
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mysql"])
+def test_a_database_that_goes_away_between_two_calls_is_told_and_found_again(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = request.getfixturevalue(f"{kind}_url")
+    proxy = proxy_to(url)
+    alias = f"leaves_{kind}"
+    django_settings.add_database(alias, proxy.url(url))
+    delays = DjangoDelays(django_settings.new_celery_app(), alias, table_prefix="dj_")
+    metadata = delays.store.schema.metadata
+    try:
+        with delays.store.database.begin() as connection:
+            metadata.create_all(connection)
+        task = delays.schedule_delay("mail", {}, 60, key="k")
+        monkeypatch.setattr(delays.clock, "_base", None)  # so that the time is asked for inside the call's transaction
+        proxy.reset()
+        with pytest.raises(StoreUnavailableError):
+            delays.reschedule(task, 5)
+        proxy.refuse()
+        for call in (lambda: delays.reschedule(task, 5), lambda: delays.cancel(task), lambda: delays.get(task)):
+            with pytest.raises(StoreUnavailableError):
+                call()
+        with pytest.raises((SessionUnusableError, DatabaseError)), transaction.atomic(alias):
+            delays.get(task)
+        proxy.heal()
+        assert delays.cancel(task)
+        with delays.store.database.begin() as connection:
+            metadata.drop_all(connection)
+    finally:
+        delays.close()
+        django_settings.remove_database(alias)
+        proxy.close()
