@@ -22,7 +22,9 @@ def self_signed(folder: Path) -> Certificate:
     made = Certificate(folder / "key.pem", folder / "cert.pem")
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost",
-         "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", made.key, "-out", made.file],
+         "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
+         "-addext", "keyUsage=critical,digitalSignature,keyEncipherment,keyCertSign",
+         "-keyout", made.key, "-out", made.file],
         check=True, capture_output=True,
     )  # fmt: skip
     return made

@@ -60,7 +60,7 @@ class Redis:
         if is_lost or is_earliest:
             self._publish(channel, f"{slot} {0 if is_lost else first!r}".encode())
 
-    def _take(self, store: str, prepare: str, now: int, late: int, soon: float, back: int, most: int) -> list[Any]:
+    def _take(self, store: str, prepare: str, now: int, late: int, soon: float, back: float, most: int) -> list[Any]:
         waiting, in_hand = self._set(store), self._set(prepare)
         in_hand.pop(END, None)
         was_lost = END not in waiting
@@ -83,7 +83,7 @@ class Redis:
             del waiting[member]
         text = " ".join(f"{member} {score!r}" for member, score in due)
         first, first_in_hand = (str(min(some.values(), default="inf")).encode() for some in (waiting, in_hand))
-        said = int(was_lost), len(stale), len(dropped), " ".join(levels).encode(), back if due else 0
+        said = int(was_lost), len(stale), len(dropped), " ".join(levels).encode(), repr(back if due else 0).encode()
         return [*said, text.encode(), first, first_in_hand]
 
 

@@ -30,6 +30,10 @@ class Status(IntEnum):
     def __str__(self) -> str:
         return self.name
 
+    def __format__(self, spec: str) -> str:
+        # Python 3.10 would format the name, since there is a `__str__`, and refuse the `d` of our SQL texts.
+        return int.__format__(self, spec)
+
 
 class Move(NamedTuple):
     name: str

@@ -3,6 +3,8 @@ take what falls due."""
 
 from __future__ import annotations
 
+import itertools
+import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -43,8 +45,8 @@ class Taken(NamedTuple):
 
     slot: Slot
     entries: list[Entry]
-    #: 0 if there is nothing.
-    ticket: int
+    #: The score of its entries in `prepare`, which no other taking has; 0 if there is nothing.
+    ticket: float
     #: Entries that were not of our form.
     refused: int
     #: How many were too late, and their priorities: the table's business.
@@ -69,6 +71,10 @@ class RedisTimer:
         self._clocks = clocks
         self._slots: dict[str, list[Slot]] = {}
         self._events = events
+        #: Makes tickets unique: this process numbers the takings of a millisecond, and other processes begin at another
+        #: number. A taking whose entries were all armed again leaves its ticket free in Redis; if another taking got
+        #: the same ticket, the first mover's late deletion would delete what the second one took.
+        self._takings = itertools.count(random.randrange(1000))
         self._blocked_told_at = float("-inf")
 
     @property
@@ -164,13 +170,14 @@ class RedisTimer:
         them on, or RETURN_S is over. What it has handed on is deleted, and so is what is later than the grace of its
         queue. None while Redis is away."""
         now_us = self._clocks[0].now_us()
-        now, soon = now_us // 1000, now_us / 1000 + AHEAD_MS  # to the microsecond, as movers wake for it
+        now = now_us / 1000  # to the microsecond, as movers wake for it
 
         def work(client: Any) -> list[Taken]:
             pipe = client.pipeline(transaction=False)
             for slot, count in most.items():
                 grace_s = self._settings.grace_s if grace_of is None else grace_of(slot.queue)
-                times = now, now - int(grace_s * 1000), soon, now + int(RETURN_S * 1000)
+                ticket = int(now) + RETURN_S * 1000 - next(self._takings) % 1000 / 1000
+                times = now, int(now) - int(grace_s * 1000), now + AHEAD_MS, ticket
                 pipe.execute_command(*call(client, TAKE), 2, *self.keys(slot), *times, min(count, LOT))
             for some in handed_on:
                 pipe.zremrangebyscore(self.keys(some.slot)[1], some.ticket, some.ticket)
@@ -231,7 +238,7 @@ def _taken(slot: Slot, answer: Any) -> Taken:
     return Taken(
         slot,
         entries,
-        ticket,
+        float(ticket),
         len(text.split()) // 2 - len(entries),
         dropped,
         [int(level) for level in levels.split()],

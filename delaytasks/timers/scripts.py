@@ -49,7 +49,7 @@ end
 local levels = {{}}
 for priority in pairs(priorities) do levels[#levels + 1] = priority end
 
--- A number of its own for what is taken now: handed on, it is deleted by that.
+-- All that is taken now gets a ticket of its own as its score. The mover deletes it by this score when it is handed on.
 while redis.call('ZCOUNT', prepare, back, back) > 0 do back = back + 1 end
 local due = redis.call('ZRANGEBYSCORE', store, '-inf', soon, 'WITHSCORES', 'LIMIT', 0, most)
 if #due > 0 then
@@ -64,6 +64,6 @@ end
 
 local waiting = redis.call('ZRANGE', store, 0, 0, 'WITHSCORES')[2]
 local prepared = redis.call('ZRANGE', prepare, 0, 0, 'WITHSCORES')[2] or 'inf'
-local ticket = #due > 0 and back or 0
+local ticket = #due > 0 and string.format('%.17g', back) or '0'
 return {{was_lost, #stale, #dropped, table.concat(levels, ' '), ticket, table.concat(due, ' '), waiting, prepared}}
 """

@@ -397,11 +397,13 @@ class Authority:
         self._folder = folder
         self.file = folder / "ca.pem"
         self._key = folder / "ca.key"
-        self._run("req", "-x509", "-subj", "/CN=Test CA", "-days", "2", "-keyout", self._key, "-out", self.file)
+        # Since Python 3.13 a default context checks as strictly as RFC 5280, which requires an authority's key usage.
+        usage = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")
+        self._run("req", "-x509", "-subj", "/CN=Test CA", "-days", "2", *usage, "-keyout", self._key, "-out", self.file)
 
     def context(self, san: str) -> ssl.SSLContext:
         key, request, certificate, names = (self._folder / f"server.{end}" for end in ("key", "csr", "pem", "ext"))
-        names.write_text(f"subjectAltName={san}\n")
+        names.write_text(f"subjectAltName={san}\nauthorityKeyIdentifier=keyid\n")
         self._run("req", "-subj", "/CN=server", "-keyout", key, "-out", request)
         signing = ("-CA", self.file, "-CAkey", self._key, "-CAcreateserial", "-days", "2", "-extfile", names)
         self._run("x509", "-req", "-in", request, "-out", certificate, *signing, new_key=False)

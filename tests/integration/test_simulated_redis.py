@@ -72,7 +72,7 @@ def some_command(chance: random.Random, step: int, store: str, prepare: str, cha
     if drawn < 0.6:
         ticket = now + chance.randint(0, 10) * 20
         return "ZREMRANGEBYSCORE", prepare, ticket, ticket
-    times = now, now - chance.choice([300, 600]), now + 100.5, now + 200
+    times = now, now - chance.choice([300, 600]), now + 100.5, now + 200 + chance.choice([0, 0.001, 0.123, 0.999])
     return "EVALSHA", _NAMES[TAKE], 2, store, prepare, *times, chance.randint(0, 4)
 
 
@@ -83,4 +83,4 @@ def as_told(answer: Any) -> Any:
     *numbers, levels, ticket, text, waiting, in_hand = answer
     words = text.split()
     entries = [(member, float(due)) for member, due in zip(words[::2], words[1::2], strict=True)]
-    return [*numbers, sorted(levels.split()), ticket, entries, float(waiting), float(in_hand)]
+    return [*numbers, sorted(levels.split()), float(ticket), entries, float(waiting), float(in_hand)]

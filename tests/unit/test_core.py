@@ -551,6 +551,10 @@ def test_the_contracts_statuses_keep_their_numbers() -> None:
     assert {status.name: status.value for status in Status} == numbers
 
 
+def test_a_status_is_shown_by_its_name_and_written_into_sql_as_its_number() -> None:
+    assert f"{Status.DONE} {Status.DONE!s} {Status.DONE:d}" == "DONE DONE 1", "on each version of Python"
+
+
 def test_every_status_is_reached_and_every_live_one_is_left() -> None:
     reached = {move.target for move in MOVES.values()}
     assert reached == set(Status)
