@@ -64,6 +64,8 @@ def reset(exchange: Exchange) -> None:
 
 class Exchange(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    #: What is written is sent immediately, not when the packet before it was confirmed.
+    disable_nagle_algorithm = True
     web: WebServer
 
     def do_POST(self) -> None:
