@@ -156,7 +156,7 @@ def stage() -> Iterator[Stage]:
         with store.database.begin() as connection:
             store.schema.metadata.create_all(connection)
         threads = SimpleNamespace(Lock=Lock, Condition=threading.Condition, RLock=threading.RLock, Timer=Timer)
-        modules = ("engine.chunk", "worker.dispatcher")
+        modules = ("engine.chunk", "worker.dispatcher", "worker.later")
         others = {f"delaytasks.{name}": {"threading": threads} for name in modules}
         others["delaytasks.timers.redislink"] = {"within": lambda _limit_s, work: work()}
         # No process has a number of the play's; the pool of the play tells who died.

@@ -19,6 +19,7 @@ from delaytasks.engine.runner import Report
 from delaytasks.worker.doubts import Doubts
 from delaytasks.worker.job import Job
 from delaytasks.worker.lane import REST_S, Lane
+from delaytasks.worker.later import Later
 from delaytasks.worker.lines import GO_ON_ALONE_S, GO_ON_S
 from delaytasks.worker.pool import Pool
 from delaytasks.worker.timelimits import without_celerys_limits
@@ -72,6 +73,7 @@ class Dispatcher:
         self._is_pumping = False
         self._is_open = True
         self._jobs = 0
+        self._later = Later(soon, self.pump)
 
     # -- in ---------------------------------------------------------------------------------------
 
@@ -150,13 +152,20 @@ class Dispatcher:
             self._is_pumping = True
         try:
             while (job := self._next_job()) is not None:
-                if self._send(job):
+                if self._send(self._jobs, job):
                     self._soon(self.pump)  # it ran inline: the loop may look after its messages in between
                     return
         finally:
             with self._lock:
                 self._is_pumping = False
+            self._pump_when_held_up()
             self.on_room()
+
+    def _pump_when_held_up(self) -> None:
+        """Free processes do not wait for the end of a slow row; if none is free a chunk's end will pump."""
+        with self._lock:
+            if self._is_open and self._free() > 0:
+                self._later.within(min(lane.held_up_in_s() for lane in self.lanes))
 
     def _next_job(self) -> Job | None:
         with self._lock:
@@ -168,8 +177,9 @@ class Dispatcher:
             for lane in self._turns:
                 if not lane.is_open() or (self._has_all_others(lane) and not lane.may_take_last()):
                     continue
-                job = lane.next_job(size, free, self.sends_events(), self._size.least)
+                job = lane.next_job(self._jobs + 1, size, free, self.sends_events(), self._size.least)
                 if job is not None:
+                    self._jobs += 1
                     self._turns.remove(lane)
                     self._turns.append(lane)
                     for_s = GO_ON_S if free > 1 else GO_ON_ALONE_S
@@ -193,11 +203,9 @@ class Dispatcher:
     def _free(self) -> int:
         return self._pool.size - sum(len(lane.in_flight) for lane in self.lanes)
 
-    def _send(self, job: Job) -> bool:
+    def _send(self, number: int, job: Job) -> bool:
         """True if the job is over already, as in a solo pool."""
         with self._lock:
-            self._jobs += 1
-            number = self._jobs
             lane = self.lanes[job.shard]
             lane.sent(number)
 
@@ -229,7 +237,7 @@ class Dispatcher:
             lost = self._pool.recall()
             if self._is_open:  # when closed they stay in flight, for their leases: a process may have one after all
                 for number, job in lost:
-                    self._gone(number, job)
+                    self._gone(number, job, is_down=False)
         return [entry for _, job in lost for entry in job.entries]
 
     def _done(self, number: int, job: Job, report: Any) -> None:
@@ -251,7 +259,7 @@ class Dispatcher:
             lane.answered()
             self._size.learn(report.ran, report.seconds, report.wanted)
             if job.drain is not None:
-                lane.drained(job.drain, job.priorities, report.is_full, is_open)
+                lane.drained(number, job.drain, job.priorities, report.is_full, is_open)
             look_s = lane.lines.heard(report.lines, job.line) if is_open else None
         if not is_open:
             queues = {opening.queue for opening in report.lines}
@@ -259,7 +267,7 @@ class Dispatcher:
         elif report.early:
             self._rearm(report.early)
         if look_s is not None:
-            self._pump_after(look_s)
+            self._later.after(look_s)
         self._soon(self.pump)
 
     def _ended(self, number: int, job: Job, ran: int) -> None:
@@ -271,23 +279,18 @@ class Dispatcher:
         """A chunk's process died, or the database is away: its rows are the sweep's and the leases' business."""
         is_down = getattr(info, "type", None) is not WorkerLostError
         with self._lock:
-            self._gone(number, job, ran)
+            self._gone(number, job, is_down, ran)
             if is_down:
                 self.lanes[job.shard].failed()
         self._events.emit("chunk.failed", error=str(getattr(info, "exception", info)), shard=job.shard)
-        self._pump_after(REST_S if is_down else 0)
+        self._later.after(REST_S if is_down else 0)
 
-    def _gone(self, number: int, job: Job, ran: int = 0) -> None:
+    def _gone(self, number: int, job: Job, is_down: bool, ran: int = 0) -> None:
         """Nothing more will be heard of it. The caller holds the lock."""
         self._pool.sent.pop(number, None)
         lane = self.lanes[job.shard]
         self._ended(number, job, ran)
         if job.drain is not None:
-            lane.forget(job.drain)
+            lane.failed_to_drain(number, job.drain, is_down)
         if job.line is not None:
             lane.lines.failed(job.line)
-
-    def _pump_after(self, seconds: float) -> None:
-        timer = threading.Timer(seconds, self._soon, (self.pump,))
-        timer.daemon = True
-        timer.start()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 from operator import attrgetter
+from typing import NamedTuple
 
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.ports import Entry
@@ -18,6 +20,9 @@ REST_S = 1.0
 SILENT_S = 2.0
 #: A chunk that is under way for longer is a processor's, which takes its time.
 LONG_S = 1.0
+#: A chunk of a queue's backlog that takes longer is held up by a slow row: other processes look at that queue as well.
+#: That is several time boxes, so that a quick chunk on a busy machine does not count as held up.
+HELD_UP_S = 0.25
 #: What is late belongs to the table, but where its queue has a backlog there it would come last: here it waits for so
 #: much longer.
 BACKLOG_S = 10.0
@@ -28,17 +33,37 @@ SORTED_SHARE = 8
 _IN_TURN = attrgetter("due_us", "id")
 
 
+class Look(NamedTuple):
+    """A chunk of a queue's backlog that is under way."""
+
+    sent_at: float
+    #: How often the queue had been asked for by then.
+    asks: int
+
+
 @dataclass
 class Drain:
-    """A queue that is being worked off from the table, by one chunk at first, by all processes once it proves deep. Who
-    asks while a row of that chunk takes its time need not wait for it."""
+    """A queue that is being worked off from the table: by one chunk at first, by all processes once the queue proves
+    deep. A chunk that a slow row holds up says nothing about the queue, so that meanwhile other processes look: as many
+    as are held up, which finds each process that is needed soon and costs an empty queue few claims."""
 
     priorities: set[int]
-    chunks: int = 0
-    sent_at: float = 0.0
+    #: The chunks that are under way, by number.
+    looks: dict[int, Look] = field(default_factory=dict)
     is_deep: bool = False
-    #: Somebody asked while a chunk was under way, which may have looked too early.
-    is_asked_again: bool = False
+    #: How often somebody asked: a chunk that was sent before the last time may have looked too early.
+    asks: int = 0
+
+    def wants_look(self) -> bool:
+        began_after = monotonic() - HELD_UP_S
+        quick = sum(look.sent_at > began_after for look in self.looks.values())
+        return self.is_deep or quick < max(len(self.looks) - quick, 1)
+
+    def held_up_in_s(self) -> float:
+        """How soon another one of its chunks counts as held up."""
+        now = monotonic()
+        waits = (look.sent_at + HELD_UP_S - now for look in self.looks.values())
+        return min((wait_s for wait_s in waits if wait_s >= 0), default=inf)
 
 
 class Lane:
@@ -81,7 +106,7 @@ class Lane:
         """To claim what is overdue in `queue`."""
         drain = self._drains.setdefault(queue, Drain(set()))
         drain.priorities.update(priorities)
-        drain.is_asked_again = drain.chunks > 0
+        drain.asks += 1
 
     def drop_late(self, grace_s: float) -> int:
         """What is late belongs to the table, where every worker helps. Returns how many were."""
@@ -172,12 +197,17 @@ class Lane:
     def is_silent(self) -> bool:
         return self._asked_at is not None and monotonic() - self._asked_at > SILENT_S
 
-    def next_job(self, size: int, free: int, sends_events: bool, least: int = 1) -> Job | None:
-        """A chunk of at most `size` rows; `free` processes share what waits, though not by less than `least`."""
+    def held_up_in_s(self) -> float:
+        """How soon it may have another chunk because one of a backlog takes long."""
+        return min((drain.held_up_in_s() for drain in self._drains.values()), default=inf) if self.is_open() else inf
+
+    def next_job(self, number: int, size: int, free: int, sends_events: bool, least: int = 1) -> Job | None:
+        """The chunk `number`, of at most `size` rows; `free` processes share what waits, though not by less than
+        `least`."""
         waiting = self.waiting
         # When both wait they take turns: neither a backlog nor a stream of fresh tasks starves the other.
         if self._drains_next or not waiting:
-            job = self._next_slow(size, sends_events)
+            job = self._next_slow(number, size, sends_events)
             if job is not None:
                 self._drains_next = False
                 return job
@@ -187,16 +217,14 @@ class Lane:
         ready = tuple(self._take_ready(min(size, max(-(-waiting // free), least))))
         return Job(ready, events=sends_events, shard=self.shard)
 
-    def _next_slow(self, size: int, sends_events: bool) -> Job | None:
+    def _next_slow(self, number: int, size: int, sends_events: bool) -> Job | None:
         """What comes straight from the table: lines and queues in turn."""
         self._lines_next = not self._lines_next
         if self._lines_next and (line := self.lines.next()) is not None:
             return Job((), limit=size, events=sends_events, shard=self.shard, line=line)
         for queue, drain in self._drains.items():
-            is_held_up = drain.is_asked_again and monotonic() > drain.sent_at + LONG_S
-            if not drain.chunks or drain.is_deep or is_held_up:
-                drain.chunks += 1
-                drain.sent_at, drain.is_asked_again = monotonic(), drain.is_asked_again and not is_held_up
+            if drain.wants_look():
+                drain.looks[number] = Look(monotonic(), drain.asks)
                 self._drains[queue] = self._drains.pop(queue)  # the next one's turn comes first
                 return Job((), queue, tuple(drain.priorities), size, sends_events, self.shard)
         if (line := self.lines.next()) is not None:
@@ -213,21 +241,27 @@ class Lane:
                 del self._ready[priority]
         return taken
 
-    def drained(self, queue: str, priorities: Sequence[int], is_full: bool, is_open: bool) -> None:
+    def drained(self, number: int, queue: str, priorities: Sequence[int], is_full: bool, is_open: bool) -> None:
         """A chunk of it ended."""
         drain = self._drains.get(queue)
         if drain is None and is_full and is_open:
             drain = self._drains[queue] = Drain(set(priorities))
         if drain is None:
             return
-        drain.chunks = max(drain.chunks - 1, 0)
+        look = drain.looks.pop(number, None)
         if is_full:
             drain.is_deep = True
-        elif drain.is_asked_again:
-            drain.is_deep = drain.is_asked_again = False
+        elif look is None:
+            pass  # it began before the queue was found empty and asked for anew
+        elif drain.asks > look.asks:
+            drain.is_deep = False
         else:
             del self._drains[queue]
 
-    def forget(self, queue: str) -> None:
-        """Its chunk failed: the next sweep's token begins anew."""
-        self._drains.pop(queue, None)
+    def failed_to_drain(self, number: int, queue: str, is_down: bool) -> None:
+        """A chunk of it failed. When the database is away, the next sweep's token begins anew. When its process died,
+        other processes go on."""
+        if is_down:
+            self._drains.pop(queue, None)
+        elif (drain := self._drains.get(queue)) is not None:
+            drain.looks.pop(number, None)

@@ -286,6 +286,35 @@ def test_overdue_rows_are_drained_without_messages_of_their_own(deploy: Deploy) 
     wait_until(lambda: counted(d.store)[Status.DONE] == 5001, 20, "the backlog to be drained", 0.05)
 
 
+@pytest.mark.parametrize(
+    ("database", "broker", "pool"),
+    [
+        ("postgresql", "redis", "prefork"),
+        ("postgresql", "redis", "drain"),
+        ("mysql", "rabbitmq", "threads"),
+        ("sqlite", "redis", "prefork"),
+    ],
+)
+def test_quick_overdue_rows_do_not_wait_for_slow_ones_while_a_process_is_free(
+    deploy: Deploy, database: str, broker: str, pool: str
+) -> None:
+    timer = {"timer": "direct"} if pool == "drain" else {}
+    d = deploy(database, broker, sweep_s=15, self_sweep_s=15, horizon_s=30, lease_s=60, **timer)
+    now = d.delays.clock.now()
+    slow = {"tag": "test.sleep", "message_body": f'{{"file": "{d.file}", "seconds": 12}}'}
+    quick = {"tag": "test.quiet", "message_body": "{}"}
+    rows = [{**slow, "expected_time": now - timedelta(hours=2)} for _ in range(3)]
+    rows += [{**quick, "expected_time": now - timedelta(hours=1)} for _ in range(100)]
+    with d.store.database.begin() as connection:
+        connection.execute(insert(d.store.schema.tasks), rows)
+    if pool == "drain":
+        d.drainer(concurrency=4)
+    else:
+        d.worker(pool=pool, concurrency=4)
+    wait_until(lambda: counted(d.store)[Status.DONE] == 100, 8, "the quick rows to be run", 0.05)
+    assert {run[1] for run in d.runs()} == {"began"}, "the slow ones run still"
+
+
 def test_two_beats_sweep_as_one(deploy: Deploy) -> None:
     d = deploy(self_sweep_s=60)
     d.beat()

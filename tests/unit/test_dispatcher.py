@@ -161,21 +161,69 @@ def test_fresh_tasks_and_a_backlog_take_turns() -> None:
     assert kinds == ["fresh", "old", "fresh", "old"]
 
 
-def test_a_drain_does_not_wait_for_one_whose_row_takes_its_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else an overdue row waits for minutes, though a process is free."""
-    now = 100.0
-    monkeypatch.setattr(lane, "monotonic", lambda: now)
+def test_a_drain_that_a_slow_row_holds_up_goes_on_in_the_free_processes_without_being_asked(hands: Hands) -> None:
+    """Until one of them finds the queue empty. Each look doubles the number of processes at most."""
+    bench = Bench()
+    bench.pool.limit = 8
     bench.dispatcher.drain("default", [0])
+    assert len(bench.pool.jobs) == 1, "it is not known to be deep"
+    for processes in (2, 4, 8, 8):
+        hands.at += lane.HELD_UP_S + 0.01
+        wait_until(lambda count=processes: len(bench.pool.jobs) == count, 5, f"{processes} processes at it")  # type: ignore[misc]
+        bench.dispatcher.pump()
+        assert len(bench.pool.jobs) == processes, "the new ones have just begun"
+    for _ in range(8):
+        bench.pool.end(Report(1, 1, 12.0))
+    assert bench.pool.jobs == []
+
+
+def test_an_empty_queue_behind_a_slow_row_is_looked_at_once(hands: Hands) -> None:
+    bench = Bench()
+    bench.pool.limit = 8
     bench.dispatcher.drain("default", [0])
-    assert len(bench.pool.jobs) == 1
-    now += lane.LONG_S + 0.1
+    hands.at += lane.HELD_UP_S + 0.01
+    bench.dispatcher.pump()
+    assert len(bench.pool.jobs) == 2
+    slow = bench.pool.jobs.pop(0)
+    bench.pool.end(Report(0))
+    for _ in range(3):
+        hands.at += lane.HELD_UP_S + 0.01
+        bench.dispatcher.pump()
+    assert bench.pool.jobs == [], "there is nothing in it"
     bench.dispatcher.drain("default", [0])
-    assert [job.drain for job, _, _ in bench.pool.jobs] == ["default", "default"]
-    bench.pool.end(Report(is_full=False))
-    bench.pool.end(Report(is_full=False))
-    assert not bench.pool.jobs
+    bench.pool.end(Report(0))
+    assert bench.pool.jobs == [], "the next token is worth one look, too"
+    slow[1](Report(10, 1, 12.0))
+    assert bench.pool.jobs == []
+
+
+def test_a_chunk_that_ends_late_does_not_end_a_drain_that_was_asked_for_after_it(hands: Hands) -> None:
+    bench = Bench()
     bench.dispatcher.drain("default", [0])
-    assert len(bench.pool.jobs) == 1
+    hands.at += lane.HELD_UP_S + 0.01
+    bench.dispatcher.pump()
+    slow = bench.pool.jobs.pop(0)
+    bench.pool.end(Report(0))
+    bench.pool.limit = 1  # the slow chunk has it
+    bench.dispatcher.drain("default", [0])
+    assert bench.pool.jobs == []
+    slow[1](Report(3, 1, 12.0))
+    assert [job.drain for job, _, _ in bench.pool.jobs] == ["default"]
+
+
+def test_a_drain_goes_on_after_a_process_of_it_died_and_ends_with_the_database(hands: Hands) -> None:
+    bench = Bench()
+    bench.dispatcher.drain("default", [0])
+    _, _, lost = bench.pool.jobs.pop()
+    try:
+        raise WorkerLostError("exited prematurely")
+    except WorkerLostError:
+        lost(ExceptionInfo())
+    wait_until(lambda: bench.pool.jobs, 5, "another process to go on")
+    bench.pool.end(Report(error="StoreUnavailableError: away"))
+    hands.at += 60
+    bench.dispatcher.pump()
+    assert bench.pool.jobs == []
 
 
 def test_a_drain_that_is_asked_for_while_one_is_under_way_is_done_after_it(bench: Bench) -> None:
