@@ -104,7 +104,8 @@ class Holding:
     def _hold_all(self, policies: Policies, pauses: Sequence[Policy], until: datetime | None) -> Iterator[None]:
         queues = {policy.name for policy in pauses if policy.kind == "queue"}
         has_tags = any(policy.kind == "tag" for policy in pauses)
-        for level in self._rows.levels(Status.NOT_COMPLETE):
+        for level in self._levels(Status.NOT_COMPLETE):
+            yield
             if not has_tags and level.queue not in queues:
                 continue
             for seen in self._look(Status.NOT_COMPLETE, level, until):
@@ -114,12 +115,22 @@ class Holding:
                     yield
 
     def _release_all(self, policies: Policies, until: datetime | None) -> Iterator[None]:
-        for level in self._rows.levels(Status.HELD):
+        for level in self._levels(Status.HELD):
+            yield
             for seen in self._look(Status.HELD, level, until):
                 yield
                 for lot in _lots([row.id for row in seen if not policies.pauses(row.tag, level.queue)]):
                     self._release(lot)
                     yield
+
+    def _levels(self, status: Status) -> Iterator[Level]:
+        """The levels of all queues, read for some queues at a time: a sweep has other work besides."""
+        some, after = self._rows.levels(status, None)
+        while True:
+            yield from some
+            if after is None:
+                return
+            some, after = self._rows.levels(status, after)
 
     def _look(self, status: Status, level: Level, until: datetime | None) -> Iterator[list[Seen]]:
         since: datetime | None = None

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from functools import partial
 
-from delaytasks.core.clock import Clock, monotonic
+from delaytasks.core.clock import Clock, from_us, monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.policies import NO_POLICIES
 from delaytasks.core.ports import Lapsed, SweepStore, Timer, WorkerStore
 from delaytasks.core.settings import Settings
 from delaytasks.engine.holding import Holding
+from delaytasks.engine.overdue import Late, Overdue
 from delaytasks.engine.queues import ALL_QUEUES
 
 #: Rows in one step of lapsing and purging: small enough that nobody waits for their locks.
@@ -21,6 +23,10 @@ STEP = 500
 PURGE_STEPS = 20
 #: A worker that said nothing for so many sweeps is dead.
 SILENT_SWEEPS = 3
+#: Drain tokens for one queue in one sweep, however many workers serve the queue.
+MOST_TOKENS = 500
+#: Names that one line of the log lists.
+NAMES = 5
 #: Seconds between two looks at the partitions, and how long before the end of the last one somebody should know.
 PARTITIONS_S, WARN_BEFORE_S = 3600.0, 2 * 86400.0
 
@@ -51,14 +57,18 @@ class Sweeper:
         #: Has this process drain a queue itself; False if it does not serve it.
         self.drain_here: Callable[[str, Sequence[int]], bool] = lambda queue, priorities: False
         self._policies = NO_POLICIES
+        self._overdue = Overdue(sweeps, settings.grace_s)
         self._partitions_at = float("-inf")
 
-    def sweep(self, house: int = 0, beat: Callable[[], None] = lambda: None) -> bool:
+    def sweep(self, house: int = 0, beat: Callable[[], None] = lambda: None, contact_s: float = math.inf) -> bool:
         """One sweep of one house number; False if another worker just did it. A stage that fails, be it for one row
-        that can not be read, keeps no other one from its work. `beat` is called at each step forward."""
+        that can not be read, keeps no other one from its work. `beat` is called at each step forward. `contact_s` is
+        how long the caller has reached this database without an interruption."""
         settings, attempt = self._settings, partial(self._events.attempt, "sweep")
-        if house == 0:
-            attempt("bury", self._bury_dead_workers)
+        silent_s = SILENT_SWEEPS * settings.sweep_s
+        # An outage silences every worker. Only a caller that reached the database for all of this time may judge.
+        if house == 0 and contact_s >= silent_s:
+            attempt("bury", partial(self._bury_dead_workers, silent_s))
         armed_until = self._sweeps.begin_sweep(house, settings.houses, settings.sweep_s * 0.8)
         if armed_until is None:
             return False
@@ -69,7 +79,7 @@ class Sweeper:
             attempt("lapsed", partial(self._lapse, beat))
             if knows_policies:  # or all that is paused would be released
                 attempt("hold", partial(self._hold, beat))
-            attempt("overdue", self._drain_overdue)
+            attempt("overdue", partial(self._drain_overdue, beat))
             attempt("purge", partial(self._purge, beat))
             if settings.purge_after_s is not None:
                 attempt("audit", partial(self._sweeps.purge_audit, settings.purge_after_s))
@@ -80,7 +90,7 @@ class Sweeper:
     def _arm_near(self, house: int, armed_until: datetime, horizon_s: float, beat: Callable[[], None]) -> None:
         now = self._clock.certain_now()
         until = now + timedelta(seconds=horizon_s)
-        armed = 0
+        armed, ends = 0, monotonic() + self._settings.sweep_s
         since, policies = max(armed_until, now), self._policies
         for entries in self._sweeps.near(since, until, house, self._settings.houses, policies):
             beat()
@@ -89,6 +99,12 @@ class Sweeper:
             elif not self._timer.is_up:
                 return  # the broker is away: the next sweep begins here again
             # Else it refuses a queue, whose rows are found when they are overdue: all others must not wait for them.
+            last_us = max(entry.due_us for entry in entries)
+            if monotonic() > ends and last_us > min(entry.due_us for entry in entries):
+                # Each queue takes a message of its own. What is overdue must not wait for thousands of them, so that
+                # the next sweep goes on here, with the rows of this last instant again.
+                until = from_us(last_us - 1)
+                break
         # Moved only now: a crash before it costs duplicate messages, which are harmless; never a gap.
         self._sweeps.mark_armed(house, self._settings.houses, armed_until, until)
         if armed:
@@ -112,46 +128,48 @@ class Sweeper:
             if lapsed.total < STEP:
                 return
 
-    def _drain_overdue(self) -> None:
-        """Nothing is listed or rewritten: a few tokens let the workers claim what is late by themselves."""
-        queues = self._overdue()
-        if not queues:
-            return
+    def _drain_overdue(self, beat: Callable[[], None]) -> None:
+        """Nothing is listed or rewritten: a few tokens let the workers claim what is late by themselves.
+
+        The queues that live workers name come first. Of all other queues each sweep looks at some.
+        """
         is_direct, alive = self._settings.timer == "direct", self._workers.alive()
         takers = [worker for worker in alive if is_direct or not worker["pool"].startswith((DIRECT, DRAIN))]
         serving = Counter(queue for worker in takers for queue in worker["queues"])
-        for queue, priorities in queues.items():
-            workers = serving[queue] + serving[ALL_QUEUES]
-            if not workers:  # tokens that nobody takes would pile up
-                self._events.emit("queue.unserved", queue=queue, remedy="start a worker that serves it (-Q)")
-                continue
-            tokens = self._settings.drain_tokens * workers
+        named = serving.keys() - {ALL_QUEUES}
+        self._drain(self._overdue.of_named(named, beat), serving, beat)
+        others = self._not_paused(self._overdue.of_others(named, beat))
+        if serving[ALL_QUEUES]:
+            self._drain(others, serving, beat)
+        elif others:  # tokens that nobody takes would pile up
+            remedy = "start a worker that serves it (-Q)"
+            self._events.emit("queue.unserved", count=len(others), queue=_names(list(others)), remedy=remedy)
+
+    def _drain(self, late: Late, serving: Counter[str], beat: Callable[[], None]) -> None:
+        for queue, priorities in self._not_paused(late).items():
+            tokens = min(self._settings.drain_tokens * (serving[queue] + serving[ALL_QUEUES]), MOST_TOKENS)
             if self._timer.drain(queue, priorities, tokens, self._settings.sweep_s):
                 self._events.emit("sweep.drain", queue=queue, tokens=tokens)
             elif self.drain_here(queue, priorities):  # a broker that takes nothing must not keep us from working
                 self._events.emit("sweep.drain_here", queue=queue)
+            beat()
 
-    def begin(self) -> None:
-        """A worker that begins takes part in what is overdue at once: the next sweep may be seconds away."""
+    def begin(self, queues: Sequence[str]) -> None:
+        """A worker that begins takes part in what is overdue in its queues at once: the next sweep may be seconds
+        away."""
         self._read_policies()
-        for queue, priorities in self._overdue().items():
+        for queue, priorities in self._not_paused(self._overdue.of_named(queues)).items():
             self.drain_here(queue, priorities)
 
-    def _overdue(self) -> dict[str, list[int]]:
-        """By queue, the priorities at which something waits for too long."""
-        queues: dict[str, list[int]] = {}
-        for level in self._sweeps.levels(self._settings.grace_s):
-            if level.queue not in self._policies.paused_queues:
-                queues.setdefault(level.queue, []).append(level.priority)
-        return queues
+    def _not_paused(self, late: Late) -> Late:
+        return {queue: some for queue, some in late.items() if queue not in self._policies.paused_queues}
 
-    def _bury_dead_workers(self) -> None:
+    def _bury_dead_workers(self, silent_s: float) -> None:
         """What a dead worker held in memory is armed again, in time, at the price of duplicates."""
-        names = self._workers.bury(SILENT_SWEEPS * self._settings.sweep_s)
+        names = self._workers.bury(silent_s)
         if names:
             self._sweeps.forget_armed()
-            for name in names:
-                self._events.emit("worker.lost", worker=name)
+            self._events.emit("worker.lost", count=len(names), worker=_names(names))
 
     def _purge(self, beat: Callable[[], None]) -> None:
         age = self._settings.purge_after_s
@@ -174,6 +192,11 @@ class Sweeper:
         if end is not None and (end - self._clock.now()).total_seconds() < WARN_BEFORE_S:
             remedy = "run: delaytasks db partitions maintain"
             self._events.emit("partitions.ending", until=end.isoformat(), remedy=remedy)
+
+
+def _names(names: Sequence[str]) -> str:
+    """The first ones, for one line of the log; the event's count says how many there are."""
+    return ", ".join(names[:NAMES])
 
 
 def tell_lapsed(events: Events, lapsed: Lapsed, **fields: object) -> None:

@@ -18,13 +18,15 @@ from delaytasks.core.ports import Entry, Level, Seen
 from delaytasks.core.states import MOVES, Status, following
 from delaytasks.core.task import DelayTask
 from delaytasks.store.database import Database
-from delaytasks.store.levels import levels
+from delaytasks.store.levels import levels_of, queues_after
 from delaytasks.store.rows import json_rows, listed, next_version
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now
 
 #: Rows that one look sees. With many more a planner that expects less would rather sort all that come after.
 LOOK = 500
+#: Queues whose levels one call returns.
+QUEUES = 100
 
 
 class Holding:
@@ -51,9 +53,20 @@ class Holding:
 
     # -- look -------------------------------------------------------------------------------------
 
-    def levels(self, status: Status) -> list[Level]:
-        """The queues and priorities that have rows of this status, the highest priority first."""
-        return self._db.alone(lambda c: sorted(levels(c, self._t, status), key=lambda at: (-at.priority, at.queue)))
+    def levels(self, status: Status, after: str | None = None) -> tuple[list[Level], str | None]:
+        """Return the levels of the next queues that have rows of this status, the highest priority first.
+
+        The second value is the `after` of the next call, or None if there are no more queues.
+        """
+        t = self._t
+
+        def work(connection: Any) -> tuple[list[Level], str | None]:
+            queues = queues_after(connection, t, status, after, QUEUES)
+            found = [level for queue in queues for level in levels_of(connection, t, status, queue)]
+            is_last = len(queues) < QUEUES
+            return sorted(found, key=lambda at: (-at.priority, at.queue)), None if is_last else queues[-1]
+
+        return self._db.alone(work)
 
     def look(self, status: Status, level: Level, since: datetime | None, until: datetime | None) -> list[Seen]:
         """The rows of a level from an instant on, in the order of their due times: so many that one look may see."""

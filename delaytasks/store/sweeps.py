@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
+from itertools import islice
 from typing import Any
 
 from sqlalchemy import Select, and_, delete, exc, exists, insert, select, update
 
 from delaytasks.core.clock import to_us
 from delaytasks.core.policies import NO_POLICIES, Policies
-from delaytasks.core.ports import Entry, Lapsed, Level
+from delaytasks.core.ports import Entry, Lapsed, Level, QueuePlace
 from delaytasks.core.states import FINISHED, Status
 from delaytasks.store.attempts import Attempts
 from delaytasks.store.audit import Audit
 from delaytasks.store.database import Database
 from delaytasks.store.keys import Keys
 from delaytasks.store.lapses import Lapses, lease_is_over
-from delaytasks.store.levels import levels, steps
+from delaytasks.store.levels import first_levels_of, levels, queues_after, steps
 from delaytasks.store.partitions import end_of
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now, db_now_plus, is_past
 
 #: Neighbouring ids go to different houses; ids of one producer differ mostly in their low bits.
 _HOUSE_PRIME = 1_000_003
+#: Priorities of one queue that a sweep looks at; a drain token holds no more.
+MOST_PRIORITIES = 100
 
 
 class Sweeps:
@@ -132,22 +135,60 @@ class Sweeps:
         """The queues and priorities that have rows late by more than `late_s`, the highest priority first; and queues
         in which tasks of limited tags wait in line.
 
-        Its cost is the number of levels, not of rows.
+        Its cost is the number of levels, not of rows. If that number has to be bounded, call `levels_of`.
         """
-        t = self._t
-
-        def is_late(connection: Any, level: Level) -> bool:
-            here = (t.c.status == int(Status.NOT_COMPLETE), t.c.queue == level.queue, t.c.priority == level.priority)
-            late = and_(*here, is_past(t.c.expected_time, db_now_plus(-late_s)))
-            return bool(connection.execute(select(exists().where(late))).scalar())
+        line_queue = self._l.c.queue
 
         def work(connection: Any) -> list[Level]:
-            found = [level for level in levels(connection, t, Status.NOT_COMPLETE) if is_late(connection, level)]
-            known = {level.queue for level in found}
-            found += [Level(queue, 0) for queue in steps(connection, self._l.c.queue) if queue not in known]
-            return sorted(found, key=lambda level: (-level.priority, level.queue))
+            waiting = levels(connection, self._t, Status.NOT_COMPLETE)
+            return self._late(connection, waiting, steps(connection, line_queue), late_s)
 
         return self._db.alone(work)
+
+    def levels_of(self, queues: Iterable[str], late_s: float) -> list[Level]:
+        """Return what `levels` returns for these queues: at most `MOST_PRIORITIES` levels of each queue."""
+        t, line_queue = self._t, self._l.c.queue
+
+        def work(connection: Any) -> list[Level]:
+            found: list[Level] = []
+            for queue in queues:
+                waiting = first_levels_of(connection, t, Status.NOT_COMPLETE, queue, MOST_PRIORITIES)
+                in_line = steps(connection, line_queue, line_queue == queue)
+                found += self._late(connection, waiting, in_line, late_s)
+            return found
+
+        return self._db.alone(work)
+
+    def next_queues(self, after: QueuePlace, most: int) -> tuple[set[str], QueuePlace]:
+        """Return some of the queues in which tasks wait, and where the next call goes on.
+
+        A call returns at most `most` queues of the tasks and `most` queues of the waitlists. A caller that passes the
+        returned place to its next call meets every queue, one part after another, and then begins again.
+        """
+        line_queue = self._l.c.queue
+
+        def work(connection: Any) -> tuple[set[str], QueuePlace]:
+            tasks = queues_after(connection, self._t, Status.NOT_COMPLETE, after.tasks, most)
+            later = None if after.lines is None else line_queue > after.lines
+            lines = list(islice(steps(connection, line_queue, later), most))
+            # A part that is not full was the last one.
+            place = QueuePlace(*(part[-1] if len(part) == most else None for part in (tasks, lines)))
+            return {*tasks, *lines}, place
+
+        return self._db.alone(work)
+
+    def _late(self, on: Any, waiting: Iterable[Level], in_line: Iterable[str], late_s: float) -> list[Level]:
+        t = self._t
+
+        def is_late(level: Level) -> bool:
+            here = (t.c.status == int(Status.NOT_COMPLETE), t.c.queue == level.queue, t.c.priority == level.priority)
+            late = and_(*here, is_past(t.c.expected_time, db_now_plus(-late_s)))
+            return bool(on.execute(select(exists().where(late))).scalar())
+
+        found = [level for level in waiting if is_late(level)]
+        known = {level.queue for level in found}
+        found += [Level(queue, 0) for queue in in_line if queue not in known]
+        return sorted(found, key=lambda level: (-level.priority, level.queue))
 
     def lapse(self, max_lapses: int, limit: int) -> Lapsed:
         """RUNNING rows whose lease is over: their worker is dead or stuck."""

@@ -12,6 +12,9 @@ from delaytasks.store.database import Database
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now, db_now_plus
 
+#: Workers that one sweep declares lost; the next one goes on.
+BURIED = 100
+
 
 class Workers:
     def __init__(self, database: Database, schema: Schema) -> None:
@@ -45,12 +48,12 @@ class Workers:
         self._db.alone(lambda c: c.execute(delete(w).where(w.c.name == name)))
 
     def bury(self, silent_s: float) -> list[str]:
-        """The workers that were not seen for so long; each is reported once."""
+        """Some of the workers that were not seen for so long; each is reported once."""
         w = self._w
 
         def work(connection: Any) -> list[str]:
             stale = w.c.seen_at < db_now_plus(-silent_s)
-            names = connection.execute(select(w.c.name).where(stale)).scalars().all()
+            names = connection.execute(select(w.c.name).where(stale).order_by(w.c.name).limit(BURIED)).scalars().all()
             return [n for n in names if connection.execute(delete(w).where(w.c.name == n, stale)).rowcount]
 
         return self._db.alone(work)

@@ -142,6 +142,11 @@ class Lane:
         return priorities | {queue: drain.priorities for queue, drain in self._drains.items()}
 
     @property
+    def drains(self) -> int:
+        """How many queues are being worked off from the table, or wait for their turn."""
+        return len(self._drains)
+
+    @property
     def is_busy(self) -> bool:
         return bool(self.in_flight or self._ready or self._drains or self.lines.is_wanted)
 

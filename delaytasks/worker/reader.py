@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from delaytasks.core.clock import from_us, monotonic
 from delaytasks.core.loop import Loop
 from delaytasks.core.ports import Entry, by_shard
+from delaytasks.engine.overdue import MOST_OTHERS, Overdue
+from delaytasks.engine.queues import ALL_QUEUES
 from delaytasks.timers.direct import LOOK_S, SLACK_S
 from delaytasks.worker.ear import Ear
 from delaytasks.worker.members import Members, serves
@@ -46,6 +48,7 @@ class Reader:
         self._handed: dict[tuple[int, int], int] = {}
         self._pause_s = LEAST_S
         self._late_at = 0.0
+        self._overdue = Overdue(shard.store.sweeps, self._settings.grace_s)
         self.loop = Loop(shard.named("reader"), self._look, desk.delays.events, STUCK_S, shard.close)
         self.ear = Ear(shard, desk.delays.events, self.take, self.look_now, partial(desk.refuse, "notice"))
         self.loops = [self.loop, self.ear.loop]
@@ -110,12 +113,16 @@ class Reader:
 
     def _ask_for_late(self) -> None:
         """What nobody took in time, whoever's it was."""
-        queues: dict[str, list[int]] = {}
-        for level in self._shard.store.sweeps.levels(self._settings.grace_s):
-            if serves(self._processes.queues, level.queue):
-                queues.setdefault(level.queue, []).append(level.priority)
-        for queue, priorities in queues.items():
-            self._desk.dispatcher.drain(queue, priorities, self._shard.number)
+        dispatcher, number = self._desk.dispatcher, self._shard.number
+        queues = set(self._processes.queues)
+        serves_all = ALL_QUEUES in queues
+        if serves_all:
+            queues = self._desk.delays.queues.all()
+        late = self._overdue.of_named(queues, self.loop.beat)
+        if serves_all:  # no more than can have their turn soon: the queues that are known have theirs in between
+            late |= self._overdue.of_others(queues, self.loop.beat, MOST_OTHERS - dispatcher.lanes[number].drains)
+        for queue, priorities in late.items():
+            dispatcher.drain(queue, priorities, number)
 
 
 class Readers:

@@ -11,7 +11,8 @@ from delaytasks.core.clock import monotonic
 from delaytasks.core.loop import Loop
 from delaytasks.engine.endings import PUT_OFF_MAX_S
 from delaytasks.engine.queues import ALL_QUEUES
-from delaytasks.engine.sweeper import DIRECT, DRAIN
+from delaytasks.engine.sweeper import DIRECT, DRAIN, SILENT_SWEEPS
+from delaytasks.worker.contact import Contact
 from delaytasks.worker.pace import Pace
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class Sweeping:
         self._started_at = monotonic()
         self._has_begun = False
         self._pace = Pace(delays.events, shard.number)
+        # The loop asks the database about once in `sweep_s`, and rests for up to a second besides.
+        self._contact = Contact(SILENT_SWEEPS * delays.settings.sweep_s / 2 + 1)
         self._workers: set[tuple[str, object]] = set()
         #: Whether this worker looks for what is near itself, and is counted among those who do.
         self._is_direct = delays.settings.timer == "direct" and getattr(worker, "looks", True)
@@ -61,21 +64,31 @@ class Sweeping:
     def _turn(self) -> float:
         """What fails is told, tried again at the next turn, and keeps nothing else from being done."""
         attempt, settings = partial(self._delays.events.attempt, self.loop.name), self._delays.settings
-        if monotonic() - self._seen_at >= settings.sweep_s:
-            attempt("seen", self._tell_seen)
+        if monotonic() - self._seen_at >= settings.sweep_s and not attempt("seen", self._tell_seen):
+            self._contact.failed()
         # Those who read by themselves begin with that.
-        self._has_begun = self._has_begun or bool(self._kind) or attempt("begin", self._shard.sweeper.begin)
+        begin = partial(self._shard.sweeper.begin, self._delays.processes.queues)
+        self._has_begun = self._has_begun or bool(self._kind) or attempt("begin", begin)
         if self._forgets.is_set():
             attempt("forget", self._forget_armed)
         with self._lock:
             asked, self._asked = self._asked, set()
         for house in sorted(asked):
-            if not attempt(f"house {house}", partial(self._shard.sweeper.sweep, house, self.loop.beat)):
+            if not attempt(f"house {house}", partial(self._sweep, house)):
+                self._contact.failed()
                 with self._lock:
                     self._asked.add(house)
-        if monotonic() - self._checked_at >= self._patience_s / 2:
-            attempt("stale", self._sweep_stale)
+        if monotonic() - self._checked_at >= self._patience_s / 2 and not attempt("stale", self._sweep_stale):
+            self._contact.failed()
         return min(settings.sweep_s, 1.0)
+
+    def _sweep(self, house: int) -> None:
+        self._shard.sweeper.sweep(house, self._go_on, self._contact.seconds)
+
+    def _go_on(self) -> None:
+        """Called at each step of a sweep, after the database has answered."""
+        self.loop.beat()
+        self._contact.answered()
 
     def _tell_seen(self) -> None:
         delays, pool = self._delays, self._worker.pool
@@ -88,6 +101,7 @@ class Sweeping:
             int(self._shard.clock.offset_s * 1e6),
         )
         self._seen_at = monotonic()
+        self._contact.answered()
         self._pace.took(self._seen_at - began)
         workers = {(worker["name"], worker["started_at"]) for worker in self._shard.store.workers.alive()}
         if workers != self._workers:  # one that begins, or is left alone, may be the first one that knows a tag
@@ -122,5 +136,5 @@ class Sweeping:
                     shard=self._shard.number,
                     remedy="is celery beat running, and does the broker answer?",
                 )
-            self._shard.sweeper.sweep(house, self.loop.beat)
+            self._sweep(house)
         self._checked_at = monotonic()

@@ -10,8 +10,9 @@ import pytest
 
 from delaytasks.core.clock import ManualClock
 from delaytasks.core.events import Events
-from delaytasks.core.ports import Entry, Level
+from delaytasks.core.ports import Entry, Level, QueuePlace
 from delaytasks.core.settings import Settings
+from delaytasks.engine.overdue import MOST_OTHERS
 from delaytasks.timers.direct import LOOK_S
 from delaytasks.worker import reader as reader_module
 from delaytasks.worker.reader import GROWTH, LEAST_S, MOST_S, Reader
@@ -27,7 +28,7 @@ class Bench:
         self.held: list[Entry] = []
         self.asked: list[tuple[str, list[int]]] = []
         self.is_up = True
-        sweeps = SimpleNamespace(look=self._look, levels=lambda grace_s: self.late)
+        sweeps = SimpleNamespace(look=self._look, levels_of=self._levels_of, next_queues=self._next_queues)
         workers = SimpleNamespace(alive=list)
         shard = SimpleNamespace(
             number=0, clock=self.clock, named=str, close=lambda: None, policies=SimpleNamespace(known=None),
@@ -35,12 +36,22 @@ class Bench:
         )  # fmt: skip
         self.events = Events()
         delays = SimpleNamespace(settings=Settings(), events=self.events, processes=SimpleNamespace(queues=["default"]))
+        delays.queues = SimpleNamespace(all=lambda: {"default", "mail"})
+        self.processes = delays.processes
         doubts = SimpleNamespace(hear=lambda *_: self.is_up)
-        dispatcher = SimpleNamespace(doubts=doubts, drain=lambda *args: self.asked.append(args[:2]))
+        self.lane = SimpleNamespace(drains=0)
+        dispatcher = SimpleNamespace(doubts=doubts, drain=lambda *args: self.asked.append(args[:2]), lanes=[self.lane])
         desk: Any = SimpleNamespace(delays=delays, dispatcher=dispatcher, hold=self.held.extend, refuse=print)
         made: Any = shard
         self.reader = Reader(desk, made, "me")
         self.reader._members = SimpleNamespace(learn=lambda *_: None, is_mine=lambda entry: True)  # type: ignore[assignment]
+
+    def _levels_of(self, queues: list[str], late_s: float) -> list[Level]:
+        return [level for level in self.late if level.queue in queues]
+
+    def _next_queues(self, after: QueuePlace, most: int) -> tuple[set[str], QueuePlace]:
+        queues = sorted({level.queue for level in self.late if after.tasks is None or level.queue > after.tasks})[:most]
+        return set(queues), QueuePlace(queues[-1] if len(queues) == most else None)
 
     def _look(self, since: datetime, until: datetime, most: int, _: Any) -> list[Entry]:
         return self.rows[:most]
@@ -97,6 +108,25 @@ def test_what_is_late_is_asked_for_once_a_second_by_queue_and_priority(bench: Be
     bench.reader.look_now()
     rests(bench, 1)
     assert len(bench.asked) == 2
+
+
+def test_who_serves_all_queues_asks_for_a_few_of_the_unknown_ones_and_always_for_those_it_knows(bench: Bench) -> None:
+    bench.processes.queues = ["*"]
+    names = [f"q{number:04}" for number in range(3 * MOST_OTHERS)]
+    bench.late = [Level("default", 0), *(Level(name, 0) for name in names)]
+    bench.lane.drains = MOST_OTHERS - 20
+    for _ in range(3):
+        bench.reader.look_now()
+        rests(bench, 1)
+    asked = [queue for queue, _ in bench.asked]
+    assert asked.count("default") == 3
+    assert len(asked) <= 3 + 3 * 20
+    assert len({*asked} - {"default"}) > 40, "each has its turn"
+    bench.lane.drains = 2 * MOST_OTHERS
+    bench.asked.clear()
+    bench.reader.look_now()
+    rests(bench, 1)
+    assert bench.asked == [("default", [0])], "the others wait until there is room"
 
 
 def test_a_database_that_is_down_is_left_alone(bench: Bench) -> None:

@@ -243,7 +243,7 @@ def test_a_clock_that_knows_nothing_arms_nothing_and_marks_nothing(field: Field)
     assert field.sweep() == [id]
 
 
-@pytest.mark.parametrize("stage", ["bury", "near", "lapse", "levels", "purge", "purge_audit"])
+@pytest.mark.parametrize("stage", ["bury", "near", "lapse", "levels_of", "purge", "purge_audit"])
 def test_a_stage_that_fails_keeps_no_other_from_its_work(
     make: Make, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,13 +267,13 @@ def test_a_stage_that_fails_keeps_no_other_from_its_work(
         "bury": field.count("worker.lost") == 1,
         "near": field.timer.ids == [near],
         "lapse": field.status(lapsed) is Status.NOT_COMPLETE,
-        "levels": len(field.timer.drained) == 1,
+        "levels_of": len(field.timer.drained) == 1,
         "purge": field.store.tasks.get(old) is None,
         "purge_audit": field.store.bulk.audit(10) == [],
     }
     assert [name for name, is_done in done.items() if not is_done] == [stage]
     [failure] = [fields for name, fields in field.told if name == "loop.failed"]
-    names = {"bury": "bury", "near": "near", "lapse": "lapsed", "levels": "overdue", "purge": "purge"}
+    names = {"bury": "bury", "near": "near", "lapse": "lapsed", "levels_of": "overdue", "purge": "purge"}
     names["purge_audit"] = "audit"
     assert (failure["loop"], failure["stage"]) == ("sweep", names[stage])
     assert failure["error"] == "ValueError: a row can not be read"
@@ -320,7 +320,7 @@ def test_a_worker_that_begins_drains_what_is_overdue_without_a_sweep(field: Fiel
     sweeper.drain_here = lambda queue, priorities: here.append((queue, priorities)) or True
     paused: Any = SimpleNamespace(policies=lambda: Policies((Policy("queue", "paused", is_paused=True),)))
     sweeper._holding = paused
-    sweeper.begin()
+    sweeper.begin(["default", "mail", "paused", "later"])
     assert sorted((queue, sorted(priorities)) for queue, priorities in here) == [("default", [0, 9]), ("mail", [0])]
 
 

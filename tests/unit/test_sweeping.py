@@ -39,7 +39,7 @@ class Place:
             close=lambda: None,
             clock=SimpleNamespace(offset_s=0.0),
             sweeper=SimpleNamespace(
-                sweep=lambda house, _: self.note(f"sweep {house}"), begin=lambda: self.note("begin")
+                sweep=lambda house, *_: self.note(f"sweep {house}"), begin=lambda _: self.note("begin")
             ),
             named=lambda what: what,
         )

@@ -1,0 +1,240 @@
+"""Thousands of queue names: a sweep asks about a bounded number of them, and each has its turn; on every database."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import event, insert, update
+
+from delaytasks.core.clock import Clock
+from delaytasks.core.events import Events
+from delaytasks.core.ports import Level, QueuePlace
+from delaytasks.core.states import Status
+from delaytasks.engine import overdue
+from delaytasks.engine import sweeper as sweeper_module
+from delaytasks.engine.overdue import MOST_NAMED, MOST_OTHERS, Overdue
+from delaytasks.engine.sweeper import MOST_TOKENS, Sweeper
+from delaytasks.store import holding as store_holding
+from delaytasks.store import workers as store_workers
+from delaytasks.store.store import Store
+from delaytasks.store.sweeps import MOST_PRIORITIES
+from delaytasks.timers.eta import read_message
+from tests.conftest import settings_for
+from tests.recording import RecordingTimer
+
+#: Statements that a sweep may use for each queue that it asks about.
+EACH = 8
+MANY = 12 * MOST_OTHERS
+
+
+class Site:
+    """A sweeper on tables with rows in many queues."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.timer, self.events = store, RecordingTimer(), Events()
+        self.settings = settings_for(store.database.url.render_as_string(hide_password=False))
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.events.subscribe(lambda name, fields: self.told.append((name, fields)))
+        parts = (self.settings, store.sweeps, store.workers, Clock(store.tasks.now), self.timer, self.events)
+        self.sweeper = Sweeper(*parts)
+
+    def rows(self, *queues: str, in_s: float = -60, priority: int = 0) -> None:
+        self._insert([{"queue": queue, "priority": priority} for queue in queues], in_s)
+
+    def priorities(self, queue: str, *priorities: int) -> None:
+        self._insert([{"queue": queue, "priority": priority} for priority in priorities], -60)
+
+    def _insert(self, rows: list[dict[str, Any]], in_s: float) -> None:
+        due = self.store.tasks.now() + timedelta(seconds=in_s)
+        common = {"tag": "mail", "message_body": "{}", "expected_time": due, "status": int(Status.NOT_COMPLETE)}
+        with self.store.database.begin() as connection:
+            connection.execute(insert(self.store.schema.tasks), [{**common, **row} for row in rows])
+
+    def serve(self, name: str, *queues: str) -> None:
+        self.store.workers.seen(name, queues, "prefork", 2, 0)
+
+    def sweep(self, beat: Callable[[], None] = lambda: None) -> None:
+        s = self.store.schema.sweeps
+        self.timer.drained.clear()
+        self.told.clear()
+        with self.store.database.begin() as connection:
+            connection.execute(update(s).values(swept_at=self.store.tasks.now() - timedelta(seconds=60)))
+        assert self.sweeper.sweep(beat=beat)
+        assert self.of("loop.failed") == []
+
+    def of(self, name: str) -> list[dict[str, Any]]:
+        return [fields for event_name, fields in self.told if event_name == name]
+
+    @contextmanager
+    def counted(self) -> Iterator[list[str]]:
+        """The statements that are sent meanwhile."""
+        seen: list[str] = []
+
+        def note(*given: Any) -> None:
+            seen.append(given[2])
+
+        engines = (self.store.database.auto, self.store.database.tx)
+        for engine in engines:
+            event.listen(engine, "before_cursor_execute", note)
+        yield seen
+        for engine in engines:
+            event.remove(engine, "before_cursor_execute", note)
+
+
+@pytest.fixture
+def site(store: Store) -> Site:
+    return Site(store)
+
+
+def names(count: int) -> list[str]:
+    return [f"q{number:06}" for number in range(count)]
+
+
+def test_a_sweep_asks_about_a_bounded_number_of_queues_and_about_those_of_live_workers_first(site: Site) -> None:
+    site.rows(*names(MANY))
+    site.rows("served", priority=3)
+    site.serve("w1", "served", "default")
+    beats: list[None] = []
+    with site.counted() as seen:
+        site.sweep(lambda: beats.append(None))
+    assert len(seen) < EACH * MOST_OTHERS, "the cost is not that of all queues"
+    assert [(queue, list(priorities)) for queue, priorities, _ in site.timer.drained] == [("served", [3])]
+    assert len(beats) >= MOST_OTHERS / overdue.STEP, "the loop shows that it goes on"
+
+
+def test_one_line_of_the_log_sums_up_the_queues_that_nobody_serves(site: Site) -> None:
+    site.rows(*names(MANY))
+    site.serve("w1", "default")
+    site.sweep()
+    [told] = site.of("queue.unserved")
+    assert told["queue"] == "q000000, q000001, q000002, q000003, q000004"
+    assert told["count"] == MOST_OTHERS == site.events.counts["queue.unserved"]
+    assert "start a worker" in told["remedy"]
+
+
+def test_each_queue_has_its_turn_in_one_of_the_sweeps(site: Site) -> None:
+    """A worker without queue names of its own serves all of them."""
+    site.rows(*names(3 * MOST_OTHERS - 10))
+    site.serve("w1", "*")
+    drained: list[str] = []
+    for _ in range(3):
+        site.sweep()
+        drained += [queue for queue, _, _ in site.timer.drained]
+    assert sorted(drained) == names(3 * MOST_OTHERS - 10), "each of them once"
+    site.sweep()
+    assert site.timer.drained[0][0] == "q000000", "and again from the beginning"
+
+
+def test_a_worker_that_names_thousands_of_queues_has_each_of_them_swept(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overdue, "MOST_NAMED", 20)
+    site.rows(*names(50))
+    site.serve("w1", *names(50), "default")
+    drained: list[str] = []
+    for _ in range(3):
+        site.sweep()
+        drained += [queue for queue, _, _ in site.timer.drained]
+    assert set(drained) == set(names(50))
+    assert len(drained) <= 60 < MOST_NAMED
+    assert site.of("queue.unserved") == []
+
+
+def test_waitlists_of_many_queues_have_their_turns_as_well(site: Site) -> None:
+    line = site.store.schema.lines
+    values = {"tag": "mail", "lane": "", "place": 0, "due": site.store.tasks.now(), "task_id": 1, "version": 1}
+    with site.store.database.begin() as connection:
+        connection.execute(insert(line), [{**values, "queue": queue} for queue in names(25)])
+    found: set[str] = set()
+    place = QueuePlace()
+    for _ in range(3):
+        queues, place = site.store.sweeps.next_queues(place, 10)
+        assert len(queues) <= 10
+        found |= queues
+    assert found == set(names(25))
+    assert place == QueuePlace(), "the next call begins again"
+    assert site.store.sweeps.levels_of(["q000003", "none"], 1.0) == [Level("q000003", 0)]
+
+
+def test_a_queue_with_hundreds_of_priorities_makes_tokens_that_workers_accept(site: Site) -> None:
+    """Another program may write any number into the column; our own priorities must not wait behind those."""
+    others = [*range(100, 100 + 2 * MOST_PRIORITIES), *range(-2 * MOST_PRIORITIES, 0)]
+    site.priorities("default", 0, 4, *others)
+    site.serve("w1", "default")
+    site.sweep()
+    [(_, priorities, _)] = site.timer.drained
+    assert len(priorities) == MOST_PRIORITIES
+    assert {0, 4, max(others)} <= set(priorities)
+    assert read_message([[], {"drain": list(priorities)}], "default").priorities == list(priorities)
+
+
+def test_thousands_of_rows_of_workers_make_no_thousands_of_tokens(site: Site) -> None:
+    site.rows("default")
+    w = site.store.schema.workers
+    values = {"queues": '["default"]', "pool": "prefork", "concurrency": 1}
+    now = site.store.tasks.now()
+    with site.store.database.begin() as connection:
+        rows = [{"name": name, "seen_at": now, "started_at": now, **values} for name in names(MOST_TOKENS)]
+        connection.execute(insert(w), rows)
+    site.sweep()
+    [(_, _, tokens)] = site.timer.drained
+    assert tokens == MOST_TOKENS
+
+
+def test_many_lost_workers_are_told_in_one_line_some_at_each_sweep(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_workers, "BURIED", 10)
+    for name in names(15):
+        site.serve(name, "default")
+    w = site.store.schema.workers
+    with site.store.database.begin() as connection:
+        connection.execute(update(w).values(seen_at=site.store.tasks.now() - timedelta(seconds=60)))
+    told = []
+    for _ in range(3):
+        site.sweep()
+        told += [fields["count"] for fields in site.of("worker.lost")]
+    assert told == [10, 5]
+
+
+def test_near_rows_of_many_queues_do_not_keep_a_sweep_for_ever(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each queue needs a message of its own. The next sweep goes on where this one ended, without a gap."""
+    site.rows(*names(1200), in_s=20)
+    site.rows(*names(1200), in_s=25)
+    ids = {row.id for row in site.store.tasks.find(None, None, None, None, None, None, 10_000).tasks}
+    now = iter(range(10**6))
+    monkeypatch.setattr(sweeper_module, "monotonic", lambda: next(now) * 100.0)
+    armed: list[int] = []
+    for _ in range(4):
+        before = len(site.timer.armed)
+        site.sweep()
+        armed.append(len(site.timer.armed) - before)
+    assert armed[0] < len(ids)
+    assert set(site.timer.ids) == ids
+    assert armed[-1] == 0, "and each sweep came further"
+
+
+def test_a_walk_over_many_queues_goes_step_by_step(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_holding, "QUEUES", 10)
+    site.rows(*names(25), priority=2)
+    site.rows("q000003", priority=7)
+    rows, found, after = site.store.holding, list[Level](), None
+    with site.counted() as seen:
+        some, after = rows.levels(Status.NOT_COMPLETE)
+    assert len(seen) < EACH * 10
+    assert some[0] == Level("q000003", 7), "the highest priority comes first"
+    while True:
+        found += some
+        if after is None:
+            break
+        some, after = rows.levels(Status.NOT_COMPLETE, after)
+    assert sorted(found) == sorted([Level(queue, 2) for queue in names(25)] + [Level("q000003", 7)])
+
+
+def test_a_look_that_may_ask_about_no_queue_asks_nothing(site: Site) -> None:
+    site.rows(*names(3))
+    with site.counted() as seen:
+        assert Overdue(site.store.sweeps, 1.0).of_others((), most=0) == {}
+    assert seen == []
