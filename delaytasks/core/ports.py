@@ -136,6 +136,8 @@ class Settlement:
     began: datetime | None = None
     error: str | None = None
     due: datetime | None = None
+    #: With `due`, of a deferral: when the task was due. None: `due` is its due time from now on.
+    due_time: datetime | None = None
     result: str | None = None
     #: The processor made it itself, in a transaction of its own.
     is_made: bool = False

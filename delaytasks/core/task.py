@@ -41,6 +41,8 @@ class DelayTask:
     headers_json: str | None = None
     concurrency_key: str | None = None
     create_time: datetime | None = None
+    #: When the task was due, if a deferral has moved `expected_time`; None if `expected_time` is the due time.
+    due_time: datetime | None = None
     update_time: datetime | None = None
     execution_time: datetime | None = None
     lease_until: datetime | None = None
@@ -50,6 +52,12 @@ class DelayTask:
     result_json: str | None = None
     #: The database that it is in, by its place in `delaytasks_database_url`.
     shard: int = 0
+
+    @property
+    def due(self) -> datetime:
+        """When the task is due, or was. `expected_time` is later while the task waits for a worker that can run it;
+        lateness and `expires` count from `due`."""
+        return self.due_time or self.expected_time
 
     @property
     def body(self) -> Any:
@@ -131,6 +139,7 @@ class DelayTask:
             "queue": self.queue,
             "priority": self.priority,
             "body": _shown(self.body_json),
+            "due_time": _iso(self.due),
             "expected_time": _iso(self.expected_time),
             "execution_time": _iso(self.execution_time),
             "create_time": _iso(self.create_time),

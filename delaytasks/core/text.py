@@ -28,6 +28,9 @@ NO_PROCESSOR = "no such processor, tag="
 #: How the error of a row begins whose body is encrypted with a key that was not there; the key's name follows.
 NO_KEY = "no such encryption key, key="
 
+#: A task that cannot run here is tried again after a tenth of the time that it has waited, within these bounds.
+PUT_OFF_MIN_S, PUT_OFF_MAX_S = 5.0, 600.0
+
 
 def put_off_until(why: str, due: datetime) -> str:
     return f"{why}; next try at {due.isoformat()}"

@@ -13,12 +13,17 @@ from delaytasks.core.outcomes import Cancel, Done, Fail, Retry, Snooze
 from delaytasks.core.ports import Settlement
 from delaytasks.core.settings import Settings
 from delaytasks.core.task import DelayTask
-from delaytasks.core.text import NO_KEY, NO_PROCESSOR, put_off_until, storable, traceback_text
+from delaytasks.core.text import (
+    NO_KEY,
+    NO_PROCESSOR,
+    PUT_OFF_MAX_S,
+    PUT_OFF_MIN_S,
+    put_off_until,
+    storable,
+    traceback_text,
+)
 from delaytasks.engine.registry import Processor, Registry
 from delaytasks.engine.run import MAX_RESULT_BYTES, LeaseEndsError, Run
-
-#: What can not run here is tried again after a tenth of the time it has waited, within these bounds.
-PUT_OFF_MIN_S, PUT_OFF_MAX_S = 5.0, 600.0
 
 
 class Endings:
@@ -33,7 +38,7 @@ class Endings:
         expires_s = task.expires_s if task.expires_s is not None else processor.expires_s
         if expires_s is None:
             return None
-        late_s = (self._clock.now() - task.expected_time).total_seconds()
+        late_s = (self._clock.now() - task.due).total_seconds()
         if late_s <= expires_s:
             return None
         self._events.emit("task.expired", id=task.id, tag=task.tag, late_s=late_s)
@@ -47,7 +52,7 @@ class Endings:
         why = f"{NO_PROCESSOR}{task.tag} (this worker knows: {known}); is its module imported?"
         error = put_off_until(storable(why, 4096), due)
         self._events.emit("task.no_processor", id=task.id, tag=task.tag, next_try_s=wait_s)
-        return Settlement(task, "give_back", None, error, due)
+        return _deferred(task, error, due)
 
     def lacks_key(self, task: DelayTask) -> bool:
         """Whether another process may be able to read the body. What is encrypted with a key of ours and can not be
@@ -61,7 +66,7 @@ class Endings:
         due = self._after(wait_s)
         why = f"{NO_KEY}{name} (this worker has: {known}); add it to delaytasks_encryption_keys"
         self._events.emit("task.no_key", id=task.id, tag=task.tag, key=name, next_try_s=wait_s)
-        return Settlement(task, "give_back", None, put_off_until(why, due), due)
+        return _deferred(task, put_off_until(why, due), due)
 
     def no_time_limits(self, task: DelayTask) -> Settlement:
         """Another worker may be able to keep those of its tag."""
@@ -71,13 +76,13 @@ class Endings:
         )
         wait_s = self._put_off_s(task)
         self._events.emit("task.no_time_limits", id=task.id, tag=task.tag, next_try_s=wait_s)
-        return Settlement(task, "give_back", None, error, self._after(wait_s))
+        return _deferred(task, error, self._after(wait_s))
 
     def of_error(self, processor: Processor, task: DelayTask, began: datetime, error: BaseException) -> Settlement:
         """The next rung of the ladder, or FAILED; at once again if its lease was lost."""
         if isinstance(error, LeaseEndsError):  # the worker's fault, and not the task's
             self._events.emit("task.broke_off", id=task.id, tag=task.tag, error=error)
-            return Settlement(task, "snooze", began, due=self._clock.now())
+            return Settlement(task, "snooze", began, due=self._clock.now(), due_time=task.due)
         text = traceback_text(error, self._settings.max_error_bytes)
         ladder = processor.ladder_for(error, task)
         wait_s = None if ladder is None else ladder.wait_s(task.attempts)
@@ -165,3 +170,8 @@ class Endings:
 
     def _text(self, reason: str) -> str:
         return storable(str(reason), self._settings.max_error_bytes)
+
+
+def _deferred(task: DelayTask, error: str, due: datetime) -> Settlement:
+    """A task that this worker cannot run is tried again later, and keeps its due time."""
+    return Settlement(task, "give_back", None, error, due, task.due)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Select, Update, func, literal_column, select, update
+from sqlalchemy import ColumnElement, Select, Update, case, func, literal_column, select, update
 
 from delaytasks.core.bulk import Filter
 from delaytasks.core.clock import to_us
@@ -181,17 +181,18 @@ class Bulk:
 
     def _lock(self, on: Any, named: Sequence[ColumnElement[bool]], ids: Sequence[int]) -> Sequence[Any]:
         t = self._t.c
-        lock = select(t.id, t.version, t.expected_time, t.queue, t.priority).where(*named).order_by(t.id)
+        due = func.coalesce(t.due_time, t.expected_time)
+        lock = select(t.id, t.version, t.expected_time, t.queue, t.priority, due).where(*named).order_by(t.id)
         return on.execute(lock.with_for_update(skip_locked=True), {"ids": ids}).all() if ids else []
 
     def _moved(self, on: Any, move: str, locked: Sequence[Any], to: To) -> list[Entry]:
         """Fenced by the versions that were read."""
         now = on.execute(select(db_now())).scalar_one() if isinstance(to, timedelta) else None
         rows, entries = [], []
-        for id, version, due, queue, priority in locked:
+        for id, version, expected, queue, priority, due in locked:
             new = _due(due, to, now)
             rows.append({"id": id, "version": version, "due": instant_text(self._dialect, new)})
-            entries.append(Entry(id, following(version), to_us(new or due), queue, priority))
+            entries.append(Entry(id, following(version), to_us(new or expected), queue, priority))
         if rows:
             result = on.execute(self._updates[move], {"rows": dump_json(rows), "ids": [row["id"] for row in rows]})
             assert result.rowcount == len(rows), "they are locked"
@@ -203,6 +204,7 @@ class Bulk:
             "status": int(MOVES[move].target),
             "version": next_version(t.c.version),
             "expected_time": func.coalesce(w.c.due, t.c.expected_time),
+            "due_time": case((w.c.due.is_(None), t.c.due_time), else_=None),
             "update_time": db_now(),
             **({"attempts": 0, "lapses": 0} if move == "retry" else {}),
         }

@@ -51,6 +51,8 @@ class Moves:
         """Fenced by the version that was read."""
         move, t = MOVES[name], self._t
         _check_status(name, task)
+        if "expected_time" in values:
+            values = {**values, "due_time": None}  # what the caller names is the due time from now on
         values = {**values, "status": int(move.target), "version": following(task.version), "update_time": db_now()}
         result = on.execute(update(t).where(t.c.id == task.id, t.c.version == task.version).values(**values))
         if not result.rowcount:
@@ -60,6 +62,7 @@ class Moves:
             status=move.target,
             version=following(task.version),
             expected_time=values.get("expected_time", task.expected_time),
+            due_time=values.get("due_time", task.due_time),
         )
 
 

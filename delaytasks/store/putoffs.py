@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, func, or_, select, update
+from sqlalchemy import ColumnElement, and_, case, func, or_, select, update
 
 from delaytasks.core.clock import to_us
 from delaytasks.core.encryption import MARK_LENGTH, PREFIX, mark_of
@@ -42,7 +42,7 @@ class PutOffs:
             ours.append(t.c.queue.in_(listing("queues")))
             named["queues"] = list(queues)
         query = (
-            select(t.c.id, t.c.version, t.c.expected_time, t.c.queue, t.c.priority, t.c.error_stack)
+            select(t.c.id, t.c.version, t.c.expected_time, t.c.queue, t.c.priority, t.c.error_stack, t.c.due_time)
             .where(*put_off, *ours, t.c.expected_time <= once(db_now_plus(within_s)))
             .order_by(t.c.expected_time)
             .limit(STEP)
@@ -51,7 +51,8 @@ class PutOffs:
         values = {
             "status": int(MOVES["reschedule"].target),
             "version": next_version(t.c.version),
-            "expected_time": db_now(),
+            # A touch may have made the task due later than now.
+            "expected_time": case((t.c.due_time > db_now(), t.c.due_time), else_=db_now()),
             "update_time": db_now(),
         }
         brought: list[Entry] = []
@@ -64,8 +65,10 @@ class PutOffs:
                 if rows_put_off:
                     ids = [row[0] for row in rows_put_off]
                     connection.execute(update(t).where(t.c.id.in_(ids)).values(values))  # they are locked
-                    now = to_us(connection.execute(select(db_now())).scalar_one())
-            brought.extend(Entry(row[0], following(row[1]), now, row[3], row[4]) for row in rows_put_off)
+                    now = connection.execute(select(db_now())).scalar_one()
+            brought.extend(
+                Entry(row[0], following(row[1]), to_us(max(now, row[6] or now)), row[3], row[4]) for row in rows_put_off
+            )
             return rows[-1][2] if len(rows) == STEP else None
 
         since = self._db.run(lambda: step(once(db_now())))

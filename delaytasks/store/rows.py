@@ -53,7 +53,7 @@ MOST = 2**31 - 1
 #: In the order of DelayTask's fields.
 COLUMNS = (
     "id tag message_body expected_time status version queue priority task_key delay_time attempts lapses headers "
-    "concurrency_key create_time update_time execution_time lease_until worker ip_address error_stack result"
+    "concurrency_key create_time due_time update_time execution_time lease_until worker ip_address error_stack result"
 ).split()
 #: What a worker needs of a row it has claimed: everything before update_time.
 CLAIMED = COLUMNS[: COLUMNS.index("update_time")]
@@ -119,6 +119,7 @@ _TYPES: dict[str, tuple[TypeEngine[Any], str]] = {
     "error": (Text(), "LONGTEXT"),
     "began": (UTCDateTime(), "DATETIME(6)"),
     "due": (UTCDateTime(), "DATETIME(6)"),
+    "due_time": (UTCDateTime(), "DATETIME(6)"),
     "returned": (Integer(), "INT"),
     "never_ran": (Integer(), "INT"),
     "result": (Text(), "LONGTEXT"),

@@ -95,6 +95,8 @@ def build_schema(prefix: str = "", schema: str | None = None, shard: int = 0, ci
         Column("task_key", String(KEY_LENGTH)),
         Column("result", LongText),
         Column("concurrency_key", String(CONCURRENCY_KEY_LENGTH)),
+        # The due time of a task whose expected_time a deferral has moved; NULL where expected_time is the due time.
+        Column("due_time", UTCDateTime),
         Index(conv(prefix + "idx_expectedTime_status"), "expected_time", "status"),
         Index(
             conv(prefix + "idx_yb_delay_hot"),
@@ -176,6 +178,8 @@ def build_schema(prefix: str = "", schema: str | None = None, shard: int = 0, ci
         Column("pool", String(64), nullable=False),
         Column("concurrency", Integer, nullable=False),
         Column("clock_offset_us", BigInteger, nullable=False, server_default=text("0")),
+        # The tags that the worker has processors for, as JSON; NULL where they are not known, or too many to list.
+        Column("tags", LongText),
         PrimaryKeyConstraint("name", name=conv(prefix + "pk_yb_delay_worker")),
         **_MYSQL,
     )

@@ -39,8 +39,8 @@ MISSES = frozenset({"fail", "climb"})
 #: What is said of each row: who it has to be, as columns of the table of rows even where it is the same for all
 #: (constants would be a way in through an index of all that runs), and what it gets.
 _FENCE = ("id", "version", "was")
-_SAID = ("status", "error", "result", "began", "due", "returned", "never_ran")
-_INSTANTS = ("began", "due")
+_SAID = ("status", "error", "result", "began", "due", "due_time", "returned", "never_ran")
+_INSTANTS = ("began", "due", "due_time")
 
 
 class Settlements:
@@ -86,6 +86,7 @@ class Settlements:
             worker=case((never_ran, None), else_=t.c.worker),
             ip_address=case((never_ran, None), else_=t.c.ip_address),
             expected_time=func.coalesce(said["due"], t.c.expected_time),
+            due_time=said["due_time"],
             attempts=t.c.attempts - said["returned"],
             lapses=case((never_ran, t.c.lapses), else_=0),
             lease_until=None,
@@ -164,6 +165,8 @@ class Settlements:
             self._kept(settlement.result),
             settlement.began,
             settlement.due,
+            # Nobody moves a row that runs, so the due time is still the one that the claim returned.
+            settlement.due_time if settlement.due is not None else settlement.task.due_time,
             int(settlement.move in RETURNS_ATTEMPT),
             int(settlement.move in NEVER_RAN),
         )

@@ -12,7 +12,7 @@ from delaytasks.core.encryption import MARK_LENGTH, NO_NAME, PREFIX, mark_of, na
 from delaytasks.core.inputs import is_queue
 from delaytasks.core.ports import Pending, Strange
 from delaytasks.core.states import LIVE, Status
-from delaytasks.core.text import shown
+from delaytasks.core.text import PUT_OFF_MAX_S, shown
 from delaytasks.store.bulk import Bulk
 from delaytasks.store.database import Database
 from delaytasks.store.estimates import estimate
@@ -80,11 +80,29 @@ class Stats:
         return Count(counted, is_estimate=counted > COUNTED)
 
     def overdue(self, late_s: float) -> Overdue:
-        """Waiting rows that are late by more than `late_s`."""
+        """Waiting rows that are late by more than `late_s`, also those whose next try is in the future."""
+        t, due, waits = self._t, self._due, self._t.c.status == int(Status.NOT_COMPLETE)
+        latest = db_now_plus(-late_s)
+        parts = (
+            # Each is read from an index: what is past, and of what is near the few rows that were deferred.
+            and_(waits, t.c.expected_time <= latest, due <= latest),
+            and_(waits, t.c.expected_time > latest, self._is_deferred(), t.c.due_time <= latest),
+        )
+
+        def count(connection: Connection) -> Overdue:
+            found = [connection.execute(select(func.count(), func.min(due)).where(part)).one() for part in parts]
+            return Overdue(sum(row[0] for row in found), min((row[1] for row in found if row[1]), default=None))
+
+        return self._db.alone(count)
+
+    @property
+    def _due(self) -> ColumnElement[datetime]:
+        return func.coalesce(self._t.c.due_time, self._t.c.expected_time)
+
+    def _is_deferred(self) -> ColumnElement[bool]:
+        """The next try of a deferred row is near, which is what the index on `expected_time` is asked for."""
         t = self._t
-        late = and_(t.c.status == int(Status.NOT_COMPLETE), t.c.expected_time <= db_now_plus(-late_s))
-        query = select(func.count(), func.min(t.c.expected_time)).where(late)
-        return self._db.alone(lambda c: Overdue(*c.execute(query).one()))
+        return and_(t.c.expected_time <= db_now_plus(PUT_OFF_MAX_S), t.c.due_time.is_not(None))
 
     def lapsed(self, lease_s: float) -> int:
         """Rows that seem to run, though their lease is over: the next sweep takes them back."""

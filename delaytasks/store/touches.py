@@ -33,7 +33,12 @@ class Touches:
         # `+ 0` keeps planners from reading all rows that wait.
         waits = (t.c.status + 0).in_([int(s) for s in MOVES["reschedule"].sources])
         later = case((t.c.expected_time < due, due), else_=t.c.expected_time)
-        touch = update(t).values(expected_time=later, update_time=db_now())
+        # Of a deferred task, whose next try may be later than its new due time. MySQL assigns from left to right, so
+        # due_time comes first, and sees the old expected_time.
+        later_due = case((t.c.expected_time < due, None), (t.c.due_time < due, due), else_=t.c.due_time)
+        touch = update(t).ordered_values(
+            (t.c.due_time, later_due), (t.c.expected_time, later), (t.c.update_time, db_now())
+        )
         of_key = select(k.c.task_id).where(k.c.tag == bindparam("of_tag"), k.c.task_key == bindparam("of_key"))
         named = listed(database, t.c.id, "ids")
         self._touch = touch.where(t.c.id == bindparam("task_id"), waits)

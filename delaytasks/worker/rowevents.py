@@ -123,7 +123,7 @@ class RowEvents:
             task,
             claimed,
             retries=task.attempts - 1,
-            eta=task.expected_time.isoformat(),
+            eta=task.due.isoformat(),
             routing_key=task.queue,
             root_id=f"{task.id}-1",
             parent_id=f"{task.id}-{task.attempts - 1}" if task.attempts > 1 else None,

@@ -44,7 +44,7 @@ class RowRequest(Context):
 
     @cached_property
     def eta(self) -> str:
-        return self.delay_task.expected_time.isoformat()
+        return self.delay_task.due.isoformat()
 
     @cached_property
     def delivery_info(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.clock import monotonic
 from delaytasks.core.loop import Loop
-from delaytasks.engine.endings import PUT_OFF_MAX_S
+from delaytasks.core.text import PUT_OFF_MAX_S
 from delaytasks.engine.queues import ALL_QUEUES
 from delaytasks.engine.sweeper import DIRECT, DRAIN, SILENT_SWEEPS
 from delaytasks.worker.contact import Contact

@@ -54,6 +54,7 @@ class DelayTaskRow(models.Model):
     lease_until = models.DateTimeField(null=True)
     worker = models.CharField(max_length=255, null=True)
     task_key = models.CharField(max_length=KEY_LENGTH, null=True)
+    due_time = models.DateTimeField(null=True)
 
     objects = DelayTaskRows.as_manager()
 

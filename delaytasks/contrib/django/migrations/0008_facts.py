@@ -1,0 +1,17 @@
+"""What came to the tables since: nothing, where they were made by this version or a later one."""
+
+from __future__ import annotations
+
+from django.db import migrations, models
+
+from delaytasks.contrib.django import tables
+
+
+class Migration(migrations.Migration):
+    atomic = False
+    dependencies: list[tuple[str, str]] = [("delaytasks", "0007_finding")]
+    operations = [
+        migrations.RunPython(tables.upgrade, migrations.RunPython.noop, elidable=False),
+        # Django's model of the table is for reading only: nothing is changed in the database for it.
+        migrations.AddField("delaytaskrow", "due_time", models.DateTimeField(null=True)),
+    ]
