@@ -92,7 +92,8 @@ def _first(error: exc.DBAPIError) -> object:
 
 
 def _sqlstate(error: exc.DBAPIError) -> str | None:
-    return getattr(error.orig, "pgcode", None)
+    """As psycopg2 has it, or psycopg 3 and asyncpg, which a caller's session may use."""
+    return getattr(error.orig, "pgcode", None) or getattr(error.orig, "sqlstate", None)
 
 
 def reason_of(error: exc.DBAPIError) -> str:

@@ -12,6 +12,7 @@ from sqlalchemy import and_, column, event, exc, make_url, select
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 
 from delaytasks.core.errors import (
+    ConfigError,
     DuplicateTaskError,
     InvalidStatusError,
     OutcomeUnknownError,
@@ -27,7 +28,7 @@ from delaytasks.store.database import Database
 from delaytasks.store.driver_errors import TRIES, translate
 from delaytasks.store.store import Store
 from delaytasks.store.types import UTCDateTime, db_now, is_past
-from tests.conftest import open_store
+from tests.conftest import open_store, settings_for
 from tests.counting import counted
 
 SECRET = "s3cr3t-canary"
@@ -166,6 +167,50 @@ def test_a_refusal_that_no_lost_answer_precedes_is_what_it_is() -> None:
             Database("sqlite://").run(raising(*failures), 7)
     with pytest.raises(DuplicateTaskError):
         Database("sqlite://").run(raising(lost(), DuplicateTaskError("there is one")), 7)
+
+
+# -- URLs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ("postgresql://h/d", "postgresql+psycopg2://h/d"),
+        ("postgres://h/d", "postgresql+psycopg2://h/d"),
+        ("postgresql+psycopg2://h/d?sslmode=require", "postgresql+psycopg2://h/d?sslmode=require"),
+        ("postgresql+psycopg://me:p%40ss@h:5433/d", "postgresql+psycopg2://me:p%40ss@h:5433/d"),
+        ("postgresql+asyncpg://h/d", "postgresql+psycopg2://h/d"),
+        ("postgresql+asyncpg://h/d?ssl=require", "postgresql+psycopg2://h/d?sslmode=require"),
+        ("mysql+aiomysql://h/d", "mysql+pymysql://h/d"),
+        ("mysql+mysqldb://h/d?charset=utf8", "mysql+pymysql://h/d?charset=utf8"),
+        ("mysql+mysqlconnector://h/d", "mysql+pymysql://h/d"),
+        ("mariadb://h/d", "mariadb+pymysql://h/d"),
+        ("sqlite+aiosqlite:////srv/d.sqlite3", "sqlite:////srv/d.sqlite3"),
+        ("sqlite://", "sqlite://"),
+    ],
+)
+def test_a_url_with_the_driver_of_the_callers_application_works(given: str, ours: str) -> None:
+    assert Database(given).url.render_as_string(hide_password=False) == ours
+
+
+@pytest.mark.parametrize("url", ["postgresql+pyodbc://h/d", "mysql+psycopg3://h/d", "sqlite+pysqlcipher://"])
+def test_a_driver_that_nobody_knows_is_named_with_the_remedy(url: str) -> None:
+    driver = url.partition("+")[2].partition(":")[0]
+    with pytest.raises(ConfigError, match=rf"driver '{driver}'.*begin the URL with \w+://"):
+        Database(url)
+
+
+def test_an_option_that_the_driver_does_not_take_is_a_wrong_setting(mysql_url: str) -> None:
+    with pytest.raises(ConfigError, match=r"delaytasks_database_url has an option .* pymysql .*'ssl_mode'"):
+        Store(f"{mysql_url}?ssl_mode=REQUIRED", settings_for(mysql_url)).tasks.now()
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+def test_a_url_of_another_postgresql_driver_reaches_the_same_database(postgresql_url: str, driver: str) -> None:
+    url = make_url(postgresql_url).set(drivername=f"postgresql+{driver}").render_as_string(hide_password=False)
+    store = Store(url, settings_for(url))
+    assert store.tasks.now().tzinfo is not None
+    store.close()
 
 
 # -- connections ----------------------------------------------------------------------------------
