@@ -23,8 +23,9 @@ from delaytasks.store.driver_errors import (
     TRIES,
     first_cause,
     forget_details,
-    is_conflict,
-    is_disconnect,
+    is_demoted,
+    is_unsure,
+    is_worth_a_retry,
     name_of,
     translate,
     unknown_outcome,
@@ -242,9 +243,11 @@ class Database:
             except exc.DBAPIError as raised:
                 error = first_cause(raised)
                 # An earlier try may have been done, whatever the last one says.
-                is_sent = is_sent or error.connection_invalidated
+                is_sent = is_sent or is_unsure(error)
+                if is_demoted(error.orig):
+                    self.dispose()  # the other connections of the pools lead to the same server
                 is_over = attempt == tries or time.monotonic() - began > RETRY_FOR_S
-                if is_over or not (is_conflict(error) or is_disconnect(error)):
+                if is_over or not is_worth_a_retry(error):
                     forget_details(error)
                     raise translate(error, unknown_id if is_sent else None, self._shard) from error
                 time.sleep(random.uniform(0.01, 0.05) * 2**attempt)

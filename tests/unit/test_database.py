@@ -51,7 +51,8 @@ def sqlite_error(text: str, kind: type[exc.DBAPIError] = exc.OperationalError) -
 
 UNABLE = [
     *(error("no", state=state) for state in ("53100", "53200", "57014", "57P01", "57P02", "58030", "25006")),
-    *(error(code, "no") for code in (1021, 1040, 1053, 1114, 1290, 1317, 1792, 1836)),
+    *(error(code, "no") for code in (1021, 1040, 1053, 1114, 1203, 1226, 1317)),
+    *(error(code, "no") for code in (1047, 1180, 1290, 1792, 1836, 1874, 3100)),
     *map(sqlite_error, ("database or disk is full", "disk I/O error", "attempt to write a readonly database")),
 ]
 
@@ -132,6 +133,50 @@ def test_a_deadlock_that_took_the_savepoint_with_it_is_tried_again() -> None:
             raise error(1305, "SAVEPOINT sa_savepoint_1 does not exist")  # noqa: B904
 
     assert Database("sqlite://").run(work) == 7
+
+
+# -- clusters -------------------------------------------------------------------------------------
+
+DEMOTED = [error("read-only", state="25006"), *(error(code, "no") for code in (1047, 1290, 1792, 1836, 1874, 3100))]
+
+
+@pytest.mark.parametrize("failure", DEMOTED, ids=lambda failure: str(failure.orig.pgcode or failure.orig.args[0]))
+def test_connections_to_a_server_that_takes_no_writes_are_not_used_again(
+    failure: exc.DBAPIError, sqlite_path: Callable[[str], str]
+) -> None:
+    database = Database(sqlite_path("cluster"))
+    made: list[Any] = []
+    for engine in (database.auto, database.tx):
+        event.listen(engine, "connect", lambda connection, _: made.append(connection))
+        engine.connect().close()
+
+    def work() -> int:
+        for engine in (database.auto, database.tx):
+            engine.connect().close()
+        if len(made) == 2:
+            raise failure
+        return 7
+
+    assert database.run(work) == 7
+    assert len(made) == 4
+    database.dispose()
+
+
+def test_galera_commit_that_failed_may_have_been_done() -> None:
+    """1180: the node lost its cluster during COMMIT, and the other nodes may have the transaction."""
+    unsure = error(1180, "Got error 6 during COMMIT")
+    with pytest.raises(OutcomeUnknownError, match=r"during COMMIT.*look at task 7"):
+        Database("sqlite://").run(raising(unsure), 7)
+    with pytest.raises(OutcomeUnknownError, match="look at task 7"):
+        Database("sqlite://").run(raising(unsure, StaleVersionError("version 1, not 0")), 7)
+    with pytest.raises(StoreUnavailableError, match="during COMMIT"):
+        Database("sqlite://").run(raising(unsure))
+
+
+@pytest.mark.parametrize("code", [1213, 1205, 1020, 3101])
+def test_a_transaction_that_lost_against_another_one_is_tried_again(code: int) -> None:
+    failures = [error(code, "conflict")]
+    assert Database("sqlite://").run(lambda: raising(failures.pop())() if failures else 7) == 7
 
 
 # -- outcomes that nobody knows -------------------------------------------------------------------
