@@ -176,8 +176,9 @@ class DelayTasks(CallbackVerbs, TouchVerbs, BulkVerbs, PolicyVerbs):
     def processor(self, tag: str, **options: Unpack[Options]) -> Callable[[F], F]:
         """Registers the decorated function, `f(body)` or `f(body, task)`, for `tag`; a tag has one processor.
 
-        `queue`: where its tasks go unless they name another one. `retry`: a ladder, its rungs ("15s 3m 10m"), or one
-        for each exception type. `expires`: a run that would begin later than this after its due time is CANCELLED.
+        `queue`: where its tasks go unless they name another one. `retry`: a ladder, its rungs ("15s 3m 10m"), a number
+        of retries, or one of these for each exception type. `expires`: a run that would begin later than this after its
+        due time is CANCELLED.
         `keep_result`: what it returns is kept, as JSON. `batch`: it is called for up to so many tasks at once,
         `f(tasks)` or `f(bodies, tasks)`. `in_flight`: so many calls run side by side in each process; it may be `async
         def`. `schema`: a dataclass, a pydantic model or a callable, which makes of the body what the processor is

@@ -27,7 +27,7 @@ class Options(TypedDict, total=False):
     queue: str | None
     priority: int
     id: int | None
-    retry: Ladder | str | None
+    retry: Ladder | str | int | None
     expires: float | str | timedelta | None
     concurrency_key: str | None
     session: Any

@@ -48,7 +48,7 @@ class Verbs(ABC):
         queue: str | None = None,
         priority: int = 0,
         id: int | None = None,
-        retry: Ladder | str | None = None,
+        retry: Ladder | str | int | None = None,
         expires: float | str | timedelta | None = None,
         concurrency_key: str | None = None,
         session: Any = None,
@@ -59,9 +59,9 @@ class Verbs(ABC):
         "reject" raises `DuplicateTaskError`, "keep" returns that task, "replace" gives it the new body and time, but
         puts it off no longer than `max_wait` after it was scheduled first.
         `session` is a SQLAlchemy Session or Connection: the row becomes part of its transaction. `priority` is 0
-        to 9, higher first. Scheduling again with the same `id` is harmless. `retry` is a ladder of its own, `expires`
-        how late it may begin; without them those of the tag's processor count. `concurrency_key` is whom the task is
-        for, where limits are counted for each.
+        to 9, higher first. Scheduling again with the same `id` is harmless. `retry` is a ladder of its own or a number
+        of retries, `expires` how late it may begin; without them those of the tag's processor count. `concurrency_key`
+        is whom the task is for, where limits are counted for each.
         """
         new = NewTask(tag, body, delay, None, key, queue, priority, id, retry, expires, max_wait, concurrency_key)
         return self.routes.schedule(new, on_conflict, self._unit(session))
@@ -78,7 +78,7 @@ class Verbs(ABC):
         queue: str | None = None,
         priority: int = 0,
         id: int | None = None,
-        retry: Ladder | str | None = None,
+        retry: Ladder | str | int | None = None,
         expires: float | str | timedelta | None = None,
         concurrency_key: str | None = None,
         session: Any = None,

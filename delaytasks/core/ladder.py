@@ -29,6 +29,8 @@ class Ladder:
     jitter: float
 
     def __init__(self, rungs: str | Iterable[str | float | timedelta], *, jitter: float = 0.0) -> None:
+        if isinstance(rungs, (bytes, Mapping)) or not isinstance(rungs, Iterable):
+            raise InvalidLadderError(f"a ladder is made of text such as '15s 3m', or of a list, not of {shown(rungs)}")
         items: Iterable[object] = rungs.split() if isinstance(rungs, str) else itertools.islice(rungs, MAX_RUNGS + 1)
         rungs_s = tuple(check_wait(item, MAX_RUNG_S) for item in items)
         if not 0 < len(rungs_s) <= MAX_RUNGS:
@@ -87,11 +89,11 @@ class Retries:
         if retry is None:
             return cls({})
         if not isinstance(retry, Mapping):
-            return cls({Exception: _ladder(retry)})
+            return cls({Exception: ladder_of(retry)})
         for kind in retry:
             if not (isinstance(kind, type) and issubclass(kind, BaseException)):
                 raise InvalidLadderError(f"retry maps exception types to ladders; {shown(kind)} is none")
-        return cls({kind: None if ladder is None else _ladder(ladder) for kind, ladder in retry.items()})
+        return cls({kind: None if ladder is None else ladder_of(ladder) for kind, ladder in retry.items()})
 
     def ladder_for(self, kind: type[BaseException], own: Ladder | None = None) -> Ladder | None:
         """By the nearest class; a task's own ladder takes the place of its tag's, but makes nothing worth another try
@@ -108,8 +110,20 @@ LEVELS = Ladder("5s 30s 1m 10m 30m 1h 6h 1d 2d")
 NOTIFY = Ladder("15s 3m 10m 30m 30m 1h 2h 6h 15h")
 
 
-def _ladder(rungs: Ladder | str | Iterable[str | float | timedelta]) -> Ladder:
-    return rungs if isinstance(rungs, Ladder) else Ladder(rungs)
+def ladder_of(retry: Ladder | str | int | Iterable[str | float | timedelta]) -> Ladder:
+    """The retry schedule that `retry=` means. An integer is a number of retries with the delays of `LEVELS`, of which
+    the last one repeats."""
+    if isinstance(retry, Ladder):
+        return retry
+    if isinstance(retry, (str, Iterable)):
+        return Ladder(retry)
+    if isinstance(retry, bool) or not isinstance(retry, int) or not 0 < retry <= MAX_RUNGS:
+        raise InvalidLadderError(
+            f"retry is a number of retries from 1 to {MAX_RUNGS}, delays such as '15s 3m', or a Ladder, not "
+            f"{shown(retry)}; leave it out where there is nothing to retry"
+        )
+    delays_s = LEVELS.rungs_s[:retry]
+    return Ladder(delays_s + delays_s[-1:] * (retry - len(delays_s)))
 
 
 def _checked(times: object) -> int:
@@ -118,4 +132,11 @@ def _checked(times: object) -> int:
     return times
 
 
-RetryRule = Ladder | str | Iterable[str | float | timedelta] | Mapping[type[BaseException], Ladder | str | None] | None
+RetryRule = (
+    Ladder
+    | str
+    | int
+    | Iterable[str | float | timedelta]
+    | Mapping[type[BaseException], Ladder | str | int | None]
+    | None
+)

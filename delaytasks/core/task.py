@@ -183,7 +183,7 @@ class NewTask(NamedTuple):
     queue: str | None = None
     priority: int = 0
     id: int | None = None
-    retry: Ladder | str | None = None
+    retry: Ladder | str | int | None = None
     expires: Any = None
     max_wait: Any = None
     concurrency_key: str | None = None

@@ -22,7 +22,7 @@ from delaytasks.core.inputs import (
     check_wait,
     encode_body,
 )
-from delaytasks.core.ladder import MAX_RUNG_S, Ladder
+from delaytasks.core.ladder import MAX_RUNG_S, ladder_of
 from delaytasks.core.ports import OnConflict
 from delaytasks.core.schema import plain
 from delaytasks.core.settings import Settings
@@ -147,7 +147,7 @@ def _headers(new: NewTask, max_wait_s: float | None) -> str | None:
         return None
     headers: dict[str, Any] = {}
     if new.retry is not None:
-        ladder = new.retry if isinstance(new.retry, Ladder) else Ladder(new.retry)
+        ladder = ladder_of(new.retry)
         headers["retry"] = {"rungs_s": ladder.rungs_s, "jitter": ladder.jitter}
     if new.expires is not None:
         headers["expires_s"] = check_wait(new.expires, MAX_RUNG_S)

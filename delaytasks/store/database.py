@@ -23,8 +23,9 @@ from delaytasks.store.driver_errors import (
     TRIES,
     first_cause,
     forget_details,
-    is_conflict,
-    is_disconnect,
+    is_demoted,
+    is_unsure,
+    is_worth_a_retry,
     name_of,
     translate,
     unknown_outcome,
@@ -124,17 +125,31 @@ def capabilities_of(dialect_name: str) -> Capabilities:
         raise ConfigError(f"database {dialect_name!r} is not supported (known: {', '.join(_BY_NAME)})") from None
 
 
+#: The driver that our own connections use, which the tests run with.
+_DRIVERS = {"postgresql": "psycopg2", "mysql": "pymysql", "mariadb": "pymysql", "sqlite": "pysqlite"}
+#: Drivers of the caller's application that a shared URL may name. They reach the same database.
+_OTHER_DRIVERS = {"psycopg", "psycopg_async", "psycopg2cffi", "asyncpg", "pg8000", "aiosqlite"}
+_OTHER_DRIVERS |= {"mysqldb", "mysqlconnector", "mariadbconnector", "cymysql", "aiomysql", "asyncmy"}
+
+
 def normalize_url(text: str) -> URL:
-    """The URL with the driver that this project is tested with, where it names none."""
+    """The URL with the driver that delaytasks uses. An application that has another driver may give its own URL."""
     try:
         url = make_url(text)
     except (exc.ArgumentError, ValueError):  # a wrong port
         raise ConfigError("delaytasks_database_url is not a database URL (dialect://user:password@host/name)") from None
-    drivers = {"postgres": "postgresql+psycopg2", "postgresql": "postgresql+psycopg2"}
-    drivers |= {"mysql": "mysql+pymysql", "mariadb": "mariadb+pymysql"}
-    url = url.set(drivername=drivers.get(url.drivername, url.drivername))
-    capabilities_of(url.get_backend_name())
-    return url
+    backend, _, driver = url.drivername.partition("+")
+    backend = {"postgres": "postgresql"}.get(backend, backend)
+    capabilities_of(backend)
+    ours = _DRIVERS[backend]
+    if driver not in ("", ours) and driver not in _OTHER_DRIVERS:
+        raise ConfigError(
+            f"delaytasks_database_url names the driver {driver!r}, and delaytasks connects with {ours}: begin the URL "
+            f"with {backend}:// or {backend}+{ours}://"
+        )
+    if driver == "asyncpg" and "ssl" in url.query:  # asyncpg's name for what libpq calls sslmode
+        url = url.update_query_dict({"sslmode": url.query["ssl"]}).difference_update_query(["ssl"])
+    return url.set(drivername=backend if backend == "sqlite" else f"{backend}+{ours}")
 
 
 def place_of(url: URL) -> tuple[str, str | None, int | None, str | None]:
@@ -228,9 +243,11 @@ class Database:
             except exc.DBAPIError as raised:
                 error = first_cause(raised)
                 # An earlier try may have been done, whatever the last one says.
-                is_sent = is_sent or error.connection_invalidated
+                is_sent = is_sent or is_unsure(error)
+                if is_demoted(error.orig):
+                    self.dispose()  # the other connections of the pools lead to the same server
                 is_over = attempt == tries or time.monotonic() - began > RETRY_FOR_S
-                if is_over or not (is_conflict(error) or is_disconnect(error)):
+                if is_over or not is_worth_a_retry(error):
                     forget_details(error)
                     raise translate(error, unknown_id if is_sent else None, self._shard) from error
                 time.sleep(random.uniform(0.01, 0.05) * 2**attempt)

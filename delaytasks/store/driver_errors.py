@@ -15,11 +15,18 @@ REMEDY = "run: delaytasks db upgrade (for a Celery app of your own: delaytasks -
 PREPARED_IS_GONE = {"26000", "42P05", "0A000"}
 #: What databases answer when a transaction should simply be tried again.
 _RETRY_PG = {"40001", "40P01", "55P03"} | PREPARED_IS_GONE  # serialization failure, deadlock, lock not available
-_RETRY_MYSQL = {1205, 1213}  # lock wait timeout, deadlock
+#: Lock wait timeout, deadlock (also Galera's certification), record has changed, rolled back by group replication.
+_RETRY_MYSQL = {1205, 1213, 1020, 3101}
 
 #: A server that answers and can not work for now: out of memory, disk or connections, shutting down, failed over.
 _UNABLE_PG = ("53", "57", "58", "25006")
-_UNABLE_MYSQL = {1021, 1040, 1053, 1114, 1290, 1317, 1792, 1836}
+#: A server that takes no writes: it was the primary, or lost its cluster. Another server may be the primary by now.
+_DEMOTED_PG = {"25006"}
+#: Galera's "not ready", read-only servers and sessions, read-only InnoDB, group replication without a majority.
+_DEMOTED_MYSQL = {1047, 1290, 1792, 1836, 1874, 3100}
+_UNABLE_MYSQL = {1021, 1040, 1053, 1114, 1203, 1226, 1317} | _DEMOTED_MYSQL
+#: COMMIT failed, on Galera when the node lost its cluster meanwhile: the others may have the transaction.
+_UNSURE_MYSQL = {1180}
 _UNABLE_SQLITE = ("disk is full", "disk I/O error", "readonly database")
 
 #: MySQL's errors of values that its driver does not call so; they quote them.
@@ -63,6 +70,20 @@ def is_conflict(error: exc.DBAPIError) -> bool:
     return code in _RETRY_MYSQL or (isinstance(code, str) and "database is locked" in code)
 
 
+def is_demoted(driver_error: object) -> bool:
+    """Whether the server takes no writes, so that a new connection may reach another server which does."""
+    return _sqlstate_of(driver_error) in _DEMOTED_PG or _first_of(driver_error) in _DEMOTED_MYSQL
+
+
+def is_unsure(error: exc.DBAPIError) -> bool:
+    """Whether the statement may have been done all the same."""
+    return error.connection_invalidated or _first(error) in _UNSURE_MYSQL
+
+
+def is_worth_a_retry(error: exc.DBAPIError) -> bool:
+    return is_conflict(error) or is_disconnect(error) or is_demoted(error.orig) or is_unsure(error)
+
+
 def is_unable(error: exc.DBAPIError) -> bool:
     """The server works for nobody now, so the same statement may well succeed later."""
     if (_sqlstate(error) or "").startswith(_UNABLE_PG):
@@ -70,7 +91,7 @@ def is_unable(error: exc.DBAPIError) -> bool:
     code = _first(error)
     if isinstance(code, str):
         return _is_sqlite(error) and any(words in code for words in _UNABLE_SQLITE)
-    return code in _UNABLE_MYSQL
+    return code in _UNABLE_MYSQL or code in _UNSURE_MYSQL
 
 
 def _is_about_values(error: exc.DBAPIError) -> bool:
@@ -88,11 +109,21 @@ def _mysql_says(error: exc.DBAPIError) -> bool:
 
 
 def _first(error: exc.DBAPIError) -> object:
-    return error.orig.args[0] if error.orig is not None and error.orig.args else None
+    return _first_of(error.orig)
+
+
+def _first_of(driver_error: object) -> object:
+    arguments = getattr(driver_error, "args", ())
+    return arguments[0] if arguments else None
 
 
 def _sqlstate(error: exc.DBAPIError) -> str | None:
-    return getattr(error.orig, "pgcode", None)
+    return _sqlstate_of(error.orig)
+
+
+def _sqlstate_of(driver_error: object) -> str | None:
+    """As psycopg2 has it, or psycopg 3 and asyncpg, which a caller's session may use."""
+    return getattr(driver_error, "pgcode", None) or getattr(driver_error, "sqlstate", None)
 
 
 def reason_of(error: exc.DBAPIError) -> str:

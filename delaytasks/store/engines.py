@@ -58,6 +58,7 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
             event.listen(engine, "connect", _mysql_connect)
         elif engine.dialect.driver == "psycopg2":
             event.listen(engine, "connect", _psycopg2_connect)
+        event.listen(engine, "do_connect", _connect)
         event.listen(engine, "handle_error", _tell_connecting_from_asking)
         event.listen(engine, "checkin", _rested)
         event.listen(engine, "checkout", _check_alive)
@@ -65,7 +66,16 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
     except exc.NoSuchModuleError:
         raise ConfigError(f"SQLAlchemy has no driver {url.drivername!r}; leave it out of the URL") from None
     except ModuleNotFoundError as error:
-        raise ConfigError(f"no driver {error.name!r} for {url.drivername}: pip install 'delaytasks[mysql]'") from error
+        package = "psycopg2-binary" if backend == "postgresql" else "'delaytasks[mysql]'"
+        raise ConfigError(f"no driver {error.name!r} for {url.drivername}: pip install {package}") from error
+
+
+def _connect(dialect: Any, _record: Any, arguments: Any, options: Any) -> Any:
+    try:
+        return dialect.connect(*arguments, **options)
+    except TypeError as error:
+        fact = f"delaytasks_database_url has an option in its query (after the ?) that {dialect.driver} does not take"
+        raise ConfigError(f"{fact}: {error}") from error
 
 
 def _postgresql_options(url: URL) -> str:

@@ -37,7 +37,9 @@ class Insert:
         self._db = database
         self._names = names
         skipping: Any = {"postgresql": postgresql.insert, "sqlite": sqlite.insert}.get(database.url.get_backend_name())
-        self._statement = skipping(table).on_conflict_do_nothing() if skipping else insert(table)
+        statement = skipping(table).on_conflict_do_nothing() if skipping else insert(table)
+        # Without this option SQLAlchemy does not read the count on psycopg 3 and asyncpg, and says -1.
+        self._statement = statement.execution_options(preserve_rowcount=True)
         self._prepared = Prepared(database, self._statement, names=names)
 
     def __call__(self, on: Any, values: dict[str, Any]) -> bool:

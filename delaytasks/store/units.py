@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from sqlalchemy import Connection, event, exc
 from sqlalchemy.orm import Session
+from sqlalchemy.util.concurrency import in_greenlet
 
 from delaytasks.core.errors import DelayTaskError, SessionUnusableError, StoreError
 from delaytasks.core.ports import Executor, Unit
@@ -18,6 +19,10 @@ from delaytasks.store.driver_errors import reason_of, unknown_outcome
 Action = Callable[..., None]
 #: What waits for a session's commit, in its `info`; a session that has it is listened to.
 _PENDING = "delaytasks.pending"
+_OUTSIDE_OF_RUN_SYNC = (
+    "session= is asynchronous, and this call was not made inside its run_sync(); write: "
+    "await session.run_sync(lambda session: delays.schedule_delay(..., session=session))"
+)
 
 
 def unit_of(session: Any) -> Unit:
@@ -32,7 +37,7 @@ def unit_of(session: Any) -> Unit:
     if isinstance(session, Session):
         return SessionUnit(session)
     raise SessionUnusableError(
-        f"session= takes a SQLAlchemy Session, AsyncSession.sync_session or Connection, not {given}"
+        f"session= takes a SQLAlchemy Session or Connection, or an asynchronous one inside its run_sync(), not {given}"
     )
 
 
@@ -48,6 +53,8 @@ class _Unit:
         stands_alone = False
         try:
             executor = self.executor
+            if executor.dialect.is_async and not in_greenlet():
+                raise SessionUnusableError(_OUTSIDE_OF_RUN_SYNC)
             stands_alone = _stands_alone(executor)
             yield executor
         except exc.DBAPIError as error:
@@ -58,8 +65,12 @@ class _Unit:
             raise SessionUnusableError(
                 f"the caller's transaction can not be used: {reason_of(error)}; {remedy}"
             ) from error
+        except exc.MissingGreenlet as error:
+            raise SessionUnusableError(_OUTSIDE_OF_RUN_SYNC) from error
         except exc.SQLAlchemyError as error:
-            raise SessionUnusableError(f"the caller's session can not be used: {error}") from error
+            # The text of a StatementError has the statement and its parameters, which are bodies and keys.
+            reason = str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
+            raise SessionUnusableError(f"the caller's session can not be used: {reason}") from error
         except ValueError as error:
             if isinstance(error, DelayTaskError):
                 raise

@@ -23,7 +23,7 @@ from delaytasks.core.errors import (
     StoreUnavailableError,
     TaskNotFoundError,
 )
-from delaytasks.store import rows
+from delaytasks.store import inserts, rows
 from delaytasks.store.store import Store
 from delaytasks.store.units import _waiting, unit_of
 from tests.recording import RecordingTimer, delays_on, record
@@ -444,14 +444,17 @@ def test_an_async_session_is_given_as_its_sync_session(store: Store, database_ur
             assert timer.ids == []
             await session.commit()
             # Outside of run_sync no driver can wait, and the error says so.
-            with pytest.raises(SessionUnusableError, match="greenlet"):
-                schedule(session)
+            for given in (session, session.sync_session):
+                with pytest.raises(SessionUnusableError, match=r"await session\.run_sync\(lambda session: "):
+                    schedule(given)
             gc.collect()  # what was not awaited is complained of here
             await session.rollback()
         async with engine.connect() as connection:
             third = await connection.run_sync(schedule)
             await connection.run_sync(lambda _: schedule(connection))
             await connection.commit()
+            with pytest.raises(SessionUnusableError, match=r"await session\.run_sync"):
+                schedule(connection)
         await engine.dispose()
         return first, second, third
 
@@ -738,3 +741,28 @@ def test_a_retry_that_is_refused_leaves_nothing_in_the_callers_transaction(shop:
     assert caught.value.id == now.id
     assert shop.delays.get(was.id).status is Status.CANCELLED
     assert shop.delays.get(tag="mail", key="order-1").id == now.id
+
+
+# -- drivers of the caller's ----------------------------------------------------------------------
+
+
+def test_a_key_is_taken_once_though_the_driver_counts_no_inserts(
+    shop: Shop, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with psycopg 3 and asyncpg, where SQLAlchemy reads the count of an INSERT only if it is asked to."""
+    monkeypatch.setattr(inserts, "_is_psycopg2", lambda on: False)
+
+    def counted(self: Any) -> int:
+        is_read = not self.isinsert or self.execution_options.get("preserve_rowcount")
+        return int(self.cursor.rowcount) if is_read else -1
+
+    dialect: Any = shop.engine.dialect
+    context = type("Context", (dialect.execution_ctx_cls,), {"rowcount": property(counted)})
+    monkeypatch.setattr(dialect, "execution_ctx_cls", context)
+    with shop.session() as session:
+        task = shop.schedule(session, key="k")
+        with pytest.raises(DuplicateTaskError):
+            shop.schedule(session, key="k")
+        assert shop.schedule(session, key="k", on_conflict="keep").id == task.id
+        session.commit()
+    assert shop.seen() == {task.id}

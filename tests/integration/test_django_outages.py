@@ -12,10 +12,11 @@ import pytest
 
 pytest.importorskip("django")
 
-from django.db import DatabaseError, transaction
+from django.db import DatabaseError, connections, transaction
 
 from delaytasks.contrib.django.instance import DjangoDelays
 from delaytasks.core.errors import SessionUnusableError, StoreUnavailableError
+from tests.conformance.test_demotion import READ_ONLY
 from tests.integration import django_settings
 from tests.integration.cli.project import Project
 from tests.proxy import proxy_to
@@ -108,3 +109,25 @@ def test_a_database_that_goes_away_between_two_calls_is_told_and_found_again(
         delays.close()
         django_settings.remove_database(alias)
         proxy.close()
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mysql"])
+def test_a_connection_to_a_former_primary_is_given_up_after_one_call(kind: str, request: pytest.FixtureRequest) -> None:
+    alias = f"demoted_{kind}"
+    django_settings.add_database(alias, request.getfixturevalue(f"{kind}_url"))
+    delays = DjangoDelays(django_settings.new_celery_app(), alias, table_prefix="djd_")
+    metadata = delays.store.schema.metadata
+    try:
+        with delays.store.database.begin() as connection:
+            metadata.create_all(connection)
+        with connections[alias].cursor() as cursor:
+            cursor.execute(READ_ONLY[kind])
+        with pytest.raises(StoreUnavailableError, match=r"(?i)read.only transaction"):
+            delays.schedule_delay("mail", {}, 60)
+        delays.schedule_delay("mail", {}, 60)
+        assert len(delays.find(tag="mail").tasks) == 1
+        with delays.store.database.begin() as connection:
+            metadata.drop_all(connection)
+    finally:
+        delays.close()
+        django_settings.remove_database(alias)

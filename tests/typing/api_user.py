@@ -97,6 +97,7 @@ assert_type(store([]), dict[int, Retry])
 asked: Coroutine[Any, Any, int] = ask({"order": 7}, delaytasks.get(7))
 delays.processor("store", batch="many")  # type: ignore[arg-type]
 
+delays.schedule_delay("pay", {}, 5, retry=3)
 delays.schedule_delay("pay", {}, 5, retry=Ladder.fixed("1s", times=3), expires=60)
 
 assert_type(delays.schedule_callback("https://partner.example/paid", {"order": 7}, 60, headers={"X": "y"}), DelayTask)

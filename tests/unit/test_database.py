@@ -12,6 +12,7 @@ from sqlalchemy import and_, column, event, exc, make_url, select
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 
 from delaytasks.core.errors import (
+    ConfigError,
     DuplicateTaskError,
     InvalidStatusError,
     OutcomeUnknownError,
@@ -27,7 +28,7 @@ from delaytasks.store.database import Database
 from delaytasks.store.driver_errors import TRIES, translate
 from delaytasks.store.store import Store
 from delaytasks.store.types import UTCDateTime, db_now, is_past
-from tests.conftest import open_store
+from tests.conftest import open_store, settings_for
 from tests.counting import counted
 
 SECRET = "s3cr3t-canary"
@@ -50,7 +51,8 @@ def sqlite_error(text: str, kind: type[exc.DBAPIError] = exc.OperationalError) -
 
 UNABLE = [
     *(error("no", state=state) for state in ("53100", "53200", "57014", "57P01", "57P02", "58030", "25006")),
-    *(error(code, "no") for code in (1021, 1040, 1053, 1114, 1290, 1317, 1792, 1836)),
+    *(error(code, "no") for code in (1021, 1040, 1053, 1114, 1203, 1226, 1317)),
+    *(error(code, "no") for code in (1047, 1180, 1290, 1792, 1836, 1874, 3100)),
     *map(sqlite_error, ("database or disk is full", "disk I/O error", "attempt to write a readonly database")),
 ]
 
@@ -133,6 +135,50 @@ def test_a_deadlock_that_took_the_savepoint_with_it_is_tried_again() -> None:
     assert Database("sqlite://").run(work) == 7
 
 
+# -- clusters -------------------------------------------------------------------------------------
+
+DEMOTED = [error("read-only", state="25006"), *(error(code, "no") for code in (1047, 1290, 1792, 1836, 1874, 3100))]
+
+
+@pytest.mark.parametrize("failure", DEMOTED, ids=lambda failure: str(failure.orig.pgcode or failure.orig.args[0]))
+def test_connections_to_a_server_that_takes_no_writes_are_not_used_again(
+    failure: exc.DBAPIError, sqlite_path: Callable[[str], str]
+) -> None:
+    database = Database(sqlite_path("cluster"))
+    made: list[Any] = []
+    for engine in (database.auto, database.tx):
+        event.listen(engine, "connect", lambda connection, _: made.append(connection))
+        engine.connect().close()
+
+    def work() -> int:
+        for engine in (database.auto, database.tx):
+            engine.connect().close()
+        if len(made) == 2:
+            raise failure
+        return 7
+
+    assert database.run(work) == 7
+    assert len(made) == 4
+    database.dispose()
+
+
+def test_galera_commit_that_failed_may_have_been_done() -> None:
+    """1180: the node lost its cluster during COMMIT, and the other nodes may have the transaction."""
+    unsure = error(1180, "Got error 6 during COMMIT")
+    with pytest.raises(OutcomeUnknownError, match=r"during COMMIT.*look at task 7"):
+        Database("sqlite://").run(raising(unsure), 7)
+    with pytest.raises(OutcomeUnknownError, match="look at task 7"):
+        Database("sqlite://").run(raising(unsure, StaleVersionError("version 1, not 0")), 7)
+    with pytest.raises(StoreUnavailableError, match="during COMMIT"):
+        Database("sqlite://").run(raising(unsure))
+
+
+@pytest.mark.parametrize("code", [1213, 1205, 1020, 3101])
+def test_a_transaction_that_lost_against_another_one_is_tried_again(code: int) -> None:
+    failures = [error(code, "conflict")]
+    assert Database("sqlite://").run(lambda: raising(failures.pop())() if failures else 7) == 7
+
+
 # -- outcomes that nobody knows -------------------------------------------------------------------
 
 
@@ -166,6 +212,50 @@ def test_a_refusal_that_no_lost_answer_precedes_is_what_it_is() -> None:
             Database("sqlite://").run(raising(*failures), 7)
     with pytest.raises(DuplicateTaskError):
         Database("sqlite://").run(raising(lost(), DuplicateTaskError("there is one")), 7)
+
+
+# -- URLs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ("postgresql://h/d", "postgresql+psycopg2://h/d"),
+        ("postgres://h/d", "postgresql+psycopg2://h/d"),
+        ("postgresql+psycopg2://h/d?sslmode=require", "postgresql+psycopg2://h/d?sslmode=require"),
+        ("postgresql+psycopg://me:p%40ss@h:5433/d", "postgresql+psycopg2://me:p%40ss@h:5433/d"),
+        ("postgresql+asyncpg://h/d", "postgresql+psycopg2://h/d"),
+        ("postgresql+asyncpg://h/d?ssl=require", "postgresql+psycopg2://h/d?sslmode=require"),
+        ("mysql+aiomysql://h/d", "mysql+pymysql://h/d"),
+        ("mysql+mysqldb://h/d?charset=utf8", "mysql+pymysql://h/d?charset=utf8"),
+        ("mysql+mysqlconnector://h/d", "mysql+pymysql://h/d"),
+        ("mariadb://h/d", "mariadb+pymysql://h/d"),
+        ("sqlite+aiosqlite:////srv/d.sqlite3", "sqlite:////srv/d.sqlite3"),
+        ("sqlite://", "sqlite://"),
+    ],
+)
+def test_a_url_with_the_driver_of_the_callers_application_works(given: str, ours: str) -> None:
+    assert Database(given).url.render_as_string(hide_password=False) == ours
+
+
+@pytest.mark.parametrize("url", ["postgresql+pyodbc://h/d", "mysql+psycopg3://h/d", "sqlite+pysqlcipher://"])
+def test_a_driver_that_nobody_knows_is_named_with_the_remedy(url: str) -> None:
+    driver = url.partition("+")[2].partition(":")[0]
+    with pytest.raises(ConfigError, match=rf"driver '{driver}'.*begin the URL with \w+://"):
+        Database(url)
+
+
+def test_an_option_that_the_driver_does_not_take_is_a_wrong_setting(mysql_url: str) -> None:
+    with pytest.raises(ConfigError, match=r"delaytasks_database_url has an option .* pymysql .*'ssl_mode'"):
+        Store(f"{mysql_url}?ssl_mode=REQUIRED", settings_for(mysql_url)).tasks.now()
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+def test_a_url_of_another_postgresql_driver_reaches_the_same_database(postgresql_url: str, driver: str) -> None:
+    url = make_url(postgresql_url).set(drivername=f"postgresql+{driver}").render_as_string(hide_password=False)
+    store = Store(url, settings_for(url))
+    assert store.tasks.now().tzinfo is not None
+    store.close()
 
 
 # -- connections ----------------------------------------------------------------------------------

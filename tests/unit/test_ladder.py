@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delaytasks.core.errors import InvalidInputError
-from delaytasks.core.ladder import LEVELS, MAX_RUNGS, NOTIFY, Ladder, Retries
+from delaytasks.core.errors import InvalidInputError, InvalidLadderError
+from delaytasks.core.ladder import LEVELS, MAX_RUNGS, NOTIFY, Ladder, Retries, ladder_of
 
 
 def test_a_ladder_is_written_as_people_say_it() -> None:
@@ -68,6 +68,22 @@ def test_jitter_keeps_apart_what_failed_together() -> None:
 def test_what_is_no_ladder_is_refused(make: Any) -> None:
     with pytest.raises(InvalidInputError):
         make()
+
+
+def test_a_number_of_retries_has_the_default_delays() -> None:
+    assert ladder_of(3) == Ladder("5s 30s 1m")
+    assert ladder_of(11) == Ladder("5s 30s 1m 10m 30m 1h 6h 1d 2d 2d 2d")
+    assert Retries.of(1).ladder_for(ValueError) == Ladder("5s")
+    assert Retries.of({OSError: 2, Exception: None}).ladder_for(ConnectionError) == Ladder("5s 30s")
+
+
+@pytest.mark.parametrize("retry", [True, False, 0, -1, 1.5, MAX_RUNGS + 1, object(), b"15s"])
+def test_what_is_no_number_of_retries_is_refused_with_the_remedy(retry: Any) -> None:
+    for make in (lambda: Retries.of(retry), lambda: Retries.of({ValueError: retry})):
+        with pytest.raises(InvalidLadderError, match="15s 3m"):
+            make()
+    with pytest.raises(InvalidLadderError, match="15s 3m"):
+        Ladder(retry)
 
 
 def test_the_nearest_class_of_an_error_says_its_ladder() -> None:

@@ -21,6 +21,7 @@ from sqlalchemy import exc
 from delaytasks.contrib.django.executor import DjangoExecutor
 from delaytasks.core.errors import OutcomeUnknownError, SessionUnusableError, StoreError, StoreUnavailableError
 from delaytasks.core.task import DelayTask
+from delaytasks.store.driver_errors import is_demoted
 
 Action = Callable[[Sequence[DelayTask]], None]
 
@@ -76,9 +77,12 @@ class DjangoUnit:
         alias, reason = self._connection.alias, _reason(error)
         # Django checks its connections between two requests only; a program without requests would keep a broken one.
         self._connection.close_if_unusable_or_obsolete()
-        if not isinstance(error, (OperationalError, InterfaceError)):
+        is_read_only = is_demoted(error.__cause__ or error)
+        if is_read_only:
+            self._connection.close()  # the next one may lead to the new primary
+        if not is_read_only and not isinstance(error, (OperationalError, InterfaceError)):
             return StoreError(f"database {alias!r} refused: {reason}")
-        if unknown_id is not None:
+        if unknown_id is not None and not is_read_only:
             return OutcomeUnknownError(
                 f"the connection to database {alias!r} broke before the answer came ({reason}); scheduling again with "
                 f"id={unknown_id} is safe",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -73,10 +72,8 @@ def _mysql(database: Mapping[str, Any]) -> URL:
     host = str(database.get("HOST") or "")
     if host.startswith("/"):
         query["unix_socket"], host = host, ""
-    # mysqlclient where it is the only one: Django needs it, and delaytasks' own extra brings PyMySQL.
-    driver = "pymysql" if importlib.util.find_spec("pymysql") else "mysqldb"
     host = host or ("localhost" if "read_default_file" not in query else "")
-    return _url(f"mysql+{driver}", database, host, str(database.get("PORT") or ""), query)
+    return _url("mysql+pymysql", database, host, str(database.get("PORT") or ""), query)
 
 
 def _sqlite(database: Mapping[str, Any]) -> URL:
