@@ -12,14 +12,14 @@ import click
 from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli
 from delaytasks.cli.output import NOTHING, Cell, count, print_json, print_table, say
 from delaytasks.cli.progress import progress_bar, stopping_between_steps
-from delaytasks.core.encryption import PLAIN, key_name, names_of, new_key
+from delaytasks.core.encryption import PLAIN, UNBOUND_PREFIX, key_name, names_of, new_key
 from delaytasks.core.errors import ConfigError, StoreUnavailableError
 from delaytasks.core.states import LIVE, Status
 
 if TYPE_CHECKING:
     from delaytasks.store.rotation import Rotation
 
-_COLOURS = {"first": "green", "missing": "red"}
+_COLOURS = {"first": "green", "old form": "yellow", "missing": "red"}
 
 
 @click.group(epilog=EXIT_CODES)
@@ -72,7 +72,8 @@ def status(cli: Cli, is_all: bool) -> None:
 @_all
 @pass_cli
 def rotate(cli: Cli, is_all: bool) -> None:
-    """Encrypt with the first key the tasks that are plain or need another one; with 'plain' as the first, decrypt them.
+    """Encrypt with the first key the tasks that are plain, need another one or are not bound to their row; with 'plain'
+    as the first, decrypt them.
 
     Workers and producers may go on meanwhile. Ctrl-C lets the step end that is under way; run again it goes on.
 
@@ -155,6 +156,8 @@ def _look(cli: Cli, rotations: Sequence[Rotation], is_all: bool, missing: list[i
     _each(rotations, look, missing)
     first, *others = names_of(cli.delays.settings.encryption_keys) or [PLAIN]
     kinds = {first: "first", **dict.fromkeys(others, "reads")}
+    # Texts that are not bound to their task have a line of their own: `rotate` binds them.
+    kinds |= {UNBOUND_PREFIX + name: "old form" for name in kinds if UNBOUND_PREFIX + name in live | finished}
     found = {name or PLAIN: (live[name], finished[name]) for name in live | finished}
     names = dict.fromkeys([*kinds, *sorted(found.keys() - kinds.keys())])
     return [

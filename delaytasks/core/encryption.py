@@ -14,14 +14,17 @@ from delaytasks.core.errors import BodyEncryptedError
 
 #: In the place of the first key: what is new is stored as it is, and the others read what they have encrypted.
 PLAIN = "plain"
-#: Then comes the name of the key, a colon, and a Fernet token. No JSON begins so.
-PREFIX = "fernet:"
+#: Then comes the name of the key, a colon, and a token that is bound to its place in the table. No JSON begins so.
+PREFIX = "aesgcm:"
+#: The earlier form, as long as `PREFIX`: its token is Fernet's, and can be read in the row of any task.
+UNBOUND_PREFIX = "fernet:"
+PREFIXES = (PREFIX, UNBOUND_PREFIX)
 NAME_LENGTH = 8
 #: Up to the second colon, and without it.
 MARK_LENGTH = len(PREFIX) + NAME_LENGTH
 #: Instead of a name where none can be told.
 NO_NAME = "?"
-_MARK = re.compile(rf"{PREFIX}[0-9a-f]{{{NAME_LENGTH}}}:")
+_MARK = re.compile(rf"(?:{'|'.join(PREFIXES)})[0-9a-f]{{{NAME_LENGTH}}}:")
 _KEY = re.compile(r"[A-Za-z0-9_-]{43}=")
 
 
@@ -48,12 +51,22 @@ def are_keys(keys: Sequence[str]) -> bool:
 
 
 def is_encrypted(text: object) -> bool:
-    return isinstance(text, str) and text.startswith(PREFIX)
+    return isinstance(text, str) and text.startswith(PREFIXES)
 
 
 def mark_of(name: str) -> str:
-    """How a text begins that is encrypted with this key."""
+    """How a text begins that is encrypted with this key now."""
     return PREFIX + name
+
+
+def marks_of(names: Iterable[str]) -> list[str]:
+    """How all texts begin that one of these keys reads, with the colon."""
+    return [f"{prefix}{name}:" for name in names for prefix in PREFIXES]
+
+
+def is_bound(text: str) -> bool:
+    """Whether an encrypted text is bound to its place in the table."""
+    return text.startswith(PREFIX)
 
 
 def name_in(text: str) -> str:
@@ -66,7 +79,7 @@ def decoded(text: str, what: str) -> Any:
     if is_encrypted(text):
         raise BodyEncryptedError(
             f"{what} is encrypted with key {name_in(text)}, which delaytasks_encryption_keys does not have here, or "
-            "was changed since"
+            "was changed since, or belongs to another task"
         )
     return json.loads(text)
 

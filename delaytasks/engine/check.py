@@ -62,7 +62,8 @@ def _problem(schema: Callable[[Any], Any], body: str, keys: Collection[str]) -> 
     if is_encrypted(body):
         name = name_in(body)
         # One whose key is not here is among those that are strange.
-        return f"encrypted with key {name}, which is here, and changed since" if name in keys else None
+        problem = f"encrypted with key {name}, which is here, and changed since, or another task's"
+        return problem if name in keys else None
     try:
         schema(json.loads(body))
     except (BodyRefusedError, ValueError, RecursionError) as error:

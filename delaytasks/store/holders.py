@@ -114,12 +114,13 @@ class Holders:
         return task, True
 
     def _replaced(self, on: Any, holder: DelayTask, task: DelayTask) -> DelayTask:
-        task = replace(task, expected_time=_put_off(task, holder))
-        values = {**values_of(task, self._schema), "id": holder.id}
+        # The row keeps its id, for which the new body is encrypted.
+        task = replace(task, id=holder.id, expected_time=_put_off(task, holder))
+        values = values_of(task, self._schema)
         values.pop("create_time")
         self._moves.make(on, "replace", holder, {**values, "attempts": 0, "lapses": 0, "error_stack": None})
         version = following(holder.version)
-        return replace(task, id=holder.id, version=version, create_time=holder.create_time, shard=holder.shard)
+        return replace(task, version=version, create_time=holder.create_time, shard=holder.shard)
 
     # -- several databases ------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, and_, case, func, or_, select, update
 
 from delaytasks.core.clock import to_us
-from delaytasks.core.encryption import MARK_LENGTH, PREFIX, mark_of
+from delaytasks.core.encryption import MARK_LENGTH, PREFIX, PREFIXES, marks_of
 from delaytasks.core.ports import Entry
 from delaytasks.core.states import MOVES, Status, following
 from delaytasks.core.text import NO_KEY, NO_PROCESSOR, is_put_off_until
@@ -25,7 +25,7 @@ class PutOffs:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
         self._t = schema.tasks
-        self._marks = [] if schema.cipher is None else [mark_of(name) + ":" for name in schema.cipher.names]
+        self._marks = [] if schema.cipher is None else marks_of(schema.cipher.names)
 
     def bring_forward(self, tags: Sequence[str], queues: Sequence[str] | None, within_s: float) -> list[Entry]:
         """Those of these tags and queues (None: of all) that were put off until an instant within so many seconds are
@@ -79,5 +79,5 @@ class PutOffs:
     def _is_readable(self) -> ColumnElement[bool]:
         """As the body says, and not as the reason did: it may have been rotated since."""
         body = self._t.c.message_body
-        is_plain = func.substr(body, 1, len(PREFIX)) != PREFIX
+        is_plain = func.substr(body, 1, len(PREFIX)).not_in(PREFIXES)
         return or_(is_plain, func.substr(body, 1, MARK_LENGTH + 1).in_(self._marks)) if self._marks else is_plain

@@ -11,11 +11,20 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, case, func, select, update
 
-from delaytasks.core.encryption import MARK_LENGTH, PREFIX, is_encrypted, name_in
+from delaytasks.core.encryption import (
+    MARK_LENGTH,
+    NO_NAME,
+    PREFIX,
+    PREFIXES,
+    UNBOUND_PREFIX,
+    is_bound,
+    is_encrypted,
+    name_in,
+)
 from delaytasks.core.jsontext import dump_json
 from delaytasks.core.states import LIVE, Status
 from delaytasks.store.bulk import Bulk
-from delaytasks.store.cipher import Cipher
+from delaytasks.store.cipher import BODY, RESULT, Cipher
 from delaytasks.store.database import Database
 from delaytasks.store.rows import json_rows, listed, parts
 from delaytasks.store.schema import Schema
@@ -28,12 +37,13 @@ BUSY_S = 1.0
 NO_KEY = ""
 
 
-#: A row as it was read (id, body, result), and the body and result that it is to have.
+#: A row as it was read (id, body, result, tag), and the body and result that it is to have.
 Sealed = tuple[Sequence[Any], str, str | None]
 
 
 class Needs(NamedTuple):
-    """How many rows need each key, by its name. A row whose result has another one than its body counts twice."""
+    """How many rows need each key, by its name; before it stands `fernet:` where a text is not bound to its task. A row
+    whose result has another one than its body counts twice."""
 
     live: Counter[str]
     finished: Counter[str]
@@ -48,7 +58,7 @@ class Rotation:
         self.found = self.changed = self.unreadable = 0
         w = json_rows(database.url.get_backend_name(), ("id", "message_body", "result"))
         mine = listed(database, t.c.id, "ids")
-        self._read = select(t.c.id, t.c.message_body, t.c.result).where(mine)
+        self._read = select(t.c.id, t.c.message_body, t.c.result, t.c.tag).where(mine)
         self._lock = self._read.with_for_update(skip_locked=True)
         # No move, and nothing that anybody would see: version and update_time stay.
         sealed = {"message_body": w.c.message_body, "result": w.c.result}
@@ -89,10 +99,15 @@ class Rotation:
 
     def _step(self, cipher: Cipher, ids: Sequence[int]) -> list[int]:
         """Nothing is locked while bodies are encrypted: what falls due meanwhile is not late."""
+        read, seal = cipher.read, cipher.seal
         found = self._db.alone(lambda c: c.execute(self._read, {"ids": ids}).all())
-        opened = [(row, cipher.read(row[1]), cipher.read(row[2])) for row in found]
+        opened = [
+            (row, read(body, BODY, id, tag), read(result, RESULT, id, tag))
+            for row in found
+            for id, body, result, tag in [row]
+        ]
         sealed = [
-            (row, cipher.seal(body), None if result is None else cipher.seal(result))
+            (row, seal(body, BODY, row[0], row[3]), None if result is None else seal(result, RESULT, row[0], row[3]))
             for row, body, result in opened
             if _is_open(body) and (result is None or _is_open(result))
         ]
@@ -119,12 +134,15 @@ class Rotation:
 
 def _mark(text: ColumnElement[Any]) -> ColumnElement[Any]:
     begin = func.substr(text, 1, MARK_LENGTH + 1)
-    return case((text.is_(None), None), (func.substr(text, 1, len(PREFIX)) == PREFIX, begin), else_=NO_KEY)
+    return case((text.is_(None), None), (func.substr(text, 1, len(PREFIX)).in_(PREFIXES), begin), else_=NO_KEY)
 
 
 def _name(mark: str) -> str:
     """Another program may have written anything."""
-    return name_in(mark) if mark else NO_KEY
+    if not mark:
+        return NO_KEY
+    name = name_in(mark)
+    return name if is_bound(mark) or name == NO_NAME else UNBOUND_PREFIX + name
 
 
 def _is_open(text: object) -> bool:

@@ -39,6 +39,7 @@ from sqlalchemy.types import TypeEngine
 from delaytasks.core.clock import UTC
 from delaytasks.core.states import MOST_VERSIONS, Status
 from delaytasks.core.task import DelayTask
+from delaytasks.store.cipher import BODY, RESULT
 from delaytasks.store.database import Database
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import UTCDateTime
@@ -65,11 +66,11 @@ def columns(schema: Schema, names: Sequence[str] = COLUMNS) -> list[Column[Any]]
 
 def task_of(row: Sequence[Any], schema: Schema) -> DelayTask:
     cipher = schema.cipher
-    body = row[2] if cipher is None else cipher.read(row[2])
+    body = row[2] if cipher is None else cipher.read(row[2], BODY, row[0], row[1])
     # No row is so long that it has a shard of its own, which mypy fears.
     task = DelayTask(row[0], row[1], body, row[3], Status.of(row[4]), *row[5:], shard=schema.shard)  # type: ignore[misc]
     if cipher is not None and task.result_json is not None:
-        task.result_json = cipher.read(task.result_json)
+        task.result_json = cipher.read(task.result_json, RESULT, task.id, task.tag)
     return task
 
 
@@ -93,13 +94,16 @@ _PLACES = {
 NEW_COLUMNS = tuple(_PLACES)
 #: So many of them, the first ones, differ in nearly all rows.
 DIFFERING = 3
+_TAG = NEW_COLUMNS.index("tag")
 _values: Callable[[DelayTask], tuple[Any, ...]] = attrgetter(*_PLACES.values())
 
 
 def new_values(tasks: Iterable[DelayTask], schema: Schema) -> Iterator[tuple[Any, ...]]:
     """The values of those columns, as they are stored."""
     rows, cipher = map(_values, tasks), schema.cipher
-    return rows if cipher is None else ((row[0], cipher.seal(row[1]), *row[2:]) for row in rows)
+    if cipher is None:
+        return rows
+    return ((row[0], cipher.seal(row[1], BODY, row[0], row[_TAG]), *row[2:]) for row in rows)
 
 
 def values_of(task: DelayTask, schema: Schema) -> dict[str, Any]:

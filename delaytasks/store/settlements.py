@@ -13,6 +13,7 @@ from delaytasks.core.ports import Executor, Settlement
 from delaytasks.core.states import FINISHED, MOVES, Status, following
 from delaytasks.core.task import DelayTask
 from delaytasks.store.attempts import Attempts
+from delaytasks.store.cipher import RESULT
 from delaytasks.store.database import Database
 from delaytasks.store.keys import Keys
 from delaytasks.store.prepared import Prepared
@@ -108,7 +109,7 @@ class Settlements:
             "status": int(move.target),
             "version": following(task.version),
             "error_stack": None,
-            "result": self._kept(result),
+            "result": self._kept(result, task),
             "lapses": 0,
             "lease_until": None,
             "update_time": db_now(),
@@ -162,7 +163,7 @@ class Settlements:
             int(Status.RUNNING),
             int(MOVES[settlement.move].target),
             settlement.error,
-            self._kept(settlement.result),
+            self._kept(settlement.result, settlement.task),
             settlement.began,
             settlement.due,
             # Nobody moves a row that runs, so the due time is still the one that the claim returned.
@@ -171,8 +172,10 @@ class Settlements:
             int(settlement.move in NEVER_RAN),
         )
 
-    def _kept(self, result: str | None) -> str | None:
-        return result if result is None or self._cipher is None else self._cipher.seal(result)
+    def _kept(self, result: str | None, task: DelayTask) -> str | None:
+        if result is None or self._cipher is None:
+            return result
+        return self._cipher.seal(result, RESULT, task.id, task.tag)
 
     def _settled(self, connection: Any, ordered: Sequence[Settlement]) -> set[int]:
         columns = dict(zip((*_FENCE, *_SAID), zip(*map(self._said, ordered), strict=True), strict=True))

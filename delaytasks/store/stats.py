@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, and_, func, literal_column, select
 
-from delaytasks.core.encryption import MARK_LENGTH, NO_NAME, PREFIX, mark_of, name_in
+from delaytasks.core.encryption import MARK_LENGTH, NO_NAME, PREFIX, PREFIXES, marks_of, name_in
 from delaytasks.core.inputs import is_queue
 from delaytasks.core.ports import Pending, Strange
 from delaytasks.core.states import LIVE, Status
 from delaytasks.core.text import PUT_OFF_MAX_S, shown
 from delaytasks.store.bulk import Bulk
+from delaytasks.store.cipher import BODY
 from delaytasks.store.database import Database
 from delaytasks.store.estimates import estimate
 from delaytasks.store.lapses import lease_is_over
@@ -123,7 +124,7 @@ class Stats:
             if self._cipher is None:
                 yield from rows
             else:
-                yield from ((id, self._cipher.read(body), due) for id, body, due in rows)
+                yield from ((id, self._cipher.read(body, BODY, id, tag), due) for id, body, due in rows)
 
     def strange(self, max_delay_s: float, lease_s: float) -> Iterator[Strange]:
         """Rows that wait, or seem to, and that nobody will take."""
@@ -147,9 +148,9 @@ class Stats:
     def _without_key(self) -> Iterator[Strange]:
         """Window by window: no statement reads all bodies."""
         t = self._t.c
-        marks = [] if self._cipher is None else [mark_of(name) + ":" for name in self._cipher.names]
+        marks = [] if self._cipher is None else marks_of(self._cipher.names)
         mark = func.substr(t.message_body, 1, MARK_LENGTH + 1)
-        needs = [func.substr(t.message_body, 1, len(PREFIX)) == PREFIX, *([mark.not_in(marks)] if marks else [])]
+        needs = [func.substr(t.message_body, 1, len(PREFIX)).in_(PREFIXES), *([mark.not_in(marks)] if marks else [])]
         found: dict[tuple[str, str], Strange] = {}
         for rows in self._bulk.having(LIVE, [t.tag, mark, t.expected_time, t.id], *needs):
             for tag, begin, due, id in rows:
@@ -181,7 +182,7 @@ class Stats:
 
 def _why(name: str) -> str:
     if name == NO_NAME:
-        return f"begins with {PREFIX} and names no key: nobody can read it"
+        return f"begins with {' or '.join(PREFIXES)} and names no key: nobody can read it"
     return f"encrypted with key {name}, which delaytasks_encryption_keys does not have here"
 
 

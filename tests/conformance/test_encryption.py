@@ -52,7 +52,7 @@ def change(store: Store, task: DelayTask, **values: Any) -> None:
 
 
 def are_sealed(store: Store, key: str = NEW) -> bool:
-    begin = f"{PREFIX}{key_name(key)}:gAAAA"
+    begin = f"{PREFIX}{key_name(key)}:"
     return all(body.startswith(begin) and (result or begin).startswith(begin) for body, result in stored(store))
 
 
@@ -319,8 +319,8 @@ def test_check_tells_a_damaged_body_from_one_whose_key_is_missing(open_with: Ope
     change(delays.store, stranger, message_body=f"{PREFIX}nonsense")
     found = {finding.problem: finding.ids for finding in delays.check()}
     assert found == {
-        f"encrypted with key {key_name(NEW)}, which is here, and changed since": [damaged.id],
-        "begins with fernet: and names no key: nobody can read it": [stranger.id],
+        f"encrypted with key {key_name(NEW)}, which is here, and changed since, or another task's": [damaged.id],
+        "begins with aesgcm: or fernet: and names no key: nobody can read it": [stranger.id],
     }
 
 
@@ -342,3 +342,55 @@ def test_check_names_tasks_whose_key_is_missing(open_with: Open) -> None:
     assert (found.tag, found.tasks, found.ids) == ("mail", 1, [task.id])
     assert found.problem == f"encrypted with key {key_name(OLD)}, which delaytasks_encryption_keys does not have here"
     assert not list(open_with(NEW, OLD).check())[1:], "only that there is no processor"
+
+
+# -- tokens in another place ----------------------------------------------------------------------
+
+
+def test_a_body_that_was_moved_to_another_row_does_not_run_there(store: Store, open_with: Open) -> None:
+    delays, got = open_with(NEW), list[Any]()
+    delays.processor("mail")(got.append)
+    tasks = [delays.schedule_delay("mail", n, 0) for n in range(3)]
+    (first, _), (second, _), _ = stored(store)
+    change(store, tasks[0], message_body=second)
+    change(store, tasks[1], message_body=first)
+    delays.runner().drain("default", [0], 100)
+    assert got == [2]
+    found = [delays.get(task) for task in tasks]
+    assert [task.status for task in found] == [Status.FAILED, Status.FAILED, Status.DONE]
+    assert "belongs to another task" in str(found[0].error)
+    change(store, tasks[0], message_body=first)
+    delays.retry(tasks[0], 0)
+    delays.runner().drain("default", [0], 100)
+    assert got == [2, 0], "in its own row it can be read again"
+
+
+def test_a_row_whose_tag_was_changed_does_not_run_as_the_other_tag(store: Store, open_with: Open) -> None:
+    delays, got = open_with(NEW), list[Any]()
+    delays.processor("log")(got.append)
+    task = delays.schedule_delay("mail", BODY, 0)
+    change(store, task, tag="log")
+    delays.runner().run([Entry(task.id, 0, 0)])
+    assert (delays.get(task).status, got) == (Status.FAILED, [])
+
+
+def test_a_body_is_not_read_as_a_result_nor_the_reverse(store: Store, open_with: Open) -> None:
+    delays = open_with(NEW)
+    delays.processor("mail", keep_result=True)(lambda body: [body])
+    task = run_now(delays, delays.schedule_delay("mail", BODY, 60))
+    [(body, result)] = stored(store)
+    change(store, task, message_body=result, result=body)
+    found = delays.get(task)
+    for read in (lambda: found.body, lambda: found.result):
+        with pytest.raises(BodyEncryptedError, match="belongs to another task"):
+            read()
+
+
+def test_a_schema_check_names_a_body_that_was_moved(store: Store, open_with: Open) -> None:
+    delays = open_with(NEW)
+    delays.processor("mail", schema=lambda body: body)(lambda body: None)
+    tasks = [delays.schedule_delay("mail", n, 60) for n in range(2)]
+    change(store, tasks[0], message_body=stored(store)[1][0])
+    [finding] = delays.check()
+    assert finding.ids == [tasks[0].id]
+    assert "another task's" in finding.problem

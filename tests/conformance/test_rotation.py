@@ -6,10 +6,13 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from cryptography.fernet import Fernet
 from sqlalchemy import select
 
 from delaytasks import DelayTasks, NewTask, Status
 from delaytasks.core.encryption import key_name
+from delaytasks.core.errors import BodyEncryptedError
+from delaytasks.core.jsontext import dump_json
 from delaytasks.core.ports import Entry
 from delaytasks.core.states import LIVE
 from delaytasks.store import rotation
@@ -83,7 +86,7 @@ def test_what_no_key_reads_is_left_and_counted(store: Store, open_with: Open) ->
     before, delays = stored(store), open_with("plain", NEW)
     assert rotate(delays) == (0, 3)
     assert stored(store) == before
-    assert rotation_of(delays).needs(LIVE).live == {OF_OLD: 1, OF_NEW: 1, "?": 1}
+    assert rotation_of(delays).needs(LIVE).live == {OF_OLD: 1, f"fernet:{OF_NEW}": 1, "?": 1}
 
 
 def test_a_body_that_is_replaced_meanwhile_is_not_put_back(
@@ -159,3 +162,66 @@ def test_what_was_put_off_for_a_key_and_needs_it_no_more_is_brought_forward(
     entries = worker.store.put_offs.bring_forward(["mail"], None, 600)
     worker.runner().run(entries)
     assert ([entry.id for entry in entries], worker.get(task).status) == ([task.id], Status.DONE)
+
+
+# -- from the form that is not bound --------------------------------------------------------------
+
+
+def unbind(store: Store, task: Any, key: str = OLD) -> str:
+    """The row as a version that did not bind tokens left it. Returns its body."""
+    token = f"fernet:{key_name(key)}:{Fernet(key).encrypt(dump_json(task.body).encode()).decode()}"
+    change(store, task, message_body=token)
+    return token
+
+
+def test_rows_of_the_earlier_form_are_read_and_run(store: Store, open_with: Open) -> None:
+    delays, got = open_with(OLD), list[Any]()
+    delays.processor("mail")(got.append)
+    task = delays.schedule_delay("mail", BODY, 0)
+    unbind(store, task)
+    assert delays.get(task).body == BODY
+    assert list(delays.check()) == []
+    delays.runner().drain("default", [0], 100)
+    assert (got, delays.get(task).status) == ([BODY], Status.DONE)
+
+
+@pytest.mark.parametrize("keys", [(OLD,), (NEW, OLD)], ids=["the same key", "another key"])
+def test_rotation_binds_what_is_not_bound(store: Store, open_with: Open, keys: tuple[str, ...]) -> None:
+    delays = open_with(*keys)
+    tasks = [delays.schedule_delay("mail", n, 60) for n in range(3)]
+    for task in tasks[:2]:
+        unbind(store, task)
+    needs = rotation_of(delays).needs(LIVE).live
+    assert needs == {f"fernet:{OF_OLD}": 2, key_name(keys[0]): 1}
+    assert rotate(delays) == (2, 0)
+    assert rotation_of(delays).needs(LIVE).live == {key_name(keys[0]): 3}
+    assert are_sealed(store, keys[0])
+    (_, _), (second, _), _ = stored(store)
+    change(store, tasks[0], message_body=second)
+    with pytest.raises(BodyEncryptedError):
+        _ = delays.get(tasks[0]).body
+    assert [delays.get(task).body for task in tasks[1:]] == [1, 2]
+    assert rotate(delays) == (0, 0), "nobody binds a token to the row that it was moved to"
+
+
+def test_once_its_key_is_gone_a_token_of_the_earlier_form_runs_nowhere(store: Store, open_with: Open) -> None:
+    task, other = (open_with(OLD).schedule_delay("mail", n, 0) for n in range(2))
+    token = unbind(store, task)
+    rotate(open_with(NEW, OLD))
+    delays, got = open_with(NEW), list[Any]()
+    delays.processor("mail")(got.append)
+    change(store, other, message_body=token)
+    delays.runner().run([Entry(other.id, 0, 0)])
+    assert (got, delays.get(other).status) == ([], Status.NOT_COMPLETE)
+
+
+def test_a_worker_with_the_key_brings_forward_both_forms(store: Store, open_with: Open) -> None:
+    tasks = [open_with(OLD).schedule_delay("mail", n, 0) for n in range(2)]
+    unbind(store, tasks[0])
+    worker = open_with(NEW)
+    worker.processor("mail")(lambda body: None)
+    worker.runner().run([Entry(task.id, 0, 0) for task in tasks])
+    [strange] = worker.check()
+    assert strange.tasks == 2
+    entries = open_with(OLD).store.put_offs.bring_forward(["mail"], None, 600)
+    assert sorted(entry.id for entry in entries) == sorted(task.id for task in tasks)

@@ -91,7 +91,7 @@ def test_secrets_and_bodies_are_not_told(deployment: tuple[Deployment, DelayTask
         connection.execute(text(insert), {"body": f'{{"card": {BODY}'})
         insert = f"INSERT INTO {table} (tag, message_body) VALUES (:tag, '{{}}')"
         connection.execute(text(insert), {"tag": HOSTILE})
-        insert = f"INSERT INTO {table} (tag, message_body) VALUES ('test.note', 'fernet:ffffffff:gAAAAA')"
+        insert = f"INSERT INTO {table} (tag, message_body) VALUES ('test.note', 'aesgcm:ffffffff:gAAAAA')"
         connection.execute(text(insert))
     rows = [end_of(delays, task) for task in ends]
     assert {row.status for row in rows} == {Status.DONE, Status.FAILED}
@@ -127,7 +127,7 @@ def test_secrets_and_bodies_are_not_told(deployment: tuple[Deployment, DelayTask
 def in_table(d: Deployment) -> list[Any]:
     """Bodies and results of our own rows, as they are stored."""
     with d.store.database.begin() as connection:
-        query = f"SELECT message_body, result FROM {d.store.schema.tasks.name} WHERE message_body LIKE 'fernet:%'"
+        query = f"SELECT message_body, result FROM {d.store.schema.tasks.name} WHERE message_body LIKE 'aesgcm:%'"
         found = [tuple(row) for row in connection.execute(text(query))]
     assert len(found) == 10
     return found

@@ -242,11 +242,12 @@ def test_bodies_are_encrypted_on_djangos_connection_and_the_model_reads_them(
         own.schedule_many([("order.close", body, 60)] * 3)
         assert [task.body for task in own.find()] == [body] * 5
     with connections[own.alias].cursor() as cursor:
-        cursor.execute(f"SELECT message_body FROM {own.store.schema.tasks.name}")
-        stored = [row[0] for row in cursor.fetchall()]
-    assert [text[:16] for text in stored] == [f"fernet:{key_name(key)}:"] * 5
+        cursor.execute(f"SELECT message_body, id, tag FROM {own.store.schema.tasks.name}")
+        rows = cursor.fetchall()
+    stored = [row[0] for row in rows]
+    assert [text[:16] for text in stored] == [f"aesgcm:{key_name(key)}:"] * 5
     assert "cAnArY" not in repr(stored)
-    row = models.DelayTaskRow(id=7, message_body=stored[0])
+    row = models.DelayTaskRow(id=rows[0][1], tag=rows[0][2], message_body=stored[0])
     with pytest.raises(BodyEncryptedError):
         _ = row.body
     monkeypatch.setattr(models, "project_delays", lambda: own)

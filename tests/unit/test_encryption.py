@@ -6,18 +6,21 @@ import sys
 from typing import Any
 
 import pytest
+from cryptography.fernet import Fernet
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from delaytasks import DelayTask
-from delaytasks.core.encryption import is_encrypted, key_name, new_key
+from delaytasks.core.encryption import PREFIXES, is_bound, is_encrypted, key_name, new_key
 from delaytasks.core.errors import BodyEncryptedError, ConfigError
 from delaytasks.core.settings import load_settings
-from delaytasks.store.cipher import Cipher, cipher_of
+from delaytasks.store.cipher import BODY, RESULT, Cipher, cipher_of
 from delaytasks.store.types import LATEST
 from tests.fuzzing import json_like
 
 A, B = new_key(), new_key()
+#: Column, id and tag.
+PLACE = (BODY, 7, "mail")
 
 
 def settings_of(keys: Any, **environ: str) -> Any:
@@ -72,21 +75,59 @@ def test_without_the_library_it_is_said_what_to_install(monkeypatch: pytest.Monk
 @given(st.text(st.characters(blacklist_categories=("Cs",))))
 def test_any_text_comes_back(text: str) -> None:
     cipher = Cipher([A, B])
-    sealed = cipher.seal(text)
+    sealed = cipher.seal(text, *PLACE)
     assert is_encrypted(sealed)
+    assert is_bound(sealed)
     assert sealed.isascii()
-    assert cipher.read(sealed) == Cipher([B, A]).read(sealed) == text
-    assert Cipher([B]).read(sealed) == sealed
+    assert cipher.read(sealed, *PLACE) == Cipher([B, A]).read(sealed, *PLACE) == text
+    assert Cipher([B]).read(sealed, *PLACE) == sealed
 
 
-@given(st.text() | st.text().map("fernet:{}".format) | st.text().map(f"fernet:{key_name(A)}:{{}}".format) | json_like)
+@pytest.mark.parametrize("place", [(RESULT, 7, "mail"), (BODY, 8, "mail"), (BODY, 7, "mail2"), (BODY, 77, "ail")])
+def test_a_text_is_read_in_its_own_place_only(place: tuple[str, int, str]) -> None:
+    cipher = Cipher([A])
+    sealed = cipher.seal("[1]", *PLACE)
+    assert cipher.read(sealed, *place) == sealed
+    assert cipher.seal("[1]", *PLACE) != sealed, "a nonce is used once"
+
+
+def test_any_tag_of_another_program_can_be_bound() -> None:
+    cipher = Cipher([A])
+    for tag in ("", "\ud800", "\0", 7, None, b"mail"):
+        assert cipher.read(cipher.seal("[1]", BODY, 7, tag), BODY, 7, tag) == "[1]"  # type: ignore[arg-type]
+
+
+def unbound(key: str, text: str) -> str:
+    """As versions before tokens were bound encrypted it."""
+    return f"fernet:{key_name(key)}:{Fernet(key).encrypt(text.encode()).decode()}"
+
+
+def test_the_earlier_form_is_read_in_any_place() -> None:
+    old = unbound(A, "[1]")
+    assert is_encrypted(old)
+    assert not is_bound(old)
+    assert Cipher([B, A]).read(old, *PLACE) == "[1]"
+    assert Cipher([B]).read(old, *PLACE) == old
+    assert Cipher([A]).read(old.replace("fernet:", "aesgcm:"), *PLACE) != "[1]"
+
+
+def test_a_fernet_token_is_not_read_as_a_bound_one_nor_the_reverse() -> None:
+    sealed = Cipher([A]).seal("[1]", *PLACE).replace("aesgcm:", "fernet:")
+    assert Cipher([A]).read(sealed, *PLACE) == sealed
+
+
+BEGINNINGS = ("{}", "fernet:{}", f"fernet:{key_name(A)}:{{}}", "aesgcm:{}", f"aesgcm:{key_name(A)}:{{}}")
+
+
+@given(st.one_of(json_like, *(st.text().map(begin.format) for begin in BEGINNINGS)))
 @example(float("nan"))
 def test_whatever_is_in_a_row_is_read_or_left(found: Any) -> None:
-    assert repr(Cipher([A]).read(found)) == repr(found), "a NaN is not equal to itself"
+    assert repr(Cipher([A]).read(found, *PLACE)) == repr(found), "a NaN is not equal to itself"
 
 
 def test_a_task_with_any_encrypted_text_can_be_shown() -> None:
-    for text in ("fernet:", "fernet:\x1b[31mr:x", f"fernet:{key_name(A)}:", f"fernet:{key_name(A)}:gAAAAA=="):
+    tokens = ("", "\x1b[31mr:x", f"{key_name(A)}:", f"{key_name(A)}:gAAAAA==")
+    for text in (f"{prefix}{token}" for prefix in PREFIXES for token in tokens):
         task = DelayTask(7, "mail", text, LATEST)
         assert task.as_json()["body"].startswith("(encrypted with key ")
         with pytest.raises(BodyEncryptedError, match=r"the body of task 7 is encrypted with key [0-9a-f?]+, which"):

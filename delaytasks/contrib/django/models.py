@@ -10,6 +10,7 @@ from delaytasks.contrib.django.instance import project_delays
 from delaytasks.core.encryption import decoded
 from delaytasks.core.inputs import KEY_LENGTH, QUEUE_LENGTH, TAG_LENGTH
 from delaytasks.core.states import Status
+from delaytasks.store.cipher import BODY
 
 
 def table_name() -> str:
@@ -72,5 +73,5 @@ class DelayTaskRow(models.Model):
     def body(self) -> Any:
         """What the processor gets."""
         cipher = project_delays().store.schema.cipher
-        text = self.message_body if cipher is None else cipher.read(self.message_body)
+        text = self.message_body if cipher is None else cipher.read(self.message_body, BODY, self.id, self.tag)
         return decoded(text, f"the body of task {self.id}")

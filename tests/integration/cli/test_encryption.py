@@ -7,6 +7,7 @@ import signal
 from typing import Any, NoReturn
 
 import pytest
+from cryptography.fernet import Fernet
 from sqlalchemy import text, update
 
 from delaytasks.core.encryption import key_name, new_key
@@ -69,6 +70,23 @@ def test_rotation_from_plain_to_a_key_to_the_next_one(shop: Project, monkeypatch
         "live": 2,
         "finished": 1,
     }
+
+
+def test_texts_that_are_not_bound_to_their_task_are_counted_and_bound(
+    shop: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in range(2):
+        shop.schedule("ok", 60, n)
+    change_all(shop, f"fernet:{key_name(OLD)}:{Fernet(OLD).encrypt(b'7').decode()}")
+    reopen(shop, monkeypatch, OLD)
+    first = {"key": key_name(OLD), "is": "first", "live": 0, "finished": None}
+    unbound = {"key": f"fernet:{key_name(OLD)}", "is": "old form", "live": 2, "finished": None}
+    assert shop.json("encryption", "status")["keys"] == [first, unbound]
+    assert shop.json("encryption", "rotate")["changed"] == 2
+    assert shop.json("encryption", "status")["keys"] == [{**first, "live": 2}]
+    change_all(shop, f"fernet:{key_name(NEW)}:{Fernet(NEW).encrypt(b'7').decode()}")
+    missing = shop.json("encryption", "status", exit_code=1)["keys"]
+    assert missing[1] == {**unbound, "key": f"fernet:{key_name(NEW)}", "is": "missing"}
 
 
 def change_all(project: Project, body: str) -> None:
