@@ -111,6 +111,19 @@ def note_batch(bodies: list[dict[str, Any]], tasks: list[DelayTask]) -> dict[int
     return {task.id: Fail("odd") for body, task in zip(bodies, tasks, strict=True) if body["number"] % 2}
 
 
+@processor("test.recurse")
+def break_the_recursion_limit(body: dict[str, Any], task: DelayTask) -> None:
+    """The first attempt leaves this process so few frames that it can not ask the database any more."""
+    note(body, task.id, "began", os.getpid())
+    for limit in range(10, 1000) if task.attempts == 1 else ():
+        try:
+            sys.setrecursionlimit(limit)
+            sys.setrecursionlimit(limit + body["frames"])
+            return
+        except RecursionError:  # it is in use already
+            pass
+
+
 @processor("test.hold_gil")
 def hold_gil(body: dict[str, Any], task: DelayTask) -> None:
     """Sleeps in C without letting any other thread of the process run."""

@@ -53,6 +53,7 @@ _LEVELS = {
     "loop.failed": logging.ERROR,
     "loop.restarted": logging.ERROR,
     "chunk.failed": logging.ERROR,
+    "process.replaced": logging.ERROR,
 }
 
 

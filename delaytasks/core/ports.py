@@ -112,6 +112,8 @@ class Lapsed(NamedTuple):
     given_up: Sequence[DelayTask]
     #: Id and tag of those whose time limit was over.
     timed_out: Sequence[tuple[int, str]] = ()
+    #: Where those of them wait that can run again.
+    levels: Set[Level] = frozenset()
 
 
 class Step(NamedTuple):

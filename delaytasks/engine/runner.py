@@ -48,8 +48,9 @@ class Report(NamedTuple):
     #: This process, and the rows that still run in it though their chunk is over.
     pid: int = 0
     left: tuple[int, ...] = ()
-    #: Why the chunk failed as a whole.
+    #: Why the chunk failed as a whole, and whether that was the database.
     error: str = ""
+    is_stores_error: bool = False
     #: Lines of limited tags that somebody should go on with.
     lines: tuple[Opening, ...] = ()
     #: Events, tags and numbers, for who asked to have them counted.
@@ -154,9 +155,10 @@ class Runner:
         openings = self._lining.go_on({(queue, tag)}, limit, for_s, tally)
         return self._report(tally, tally.claimed, lines=openings)
 
-    def failed(self, error: str) -> Report:
-        """What is to be told when a chunk has raised."""
-        return Report(pid=os.getpid(), left=self._chunks.left, error=error)
+    @property
+    def left(self) -> tuple[int, ...]:
+        """The ids of rows that run on in this process, though their chunks are over."""
+        return self._chunks.left
 
     def _report(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Update, and_, case, or_, select, update
 
-from delaytasks.core.ports import Lapsed
+from delaytasks.core.ports import Lapsed, Level
 from delaytasks.core.states import MOVES, Status
 from delaytasks.store.attempts import Attempts
 from delaytasks.store.database import Database
@@ -64,7 +64,8 @@ class Lapses:
         keyed = on.execute(select(t.c.id, t.c.tag, t.c.task_key).where(named).order_by(order).limit(limit)).all()
         locked = self._keys.lock_all(on, keyed)
         run = (t.c.id, t.c.version, t.c.attempts, t.c.execution_time, t.c.worker)
-        query = select(*run, t.c.lapses, t.c.tag, db_now()).where(which).order_by(order).limit(limit)
+        query = select(*run, t.c.lapses, t.c.tag, db_now(), t.c.queue, t.c.priority)
+        query = query.where(which).order_by(order).limit(limit)
         rows = on.execute(query.with_for_update(skip_locked=True)).all()
         if not rows:
             return Lapsed(0, [])
@@ -76,11 +77,12 @@ class Lapses:
             self._attempts.record_lapsed(on, [row[:5] for row in some], LAPSED + reason)
         timed_out = tuple((row[0], row[6]) for reason, some in reasons.items() if reason for row in some)
         last = {row[0] for row in rows if row[5] + 1 >= max_lapses}
+        levels = {Level(row.queue, row.priority) for row in rows if row[0] not in last}
         if not last:
-            return Lapsed(len(rows), [], timed_out)
+            return Lapsed(len(rows), [], timed_out, levels)
         self._keys.release_all(on, [row for row in locked if row[0] in last])
         found = on.execute(select(*self._columns).where(t.c.id.in_(last)))
-        return Lapsed(len(rows), [task_of(row, self._schema) for row in found], timed_out)
+        return Lapsed(len(rows), [task_of(row, self._schema) for row in found], timed_out, levels)
 
 
 def _reason(limit_s: float | None, began: datetime | None, now: datetime) -> str:

@@ -17,6 +17,7 @@ from delaytasks.core.settings import Settings
 from delaytasks.engine.chunk import ChunkSize
 from delaytasks.engine.runner import Report
 from delaytasks.worker.doubts import Doubts
+from delaytasks.worker.failing import Failing
 from delaytasks.worker.job import Job
 from delaytasks.worker.lane import REST_S, Lane
 from delaytasks.worker.later import Later
@@ -73,6 +74,7 @@ class Dispatcher:
         self._is_pumping = False
         self._is_open = True
         self._jobs = 0
+        self._failing = Failing(self._pool, events)
         self._later = Later(soon, self.pump)
 
     # -- in ---------------------------------------------------------------------------------------
@@ -158,14 +160,9 @@ class Dispatcher:
         finally:
             with self._lock:
                 self._is_pumping = False
-            self._pump_when_held_up()
+                if self._is_open and self._free() > 0:  # free processes do not wait for the end of a slow row
+                    self._later.within(min(lane.held_up_in_s() for lane in self.lanes))
             self.on_room()
-
-    def _pump_when_held_up(self) -> None:
-        """Free processes do not wait for the end of a slow row; if none is free a chunk's end will pump."""
-        with self._lock:
-            if self._is_open and self._free() > 0:
-                self._later.within(min(lane.held_up_in_s() for lane in self.lanes))
 
     def _next_job(self) -> Job | None:
         with self._lock:
@@ -251,8 +248,10 @@ class Dispatcher:
             self._pool.sent.pop(number, None)
             lane.left(report.pid, report.left)
         if report.error:
+            self._failing.failed(report.pid, report.error, report.is_stores_error)
             self._failed(number, job, report.error, ran=report.ran)
             return
+        self._failing.succeeded(report.pid)
         with self._lock:
             is_open = self._is_open
             self._ended(number, job, report.ran)
@@ -277,7 +276,9 @@ class Dispatcher:
 
     def _failed(self, number: int, job: Job, info: Any, ran: int = 0) -> None:
         """A chunk's process died, or the database is away: its rows are the sweep's and the leases' business."""
-        is_down = getattr(info, "type", None) is not WorkerLostError
+        is_down = (kind := getattr(info, "type", None)) is not WorkerLostError
+        if is_down and kind is not None:  # the process could not even say what failed
+            self._failing.failed(self._pool.pid_of(number), str(info.exception), is_stores=False)
         with self._lock:
             self._gone(number, job, is_down, ran)
             if is_down:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
 from celery import current_app
 from celery.utils.log import get_logger
 
+from delaytasks.core.errors import StoreError
 from delaytasks.core.ports import Entry
 from delaytasks.engine.runner import Report, Runner
 from delaytasks.timers.eta import RUN
@@ -62,5 +64,6 @@ def run_job(job: Job) -> Report:
     except Exception as error:
         logger.exception("a chunk failed")
         text = f"{type(error).__name__}: {error}"
-        report = Report(error=text) if runner is None else runner.failed(text)
+        left = runner.left if runner is not None else ()
+        report = Report(pid=os.getpid(), left=left, error=text, is_stores_error=isinstance(error, StoreError))
     return report._replace(counts=counting.take()) if counting is not None else report

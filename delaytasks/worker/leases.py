@@ -1,6 +1,6 @@
 """Keeps in touch with a shard: follows its clock, and renews the leases of what the pool runs. From the main process: a
 processor that holds the GIL for minutes, or sits in C, is alive as long as its process is. What a dead process held is
-released at once."""
+released at once, and run again by the others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.clock import from_us, monotonic
 from delaytasks.core.loop import Loop
+from delaytasks.core.ports import Lapsed
 from delaytasks.engine.sweeper import tell_lapsed
+from delaytasks.worker.members import serves
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
@@ -48,6 +50,7 @@ class LeaseKeeper:
             lapsed = self._shard.store.leases.release(dead, delays.settings.max_lapses, delays.registry.time_limits)
             self._dead.difference_update(dead)
             tell_lapsed(delays.events, lapsed, reason="a pool process died")
+            self._run_again(lapsed)
         now = self._shard.clock.now_us()
         oldest = min(list(lane.in_flight.values()), default=now)
         left = [id for pid, ids in list(lane.running_on.items()) if pid in alive for id in ids]
@@ -61,6 +64,13 @@ class LeaseKeeper:
             delays.processes.renewals.tell(self._shard.number, asked_at)
         self._shard.clock.refresh_if_due()
         return self._look_s
+
+    def _run_again(self, lapsed: Lapsed) -> None:
+        """Here and now, instead of at the next sweep."""
+        served = self._delays.processes.queues
+        for queue, priority in lapsed.levels:
+            if serves(served, queue):
+                self._dispatcher.drain(queue, (priority,), self._shard.number)
 
     def _alive(self) -> set[int]:
         try:

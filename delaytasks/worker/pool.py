@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from delaytasks.worker.job import Job, run_job
@@ -49,8 +51,29 @@ class Pool:
 
     def send(self, job: Job, done: Callable[[Any], None], lost: Callable[[Any], None]) -> Sent:
         """A solo pool runs it at once, and others may be done with it when this returns."""
-        pids = frozenset(process.pid for process in getattr(getattr(self._celerys, "_pool", None), "_pool", ()))
+        pids = self._processes()
         return Sent(job, self._celerys.apply_async(run_job, args=(job,), callback=done, error_callback=lost), pids)
+
+    def _processes(self) -> frozenset[int]:
+        """Those of a prefork pool; other pools have none of their own."""
+        return frozenset(process.pid for process in getattr(getattr(self._celerys, "_pool", None), "_pool", ()))
+
+    def end_process(self, pid: int) -> bool:
+        """Ends one of the pool's processes, which the pool then replaces; False if it has no such process. SIGKILL,
+        since a process that is broken may not be able to end by itself."""
+        if pid not in self._processes():
+            return False
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        return True
+
+    def pid_of(self, number: int) -> int:
+        """The process that has this job; 0 if nobody knows."""
+        sent = self.sent.get(number)
+        pids: Sequence[int] = getattr(sent.answer, "worker_pids", tuple)() if sent is not None else ()
+        return next(iter(pids), 0)
 
     def pids(self) -> set[int]:
         """The processes that have chunks, as far as it says."""

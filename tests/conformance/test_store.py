@@ -1041,10 +1041,11 @@ def test_a_server_that_vanished_is_given_up_after_25_seconds(store: Store) -> No
 
 
 def test_what_a_dead_process_held_lapses_at_once(store: Store, claims: Claims) -> None:
-    mine, theirs = add(store), add(store)
+    mine, theirs = add(store, priority=3), add(store)
     [held] = claims.claim([entry(mine)])
     store.claims("worker-2", None).claim([entry(theirs)])
-    assert store.leases.release(["worker-1"], max_lapses=5) == Lapsed(1, [])
+    lapsed = store.leases.release(["worker-1"], max_lapses=5)
+    assert lapsed == Lapsed(1, [], levels={Level(mine.queue, 3)}), "and where they wait now"
     found = read(store, mine.id)
     assert (found.status, found.lapses, found.lease_until) == (Status.NOT_COMPLETE, 1, None)
     assert read(store, theirs.id).status is Status.RUNNING

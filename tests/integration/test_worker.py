@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import time
@@ -233,6 +234,34 @@ def test_a_task_that_kills_its_process_fails_after_its_lapses_and_harms_no_neigh
     assert "3 times in a row" in (d.delays.get(poison).error or "")
     assert len([run for run in d.runs() if run[1] == "aborts"]) == 3
     assert max(d.delays.get(n).attempts for n in neighbours) <= 2, "neighbours run once more at most"
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mysql", "sqlite"])
+def test_what_a_pool_process_held_runs_again_at_once_when_it_dies(deploy: Deploy, database: str) -> None:
+    d = deploy(database, sweep_s=30, self_sweep_s=30, horizon_s=60, lease_s=60)
+    d.worker()
+    task = d.schedule("test.sleep", body={"seconds": 5})
+    mail = d.schedule("test.sleep", queue="mail", priority=7, body={"seconds": 5})
+    wait_until(lambda: len(d.runs()) == 2, 10, "both to begin")
+    for run in d.runs():
+        os.kill(int(run[2]), signal.SIGKILL)
+    wait_until(lambda: len(d.runs()) == 4, 5, "both to begin again, long before the next sweep")
+    assert {d.delays.get(t).lapses for t in (task, mail)} == {1}
+    d.wait_for([task, mail])
+
+
+@pytest.mark.parametrize("database", ["postgresql", "mysql", "sqlite"])
+def test_a_pool_process_that_fails_chunk_after_chunk_is_replaced(deploy: Deploy, database: str) -> None:
+    d = deploy(database, self_sweep_s=5, lease_s=60)
+    worker = d.worker(concurrency=1)
+    breaks = d.schedule("test.recurse", body={"frames": 26})
+    wait_until(d.runs, 10, "the process to be broken")
+    broken = d.runs()[0][2]
+    others = [d.schedule(delay=n / 2) for n in range(10)]
+    d.wait_for([breaks, *others], deadline_s=30)
+    assert worker.log().count("process.replaced") == 1
+    assert f"pid={broken}" in worker.log()
+    assert {run[2] for run in d.runs()} - {broken}, "another process ran them"
 
 
 @pytest.mark.parametrize("database", ["postgresql", "mysql", "sqlite"])

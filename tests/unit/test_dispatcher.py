@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable
 from datetime import datetime, timezone
@@ -21,7 +22,9 @@ from delaytasks.core.ports import Entry
 from delaytasks.core.settings import Settings
 from delaytasks.engine.runner import Report
 from delaytasks.worker import lane
+from delaytasks.worker import pool as pool_module
 from delaytasks.worker.dispatcher import Dispatcher, Left
+from delaytasks.worker.failing import MOST_FAILURES
 from delaytasks.worker.job import Job
 from tests.waiting import wait_until
 
@@ -260,6 +263,47 @@ def test_a_process_that_died_says_nothing_of_the_database(hands: Hands) -> None:
     wait_until(lambda: bench.pool.jobs, 5, "the next chunk")
     assert bench.dispatcher.doubts.info()[0]["is_up"]
     assert bench.events.counts["chunk.failed"] == 1
+
+
+class Processes:
+    """What a test's pool says of its processes, of which some are ended."""
+
+    def __init__(self, bench: Bench, monkeypatch: pytest.MonkeyPatch, *pids: int) -> None:
+        self.ended: list[int] = []
+        bench.pool._pool = SimpleNamespace(_pool=[process_of(pid) for pid in pids])  # type: ignore[attr-defined]
+        monkeypatch.setattr(pool_module.os, "kill", lambda pid, number: self.ended.append(pid))
+
+
+@pytest.mark.parametrize("is_the_databases", [False, True])
+@pytest.mark.parametrize("others_succeed", [False, True])
+def test_a_process_in_which_every_chunk_fails_is_replaced_unless_it_may_be_the_database(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, hands: Hands, is_the_databases: bool, others_succeed: bool
+) -> None:
+    processes = Processes(bench, monkeypatch, 1, 2)
+    for _ in range(MOST_FAILURES):
+        assert processes.ended == []
+        hands.at += 60
+        bench.dispatcher.take(bench.entries(2))
+        bench.pool.end(Report(error="RecursionError: too deep", pid=1, is_stores_error=is_the_databases))
+        bench.pool.end(Report(1, 1, 0.01, pid=2) if others_succeed else Report(error="away", is_stores_error=True))
+    assert processes.ended == ([] if is_the_databases and not others_succeed else [1])
+
+
+def test_a_process_in_which_some_chunks_fail_stays(bench: Bench, monkeypatch: pytest.MonkeyPatch, hands: Hands) -> None:
+    processes = Processes(bench, monkeypatch, 1)
+    for number in range(3 * MOST_FAILURES):
+        hands.at += 60
+        bench.dispatcher.take(bench.entries(1))
+        bench.pool.end(Report(error="RecursionError: too deep" if number % MOST_FAILURES else "", pid=1))
+    assert processes.ended == []
+
+
+def test_a_pool_without_processes_of_its_own_ends_none(bench: Bench, hands: Hands) -> None:
+    for _ in range(2 * MOST_FAILURES):
+        hands.at += 60
+        bench.dispatcher.take(bench.entries(1))
+        bench.pool.end(Report(error="RecursionError: too deep", pid=os.getpid()))
+    assert bench.events.counts["process.replaced"] == 0
 
 
 class Sent:
