@@ -69,7 +69,7 @@ class Settings:
     max_lapses: int = _setting(5, "a task whose worker died so many times in a row is FAILED")
 
     sweep_s: float = _setting(5.0, "time between sweeps")
-    self_sweep_s: float = _setting(10.0, "a worker that saw no sweep for so long sweeps by itself")
+    self_sweep_s: float = _setting(10.0, "a worker that saw no sweep for so long sweeps by itself, within a second")
     houses: int = _setting(1, "number of sweeps that share the table (house numbers)")
     drain_tokens: int = _setting(
         2, "drain messages per worker and queue at each sweep, and per queue that a worker leaves"

@@ -21,7 +21,7 @@ from delaytasks.worker.failing import Failing
 from delaytasks.worker.job import Job
 from delaytasks.worker.lane import REST_S, Lane
 from delaytasks.worker.later import Later
-from delaytasks.worker.lines import GO_ON_ALONE_S, GO_ON_S
+from delaytasks.worker.lines import AGAIN_S, GO_ON_ALONE_S, GO_ON_S
 from delaytasks.worker.pool import Pool
 from delaytasks.worker.timelimits import without_celerys_limits
 
@@ -179,7 +179,7 @@ class Dispatcher:
                     self._jobs += 1
                     self._turns.remove(lane)
                     self._turns.append(lane)
-                    for_s = GO_ON_S if free > 1 else GO_ON_ALONE_S
+                    for_s = 0.0 if job.is_look else GO_ON_S if free > 1 else GO_ON_ALONE_S
                     if self.budget is not None:
                         self.budget -= job.limit
                         for_s = 0
@@ -212,6 +212,8 @@ class Dispatcher:
         def lost(info: Any) -> None:
             self._failed(number, job, info)
 
+        if job.line is not None:  # which may run a row for minutes: others have to look meanwhile
+            self._later.after(max(lane.lines.look_s, 0))
         try:
             sent = self._pool.send(job, done, lost)
         except Exception as error:
@@ -259,7 +261,8 @@ class Dispatcher:
             self._size.learn(report.ran, report.seconds, report.wanted)
             if job.drain is not None:
                 lane.drained(number, job.drain, job.priorities, report.is_full, is_open)
-            look_s = lane.lines.heard(report.lines, job.line) if is_open else None
+            is_look = job.is_look and report.seconds < AGAIN_S
+            look_s = lane.lines.heard(report.lines, job.line, is_look) if is_open else None
         if not is_open:
             queues = {opening.queue for opening in report.lines}
             self.on_left(Left(list(report.early), [(queue, set(), job.shard) for queue in queues]))

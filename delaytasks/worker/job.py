@@ -30,6 +30,8 @@ class Job(NamedTuple):
     #: The stamp of the shard's policies; none if the main process has read none yet.
     policies: int | None = 0
     line: tuple[str, str] | None = None
+    #: Others go on with the line: take what may start now, and come back.
+    is_look: bool = False
     #: How long it may go on with lines.
     for_s: float = 0.0
     #: Whether to tell what became of the tasks.

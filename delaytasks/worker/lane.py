@@ -225,16 +225,21 @@ class Lane:
     def _next_slow(self, number: int, size: int, sends_events: bool) -> Job | None:
         """What comes straight from the table: lines and queues in turn."""
         self._lines_next = not self._lines_next
-        if self._lines_next and (line := self.lines.next()) is not None:
-            return Job((), limit=size, events=sends_events, shard=self.shard, line=line)
+        if self._lines_next and (job := self._next_line(size, sends_events)) is not None:
+            return job
         for queue, drain in self._drains.items():
             if drain.wants_look():
                 drain.looks[number] = Look(monotonic(), drain.asks)
                 self._drains[queue] = self._drains.pop(queue)  # the next one's turn comes first
                 return Job((), queue, tuple(drain.priorities), size, sends_events, self.shard)
-        if (line := self.lines.next()) is not None:
-            return Job((), limit=size, events=sends_events, shard=self.shard, line=line)
-        return None
+        return self._next_line(size, sends_events)
+
+    def _next_line(self, size: int, sends_events: bool) -> Job | None:
+        turn = self.lines.next()
+        if turn is None:
+            return None
+        line, is_look = turn
+        return Job((), limit=size, events=sends_events, shard=self.shard, line=line, is_look=is_look)
 
     def _take_ready(self, count: int) -> list[Entry]:
         taken: list[Entry] = []

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
     from delaytasks.shards import Shard
 
+#: How often a worker asks whether somebody swept. Without beat a sweep comes so much after `self_sweep_s` at most.
+CHECK_S = 1.0
+
 
 class Sweeping:
     def __init__(self, delays: DelayTasks, shard: Shard, worker: Any) -> None:
@@ -78,7 +81,7 @@ class Sweeping:
                 self._contact.failed()
                 with self._lock:
                     self._asked.add(house)
-        if monotonic() - self._checked_at >= self._patience_s / 2 and not attempt("stale", self._sweep_stale):
+        if monotonic() - self._checked_at >= CHECK_S and not attempt("stale", self._sweep_stale):
             self._contact.failed()
         return min(settings.sweep_s, 1.0)
 

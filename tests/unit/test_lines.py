@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from delaytasks.core.lines import ANY, LOOK_S, Opening, Pace, Room
 from delaytasks.worker import lines
-from delaytasks.worker.lines import Lines
+from delaytasks.worker.lines import AGAIN_S, Key, Lines, Turn
 
 MAIL, SLOW = ("default", "mail"), ("slow", "mail")
 
@@ -66,21 +66,27 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     return time
 
 
+def line(of: Lines) -> Key | None:
+    """The line that a free process is sent to."""
+    turn = of.next()
+    return None if turn is None else turn.line
+
+
 def test_as_many_processes_look_at_a_line_as_would_find_somebody(time: Time) -> None:
     found = Lines()
-    assert found.next() is None
+    assert line(found) is None
     assert found.heard([Opening(*MAIL, 2), Opening(*SLOW, 1)]) == LOOK_S
-    assert sorted([found.next(), found.next(), found.next()]) == [MAIL, MAIL, SLOW]
-    assert found.next() is None
+    assert sorted([line(found), line(found), line(found)]) == [MAIL, MAIL, SLOW]
+    assert line(found) is None
 
 
 def test_each_process_that_ends_leaves_a_place_of_its_own(time: Time) -> None:
     found = Lines()
     found.heard([Opening(*MAIL, 2)])
-    assert [found.next(), found.next()] == [MAIL, MAIL]
+    assert [line(found), line(found)] == [MAIL, MAIL]
     found.heard([Opening(*MAIL, 1)], MAIL)
     found.heard([Opening(*MAIL, 1)], MAIL)
-    assert [found.next(), found.next(), found.next()] == [MAIL, MAIL, None]
+    assert [line(found), line(found), line(found)] == [MAIL, MAIL, None]
 
 
 def test_a_full_line_is_looked_at_again_later(time: Time) -> None:
@@ -88,51 +94,103 @@ def test_a_full_line_is_looked_at_again_later(time: Time) -> None:
     assert found.heard([Opening(*MAIL, 0)]) == LOOK_S
     assert found.heard([Opening(*MAIL, 0)]) is None, "somebody will look already"
     assert found.heard([Opening(*MAIL, 0, 0.1)]) == 0.1
-    assert found.next() is None
+    assert line(found) is None
     time.now += 0.2
-    assert found.next() == MAIL
-    assert found.next() is None
+    assert line(found) == MAIL
+    assert line(found) is None
     waits = []
     for _ in range(8):
         waits.append(found.heard([Opening(*MAIL, 0)], MAIL))
-        assert found.next() is None
+        assert line(found) is None
         time.now += LOOK_S
-        assert found.next() == MAIL
+        assert line(found) == MAIL
     assert waits == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, LOOK_S, LOOK_S], "soon, then less and less often"
     found.heard([Opening(*MAIL, 1)], MAIL)
-    assert found.next() == MAIL
+    assert line(found) == MAIL
     assert found.heard([Opening(*MAIL, 0)], MAIL) == 0.02
+
+
+def test_while_processes_run_long_rows_more_and_more_others_look_for_places(time: Time) -> None:
+    """A limit may have been raised, and whoever runs a row for minutes says nothing meanwhile."""
+    found = Lines()
+    found.heard([Opening(*MAIL, 1)])
+    assert found.next() == Turn(MAIL, is_look=False)
+    sent = []
+    for _ in range(5):
+        assert found.look_s == pytest.approx(AGAIN_S)
+        time.now += AGAIN_S
+        turns = [found.next() for _ in range(40)]
+        assert set(turns) <= {Turn(MAIL, is_look=True), None}
+        sent.append(len(turns) - turns.count(None))
+    assert sent == [2, 4, 8, 16, 32]
+
+
+def test_looks_in_vain_come_less_and_less_often_and_end_at_one_a_second(time: Time) -> None:
+    found = Lines()
+    found.heard([Opening(*MAIL, 1)])
+    assert line(found) == MAIL
+    time.now += AGAIN_S
+    assert [line(found), line(found), line(found)] == [MAIL, MAIL, None]
+    found.heard([Opening(*MAIL, 0)], MAIL, is_look=True)
+    waits = []
+    for _ in range(5):
+        waits.append(found.heard([Opening(*MAIL, 0)], MAIL, is_look=True))
+        assert line(found) is None
+        time.now += waits[-1] or 0
+        assert [line(found), line(found)] == [MAIL, None]
+    assert waits == [0.4, 0.8, LOOK_S, LOOK_S, LOOK_S]
+
+
+def test_a_look_that_finds_many_places_calls_as_many_processes(time: Time) -> None:
+    found = Lines()
+    found.heard([Opening(*MAIL, 1)])
+    assert line(found) == MAIL
+    time.now += AGAIN_S
+    assert line(found) == MAIL
+    found.heard([Opening(*MAIL, 3)], MAIL, is_look=True)
+    assert [found.next(), found.next(), found.next()] == [Turn(MAIL, False), Turn(MAIL, False), None]
+
+
+def test_a_look_that_took_the_last_place_for_a_moment_calls_nobody(time: Time) -> None:
+    """One process is enough for quick rows of a tag with a rate: it waits for the next start."""
+    found = Lines()
+    found.heard([Opening(*MAIL, 1)])
+    assert line(found) == MAIL
+    time.now += AGAIN_S
+    assert line(found) == MAIL
+    assert found.heard([Opening(*MAIL, 1)], MAIL, is_look=True) == AGAIN_S
+    assert line(found) is None
 
 
 def test_a_line_that_somebody_saw_in_passing_is_looked_at_unless_it_is_known(time: Time) -> None:
     found, seen = Lines(), [Opening(*MAIL, None)]
     assert found.heard(seen) == LOOK_S
-    assert found.next() == MAIL
+    assert line(found) == MAIL
     assert found.heard(seen) is None
-    assert found.next() is None, "somebody is at it"
+    assert line(found) is None, "somebody is at it"
     waits = []
     for _ in range(3):
         waits.append(found.heard([Opening(*MAIL, 0)], MAIL))
         assert found.heard(seen) is None
-        assert found.next() is None, "somebody will look"
+        assert line(found) is None, "somebody will look"
         time.now += LOOK_S
-        assert found.next() == MAIL
+        assert line(found) == MAIL
     assert waits == [0.02, 0.04, 0.08], "less and less often"
 
 
 def test_a_line_in_which_nobody_waits_is_forgotten(time: Time) -> None:
     found = Lines()
     found.heard([Opening(*MAIL, 3)])
-    assert found.next() == MAIL
+    assert line(found) == MAIL
     assert found.heard([], MAIL) is None
     assert not found
-    assert found.next() is None
+    assert line(found) is None
 
 
 def test_a_line_whose_process_failed_is_looked_at_again(time: Time) -> None:
     found = Lines()
     found.heard([Opening(*MAIL)])
-    assert found.next() == MAIL
+    assert line(found) == MAIL
     assert found.failed(MAIL) == 0.02
     time.now += LOOK_S
-    assert found.next() == MAIL
+    assert line(found) == MAIL

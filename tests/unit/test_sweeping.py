@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from delaytasks.core.events import Events
+from delaytasks.worker import sweeping as sweeping_module
 from delaytasks.worker.sweeping import Sweeping
 
 
@@ -68,9 +70,30 @@ class Place:
         return list(self.done)
 
 
+class Time:
+    now = 1000.0
+
+
 @pytest.fixture
-def place() -> Place:
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    time = Time()
+    monkeypatch.setattr(sweeping_module, "monotonic", lambda: time.now)
+    return time
+
+
+@pytest.fixture
+def place(time: Time) -> Place:
     return Place(houses=3)
+
+
+def test_without_beat_a_worker_asks_every_second_whether_somebody_swept(place: Place, time: Time) -> None:
+    """Else the longest time between two sweeps would be `self_sweep_s` and half of it again."""
+    asked_at = []
+    for _ in range(40):
+        if "stale" in place.turn():
+            asked_at.append(time.now)
+        time.now += 0.5
+    assert max(later - earlier for earlier, later in itertools.pairwise(asked_at)) == 1.0
 
 
 def test_a_worker_that_can_not_say_that_it_lives_sweeps_all_the_same(place: Place) -> None:

@@ -1,0 +1,70 @@
+"""A limit that is raised while long rows run is used within seconds, and not when these rows end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delaytasks import Status
+from tests.running import BROKERS, Deployment
+from tests.waiting import SLACK_S, wait_until
+
+#: Longer than the test: no row ends, so that no place is handed over.
+LONG_S = 600
+#: Nothing here waits for a sweep.
+NO_SWEEP: dict[str, Any] = {"sweep_s": 60, "self_sweep_s": 120, "horizon_s": 120, "grace_s": 30}
+USED_S = 2.0
+Deploy = Callable[[str], Deployment]
+
+
+@pytest.fixture
+def deploy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deploy]:
+    made: list[Deployment] = []
+
+    def make(database: str) -> Deployment:
+        fixture, conf = BROKERS["redis"]
+        urls = request.getfixturevalue(f"{database}_url"), request.getfixturevalue(fixture)
+        made.append(Deployment(tmp_path, *urls, conf, **NO_SWEEP))
+        return made[-1]
+
+    yield make
+    for deployment in made:
+        deployment.close()
+
+
+def begun(d: Deployment) -> int:
+    return sum(run[1] == "began" for run in d.runs())
+
+
+@pytest.mark.parametrize(
+    ("database", "pool", "processes", "few", "many"),
+    [("postgresql", "threads", 60, 5, 50), ("mysql", "threads", 40, 5, 30), ("postgresql", "prefork", 8, 1, 6)],
+)
+def test_a_raised_concurrency_is_used_while_long_rows_run(
+    deploy: Deploy, database: str, pool: str, processes: int, few: int, many: int
+) -> None:
+    d = deploy(database)
+    d.delays.set_policy("test.sleep", concurrency=few)
+    d.worker(pool=pool, concurrency=processes)
+    tasks = [d.schedule("test.sleep", 1, body={"seconds": LONG_S}) for _ in range(3 * many)]
+    wait_until(lambda: begun(d) == few, 20, lambda: f"the first ones to begin\n{d.stacks()}")
+    wait_until(lambda: d.status(tasks[-1]) is Status.HELD, 20, "the others to wait in line", 0.1)
+    d.delays.set_policy("test.sleep", concurrency=many)
+    wait_until(lambda: begun(d) >= many, USED_S + SLACK_S, lambda: f"{many} to run, not {begun(d)}")
+    other = d.schedule()
+    d.wait_for([other], deadline_s=10)
+    assert begun(d) == many, "and no more than are allowed"
+
+
+def test_a_raised_rate_is_used_while_long_rows_run(deploy: Deploy) -> None:
+    d = deploy("postgresql")
+    d.delays.set_policy("test.sleep", rate="1/h")
+    d.worker(pool="threads", concurrency=40)
+    tasks = [d.schedule("test.sleep", 1, body={"seconds": LONG_S}) for _ in range(60)]
+    wait_until(lambda: begun(d) == 1, 20, lambda: f"the first one to begin\n{d.stacks()}")
+    wait_until(lambda: d.status(tasks[-1]) is Status.HELD, 20, "the others to wait in line", 0.1)
+    d.delays.set_policy("test.sleep", rate="600/m")
+    wait_until(lambda: begun(d) >= 20, USED_S + 2 + SLACK_S, lambda: f"20 to run, not {begun(d)}")
