@@ -26,6 +26,7 @@ from delaytasks.cli.output import (
 from delaytasks.cli.times import show_from_now, show_instant, to_instant
 from delaytasks.core.states import Status, moves_from
 from delaytasks.core.task import DelayTask
+from delaytasks.core.why import Reason, as_json, why
 
 # -- list -----------------------------------------------------------------------------------------
 
@@ -96,7 +97,7 @@ def _row(task: DelayTask, now: datetime) -> list[Cell]:
 
 
 #: Fields that are times.
-INSTANTS = ("expected_time", "execution_time", "create_time", "update_time", "lease_until")
+INSTANTS = ("due_time", "expected_time", "execution_time", "create_time", "update_time", "lease_until")
 
 # -- show -----------------------------------------------------------------------------------------
 
@@ -107,7 +108,7 @@ INSTANTS = ("expected_time", "execution_time", "create_time", "update_time", "le
 @click.option("--key", help="With --tag: the task that has this key.")
 @pass_cli
 def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
-    """Show one task: fields, body, error, and what may happen next.
+    """Show one task: fields, body, error, what may happen next, and why it has not run.
 
     \b
     delaytasks show 2305843009213693952
@@ -115,18 +116,21 @@ def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
     task = cli.delays.get(id, tag=tag, key=key)
     moves = moves_from(task.status)
     attempts = cli.delays.attempts(task)
+    reasons = _reasons(cli, task)
     if cli.is_json:
-        print_json({**task_json(task), "moves": moves, "failed_attempts": [one.as_json() for one in attempts]})
+        found = {"moves": moves, "why": as_json(reasons), "failed_attempts": [one.as_json() for one in attempts]}
+        print_json({**task_json(task), **found})
         return
     now = cli.delays.clock.now()
     shown: list[tuple[str, Cell]] = [("id", str(task.id)), ("status", coloured(task.status))]
     for name, value in task_json(task).items():
         if name not in ("id", "status", "body", "error"):
-            instant = getattr(task, name) if name in INSTANTS else None
+            instant = (task.due if name == "due_time" else getattr(task, name)) if name in INSTANTS else None
             if isinstance(instant, datetime):
                 value = f"{value} ({show_from_now(instant, now)})"
             shown.append((name, cell(value, LONGEST)))
     shown.append(("moves", ", ".join(moves) or NOTHING))
+    shown.extend(("why" if number == 0 else "", cell(each.text, LONGEST)) for number, each in enumerate(reasons))
     print_fields(shown)
     say("body")
     say(block(pretty_body(task)))
@@ -139,3 +143,12 @@ def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
             [str(one.number), show_instant(one.ended), cell(one.worker), reason(one.error)] for one in attempts
         ]
         print_table(["attempt", "ended", "worker", "error"], rows)
+
+
+def _reasons(cli: Cli, task: DelayTask) -> list[Reason]:
+    from delaytasks.engine.sweeper import SILENT_SWEEPS
+    from delaytasks.store.facts import FactReader
+
+    settings = cli.delays.settings
+    store = cli.delays.shards[task.shard].store
+    return why(FactReader(store, settings, SILENT_SWEEPS * settings.sweep_s).of(task))

@@ -17,7 +17,7 @@ from delaytasks.core.encryption import placeholder
 from delaytasks.core.errors import BodyEncryptedError, ConfigError, DelayTaskError, InvalidInputError
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
-from delaytasks.core.text import one_line
+from delaytasks.core.text import last_line, one_line
 
 #: What stands where there is nothing, so that the columns of a piped table can be counted.
 NOTHING = "-"
@@ -98,11 +98,8 @@ def cell(value: object, longest: int = 200) -> str:
 
 
 def reason(error: str | None) -> str:
-    """The line of a traceback that says what happened: the first one after its frames."""
-    lines = (error or "").strip().split("\n")
-    last_frame = max((n for n, line in enumerate(lines) if line.startswith('  File "')), default=-1)
-    after = [line for line in lines[last_frame + 1 :] if line and not line.startswith(" ")]
-    return cell(after[0] if after else lines[-1], 80)
+    """The line of a traceback that says what happened."""
+    return last_line(error, 80) or NOTHING
 
 
 def count(number: int, noun: str) -> str:

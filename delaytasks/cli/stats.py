@@ -15,6 +15,7 @@ from delaytasks.cli.config import broker_url
 from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli, shown_url
 from delaytasks.cli.output import NOTHING, Cell, cell, coloured, print_fields, print_json, print_table, say
 from delaytasks.cli.times import show_instant
+from delaytasks.cli.waiting import late_tasks, print_late, replication_of
 from delaytasks.core.durations import show_duration
 from delaytasks.core.errors import StoreError
 from delaytasks.core.settings import mask_url
@@ -52,6 +53,9 @@ def _print(found: dict[str, Any], command: str) -> None:
     say("")
     _print_health(found, command)
     say("")
+    if found["late"]:
+        print_late(found["late"])
+        say("")
     _print_sweeps(found["sweeps"])
     say("")
     is_direct = found["timer"]["name"] == "direct"
@@ -67,10 +71,12 @@ def _gather(cli: Cli) -> dict[str, Any]:
     delays, head = cli.delays, migrations.head()
     found, databases = [], []
     for shard, store in zip(delays.shards, cli.stores, strict=True):
-        database = {"url": shown_url(store), "server": None, "revision": None, "head": head, "error": None}
+        database: dict[str, Any] = {"url": shown_url(store), "server": None, "revision": None, "head": head}
+        database |= {"replication": None, "error": None}
         try:
             found.append(_numbers(delays, shard))
             database |= _versions(delays, shard)
+            database["replication"] = replication_of(shard)
         except StoreError as error:
             if len(delays.shards) == 1:
                 raise
@@ -87,6 +93,7 @@ def _gather(cli: Cli) -> dict[str, Any]:
         "estimated": [
             status.name for status in Status if any(numbers["counts"][status].is_estimate for numbers in found)
         ],
+        "late": sorted((late for numbers in found for late in numbers["late"]), key=lambda late: -late["tasks"]),
         "overdue": {**oldest, "count": sum(each["count"] for each in overdue)},
         "lapsed": sum(numbers["lapsed"] for numbers in found),
         "workers": workers,
@@ -116,6 +123,7 @@ def _numbers(delays: DelayTasks, shard: Shard) -> dict[str, Any]:
     overdue = numbers.overdue(settings.grace_s)
     return {
         "counts": numbers.counts(),
+        "late": late_tasks(delays, shard) if overdue.tasks else [],
         "overdue": {
             "count": overdue.tasks,
             "oldest": overdue.oldest and show_instant(overdue.oldest),
@@ -131,6 +139,7 @@ def _numbers(delays: DelayTasks, shard: Shard) -> dict[str, Any]:
                 "pool": worker["pool"],
                 "concurrency": worker["concurrency"],
                 "queues": worker["queues"],
+                "tags": worker["tags"] and sorted(worker["tags"]),
                 "clock_offset_s": worker["clock_offset_us"] / 1e6,
             }
             for worker in store.workers.alive()
@@ -240,7 +249,11 @@ def _database(database: dict[str, Any], command: str) -> Cell:
     said = f"{database['url']} ({database['server']}), revision {database['revision'] or 'unknown'}"
     if database["revision"] != database["head"]:
         said += f", this version has {database['head']}; run: {command} db upgrade"
-    return said
+    replication = database["replication"]
+    if replication is None or (replication["mode"] == "none" and replication["problem"] is None):
+        return said
+    said += f"; replication {replication['mode']} ({replication['facts']})"
+    return (f"{said}: {replication['problem']}", BAD) if replication["problem"] else said
 
 
 def _print_sweeps(sweeps: list[dict[str, Any]]) -> None:

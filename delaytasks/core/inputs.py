@@ -100,6 +100,10 @@ def _check_name(value: object, what: str, longest: int, error: type[InvalidInput
     raise error(f"the {what} {shown(value)} holds control or unprintable characters")
 
 
+#: What a worker says that it serves, if it serves whatever queue there is.
+ALL_QUEUES = "*"
+
+
 def is_queue(name: str) -> bool:
     return bool(_QUEUE.fullmatch(name))
 

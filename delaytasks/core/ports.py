@@ -69,6 +69,18 @@ class Pending(NamedTuple):
     tag: str
     tasks: int
     first_due: datetime
+    queues: tuple[str, ...] = ()
+
+
+class Late(NamedTuple):
+    """Tasks of one queue and tag that should have begun."""
+
+    queue: str
+    tag: str
+    #: Why a worker has deferred them (`core/why.py` has the codes); None if nobody has.
+    cause: str | None
+    tasks: int
+    oldest: datetime
 
 
 class Strange(NamedTuple):
@@ -270,7 +282,15 @@ class BulkStore(Protocol):
 class WorkerStore(Protocol):
     """One row for each worker."""
 
-    def seen(self, name: str, queues: Sequence[str], pool: str, concurrency: int, offset_us: int) -> None: ...
+    def seen(
+        self,
+        name: str,
+        queues: Sequence[str],
+        pool: str,
+        concurrency: int,
+        offset_us: int,
+        tags: Collection[str] | None = None,
+    ) -> None: ...
     def gone(self, name: str) -> None: ...
     def bury(self, silent_s: float) -> list[str]: ...
     def alive(self) -> list[dict[str, Any]]: ...

@@ -28,6 +28,14 @@ NO_PROCESSOR = "no such processor, tag="
 #: How the error of a row begins whose body is encrypted with a key that was not there; the key's name follows.
 NO_KEY = "no such encryption key, key="
 
+#: How the error of a row begins whose tag has time limits that the worker's pool could not keep.
+NO_TIME_LIMITS = "this worker's pool can not keep time limits, tag="
+
+
+#: The codes of these reasons, as programs read them.
+DEFERRALS = {NO_PROCESSOR: "no_processor", NO_KEY: "no_key", NO_TIME_LIMITS: "no_time_limits"}
+
+
 #: A task that cannot run here is tried again after a tenth of the time that it has waited, within these bounds.
 PUT_OFF_MIN_S, PUT_OFF_MAX_S = 5.0, 600.0
 
@@ -51,6 +59,14 @@ def traceback_text(error: BaseException, max_bytes: int) -> str:
     except Exception as unsayable:
         text = f"{type(error).__name__} (its text can not be made: {type(unsayable).__name__})"
     return storable(text, max_bytes)
+
+
+def last_line(error: str | None, longest: int = 200) -> str:
+    """Return the line of a traceback that says what happened: the first one after its frames."""
+    lines = (error or "").strip().split("\n")
+    last_frame = max((n for n, line in enumerate(lines) if line.startswith('  File "')), default=-1)
+    after = [line for line in lines[last_frame + 1 :] if line and not line.startswith(" ")]
+    return one_line(after[0] if after else lines[-1], longest)
 
 
 def shown(value: object, longest: int = 60) -> str:

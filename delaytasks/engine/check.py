@@ -25,6 +25,8 @@ class Finding(NamedTuple):
     problem: str
     #: Some of them; none where all tasks of the tag are meant.
     ids: list[int]
+    #: Where they wait, if that is known.
+    queues: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         return {**self._asdict(), "first_due": self.first_due.isoformat(), "ids": [str(id) for id in self.ids]}
@@ -42,7 +44,7 @@ def check(
     for some in pending:
         processor = registry.get(some.tag)
         if processor is None:
-            yield Finding(some.tag, some.tasks, some.first_due, "no processor", [])
+            yield Finding(some.tag, some.tasks, some.first_due, "no processor", [], some.queues)
         elif processor.schema is not None:
             refused: list[tuple[int, str, datetime]] = []
             count = 0
@@ -53,7 +55,7 @@ def check(
                         refused.append((id, problem, due))
             if refused:
                 ids, problems, dues = zip(*refused, strict=True)
-                yield Finding(some.tag, count, min(dues), problems[0], list(ids))
+                yield Finding(some.tag, count, min(dues), problems[0], list(ids), some.queues)
     for row in strange:
         yield Finding(row.tag, row.tasks, row.first_due, row.problem, sorted(set(row.ids)))
 

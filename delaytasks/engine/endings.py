@@ -16,6 +16,7 @@ from delaytasks.core.task import DelayTask
 from delaytasks.core.text import (
     NO_KEY,
     NO_PROCESSOR,
+    NO_TIME_LIMITS,
     PUT_OFF_MAX_S,
     PUT_OFF_MIN_S,
     put_off_until,
@@ -70,10 +71,7 @@ class Endings:
 
     def no_time_limits(self, task: DelayTask) -> Settlement:
         """Another worker may be able to keep those of its tag."""
-        error = (
-            f"the tag {task.tag} has time limits, which this worker's pool can not keep; "
-            f"let a worker with -P prefork serve the queue {task.queue}"
-        )
+        error = f"{NO_TIME_LIMITS}{task.tag}; let a worker with -P prefork serve the queue {task.queue}"
         wait_s = self._put_off_s(task)
         self._events.emit("task.no_time_limits", id=task.id, tag=task.tag, next_try_s=wait_s)
         return _deferred(task, error, self._after(wait_s))

@@ -8,8 +8,6 @@ from fnmatch import translate
 from delaytasks.core.settings import Settings
 from delaytasks.engine.registry import Registry
 
-#: What a worker says that it serves, if it serves whatever queue there is.
-ALL_QUEUES = "*"
 _WILDCARD = re.compile(r"\[.*?\]|[*?]")
 
 

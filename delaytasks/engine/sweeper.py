@@ -10,12 +10,12 @@ from functools import partial
 
 from delaytasks.core.clock import Clock, from_us, monotonic
 from delaytasks.core.events import Events
+from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.policies import NO_POLICIES
 from delaytasks.core.ports import Lapsed, SweepStore, Timer, WorkerStore
 from delaytasks.core.settings import Settings
 from delaytasks.engine.holding import Holding
 from delaytasks.engine.overdue import Late, Overdue
-from delaytasks.engine.queues import ALL_QUEUES
 
 #: Rows in one step of lapsing and purging: small enough that nobody waits for their locks.
 STEP = 500

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from sqlalchemy import and_, delete, func, literal_column, select, update
+from sqlalchemy import and_, delete, func, literal_column, or_, select, update
 
 from delaytasks.core.policies import Kind, Policy
 from delaytasks.core.states import Status
@@ -27,6 +27,11 @@ class PolicyTable:
 
     def read(self) -> list[Policy]:
         return self._db.alone(lambda c: [Policy(*row) for row in c.execute(self._all)])
+
+    def of(self, tag: str, queue: str) -> list[Policy]:
+        """Return the policies of a tag and of a queue."""
+        query = self._all.where(or_(self._named("tag", tag), self._named("queue", queue)))
+        return self._db.alone(lambda c: [Policy(*row) for row in c.execute(query)])
 
     def set(self, kind: Kind, name: str, changes: Mapping[str, Any], by: str) -> tuple[Policy, bool]:
         """As it is now, and whether that is news. One that nobody has, and that says nothing, is not written."""

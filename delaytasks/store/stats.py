@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, and_, func, literal_column, select
+from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, literal_column, null, select
 
 from delaytasks.core.encryption import MARK_LENGTH, NO_NAME, PREFIX, PREFIXES, marks_of, name_in
 from delaytasks.core.inputs import is_queue
-from delaytasks.core.ports import Pending, Strange
+from delaytasks.core.ports import Late, Pending, Strange
 from delaytasks.core.states import LIVE, Status
-from delaytasks.core.text import PUT_OFF_MAX_S, shown
+from delaytasks.core.text import DEFERRALS, PUT_OFF_MAX_S, shown
 from delaytasks.store.bulk import Bulk
 from delaytasks.store.cipher import BODY
 from delaytasks.store.database import Database
@@ -82,13 +82,7 @@ class Stats:
 
     def overdue(self, late_s: float) -> Overdue:
         """Waiting rows that are late by more than `late_s`, also those whose next try is in the future."""
-        t, due, waits = self._t, self._due, self._t.c.status == int(Status.NOT_COMPLETE)
-        latest = db_now_plus(-late_s)
-        parts = (
-            # Each is read from an index: what is past, and of what is near the few rows that were deferred.
-            and_(waits, t.c.expected_time <= latest, due <= latest),
-            and_(waits, t.c.expected_time > latest, self._is_deferred(), t.c.due_time <= latest),
-        )
+        due, parts = self._due, self._late_parts(late_s)
 
         def count(connection: Connection) -> Overdue:
             found = [connection.execute(select(func.count(), func.min(due)).where(part)).one() for part in parts]
@@ -96,14 +90,17 @@ class Stats:
 
         return self._db.alone(count)
 
+    def _late_parts(self, late_s: float) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+        """Return the condition for late rows whose next try is late too, and the one for those whose next try is not.
+        Both use the index on `expected_time`: a deferral is not longer than `PUT_OFF_MAX_S`."""
+        t, latest = self._t, db_now_plus(-late_s)
+        waits = t.c.status == int(Status.NOT_COMPLETE)
+        is_near = t.c.expected_time.between(latest, db_now_plus(PUT_OFF_MAX_S))
+        return and_(waits, t.c.expected_time <= latest), and_(waits, is_near, t.c.due_time <= latest)
+
     @property
     def _due(self) -> ColumnElement[datetime]:
         return func.coalesce(self._t.c.due_time, self._t.c.expected_time)
-
-    def _is_deferred(self) -> ColumnElement[bool]:
-        """The next try of a deferred row is near, which is what the index on `expected_time` is asked for."""
-        t = self._t
-        return and_(t.c.expected_time <= db_now_plus(PUT_OFF_MAX_S), t.c.due_time.is_not(None))
 
     def lapsed(self, lease_s: float) -> int:
         """Rows that seem to run, though their lease is over: the next sweep takes them back."""
@@ -113,8 +110,29 @@ class Stats:
     def pending(self) -> list[Pending]:
         """The tags that have tasks which are yet to run."""
         t = self._t
-        query = select(t.c.tag, func.count(), func.min(t.c.expected_time)).where(self._is_live()).group_by(t.c.tag)
-        return self._db.alone(lambda c: [Pending(*row) for row in c.execute(query.order_by(t.c.tag))])
+        query = select(t.c.tag, t.c.queue, func.count(), func.min(self._due)).where(self._is_live())
+        found: dict[str, Pending] = {}
+        for tag, queue, tasks, due in self._rows(query.group_by(t.c.tag, t.c.queue).order_by(t.c.tag, t.c.queue)):
+            seen = found.get(tag, Pending(tag, 0, due))
+            found[tag] = Pending(tag, seen.tasks + tasks, min(seen.first_due, due), (*seen.queues, queue))
+        return list(found.values())
+
+    def late(self, late_s: float, most: int) -> list[Late]:
+        """Return what `overdue` counts, by queue, tag and cause of the deferral: the groups with the most tasks."""
+        t, groups = self._t, list[Late]()
+        is_not_deferred, is_deferred = self._late_parts(late_s)
+        codes = [(t.c.error_stack.startswith(begin), code) for begin, code in DEFERRALS.items()]
+        cause = case(*codes, else_="deferred")
+        for where, why in ((is_not_deferred, null()), (is_deferred, cause)):
+            tasks = func.count().label("tasks")
+            inner = select(t.c.queue, t.c.tag, why.label("cause"), self._due.label("due")).where(where).subquery()
+            c = inner.c
+            query = select(c.queue, c.tag, c.cause, tasks, func.min(c.due)).group_by(c.queue, c.tag, c.cause)
+            groups += [Late(*row) for row in self._rows(query.order_by(tasks.desc()).limit(most))]
+        return sorted(groups, key=lambda group: -group.tasks)[:most]
+
+    def _rows(self, query: Select[Any]) -> Sequence[Any]:
+        return self._db.alone(lambda c: c.execute(query).all())
 
     def bodies(self, tag: str) -> Iterator[tuple[int, str, datetime]]:
         """(id, body, due) of those of a tag, however many there are."""

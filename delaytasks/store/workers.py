@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from sqlalchemy import delete, exc, insert, select, update
@@ -14,15 +14,28 @@ from delaytasks.store.types import db_now, db_now_plus
 
 #: Workers that one sweep declares lost; the next one goes on.
 BURIED = 100
+#: A worker with more tags than fit here publishes none.
+MOST_TAG_BYTES = 16_384
 
 
 class Workers:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
         self._w = schema.workers
+        #: The tags that this process has published, by the worker's name.
+        self._published: dict[str, str | None] = {}
 
-    def seen(self, name: str, queues: Sequence[str], pool: str, concurrency: int, offset_us: int) -> None:
-        w = self._w
+    def seen(
+        self,
+        name: str,
+        queues: Sequence[str],
+        pool: str,
+        concurrency: int,
+        offset_us: int,
+        tags: Collection[str] | None = None,
+    ) -> None:
+        """`tags` are those that the worker has processors for; None if they are not known."""
+        w, published = self._w, _published(tags)
         values = {
             "seen_at": db_now(),
             "queues": json.dumps(sorted(queues)),
@@ -32,11 +45,15 @@ class Workers:
         }
 
         def work(connection: Any) -> None:
-            known = update(w).where(w.c.name == name).values(values)
+            # A text that stays the same is not written again every few seconds.
+            changed = {} if self._published.get(name) == published else {"tags": published}
+            known = update(w).where(w.c.name == name).values({**values, **changed})
             if connection.execute(known).rowcount:
+                self._published[name] = published
                 return
             try:
-                connection.execute(insert(w).values(name=name, started_at=db_now(), **values))
+                connection.execute(insert(w).values(name=name, started_at=db_now(), tags=published, **values))
+                self._published[name] = published
             except exc.IntegrityError:  # another thread of the same worker was faster
                 connection.execute(known)
 
@@ -61,4 +78,19 @@ class Workers:
     def alive(self) -> list[dict[str, Any]]:
         w = self._w
         rows = self._db.alone(lambda c: c.execute(select(w).order_by(w.c.name)).mappings().all())
-        return [{**row, "queues": json.loads(row["queues"])} for row in rows]
+        return [{**row, "queues": json.loads(row["queues"]), "tags": _tags_of(row["tags"])} for row in rows]
+
+
+def _published(tags: Collection[str] | None) -> str | None:
+    """Return the tags as JSON, or None if that is longer than the registry takes: then nobody knows them."""
+    if tags is None:
+        return None
+    text = json.dumps(sorted(tags), ensure_ascii=False, separators=(",", ":"))
+    return text if len(text.encode()) <= MOST_TAG_BYTES else None
+
+
+def _tags_of(text: str | None) -> frozenset[str] | None:
+    try:
+        return None if text is None else frozenset(map(str, json.loads(text)))
+    except (ValueError, TypeError, RecursionError):  # another program's
+        return None

@@ -16,7 +16,7 @@ from celery import _state, signals
 from celery.concurrency import get_implementation
 from kombu.asynchronous import Hub, set_event_loop
 
-from delaytasks.engine.queues import ALL_QUEUES
+from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.engine.sweeper import tell_lapsed
 from delaytasks.worker.desk import Desk
 from delaytasks.worker.heap import keep_what_is_loaded

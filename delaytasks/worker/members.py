@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.ports import Entry
-from delaytasks.engine.queues import ALL_QUEUES
 from delaytasks.engine.sweeper import DIRECT, SILENT_SWEEPS
 
 _PRIME = 1_000_003

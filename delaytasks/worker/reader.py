@@ -12,10 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from delaytasks.core.clock import from_us, monotonic
+from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.loop import Loop
 from delaytasks.core.ports import Entry, by_shard
 from delaytasks.engine.overdue import MOST_OTHERS, Overdue
-from delaytasks.engine.queues import ALL_QUEUES
 from delaytasks.timers.direct import LOOK_S, SLACK_S
 from delaytasks.worker.ear import Ear
 from delaytasks.worker.members import Members, serves

@@ -8,9 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.clock import monotonic
+from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.loop import Loop
 from delaytasks.core.text import PUT_OFF_MAX_S
-from delaytasks.engine.queues import ALL_QUEUES
 from delaytasks.engine.sweeper import DIRECT, DRAIN, SILENT_SWEEPS
 from delaytasks.worker.contact import Contact
 from delaytasks.worker.pace import Pace
@@ -102,6 +102,7 @@ class Sweeping:
             self._kind + type(pool).__module__.rpartition(".")[2],
             int(pool.limit or 1),
             int(self._shard.clock.offset_s * 1e6),
+            [processor.tag for processor in delays.registry],
         )
         self._seen_at = monotonic()
         self._contact.answered()

@@ -175,8 +175,25 @@ def test_a_task_that_is_given_back_keeps_its_due_time(bench: Bench) -> None:
 def test_overdue_tasks_are_counted_though_their_next_try_is_in_the_future(bench: Bench) -> None:
     _, due = deferred(bench)
     bench.schedule("later", delay=60)
-    overdue = Stats(bench.store.database, bench.store.schema).overdue(0)
-    assert (overdue.tasks, overdue.oldest) == (1, due)
+    stats = Stats(bench.store.database, bench.store.schema)
+    assert stats.overdue(0) == (1, due)
+    assert stats.late(0, 20) == [("default", "new", "no_processor", 1, due)]
+
+
+def test_late_tasks_are_counted_by_queue_tag_and_cause(bench: Bench) -> None:
+    deferred(bench)
+    for tag, queue in (("note", "default"), ("note", "letters"), ("new", "default")):
+        bench.schedule(tag, queue=queue)
+    stats = Stats(bench.store.database, bench.store.schema)
+    found = {late[:4] for late in stats.late(0, 20)}
+    assert found == {
+        ("default", "new", "no_processor", 1),
+        ("default", "new", None, 1),
+        ("default", "note", None, 1),
+        ("letters", "note", None, 1),
+    }
+    assert stats.overdue(0).tasks == 4
+    assert len(stats.late(0, 2)) == 2
 
 
 def test_a_shift_of_many_counts_from_the_due_time_and_not_from_the_next_try(

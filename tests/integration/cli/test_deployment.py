@@ -250,7 +250,7 @@ def test_a_revision_that_is_not_there_ends_with_2(bare: Project, command: list[s
 
 
 def test_check_finds_what_would_not_run_with_this_code(shop: Project) -> None:
-    assert shop.json("check") == {"findings": []}
+    assert shop.json("check") == {"findings": [], "warnings": []}
     shop.schedule("ok", 60)
     assert "every task that waits has a processor" in shop("check").stdout
     shop.schedule("gone", 60)

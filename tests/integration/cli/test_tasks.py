@@ -71,6 +71,7 @@ def test_show_has_all_fields_and_what_may_happen_next(shop: Project) -> None:
         "moves": shown["moves"],
         "update_time": shown["update_time"],
         "failed_attempts": [],
+        "why": shown["why"],
     } == shown
     assert shown["moves"] == ["claim", "hold", "cancel", "reschedule", "replace"]
     said, special = shop("show", "--tag", "ok", "--key", "k").stdout, ("body", "error", "failed_attempts")

@@ -1,0 +1,90 @@
+"""What `stats` and `check` say about tasks that should have begun, and about databases that can lose tasks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from delaytasks.cli.output import Cell, cell, print_table, say
+from delaytasks.cli.times import show_instant
+from delaytasks.core.durations import show_duration
+from delaytasks.core.errors import StoreError
+from delaytasks.core.settings import mask_url
+
+if TYPE_CHECKING:
+    from delaytasks.app import DelayTasks
+    from delaytasks.shards import Shard
+
+#: Queues and tags that are named, those with the most tasks.
+MOST = 20
+
+
+def late_tasks(delays: DelayTasks, shard: Shard) -> list[dict[str, Any]]:
+    """Return the tasks of a shard that should have begun, by queue and tag, and why they have not."""
+    from delaytasks.core.why import why_late
+    from delaytasks.engine.sweeper import SILENT_SWEEPS
+    from delaytasks.store.facts import FactReader
+    from delaytasks.store.stats import Stats
+
+    settings, store = delays.settings, shard.store
+    groups = Stats(store.database, store.schema).late(settings.grace_s, MOST)
+    if not groups:
+        return []
+    now = store.tasks.now()
+    workers = FactReader(store, settings, SILENT_SWEEPS * settings.sweep_s).workers(now)
+    found = []
+    for late in groups:
+        reason = why_late(late, workers, store.policies.of(late.tag, late.queue))
+        found.append(
+            {
+                "shard": shard.number,
+                "queue": late.queue,
+                "tag": late.tag,
+                "tasks": late.tasks,
+                "oldest": show_instant(late.oldest),
+                "late_s": round(max((now - late.oldest).total_seconds(), 0.0), 3),
+                "code": reason.code,
+                "why": reason.text,
+            }
+        )
+    return found
+
+
+def print_late(found: list[dict[str, Any]]) -> None:
+    rows: list[list[Cell]] = [
+        [cell(each["queue"]), cell(each["tag"]), f"{each['tasks']:,}", show_duration(each["late_s"]), cell(each["why"])]
+        for each in found
+    ]
+    print_table(["queue", "tag", "late tasks", "by", "why"], rows, right="late tasks", folded="queue tag why")
+
+
+def replication_of(shard: Shard) -> dict[str, Any] | None:
+    """Return how the database of a shard replicates; None if it does not."""
+    from delaytasks.store.replication import replication
+
+    found = replication(shard.store.database)
+    return None if found is None else found._asdict()
+
+
+def warnings_of(delays: DelayTasks) -> list[str]:
+    """Return what is wrong beside the code that is checked: no reason to stop a deploy."""
+    warnings = []
+    for shard in delays.shards:
+        where = f"shard {shard.number}: " if len(delays.shards) > 1 else ""
+        for late in late_tasks(delays, shard):
+            if late["code"] not in ("due", "limit", "paused"):
+                named = f"{late['tasks']:,} late tasks of the tag {late['tag']} in the queue {late['queue']}"
+                warnings.append(f"{where}{named}: {late['why']}")
+        try:
+            found = replication_of(shard)
+        except StoreError as error:
+            warnings.append(f"{where}its replication is unknown: {error}")
+            continue
+        if found is not None and found["problem"] is not None:
+            url = mask_url(shard.store.database.url.render_as_string(hide_password=True))
+            warnings.append(f"{where}{url}: {found['problem']} ({found['facts']})")
+    return warnings
+
+
+def print_warnings(warnings: list[str]) -> None:
+    for warning in warnings:
+        say(f"warning: {cell(warning, 1000)}", fg="yellow")

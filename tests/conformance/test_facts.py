@@ -1,0 +1,113 @@
+"""The facts that decide why a task has not run, as each database has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+
+from delaytasks import Status
+from delaytasks.core.task import DelayTask
+from delaytasks.core.why import why
+from delaytasks.store.facts import FactReader
+from delaytasks.store.store import Store
+from delaytasks.store.workers import MOST_TAG_BYTES
+from tests.benches import Bench
+
+SILENT_S = 15.0
+
+
+@pytest.fixture
+def bench(store: Store) -> Iterator[Bench]:
+    bench = Bench(store)
+    bench.store.workers.seen("w1", ["default"], "prefork", 2, 0, ["note", "limited"])
+    bench.store.sweeps.begin_sweep(0, 1, 4.0)
+    return bench
+
+
+def codes(bench: Bench, task: DelayTask) -> list[str]:
+    return [reason.code for reason in why(FactReader(bench.store, bench.settings, SILENT_S).of(bench.now(task)))]
+
+
+def test_a_served_task_has_nothing_in_its_way(bench: Bench) -> None:
+    assert codes(bench, bench.schedule()) == ["due"]
+    assert codes(bench, bench.schedule(delay=60)) == ["future"]
+
+
+def test_a_deferred_task_names_its_tag(bench: Bench) -> None:
+    task = bench.schedule("unknown")
+    assert codes(bench, task) == ["no_processor"], "the registry knows it before any worker has tried"
+    bench.run(task)
+    assert bench.now(task).expected_time > bench.clock.now()
+    assert codes(bench, task) == ["no_processor"]
+
+
+def test_a_worker_that_was_not_seen_for_long_serves_nothing(bench: Bench) -> None:
+    task, w = bench.schedule(), bench.store.schema.workers
+    with bench.store.database.begin() as connection:
+        connection.execute(w.update().values(seen_at=bench.clock.now() - timedelta(minutes=1)))
+    assert codes(bench, task) == ["no_worker"]
+
+
+def test_a_paused_tag_and_a_paused_queue_are_named(bench: Bench) -> None:
+    task = bench.schedule()
+    for kind, name in (("tag", "note"), ("queue", "default")):
+        bench.store.policies.set(kind, name, {"is_paused": True}, "ann")  # type: ignore[arg-type]
+        assert codes(bench, task) == ["paused"]
+        bench.store.policies.set(kind, name, {"is_paused": False}, "ann")  # type: ignore[arg-type]
+    assert codes(bench, task) == ["due"]
+
+
+def test_a_task_in_the_waitlist_of_a_limit_is_told_from_one_that_is_paused(bench: Bench) -> None:
+    bench.registry.processor("limited")(bench.ran.append)
+    bench.store.policies.set("tag", "limited", {"concurrency": 1}, "ann")
+    first, second = bench.schedule("limited"), bench.schedule("limited")
+    [running] = bench.claims.claim([bench.entry(first), bench.entry(second)])
+    waits = second if running.id == first.id else first
+    assert bench.now(waits).status is Status.HELD
+    assert codes(bench, waits) == ["limit"]
+
+
+def test_a_retry_is_told_from_a_task_of_the_future(bench: Bench) -> None:
+    def fail(body: object) -> None:
+        raise ValueError("no")
+
+    bench.registry.processor("limited", retry="60s")(fail)
+    task = bench.schedule("limited")
+    bench.run(task)
+    assert codes(bench, task) == ["retry"]
+
+
+def test_rows_of_nonsense_have_reasons_too(bench: Bench) -> None:
+    task = bench.schedule()
+    for values in ({"status": 77}, {"status": 3, "worker": None}, {"status": 5, "concurrency_key": "x" * 255}):
+        bench.change(task, **values)
+        assert codes(bench, task)
+
+
+def test_a_worker_publishes_its_tags_and_forgets_those_that_it_has_no_longer(bench: Bench) -> None:
+    assert bench.store.workers.alive()[0]["tags"] == {"note", "limited"}
+    bench.store.workers.seen("w1", ["default"], "prefork", 2, 0, ["other"])
+    assert bench.store.workers.alive()[0]["tags"] == {"other"}
+
+
+def test_a_worker_that_was_removed_publishes_its_tags_again(bench: Bench) -> None:
+    bench.store.workers.gone("w1")
+    bench.store.workers.seen("w1", ["default"], "prefork", 2, 0, ["note", "limited"])
+    assert bench.store.workers.alive()[0]["tags"] == {"note", "limited"}
+
+
+def test_more_tags_than_the_registry_takes_are_not_published(bench: Bench) -> None:
+    many = [f"tag.{number}" for number in range(MOST_TAG_BYTES)]
+    bench.store.workers.seen("w1", ["default"], "prefork", 2, 0, many)
+    assert bench.store.workers.alive()[0]["tags"] is None
+    assert codes(bench, bench.schedule()) == ["due"], "what is not known is no reason"
+
+
+def test_a_text_of_another_program_in_the_registry_is_no_reason(bench: Bench) -> None:
+    w = bench.store.schema.workers
+    for text in ("{", "7", None):
+        with bench.store.database.begin() as connection:
+            connection.execute(w.update().values(tags=text))
+        assert codes(bench, bench.schedule()) == ["due"]

@@ -1,0 +1,176 @@
+"""Why a task has not run: one reason for each fact."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+
+import pytest
+
+from delaytasks import DelayTask, Status
+from delaytasks.core.policies import Policy
+from delaytasks.core.text import NO_KEY, NO_PROCESSOR, NO_TIME_LIMITS
+from delaytasks.core.why import Facts, WorkerFacts, unserved, why
+
+NOW = datetime(2030, 1, 31, 18, tzinfo=timezone.utc)
+TASK = DelayTask(7, "mail.send", "{}", NOW - timedelta(seconds=2), queue="letters")
+WORKER = WorkerFacts("w1@host", True, 1.0, ["letters"], frozenset({"mail.send"}))
+
+
+def facts(task: DelayTask = TASK, **changes: object) -> Facts:
+    return Facts(task, NOW, 0.0, [WORKER], swept_s=1.0)._replace(**changes)
+
+
+def codes(found: Facts) -> list[str]:
+    return [reason.code for reason in why(found)]
+
+
+def text(found: Facts) -> str:
+    return why(found)[0].text
+
+
+def test_a_task_that_is_due_and_served_will_be_taken_soon() -> None:
+    assert codes(facts()) == ["due"]
+
+
+def test_a_task_of_the_future_names_its_due_time() -> None:
+    found = facts(replace(TASK, expected_time=NOW + timedelta(hours=1)))
+    assert codes(found) == ["future"]
+    assert text(found) == "It is due at 2030-01-31T19:00:00Z, in 1h, by the clock of the database."
+
+
+@pytest.mark.parametrize(("kind", "name"), [("tag", "mail.send"), ("queue", "letters")])
+def test_a_pause_names_its_author_and_the_command_that_ends_it(kind: str, name: str) -> None:
+    policy = Policy(kind, name, is_paused=True, updated_by="ann@desk", update_time=NOW)  # type: ignore[arg-type]
+    for task in (TASK, replace(TASK, status=Status.HELD)):
+        found = facts(task, policies=[policy])
+        assert codes(found) == ["paused"]
+        assert "by ann@desk since 2030-01-31T18:00:00Z" in text(found)
+        assert text(found).endswith(f"delaytasks resume --{kind} {name}")
+
+
+def test_a_full_limit_says_how_many_run() -> None:
+    policy = Policy("tag", "mail.send", concurrency=5)
+    for task, is_in_waitlist in ((TASK, False), (replace(TASK, status=Status.HELD), True)):
+        found = facts(task, policies=[policy], is_in_waitlist=is_in_waitlist, running=5)
+        assert codes(found) == ["limit"]
+        assert "5 may run at the same time, and 5 do" in text(found)
+
+
+def test_a_limit_with_room_is_no_reason() -> None:
+    assert codes(facts(policies=[Policy("tag", "mail.send", concurrency=5)], running=4)) == ["due"]
+
+
+def test_limits_of_keys_and_rates_are_named() -> None:
+    policy = Policy("tag", "mail.send", key_concurrency=2, rate=100, rate_period_s=1)
+    task = replace(TASK, status=Status.HELD, concurrency_key="customer-7")
+    said = text(facts(task, policies=[policy], is_in_waitlist=True, running_of_key=2))
+    assert "2 of the key customer-7 may run, and 2 do" in said
+    assert "its rate is 100/s" in said
+
+
+def test_a_row_that_nothing_holds_any_more_is_released_soon() -> None:
+    assert codes(facts(replace(TASK, status=Status.HELD))) == ["held"]
+
+
+def test_a_queue_that_nobody_serves_names_what_the_workers_serve() -> None:
+    found = facts(workers=[WORKER._replace(queues=["default", "reports"])])
+    assert codes(found) == ["no_worker"]
+    assert "No live worker serves the queue letters; live workers serve default, reports" in text(found)
+
+
+def test_a_queue_whose_worker_died_names_the_worker() -> None:
+    found = facts(workers=[WORKER._replace(is_alive=False, age_s=90)])
+    assert codes(found) == ["no_worker"]
+    assert "w1@host, which did, was seen 1m30s ago" in text(found)
+
+
+def test_a_worker_of_all_queues_serves_each() -> None:
+    assert codes(facts(workers=[WORKER._replace(queues=["*"])])) == ["due"]
+
+
+def test_a_tag_that_no_worker_knows_is_named_with_its_queue_and_workers() -> None:
+    found = facts(workers=[WORKER._replace(tags=frozenset({"other"}))])
+    assert codes(found) == ["no_processor"]
+    assert "queue letters has a processor for the tag mail.send (w1@host)" in text(found)
+
+
+@pytest.mark.parametrize("tags", [None, frozenset({"mail.send"})])
+def test_one_worker_that_may_know_the_tag_is_enough(tags: frozenset[str] | None) -> None:
+    other = WORKER._replace(tags=frozenset({"other"}))
+    assert unserved("letters", "mail.send", [other, WORKER._replace(tags=tags)]) is None
+
+
+@pytest.mark.parametrize(
+    ("begin", "code"), [(NO_PROCESSOR, "no_processor"), (NO_KEY, "no_key"), (NO_TIME_LIMITS, "no_time_limits")]
+)
+def test_a_deferred_task_says_why_and_when_the_next_try_is(begin: str, code: str) -> None:
+    task = replace(
+        TASK, due_time=NOW - timedelta(minutes=2), expected_time=NOW + timedelta(seconds=9), error=f"{begin}x"
+    )
+    found = facts(task, workers=[WORKER._replace(tags=frozenset())] if code == "no_processor" else [WORKER])
+    assert codes(found) == [code], "one reason, though the registry and the row both tell it"
+    assert "It was due 2m ago" in text(found)
+    assert "next try is at 2030-01-31T18:00:09Z, in 9s" in text(found)
+
+
+def test_a_deferred_task_whose_next_try_is_now_still_needs_a_worker_that_knows_its_tag() -> None:
+    task = replace(TASK, due_time=NOW - timedelta(minutes=2), error=f"{NO_PROCESSOR}mail.send")
+    assert codes(facts(task, workers=[WORKER._replace(tags=frozenset())])) == ["no_processor"]
+
+
+def test_a_retry_names_its_number_its_time_and_the_error() -> None:
+    task = replace(TASK, expected_time=NOW + timedelta(minutes=3), attempts=2, error="Traceback\nValueError: no")
+    found = facts(task)
+    assert codes(found) == ["retry"]
+    assert "Attempt 2 failed: Traceback. Retry 2 is due at 2030-01-31T18:03:00Z, in 3m" in text(found)
+
+
+def test_a_task_that_runs_names_its_worker() -> None:
+    task = replace(
+        TASK, status=Status.RUNNING, worker="w1@host/5", execution_time=NOW, lease_until=NOW + timedelta(minutes=1)
+    )
+    assert codes(facts(task)) == ["running"]
+    assert "on w1@host/5 since 2030-01-31T18:00:00Z, 2s after it was due" in text(facts(task))
+
+
+def test_a_task_whose_lease_is_over_waits_for_the_sweep() -> None:
+    task = replace(TASK, status=Status.RUNNING, worker="w1@host/5", lease_until=NOW - timedelta(seconds=1))
+    assert codes(facts(task)) == ["lease_over"]
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(Status.DONE, "done"), (Status.FAILED, "failed"), (Status.CANCELLED, "cancelled")]
+)
+def test_a_task_that_ended_says_so_and_nothing_else(status: Status, code: str) -> None:
+    assert codes(facts(replace(TASK, status=status, error="x"), workers=[], clock_offset_s=9)) == [code]
+
+
+def test_a_status_of_another_program_is_named() -> None:
+    assert codes(facts(replace(TASK, status=Status.of(77)))) == ["unknown_status"]
+
+
+def test_a_key_that_is_not_here_is_named() -> None:
+    task = replace(TASK, body_json="fernet:0123abcd:token")
+    assert codes(facts(task)) == ["no_key_here"]
+    assert codes(facts(task, keys=["0123abcd"])) == ["due"]
+
+
+def test_an_overdue_task_without_sweeps_asks_for_beat_and_workers() -> None:
+    late = replace(TASK, expected_time=NOW - timedelta(minutes=5))
+    assert codes(facts(late, swept_s=None)) == ["no_sweep"]
+    assert codes(facts(late, swept_s=60.0)) == ["no_sweep"]
+    assert codes(facts(late, swept_s=3.0)) == ["due"]
+
+
+@pytest.mark.parametrize(("offset_s", "word"), [(30.0, "30s ahead of"), (-30.0, "30s behind")])
+def test_a_clock_that_differs_from_the_databases_is_named(offset_s: float, word: str) -> None:
+    reasons = why(facts(clock_offset_s=offset_s))
+    assert [reason.code for reason in reasons] == ["due", "clock"]
+    assert word in reasons[1].text
+
+
+def test_all_reasons_are_told_the_first_that_an_operator_can_end_first() -> None:
+    task = replace(TASK, expected_time=NOW + timedelta(hours=1))
+    found = facts(task, workers=[], policies=[Policy("tag", "mail.send", is_paused=True)])
+    assert codes(found) == ["paused", "future", "no_worker"]
