@@ -31,9 +31,10 @@ from delaytasks.store.migrations import urls_of
 from delaytasks.store.shards import Shards, ShardTasks
 from delaytasks.store.store import Store
 from delaytasks.timers.background import BackgroundTimer
+from delaytasks.timers.broker import bounded_connection
 from delaytasks.timers.direct import DirectTimer
 from delaytasks.timers.eta import EtaTimer
-from delaytasks.timers.publisher import Publisher, bounded_connection
+from delaytasks.timers.publisher import Publisher
 from delaytasks.timers.sharded import ShardTimer
 
 if TYPE_CHECKING:

@@ -141,7 +141,7 @@ class Guard:
 
     def _look_up(self, target: Target, limit_s: float) -> list[Address]:
         work = partial(self._resolve, target.host, target.port)
-        addresses = [ip_address(text) for text in within(limit_s, work, at_exit=work)]
+        addresses = [ip_address(text) for text in within(limit_s, work)]
         for address in addresses:
             self._check_address(target, address)
         return addresses

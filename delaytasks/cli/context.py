@@ -16,6 +16,7 @@ import click
 from click.core import ParameterSource
 
 from delaytasks.cli.output import failure_of
+from delaytasks.core.bounded import wait_for_unfinished
 from delaytasks.core.errors import ConfigError, DelayTaskError
 from delaytasks.core.settings import mask_url
 
@@ -95,6 +96,7 @@ class Cli:
             click.secho(text, fg="yellow", err=True)
 
     def note_broker_away(self) -> None:
+        wait_for_unfinished()  # the connection to a broker that is far away may still be under way
         if not self.delays.timer.is_up:
             self.note("The broker can not be reached: the database has the task, and a sweep will send it.")
 

@@ -182,7 +182,7 @@ def _version(name: str) -> str:
 
 def _broker(delays: DelayTasks) -> dict[str, Any]:
     """Whether the broker answers now. The timer's own flag says only what this process has met."""
-    from delaytasks.timers.publisher import bounded_connection
+    from delaytasks.timers.broker import bounded_connection
 
     app, error = delays.celery, None
     if delays.direct_timer is not None:

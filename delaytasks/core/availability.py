@@ -39,6 +39,7 @@ class Availability:
             self._tell_down(error)
 
     def answered(self) -> None:
+        self._rests_until = 0.0
         if not self.is_up and self._turn(is_up=True):
             self._tell_up()
 

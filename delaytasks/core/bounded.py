@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
+from delaytasks.core.clock import monotonic
+
 T = TypeVar("T")
 
+#: A process that ends waits this long, in total, for work that its callers no longer wait for: without it the first
+#: message of a short-lived process would be lost whenever the broker is further away than the caller's patience.
+EXIT_S = 3.0
+_unfinished: set[threading.Thread] = set()
 
-def within(limit_s: float, work: Callable[[], T], at_exit: Callable[[], T] | None = None) -> T:
-    """What `work` answers, or `TimeoutError` when that takes longer than `limit_s`: it is done in a thread, which ends
-    it also when nobody waits any more. When no thread can be started it, or `at_exit`, is done here."""
+
+def in_background(work: Callable[[], object], name: str, is_kept: bool = True) -> bool:
+    """Run `work` in a thread of its own, for which a process that ends waits if `is_kept`.
+
+    False if no thread can be started, because the interpreter is about to end.
+    """
+
+    def run() -> None:
+        try:
+            work()
+        finally:
+            _unfinished.discard(threading.current_thread())
+
+    thread = threading.Thread(target=run, name=f"delaytasks-{name}", daemon=True)
+    if is_kept:
+        _unfinished.add(thread)
+    try:
+        thread.start()
+    except RuntimeError:
+        _unfinished.discard(thread)
+        return False
+    return True
+
+
+def within(limit_s: float, work: Callable[[], T], is_kept: bool = False) -> T:
+    """Return what `work` returns, or raise `TimeoutError` if that takes longer than `limit_s`.
+
+    A thread does the work, and goes on with it when the caller no longer waits; with `is_kept`, a process that ends
+    waits for the thread. If no thread can be started, the caller does the work.
+    """
     answers: SimpleQueue[Future[T]] = SimpleQueue()
 
     def run() -> None:
@@ -24,11 +58,17 @@ def within(limit_s: float, work: Callable[[], T], at_exit: Callable[[], T] | Non
             answer.set_exception(error)
         answers.put(answer)
 
-    try:
-        threading.Thread(target=run, name="delaytasks-bounded", daemon=True).start()
-    except RuntimeError:  # the interpreter is about to end
-        return (at_exit or work)()
+    if not in_background(run, "bounded", is_kept):
+        return work()
     try:
         return answers.get(timeout=max(limit_s, 0.001)).result()
     except Empty:
         raise TimeoutError(f"no answer within {limit_s:g} s") from None
+
+
+@atexit.register
+def wait_for_unfinished() -> None:
+    until = monotonic() + EXIT_S
+    for thread in list(_unfinished):
+        if thread is not threading.current_thread():
+            thread.join(max(until - monotonic(), 0))

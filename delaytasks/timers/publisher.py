@@ -1,63 +1,52 @@
-"""Sends Celery messages over a connection of our own, in bounded time, and knows when it can not."""
+"""Sends Celery messages in bounded time, whichever thread asks, and knows whether the broker takes them."""
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from kombu.connection import Connection
 from kombu.entity import Exchange, Queue
-from kombu.messaging import Producer
-from kombu.utils.uuid import uuid
 
 from delaytasks.core.availability import Availability
-from delaytasks.core.bounded import within
+from delaytasks.core.bounded import in_background
 from delaytasks.core.clock import monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.forks import reset_in_child
+from delaytasks.timers.broker import WRONG_TYPE, BlockedError, BrokerLink, Letter, RefusedError
 
 #: A queue that the broker refuses is left alone for so long; others are not.
 REFUSED_REST_S = 5.0
 #: Each message after the first one adds this part of the time limit.
 PER_MESSAGE = 0.1
-#: What each transport calls the time that its socket may take.
-_BOUNDS = {"redis": ("socket_timeout", "socket_connect_timeout"), "amqp": ("read_timeout", "write_timeout")}
+#: More messages than this do not wait for a connection: they are rows, and the sweep finds them.
+MOST_WAITING = 10_000
 
 
-def bounded_connection(app: Any, limit_s: float, url: str = "", **more: Any) -> Any:
-    """An open connection on which neither connecting nor sending takes much longer than `limit_s`: to the app's broker
-    with the app's options, or to another one; `more` are options of its transport."""
-    make = functools.partial(Connection, url) if url else app.connection_for_write
-    options = {**((not url and app.conf.broker_transport_options) or {}), **more}
-    bounds = _BOUNDS.get(make(connect_timeout=limit_s).transport.driver_type, ())
-    connection = make(connect_timeout=limit_s, transport_options={**options, **dict.fromkeys(bounds, limit_s)})
-    # Said in full, since `default_channel` would try for ever, and `connect` rests 2 s between its two tries.
-    connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0, timeout=limit_s)
-    return connection
+class Sending:
+    """A letter on its way, and the caller who waits for it."""
 
+    def __init__(self, queue: str, letter: Letter) -> None:
+        self.queue = queue
+        self.letter = letter
+        self.is_sent = False
+        self._is_over = threading.Event()
 
-#: What Redis answers to whatever is written: it is full, or no primary.
-_NOT_OF_THE_QUEUE = {"OutOfMemoryError", "ReadOnlyError", "MasterDownError"}
+    def end(self, is_sent: bool) -> None:
+        self.is_sent = is_sent
+        self._is_over.set()
 
-
-class RefusedError(Exception):
-    """The broker works, but will not have this queue."""
-
-
-class BlockedError(Exception):
-    """RabbitMQ takes nothing from those who publish, as long as it lacks memory or disk."""
-
-    def __init__(self) -> None:
-        super().__init__("the broker blocks those who publish (its alarm for memory or disk)")
+    def wait(self, seconds: float) -> bool:
+        """Whether it ended within that time."""
+        return self._is_over.wait(max(seconds, 0))
 
 
 class Publisher:
-    """Thread-safe, and made anew after a fork. The database is the truth, so nothing is retried here.
+    """Thread-safe, and made anew after a fork. The database is the truth, so nothing is kept for a broker that is away.
 
-    Callers wait for the time limit at most. One step is bounded by its socket; what may take many steps, as long as
-    a connection has to be made or the broker is slow, is done in a thread, which ends it also when nobody waits.
+    While the broker is quick and no other thread sends, the caller sends its own letter. Otherwise one thread connects
+    and sends all letters that have gathered, and callers wait for it as long as the time limit allows. A caller that
+    stops waiting takes nothing back: its rows are committed, and the thread sends the letter as soon as it can.
     """
 
     def __init__(self, app: Any, namespace: str, limit_s: float, events: Events) -> None:
@@ -75,15 +64,19 @@ class Publisher:
         reset_in_child(self)
 
     def after_fork(self) -> None:
+        """Letters that wait belong to the parent, whose thread sends them."""
         self._lock = threading.Lock()
-        self._connection: Any = None
-        self._producer: Any = None
-        self._declared: set[str] = set()
-        self._is_quick = self._is_blocked = False
+        self._link = BrokerLink(self._app, self._limit_s)
+        self._waiting: list[Sending] = []
+        self._waiting_messages = 0
+        #: Whether a thread uses the link; it alone may until it sets this to False.
+        self._is_sending = False
+        #: A caller has waited in vain for the sender, which goes on: until that gets somewhere nobody else waits.
+        self._is_late = False
 
     @property
     def is_up(self) -> bool:
-        return self._broker.is_up
+        return self._broker.is_up and not self._is_late
 
     def queue(self, name: str) -> Queue:
         """The broker's queue for one of our logical queues."""
@@ -93,70 +86,157 @@ class Publisher:
         return Queue(full, Exchange(full, type="direct"), routing_key=full, queue_arguments=arguments)
 
     def send(self, name: str, queue: str, messages: list[tuple[list[Any], Mapping[str, Any]]]) -> bool:
-        """One Celery task message per (args, options); False if the broker is away, or refuses the queue: the sweep
-        will find the rows."""
+        """Send one message of the Celery task `name` per (args, options).
+
+        False if the broker is away, refuses the queue, or has not taken the messages within the time limit: the sweep
+        looks after the rows.
+        """
         began = monotonic()
         if self._broker.is_resting or began < self._refused.get(queue, 0):
             return False
-        if not self._lock.acquire(timeout=self._limit_s):
-            return False  # another thread waits for the broker already
-        if self._broker.is_resting:  # and it waited in vain
-            self._lock.release()
-            return False
         target = self._targets.get(queue) or self._targets.setdefault(queue, self.queue(queue))
-        send = functools.partial(self._send_all, name, queue, target, messages)
+        sending = Sending(queue, Letter(name, target, messages))
         limit_s = self._limit_s * (1 + (len(messages) - 1) * PER_MESSAGE)
-        if self._is_quick and target.name in self._declared:
-            return send(began + limit_s - self._step_s)
-        until = began + max(10 * limit_s, 10)
-        try:
-            left_s = began + limit_s - monotonic()
-            return within(left_s, lambda: send(until), at_exit=lambda: send(began + limit_s - self._step_s))
-        except TimeoutError:
-            self._broker.failed(f"no answer within {limit_s:g} s")
+        with self._lock:
+            is_own = not self._is_sending and self._link.is_quick_for(target)
+            if is_own:
+                self._is_sending = True
+            elif not self._add(sending):
+                return False
+        if is_own and self._send_own(sending, began, began + limit_s):
+            return sending.is_sent
+        if self._is_late:
             return False
+        if not sending.wait(began + limit_s - monotonic()):
+            with self._lock:
+                self._is_late = self._is_sending
+            return False
+        return sending.is_sent
 
     def close(self) -> None:
-        if self._lock.acquire(timeout=self._limit_s):  # else a thread waits for the broker, and ends by itself
-            try:
-                self._close()
-            finally:
-                self._lock.release()
+        """Close the connection, unless a thread is using it."""
+        with self._lock:
+            if self._is_sending:
+                return  # it waits for the broker, and ends by itself
+            self._is_sending = True
+        self._link.close()
+        self._stop_sending()
 
-    @property
-    def _step_s(self) -> float:
-        return self._limit_s / 2
+    # -- who sends --------------------------------------------------------------------------------
 
-    def _send_all(
-        self, name: str, queue: str, target: Queue, messages: list[tuple[list[Any], Mapping[str, Any]]], until: float
-    ) -> bool:
-        """Releases the lock, which the caller may have taken in another thread."""
-        began, is_new = monotonic(), self._producer is None
-        try:
-            for args, options in messages:
-                if monotonic() > until:
-                    raise TimeoutError("the broker is too slow")
-                self._send_one(name, target, args, options)
-        except RefusedError as error:
-            self._close()  # the broker has closed the channel
-            self._broker.answered()
-            self._tell_refused(queue, target, str(error))
+    def _add(self, sending: Sending) -> bool:
+        """Leave it to the sender. The caller holds the lock."""
+        if self._waiting_messages > MOST_WAITING:
             return False
-        except BlockedError as error:
-            self._broker.failed(str(error))  # on another connection it would say so only after the next message
-            return False
-        except Exception as error:  # each transport has errors of its own, and none of them is the caller's business
-            self._close()
-            self._broker.failed(f"{type(error).__name__}: {error}")
-            return False
-        finally:
-            # Making a connection says nothing about the pace of sending.
-            is_in_time = is_new or monotonic() - began < self._limit_s * PER_MESSAGE * len(messages)
-            self._is_quick = self._producer is not None and is_in_time
-            self._lock.release()
-        self._refused.pop(queue, None)
-        self._broker.answered()
+        self._waiting.append(sending)
+        self._waiting_messages += len(sending.letter.messages)
+        if not self._is_sending:
+            self._begin_sending()
         return True
+
+    def _begin_sending(self) -> None:
+        """Start the sender. The caller holds the lock."""
+        self._is_sending = True
+        if not in_background(self._send_waiting, "send"):
+            self._lock.release()
+            try:
+                self._send_waiting()
+            finally:
+                self._lock.acquire()
+
+    def _stop_sending(self) -> None:
+        with self._lock:
+            self._is_sending = False
+            if self._waiting:
+                self._begin_sending()
+
+    def _send_own(self, sending: Sending, began: float, until: float) -> bool:
+        """Send in the caller's thread. False if a connection broke and the sender tries again with a new one."""
+        try:
+            if not self._is_refused(sending, lambda one: self._link.send([one.letter], until - self._limit_s / 2)):
+                self._succeeded([sending])
+        except Exception as error:  # each transport has errors of its own, and none of them is the caller's business
+            # A black hole takes its time; a connection that was closed meanwhile does not.
+            if self._link.is_lost(error) and monotonic() - began < self._limit_s / 2:
+                self._link.close()
+                with self._lock:
+                    self._add(sending)
+                return False
+            self._failed([sending], error)
+        finally:
+            self._stop_sending()
+        return True
+
+    def _send_waiting(self) -> None:
+        """Send what waits, until nothing does."""
+        while True:
+            with self._lock:
+                sendings, self._waiting, self._waiting_messages = self._waiting, [], 0
+                if not sendings:
+                    self._is_sending = self._is_late = False
+                    return
+            is_used = self._link.is_open
+            try:
+                try:
+                    self._send_all(sendings)
+                except Exception as error:
+                    if not is_used or not self._link.is_lost(error):
+                        raise
+                    self._link.close()  # it was closed while nobody used it: that says nothing about a new one
+                    self._send_all(sendings)
+            except Exception as error:  # each transport has errors of its own
+                with self._lock:  # the rest may not begin before callers see it
+                    sendings += self._waiting
+                    self._waiting, self._waiting_messages = [], 0
+                self._failed(sendings, error)
+
+    def _send_all(self, sendings: list[Sending]) -> None:
+        left = [sending for sending in sendings if not self._is_refused(sending, self._declare)]
+        for sending in left:
+            self._link.declare(sending.letter.target)  # again, if a refusal has cost the channel
+        try:
+            self._send(left)
+        except RefusedError:  # of one of the queues, and nobody says which
+            left = [sending for sending in left if not self._is_refused(sending, lambda one: self._send([one]))]
+        self._succeeded(left)
+
+    def _declare(self, sending: Sending) -> None:
+        try:
+            self._link.declare(sending.letter.target)
+        except RefusedError:
+            self._link.close()  # the broker has closed the channel
+            raise
+
+    def _send(self, sendings: list[Sending]) -> None:
+        if sendings:
+            self._link.send([sending.letter for sending in sendings], float("inf"))
+
+    def _is_refused(self, sending: Sending, step: Callable[[Sending], None]) -> bool:
+        try:
+            step(sending)
+        except RefusedError as error:
+            self._broker.answered()
+            self._tell_refused(sending.queue, sending.letter.target, str(error))
+            sending.end(is_sent=False)
+            return True
+        return False
+
+    # -- what became of it ------------------------------------------------------------------------
+
+    def _succeeded(self, sendings: list[Sending]) -> None:
+        self._is_late = False
+        self._broker.answered()
+        for sending in sendings:
+            self._refused.pop(sending.queue, None)
+            sending.end(is_sent=True)
+
+    def _failed(self, sendings: list[Sending], error: Exception) -> None:
+        if not isinstance(error, BlockedError):  # on another connection it would say so only after the next message
+            self._link.close()
+        self._is_late = False
+        self._broker.failed(str(error) if isinstance(error, BlockedError) else f"{type(error).__name__}: {error}")
+        for sending in sendings:
+            sending.end(is_sent=False)
 
     def _tell_refused(self, queue: str, target: Queue, error: str) -> None:
         is_new = queue not in self._refused
@@ -166,74 +246,6 @@ class Publisher:
                 f"the broker's queue {target.name} is not what task_default_queue_type says, or not ours to use: "
                 "correct the setting, or delete the queue while no worker runs; meanwhile its tasks run late"
             )
+            if WRONG_TYPE in error:
+                remedy = f"the key {target.name} in Redis is not a list: delete it; meanwhile its tasks run late"
             self._events.emit("queue.refused", queue=queue, error=error, remedy=remedy)
-
-    def _send_one(self, name: str, target: Queue, args: list[Any], options: Mapping[str, Any]) -> None:
-        producer = self._producer or self._connect()
-        if target.name not in self._declared:
-            self._declare(target, producer.channel)
-        self._demand_unblocked()
-        message = self._app.amqp.as_task_v2(
-            uuid(),
-            name,
-            args=args,
-            eta=options.get("eta"),
-            expires=options.get("expires"),
-            argsrepr=options.get("repr", ""),
-        )
-        producer.publish(
-            message.body,
-            # By the default exchange: no look-up of bindings, and the queue is there, since it was declared.
-            exchange="",
-            routing_key=target.name,
-            serializer="json",
-            headers={**message.headers, "ignore_result": True},
-            delivery_mode=1,
-            retry=False,
-            **message.properties,
-        )
-        if self._is_blocked:  # which it said on the way: what is sent now waits in the socket
-            raise BlockedError
-
-    def _demand_unblocked(self) -> None:
-        if self._is_blocked:
-            try:
-                self._connection.drain_events(timeout=0)
-            except TimeoutError:
-                pass  # it has nothing to say
-            if self._is_blocked:
-                raise BlockedError
-
-    def _blocked(self, _reason: str) -> None:
-        self._is_blocked = True
-
-    def _unblocked(self) -> None:
-        self._is_blocked = False
-
-    def _declare(self, target: Queue, channel: Any) -> None:
-        try:
-            target(channel).declare()
-        except self._connection.channel_errors as error:
-            if type(error).__name__ in _NOT_OF_THE_QUEUE:
-                raise
-            # Only here: what AMQP refuses of a message it says later, while another queue's is sent.
-            raise RefusedError(f"{type(error).__name__}: {error}") from error
-        self._declared.add(target.name)
-
-    def _connect(self) -> Any:
-        self._connection = bounded_connection(self._app, self._step_s)
-        if self._connection.transport.driver_type == "amqp":
-            place = self._connection.connection
-            place.on_blocked, place.on_unblocked = self._blocked, self._unblocked
-        self._producer = Producer(self._connection.channel(), auto_declare=False)
-        return self._producer
-
-    def _close(self) -> None:
-        connection, self._connection, self._producer = self._connection, None, None
-        self._declared.clear()
-        self._is_quick = self._is_blocked = False
-        if connection is not None:
-            try:
-                connection.release()
-            except Exception:
-                pass  # it is broken: that is why it is closed

@@ -23,10 +23,19 @@ from delaytasks.timers.scripts import ARM, TAKE
 
 T = TypeVar("T")
 
+
+class RestingError(redis.ConnectionError):
+    """Nothing is tried for a while, since Redis has just not answered."""
+
+
 #: A call that takes less than this part of the time limit says that all is well.
 QUICK = 0.1
 #: A connection that was idle for so long is tried first.
 CHECK_S = 15
+#: The first step of connecting may take this long, as to the broker.
+CONNECT_STEP_S = 2.0
+#: So many calls that nobody waits for any more may be under way.
+MOST_IN_BACKGROUND = 50
 OLDEST = (6, 2)
 FAILURES = (RedisError, RedisClusterException, OSError)
 _NAMES = {script: sha1(script.encode(), usedforsecurity=False).hexdigest() for script in (ARM, TAKE)}
@@ -56,37 +65,68 @@ class RedisLink:
 
     def after_fork(self) -> None:
         self._lock = threading.Lock()
+        self._connecting = threading.Lock()
         self._client: Any = None
+        self._in_background = 0
         self._is_quick = False
+        #: A caller has waited in vain for work that goes on: until some of it is over nobody else waits.
+        self._is_late = False
 
     @property
     def is_up(self) -> bool:
-        return self._redis.is_up
+        return self._redis.is_up and not self._is_late
 
     def attempt(self, work: Callable[[Any], T]) -> T | None:
-        """What `work(client)` answers, or None. While all is well each of its steps is bounded by its socket; else
-        what may take many steps must not hold up the caller."""
-        began, client = monotonic(), self._client
+        """What `work(client)` answers; None if Redis is away, or does not answer within the time limit.
+
+        While all is well each step is bounded by its socket, and the caller takes them. Otherwise a thread does, and
+        finishes the work even when the caller no longer waits: what it sends is as good as before.
+        """
         if self._redis.is_resting:
             return None
+        if self._is_quick and self._client is not None:
+            return self._try(work)
+        with self._lock:
+            if self._in_background >= MOST_IN_BACKGROUND:
+                return None
+            self._in_background += 1
+            patience_s = 0 if self._is_late else self._limit_s
         try:
-            if client is not None and self._is_quick:
-                answer = _with_scripts(client, work)
-            else:
-                answer = within(self._limit_s, lambda: _with_scripts(self.connect(), work))
+            return within(patience_s, lambda: self._try_in_background(work), is_kept=True)
+        except TimeoutError:
+            self._is_late = self._in_background > 0
+            return None
+
+    def _try_in_background(self, work: Callable[[Any], T]) -> T | None:
+        try:
+            return self._try(work)
+        finally:
+            with self._lock:
+                self._in_background -= 1
+                self._is_late = False
+
+    def _try(self, work: Callable[[Any], T]) -> T | None:
+        try:
+            client = self.connect()
+            began = monotonic()
+            answer = _with_scripts(client, work)
+        except RestingError:
+            return None
         except FAILURES as error:
             self._client = None
             self.failures += 1
             self._redis.failed(f"{type(error).__name__}: {error}")
             return None
-        self._is_quick = client is not None and monotonic() - began < self._limit_s * QUICK
+        self._is_quick = monotonic() - began < self._limit_s * QUICK
         self._redis.answered()
         return answer
 
     def connect(self) -> Any:
-        """The client; a new one if there is none."""
+        """The client; a new one if there is none. `RestingError` if another thread has just failed to make one."""
         if self._client is None:
-            with self._lock:
+            with self._connecting:
+                if self._redis.is_resting:
+                    raise RestingError("another thread has just tried to connect")
                 if self._client is None:
                     self._client = self._connect()
         return self._client
@@ -112,8 +152,8 @@ class RedisLink:
 
     def _connect(self) -> Any:
         options: dict[str, Any] = {
-            "socket_timeout": self._limit_s / 2,
-            "socket_connect_timeout": self._limit_s / 2,
+            "socket_timeout": self._limit_s,
+            "socket_connect_timeout": max(CONNECT_STEP_S, self._limit_s),
             "retry": Retry(NoBackoff(), 0),
             "health_check_interval": CHECK_S,  # a subscription whose other end is gone hears nothing of that
             "protocol": 2,

@@ -21,7 +21,7 @@ from delaytasks.core.availability import Availability
 from delaytasks.core.ports import Settlement
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import shown, storable
-from delaytasks.timers.publisher import bounded_connection
+from delaytasks.timers.broker import bounded_connection
 
 logger = get_logger(__name__)
 #: As Celery cuts arguments.

@@ -67,7 +67,7 @@ class Caller:
     def post(self, url: str, body: Any = None, attempt: int = 1, **more: Any) -> Any:
         """The outcome; `TimeoutError` if there is none in time."""
         call = partial(self.http, Callback(url, body, **more), task(attempt))
-        return within(PATIENCE_S, call, at_exit=call)
+        return within(PATIENCE_S, call)
 
 
 def task(attempt: int = 1, **more: Any) -> DelayTask:

@@ -44,6 +44,13 @@ def test_it_rests_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not broker.is_up, "nobody has asked"
 
 
+def test_a_success_ends_the_rest() -> None:
+    broker = Availability(lambda error: None)
+    broker.failed("away")
+    broker.answered()
+    assert not broker.is_resting
+
+
 def test_threads_that_find_out_together_tell_once() -> None:
     class Watched(Availability):
         """Whose state another thread may look at between a look and a change."""

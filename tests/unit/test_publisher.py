@@ -11,6 +11,7 @@ from kombu.entity import Queue
 
 from delaytasks.core import availability
 from delaytasks.core.events import Events
+from delaytasks.timers import broker as broker_module
 from delaytasks.timers import publisher as publisher_module
 from delaytasks.timers.publisher import Publisher
 
@@ -55,7 +56,7 @@ class Desk(Publisher):
 def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
     monkeypatch.setattr(Desk, "refused", frozenset({"refusal.bad"}))
     monkeypatch.setattr(Desk, "now", 1000.0)
-    for module in (publisher_module, availability):
+    for module in (publisher_module, broker_module, availability):
         monkeypatch.setattr(module, "monotonic", lambda: Desk.now)
     return Desk()
 
@@ -89,7 +90,7 @@ def test_a_refused_queue_is_tried_again_after_its_rest_and_told_once(
 
 def test_a_broker_that_refuses_a_queue_is_there(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(publisher_module, "bounded_connection", lambda *_: (_ for _ in ()).throw(OSError("away")))
+        patch.setattr(broker_module, "bounded_connection", lambda *_, **__: (_ for _ in ()).throw(OSError("away")))
         assert not desk.sends_to("bad")
     assert not desk.is_up
     Desk.now += availability.REST_S + 0.1
@@ -101,10 +102,11 @@ def test_a_broker_that_refuses_a_queue_is_there(desk: Desk, monkeypatch: pytest.
 def test_a_broker_that_is_away_is_away_for_all_queues(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     assert desk.sends_to("good")
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise OSError("away")
 
-    monkeypatch.setattr(desk, "_send_one", fail)
+    monkeypatch.setattr(desk._link, "_send_one", fail)
+    monkeypatch.setattr(broker_module, "bounded_connection", fail)
     assert not desk.sends_to("good")
     monkeypatch.undo()
     assert not desk.is_up

@@ -1,0 +1,184 @@
+"""Brokers that are healthy and far away: the fast path works, and nobody waits longer than the limit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from celery import Celery
+from redis import Redis
+
+from delaytasks.core.events import Events
+from delaytasks.timers.publisher import Publisher
+from tests.proxy import Proxy, proxy_to
+from tests.running import ROOT, delete_keys
+from tests.unit.test_redis_timer import Bench
+from tests.waiting import wait_until
+
+LIMIT_S = 0.5
+#: The machine's own share of a call, when it is busy.
+SLACK_S = 0.4
+#: Each way: a round trip takes 0.1 s.
+DELAY_S = 0.05
+#: More than the dozen round trips of a new connection.
+CONNECTED_S = 10
+THREADS, EACH = 16, 5
+MESSAGE: list[tuple[list[Any], dict[str, Any]]] = [([[]], {})]
+BROKERS = pytest.mark.parametrize("broker", ["redis", "rabbitmq"])
+
+
+class Far:
+    """A publisher whose broker is reached through a proxy."""
+
+    def __init__(self, url: str) -> None:
+        self.proxy = proxy_to(url)
+        self.proxy.delay_s = DELAY_S
+        self.url = url
+        self.namespace = f"far{id(self):x}"
+        self.events = Events()
+        app = Celery("producer", broker=self.proxy.url(url), set_as_current=False)
+        self.publisher = Publisher(app, self.namespace, LIMIT_S, self.events)
+
+    def send(self, queue: str = "default") -> tuple[bool, float]:
+        """Whether it was sent, and the seconds that it took."""
+        began = time.monotonic()
+        is_sent = self.publisher.send("delaytasks.run", queue, MESSAGE)
+        return is_sent, time.monotonic() - began
+
+    def arrived(self, queue: str = "default") -> int:
+        with Celery("reader", broker=self.url, set_as_current=False).connection_for_write() as connection:
+            return int(self.publisher.queue(queue)(connection).queue_declare().message_count)
+
+    def close(self) -> None:
+        self.proxy.heal()
+        self.publisher.close()
+        with Celery("reader", broker=self.url, set_as_current=False).connection_for_write() as connection:
+            for name in ("default", "other"):
+                queue = self.publisher.queue(name)(connection)
+                queue.delete()
+                queue.exchange.delete()
+            delete_keys(connection, self.namespace)
+        self.proxy.close()
+
+
+@pytest.fixture
+def far(broker: str, request: pytest.FixtureRequest) -> Iterator[Far]:
+    made = Far(request.getfixturevalue(f"{broker}_url"))
+    yield made
+    made.close()
+
+
+@BROKERS
+def test_many_threads_reach_a_broker_that_is_far_away(far: Far) -> None:
+    assert far.send()[1] < LIMIT_S + SLACK_S, "connecting takes longer"
+    wait_until(lambda: far.arrived() == 1, CONNECTED_S, "the first message, which the caller did not wait for")
+    wait_until(lambda: far.publisher.is_up, 5, "the publisher to know")
+    with ThreadPoolExecutor(THREADS) as pool:
+        answers = list(pool.map(lambda _: far.send(), range(THREADS * EACH)))
+    assert max(took for _, took in answers) < LIMIT_S + SLACK_S
+    wait_until(lambda: far.arrived() == 1 + THREADS * EACH, 5, "all messages")
+    assert all(is_sent for is_sent, _ in answers)
+    assert far.events.counts["timer.down"] == 0
+
+
+@BROKERS
+def test_threads_that_begin_together_without_a_connection_all_reach_it(far: Far) -> None:
+    with ThreadPoolExecutor(THREADS) as pool:
+        answers = list(pool.map(lambda _: far.send(), range(THREADS * EACH)))
+    assert max(took for _, took in answers) < LIMIT_S + SLACK_S
+    wait_until(lambda: far.arrived() == THREADS * EACH, CONNECTED_S, "all messages")
+    assert far.events.counts["timer.down"] == 0
+    assert far.proxy.accepted <= 2, "one connection of ours; Kombu opens a second one for Redis"
+
+
+@BROKERS
+def test_a_connection_that_was_closed_while_nobody_used_it_costs_no_message(far: Far) -> None:
+    far.proxy.delay_s = 0
+    far.send()
+    wait_until(lambda: far.arrived() == 1, 5, "the first message")
+    wait_until(lambda: far.publisher.is_up, 5, "the publisher to know")
+    far.proxy.reset()
+    if far.url.startswith("amqp"):  # a write to a connection that was just closed meets no error yet
+        far.publisher.send("delaytasks.run", "default", MESSAGE)
+    already = far.arrived()
+    assert far.send()[0]
+    assert far.arrived() == already + 1
+    assert far.events.counts["timer.down"] == 0
+
+
+FIRST_CALL = """
+from celery import Celery
+from delaytasks.core.events import Events
+from delaytasks.timers.publisher import Publisher
+
+app = Celery("producer", broker={url!r}, set_as_current=False)
+Publisher(app, {namespace!r}, 0.5, Events()).send("delaytasks.run", "default", [([[]], {{}})])
+"""
+
+
+@BROKERS
+def test_the_first_call_of_a_short_lived_process_reaches_it(far: Far) -> None:
+    script = FIRST_CALL.format(url=far.proxy.url(far.url), namespace=far.namespace)
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=60)
+    assert far.arrived() == 1
+
+
+@BROKERS
+def test_a_short_lived_process_does_not_wait_long_for_a_black_hole(far: Far) -> None:
+    far.proxy.swallow()
+    script = FIRST_CALL.format(url=far.proxy.url(far.url), namespace=far.namespace)
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=60)
+    assert time.monotonic() - began < 15
+    far.proxy.reset()
+
+
+@pytest.mark.parametrize("broker", ["redis"])
+def test_a_key_that_is_not_a_list_keeps_no_other_queue_from_its_messages(far: Far) -> None:
+    far.proxy.delay_s = 0
+    for queue in ("default", "other"):  # which declares both
+        wait_until(lambda queue=queue: far.send(queue)[0], CONNECTED_S, "a message to be sent")  # type: ignore[misc]
+    told: list[dict[str, Any]] = []
+    far.events.subscribe(lambda name, fields: told.append(fields) if name == "queue.refused" else None)
+    with Redis.from_url(far.url) as client:
+        client.delete(f"{far.namespace}.default")
+        client.set(f"{far.namespace}.default", "x")
+        with ThreadPoolExecutor(8) as pool:
+            sent = list(pool.map(lambda n: far.send("default" if n % 2 else "other")[0], range(8)))
+        client.delete(f"{far.namespace}.default")
+    assert sent == [True, False] * 4
+    assert far.events.counts["timer.down"] == 0
+    assert [fields["remedy"].partition(" is")[0] for fields in told] == [f"the key {far.namespace}.default in Redis"]
+
+
+def test_many_threads_reach_the_redis_timer_when_it_is_far_away(redis_url: str) -> None:
+    place = proxy_to(redis_url)
+    place.delay_s = DELAY_S
+    bench = Bench(place.url(redis_url), publish_limit_s=LIMIT_S, namespace=f"far{id(place):x}")
+    try:
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(lambda id: bench.timer.arm([bench.entry(id)]), range(1, THREADS + 1)))
+        _all_are_armed(bench, THREADS)
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(lambda id: bench.timer.arm([bench.entry(id)]), range(THREADS + 1, 5 * THREADS + 1)))
+        _all_are_armed(bench, 5 * THREADS)
+        assert bench.events.counts["timer.down"] == 0
+    finally:
+        _forget(bench, redis_url, place)
+
+
+def _all_are_armed(bench: Bench, count: int) -> None:
+    wait_until(lambda: bench.timer.counts(["default"]) == {"default": (count, 0)}, CONNECTED_S, f"{count} entries")
+
+
+def _forget(bench: Bench, url: str, place: Proxy) -> None:
+    with Redis.from_url(url) as client:
+        for slot in bench.timer.slots("default"):
+            client.delete(*bench.timer.keys(slot))
+    bench.timer.link.close()
+    place.close()
