@@ -116,6 +116,10 @@ class Publisher:
             self._broker.failed(f"no answer within {limit_s:g} s")
             return False
 
+    def rest(self, queue: str, seconds: float) -> None:
+        """Send nothing to `queue` for a while: a worker has found that it cannot read what is there."""
+        self._refused[queue] = monotonic() + seconds
+
     def close(self) -> None:
         if self._lock.acquire(timeout=self._limit_s):  # else a thread waits for the broker, and ends by itself
             try:
