@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from delaytasks.core.repeats import Repeats
+
 Subscriber = Callable[[str, dict[str, Any]], None]
 
 logger = logging.getLogger("delaytasks")
@@ -47,6 +49,8 @@ _LEVELS = {
     "sweep.self": logging.WARNING,
     "queue.unserved": logging.WARNING,
     "queue.refused": logging.WARNING,
+    "queue.blocked": logging.WARNING,
+    "queue.unblocked": logging.INFO,
     "partitions.ending": logging.WARNING,
     "policy.changed": logging.INFO,
     "worker.lost": logging.WARNING,
@@ -62,7 +66,7 @@ class Events:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self._subscribers: list[Subscriber] = [log_event]
+        self._subscribers: list[Subscriber] = [Repeats(log_event)]
 
     def subscribe(self, subscriber: Subscriber) -> None:
         self._subscribers.append(subscriber)

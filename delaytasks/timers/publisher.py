@@ -113,6 +113,10 @@ class Publisher:
             return False
         return sending.is_sent
 
+    def rest(self, queue: str, seconds: float) -> None:
+        """Send nothing to `queue` for a while: a worker has found that it cannot read what is there."""
+        self._refused[queue] = monotonic() + seconds
+
     def close(self) -> None:
         """Close the connection, unless a thread is using it."""
         with self._lock:

@@ -1,114 +1,169 @@
 """Messages that Celery, or its transport, can not take in: anybody who can write to the broker may send them, and they
-must not end the worker."""
+must not end the worker, fill its memory or fill its log."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from queue import Empty
+from functools import partial
 from typing import Any
 
 from celery import bootsteps
 from celery.utils.log import get_logger
-from redis.exceptions import DataError
+from kombu.transport import virtual
+
+from delaytasks.worker.brokererrors import OF_DATA, is_the_brokers
+from delaytasks.worker.redisguard import RedisGuard
+from delaytasks.worker.strategy import JSON, MOST_BYTES
 
 logger = get_logger(__name__)
-JSON = "application/json"
-#: What reading a message may end in, and sending on what it says: a delivery tag that is a list, for one.
-OF_DATA = (LookupError, TypeError, ValueError, DataError)
+#: What Celery calls for messages that it does not accept, and which argument of each call is the message. Each of them
+#: logs the whole message, and may write to the result backend.
+CELERYS_REFUSALS = {"on_unknown_message": 1, "on_unknown_task": 1, "on_invalid_task": 1, "on_decode_error": 0}
 
 
-class GuardStep(bootsteps.StartStopStep):
+class GuardStep(bootsteps.Step):
     """Stands between the broker and Celery's own handling, which ends the worker on what it did not think of (a task
     name that is a list, in Redis text that is no JSON)."""
 
     label = "Guard"
-    requires = ("celery.worker.consumer.connection:Connection",)
 
     def __init__(self, consumer: Any, **kwargs: Any) -> None:
         super().__init__(consumer, **kwargs)
+        self._consumer = consumer
+        #: The queue from which the message comes that is being taken in, and why it is refused.
+        self._queue: str | None = None
+        self._reason: str | None = None
+        self._redis: RedisGuard | None = None
+        # Not as a step that starts after the connection: Celery's own, which declare queues, may start before it.
+        connect = consumer.connect
+        consumer.connect = lambda: self._guard_connection(connect())
         make = consumer.create_task_handler
-        consumer.create_task_handler = lambda *args, **options: self._guarded(consumer, make(*args, **options))
+        consumer.create_task_handler = lambda *args, **options: self._guarded(make(*args, **options))
+        for name, position in CELERYS_REFUSALS.items():
+            setattr(consumer, name, partial(self._refuse_for_celery, getattr(consumer, name), position))
 
-    def start(self, consumer: Any) -> None:
-        """For each new connection."""
-        transport = consumer.connection.transport
-        if transport.driver_type != "redis":
-            return
+    # -- before the transport decodes a message ---------------------------------------------------
+
+    def _guard_connection(self, connection: Any) -> Any:
+        transport = connection.transport
+        self._redis = RedisGuard(self._consumer) if transport.driver_type == "redis" else None
         create = transport.create_channel
-        transport.create_channel = lambda *args: _guarded_channel(consumer, create(*args))
-        for channel in transport.channels:
-            _guarded_channel(consumer, channel)
+        transport.create_channel = lambda *args: self._guard_channel(create(*args))
+        self._guard_channel(connection.default_channel)
+        return connection
 
-    @staticmethod
-    def _guarded(consumer: Any, handle: Callable[[Any], Any]) -> Callable[[Any], None]:
+    def _guard_channel(self, channel: Any) -> Any:
+        if not hasattr(channel, "is_guarded"):
+            channel.is_guarded = True
+            channel.basic_consume = partial(self._consume, channel, channel.basic_consume)
+            if self._redis is not None:
+                self._redis.guard(channel)
+        return channel
+
+    def _consume(self, channel: Any, consume: Callable[..., Any], queue: str, *args: Any, **options: Any) -> Any:
+        """Look at each message of one of our queues while it is raw: making kombu's own message of it decompresses its
+        body, however large the body becomes."""
+        if not queue.startswith(self._desk.delays.settings.namespace + "."):
+            return consume(queue, *args, **options)
+        if isinstance(channel, virtual.Channel):
+            answer = consume(queue, *args, **options)
+            callbacks = channel.connection._callbacks
+            callbacks[queue] = partial(self._take_in, queue, _defuse_virtual, callbacks[queue])
+            return answer
+        callback = partial(self._take_in, queue, _defuse_amqp, options.pop("callback"))
+        return consume(queue, *args, callback=callback, **options)
+
+    def _take_in(
+        self, queue: str, defuse: Callable[[Any], str | None], callback: Callable[[Any], Any], raw: Any
+    ) -> Any:
+        self._queue, self._reason = queue, defuse(raw)
+        try:
+            return callback(raw)
+        finally:
+            self._queue = self._reason = None
+
+    # -- after it ---------------------------------------------------------------------------------
+
+    @property
+    def _desk(self) -> Any:
+        return self._consumer.controller.delays_desk
+
+    def _guarded(self, handle: Callable[[Any], Any]) -> Callable[[Any], None]:
+        consumer = self._consumer
         passed_on = consumer.connection_errors + consumer.channel_errors
 
         def on_message(message: Any) -> None:
-            desk = consumer.controller.delays_desk
             try:
-                if message.content_type != JSON and _is_ours(consumer, desk, message):
-                    # Before anything of it is decoded, whatever the app's `accept_content` says.
-                    raise ValueError(f"content type {message.content_type!r:.40}")
+                if self._is_ours(message):
+                    self._check(message)
                 handle(message)
             except Exception as error:
-                if _is_the_brokers(error, passed_on):
+                if is_the_brokers(error, passed_on):
                     raise
-                desk.refuse("message", error)
-                if not message.acknowledged:
-                    message.ack_log_error(logger, (*passed_on, *OF_DATA))
+                self._refuse(message, error)
 
         return on_message
 
+    def _check(self, message: Any) -> None:
+        """Before anything of it is decoded, whatever the app's `accept_content` says: our messages are JSON."""
+        if self._reason is not None:
+            raise ValueError(self._reason)
+        if message.content_type != JSON:
+            raise ValueError(f"content type {message.content_type!r:.40}")
+        if message.body is not None and len(message.body) > MOST_BYTES:
+            raise ValueError("too long")
+        message.accept = {JSON}
 
-def _is_ours(consumer: Any, desk: Any, message: Any) -> bool:
-    """In one of our queues. In Redis the message itself says where it was, so a worker of ours alone believes none."""
-    prefix = desk.delays.settings.namespace + "."
-    if all(queue.name.startswith(prefix) for queue in consumer.task_consumer.queues):
-        return True
-    return str((message.delivery_info or {}).get("routing_key")).startswith(prefix)
+    def _refuse_for_celery(self, celerys_own: Callable[..., Any], position: int, *args: Any) -> None:
+        """In place of what Celery does with a message that it does not accept, for messages of our queues."""
+        message = args[position]
+        if not self._is_ours(message):
+            celerys_own(*args)
+            return
+        error = next((arg for arg in args if isinstance(arg, Exception)), None)
+        reason = self._reason or f"not a message of ours: {type(error).__name__} {error}"
+        self._refuse(message, ValueError(reason))
+
+    def _refuse(self, message: Any, error: Exception) -> None:
+        self._desk.refuse("message", error)
+        if not message.acknowledged:
+            passed_on = self._consumer.connection_errors + self._consumer.channel_errors
+            message.ack_log_error(logger, (*passed_on, *OF_DATA))
+
+    def _is_ours(self, message: Any) -> bool:
+        """Whether it was in one of our queues. In Redis the message itself says where it was, so a worker that serves
+        our queues alone does not ask it."""
+        prefix = self._desk.delays.settings.namespace + "."
+        if self._queue is not None:
+            return True
+        tasks = self._consumer.task_consumer
+        if tasks is not None and all(queue.name.startswith(prefix) for queue in tasks.queues):
+            return True
+        return str((message.delivery_info or {}).get("routing_key")).startswith(prefix)
 
 
-def _is_the_brokers(error: Exception, kinds: tuple[type[Exception], ...]) -> bool:
-    """Celery takes a message without properties for a lost connection, too."""
-    return isinstance(error, OSError) or (isinstance(error, kinds) and not isinstance(error, OF_DATA))
+def _defuse_virtual(raw: Any) -> str | None:
+    """Why this message is refused, if it is: then nothing is left of it that kombu would decode. `raw` is what kombu's
+    own transports read from a broker."""
+    if not isinstance(raw, dict):
+        return None  # kombu does not take it for a message
+    headers, body = raw.get("headers"), raw.get("body")
+    size = len(body) if isinstance(body, (str, bytes)) else 0
+    reason = _why_not(headers, size, most=MOST_BYTES * 4 // 3 + 4)  # it may be base64
+    if reason is not None:
+        raw["headers"], raw["body"] = {}, ""
+    return reason
 
 
-def _guarded_channel(consumer: Any, channel: Any) -> Any:
-    """By these handlers it reads queues, and what is said to all. Of the latter several may have come together, and
-    nobody would look at those behind one that failed until another one comes."""
-
-    def nothing() -> bool:
-        return False
-
-    def has_more() -> bool:
-        connection = channel.subclient.connection
-        return connection is not None and bool(connection.can_read(timeout=0))
-
-    read: Any
-    for name, read in list(channel.handlers.items()):
-        if not hasattr(read, "is_guarded"):
-            more = has_more if name == "LISTEN" else nothing
-            channel.handlers[name] = _guarded_read(consumer, read, more)
-    return channel
+def _defuse_amqp(raw: Any) -> str | None:
+    """The same for a message of py-amqp."""
+    reason = _why_not(raw.properties.get("application_headers"), len(raw.body or b""), MOST_BYTES)
+    if reason is not None:
+        raw.properties["application_headers"], raw.body = {}, b""
+    return reason
 
 
-def _guarded_read(consumer: Any, read: Callable[..., Any], has_more: Callable[[], bool]) -> Callable[..., Any]:
-    passed_on = consumer.connection_errors + consumer.channel_errors
-
-    def guarded(*args: Any, **options: Any) -> Any:
-        while True:
-            try:
-                return read(*args, **options)
-            except Empty:
-                if not has_more():
-                    raise
-            except Exception as error:
-                if _is_the_brokers(error, passed_on):
-                    raise
-                # It was taken from the list, and is gone.
-                consumer.controller.delays_desk.refuse("message", error)
-                if not has_more():
-                    return None
-
-    guarded.is_guarded = True  # type: ignore[attr-defined]
-    return guarded
+def _why_not(headers: Any, size: int, most: int) -> str | None:
+    if isinstance(headers, dict) and headers.get("compression"):
+        return f"compressed ({headers['compression']!r:.40})"
+    return "too long" if size > most else None

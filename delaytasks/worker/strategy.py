@@ -14,6 +14,8 @@ logger = get_logger(__name__)
 Handler = Callable[..., None]
 #: Longer ones are not ours: 1,000 entries of four 64-bit numbers fit.
 MOST_BYTES = 256 * 1024
+#: The only content that is decoded.
+JSON = "application/json"
 
 
 def run_strategy(task: Any, app: Any, consumer: Any) -> Handler:
@@ -72,10 +74,11 @@ def _acknowledger(app: Any, connection_errors: Any) -> Callable[[Any], None]:
 
 
 def _arguments(message: Any, body: Any) -> Any:
-    if message.content_type != "application/json":
+    if message.content_type != JSON:
         raise ValueError(f"content type {message.content_type!r:.40}")
     if len(message.body) > MOST_BYTES:
         raise ValueError("too long")
+    message.accept = {JSON}  # whatever the app accepts
     payload = message.payload if body is None else body
     if isinstance(payload, dict):
         return payload["args"]  # protocol 1

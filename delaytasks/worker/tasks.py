@@ -32,10 +32,26 @@ _OURS = {
 
 class Carrier(Task):
     """Monitors hear of rows, not of what carries them: with `task_send_sent_event` in the app's configuration beat's
-    sweeps would fill their lists."""
+    sweeps would fill their lists. Nor are our messages compressed when `task_compression` says so: workers refuse to
+    decompress what anybody may have sent."""
 
-    def apply_async(self, *args: Any, **options: Any) -> Any:
-        return super().apply_async(*args, **{**options, "event_dispatcher": _Silence})
+    def apply_async(self, *args: Any, producer: Any = None, **options: Any) -> Any:
+        with self.app.producer_or_acquire(producer) as sender:
+            options |= {"event_dispatcher": _Silence, "producer": _Uncompressed(sender)}
+            return super().apply_async(*args, **options)
+
+
+class _Uncompressed:
+    """A producer that does as it is told, except that it compresses nothing."""
+
+    def __init__(self, producer: Any) -> None:
+        self._producer = producer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._producer, name)
+
+    def publish(self, *args: Any, **options: Any) -> Any:
+        return self._producer.publish(*args, **{**options, "compression": ""})
 
 
 class _Silence:

@@ -25,7 +25,7 @@ from delaytasks.core.ids import MAX_ID
 from delaytasks.core.ports import Entry
 from delaytasks.timers.direct import read_notice
 from delaytasks.timers.eta import RUN
-from delaytasks.worker.guard import _guarded_read
+from delaytasks.worker.redisguard import RedisGuard
 from delaytasks.worker.tasks import SWEEP
 from tests.fuzzing import fuzz, json_like
 from tests.unit.test_desk import Worker, make_desk
@@ -240,14 +240,14 @@ def test_nothing_of_ours_goes_to_a_result_backend(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [ValueError("no JSON"), KeyError("properties"), TypeError(), RecursionError()])
 def test_what_the_transport_can_not_read_is_refused(reader: Reader, error: Exception) -> None:
     before = reader.refused
-    assert _guarded_read(reader.consumer, raiser(error), lambda: False)() is None
+    assert RedisGuard(reader.consumer).read(raiser(error), lambda: False) is None
     assert reader.refused == before + 1
 
 
 def test_a_broker_that_is_away_or_has_nothing_is_told_of_as_ever(reader: Reader) -> None:
     for error in (Empty(), reader.consumer.connection_errors[0]()):
         with pytest.raises(type(error)):
-            _guarded_read(reader.consumer, raiser(error), lambda: False)()
+            RedisGuard(reader.consumer).read(raiser(error), lambda: False)
 
 
 def test_what_came_behind_it_is_read_as_well(reader: Reader) -> None:
@@ -259,7 +259,7 @@ def test_what_came_behind_it_is_read_as_well(reader: Reader) -> None:
             raise error
         return True
 
-    assert _guarded_read(reader.consumer, read, lambda: bool(coming))() is True
+    assert RedisGuard(reader.consumer).read(read, lambda: bool(coming)) is True
 
 
 def raiser(error: Exception) -> Callable[[], Any]:

@@ -1,0 +1,208 @@
+"""One command to a Redis broker may put something else where a queue is. Workers stay alive, log which key it is, run
+what is due from the table, and use the queue again when the key is repaired."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from delaytasks import DelayTask
+from tests.redis_server import RedisServer
+from tests.running import QUICK, Deployment, Process
+from tests.waiting import SLACK_S, wait_until
+
+#: A blocked queue is tried again after at most so long.
+RETRY_S = 5
+
+
+class Broker:
+    """A Redis of this test's own, with a deployment on it."""
+
+    def __init__(self, folder: Path, database: str, server: RedisServer, **settings: Any) -> None:
+        self.server = server
+        self.redis: Redis = server.client()
+        self.d = Deployment(folder, database, server.url, **settings)
+        self.queue = self.d.delays.publisher.queue("default").name
+
+    def block(self, key: str) -> None:
+        """Puts a string where a list, a set or a hash should be, whatever is written there meanwhile."""
+        with self.redis.pipeline() as pipe:
+            pipe.delete(key).set(key, "x").execute()
+
+    def worker(self, *options: str, **more: Any) -> Process:
+        return self.d.worker(*options, concurrency=1, **more)
+
+    def run_soon(self, count: int = 3) -> list[DelayTask]:
+        tasks = [self.d.schedule(delay=0.3) for _ in range(count)]
+        self.d.wait_for(tasks, deadline_s=20)
+        return tasks
+
+    def lateness_s(self, task: DelayTask) -> float:
+        """As the task itself saw it."""
+        found = next(run for run in self.d.runs() if run[0] == str(task.id))
+        return int(found[1]) / 1e6
+
+    def wait_until_on_time(self) -> None:
+        """The queue is in use again: a task that is due soon comes by the broker, not by a sweep."""
+
+        def is_on_time() -> bool:
+            [task] = self.run_soon(1)
+            return self.lateness_s(task) < QUICK["grace_s"]
+
+        wait_until(is_on_time, RETRY_S + 30, lambda: f"the queue to be used again\n{self.d.stacks()}")
+
+    def close(self) -> None:
+        self.redis.flushall()
+        self.d.close()
+        self.redis.close()
+
+
+Open = Callable[..., Broker]
+
+
+@pytest.fixture
+def open_broker(tmp_path: Path, postgresql_url: str, start_redis: Callable[..., RedisServer]) -> Iterator[Open]:
+    made: list[Broker] = []
+
+    def make(*options: str, **settings: Any) -> Broker:
+        made.append(Broker(tmp_path, postgresql_url, start_redis(*options), **settings))
+        return made[-1]
+
+    yield make
+    for broker in made:
+        broker.close()
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
+def test_a_worker_outlives_a_queue_whose_key_is_a_string(open_broker: Open, pool: str) -> None:
+    broker = open_broker()
+    worker = broker.worker(pool=pool)
+    broker.run_soon()
+    broker.block(broker.queue)
+    wait_until(lambda: "queue.blocked" in worker.log(), 10 + SLACK_S, lambda: f"it to be told\n{broker.d.logs()}")
+    broker.run_soon()
+    assert not worker.ended(), worker.log()
+    line = next(line for line in worker.log().splitlines() if "queue.blocked" in line)
+    assert f"key='{broker.queue}'" in line
+    assert "WRONGTYPE" in line
+    assert "remedy=" in line
+    assert worker.log().count("queue.blocked") <= 2, "it is not told at each try"
+    broker.redis.delete(broker.queue)
+    broker.wait_until_on_time()
+    assert "queue.unblocked" in worker.log()
+    assert not worker.ended()
+
+
+def test_a_worker_starts_where_a_queues_key_is_a_string(open_broker: Open) -> None:
+    broker = open_broker()
+    for key in (broker.queue, f"_kombu.binding.{broker.queue}", f"_kombu.binding.permanent.{broker.queue}"):
+        broker.block(key)
+    worker = broker.worker()
+    broker.run_soon()
+    assert "queue.blocked" in worker.log()
+    broker.redis.flushall()
+    broker.wait_until_on_time()
+    assert not worker.ended()
+
+
+@pytest.mark.parametrize(("key", "queue"), [("\x06\x163", "default"), ("", "mail")])
+def test_other_queues_are_on_time_while_one_is_blocked(open_broker: Open, key: str, queue: str) -> None:
+    """Celery's own as well."""
+    broker = open_broker()
+    own = f"own-{broker.d.settings['namespace']}"
+    worker = broker.worker("-Q", f"default,mail,{own}")
+    broker.run_soon(1)
+    broker.block(broker.queue + key)
+    wait_until(lambda: "queue.blocked" in worker.log(), 10 + SLACK_S, lambda: f"it to be told\n{broker.d.logs()}")
+    task = broker.d.schedule("test.mail", delay=1, queue=queue)
+    broker.d.wait_for([task])
+    late_s = (broker.d.delays.get(task).execution_time - task.expected_time).total_seconds()  # type: ignore[operator]
+    assert late_s < QUICK["grace_s"]
+    broker.d.delays.celery.send_task("no.such.task", queue=own)
+    wait_until(lambda: broker.redis.llen(own) == 0, 10, "Celery's own queue to be read")
+    assert not worker.ended()
+
+
+def test_a_worker_outlives_keys_of_celerys_own_that_are_strings(open_broker: Open) -> None:
+    """A worker that serves Celery's own queue writes down there what it has not acknowledged."""
+    broker = open_broker()
+    own = f"own-{broker.d.settings['namespace']}"
+    worker = broker.worker("-Q", f"default,{own}")
+    broker.run_soon(1)
+    for key in ("unacked", "unacked_index", "unacked_mutex", "_kombu.binding.celeryev", "_kombu.binding.celery.pidbox"):
+        broker.block(key)
+    for _ in range(3):
+        broker.d.delays.celery.send_task("no.such.task", queue=own)
+    wait_until(lambda: broker.redis.llen(own) == 0, 10, lambda: f"the messages to be read\n{broker.d.logs()}")
+    broker.run_soon()
+    assert not worker.ended(), worker.log()
+    assert worker.log().count("queue.blocked") <= 3
+    broker.block(own)
+    broker.run_soon()
+    assert not worker.ended(), worker.log()
+
+
+@pytest.mark.parametrize(
+    ("breaks", "mends"),
+    [
+        ("ACL SETUSER default -brpop -lpush -llen", "ACL SETUSER default on nopass ~* &* +@all"),
+        ("ACL SETUSER default -brpop", "ACL SETUSER default on nopass ~* &* +@all"),
+        ("ACL SETUSER default resetkeys ~nothing", "ACL SETUSER default on nopass ~* &* +@all"),
+        ("CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0"),
+        ("REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE"),
+    ],
+)
+def test_a_worker_outlives_a_redis_that_refuses(open_broker: Open, breaks: str, mends: str) -> None:
+    """No right to the queue, no memory, a replica that takes no writes."""
+    broker = open_broker()
+    worker = broker.worker()
+    broker.run_soon()
+    broker.redis.execute_command(*breaks.split())
+    try:
+        broker.run_soon()
+        assert not worker.ended(), worker.log()
+        assert worker.log().count("\n") < 150, worker.log()
+    finally:
+        broker.redis.execute_command(*mends.split())
+    broker.wait_until_on_time()
+    assert not worker.ended()
+
+
+@pytest.mark.parametrize(
+    ("breaks", "mends"),
+    [
+        ("ACL SETUSER default -evalsha -zadd", "ACL SETUSER default on nopass ~* &* +@all"),
+        ("CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0"),
+        ("REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE"),
+    ],
+)
+def test_the_redis_timer_outlives_a_redis_that_refuses(open_broker: Open, breaks: str, mends: str) -> None:
+    broker = open_broker(timer="redis")
+    worker = broker.worker()
+    broker.run_soon()
+    broker.redis.execute_command(*breaks.split())
+    try:
+        broker.run_soon()
+        assert not worker.ended(), worker.log()
+    finally:
+        broker.redis.execute_command(*mends.split())
+    broker.wait_until_on_time()
+
+
+def test_a_worker_starts_where_the_redis_timers_keys_are_strings(open_broker: Open) -> None:
+    broker = open_broker(timer="redis")
+    timer = broker.d.delays.redis_timer
+    assert timer is not None
+    for slot in timer.slots("default"):
+        for key in timer.keys(slot):
+            broker.block(key)
+    worker = broker.worker()
+    broker.run_soon()
+    assert "timer.blocked" in worker.log()
+    broker.redis.flushall()
+    broker.wait_until_on_time()
+    assert not worker.ended()

@@ -1,0 +1,85 @@
+"""An event that comes with each row is logged once a minute, with a count of those that were not logged."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from delaytasks.core import repeats as repeats_module
+from delaytasks.core.events import _LEVELS, Events
+from delaytasks.core.repeats import MOST_SUBJECTS, QUIET_S, SUBJECTS, Repeats
+
+
+class Log:
+    """What was logged, by a clock that is set."""
+
+    now = 1000.0
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, dict[str, Any]]] = []
+        self.repeats = Repeats(lambda name, fields: self.lines.append((name, fields)))
+
+    def tell(self, tag: str, times: int = 1, name: str = "task.no_processor") -> None:
+        for number in range(times):
+            self.repeats(name, {"id": number, "tag": tag})
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Log:
+    monkeypatch.setattr(repeats_module, "monotonic", lambda: Log.now)
+    monkeypatch.setattr(Log, "now", 1000.0)
+    return Log()
+
+
+def test_a_tag_is_logged_once_a_minute_with_a_count(log: Log) -> None:
+    log.tell("mail", 1000)
+    assert log.lines == [("task.no_processor", {"id": 0, "tag": "mail"})]
+    Log.now += QUIET_S
+    log.repeats.flush()
+    assert log.lines[1:] == [("task.no_processor", {"id": 999, "tag": "mail", "count": 999})]
+    log.tell("mail", 5)
+    assert len(log.lines) == 2, "its next minute has begun"
+    Log.now += QUIET_S
+    log.tell("mail")
+    assert log.lines[2][1]["count"] == 5
+    Log.now += 2 * QUIET_S
+    log.repeats.flush()
+    assert sum(fields.get("count", 1) for _, fields in log.lines) == 1006, "none is left out"
+
+
+def test_what_is_rare_is_logged_as_it_comes(log: Log) -> None:
+    for _ in range(3):
+        log.tell("mail")
+        Log.now += QUIET_S + 1
+    assert [fields.get("count") for _, fields in log.lines] == [None, None, None]
+
+
+def test_each_tag_is_told_apart_as_long_as_they_are_few(log: Log) -> None:
+    for number in range(10 * MOST_SUBJECTS):
+        log.tell(f"tag{number}")
+    assert len(log.lines) == MOST_SUBJECTS + 1
+    Log.now += QUIET_S
+    log.repeats.flush()
+    assert sum(fields.get("count", 1) for _, fields in log.lines) == 10 * MOST_SUBJECTS
+
+
+def test_failures_are_logged_one_by_one(log: Log) -> None:
+    log.tell("mail", 50, name="task.failed")
+    assert len(log.lines) == 50
+
+
+def test_what_is_bounded_is_logged_at_all() -> None:
+    assert SUBJECTS.keys() <= _LEVELS.keys()
+
+
+def test_subscribers_and_counters_get_every_event(caplog: pytest.LogCaptureFixture) -> None:
+    events, told = Events(), []
+    events.subscribe(lambda name, fields: told.append(fields["id"]))
+    with caplog.at_level(logging.WARNING, "delaytasks"):
+        for number in range(100):
+            events.emit("task.no_processor", id=number, tag="mail", next_try_s=5)
+    assert told == list(range(100))
+    assert events.counts["task.no_processor"] == 100
+    assert len([record for record in caplog.records if "no_processor" in record.getMessage()]) == 1
