@@ -105,8 +105,8 @@ def reason(error: str | None) -> str:
     return cell(after[0] if after else lines[-1], 80)
 
 
-def count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {plural or noun + 's'}"
 
 
 def block(text: str, indent: str = "  ") -> str:
