@@ -92,7 +92,7 @@ class Parts:
         if len(self._databases.stores) > 1:
             tasks, timer = ShardTasks(self._databases, number), ShardTimer(timer, number)
             swept = events.about(shard=number)
-        policies = PolicyCache(store.policies.read)
+        policies = PolicyCache(store.policies.changes)
         holding = Holding(settings, policies, store.policies, store.holding, clock, timer, events)
         sweeper = Sweeper(settings, store.sweeps, store.workers, clock, timer, swept, holding)
         tell = None if self.direct_timer is None else self.direct_timer.tell

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from enum import Enum
@@ -44,12 +45,16 @@ class PolicyVerbs(ABC):
     @abstractmethod
     def routes(self) -> Routes: ...
 
-    def policies(self) -> list[Policy]:
-        """All tags and queues that are paused or limited, and how many of their tasks are held and run."""
+    def policies(self, *, tag: str | None = None, queue: str | None = None) -> list[Policy]:
+        """Return the tags and queues that are paused or limited, and how many of their tasks are held and run.
+
+        With `tag` or `queue` the list has the policy of that one, if there is one.
+        """
+        only = () if tag is None and queue is None else named(tag, queue)
 
         def read(shard: Shard) -> list[Policy]:
             table = shard.store.policies
-            return _counted(table.read(), table)
+            return _counted(table.read(*only), table)
 
         answers, down = self._ask(read)
         if not answers:
@@ -145,13 +150,22 @@ class PolicyVerbs(ABC):
 def _counted(policies: list[Policy], table: PolicyTable) -> list[Policy]:
     if not policies:
         return []
-    held, running = table.held(), table.running()
-    kinds = {"tag": 0, "queue": 1}
+    held, running = _by_policy(table.held()), _by_policy(table.running())
 
-    def of(counts: dict[tuple[str, str], int], policy: Policy) -> int:
-        return sum(count for names, count in counts.items() if names[kinds[policy.kind]] == policy.name)
+    def count(policy: Policy) -> Policy:
+        name = policy.kind, policy.name
+        return replace(policy, held=held[name], running=running[name])
 
-    return [replace(policy, held=of(held, policy), running=of(running, policy)) for policy in policies]
+    return [count(policy) for policy in policies]
+
+
+def _by_policy(counts: dict[tuple[str, str], int]) -> Counter[tuple[Kind, str]]:
+    """How many rows each tag, and each queue, has."""
+    found: Counter[tuple[Kind, str]] = Counter()
+    for (tag, queue), count in counts.items():
+        found["tag", tag] += count
+        found["queue", queue] += count
+    return found
 
 
 def _total(counts: Iterable[int | None]) -> int | None:

@@ -102,8 +102,8 @@ def reason(error: str | None) -> str:
     return last_line(error, 80) or NOTHING
 
 
-def count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {plural or noun + 's'}"
 
 
 def block(text: str, indent: str = "  ") -> str:

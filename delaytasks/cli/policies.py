@@ -15,6 +15,8 @@ from delaytasks.core.policies import Policy
 
 #: Takes a limit away.
 NONE = "none"
+#: Policies that one call lists unless it is told otherwise.
+PAGE = 100
 
 
 def _target(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,24 +63,35 @@ def policy() -> None:
 
 
 @policy.command("list", epilog=EXIT_CODES)
+@click.option("--limit", type=click.IntRange(1, 1_000_000), default=PAGE, show_default=True, help="Policies on a page.")
+@click.option("--page", type=click.IntRange(1), default=1, show_default=True, help="The page.")
 @pass_cli
-def list_(cli: Cli) -> None:
+def list_(cli: Cli, limit: int, page: int) -> None:
     """List the tags and queues that are paused or limited, and how many of their tasks are held and run.
 
     \b
     delaytasks policy list
+    delaytasks policy list --limit 1000 --page 2
     """
-    found = cli.delays.policies()
+    known = cli.delays.policies()
+    found = known[(page - 1) * limit : page * limit]
+    has_more = page * limit < len(known)
     if cli.is_json:
-        print_json({"policies": [each.as_json() for each in found]})
+        policies = [each.as_json() for each in found]
+        print_json({"policies": policies, "total": len(known), "next_page": page + 1 if has_more else None})
+        return
+    if not known:
+        cli.note("No policies: nothing is paused, nothing is limited.")
         return
     if not found:
-        cli.note("No policies: nothing is paused, nothing is limited.")
+        cli.note(f"There is no page {page}: {count(len(known), 'policy', 'policies')} in all.")
         return
     headings = ("kind", "name", "paused", "held", "running", "at once", "each key", "rate", "since", "actor")
     print_table(headings, map(_row, found), right="held running", folded="name actor", extra="since")
     for each in found:
         _note_missing(cli, each)
+    if has_more:
+        cli.note(f"{len(found):,} of {len(known):,} policies; the next ones: --page {page + 1}")
 
 
 @policy.command("set", epilog=EXIT_CODES)
@@ -126,8 +139,9 @@ def _number(name: str, text: str) -> int:
 
 def _tell(cli: Cli, changed: Policy) -> None:
     """What holds now, and how many tasks it holds so far."""
-    known = {(each.kind, each.name): each for each in cli.delays.policies()}
-    now = known.get((changed.kind, changed.name), changed)
+    is_tag = changed.kind == "tag"
+    known = cli.delays.policies(tag=changed.name if is_tag else None, queue=None if is_tag else changed.name)
+    now = known[0] if known else changed
     if cli.is_json:
         print_json(now.as_json())
         return

@@ -23,9 +23,12 @@ from delaytasks.core.states import Status
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
+    from delaytasks.core.policies import Policy
     from delaytasks.shards import Shard
 
 BAD, GOOD = "red", "green"
+#: Policies in the JSON document, and paused ones that a line of text names; `policy list` shows all of them.
+POLICIES, NAMED = 100, 10
 
 
 @click.command(epilog=EXIT_CODES)
@@ -86,7 +89,7 @@ def _gather(cli: Cli) -> dict[str, Any]:
     oldest = max(overdue, key=lambda each: each["late_s"], default={"oldest": None, "late_s": None})
     # Each worker is known in each database.
     workers = list({worker["name"]: worker for numbers in found for worker in numbers["workers"]}.values())
-    broker = _broker(delays)
+    broker, policies = _broker(delays), _policies(delays)
     return {
         "now": show_instant(delays.clock.now()),
         "counts": {status.name: sum(numbers["counts"][status].rows for numbers in found) for status in Status},
@@ -98,7 +101,12 @@ def _gather(cli: Cli) -> dict[str, Any]:
         "lapsed": sum(numbers["lapsed"] for numbers in found),
         "workers": workers,
         "sweeps": [sweep for numbers in found for sweep in numbers["sweeps"]],
-        "policies": _policies(delays),
+        "policies": [policy.as_json() for policy in policies[:POLICIES]],
+        "policy_counts": {
+            "all": len(policies),
+            "paused": sum(policy.is_paused for policy in policies),
+            "limited": sum(policy.has_limits for policy in policies),
+        },
         "broker": broker,
         "timer": _timer(delays, workers, broker),
         "databases": databases,
@@ -157,9 +165,10 @@ def _numbers(delays: DelayTasks, shard: Shard) -> dict[str, Any]:
     }
 
 
-def _policies(delays: DelayTasks) -> list[dict[str, Any]]:
+def _policies(delays: DelayTasks) -> list[Policy]:
+    """What is paused comes first."""
     try:
-        return [policy.as_json() for policy in delays.policies()]
+        return sorted(delays.policies(), key=lambda policy: not policy.is_paused)
     except StoreError:
         return []  # no database answers, which is told of each
 
@@ -227,7 +236,7 @@ def _print_health(found: dict[str, Any], command: str) -> None:
         [
             ("overdue", (late, BAD if overdue["count"] else "")),
             ("lease over", (f"{found['lapsed']:,}", BAD if found["lapsed"] else "")),
-            *_paused(found["policies"]),
+            *_paused(found["policies"], found["policy_counts"]["paused"]),
             *(("database", _database(database, command)) for database in found["databases"]),
             ("broker", (f"{broker['url']}: {broker_state}", BAD if broker["is_up"] is False else "")),
             ("timer", (timer_state, "" if timer["is_up"] else BAD)),
@@ -237,9 +246,11 @@ def _print_health(found: dict[str, Any], command: str) -> None:
     )
 
 
-def _paused(policies: list[dict[str, Any]]) -> list[tuple[str, Cell]]:
-    paused = [each for each in policies if each["is_paused"]]
+def _paused(policies: list[dict[str, Any]], total: int) -> list[tuple[str, Cell]]:
+    paused = [each for each in policies if each["is_paused"]][:NAMED]
     said = ", ".join(f"{each['kind']} {cell(each['name'])} ({each['held']:,} held)" for each in paused)
+    if total > len(paused):
+        said += f", and {total - len(paused):,} more; delaytasks policy list shows them"
     return [("paused", (said, "yellow"))] if paused else []
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-import zlib
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from delaytasks.core.durations import parse_duration, show_duration
 from delaytasks.core.errors import InvalidDelayError, InvalidPolicyError
@@ -14,6 +15,7 @@ from delaytasks.core.inputs import check_queue, check_tag
 from delaytasks.core.text import shown
 
 Kind = Literal["tag", "queue"]
+K = TypeVar("K", bound=Hashable)
 MAX_LIMIT = 1_000_000_000
 MAX_PERIOD_S = 31 * 86_400.0
 _RATE = re.compile(r"\s*([0-9]{1,10})\s*/\s*(.{1,40}?)\s*", re.ASCII)
@@ -91,26 +93,71 @@ class Policy:
         }
 
 
-@dataclass(frozen=True)
+class Stamp(NamedTuple):
+    """Tells what some process knows of the policies from what another one knows."""
+
+    #: Of the last change that was read.
+    number: int = 0
+    #: How many policies there are, and the sum of their versions. These differ also after a change that an older
+    #: release made, which counts no changes.
+    policies: int = 0
+    versions: int = 0
+
+
+class Changes(NamedTuple):
+    """What was read of the policies of a database."""
+
+    number: int
+    policies: Sequence[Policy]
+    #: Whether these are all policies; else they are those that changed after some number.
+    is_whole: bool
+    #: What the whole table had at this number, if that was asked.
+    stamp: Stamp | None = None
+
+
 class Policies:
-    """Those of one database, as they were when they were read."""
+    """Those of one database, as they were when they were read. An object never changes."""
 
-    all: tuple[Policy, ...] = ()
-    paused_tags: frozenset[str] = field(init=False)
-    paused_queues: frozenset[str] = field(init=False)
-    #: By tag, of those that have limits.
-    limited: dict[str, Policy] = field(init=False, compare=False)
-    #: Two that say the same have the same; 0 says nothing.
-    stamp: int = field(init=False)
+    def __init__(self, all: Iterable[Policy] = (), number: int = 0) -> None:
+        self.number = number
+        self._by_name: dict[tuple[Kind, str], Policy] = {}
+        self._versions = 0
+        self.paused_tags: set[str] = set()
+        self.paused_queues: set[str] = set()
+        #: By tag, of those that have limits.
+        self.limited: dict[str, Policy] = {}
+        #: Those whose rows are not all held or released yet.
+        self.unapplied: dict[tuple[Kind, str], Policy] = {}
+        self._add(all)
 
-    def __post_init__(self) -> None:
-        paused = [policy for policy in self.all if policy.is_paused]
-        limited = [policy for policy in self.all if policy.kind == "tag" and policy.has_limits]
-        said = sorted((p.kind, p.name, p.is_paused, p.limits) for p in self.all if not p.is_empty)
-        object.__setattr__(self, "paused_tags", frozenset(p.name for p in paused if p.kind == "tag"))
-        object.__setattr__(self, "paused_queues", frozenset(p.name for p in paused if p.kind == "queue"))
-        object.__setattr__(self, "limited", {policy.name: policy for policy in limited})
-        object.__setattr__(self, "stamp", zlib.crc32(repr(said).encode()) or 1 if said else 0)
+    def changed(self, policies: Iterable[Policy], number: int) -> Policies:
+        """Return a copy with these policies in the place of those of the same names."""
+        new = copy(self)
+        new.number = number
+        for name in ("_by_name", "paused_tags", "paused_queues", "limited", "unapplied"):
+            setattr(new, name, copy(getattr(self, name)))
+        new._add(policies)
+        return new
+
+    def _add(self, policies: Iterable[Policy]) -> None:
+        for policy in policies:
+            name = policy.kind, policy.name
+            before = self._by_name.get(name)
+            self._by_name[name] = policy
+            self._versions += policy.version - (before.version if before else 0)
+            paused = self.paused_tags if policy.kind == "tag" else self.paused_queues
+            (paused.add if policy.is_paused else paused.discard)(policy.name)
+            if policy.kind == "tag":
+                _set(self.limited, policy.name, policy if policy.has_limits else None)
+            _set(self.unapplied, name, None if policy.is_applied else policy)
+
+    @property
+    def all(self) -> Collection[Policy]:
+        return self._by_name.values()
+
+    @property
+    def stamp(self) -> Stamp:
+        return Stamp(self.number, len(self._by_name), self._versions)
 
     @property
     def has_pauses(self) -> bool:
@@ -118,6 +165,13 @@ class Policies:
 
     def pauses(self, tag: str, queue: str) -> bool:
         return tag in self.paused_tags or queue in self.paused_queues
+
+
+def _set(some: dict[K, Policy], name: K, policy: Policy | None) -> None:
+    if policy is None:
+        some.pop(name, None)
+    else:
+        some[name] = policy
 
 
 NO_POLICIES = Policies()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta
+from typing import TypeVar
 
 from delaytasks.core.clock import UTC, Clock, monotonic
 from delaytasks.core.events import Events
@@ -26,7 +27,13 @@ SHARE = 0.4
 #: How often it is made sure that nothing is held that nobody pauses: by a worker that was frozen in the middle.
 STRAYS_S = 60.0
 
+#: How often a worker deletes policies that have said nothing for long. Whoever knows of them then reads all policies.
+FORGET_S = 3600.0
+#: Policies that are marked as applied in one transaction.
+APPLIED = 200
+
 Beat = Callable[[], None]
+T = TypeVar("T")
 
 
 class Holding:
@@ -52,6 +59,7 @@ class Holding:
         self._of: Sequence[Policy] = ()
         self._is_whole = True
         self._strays_at = float("-inf")
+        self._forgets_at = monotonic() + FORGET_S
 
     def policies(self) -> Policies:
         """As they are now."""
@@ -62,13 +70,13 @@ class Holding:
         ends = monotonic() + self._budget_s
         while policies.has_pauses and monotonic() < ends:
             beat()
-            ids = self._rows.near(policies, since, until)
+            ids = self._rows.near(since, until)
             if not ids or not self._hold(ids):
                 return
 
     def walk(self, policies: Policies, beat: Beat) -> None:
         """Goes on holding and releasing what changed policies say."""
-        todo = [policy for policy in policies.all if not policy.is_applied]
+        todo = list(policies.unapplied.values())
         releases = any(not policy.is_paused for policy in todo) or self._has_strays(policies)
         if self._walk is None and not todo and not releases:
             return
@@ -80,9 +88,13 @@ class Holding:
             if monotonic() > ends:
                 return
         self._walk = None
+        if monotonic() > self._forgets_at:
+            self._forgets_at = monotonic() + FORGET_S
+            self._table.forget()
         if self._is_whole:
-            for policy in todo:
-                self._table.applied(policy)
+            for some in _lots(todo, APPLIED):
+                self._table.applied(some)
+                beat()
 
     def _has_strays(self, policies: Policies) -> bool:
         if self._walk is not None or monotonic() < self._strays_at + STRAYS_S:
@@ -166,6 +178,7 @@ class Holding:
             self._timer.arm(near)
 
 
-def _lots(ids: Sequence[int]) -> Iterator[Sequence[int]]:
-    for start in range(0, len(ids), STEP):
-        yield ids[start : start + STEP]
+def _lots(some: Sequence[T], size: int | None = None) -> Iterator[Sequence[T]]:
+    size = size or STEP
+    for start in range(0, len(some), size):
+        yield some[start : start + size]

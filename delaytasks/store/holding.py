@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, and_, exists, func, literal_column, or_, select, update
+from sqlalchemy import ColumnElement, Select, and_, func, literal_column, select, update
 
 from delaytasks.core.clock import to_us
 from delaytasks.core.jsontext import dump_json
-from delaytasks.core.policies import Policies
 from delaytasks.core.ports import Entry, Level, Seen
 from delaytasks.core.states import MOVES, Status, following
 from delaytasks.core.task import DelayTask
 from delaytasks.store.database import Database
 from delaytasks.store.levels import levels_of, queues_after
+from delaytasks.store.policies import is_paused
 from delaytasks.store.rows import json_rows, listed, next_version
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now
@@ -33,9 +33,7 @@ class Holding:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
         self._t = t = schema.tasks
-        p, line = schema.policies, schema.lines
-        of_tag = and_(p.c.kind == "tag", p.c.name == t.c.tag)
-        of_queue = and_(p.c.kind == "queue", p.c.name == t.c.queue)
+        line = schema.lines
         self._listed = listed(database, t.c.id, "ids")
         # Who waits in line for a limited tag is held, too, and is not ours to release. Asked for each row by itself:
         # as an EXISTS, MariaDB would read all lines for it.
@@ -49,7 +47,7 @@ class Holding:
             line.c.version == t.c.version,
         )
         self._is_in_no_line = select(line.c.task_id).where(place).limit(1).correlate(t).scalar_subquery().is_(None)
-        self._is_paused = exists().where(p.c.is_paused, or_(of_tag, of_queue))
+        self._is_paused = is_paused(schema)
 
     # -- look -------------------------------------------------------------------------------------
 
@@ -92,14 +90,14 @@ class Holding:
     def _seen(self, query: Select[Any]) -> list[Seen]:
         return self._db.alone(lambda c: [Seen(*row) for row in c.execute(query.limit(LOOK))])
 
-    def near(self, policies: Policies, since: datetime, until: datetime) -> list[int]:
+    def near(self, since: datetime, until: datetime) -> list[int]:
         """Some of those that wait and are due in (since, until], and are paused."""
         t = self._t
         query = (
             select(t.c.id)
             # `+ 0` keeps planners from reading all rows that wait for the few that are near.
             .where(t.c.status + 0 == int(Status.NOT_COMPLETE), t.c.expected_time > since, t.c.expected_time <= until)
-            .where(or_(t.c.tag.in_(policies.paused_tags), t.c.queue.in_(policies.paused_queues)))
+            .where(self._is_paused)
             .order_by(t.c.expected_time)
             .limit(LOOK)
         )

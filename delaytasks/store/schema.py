@@ -59,6 +59,7 @@ class Schema:
     workers: Table
     shards: Table
     policies: Table
+    policy_changes: Table
     audit: Table
     lines: Table
     #: Which of several databases has these tables.
@@ -208,7 +209,18 @@ def build_schema(prefix: str = "", schema: str | None = None, shard: int = 0, ci
         # Of a rate: when the next start is due. And whose turn it was last, of those who wait in line.
         Column("next_start", UTCDateTime),
         Column("turn", String(CONCURRENCY_KEY_LENGTH)),
+        # Of the transaction that changed the policy last; counted in the next table.
+        Column("change_number", BigInteger, nullable=False, server_default=text("0")),
         PrimaryKeyConstraint("kind", "name", name=conv(prefix + "pk_yb_delay_policy")),
+        Index(conv(prefix + "idx_yb_delay_policy_change"), "change_number"),
+        **_MYSQL,
+    )
+    policy_changes = Table(  # one row
+        prefix + "yb_delay_policy_change",
+        metadata,
+        Column("id", SmallInteger, nullable=False, autoincrement=False),
+        Column("number", BigInteger, nullable=False),
+        PrimaryKeyConstraint("id", name=conv(prefix + "pk_yb_delay_policy_change")),
         **_MYSQL,
     )
     audit = Table(
@@ -246,4 +258,18 @@ def build_schema(prefix: str = "", schema: str | None = None, shard: int = 0, ci
         ),
         **_MYSQL,
     )
-    return Schema(metadata, tasks, keys, attempts, sweeps, workers, shards, policies, audit, lines, shard, cipher)
+    return Schema(
+        metadata=metadata,
+        tasks=tasks,
+        keys=keys,
+        attempts=attempts,
+        sweeps=sweeps,
+        workers=workers,
+        shards=shards,
+        policies=policies,
+        policy_changes=policy_changes,
+        audit=audit,
+        lines=lines,
+        shard=shard,
+        cipher=cipher,
+    )

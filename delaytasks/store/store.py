@@ -57,7 +57,7 @@ class Store:
             raise ConfigError(f"table {t.fullname} {what} in {self._where()}; {REMEDY}")
         check_charset(self.database, self.schema)
         try:
-            self.policies.read()  # without which nothing runs
+            self.policies.check()  # without which nothing runs
         except StoreUnavailableError:
             raise
         except StoreError as error:

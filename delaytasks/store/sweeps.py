@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from itertools import islice
 from typing import Any
 
-from sqlalchemy import Select, and_, delete, exc, exists, insert, select, update
+from sqlalchemy import Select, and_, delete, exc, exists, insert, not_, select, update
 
 from delaytasks.core.clock import to_us
 from delaytasks.core.policies import NO_POLICIES, Policies
@@ -20,6 +20,7 @@ from delaytasks.store.keys import Keys
 from delaytasks.store.lapses import Lapses, lease_is_over
 from delaytasks.store.levels import first_levels_of, levels, queues_after, steps
 from delaytasks.store.partitions import end_of
+from delaytasks.store.policies import is_paused
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now, db_now_plus, is_past
 
@@ -43,6 +44,7 @@ class Sweeps:
         self._t = schema.tasks
         self._s = schema.sweeps
         self._l = schema.lines
+        self._is_paused = is_paused(schema)
 
     def begin_sweep(self, house: int, houses: int, at_least_s: float) -> datetime | None:
         """Until when near rows were armed, if this sweep is ours to do; None if somebody just did it.
@@ -128,7 +130,7 @@ class Sweeps:
             .order_by(t.c.expected_time)
         )
         if policies.has_pauses:
-            query = query.where(t.c.tag.not_in(policies.paused_tags), t.c.queue.not_in(policies.paused_queues))
+            query = query.where(not_(self._is_paused))
         return query
 
     def levels(self, late_s: float) -> list[Level]:

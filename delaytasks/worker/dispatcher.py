@@ -12,6 +12,7 @@ from billiard.exceptions import WorkerLostError
 
 from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
+from delaytasks.core.policies import Stamp
 from delaytasks.core.ports import Entry, by_shard
 from delaytasks.core.settings import Settings
 from delaytasks.engine.chunk import ChunkSize
@@ -63,7 +64,7 @@ class Dispatcher:
         #: So many rows may be claimed yet; None is any number.
         self.budget: int | None = None
         #: The stamp of a shard's policies.
-        self.stamp_of: Callable[[int], int | None] = lambda shard: 0
+        self.stamp_of: Callable[[int], Stamp | None] = lambda shard: Stamp()
         self._lock = threading.RLock()
         #: By the numbers of their shards.
         self.lanes = [Lane(number, clock, len(clocks) > 1) for number, clock in enumerate(clocks)]

@@ -9,6 +9,7 @@ from celery import current_app
 from celery.utils.log import get_logger
 
 from delaytasks.core.errors import StoreError
+from delaytasks.core.policies import Stamp
 from delaytasks.core.ports import Entry
 from delaytasks.engine.runner import Report, Runner
 from delaytasks.timers.eta import RUN
@@ -28,7 +29,7 @@ class Job(NamedTuple):
     events: bool = False
     shard: int = 0
     #: The stamp of the shard's policies; none if the main process has read none yet.
-    policies: int | None = 0
+    policies: Stamp | None = Stamp()
     line: tuple[str, str] | None = None
     #: Others go on with the line: take what may start now, and come back.
     is_look: bool = False

@@ -43,7 +43,9 @@ class DelaysStep(bootsteps.StartStopStep):
         add_queues(worker.app, delays)
         worker.delays_desk = Desk(delays, worker)
         worker.wait_for_soft_shutdown = partial(shut_down_coldly, worker, worker.wait_for_soft_shutdown)
-        keep_what_is_loaded()  # before the pool forks
+        # Before the pool forks: its processes have what is read here, and need not read it again.
+        delays.events.attempt("start", "policies", lambda: delays.routes.each(lambda shard: shard.policies.refresh()))
+        keep_what_is_loaded()
         return self
 
     def start(self, worker: Any) -> None:

@@ -14,6 +14,7 @@ from sqlalchemy import event, select, update
 
 from delaytasks import DelayTask, DelayTasks, NewTask, Status
 from delaytasks.core import errors as e
+from delaytasks.core.policies import Stamp
 from delaytasks.core.ports import Entry, Level
 from delaytasks.engine import holding as engine_holding
 from delaytasks.engine import policies as policies_of
@@ -34,7 +35,7 @@ class CrashError(BaseException):
     """As if the process had died."""
 
 
-def find_it_away() -> list[Any]:
+def find_it_away(*_: Any) -> list[Any]:
     raise e.StoreUnavailableError("no route to host")
 
 
@@ -243,8 +244,8 @@ def test_a_pool_process_reads_policies_when_its_main_process_has_others(field: F
     child = field.process().shards[0].policies
     reads = []
     read = child._read
-    child._read = lambda: reads.append(1) or read()  # type: ignore[func-returns-value]
-    child.follow(0)
+    child._read = lambda *asked: reads.append(1) or read(*asked)  # type: ignore[func-returns-value]
+    child.follow(Stamp())
     child.current()
     assert not reads, "without policies nobody asks"
     field.delays.pause(tag="mail")
@@ -284,7 +285,7 @@ def test_who_could_never_read_the_policies_does_not_go_without_and_who_could_goe
 def test_a_worker_whose_database_is_away_at_its_start_has_no_wrong_configuration(
     field: Field, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(field.store.policies, "read", find_it_away)
+    monkeypatch.setattr(field.store.policies, "check", find_it_away)
     with pytest.raises(e.StoreUnavailableError):
         field.store.check()
 
@@ -336,7 +337,8 @@ def test_what_was_held_runs_in_the_order_of_its_times_after_resume(field: Field)
     assert field.ran == [50, 40, 30, 20, 10]
     assert field.delays.policies() == [], "a policy that says nothing is gone"
     with field.store.database.begin() as connection:
-        assert connection.execute(select(field.store.schema.policies)).all() == []
+        [row] = connection.execute(select(field.store.schema.policies)).all()
+    assert row.version == row.applied_version, "the row stays for those who have not read yet that it says nothing"
 
 
 def test_what_is_near_is_armed_when_it_is_released(field: Field) -> None:
@@ -569,9 +571,9 @@ def test_a_walk_that_ends_late_says_nothing_of_what_was_changed_meanwhile(field:
     resumed = field.delays.resume(tag="mail")
     again = field.delays.pause(tag="mail")
     for old in (paused, resumed):
-        table.applied(old)
+        table.applied([old])
         assert [(each.version, each.is_paused, each.applied_version) for each in table.read()] == [(3, True, None)]
-    table.applied(again)
+    table.applied([again])
     assert table.read()[0].is_applied
 
 

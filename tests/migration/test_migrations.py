@@ -181,7 +181,7 @@ def test_the_statements_for_frameworks_make_the_same_tables(database: Database) 
     with database.begin() as connection:
         for statement in migrations.ddl(database.url.get_backend_name(), "f_"):
             connection.exec_driver_sql(statement)
-    for name in ("task_message", "task_key", "attempt", "sweep", "worker", "policy", "line"):
+    for name in ("task_message", "task_key", "attempt", "sweep", "worker", "policy", "policy_change", "line"):
         assert _shape(database, "f_yb_delay_" + name) == _shape(database, PREFIX + "yb_delay_" + name)
 
 

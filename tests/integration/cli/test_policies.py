@@ -6,11 +6,13 @@ import re
 from typing import Any
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import insert, update
 
 from delaytasks import DelayTask, Status
 from delaytasks.core.errors import StoreUnavailableError
 from tests.integration.cli.project import HOSTILE, Project
+
+NO_POLICIES = {"policies": [], "total": 0, "next_page": None}
 
 
 def sweep(shop: Project) -> None:
@@ -33,7 +35,7 @@ def test_pause_and_resume_say_what_they_did_and_how_many_are_held(shop: Project)
 
 
 def test_policies_are_listed_with_who_made_them(shop: Project) -> None:
-    assert shop.json("policy", "list") == {"policies": []}
+    assert shop.json("policy", "list") == NO_POLICIES
     assert "No policies" in shop("policy", "list").stderr
     shop("pause", "--queue", "letters", "--actor", "[red]ann[/red] :smile:")
     shown = shop.json("policy", "set", "--tag", "mail", "--concurrency", "10", "--rate", "30/m")
@@ -51,7 +53,7 @@ def test_limits_stay_unless_they_are_mentioned_and_none_takes_one_away(shop: Pro
     assert "limits: 10 at once, 2 at once of each key; running: 0 tasks\n" in said
     assert shop.json("policy", "clear", "--tag", "mail")["concurrency"] is None
     sweep(shop)
-    assert shop.json("policy", "list") == {"policies": []}
+    assert shop.json("policy", "list") == NO_POLICIES
 
 
 def _put(shop: Project, task: DelayTask, status: Status) -> None:
@@ -89,7 +91,7 @@ def test_of_a_limited_tag_it_is_shown_how_many_run_and_how_many_wait(shop: Proje
 )
 def test_what_makes_no_policy_ends_with_2(shop: Project, arguments: list[str], kind: str) -> None:
     assert shop.error(*arguments, exit_code=2)["type"] == kind
-    assert shop.json("policy", "list") == {"policies": []}
+    assert shop.json("policy", "list") == NO_POLICIES
 
 
 def test_stats_tell_what_is_paused(shop: Project) -> None:
@@ -100,6 +102,30 @@ def test_stats_tell_what_is_paused(shop: Project) -> None:
     assert re.search(r"^paused +tag mail \(1 held\)$", shop("stats").stdout, re.MULTILINE)
     [policy] = shop.json("stats")["policies"]
     assert (policy["name"], policy["held"]) == ("mail", 1)
+
+
+def test_many_policies_are_shown_page_by_page_and_counted(shop: Project) -> None:
+    p = shop.delays.store.schema.policies
+    rows = [
+        {"kind": "tag", "name": f"t{number:04}", "version": 1, "concurrency": 1, "is_paused": number >= 230}
+        for number in range(250)
+    ]
+    shop.delays.store.database.alone(lambda c: c.execute(insert(p), rows))
+    first = shop.json("policy", "list")
+    assert (len(first["policies"]), first["total"], first["next_page"]) == (100, 250, 2)
+    last = shop.json("policy", "list", "--page", "3")
+    assert (len(last["policies"]), last["policies"][-1]["name"], last["next_page"]) == (50, "t0249", None)
+    said = shop("policy", "list", "--limit", "20", "--page", "2")
+    assert [line.split()[1] for line in said.stdout.splitlines()[1:]] == [f"t{number:04}" for number in range(20, 40)]
+    assert "20 of 250 policies; the next ones: --page 3" in said.stderr
+    assert "There is no page 4: 250 policies in all." in shop("policy", "list", "--page", "4").stderr
+    stats = shop.json("stats")
+    assert stats["policy_counts"] == {"all": 250, "paused": 20, "limited": 250}
+    assert [policy["is_paused"] for policy in stats["policies"]] == [True] * 20 + [False] * 80
+    assert re.search(r"tag t0230 .* tag t0239 \(0 held\), and 10 more; delaytasks policy list", shop("stats").stdout)
+    [one] = shop.delays.policies(tag="t0007")
+    assert (one.name, one.concurrency) == ("t0007", 1)
+    assert shop.delays.policies(queue="t0007") == []
 
 
 def test_a_policy_that_one_of_two_databases_lacks_is_told(two: Project, monkeypatch: pytest.MonkeyPatch) -> None:
