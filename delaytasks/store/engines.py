@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, ExceptionContext, QueuePool, create_engine, event, exc
+from sqlalchemy import URL, Connection, Engine, ExceptionContext, NullPool, QueuePool, create_engine, event, exc
 
 from delaytasks.core.errors import ConfigError
 from delaytasks.store.gate import gate
@@ -66,6 +66,16 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
         raise ConfigError(f"SQLAlchemy has no driver {url.drivername!r}; leave it out of the URL") from None
     except ModuleNotFoundError as error:
         raise ConfigError(f"no driver {error.name!r} for {url.drivername}: pip install 'delaytasks[mysql]'") from error
+
+
+def make_plain_engine(url: URL) -> Engine:
+    """For a question now and then, beside a pool in which every connection may be in use."""
+    limits = (
+        {"connect_timeout": 5} if url.get_backend_name() == "postgresql" else {"connect_timeout": 5, "read_timeout": 5}
+    )
+    return create_engine(
+        url, poolclass=NullPool, isolation_level="AUTOCOMMIT", hide_parameters=True, connect_args=limits
+    )
 
 
 def _postgresql_options(url: URL) -> str:
