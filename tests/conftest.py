@@ -15,6 +15,7 @@ from sqlalchemy import delete
 from delaytasks.core.settings import Settings, load_settings
 from delaytasks.store.store import Store
 from tests.certificates import self_signed
+from tests.mariadb_server import MariaDBServer
 from tests.postgres_server import PostgresServer
 from tests.rabbitmq_server import RabbitServer
 from tests.redis_server import RedisServer
@@ -147,6 +148,18 @@ def own_postgresql() -> Iterator[PostgresServer]:
             raise _given_up("postgresql-server") from None
         yield server
         server.stop()
+
+
+@pytest.fixture
+def logging_mariadb(tmp_path: Path) -> Iterator[MariaDBServer]:
+    """A MariaDB of this test's own that writes a binary log, as one with replicas does."""
+    try:
+        server = MariaDBServer(tmp_path, options=["--log-bin=binlog", "--server-id=1"])
+    except MissingServiceError as error:
+        _missing["mariadb-server"] = str(error)
+        raise _given_up("mariadb-server") from None
+    yield server
+    server.stop()
 
 
 @pytest.fixture(scope="session")

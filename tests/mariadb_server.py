@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pymysql
@@ -19,9 +19,10 @@ NAME = "delaytasks"
 
 
 class MariaDBServer:
-    """From the machine's own programs, on a port and a socket of its own; `more` is added to its environment."""
+    """From the machine's own programs, on a port and a socket of its own; `more` is added to its environment, `options`
+    to its command line."""
 
-    def __init__(self, folder: Path, more: Mapping[str, str] | None = None) -> None:
+    def __init__(self, folder: Path, more: Mapping[str, str] | None = None, options: Sequence[str] = ()) -> None:
         install, program = _program("mariadb-install-db"), _program("mariadbd")
         self._folder, self._environment = folder, {**os.environ, **(more or {})}
         self._port = free_port()
@@ -40,6 +41,7 @@ class MariaDBServer:
             program, "--no-defaults", account, f"--datadir={data}", "--bind-address=127.0.0.1",
             f"--port={self._port}", f"--socket={folder / 'socket'}", f"--pid-file={folder / 'pid'}",
             "--innodb-flush-log-at-trx-commit=2", "--innodb-buffer-pool-size=128M", "--max-connections=300",
+            *options,
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
         self.start()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, Select, exc, make_url
@@ -30,7 +31,8 @@ from delaytasks.store.driver_errors import (
     translate,
     unknown_outcome,
 )
-from delaytasks.store.engines import make_engine
+from delaytasks.store.engines import make_engine, make_plain_engine
+from delaytasks.store.standbys import StandbyWatch
 
 T = TypeVar("T")
 #: No further try after this time: a caller waits for an answer.
@@ -170,6 +172,7 @@ class Database:
         self._lock = threading.Lock()
         self._auto: Engine | None = None
         self._tx: Engine | None = None
+        self._watch = StandbyWatch(self.url.get_backend_name(), partial(make_plain_engine, self.url))
         reset_in_child(self)
 
     @property
@@ -219,6 +222,7 @@ class Database:
     def after_fork(self) -> None:
         """A forked child must not use its parent's sockets, nor close them."""
         self._lock = threading.Lock()
+        self._watch.after_fork()
         self.dispose(close=False)
 
     def dispose(self, close: bool = True) -> None:
@@ -264,5 +268,6 @@ class Database:
             engine: Engine | None = getattr(self, attribute)
             if engine is None:
                 engine = make_engine(self.url, self._pool_size, isolation_level)
+                self._watch.observe(engine)
                 setattr(self, attribute, engine)
             return engine

@@ -7,6 +7,7 @@ from typing import Any
 from sqlalchemy import Connection, exc
 
 from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError, StoreError, StoreUnavailableError
+from delaytasks.store.standbys import explain
 
 TRIES = 5
 REMEDY = "run: delaytasks db upgrade (for a Celery app of your own: delaytasks -A APP db upgrade)"
@@ -37,6 +38,7 @@ def told(on: Connection, statement: str, error: Exception) -> BaseException:
     """What a driver was asked past SQLAlchemy, as SQLAlchemy tells of it: a broken connection is thrown away."""
     dialect: Any = on.dialect
     is_broken = dialect.is_disconnect(error, on.connection.driver_connection, None)
+    explain(on, error)
     instance = exc.DBAPIError.instance(
         statement, None, error, dialect.dbapi.Error, connection_invalidated=is_broken, dialect=dialect
     )

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, ExceptionContext, QueuePool, create_engine, event, exc
+from sqlalchemy import URL, Connection, Engine, ExceptionContext, NullPool, QueuePool, create_engine, event, exc
 
 from delaytasks.core.errors import ConfigError
 from delaytasks.store.gate import gate
@@ -76,6 +76,16 @@ def _connect(dialect: Any, _record: Any, arguments: Any, options: Any) -> Any:
     except TypeError as error:
         fact = f"delaytasks_database_url has an option in its query (after the ?) that {dialect.driver} does not take"
         raise ConfigError(f"{fact}: {error}") from error
+
+
+def make_plain_engine(url: URL) -> Engine:
+    """For a question now and then, beside a pool in which every connection may be in use."""
+    limits = (
+        {"connect_timeout": 5} if url.get_backend_name() == "postgresql" else {"connect_timeout": 5, "read_timeout": 5}
+    )
+    return create_engine(
+        url, poolclass=NullPool, isolation_level="AUTOCOMMIT", hide_parameters=True, connect_args=limits
+    )
 
 
 def _postgresql_options(url: URL) -> str:
