@@ -20,6 +20,7 @@ from delaytasks.engine.producer import Producer
 from delaytasks.engine.queues import Queues
 from delaytasks.engine.registry import Registry
 from delaytasks.engine.runner import Report, Runner
+from delaytasks.engine.running import End
 from delaytasks.store.claims import Claims
 from delaytasks.store.store import Store
 from delaytasks.store.units import unit_of
@@ -76,8 +77,8 @@ class Bench:
         return Policies(tuple(self.store.policies.read())).limited
 
     @staticmethod
-    def execute(work: Work, task: DelayTask) -> Any:
-        return work(task, work.body_of(task))
+    def execute(work: Work, task: DelayTask, end: End) -> object:
+        return end(work(task, work.body_of(task)), None)
 
     def schedule(self, tag: str = "note", body: Any = None, delay: float = 0, **options: Any) -> DelayTask:
         task = self.producer.schedule(NewTask(tag, body, delay, **options), "reject", None)

@@ -125,8 +125,8 @@ class Play:
         timer.link = Link(self.redis, self.settings.publish_limit_s, events)
         return timer
 
-    def execute(self, work: Any, task: DelayTask) -> Any:
-        return work(task, work.body_of(task))
+    def execute(self, work: Any, task: DelayTask, end: Any) -> object:
+        return end(work(task, work.body_of(task)), None)
 
     def _work(self, body: dict[str, Any], task: DelayTask) -> None:
         host = self.world.host

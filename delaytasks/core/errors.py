@@ -17,7 +17,8 @@ DelayTaskError
 ├── ConfigError
 ├── BodyEncryptedError (also a ValueError)      no key here opens what is stored
 ├── InvalidSignatureError                      a callback that was received
-├── InvalidOutcomesError                       what the processor of a batch returned
+├── InvalidOutcomesError                       how a processor said that its task ends
+├── TaskFailedError                            for Celery's signals: the processor returned Fail()
 └── DuplicateProcessorError
 """
 
@@ -197,7 +198,16 @@ class InvalidSignatureError(DelayTaskError):
 
 
 class InvalidOutcomesError(DelayTaskError):
-    """A batch's processor returned something that does not say how each of its tasks ended."""
+    """A processor returned or raised something that does not say how its task ends, or each task of its batch."""
+
+
+class TaskFailedError(DelayTaskError):
+    """Celery's `task_failure` signal has it when a processor returned `Fail()`, or `Retry()` without a delay left, and
+    its `task_postrun` also for `Cancel()`. Nobody raises it. `id` names the task."""
+
+    def __init__(self, message: str, id: int | None = None) -> None:
+        super().__init__(message)
+        self.id = id
 
 
 class DuplicateProcessorError(DelayTaskError):

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from delaytasks.core.errors import InvalidOutcomesError, NotRunningError
-from delaytasks.core.ladder import Ladder
 from delaytasks.core.outcomes import Outcome
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import shown
@@ -24,6 +23,8 @@ class Batch:
     processor: Processor
     tasks: Sequence[DelayTask]
     bodies: Sequence[Any]
+    #: Why the processor can not be called: its one task has no body that it could be given.
+    refusal: Exception | None = None
 
     @property
     def tag(self) -> str:
@@ -46,14 +47,13 @@ class Batch:
         return self.processor.time_limit_s
 
     def body_of(self, first: DelayTask) -> Any:
+        if self.refusal is not None:
+            raise self.refusal
         return list(self.bodies)
 
     def __call__(self, first: DelayTask, bodies: list[Any]) -> Any:
         tasks = list(self.tasks)
         return self.processor.call(bodies, tasks) if self.processor.wants_task else self.processor.call(tasks)
-
-    def ladder_for(self, error: BaseException, task: DelayTask) -> Ladder | None:
-        return self.processor.ladder_for(error, task)
 
 
 #: What is called for a task.

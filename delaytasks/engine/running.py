@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from delaytasks.core.clock import Clock
 from delaytasks.core.current import Current, current_run
@@ -16,8 +16,26 @@ from delaytasks.engine.endings import Endings
 from delaytasks.engine.registry import Processor, Registry
 from delaytasks.engine.run import LeaseOf, Run, UnitOf
 
-Execute = Callable[[Work, DelayTask], Any]
+
+class Ended(NamedTuple):
+    """How the run of one task ended, and what its processor returned or raised."""
+
+    settlement: Settlement
+    value: object = None
+    error: BaseException | None = None
+
+
+#: Makes the ends of the tasks of one call from what their processor returned or raised.
+End = Callable[[object, BaseException | None], Sequence[Ended]]
+#: Calls the processor, and then `End` where everybody who watches still sees the task as running. What it raises
+#: before it has called `End` is taken for the processor's error.
+Execute = Callable[[Work, DelayTask, End], object]
 _EXITS = (SystemExit, KeyboardInterrupt)
+
+
+def ends_process(error: BaseException) -> bool:
+    """Celery's WorkerShutdown and WorkerTerminate: they end the worker, and are no end of a task."""
+    return isinstance(error, _EXITS) and type(error) not in _EXITS
 
 
 class Watcher(Protocol):
@@ -94,11 +112,14 @@ class Running:
         if watcher is not None:
             watcher.started(task, claimed, began)
         run = Run(task, self._claims, self._unit_of, self._lease)
-        value, error = self._call(processor, task, run)
-        return self._end(processor, run, began, value, error, watcher)
+
+        def end(value: object, error: BaseException | None) -> Sequence[Ended]:
+            return [self._end(processor, run, began, value, error, watcher)]
+
+        return self._call(processor, task, run, end)[0].settlement
 
     def _run_batch(self, processor: Processor, tasks: Sequence[DelayTask], claimed: datetime) -> list[Settlement]:
-        began, watcher, ends = self._clock.now(), self.watcher, []
+        began, watcher, ends = self._clock.now(), self.watcher, list[Settlement]()
         runs: list[Run] = []
         bodies: list[Any] = []
         for task in tasks:
@@ -112,32 +133,48 @@ class Running:
             try:
                 bodies.append(processor.given(task.body))
             except Exception as error:  # its neighbours must not suffer
-                ends.append(self._end(processor, run, began, None, error, watcher))
+                ends += self._run_together(processor, [run], Batch(processor, [task], [], error), began)
             else:
                 runs.append(run)
-        if not runs:
-            return ends
-        batch = Batch(processor, [run.task for run in runs], bodies)
-        value, raised = self._call(batch, batch.tasks[0], Runs(runs))
-        values: list[object] = [None] * len(runs)
-        if raised is None:
-            try:
-                values = outcomes_of(value, batch.tasks)
-            except InvalidOutcomesError as error:
-                raised = error
-        pairs = zip(runs, values, strict=True)
-        return ends + [self._end(processor, run, began, value, raised, watcher) for run, value in pairs]
+        if runs:
+            ends += self._run_together(processor, runs, Batch(processor, [run.task for run in runs], bodies), began)
+        return ends
 
-    def _call(self, work: Work, task: DelayTask, run: Current) -> tuple[Any, BaseException | None]:
+    def _run_together(
+        self, processor: Processor, runs: Sequence[Run], batch: Batch, began: datetime
+    ) -> list[Settlement]:
+        watcher = self.watcher
+
+        def end(value: object, error: BaseException | None) -> Sequence[Ended]:
+            values: list[object] = [None] * len(runs)
+            if error is None:
+                try:
+                    values = outcomes_of(value, batch.tasks)
+                except InvalidOutcomesError as refusal:
+                    error = refusal
+            pairs = zip(runs, values, strict=True)
+            return [self._end(processor, run, began, one, error, watcher) for run, one in pairs]
+
+        return [ended.settlement for ended in self._call(batch, batch.tasks[0], Runs(runs), end)]
+
+    def _call(self, work: Work, task: DelayTask, run: Current, end: End) -> list[Ended]:
+        ends: list[Ended] = []
+
+        def end_all(value: object, error: BaseException | None) -> Sequence[Ended]:
+            ends.extend(end(value, error))
+            return ends
+
         token = current_run.set(run)
         try:
-            return self._execute(work, task), None
+            self._execute(work, task, end_all)
         except BaseException as error:
-            if isinstance(error, _EXITS) and type(error) not in _EXITS:
-                raise  # Celery's WorkerShutdown and WorkerTerminate
-            return None, error
+            if ends_process(error):
+                raise
+            if not ends:
+                end_all(None, error)
         finally:
             current_run.reset(token)
+        return ends
 
     def _end(
         self,
@@ -147,7 +184,7 @@ class Running:
         value: object,
         error: BaseException | None,
         watcher: Watcher | None,
-    ) -> Settlement:
+    ) -> Ended:
         ending = None
         if error is None:
             try:
@@ -167,7 +204,7 @@ class Running:
         assert ending is not None
         if watcher is not None:
             watcher.ended(ending, self._clock.now(), error)
-        return ending
+        return Ended(ending, value, error)
 
     def _too_late(self, processor: Processor, task: DelayTask, claimed: datetime) -> Settlement | None:
         late = self._endings.too_late(processor, task)

@@ -95,7 +95,7 @@ class Processes:
         shard = delays.shards[number]
         address = own_address(shard.store.database.url.host)
         claims = shard.store.claims(self.name(os.getpid()), address, lambda: shard.policies.current().limited)
-        surroundings = Surroundings(delays.celery, self.hostname, delays.around, self.keeps_time_limits)
+        surroundings = Surroundings(delays.celery, self.hostname, shard.clock, delays.around, self.keeps_time_limits)
         return Runner(
             delays.settings,
             claims,

@@ -4,20 +4,23 @@ Celery's signals, so that what hangs on them (Django's connections, Sentry, Open
 from __future__ import annotations
 
 import contextvars
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property, partial
 from typing import Any
 
-from billiard.einfo import ExceptionInfo
 from celery import signals
 from celery._state import _task_stack
 from celery.app.task import Context
+from celery.exceptions import Retry, TaskPredicate
 
+from delaytasks.core.clock import Clock
 from delaytasks.core.task import DelayTask
-from delaytasks.engine.batch import Work
+from delaytasks.engine.batch import Batch, Work
+from delaytasks.engine.running import End, Ended, ends_process
+from delaytasks.worker.rowsignals import has_receivers, result_of, state_of, tell_end
+from delaytasks.worker.rowtask import RowTask, refusal_of, retry_of
 from delaytasks.worker.timelimits import limited
 
 
@@ -88,11 +91,13 @@ class Surroundings:
         self,
         app: Any,
         hostname: str,
+        clock: Clock,
         around: Sequence[Callable[[DelayTask], AbstractContextManager[Any]]] = (),
         keeps_time_limits: bool = False,
     ) -> None:
         self._app = app
         self._hostname = hostname
+        self._clock = clock
         self._around = around
         self._keeps_time_limits = keeps_time_limits
         self._tasks: dict[str, Any] = {}
@@ -109,55 +114,65 @@ class Surroundings:
             self._stages.kept = before
             stage.clear()
 
-    def __call__(self, work: Work, task: DelayTask) -> Any:
+    def __call__(self, work: Work, task: DelayTask, end: End) -> None:
         """For a batch, `task` is the first of its tasks."""
-        return contextvars.copy_context().run(self._run, work, task)
+        contextvars.copy_context().run(self._run, work, task, end)
 
-    def _run(self, work: Work, task: DelayTask) -> Any:
+    def _run(self, work: Work, task: DelayTask, end: End) -> None:
         sender = self._tasks.get(task.tag) or self._make_task(work)
-        body = work.body_of(task)
+        error: BaseException | None
+        body, error = _body_of(work, task)
         request = RowRequest(task, body, self._hostname)
-        id, args = request.id, request.args
         kept = self._stages.kept
         stage = kept or Stage()
         stage.show(sender, request)
-        state, result = "FAILURE", None
+        value: object = None
+        ends: Sequence[Ended] = ()
         try:
             if signals.task_prerun.receivers:
-                signals.task_prerun.send(sender=sender, task_id=id, task=sender, args=args, kwargs=request.kwargs)
-            try:
-                if self._keeps_time_limits and work.has_time_limits:
-                    result = limited(work, partial(self._call, work, task, body))
-                else:
-                    result = self._call(work, task, body) if self._around else work(task, body)
-            except Exception as error:
-                result = error
-                ladder = work.ladder_for(error, task)
-                if ladder is not None and ladder.has_rung(task.attempts):
-                    state = "RETRY"
-                    self._tell_retry(sender, error)
-                else:
-                    self._tell_failure(sender, id, args, error)
-                raise
-            state = "SUCCESS"
-            if signals.task_success.receivers:
-                signals.task_success.send(sender=sender, result=result)
-            return result
+                signals.task_prerun.send(
+                    sender=sender, task_id=request.id, task=sender, args=request.args, kwargs=request.kwargs
+                )
+            if error is None:
+                value, error = self._called(work, task, body)
+            ends = end(value, error)
+            self._tell(stage, sender, request, ends)
         finally:
             try:
                 if signals.task_postrun.receivers:
                     signals.task_postrun.send(
                         sender=sender,
-                        task_id=id,
+                        task_id=request.id,
                         task=sender,
-                        args=args,
+                        args=request.args,
                         kwargs=request.kwargs,
-                        retval=result,
-                        state=state,
+                        retval=result_of(ends[0]) if ends else None,
+                        state=state_of(ends[0]) if ends else "FAILURE",
                     )
             finally:
                 if stage is not kept:
                     stage.clear()
+
+    def _called(self, work: Work, task: DelayTask, body: Any) -> tuple[object, BaseException | None]:
+        """What the processor returned, or what it raised."""
+        try:
+            if self._keeps_time_limits and work.has_time_limits:
+                value = limited(work, partial(self._call, work, task, body))
+            else:
+                value = self._call(work, task, body) if self._around else work(task, body)
+            if isinstance(value, TaskPredicate):
+                raise value
+            return value, None
+        except Retry as asked:
+            return retry_of(asked, self._app, self._clock), None
+        except TaskPredicate as raised:  # Ignore and Reject
+            refusal = refusal_of(raised, work.tag)
+            refusal.__cause__ = raised
+            return None, refusal
+        except BaseException as error:
+            if ends_process(error):
+                raise
+            return None, error
 
     def _call(self, work: Work, task: DelayTask, body: Any) -> Any:
         with ExitStack() as stack:
@@ -165,24 +180,18 @@ class Surroundings:
                 stack.enter_context(surround(task))
             return work(task, body)
 
-    @staticmethod
-    def _tell_failure(sender: Any, id: str, args: tuple[Any, ...], error: Exception) -> None:
-        if signals.task_failure.receivers:
-            signals.task_failure.send(
-                sender=sender,
-                task_id=id,
-                exception=error,
-                args=args,
-                kwargs={},
-                traceback=error.__traceback__,
-                einfo=ExceptionInfo(sys.exc_info()),
-            )
-
-    @staticmethod
-    def _tell_retry(sender: Any, error: Exception) -> None:
-        if signals.task_retry.receivers:
-            einfo = ExceptionInfo(sys.exc_info())
-            signals.task_retry.send(sender=sender, request=sender.request, reason=error, einfo=einfo)
+    def _tell(self, stage: Stage, sender: Any, request: RowRequest, ends: Sequence[Ended]) -> None:
+        """Each task of a batch has a signal of its own, with a request of its own."""
+        for ended in ends:
+            if not has_receivers(state_of(ended)):
+                continue
+            task, of_task = ended.settlement.task, request
+            if task is not request.delay_task:
+                of_task = RowRequest(task, _body_or_none(task), self._hostname)
+                stage.show(sender, of_task)
+            tell_end(sender, of_task, ended, result_of(ended))
+        if len(ends) > 1:
+            stage.show(sender, request)
 
     def _make_task(self, work: Work) -> Any:
         """Not in the app's registry: nobody can call it by a message."""
@@ -190,8 +199,24 @@ class Surroundings:
             "name": work.tag,
             "run": staticmethod(work.function),
             "__module__": work.function.__module__,
+            "processor": work.processor if isinstance(work, Batch) else work,
         }
-        sender = type("DelayTaskRow", (self._app.Task,), body)()
+        sender = type("DelayTaskRow", (RowTask, self._app.Task), body)()
         sender.bind(self._app)
         self._tasks[work.tag] = sender
         return sender
+
+
+def _body_of(work: Work, task: DelayTask) -> tuple[Any, Exception | None]:
+    """What the processor is given; or why it can not be called."""
+    try:
+        return work.body_of(task), None
+    except Exception as error:
+        return None, error
+
+
+def _body_or_none(task: DelayTask) -> Any:
+    try:
+        return task.body
+    except Exception:  # its end says so
+        return None

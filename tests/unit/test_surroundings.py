@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from threading import Thread
 from typing import Any
@@ -11,8 +11,11 @@ import pytest
 from celery import Celery, current_task, signals
 from celery._state import _task_stack
 
+from delaytasks.core.clock import ManualClock
+from delaytasks.core.ports import Settlement
 from delaytasks.core.task import DelayTask
 from delaytasks.engine.registry import Processor, Registry
+from delaytasks.engine.running import Ended
 from delaytasks.worker.surroundings import Surroundings
 
 DUE = datetime(2026, 11, 21, tzinfo=timezone.utc)
@@ -31,9 +34,16 @@ def look(seen: Seen) -> Callable[[Any], None]:
     return note
 
 
+def end(value: object, error: BaseException | None) -> Sequence[Ended]:
+    """Every row that does not raise has succeeded."""
+    if error is not None:
+        raise error
+    return [Ended(Settlement(task_of(0), "succeed"), value)]
+
+
 @pytest.fixture
 def surroundings() -> Iterator[Surroundings]:
-    yield Surroundings(Celery(set_as_current=False), "w@host")
+    yield Surroundings(Celery(set_as_current=False), "w@host", ManualClock(DUE))
     assert not _task_stack.stack, "nothing is left behind"
 
 
@@ -53,7 +63,7 @@ def test_each_row_has_a_request_of_its_own(surroundings: Surroundings, is_kept: 
 
     def run_all() -> None:
         for work, task in rows:
-            surroundings(work, task)
+            surroundings(work, task, end)
 
     if is_kept:
         with surroundings.kept():
@@ -68,8 +78,8 @@ def test_a_request_tells_what_celerys_does(surroundings: Surroundings) -> None:
     requests: list[Any] = []
     work = processor("a", lambda body: requests.append(current_task.request))
     with surroundings.kept():
-        surroundings(work, task_of(1, attempts=2))
-        surroundings(work, task_of(2))
+        surroundings(work, task_of(1, attempts=2), end)
+        surroundings(work, task_of(2), end)
     first, second = requests
     assert first is not second
     assert (first.id, first.root_id, first.hostname, first.args, first.kwargs) == ("1", "1", "w@host", ({"n": 1},), {})
@@ -88,18 +98,18 @@ def test_rows_that_raise_leave_nothing_behind(surroundings: Surroundings) -> Non
         raise SystemExit
 
     with pytest.raises(SystemExit), surroundings.kept():
-        surroundings(processor("a", fail), task_of(1))
+        surroundings(processor("a", fail), task_of(1), end)
 
 
 def test_what_one_thread_keeps_is_not_seen_by_another(surroundings: Surroundings) -> None:
     seen: Seen = []
     work = processor("a", look(seen))
     with surroundings.kept():
-        surroundings(work, task_of(1))
-        other = Thread(target=surroundings, args=(work, task_of(2)))
+        surroundings(work, task_of(1), end)
+        other = Thread(target=surroundings, args=(work, task_of(2), end))
         other.start()
         other.join()
-        surroundings(work, task_of(3))
+        surroundings(work, task_of(3), end)
     assert [id for _, id, _ in seen] == ["1", "2", "3"]
 
 
@@ -109,12 +119,12 @@ def test_rows_run_within_a_row_have_their_own(surroundings: Surroundings) -> Non
 
     def outer(body: Any) -> None:
         with surroundings.kept():
-            surroundings(inner, task_of(2, "b"))
+            surroundings(inner, task_of(2, "b"), end)
         look(seen)(body)
 
     with surroundings.kept():
-        surroundings(processor("a", outer), task_of(1))
-        surroundings(inner, task_of(3, "b"))
+        surroundings(processor("a", outer), task_of(1), end)
+        surroundings(inner, task_of(3, "b"), end)
     assert [id for _, id, _ in seen] == ["2", "1", "3"]
 
 
@@ -132,7 +142,7 @@ def test_signals_are_sent_for_each_row(surroundings: Surroundings) -> None:
     try:
         with surroundings.kept():
             for number in (1, 2):
-                surroundings(processor("a", lambda body: None), task_of(number))
+                surroundings(processor("a", lambda body: None), task_of(number), end)
     finally:
         signals.task_prerun.disconnect(before)
         signals.task_postrun.disconnect(after)

@@ -1,0 +1,161 @@
+"""Celery's own ways to end a task, used in a processor: they work, or the error says what to return instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from celery import Celery, Task, current_task
+from celery.exceptions import Ignore, Reject
+from celery.exceptions import Retry as CeleryRetry
+
+from delaytasks import DelayTask
+from delaytasks.worker.surroundings import Surroundings
+from tests.benches import Bench
+from tests.unit.conftest import Make
+
+CELERYS_WAIT = timedelta(seconds=180)
+
+
+@pytest.fixture
+def app() -> Celery:
+    """Whoever publishes a message gets an error: there is no such broker."""
+    return Celery(broker="memory://nowhere", set_as_current=False)
+
+
+@pytest.fixture
+def bench(make: Make, app: Celery) -> Bench:
+    made = make()
+    made.execute = Surroundings(app, "w@host", made.clock)  # type: ignore[assignment, method-assign]
+    made.runner = made.make_runner()
+    return made
+
+
+def run(bench: Bench, function: Callable[[], Any], attempts: int = 0, **options: Any) -> DelayTask:
+    """The task as it is after its run, of which there were so many before."""
+    bench.registry.processor("celery", **options)(lambda given: function())
+    task = bench.schedule("celery", {"n": 1})
+    bench.change(task, attempts=attempts)
+    bench.run(task)
+    return bench.now(task)
+
+
+def waits(bench: Bench, task: DelayTask) -> timedelta:
+    assert task.status.name == "NOT_COMPLETE"
+    return task.expected_time - bench.clock.now()
+
+
+def retry(**options: Any) -> Callable[[], Any]:
+    def ask() -> None:
+        raise current_task.retry(**options)
+
+    return ask
+
+
+SECOND = timedelta(seconds=2)
+
+
+@pytest.mark.parametrize("options", [{}, {"batch": 5}, {"in_flight": 5}], ids=["single", "batch", "in_flight"])
+def test_current_task_retry_is_a_retry(bench: Bench, options: Any) -> None:
+    task = run(bench, retry(countdown=600, exc=ValueError("the bank is closed")), **options)
+    assert abs(waits(bench, task) - timedelta(seconds=600)) < SECOND
+    assert task.attempts == 1
+    assert "ValueError: the bank is closed" in (task.error or "")
+
+
+def test_a_retry_without_a_countdown_takes_the_next_delay_of_the_retry_schedule(bench: Bench) -> None:
+    task = run(bench, retry(), attempts=1, retry="1m 1h")
+    assert abs(waits(bench, task) - timedelta(hours=1)) < SECOND
+
+
+def test_a_retry_past_the_retry_schedule_fails(bench: Bench) -> None:
+    task = run(bench, retry(exc=ValueError("still closed")), attempts=2, retry="1m 1h")
+    assert task.status.name == "FAILED"
+    assert "still closed" in (task.error or "")
+
+
+def test_a_tag_without_a_retry_schedule_has_celerys_defaults(bench: Bench) -> None:
+    task = run(bench, retry())
+    assert abs(waits(bench, task) - CELERYS_WAIT) < SECOND
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({}, "MaxRetriesExceededError"), ({"exc": ValueError("closed")}, "ValueError: closed")],
+    ids=["without an error", "with an error"],
+)
+def test_a_retry_too_many_fails(bench: Bench, options: Any, said: str) -> None:
+    task = run(bench, retry(**options), attempts=3)
+    assert task.status.name == "FAILED"
+    assert said in (task.error or "")
+    other = run(bench, retry(max_retries=9), attempts=3)
+    assert other.status.name == "NOT_COMPLETE"
+
+
+def test_a_retry_has_the_time_that_its_eta_says(bench: Bench) -> None:
+    task = run(bench, lambda: retry(eta=bench.clock.now() + timedelta(minutes=7))())
+    assert abs(waits(bench, task) - timedelta(minutes=7)) < SECOND
+    naive = run(bench, lambda: retry(eta=(bench.clock.now() - timedelta(hours=1)).replace(tzinfo=None))())
+    assert abs(waits(bench, naive)) < SECOND, "naive is UTC, as the app has it, and what is over is now"
+
+
+def test_a_retry_that_is_raised_or_returned_by_itself_is_one(bench: Bench) -> None:
+    def ask() -> None:
+        raise CeleryRetry("busy", when=60)
+
+    for function in (ask, lambda: CeleryRetry("busy", when=60)):
+        task = run(bench, function)
+        assert abs(waits(bench, task) - timedelta(minutes=1)) < SECOND
+        assert "busy" in (task.error or "")
+        bench.registry._processors.clear()
+
+
+def test_the_retry_of_a_celery_task_that_a_processor_calls_is_the_rows(bench: Bench, app: Celery) -> None:
+    @app.task(bind=True)
+    def charge(self: Task) -> None:
+        raise self.retry(countdown=5, exc=ValueError("closed"))
+
+    task = run(bench, lambda: charge(), retry="1m")
+    assert task.status.name == "NOT_COMPLETE"
+    assert "ValueError: closed" in (task.error or "")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"args": (1,)}, "retry(args=…) can not change task"),
+        ({"kwargs": {}, "queue": "other"}, "retry(kwargs, queue=…) can not change task"),
+        ({"throw": False}, "retry(throw=False) has no effect on task"),
+    ],
+)
+def test_what_a_retry_can_not_do_is_said(bench: Bench, options: Any, said: str) -> None:
+    task = run(bench, retry(**options))
+    assert task.status.name == "FAILED"
+    assert said in (task.error or "")
+
+
+@pytest.mark.parametrize("error", [Ignore(), Reject("no", requeue=True)])
+@pytest.mark.parametrize("options", [{}, {"batch": 5}, {"in_flight": 5}], ids=["single", "batch", "in_flight"])
+def test_what_says_nothing_about_a_row_is_an_error_that_names_the_outcomes(
+    bench: Bench, error: Exception, options: Any
+) -> None:
+    def end() -> None:
+        raise error
+
+    task = run(bench, end, **options)
+    assert task.status.name == "FAILED"
+    assert f"raised celery.exceptions.{type(error).__name__}" in (task.error or "")
+    assert "Snooze(after), Cancel(reason)" in (task.error or "")
+
+
+@pytest.mark.parametrize("call", ["delay", "apply_async", "s"])
+def test_a_tag_can_not_be_sent_as_a_message(bench: Bench, call: str) -> None:
+    def send() -> None:
+        made = getattr(current_task, call)()
+        made.apply_async()
+
+    task = run(bench, send)
+    assert task.status.name == "FAILED"
+    assert "use schedule_delay('celery', body, delay)" in (task.error or "")
