@@ -32,6 +32,7 @@ from delaytasks.store.driver_errors import (
     unknown_outcome,
 )
 from delaytasks.store.engines import make_engine, make_plain_engine
+from delaytasks.store.places import SEVERAL_HOSTS
 from delaytasks.store.standbys import StandbyWatch
 
 T = TypeVar("T")
@@ -139,7 +140,9 @@ def normalize_url(text: str) -> URL:
     try:
         url = make_url(text)
     except (exc.ArgumentError, ValueError):  # a wrong port
-        raise ConfigError("delaytasks_database_url is not a database URL (dialect://user:password@host/name)") from None
+        remedy = f"; {SEVERAL_HOSTS}" if "," in text else ""
+        fact = "delaytasks_database_url is not a database URL (dialect://user:password@host/name)"
+        raise ConfigError(fact + remedy) from None
     backend, _, driver = url.drivername.partition("+")
     backend = {"postgres": "postgresql"}.get(backend, backend)
     capabilities_of(backend)
@@ -152,12 +155,6 @@ def normalize_url(text: str) -> URL:
     if driver == "asyncpg" and "ssl" in url.query:  # asyncpg's name for what libpq calls sslmode
         url = url.update_query_dict({"sslmode": url.query["ssl"]}).difference_update_query(["ssl"])
     return url.set(drivername=backend if backend == "sqlite" else f"{backend}+{ours}")
-
-
-def place_of(url: URL) -> tuple[str, str | None, int | None, str | None]:
-    """What two URLs must share to be the same database; users and options may differ."""
-    backend = {"mariadb": "mysql"}.get(url.get_backend_name(), url.get_backend_name())
-    return backend, url.host, url.port or {"postgresql": 5432, "mysql": 3306}.get(backend), url.database
 
 
 class Database:

@@ -12,6 +12,7 @@ from sqlalchemy import URL, Connection, Engine, ExceptionContext, NullPool, Queu
 
 from delaytasks.core.errors import ConfigError
 from delaytasks.store.gate import gate
+from delaytasks.store.places import SEVERAL_HOSTS
 from delaytasks.store.types import nearest
 
 #: A server that vanished without a goodbye is given up after 25 seconds, not after the two hours of TCP.
@@ -65,6 +66,8 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
         return engine
     except exc.NoSuchModuleError:
         raise ConfigError(f"SQLAlchemy has no driver {url.drivername!r}; leave it out of the URL") from None
+    except exc.ArgumentError as error:  # hosts and ports that do not fit together
+        raise ConfigError(f"delaytasks_database_url can not be read: {error}; {SEVERAL_HOSTS}") from error
     except ModuleNotFoundError as error:
         package = "psycopg2-binary" if backend == "postgresql" else "'delaytasks[mysql]'"
         raise ConfigError(f"no driver {error.name!r} for {url.drivername}: pip install {package}") from error

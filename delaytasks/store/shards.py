@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from functools import cache
 from typing import Any, NoReturn, TypeVar
+from weakref import WeakKeyDictionary
 
 from sqlalchemy import URL
 
@@ -25,9 +26,10 @@ from delaytasks.core.shards import home_of
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask, Page
 from delaytasks.store import pages
-from delaytasks.store.database import place_of
-from delaytasks.store.driver_errors import TRIES
+from delaytasks.store.driver_errors import REMEDY, TRIES
 from delaytasks.store.holders import HeldElsewhereError, PointsElsewhereError, refuse_unknown, restless
+from delaytasks.store.migrations import number_of
+from delaytasks.store.places import places_of
 from delaytasks.store.store import Store
 from delaytasks.store.tasks import Tasks
 
@@ -39,7 +41,9 @@ By = tuple[str | None, Status | None, str | None, datetime | None, datetime | No
 class Shards:
     def __init__(self, stores: Sequence[Store], before: int | None) -> None:
         self.stores = stores
-        self._places = [place_of(store.database.url) for store in stores]
+        self._places = [places_of(store.database.url) for store in stores]
+        #: What the databases of callers' engines said, where their URLs fit several shards.
+        self._told: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._before = before
         self._checked: set[int] = set()
         for store in stores:
@@ -54,17 +58,38 @@ class Shards:
         return store
 
     def has(self, url: URL) -> bool:
-        return place_of(url) in self._places
+        return bool(self._at(url))
+
+    def _at(self, url: URL) -> list[int]:
+        """The shards that a URL may lead to."""
+        places = places_of(url)
+        return [number for number, own in enumerate(self._places) if own & places]
 
     def of(self, connection: Any) -> int:
         """The shard that a caller's connection is on."""
-        url = connection.engine.url
-        if not self.has(url):
+        engine = connection.engine
+        url, numbers = engine.url, self._at(engine.url)
+        if len(numbers) > 1:
+            if engine not in self._told:
+                self._told[engine] = self._ask(connection, numbers)
+            return self._told[engine]
+        if not numbers:
             raise ShardMismatchError(
                 f"the session's database ({mask_url(url.render_as_string())}) is none of delaytasks_database_url: "
                 "host, port and name must be the same as there"
             )
-        return self._places.index(place_of(url))
+        return numbers[0]
+
+    def _ask(self, connection: Any, numbers: Sequence[int]) -> int:
+        """The number that the database of a caller's connection has."""
+        number = number_of(connection, self.stores[0].schema)
+        if number is None or number not in numbers:
+            url, those = mask_url(connection.engine.url.render_as_string()), ", ".join(map(str, numbers))
+            raise ShardMismatchError(
+                f"the session's database ({url}) may be one of the shards {those}, and says its number is {number}; "
+                f"{REMEDY}, or give each shard a host, port or name of its own"
+            )
+        return number
 
     # -- look up ----------------------------------------------------------------------------------
 
