@@ -17,7 +17,7 @@ from delaytasks.cli.output import NOTHING, Cell, cell, coloured, print_fields, p
 from delaytasks.cli.times import show_instant
 from delaytasks.core.durations import show_duration
 from delaytasks.core.errors import StoreError
-from delaytasks.core.settings import mask_url
+from delaytasks.core.hidden import mask_url
 from delaytasks.core.states import Status
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, Select, exc, make_url
+from sqlalchemy import URL, Connection, Engine, Select, event, exc, make_url
 
 from delaytasks.core.errors import (
     ConfigError,
@@ -19,6 +19,7 @@ from delaytasks.core.errors import (
     TaskStateError,
 )
 from delaytasks.core.forks import reset_in_child
+from delaytasks.store import sqlitefile
 from delaytasks.store.driver_errors import (
     TRIES,
     first_cause,
@@ -147,6 +148,7 @@ class Database:
         self._shard = shard
         self.can = capabilities_of(self.url.get_backend_name())
         self._pool_size = pool_size
+        self._expects_file = False
         self._lock = threading.Lock()
         self._auto: Engine | None = None
         self._tx: Engine | None = None
@@ -237,10 +239,20 @@ class Database:
                 raise StoreUnavailableError(reason) from error
         raise AssertionError("unreachable")
 
+    def expect_file(self) -> None:
+        """From now on an SQLite database whose file is missing is an error; else connecting makes an empty one."""
+        self._expects_file = True
+
+    def _before_connecting(self, *_: Any) -> None:
+        if self._expects_file:
+            sqlitefile.check(self.url)
+        sqlitefile.create(self.url)
+
     def _make(self, attribute: str, isolation_level: str) -> Engine:
         with self._lock:
             engine: Engine | None = getattr(self, attribute)
             if engine is None:
                 engine = make_engine(self.url, self._pool_size, isolation_level)
+                event.listen(engine, "do_connect", self._before_connecting)
                 setattr(self, attribute, engine)
             return engine
