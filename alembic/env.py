@@ -16,6 +16,7 @@ from alembic import context
 from sqlalchemy import Connection
 
 from delaytasks.core.settings import load_settings
+from delaytasks.store import sqlitefile
 from delaytasks.store.database import Database, normalize_url
 from delaytasks.store.migrations import comparison, exclusively, urls_of, version_table
 from delaytasks.store.schema import build_schema
@@ -39,6 +40,8 @@ schema: str | None = given.get("schema", settings.table_schema) or None
 if config.config_file_name is not None:
     fileConfig(config.config_file_name, disable_existing_loggers=False)
 
+#: Of `alembic` on the command line.
+command_name: str = getattr((getattr(config.cmd_opts, "cmd", None) or [None])[0], "__name__", "")
 target = build_schema(prefix, schema).metadata
 names = {table.name for table in target.tables.values()}
 options: dict[str, Any] = {
@@ -77,6 +80,8 @@ elif "connection" in given:
 else:
     for url in urls:
         database = Database(url)
+        if command_name not in ("current", "check"):
+            sqlitefile.create(database.url)
         with database.begin() as mine:
             migrate(mine)
         database.dispose()

@@ -23,7 +23,7 @@ from delaytasks.core.errors import (
 from delaytasks.core.events import Events
 from delaytasks.core.outcomes import Outcome
 from delaytasks.core.ports import Timer
-from delaytasks.core.settings import Settings
+from delaytasks.core.settings import Settings, hide_secrets
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import shown
 from delaytasks.engine.check import Finding, check
@@ -69,7 +69,7 @@ class DelayTasks(CallbackVerbs, TouchVerbs, BulkVerbs, PolicyVerbs):
         if database_url is not None:
             settings["database_url"] = database_url
         self.celery = celery_app
-        self._arguments = settings
+        self._arguments = hide_secrets(settings)
         self.registry = Registry()
         self.events = Events()
         self.ambient_unit = lambda: None

@@ -6,6 +6,7 @@ import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from delaytasks.callbacks.addresses import Guard
@@ -14,9 +15,11 @@ from delaytasks.callbacks.queue import QueueMessages
 from delaytasks.core.clock import Clock, Measure, wall_ms
 from delaytasks.core.errors import ConfigError, StoreUnavailableError
 from delaytasks.core.events import Events
+from delaytasks.core.hidden import Secret, mask_secret
 from delaytasks.core.ids import IdMaker
 from delaytasks.core.ports import TaskStore, Timer
-from delaytasks.core.settings import load_settings, mask_url
+from delaytasks.core.private import tighten_data_folder
+from delaytasks.core.settings import load_settings
 from delaytasks.core.text import shown
 from delaytasks.engine.holding import Holding
 from delaytasks.engine.placing import Placing
@@ -62,6 +65,8 @@ class Parts:
         self.settings = load_settings(app.conf, os.environ, **arguments)
         settings = self.settings
         self._events = events
+        if not settings.database_url:
+            tighten_data_folder(Path(settings.data_dir))
         stores = [Store(url, settings, number) for number, url in enumerate(urls_of(settings))]
         self._databases = Shards(stores, settings.shards_before)
         clock = Clock(measure)
@@ -97,7 +102,7 @@ class Parts:
         sweeper = Sweeper(settings, store.sweeps, store.workers, clock, timer, swept, holding)
         tell = None if self.direct_timer is None else self.direct_timer.tell
         producer = Producer(settings, tasks, clock, new_id, self.timer, registry, self.queues, events, number, tell)
-        url = store.database.url.render_as_string(hide_password=False)
+        url = Secret(store.database.url.render_as_string(hide_password=False))
         return Shard(number, url, new_id, clock, sweeper, producer, policies, self._databases)
 
     def _make_redis_timer(self, eta: EtaTimer, clocks: Sequence[Clock]) -> RedisTimer:
@@ -163,16 +168,17 @@ def redis_url(given: str, broker_url: Any) -> str:
     from redis import ConnectionPool, RedisError
 
     broker = broker_url[0] if isinstance(broker_url, (list, tuple)) and broker_url else broker_url
-    url = given or str(broker or "").partition(";")[0]
+    url: str = Secret(given or str(broker or "").partition(";")[0])
     if url.startswith("redis+socket://"):
-        url = url.replace("redis+socket://", "unix://").replace("virtual_host=", "db=")
+        url = Secret(url.replace("redis+socket://", "unix://").replace("virtual_host=", "db="))
     where = "delaytasks_redis_url" if given else "the broker's URL"
     if not url.startswith(_REDIS_SCHEMES):
         raise ConfigError(
-            f"delaytasks_timer = 'redis' needs a Redis, and {where} is {mask_url(url) or 'empty'}: set "
+            f"delaytasks_timer = 'redis' needs a Redis, and {where} is {mask_secret(url) or 'empty'}: set "
             "delaytasks_redis_url to redis://…, rediss://… or unix://…"
         )
-    url = re.sub(r"(?<=ssl_cert_reqs=)CERT_(\w+)", lambda found: found[1].lower(), url)  # as kombu has it
+    # As kombu has it.
+    url = Secret(re.sub(r"(?<=ssl_cert_reqs=)CERT_(\w+)", lambda found: found[1].lower(), url))
     try:
         ConnectionPool.from_url(url).make_connection()  # which reads the URL, and connects to nothing
     except (ValueError, TypeError, RedisError):  # these may quote a password

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from delaytasks.core.clock import Clock
-from delaytasks.core.settings import mask_url
+from delaytasks.core.hidden import mask_url
 from delaytasks.engine.policies import PolicyCache
 from delaytasks.engine.producer import Producer
 from delaytasks.engine.sweeper import Sweeper

@@ -19,7 +19,7 @@ from delaytasks.core.bounded import within
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import ConfigError, ForbiddenURLError
 from delaytasks.core.forks import reset_in_child
-from delaytasks.core.settings import mask_url
+from delaytasks.core.hidden import mask_url
 from delaytasks.core.text import shown
 
 Address = IPv4Address | IPv6Address

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from delaytasks.core.clock import wall_ms
 from delaytasks.core.errors import BodyNotJSONError, ConfigError, InvalidSignatureError
+from delaytasks.core.hidden import SecretBytes
 
 ID, TIMESTAMP, SIGNATURE = "webhook-id", "webhook-timestamp", "webhook-signature"
 #: A callback that is older, or from the future by more, may be a recording.
@@ -89,4 +90,4 @@ def _key(secret: str, number: int) -> bytes:
         key = b""
     if prefix != _PREFIX or len(key) not in _KEY_BYTES:
         raise ConfigError(f"callback secret {number} is not of the form whsec_…, base64 of 24 to 64 bytes")
-    return key
+    return SecretBytes(key)

@@ -9,7 +9,7 @@ import click
 
 from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli
 from delaytasks.cli.output import NOTHING, Cell, cell, print_fields, print_json, print_table, say
-from delaytasks.core.settings import mask_url
+from delaytasks.core.hidden import mask_url
 
 _BROKER_VARIABLES = ("CELERY_BROKER_WRITE_URL", "CELERY_BROKER_URL")
 

@@ -18,7 +18,7 @@ from click.core import ParameterSource
 from delaytasks.cli.output import failure_of
 from delaytasks.core.bounded import wait_for_unfinished
 from delaytasks.core.errors import ConfigError, DelayTaskError
-from delaytasks.core.settings import mask_url
+from delaytasks.core.hidden import mask_url
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
@@ -64,6 +64,8 @@ class Cli:
                 "make one with DelayTasks(app) where the app is made"
             )
         self._ctx.call_on_close(found.close)
+        for store in found.routes.databases.stores:
+            store.database.expect_file()  # only `up` and `db upgrade` make one
         return found
 
     @property

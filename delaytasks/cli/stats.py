@@ -18,7 +18,7 @@ from delaytasks.cli.times import show_instant
 from delaytasks.cli.waiting import late_tasks, print_late, replication_of
 from delaytasks.core.durations import show_duration
 from delaytasks.core.errors import StoreError
-from delaytasks.core.settings import mask_url
+from delaytasks.core.hidden import mask_url
 from delaytasks.core.states import Status
 
 if TYPE_CHECKING:

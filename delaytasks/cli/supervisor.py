@@ -54,6 +54,8 @@ class Spec:
     #: Lines that tell nobody anything.
     noise: re.Pattern[str] | None = None
     pass_fds: tuple[int, ...] = ()
+    #: Of the files that it makes; -1: ours. Processors of a worker may make files for others.
+    umask: int = -1
 
 
 @dataclass
@@ -140,6 +142,7 @@ class Supervisor:
             stderr=subprocess.STDOUT,
             env=self._environ,
             pass_fds=child.spec.pass_fds,
+            umask=child.spec.umask,
             # Ctrl-C in a terminal is for us alone, so that the order of stopping is ours.
             start_new_session=True,
             preexec_fn=die_with_parent,

@@ -18,7 +18,8 @@ from delaytasks import embedded
 from delaytasks.cli.context import Cli, pass_cli
 from delaytasks.cli.database import upgrade_all
 from delaytasks.cli.supervisor import Spec, Supervisor
-from delaytasks.core.settings import mask_url
+from delaytasks.core.hidden import mask_url
+from delaytasks.core.private import make_folder
 
 FLOWER_PORT = 5555
 #: How long a worker may go on with what it runs, once it is told to stop.
@@ -96,6 +97,7 @@ def _broker(cli: Cli) -> tuple[str, list[Spec]]:
         is_ready=lambda: embedded.answers(redis.socket),
         noise=_REDIS_NOISE,
         pass_fds=(redis.lock,),
+        umask=0o077,
     )
     return f"private {redis.server}", [spec]
 
@@ -107,12 +109,12 @@ def _celery(app: str, data_dir: str, concurrency: int | None, pool: str, flower_
     worker += [f"--concurrency={concurrency}"] if concurrency else []
     worker += ["--task-events"] if flower_port else []
     folder = Path(data_dir).absolute()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(folder)
     # At INFO beat would say every five seconds that it sweeps.
     beat = ["beat", "--loglevel=WARNING", f"--schedule={folder / 'celerybeat-schedule'}"]
     specs = [
         Spec("worker", celery + worker, "cyan", 1, WORKER_PATIENCE_S, ready_line=" ready.", noise=_WORKER_NOISE),
-        Spec("beat", celery + beat, "magenta", stage=2),
+        Spec("beat", celery + beat, "magenta", stage=2, umask=0o077),
     ]
     if flower_port:
         # At WARNING it would say that the worker, which is just starting, does not answer yet.

@@ -15,6 +15,7 @@ from delaytasks import api
 from delaytasks.app import DelayTasks
 from delaytasks.callbacks import Received, verify
 from delaytasks.core.errors import BodyNotJSONError, ConfigError, InvalidSignatureError, SessionUnusableError
+from delaytasks.core.hidden import Secret
 from delaytasks.core.ports import Unit
 from delaytasks.core.task import DelayTask
 from delaytasks.parts import Parts
@@ -88,7 +89,7 @@ class FlaskDelays(DelayTasks):
                 if url is not None:
                     parts.close()
                     self._parts = None
-                    self._arguments["database_url"] = url.render_as_string(hide_password=False)
+                    self._arguments["database_url"] = Secret(url.render_as_string(hide_password=False))
         return super()._made
 
     def _unit_of_session(self) -> Unit | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from delaytasks.core.encryption import are_keys, names_of
 from delaytasks.core.errors import ConfigError
+from delaytasks.core.hidden import hide, mask_secret
 from delaytasks.core.ids import MAX_SHARDS
 from delaytasks.core.inputs import is_queue
 
@@ -114,15 +115,20 @@ def _shown(spec: Field[Any], value: Any) -> str:
     if spec.name == "encryption_keys":
         return " ".join(names_of(value))
     if isinstance(value, tuple):
-        return " ".join(map(mask_url, value) if spec.metadata["secret"] else value)
+        return " ".join(map(mask_secret, value) if spec.metadata["secret"] else value)
     if spec.metadata["secret"]:
-        return mask_url(value)
+        return mask_secret(value)
     if value is None:
         return "none"
     return json.dumps(value) if isinstance(value, Mapping) else str(value)
 
 
 _SPECS = {spec.name: spec for spec in fields(Settings) if spec.metadata}
+
+
+def hide_secrets(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments for settings, of which Python shows no secret."""
+    return {name: hide(value) if name in secret_names() else value for name, value in arguments.items()}
 
 
 def secret_names() -> list[str]:
@@ -202,7 +208,8 @@ def load_settings(conf: Mapping[str, Any], environ: Mapping[str, str], **argumen
                 close = difflib.get_close_matches(name, _SPECS, n=1, cutoff=0.5)
                 hint = f"; did you mean {PREFIX}{close[0]}?" if close else ""
                 raise ConfigError(f"unknown setting {PREFIX}{name} (from {origin}){hint}")
-            values[name] = _convert(name, value, origin)
+            converted = _convert(name, value, origin)
+            values[name] = hide(converted) if _SPECS[name].metadata["secret"] else converted
             origins[name] = origin
     return Settings(**values, origins=origins)
 
@@ -263,10 +270,3 @@ def _mapping(value: Any) -> dict[str, str] | None:
     ):
         return None
     return dict(value)
-
-
-def mask_url(url: str) -> str:
-    """A URL without its password, wherever it stands: before the host or among the options; or a key for signing."""
-    url = re.sub(r"(?<=://)([^/@:\s]*):\S*@", r"\1:***@", url)  # up to the last @: a password may have some
-    url = re.sub(r"whsec_\S+", "whsec_***", url)
-    return re.sub(r"(?i)((?:password|passwd|secret|token)=)[^&]*", r"\1***", url)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from kombu.transport import TRANSPORT_ALIASES
 
 from delaytasks.core.errors import ConfigError
+from delaytasks.core.private import make_folder, tighten_data_folder, write_file
 from delaytasks.embedded.server import (
     OLDEST_REDIS,
     Server,
@@ -68,7 +69,7 @@ def use_embedded_broker(app: Any, data_dir: str) -> Broker:
         check_private(broker.socket.parent)
     else:
         app.conf.broker_transport_options = {**(app.conf.broker_transport_options or {}), **broker.options}
-        _make_folders(broker)
+    tighten_data_folder(broker.data_dir)
     _tell_at_start(broker)
     return broker
 
@@ -84,10 +85,10 @@ def choose(data_dir: str | Path, server: Server | None) -> Broker:
 
 
 def record(broker: Broker) -> None:
-    broker.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(broker.data_dir)
     text = json.dumps({"data_dir": str(broker.data_dir), "socket": broker.socket and str(broker.socket)})
     new = _record_path(broker.data_dir).with_suffix(".new")
-    new.write_text(text)
+    write_file(new, text)
     new.replace(_record_path(broker.data_dir))
 
 
@@ -135,12 +136,6 @@ def begin(data_dir: str | Path) -> ToRun | None:
 def _begin_files(broker: Broker) -> None:
     """Messages of an earlier run are thrown away: most are for readers that are gone, and nobody else ever would."""
     shutil.rmtree(broker.data_dir / "broker", ignore_errors=True)
-    _make_folders(broker)
-
-
-def _make_folders(broker: Broker) -> None:
-    for name in ("data_folder_in", "control_folder"):
-        Path(broker.options[name]).mkdir(parents=True, exist_ok=True)
 
 
 def leave(data_dir: str | Path) -> None:
@@ -157,7 +152,8 @@ def hold(data_dir: str | Path, wait_s: float = 5.0) -> int:
     import fcntl  # not on Windows
 
     folder = Path(data_dir).absolute()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(folder)
+    tighten_data_folder(folder)
     lock = os.open(folder / "broker.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + wait_s  # the server of a killed one may still be saving
     while True:

@@ -18,8 +18,17 @@ from typing import Any
 from kombu.transport import filesystem
 from kombu.utils.json import dumps, loads
 
+from delaytasks.core.private import make_file, make_folder, write_file
+
 
 class Channel(filesystem.Channel):
+    """Its folders and files are its owner's alone: messages hold what tasks were called with."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for folder in (Path(self.data_folder_in), self.control_folder):
+            make_folder(folder)
+
     def _put(self, queue: str, payload: Any, **_: Any) -> None:  # type: ignore[override]  # kombu names it twice
         # The time first: a folder's files are read in the order of their names.
         name = f"{monotonic_ns():020}_{uuid.uuid4()}.{queue}.msg"
@@ -64,6 +73,7 @@ class Channel(filesystem.Channel):
     def _changing(self, exchange: str) -> Iterator[list[list[str]]]:
         """The rows of an exchange, written back when they have changed; one process at a time."""
         file = self._exchange_file(exchange)
+        make_file(self.control_folder / "lock")
         with open(self.control_folder / "lock", "w") as lock:
             filesystem.lock(lock, filesystem.LOCK_EX)  # ends with the file
             rows = [list(row) for row in self.get_table(exchange)]
@@ -79,5 +89,5 @@ class Transport(filesystem.Transport):
 
 def _write(path: Path, content: Any) -> None:
     new = path.with_name(f".{uuid.uuid4()}.new")
-    new.write_text(dumps(content))
+    write_file(new, dumps(content))
     os.replace(new, path)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from delaytasks.core.errors import ConfigError
+from delaytasks.core.private import make_folder
 
 #: kombu needs it.
 OLDEST_REDIS = (6, 2)
@@ -97,7 +98,7 @@ def server_command(server: Server, data_dir: Path, path: Path) -> list[str]:
     path.parent.mkdir(mode=0o700, exist_ok=True)
     check_private(path.parent)
     folder = data_dir / "redis"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(folder)
     options = {
         "port": "0",
         "unixsocket": str(path),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, Select, exc, make_url
+from sqlalchemy import URL, Connection, Engine, Select, event, exc, make_url
 
 from delaytasks.core.errors import (
     ConfigError,
@@ -20,6 +20,7 @@ from delaytasks.core.errors import (
     TaskStateError,
 )
 from delaytasks.core.forks import reset_in_child
+from delaytasks.store import sqlitefile
 from delaytasks.store.driver_errors import (
     TRIES,
     first_cause,
@@ -166,6 +167,7 @@ class Database:
         self._shard = shard
         self.can = capabilities_of(self.url.get_backend_name())
         self._pool_size = pool_size
+        self._expects_file = False
         self._lock = threading.Lock()
         self._auto: Engine | None = None
         self._tx: Engine | None = None
@@ -260,11 +262,21 @@ class Database:
                 raise StoreUnavailableError(reason) from error
         raise AssertionError("unreachable")
 
+    def expect_file(self) -> None:
+        """From now on an SQLite database whose file is missing is an error; else connecting makes an empty one."""
+        self._expects_file = True
+
+    def _before_connecting(self, *_: Any) -> None:
+        if self._expects_file:
+            sqlitefile.check(self.url)
+        sqlitefile.create(self.url)
+
     def _make(self, attribute: str, isolation_level: str) -> Engine:
         with self._lock:
             engine: Engine | None = getattr(self, attribute)
             if engine is None:
                 engine = make_engine(self.url, self._pool_size, isolation_level)
                 self._watch.observe(engine)
+                event.listen(engine, "do_connect", self._before_connecting)
                 setattr(self, attribute, engine)
             return engine

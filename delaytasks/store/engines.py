@@ -5,7 +5,6 @@ from __future__ import annotations
 import select
 import socket
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, ExceptionContext, NullPool, QueuePool, create_engine, event, exc
@@ -28,8 +27,6 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
     options: dict[str, Any] = {"pool_size": pool_size, "max_overflow": 20, "pool_timeout": 10}
     backend = url.get_backend_name()
     if backend == "sqlite":
-        if url.database and url.database != ":memory:" and not url.database.startswith("file:"):
-            Path(url.database).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         options["connect_args"] = {"timeout": 30, "check_same_thread": False}
         # Also for a database in memory, whose own pool takes no sizes. It is another one for each connection, so rows
         # are the caller's session's alone, but the time can be asked.

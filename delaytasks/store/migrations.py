@@ -19,7 +19,9 @@ from sqlalchemy.engine import Dialect
 from sqlalchemy.schema import CreateIndex, CreateSchema, CreateTable
 
 from delaytasks.core.errors import ConfigError, StoreUnavailableError
-from delaytasks.core.settings import Settings, mask_url
+from delaytasks.core.hidden import mask_url
+from delaytasks.core.settings import Settings
+from delaytasks.store import sqlitefile
 from delaytasks.store.database import Database
 from delaytasks.store.schema import STORAGE, Schema, build_schema
 
@@ -41,6 +43,7 @@ def upgrade(
         command.upgrade(config, revision)
         _number(config.attributes["connection"], build_schema(prefix, schema), shard)
 
+    sqlitefile.create(database.url)
     _run(database, prefix, schema, work)
 
 
@@ -50,6 +53,8 @@ def downgrade(database: Database, prefix: str = "", schema: str | None = None, r
 
 def current(database: Database, prefix: str = "", schema: str | None = None) -> str | None:
     """The revision of this database; None before the first."""
+    if sqlitefile.is_missing(database.url):
+        return None
     options = {"version_table": version_table(prefix), "version_table_schema": schema or None}
     return database.alone(lambda c: MigrationContext.configure(c, opts=options).get_current_revision())
 

@@ -19,9 +19,9 @@ from weakref import WeakKeyDictionary
 from sqlalchemy import URL
 
 from delaytasks.core.errors import ShardMismatchError, StoreUnavailableError
+from delaytasks.core.hidden import mask_url
 from delaytasks.core.ids import shard_of
 from delaytasks.core.ports import Executor, OnConflict
-from delaytasks.core.settings import mask_url
 from delaytasks.core.shards import home_of
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask, Page

@@ -5,7 +5,9 @@ from __future__ import annotations
 from sqlalchemy import Connection, exc, inspect
 
 from delaytasks.core.errors import ConfigError, StoreError, StoreUnavailableError
-from delaytasks.core.settings import Settings, mask_url
+from delaytasks.core.hidden import mask_url
+from delaytasks.core.settings import Settings
+from delaytasks.store import sqlitefile
 from delaytasks.store.bulk import Bulk
 from delaytasks.store.cipher import cipher_of
 from delaytasks.store.claims import Claims
@@ -50,6 +52,8 @@ class Store:
     def check(self) -> None:
         """`ConfigError` if tables are missing, older than this code, or too narrow, or the policies can not be read."""
         t = self.schema.tasks
+        if sqlitefile.is_missing(self.database.url):
+            raise ConfigError(f"there is no database {self._where()}; {REMEDY}")
         found = self.database.alone(lambda c: _column_names(c, t.name, t.schema))
         missing = [column.name for column in t.columns if column.name not in found]
         if missing:

@@ -131,6 +131,7 @@ def test_a_producer_schedules_and_moves_tasks(place: Place) -> None:
     delays.retry(task, 60)
     assert delays.get(task).status is Status.NOT_COMPLETE
     assert len(delays.find(tag="mail")) == 4
+    assert delays.attempts(task) == []
     with pytest.raises(StoreError):
         delays.pause(tag="mail")
     delays.close()

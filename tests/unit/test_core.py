@@ -15,8 +15,9 @@ import pytest
 from delaytasks.core import clock as clock_module
 from delaytasks.core.clock import Clock, ManualClock, from_us, to_us
 from delaytasks.core.errors import ConfigError, InvalidIdError
+from delaytasks.core.hidden import mask_url
 from delaytasks.core.ids import COUNTER_BITS, EPOCH_MS, MAX_ID, SHARD_BITS, IdMaker, check_id
-from delaytasks.core.settings import Settings, load_settings, mask_url
+from delaytasks.core.settings import Settings, load_settings
 from delaytasks.core.states import FINISHED, LIVE, MOVES, Status, moves_from
 from delaytasks.core.text import one_line, storable, traceback_text
 from tests.waiting import wait_until

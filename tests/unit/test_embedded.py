@@ -15,9 +15,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kombu import Connection
 
 from delaytasks import embedded
 from delaytasks.core.errors import ConfigError
+from delaytasks.embedded import files
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the private Redis listens on a Unix socket")
@@ -88,8 +90,11 @@ def test_without_any_redis_messages_go_through_files(machine: SimpleNamespace) -
     assert app.conf.broker_url == "delaytasks-files://localhost//"
     options = app.conf.broker_transport_options
     assert options["data_folder_in"] == options["data_folder_out"]
-    assert Path(options["data_folder_in"]).is_dir()
-    assert Path(options["control_folder"]).is_dir()
+    folders = [Path(options[name]) for name in ("data_folder_in", "control_folder")]
+    assert not any(folder.exists() for folder in folders), "an import makes nothing"
+    with Connection(broker.url, transport_options=options) as connection:
+        connection.channel()
+    assert all(folder.is_dir() for folder in folders)
     assert options["mine"] == 1
 
 
@@ -271,10 +276,6 @@ def test_a_server_whose_parent_died_still_holds_its_data_folder(tmp_path: Path) 
 
 @pytest.fixture
 def channel(tmp_path: Path) -> Iterator[Any]:
-    from kombu import Connection
-
-    from delaytasks.embedded import files
-
     with Connection(transport=files.Transport, transport_options=folders(tmp_path)) as connection:
         yield connection.channel()
 
@@ -296,7 +297,7 @@ def while_writing(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
                 calls.pop()()
             file.write(text[len(text) // 2 :])
 
-    monkeypatch.setattr(Path, "write_text", write_text)
+    monkeypatch.setattr(files, "write_file", write_text)
     return calls
 
 

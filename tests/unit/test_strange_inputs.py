@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from delaytasks.core.durations import parse_duration
 from delaytasks.core.errors import InvalidDelayError, InvalidInputError, InvalidLadderError
+from delaytasks.core.hidden import mask_url
 from delaytasks.core.inputs import check_key, check_queue, check_tag, check_wait, encode_body
 from delaytasks.core.ladder import Ladder
-from delaytasks.core.settings import mask_url
 from delaytasks.core.states import MOST_VERSIONS, Status, following
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import one_line, storable

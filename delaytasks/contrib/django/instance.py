@@ -21,6 +21,7 @@ from delaytasks.contrib.django.executor import DjangoExecutor
 from delaytasks.contrib.django.unit import DjangoUnit
 from delaytasks.contrib.django.url import database_url
 from delaytasks.core.errors import ConfigError
+from delaytasks.core.hidden import Secret
 from delaytasks.core.task import DelayTask
 from delaytasks.engine.coroutines import result_of
 from delaytasks.parts import Parts
@@ -68,7 +69,7 @@ class DjangoDelays(DelayTasks):
                     self.close()
                     self._parts = None
                 connection = connections[self.alias]
-                self._arguments["database_url"] = database_url(connection.vendor, connection.settings_dict)
+                self._arguments["database_url"] = Secret(database_url(connection.vendor, connection.settings_dict))
                 self._database = name
         return super()._made
 
