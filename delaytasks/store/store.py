@@ -14,6 +14,7 @@ from delaytasks.store.claims import Claims
 from delaytasks.store.database import Database
 from delaytasks.store.driver_errors import REMEDY
 from delaytasks.store.holding import Holding
+from delaytasks.store.inspection import Inspection
 from delaytasks.store.leases import Leases
 from delaytasks.store.lines import Limited
 from delaytasks.store.migrations import check_charset, check_number, number_of
@@ -39,6 +40,7 @@ class Store:
         self.touches = Touches(self.database, self.schema)
         self.sweeps = Sweeps(self.database, self.schema, settings.lease_s, settings.timer)
         self.leases = Leases(self.database, self.schema, settings.lease_s)
+        self.inspection = Inspection(self.database, self.schema)
         self.workers = Workers(self.database, self.schema)
         self.put_offs = PutOffs(self.database, self.schema)
         self.policies = PolicyTable(self.database, self.schema)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Hashable, Iterable
+from heapq import nsmallest
+from itertools import chain, islice
 from typing import Generic, TypeVar
 
 from delaytasks.core.clock import Clock, monotonic
@@ -100,6 +102,12 @@ class Wheel(Generic[E]):
         coming = range(self._now + 1, latest)
         return next((at for at in coming if at // self._size in self._slots[at % self._size]), latest)
 
+    def soonest(self, count: int) -> list[E]:
+        """The first `count` entries in the order of their ticks, which stay held."""
+        ticks = sorted(set(nsmallest(count, self._ticks.values())))
+        found = [self._slots[at % self._size][at // self._size].values() for at in ticks]
+        return list(islice(chain.from_iterable(found), count))
+
     def take_all(self) -> list[E]:
         entries = [entry for rounds in self._slots for held in rounds.values() for entry in held.values()]
         for rounds in self._slots:
@@ -157,6 +165,11 @@ class WheelThread(Generic[E]):
                 if self._wakes_at is None or tick < self._wakes_at:
                     self._wakes_at = tick
                     self.loop.wake()
+
+    def soonest(self, count: int) -> list[E]:
+        """The first `count` entries in the order of their due times, which stay held."""
+        with self._lock:
+            return self._wheel.soonest(count)
 
     def _tick(self) -> int:
         return self._clock.now_us() // TICK_US

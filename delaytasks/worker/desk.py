@@ -3,6 +3,7 @@ and looks after leases."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -183,15 +184,23 @@ class Desk:
         self._refusal_logged_at = monotonic()
         self.delays.events.emit("message.refused", task=task, reason=str(error)[:200])
 
+    def pids(self) -> set[int]:
+        """The processes that may run rows: those of the pool, and this one where the pool has none."""
+        info = getattr(self._worker.pool, "info", None) or {}
+        return {os.getpid(), *(info.get("processes") or ())}
+
     def info(self) -> dict[str, Any]:
+        """For `celery inspect stats`."""
+        began = list(self.dispatcher.in_flight.values())
         return {
             "held": len(self.wheel),
             "waiting": self.dispatcher.waiting,
             "chunks": len(self.dispatcher.in_flight),
             "timer": self.delays.settings.timer,
             "timer_is_up": self.delays.timer.is_up,
-            "oldest_chunk": min(map(from_us, map(int, self.dispatcher.in_flight.values())), default=None),
-            "shards": self.dispatcher.doubts.info(),
+            # As text: `celery inspect` prints the answer with the JSON of the standard library.
+            "oldest_chunk": from_us(min(map(int, began))).isoformat() if began else None,
+            "shards": {str(shard): said for shard, said in self.dispatcher.doubts.info().items()},
             "loops": self.watchdog.info(),
             "events": dict(self.delays.events.counts),
         }

@@ -18,6 +18,7 @@ from delaytasks.core.task import DEFAULT_QUEUE
 from delaytasks.timers.eta import RUN
 from delaytasks.worker.desk import Desk
 from delaytasks.worker.heap import keep_what_is_loaded
+from delaytasks.worker.inspecting import show_rows
 from delaytasks.worker.timelimits import check_time_limits
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class DelaysStep(bootsteps.StartStopStep):
         add_queues(worker.app, delays)
         worker.delays_desk = Desk(delays, worker)
         worker.wait_for_soft_shutdown = partial(shut_down_coldly, worker, worker.wait_for_soft_shutdown)
+        show_rows()
         # Before the pool forks: its processes have what is read here, and need not read it again.
         delays.events.attempt("start", "policies", lambda: delays.routes.each(lambda shard: shard.policies.refresh()))
         keep_what_is_loaded()

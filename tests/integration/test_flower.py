@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -319,8 +320,11 @@ def test_inspect_and_control_work_as_for_any_worker(make_site: Callable[..., Sit
     assert stats["chunks"] == 1
     assert stats["timer_is_up"] is True
     assert ask(site, "inspect", "ping") == {"ok": "pong"}
-    assert {"delaytasks.run", "delaytasks.sweep"} <= set(ask(site, "inspect", "registered"))
-    assert ask(site, "inspect", "active") == []
+    assert {"delaytasks.run", "delaytasks.sweep", "test.note", "test.sleep"} <= set(ask(site, "inspect", "registered"))
+    assert [(task["id"], task["name"]) for task in ask(site, "inspect", "active")] == [(str(running.id), "test.sleep")]
+    [waiting] = ask(site, "inspect", "scheduled")
+    assert (waiting["request"]["id"], waiting["request"]["name"]) == (str(far.id), "test.note")
+    assert datetime.fromisoformat(waiting["eta"]) == far.expected_time
     assert f"{d.settings['namespace']}.default" in {queue["name"] for queue in ask(site, "inspect", "active_queues")}
     d.command("control", "shutdown", "--destination", site.deployment.node(0))
     wait_until(worker.ended, 20, "the worker to shut down", every_s=0.05)

@@ -10,13 +10,14 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
+import kombu
 import pytest
 from celery import Celery
 from celery.worker import state
 from celery.worker.consumer import Consumer
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kombu import Queue
+from kombu import Connection, Producer, Queue
 from kombu.asynchronous.timer import Timer
 from kombu.message import Message
 from kombu.serialization import prepare_accept_content
@@ -25,6 +26,7 @@ from delaytasks.core.ids import MAX_ID
 from delaytasks.core.ports import Entry
 from delaytasks.timers.direct import read_notice
 from delaytasks.timers.eta import RUN
+from delaytasks.worker.guard import GuardStep
 from delaytasks.worker.redisguard import RedisGuard
 from delaytasks.worker.tasks import SWEEP
 from tests.fuzzing import fuzz, json_like
@@ -260,6 +262,25 @@ def test_what_came_behind_it_is_read_as_well(reader: Reader) -> None:
         return True
 
     assert RedisGuard(reader.consumer).read(read, lambda: bool(coming)) is True
+
+
+@pytest.mark.parametrize("name", ["gzip", "bzip2", "xz"])
+def test_our_queues_are_not_decompressed_on_any_transport_of_kombus_own(tmp_path: Path, name: str) -> None:
+    """Those of the app are."""
+    reader, taken = Reader(tmp_path), []
+    ours, theirs = Queue("delaytasks.default"), Queue("celery")
+    with Connection("memory://") as connection:
+        GuardStep(reader.consumer)._guard_connection(connection)
+        producer = Producer(connection)
+        for queue in (ours, theirs):
+            producer.publish([1] * 1000, compression=name, routing_key=queue.name, declare=[queue])
+        with kombu.Consumer(connection, [ours, theirs], on_message=taken.append):
+            while len(taken) < 2:
+                connection.drain_events(timeout=5)
+    bodies = {message.delivery_info["routing_key"]: message.body for message in taken}
+    assert len(bodies["delaytasks.default"]) == 0
+    assert json.loads(bodies["celery"]) == [1] * 1000
+    reader.desk.delays.close()
 
 
 def raiser(error: Exception) -> Callable[[], Any]:

@@ -1,0 +1,76 @@
+"""What Celery's remote control says about rows, and what `celery purge` leaves of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from delaytasks import Status
+from tests.redis_server import RedisServer
+from tests.running import Deployment
+from tests.waiting import wait_until
+
+
+@pytest.fixture
+def open_deployment(
+    tmp_path: Path, start_redis: Callable[..., RedisServer], database_url: str
+) -> Iterator[Callable[..., Deployment]]:
+    made: list[Deployment] = []
+
+    def make(**settings: Any) -> Deployment:
+        made.append(Deployment(tmp_path, database_url, start_redis().url, **settings))
+        return made[-1]
+
+    yield make
+    for deployment in made:
+        deployment.close()
+
+
+@pytest.mark.parametrize("timer", ["eta", "redis"])
+def test_each_inspection_answers_while_a_chunk_runs(open_deployment: Callable[..., Deployment], timer: str) -> None:
+    """`celery inspect` prints the answer with the JSON of the standard library."""
+    d = open_deployment(timer=timer, horizon_s=3000)
+    worker = d.worker(concurrency=1)
+    running, near = d.schedule("test.sleep", body={"seconds": 600}), d.schedule(delay=2900)
+    wait_until(lambda: d.status(running) is Status.RUNNING, 10, "the sleeper to run")
+    said = d.command("inspect", "stats", "-d", d.node(0), "-t", "10")
+    assert said.status == 0, f"{said.log()}\n{worker.log()}"
+    assert re.search(r'"oldest_chunk": "\d{4}-\d\d-\d\dT', said.log())
+    asked = d.delays.celery.control.inspect([d.node(0)], timeout=10, limit=1)
+
+    def answer(command: str) -> Any:
+        [found] = asked._request(command).values()
+        json.dumps(found, allow_nan=False)
+        return found
+
+    assert answer("stats")["delaytasks"]["chunks"] == 1
+    [active] = answer("active")
+    assert (active["id"], active["name"], active["acknowledged"]) == (str(running.id), "test.sleep", True)
+    assert active["worker_pid"] == int(d.runs()[0][2])
+    assert active["args"] == []
+    scheduled = [(one["request"]["id"], one["request"]["name"]) for one in answer("scheduled")]
+    assert scheduled == ([(str(near.id), "test.note")] if timer == "eta" else []), "with redis it waits there"
+    assert {"test.sleep", "test.note", "delaytasks.run"} <= set(answer("registered"))
+    assert answer("reserved") == []
+    assert not worker.ended()
+
+
+def test_a_purge_costs_no_task(open_deployment: Callable[..., Deployment]) -> None:
+    """`celery purge` empties Celery's own queues, and ours if they are named; what was armed there is found overdue."""
+    d = open_deployment(horizon_s=60)
+    task = d.schedule(delay=1)
+    queue = d.delays.publisher.queue("default").name
+    with Redis.from_url(d.conf["broker_url"]) as redis:
+        said = d.command("purge", "-f")
+        assert (said.status, redis.llen(queue)) == (0, 1), said.log()
+        said = d.command("purge", "-f", "-Q", queue)
+        assert (said.status, redis.llen(queue)) == (0, 0), said.log()
+    assert d.status(task) is Status.NOT_COMPLETE
+    d.worker(concurrency=1)
+    d.wait_for([task], deadline_s=d.r1_s() + 15)
