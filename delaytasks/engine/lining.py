@@ -40,8 +40,13 @@ class Lining:
                 pass
 
     def go_on(self, lines: Set[tuple[str, str]], limit: int, for_s: float, tally: Tally) -> tuple[Opening, ...]:
-        """Returns what somebody should go on with."""
-        openings = (self._work_off(queue, tag, limit, for_s, tally) for queue, tag in sorted(lines))
+        """Returns what somebody should go on with. Lines for which there is no time are among that."""
+        until, openings = monotonic() + for_s, list[Opening | None]()
+        for number, (queue, tag) in enumerate(sorted(lines)):
+            if number and monotonic() >= until:
+                openings.append(Opening(queue, tag, None))
+            else:
+                openings.append(self._work_off(queue, tag, limit, for_s, tally))
         return tuple(opening for opening in openings if opening is not None)
 
     def _work_off(self, queue: str, tag: str, limit: int, for_s: float, tally: Tally) -> Opening | None:

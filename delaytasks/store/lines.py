@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
+from itertools import islice
 from typing import Any, NamedTuple
 
 from sqlalchemy import and_, bindparam, func, insert, literal, select, update
@@ -32,6 +33,10 @@ from delaytasks.store.types import db_now
 
 #: The tags that have limits, as far as this process knows.
 Limited = Callable[[], Mapping[str, Policy]]
+
+
+#: Lines of a queue that one look returns: each of them costs a statement.
+LINES = 100
 
 
 class Candidate(NamedTuple):
@@ -64,6 +69,8 @@ class Lines:
         self._met = threading.local()
         #: The lane of the last one that was admitted here.
         self._last: dict[tuple[str, str], str | None] = {}
+        #: By queue, the tag behind which the next look at its lines goes on.
+        self._of_after: dict[str, str] = {}
         #: Lines in which nobody waited when this process looked last.
         self._empty: set[tuple[str, str]] = set()
         self._gates: dict[tuple[str, str], _Gate] = {}
@@ -83,9 +90,16 @@ class Lines:
         return met
 
     def of(self, queue: str) -> set[tuple[str, str]]:
-        """The lines of a queue, however long they are."""
-        line = self._l
-        return self._db.alone(lambda c: {(queue, tag) for tag in steps(c, line.c.tag, line.c.queue == queue)})
+        """Some of the lines of a queue, however long they are; the next call returns the next ones."""
+        line, after = self._l, self._of_after.get(queue)
+        here = line.c.queue == queue
+        later = here if after is None else and_(here, line.c.tag > after)
+        tags = self._db.alone(lambda c: list(islice(steps(c, line.c.tag, later), LINES)))
+        if len(tags) == LINES:
+            self._of_after[queue] = tags[-1]
+        elif self._of_after.pop(queue, None) is not None and not tags:
+            return self.of(queue)  # that was the end
+        return {(queue, tag) for tag in tags}
 
     # -- rows that fell due -----------------------------------------------------------------------
 

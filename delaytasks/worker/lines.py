@@ -17,6 +17,9 @@ SOON_S = 0.02
 #: While processes are at a line, another free one looks at it after this time, and after twice the time whenever it
 #: looked in vain, up to `LOOK_S`. They may run rows that take minutes, and say nothing before these end.
 AGAIN_S = 0.1
+#: Lines that a worker goes on with, and looks at all of them in a second where nobody may start. The sweep's drain
+#: chunks come by the lines beyond that.
+MOST_LINES, MOST_LOOKS = 1000, 200
 NEVER = float("inf")
 Key = tuple[str, str]
 
@@ -77,7 +80,10 @@ class Lines:
             if not openings:
                 line.wanted, line.looks_at = 0, NEVER
         first = NEVER
+        patience = max(len(self._lines) / MOST_LOOKS, 1.0)
         for opening in openings:
+            if opening[:2] not in self._lines and len(self._lines) >= MOST_LINES:
+                continue
             if is_look and of == opening[:2] and of in self._lines and self._lines[of].jobs:
                 first = min(first, self._looked(self._lines[of], opening.open or 0))
                 continue
@@ -95,6 +101,7 @@ class Lines:
                 look_s = min(look_s, SOON_S * 2 ** min(line.misses, 10))
                 line.misses += 1
                 line.looks_at = NEVER
+            look_s *= patience
             at = monotonic() + look_s
             if at < line.looks_at:
                 line.looks_at = at

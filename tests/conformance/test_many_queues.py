@@ -20,6 +20,7 @@ from delaytasks.engine.overdue import MOST_NAMED, MOST_OTHERS, Overdue
 from delaytasks.engine.sweeper import MOST_TOKENS, Sweeper
 from delaytasks.store import holding as store_holding
 from delaytasks.store import workers as store_workers
+from delaytasks.store.lines import LINES
 from delaytasks.store.store import Store
 from delaytasks.store.sweeps import MOST_PRIORITIES
 from delaytasks.timers.eta import read_message
@@ -158,6 +159,22 @@ def test_waitlists_of_many_queues_have_their_turns_as_well(site: Site) -> None:
     assert found == set(names(25))
     assert place == QueuePlace(), "the next call begins again"
     assert site.store.sweeps.levels_of(["q000003", "none"], 1.0) == [Level("q000003", 0)]
+
+
+def test_waitlists_of_thousands_of_tags_are_looked_at_some_at_a_time(site: Site) -> None:
+    line = site.store.schema.lines
+    values = {"queue": "default", "lane": "", "place": 0, "due": site.store.tasks.now(), "task_id": 1, "version": 1}
+    with site.store.database.begin() as connection:
+        connection.execute(insert(line), [{**values, "tag": tag} for tag in names(2 * LINES + 50)])
+    waitlists, found = site.store.claims("w", None).lines, list[str]()
+    for _ in range(3):
+        with site.counted() as seen:
+            some = waitlists.of("default")
+        assert len(some) <= LINES
+        assert len(seen) <= LINES + 1
+        found += sorted(tag for _, tag in some)
+    assert found == names(2 * LINES + 50)
+    assert min(waitlists.of("default")) == ("default", "q000000"), "and again from the beginning"
 
 
 def test_a_queue_with_hundreds_of_priorities_makes_tokens_that_workers_accept(site: Site) -> None:

@@ -194,3 +194,20 @@ def test_a_line_whose_process_failed_is_looked_at_again(time: Time) -> None:
     assert found.failed(MAIL) == 0.02
     time.now += LOOK_S
     assert line(found) == MAIL
+
+
+def test_thousands_of_lines_are_looked_at_less_often_and_never_all_at_once(
+    time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "MOST_LINES", 30)
+    monkeypatch.setattr(lines, "MOST_LOOKS", 6)
+    found, met, looks = Lines(), set[Key](), 0
+    found.heard([Opening("default", f"t{number:05}", 0) for number in range(90)])
+    for _ in range(100):
+        time.now += LOOK_S / 2
+        while (key := line(found)) is not None:
+            met.add(key)
+            looks += 1
+            found.heard([Opening(*key, 0)], key)
+    assert len(met) == 30, "the sweep comes by the others"
+    assert looks <= 6 * 50 + 5 * 30, "six a second, and the first ones sooner"
