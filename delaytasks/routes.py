@@ -157,10 +157,10 @@ class Routes:
             return Named(id, [self.shards[number]], unit, session)
         return Named(id_of(name), [self.shards[number] for number in self._likely(name)], unit, session)
 
-    def find(self, by: By, cursor: str | None, limit: int, unit: Unit | None) -> Page:
+    def find(self, by: By, cursor: str | None, limit: int, unit: Unit | None, newest_first: bool) -> Page:
         if self._is_one:
-            return self.shards[0].store.tasks.find(*by, cursor, limit, _executor(unit))
-        return self.databases.find(by, cursor, limit, self._own(unit, self._session(unit)))
+            return self.shards[0].store.tasks.find(*by, cursor, limit, _executor(unit), newest_first)
+        return self.databases.find(by, cursor, limit, self._own(unit, self._session(unit)), newest_first)
 
     def _held(self, tag: str, key: str, unit: Unit | None, session: int | None) -> tuple[int, int]:
         """The shard and the id of a key's task."""

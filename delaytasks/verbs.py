@@ -220,9 +220,11 @@ class Verbs(ABC):
         until: datetime | None = None,
         cursor: str | None = None,
         limit: int = 100,
+        newest_first: bool = False,
         session: Any = None,
     ) -> Page:
-        """Tasks by tag, status, key and due time (since ≤ expected_time < until), in the order of their due times.
+        """Tasks by tag, status, key and due time (since ≤ expected_time < until), in the order of their due times; with
+        `newest_first` in the opposite order.
 
         `page.cursor` gets the next page, and is None at the end.
         """
@@ -235,7 +237,7 @@ class Verbs(ABC):
             None if until is None else check_instant(until),
         )
         with self._guarded(session) as unit:
-            return self.routes.find(by, cursor, limit, unit)
+            return self.routes.find(by, cursor, limit, unit, newest_first)
 
     # -- inside -----------------------------------------------------------------------------------
 

@@ -13,14 +13,14 @@ import click
 from delaytasks.cli.context import Cli
 from delaytasks.cli.output import count, print_json, say
 from delaytasks.cli.progress import progress_bar, stopping_between_steps
-from delaytasks.cli.times import to_instant
+from delaytasks.cli.times import to_past
 from delaytasks.core.bulk import BulkResult
 from delaytasks.core.errors import StoreError
 from delaytasks.core.states import Status
 
 
 def _instant(name: str, about: str) -> Callable[[Any], Any]:
-    return click.option(name, callback=to_instant, metavar="INSTANT", help=f"Many: {about}")
+    return click.option(name, callback=to_past, metavar="TIME", help=f"Many: {about}")
 
 
 _FILTERS = {
@@ -30,11 +30,11 @@ _FILTERS = {
         "--status", type=click.Choice([s.name for s in Status], case_sensitive=False), help="Many: that have it."
     ),
     "queue": click.option("--queue", help="Many: of this queue."),
-    "since": _instant("--since", "due at this instant or later, as 2030-01-31T18:00:00Z."),
-    "until": _instant("--until", "due before this instant."),
-    "created_since": _instant("--created-since", "scheduled at this instant or later."),
+    "since": _instant("--since", "due at this time or later, as 2030-01-31T18:00:00Z, or 1h for an hour ago."),
+    "until": _instant("--until", "due before this time."),
+    "created_since": _instant("--created-since", "scheduled at this time or later."),
     "created_until": _instant("--created-until", "scheduled before it."),
-    "updated_until": _instant("--updated-until", "not moved since this instant."),
+    "updated_until": _instant("--updated-until", "not moved since this time."),
 }
 _HOW = {
     "everything": click.option("--everything", is_flag=True, help="Many: all tasks that there are."),

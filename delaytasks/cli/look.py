@@ -23,7 +23,7 @@ from delaytasks.cli.output import (
     say,
     task_json,
 )
-from delaytasks.cli.times import show_from_now, show_instant, to_instant
+from delaytasks.cli.times import show_from_now, show_instant, to_past
 from delaytasks.core.states import Status, moves_from
 from delaytasks.core.task import DelayTask
 from delaytasks.core.why import Reason, as_json, why
@@ -36,9 +36,13 @@ from delaytasks.core.why import Reason, as_json, why
 @click.option("--status", type=click.Choice([s.name for s in Status], case_sensitive=False), help="Only these.")
 @click.option("--key", help="Only tasks with this key.")
 @click.option(
-    "--since", callback=to_instant, metavar="INSTANT", help="Due at this instant or later, as 2030-01-31T18:00:00Z."
+    "--since",
+    callback=to_past,
+    metavar="TIME",
+    help="Due at this time or later: 2030-01-31T18:00:00Z, or 1h, which means an hour ago.",
 )
-@click.option("--until", callback=to_instant, metavar="INSTANT", help="Due before this instant.")
+@click.option("--until", callback=to_past, metavar="TIME", help="Due before this time, in the same forms.")
+@click.option("--oldest-first", is_flag=True, help="What was due first comes first.")
 @click.option("--limit", type=int, default=100, show_default=True, help="1 to 1000.")
 @click.option("--cursor", help="Go on where the last page ended; it says how.")
 @pass_cli
@@ -49,15 +53,25 @@ def list_(
     key: str | None,
     since: datetime | None,
     until: datetime | None,
+    oldest_first: bool,
     limit: int,
     cursor: str | None,
 ) -> None:
-    """List tasks in the order of their due times.
+    """List tasks in the order of their due times, the newest first.
 
     \b
-    delaytasks list --status FAILED --since 2030-01-31T00:00:00Z
+    delaytasks list --status FAILED --since 1h
     """
-    page = cli.delays.find(tag=tag, status=status, key=key, since=since, until=until, limit=limit, cursor=cursor)
+    page = cli.delays.find(
+        tag=tag,
+        status=status,
+        key=key,
+        since=since,
+        until=until,
+        limit=limit,
+        cursor=cursor,
+        newest_first=not oldest_first,
+    )
     if cli.is_json:
         print_json({"tasks": [task_json(task) for task in page], "cursor": page.cursor, "missing": page.missing})
         return
@@ -69,10 +83,11 @@ def list_(
     now = cli.delays.clock.now()
     headings = ("id", "status", "tag", "key", "when", "due", "queue", "attempts", "error")
     rows = (_row(task, now) for task in page)
-    print_table(headings, rows, right="attempts", folded="tag key queue error", extra="due queue attempts")
+    print_table(headings, rows, right="attempts", folded="tag key", extra="due queue attempts key", below="error")
     if page.cursor is not None:
         given = {"--tag": tag, "--status": status, "--key": key, "--since": since, "--until": until}
         words = [f"{name} {shlex.quote(_as_typed(value))}" for name, value in given.items() if value is not None]
+        words += ["--oldest-first"] if oldest_first else []
         # On stderr, so that a pipe gets tasks only.
         cli.note(f"More: {' '.join([cli.command, 'list', *words, f'--limit {limit}', f'--cursor {page.cursor}'])}")
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
-import re
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
 import click
 
+from delaytasks.cli.table import NOTHING as NOTHING
+from delaytasks.cli.table import Cell as Cell
+from delaytasks.cli.table import print_table as print_table
 from delaytasks.cli.times import show_from_now, show_instant
 from delaytasks.core.encryption import placeholder
 from delaytasks.core.errors import BodyEncryptedError, ConfigError, DelayTaskError, InvalidInputError
@@ -19,11 +19,7 @@ from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import last_line, one_line
 
-#: What stands where there is nothing, so that the columns of a piped table can be counted.
-NOTHING = "-"
 LONGEST = 10_000
-#: Columns of a terminal that has room for everything.
-WIDE = 120
 _COLOURS = {
     "DONE": "green",
     "FAILED": "red",
@@ -83,10 +79,6 @@ def task_json(task: DelayTask) -> dict[str, Any]:
 # -- text -----------------------------------------------------------------------------------------
 
 
-#: Text, or (text, colour).
-Cell = str | tuple[str, str]
-
-
 def say(text: str, **style: Any) -> None:
     # click would end even a plain line with a reset.
     click.echo(click.style(text, **style) if style else text)
@@ -127,48 +119,6 @@ def sentence(task: DelayTask, done: str, now: datetime) -> str:
 
 def coloured(status: Status) -> tuple[str, str]:
     return status.name, _COLOURS.get(status.name, "")
-
-
-def print_table(
-    headings: Sequence[str], rows: Iterable[Sequence[Cell]], right: str = "", folded: str = "", extra: str = ""
-) -> None:
-    """In a pipe: no colour, no frame, no wrapping, one line for each row, two spaces or more between columns.
-
-    A terminal has no width to waste: columns without any value are left out there, `extra` ones too where it is
-    narrow, and only the `folded` ones may take several lines.
-    """
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    is_terminal = sys.stdout.isatty()
-    page = io.StringIO()
-    console = Console(
-        file=page,
-        force_terminal=is_terminal,
-        width=None if is_terminal else 100_000,
-        highlight=False,
-        legacy_windows=False,
-    )
-    left_out = extra.split() if console.width < WIDE else []
-    cells = [[(each, "") if isinstance(each, str) else each for each in row] for row in rows]
-    shown = [
-        number
-        for number, heading in enumerate(headings)
-        if heading not in left_out and not (is_terminal and cells and all(row[number][0] == NOTHING for row in cells))
-    ]
-    table = Table(box=box.SIMPLE_HEAD if is_terminal else None, pad_edge=False, padding=(0, 2, 0, 0))
-    for number in shown:
-        heading = headings[number]
-        justify: Any = "right" if heading in right.split() else "left"
-        is_whole = not is_terminal or heading not in folded.split()
-        table.add_column(heading, justify=justify, overflow="fold", no_wrap=is_whole)
-    for row in cells:
-        # Text is taken as it is: no markup, no emoji codes.
-        table.add_row(*(Text(row[number][0], style=row[number][1]) for number in shown))
-    console.print(table)
-    click.echo(re.sub(r"[ ]+$", "", page.getvalue(), flags=re.MULTILINE), nl=False)
 
 
 def print_fields(fields: Iterable[tuple[str, Cell]]) -> None:

@@ -9,7 +9,7 @@ import click
 
 from delaytasks.core.clock import UTC
 from delaytasks.core.durations import parse_duration, show_duration
-from delaytasks.core.errors import InvalidScheduleError, NaiveDatetimeError
+from delaytasks.core.errors import InvalidDelayError, InvalidScheduleError, NaiveDatetimeError
 
 
 def parse_instant(text: str) -> datetime:
@@ -47,6 +47,25 @@ def to_duration(_ctx: click.Context, _option: click.Parameter, typed: str | None
 
 def to_instant(_ctx: click.Context, _option: click.Parameter, typed: str | None) -> datetime | None:
     return None if typed is None else parse_instant(typed)
+
+
+def to_past(ctx: click.Context, _option: click.Parameter, typed: str | None) -> datetime | None:
+    """An instant, or a duration that counts back from now."""
+    if typed is None:
+        return None
+    try:
+        ago = parse_duration(typed)
+    except InvalidDelayError:
+        try:
+            return parse_instant(typed)
+        except InvalidScheduleError as error:
+            raise InvalidScheduleError(f"{error}; or as 1h, which means an hour ago") from None
+    from delaytasks.cli.context import cli_of
+
+    try:
+        return cli_of(ctx).delays.clock.now() - ago
+    except OverflowError:
+        raise InvalidScheduleError(f"{typed!r:.40} ago is before the first year that there is") from None
 
 
 def to_shift(_ctx: click.Context, _option: click.Parameter, typed: str | None) -> timedelta | None:

@@ -19,15 +19,22 @@ from delaytasks.store.types import EARLIEST, LATEST
 
 
 def first(
-    connection: Any, query: Select[Any], tasks: Table, status: Status | None, is_narrow: bool, limit: int
+    connection: Any,
+    query: Select[Any],
+    tasks: Table,
+    status: Status | None,
+    is_narrow: bool,
+    limit: int,
+    newest_first: bool = False,
 ) -> list[Any]:
-    """The first rows of `query` by their due times.
+    """The first rows of `query` by their due times, or with `newest_first` the last ones.
 
     By these alone, who looks for the few that failed, or wait, would read what millions of others left behind; so those
     of a status are read by its index, where they are in order within each queue and priority. Not so if `is_narrow`:
     where a key is asked for there are few, and where a tag is, most queues may have none of it."""
     t = tasks.c
-    query = query.order_by(t.expected_time, t.id).limit(limit)
+    order = (t.expected_time.desc(), t.id.desc()) if newest_first else (t.expected_time, t.id)
+    query = query.order_by(*order).limit(limit)
     if status is None:
         return list(connection.execute(query))
     query = query.where(t.status == literal_column(str(int(status))))
@@ -36,16 +43,24 @@ def first(
     found: list[Any] = []
     for level in list(levels(connection, tasks, status)):
         found += connection.execute(query.where(t.queue == level.queue, t.priority == level.priority))
-        found = sorted(found, key=attrgetter("expected_time", "id"))[:limit]
-        if len(found) == limit:  # nothing later is wanted
-            query = query.where(t.expected_time <= found[-1].expected_time)
+        found = sorted(found, key=attrgetter("expected_time", "id"), reverse=newest_first)[:limit]
+        if len(found) == limit:  # nothing beyond it is wanted
+            last = found[-1].expected_time
+            query = query.where(t.expected_time >= last if newest_first else t.expected_time <= last)
     return found
 
 
-def after(query: Select[Any], tasks: Table, shard: int, cursor: str) -> Select[Any]:
+def after(query: Select[Any], tasks: Table, shard: int, cursor: str, newest_first: bool = False) -> Select[Any]:
     """`query`, of this shard's tasks, from the place on that `cursor` stands for."""
     due, id, last_shard = _parse_cursor(cursor)
     t = tasks.c
+    if newest_first:
+        is_before = t.id <= id if shard < last_shard else t.id < id
+        if due == EARLIEST:
+            return query.where(t.expected_time <= due, is_before)
+        if due == LATEST:
+            return query.where(or_(t.expected_time < due, is_before))
+        return query.where(t.expected_time <= due, or_(t.expected_time < due, and_(t.expected_time == due, is_before)))
     # Where other programs write rows, two shards may have one id.
     is_after = t.id >= id if shard > last_shard else t.id > id
     # What no datetime can say reads as the first or the last one: else a page would begin with itself.

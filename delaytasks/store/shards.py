@@ -136,18 +136,20 @@ class Shards:
                     down = error
         return found, down
 
-    def find(self, by: By, cursor: str | None, limit: int, own: tuple[int, Executor] | None) -> Page:
+    def find(
+        self, by: By, cursor: str | None, limit: int, own: tuple[int, Executor] | None, newest_first: bool = False
+    ) -> Page:
         """A page of all shards' tasks; `by` is what `Tasks.find` looks for."""
         found: list[Page] = []
         missing: dict[int, StoreUnavailableError] = {}
         for number in range(len(self.stores)):
             try:
-                found.append(self._tasks(number).find(*by, cursor, limit, _on(own, number)))
+                found.append(self._tasks(number).find(*by, cursor, limit, _on(own, number), newest_first))
             except StoreUnavailableError as error:
                 missing[number] = error
         if not found:
             raise next(iter(missing.values()))
-        tasks = list(heapq.merge(*(page.tasks for page in found), key=pages.place))
+        tasks = list(heapq.merge(*(page.tasks for page in found), key=pages.place, reverse=newest_first))
         has_more = len(tasks) > limit or any(page.cursor is not None for page in found)
         tasks = tasks[:limit]
         return Page(tasks, pages.make_cursor(tasks[-1]) if has_more else None, tuple(missing))

@@ -126,6 +126,7 @@ class Tasks:
         cursor: str | None,
         limit: int,
         on: Executor | None = None,
+        newest_first: bool = False,
     ) -> Page:
         """In the order of their due times; a cursor stands for a place, so pages stay right while rows move."""
         t = self._t
@@ -139,8 +140,9 @@ class Tasks:
         if until is not None:
             query = query.where(t.c.expected_time < until)
         if cursor is not None:
-            query = pages.after(query, t, self._shard, cursor)
-        rows = self._read(lambda c: pages.first(c, query, t, status, key is not None or tag is not None, limit + 1), on)
+            query = pages.after(query, t, self._shard, cursor, newest_first)
+        is_narrow = key is not None or tag is not None
+        rows = self._read(lambda c: pages.first(c, query, t, status, is_narrow, limit + 1, newest_first), on)
         tasks = [task_of(row, self._schema) for row in rows[:limit]]
         return Page(tasks, pages.make_cursor(tasks[-1]) if len(rows) > limit else None)
 

@@ -46,7 +46,7 @@ class Workers:
 
         def work(connection: Any) -> None:
             # A text that stays the same is not written again every few seconds.
-            changed = {} if self._published.get(name) == published else {"tags": published}
+            changed = {} if self._published.get(name, "") == published else {"tags": published}
             known = update(w).where(w.c.name == name).values({**values, **changed})
             if connection.execute(known).rowcount:
                 self._published[name] = published

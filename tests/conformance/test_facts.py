@@ -12,7 +12,7 @@ from delaytasks.core.task import DelayTask
 from delaytasks.core.why import why
 from delaytasks.store.facts import FactReader
 from delaytasks.store.store import Store
-from delaytasks.store.workers import MOST_TAG_BYTES
+from delaytasks.store.workers import MOST_TAG_BYTES, Workers
 from tests.benches import Bench
 
 SILENT_S = 15.0
@@ -103,6 +103,12 @@ def test_more_tags_than_the_registry_takes_are_not_published(bench: Bench) -> No
     bench.store.workers.seen("w1", ["default"], "prefork", 2, 0, many)
     assert bench.store.workers.alive()[0]["tags"] is None
     assert codes(bench, bench.schedule()) == ["due"], "what is not known is no reason"
+
+
+def test_a_worker_that_starts_again_replaces_the_tags_of_the_one_before(bench: Bench) -> None:
+    restarted = Workers(bench.store.database, bench.store.schema)
+    restarted.seen("w1", ["default"], "prefork", 2, 0, [f"tag.{number}" for number in range(MOST_TAG_BYTES)])
+    assert restarted.alive()[0]["tags"] is None
 
 
 def test_a_text_of_another_program_in_the_registry_is_no_reason(bench: Bench) -> None:

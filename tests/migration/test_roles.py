@@ -16,7 +16,10 @@ from sqlalchemy.exc import DBAPIError
 from delaytasks import DelayTasks, Status
 from delaytasks.core.errors import DelayTaskError, StoreError
 from delaytasks.core.ports import Entry
+from delaytasks.core.why import why
 from delaytasks.store import migrations
+from delaytasks.store.facts import FactReader
+from delaytasks.store.replication import replication
 from delaytasks.store.schema import build_schema
 from delaytasks.store.stats import Stats
 from delaytasks.store.store import Store
@@ -168,8 +171,13 @@ def test_a_worker_runs_sweeps_and_purges(place: Place) -> None:
 
 
 def test_a_console_reads(place: Place) -> None:
-    delays = place.delays("console")
+    web, delays = place.delays("web"), place.delays("console")
     stats = Stats(delays.store.database, delays.store.schema)
+    task = web.schedule_delay("mail", {}, 60)
+    web.close()
+    assert why(FactReader(delays.store, delays.settings, 15).of(task))[0].code == "future"
+    assert stats.late(0, 20) == []
+    assert replication(delays.store.database) is not None
     assert list(stats.pending()) is not None
     assert delays.find() is not None
     assert delays.policies() is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -181,10 +182,78 @@ def test_a_terminal_s_table_has_our_colours_only(terminal: Callable[[], Terminal
 
 def test_a_narrow_terminal_leaves_out_what_is_empty_or_extra(terminal: Callable[[], Terminal]) -> None:
     screen = terminal()
-    output.print_table(("id", "key", "due"), [("1", output.NOTHING, "now")], extra="due")
+    output.print_table(("id", "key", "due", "tag"), [("1", output.NOTHING, "now", "x" * 73)], extra="tag due")
     assert "id" in screen.getvalue()
     assert "key" not in screen.getvalue()
-    assert "due" not in screen.getvalue()
+    assert "due" in screen.getvalue(), "once the tag is left out there is room"
+    assert "tag" not in screen.getvalue()
+
+
+def test_a_terminal_that_has_room_leaves_out_nothing_extra(terminal: Callable[[], Terminal]) -> None:
+    screen = terminal()
+    output.print_table(("id", "due"), [("1", "now")], extra="due")
+    assert "now" in screen.getvalue()
+
+
+LIST = ("id", "status", "tag", "key", "when", "due", "queue", "attempts", "error")
+ROW = ["912516417671247403", "NOT_COMPLETE", "newsletter.send", "k", "in 1h30m", "2030-01-31T18:00:00Z", "default", "3"]
+
+
+def listed(error: str, tag: str = "newsletter.send", rows: int = 2) -> None:
+    row = [*ROW[:2], tag, *ROW[3:], (error, "red")]
+    extra = "due queue attempts key"
+    output.print_table(LIST, [row] * rows, right="attempts", folded="tag key", extra=extra, below="error")
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+def test_no_line_is_longer_than_the_terminal_and_no_tag_is_broken(
+    terminal: Callable[[], Terminal], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    screen = terminal()
+    monkeypatch.setenv("COLUMNS", str(width))
+    listed("ValueError: the customer has no address, " + "and more " * 4)
+    lines = plain(screen).splitlines()
+    assert all(len(line) <= width for line in lines)
+    assert sum("newsletter.send" in line for line in lines) == 2
+    assert sum("ValueError: the customer" in line for line in lines) == 2
+
+
+def test_an_error_has_lines_of_its_own_where_its_column_would_be_narrow(terminal: Callable[[], Terminal]) -> None:
+    screen = terminal()
+    listed("ValueError: the customer has no address")
+    lines = plain(screen).splitlines()
+    first = next(number for number, line in enumerate(lines) if "newsletter" in line)
+    assert lines[first + 1] == "    ValueError: the customer has no address"
+    assert "error" not in lines[0] + lines[1]
+    assert "\x1b[31mValueError" in screen.getvalue()
+
+
+def test_a_row_without_an_error_has_no_line_below(terminal: Callable[[], Terminal]) -> None:
+    screen = terminal()
+    rows = [[*ROW, (error, "red")] for error in ("no", output.NOTHING)]
+    rows[0][2] = "x" * 30
+    output.print_table(LIST, rows, folded="tag", extra="due queue attempts key", below="error")
+    assert "- " not in plain(screen)
+    assert plain(screen).splitlines()[-1].startswith("912516417671247403")
+
+
+def test_a_tag_as_long_as_the_terminal_is_folded_and_nothing_else(terminal: Callable[[], Terminal]) -> None:
+    screen = terminal()
+    listed("boom", tag="t" * 128, rows=1)
+    lines = plain(screen).splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert sum(line.count("t" * 10) for line in lines) > 1
+    assert any(line.startswith("912516417671247403  NOT_COMPLETE  ttt") for line in lines)
+
+
+def test_an_empty_table_has_its_headings(terminal: Callable[[], Terminal]) -> None:
+    screen = terminal()
+    output.print_table(LIST, [], folded="tag", extra="due", below="error")
+    assert "status" in plain(screen)
+
+
+def plain(screen: Terminal) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue())
 
 
 def test_a_pipe_leaves_out_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,9 +26,8 @@ class Place:
         self.settings = SimpleNamespace(houses=houses, sweep_s=5.0, self_sweep_s=10.0, timer="eta")
         self.processes = SimpleNamespace(queues=["default"])
         self.workers = [{"name": "w1", "started_at": 1}]
-        workers = SimpleNamespace(
-            seen=lambda *_: self.note("seen"), gone=lambda _: None, alive=lambda: list(self.workers)
-        )
+        self.published: list[str] = []
+        workers = SimpleNamespace(seen=self.seen, gone=lambda _: None, alive=lambda: list(self.workers))
         self.registry = [SimpleNamespace(tag="mail")]
         self.put_off: list[Any] = []
         self.brought: list[Any] = []
@@ -48,6 +47,10 @@ class Place:
         worker: Any = SimpleNamespace(hostname="w1", pool=SimpleNamespace(limit=2))
         here: Any = self
         self.sweeping = Sweeping(here, shard, worker)
+
+    def seen(self, _name: str, _queues: Any, _pool: str, _size: int, _offset_us: int, tags: list[str]) -> None:
+        self.note("seen")
+        self.published = tags
 
     def stale_houses(self, houses: int, age_s: float) -> list[int]:
         self.note("stale")
@@ -102,6 +105,11 @@ def test_a_worker_that_can_not_say_that_it_lives_sweeps_all_the_same(place: Plac
     assert place.turn() == ["begin", "sweep 1", "stale"]
     assert [(f["loop"], f["stage"], f["error"]) for f in place.told] == [("sweep", "seen", "OSError: seen failed")]
     assert place.turn() == ["seen"], "and says it at the next turn"
+
+
+def test_a_worker_publishes_the_tags_that_it_has_processors_for(place: Place) -> None:
+    place.sweeping._turn()
+    assert place.published == ["mail"]
 
 
 def test_a_worker_that_begins_looks_for_what_is_overdue_once(place: Place) -> None:

@@ -44,20 +44,53 @@ def test_list_says_how_to_go_on_and_that_works(shop: Project) -> None:
         assert more[1] == shop.name
         assert "--tag mail --status NOT_COMPLETE --since 2020-01-01T00:00:00+00:00 --until 2999-" in more[2]
         arguments = shlex.split(more[2])
-    assert seen == ids
+    assert seen == ids[::-1]
+
+
+def test_list_begins_with_the_newest_and_with_an_option_with_the_oldest(shop: Project) -> None:
+    ids = [str(shop.schedule("ok", 60 + number).id) for number in range(3)]
+    assert [task["id"] for task in shop.json("list")["tasks"]] == ids[::-1]
+    assert [task["id"] for task in shop.json("list", "--oldest-first")["tasks"]] == ids
+    said = shop("list", "--oldest-first", "--limit", "1").stderr
+    assert "--oldest-first" in said, "the command for the next page goes on in the same order"
+
+
+def test_a_duration_counts_back_from_now(shop: Project) -> None:
+    old, near = shop.schedule("ok"), shop.schedule("ok", 60)
+    t = shop.delays.store.schema.tasks
+    two_hours_ago = shop.delays.clock.now() - timedelta(hours=2)
+    with shop.delays.store.database.begin() as connection:
+        connection.execute(t.update().where(t.c.id == old.id).values(expected_time=two_hours_ago))
+
+    def ids(*options: str) -> list[str]:
+        return [found["id"] for found in shop.json("list", *options)["tasks"]]
+
+    assert ids("--since", "1h") == [str(near.id)]
+    assert ids("--until", "1h") == [str(old.id)]
+    assert ids("--since", "3h") == [str(near.id), str(old.id)]
+    assert shop.json("cancel", "--until", "1h", "--yes")["changed"] == 1
+    assert shop.status(near) is not shop.status(old)
 
 
 def test_the_cursor_is_in_the_json_document(shop: Project) -> None:
     ids = [str(shop.schedule("ok", 60 + number).id) for number in range(3)]
     page = shop.json("list", "--limit", "2")
     rest = shop.json("list", "--limit", "2", "--cursor", page["cursor"])
-    assert [task["id"] for task in page["tasks"] + rest["tasks"]] == ids
+    assert [task["id"] for task in page["tasks"] + rest["tasks"]] == ids[::-1]
     assert rest["cursor"] is None
 
 
 @pytest.mark.parametrize(
     "options",
-    [["--limit", "0"], ["--limit", "-1"], ["--limit", "1000000000"], ["--cursor", "x"], ["--since", "now"]],
+    [
+        ["--limit", "0"],
+        ["--limit", "-1"],
+        ["--limit", "1000000000"],
+        ["--cursor", "x"],
+        ["--since", "now"],
+        ["--since", "9000y"],
+        ["--since", "3000000d"],
+    ],
 )
 def test_a_query_that_makes_no_sense_ends_with_2(shop: Project, options: list[str]) -> None:
     assert shop.error("list", *options, exit_code=2)["type"] in ("InvalidQueryError", "InvalidScheduleError")
