@@ -40,6 +40,7 @@ from delaytasks.store.stats import Stats
 from delaytasks.store.store import Store
 from delaytasks.timers.publisher import Publisher
 from delaytasks.touch_verbs import TouchVerbs
+from delaytasks.worker.beatlog import quiet_beats
 from delaytasks.worker.masking import mask_settings
 from delaytasks.worker.processes import Processes
 from delaytasks.worker.tasks import SWEEP, register_tasks
@@ -90,6 +91,7 @@ class DelayTasks(CallbackVerbs, TouchVerbs, BulkVerbs, PolicyVerbs):
             raise ConfigError(f"{celery_app!r} has delayed tasks already: one DelayTasks per Celery app")
         celery_app.delaytasks = self
         register_tasks(self)
+        quiet_beats()
         mask_settings()
         celery_app.steps["worker"].add("delaytasks.worker.steps:DelaysStep")
         celery_app.steps["consumer"].add("delaytasks.worker.guard:GuardStep")

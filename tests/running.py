@@ -111,9 +111,9 @@ class Deployment:
         """The name of the worker that was the deployment's process of this number; no other test's has it."""
         return f"w{number}@{self.settings['namespace']}"
 
-    def beat(self, **more: str) -> Process:
+    def beat(self, level: str = "INFO", **more: str) -> Process:
         schedule = self.folder / f"beat{len(self._processes)}"
-        return self._start("beat", ["beat", "-s", str(schedule), "-l", "INFO"], **more)
+        return self._start("beat", ["beat", "-s", str(schedule), "-l", level], **more)
 
     def flower(self, *options: str) -> str:
         """Flower on a port of its own, with its API open; its address."""

@@ -163,11 +163,13 @@ class StoreError(DelayTaskError):
 
 
 class StoreUnavailableError(StoreError):
-    """The database can not be reached, or stays busy; nothing was done. Of several, `shard` is the one that is down."""
+    """The database can not be reached, or stays busy; nothing was done. Of several, `shard` is the one that is down.
+    With `is_locked` it answers, but some open transaction has locked what was to be changed."""
 
-    def __init__(self, message: str, shard: int | None = None) -> None:
+    def __init__(self, message: str, shard: int | None = None, is_locked: bool = False) -> None:
         super().__init__(message)
         self.shard = shard
+        self.is_locked = is_locked
 
 
 class OutcomeUnknownError(StoreError):

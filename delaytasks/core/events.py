@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import textwrap
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
 from delaytasks.core.repeats import Repeats
+from delaytasks.core.text import traceback_text
 
 Subscriber = Callable[[str, dict[str, Any]], None]
 
@@ -16,11 +19,19 @@ logger = logging.getLogger("delaytasks")
 #: Fields of other types are for subscribers.
 _SHOWN = (str, int, float, BaseException)
 
+#: A traceback in the log is at most so long.
+MOST_TRACEBACK_BYTES = 16 * 1024
+OUTAGES = (StoreUnavailableError, OutcomeUnknownError)
+#: While a database is away these come again and again, so that they are for debugging: `store.down` says it once.
+_BY_OUTAGE = frozenset({"loop.failed", "chunk.failed"})
+
 #: Events that somebody should read; all others are for counters and debugging.
 _LEVELS = {
     "task.failed": logging.ERROR,
+    "task.done": logging.INFO,
     "task.climbed": logging.WARNING,
     "task.left_open": logging.ERROR,
+    "task.row_locked": logging.ERROR,
     "task.raised_late": logging.WARNING,
     "task.expired": logging.WARNING,
     "result.dropped": logging.WARNING,
@@ -90,7 +101,7 @@ class Events:
         try:
             work()
         except Exception as error:
-            self.emit("loop.failed", loop=loop, stage=stage, error=f"{type(error).__name__}: {error}")
+            self.emit("loop.failed", loop=loop, stage=stage, error=f"{type(error).__name__}: {error}", cause=error)
             return False
         return True
 
@@ -109,8 +120,33 @@ class _About(Events):
 
 
 def log_event(name: str, fields: dict[str, Any]) -> None:
-    level = _LEVELS.get(name, logging.DEBUG)
-    if logger.isEnabledFor(level):
-        # repr keeps CR, LF and ANSI sequences of strangers inside one escaped line.
-        shown = (f"{key}={value!r:.300}" for key, value in fields.items() if isinstance(value, _SHOWN))
-        logger.log(level, "%s %s", name, " ".join(shown))
+    """One line, and the traceback of the exception that is the field `cause`, or else `error`."""
+    level, cause = _LEVELS.get(name, logging.DEBUG), fields.get("cause", fields.get("error"))
+    if name in _BY_OUTAGE and isinstance(cause, OUTAGES):
+        level = logging.DEBUG
+    if not logger.isEnabledFor(level):
+        return
+    # repr keeps CR, LF and ANSI sequences of strangers inside one escaped line.
+    said = {key: value for key, value in fields.items() if isinstance(value, _SHOWN) and key != "cause"}
+    shown = " ".join(f"{key}={_repr(value)}" for key, value in said.items())
+    if not isinstance(cause, BaseException):
+        logger.log(level, "%s %s", name, shown)
+        return
+    info = (type(cause), cause, cause.__traceback__)
+    record = logger.makeRecord(logger.name, level, __file__, 0, "%s %s", (name, shown), info, "log_event")
+    record.exc_text = _traceback(cause)  # what formatters show; trackers such as Sentry take the exception itself
+    logger.handle(record)
+
+
+def _repr(value: object) -> str:
+    try:
+        return f"{value!r:.300}"
+    except Exception:
+        return f"<{type(value).__name__}>"  # strangers' exceptions
+
+
+def _traceback(error: BaseException) -> str:
+    """Bounded, and indented, so that no line that a stranger's text brings looks like one of the log's own."""
+    text = traceback_text(error, MOST_TRACEBACK_BYTES)
+    escaped = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    return textwrap.indent(escaped.rstrip(), "    ")

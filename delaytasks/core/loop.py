@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from delaytasks.core.clock import monotonic
-from delaytasks.core.events import Events
+from delaytasks.core.events import OUTAGES, Events
 
 #: After a turn that failed.
 FAILED_REST_S = 1.0
@@ -56,6 +56,8 @@ class Loop:
         self.is_running = False
         self._turned_at: float | None = None
         self._restarts = 0
+        #: What was said of the last turn that failed.
+        self._told = ""
         #: Each in a row is given twice the time, so that a database that is slow does not get ever more threads.
         self._patience = 1
 
@@ -128,11 +130,18 @@ class Loop:
             except ReplacedError:
                 return
             except BaseException as error:
-                self._events.emit("loop.failed", loop=self.name, error=f"{type(error).__name__}: {error}")
+                self._tell(error)
                 if not isinstance(error, Exception):
                     return  # somebody wants this thread to end
             if self._is_resting(life):
                 life.wake.wait(rest_s)
+
+    def _tell(self, error: BaseException) -> None:
+        """The traceback only of an error that is not that of the turn before: it may be the same for hours."""
+        text = f"{type(error).__name__}: {error}"
+        cause = error if text != self._told or isinstance(error, OUTAGES) else None
+        self._told = text
+        self._events.emit("loop.failed", loop=self.name, error=text, cause=cause)
 
     def _may_turn(self, life: Life) -> bool:
         with self._lock:

@@ -55,6 +55,7 @@ class Settings:
     strict_tags: bool = _setting(False, "refuse to schedule tags that this process has no processor for")
     max_delay_s: float = _setting(10 * 366 * 86400.0, "longest delay")
     event_bodies: bool = _setting(True, "Flower and other monitors see bodies and results, as they see Celery's")
+    log_successes: bool = _setting(False, "each task that succeeded is logged at INFO (task.done)")
     max_body_bytes: int = _setting(256 * 1024, "longest body, as JSON")
     max_error_bytes: int = _setting(64 * 1024, "longest error text kept")
     encryption_keys: tuple[str, ...] = _setting(

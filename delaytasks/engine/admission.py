@@ -28,7 +28,7 @@ class Admission:
         try:
             held = self._holds.hold_claimed(paused)
         except StoreError as error:
-            self._events.emit("store.down", error=str(error))
+            self._events.emit("chunk.failed", error=str(error), cause=error)
             allowed = [task for task in tasks if not policies.pauses(task.tag, task.queue)]
             return allowed, [Settlement(task, "give_back") for task in paused]
         if held:

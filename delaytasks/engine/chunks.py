@@ -253,7 +253,7 @@ class Chunks:
             self._flights.tell()
 
     def _failed(self, what: str, error: Exception) -> None:
-        self._events.emit("loop.failed", loop=what, error=f"{type(error).__name__}: {error}")
+        self._events.emit("loop.failed", loop=what, error=f"{type(error).__name__}: {error}", cause=error)
 
     def _flush(self) -> None:
         if self._running.watcher is not None:

@@ -171,7 +171,7 @@ def translate(error: exc.DBAPIError, unknown_id: int | None = None, shard: int |
     if is_disconnect(error):
         return StoreUnavailableError(f"{name} can not be reached: {reason}", shard)
     if is_conflict(error):
-        return StoreUnavailableError(f"{name} stayed busy for {TRIES} tries: {reason}")
+        return StoreUnavailableError(f"{name} stayed busy for {TRIES} tries: {reason}", is_locked=True)
     if is_unable(error):
         return StoreUnavailableError(f"{name} can not work now: {reason}", shard)
     if "no such table" in reason or "does not exist" in reason or "doesn't exist" in reason:

@@ -71,7 +71,7 @@ class Desk:
         watch = Loop("watch", self._look, delays.events, WATCH_S)
         loops = [self.wheel.loop, watch]
         loops += [keeper.loop for keeper in keepers] + [sweeping.loop for sweeping in self._sweepings]
-        loops += [policy_loop(delays, shard) for shard in delays.shards]
+        loops += [policy_loop(delays, shard, self.dispatcher.doubts.outages) for shard in delays.shards]
         if self._calls is not None:
             loops.append(self._calls.loop)
         if self._mover is not None:
@@ -127,6 +127,7 @@ class Desk:
         if consumer is not None:  # `celery control add_consumer` and `cancel_consumer` change it
             delays.processes.queues = delays.own_queues(queue.name for queue in consumer.queues)
         self.dispatcher.doubts.tell_silent()
+        self.dispatcher.doubts.outages.look()
         late_s = self.wheel.late_s
         if late_s > delays.settings.grace_s:
             delays.events.emit("wheel.late", seconds=late_s)

@@ -9,6 +9,7 @@ from typing import Any
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.worker.lane import SILENT_S, Lane
+from delaytasks.worker.outages import Outages
 
 
 class Doubts:
@@ -19,7 +20,7 @@ class Doubts:
     ) -> None:
         self._lanes = lanes
         self._lock = lock
-        self._events = events
+        self.outages = Outages(events)
         self._answered = answered
 
     def hear(self, shard: int, question: Callable[[], object]) -> bool:
@@ -37,10 +38,9 @@ class Doubts:
             self._tell_down(lane, str(error))
             return False
         with self._lock:
-            was_down, lane.is_down = lane.is_down, False
+            lane.is_down = False
             lane.answered()
-        if was_down:
-            self._events.emit("store.up", shard=shard)
+        self.outages.up(shard)
         self._answered()
         return True
 
@@ -58,6 +58,5 @@ class Doubts:
 
     def _tell_down(self, lane: Lane, error: str) -> None:
         with self._lock:
-            was_down, lane.is_down = lane.is_down, True
-        if not was_down:
-            self._events.emit("store.down", error=error, shard=lane.shard)
+            lane.is_down = True
+        self.outages.down(lane.shard, error)

@@ -6,16 +6,14 @@ import os
 from typing import Any, NamedTuple
 
 from celery import current_app
-from celery.utils.log import get_logger
 
 from delaytasks.core.errors import StoreError
+from delaytasks.core.events import log_event
 from delaytasks.core.policies import Stamp
 from delaytasks.core.ports import Entry
 from delaytasks.engine.runner import Report, Runner
 from delaytasks.timers.eta import RUN
 from delaytasks.worker.counting import Counting
-
-logger = get_logger(__name__)
 
 
 class Job(NamedTuple):
@@ -65,7 +63,8 @@ def run_job(job: Job) -> Report:
         else:
             report = runner.run(job.entries, job.for_s)
     except Exception as error:
-        logger.exception("a chunk failed")
+        # Not as an event, which would be counted twice where the main process runs the chunk.
+        log_event("chunk.failed", {"shard": job.shard, "error": error})
         text = f"{type(error).__name__}: {error}"
         left = runner.left if runner is not None else ()
         report = Report(pid=os.getpid(), left=left, error=text, is_stores_error=isinstance(error, StoreError))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.loop import Loop
 from delaytasks.engine.policies import REFRESH_S
+from delaytasks.worker.outages import Outages
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
@@ -15,16 +16,21 @@ if TYPE_CHECKING:
 STUCK_S = 10.0
 
 
-def policy_loop(delays: DelayTasks, shard: Shard) -> Loop:
+def policy_loop(delays: DelayTasks, shard: Shard, outages: Outages) -> Loop:
+    """It asks each second, so it is the one that tells when the database goes away and comes back."""
     cache = shard.policies
 
     def turn() -> float:
         cache.is_led = True
         was = cache.known.stamp
+        outages.asked(shard.number)
         try:
             now = cache.refresh().stamp
-        except StoreUnavailableError:
-            return REFRESH_S  # others tell of it
+        except StoreUnavailableError as error:
+            if not error.is_locked:
+                outages.down(shard.number, error)
+            return REFRESH_S
+        outages.up(shard.number)
         if now != was:
             delays.events.emit("policies.read", shard=shard.number)
         return REFRESH_S

@@ -15,6 +15,7 @@ from celery.utils.log import get_logger
 from celery.worker import state
 
 from delaytasks.core.task import DEFAULT_QUEUE
+from delaytasks.core.text import one_line
 from delaytasks.timers.eta import RUN
 from delaytasks.worker.desk import Desk
 from delaytasks.worker.heap import keep_what_is_loaded
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 
 logger = get_logger(__name__)
+#: Tags and queues in one line of the log.
+MOST_TAGS = 50
 
 
 class DelaysStep(bootsteps.StartStopStep):
@@ -54,6 +57,7 @@ class DelaysStep(bootsteps.StartStopStep):
         delays: DelayTasks = worker.delays_desk.delays
         delays.check_ready()
         check_time_limits(delays, worker.pool)
+        tell_tags(delays)
         worker.delays_desk.start()
 
     def stop(self, worker: Any) -> None:
@@ -65,6 +69,22 @@ class DelaysStep(bootsteps.StartStopStep):
     def info(self, worker: Any) -> dict[str, Any]:
         """For `celery inspect stats`."""
         return {"delaytasks": worker.delays_desk.info()}
+
+
+def tell_tags(delays: DelayTasks) -> None:
+    """What this worker runs, since Celery's banner shows no tags."""
+    tags = sorted(processor.tag for processor in delays.registry)
+    more = f" and {len(tags) - MOST_TAGS} more" if len(tags) > MOST_TAGS else ""
+    shown = ", ".join(map(one_line, tags[:MOST_TAGS])) + more
+    queues = ", ".join(map(one_line, sorted(delays.processes.queues)[:MOST_TAGS]))
+    if tags:
+        logger.info("delaytasks: %d tags have a processor here: %s; queues: %s", len(tags), shown, queues)
+    else:
+        logger.warning(
+            "delaytasks: no tag has a processor here, so that no task can run: name their modules in the setting "
+            "`imports`; queues: %s",
+            queues,
+        )
 
 
 def shut_down_coldly(worker: Any, celerys_own: Callable[[], None]) -> None:

@@ -62,7 +62,7 @@ class Sweeping:
         try:
             self._shard.store.workers.gone(self._worker.hostname)
         except Exception as error:
-            self._delays.events.emit("loop.failed", loop=self.loop.name, error=str(error))
+            self._delays.events.emit("loop.failed", loop=self.loop.name, error=str(error), cause=error)
 
     def _turn(self) -> float:
         """What fails is told, tried again at the next turn, and keeps nothing else from being done."""

@@ -37,7 +37,7 @@ def test_honcho_runs_worker_and_beat_with_nothing_configured(folder: UserFolder)
     folder.start([sys.executable, "-m", "honcho", "start", "embedded", "worker", "beat"], " ready[.]")
     id = folder.schedule("note", 1, text="noted")
     wait_until(folder.is_done(id), 30, "the task")
-    folder.wait_for("Sending due task delaytasks-sweep", 30)
+    folder.wait_for("beat: Starting...", 30)
     folder.stop()
     wait_until(lambda: not folder.processes(), 10, "all processes to end", every_s=0.05)
     assert folder.notes() == ["noted"]

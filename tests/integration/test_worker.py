@@ -381,7 +381,7 @@ def test_a_house_that_beat_leaves_out_is_swept_by_a_worker_whose_processes_are_a
 
 def test_beat_sweeps_on_quorum_queues(deploy: Deploy) -> None:
     d = deploy("postgresql", "rabbitmq-quorum", self_sweep_s=60)
-    beat = d.beat()
+    beat = d.beat("DEBUG")
     wait_until(lambda: "Sending due task" in beat.log(), 15, "beat to be first with the queue", 0.05)
     worker = d.worker()
     with d.store.database.begin() as connection:

@@ -255,7 +255,7 @@ def test_settling_is_tried_again_while_the_database_is_away(bench: Bench) -> Non
     task = bench.schedule()
     bench.run(task)
     assert bench.statuses([task]) == ["DONE"]
-    assert bench.events.counts["store.down"] == 2
+    assert bench.events.counts["settle.waits"] == 2
 
 
 def test_a_row_that_can_not_be_settled_harms_no_neighbour(bench: Bench) -> None:

@@ -222,7 +222,7 @@ def test_what_ran_on_is_settled_though_the_database_was_away(make: Make, gate: G
     gate.is_open.set()
     bench.runner.finish()
     assert bench.statuses([task]) == ["DONE"]
-    assert bench.events.counts["store.down"] == 2
+    assert bench.events.counts["settle.waits"] == 2
 
 
 def test_what_ran_on_and_can_not_be_settled_is_left_to_its_lease(make: Make, gate: Gate) -> None:

@@ -1,0 +1,72 @@
+"""What a worker and beat write to their logs at INFO."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.proxy import Proxy, proxy_to
+from tests.running import Deployment
+from tests.waiting import wait_until
+
+
+@pytest.fixture(params=["postgresql", "mysql"])
+def proxied(request: pytest.FixtureRequest, tmp_path: Path, redis_url: str) -> Iterator[tuple[Deployment, Proxy]]:
+    """Its workers and beats reach the database by way of a proxy, and the test without it."""
+    url = request.getfixturevalue(f"{request.param}_url")
+    proxy = proxy_to(url)
+    deployment = Deployment(tmp_path, url, redis_url, log_successes=True)
+    deployment._database_url = proxy.url(url)
+    yield deployment, proxy
+    proxy.heal()
+    deployment.close()
+    proxy.close()
+
+
+def lines_with(log: str, *words: str) -> list[str]:
+    return [line for line in log.splitlines() if all(word in line for word in words)]
+
+
+def test_a_worker_logs_what_it_runs_and_each_end_once(proxied: tuple[Deployment, Proxy]) -> None:
+    d, _ = proxied
+    worker, beat = d.worker(), d.beat()
+    good, bad = d.schedule("test.quiet"), d.schedule("test.fail", body={"text": "no \x1b[31m way\n[2026] forged"})
+    wait_until(lambda: lines_with(worker.log(), "task.failed"), 15, "the failure to be logged")
+    wait_until(lambda: lines_with(worker.log(), "task.done"), 15, "the success to be logged")
+    wait_until(lambda: "Starting" in beat.log(), 15, "beat to start")
+    later = d.schedule("test.quiet", 3)
+    wait_until(lambda: lines_with(worker.log(), "task.done", str(later.id)), 15, "beat to have swept meanwhile")
+    log = worker.log()
+    [tags] = lines_with(log, "tags have a processor here")
+    assert "test.fail" in tags
+    assert "mail" in tags.partition("queues: ")[2]
+    assert len(lines_with(log, "task.done", str(good.id), "tag='test.quiet'")) == 1
+    assert len(lines_with(log, str(bad.id))) == 1
+    assert log.count("Traceback (most recent call last)") == 1
+    assert len(lines_with(log, "raise ValueError(")) == 1, "the processor's own line"
+    assert "\x1b[31m way" not in log
+    assert not [line for line in log.splitlines() if line.startswith("[2026] forged")]
+    assert "Sending due task" not in beat.log()
+
+
+def test_an_outage_of_the_database_is_two_lines(proxied: tuple[Deployment, Proxy]) -> None:
+    d, proxy = proxied
+    worker = d.worker()
+    d.wait_for([d.schedule("test.quiet")])
+    running = d.schedule("test.sleep", body={"seconds": 1})
+    wait_until(d.runs, 10, "the sleeper to begin")
+    before = len(worker.log())
+    proxy.refuse()
+    waiting = [d.schedule("test.quiet", delay=n / 4) for n in range(20)]
+    wait_until(lambda: "store.down" in worker.log(), 15, "the outage to be noticed")
+    wait_until(lambda: all(task.expected_time < d.delays.clock.now() for task in waiting), 15, "all to be due")
+    down = worker.log()[before:]
+    proxy.heal()
+    d.wait_for([running, *waiting], deadline_s=40)
+    wait_until(lambda: "store.up" in worker.log(), 15, "the end to be noticed")
+    log = worker.log()[before:]
+    assert (log.count("store.down"), log.count("store.up")) == (1, 1), log
+    assert "Traceback" not in log
+    assert len(down.splitlines()) <= 5, down
