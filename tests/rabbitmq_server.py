@@ -26,10 +26,13 @@ class RabbitServer:
 
     name = "RabbitMQ"
 
-    def __init__(self, folder: Path, *configuration: str) -> None:
+    def __init__(self, folder: Path, *configuration: str, beside: RabbitServer | None = None) -> None:
+        """With `beside`, this is another node of that one's cluster."""
         self._folder = folder
         self._programs = {name: _program(name) for name in ("rabbitmq-server", "rabbitmqctl", "epmd")}
-        self._port, mapper = free_port(), free_port()
+        self._port, mapper = free_port(), beside.mapper_port if beside else free_port()
+        self.mapper_port = mapper
+        self.node = f"test{self._port}@localhost"
         self.url = f"amqp://guest:guest@127.0.0.1:{self._port}//"
         (folder / "plugins").write_text("[].\n")
         (folder / "rabbitmq.conf").write_text("".join(f"{line}\n" for line in configuration))
@@ -38,7 +41,7 @@ class RabbitServer:
             "HOME": str(folder),  # the secret that nodes share is there
             "ERL_EPMD_PORT": str(mapper),
             "ERL_EPMD_ADDRESS": "127.0.0.1",
-            "RABBITMQ_NODENAME": f"test{self._port}@localhost",
+            "RABBITMQ_NODENAME": self.node,
             "RABBITMQ_NODE_IP_ADDRESS": "127.0.0.1",
             "RABBITMQ_NODE_PORT": str(self._port),
             "RABBITMQ_DIST_PORT": str(free_port()),
@@ -50,9 +53,17 @@ class RabbitServer:
             "RABBITMQ_CONF_ENV_FILE": str(folder / "none.sh"),
             "RABBITMQ_ENABLED_PLUGINS_FILE": str(folder / "plugins"),
         }
-        self._mapper = self._popen([self._programs["epmd"], "-port", str(mapper), "-address", "127.0.0.1"])
+        self._mapper: subprocess.Popen[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        if beside is None:
+            self._mapper = self._popen([self._programs["epmd"], "-port", str(mapper), "-address", "127.0.0.1"])
+        else:
+            shutil.copy2(beside._folder / ".erlang.cookie", folder)  # the secret
         self.start()
+        if beside is not None:
+            for words in (["stop_app"], ["reset"], ["join_cluster", beside.node], ["start_app"]):
+                self.ctl(*words)
+            wait_until(self._answers, 60, "the node to be one of the cluster", every_s=0.1)
 
     def start(self, is_empty: bool = False) -> None:
         if is_empty:
@@ -72,7 +83,8 @@ class RabbitServer:
 
     def stop(self) -> None:
         self.crash()
-        _end(self._mapper)
+        if self._mapper is not None:
+            _end(self._mapper)
 
     def empty(self, queues: Iterable[str]) -> None:
         with Connection(self.url, connect_timeout=3) as connection:

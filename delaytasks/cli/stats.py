@@ -197,10 +197,23 @@ def _broker(delays: DelayTasks) -> dict[str, Any]:
     if delays.direct_timer is not None:
         return {"url": broker_url(app), "is_up": None, "error": None}  # nothing of ours asks it
     try:
-        bounded_connection(app, delays.settings.publish_limit_s).release()
+        with bounded_connection(app, delays.settings.publish_limit_s) as connection:
+            error = _lost_queue(delays, connection)
     except Exception as reason:  # each transport has errors of its own, and all mean the same
         error = f"{type(reason).__name__}: {reason}"
     return {"url": broker_url(app), "is_up": error is None, "error": error}
+
+
+def _lost_queue(delays: DelayTasks, connection: Any) -> str | None:
+    """What a broker that answers says of a default queue whose node is down: no message gets through."""
+    from delaytasks.timers.broker import is_home_node_down
+
+    try:
+        name = delays.publisher.queue(delays.settings.default_queue).name
+        connection.default_channel.queue_declare(queue=name, passive=True)
+    except connection.channel_errors as reason:  # usually that nobody has declared it yet
+        return f"{type(reason).__name__}: {reason}" if is_home_node_down(reason) else None
+    return None
 
 
 def _timer(delays: DelayTasks, workers: list[dict[str, Any]], broker: dict[str, Any]) -> dict[str, Any]:

@@ -50,6 +50,12 @@ _NOT_OF_THE_QUEUE = {"OutOfMemoryError", "ReadOnlyError", "MasterDownError"}
 WRONG_TYPE = "WRONGTYPE"
 
 
+def is_home_node_down(error: BaseException | str) -> bool:
+    """Whether RabbitMQ says that a classic queue is on a node of its cluster that is down: the queue is there again
+    when that node is."""
+    return "NOT_FOUND" in str(error) and "home node" in str(error)
+
+
 class RefusedError(Exception):
     """The broker works, but will not have this queue."""
 

@@ -13,7 +13,7 @@ from delaytasks.core.bounded import in_background
 from delaytasks.core.clock import monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.forks import reset_in_child
-from delaytasks.timers.broker import WRONG_TYPE, BlockedError, BrokerLink, Letter, RefusedError
+from delaytasks.timers.broker import WRONG_TYPE, BlockedError, BrokerLink, Letter, RefusedError, is_home_node_down
 
 #: A queue that the broker refuses is left alone for so long; others are not.
 REFUSED_REST_S = 5.0
@@ -250,6 +250,11 @@ class Publisher:
                 f"the broker's queue {target.name} is not what task_default_queue_type says, or not ours to use: "
                 "correct the setting, or delete the queue while no worker runs; meanwhile its tasks run late"
             )
-            if WRONG_TYPE in error:
+            if is_home_node_down(error):
+                remedy = (
+                    f"bring the RabbitMQ node of the queue {target.name} back, or use quorum queues "
+                    "(task_default_queue_type), which outlive a node; meanwhile workers find its tasks in the table"
+                )
+            elif WRONG_TYPE in error:
                 remedy = f"the key {target.name} in Redis is not a list: delete it; meanwhile its tasks run late"
             self._events.emit("queue.refused", queue=queue, error=error, remedy=remedy)
