@@ -30,13 +30,11 @@ from delaytasks.engine.check import Finding, check
 from delaytasks.engine.producer import Producer
 from delaytasks.engine.queues import Queues
 from delaytasks.engine.registry import Options, Registry
-from delaytasks.engine.runner import Runner
 from delaytasks.engine.sweeper import Sweeper
 from delaytasks.parts import Parts
 from delaytasks.policy_verbs import PolicyVerbs
 from delaytasks.routes import Routes
 from delaytasks.shards import Shard
-from delaytasks.store.stats import Stats
 from delaytasks.store.store import Store
 from delaytasks.timers.publisher import Publisher
 from delaytasks.touch_verbs import TouchVerbs
@@ -48,6 +46,7 @@ from delaytasks.worker.tasks import SWEEP, register_tasks
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from delaytasks.engine.runner import Runner
     from delaytasks.timers.direct import DirectTimer
     from delaytasks.timers.redis import RedisTimer
 
@@ -193,6 +192,8 @@ class DelayTasks(CallbackVerbs, TouchVerbs, BulkVerbs, PolicyVerbs):
     def check(self) -> Iterator[Finding]:
         """Before a deploy: tasks that wait whose tag has no processor here, or whose body its schema refuses; and rows
         that another program wrote and no worker will ever take."""
+        from delaytasks.store.stats import Stats
+
         for shard in self.shards:
             stats = Stats(shard.store.database, shard.store.schema)
             strange = stats.strange(self.settings.max_delay_s, self.settings.lease_s)

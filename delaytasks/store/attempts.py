@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sqlalchemy import bindparam, delete, insert, select
-from sqlalchemy.dialects import postgresql, sqlite
 
 from delaytasks.core.ports import Settlement
 from delaytasks.core.task import Attempt
 from delaytasks.store.database import Database
+from delaytasks.store.inserts import skipping_insert
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now
 
@@ -22,8 +22,7 @@ KEPT_VERSIONS = 2 * KEPT
 class Attempts:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._a = a = schema.attempts
-        backend = database.url.get_backend_name()
-        made: Any = {"postgresql": postgresql.insert, "sqlite": sqlite.insert}.get(backend)
+        made = skipping_insert(database)
         # A settlement whose answer was lost is made again, and its attempt is there already.
         row = made(a).on_conflict_do_nothing() if made else insert(a).prefix_with("IGNORE")
         self._add = row.values(ended=db_now())

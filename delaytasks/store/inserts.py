@@ -7,11 +7,10 @@ import itertools
 import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from datetime import datetime
+from importlib import import_module
 from typing import Any
 
 from sqlalchemy import Connection, Table, bindparam, exc, insert, select
-from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.dialects.postgresql import psycopg2
 
 from delaytasks.core.jsontext import dump_json
 from delaytasks.core.task import DelayTask
@@ -30,13 +29,21 @@ _AT_ONCE, _MOST_AT_ONCE = 200, 65_536
 _BOUND = 100
 
 
+def skipping_insert(database: Database) -> Any:
+    """The INSERT that can pass over rows that exist; None on MySQL. Dialects that are not used are not imported."""
+    backend = database.url.get_backend_name()
+    if not database.can.insert_or_skip:
+        return None
+    return import_module(f"sqlalchemy.dialects.{backend}").insert
+
+
 class Insert:
     """INSERT into one table; a row that exists is passed over."""
 
     def __init__(self, database: Database, table: Table, names: Sequence[str]) -> None:
         self._db = database
         self._names = names
-        skipping: Any = {"postgresql": postgresql.insert, "sqlite": sqlite.insert}.get(database.url.get_backend_name())
+        skipping = skipping_insert(database)
         statement = skipping(table).on_conflict_do_nothing() if skipping else insert(table)
         # Without this option SQLAlchemy does not read the count on psycopg 3 and asyncpg, and says -1.
         self._statement = statement.execution_options(preserve_rowcount=True)
@@ -58,6 +65,8 @@ class Insert:
     @functools.cached_property
     def _written(self) -> str:
         """As SQLAlchemy would write it out again for each row."""
+        from sqlalchemy.dialects.postgresql import psycopg2
+
         dialect: Any = psycopg2.dialect()  # type: ignore[no-untyped-call]
         return str(self._statement.compile(dialect=dialect, column_keys=self._names))
 

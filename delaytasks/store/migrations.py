@@ -1,4 +1,7 @@
-"""The migrations, as commands of our own: they run where only the package is installed."""
+"""The migrations, as commands of our own: they run where only the package is installed.
+
+Alembic is imported by the functions that migrate, so that producers and workers do not load it.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from alembic import command
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
-from alembic.util import CommandError
 from sqlalchemy import URL, Connection, func, insert, inspect, select, text
 from sqlalchemy.dialects import registry
 from sqlalchemy.engine import Dialect
@@ -24,6 +22,9 @@ from delaytasks.core.settings import Settings
 from delaytasks.store import sqlitefile
 from delaytasks.store.database import Database
 from delaytasks.store.schema import STORAGE, Schema, build_schema
+
+if TYPE_CHECKING:
+    from alembic.config import Config
 
 #: A migration that waits for a lock makes everybody behind it wait too: it gives up soon, and is tried again.
 LOCK_TIMEOUT_S = 2
@@ -38,6 +39,7 @@ def upgrade(
     database: Database, prefix: str = "", schema: str | None = None, revision: str = "head", shard: int = 0
 ) -> None:
     """To `revision`; and the database learns which of several it is."""
+    from alembic import command
 
     def work(config: Config) -> None:
         command.upgrade(config, revision)
@@ -48,6 +50,8 @@ def upgrade(
 
 
 def downgrade(database: Database, prefix: str = "", schema: str | None = None, revision: str = "-1") -> None:
+    from alembic import command
+
     _run(database, prefix, schema, lambda config: command.downgrade(config, revision))
 
 
@@ -55,6 +59,8 @@ def current(database: Database, prefix: str = "", schema: str | None = None) -> 
     """The revision of this database; None before the first."""
     if sqlitefile.is_missing(database.url):
         return None
+    from alembic.runtime.migration import MigrationContext
+
     options = {"version_table": version_table(prefix), "version_table_schema": schema or None}
     return database.alone(lambda c: MigrationContext.configure(c, opts=options).get_current_revision())
 
@@ -65,6 +71,8 @@ def is_current(database: Database, prefix: str = "", schema: str | None = None) 
 
 def head() -> str:
     """The newest revision of this package."""
+    from alembic.script import ScriptDirectory
+
     found = ScriptDirectory.from_config(_config()).get_current_head()
     assert found is not None
     return found
@@ -192,6 +200,8 @@ def _number(connection: Connection, schema: Schema, shard: int) -> None:
 
 
 def _run(database: Database, prefix: str, schema: str | None, work: Callable[[Config], None]) -> None:
+    from alembic.util import CommandError
+
     def once() -> None:
         with _alembic, database.begin() as connection:
             try:
@@ -203,6 +213,8 @@ def _run(database: Database, prefix: str, schema: str | None, work: Callable[[Co
 
 
 def _config(**attributes: Any) -> Config:
+    from alembic.config import Config
+
     config = Config()
     config.set_main_option("script_location", str(scripts()).replace("%", "%%"))
     config.set_main_option("path_separator", "os")

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from sqlalchemy import Connection
-from sqlalchemy.dialects import postgresql
 
 from delaytasks.store.database import Database
 from delaytasks.store.driver_errors import PREPARED_IS_GONE, told
@@ -66,6 +65,8 @@ class Prepared:
     @cached_property
     def _texts(self) -> tuple[str, str, Sequence[str], dict[str, Any]]:
         """How to prepare and how to execute it; its parameters in their order, and those that never change."""
+        from sqlalchemy.dialects import postgresql
+
         dialect: Any = postgresql.dialect(paramstyle="numeric_dollar")  # type: ignore[no-untyped-call]
         compiled = self._statement.compile(dialect=dialect, column_keys=self._names)
         # By its text, or another release that shares a connection of the server's would execute ours.

@@ -31,7 +31,6 @@ from sqlalchemy import (
     select,
     text,
 )
-from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import TypeEngine
@@ -177,8 +176,14 @@ def listed(database: Database, column: Column[Any], name: str) -> ColumnElement[
     up by itself: PostgreSQL would rather read a middling table as a whole, unless the list is made while it asks."""
     if not database.can.array_parameters:
         return column.in_(listing(name))
-    values = select(func.unnest(bindparam(name, type_=ARRAY(column.type))))
+    values = select(func.unnest(bindparam(name, type_=_array(column.type))))
     return column == any_(func.array(values.scalar_subquery()))
+
+
+def _array(kind: Any) -> TypeEngine[Any]:
+    from sqlalchemy.dialects.postgresql import ARRAY  # only where the database is PostgreSQL
+
+    return ARRAY(kind)
 
 
 def each_listed(database: Database, id: Column[int]) -> ColumnElement[bool]:
@@ -186,7 +191,7 @@ def each_listed(database: Database, id: Column[int]) -> ColumnElement[bool]:
     analysed is read from end to end."""
     if not database.can.array_parameters:
         return id.in_(listing("ids"))
-    return and_(id == any_(bindparam("ids", type_=ARRAY(BigInteger))), within_list(id))
+    return and_(id == any_(bindparam("ids", type_=_array(BigInteger()))), within_list(id))
 
 
 def within_list(id: Column[int]) -> ColumnElement[bool]:
@@ -222,7 +227,7 @@ def at_place(database: Database, id: Column[int], name: str) -> ColumnElement[An
     kind = _TYPES[name][0]
     if not database.can.array_parameters:
         return _AtPlace(id, listing("ids"), bindparam(name, type_=kind, expanding=True))
-    return _AtPlace(id, bindparam("ids", type_=ARRAY(BigInteger)), bindparam(name, type_=ARRAY(kind)))
+    return _AtPlace(id, bindparam("ids", type_=_array(BigInteger())), bindparam(name, type_=_array(kind)))
 
 
 @compiles(_AtPlace, "postgresql")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 from sqlalchemy import Boolean, ColumnElement, DateTime, ScalarSelect, Text, select
-from sqlalchemy.dialects import mysql, sqlite
 from sqlalchemy.engine import Dialect
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql import functions
@@ -17,7 +17,22 @@ from delaytasks.core.clock import UTC
 
 EARLIEST, LATEST = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
 
-LongText = Text().with_variant(mysql.LONGTEXT(), "mysql", "mariadb")
+
+class _LongText(TypeDecorator[str]):
+    """LONGTEXT on MySQL. Each dialect is imported only where its database is used."""
+
+    impl = Text
+    cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
+        if dialect.name not in ("mysql", "mariadb"):
+            return dialect.type_descriptor(Text())
+        from sqlalchemy.dialects.mysql import LONGTEXT
+
+        return dialect.type_descriptor(LONGTEXT())
+
+
+LongText = _LongText()
 
 
 class UTCDateTime(TypeDecorator[datetime]):
@@ -28,9 +43,11 @@ class UTCDateTime(TypeDecorator[datetime]):
 
     def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
         if dialect.name in ("mysql", "mariadb"):
-            return dialect.type_descriptor(mysql.DATETIME(fsp=6))
+            from sqlalchemy.dialects.mysql import DATETIME
+
+            return dialect.type_descriptor(DATETIME(fsp=6))
         if dialect.name == "sqlite":
-            return dialect.type_descriptor(_SQLiteDateTime())  # type: ignore[no-untyped-call]
+            return dialect.type_descriptor(_sqlite_datetime())
         return dialect.type_descriptor(DateTime(timezone=True))
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
@@ -46,19 +63,26 @@ class UTCDateTime(TypeDecorator[datetime]):
         return value.astimezone(UTC) if value.tzinfo else value.replace(tzinfo=UTC)
 
 
-class _SQLiteDateTime(sqlite.DATETIME):
-    """Its columns take anything."""
+@lru_cache(maxsize=1)
+def _sqlite_datetime() -> TypeEngine[Any]:
+    from sqlalchemy.dialects.sqlite import DATETIME
 
-    def result_processor(self, dialect: Dialect, coltype: object) -> Any:
-        read: Any = super().result_processor(dialect, coltype)
+    class SQLiteDateTime(DATETIME):
+        """Its columns take anything."""
 
-        def process(value: Any) -> Any:
-            try:
-                return read(value)
-            except (ValueError, TypeError):
-                return nearest(value)
+        def result_processor(self, dialect: Dialect, coltype: object) -> Any:
+            read: Any = super().result_processor(dialect, coltype)
 
-        return process
+            def process(value: Any) -> Any:
+                try:
+                    return read(value)
+                except (ValueError, TypeError):
+                    return nearest(value)
+
+            return process
+
+    made: TypeEngine[Any] = SQLiteDateTime()  # type: ignore[no-untyped-call]
+    return made
 
 
 def nearest(written: object) -> datetime:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from sqlalchemy import Connection, event, exc
-from sqlalchemy.orm import Session
 from sqlalchemy.util.concurrency import in_greenlet
 
 from delaytasks.core.errors import DelayTaskError, SessionUnusableError, StoreError
 from delaytasks.core.ports import Executor, Unit
 from delaytasks.core.task import DelayTask
 from delaytasks.store.driver_errors import reason_of, unknown_outcome
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
 
 Action = Callable[..., None]
 #: What waits for a session's commit, in its `info`; a session that has it is listened to.
@@ -27,6 +29,8 @@ _OUTSIDE_OF_RUN_SYNC = (
 
 def unit_of(session: Any) -> Unit:
     """The unit for what the caller gave as `session=`."""
+    from sqlalchemy.orm import Session  # a process without sessions does not import the ORM
+
     given = type(session).__name__
     if callable(getattr(session, "registry", None)):
         session = session()  # scoped_session, as Flask-SQLAlchemy has it

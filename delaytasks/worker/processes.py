@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING, Any
 from celery import signals
 
 from delaytasks.core.forks import reset_in_child
-from delaytasks.engine.admission import Admission
 from delaytasks.engine.flights import Flights
-from delaytasks.engine.runner import Runner
 from delaytasks.worker.counting import Counting
 from delaytasks.worker.renewals import Renewals
 from delaytasks.worker.rowevents import RowEvents
-from delaytasks.worker.surroundings import Surroundings
 from delaytasks.worker.timelimits import can_limit_time
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
+    from delaytasks.engine.runner import Runner
 
 
 class Processes:
@@ -91,6 +89,11 @@ class Processes:
         return RowEvents(self._delays.celery, self.hostname, settings.publish_limit_s, shows_bodies)
 
     def _make_runner(self, number: int) -> Runner:
+        # Most producers run no tasks, so they do not import what runs them.
+        from delaytasks.engine.admission import Admission
+        from delaytasks.engine.runner import Runner
+        from delaytasks.worker.surroundings import Surroundings
+
         delays = self._delays
         shard = delays.shards[number]
         address = own_address(shard.store.database.url.host)

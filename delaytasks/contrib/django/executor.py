@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from datetime import datetime
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 from zoneinfo import ZoneInfo
 
 from django.db import IntegrityError, transaction
 from sqlalchemy import exc
-from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.engine import Dialect, IteratorResult
 from sqlalchemy.engine.result import SimpleResultMetaData
 from sqlalchemy.types import TypeEngine
@@ -124,7 +124,7 @@ def _dialect(name: str) -> Dialect:
         from sqlalchemy.dialects.postgresql import psycopg
 
         return psycopg.dialect(paramstyle="format")
-    made: Dialect = {"postgresql": postgresql, "mysql": mysql, "sqlite": sqlite}[name].dialect(paramstyle="format")
+    made: Dialect = import_module(f"sqlalchemy.dialects.{name}").dialect(paramstyle="format")
     return made
 
 

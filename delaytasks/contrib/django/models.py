@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from django.core.exceptions import PermissionDenied
 from django.db import models
 
 from delaytasks.contrib.django.instance import project_delays
@@ -24,8 +25,14 @@ def table_name() -> str:
     return f"{mark}{settings.table_schema}{mark}.{mark}{name}{mark}"
 
 
+class ReadOnlyRowError(PermissionDenied, TypeError):
+    """A row is not written through its model. Django's admin answers 403."""
+
+
 def _refuse(*_: Any, **__: Any) -> NoReturn:
-    raise TypeError("rows of tasks are read only here: use schedule_delay, cancel, reschedule and retry of delaytasks")
+    raise ReadOnlyRowError(
+        "rows of tasks are read only here: use schedule_delay, cancel, reschedule and retry of delaytasks"
+    )
 
 
 class DelayTaskRows(models.QuerySet):
@@ -65,6 +72,7 @@ class DelayTaskRow(models.Model):
         managed = False
         db_table = table_name()
         verbose_name = "delayed task"
+        default_permissions = ("view",)
 
     def __str__(self) -> str:
         return f"{self.tag} {self.id} ({self.get_status_display()})"

@@ -39,6 +39,11 @@ class Migration(migrations.Migration):
                 ("worker", models.CharField(max_length=255, null=True)),
                 ("task_key", models.CharField(max_length=191, null=True)),
             ],
-            options={"verbose_name": "delayed task", "db_table": table_name(), "managed": False},
+            options={
+                "verbose_name": "delayed task",
+                "db_table": table_name(),
+                "managed": False,
+                "default_permissions": ("view",),
+            },
         ),
     ]

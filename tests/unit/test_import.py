@@ -1,0 +1,56 @@
+"""What `import delaytasks` loads in a process that schedules: nothing that only other commands or databases need."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+#: Alembic and what it brings, the ORM, dialects, HTTP, the command line, frameworks, optional packages.
+OTHERS = (
+    "alembic",
+    "mako",
+    "pygments",
+    "sqlalchemy.orm",
+    "sqlalchemy.dialects.mysql",
+    "sqlalchemy.dialects.postgresql",
+    "sqlalchemy.dialects.sqlite",
+    "psycopg2",
+    "pymysql",
+    "requests",
+    "redis",
+    "rich",
+    "cryptography",
+    "flask",
+    "delaytasks.cli",
+    "delaytasks.contrib",
+    "delaytasks.embedded",
+    "delaytasks.engine.runner",
+)
+SCHEDULE = """
+from celery import Celery
+from delaytasks import DelayTasks
+delays = DelayTasks(Celery("shop", broker="memory://"), "sqlite:///{path}")
+with delays.store.database.begin() as connection:
+    delays.store.schema.metadata.create_all(connection)
+delays.check_ready()
+assert delays.cancel(delays.schedule_delay("mail", {{}}, 3600))
+"""
+
+
+def loaded_by(code: str) -> set[str]:
+    """The modules of OTHERS that a fresh interpreter has after `code` and did not have after `import celery`."""
+    script = f"import sys, celery, sqlalchemy\nbefore = set(sys.modules)\n{code}\nprint(*(set(sys.modules) - before))"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    names = run.stdout.split()
+    assert "delaytasks.app" in names
+    return {other for other in OTHERS if any(name == other or name.startswith(f"{other}.") for name in names)}
+
+
+def test_importing_loads_nothing_that_only_others_need() -> None:
+    assert loaded_by("import delaytasks") == set()
+
+
+def test_a_process_that_schedules_loads_neither_alembic_nor_other_drivers(tmp_path: Path) -> None:
+    others = set(OTHERS) - {name for name in OTHERS if name.startswith("sqlalchemy.dialects.")}
+    assert not loaded_by(SCHEDULE.format(path=tmp_path / "shop.sqlite3")) & others
