@@ -21,6 +21,8 @@ from tests.rabbitmq_server import RabbitServer
 from tests.redis_server import RedisServer
 from tests.services import MissingServiceError, Services, free_port, own_database
 
+#: The kinds of databases that tests of each database run on.
+DATABASES = os.environ.get("DELAYTASKS_TEST_DATABASES", "postgresql mariadb sqlite").split()
 _IS_CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
 _missing: dict[str, str] = {}
 _not_run: dict[str, set[str]] = defaultdict(set)
@@ -168,7 +170,7 @@ def rabbitmq_url(services: Services) -> str:
     return _url(services, "rabbitmq")
 
 
-@pytest.fixture(scope="session", params=["postgresql", "mariadb", "sqlite"])
+@pytest.fixture(scope="session", params=DATABASES)
 def database_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """An empty database of each kind, for this session."""
     if request.param == "sqlite":

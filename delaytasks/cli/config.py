@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import click
@@ -46,12 +47,10 @@ def config(cli: Cli) -> None:
 
 
 def broker_url(app: Any) -> str:
-    """The broker's URL without its password."""
-    from celery.app.utils import sanitize_url
-
+    """The broker's URL without its password; several URLs if the broker has several."""
     # Celery has a default too, which its configuration does not say.
     url = app.conf.broker_write_url or app.connection_for_write().as_uri()
-    return mask_url(str(sanitize_url(url, mask="***")))
+    return ";".join(mask_url(part) for part in re.split(r";(?=[a-z0-9+.-]+://)", str(url)))
 
 
 def _broker_origin(cli: Cli) -> str:

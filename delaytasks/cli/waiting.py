@@ -8,7 +8,7 @@ from delaytasks.cli.output import Cell, cell, print_table, say
 from delaytasks.cli.times import show_instant
 from delaytasks.core.durations import show_duration
 from delaytasks.core.errors import StoreError
-from delaytasks.core.settings import mask_url
+from delaytasks.core.hidden import mask_url
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks

@@ -15,6 +15,7 @@ from queue import Empty
 from time import monotonic_ns
 from typing import Any
 
+from kombu.exceptions import ChannelError
 from kombu.transport import filesystem
 from kombu.utils.json import dumps, loads
 
@@ -50,6 +51,13 @@ class Channel(filesystem.Channel):
         raise Empty
 
     # -- which queues an exchange has -------------------------------------------------------------
+
+    def _exchange_file(self, exchange: str) -> Path:
+        # kombu has a method like this since 5.7 only.
+        file: Path = self.control_folder / f"{exchange}.exchange"
+        if file.parent != self.control_folder:
+            raise ChannelError(f"the exchange name {exchange!r:.200} is not the name of a file")
+        return file
 
     def get_table(self, exchange: str) -> list[Any]:
         try:

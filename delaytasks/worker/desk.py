@@ -17,6 +17,7 @@ from delaytasks.core.events import Events
 from delaytasks.core.loop import Loop
 from delaytasks.core.ports import Entry, by_shard
 from delaytasks.timers.wheel import WheelThread
+from delaytasks.worker.celery_compat import brpop_s
 from delaytasks.worker.dispatcher import Dispatcher, Left
 from delaytasks.worker.givenup import GivenUp
 from delaytasks.worker.lane import Lane
@@ -229,7 +230,7 @@ def hang_up(consumer: Any) -> None:
         if client is None or client.connection is None:
             continue
         try:
-            if channel._in_poll and client.connection.can_read(channel.brpop_timeout + ANSWER_S):
+            if channel._in_poll and client.connection.can_read(brpop_s(channel) + ANSWER_S):
                 channel._brpop_read()
         except Exception:
             pass  # the broker is away, or had nothing

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from delaytasks.worker.celery_compat import mark_busy
 from delaytasks.worker.job import Job, run_job
 
 
@@ -29,11 +30,16 @@ class Sent(NamedTuple):
     def remember(self) -> bool:
         """Puts it back into the pool's books; False if no process has it. Of a process that is younger than it the
         pool says that it has whatever its predecessor had, who died."""
-        process = self.answer._write_to
-        if process is None or process.pid not in self.pids or not process._is_alive():
+        if self.process is None:
             return False
         self.answer._cache[self.answer._job] = self.answer
         return True
+
+    @property
+    def process(self) -> Any:
+        """The process of a prefork pool that has it, or None."""
+        process = getattr(self.answer, "_write_to", None)
+        return process if process is not None and process.pid in self.pids and process._is_alive() else None
 
 
 class Pool:
@@ -84,4 +90,6 @@ class Pool:
         """Remembers what it has forgotten and a process has all the same: else those hold their places for good, and a
         process that ends waits half a minute for somebody to hear it. Returns those that no process has."""
         forgotten = [(number, sent) for number, sent in self.sent.items() if sent.is_forgotten]
-        return [(number, sent.job) for number, sent in forgotten if not sent.remember()]
+        nobodys = [(number, sent.job) for number, sent in forgotten if not sent.remember()]
+        mark_busy(self._celerys, [sent.process for sent in self.sent.values() if sent.process is not None])
+        return nobodys

@@ -12,11 +12,12 @@ from celery.utils.log import get_logger
 from delaytasks.core.bounded import in_background
 from delaytasks.timers.broker import is_home_node_down
 from delaytasks.worker.brokerless import close_meanwhile, lose_the_broker_with_heartbeats, meanwhile, rest
+from delaytasks.worker.celery_compat import LONGEST_PAUSE_S, PAUSE_STEP_S, interval_max
 
 logger = get_logger(__name__)
+
 #: Between two tries. kombu's own pauses, which Celery does not set, grow by two seconds each time, to thirty.
 PAUSE_S = 4
-_KOMBUS_STEP_S, _KOMBUS_LONGEST_S = 2, 30
 
 
 class ReconnectStep(bootsteps.Step):
@@ -74,7 +75,7 @@ def _look_often(ensure_connected: Callable[[Any], Any], connection: Any) -> Any:
     ensure = connection.ensure_connection
 
     def ensure_soon(errback: Any, max_retries: int | None, **options: Any) -> Any:
-        return ensure(errback, max_retries and as_patient(max_retries), interval_max=PAUSE_S, **options)
+        return ensure(errback, max_retries and as_patient(max_retries), interval_max=interval_max(PAUSE_S), **options)
 
     connection.ensure_connection = ensure_soon
     return ensure_connected(connection)
@@ -82,5 +83,5 @@ def _look_often(ensure_connected: Callable[[Any], Any], connection: Any) -> Any:
 
 def as_patient(retries: int) -> int:
     """How many of our retries last as long as so many of Celery's."""
-    lasts_s = sum(min(_KOMBUS_STEP_S * n, _KOMBUS_LONGEST_S) for n in range(1, retries + 1))
+    lasts_s = sum(min(PAUSE_STEP_S * n, LONGEST_PAUSE_S) for n in range(1, retries + 1))
     return -(-lasts_s // PAUSE_S) + 1  # the first pause is half as long

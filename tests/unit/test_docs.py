@@ -143,7 +143,7 @@ def _check_command(words: list[str], where: str) -> None:
     from delaytasks.cli.main import main
 
     if words[0] == "./dev":
-        assert words[1] in re.findall(r"^    (\w+)\)", (ROOT / "dev").read_text(), re.MULTILINE), where
+        assert words[1] in re.findall(r"^    ([\w-]+)\)", (ROOT / "dev").read_text(), re.MULTILINE), where
     elif words[:2] == ["celery", "-A"] and "delays" in words:
         _check_click(main, words[words.index("delays") + 1 :], where)
     elif words[0] == "celery":

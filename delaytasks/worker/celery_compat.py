@@ -1,0 +1,43 @@
+"""What differs between the versions of Celery that a worker may run, 5.5 to 5.7, and of kombu with them.
+
+Each constant and function hides one difference from the other modules, and its comment names the version that brought
+the difference. When support for that version ends, its part here is deleted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import kombu
+
+_KOMBU = tuple(kombu.VERSION[:2])
+#: kombu's pauses between two tries to connect begin with so many seconds, and grow by as many.
+PAUSE_STEP_S = 2
+#: Before kombu 5.7 `interval_max` did not include the first pause, so the longest pause was two seconds longer.
+_BEYOND_MAX_S = 0 if _KOMBU >= (5, 7) else PAUSE_STEP_S
+#: The longest pause when nobody sets `interval_max`.
+LONGEST_PAUSE_S = 30 + _BEYOND_MAX_S
+#: Before kombu 5.6 a Redis channel has no `brpop_timeout`: it always asked Redis to wait for one second.
+_BRPOP_S = 1
+
+
+def interval_max(pause_s: float) -> float:
+    """Return the option `interval_max` of `ensure_connection` that gives pauses of at most `pause_s`."""
+    return pause_s - _BEYOND_MAX_S
+
+
+def brpop_s(channel: Any) -> float:
+    """Return how long Redis waits for a message before it answers a channel that there is none."""
+    return float(getattr(channel, "brpop_timeout", _BRPOP_S))
+
+
+def mark_busy(pool: Any, processes: Iterable[Any]) -> None:
+    """Make a prefork pool send its next jobs to other processes than these as long as there are idle ones.
+
+    Before Celery 5.7 the pool forgets which processes are at work when the worker loses its broker, and could send a
+    job to a process that runs a long one while others are idle.
+    """
+    busy = getattr(getattr(pool, "_pool", None), "_busy_workers", None)
+    if busy is not None:
+        busy.update(process.inqW_fd for process in processes)

@@ -1,0 +1,68 @@
+"""The versions that are tested are the ones that may be installed."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterator
+
+import pytest
+from celery import Celery
+
+from delaytasks.cli.config import broker_url
+from tests.running import ROOT
+
+
+def pinned() -> dict[str, str]:
+    lines = (ROOT / "tests/oldest.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def test_the_oldest_celery_that_may_be_installed_is_tested() -> None:
+    [oldest] = re.findall(r'"celery\[redis\]>=([0-9.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert pinned()["celery"] == f"{oldest}.0"
+
+
+def test_the_versions_in_the_docs_include_the_oldest_ones_that_are_tested() -> None:
+    page = (ROOT / "docs/operations.md").read_text()
+    for package in ("Celery", "kombu", "billiard"):
+        [tested] = re.findall(rf"^\| {package} \|.*\| (.*) \|$", page, re.MULTILINE)
+        assert tested.split(", ")[0] == pinned()[package.lower()]
+
+
+def imported() -> Iterator[tuple[str, str, str]]:
+    """Yield each name that the package takes from Celery or one of its parts, and the module that does so."""
+    for file in sorted((ROOT / "delaytasks").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            module = node.module if isinstance(node, ast.ImportFrom) and not node.level else None
+            if module and module.partition(".")[0] in ("amqp", "billiard", "celery", "kombu", "vine"):
+                yield from ((str(file), module, name.name) for name in node.names)
+
+
+def test_what_is_imported_from_celery_is_there_in_this_version() -> None:
+    """Some of it is imported by a function when it is called."""
+    names = list(imported())
+    assert len(names) > 30
+    for file, module, name in names:
+        found = importlib.import_module(module)
+        is_there = hasattr(found, name) or importlib.util.find_spec(f"{module}.{name}") is not None
+        assert is_there, f"{file} imports {name} from {module}"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("amqp://me:se;cr@et@host//", "amqp://me:***@host//"),
+        ("amqp://me:secret@one//;amqp://me:secret@two//", "amqp://me:***@one//;amqp://me:***@two//"),
+        (
+            "sentinel://:secret@one:26379;sentinel://:secret@two:26379/0",
+            "sentinel://:***@one:26379;sentinel://:***@two:26379/0",
+        ),
+        ("redis://host/0", "redis://host/0"),
+    ],
+)
+def test_the_broker_is_shown_without_its_passwords(url: str, shown: str) -> None:
+    app = Celery(set_as_current=False)
+    app.conf.broker_write_url = url
+    assert broker_url(app) == shown
