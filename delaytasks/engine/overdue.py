@@ -1,4 +1,4 @@
-"""Finds the queues that have overdue tasks, at a bounded cost however many queue names the table has."""
+"""Finds the queues that have overdue tasks, at a cost that does not grow with the number of queue names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_NAMED, MOST_OTHERS = 1000, 100
 STEP = 50
 
 Beat = Callable[[], None]
-#: By queue, the priorities that have overdue tasks; none but 0 where tasks of a limited tag wait in line only.
+#: Maps each queue to the priorities that have overdue tasks. A queue that only has a waitlist has priority 0.
 Late = dict[str, list[int]]
 
 

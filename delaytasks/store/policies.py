@@ -16,7 +16,7 @@ from delaytasks.store.rows import listing
 from delaytasks.store.schema import Schema
 from delaytasks.store.types import db_now, db_now_plus
 
-#: A policy that says nothing any more is kept for so long, so that every process reads that.
+#: Seconds for which a cleared policy is kept, so that every process reads that it was cleared.
 KEPT_S = 86_400.0
 #: The only row of the table of changes.
 ROW = 1
@@ -26,8 +26,8 @@ class PolicyTable:
     """The policies of one database, and the number of the last change.
 
     Each transaction that changes policies adds one to that number, and writes the new number into the policies. It
-    holds the lock on the number's row until it commits, so that numbers become visible in their order: who has read
-    number 7 has seen all changes up to 7, however long one of their transactions took.
+    holds the lock on the number's row until it commits, so that numbers become visible in their order. A process
+    that has read number 7 has seen all changes up to 7, however long one of their transactions took.
     """
 
     def __init__(self, database: Database, schema: Schema) -> None:
@@ -41,7 +41,7 @@ class PolicyTable:
         limits = (p.c.concurrency, p.c.key_concurrency, p.c.rate, p.c.rate_period_s)
         says_nothing = and_(not_(p.c.is_paused), *(limit.is_(None) for limit in limits))
         self._number = select(self._changes.c.number).where(self._changes.c.id == ROW)
-        #: Kept for a while for those who have read that it said something.
+        #: A cleared policy, which is kept for processes that have not read yet that it was cleared.
         self._is_over = and_(says_nothing, p.c.applied_version.is_not(None), p.c.applied_version == p.c.version)
 
     def read(self, kind: Kind | None = None, name: str | None = None) -> list[Policy]:
@@ -68,7 +68,7 @@ class PolicyTable:
         head = select(number, *(of_all if checks else ()))
 
         def work(connection: Any) -> Changes:
-            # First: what is committed after this statement has a higher number, and is read again the next time.
+            # Read first: the next call reads a change that is committed later, since its number is higher.
             found = [int(value or 0) for value in connection.execute(head).one()]
             is_whole = since is None or found[0] < since  # or another server took over, which lacks some changes
             stamp = Stamp(*found) if checks else None
@@ -125,7 +125,7 @@ class PolicyTable:
         self._db.run(work)
 
     def forget(self, older_than_s: float = KEPT_S) -> int:
-        """Delete policies that have said nothing for so long."""
+        """Delete policies that were cleared more than `older_than_s` seconds ago."""
         p = self._p
         old = and_(self._is_over, p.c.update_time < db_now_plus(-older_than_s))
         return self._db.alone(lambda c: int(c.execute(delete(p).where(old)).rowcount))

@@ -81,7 +81,8 @@ class Sweeping:
                 self._contact.failed()
                 with self._lock:
                     self._asked.add(house)
-        if monotonic() - self._checked_at >= CHECK_S and not attempt("stale", self._sweep_stale):
+        is_due = monotonic() - self._checked_at >= min(CHECK_S, self._patience_s / 2)
+        if is_due and not attempt("stale", self._sweep_stale):
             self._contact.failed()
         return min(settings.sweep_s, 1.0)
 
