@@ -14,7 +14,7 @@ CRASH = "a crash of the server loses tasks that were acknowledged"
 
 
 class Replication(NamedTuple):
-    """`mode` is "none", "synchronous", "asynchronous", or "stopped" if commits wait for a standby that is not connected."""
+    """`mode` is "none", "synchronous", "asynchronous", or "stopped" (commits wait for a missing standby)."""
 
     mode: str
     #: The settings and counts that the mode follows from.
