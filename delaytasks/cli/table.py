@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-#: What stands where there is nothing, so that the columns of a piped table can be counted.
+#: Printed in a cell without a value, so that the columns of a piped table can be counted.
 NOTHING = "-"
 #: Text, or (text, colour).
 Cell = str | tuple[str, str]
@@ -72,7 +72,7 @@ def print_table(
 def _chosen(
     headings: Sequence[str], widths: Mapping[int, int], shown: list[int], extra: list[str], last: int | None, total: int
 ) -> tuple[list[int], bool]:
-    """Return the columns that have room, and whether the long texts get lines of their own."""
+    """Return the columns to print, and whether the long texts are printed below their rows."""
 
     def is_too_wide(numbers: list[int]) -> bool:
         return _needed({n: min(widths[n], LEAST_TEXT) if n == last else widths[n] for n in numbers}, numbers) > total
@@ -91,7 +91,7 @@ def _needed(widths: Mapping[int, int], shown: Sequence[int]) -> int:
 
 
 def _fold(folded: Sequence[int], widths: dict[int, int], shown: Sequence[int], total: int) -> None:
-    """Make the widest of the folded columns narrower until the table has room."""
+    """Make the widest of the folded columns narrower until the table fits."""
     while folded and _needed(widths, shown) > total:
         widest = max(folded, key=lambda n: widths[n])
         if widths[widest] <= LEAST_FOLDED:

@@ -66,7 +66,7 @@ def replication_of(shard: Shard) -> dict[str, Any] | None:
 
 
 def warnings_of(delays: DelayTasks) -> list[str]:
-    """Return what is wrong beside the code that is checked: no reason to stop a deploy."""
+    """Return the problems that are no reason to stop a deploy."""
     warnings = []
     for shard in delays.shards:
         where = f"shard {shard.number}: " if len(delays.shards) > 1 else ""

@@ -70,7 +70,7 @@ class Facts(NamedTuple):
 
 def why(facts: Facts) -> list[Reason]:
     """Return the reasons why the task has not run, the most important one first. A task that has ended, or runs, has
-    one reason, which says so."""
+    one reason, that state."""
     task = facts.task
     if task.status in _ENDED:
         return [_ENDED[task.status](facts)]
@@ -223,7 +223,7 @@ def why_late(late: Late, workers: Sequence[WorkerFacts], policies: Sequence[Poli
     return Reason("due", "They wait for a worker of the queue to be free.")
 
 
-# -- nobody takes it ------------------------------------------------------------------------------
+# -- no worker takes it ---------------------------------------------------------------------------
 
 
 def unserved(queue: str, tag: str, workers: Sequence[WorkerFacts]) -> Reason | None:

@@ -14,12 +14,12 @@ CRASH = "a crash of the server loses tasks that were acknowledged"
 
 
 class Replication(NamedTuple):
-    """`mode` is none, synchronous, asynchronous or stopped: nothing that a commit waits for is connected."""
+    """`mode` is "none", "synchronous", "asynchronous", or "stopped" (commits wait for a missing standby)."""
 
     mode: str
     #: The settings and counts that the mode follows from.
     facts: str
-    #: What can be lost, or what waits, and the remedy; None if all is well.
+    #: The consequence and the remedy; None if all is well.
     problem: str | None = None
 
 

@@ -1,7 +1,7 @@
 """Ends a commit that waits too long for a standby.
 
 A COMMIT waits for as long as no synchronous standby confirms it. No timeout of the server ends that wait:
-PostgreSQL's `statement_timeout` is over before the commit, and semi-sync replication may be told to wait for years. A
+PostgreSQL's `statement_timeout` is over before the commit, and semi-sync replication may have a timeout of years. A
 timeout of the driver would also end long statements that make progress. So a thread looks at connections that have been
 in use for a while, asks the database which of their sessions wait for a standby, and ends those that go on waiting.
 """
@@ -50,7 +50,7 @@ _BY_NAME = {"postgresql": _POSTGRESQL, "mysql": _MYSQL, "mariadb": _MYSQL}
 
 @dataclass
 class _Use:
-    """A connection that somebody works with."""
+    """A connection in use."""
 
     driver_connection: Any
     info: dict[Any, Any]

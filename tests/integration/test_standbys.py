@@ -1,4 +1,4 @@
-"""A commit that waits for a standby which is not there ends in bounded time, and nobody is told that it succeeded."""
+"""A commit that waits for a standby which is not there ends in bounded time, and with an error."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_call_that_waits_for_a_missing_standby_ends_with_an_unknown_outcome(
         assert caught.value.id in (task.id, task.id + 1, task.id + 2)
     assert sessions(server, delays) == 0, "what ended here does not go on waiting in the server"
     alone(server)
-    # As the error says: the same id again is safe.
+    # The error promises that the same id again is safe.
     assert delays.schedule_delay("note", {}, 60, id=task.id + 1).id == task.id + 1
 
 

@@ -1,4 +1,4 @@
-"""What settings of a database mean for tasks that were acknowledged."""
+"""The settings of a database decide whether acknowledged tasks can be lost."""
 
 from __future__ import annotations
 
