@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,7 +14,7 @@ from delaytasks.callbacks.queue import QueueMessages
 from delaytasks.core.clock import Clock, Measure, wall_ms
 from delaytasks.core.errors import ConfigError, StoreUnavailableError
 from delaytasks.core.events import Events
-from delaytasks.core.hidden import Secret, mask_secret
+from delaytasks.core.hidden import Secret
 from delaytasks.core.ids import IdMaker
 from delaytasks.core.ports import TaskStore, Timer
 from delaytasks.core.private import tighten_data_folder
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 REDIS_VISIBILITY_S = 3600.0
 #: Content that is data, whoever wrote it: Celery's `json` and what is as harmless.
 SAFE_CONTENT = {"json", "application/json", "msgpack", "application/x-msgpack"}
-_REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+_REDIS_SCHEMES = ("redis", "unix:", "sentinel:")
 
 
 class Parts:
@@ -106,10 +105,13 @@ class Parts:
         return Shard(number, url, new_id, clock, sweeper, producer, policies, self._databases)
 
     def _make_redis_timer(self, eta: EtaTimer, clocks: Sequence[Clock]) -> RedisTimer:
-        from delaytasks.timers.redis import RedisTimer  # and with it a client that other deployments need not load
+        # With a client that other deployments need not load.
+        from delaytasks.timers.redis import RedisTimer
+        from delaytasks.timers.redisplace import redis_place
 
-        url = redis_url(self.settings.redis_url, self._app.conf.broker_url)
-        return RedisTimer(url, self.settings, eta, clocks, self._events)
+        conf = self._app.conf
+        place = redis_place(self.settings.redis_url, conf.broker_url, conf.broker_transport_options)
+        return RedisTimer(place, self.settings, eta, clocks, self._events)
 
     def check_broker(self) -> None:
         self._check_visibility()
@@ -121,7 +123,9 @@ class Parts:
     def _check_visibility(self) -> None:
         """Our messages are acknowledged on receipt; but they may wait unacknowledged in a worker that is blocked."""
         horizon = self.settings.horizon_s
-        default = REDIS_VISIBILITY_S if "redis" in str(self._app.conf.broker_url) else None
+        broker = self._app.conf.broker_url
+        first = str(broker[0] if isinstance(broker, (list, tuple)) and broker else broker)
+        default = REDIS_VISIBILITY_S if first.startswith(_REDIS_SCHEMES) else None
         visibility = (self._app.conf.broker_transport_options or {}).get("visibility_timeout", default)
         try:
             visible_s = None if visibility is None else float(visibility)
@@ -161,29 +165,3 @@ class Parts:
         self.publisher.close()
         for store in self._databases.stores:
             store.close()
-
-
-def redis_url(given: str, broker_url: Any) -> str:
-    """Of the `redis` timer, in the form that redis-py reads."""
-    from redis import ConnectionPool, RedisError
-
-    broker = broker_url[0] if isinstance(broker_url, (list, tuple)) and broker_url else broker_url
-    url: str = Secret(given or str(broker or "").partition(";")[0])
-    if url.startswith("redis+socket://"):
-        url = Secret(url.replace("redis+socket://", "unix://").replace("virtual_host=", "db="))
-    where = "delaytasks_redis_url" if given else "the broker's URL"
-    if not url.startswith(_REDIS_SCHEMES):
-        raise ConfigError(
-            f"delaytasks_timer = 'redis' needs a Redis, and {where} is {mask_secret(url) or 'empty'}: set "
-            "delaytasks_redis_url to redis://…, rediss://… or unix://…"
-        )
-    # As kombu has it.
-    url = Secret(re.sub(r"(?<=ssl_cert_reqs=)CERT_(\w+)", lambda found: found[1].lower(), url))
-    try:
-        ConnectionPool.from_url(url).make_connection()  # which reads the URL, and connects to nothing
-    except (ValueError, TypeError, RedisError):  # these may quote a password
-        raise ConfigError(
-            f"delaytasks_timer = 'redis' can not read {where}: it is redis://user:password@host:6379/0, the password's "
-            "special characters written as %…, with options that redis-py knows"
-        ) from None
-    return url

@@ -35,6 +35,7 @@ from delaytasks.store.claims import Claims
 from delaytasks.store.store import Store
 from delaytasks.timers.eta import EtaTimer
 from delaytasks.timers.redis import RedisTimer
+from delaytasks.timers.redisplace import RedisPlace
 
 SETTINGS: dict[str, Any] = {
     "lease_s": 6, "sweep_s": 2, "self_sweep_s": 4, "grace_s": 0.5, "horizon_s": 10, "max_lapses": 4,
@@ -121,7 +122,7 @@ class Play:
         eta = EtaTimer(self.publisher, clock)
         if self.redis is None:
             return eta
-        timer = RedisTimer("", self.settings, eta, [clock], events)
+        timer = RedisTimer(RedisPlace(("",)), self.settings, eta, [clock], events)
         timer.link = Link(self.redis, self.settings.publish_limit_s, events)
         return timer
 
@@ -158,7 +159,7 @@ def stage() -> Iterator[Stage]:
         threads = SimpleNamespace(Lock=Lock, Condition=threading.Condition, RLock=threading.RLock, Timer=Timer)
         modules = ("engine.chunk", "worker.dispatcher", "worker.later")
         others = {f"delaytasks.{name}": {"threading": threads} for name in modules}
-        others["delaytasks.timers.redislink"] = {"within": lambda _limit_s, work: work()}
+        others["delaytasks.timers.redislink"] = {"within": lambda _limit_s, work, **_: work()}
         # No process has a number of the play's; the pool of the play tells who died.
         others["delaytasks.worker.leases"] = {"has_exited": lambda _pid: False}
         with installed(times, others):

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 #: A process that ends waits this long, in total, for work that its callers no longer wait for: without it the first
 #: message of a short-lived process would be lost whenever the broker is further away than the caller's patience.
-EXIT_S = 3.0
+EXIT_S = 5.0
 _unfinished: set[threading.Thread] = set()
 
 

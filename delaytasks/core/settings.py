@@ -228,6 +228,8 @@ def _convert(name: str, value: Any, origin: str) -> Any:
             return None
     elif kind == "str" and isinstance(value, str):
         return value
+    elif name == "redis_url" and isinstance(value, (list, tuple)) and all(isinstance(url, str) for url in value):
+        return ";".join(value)
     elif kind == "Mapping[str, str]":
         mapping = _mapping(value)
         if mapping is not None:

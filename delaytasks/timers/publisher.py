@@ -30,15 +30,20 @@ class Sending:
         self.queue = queue
         self.letter = letter
         self.is_sent = False
+        #: Only for callers who wait: it takes longer to make than all the rest.
+        self._is_over: threading.Event | None = None
+
+    def leave_to_sender(self) -> None:
         self._is_over = threading.Event()
 
     def end(self, is_sent: bool) -> None:
         self.is_sent = is_sent
-        self._is_over.set()
+        if self._is_over is not None:
+            self._is_over.set()
 
     def wait(self, seconds: float) -> bool:
         """Whether it ended within that time."""
-        return self._is_over.wait(max(seconds, 0))
+        return self._is_over is None or self._is_over.wait(max(seconds, 0))
 
 
 class Publisher:
@@ -132,6 +137,7 @@ class Publisher:
         """Leave it to the sender. The caller holds the lock."""
         if self._waiting_messages > MOST_WAITING:
             return False
+        sending.leave_to_sender()
         self._waiting.append(sending)
         self._waiting_messages += len(sending.letter.messages)
         if not self._is_sending:

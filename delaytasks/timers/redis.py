@@ -18,6 +18,7 @@ from delaytasks.core.ports import Entry
 from delaytasks.core.settings import Settings
 from delaytasks.timers.eta import EtaTimer
 from delaytasks.timers.redislink import RedisLink, call, execute, is_wrong_type
+from delaytasks.timers.redisplace import RedisPlace
 from delaytasks.timers.scripts import ARM, LOT, TAKE
 
 #: What a mover took and has not handed on for so long goes back: the mover is dead.
@@ -63,8 +64,10 @@ class Taken(NamedTuple):
 class RedisTimer:
     """Thread-safe. What fails is not tried again: the database is the truth."""
 
-    def __init__(self, url: str, settings: Settings, eta: EtaTimer, clocks: Sequence[Clock], events: Events) -> None:
-        self.link = RedisLink(url, settings.publish_limit_s, events)
+    def __init__(
+        self, place: RedisPlace, settings: Settings, eta: EtaTimer, clocks: Sequence[Clock], events: Events
+    ) -> None:
+        self.link = RedisLink(place, settings.publish_limit_s, events)
         self._settings = settings
         self._eta = eta
         #: Of each shard's database; slots go by the first one.

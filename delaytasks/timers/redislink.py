@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import redis
 from redis.backoff import NoBackoff
-from redis.cluster import RedisCluster
-from redis.exceptions import NoScriptError, RedisClusterException, RedisError, ResponseError
+from redis.cluster import ClusterNode, RedisCluster
+from redis.exceptions import NoScriptError, ResponseError
 from redis.retry import Retry
 
 from delaytasks.core.availability import Availability
@@ -19,6 +19,7 @@ from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.events import Events
 from delaytasks.core.forks import reset_in_child
+from delaytasks.timers.redisplace import FAILURES, RedisPlace
 from delaytasks.timers.scripts import ARM, TAKE
 
 T = TypeVar("T")
@@ -37,7 +38,6 @@ CONNECT_STEP_S = 2.0
 #: So many calls that nobody waits for any more may be under way.
 MOST_IN_BACKGROUND = 50
 OLDEST = (6, 2)
-FAILURES = (RedisError, RedisClusterException, OSError)
 _NAMES = {script: sha1(script.encode(), usedforsecurity=False).hexdigest() for script in (ARM, TAKE)}
 
 
@@ -50,8 +50,8 @@ def call(client: Any, script: str) -> tuple[str, str]:
 class RedisLink:
     """Thread-safe, and made anew after a fork."""
 
-    def __init__(self, url: str, limit_s: float, events: Events) -> None:
-        self.url = url
+    def __init__(self, place: RedisPlace, limit_s: float, events: Events) -> None:
+        self._place = place
         self._limit_s = limit_s
         self._events = events
         self._redis = Availability(
@@ -67,10 +67,16 @@ class RedisLink:
         self._lock = threading.Lock()
         self._connecting = threading.Lock()
         self._client: Any = None
+        #: Nodes of a cluster, as its last client found them: any of them leads to the others.
+        self._known: list[ClusterNode] = []
         self._in_background = 0
         self._is_quick = False
         #: A caller has waited in vain for work that goes on: until some of it is over nobody else waits.
         self._is_late = False
+
+    @property
+    def url(self) -> str:
+        return ";".join(self._place.urls)
 
     @property
     def is_up(self) -> bool:
@@ -106,6 +112,7 @@ class RedisLink:
                 self._is_late = False
 
     def _try(self, work: Callable[[Any], T]) -> T | None:
+        client = self._client
         try:
             client = self.connect()
             began = monotonic()
@@ -113,7 +120,8 @@ class RedisLink:
         except RestingError:
             return None
         except FAILURES as error:
-            self._client = None
+            self._is_quick = False
+            self._drop(client)
             self.failures += 1
             self._redis.failed(f"{type(error).__name__}: {error}")
             return None
@@ -158,11 +166,22 @@ class RedisLink:
             "health_check_interval": CHECK_S,  # a subscription whose other end is gone hears nothing of that
             "protocol": 2,
         }
-        client = redis.Redis.from_url(self.url, **options)
-        if not client.info("cluster").get("cluster_enabled"):
-            return client
-        client.close()
-        return RedisCluster.from_url(self.url, **options)
+        try:
+            client = self._place.connect(options, self._known)
+        except FAILURES:
+            if not self._known:
+                raise
+            client = self._place.connect(options)  # the cluster may have moved to other nodes
+        if isinstance(client, RedisCluster):
+            self._known = client.get_nodes()
+        return client
+
+    def _drop(self, client: Any) -> None:
+        """After a failure. A cluster's client finds the nodes that are left, and a Sentinel's the new primary."""
+        if isinstance(client, RedisCluster):
+            client.replace_default_node()  # which is asked where the keys of each script are, and may be the one away
+        elif not self._place.primary:
+            self._client = None
 
 
 def execute(pipe: Any) -> list[Any]:

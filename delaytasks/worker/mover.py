@@ -14,7 +14,7 @@ from delaytasks.core.availability import REST_S
 from delaytasks.core.clock import monotonic
 from delaytasks.core.loop import Loop
 from delaytasks.timers.redis import AHEAD_MS, RETURN_S, RedisTimer, Slot, Taken
-from delaytasks.timers.redislink import FAILURES
+from delaytasks.timers.redisplace import FAILURES
 from delaytasks.timers.scripts import LOT
 
 if TYPE_CHECKING:

@@ -115,6 +115,18 @@ def test_a_schedule_of_its_own_sweeps_houses_that_there_are(tmp_path: Path, hous
     delays.check_settings()
 
 
+@pytest.mark.parametrize(
+    "url", ["redis://a", "rediss://a", "sentinel://a;sentinel://b", ["sentinel://a:26379"], "redis+socket:///x"]
+)
+def test_the_horizon_must_be_below_the_visibility_timeout_that_kombu_has_for_every_redis(
+    tmp_path: Path, url: Any
+) -> None:
+    app = Celery(set_as_current=False, broker=url)
+    delays = DelayTasks(app, data_dir=str(tmp_path), horizon_s=3600)
+    with pytest.raises(ConfigError, match="visibility_timeout = 3600"):
+        delays.check_settings()
+
+
 def test_without_a_horizon_a_message_outlives_the_visibility_timeout_and_runs_once(
     tmp_path: Path, postgresql_url: str, redis_url: str
 ) -> None:

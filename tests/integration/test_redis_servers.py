@@ -25,7 +25,7 @@ from tests.conformance.timers import ALONE, burst, ran_once
 from tests.proxy import Proxy
 from tests.redis_server import RedisServer
 from tests.running import Deployment
-from tests.services import free_port
+from tests.services import free_port, redis_answers
 from tests.unit.test_redis_timer import Bench
 from tests.waiting import wait_until
 
@@ -39,8 +39,8 @@ SLACK_S = 0.4
 def connect() -> Iterator[Callable[..., Bench]]:
     made: list[Bench] = []
 
-    def connect(url: str, **settings: Any) -> Bench:
-        made.append(Bench(url, **settings))
+    def connect(url: str, options: dict[str, Any] | None = None, **settings: Any) -> Bench:
+        made.append(Bench(url, options, **settings))
         return made[-1]
 
     yield connect
@@ -286,6 +286,85 @@ def test_in_a_cluster_the_same_users_need_the_rights_that_the_docs_add(
     assert sum(len(some.entries) for some in taken) == 100
     worker.timer.take({}, taken)
     assert worker.events.counts["timer.down"] == 0
+
+
+def test_any_node_of_a_cluster_leads_to_it(cluster: list[RedisServer], connect: Callable[..., Bench]) -> None:
+    nobody = f"redis://127.0.0.1:{free_port()}/0"
+    bench = connect(f"{nobody};{cluster[1].url}", publish_limit_s=LIMIT_S)
+    wait_until(lambda: bench.timer.arm([bench.entry(1)]), 10, "the second URL to be tried")
+    assert isinstance(bench.timer.link.connect(), RedisCluster)
+
+
+def test_a_cluster_is_used_while_the_node_of_the_url_is_down(
+    cluster: list[RedisServer], connect: Callable[..., Bench]
+) -> None:
+    for server in cluster:
+        server.client().config_set("cluster-require-full-coverage", "no")
+    bench = connect(cluster[0].url, publish_limit_s=LIMIT_S)
+    entries = [bench.entry(id) for id in range(1, 201)]
+    wait_until(lambda: bench.timer.arm(entries), 10, "the cluster to be found")
+    keys = {entry: bench.timer.keys(bench.timer.slot(entry))[0] for entry in entries}
+    node_of = bench.timer.link.connect().get_node_from_key
+    left = [entry for entry in entries if node_of(keys[entry]).port != cluster[0].port]
+    assert 0 < len(left) < len(entries)
+    cluster[0].stop()
+    wait_until(lambda: bench.timer.arm(left), 15, "what the other nodes have to be armed again", every_s=0.1)
+    bench.timer.link.close()  # as the mover does when it is stuck
+    wait_until(lambda: bench.timer.arm(left), 15, "the timer to connect by another node", every_s=0.1)
+
+
+def test_sentinels_lead_to_the_primary_and_after_a_failover_to_the_new_one(
+    start_redis: Start, tmp_path: Path, connect: Callable[..., Bench]
+) -> None:
+    primary = start_redis()
+    replica = start_redis("--replicaof", "127.0.0.1", str(primary.port))
+    wait_until(lambda: replica.client().info("replication").get("master_link_status") == "up", 15, "the replica")
+    (tmp_path / "sentinel.conf").write_text(
+        f"sentinel monitor shop 127.0.0.1 {primary.port} 1\nsentinel down-after-milliseconds shop 1000\n"
+        "sentinel failover-timeout shop 5000\n"
+    )
+    sentinel = SentinelServer(tmp_path)
+    nobody = f"sentinel://127.0.0.1:{free_port()}"
+    try:
+        wait_until(lambda: sentinel.knows_replica("shop"), 30, "the Sentinel to find the replica", every_s=0.1)
+        bench = connect(f"{nobody};{sentinel.url}", {"master_name": "shop"}, publish_limit_s=LIMIT_S)
+        wait_until(lambda: bench.timer.arm([bench.entry(1)]), 10, "the primary to be found")
+        listener = bench.timer.listen(["default"])
+        assert bench.timer.arm([bench.entry(2, -1)])
+        wait_until(lambda: listener.get_message(timeout=1), 10, "a message")
+        assert bench.timer.counts(["default"]) == {"default": (2, 0)}
+        primary.stop()
+        wait_until(lambda: bench.timer.arm([bench.entry(3)]), 30, "the new primary to be found", every_s=0.1)
+        assert replica.client().info("replication")["role"] == "master"
+        assert bench.timer.is_up
+    finally:
+        sentinel.stop()
+
+
+class SentinelServer(RedisServer):
+    """A Sentinel with the configuration of this test's folder, which it writes to."""
+
+    def __init__(self, folder: Path) -> None:
+        self._configuration = folder / "sentinel.conf"
+        super().__init__(folder)
+
+    @property
+    def _command(self) -> list[str]:
+        return [self._program, str(self._configuration), "--sentinel", "--port", str(self.port)]
+
+    @_command.setter
+    def _command(self, command: list[str]) -> None:
+        self._program = command[0]
+        self.url = f"sentinel://127.0.0.1:{self.port}/0"
+        self._own_url = f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        wait_until(lambda: redis_answers(self._own_url), 15, "the Sentinel")
+
+    def knows_replica(self, name: str) -> bool:
+        with Redis(port=self.port) as client:
+            return bool(client.execute_command("SENTINEL", "REPLICAS", name))
 
 
 def test_a_worker_runs_what_waits_in_a_cluster(

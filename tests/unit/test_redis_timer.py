@@ -16,23 +16,24 @@ from delaytasks.core.errors import ConfigError
 from delaytasks.core.events import Events
 from delaytasks.core.ids import IdMaker, shard_of
 from delaytasks.core.ports import Entry
-from delaytasks.core.settings import Settings
-from delaytasks.parts import redis_url as url_for
+from delaytasks.core.settings import Settings, load_settings
 from delaytasks.timers.eta import EtaTimer
 from delaytasks.timers.publisher import Publisher
 from delaytasks.timers.redis import AHEAD_MS, RETURN_S, RedisTimer, Taken
+from delaytasks.timers.redisplace import redis_place
 
 
 class Bench:
     """A timer with a namespace of its own, and a clock that is set."""
 
-    def __init__(self, url: str, **settings: Any) -> None:
+    def __init__(self, url: str, options: dict[str, Any] | None = None, **settings: Any) -> None:
         self.clock = ManualClock(datetime(2030, 1, 1, tzinfo=timezone.utc))
         self.events = Events()
         usual = {"timer": "redis", "namespace": "t" + secrets.token_hex(4), "publish_limit_s": 10}
         self.settings = Settings(**{**usual, **settings})
         publisher = Publisher(Celery(broker="memory://"), self.settings.namespace, 0.5, self.events)
-        self.timer = RedisTimer(url, self.settings, EtaTimer(publisher, self.clock), [self.clock], self.events)
+        place = redis_place(url, None, options)
+        self.timer = RedisTimer(place, self.settings, EtaTimer(publisher, self.clock), [self.clock], self.events)
 
     def entry(self, id: int, in_ms: float = 0, **fields: Any) -> Entry:
         return Entry(id, fields.pop("version", 0), self.clock.now_us() + int(in_ms * 1000), **fields)
@@ -246,13 +247,31 @@ def test_entries_that_no_worker_would_take_are_not_armed(bench: Bench) -> None:
     [
         ("redis://a/1", "amqp://b", "redis://a/1"),
         ("", "redis://b/2", "redis://b/2"),
-        ("", "redis://b/2;redis://c/2", "redis://b/2"),
+        ("", "redis://b/2;redis://c/2", "redis://b/2;redis://c/2"),
+        ("redis://a;redis://b", None, "redis://a;redis://b"),
         ("", ["rediss://b/2?ssl_cert_reqs=CERT_REQUIRED"], "rediss://b/2?ssl_cert_reqs=required"),
         ("", "redis+socket:///run/x.sock?virtual_host=3", "unix:///run/x.sock?db=3"),
     ],
 )
 def test_the_redis_is_the_brokers_unless_one_is_named(given: str, broker: Any, url: str) -> None:
-    assert url_for(given, broker) == url
+    assert ";".join(redis_place(given, broker).urls) == url
+
+
+def test_sentinels_are_asked_for_the_primary_that_the_url_or_celery_names() -> None:
+    url = "sentinel://:secret@a:26379/2;sentinel://b"
+    options = {"master_name": "shop", "sentinel_kwargs": {"password": "other"}}
+    assert redis_place("", url, options).primary == "shop"
+    assert redis_place(url + "?master_name=mail", None, options).primary == "mail"
+    with pytest.raises(ConfigError, match="master_name") as caught:
+        redis_place(url, None)
+    assert "secret" not in str(caught.value)
+    with pytest.raises(ConfigError, match="needs a Redis"):
+        redis_place("sentinel://a;redis://b", None)
+
+
+def test_several_urls_may_be_a_list() -> None:
+    urls = ["redis://a/0", "redis://b/0"]
+    assert load_settings({"delaytasks_redis_url": urls}, {}).redis_url == "redis://a/0;redis://b/0"
 
 
 @pytest.mark.parametrize(
@@ -260,7 +279,7 @@ def test_the_redis_is_the_brokers_unless_one_is_named(given: str, broker: Any, u
 )
 def test_no_redis_is_an_error_that_names_the_setting_and_no_password(given: str, broker: Any) -> None:
     with pytest.raises(ConfigError, match=r"delaytasks_redis_url") as caught:
-        url_for(given, broker)
+        redis_place(given, broker)
     assert "secret" not in str(caught.value)
 
 
@@ -270,7 +289,7 @@ def test_no_redis_is_an_error_that_names_the_setting_and_no_password(given: str,
 )
 def test_a_url_that_can_not_be_read_is_an_error_that_quotes_nothing(url: str) -> None:
     with pytest.raises(ConfigError, match=r"delaytasks_redis_url") as caught:
-        url_for(url, None)
+        redis_place(url, None)
     assert "cret" not in str(caught.value)
 
 
