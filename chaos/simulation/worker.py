@@ -13,6 +13,7 @@ from billiard.exceptions import WorkerLostError
 from chaos.checker import Flaw
 from chaos.simulation.broker import Message
 from chaos.simulation.world import Host
+from delaytasks.core.errors import StoreError
 from delaytasks.core.events import Events
 from delaytasks.core.loop import FAILED_REST_S, Loop
 from delaytasks.engine.runner import Report, Runner
@@ -83,7 +84,8 @@ class Child(Host):
                 return self._runner.drain(job.drain, job.priorities, job.limit, job.for_s)
             return self._runner.run(job.entries, job.for_s)
         except Exception as error:
-            return self._runner.failed(f"{type(error).__name__}: {error}")
+            said, is_stores = f"{type(error).__name__}: {error}", isinstance(error, StoreError)
+            return Report(left=self._runner.left, error=said, is_stores_error=is_stores)
 
 
 class Boxes:
