@@ -39,6 +39,7 @@ from delaytasks.store.store import Store
 from delaytasks.timers.publisher import Publisher
 from delaytasks.touch_verbs import TouchVerbs
 from delaytasks.worker.beatlog import quiet_beats
+from delaytasks.worker.celery_version import check_celery
 from delaytasks.worker.masking import mask_settings
 from delaytasks.worker.processes import Processes
 from delaytasks.worker.tasks import SWEEP, register_tasks
@@ -85,6 +86,7 @@ class DelayTasks(CallbackVerbs, TouchVerbs, BulkVerbs, PolicyVerbs):
 
     def _attach(self, celery_app: Any) -> None:
         """Makes the Celery app serve this instance. A framework that learns of its app late calls it then."""
+        check_celery()
         self.celery = celery_app
         if getattr(celery_app, "delaytasks", None) is not None:
             raise ConfigError(f"{celery_app!r} has delayed tasks already: one DelayTasks per Celery app")

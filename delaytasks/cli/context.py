@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import shlex
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -189,10 +190,19 @@ _ORIGINS: dict[ParameterSource | None, str] = {
 }
 
 
+def _program() -> str:
+    """What a shell needs to call this program again: its name, or its path if the name is not on the PATH."""
+    path = sys.argv[0]
+    if os.path.basename(path) != "delaytasks":  # a test, or `python -m delaytasks`
+        return "delaytasks"
+    found = shutil.which("delaytasks")
+    return "delaytasks" if found is not None and os.path.samefile(found, path) else shlex.quote(path)
+
+
 def open_cli(ctx: click.Context, app: str) -> None:
     """For `delaytasks -A app …`."""
     origin = _ORIGINS.get(ctx.get_parameter_source("app"), "default")
-    command = f"delaytasks -A {shlex.quote(app)}" if origin == "command line" else "delaytasks"
+    command = f"{_program()} -A {shlex.quote(app)}" if origin == "command line" else _program()
     ctx.meta[_CLI] = Cli(ctx, lambda: find_app(app), command, origin)
 
 

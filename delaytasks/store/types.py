@@ -26,10 +26,10 @@ class _LongText(TypeDecorator[str]):
 
     def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
         if dialect.name not in ("mysql", "mariadb"):
-            return dialect.type_descriptor(Text())
+            return Text()
         from sqlalchemy.dialects.mysql import LONGTEXT
 
-        return dialect.type_descriptor(LONGTEXT())
+        return LONGTEXT()
 
 
 LongText = _LongText()

@@ -9,13 +9,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner
 
-from delaytasks.cli import output
+from delaytasks.cli import context, output
 from delaytasks.cli.main import delays, main
 from delaytasks.core import errors
 from delaytasks.core.task import DelayTask
@@ -293,3 +294,19 @@ def test_a_body_keeps_its_integers_exactly(capsys: pytest.CaptureFixture[str]) -
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert document["id"] == str(2**60 + 1)
     assert document["body"] == {"n": 9007199254740993}
+
+
+@pytest.mark.parametrize(("is_on_path", "program"), [(True, "delaytasks"), (False, ".venv/bin/delaytasks")])
+def test_hints_name_a_command_that_the_shell_finds(
+    is_on_path: bool, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`./dev up` starts the program by its path."""
+    folder = tmp_path / ".venv" / "bin"
+    folder.mkdir(parents=True)
+    script = folder / "delaytasks"
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o700)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [".venv/bin/delaytasks", "up"])
+    monkeypatch.setenv("PATH", str(folder) if is_on_path else str(tmp_path))
+    assert context._program() == program
