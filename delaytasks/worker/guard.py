@@ -3,6 +3,7 @@ must not end the worker, fill its memory or fill its log."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,6 +20,13 @@ logger = get_logger(__name__)
 #: What Celery calls for messages that it does not accept, and which argument of each call is the message. Each of them
 #: logs the whole message, and may write to the result backend.
 CELERYS_REFUSALS = {"on_unknown_message": 1, "on_unknown_task": 1, "on_invalid_task": 1, "on_decode_error": 0}
+
+#: AMQP: the type of a frame that has a message's properties, and the length of what comes before them.
+HEADER_FRAME, FIXED_HEADER = 2, 12
+#: How the names of remote control's queues end.
+PIDBOX = ".celery.pidbox"
+
+Defuse = Callable[[Any, float], str | None]
 
 
 class GuardStep(bootsteps.Step):
@@ -47,10 +55,33 @@ class GuardStep(bootsteps.Step):
     def _guard_connection(self, connection: Any) -> Any:
         transport = connection.transport
         self._redis = RedisGuard(self._consumer) if transport.driver_type == "redis" else None
+        if transport.driver_type == "amqp":
+            self._guard_frames(connection.connection)
         create = transport.create_channel
         transport.create_channel = lambda *args: self._guard_channel(create(*args))
         self._guard_channel(connection.default_channel)
         return connection
+
+    def _guard_frames(self, amqp: Any) -> None:
+        """Deliver a message without properties if py-amqp cannot read them (a table of 1,000 levels, a strange time).
+
+        Otherwise the worker ends or reconnects, RabbitMQ delivers the message again, and every worker ends likewise.
+        """
+        handle = getattr(amqp, "on_inbound_frame", None)
+        if handle is None:
+            return  # another client than py-amqp
+
+        def careful(frame: tuple[int, int, Any]) -> Any:
+            try:
+                return handle(frame)
+            except Exception as error:
+                kind, channel, content = frame
+                if kind != HEADER_FRAME:
+                    raise
+                self._desk.refuse("message", ValueError(f"unreadable properties: {type(error).__name__}"))
+                return handle((kind, channel, bytes(content[:FIXED_HEADER]) + b"\0\0"))
+
+        amqp.on_inbound_frame = careful
 
     def _guard_channel(self, channel: Any) -> Any:
         if not hasattr(channel, "is_guarded"):
@@ -63,24 +94,34 @@ class GuardStep(bootsteps.Step):
     def _consume(self, channel: Any, consume: Callable[..., Any], queue: str, *args: Any, **options: Any) -> Any:
         """Look at each message of one of our queues while it is raw: making kombu's own message of it decompresses its
         body, however large the body becomes."""
-        if not queue.startswith(self._desk.delays.settings.namespace + "."):
+        take_in: Callable[..., Any]
+        if queue.startswith(self._desk.delays.settings.namespace + "."):
+            take_in = partial(self._take_in, queue)
+        elif queue.endswith(PIDBOX):
+            take_in = self._take_in_control
+        else:
             return consume(queue, *args, **options)
         if isinstance(channel, virtual.Channel):
             answer = consume(queue, *args, **options)
             callbacks = channel.connection._callbacks
-            callbacks[queue] = partial(self._take_in, queue, _defuse_virtual, callbacks[queue])
+            callbacks[queue] = partial(take_in, _defuse_virtual, callbacks[queue])
             return answer
-        callback = partial(self._take_in, queue, _defuse_amqp, options.pop("callback"))
+        callback = partial(take_in, _defuse_amqp, options.pop("callback"))
         return consume(queue, *args, callback=callback, **options)
 
-    def _take_in(
-        self, queue: str, defuse: Callable[[Any], str | None], callback: Callable[[Any], Any], raw: Any
-    ) -> Any:
-        self._queue, self._reason = queue, defuse(raw)
+    def _take_in(self, queue: str, defuse: Defuse, callback: Callable[[Any], Any], raw: Any) -> Any:
+        self._queue, self._reason = queue, defuse(raw, MOST_BYTES)
         try:
             return callback(raw)
         finally:
             self._queue = self._reason = None
+
+    def _take_in_control(self, defuse: Defuse, callback: Callable[[Any], Any], raw: Any) -> Any:
+        """Remote control never compresses what it sends, and its messages need no acknowledgement."""
+        reason = defuse(raw, math.inf)
+        if reason is None:
+            return callback(raw)
+        return self._desk.refuse("control", ValueError(reason))
 
     # -- after it ---------------------------------------------------------------------------------
 
@@ -142,28 +183,28 @@ class GuardStep(bootsteps.Step):
         return str((message.delivery_info or {}).get("routing_key")).startswith(prefix)
 
 
-def _defuse_virtual(raw: Any) -> str | None:
+def _defuse_virtual(raw: Any, most: float) -> str | None:
     """Why this message is refused, if it is: then nothing is left of it that kombu would decode. `raw` is what kombu's
     own transports read from a broker."""
     if not isinstance(raw, dict):
         return None  # kombu does not take it for a message
     headers, body = raw.get("headers"), raw.get("body")
     size = len(body) if isinstance(body, (str, bytes)) else 0
-    reason = _why_not(headers, size, most=MOST_BYTES * 4 // 3 + 4)  # it may be base64
+    reason = _why_not(headers, size, most * 4 / 3 + 4)  # it may be base64
     if reason is not None:
         raw["headers"], raw["body"] = {}, ""
     return reason
 
 
-def _defuse_amqp(raw: Any) -> str | None:
+def _defuse_amqp(raw: Any, most: float) -> str | None:
     """The same for a message of py-amqp."""
-    reason = _why_not(raw.properties.get("application_headers"), len(raw.body or b""), MOST_BYTES)
+    reason = _why_not(raw.properties.get("application_headers"), len(raw.body or b""), most)
     if reason is not None:
         raw.properties["application_headers"], raw.body = {}, b""
     return reason
 
 
-def _why_not(headers: Any, size: int, most: int) -> str | None:
+def _why_not(headers: Any, size: int, most: float) -> str | None:
     if isinstance(headers, dict) and headers.get("compression"):
         return f"compressed ({headers['compression']!r:.40})"
     return "too long" if size > most else None

@@ -313,15 +313,15 @@ def test_inspect_and_control_work_as_for_any_worker(make_site: Callable[..., Sit
     d = site.deployment
     worker = d.worker()
     far = d.schedule("test.note", 100)
-    running = d.schedule("test.sleep", 0, body={"seconds": 8})
+    running = d.schedule("test.sleep", 0, body={"seconds": 15})
     wait_until(lambda: d.status(running) is Status.RUNNING, 5, "the sleeper to run")
+    assert [(task["id"], task["name"]) for task in ask(site, "inspect", "active")] == [(str(running.id), "test.sleep")]
     stats = ask(site, "inspect", "stats")["delaytasks"]
     assert stats["held"] == 1
     assert stats["chunks"] == 1
     assert stats["timer_is_up"] is True
     assert ask(site, "inspect", "ping") == {"ok": "pong"}
     assert {"delaytasks.run", "delaytasks.sweep", "test.note", "test.sleep"} <= set(ask(site, "inspect", "registered"))
-    assert [(task["id"], task["name"]) for task in ask(site, "inspect", "active")] == [(str(running.id), "test.sleep")]
     [waiting] = ask(site, "inspect", "scheduled")
     assert (waiting["request"]["id"], waiting["request"]["name"]) == (str(far.id), "test.note")
     assert datetime.fromisoformat(waiting["eta"]) == far.expected_time

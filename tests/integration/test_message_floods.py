@@ -8,12 +8,14 @@ import gzip
 import json
 import lzma
 import re
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import amqp
 import pytest
-from kombu import Producer
+from kombu import Exchange, Producer
 
 from delaytasks.timers.eta import RUN
 from tests.redis_server import RedisServer
@@ -129,6 +131,58 @@ def test_what_is_long_is_refused_before_it_is_decoded(open_scene: Open, headers:
     assert scene.peak() - before < MOST_GROWTH
     assert scene.refused() >= 3
     assert not scene.worker.ended()
+
+
+class Raw(amqp.Message):
+    """A message whose properties are these bytes."""
+
+    table = b""
+
+    def _serialize_properties(self) -> bytes:
+        kind = JSON.encode()
+        has_content_type_and_headers = struct.pack(">H", 0xA000)
+        return (
+            has_content_type_and_headers + bytes([len(kind)]) + kind + struct.pack(">I", len(self.table)) + self.table
+        )
+
+
+def nested(levels: int) -> bytes:
+    table = b""
+    for _ in range(levels):
+        table = b"\x01a" + b"F" + struct.pack(">I", len(table)) + table
+    return table
+
+
+@pytest.mark.parametrize("table", [nested(3000), b"\x01aT" + struct.pack(">Q", 2**64 - 1)])
+def test_properties_that_py_amqp_can_not_read_end_no_worker(
+    tmp_path: Path, rabbitmq_url: str, postgresql_url: str, table: bytes
+) -> None:
+    """RabbitMQ hands on tables as they are, and delivers again what a worker that ended has not acknowledged."""
+    scene = Scene(tmp_path, postgresql_url, rabbitmq_url)
+    for queue in (scene.d.delays.publisher.queue("default").name, scene.own):
+        message = Raw(b"[[], {}, {}]")
+        message.table = table
+        with scene.d.delays.celery.connection_for_write() as connection:
+            connection.default_channel.basic_publish(message, exchange="", routing_key=queue)
+    scene.wait_until_taken_in()
+    wait_until(lambda: scene.refused() >= 2, 20, "both to be refused", every_s=0.5)
+    assert not scene.worker.ended()
+    assert "Connection to broker lost" not in scene.worker.log()
+    scene.close()
+
+
+def test_remote_control_is_not_decompressed(open_scene: Open) -> None:
+    scene = open_scene()
+    before, bomb = scene.peak(), bzip2_bomb()
+    with scene.d.delays.celery.connection_for_write() as connection:
+        exchange = Exchange("celery.pidbox", type="fanout", durable=False)
+        for _ in range(3):
+            headers = {"compression": "bzip2"}
+            Producer(connection, exchange).publish(
+                bomb, headers=headers, content_type=JSON, content_encoding="binary", declare=[exchange]
+            )
+    assert scene.refused() >= 3, "and it answers afterwards"
+    assert scene.peak() - before < MOST_GROWTH
 
 
 def test_celerys_own_queues_are_read_as_ever(open_scene: Open) -> None:
