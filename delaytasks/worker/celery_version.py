@@ -6,7 +6,7 @@ import celery
 
 from delaytasks.core.errors import ConfigError
 
-OLDEST_CELERY = (5, 7)
+OLDEST_CELERY = (5, 5)
 
 
 def check_celery() -> None:

@@ -14,6 +14,7 @@ from redis.exceptions import ResponseError
 
 from delaytasks.core.clock import monotonic
 from delaytasks.worker.brokererrors import is_the_brokers
+from delaytasks.worker.celery_compat import brpop_s
 from delaytasks.worker.strategy import MOST_BYTES
 
 #: A queue that could not be read is left alone for so long.
@@ -121,7 +122,7 @@ class RedisGuard:
         keys = [channel._q_for_pri(queue, step) for step in channel.priority_steps for queue in queues]
         keys = [key for key in keys if key not in blocked]
         if keys:
-            command = ["BRPOP", *keys, timeout or channel.brpop_timeout or 0]
+            command = ["BRPOP", *keys, timeout or brpop_s(channel)]
             if channel.global_keyprefix:
                 command = channel.client._prefix_args(command)
             channel._in_poll = channel.client.connection
