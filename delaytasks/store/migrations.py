@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import URL, Connection, func, insert, inspect, select, text
+from sqlalchemy import URL, Connection, String, column, func, insert, inspect, select, table, text
 from sqlalchemy.dialects import registry
 from sqlalchemy.engine import Dialect
 from sqlalchemy.schema import CreateIndex, CreateSchema, CreateTable
@@ -59,10 +59,16 @@ def current(database: Database, prefix: str = "", schema: str | None = None) -> 
     """The revision of this database; None before the first."""
     if sqlitefile.is_missing(database.url):
         return None
-    from alembic.runtime.migration import MigrationContext
+    name = version_table(prefix)
+    revision = select(table(name, column("version_num", String()), schema=schema or None).c.version_num)
 
-    options = {"version_table": version_table(prefix), "version_table_schema": schema or None}
-    return database.alone(lambda c: MigrationContext.configure(c, opts=options).get_current_revision())
+    def work(connection: Connection) -> str | None:
+        found: str | None = None
+        if inspect(connection).has_table(name, schema or None):
+            found = connection.execute(revision).scalar()
+        return found
+
+    return database.alone(work)
 
 
 def is_current(database: Database, prefix: str = "", schema: str | None = None) -> bool:
@@ -71,11 +77,8 @@ def is_current(database: Database, prefix: str = "", schema: str | None = None) 
 
 def head() -> str:
     """The newest revision of this package."""
-    from alembic.script import ScriptDirectory
-
-    found = ScriptDirectory.from_config(_config()).get_current_head()
-    assert found is not None
-    return found
+    # The name of each file begins with its revision.
+    return max(script.name.partition("_")[0] for script in (scripts() / "versions").glob("[0-9]*_*.py"))
 
 
 def version_table(prefix: str) -> str:
@@ -109,9 +112,9 @@ def ddl(dialect: str, prefix: str = "", schema: str | None = None) -> list[str]:
     """The statements that make the tables, for frameworks with migrations of their own."""
     made: Dialect = registry.load(dialect)()
     tables, statements = build_schema(prefix, schema), []
-    for table in tables.metadata.sorted_tables:
-        statements.append(str(CreateTable(table).compile(dialect=made)).strip())
-        for index in sorted(table.indexes, key=lambda index: str(index.name)):
+    for each in tables.metadata.sorted_tables:
+        statements.append(str(CreateTable(each).compile(dialect=made)).strip())
+        for index in sorted(each.indexes, key=lambda index: str(index.name)):
             if _is_for(dialect, index):
                 statements.append(str(CreateIndex(index).compile(dialect=made)).strip())
     if dialect == "postgresql":

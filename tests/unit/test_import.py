@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 #: Alembic and what it brings, the ORM, dialects, HTTP, the command line, frameworks, optional packages.
 OTHERS = (
     "alembic",
@@ -36,6 +38,12 @@ with delays.store.database.begin() as connection:
 delays.check_ready()
 assert delays.cancel(delays.schedule_delay("mail", {{}}, 3600))
 """
+READ = """
+import contextlib, io
+from delaytasks.cli.main import main
+with contextlib.redirect_stdout(io.StringIO()):
+    main(["--json", "{command}"], standalone_mode=False)
+"""
 
 
 def loaded_by(code: str) -> set[str]:
@@ -54,3 +62,11 @@ def test_importing_loads_nothing_that_only_others_need() -> None:
 def test_a_process_that_schedules_loads_neither_alembic_nor_other_drivers(tmp_path: Path) -> None:
     others = set(OTHERS) - {name for name in OTHERS if name.startswith("sqlalchemy.dialects.")}
     assert not loaded_by(SCHEDULE.format(path=tmp_path / "shop.sqlite3")) & others
+
+
+@pytest.mark.parametrize("command", ["stats", "check"])
+def test_commands_that_only_read_load_no_alembic(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DELAYTASKS_DATABASE_URL", f"sqlite:///{tmp_path / 'shop.sqlite3'}")
+    subprocess.run([sys.executable, "-m", "delaytasks", "db", "upgrade"], check=True, capture_output=True, timeout=120)
+    assert "alembic" not in loaded_by(READ.format(command=command))
