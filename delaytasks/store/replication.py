@@ -29,14 +29,24 @@ def replication(database: Database) -> Replication | None:
     return None if read is None else database.alone(read)
 
 
+#: A role without pg_monitor sees that a standby is connected, and NULL for how it is. Logical subscribers and
+#: pg_basebackup are connected in the same way, and nobody fails over to them.
+_STANDBYS = """
+SELECT count(*), sum(CASE WHEN sync_state IN ('sync', 'quorum') THEN 1 ELSE 0 END), count(sync_state)
+FROM pg_stat_replication r
+WHERE sync_state IN ('sync', 'quorum') OR COALESCE(state, '') <> 'backup' AND NOT EXISTS (
+    SELECT 1 FROM pg_replication_slots s
+    WHERE s.active_pid = r.pid AND (s.slot_type = 'logical' OR left(s.slot_name, 13) = 'pg_basebackup')
+)
+"""
+
+
 def _postgresql(on: Connection) -> Replication:
     names, commit, fsync = (
         str(on.exec_driver_sql(f"SHOW {name}").scalar())
         for name in ("synchronous_standby_names", "synchronous_commit", "fsync")
     )
-    # A role without pg_monitor sees that a standby is connected, and NULL for how it is.
-    query = "SELECT count(*), sum(CASE WHEN sync_state IN ('sync', 'quorum') THEN 1 ELSE 0 END), count(sync_state)"
-    standbys, synchronous, seen = on.execute(text(f"{query} FROM pg_stat_replication")).one()
+    standbys, synchronous, seen = on.execute(text(_STANDBYS)).one()
     return of_postgresql(names, commit, fsync == "on", standbys, int(synchronous or 0) if seen else None)
 
 

@@ -34,12 +34,15 @@ class Sessions:
 
     #: Returns the session and something that differs between its statements.
     waiting: str
+    #: Where it returns rows, it has ended nothing without one.
     end: str
 
 
 _POSTGRESQL = Sessions(
     "SELECT pid, query_start FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND pid IN :ids",
-    "SELECT pg_terminate_backend(:id)",
+    # Unless it has been confirmed since: the session may execute another statement by now.
+    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+    "WHERE pid = :id AND wait_event = 'SyncRep' AND query_start = :statement",
 )
 _MYSQL = Sessions(
     "SELECT id, 0 FROM information_schema.processlist WHERE state LIKE 'Waiting for semi-sync ACK%' AND id IN :ids",
@@ -82,8 +85,13 @@ class StandbyWatch:
         with self._lock:
             self._uses[id(record)] = _Use(driver_connection, record.info)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="delaytasks standbys", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._watch, name="delaytasks standbys", daemon=True)
+                self._thread = thread
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the interpreter shuts down, or there are too many threads
+                    self._thread = None
+                    logger.debug("commits that wait for a standby are not watched: %s", error)
 
     def _end(self, _driver_connection: Any, record: Any) -> None:
         with self._lock:
@@ -92,7 +100,16 @@ class StandbyWatch:
     # -- in the thread ----------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        me, rest = threading.current_thread(), threading.Event()
+        me = threading.current_thread()
+        try:
+            self._watch_until_idle(me)
+        finally:  # after an error too, so that the next connection in use starts another thread
+            with self._lock:
+                if self._thread is me:
+                    self._thread = None
+
+    def _watch_until_idle(self, me: threading.Thread) -> None:
+        rest = threading.Event()
         used_at = monotonic()
         first_seen: dict[tuple[int, Any, float], float] = {}
         while True:
@@ -131,12 +148,15 @@ class StandbyWatch:
                 seen[name] = first_seen.get(name, monotonic())
                 if monotonic() - seen[name] < COMMIT_LIMIT_S - LOOK_S:
                     continue
+                use.info[REASON] = True
+                ended = connection.execute(text(sessions.end), {"id": number, "statement": statement})
+                if ended.returns_rows and ended.first() is None:
+                    use.info.pop(REASON, None)
+                    continue
                 logger.warning(
                     "ended a commit that waited for a standby for %g s; bring a synchronous standby back",
                     COMMIT_LIMIT_S,
                 )
-                use.info[REASON] = True
-                connection.execute(text(sessions.end), {"id": number})
         return seen
 
 

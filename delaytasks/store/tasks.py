@@ -104,11 +104,18 @@ class Tasks:
 
     def id_of_key(self, tag: str, key: str, on: Executor | None = None) -> int | None:
         found: int | None = self._read(lambda c: self._keys.id_of(c, tag, key), on)
-        if found is None and on is not None and self._db.can.reads_as_of_start:
-            # The key may have been taken after the caller's transaction began. Whoever cancels the key's task must not
-            # be told that there is none.
-            return self.id_of_key(tag, key)
-        return found
+        if on is None or not self._db.can.reads_as_of_start:
+            return found
+        # Another task may have taken the key after the caller's transaction began. Whoever cancels the key's task must
+        # not be told that there is none, or that the one before has ended.
+        current = self.id_of_key(tag, key)
+        if found is None:
+            return current
+        if current is None or current == found:
+            return found
+        # Either somebody else has passed the key on, or the caller's own transaction has, which only its connection
+        # sees. A locking read there sees both.
+        return self._keys.id_of(on, tag, key, is_locked=True)
 
     def attempts(self, id: int, on: Executor | None = None) -> list[Attempt]:
         found: list[Attempt] = self._read(lambda c: self._attempts.of(c, id), on)

@@ -176,3 +176,35 @@ def test_a_key_that_was_taken_after_the_transaction_began_is_cancelled(
         session.commit()
     assert place.delays.get(task).status is Status.CANCELLED
     engine.dispose()
+
+
+def test_a_key_that_changed_hands_after_the_transaction_began_names_the_task_that_has_it_now(
+    place: Place, store: Store, database_url: str
+) -> None:
+    if not database_url.startswith(("mysql", "postgresql")):
+        pytest.skip("a transaction on SQLite that has read cannot write once another one has written")
+    engine = create_engine(database_url)
+    before = place.schedule()
+    with Session(engine) as session:
+        session.execute(text("SELECT count(*) FROM s_yb_delay_task_message"))
+        assert place.delays.cancel(task=before.id)
+        task = place.schedule()
+        result = place.delays.cancel(tag="mail", key="k", session=session)
+        assert (bool(result), result.id) == (True, task.id)
+        session.commit()
+    assert place.delays.get(task).status is Status.CANCELLED
+    engine.dispose()
+
+
+def test_a_key_that_the_transaction_itself_took_over_names_its_own_task(
+    place: Place, store: Store, database_url: str
+) -> None:
+    engine = create_engine(database_url)
+    place.schedule()
+    claim(store)
+    with Session(engine) as session:
+        own = place.delays.schedule_delay("mail", {}, 60, key="k", on_conflict="replace", session=session)
+        result = place.delays.cancel(tag="mail", key="k", session=session)
+        assert (bool(result), result.id) == (True, own.id)
+        session.commit()
+    engine.dispose()

@@ -158,3 +158,24 @@ def test_stats_tells_that_commits_wait(server: Server, delays: DelayTasks) -> No
     assert found is not None
     assert found.mode == "stopped"
     assert "COMMIT waits" in (found.problem or "")
+
+
+def test_a_logical_subscriber_is_no_standby(own_postgresql: PostgresServer) -> None:
+    own_postgresql.execute("ALTER SYSTEM SET wal_level = logical")
+    own_postgresql.stop()
+    own_postgresql.start()
+    subscriber = psycopg2.connect(
+        own_postgresql.url.replace("+psycopg2", ""), connection_factory=extras.LogicalReplicationConnection
+    )
+    cursor = subscriber.cursor()
+    cursor.create_replication_slot("other", output_plugin="pgoutput")
+    own_postgresql.execute("CREATE PUBLICATION p FOR ALL TABLES")
+    cursor.start_replication("other", options={"proto_version": "1", "publication_names": "p"})
+    delays = delays_on(own_postgresql.url)
+    count = text("SELECT count(*) FROM pg_stat_replication")
+    assert delays.store.database.alone(lambda c: c.execute(count).scalar_one()) == 1
+    found = replication(delays.store.database)
+    assert found is not None
+    assert found.mode == "none"
+    delays.close()
+    subscriber.close()
