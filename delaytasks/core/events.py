@@ -19,6 +19,8 @@ logger = logging.getLogger("delaytasks")
 #: Fields of other types are for subscribers.
 _SHOWN = (str, int, float, BaseException)
 
+#: The stages of loops whose last error is remembered.
+MOST_TOLD = 200
 #: A traceback in the log is at most so long.
 MOST_TRACEBACK_BYTES = 16 * 1024
 OUTAGES = (StoreUnavailableError, OutcomeUnknownError)
@@ -78,6 +80,8 @@ class Events:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self._subscribers: list[Subscriber] = [Repeats(log_event)]
+        #: By loop and stage, what was said of the last attempt that failed.
+        self._told: dict[tuple[str, str], str] = {}
 
     def subscribe(self, subscriber: Subscriber) -> None:
         self._subscribers.append(subscriber)
@@ -97,18 +101,27 @@ class Events:
                 logger.exception("a subscriber failed on %s", name)
 
     def attempt(self, loop: str, stage: str, work: Callable[[], object]) -> bool:
-        """One stage of a loop, whose failure is told and keeps no other stage from its work."""
+        """One stage of a loop, whose failure is told and keeps no other stage from its work.
+
+        The traceback only of an error that is not the stage's last one: it may be the same each second, for hours.
+        """
         try:
             work()
         except Exception as error:
-            self.emit("loop.failed", loop=loop, stage=stage, error=f"{type(error).__name__}: {error}", cause=error)
+            text = f"{type(error).__name__}: {error}"
+            is_new = text != self._told.get((loop, stage))
+            if len(self._told) >= MOST_TOLD:
+                self._told.clear()
+            self._told[loop, stage] = text
+            cause = error if is_new or isinstance(error, OUTAGES) else None
+            self.emit("loop.failed", loop=loop, stage=stage, error=text, cause=cause)
             return False
         return True
 
 
 class _About(Events):
     def __init__(self, events: Events, fields: dict[str, Any]) -> None:
-        self.counts = events.counts
+        self.counts, self._told = events.counts, events._told
         self._events = events
         self._fields = fields
 

@@ -29,6 +29,8 @@ SUBJECTS = {
     "queue.blocked": "key",
     "queue.unblocked": "key",
 }
+#: Each of these makes what the other one said of its subject untrue.
+OPPOSITES = {"queue.blocked": "queue.unblocked", "queue.unblocked": "queue.blocked"}
 _OTHERS = object()
 
 Log = Callable[[str, dict[str, Any]], None]
@@ -65,6 +67,9 @@ class Repeats:
     def _is_new(self, name: str, subject: object, fields: dict[str, Any]) -> bool:
         self.flush()
         with self._lock:
+            opposite = self._quiet.get((OPPOSITES.get(name, ""), subject))
+            if opposite is not None:
+                opposite.count, opposite.fields = 0, None
             key = (name, subject)
             if key not in self._quiet and sum(known == name for known, _ in self._quiet) >= MOST_SUBJECTS:
                 key = (name, _OTHERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, Protocol
@@ -15,6 +16,8 @@ from delaytasks.engine.batch import Batch, Runs, Work, outcomes_of
 from delaytasks.engine.endings import Endings
 from delaytasks.engine.registry import Processor, Registry
 from delaytasks.engine.run import LeaseOf, Run, UnitOf
+
+logger = logging.getLogger("delaytasks")
 
 
 class Ended(NamedTuple):
@@ -172,6 +175,8 @@ class Running:
                 raise
             if not ends:
                 end_all(None, error)
+            else:
+                logger.exception("delaytasks: an error after the end of task %s (tag %r)", task.id, task.tag)
         finally:
             current_run.reset(token)
         return ends

@@ -31,10 +31,11 @@ def bounded_connection(
     step_s = limit_s if connect_step_s is None else connect_step_s
     make = functools.partial(Connection, url) if url else app.connection_for_write
     options = (not url and app.conf.broker_transport_options) or {}
+    is_confirmed = {**options, **more}.get("confirm_publish")
     bounds = {
         "redis": {"socket_timeout": limit_s, "socket_connect_timeout": step_s},
         # Sending reads nothing, unless each message is confirmed; declaring a queue does.
-        "amqp": {"read_timeout": limit_s if more.get("confirm_publish") else step_s, "write_timeout": limit_s},
+        "amqp": {"read_timeout": limit_s if is_confirmed else step_s, "write_timeout": limit_s},
     }.get(make(connect_timeout=step_s).transport.driver_type, {})
     connection = make(connect_timeout=step_s, transport_options={**options, **bounds, **more})
     # Said in full, since `default_channel` would try for ever, and `connect` rests 2 s between its two tries. Each of

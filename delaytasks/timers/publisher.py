@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from kombu.entity import Exchange, Queue
 
 from delaytasks.core.availability import Availability
@@ -165,6 +166,10 @@ class Publisher:
         try:
             if not self._is_refused(sending, lambda one: self._link.send([one.letter], until - self._limit_s / 2)):
                 self._succeeded([sending])
+        except SoftTimeLimitExceeded:  # the caller's own, which struck in here: it says nothing about the broker
+            self._link.close()
+            sending.end(is_sent=False)
+            raise
         except Exception as error:  # each transport has errors of its own, and none of them is the caller's business
             # A black hole takes its time; a connection that was closed meanwhile does not.
             if self._link.is_lost(error) and monotonic() - began < self._limit_s / 2:

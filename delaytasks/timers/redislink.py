@@ -100,7 +100,8 @@ class RedisLink:
         try:
             return within(patience_s, lambda: self._try_in_background(work), is_kept=True)
         except TimeoutError:
-            self._is_late = self._in_background > 0
+            with self._lock:
+                self._is_late = self._in_background > 0
             return None
 
     def _try_in_background(self, work: Callable[[Any], T]) -> T | None:

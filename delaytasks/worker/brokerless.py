@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any
 
 from celery.utils.log import get_logger
-from celery.worker import loops
 from celery.worker.state import maybe_shutdown
 
 from delaytasks.core.clock import monotonic
+from delaytasks.worker.celery_compat import timer_entries
 
 logger = get_logger(__name__)
 #: A connection that is made within this time is waited for: to turn the event loop is not worth it.
@@ -107,15 +107,15 @@ def rest(consumer: Any, seconds: float) -> None:
 
 
 def _turn(consumer: Any, goes_on: Callable[[], bool]) -> None:
-    hub = consumer.hub
-    # A transport's callback would use, or reconnect, what is broken; the pool's are needed.
-    ticks, hub.on_tick = hub.on_tick, {tick for tick in hub.on_tick if tick.__module__.startswith(POOLS)}
-    before = loops._timer_entries(hub.timer)
-    consumer.pool.register_with_event_loop(hub)
-    hub.call_repeatedly(LOOK_S, _nothing)
-    added = loops._timer_entries(hub.timer) - before
-    loop = hub.create_loop()
+    hub, ticks = consumer.hub, consumer.hub.on_tick
+    before, added = timer_entries(hub.timer), set[Any]()
     try:
+        # A transport's callback would use, or reconnect, what is broken; the pool's are needed.
+        hub.on_tick = {tick for tick in ticks if tick.__module__.startswith(POOLS)}
+        consumer.pool.register_with_event_loop(hub)
+        hub.call_repeatedly(LOOK_S, _nothing)
+        added = timer_entries(hub.timer) - before
+        loop = hub.create_loop()
         while goes_on():
             maybe_shutdown()
             try:
@@ -127,7 +127,8 @@ def _turn(consumer: Any, goes_on: Callable[[], bool]) -> None:
                 loop = hub.create_loop()
     finally:
         hub.on_tick |= ticks
-        loops._cancel_timer_entries(hub.timer, added)  # Celery registers them again
+        for entry in added:  # Celery registers them again
+            entry.cancel()
 
 
 def _nothing() -> None:

@@ -41,3 +41,26 @@ def mark_busy(pool: Any, processes: Iterable[Any]) -> None:
     busy = getattr(getattr(pool, "_pool", None), "_busy_workers", None)
     if busy is not None:
         busy.update(process.inqW_fd for process in processes)
+
+
+def timer_entries(timer: Any) -> set[Any]:
+    """Return what the event loop's timer is to call. Celery has such a function of its own since 5.7."""
+    return {scheduled.entry for scheduled in timer.queue}
+
+
+def disconnect_reader(channel: Any, hub: Any) -> None:
+    """Close the connection on which a Redis channel reads its queues; kombu opens a new one before it reads again.
+
+    Before kombu 5.7 the event loop `hub`, if there is one, would stop to ask for messages when this connection is
+    closed, and would go on to watch the closed socket.
+    """
+    if hub is None or _KOMBU >= (5, 7):
+        channel.client.connection.disconnect()
+        return
+    cycle, ticks = channel.connection.cycle, set(hub.on_tick)
+    cycle._chan_to_sock.pop((channel, channel.client, "BRPOP"), None)
+    for fd in [fd for fd, reader in cycle._fd_to_chan.items() if reader == (channel, "BRPOP")]:
+        del cycle._fd_to_chan[fd]
+        hub.remove(fd)
+    channel.client.connection.disconnect()
+    hub.on_tick |= ticks

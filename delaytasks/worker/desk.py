@@ -159,9 +159,15 @@ class Desk:
     def connected(self) -> None:
         """The worker takes in messages from now on: for the first time, or again after it lost the broker."""
         if self._was_connected:
-            self.dispatcher.take(self.dispatcher.recall())
+            self.recall()
             self.forget_armed()
         self._was_connected = True
+
+    def recall(self) -> None:
+        """The pool knows again what it was made to forget with the broker; what no process has is due again."""
+        nobodys = self.dispatcher.recall()
+        if nobodys:
+            self.dispatcher.take(nobodys)
 
     def forget_armed(self) -> None:
         """What the timer held may be lost: the next sweep arms it again."""

@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
 from typing import Any, NamedTuple
 
 from billiard.exceptions import WorkerLostError
@@ -206,17 +208,11 @@ class Dispatcher:
         with self._lock:
             lane = self.lanes[job.shard]
             lane.sent(number)
-
-        def done(report: Report) -> None:
-            self._done(number, job, report)
-
-        def lost(info: Any) -> None:
-            self._failed(number, job, info)
-
-        if job.line is not None:  # which may run a row for minutes: others have to look meanwhile
-            self._later.after(max(lane.lines.look_s, 0))
+            look_s = lane.lines.look_s if job.line is not None else inf
+        if look_s < inf:  # the line may run a row for minutes: others have to look meanwhile
+            self._later.after(max(look_s, 0))
         try:
-            sent = self._pool.send(job, done, lost)
+            sent = self._pool.send(job, partial(self._done, number, job), partial(self._failed, number, job))
         except Exception as error:
             self._failed(number, job, error)
             return False
@@ -250,12 +246,11 @@ class Dispatcher:
         with self._lock:
             self._pool.sent.pop(number, None)
             lane.left(report.pid, report.left)
-        if report.error:
-            self._failing.failed(report.pid, report.error, report.is_stores_error)
-            self._failed(number, job, report.error, ran=report.ran)
-            return
-        self._failing.succeeded(report.pid)
-        with self._lock:
+            if report.error:
+                self._failing.failed(report.pid, report.error, report.is_stores_error)
+                self._failed(number, job, report.error, ran=report.ran)
+                return
+            self._failing.succeeded(report.pid)
             is_open = self._is_open
             self._ended(number, job, report.ran)
             lane.answered()
@@ -281,9 +276,9 @@ class Dispatcher:
     def _failed(self, number: int, job: Job, info: Any, ran: int = 0) -> None:
         """A chunk's process died, or the database is away: its rows are the sweep's and the leases' business."""
         is_down = (kind := getattr(info, "type", None)) is not WorkerLostError
-        if is_down and kind is not None:  # the process could not even say what failed
-            self._failing.failed(self._pool.pid_of(number), str(info.exception), is_stores=False)
         with self._lock:
+            if is_down and kind is not None:  # the process could not even say what failed
+                self._failing.failed(self._pool.pid_of(number), str(info.exception), is_stores=False)
             self._gone(number, job, is_down, ran)
             if is_down:
                 self.lanes[job.shard].failed()

@@ -22,7 +22,7 @@ class Failures:
 
 
 class Failing:
-    """Used by one thread at a time, the one that may use the pool."""
+    """Not thread-safe: the dispatcher's lock guards it."""
 
     def __init__(self, pool: Pool, events: Events) -> None:
         self._pool = pool
@@ -41,6 +41,6 @@ class Failing:
         failures.count += 1
         failures.is_its_own |= not is_stores
         if failures.is_its_own and failures.count >= MOST_FAILURES:
-            del self._processes[pid]
+            self._processes.pop(pid, None)
             if self._pool.end_process(pid):
                 self._events.emit("process.replaced", pid=pid, failed_chunks=failures.count, error=error)

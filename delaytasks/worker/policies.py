@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from delaytasks.core.errors import StoreUnavailableError
+from delaytasks.core.errors import StoreError, StoreUnavailableError
 from delaytasks.core.loop import Loop
 from delaytasks.engine.policies import REFRESH_S
 from delaytasks.worker.outages import Outages
@@ -27,9 +27,14 @@ def policy_loop(delays: DelayTasks, shard: Shard, outages: Outages) -> Loop:
         try:
             now = cache.refresh().stamp
         except StoreUnavailableError as error:
-            if not error.is_locked:
+            if error.is_locked:
+                outages.up(shard.number)
+            else:
                 outages.down(shard.number, error)
             return REFRESH_S
+        except StoreError:  # the database has answered, with a refusal
+            outages.up(shard.number)
+            raise
         outages.up(shard.number)
         if now != was:
             delays.events.emit("policies.read", shard=shard.number)

@@ -35,6 +35,10 @@ class ReconnectStep(bootsteps.Step):
             lose_the_broker_with_heartbeats(consumer.app)
 
     def _connect(self, consumer: Any, ensure_connected: Callable[[Any], Any], connection: Any) -> Any:
+        # The pool has just been made to forget jobs, and turning the event loop may read the result of one of them.
+        desk = getattr(getattr(consumer, "controller", None), "delays_desk", None)
+        if desk is not None:
+            desk.recall()
         if self._lacks_queue:
             self._lacks_queue = False
             rest(consumer, PAUSE_S)

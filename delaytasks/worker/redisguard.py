@@ -14,7 +14,7 @@ from redis.exceptions import ResponseError
 
 from delaytasks.core.clock import monotonic
 from delaytasks.worker.brokererrors import is_the_brokers
-from delaytasks.worker.celery_compat import brpop_s
+from delaytasks.worker.celery_compat import brpop_s, disconnect_reader
 from delaytasks.worker.strategy import MOST_BYTES
 
 #: A queue that could not be read is left alone for so long.
@@ -116,7 +116,8 @@ class RedisGuard:
         self._asked_at = monotonic()
         blocked = self._blocked.get(channel)
         if not blocked:
-            kombus_own(timeout)
+            # Before kombu 5.6 the default is not None, which would wait for ever.
+            kombus_own() if timeout is None else kombus_own(timeout)
             return
         queues = channel._queue_cycle.consume(len(channel.active_queues))
         keys = [channel._q_for_pri(queue, step) for step in channel.priority_steps for queue in queues]
@@ -137,7 +138,7 @@ class RedisGuard:
         if not wrong:
             wrong = dict.fromkeys(keys, str(error))
             # The address may lead to another server now, since a former primary answers as a replica.
-            channel.client.connection.disconnect()
+            disconnect_reader(channel, self._consumer.hub)
         if not self._blocked.get(channel):
             self._try_again_soon(channel)
         self._blocked.setdefault(channel, {}).update({key: keys[key] for key in wrong})

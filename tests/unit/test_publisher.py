@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 from amqp.exceptions import PreconditionFailed
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
+from kombu.connection import Connection
 from kombu.entity import Queue
 
 from delaytasks.core import availability
@@ -110,3 +112,31 @@ def test_a_broker_that_is_away_is_away_for_all_queues(desk: Desk, monkeypatch: p
     assert not desk.sends_to("good")
     monkeypatch.undo()
     assert not desk.is_up
+
+
+def test_the_callers_time_limit_is_the_callers_and_not_the_brokers(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert desk.sends_to("good")
+    assert desk.sends_to("good"), "the caller itself sends from now on"
+
+    def strike(*_: Any, **__: Any) -> None:
+        raise SoftTimeLimitExceeded(5)
+
+    monkeypatch.setattr(desk._link, "_send_one", strike)
+    with pytest.raises(SoftTimeLimitExceeded):
+        desk.sends_to("good")
+    monkeypatch.undo()
+    assert desk.is_up
+    assert desk.events_told == []
+    assert not desk._is_sending
+    assert not desk._link.is_open, "it may have been struck in the middle of a message"
+
+
+@pytest.mark.parametrize(("options", "bound_s"), [({"confirm_publish": True}, 0.5), ({}, 2.0)])
+def test_reading_a_confirmation_is_bounded_as_sending_is(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], bound_s: float
+) -> None:
+    app = Celery("test", broker="amqp://127.0.0.1", set_as_current=False)
+    app.conf.broker_transport_options = options
+    monkeypatch.setattr(Connection, "ensure_connection", lambda *_, **__: None)
+    connection = broker_module.bounded_connection(app, 0.5, connect_step_s=2.0)
+    assert connection.transport_options["read_timeout"] == bound_s

@@ -5,15 +5,19 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from celery import Celery
 from celery.worker.consumer import Consumer
+from kombu.asynchronous import Hub
 from kombu.connection import Connection
 from kombu.exceptions import OperationalError
 from kombu.utils import functional
 
+from delaytasks.worker.brokerless import meanwhile, rest
 from delaytasks.worker.reconnecting import PAUSE_S, ReconnectStep
+from tests.waiting import wait_until
 
 NOWHERE = "redis://127.0.0.1:{port}/0"
 
@@ -109,3 +113,57 @@ def test_other_connections_keep_their_own_patience(clock: Clock, port: int) -> N
     with pytest.raises(OperationalError):
         connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0, interval_max=1, timeout=0.5)
     assert clock.now == 0
+
+
+def test_what_the_pool_forgot_with_the_broker_is_recalled_before_the_event_loop_turns() -> None:
+    done: list[str] = []
+    desk = SimpleNamespace(recall=lambda: done.append("recall"))
+    consumer = SimpleNamespace(
+        controller=SimpleNamespace(delays_desk=desk), ensure_connected=lambda connection: done.append("connect")
+    )
+    ReconnectStep(consumer)
+    consumer.ensure_connected(SimpleNamespace(ensure_connection=None))
+    assert done == ["recall", "connect"]
+
+
+class HubPool:
+    """Registers what Celery's prefork pool does: a timer."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+        self.ticked = 0
+
+    def register_with_event_loop(self, hub: Hub) -> None:
+        if self.fails:
+            raise OSError("no pipe")
+        hub.call_repeatedly(0.01, self.tick)
+
+    def tick(self) -> None:
+        self.ticked += 1
+
+
+def test_the_event_loop_turns_while_connecting_takes_long_and_is_then_as_before() -> None:
+    hub, pool = Hub(), HubPool()
+
+    def transports() -> None:
+        raise AssertionError("a transport's callback is not called meanwhile")
+
+    def connect() -> str:
+        wait_until(lambda: pool.ticked > 2, 10, "the event loop to turn")
+        return "connected"
+
+    hub.on_tick.add(transports)
+    assert meanwhile(SimpleNamespace(hub=hub, pool=pool), connect) == "connected"
+    assert hub.on_tick == {transports}
+    assert all(scheduled.entry.canceled for scheduled in hub.timer.queue)
+
+
+def test_an_event_loop_whose_pool_cannot_register_keeps_its_callbacks() -> None:
+    hub = Hub()
+
+    def transports() -> None: ...
+
+    hub.on_tick.add(transports)
+    with pytest.raises(OSError, match="no pipe"):
+        rest(SimpleNamespace(hub=hub, pool=HubPool(fails=True)), 10)
+    assert hub.on_tick == {transports}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from delaytasks.core import repeats as repeats_module
-from delaytasks.core.events import _LEVELS, Events
+from delaytasks.core.events import _LEVELS, MOST_TOLD, Events
 from delaytasks.core.repeats import MOST_SUBJECTS, QUIET_S, SUBJECTS, Repeats
 
 
@@ -83,3 +83,32 @@ def test_subscribers_and_counters_get_every_event(caplog: pytest.LogCaptureFixtu
     assert told == list(range(100))
     assert events.counts["task.no_processor"] == 100
     assert len([record for record in caplog.records if "no_processor" in record.getMessage()]) == 1
+
+
+def test_the_last_line_about_a_key_that_is_blocked_no_more_says_so(log: Log) -> None:
+    for name in ["queue.blocked"] * 5 + ["queue.unblocked"]:
+        log.repeats(name, {"key": "mail"})
+    Log.now += QUIET_S
+    log.repeats.flush()
+    assert [name for name, _ in log.lines] == ["queue.blocked", "queue.unblocked"]
+    for name in ["queue.blocked", "queue.unblocked", "queue.blocked"]:
+        log.repeats(name, {"key": "mail"})
+    Log.now += QUIET_S
+    log.repeats.flush()
+    assert [name for name, _ in log.lines][-1] == "queue.blocked"
+
+
+def test_a_stage_that_fails_in_the_same_way_again_has_one_traceback() -> None:
+    events, causes = Events(), list[object]()
+    events.subscribe(lambda name, fields: causes.append(fields["cause"]))
+
+    def fail(with_text: str) -> None:
+        raise ValueError(with_text)
+
+    for text in ["a", "a", "b", "b", "a"]:
+        events.about(shard=1).attempt("loop", "stage", lambda text=text: fail(text))  # type: ignore[misc]
+    events.attempt("loop", "another stage", lambda: fail("a"))
+    assert [cause is not None for cause in causes] == [True, False, True, False, True, True]
+    for number in range(2 * MOST_TOLD):
+        events.attempt("loop", f"stage {number}", lambda: fail("a"))
+    assert len(events._told) <= MOST_TOLD

@@ -470,3 +470,18 @@ def test_a_pace_is_told_by_the_time_of_the_processors_alone(bench: Bench) -> Non
     began = time.monotonic()
     report = bench.run(*[bench.schedule() for _ in range(3)])
     assert report.seconds < 0.1 < 0.4 < time.monotonic() - began
+
+
+def test_an_error_after_the_end_of_a_row_is_logged(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def execute(work: Any, task: DelayTask, end: Any) -> None:
+        end(None, None)
+        raise ValueError("a receiver's")
+
+    monkeypatch.setattr(bench, "execute", execute)
+    bench.runner = bench.make_runner()
+    task = bench.schedule()
+    bench.run(task)
+    assert bench.statuses([task]) == ["DONE"]
+    assert "a receiver's" in caplog.text
