@@ -14,6 +14,7 @@ from chaos.simulation.redis import END, Redis
 from chaos.simulation.world import Host
 from delaytasks.core.events import Events
 from delaytasks.timers.redislink import _NAMES, RedisLink
+from delaytasks.timers.redisplace import RedisPlace
 from delaytasks.timers.scripts import ARM, TAKE
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class Link(RedisLink):
     """Of one process."""
 
     def __init__(self, server: Server, limit_s: float, events: Events) -> None:
-        super().__init__("", limit_s, events)
+        super().__init__(RedisPlace(("",)), limit_s, events)
         self._server = server
 
     def _connect(self) -> Client:

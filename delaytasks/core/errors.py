@@ -164,12 +164,16 @@ class StoreError(DelayTaskError):
 
 class StoreUnavailableError(StoreError):
     """The database can not be reached, or stays busy; nothing was done. Of several, `shard` is the one that is down.
-    With `is_locked` it answers, but some open transaction has locked what was to be changed."""
+    With `is_locked` it answers, but some open transaction has locked what was to be changed. With `is_unable` it
+    answers, but cannot do what was asked: its disk is full, or it takes no writes."""
 
-    def __init__(self, message: str, shard: int | None = None, is_locked: bool = False) -> None:
+    def __init__(
+        self, message: str, shard: int | None = None, is_locked: bool = False, is_unable: bool = False
+    ) -> None:
         super().__init__(message)
         self.shard = shard
         self.is_locked = is_locked
+        self.is_unable = is_unable
 
 
 class OutcomeUnknownError(StoreError):

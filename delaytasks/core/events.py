@@ -25,7 +25,8 @@ MOST_TOLD = 200
 MOST_TRACEBACK_BYTES = 16 * 1024
 OUTAGES = (StoreUnavailableError, OutcomeUnknownError)
 #: While a database is away these come again and again, so that they are for debugging: `store.down` says it once.
-_BY_OUTAGE = frozenset({"loop.failed", "chunk.failed"})
+#: If the database answers, but cannot do what is asked, nothing else says so.
+_BY_OUTAGE = frozenset({"loop.failed", "chunk.failed", "settle.waits"})
 
 #: Events that somebody should read; all others are for counters and debugging.
 _LEVELS = {
@@ -70,6 +71,7 @@ _LEVELS = {
     "loop.failed": logging.ERROR,
     "loop.restarted": logging.ERROR,
     "chunk.failed": logging.ERROR,
+    "settle.waits": logging.WARNING,
     "process.replaced": logging.ERROR,
 }
 
@@ -113,7 +115,7 @@ class Events:
             if len(self._told) >= MOST_TOLD:
                 self._told.clear()
             self._told[loop, stage] = text
-            cause = error if is_new or isinstance(error, OUTAGES) else None
+            cause = error if is_new or is_outage(error) else None
             self.emit("loop.failed", loop=loop, stage=stage, error=text, cause=cause)
             return False
         return True
@@ -135,20 +137,28 @@ class _About(Events):
 def log_event(name: str, fields: dict[str, Any]) -> None:
     """One line, and the traceback of the exception that is the field `cause`, or else `error`."""
     level, cause = _LEVELS.get(name, logging.DEBUG), fields.get("cause", fields.get("error"))
-    if name in _BY_OUTAGE and isinstance(cause, OUTAGES):
+    if fields.get("is_logged") or (name in _BY_OUTAGE and is_outage(cause)):
         level = logging.DEBUG
     if not logger.isEnabledFor(level):
         return
     # repr keeps CR, LF and ANSI sequences of strangers inside one escaped line.
-    said = {key: value for key, value in fields.items() if isinstance(value, _SHOWN) and key != "cause"}
+    said = {
+        key: value for key, value in fields.items() if isinstance(value, _SHOWN) and key not in ("cause", "is_logged")
+    }
     shown = " ".join(f"{key}={_repr(value)}" for key, value in said.items())
-    if not isinstance(cause, BaseException):
+    # Where the database fails does not say why, and it fails again and again.
+    if not isinstance(cause, BaseException) or isinstance(cause, OUTAGES):
         logger.log(level, "%s %s", name, shown)
         return
     info = (type(cause), cause, cause.__traceback__)
     record = logger.makeRecord(logger.name, level, __file__, 0, "%s %s", (name, shown), info, "log_event")
     record.exc_text = _traceback(cause)  # what formatters show; trackers such as Sentry take the exception itself
     logger.handle(record)
+
+
+def is_outage(error: object) -> bool:
+    """Whether `store.down` reports this error, too."""
+    return isinstance(error, OUTAGES) and not getattr(error, "is_unable", False)
 
 
 def _repr(value: object) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from delaytasks.core.clock import monotonic
-from delaytasks.core.events import OUTAGES, Events
+from delaytasks.core.events import Events, is_outage
 
 #: After a turn that failed.
 FAILED_REST_S = 1.0
@@ -139,7 +139,7 @@ class Loop:
     def _tell(self, error: BaseException) -> None:
         """The traceback only of an error that is not that of the turn before: it may be the same for hours."""
         text = f"{type(error).__name__}: {error}"
-        cause = error if text != self._told or isinstance(error, OUTAGES) else None
+        cause = error if text != self._told or is_outage(error) else None
         self._told = text
         self._events.emit("loop.failed", loop=self.name, error=text, cause=cause)
 

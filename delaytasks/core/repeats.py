@@ -26,6 +26,7 @@ SUBJECTS = {
     "task.lease_lost": "tag",
     "task.broke_off": "tag",
     "result.dropped": "tag",
+    "settle.waits": "error",
     "queue.blocked": "key",
     "queue.unblocked": "key",
 }

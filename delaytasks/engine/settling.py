@@ -108,7 +108,7 @@ class Settling:
                     raise
                 if is_locked(error):
                     self._tell_locked(settlements[0].task)
-                self._events.emit("settle.waits", error=str(error))
+                self._events.emit("settle.waits", error=str(error), cause=error)
                 if monotonic() > deadline:
                     raise
                 time.sleep(0.5)

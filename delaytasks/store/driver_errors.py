@@ -173,7 +173,7 @@ def translate(error: exc.DBAPIError, unknown_id: int | None = None, shard: int |
     if is_conflict(error):
         return StoreUnavailableError(f"{name} stayed busy for {TRIES} tries: {reason}", is_locked=True)
     if is_unable(error):
-        return StoreUnavailableError(f"{name} can not work now: {reason}", shard)
+        return StoreUnavailableError(f"{name} can not work now: {reason}", shard, is_unable=True)
     if "no such table" in reason or "does not exist" in reason or "doesn't exist" in reason:
         where = "delaytasks config says where that is"
         return StoreError(f"the tables of {name} are missing or old ({reason}); {where}; {REMEDY}")

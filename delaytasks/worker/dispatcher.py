@@ -282,10 +282,10 @@ class Dispatcher:
             self._gone(number, job, is_down, ran)
             if is_down:
                 self.lanes[job.shard].failed()
-        if isinstance(info, str) or not is_down:
-            self._events.counts["chunk.failed"] += 1  # its process has logged why, or the pool how it died
-        else:
-            self._events.emit("chunk.failed", error=str(getattr(info, "exception", info)), shard=job.shard)
+        error = str(getattr(info, "exception", info))
+        # Its process has logged why it failed, or the pool how the process died.
+        is_logged = isinstance(info, str) or not is_down
+        self._events.emit("chunk.failed", error=error, shard=job.shard, is_logged=is_logged)
         self._later.after(REST_S if is_down else 0)
 
     def _gone(self, number: int, job: Job, is_down: bool, ran: int = 0) -> None:

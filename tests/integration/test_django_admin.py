@@ -72,7 +72,8 @@ assert client.get(LIST).status_code == client.get(ROW + "/change/").status_code 
 REFUSED = """
 row = DelayTaskRow.objects.get()
 fields = {f.name: f.value_to_string(row) for f in DelayTaskRow._meta.fields if f.value_from_object(row) is not None}
-for name in ("expected_time", "create_time", "update_time"):
+fields["due_time"] = fields["expected_time"]
+for name in ("expected_time", "create_time", "update_time", "due_time"):
     if name in fields:
         fields[name + "_0"], fields[name + "_1"] = fields.pop(name)[:19].split("T")
 fields.update(tag="changed", headers="x", worker="x", task_key="x", error_stack="x", ip_address="1")

@@ -18,7 +18,7 @@ from delaytasks.core.encryption import new_key
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.hidden import Secret, mask_secret, mask_url
 from delaytasks.core.settings import load_settings
-from delaytasks.parts import redis_url
+from delaytasks.timers.redisplace import redis_place
 
 WORD = "sEcReT-cAnArY"
 SIGNING = "whsec_" + base64.b64encode((WORD * 2).encode()).decode()
@@ -79,15 +79,15 @@ def test_a_redis_url_that_is_wrong_is_not_shown(url: str) -> None:
     """Neither by the error, nor by its traceback with the local variables, as error reporters send it."""
     for given, broker in ((url, ""), ("", url)):
         with pytest.raises(ConfigError) as caught:
-            redis_url(given, broker)
+            redis_place(given, broker)
         assert WORD not in str(caught.value)
     settings = load_settings({"delaytasks_redis_url": url}, {})
     assert WORD not in repr(settings.effective())
     with pytest.raises(ConfigError) as caught:
-        redis_url(settings.redis_url, "")
+        redis_place(settings.redis_url, "")
     frames = [frame for frame in traceback.StackSummary.extract(
         traceback.walk_tb(caught.value.__traceback__), capture_locals=True
-    ) if Path(frame.filename).parent.name == "delaytasks"]  # fmt: skip
+    ) if Path(frame.filename).parent.name == "timers"]  # fmt: skip
     assert frames
     assert WORD not in repr([frame.locals for frame in frames])
 

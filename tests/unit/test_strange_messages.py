@@ -273,6 +273,10 @@ def test_our_queues_are_not_decompressed_on_any_transport_of_kombus_own(tmp_path
         GuardStep(reader.consumer)._guard_connection(connection)
         producer = Producer(connection)
         for queue in (ours, theirs):
+            # All connections of a process share the queues of this transport.
+            bound = queue(connection.default_channel)
+            bound.declare()
+            bound.purge()
             producer.publish([1] * 1000, compression=name, routing_key=queue.name, declare=[queue])
         with kombu.Consumer(connection, [ours, theirs], on_message=taken.append):
             while len(taken) < 2:
