@@ -102,6 +102,8 @@ class Stamp(NamedTuple):
     #: release made, which counts no changes.
     policies: int = 0
     versions: int = 0
+    #: The time of the newest change. After a failover two servers with different changes may agree in all of the above.
+    changed_at: datetime | None = None
 
 
 class Changes(NamedTuple):
@@ -122,6 +124,7 @@ class Policies:
         self.number = number
         self._by_name: dict[tuple[Kind, str], Policy] = {}
         self._versions = 0
+        self._changed_at: datetime | None = None
         self.paused_tags: set[str] = set()
         self.paused_queues: set[str] = set()
         #: By tag, of those that have limits.
@@ -150,6 +153,8 @@ class Policies:
             if policy.kind == "tag":
                 _set(self.limited, policy.name, policy if policy.has_limits else None)
             _set(self.unapplied, name, None if policy.is_applied else policy)
+        times = (policy.update_time for policy in self._by_name.values() if policy.update_time is not None)
+        self._changed_at = max(times, default=None)
 
     @property
     def all(self) -> Collection[Policy]:
@@ -157,7 +162,7 @@ class Policies:
 
     @property
     def stamp(self) -> Stamp:
-        return Stamp(self.number, len(self._by_name), self._versions)
+        return Stamp(self.number, len(self._by_name), self._versions, self._changed_at)
 
     @property
     def has_pauses(self) -> bool:

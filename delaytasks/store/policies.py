@@ -64,19 +64,21 @@ class PolicyTable:
         """
         p = self._p
         number = self._number.scalar_subquery()
-        of_all = [select(what).select_from(p).scalar_subquery() for what in (func.count(), func.sum(p.c.version))]
+        parts = func.count(), func.sum(p.c.version), func.max(p.c.update_time)
+        of_all = [select(part).select_from(p).scalar_subquery() for part in parts]
         head = select(number, *(of_all if checks else ()))
 
         def work(connection: Any) -> Changes:
             # Read first: the next call reads a change that is committed later, since its number is higher.
-            found = [int(value or 0) for value in connection.execute(head).one()]
-            is_whole = since is None or found[0] < since  # or another server took over, which lacks some changes
-            stamp = Stamp(*found) if checks else None
-            if found[0] == since:
-                return Changes(found[0], [], False, stamp)
+            found = connection.execute(head).one()
+            last = int(found[0] or 0)
+            is_whole = since is None or last < since  # or another server took over, which lacks some changes
+            stamp = Stamp(last, int(found[1]), int(found[2] or 0), found[3]) if checks else None
+            if last == since:
+                return Changes(last, [], False, stamp)
             query = select(*self._columns)
             rows = connection.execute(query if is_whole else query.where(p.c.change_number > since)).all()
-            return Changes(found[0], [Policy(*row) for row in rows], is_whole, stamp)
+            return Changes(last, [Policy(*row) for row in rows], is_whole, stamp)
 
         return self._db.alone(work)
 
