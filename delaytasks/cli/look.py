@@ -59,6 +59,8 @@ def list_(
 ) -> None:
     """List tasks in the order of their due times, the newest first.
 
+    The place of a task that no worker could run yet is that of its next try.
+
     \b
     delaytasks list --status FAILED --since 1h
     """
@@ -97,7 +99,7 @@ def _as_typed(value: str | datetime) -> str:
 
 
 def _row(task: DelayTask, now: datetime) -> list[Cell]:
-    due = task.expected_time
+    due = task.due
     return [
         str(task.id),
         coloured(task.status),

@@ -113,7 +113,7 @@ def pretty_body(task: DelayTask) -> str:
 
 
 def sentence(task: DelayTask, done: str, now: datetime) -> str:
-    due = task.expected_time
+    due = task.due
     return f"{done} task {task.id} ({cell(task.tag)}): due {show_instant(due)}, {show_from_now(due, now)}"
 
 

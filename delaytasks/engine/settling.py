@@ -158,7 +158,7 @@ class Settling:
     def _tell_done(self, settlements: Sequence[Settlement], accepted: Container[int]) -> None:
         for s in settlements:
             if s.move == "succeed" and s.task.id in accepted:
-                late_s = ((s.began or s.task.expected_time) - s.task.expected_time).total_seconds()
+                late_s = ((s.began or s.task.due) - s.task.due).total_seconds()
                 self._events.emit("task.done", id=s.task.id, tag=s.task.tag, attempt=s.task.attempts, late_s=late_s)
 
     def _arm_again(self, settlements: Sequence[Settlement]) -> None:

@@ -96,7 +96,7 @@ class Holders:
             return holder, False
         if on_conflict == "reject":
             raise DuplicateTaskError(
-                f"task {holder.id} ({holder.status.name}, due {holder.expected_time.isoformat()}) has the key "
+                f"task {holder.id} ({holder.status.name}, due {holder.due.isoformat()}) has the key "
                 f"{task.key!r} of tag {task.tag!r}; on_conflict='keep' or 'replace' says what else to do",
                 holder.id,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from datetime import datetime, timedelta
 
@@ -9,6 +10,7 @@ import pytest
 
 from delaytasks import DelayTask, DelayTasks, Ladder, Retry, Snooze, Status
 from delaytasks.core.clock import to_us
+from delaytasks.core.errors import DuplicateTaskError
 from delaytasks.core.ports import Entry, Settlement
 from delaytasks.engine.run import LeaseEndsError
 from delaytasks.store.stats import Stats
@@ -63,6 +65,21 @@ def test_a_task_that_runs_at_last_still_says_how_late_it_was(bench: Bench) -> No
     done = bench.now(task)
     assert (done.status, done.due) == (Status.DONE, due)
     assert done.as_json()["due_time"] == due.isoformat()
+
+
+def test_the_event_of_a_late_success_counts_from_the_first_due_time(store: Store) -> None:
+    bench = Bench(store, log_successes=True)
+    task, _ = deferred(bench)
+    bench.change(task, due_time=bench.clock.now() - timedelta(seconds=5))
+    bench.registry.processor("new")(bench.ran.append)
+    bench.run(make_due(bench, task))
+    assert bench.named("task.done")[0]["late_s"] > 4
+
+
+def test_who_is_refused_a_key_is_told_the_first_due_time_of_its_task(bench: Bench) -> None:
+    _, due = deferred(bench, key="k")
+    with pytest.raises(DuplicateTaskError, match=re.escape(f"due {due.isoformat()}")):
+        bench.schedule(key="k", tag="new")
 
 
 def test_a_task_that_was_never_deferred_has_no_due_time_of_its_own(bench: Bench) -> None:

@@ -48,6 +48,11 @@ def test_show_of_a_deferred_task_has_its_due_time_and_the_next_try(shop: Project
     assert re.search(r"^why +It was due 1m3\ds ago, and no worker could run it: no such proc", said, re.M)
 
 
+def test_list_has_the_due_time_of_a_deferred_task_and_not_its_next_try(shop: Project) -> None:
+    task = deferred(shop)
+    assert re.search(rf"^{task.id} .* 1m3\ds ago", shop("list").stdout, re.MULTILINE)
+
+
 def test_stats_names_the_queue_and_the_tag_of_late_tasks(shop: Project) -> None:
     deferred(shop)
     for _ in range(2):
