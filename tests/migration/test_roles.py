@@ -14,7 +14,8 @@ from sqlalchemy import create_engine, make_url, text
 from sqlalchemy.exc import DBAPIError
 
 from delaytasks import DelayTasks, Status
-from delaytasks.core.errors import DelayTaskError, StoreError
+from delaytasks.cli.waiting import warnings_of
+from delaytasks.core.errors import ConfigError, DelayTaskError, StoreError
 from delaytasks.core.ports import Entry
 from delaytasks.core.why import why
 from delaytasks.store import migrations
@@ -168,6 +169,36 @@ def test_a_worker_runs_sweeps_and_purges(place: Place) -> None:
     assert not counts["loop.failed"] + counts["chunk.failed"], counts
     for made in (web, delays, operator):
         made.close()
+
+
+def test_check_warns_where_a_role_may_not_read_who_works(place: Place) -> None:
+    """A producer's role, as a deploy may have it."""
+    delays = place.delays("web")
+    delays.schedule_delay("late", {}, 0)
+    place.admin("UPDATE yb_delay_task_message SET expected_time = '2026-01-01 00:00:00' WHERE tag = 'late'")
+    try:
+        [warning] = [one for one in warnings_of(delays) if "fsync" not in one]
+    finally:
+        place.admin("DELETE FROM yb_delay_task_message WHERE tag = 'late'")
+        delays.close()
+    assert warning.startswith("late tasks are unknown: ")
+    assert "denied" in warning
+
+
+def test_a_worker_that_may_not_read_the_number_of_changes_is_refused_with_the_cause(place: Place) -> None:
+    delays = place.delays("worker")
+    table = "yb_delay_policy_change"
+    is_pg = place.url.startswith("postgresql")
+    of = f"{table} FROM {place.names['worker']}"
+    if not is_pg:
+        of = f"{make_url(place.url).database}.{table} FROM '{place.names['worker']}'@'%'"
+    place.admin(f"REVOKE SELECT ON {of}")
+    try:
+        with pytest.raises(ConfigError, match=rf"(?s)policies can not be read.*denied.*{table}"):
+            delays.check_ready()
+    finally:
+        place.admin(f"GRANT SELECT ON {of.replace(' FROM ', ' TO ')}")
+        delays.close()
 
 
 def test_a_console_reads(place: Place) -> None:
