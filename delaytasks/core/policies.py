@@ -102,7 +102,7 @@ class Stamp(NamedTuple):
     #: release made, which counts no changes.
     policies: int = 0
     versions: int = 0
-    #: The time of the newest change. Servers that made different changes after a failover may agree in all of the above.
+    #: The time of the newest change. After a failover two servers with different changes may agree in all of the above.
     changed_at: datetime | None = None
 
 

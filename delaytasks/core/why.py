@@ -255,7 +255,8 @@ def _key(facts: Facts) -> Iterator[Reason]:
     if is_encrypted(body) and deferral_of(facts.task.error) != "no_key":
         name = name_in(body)
         if name not in facts.keys:
-            text = f"Its body begins with {body[: len(PREFIX)]} and needs the key {name}, which this process does not have."
+            begin = body[: len(PREFIX)]
+            text = f"Its body begins with {begin} and needs the key {name}, which this process does not have."
             yield Reason("no_key_here", text)
 
 

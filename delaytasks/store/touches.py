@@ -98,9 +98,18 @@ class Touches:
 
     def ids_of_keys(self, tag: str, keys: Iterable[str], on: Executor | None = None) -> dict[str, int]:
         """By key, of those that a live task has."""
-        found: dict[str, int] = {}
-        for lot in _lots(set(keys)):
+        wanted, found = set(keys), dict[str, int]()
+        for lot in _lots(wanted):
             found.update(self._alone(partial(self._keys.ids_of, tag=tag, keys=lot), on))
+        if on is not None and self._db.can.reads_as_of_start:
+            # As when one key is looked up (`Tasks.id_of_key`): other tasks may have taken keys since the caller's
+            # transaction began.
+            for key, id in sorted(self.ids_of_keys(tag, wanted).items()):
+                if found.setdefault(key, id) == id:
+                    continue
+                now = self._keys.id_of(on, tag, key, is_locked=True)
+                if now is not None:
+                    found[key] = now
         return found
 
     def _alone(self, work: Callable[[Any], T], on: Executor | None) -> T:

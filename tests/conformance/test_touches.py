@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from sqlalchemy import Connection, event, update
+from sqlalchemy import Connection, create_engine, event, text, update
+from sqlalchemy.orm import Session
 
 from delaytasks import DelayTask, DelayTasks, NewTask, Status
 from delaytasks.core.errors import StoreUnavailableError
@@ -59,6 +60,24 @@ def test_many_named_by_keys_are_pushed_away_and_the_keys_that_nobody_has_are_tol
     assert lateness(delays, waits) > 50
     assert delays.touch(tag="lost", key="runs", delay=60) is delays.touch(runs, 60) is delays.touch(ends, 60) is False
     assert lateness(delays, runs) == lateness(delays, ends) == lateness(delays, other) == 0
+
+
+def test_keys_that_changed_hands_after_the_transaction_began_name_the_tasks_that_have_them_now(
+    delays: DelayTasks, database_url: str
+) -> None:
+    if not database_url.startswith(("mysql", "postgresql")):
+        pytest.skip("a transaction on SQLite that has read cannot write once another one has written")
+    engine = create_engine(database_url)
+    before, keys = schedule(delays, key="moved"), ["moved", "new"]
+    with Session(engine) as session:
+        session.execute(text("SELECT count(*) FROM s_yb_delay_task_message"))
+        delays.cancel(before)
+        tasks = [schedule(delays, key=key) for key in keys]
+        assert delays.touch_many(tag="lost", keys=keys, delay=60, session=session) == []
+        assert delays.touch(tag="lost", key="moved", delay=60, session=session)
+        session.commit()
+    assert all(lateness(delays, task) > 50 for task in tasks)
+    engine.dispose()
 
 
 def test_what_is_gone_is_scheduled_anew_by_the_same_loop_that_begins_it(delays: DelayTasks) -> None:

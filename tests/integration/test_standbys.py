@@ -12,14 +12,14 @@ from typing import Any
 import psycopg2
 import pytest
 from psycopg2 import extras
-from sqlalchemy import text
+from sqlalchemy import create_engine, text
 
 from delaytasks import DelayTasks
 from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
 from delaytasks.core.ports import Entry
 from delaytasks.store import migrations
 from delaytasks.store.replication import replication
-from delaytasks.store.standbys import COMMIT_LIMIT_S
+from delaytasks.store.standbys import _POSTGRESQL, COMMIT_LIMIT_S
 from tests.mariadb_server import MariaDBServer
 from tests.postgres_server import PostgresServer
 from tests.recording import delays_on, record
@@ -136,6 +136,17 @@ def test_a_statement_that_takes_long_for_another_reason_is_left_alone(
     done = in_thread(delays.store.database.alone, lambda c: c.execute(slow).all())
     assert len(done.result(BOUND_S)) == 1
     delays.close()
+
+
+def test_a_session_whose_commit_was_confirmed_meanwhile_is_not_ended(postgresql_url: str) -> None:
+    engine = create_engine(postgresql_url)
+    with engine.connect() as busy, engine.connect() as watch:
+        number, began = busy.execute(
+            text("SELECT pid, query_start FROM pg_stat_activity WHERE pid = pg_backend_pid()")
+        ).one()
+        assert watch.execute(text(_POSTGRESQL.end), {"id": number, "statement": began}).all() == []
+        assert busy.execute(text("SELECT 1")).scalar() == 1
+    engine.dispose()
 
 
 def test_nobody_watches_while_nothing_is_in_use(own_postgresql: PostgresServer) -> None:
