@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 from celery.worker.control import control_command
@@ -28,10 +29,11 @@ def break_loop(state: Any, loop: str, way: str) -> dict[str, str]:
     return {"ok": f"{loop} will {way}"}
 
 
-@control_command(args=[("kills", bool)])
-def lose_broker(state: Any, kills: bool = False) -> dict[str, int]:
+@control_command(args=[("kills", bool), ("away_s", float)])
+def lose_broker(state: Any, kills: bool = False, away_s: float = 0) -> dict[str, int]:
     """What Celery does when its connection breaks just after chunks went into the pool; how many it forgets. The
-    processes that have them may be killed in between, before they say so."""
+    processes that have them may be killed in between, before they say so. To connect again takes `away_s`, and the
+    event loop turns meanwhile."""
     consumer = state.consumer
     desk = consumer.controller.delays_desk
     dispatcher = desk.dispatcher
@@ -42,13 +44,17 @@ def lose_broker(state: Any, kills: bool = False) -> dict[str, int]:
             os.kill(process.pid, signal.SIGSTOP)
     dispatcher.drain("default", [0])
     dispatcher.pump()
-    if kills:
+    if kills or away_s:
         consumer.hub.consolidate_callback(list(pool._all_inqueues))  # into their pipes
+    if kills:
         for process in processes:
             os.kill(process.pid, signal.SIGKILL)
             process.join()
         pool.maintain_pool()
     consumer.pool.flush()
     forgotten = sum(sent.is_forgotten for sent in dispatcher._pool.sent.values())
+    if away_s:
+        connect = consumer.ensure_connected.func
+        connect(consumer, lambda _: threading.Event().wait(away_s), SimpleNamespace(ensure_connection=None))
     desk.connected()
     return {"forgotten": forgotten}

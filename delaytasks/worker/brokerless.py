@@ -26,8 +26,8 @@ SOON_S = 0.2
 LOOK_S = 0.5
 #: What a broker may take for one step, and how long a peer may leave sent data unconfirmed, unless the user says so.
 STEP_S, SILENT_MS = 5.0, 10_000
-#: Where Celery has its pools.
-POOLS = "celery.concurrency"
+#: Where Celery has its pools, and we what wakes the event loop.
+KEPT_TICKS = ("celery.concurrency", "delaytasks.worker")
 
 
 def bound_connections(app: Any) -> None:
@@ -110,8 +110,8 @@ def _turn(consumer: Any, goes_on: Callable[[], bool]) -> None:
     hub, ticks = consumer.hub, consumer.hub.on_tick
     before, added = timer_entries(hub.timer), set[Any]()
     try:
-        # A transport's callback would use, or reconnect, what is broken; the pool's are needed.
-        hub.on_tick = {tick for tick in ticks if tick.__module__.startswith(POOLS)}
+        # A transport's callback would use, or reconnect, what is broken; the others are needed.
+        hub.on_tick = {tick for tick in ticks if tick.__module__.startswith(KEPT_TICKS)}
         consumer.pool.register_with_event_loop(hub)
         hub.call_repeatedly(LOOK_S, _nothing)
         added = timer_entries(hub.timer) - before

@@ -6,6 +6,7 @@ the difference. When support for that version ends, its part here is deleted.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable
 from typing import Any
 
@@ -41,6 +42,46 @@ def mark_busy(pool: Any, processes: Iterable[Any]) -> None:
     busy = getattr(getattr(pool, "_pool", None), "_busy_workers", None)
     if busy is not None:
         busy.update(process.inqW_fd for process in processes)
+
+
+class _Waker:
+    """The function `call_soon` of an event loop, which wakes the loop when another thread calls it."""
+
+    def __init__(self, hub: Any) -> None:
+        self._hub = hub
+        self._call_soon = hub.call_soon
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        hub.on_tick.add(self.watch)
+
+    def __call__(self, callback: Any, *args: Any) -> Any:
+        promised = self._call_soon(callback, *args)
+        try:
+            self._writer.send(b"\0")
+        except BlockingIOError:
+            pass  # it is full, so the loop wakes anyway
+        return promised
+
+    def watch(self) -> None:
+        """Called in each turn of the loop, since a loop that is reset forgets what it watches."""
+        if self._reader.fileno() not in self._hub.readers:
+            self._hub.add_reader(self._reader, self._read)
+
+    def _read(self) -> None:
+        try:
+            self._reader.recv(4096)
+        except BlockingIOError:
+            pass
+
+
+def let_threads_wake(hub: Any) -> None:
+    """Make the event loop call what other threads give to `call_soon` immediately.
+
+    Before kombu 5.7 the loop finds it when its next timer is due or its next message arrives, a second later or more.
+    """
+    if hub is not None and _KOMBU < (5, 7) and not isinstance(hub.call_soon, _Waker):
+        hub.call_soon = _Waker(hub)
 
 
 def timer_entries(timer: Any) -> set[Any]:

@@ -125,7 +125,8 @@ class Dispatcher:
     @property
     def in_flight(self) -> dict[int, float]:
         """Start of each chunk in the pool, by the clock of its database."""
-        return {number: began for lane in self.lanes for number, began in lane.in_flight.items()}
+        with self._lock:
+            return {number: began for lane in self.lanes for number, began in lane.in_flight.items()}
 
     def room(self, coming: int = 0) -> int:
         """How many more entries are welcome, beside those that are on their way: a time box full of them for each free

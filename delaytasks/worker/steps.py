@@ -18,6 +18,7 @@ from delaytasks.core.task import DEFAULT_QUEUE
 from delaytasks.core.text import one_line
 from delaytasks.timers.eta import RUN
 from delaytasks.worker.brokerless import bound_connections
+from delaytasks.worker.celery_compat import let_threads_wake
 from delaytasks.worker.desk import Desk
 from delaytasks.worker.heap import keep_what_is_loaded
 from delaytasks.worker.inspecting import show_rows
@@ -47,6 +48,7 @@ class DelaysStep(bootsteps.StartStopStep):
         delays.processes.serve(worker.hostname, worker.pool)
         add_queues(worker.app, delays)
         bound_connections(worker.app)
+        let_threads_wake(worker.hub)
         worker.delays_desk = Desk(delays, worker)
         worker.wait_for_soft_shutdown = partial(shut_down_coldly, worker, worker.wait_for_soft_shutdown)
         show_rows()

@@ -109,6 +109,18 @@ def test_chunks_that_the_pool_forgets_with_the_broker_hold_no_process(workers: W
     assert forgotten
 
 
+def test_chunks_that_end_before_the_broker_is_found_again_hold_no_process(workers: Workers) -> None:
+    workers.worker(concurrency=1)
+    node, control, forgotten = workers.node(0), workers.delays.celery.control, 0
+    for _ in range(3):
+        wait_until(lambda: control.ping([node], timeout=1), 10, "it to be connected again")
+        [answer] = control.broadcast("lose_broker", {"away_s": 1}, destination=[node], reply=True, timeout=10, limit=1)
+        forgotten += answer[node]["forgotten"]
+        workers.wait_for([workers.schedule()], deadline_s=10)
+    assert forgotten
+    wait_until(lambda: workers.rests(node), 10, "no chunk to be left")
+
+
 def test_a_chunk_of_a_process_that_died_just_before_the_broker_holds_none(workers: Workers) -> None:
     """The one that takes its place has its pipe, and Celery says that it has the chunk."""
     workers.worker(concurrency=1)
