@@ -16,6 +16,7 @@ from tests.waiting import wait_until
 def test_another_thread_wakes_an_event_loop_that_waits(is_reset: bool) -> None:
     hub, called = Hub(), list[int]()
     let_threads_wake(hub)
+    hub.timer.max_interval = 60
     hub.call_later(60, lambda: None)
     if is_reset:  # as when the worker loses its broker
         hub.call_soon(lambda: None)
