@@ -207,7 +207,7 @@ def test_a_console_reads(place: Place) -> None:
     task = web.schedule_delay("mail", {}, 60)
     web.close()
     assert why(FactReader(delays.store, delays.settings, 15).of(task))[0].code == "future"
-    assert all(late.tag != "mail" for late in stats.late(0, 20))
+    assert stats.late(3600, 20) == [], "the test before may have left tasks that are due now"
     assert replication(delays.store.database) is not None
     assert list(stats.pending()) is not None
     assert delays.find() is not None
