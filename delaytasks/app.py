@@ -13,30 +13,17 @@ from celery import signals
 
 from delaytasks.bulk_verbs import BulkVerbs
 from delaytasks.callback_verbs import CallbackVerbs
-from delaytasks.callbacks.http import CALLBACK, LADDER, Callback, HttpCallbacks
-from delaytasks.callbacks.queue import MESSAGE, Message, QueueMessages
-from delaytasks.core.clock import Clock
+from delaytasks.callbacks.http import CALLBACK, LADDER, Callback
+from delaytasks.callbacks.queue import MESSAGE, Message
 from delaytasks.core.encryption import names_of
 from delaytasks.core.errors import (
     ConfigError,
 )
 from delaytasks.core.events import Events
-from delaytasks.core.outcomes import Outcome
-from delaytasks.core.ports import Timer
-from delaytasks.core.settings import Settings, hide_secrets
-from delaytasks.core.task import DelayTask
+from delaytasks.core.settings import hide_secrets
 from delaytasks.core.text import shown
-from delaytasks.engine.check import Finding, check
-from delaytasks.engine.producer import Producer
-from delaytasks.engine.queues import Queues
-from delaytasks.engine.registry import Options, Registry
-from delaytasks.engine.sweeper import Sweeper
-from delaytasks.parts import Parts
+from delaytasks.engine.registry import Registry
 from delaytasks.policy_verbs import PolicyVerbs
-from delaytasks.routes import Routes
-from delaytasks.shards import Shard
-from delaytasks.store.store import Store
-from delaytasks.timers.publisher import Publisher
 from delaytasks.touch_verbs import TouchVerbs
 from delaytasks.worker.beatlog import quiet_beats
 from delaytasks.worker.celery_version import check_celery
@@ -47,8 +34,25 @@ from delaytasks.worker.tasks import SWEEP, register_tasks
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from delaytasks.callbacks.http import HttpCallbacks
+    from delaytasks.callbacks.queue import QueueMessages
+    from delaytasks.core.clock import Clock
+    from delaytasks.core.outcomes import Outcome
+    from delaytasks.core.ports import Timer
+    from delaytasks.core.settings import Settings
+    from delaytasks.core.task import DelayTask
+    from delaytasks.engine.check import Finding
+    from delaytasks.engine.producer import Producer
+    from delaytasks.engine.queues import Queues
+    from delaytasks.engine.registry import Options
     from delaytasks.engine.runner import Runner
+    from delaytasks.engine.sweeper import Sweeper
+    from delaytasks.parts import Parts
+    from delaytasks.routes import Routes
+    from delaytasks.shards import Shard
+    from delaytasks.store.store import Store
     from delaytasks.timers.direct import DirectTimer
+    from delaytasks.timers.publisher import Publisher
     from delaytasks.timers.redis import RedisTimer
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -109,6 +113,9 @@ class DelayTasks(CallbackVerbs, TouchVerbs, BulkVerbs, PolicyVerbs):
         if self._parts is None:
             with self._lock:
                 if self._parts is None:
+                    # Everything that works is behind this: a process that only registers processors does not load it.
+                    from delaytasks.parts import Parts
+
                     self._parts = Parts(self.celery, self._arguments, self.registry, self.events, self.database_now)
         return self._parts
 
@@ -194,6 +201,7 @@ class DelayTasks(CallbackVerbs, TouchVerbs, BulkVerbs, PolicyVerbs):
     def check(self) -> Iterator[Finding]:
         """Before a deploy: tasks that wait whose tag has no processor here, or whose body its schema refuses; and rows
         that another program wrote and no worker will ever take."""
+        from delaytasks.engine.check import check
         from delaytasks.store.stats import Stats
 
         for shard in self.shards:

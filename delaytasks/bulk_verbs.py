@@ -13,12 +13,13 @@ from delaytasks.core.bulk import AuditEntry, BulkResult, Filter, Filters, filter
 from delaytasks.core.errors import InvalidScheduleError, StoreUnavailableError
 from delaytasks.core.inputs import check_limit
 from delaytasks.core.ports import To
-from delaytasks.engine.bulk import BulkRun
-from delaytasks.shards import Shard
 from delaytasks.verbs import Verbs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from delaytasks.engine.bulk import BulkRun
+    from delaytasks.shards import Shard
 
 OnProgress = Callable[[BulkResult], object]
 
@@ -103,7 +104,8 @@ class BulkVerbs(Verbs):
     ) -> BulkResult:
         """Shard by shard: one that is down is told, and the others are done."""
         who = actor_of(actor)
-        shards, runs, missing = self.routes.shards, dict[int, BulkRun](), dict[int, StoreUnavailableError]()
+        runs: dict[int, BulkRun] = {}
+        shards, missing = self.routes.shards, dict[int, StoreUnavailableError]()
 
         @contextmanager
         def unless_down(number: int) -> Iterator[None]:
@@ -132,6 +134,8 @@ class BulkVerbs(Verbs):
         return so_far()
 
     def _run(self, shard: Shard, which: Filter, to: To) -> BulkRun:
+        from delaytasks.engine.bulk import BulkRun
+
         retry = partial(self.routes.databases.retry, shard.number)
         return BulkRun(shard.store.bulk, shard.producer, self.events, shard.number, which, to, retry)
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from delaytasks.callbacks.http import CALLBACK, HttpCallbacks
-from delaytasks.callbacks.queue import MESSAGE, QueueMessages
+from delaytasks.callbacks.http import CALLBACK
+from delaytasks.callbacks.queue import MESSAGE
 from delaytasks.core.ladder import Ladder
 from delaytasks.core.ports import OnConflict
 from delaytasks.core.task import DelayTask
@@ -16,6 +16,9 @@ from delaytasks.verbs import Verbs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from delaytasks.callbacks.http import HttpCallbacks
+    from delaytasks.callbacks.queue import QueueMessages
 
 
 class Options(TypedDict, total=False):

@@ -7,15 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from enum import Enum
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from delaytasks.core.actors import actor_of
 from delaytasks.core.errors import InvalidPolicyError, StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.policies import Kind, Policy, check_limit, named, parse_rate
-from delaytasks.routes import EACH_S, Routes
-from delaytasks.shards import Shard
-from delaytasks.store.policies import PolicyTable
+
+if TYPE_CHECKING:
+    from delaytasks.routes import Routes
+    from delaytasks.shards import Shard
+    from delaytasks.store.policies import PolicyTable
 
 T = TypeVar("T")
 
@@ -133,6 +135,8 @@ class PolicyVerbs(ABC):
 
     def _ask(self, work: Callable[[Shard], T]) -> tuple[dict[int, T], dict[int, StoreUnavailableError]]:
         """What each shard answers, by its number; and why some of them do not."""
+        from delaytasks.routes import EACH_S
+
         answers: dict[int, T] = {}
         down: dict[int, StoreUnavailableError] = {}
 

@@ -14,9 +14,8 @@ from typing import NamedTuple, TypeVar
 
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import InvalidScheduleError, ShardMismatchError, StoreUnavailableError, TaskNotFoundError
-from delaytasks.core.ids import check_id
 from delaytasks.core.ports import Executor, OnConflict, Unit
-from delaytasks.core.task import DelayTask, NewTask, Page
+from delaytasks.core.task import DelayTask, NewTask, Page, id_of
 from delaytasks.core.text import shown
 from delaytasks.engine.placing import Placing
 from delaytasks.engine.producer import BULK, Lot
@@ -255,10 +254,6 @@ def refuse_elsewhere(id: int, shards: Iterable[Shard], session: int) -> None:
                 f"task {id} is in shard {shard.number}, and the session is on shard {session}; open one on that "
                 "database, or call without session="
             )
-
-
-def id_of(name: object) -> int:
-    return name.id if isinstance(name, DelayTask) else check_id(name)
 
 
 def _executor(unit: Unit | None) -> Executor | None:

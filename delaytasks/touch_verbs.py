@@ -8,9 +8,8 @@ from typing import Any, overload
 
 from delaytasks.core.errors import InvalidScheduleError
 from delaytasks.core.inputs import check_key, check_tag
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayTask, id_of
 from delaytasks.core.text import shown
-from delaytasks.routes import id_of
 from delaytasks.verbs import Verbs, checked, name_of
 
 

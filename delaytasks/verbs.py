@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.cancel_result import CancelResult
 from delaytasks.core.errors import InvalidScheduleError, TaskStateError
@@ -18,9 +18,10 @@ from delaytasks.core.ports import OnConflict, Unit
 from delaytasks.core.states import Status
 from delaytasks.core.task import Attempt, DelayTask, NewTask, Page
 from delaytasks.core.text import shown
-from delaytasks.routes import Name, Named, Routes
-from delaytasks.shards import Shard
-from delaytasks.store.units import unit_of
+
+if TYPE_CHECKING:
+    from delaytasks.routes import Name, Named, Routes
+    from delaytasks.shards import Shard
 
 
 class Verbs(ABC):
@@ -248,7 +249,11 @@ class Verbs(ABC):
         return unit
 
     def _unit(self, session: Any) -> Unit | None:
-        return self.ambient_unit() if session is None else unit_of(session)
+        if session is None:
+            return self.ambient_unit()
+        from delaytasks.store.units import unit_of
+
+        return unit_of(session)
 
     @contextmanager
     def _guarded(self, session: Any) -> Iterator[Unit | None]:

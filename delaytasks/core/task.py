@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from delaytasks.core.current import Current, current_run
 from delaytasks.core.encryption import decoded, is_encrypted, placeholder
 from delaytasks.core.errors import NotRunningError
+from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import MAX_DEPTH
 from delaytasks.core.ladder import Ladder
 from delaytasks.core.states import FINISHED, Status
@@ -203,6 +204,11 @@ class Page:
 
     def __len__(self) -> int:
         return len(self.tasks)
+
+
+def id_of(name: object) -> int:
+    """The id of a task that a call names by the task or by its id."""
+    return name.id if isinstance(name, DelayTask) else check_id(name)
 
 
 def _iso(instant: datetime | None) -> str | None:
