@@ -89,19 +89,23 @@ def timer_entries(timer: Any) -> set[Any]:
     return {scheduled.entry for scheduled in timer.queue}
 
 
-def disconnect_reader(channel: Any, hub: Any) -> None:
-    """Close the connection on which a Redis channel reads its queues; kombu opens a new one before it reads again.
+def keep_polling(transport: Any, loop: Any) -> None:
+    """Make the event loop go on to read from Redis when one of the connections of this transport is closed.
 
-    Before kombu 5.7 the event loop `hub`, if there is one, would stop to ask for messages when this connection is
-    closed, and would go on to watch the closed socket.
+    Before kombu 5.7 the loop then reads from none of them any more: after one broken command for remote control, for
+    example, the worker takes in no message.
     """
-    if hub is None or _KOMBU >= (5, 7):
-        channel.client.connection.disconnect()
+    if loop is None or _KOMBU >= (5, 7):
         return
-    cycle, ticks = channel.connection.cycle, set(hub.on_tick)
-    cycle._chan_to_sock.pop((channel, channel.client, "BRPOP"), None)
-    for fd in [fd for fd, reader in cycle._fd_to_chan.items() if reader == (channel, "BRPOP")]:
-        del cycle._fd_to_chan[fd]
-        hub.remove(fd)
-    channel.client.connection.disconnect()
-    hub.on_tick |= ticks
+    cycle = transport.cycle
+
+    def forget(closed: Any) -> None:
+        keys = [key for key in cycle._chan_to_sock if key[1].connection is closed]
+        readers = {(channel, kind) for channel, _, kind in keys}
+        for fd in [fd for fd, reader in cycle._fd_to_chan.items() if reader in readers]:
+            del cycle._fd_to_chan[fd]
+            loop.remove(fd)
+        for key in keys:
+            del cycle._chan_to_sock[key]
+
+    cycle._on_connection_disconnect = forget

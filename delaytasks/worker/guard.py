@@ -13,6 +13,7 @@ from celery.utils.log import get_logger
 from kombu.transport import virtual
 
 from delaytasks.worker.brokererrors import OF_DATA, is_the_brokers
+from delaytasks.worker.celery_compat import keep_polling
 from delaytasks.worker.redisguard import RedisGuard
 from delaytasks.worker.strategy import JSON, MOST_BYTES
 
@@ -54,7 +55,11 @@ class GuardStep(bootsteps.Step):
 
     def _guard_connection(self, connection: Any) -> Any:
         transport = connection.transport
-        self._redis = RedisGuard(self._consumer) if transport.driver_type == "redis" else None
+        if transport.driver_type == "redis":
+            self._redis = RedisGuard(self._consumer)
+            keep_polling(transport, self._consumer.hub)
+        else:
+            self._redis = None
         if transport.driver_type == "amqp":
             self._guard_frames(connection.connection)
         create = transport.create_channel

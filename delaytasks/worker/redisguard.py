@@ -14,7 +14,7 @@ from redis.exceptions import ResponseError
 
 from delaytasks.core.clock import monotonic
 from delaytasks.worker.brokererrors import is_the_brokers
-from delaytasks.worker.celery_compat import brpop_s, disconnect_reader
+from delaytasks.worker.celery_compat import brpop_s
 from delaytasks.worker.strategy import MOST_BYTES
 
 #: A queue that could not be read is left alone for so long.
@@ -138,7 +138,7 @@ class RedisGuard:
         if not wrong:
             wrong = dict.fromkeys(keys, str(error))
             # The address may lead to another server now, since a former primary answers as a replica.
-            disconnect_reader(channel, self._consumer.hub)
+            channel.client.connection.disconnect()
         if not self._blocked.get(channel):
             self._try_again_soon(channel)
         self._blocked.setdefault(channel, {}).update({key: keys[key] for key in wrong})
