@@ -10,7 +10,7 @@ from sqlalchemy import event
 
 from delaytasks import DelayTasks
 from delaytasks.core.task import DelayTask
-from delaytasks.store.store import Store
+from tests.conftest import open_store
 from tests.recording import delays_on, record
 
 #: What makes a session refuse writes, as the server of a former primary does.
@@ -47,15 +47,11 @@ class Cluster:
         self.is_promoted = True
 
 
-@pytest.fixture(scope="session", params=["postgresql_url", "mysql_url"])
-def database_url(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=["postgresql_url", "mysql_url"])
+def delays(request: pytest.FixtureRequest) -> Iterator[DelayTasks]:
     url: str = request.getfixturevalue(request.param)
-    return url
-
-
-@pytest.fixture
-def delays(store: Store, database_url: str) -> Iterator[DelayTasks]:
-    made = delays_on(database_url, table_prefix="s_")
+    open_store(url, table_prefix="demoted_").close()
+    made = delays_on(url, table_prefix="demoted_")
     record(made)
     yield made
     made.close()
