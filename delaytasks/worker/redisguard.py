@@ -13,6 +13,7 @@ from kombu.utils.encoding import bytes_to_str
 from redis.exceptions import ResponseError
 
 from delaytasks.core.clock import monotonic
+from delaytasks.timers.broker import WRONG_TYPE
 from delaytasks.worker.brokererrors import is_the_brokers
 from delaytasks.worker.celery_compat import brpop_s
 from delaytasks.worker.strategy import MOST_BYTES
@@ -21,8 +22,8 @@ from delaytasks.worker.strategy import MOST_BYTES
 RETRY_S = 2.0
 #: A longer message of our queues is not decoded: its body is base64, and its headers are few.
 MOST_RAW = 2 * MOST_BYTES
-WRONG_TYPE = "delete or rename this key, which does not hold what Celery keeps there"
-REFUSED = (
+WRONG_TYPE_REMEDY = "delete or rename this key, which does not hold what Celery keeps there"
+REFUSED_REMEDY = (
     "see to it that the broker's user may read and write this key, that Redis has memory, and that it is a primary"
 )
 MEANWHILE = "; until then workers run what is due from the table"
@@ -234,7 +235,7 @@ class RedisGuard:
         return self._consumer.controller.delays_desk
 
     def _tell(self, key: str, error: object) -> None:
-        remedy = (WRONG_TYPE if "WRONGTYPE" in str(error) else REFUSED) + MEANWHILE
+        remedy = (WRONG_TYPE_REMEDY if WRONG_TYPE in str(error) else REFUSED_REMEDY) + MEANWHILE
         self._desk.delays.events.emit("queue.blocked", key=key, error=str(error), remedy=remedy)
 
     def _tell_blocked(self, key: str, queue: str, reason: str) -> None:
