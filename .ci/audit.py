@@ -17,23 +17,36 @@ FOUND, NOT_CHECKED = 1, 3
 
 def reason_of_silence(service: str) -> str:
     """Empty if the advisory database answers as one."""
-    request = urllib.request.Request(service, json.dumps(PROBE).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        service, json.dumps(PROBE).encode(), {"Content-Type": "application/json"}
+    )
     try:
         with urllib.request.urlopen(request, timeout=15) as answer:
             found = json.load(answer)
     except (urllib.error.URLError, OSError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
-    return "" if isinstance(found, dict) and found.get("vulns") else "it does not know what it should"
+    return (
+        "" if isinstance(found, dict) and found.get("vulns") else "it does not know what it should"
+    )
 
 
 def main(service: str = SERVICE) -> int:
     reason = reason_of_silence(service)
     if reason:
-        sys.stderr.write(f"audit: NOT CHECKED for known vulnerabilities: no answer from {service} ({reason})\n")
+        sys.stderr.write(
+            f"audit: NOT CHECKED for known vulnerabilities: no answer from {service} ({reason})\n"
+        )
         return NOT_CHECKED
     # Only here, where it can be of use.
     subprocess.check_call([sys.executable, "-m", "pip", "install", "--quiet", "pip-audit>=2.7"])
-    options = ["--local", "--skip-editable", "--vulnerability-service", "osv", "--progress-spinner", "off"]
+    options = [
+        "--local",
+        "--skip-editable",
+        "--vulnerability-service",
+        "osv",
+        "--progress-spinner",
+        "off",
+    ]
     return FOUND if subprocess.call([sys.executable, "-m", "pip_audit", *options]) else 0
 
 

@@ -16,10 +16,10 @@ from alembic import context
 from sqlalchemy import Connection
 
 from delaytasks.core.settings import load_settings
-from delaytasks.store import sqlitefile
-from delaytasks.store.database import Database, normalize_url
-from delaytasks.store.migrations import comparison, exclusively, urls_of, version_table
-from delaytasks.store.schema import build_schema
+from delaytasks.storage import sqlite_file as sqlitefile
+from delaytasks.storage.database import Database, normalize_url
+from delaytasks.storage.migrations import comparison, exclusively, urls_of, version_table
+from delaytasks.storage.schema import build_schema
 
 config = context.config
 
@@ -30,7 +30,9 @@ def celery_configuration() -> dict[str, Any]:
     return vars(importlib.import_module(name)) if importlib.util.find_spec(name) else {}
 
 
-settings = load_settings({} if "connection" in config.attributes else celery_configuration(), os.environ)
+settings = load_settings(
+    {} if "connection" in config.attributes else celery_configuration(), os.environ
+)
 given: dict[str, Any] = {**context.get_x_argument(as_dictionary=True), **config.attributes}
 one: str | None = given.get("url") or config.get_main_option("sqlalchemy.url")
 urls = [one] if one else urls_of(settings)
@@ -51,7 +53,9 @@ options: dict[str, Any] = {
     "version_table_schema": schema,
     "include_schemas": schema is not None,
     "include_name": lambda name, kind, parents: (
-        name == schema if kind == "schema" else kind != "table" or (name in names and parents["schema_name"] == schema)
+        name == schema
+        if kind == "schema"
+        else kind != "table" or (name in names and parents["schema_name"] == schema)
     ),
 }
 
@@ -72,7 +76,12 @@ def migrate(connection: Connection) -> None:
 
 
 if context.is_offline_mode():
-    context.configure(url=normalize_url(urls[0]), literal_binds=True, dialect_opts={"paramstyle": "named"}, **options)
+    context.configure(
+        url=normalize_url(urls[0]),
+        literal_binds=True,
+        dialect_opts={"paramstyle": "named"},
+        **options,
+    )
     with context.begin_transaction():
         context.run_migrations(prefix=prefix, schema=schema)
 elif "connection" in given:

@@ -20,14 +20,24 @@ from benchmarks import where
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", help="cases or groups; without any, the group `short`")
-    parser.add_argument("--quick", action="store_true", help="fewer tasks and one round: shows that all works")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer tasks and one round: shows that all works"
+    )
     parser.add_argument("--rounds", type=int, help="default: 3, with --quick 1")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all values there")
     parser.add_argument("--broker", metavar="URL", help="instead of DELAYTASKS_BENCH_BROKER_URL")
-    parser.add_argument("--strict", action="store_true", help="end with status 1 when a target is missed")
-    parser.add_argument("--peers", nargs="*", metavar="NAME", help="beside other systems: these, or all")
-    parser.add_argument("--backlog", type=int, metavar="N", help="with --peers: so many tasks due tomorrow")
-    parser.add_argument("--pages", type=Path, metavar="FILE", help="no measuring: docs/peers.md from that JSON")
+    parser.add_argument(
+        "--strict", action="store_true", help="end with status 1 when a target is missed"
+    )
+    parser.add_argument(
+        "--peers", nargs="*", metavar="NAME", help="beside other systems: these, or all"
+    )
+    parser.add_argument(
+        "--backlog", type=int, metavar="N", help="with --peers: so many tasks due tomorrow"
+    )
+    parser.add_argument(
+        "--pages", type=Path, metavar="FILE", help="no measuring: docs/peers.md from that JSON"
+    )
     options = parser.parse_intermixed_args()
     if options.pages is not None:
         from benchmarks.peers import pages
@@ -48,8 +58,14 @@ def main() -> int:
 
     unknown = sorted(set(options.names) - set(CASES) - set(GROUPS))
     if unknown:
-        parser.error(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}, and the groups {', '.join(GROUPS)}")
-    names = list(dict.fromkeys(case for name in options.names or ["short"] for case in GROUPS.get(name, [name])))
+        parser.error(
+            f"no case {', '.join(unknown)}; there are {', '.join(CASES)}, and the groups {', '.join(GROUPS)}"
+        )
+    names = list(
+        dict.fromkeys(
+            case for name in options.names or ["short"] for case in GROUPS.get(name, [name])
+        )
+    )
     rounds = options.rounds or (1 if options.quick else 3)
     console = report.console()
     folder = Path(tempfile.mkdtemp(prefix="delaytasks-bench-"))
@@ -59,7 +75,12 @@ def main() -> int:
     def say(text: str) -> None:
         console.print(f"[dim]{time.monotonic() - began:5.0f} s  {text}[/dim]", highlight=False)
 
-    sides = (Ours(folder, notes), OursInRedis(folder, notes), OursDirect(folder, notes), Bare(folder, notes))
+    sides = (
+        Ours(folder, notes),
+        OursInRedis(folder, notes),
+        OursDirect(folder, notes),
+        Bare(folder, notes),
+    )
     stage = Stage(*sides, options.quick, say)
     facts: dict[str, Any] = {}
     failures: list[str] = []
@@ -75,7 +96,11 @@ def main() -> int:
         return 2
     try:
         brokers.clear()
-        facts = {**machine.facts(), "database": table.server_version(), "broker": brokers.describe()}
+        facts = {
+            **machine.facts(),
+            "database": table.server_version(),
+            "broker": brokers.describe(),
+        }
         report.print_facts(console, facts)
         for name in names:
             times = 1 if name in ONCE else rounds
@@ -95,10 +120,15 @@ def main() -> int:
     report.print_table(console, stage.figures)
     if options.json is not None:
         found = [figure.as_json() for figure in stage.figures]
-        text = json.dumps({"machine": facts, "quick": options.quick, "figures": found, "failures": failures}, indent=1)
+        text = json.dumps(
+            {"machine": facts, "quick": options.quick, "figures": found, "failures": failures},
+            indent=1,
+        )
         options.json.write_text(text + os.linesep)
     if failures:
-        console.print(f"{len(failures)} failed; the logs are in {folder}", style="red", markup=False)
+        console.print(
+            f"{len(failures)} failed; the logs are in {folder}", style="red", markup=False
+        )
         return 1
     shutil.rmtree(folder, ignore_errors=True)
     is_missed = any(figure.is_reached is False for figure in stage.figures)

@@ -40,7 +40,10 @@ def clear() -> None:
 
 def delete_queues(connection: Any) -> None:
     for name in (BARE_QUEUE, "bench_idle", *map(queue_name, NAMESPACES)):
-        for delete in (connection.default_channel.queue_delete, connection.default_channel.exchange_delete):
+        for delete in (
+            connection.default_channel.queue_delete,
+            connection.default_channel.exchange_delete,
+        ):
             try:
                 delete(name)
             except connection.channel_errors:
@@ -69,7 +72,9 @@ def counting(queue: str) -> Iterator[Callable[[], int]]:
 
         def count() -> int:
             try:
-                return int(connection.default_channel.queue_declare(queue, passive=True).message_count)
+                return int(
+                    connection.default_channel.queue_declare(queue, passive=True).message_count
+                )
             except connection.channel_errors:
                 return 0  # Redis has no empty queues
 
@@ -86,7 +91,9 @@ def take_armed() -> list[int]:
     """The ids in all messages of the eta timer that wait for a worker; the messages are gone then."""
     found: list[int] = []
     with app.connection_for_write() as connection:
-        queue: Any = delays.publisher.queue(delays.settings.default_queue)(connection.default_channel)
+        queue: Any = delays.publisher.queue(delays.settings.default_queue)(
+            connection.default_channel
+        )
         queue.declare()
         while (message := queue.get(no_ack=True)) is not None:
             entries = message.decode()[0][0]

@@ -24,7 +24,9 @@ class Target:
         return f"{sign} {bound:,g}{' ×' if self.of == 'ratio' else ''}"
 
     def is_reached(self, value: float) -> bool:
-        return (self.most is None or value <= self.most) and (self.least is None or value >= self.least)
+        return (self.most is None or value <= self.most) and (
+            self.least is None or value >= self.least
+        )
 
 
 @dataclass

@@ -51,7 +51,9 @@ def _compare(database: str, broker: str, figures: Path, expected: float) -> int:
     (ratio,) = next(figure["ratios"] for figure in found if figure["unit"] == "drained/s")
     least = expected * ALARMING
     verdict = "" if ratio >= least else f": less than {least:.1f}, something has become slow"
-    print(f"guard: a burst is drained {ratio:.1f} times as fast as by bare Celery, expected {expected:g}{verdict}")
+    print(
+        f"guard: a burst is drained {ratio:.1f} times as fast as by bare Celery, expected {expected:g}{verdict}"
+    )
     return 0 if ratio >= least else 1
 
 

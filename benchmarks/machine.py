@@ -14,7 +14,9 @@ PACKAGES = ("celery", "kombu", "redis", "SQLAlchemy", "psycopg2-binary")
 def facts() -> dict[str, str]:
     load = " ".join(f"{value:.2f}" for value in os.getloadavg())
     return {
-        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "cores": str(
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        ),
         "processor": _processor(),
         "system": platform.platform(),
         "load at start": load,
@@ -53,7 +55,11 @@ def usage_of(program: str) -> Usage | None:
     running = {pid for pid in _pids() if _comm(pid) == program}
     inside = {child for pid in running for child in children(pid)}
     found = [one for pid in running - inside if (one := usage(pid)) is not None]
-    return Usage(sum(one.cpu_s for one in found), sum(one.rss_bytes for one in found)) if found else None
+    return (
+        Usage(sum(one.cpu_s for one in found), sum(one.rss_bytes for one in found))
+        if found
+        else None
+    )
 
 
 def rss_bytes_of(program: str) -> int | None:
@@ -62,7 +68,9 @@ def rss_bytes_of(program: str) -> int | None:
     for pid in _pids():
         try:
             if _comm(pid) == program:
-                found += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+                found += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf(
+                    "SC_PAGE_SIZE"
+                )
         except (OSError, IndexError, ValueError):
             continue  # it has ended meanwhile
     return found or None
@@ -103,4 +111,6 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or "?"
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "?")
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "?"
+    )

@@ -36,7 +36,12 @@ class Meter:
         self._began = self._spent_s()
 
     def cost(self, tasks: int) -> Cost:
-        return Cost(*((now - then) / tasks * 1000 for now, then in zip(self._spent_s(), self._began, strict=True)))
+        return Cost(
+            *(
+                (now - then) / tasks * 1000
+                for now, then in zip(self._spent_s(), self._began, strict=True)
+            )
+        )
 
     def _spent_s(self) -> tuple[float, float, float]:
         worker_s = self._side.cpu_s()

@@ -62,4 +62,6 @@ class Notes:
 
     def read(self) -> list[Note]:
         data = self._path.read_bytes()
-        return [Note(*pair) for pair in _LINE.iter_unpack(data[: len(data) // _LINE.size * _LINE.size])]
+        return [
+            Note(*pair) for pair in _LINE.iter_unpack(data[: len(data) // _LINE.size * _LINE.size])
+        ]

@@ -22,7 +22,9 @@ SLOW = "bench.slow"
 ABORT = "bench.abort"
 
 
-def make(name: str, timer: str = "eta", databases: Sequence[str] = (), **settings: Any) -> tuple[Celery, DelayTasks]:
+def make(
+    name: str, timer: str = "eta", databases: Sequence[str] = (), **settings: Any
+) -> tuple[Celery, DelayTasks]:
     made = Celery(name, broker=broker_url(), set_as_current=False)
     # As in the project's celeryconfig.py. The default queue is not ours: nothing is sent to it.
     made.conf.update(

@@ -94,7 +94,9 @@ class Process:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def worker(app: str, name: str, folder: Path, notes: str, pool: Sequence[str] = POOL, **environment: str) -> Process:
+def worker(
+    app: str, name: str, folder: Path, notes: str, pool: Sequence[str] = POOL, **environment: str
+) -> Process:
     command = ["celery", "-A", app, "worker", *pool, "-n", f"{name}@%h", "--loglevel", "WARNING"]
     return Process(name, command, folder, BENCH_NOTES=notes, **environment)
 
@@ -102,7 +104,11 @@ def worker(app: str, name: str, folder: Path, notes: str, pool: Sequence[str] = 
 def drainer(app: str, name: str, folder: Path, notes: str, **environment: str) -> Process:
     """A worker without a broker."""
     return Process(
-        name, ["delaytasks", "-A", app, "drain", "--forever", "-c", "2"], folder, BENCH_NOTES=notes, **environment
+        name,
+        ["delaytasks", "-A", app, "drain", "--forever", "-c", "2"],
+        folder,
+        BENCH_NOTES=notes,
+        **environment,
     )
 
 

@@ -19,7 +19,10 @@ PRODUCERS = 2
 def schedule_singly(stage: Stage, side: Side, count: int, lead: float) -> float:
     """`count` tasks in as many calls, due at one instant, which is returned."""
     each = count // PRODUCERS
-    made = [Process(f"producer{n}", ["benchmarks.producers", side.name], side.folder) for n in range(PRODUCERS)]
+    made = [
+        Process(f"producer{n}", ["benchmarks.producers", side.name], side.folder)
+        for n in range(PRODUCERS)
+    ]
     try:
         for process in made:
             process.expect("ready", 30)
@@ -29,7 +32,9 @@ def schedule_singly(stage: Stage, side: Side, count: int, lead: float) -> float:
         took = max(float(process.expect("scheduled", lead + 120)) for process in made)
         if wall() > due:
             took_s = wall() - due + lead
-            raise TooSlowError(f"{side.name} scheduled {count:,} tasks in {took_s:.1f} s, not in {lead:g} s")
+            raise TooSlowError(
+                f"{side.name} scheduled {count:,} tasks in {took_s:.1f} s, not in {lead:g} s"
+            )
         stage.say(f"{side.name}: {count:,} calls by {PRODUCERS} producers at once in {took:.1f} s")
     finally:
         for process in made:

@@ -47,7 +47,9 @@ class Exchange(asyncio.Protocol):
 
 async def receive(delay_s: float) -> None:
     loop, counts = asyncio.get_running_loop(), Counts()
-    server = await loop.create_server(lambda: Exchange(delay_s, counts), "127.0.0.1", 0, backlog=1024)
+    server = await loop.create_server(
+        lambda: Exchange(delay_s, counts), "127.0.0.1", 0, backlog=1024
+    )
     print("port", server.sockets[0].getsockname()[1], flush=True)
     while await loop.run_in_executor(None, sys.stdin.readline):
         print("received", counts.received, counts.most, flush=True)

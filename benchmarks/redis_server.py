@@ -117,7 +117,9 @@ class Private:
     def commands(self) -> Counter[str]:
         """How many of each it was sent, by others than this."""
         found = self._client.info("commandstats")
-        counts = Counter({name.removeprefix("cmdstat_"): stats["calls"] for name, stats in found.items()})
+        counts = Counter(
+            {name.removeprefix("cmdstat_"): stats["calls"] for name, stats in found.items()}
+        )
         del counts["info"]
         return counts
 
@@ -130,8 +132,21 @@ def private(folder: Path) -> Iterator[Private]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(folder)]
-    with subprocess.Popen([found.program, *options], stdout=subprocess.DEVNULL, start_new_session=True) as process:
+    options = [
+        "--port",
+        str(port),
+        "--bind",
+        "127.0.0.1",
+        "--save",
+        "",
+        "--appendonly",
+        "no",
+        "--dir",
+        str(folder),
+    ]
+    with subprocess.Popen(
+        [found.program, *options], stdout=subprocess.DEVNULL, start_new_session=True
+    ) as process:
         try:
             server = Private(port)
             wait_until(server.answers, 15, "a Redis of its own")

@@ -19,11 +19,16 @@ def console() -> Console:
 
 def print_facts(target: Console, facts: Mapping[str, str]) -> None:
     target.print(" · ".join(f"{name} {value}" for name, value in facts.items()), highlight=False)
-    target.print("2 prefork processes a worker; synchronous_commit as the server has it; no task events.", style="dim")
+    target.print(
+        "2 prefork processes a worker; synchronous_commit as the server has it; no task events.",
+        style="dim",
+    )
 
 
 def print_table(target: Console, figures: Sequence[Figure]) -> None:
-    made = Table(title="median (min to max of the rounds)", title_justify="left", header_style="bold")
+    made = Table(
+        title="median (min to max of the rounds)", title_justify="left", header_style="bold"
+    )
     made.add_column("case")
     made.add_column("what")
     for name in ("delaytasks", "bare Celery eta", "ratio", "target"):
@@ -47,7 +52,9 @@ def print_table(target: Console, figures: Sequence[Figure]) -> None:
 
 def spread(values: Sequence[float]) -> str:
     middle = short(statistics.median(values))
-    return middle if len(values) == 1 else f"{middle} ({short(min(values))} to {short(max(values))})"
+    return (
+        middle if len(values) == 1 else f"{middle} ({short(min(values))} to {short(max(values))})"
+    )
 
 
 def short(value: float) -> str:

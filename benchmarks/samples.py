@@ -28,7 +28,9 @@ class Memory:
         return max(self.values)
 
     def __str__(self) -> str:
-        return f"{self.start:.0f} at first, {self.peak:.0f} at most, {self.values[-1]:.0f} in the end"
+        return (
+            f"{self.start:.0f} at first, {self.peak:.0f} at most, {self.values[-1]:.0f} in the end"
+        )
 
 
 @dataclass
@@ -53,7 +55,10 @@ def sampling(side: Ours) -> Iterator[Samples]:
         with brokers.counting(queue) as count:
             while not is_over.wait(LOOK_S):
                 samples.queued.append(count())
-                for memory, value in ((samples.worker, side.rss_mb()), (samples.broker, brokers.memory_mb())):
+                for memory, value in (
+                    (samples.worker, side.rss_mb()),
+                    (samples.broker, brokers.memory_mb()),
+                ):
                     if value is not None:
                         memory.values.append(value)
 

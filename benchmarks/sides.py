@@ -75,7 +75,11 @@ class Side(ABC):
         started = self._start_worker(process.name, processes.POOL)
         self.workers[self.workers.index(process)] = started
         name = f"{process.name}@{socket.gethostname()}"
-        wait_until(lambda: self.app.control.ping(destination=[name], timeout=0.5), START_S, f"{name} to answer")
+        wait_until(
+            lambda: self.app.control.ping(destination=[name], timeout=0.5),
+            START_S,
+            f"{name} to answer",
+        )
         return started
 
     def kill(self, process: Process) -> None:
@@ -89,7 +93,9 @@ class Side(ABC):
 
     def rss_mb(self) -> float | None:
         found = [process.usage() for process in self.workers]
-        return sum(one.rss_bytes for one in found if one is not None) / 2**20 if all(found) else None
+        return (
+            sum(one.rss_bytes for one in found if one is not None) / 2**20 if all(found) else None
+        )
 
     def wait_for(self, count: int, deadline_s: float, every_s: float = 0.05) -> None:
         what = f"{count:,} tasks of {self.name}"

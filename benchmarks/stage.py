@@ -31,7 +31,9 @@ class Stage:
         found = {side.name: work(side) for side in sides[first:] + sides[:first]}
         return [found[side.name] for side in sides]
 
-    def figure(self, case: str, what: str, unit: str, target: Target | None = None, against: str = "") -> Figure:
+    def figure(
+        self, case: str, what: str, unit: str, target: Target | None = None, against: str = ""
+    ) -> Figure:
         """The figure of this name, which is made in the first round."""
         made = Figure(case, what, unit, target=target, against=against)
         return self._figures.setdefault((case, what), made)

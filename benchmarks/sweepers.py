@@ -17,7 +17,8 @@ HORIZON_S = 1200.0
 def sweep_side_by_side(houses: int, folder: Path, deadline_s: float) -> float:
     """Sweeps the table once with so many house numbers, and returns how long the last one took."""
     made = [
-        Process(f"sweeper{house}", ["benchmarks.sweepers", str(house), str(houses)], folder) for house in range(houses)
+        Process(f"sweeper{house}", ["benchmarks.sweepers", str(house), str(houses)], folder)
+        for house in range(houses)
     ]
     try:
         for process in made:

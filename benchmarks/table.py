@@ -21,12 +21,12 @@ from delaytasks.core.errors import StoreError
 from delaytasks.core.ids import first_id
 from delaytasks.core.settings import load_settings
 from delaytasks.core.states import Status
-from delaytasks.store import migrations
-from delaytasks.store.database import Database
-from delaytasks.store.driver_errors import translate
-from delaytasks.store.rows import NEW_COLUMNS
-from delaytasks.store.store import Store
-from delaytasks.store.types import db_now
+from delaytasks.storage import migrations
+from delaytasks.storage.database import Database
+from delaytasks.storage.driver_errors import translate
+from delaytasks.storage.rows import NEW_COLUMNS
+from delaytasks.storage.store import Store
+from delaytasks.storage.types import db_now
 
 #: Rows in one statement: many, and yet it ends soon when the run is interrupted.
 FILL_STEP = 500_000
@@ -44,15 +44,23 @@ def make() -> None:
 @contextmanager
 def alone() -> Iterator[None]:
     """Two runs on one database would empty each other's tables and queues: the second one is refused."""
-    locks = {"postgresql": "SELECT pg_try_advisory_lock(hashtext(:name))", "mysql": "SELECT GET_LOCK(:name, 0)"}
+    locks = {
+        "postgresql": "SELECT pg_try_advisory_lock(hashtext(:name))",
+        "mysql": "SELECT GET_LOCK(:name, 0)",
+    }
     query = locks.get(backend())
     try:
         connection = _database.auto.connect()  # the lock is this connection's, and ends with it
     except DBAPIError as error:
         raise BenchError(f"{translate(error)}: set DELAYTASKS_BENCH_DATABASE_URL") from error
     try:
-        if query is not None and not connection.execute(text(query), {"name": "delaytasks " + TABLE_PREFIX}).scalar():
-            raise BenchError("another run uses this database: wait for it, or set DELAYTASKS_BENCH_DATABASE_URL")
+        if (
+            query is not None
+            and not connection.execute(text(query), {"name": "delaytasks " + TABLE_PREFIX}).scalar()
+        ):
+            raise BenchError(
+                "another run uses this database: wait for it, or set DELAYTASKS_BENCH_DATABASE_URL"
+            )
         yield
     finally:
         connection.invalidate()
@@ -92,7 +100,11 @@ def session() -> Iterator[Session]:
 def own_inserts() -> Iterator[tuple[Session, dict[str, Callable[[], object]]]]:
     """A caller's session, and INSERTs of the caller's own for it: of rows like ours, into a table like ours."""
     columns = [_t.c[name] for name in NEW_COLUMNS if name != "id"]
-    row = dict(_database.alone(lambda connection: connection.execute(select(*columns).limit(1)).one())._mapping)
+    row = dict(
+        _database.alone(
+            lambda connection: connection.execute(select(*columns).limit(1)).one()
+        )._mapping
+    )
     ids = itertools.count(1)
     with beside(TABLE_PREFIX + "own_") as store, session() as caller:
         statement = insert(store.schema.tasks)
@@ -103,7 +115,13 @@ def own_inserts() -> Iterator[tuple[Session, dict[str, Callable[[], object]]]]:
             caller.add(make(**row, id=next(ids)))
             caller.flush()
 
-        yield caller, {"Core": lambda: caller.execute(statement, {**row, "id": next(ids)}), "the ORM": by_orm}
+        yield (
+            caller,
+            {
+                "Core": lambda: caller.execute(statement, {**row, "id": next(ids)}),
+                "the ORM": by_orm,
+            },
+        )
         mapped.dispose()
 
 
@@ -147,7 +165,9 @@ def fill(
                3600, due, {began}, due - interval '1 hour', coalesce({began}, now()), {lease}, {key}
         FROM (SELECT coalesce(max(id), 0) AS last FROM {_t.name}) before,
              (SELECT n, now() + (:soonest + {place} * :spread) * interval '1 second' AS due
-              FROM generate_series(1, :rows) n) made""").bindparams(soonest=soonest_s, spread=latest_s - soonest_s)
+              FROM generate_series(1, :rows) n) made""").bindparams(
+        soonest=soonest_s, spread=latest_s - soonest_s
+    )
     for start in range(0, rows, FILL_STEP):
         where = {"start": start, "all": rows} if in_order else {}
         _alone(statement.bindparams(rows=min(FILL_STEP, rows - start), **where))
@@ -252,7 +272,9 @@ def sizes() -> list[tuple[str, int]]:
         SELECT relname, pg_relation_size(oid) FROM pg_class
         WHERE oid = to_regclass(:name) OR oid IN (SELECT indexrelid FROM pg_index WHERE indrelid = to_regclass(:name))
         ORDER BY relkind DESC, relname""")
-    return [tuple(row) for row in _database.alone(lambda c: c.execute(query, {"name": _t.name}).all())]
+    return [
+        tuple(row) for row in _database.alone(lambda c: c.execute(query, {"name": _t.name}).all())
+    ]
 
 
 def count(status: Status | None = None) -> int:
@@ -273,7 +295,9 @@ def last_settled_at() -> float:
 def settlements() -> int:
     """How many transactions settled the tasks that are done; PostgreSQL only."""
     by = literal_column("xmin::text").distinct()
-    return int(_scalar(select(func.count(by)).select_from(_t).where(_t.c.status == int(Status.DONE))))
+    return int(
+        _scalar(select(func.count(by)).select_from(_t).where(_t.c.status == int(Status.DONE)))
+    )
 
 
 def lateness_ms() -> list[float]:
@@ -284,8 +308,12 @@ def lateness_ms() -> list[float]:
 
 def runs() -> dict[str, tuple[datetime, datetime]]:
     """When each keyed task that is done was due, and when it began."""
-    query = select(_t.c.task_key, _t.c.expected_time, _t.c.execution_time).where(_t.c.status == int(Status.DONE))
-    return {key: (due, began) for key, due, began in _database.alone(lambda c: c.execute(query).all())}
+    query = select(_t.c.task_key, _t.c.expected_time, _t.c.execution_time).where(
+        _t.c.status == int(Status.DONE)
+    )
+    return {
+        key: (due, began) for key, due, began in _database.alone(lambda c: c.execute(query).all())
+    }
 
 
 def active_s() -> float | None:
@@ -322,7 +350,9 @@ class Private(NamedTuple):
 
     def transactions(self) -> int:
         """So far, as the server counts them: a second late at most."""
-        query = text("SELECT xact_commit + xact_rollback FROM pg_stat_database WHERE datname = :name")
+        query = text(
+            "SELECT xact_commit + xact_rollback FROM pg_stat_database WHERE datname = :name"
+        )
         return int(_scalar(query.bindparams(name=self.name)))
 
 
@@ -335,7 +365,9 @@ def private(shard: int = 0) -> Iterator[Private]:
         url = _database.url.set(database=name).render_as_string(hide_password=False)
         fresh = Database(url)
         migrations.upgrade(fresh, TABLE_PREFIX, shard=shard)
-        fresh.alone(lambda c: c.execute(text("VACUUM ANALYZE")))  # else autovacuum does it later, and is counted
+        fresh.alone(
+            lambda c: c.execute(text("VACUUM ANALYZE"))
+        )  # else autovacuum does it later, and is counted
         fresh.dispose()
         yield Private(url, name)
     finally:

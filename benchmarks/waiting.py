@@ -15,7 +15,9 @@ class TooSlowError(BenchError):
     """The machine could not schedule the tasks before they were due: a longer lead may do."""
 
 
-def wait_until(is_so: Callable[[], object], deadline_s: float, what: str, every_s: float = 0.05) -> None:
+def wait_until(
+    is_so: Callable[[], object], deadline_s: float, what: str, every_s: float = 0.05
+) -> None:
     ends = time.monotonic() + deadline_s
     while not is_so():
         if time.monotonic() > ends:

@@ -16,7 +16,9 @@ _DATABASE = "postgresql://postgres@127.0.0.1:5432/postgres"
 
 # Handed on under names that are no settings of delaytasks, whose every DELAYTASKS_* variable is one. Those of tests,
 # which may import this, are theirs.
-for _name in [name for name in os.environ if name.startswith("DELAYTASKS_") and "_TEST_" not in name]:
+for _name in [
+    name for name in os.environ if name.startswith("DELAYTASKS_") and "_TEST_" not in name
+]:
     _value = os.environ.pop(_name)
     if _name.startswith("DELAYTASKS_BENCH_"):
         os.environ[_name.removeprefix("DELAYTASKS_")] = _value

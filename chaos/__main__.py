@@ -32,18 +32,32 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="chaos", description=__doc__)
     parser.add_argument("--tasks", type=int, default=2000)
     parser.add_argument("--faults", type=int, default=30)
-    parser.add_argument("--kills", type=int, default=22, help="so many of the faults, at least, are kills")
-    parser.add_argument("--every", type=float, default=2.5, help="seconds between two faults")
-    parser.add_argument("--seed", type=int, default=None, help="of the faults and of what is scheduled")
-    parser.add_argument("--database", choices=["postgresql", "mariadb", "sqlite"], default="postgresql")
-    parser.add_argument("--broker", choices=["redis", "rabbitmq", "embedded"], default="redis")
-    parser.add_argument("--timer", choices=["eta", "redis"], default="eta")
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds without progress after which it ends")
     parser.add_argument(
-        "--within", type=float, default=60.0, help="seconds after the last fault; what is due and not finished is stuck"
+        "--kills", type=int, default=22, help="so many of the faults, at least, are kills"
+    )
+    parser.add_argument("--every", type=float, default=2.5, help="seconds between two faults")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="of the faults and of what is scheduled"
     )
     parser.add_argument(
-        "--only", action="append", metavar="WORDS", help="faults with these words in their names; `kill` are all kills"
+        "--database", choices=["postgresql", "mariadb", "sqlite"], default="postgresql"
+    )
+    parser.add_argument("--broker", choices=["redis", "rabbitmq", "embedded"], default="redis")
+    parser.add_argument("--timer", choices=["eta", "redis"], default="eta")
+    parser.add_argument(
+        "--patience", type=float, default=60.0, help="seconds without progress after which it ends"
+    )
+    parser.add_argument(
+        "--within",
+        type=float,
+        default=60.0,
+        help="seconds after the last fault; what is due and not finished is stuck",
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="WORDS",
+        help="faults with these words in their names; `kill` are all kills",
     )
     parser.add_argument("--keep", metavar="FOLDER", help="a new one, for what all processes say")
     options = parser.parse_args()
@@ -54,10 +68,16 @@ def main() -> int:
     )  # fmt: skip
     site = Site(options.database, options.broker, options.timer)
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(f"seed {seed}: {plan.tasks:,} tasks and {plan.faults} faults in {plan.seconds:,.0f} s, on {site}")
+    console.print(
+        f"seed {seed}: {plan.tasks:,} tasks and {plan.faults} faults in {plan.seconds:,.0f} s, on {site}"
+    )
     began = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it started is ended, however it ends
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also in the background, where shells have it ignored
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # what it started is ended, however it ends
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # also in the background, where shells have it ignored
     with a_folder(options.keep) as folder:
         folder.chmod(0o755)  # the database may be another user's
         field = None
@@ -87,7 +107,9 @@ def a_folder(kept: str | None) -> Iterator[Path]:
         Path(kept).mkdir(parents=True)
         yield Path(kept).absolute()
         return
-    with tempfile.TemporaryDirectory(prefix="delaytasks-chaos-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="delaytasks-chaos-", ignore_cleanup_errors=True
+    ) as folder:
         yield Path(folder)
 
 

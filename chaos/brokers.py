@@ -69,7 +69,11 @@ class EmbeddedBroker:
             (self._folder / "redis").mkdir(mode=0o700)
         with (self._folder / "broker.log").open("ab") as log:
             self._process = subprocess.Popen(
-                self._server.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                self._server.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         socket = self._server.socket
         wait_until(lambda: embedded.answers(socket), 15, "the embedded Redis")
@@ -104,6 +108,10 @@ def _close_connections(client: Any) -> None:
 def start_broker(kind: str, folder: Path) -> Broker:
     place = folder / kind
     place.mkdir()
-    made: dict[str, type[Any]] = {"redis": PrivateRedis, "rabbitmq": RabbitServer, "embedded": EmbeddedBroker}
+    made: dict[str, type[Any]] = {
+        "redis": PrivateRedis,
+        "rabbitmq": RabbitServer,
+        "embedded": EmbeddedBroker,
+    }
     broker: Broker = made[kind](place)
     return broker

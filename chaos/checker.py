@@ -49,20 +49,27 @@ class Verdict:
         return Counter(finding.flaw.kind for finding in self.findings)
 
     def __str__(self) -> str:
-        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts().items())) or "nothing found"
+        counts = (
+            ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts().items()))
+            or "nothing found"
+        )
         said = f"{self.tasks:,} tasks, {self.runs:,} runs, {self.explained} extra ones explained: {counts}"
         return "\n\n".join([said, *map(str, self.findings[:TOLD])])
 
 
 class Checker:
     def __init__(
-        self, history: History, max_lapses: int = 5, quiet_us: int | None = None, by_us: int | None = None
+        self,
+        history: History,
+        max_lost_leases: int = 5,
+        quiet_us: int | None = None,
+        by_us: int | None = None,
     ) -> None:
         """`quiet_us` is when all was to be over: nothing that is left then will come right by itself. `by_us` is when
         what has been due for a while was to be finished."""
         self._history = history
         self._reasons = Reasons(history.faults)
-        self._max_lapses = max_lapses
+        self._max_lost_leases = max_lost_leases
         self._quiet_us = quiet_us
         self._by_us = by_us
         self._rules: tuple[Callable[[Life], Iterator[Flaw]], ...] = (
@@ -87,7 +94,9 @@ class Checker:
                 story = story_of(life, history.faults) if len(verdict.findings) < TOLD else ""
                 verdict.findings.append(Finding(flaw, id, story))
         for process in history.hung:
-            verdict.findings.append(Finding(Flaw("I8", "hung", f"{process} lives and runs nothing"), 0, ""))
+            verdict.findings.append(
+                Finding(Flaw("I8", "hung", f"{process} lives and runs nothing"), 0, "")
+            )
         return verdict
 
     def story(self, id: int) -> str:
@@ -101,27 +110,41 @@ class Checker:
             return
         if life.last is None:
             yield Flaw("I1", "lost", "its schedule was acknowledged, and there is no row")
-        elif life.last.status in (Status.DONE, Status.FAILED) and not life.ran and not self._is_given_up(life.last):
+        elif (
+            life.last.status in (Status.DONE, Status.FAILED)
+            and not life.ran
+            and not self._is_given_up(life.last)
+        ):
             yield Flaw("I1", "lost", f"it is {life.last.status.name} and never ran")
         elif life.last.status is Status.CANCELLED and not life.calls("cancel", "ok", "unknown"):
             yield Flaw("I1", "lost", "it is CANCELLED, and nobody asked for that")
 
     def _is_given_up(self, last: Change) -> bool:
         """Its workers died between claim and run, as often as they may."""
-        return last.status is Status.FAILED and last.lapses >= self._max_lapses
+        return last.status is Status.FAILED and last.lapses >= self._max_lost_leases
 
     def _nothing_else_runs(self, life: Life) -> Iterator[Flaw]:
         if not life.calls("schedule", "ok", "unknown"):
             if life.ran:
-                yield Flaw("I2", "unexpected", "it ran, and its schedule was refused or rolled back")
+                yield Flaw(
+                    "I2", "unexpected", "it ran, and its schedule was refused or rolled back"
+                )
             elif life.last is not None:
-                yield Flaw("I2", "unexpected", "its schedule was refused or rolled back, and its row is there")
+                yield Flaw(
+                    "I2",
+                    "unexpected",
+                    "its schedule was refused or rolled back, and its row is there",
+                )
         for run in life.ran:
             if life.changes and life.claim_of(run) is None:
                 yield Flaw("I4", "unexpected", f"the run of version {run.version} had no claim")
         for cancel in life.calls("cancel", "ok"):
             again = [told.answered_us for told in life.calls("retry", "ok", "unknown")]
-            late = [r for r in life.ran if r.began_us > cancel.answered_us and not any(a < r.began_us for a in again)]
+            late = [
+                r
+                for r in life.ran
+                if r.began_us > cancel.answered_us and not any(a < r.began_us for a in again)
+            ]
             if late:
                 yield Flaw("I1", "unexpected", "it ran after its cancel was acknowledged")
 
@@ -131,18 +154,28 @@ class Checker:
             claim = life.claim_of(run)
             if claim is not None and run.began_us < claim.due_us:
                 yield Flaw(
-                    "I3", "early", f"version {run.version} began {claim.due_us - run.began_us} us before its time"
+                    "I3",
+                    "early",
+                    f"version {run.version} began {claim.due_us - run.began_us} us before its time",
                 )
                 continue
             moves = life.calls("reschedule", "unknown") + life.calls("retry", "unknown")
             if any(told.due_us is None and told.asked_us <= run.began_us for told in moves):
                 continue  # it may have been given another time, and nobody knows which
-            settled = [told for told in asked if told.answer == "ok" and told.answered_us <= run.began_us]
-            open_ones = [t.due_us for t in asked if t not in settled and t.asked_us <= run.began_us and t.due_us]
+            settled = [
+                told for told in asked if told.answer == "ok" and told.answered_us <= run.began_us
+            ]
+            open_ones = [
+                t.due_us
+                for t in asked
+                if t not in settled and t.asked_us <= run.began_us and t.due_us
+            ]
             dues = open_ones + [told.due_us for told in settled[-1:] if told.due_us]
             if dues and run.began_us < min(dues):
                 yield Flaw(
-                    "I3", "early", f"version {run.version} began {min(dues) - run.began_us} us before what was asked"
+                    "I3",
+                    "early",
+                    f"version {run.version} began {min(dues) - run.began_us} us before what was asked",
                 )
 
     # -- the row ----------------------------------------------------------------------------------
@@ -151,15 +184,26 @@ class Checker:
         for before, change in zip([None, *life.changes], life.changes, strict=False):
             if change.was is None:
                 continue
-            if before is not None and (before.status, before.version) != (change.was, change.version_was):
+            if before is not None and (before.status, before.version) != (
+                change.was,
+                change.version_was,
+            ):
                 yield Flaw(
-                    "I4", "overwritten", f"version {before.version} was not what version {change.version} came from"
+                    "I4",
+                    "overwritten",
+                    f"version {before.version} was not what version {change.version} came from",
                 )
             if change.version == change.version_was:
                 if change.status is not change.was:
-                    yield Flaw("I4", "unfenced", f"{change.was} became {change.status} under one version")
+                    yield Flaw(
+                        "I4", "unfenced", f"{change.was} became {change.status} under one version"
+                    )
             elif (change.was, change.status) not in _LEGAL:
-                kind = "double finish" if change.was in FINISHED and change.status in FINISHED else "illegal move"
+                kind = (
+                    "double finish"
+                    if change.was in FINISHED and change.status in FINISHED
+                    else "illegal move"
+                )
                 yield Flaw("I4", kind, f"{change.was} became {change.status}")
 
     def _one_lease(self, life: Life) -> Iterator[Flaw]:
@@ -170,7 +214,9 @@ class Checker:
                 continue
             if not self._reasons.has_ended(held(claim, life.changes, end)):
                 yield Flaw(
-                    "I5", "two leases", f"version {claim.version} lapsed {lease_us - end.at_us} us before its lease"
+                    "I5",
+                    "two leases",
+                    f"version {claim.version} lapsed {lease_us - end.at_us} us before its lease",
                 )
 
     def _lease_of(self, life: Life, claim: Change) -> int | None:
@@ -195,13 +241,15 @@ class Checker:
                 yield Flaw("I6", "duplicated", f"version {version} ran {len(runs)} times")
         for claim in self._lapsed(life):
             if life.has_run(claim) and not self._is_explained(life, claim):
-                text = (
-                    f"version {claim.version} of {claim.worker} ran and lapsed, and no fault of its holder explains it"
-                )
+                text = f"version {claim.version} of {claim.worker} ran and lapsed, and no fault of its holder explains it"
                 yield Flaw("I6", "duplicated", text)
         for run in life.ran:
             if (taken := life.claim_of(run)) is not None and self._never_ran(life, taken):
-                yield Flaw("I6", "duplicated", f"version {run.version} ran, and was given back as if it had not")
+                yield Flaw(
+                    "I6",
+                    "duplicated",
+                    f"version {run.version} ran, and was given back as if it had not",
+                )
 
     def _never_ran(self, life: Life, claim: Change) -> bool:
         """What is given back says so by its attempts and its worker."""
@@ -218,10 +266,14 @@ class Checker:
             lapsed = end is None or end.lapses > claim.lapses or end.status is Status.RUNNING
             lapses_in_a_row = lapses_in_a_row + 1 if lapsed else 0
             longest = max(longest, lapses_in_a_row)
-        if max(most, longest) > self._max_lapses:
+        if max(most, longest) > self._max_lost_leases:
             yield Flaw("I7", "too often", f"it lapsed {max(most, longest)} times in a row")
-        allowed = max((told.most_runs for told in life.calls("schedule", "ok", "unknown")), default=1)
-        settled = {run.version for run in life.ran} - {claim.version for claim in self._lapsed(life)}
+        allowed = max(
+            (told.most_runs for told in life.calls("schedule", "ok", "unknown")), default=1
+        )
+        settled = {run.version for run in life.ran} - {
+            claim.version for claim in self._lapsed(life)
+        }
         again = len(life.calls("retry", "ok", "unknown"))
         if len(settled) > allowed * (1 + again):
             yield Flaw("I7", "too often", f"it ran {len(settled)} times to an end, of {allowed}")
@@ -241,11 +293,16 @@ class Checker:
         by_us = self._by_us
         if by_us is None or (then := life.at(by_us)) is None:
             return
-        if then.status not in (Status.NOT_COMPLETE, Status.RUNNING) or then.due_us > by_us - WHILE_US:
+        if (
+            then.status not in (Status.NOT_COMPLETE, Status.RUNNING)
+            or then.due_us > by_us - WHILE_US
+        ):
             return
         text = f"it was due for {(by_us - then.due_us) / 1e6:.1f} s when all was to be well again"
         ended = next((c for c in life.changes if c.at_us > by_us and c.status in FINISHED), None)
         if ended is None:
             yield Flaw("I8", "stuck", f"{text}, and runs still")
         else:
-            yield Flaw("I8", "late", f"{text}, and was finished {(ended.at_us - by_us) / 1e6:.1f} s later")
+            yield Flaw(
+                "I8", "late", f"{text}, and was finished {(ended.at_us - by_us) / 1e6:.1f} s later"
+            )

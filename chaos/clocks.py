@@ -74,7 +74,11 @@ class Outcome(NamedTuple):
     def flaws(self) -> list[str]:
         found = [f"{count} {kind}" for kind, count in self.verdict.counts().items()]
         found += [f"hot: {self.cpu:.2f} of a core"] if self.cpu > MOST_CPU else []
-        found += [f"hot: {self.statements:.0f} statements/s"] if self.statements > MOST_STATEMENTS else []
+        found += (
+            [f"hot: {self.statements:.0f} statements/s"]
+            if self.statements > MOST_STATEMENTS
+            else []
+        )
         found += [f"its clock is {self.off_s:+.0f} s off, it says"] if self.is_mistaken else []
         missing = len(SOON) + LATER - len(self.late_s)
         return found + ([f"{missing} never ran"] if missing else [])
@@ -84,7 +88,9 @@ class Outcome(NamedTuple):
 def server(database: str, ahead_s: int) -> Iterator[str]:
     """A database of its own with a clock that is so far ahead; its URL."""
     environment = faketime.environment(ahead_s) if ahead_s else {}
-    with tempfile.TemporaryDirectory(prefix="delaytasks-clocks-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="delaytasks-clocks-", ignore_cleanup_errors=True
+    ) as folder:
         Path(folder).chmod(0o755)  # the database may be another user's
         place = Path(folder) / "database"
         place.mkdir()
@@ -113,7 +119,9 @@ def try_out(folder: Path, database_url: str, broker_url: str, hours: Hours) -> O
         delays = [*SOON, *[LATER_S] * LATER]
         arguments = [str(notes), *map(str, delays)]
         began = time.monotonic()
-        producer = deployment.python("producer", "chaos.distant", *arguments, **shared, **_skewed(hours.producer))
+        producer = deployment.python(
+            "producer", "chaos.distant", *arguments, **shared, **_skewed(hours.producer)
+        )
         wait_until(producer.ended, PATIENCE_S, "the producer to end", every_s=0.05)
         assert producer.status == 0, producer.log()
         began = max(began, time.monotonic() - 1)
@@ -121,13 +129,18 @@ def try_out(folder: Path, database_url: str, broker_url: str, hours: Hours) -> O
         t = deployment.store.schema.tasks
         count = f"SELECT count(*) FROM {t.name} WHERE status <> {int(Status.DONE)}"
         try:
-            wait_until(lambda: _one(deployment, count) == 0, PATIENCE_S, "all to be done", every_s=0.1)
+            wait_until(
+                lambda: _one(deployment, count) == 0, PATIENCE_S, "all to be done", every_s=0.1
+            )
         except AssertionError:
             pass  # the checker tells which
         history = read(notes, recorder.changes())
         quiet_us = now_us() + hours.database * 1_000_000
         verdict = Checker(history, quiet_us=quiet_us).verdict()
-        off_s = _one(deployment, f"SELECT clock_offset_us FROM {deployment.store.schema.workers.name}") / 1e6
+        off_s = (
+            _one(deployment, f"SELECT clock_offset_us FROM {deployment.store.schema.workers.name}")
+            / 1e6
+        )
         is_mistaken = abs(off_s - (hours.worker - hours.database)) > ABOUT_S
         return Outcome(verdict, _lateness(history), cpu, statements, off_s, is_mistaken)
     finally:
@@ -180,7 +193,12 @@ def _lateness(history: History) -> list[float]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="clocks", description=__doc__)
     parser.add_argument("--database", choices=["postgresql", "mariadb"], action="append")
-    parser.add_argument("--only", metavar="SECONDS,SECONDS,SECONDS", action="append", help="producer, worker, database")
+    parser.add_argument(
+        "--only",
+        metavar="SECONDS,SECONDS,SECONDS",
+        action="append",
+        help="producer, worker, database",
+    )
     options = parser.parse_args()
     console = Console(highlight=False, markup=False, soft_wrap=True)
     if faketime.library() is None:
@@ -189,17 +207,40 @@ def main() -> int:
     combinations = [Hours(*each) for each in itertools.product(OFFSETS, repeat=3)]
     if options.only:
         combinations = [Hours(*map(int, each.split(","))) for each in options.only]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it started is ended, however it ends
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also in the background, where shells have it ignored
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # what it started is ended, however it ends
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # also in the background, where shells have it ignored
     console.width = max(console.width, 110)  # also into a file
-    table = Table("server", *Hours._fields, "runs", "late ms: p50", "max", "of a core", "statements/s", "found")
+    table = Table(
+        "server",
+        *Hours._fields,
+        "runs",
+        "late ms: p50",
+        "max",
+        "of a core",
+        "statements/s",
+        "found",
+    )
     flawed = 0
     for database in options.database or ["postgresql", "mariadb"]:
         for name, outcome in _outcomes(database, combinations):
             flawed += bool(outcome.flaws)
             late = [f"{1000 * s:.0f}" for s in (outcome.middle_s, max(outcome.late_s, default=0))]
-            measured = (f"{outcome.cpu:.2f}", f"{outcome.statements:.0f}", ", ".join(outcome.flaws) or "nothing")
-            row = (database, *(f"{s:+} s" for s in name), str(len(outcome.late_s)), *late, *measured)
+            measured = (
+                f"{outcome.cpu:.2f}",
+                f"{outcome.statements:.0f}",
+                ", ".join(outcome.flaws) or "nothing",
+            )
+            row = (
+                database,
+                *(f"{s:+} s" for s in name),
+                str(len(outcome.late_s)),
+                *late,
+                *measured,
+            )
             table.add_row(*row)
             console.print("  ".join(row))
             if outcome.verdict.findings:
@@ -211,10 +252,15 @@ def main() -> int:
 def _outcomes(database: str, combinations: Sequence[Hours]) -> Iterator[tuple[Hours, Outcome]]:
     """All that have the same database's clock side by side, one after the other."""
     for ahead_s in sorted({hours.database for hours in combinations}):
-        with server(database, ahead_s) as url, tempfile.TemporaryDirectory(prefix="delaytasks-clocks-") as folder:
+        with (
+            server(database, ahead_s) as url,
+            tempfile.TemporaryDirectory(prefix="delaytasks-clocks-") as folder,
+        ):
             redis = RedisServer(Path(folder))
             try:
-                for number, hours in enumerate(each for each in combinations if each.database == ahead_s):
+                for number, hours in enumerate(
+                    each for each in combinations if each.database == ahead_s
+                ):
                     place = Path(folder) / str(number)
                     place.mkdir()
                     yield hours, try_out(place, url, redis.url, hours)

@@ -15,7 +15,7 @@ from chaos.project import time_environment
 from chaos.recorder import Recorder
 from delaytasks.core.settings import load_settings
 from delaytasks.core.states import LIVE
-from delaytasks.store.store import Store
+from delaytasks.storage.store import Store
 from tests import faketime
 from tests.mariadb_server import MariaDBServer
 from tests.postgres_server import PostgresServer
@@ -59,12 +59,16 @@ class Field:
 
     def _start(self, folder: Path) -> None:
         self.database = self._database(folder)
-        self.database_url = self.database.url if self.database else f"sqlite:///{folder / 'chaos.sqlite3'}"
+        self.database_url = (
+            self.database.url if self.database else f"sqlite:///{folder / 'chaos.sqlite3'}"
+        )
         self.broker: Broker = start_broker(self.site.broker, folder)
         self._ends.append(self.broker.stop)
         #: The ways to the database, one for producers and one for workers. SQLite has none.
         self.links = [self._link(self.database_url) for _ in range(2)] if self.database else []
-        producers, workers = [link.url(self.database_url) for link in self.links] or [self.database_url] * 2
+        producers, workers = [link.url(self.database_url) for link in self.links] or [
+            self.database_url
+        ] * 2
         self.broker_link = None if self.site.broker == "embedded" else self._link(self.broker.url)
         broker_url = self.broker_link.url(self.broker.url) if self.broker_link else self.broker.url
         settings = {**SETTINGS, "timer": self.site.timer}
@@ -73,10 +77,14 @@ class Field:
             self._ends.append(beside.stop)
             settings["redis_url"] = beside.url
         self.producers_url = producers
-        self.deployment = Deployment(folder, workers, broker_url, {"imports": ["chaos.project"]}, **settings)
+        self.deployment = Deployment(
+            folder, workers, broker_url, {"imports": ["chaos.project"]}, **settings
+        )
         self._ends.append(self.deployment.kill)
         names = {name: self.deployment.settings[name] for name in ("namespace", "table_prefix")}
-        self.store = Store(self.database_url, load_settings({}, {}, database_url=self.database_url, **names))
+        self.store = Store(
+            self.database_url, load_settings({}, {}, database_url=self.database_url, **names)
+        )
         self.recorder = Recorder(self.store)
         self.recorder.start()
         self.workers = [self.new_worker(), self.new_worker()]

@@ -20,7 +20,7 @@ Answer = Literal["ok", "failed", "unknown"]
 #: What became of those whom a fault hit. They are dead from then on; they could not renew a lease as long as it lasted,
 #: since they stood still, or had no way to the database; they were asked to end, and finish what they have.
 Effect = Literal["none", "dead", "away", "ending"]
-#: Of `holders`: everybody.
+#: Of `key_owners`: everybody.
 ALL = ("",)
 
 
@@ -79,7 +79,7 @@ class Fault:
     #: On those who may hold leases.
     effect: Effect = "none"
     #: Whom it hit: parts of the names by which rows know the holders of their leases.
-    holders: tuple[str, ...] = ()
+    key_owners: tuple[str, ...] = ()
 
 
 @dataclass
@@ -100,7 +100,9 @@ class Notebook:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(folder / f"{os.getpid()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._file = os.open(
+            folder / f"{os.getpid()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        )
 
     def note(self, one: Told | Ran) -> None:
         kind = next(name for name, type_ in _KINDS.items() if isinstance(one, type_))

@@ -26,11 +26,15 @@ class Life:
 
     @property
     def claims(self) -> list[Change]:
-        return [c for c in self.changes if c.status is Status.RUNNING and c.version != c.version_was]
+        return [
+            c for c in self.changes if c.status is Status.RUNNING and c.version != c.version_was
+        ]
 
     def end_of(self, claim: Change) -> Change | None:
         """What became of it. A renewed lease is no end."""
-        after = [c for c in self.changes if c.version_was == claim.version and c.version != c.version_was]
+        after = [
+            c for c in self.changes if c.version_was == claim.version and c.version != c.version_was
+        ]
         return after[0] if after else None
 
     def at(self, us: int) -> Change | None:
@@ -64,7 +68,11 @@ def story_of(life: Life, faults: list[Fault]) -> str:
             lines.append((run.ended_us, f"processor: version {run.version} ends"))
     for change in life.changes:
         was = "new" if change.was is None else f"{change.was} {change.version_was}"
-        lease = "" if change.lease_until_us is None else f", lease until {_clock(change.lease_until_us)}"
+        lease = (
+            ""
+            if change.lease_until_us is None
+            else f", lease until {_clock(change.lease_until_us)}"
+        )
         row = f"row: {was} -> {change.status} {change.version}, due {_clock(change.due_us)}, lapses {change.lapses}"
         row += f", {change.worker}" if change.worker else ""
         lines.append((change.at_us, row + lease))

@@ -39,7 +39,7 @@ Victim = Literal["worker", "beat", "broker", "database"]
 class Struck(NamedTuple):
     target: str
     effect: Effect = "none"
-    holders: tuple[str, ...] = ()
+    key_owners: tuple[str, ...] = ()
 
 
 def always(field: Field) -> str:
@@ -75,7 +75,7 @@ class Nemesis(NamedTuple):
     def fault(self, field: Field, chance: random.Random) -> Fault:
         from_us = now_us()
         struck = self.strike(field, chance)
-        return Fault(self.kind, struck.target, from_us, now_us(), struck.effect, struck.holders)
+        return Fault(self.kind, struck.target, from_us, now_us(), struck.effect, struck.key_owners)
 
 
 # -- processes ------------------------------------------------------------------------------------
@@ -108,7 +108,9 @@ def kill_child(field: Field, chance: random.Random) -> Struck:
         except (IndexError, ProcessLookupError):
             field.pause(0.1)  # one has just died, and the next one is not there yet
             continue
-        return Struck(f"pool process {child} of {worker.name}", "dead", (f"{worker.name}/{child}-",))
+        return Struck(
+            f"pool process {child} of {worker.name}", "dead", (f"{worker.name}/{child}-",)
+        )
     return Struck("nobody")
 
 
@@ -119,7 +121,7 @@ def freeze_worker(field: Field, chance: random.Random) -> Struck:
     os.killpg(worker.pid, signal.SIGCONT)
     struck = _of(number, worker, "away")
     # Who stands still with SQLite's lock keeps all others from writing.
-    return struck if field.database else struck._replace(holders=ALL)
+    return struck if field.database else struck._replace(key_owners=ALL)
 
 
 def stop_worker_politely(field: Field, chance: random.Random) -> Struck:
@@ -231,19 +233,27 @@ def _on_link(number: int, text: str) -> Struck:
 
 def _cut(field: Field, chance: random.Random, cut: Callable[[Proxy, bytes], None]) -> Struck:
     """Some answers in a row; and then who asks again finds nobody, or is told."""
-    number, times, is_away = chance.randrange(len(field.links)), chance.randint(1, 4), chance.random() < 0.5
+    number, times, is_away = (
+        chance.randrange(len(field.links)),
+        chance.randint(1, 4),
+        chance.random() < 0.5,
+    )
     link, began, before = field.links[number], time.monotonic(), field.links[number].cut
     for _ in range(times):
         cut_yet = link.cut
         cut(link, COMMIT)
-        while link.cut == cut_yet and time.monotonic() < began + AWAY_S and not field.is_over.is_set():
+        while (
+            link.cut == cut_yet and time.monotonic() < began + AWAY_S and not field.is_over.is_set()
+        ):
             time.sleep(0.001)
         if is_away:
             link.refuse()
             field.pause(AWAY_S)
             break
     link.heal()
-    return _on_link(number, f"{link.cut - before} times{', and then they find nobody' if is_away else ''}")
+    return _on_link(
+        number, f"{link.cut - before} times{', and then they find nobody' if is_away else ''}"
+    )
 
 
 def _black_hole(field: Field, link: Proxy, chance: random.Random) -> str:

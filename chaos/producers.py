@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from chaos.field import Field
 from chaos.history import Answer, Call, Notebook, Told
-from chaos.project import LADDER, now_us
+from chaos.project import RETRY_SCHEDULE, now_us
 from delaytasks import DelayTask, NewTask
 from delaytasks.core.clock import to_us
 from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError
@@ -88,7 +88,9 @@ class Producer:
                 break
             self._field.pause(0.5)
             # Refused now says nothing of the first time.
-            answer = {"ok": "ok"}.get(self._told(wanted, self._many if way == "many" else self._alone), "unknown")
+            answer = {"ok": "ok"}.get(
+                self._told(wanted, self._many if way == "many" else self._alone), "unknown"
+            )
         if answer == "ok":
             self._second(wanted[0])
 
@@ -107,7 +109,9 @@ class Producer:
             "s": chance.choices([0, 0.01, 0.2], [1 - 2 * often, often, often])[0],
             "fails": chance.randrange(3),
         }
-        tag, runs = chance.choice([("chaos.note", 1)] * 4 + [("chaos.shaky", len(LADDER.rungs_s) + 1)])
+        tag, runs = chance.choice(
+            [("chaos.note", 1)] * 4 + [("chaos.shaky", len(RETRY_SCHEDULE.retry_delays_s) + 1)]
+        )
         return Wanted(self._delays.new_id(), tag, body, delay, runs)
 
     # -- ways to schedule -------------------------------------------------------------------------
@@ -153,12 +157,16 @@ class Producer:
             self._ask("cancel", [wanted], lambda: [] if delays.cancel(id) else None)
         elif roll < sum(SECOND_CALLS.values()):
             delay = self._chance.uniform(0, 5)
-            self._ask("reschedule", [wanted._replace(delay=delay)], lambda: [delays.reschedule(id, delay)])
+            self._ask(
+                "reschedule", [wanted._replace(delay=delay)], lambda: [delays.reschedule(id, delay)]
+            )
 
     def _told(self, wanted: list[Wanted], ask: Callable[[list[Wanted]], list[DelayTask]]) -> Answer:
         return self._ask("schedule", wanted, lambda: ask(wanted))
 
-    def _ask(self, call: Call, wanted: list[Wanted], ask: Callable[[], Iterable[DelayTask] | None]) -> Answer:
+    def _ask(
+        self, call: Call, wanted: list[Wanted], ask: Callable[[], Iterable[DelayTask] | None]
+    ) -> Answer:
         answer: Answer = "ok"
         dues: dict[int, int] = {}
         asked_us = now_us()
@@ -172,6 +180,10 @@ class Producer:
         except (DelayTaskError, RolledBackError, SQLAlchemyError):
             answer = "failed"
         for w in wanted:
-            due_us = None if call == "cancel" else dues.get(w.id, asked_us + int(w.delay * 1e6) - ABOUT_US)
+            due_us = (
+                None
+                if call == "cancel"
+                else dues.get(w.id, asked_us + int(w.delay * 1e6) - ABOUT_US)
+            )
             self._notes.note(Told(w.id, call, answer, asked_us, now_us(), due_us, w.runs))
         return answer

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from chaos.history import Notebook, Ran
-from delaytasks import DelayTask, Ladder, processor
+from delaytasks import DelayTask, RetrySchedule, processor
 from tests.waiting import STACKS
 
 #: Rungs of the tasks that fail at first.
-LADDER = Ladder("1s 1s 2s")
+RETRY_SCHEDULE = RetrySchedule("1s 1s 2s")
 #: How far the database's clock is ahead of the host's monotonic one, for processes whose own wall clock is wrong.
 _AHEAD = "CHAOS_AHEAD_US"
 faulthandler.register(STACKS)
@@ -58,7 +58,7 @@ def note(body: dict[str, Any], task: DelayTask) -> None:
     _note(body, task)
 
 
-@processor("chaos.shaky", retry=LADDER)
+@processor("chaos.shaky", retry=RETRY_SCHEDULE)
 def shaky(body: dict[str, Any], task: DelayTask) -> None:
     _note(body, task)
     if task.attempts <= body["fails"]:

@@ -15,7 +15,7 @@ class Held(NamedTuple):
     """A lease that lapsed."""
 
     #: As the row names its claim's worker and process; nobody is in no fault.
-    holder: str
+    owner: str
     #: When it was claimed, or renewed for the last time.
     from_us: int
     #: When it was over, or taken away before that.
@@ -23,7 +23,11 @@ class Held(NamedTuple):
 
 
 def held(claim: Change, changes: Iterable[Change], end: Change) -> Held:
-    leases = [change for change in changes if change.version == claim.version and change.lease_until_us is not None]
+    leases = [
+        change
+        for change in changes
+        if change.version == claim.version and change.lease_until_us is not None
+    ]
     if not leases:
         return Held(claim.worker or "", claim.at_us, end.at_us)
     last = max(leases, key=lambda change: change.lease_until_us or 0)
@@ -37,19 +41,20 @@ class Reasons:
     def has_ended(self, lease: Held) -> bool:
         """Its holder is dead, so that it may lapse before its time."""
         return any(
-            fault.effect in ("dead", "ending") and fault.from_us <= lease.until_us for fault in self._hit(lease.holder)
+            fault.effect in ("dead", "ending") and fault.from_us <= lease.until_us
+            for fault in self._hit(lease.owner)
         )
 
     def explain(self, lease: Held) -> bool:
         """Its holder was dead, or was away while it was to be renewed."""
-        hit = list(self._hit(lease.holder))
+        hit = list(self._hit(lease.owner))
         if any(fault.effect == "dead" and fault.from_us <= lease.until_us for fault in hit):
             return True
         away_us = together_us(hit, lease)
         return away_us > 0 and away_us >= MISSED * (lease.until_us - lease.from_us)
 
-    def _hit(self, holder: str) -> Iterable[Fault]:
-        return (fault for fault in self._faults if any(part in holder for part in fault.holders))
+    def _hit(self, owner: str) -> Iterable[Fault]:
+        return (fault for fault in self._faults if any(part in owner for part in fault.key_owners))
 
 
 def together_us(faults: Iterable[Fault], lease: Held) -> int:

@@ -6,13 +6,23 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from sqlalchemy import BigInteger, Column, Integer, MetaData, SmallInteger, String, Table, delete, select
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Integer,
+    MetaData,
+    SmallInteger,
+    String,
+    Table,
+    delete,
+    select,
+)
 
 from chaos.history import Change
 from delaytasks.core.clock import to_us
 from delaytasks.core.states import Status
-from delaytasks.store.store import Store
-from delaytasks.store.types import UTCDateTime
+from delaytasks.storage.store import Store
+from delaytasks.storage.types import UTCDateTime
 
 _NOW = {
     "postgresql": "clock_timestamp()",
@@ -31,13 +41,20 @@ class Recorder:
 
     def __init__(self, store: Store) -> None:
         self._database = store.database
-        self._dialect = {"mariadb": "mysql"}.get(name := store.database.url.get_backend_name(), name)
+        self._dialect = {"mariadb": "mysql"}.get(
+            name := store.database.url.get_backend_name(), name
+        )
         self._tasks = store.schema.tasks.name
         self._name = f"{self._tasks}_seen"
         self._table = Table(
             self._name,
             MetaData(),
-            Column("seq", BigInteger().with_variant(Integer(), "sqlite"), primary_key=True, autoincrement=True),
+            Column(
+                "seq",
+                BigInteger().with_variant(Integer(), "sqlite"),
+                primary_key=True,
+                autoincrement=True,
+            ),
             Column("id", BigInteger, nullable=False),
             Column("at", UTCDateTime, nullable=False),
             Column("was", SmallInteger),
@@ -113,4 +130,7 @@ class Recorder:
             f"CREATE OR REPLACE FUNCTION {self._name}_note() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
             f"IF TG_OP = 'INSERT' THEN {note('insert')} ELSE {note('update')} END IF; RETURN NULL; END $$"
         )
-        return [function, *(f"{head} EXECUTE FUNCTION {self._name}_note()" for head in heads.values())]
+        return [
+            function,
+            *(f"{head} EXECUTE FUNCTION {self._name}_note()" for head in heads.values()),
+        ]

@@ -41,12 +41,30 @@ def show(verdict: Verdict, history: History, over_us: int, console: Console) -> 
 def _by_fault(faults: list[Fault], late: list[Late]) -> Table:
     recovered = recoveries(faults, late)
     table = Table(
-        "fault", "times", "recovered in: p50 s", "p99 s", "max s", "late tasks", "by: p50 s", "p99 s", "max s"
+        "fault",
+        "times",
+        "recovered in: p50 s",
+        "p99 s",
+        "max s",
+        "late tasks",
+        "by: p50 s",
+        "p99 s",
+        "max s",
     )
     times = Counter(fault.kind for fault in faults)
     for kind in [*sorted(times), *({"none"} if any(one.fault is None for one in late) else ())]:
-        seconds = [(o.ended_us - o.from_us) / 1e6 for o in late if (o.fault.kind if o.fault else "none") == kind]
-        table.add_row(kind, str(times[kind]), *_spread(recovered.get(kind, [])), f"{len(seconds):,}", *_spread(seconds))
+        seconds = [
+            (o.ended_us - o.from_us) / 1e6
+            for o in late
+            if (o.fault.kind if o.fault else "none") == kind
+        ]
+        table.add_row(
+            kind,
+            str(times[kind]),
+            *_spread(recovered.get(kind, [])),
+            f"{len(seconds):,}",
+            *_spread(seconds),
+        )
     return table
 
 
@@ -72,7 +90,9 @@ def _bar(verdict: Verdict, history: History) -> Table:
 
 def _spread(seconds: list[float]) -> list[str]:
     some = sorted(seconds)
-    return [f"{some[min(int(len(some) * part), len(some) - 1)]:.1f}" if some else "" for part in PARTS]
+    return [
+        f"{some[min(int(len(some) * part), len(some) - 1)]:.1f}" if some else "" for part in PARTS
+    ]
 
 
 def late_tasks(history: History, over_us: int) -> list[Late]:
@@ -84,7 +104,10 @@ def late_tasks(history: History, over_us: int) -> list[Late]:
             break
         if change.was is None or change.due_us != due[change.id]:
             due[change.id], since[change.id] = change.due_us, max(change.due_us, change.at_us)
-        elif change.status in (Status.DONE, Status.FAILED) and change.at_us - since[change.id] > LATE_US:
+        elif (
+            change.status in (Status.DONE, Status.FAILED)
+            and change.at_us - since[change.id] > LATE_US
+        ):
             fault = _to_blame(history.faults, since[change.id], change.at_us)
             found.append(Late(fault, since[change.id], change.at_us))
     return found
@@ -108,4 +131,6 @@ def _to_blame(faults: list[Fault], from_us: int, until_us: int) -> Fault | None:
     before = [fault for fault in faults if fault.from_us <= until_us]
     if not before:
         return None
-    return max(before, key=lambda f: (min(f.until_us, until_us) - max(f.from_us, from_us), f.from_us))
+    return max(
+        before, key=lambda f: (min(f.until_us, until_us) - max(f.from_us, from_us), f.from_us)
+    )

@@ -63,9 +63,13 @@ class Outcome(NamedTuple):
 def run(field: Field, plan: Plan, say: Say) -> Outcome:
     chance = random.Random(plan.seed)
     each = -(-plan.tasks // PRODUCERS)
-    producers = [Producer(field, plan.seed + n, each, each / plan.seconds) for n in range(PRODUCERS)]
+    producers = [
+        Producer(field, plan.seed + n, each, each / plan.seconds) for n in range(PRODUCERS)
+    ]
     stalls = Stalls()
-    faults = _strike(field, plan, chance, lambda: sum(producer.count for producer in producers), say)
+    faults = _strike(
+        field, plan, chance, lambda: sum(producer.count for producer in producers), say
+    )
     until = time.monotonic() + plan.most_seconds - plan.seconds
     for producer in producers:
         producer.thread.join(max(until - time.monotonic(), 0))
@@ -85,9 +89,13 @@ def run(field: Field, plan: Plan, say: Say) -> Outcome:
     return Outcome(history, over_us, by_us, quiet_us)
 
 
-def _strike(field: Field, plan: Plan, chance: random.Random, count: Callable[[], int], say: Say) -> list[Fault]:
+def _strike(
+    field: Field, plan: Plan, chance: random.Random, count: Callable[[], int], say: Say
+) -> list[Fault]:
     """One victim has one thing wrong with it at a time; several may have."""
-    fitting = [n for n in NEMESES if not n.misfit(field) and any(words in n.kind for words in plan.only)]
+    fitting = [
+        n for n in NEMESES if not n.misfit(field) and any(words in n.kind for words in plan.only)
+    ]
     kills = [n for n in fitting if n.is_kill] or fitting
     of_kills = set(chance.sample(range(plan.faults), plan.kills))
     faults: list[Fault] = []
@@ -109,7 +117,9 @@ def _strike(field: Field, plan: Plan, chance: random.Random, count: Callable[[],
                 if time.monotonic() > began + plan.most_seconds:
                     break
                 some = kills if number in of_kills else fitting
-                while not (free := [n for n in some if n.victim not in busy or busy[n.victim].done()]):
+                while not (
+                    free := [n for n in some if n.victim not in busy or busy[n.victim].done()]
+                ):
                     time.sleep(0.05)
                 if number in of_kills:  # what is quickly over is free more often than the others
                     free = [n for n in free if times[n.kind] == min(times[n.kind] for n in free)]

@@ -31,9 +31,9 @@ from delaytasks.app import DelayTasks
 from delaytasks.core.bulk import AuditEntry, BulkResult
 from delaytasks.core.cancel_result import CancelResult
 from delaytasks.core.errors import DelayTaskError
-from delaytasks.core.ladder import LEVELS, NOTIFY, Ladder
 from delaytasks.core.outcomes import Cancel, Done, Fail, Retry, Snooze
 from delaytasks.core.policies import Policy
+from delaytasks.core.retry_schedule import LEVELS, NOTIFY, RetrySchedule
 from delaytasks.core.states import Status
 from delaytasks.core.task import Attempt, DelayTask, NewTask, Page
 
@@ -50,11 +50,11 @@ __all__ = [
     "DelayTasks",
     "Done",
     "Fail",
-    "Ladder",
     "NewTask",
     "Page",
     "Policy",
     "Retry",
+    "RetrySchedule",
     "Snooze",
     "Status",
     "attempts",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from delaytasks.app import DelayTasks
-from delaytasks.engine.registry import Options
+from delaytasks.processors.registry import ProcessorOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -68,6 +68,6 @@ clear_policy = _of_default(DelayTasks.clear_policy)
 find = _of_default(DelayTasks.find)
 
 
-def processor(tag: str, **options: Unpack[Options]) -> Callable[[F], F]:
+def processor(tag: str, **options: Unpack[ProcessorOptions]) -> Callable[[F], F]:
     """As `DelayTasks.processor`, of the default instance."""
     return default().processor(tag, **options)

@@ -13,8 +13,6 @@ from celery import signals
 
 from delaytasks.bulk_verbs import BulkVerbs
 from delaytasks.callback_verbs import CallbackVerbs
-from delaytasks.callbacks.http import CALLBACK, LADDER, Callback
-from delaytasks.callbacks.queue import MESSAGE, Message
 from delaytasks.core.encryption import names_of
 from delaytasks.core.errors import (
     ConfigError,
@@ -22,38 +20,40 @@ from delaytasks.core.errors import (
 from delaytasks.core.events import Events
 from delaytasks.core.settings import hide_secrets
 from delaytasks.core.text import shown
-from delaytasks.engine.registry import Registry
 from delaytasks.policy_verbs import PolicyVerbs
+from delaytasks.processors.registry import Registry
 from delaytasks.touch_verbs import TouchVerbs
-from delaytasks.worker.beatlog import quiet_beats
-from delaytasks.worker.celery_version import check_celery
-from delaytasks.worker.masking import mask_settings
+from delaytasks.webhooks.http import CALLBACK, RETRY_SCHEDULE, Callback
+from delaytasks.webhooks.queue import MESSAGE, Message
+from delaytasks.worker.celery_compat.beat_log import quiet_beats
+from delaytasks.worker.celery_compat.celery_version import check_celery
+from delaytasks.worker.celery_compat.masked_settings import mask_settings
+from delaytasks.worker.celery_tasks import SWEEP, register_tasks
 from delaytasks.worker.processes import Processes
-from delaytasks.worker.tasks import SWEEP, register_tasks
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from delaytasks.callbacks.http import HttpCallbacks
-    from delaytasks.callbacks.queue import QueueMessages
     from delaytasks.core.clock import Clock
+    from delaytasks.core.interfaces import Timer
     from delaytasks.core.outcomes import Outcome
-    from delaytasks.core.ports import Timer
     from delaytasks.core.settings import Settings
     from delaytasks.core.task import DelayTask
-    from delaytasks.engine.check import Finding
-    from delaytasks.engine.producer import Producer
-    from delaytasks.engine.queues import Queues
-    from delaytasks.engine.registry import Options
-    from delaytasks.engine.runner import Runner
-    from delaytasks.engine.sweeper import Sweeper
-    from delaytasks.parts import Parts
-    from delaytasks.routes import Routes
-    from delaytasks.shards import Shard
-    from delaytasks.store.store import Store
+    from delaytasks.execution.runner import Runner
+    from delaytasks.maintenance.deploy_check import Finding
+    from delaytasks.maintenance.sweeper import Sweeper
+    from delaytasks.processors.registry import ProcessorOptions
+    from delaytasks.scheduling.producer import Producer
+    from delaytasks.scheduling.queue_routing import QueueRouting
+    from delaytasks.sharding.router import ShardRouter
+    from delaytasks.sharding.shard import Shard
+    from delaytasks.storage.store import Store
     from delaytasks.timers.direct import DirectTimer
     from delaytasks.timers.publisher import Publisher
     from delaytasks.timers.redis import RedisTimer
+    from delaytasks.webhooks.http import HttpCallbacks
+    from delaytasks.webhooks.queue import QueueMessages
+    from delaytasks.wiring import Wiring
 
 F = TypeVar("F", bound=Callable[..., Any])
 ENTRY_POINTS = "delaytasks.processors"
@@ -70,21 +70,23 @@ class DelayTasks(CallbackVerbs, TouchVerbs, BulkVerbs, PolicyVerbs):
     `celery -A proj worker` then serves them, and `celery -A proj beat` sweeps.
     """
 
-    def __init__(self, celery_app: Any, database_url: str | Sequence[str] | None = None, **settings: Any) -> None:
+    def __init__(
+        self, celery_app: Any, database_url: str | Sequence[str] | None = None, **settings: Any
+    ) -> None:
         if database_url is not None:
             settings["database_url"] = database_url
         self.celery = celery_app
         self._arguments = hide_secrets(settings)
         self.registry = Registry()
         self.events = Events()
-        self.ambient_unit = lambda: None
+        self.ambient_transaction = lambda: None
         #: Entered around each call of a processor, the first one outermost; Flask's integration adds one.
         self.around: list[Callable[[DelayTask], AbstractContextManager[Any]]] = []
         self._lock = threading.RLock()
-        self._parts: Parts | None = None
+        self._parts: Wiring | None = None
         self.processes = Processes(self)
-        self.processor(CALLBACK, retry=LADDER, schema=Callback)(self._call_back)
-        self.processor(MESSAGE, retry=LADDER, schema=Message)(self._send_message)
+        self.processor(CALLBACK, retry=RETRY_SCHEDULE, schema=Callback)(self._call_back)
+        self.processor(MESSAGE, retry=RETRY_SCHEDULE, schema=Message)(self._send_message)
         if celery_app is not None:
             self._attach(celery_app)
 
@@ -93,14 +95,18 @@ class DelayTasks(CallbackVerbs, TouchVerbs, BulkVerbs, PolicyVerbs):
         check_celery()
         self.celery = celery_app
         if getattr(celery_app, "delaytasks", None) is not None:
-            raise ConfigError(f"{celery_app!r} has delayed tasks already: one DelayTasks per Celery app")
+            raise ConfigError(
+                f"{celery_app!r} has delayed tasks already: one DelayTasks per Celery app"
+            )
         celery_app.delaytasks = self
         register_tasks(self)
         quiet_beats()
         mask_settings()
-        celery_app.steps["worker"].add("delaytasks.worker.steps:DelaysStep")
-        celery_app.steps["consumer"].add("delaytasks.worker.guard:GuardStep")
-        celery_app.steps["consumer"].add("delaytasks.worker.reconnecting:ReconnectStep")
+        celery_app.steps["worker"].add("delaytasks.worker.bootsteps:DelaysStep")
+        celery_app.steps["consumer"].add("delaytasks.worker.celery_compat.message_guard:GuardStep")
+        celery_app.steps["consumer"].add(
+            "delaytasks.worker.celery_compat.reconnecting:ReconnectStep"
+        )
         celery_app.on_after_finalize.connect(self._add_to_beat, weak=False)
         if celery_app.finalized:  # and tells of it no more
             self._add_to_beat(celery_app)
@@ -109,14 +115,16 @@ class DelayTasks(CallbackVerbs, TouchVerbs, BulkVerbs, PolicyVerbs):
     # -- parts, made when they are first needed ---------------------------------------------------
 
     @property
-    def _made(self) -> Parts:
+    def _made(self) -> Wiring:
         if self._parts is None:
             with self._lock:
                 if self._parts is None:
                     # Everything that works is behind this: a process that only registers processors does not load it.
-                    from delaytasks.parts import Parts
+                    from delaytasks.wiring import Wiring
 
-                    self._parts = Parts(self.celery, self._arguments, self.registry, self.events, self.database_now)
+                    self._parts = Wiring(
+                        self.celery, self._arguments, self.registry, self.events, self.database_now
+                    )
         return self._parts
 
     @property
@@ -124,7 +132,7 @@ class DelayTasks(CallbackVerbs, TouchVerbs, BulkVerbs, PolicyVerbs):
         return self._made.settings
 
     @property
-    def routes(self) -> Routes:
+    def routes(self) -> ShardRouter:
         return self._made.routes
 
     @property
@@ -174,7 +182,7 @@ class DelayTasks(CallbackVerbs, TouchVerbs, BulkVerbs, PolicyVerbs):
         return self.shards[0].sweeper
 
     @property
-    def queues(self) -> Queues:
+    def queues(self) -> QueueRouting:
         return self._made.queues
 
     @property
@@ -183,7 +191,7 @@ class DelayTasks(CallbackVerbs, TouchVerbs, BulkVerbs, PolicyVerbs):
 
     # -- processors -------------------------------------------------------------------------------
 
-    def processor(self, tag: str, **options: Unpack[Options]) -> Callable[[F], F]:
+    def processor(self, tag: str, **options: Unpack[ProcessorOptions]) -> Callable[[F], F]:
         """Registers the decorated function, `f(body)` or `f(body, task)`, for `tag`; a tag has one processor.
 
         `queue`: where its tasks go unless they name another one. `retry`: a ladder, its rungs ("15s 3m 10m"), a number
@@ -201,8 +209,8 @@ class DelayTasks(CallbackVerbs, TouchVerbs, BulkVerbs, PolicyVerbs):
     def check(self) -> Iterator[Finding]:
         """Before a deploy: tasks that wait whose tag has no processor here, or whose body its schema refuses; and rows
         that another program wrote and no worker will ever take."""
-        from delaytasks.engine.check import check
-        from delaytasks.store.stats import Stats
+        from delaytasks.maintenance.deploy_check import check
+        from delaytasks.storage.stats import Stats
 
         for shard in self.shards:
             stats = Stats(shard.store.database, shard.store.schema)
@@ -282,4 +290,8 @@ class DelayTasks(CallbackVerbs, TouchVerbs, BulkVerbs, PolicyVerbs):
         queue = self.publisher.queue(settings.default_queue)
         sender.amqp.queues.add(queue)  # or Celery would declare one of its own kind by this name
         for entry in entries:
-            entry["options"] = {"queue": queue.name, "expires": settings.sweep_s, **(entry.get("options") or {})}
+            entry["options"] = {
+                "queue": queue.name,
+                "expires": settings.sweep_s,
+                **(entry.get("options") or {}),
+            }

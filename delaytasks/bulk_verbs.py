@@ -12,14 +12,14 @@ from delaytasks.core.actors import actor_of
 from delaytasks.core.bulk import AuditEntry, BulkResult, Filter, Filters, filter_of
 from delaytasks.core.errors import InvalidScheduleError, StoreUnavailableError
 from delaytasks.core.inputs import check_limit
-from delaytasks.core.ports import To
+from delaytasks.core.interfaces import To
 from delaytasks.verbs import Verbs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from delaytasks.engine.bulk import BulkRun
-    from delaytasks.shards import Shard
+    from delaytasks.scheduling.bulk import BulkRun
+    from delaytasks.sharding.shard import Shard
 
 OnProgress = Callable[[BulkResult], object]
 
@@ -65,11 +65,17 @@ class BulkVerbs(Verbs):
         To go on with a `by` that was stopped, say `updated_until=result.started`, or it shifts some of them twice.
         """
         if (delay is not None) + (when is not None) + (by is not None) != 1:
-            raise InvalidScheduleError("give a delay, an instant (when) or a shift (by), one of the three")
+            raise InvalidScheduleError(
+                "give a delay, an instant (when) or a shift (by), one of the three"
+            )
         which = filter_of("reschedule", filters, everything)
         if by is not None:
-            return self._many(which, lambda shard: shard.producer.shift_of(by), dry_run, actor, on_progress)
-        return self._many(which, lambda shard: shard.producer.due_of(delay, when), dry_run, actor, on_progress)
+            return self._many(
+                which, lambda shard: shard.producer.shift_of(by), dry_run, actor, on_progress
+            )
+        return self._many(
+            which, lambda shard: shard.producer.due_of(delay, when), dry_run, actor, on_progress
+        )
 
     def retry_many(
         self,
@@ -84,7 +90,9 @@ class BulkVerbs(Verbs):
         """Runs the FAILED tasks that the filter names again, `delay` seconds from now; with `status="CANCELLED"` those
         that were cancelled. Refused are those whose key another task has by now."""
         which = filter_of("retry", filters, everything)
-        return self._many(which, lambda shard: shard.producer.due_of(delay), dry_run, actor, on_progress)
+        return self._many(
+            which, lambda shard: shard.producer.due_of(delay), dry_run, actor, on_progress
+        )
 
     def audit(self, *, limit: int = 100) -> list[AuditEntry]:
         """What the bulk verbs did, the newest first: who, which tasks, how many, and how far it came."""
@@ -134,10 +142,12 @@ class BulkVerbs(Verbs):
         return so_far()
 
     def _run(self, shard: Shard, which: Filter, to: To) -> BulkRun:
-        from delaytasks.engine.bulk import BulkRun
+        from delaytasks.scheduling.bulk import BulkRun
 
         retry = partial(self.routes.databases.retry, shard.number)
-        return BulkRun(shard.store.bulk, shard.producer, self.events, shard.number, which, to, retry)
+        return BulkRun(
+            shard.store.bulk, shard.producer, self.events, shard.number, which, to, retry
+        )
 
 
 def _sum(results: Sequence[BulkResult], missing: tuple[int, ...]) -> BulkResult:

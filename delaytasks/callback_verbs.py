@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from delaytasks.callbacks.http import CALLBACK
-from delaytasks.callbacks.queue import MESSAGE
-from delaytasks.core.ladder import Ladder
-from delaytasks.core.ports import OnConflict
+from delaytasks.core.interfaces import OnConflict
+from delaytasks.core.retry_schedule import RetrySchedule
 from delaytasks.core.task import DelayTask
 from delaytasks.verbs import Verbs
+from delaytasks.webhooks.http import CALLBACK
+from delaytasks.webhooks.queue import MESSAGE
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from delaytasks.callbacks.http import HttpCallbacks
-    from delaytasks.callbacks.queue import QueueMessages
+    from delaytasks.webhooks.http import HttpCallbacks
+    from delaytasks.webhooks.queue import QueueMessages
 
 
 class Options(TypedDict, total=False):
@@ -30,7 +30,7 @@ class Options(TypedDict, total=False):
     queue: str | None
     priority: int
     id: int | None
-    retry: Ladder | str | int | None
+    retry: RetrySchedule | str | int | None
     expires: float | str | timedelta | None
     concurrency_key: str | None
     session: Any
@@ -79,4 +79,6 @@ class CallbackVerbs(Verbs):
         With an `exchange`, which AMQP has, `to` is the routing key. The other options are those of `schedule_delay`,
         with `queue` for the task's own; keys are shared by all messages.
         """
-        return self.schedule_delay(MESSAGE, self.queue_messages.content(to, body, exchange, headers), delay, **options)
+        return self.schedule_delay(
+            MESSAGE, self.queue_messages.content(to, body, exchange, headers), delay, **options
+        )

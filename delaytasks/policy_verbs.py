@@ -15,9 +15,9 @@ from delaytasks.core.events import Events
 from delaytasks.core.policies import Kind, Policy, check_limit, named, parse_rate
 
 if TYPE_CHECKING:
-    from delaytasks.routes import Routes
-    from delaytasks.shards import Shard
-    from delaytasks.store.policies import PolicyTable
+    from delaytasks.sharding.router import ShardRouter
+    from delaytasks.sharding.shard import Shard
+    from delaytasks.storage.policies import PolicyTable
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class PolicyVerbs(ABC):
 
     @property
     @abstractmethod
-    def routes(self) -> Routes: ...
+    def routes(self) -> ShardRouter: ...
 
     def policies(self, *, tag: str | None = None, queue: str | None = None) -> list[Policy]:
         """Return the tags and queues that are paused or limited, and how many of their tasks are held and run.
@@ -62,20 +62,26 @@ class PolicyVerbs(ABC):
         if not answers:
             raise next(iter(down.values()))
         found = {(policy.kind, policy.name) for policies in answers.values() for policy in policies}
-        by_shard = {number: {(p.kind, p.name): p for p in policies} for number, policies in answers.items()}
+        by_shard = {
+            number: {(p.kind, p.name): p for p in policies} for number, policies in answers.items()
+        }
         merged = (
             _merged({number: policies.get(name) for number, policies in by_shard.items()}, down)
             for name in sorted(found)
         )
         return [policy for policy in merged if not policy.is_empty or policy.held]
 
-    def pause(self, *, tag: str | None = None, queue: str | None = None, actor: str | None = None) -> Policy:
+    def pause(
+        self, *, tag: str | None = None, queue: str | None = None, actor: str | None = None
+    ) -> Policy:
         """Nothing more of the tag or queue begins, within about a second; what runs may finish. Tasks that wait are
         HELD until `resume`. `actor` is who did it, if not the
         user of this process."""
         return self._set(*named(tag, queue), {"is_paused": True}, actor)
 
-    def resume(self, *, tag: str | None = None, queue: str | None = None, actor: str | None = None) -> Policy:
+    def resume(
+        self, *, tag: str | None = None, queue: str | None = None, actor: str | None = None
+    ) -> Policy:
         """What was held of the tag or queue waits again, in the order of its due times, unless something else holds
         it: its tag and its queue may both be paused."""
         return self._set(*named(tag, queue), {"is_paused": False}, actor)
@@ -102,7 +108,9 @@ class PolicyVerbs(ABC):
             raise InvalidPolicyError("say what is limited: concurrency, key_concurrency or rate")
         return self._set(*named(tag, None), changes, actor)
 
-    def clear_policy(self, *, tag: str | None = None, queue: str | None = None, actor: str | None = None) -> Policy:
+    def clear_policy(
+        self, *, tag: str | None = None, queue: str | None = None, actor: str | None = None
+    ) -> Policy:
         """The tag or queue is neither paused nor limited any more."""
         return self._set(*named(tag, queue), _NOTHING, actor)
 
@@ -118,12 +126,16 @@ class PolicyVerbs(ABC):
         if any(is_new for _, is_new in answers.values()):
             policy = next(policy for policy, is_new in answers.values() if is_new)
             said = {field: getattr(policy, field) for field in changes}
-            self.events.emit("policy.changed", kind=kind, policy=name, changes=repr(said), actor=who)
+            self.events.emit(
+                "policy.changed", kind=kind, policy=name, changes=repr(said), actor=who
+            )
         if down:
             self._refuse_half(kind, name, list(answers), down)
         return _merged({number: policy for number, (policy, _) in answers.items()}, {})
 
-    def _refuse_half(self, kind: Kind, name: str, done: list[int], down: dict[int, StoreUnavailableError]) -> None:
+    def _refuse_half(
+        self, kind: Kind, name: str, done: list[int], down: dict[int, StoreUnavailableError]
+    ) -> None:
         error = next(iter(down.values()))
         if len(self.routes.shards) == 1:
             raise error
@@ -133,9 +145,11 @@ class PolicyVerbs(ABC):
             f"do it again when all are back ({error})"
         ) from error
 
-    def _ask(self, work: Callable[[Shard], T]) -> tuple[dict[int, T], dict[int, StoreUnavailableError]]:
+    def _ask(
+        self, work: Callable[[Shard], T]
+    ) -> tuple[dict[int, T], dict[int, StoreUnavailableError]]:
         """What each shard answers, by its number; and why some of them do not."""
-        from delaytasks.routes import EACH_S
+        from delaytasks.sharding.router import EACH_S
 
         answers: dict[int, T] = {}
         down: dict[int, StoreUnavailableError] = {}
@@ -147,7 +161,9 @@ class PolicyVerbs(ABC):
                 down[shard.number] = error
 
         for silent in self.routes.each(ask):
-            down[silent.number] = StoreUnavailableError(f"{silent} has not answered for {EACH_S:g} s")
+            down[silent.number] = StoreUnavailableError(
+                f"{silent} has not answered for {EACH_S:g} s"
+            )
         return dict(sorted(answers.items())), dict(sorted(down.items()))
 
 
@@ -180,8 +196,15 @@ def _total(counts: Iterable[int | None]) -> int | None:
 def _merged(found: dict[int, Policy | None], down: dict[int, StoreUnavailableError]) -> Policy:
     """One policy of all shards: as it was set last, and where it is not so."""
     known = [policy for policy in found.values() if policy is not None]
-    last = max(known, key=lambda policy: (policy.update_time is not None, policy.update_time, policy.version))
-    others = [number for number, policy in found.items() if policy is None or not _says_the_same(policy, last)]
+    last = max(
+        known,
+        key=lambda policy: (policy.update_time is not None, policy.update_time, policy.version),
+    )
+    others = [
+        number
+        for number, policy in found.items()
+        if policy is None or not _says_the_same(policy, last)
+    ]
     unapplied = [policy for policy in known if not policy.is_applied]
     return replace(
         unapplied[0] if unapplied and not others else last,

@@ -27,12 +27,16 @@ class TouchVerbs(Verbs):
 
         One row update and no message, made for heartbeats. False if the task does not wait any more.
         """
-        with self._guarded(session) as unit:
-            return self.routes.touch(name_of(task, tag, key), delay, unit)
+        with self._guarded(session) as transaction:
+            return self.routes.touch(name_of(task, tag, key), delay, transaction)
 
     @overload
     def touch_many(
-        self, tasks: Iterable[int | str | DelayTask], delay: float | timedelta, *, session: Any = None
+        self,
+        tasks: Iterable[int | str | DelayTask],
+        delay: float | timedelta,
+        *,
+        session: Any = None,
     ) -> list[int]: ...
 
     @overload
@@ -56,17 +60,19 @@ class TouchVerbs(Verbs):
         """
         if (tasks is None) == (keys is None) or (tag is None) != (keys is None):
             raise InvalidScheduleError("give touch_many the tasks, or tag= and keys=")
-        with self._guarded(session) as unit:
+        with self._guarded(session) as transaction:
             if keys is None:
                 names = [checked(task) for task in _list(tasks)]
-                waiting = self.routes.touch_many(names, delay, unit)
+                waiting = self.routes.touch_many(names, delay, transaction)
                 return [id for id in dict.fromkeys(map(id_of, names)) if id not in waiting]
             wanted = [check_key(key) for key in _list(keys)]
-            touched = self.routes.touch_keys(check_tag(tag), wanted, delay, unit)
+            touched = self.routes.touch_keys(check_tag(tag), wanted, delay, transaction)
             return [key for key in dict.fromkeys(wanted) if key not in touched]
 
 
 def _list(items: Any) -> Iterable[Any]:
     if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
-        raise InvalidScheduleError(f"touch_many takes a list of tasks or of keys, not {shown(items)}")
+        raise InvalidScheduleError(
+            f"touch_many takes a list of tasks or of keys, not {shown(items)}"
+        )
     return items

@@ -13,15 +13,15 @@ from delaytasks.core.errors import InvalidScheduleError, TaskStateError
 from delaytasks.core.events import Events
 from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import check_instant, check_key, check_limit, check_status, check_tag
-from delaytasks.core.ladder import Ladder
-from delaytasks.core.ports import OnConflict, Unit
+from delaytasks.core.interfaces import OnConflict, Transaction
+from delaytasks.core.retry_schedule import RetrySchedule
 from delaytasks.core.states import Status
 from delaytasks.core.task import Attempt, DelayTask, NewTask, Page
 from delaytasks.core.text import shown
 
 if TYPE_CHECKING:
-    from delaytasks.routes import Name, Named, Routes
-    from delaytasks.shards import Shard
+    from delaytasks.sharding.router import Name, Named, ShardRouter
+    from delaytasks.sharding.shard import Shard
 
 
 class Verbs(ABC):
@@ -29,11 +29,11 @@ class Verbs(ABC):
 
     events: Events
     #: How a call without `session=` finds the caller's transaction; Django's integration sets it.
-    ambient_unit: Callable[[], Unit | None]
+    ambient_transaction: Callable[[], Transaction | None]
 
     @property
     @abstractmethod
-    def routes(self) -> Routes: ...
+    def routes(self) -> ShardRouter: ...
 
     # -- schedule ---------------------------------------------------------------------------------
 
@@ -49,7 +49,7 @@ class Verbs(ABC):
         queue: str | None = None,
         priority: int = 0,
         id: int | None = None,
-        retry: Ladder | str | int | None = None,
+        retry: RetrySchedule | str | int | None = None,
         expires: float | str | timedelta | None = None,
         concurrency_key: str | None = None,
         session: Any = None,
@@ -64,8 +64,21 @@ class Verbs(ABC):
         of retries, `expires` how late it may begin; without them those of the tag's processor count. `concurrency_key`
         is whom the task is for, where limits are counted for each.
         """
-        new = NewTask(tag, body, delay, None, key, queue, priority, id, retry, expires, max_wait, concurrency_key)
-        return self.routes.schedule(new, on_conflict, self._unit(session))
+        new = NewTask(
+            tag,
+            body,
+            delay,
+            None,
+            key,
+            queue,
+            priority,
+            id,
+            retry,
+            expires,
+            max_wait,
+            concurrency_key,
+        )
+        return self.routes.schedule(new, on_conflict, self._transaction(session))
 
     def schedule_at(
         self,
@@ -79,14 +92,27 @@ class Verbs(ABC):
         queue: str | None = None,
         priority: int = 0,
         id: int | None = None,
-        retry: Ladder | str | int | None = None,
+        retry: RetrySchedule | str | int | None = None,
         expires: float | str | timedelta | None = None,
         concurrency_key: str | None = None,
         session: Any = None,
     ) -> DelayTask:
         """As `schedule_delay`, at an instant (an aware datetime). The past means now."""
-        new = NewTask(tag, body, None, when, key, queue, priority, id, retry, expires, max_wait, concurrency_key)
-        return self.routes.schedule(new, on_conflict, self._unit(session))
+        new = NewTask(
+            tag,
+            body,
+            None,
+            when,
+            key,
+            queue,
+            priority,
+            id,
+            retry,
+            expires,
+            max_wait,
+            concurrency_key,
+        )
+        return self.routes.schedule(new, on_conflict, self._transaction(session))
 
     def schedule_many(
         self,
@@ -102,7 +128,9 @@ class Verbs(ABC):
         written, for progress and for the ids. Without `session` each lot is a transaction of its own; with several
         databases it is one of each.
         """
-        return self.routes.schedule_many(map(_new_task, tasks), on_conflict, self._unit(session), on_batch)
+        return self.routes.schedule_many(
+            map(_new_task, tasks), on_conflict, self._transaction(session), on_batch
+        )
 
     def new_id(self, tag: str | None = None, key: str | None = None) -> int:
         """An id to schedule with, for who wants to know it before; with several databases a key's task needs one of
@@ -139,7 +167,9 @@ class Verbs(ABC):
         """
         try:
             with self._named(task, tag, key, session) as named:
-                shard, cancelled = named.move(lambda at, on: at.store.tasks.cancel(named.id, version, on))
+                shard, cancelled = named.move(
+                    lambda at, on: at.store.tasks.cancel(named.id, version, on)
+                )
         except TaskStateError as error:
             refused = CancelResult.of_refusal(error)
             if strict or refused is None:
@@ -148,7 +178,7 @@ class Verbs(ABC):
         if cancelled is None:
             return CancelResult.cancelled_before(named.id)
         self.events.emit("task.cancelled", id=cancelled.id, tag=cancelled.tag)
-        shard.producer.disarm_after_commit(cancelled, named.unit)
+        shard.producer.disarm_after_commit(cancelled, named.transaction)
         return CancelResult.cancelled(cancelled)
 
     def reschedule(
@@ -168,10 +198,12 @@ class Verbs(ABC):
         """
         with self._named(task, tag, key, session) as named:
             shard, moved = named.move(
-                lambda at, on: at.store.tasks.reschedule(named.id, at.producer.due_of(delay, when), version, on)
+                lambda at, on: at.store.tasks.reschedule(
+                    named.id, at.producer.due_of(delay, when), version, on
+                )
             )
         self.events.emit("task.rescheduled", id=moved.id, tag=moved.tag)
-        shard.producer.arm_after_commit([moved], named.unit)
+        shard.producer.arm_after_commit([moved], named.transaction)
         return moved
 
     def retry(
@@ -189,7 +221,7 @@ class Verbs(ABC):
                 lambda at, on: retry_at(at.number, named.id, at.producer.due_of(delay), version, on)
             )
         self.events.emit("task.retried", id=moved.id, tag=moved.tag)
-        shard.producer.arm_after_commit([moved], named.unit)
+        shard.producer.arm_after_commit([moved], named.transaction)
         return moved
 
     # -- look up ----------------------------------------------------------------------------------
@@ -237,37 +269,37 @@ class Verbs(ABC):
             None if since is None else check_instant(since),
             None if until is None else check_instant(until),
         )
-        with self._guarded(session) as unit:
-            return self.routes.find(by, cursor, limit, unit, newest_first)
+        with self._guarded(session) as transaction:
+            return self.routes.find(by, cursor, limit, transaction, newest_first)
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def unit_for(self, session: Any, task: DelayTask) -> Unit | None:
+    def transaction_for(self, session: Any, task: DelayTask) -> Transaction | None:
         """For `task.complete`."""
-        unit = self._unit(session)
-        self.routes.same(task, unit)
-        return unit
+        transaction = self._transaction(session)
+        self.routes.same(task, transaction)
+        return transaction
 
-    def _unit(self, session: Any) -> Unit | None:
+    def _transaction(self, session: Any) -> Transaction | None:
         if session is None:
-            return self.ambient_unit()
-        from delaytasks.store.units import unit_of
+            return self.ambient_transaction()
+        from delaytasks.storage.transactions import transaction_of
 
-        return unit_of(session)
+        return transaction_of(session)
 
     @contextmanager
-    def _guarded(self, session: Any) -> Iterator[Unit | None]:
+    def _guarded(self, session: Any) -> Iterator[Transaction | None]:
         """The transaction that a call is part of."""
-        unit = self._unit(session)
-        with unit.guard() if unit is not None else nullcontext():
-            yield unit
+        transaction = self._transaction(session)
+        with transaction.guard() if transaction is not None else nullcontext():
+            yield transaction
 
     @contextmanager
     def _named(self, task: Any, tag: str | None, key: str | None, session: Any) -> Iterator[Named]:
         """The task that a call names, in the transaction that the call is part of."""
         name = name_of(task, tag, key)
-        with self._guarded(session) as unit:
-            yield self.routes.named(name, unit)
+        with self._guarded(session) as transaction:
+            yield self.routes.named(name, transaction)
 
 
 def name_of(task: Any, tag: str | None, key: str | None) -> Name:
@@ -286,4 +318,6 @@ def _new_task(item: Any) -> NewTask:
     if isinstance(item, tuple) and len(item) == 3:
         tag, body, at = item
         return NewTask(tag, body, when=at) if isinstance(at, datetime) else NewTask(tag, body, at)
-    raise InvalidScheduleError(f"schedule_many takes NewTask, or (tag, body, delay or instant), not {shown(item)}")
+    raise InvalidScheduleError(
+        f"schedule_many takes NewTask, or (tag, body, delay or instant), not {shown(item)}"
+    )

@@ -12,18 +12,18 @@ from delaytasks import DelayTask
 from delaytasks.core.clock import Clock, to_us
 from delaytasks.core.events import Events
 from delaytasks.core.ids import IdMaker
+from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.core.policies import Policies, Policy
-from delaytasks.core.ports import Entry, Settlement
 from delaytasks.core.task import NewTask
-from delaytasks.engine.batch import Work
-from delaytasks.engine.producer import Producer
-from delaytasks.engine.queues import Queues
-from delaytasks.engine.registry import Registry
-from delaytasks.engine.runner import Report, Runner
-from delaytasks.engine.running import End
-from delaytasks.store.claims import Claims
-from delaytasks.store.store import Store
-from delaytasks.store.units import unit_of
+from delaytasks.execution.batch import Work
+from delaytasks.execution.executor import End
+from delaytasks.execution.runner import Report, Runner
+from delaytasks.processors.registry import Registry
+from delaytasks.scheduling.producer import Producer
+from delaytasks.scheduling.queue_routing import QueueRouting
+from delaytasks.storage.claims import Claims
+from delaytasks.storage.store import Store
+from delaytasks.storage.transactions import transaction_of
 from tests.conftest import settings_for
 from tests.recording import RecordingTimer
 
@@ -65,13 +65,18 @@ class Bench:
         self.registry.processor("note")(self.ran.append)
         self.runner = self.make_runner(may_leave=may_leave)
         self._ids = IdMaker(lambda: to_us(self.clock.now()) // 1000)
-        queues = Queues(self.settings, self.registry)
+        queues = QueueRouting(self.settings, self.registry)
         to = (self.clock, self._ids, RecordingTimer(), self.registry, queues, self.events)
         self.producer = Producer(self.settings, self.store.tasks, *to)
 
     def make_runner(self, **options: Any) -> Runner:
         parts = (self.settings, self.claims, self.clock, self.registry, self.timer, self.events)
-        return Runner(*parts, self.execute, lambda session, task: session and unit_of(session), **options)  # type: ignore[arg-type]
+        return Runner(
+            *parts,
+            self.execute,
+            lambda session, task: session and transaction_of(session),
+            **options,
+        )  # type: ignore[arg-type]
 
     def limited(self) -> Mapping[str, Policy]:
         return Policies(tuple(self.store.policies.read())).limited
@@ -80,7 +85,9 @@ class Bench:
     def execute(work: Work, task: DelayTask, end: End) -> object:
         return end(work(task, work.body_of(task)), None)
 
-    def schedule(self, tag: str = "note", body: Any = None, delay: float = 0, **options: Any) -> DelayTask:
+    def schedule(
+        self, tag: str = "note", body: Any = None, delay: float = 0, **options: Any
+    ) -> DelayTask:
         task = self.producer.schedule(NewTask(tag, body, delay, **options), "reject", None)
         if delay:
             return task
@@ -91,7 +98,11 @@ class Bench:
     def change(self, task: DelayTask | int, **values: Any) -> None:
         t = self.store.schema.tasks
         with self.store.database.begin() as connection:
-            connection.execute(update(t).where(t.c.id == (task if isinstance(task, int) else task.id)).values(**values))
+            connection.execute(
+                update(t)
+                .where(t.c.id == (task if isinstance(task, int) else task.id))
+                .values(**values)
+            )
 
     def now(self, task: DelayTask) -> DelayTask:
         found = self.store.tasks.get(task.id)

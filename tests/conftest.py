@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import delete
 
 from delaytasks.core.settings import Settings, load_settings
-from delaytasks.store.store import Store
+from delaytasks.storage.store import Store
 from tests.certificates import self_signed
 from tests.mariadb_server import MariaDBServer
 from tests.postgres_server import PostgresServer
@@ -134,7 +134,11 @@ def amqps(tmp_path: Path) -> Iterator[dict[str, Any]]:
         raise _given_up("rabbitmq-server") from None
     yield {
         "broker_url": f"amqps://guest:guest@localhost:{port}//",
-        "broker_use_ssl": {"ca_certs": str(certificate), "cert_reqs": 2, "server_hostname": "localhost"},
+        "broker_use_ssl": {
+            "ca_certs": str(certificate),
+            "cert_reqs": 2,
+            "server_hostname": "localhost",
+        },
     }
     server.stop()
 
@@ -142,7 +146,9 @@ def amqps(tmp_path: Path) -> Iterator[dict[str, Any]]:
 @pytest.fixture
 def own_postgresql() -> Iterator[PostgresServer]:
     """A PostgreSQL of this test's own."""
-    with tempfile.TemporaryDirectory(prefix="dt_test_") as folder:  # not pytest's, which nobody else may enter
+    with tempfile.TemporaryDirectory(
+        prefix="dt_test_"
+    ) as folder:  # not pytest's, which nobody else may enter
         try:
             server = PostgresServer(Path(folder), free_port(), MissingServiceError)
         except MissingServiceError as error:
@@ -175,7 +181,9 @@ def database_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     """An empty database of each kind, for this session."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path_factory.mktemp('sqlite') / 'test.sqlite3'}"
-    url: str = request.getfixturevalue("postgresql_url" if request.param == "postgresql" else "mysql_url")
+    url: str = request.getfixturevalue(
+        "postgresql_url" if request.param == "postgresql" else "mysql_url"
+    )
     return url
 
 
@@ -228,7 +236,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report = outcome.get_result()
     if report.when != "teardown" and report.outcome != "passed":
         # In the report, which travels to the process that prints the summary when several run the tests.
-        report.lacked = {name: why for name, why in _missing.items() if _needs(name) in str(report.longrepr)}
+        report.lacked = {
+            name: why for name, why in _missing.items() if _needs(name) in str(report.longrepr)
+        }
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sqlalchemy import func, select
 
 from delaytasks.core.states import Status
-from delaytasks.store.store import Store
+from delaytasks.storage.store import Store
 
 
 def counted(store: Store) -> dict[Status, int]:

@@ -6,13 +6,20 @@ from __future__ import annotations
 from pathlib import Path
 
 #: Debian's package `faketime` and Fedora's, then what is built by hand.
-_PLACES = ("/usr/lib/*/faketime", "/usr/lib/faketime", "/usr/lib64/faketime", "/usr/local/lib/faketime")
+_PLACES = (
+    "/usr/lib/*/faketime",
+    "/usr/lib/faketime",
+    "/usr/lib64/faketime",
+    "/usr/local/lib/faketime",
+)
 MISSING = "libfaketime is not installed (Debian: apt-get install faketime)"
 
 
 def library() -> Path | None:
     """The one for programs with threads."""
-    found = (file for place in _PLACES for file in Path("/").glob(f"{place[1:]}/libfaketimeMT.so.1"))
+    found = (
+        file for place in _PLACES for file in Path("/").glob(f"{place[1:]}/libfaketimeMT.so.1")
+    )
     return next(found, None)
 
 
@@ -27,7 +34,11 @@ class Dial:
     def __init__(self, file: Path) -> None:
         self._file = file
         self.set(0)
-        self.environment = {**_environment(), "FAKETIME_TIMESTAMP_FILE": str(file), "FAKETIME_NO_CACHE": "1"}
+        self.environment = {
+            **_environment(),
+            "FAKETIME_TIMESTAMP_FILE": str(file),
+            "FAKETIME_NO_CACHE": "1",
+        }
 
     def set(self, ahead_s: int) -> None:
         new = self._file.with_suffix(".new")

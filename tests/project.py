@@ -77,7 +77,9 @@ def credit(body: dict[str, Any], task: DelayTask) -> None:
 
     dies("before")
     with default().store.database.begin() as connection:
-        connection.execute(text(f"INSERT INTO {body['table']} (task) VALUES (:task)"), {"task": task.id})
+        connection.execute(
+            text(f"INSERT INTO {body['table']} (task) VALUES (:task)"), {"task": task.id}
+        )
         dies("after the effect")
         task.complete(connection)
         dies("after complete")
@@ -108,7 +110,9 @@ async def wait_on_loop(body: dict[str, Any], task: DelayTask) -> None:
 @processor("test.batch", batch=40)
 def note_batch(bodies: list[dict[str, Any]], tasks: list[DelayTask]) -> dict[int, Any]:
     note(bodies[0], len(tasks), "together", os.getpid())
-    return {task.id: Fail("odd") for body, task in zip(bodies, tasks, strict=True) if body["number"] % 2}
+    return {
+        task.id: Fail("odd") for body, task in zip(bodies, tasks, strict=True) if body["number"] % 2
+    }
 
 
 @processor("test.recurse")

@@ -135,12 +135,20 @@ class Proxy:
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._pairs.append((client, server))
-            for source, target, direction in ((client, server, "request"), (server, client, "answer")):
+            for source, target, direction in (
+                (client, server, "request"),
+                (server, client, "answer"),
+            ):
                 way = (source, target, direction, self.accepted, self._flows)
                 threading.Thread(target=self._pump, args=way, daemon=True).start()
 
     def _pump(
-        self, source: socket.socket, target: socket.socket, direction: str, number: int, flows: threading.Event
+        self,
+        source: socket.socket,
+        target: socket.socket,
+        direction: str,
+        number: int,
+        flows: threading.Event,
     ) -> None:
         try:
             while data := source.recv(65536):

@@ -26,10 +26,14 @@ class RabbitServer:
 
     name = "RabbitMQ"
 
-    def __init__(self, folder: Path, *configuration: str, beside: RabbitServer | None = None) -> None:
+    def __init__(
+        self, folder: Path, *configuration: str, beside: RabbitServer | None = None
+    ) -> None:
         """With `beside`, this is another node of that one's cluster."""
         self._folder = folder
-        self._programs = {name: _program(name) for name in ("rabbitmq-server", "rabbitmqctl", "epmd")}
+        self._programs = {
+            name: _program(name) for name in ("rabbitmq-server", "rabbitmqctl", "epmd")
+        }
         self._port, mapper = free_port(), beside.mapper_port if beside else free_port()
         self.mapper_port = mapper
         self.node = f"test{self._port}@localhost"
@@ -56,7 +60,9 @@ class RabbitServer:
         self._mapper: subprocess.Popen[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         if beside is None:
-            self._mapper = self._popen([self._programs["epmd"], "-port", str(mapper), "-address", "127.0.0.1"])
+            self._mapper = self._popen(
+                [self._programs["epmd"], "-port", str(mapper), "-address", "127.0.0.1"]
+            )
         else:
             shutil.copy2(beside._folder / ".erlang.cookie", folder)  # the secret
         self.start()
@@ -105,13 +111,22 @@ class RabbitServer:
 
     def hurry(self, consumer_timeout_s: float) -> None:
         """From now on it closes, within a second, the channel of whoever acknowledges a message later than that."""
-        for name, ms in (("consumer_timeout", int(consumer_timeout_s * 1000)), ("channel_tick_interval", 1000)):
+        for name, ms in (
+            ("consumer_timeout", int(consumer_timeout_s * 1000)),
+            ("channel_tick_interval", 1000),
+        ):
             self.ctl("eval", f"application:set_env(rabbit, {name}, {ms}).")
 
     def ctl(self, *words: str) -> str:
         command = [self._programs["rabbitmqctl"], "--quiet", *words]
         ended = subprocess.run(
-            command, env=self._environment, cwd=self._folder, capture_output=True, text=True, timeout=60, check=True
+            command,
+            env=self._environment,
+            cwd=self._folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
         )
         return ended.stdout
 
@@ -148,7 +163,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _program(name: str) -> str:
-    found = shutil.which(name, path=_PLACES) or shutil.which(name) or shutil.which(name, path="/usr/sbin")
+    found = (
+        shutil.which(name, path=_PLACES)
+        or shutil.which(name)
+        or shutil.which(name, path="/usr/sbin")
+    )
     if found is None:
         raise MissingServiceError(f"there is no {name} on this machine")
     return found

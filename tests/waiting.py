@@ -19,7 +19,10 @@ IS_LONG = os.environ.get("DELAYTASKS_TEST_LONG", "") not in ("", "0")
 
 
 def wait_until(
-    condition: Callable[[], T], deadline_s: float, what: str | Callable[[], str], every_s: float = 0.01
+    condition: Callable[[], T],
+    deadline_s: float,
+    what: str | Callable[[], str],
+    every_s: float = 0.01,
 ) -> T:
     """What `condition` answers as soon as it is true; `AssertionError` naming `what`, as it is then, when it stays
     false."""
@@ -30,5 +33,7 @@ def wait_until(
             return answer
         if time.monotonic() > ends:
             named = what if isinstance(what, str) else what()
-            raise AssertionError(f"waited {deadline_s:g} s for {named}; the last answer was {answer!r}")
+            raise AssertionError(
+                f"waited {deadline_s:g} s for {named}; the last answer was {answer!r}"
+            )
         time.sleep(every_s)

@@ -70,7 +70,9 @@ class Exchange(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.web.received.append(Request(self.path, {k.lower(): v for k, v in self.headers.items()}, body))
+        self.web.received.append(
+            Request(self.path, {k.lower(): v for k, v in self.headers.items()}, body)
+        )
         write = self.web.answers.get(self.path.partition("?")[0], answer())
         try:
             write(self)
@@ -104,7 +106,9 @@ class WebServer:
             )
         self._take_in, self._server.get_request = self._server.get_request, self._count  # type: ignore[method-assign]
         self.port: int = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+        ).start()
 
     def url(self, path: str = "/", host: str = "127.0.0.1", scheme: str = "http") -> str:
         return f"{scheme}://{host}:{self.port}{path}"

@@ -1,6 +1,6 @@
 """The tables of delaytasks; a task table that exists is adopted.
 
-History is frozen: nothing here follows `delaytasks/store/schema.py` when that changes. A test holds that the newest
+History is frozen: nothing here follows `delaytasks/storage/schema.py` when that changes. A test holds that the newest
 revision and the metadata are the same.
 
 MySQL commits every DDL statement at once, so each step looks first and can be run again after a failure.
@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from alembic import op
 from sqlalchemy.dialects import mysql
 
-from delaytasks.store import adoption, ddl
+from delaytasks.storage import adoption, ddl
 
 revision = "0001"
 down_revision = None
@@ -88,13 +88,17 @@ def upgrade(prefix: str = "", schema: str | None = None) -> None:
     existing = ddl.tables(op, schema)
     was_here = tasks in existing and ddl.lacks(op, tasks, schema, ADDED)
     if tasks in existing:
-        adoption.adopt(op, sa.Table(tasks, sa.MetaData(), *_task_columns(), schema=schema, **OPTIONS))
+        adoption.adopt(
+            op, sa.Table(tasks, sa.MetaData(), *_task_columns(), schema=schema, **OPTIONS)
+        )
     else:
         op.create_table(tasks, *_task_columns(), schema=schema, **OPTIONS)
     if op.get_context().dialect.name == "postgresql" and not ddl.is_partitioned(op, tasks, schema):
         options = ", ".join(f"{name} = {value}" for name, value in STORAGE.items())
         op.execute(f"ALTER TABLE {ddl.quoted(op, tasks, schema)} SET ({options})")
-    ddl.create_index(op, prefix + "idx_expectedTime_status", tasks, ["expected_time", "status"], schema)
+    ddl.create_index(
+        op, prefix + "idx_expectedTime_status", tasks, ["expected_time", "status"], schema
+    )
     # Only rows that wait or run: finished ones, which are most, are not in it. MySQL has no partial indexes, and
     # SQLite does not use them for a status that comes as a parameter.
     ddl.create_index(
@@ -136,7 +140,9 @@ def upgrade(prefix: str = "", schema: str | None = None) -> None:
             sa.Column("queues", LONG_TEXT, nullable=False),
             sa.Column("pool", sa.String(64), nullable=False),
             sa.Column("concurrency", sa.Integer(), nullable=False),
-            sa.Column("clock_offset_us", sa.BigInteger(), nullable=False, server_default=sa.text("0")),
+            sa.Column(
+                "clock_offset_us", sa.BigInteger(), nullable=False, server_default=sa.text("0")
+            ),
             sa.PrimaryKeyConstraint("name", name=prefix + "pk_yb_delay_worker"),
             schema=schema,
             **OPTIONS,

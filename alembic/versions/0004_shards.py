@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-from delaytasks.store import ddl
+from delaytasks.storage import ddl
 
 revision = "0004"
 down_revision = "0003"

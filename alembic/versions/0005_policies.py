@@ -6,7 +6,7 @@ import sqlalchemy as sa
 from alembic import op
 from sqlalchemy.dialects import mysql
 
-from delaytasks.store import ddl
+from delaytasks.storage import ddl
 
 revision = "0005"
 down_revision = "0004"

@@ -6,7 +6,7 @@ import sqlalchemy as sa
 from alembic import op
 from sqlalchemy.dialects import mysql
 
-from delaytasks.store import ddl
+from delaytasks.storage import ddl
 
 revision = "0007"
 down_revision = "0006"
@@ -39,7 +39,14 @@ def upgrade(prefix: str = "", schema: str | None = None) -> None:
             sa.Column("task_id", sa.BigInteger(), nullable=False, autoincrement=False),
             sa.Column("version", sa.BigInteger(), nullable=False, autoincrement=False),
             sa.PrimaryKeyConstraint(
-                "queue", "tag", "lane", "place", "due", "task_id", "version", name=prefix + "pk_yb_delay_line"
+                "queue",
+                "tag",
+                "lane",
+                "place",
+                "due",
+                "task_id",
+                "version",
+                name=prefix + "pk_yb_delay_line",
             ),
             schema=schema,
             **OPTIONS,
@@ -50,9 +57,16 @@ def downgrade(prefix: str = "", schema: str | None = None) -> None:
     """Nobody would release what waits in line."""
     tasks, lines = (
         sa.table(prefix + name, *map(sa.column, columns), schema=schema)
-        for name, columns in (("yb_delay_task_message", ("id", "status", "version")), ("yb_delay_line", ("task_id",)))
+        for name, columns in (
+            ("yb_delay_task_message", ("id", "status", "version")),
+            ("yb_delay_line", ("task_id",)),
+        )
     )
     in_line = sa.and_(tasks.c.status == 5, tasks.c.id.in_(sa.select(lines.c.task_id)))
-    op.execute(tasks.update().where(in_line).values({tasks.c.status: 0, tasks.c.version: tasks.c.version + 1}))
+    op.execute(
+        tasks.update()
+        .where(in_line)
+        .values({tasks.c.status: 0, tasks.c.version: tasks.c.version + 1})
+    )
     op.drop_table(prefix + "yb_delay_line", schema=schema)
     ddl.drop_columns(op, prefix + "yb_delay_policy", schema, ["next_start", "turn"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-from delaytasks.store import ddl
+from delaytasks.storage import ddl
 
 revision = "0010"
 down_revision = "0009"
@@ -23,7 +23,9 @@ OPTIONS = {
 def upgrade(prefix: str = "", schema: str | None = None) -> None:
     policies, changes = prefix + "yb_delay_policy", prefix + "yb_delay_policy_change"
     if op.get_context().as_sql or ddl.lacks(op, policies, schema, ["change_number"]):
-        column = sa.Column("change_number", sa.BigInteger(), nullable=False, server_default=sa.text("0"))
+        column = sa.Column(
+            "change_number", sa.BigInteger(), nullable=False, server_default=sa.text("0")
+        )
         op.add_column(policies, column, schema=schema)
     ddl.create_index(op, prefix + "idx_yb_delay_policy_change", policies, ["change_number"], schema)
     if changes not in ddl.tables(op, schema):

@@ -13,11 +13,11 @@ from benchmarks.figures import Target
 from benchmarks.stage import Stage
 from benchmarks.waiting import BenchError
 from delaytasks.core.clock import to_us
-from delaytasks.core.ports import Entry, Settlement
+from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
-from delaytasks.engine.sweeper import STEP
-from delaytasks.store.stats import Stats
+from delaytasks.maintenance.sweeper import STEP
+from delaytasks.storage.stats import Stats
 
 #: Rows that wait, the smallest first, with which the others are compared.
 PENDING = (10_000, 1_000_000, 10_000_000)
@@ -40,7 +40,9 @@ def run(stage: Stage) -> None:
     for pending in sizes[1:]:
         for what, ms in _measure(stage, pending).items():
             target = Target("ratio", most=3)
-            figure = stage.figure("at_size", f"{what}; {pending:,} wait", "ms", target, against=f"{sizes[0]:,}:")
+            figure = stage.figure(
+                "at_size", f"{what}; {pending:,} wait", "ms", target, against=f"{sizes[0]:,}:"
+            )
             figure.add(ms, small[what])
     table.clear()
 
@@ -55,7 +57,10 @@ def _measure(stage: Stage, pending: int) -> dict[str, float]:
     fresh: list[DelayTask] = []
 
     def insert() -> int:
-        fresh[:] = [DelayTask(ours.delays.new_id(), ours.TAG, "{}", now, create_time=now) for _ in range(CLAIMED)]
+        fresh[:] = [
+            DelayTask(ours.delays.new_id(), ours.TAG, "{}", now, create_time=now)
+            for _ in range(CLAIMED)
+        ]
         tasks.insert_many(fresh)
         return len(fresh)
 
@@ -72,10 +77,14 @@ def _measure(stage: Stage, pending: int) -> dict[str, float]:
         (f"near, {NEAR:,} rows", lambda: sum(map(len, sweeps.near(now, until, 0, 1))), NEAR),
         ("levels, one late", lambda: len(sweeps.levels(settings.grace_s)), 1),
         ("levels, none late", lambda: sweeps.levels(DAY_S), []),
-        ("lapse, none", lambda: sweeps.lapse(settings.max_lapses, STEP).total, 0),
+        ("lapse, none", lambda: sweeps.lapse(settings.max_lost_leases, STEP).total, 0),
         ("purge, nothing old", lambda: sweeps.purge(30 * DAY_S, STEP), 0),
-        (f"claim_due of {CLAIMED}", lambda: len(claims.claim_due(settings.default_queue, [0], CLAIMED)), CLAIMED),
-        ("claim_suspect, none", lambda: claims.claim_suspect(settings.default_queue, [0]), None),
+        (
+            f"claim_due of {CLAIMED}",
+            lambda: len(claims.claim_due(settings.default_queue, [0], CLAIMED)),
+            CLAIMED,
+        ),
+        ("claim_suspect, none", lambda: claims.claim_abandoned(settings.default_queue, [0]), None),
         ("find, a page", page, PAGE),
         ("find NOT_COMPLETE, a page", lambda: page(status=Status.NOT_COMPLETE), PAGE),
         ("find DONE, a page", lambda: page(status=Status.DONE), PAGE),
@@ -89,10 +98,16 @@ def _measure(stage: Stage, pending: int) -> dict[str, float]:
         [
             (f"insert {CLAIMED}", insert, CLAIMED),
             (f"claim {CLAIMED} by id", claim, CLAIMED),
-            (f"settle {CLAIMED}", lambda: len(claims.settle([Settlement(one, "succeed") for one in fresh])), CLAIMED),
+            (
+                f"settle {CLAIMED}",
+                lambda: len(claims.settle([Settlement(one, "succeed") for one in fresh])),
+                CLAIMED,
+            ),
         ]
     )
-    stage.say(f"at_size: {pending:,} wait: {', '.join(f'{what} {ms:.2f} ms' for what, ms in found.items())}")
+    stage.say(
+        f"at_size: {pending:,} wait: {', '.join(f'{what} {ms:.2f} ms' for what, ms in found.items())}"
+    )
     return found
 
 
@@ -104,7 +119,9 @@ def _fill(stage: Stage, pending: int) -> str:
     with table.indexed_at_the_end():
         table.fill(FINISHED * pending, Status.DONE, -7 * DAY_S, -HOUR_S, is_keyed=True)
         table.fill(FAILED, Status.FAILED, -7 * DAY_S, -HOUR_S)
-        table.fill(pending - NEAR - OVERDUE, Status.NOT_COMPLETE, 2 * HOUR_S, 7 * DAY_S, is_keyed=True)
+        table.fill(
+            pending - NEAR - OVERDUE, Status.NOT_COMPLETE, 2 * HOUR_S, 7 * DAY_S, is_keyed=True
+        )
     table.fill(OVERDUE, Status.NOT_COMPLETE, -HOUR_S, -MINUTE_S)
     table.fill(RUNNING, Status.RUNNING, -MINUTE_S, 0)
     key = table.take_keys()

@@ -35,5 +35,9 @@ def run(stage: Stage) -> None:
     if rss_before is not None and rss_behind is not None:
         grown = stage.figure("backlog", "worker memory grew by", "MB", Target("value", most=5))
         grown.add(rss_behind - rss_before)
-        stage.say(f"backlog: worker memory {rss_before:.1f} MB, behind the backlog {rss_behind:.1f} MB")
-    stage.say(f"backlog: p99 {percentile(before, 0.99):.2f} ms, behind it {percentile(behind, 0.99):.2f} ms")
+        stage.say(
+            f"backlog: worker memory {rss_before:.1f} MB, behind the backlog {rss_behind:.1f} MB"
+        )
+    stage.say(
+        f"backlog: p99 {percentile(before, 0.99):.2f} ms, behind it {percentile(behind, 0.99):.2f} ms"
+    )

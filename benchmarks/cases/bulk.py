@@ -51,7 +51,9 @@ def _stream(stage: Stage, rows: int, what: str, caller: Session | None = None) -
 
 
 def _tasks(count: int) -> Tasks:
-    return ((ours.TAG, {"due": 0.5, "order": n, "customer": "c-1234"}, DELAY_S) for n in range(count))
+    return (
+        (ours.TAG, {"due": 0.5, "order": n, "customer": "c-1234"}, DELAY_S) for n in range(count)
+    )
 
 
 def _schedule(rows: int, tasks: Tasks, caller: Session | None = None) -> float:

@@ -61,7 +61,9 @@ def _run_single(stage: Stage, case: str, leads: Sequence[int]) -> None:
     _run(stage, case, count, "one call each", schedules, 8)
 
 
-def _run(stage: Stage, case: str, count: int, how: str, schedules: Mapping[int, Schedule], least: float) -> None:
+def _run(
+    stage: Stage, case: str, count: int, how: str, schedules: Mapping[int, Schedule], least: float
+) -> None:
     """`schedules`: by how far ahead it is done, the first one first."""
     first, *_, last = schedules
     what = f"{count:,} due at once, {how} {first} s ahead"
@@ -79,11 +81,15 @@ def _run(stage: Stage, case: str, count: int, how: str, schedules: Mapping[int, 
             return
 
 
-def _compare(stage: Stage, case: str, what: str, count: int, schedule: Schedule, least: float) -> None:
+def _compare(
+    stage: Stage, case: str, what: str, count: int, schedule: Schedule, least: float
+) -> None:
     drained = stage.figure(case, what, "drained/s", Target("ratio", least=least))
     late = stage.figure(case, "lateness p99", "ms")
     cpu = stage.figure(case, "worker CPU per task", "ms")
-    ours, bare = stage.each(lambda side: drain(stage, case, side, count, schedule), stage.ours, stage.bare)
+    ours, bare = stage.each(
+        lambda side: drain(stage, case, side, count, schedule), stage.ours, stage.bare
+    )
     drained.add(ours.per_s, bare.per_s)
     late.add(ours.p99_ms, bare.p99_ms)
     cpu.add(ours.cost.worker_ms, bare.cost.worker_ms)
@@ -121,6 +127,8 @@ def drain(stage: Stage, case: str, side: Side, count: int, schedule: Schedule) -
 def _check(case: str, count: int, lateness: list[float]) -> None:
     done, all_rows = table.count(Status.DONE), table.count()
     if not done == all_rows == count:
-        raise BenchError(f"{case}: of {count:,} tasks {done:,} are DONE, and there are {all_rows:,} rows")
+        raise BenchError(
+            f"{case}: of {count:,} tasks {done:,} are DONE, and there are {all_rows:,} rows"
+        )
     if min(lateness) < 0:
         raise BenchError(f"{case}: a task began {-min(lateness):.3f} ms early")

@@ -27,7 +27,10 @@ def _schedule(delays: DelayTasks, delay: float, session: Any = None) -> Callable
 
 
 def _send() -> object:
-    return bare.note_task.apply_async((0.5,), eta=datetime.now(timezone.utc) + timedelta(seconds=WITHIN_S))  # noqa: TID251
+    return bare.note_task.apply_async(
+        (0.5,),
+        eta=datetime.now(timezone.utc) + timedelta(seconds=WITHIN_S),  # noqa: TID251
+    )
 
 
 #: Each with the most that it may cost, in calls of apply_async.

@@ -11,8 +11,8 @@ from benchmarks.processes import Process
 from benchmarks.stage import Stage
 from benchmarks.waiting import BenchError, instant, sleep_until, wait_until, wall
 from delaytasks import NewTask
-from delaytasks.callbacks.http import CALLBACK
 from delaytasks.core.states import Status
+from delaytasks.webhooks.http import CALLBACK
 
 ANSWERS_AFTER_MS = 50
 DEADLINE_S = 120.0
@@ -21,7 +21,9 @@ LOOK_S = 0.25
 
 def run(stage: Stage) -> None:
     count, lead = stage.size(10_000, 1_000), stage.size(15, 8)
-    receiver = Process("receiver", ["benchmarks.receiver", str(ANSWERS_AFTER_MS)], stage.ours.folder)
+    receiver = Process(
+        "receiver", ["benchmarks.receiver", str(ANSWERS_AFTER_MS)], stage.ours.folder
+    )
     try:
         _send(stage, receiver, f"http://127.0.0.1:{receiver.expect('port', 10)}/", count, lead)
     finally:
@@ -71,7 +73,9 @@ def _send(stage: Stage, receiver: Process, url: str, count: int, lead: float) ->
 def _check(receiver: Process, count: int) -> None:
     done, received = table.count(Status.DONE), _told(receiver)[0]
     if done != count or received < count:
-        raise BenchError(f"callbacks: of {count:,} {done:,} are DONE, and {received:,} were received")
+        raise BenchError(
+            f"callbacks: of {count:,} {done:,} are DONE, and {received:,} were received"
+        )
 
 
 def _told(receiver: Process) -> tuple[int, int]:

@@ -19,8 +19,14 @@ def run(stage: Stage) -> None:
     table.clear()
     stage.ours.schedule_many([wall() + DAY_S] * count)
     bare = count / table.work_off_bare(BATCH)
-    stage.say(f"ceiling: one bare connection claims and settles {bare:,.0f} rows/s in batches of {BATCH}")
+    stage.say(
+        f"ceiling: one bare connection claims and settles {bare:,.0f} rows/s in batches of {BATCH}"
+    )
     table.clear()
-    ours = burst.drain(stage, "ceiling", stage.ours, count, burst.at_once(count, stage.size(20, 10)))
+    ours = burst.drain(
+        stage, "ceiling", stage.ours, count, burst.at_once(count, stage.size(20, 10))
+    )
     what, target = f"{count:,} due at once", Target("ratio", least=LEAST.get(table.backend(), 0.6))
-    stage.figure("ceiling", what, "drained/s", target, against="one bare connection:").add(ours.per_s, bare)
+    stage.figure("ceiling", what, "drained/s", target, against="one bare connection:").add(
+        ours.per_s, bare
+    )

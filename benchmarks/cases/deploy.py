@@ -15,7 +15,7 @@ from delaytasks.core.states import Status
 
 RATE = 200
 #: Scheduled so many at a time, each lot due a while later.
-LOT, AHEAD_S = 20, 2.0
+BATCH_ROWS, AHEAD_S = 20, 2.0
 RESTARTS = 6
 #: A worker that came back works so long before the next one goes.
 BETWEEN_S = 2.0
@@ -34,8 +34,8 @@ def run(stage: Stage) -> None:
             now = wall()
             if now - began > MOST_S:
                 raise BenchError(f"deploy: {RESTARTS} restarts took longer than {MOST_S:g} s")
-            side.schedule_many([now + AHEAD_S + number / RATE for number in range(LOT)])
-            count += LOT
+            side.schedule_many([now + AHEAD_S + number / RATE for number in range(BATCH_ROWS)])
+            count += BATCH_ROWS
         if errors:
             raise errors[0]
         sleep_until(wall() + AHEAD_S)
@@ -45,7 +45,9 @@ def run(stage: Stage) -> None:
     if min(lateness) < 0:
         raise BenchError(f"deploy: one began {-min(lateness):.1f} ms early")
     what = f"{RESTARTS} restarts of two workers at {RATE}/s"
-    stage.figure("deploy", f"{what}: most lateness", "ms", Target("value", most=1000)).add(max(lateness))
+    stage.figure("deploy", f"{what}: most lateness", "ms", Target("value", most=1000)).add(
+        max(lateness)
+    )
     stage.figure("deploy", "lateness p99", "ms").add(percentile(lateness, 0.99))
     stage.figure("deploy", "lost", "tasks", Target("value", most=0)).add(float(count - done))
     stage.figure("deploy", "run twice", "tasks", Target("value", most=0)).add(float(ran - count))

@@ -69,7 +69,11 @@ def _run_idle(stage: Stage) -> None:
     side = stage.ours_direct
     with table.private() as database:
         made = processes.drainer(
-            side.app_path, "idle_direct", side.folder, side.notes.path, BENCH_DATABASE_URL=database.url
+            side.app_path,
+            "idle_direct",
+            side.folder,
+            side.notes.path,
+            BENCH_DATABASE_URL=database.url,
         )
         try:
             time.sleep(SETTLE_S)

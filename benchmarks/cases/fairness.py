@@ -21,7 +21,9 @@ DEADLINE_S = 120.0
 def run(stage: Stage) -> None:
     many, lead = stage.size(50_000, 5_000), stage.size(30, 10)
     what = f"{FEW} tasks of one tenant, scheduled behind {many:,} of another: p99 of their lateness"
-    fair = stage.figure("fairness", what, "ms", Target("value", most=2000), against="without a policy:")
+    fair = stage.figure(
+        "fairness", what, "ms", Target("value", most=2000), against="without a policy:"
+    )
     with limited(ours.SLOW, concurrency=PLACES):
         ours_ms = _lateness_ms(stage, many, lead)
     without_ms = _lateness_ms(stage, many, lead)
@@ -37,11 +39,19 @@ def _lateness_ms(stage: Stage, many: int, lead: float) -> list[float]:
         for key, count in (("large", many), ("small", FEW)):
             body = {"seconds": ROW_S}
             ours.delays.schedule_many(
-                NewTask(ours.SLOW, body, when=instant(due), concurrency_key=key) for _ in range(count)
+                NewTask(ours.SLOW, body, when=instant(due), concurrency_key=key)
+                for _ in range(count)
             )
         sleep_until(due)
-        wait_until(lambda: len(table.lateness_of("small")) == FEW, DEADLINE_S, "the small tenant's tasks", 0.2)
+        wait_until(
+            lambda: len(table.lateness_of("small")) == FEW,
+            DEADLINE_S,
+            "the small tenant's tasks",
+            0.2,
+        )
         found = table.lateness_of("small")
-        stage.say(f"fairness: of the large tenant {len(table.lateness_of('large')):,} began, load {load():.1f}")
+        stage.say(
+            f"fairness: of the large tenant {len(table.lateness_of('large')):,} began, load {load():.1f}"
+        )
     brokers.clear()
     return found

@@ -44,7 +44,9 @@ def _together(stage: Stage, ms: float, most: int) -> None:
     if count < most:
         drained.remark = f"{count:,} in a round, since the machine was busy"
     if ms:
-        share = stage.figure("gathering", f"{ms} ms: share of the ideal", "", Target("value", least=0.7))
+        share = stage.figure(
+            "gathering", f"{ms} ms: share of the ideal", "", Target("value", least=0.7)
+        )
         share.add(count * ms / 1000 / PROCESSES / took_s)
     if table.can_fill():
         stage.figure("gathering", f"{ms} ms: rows in a chunk", "").add(count / table.settlements())
@@ -60,10 +62,15 @@ def _alone(stage: Stage, ms: float, rate: int) -> None:
     stage.ours.wait_for(rate * seconds, DEADLINE_S)
     late = stage.ours.lateness_ms()
     p50 = stage.figure(
-        "gathering", f"{ms} ms: lone tasks, {rate} a second, lateness p50", "ms", Target("value", most=3)
+        "gathering",
+        f"{ms} ms: lone tasks, {rate} a second, lateness p50",
+        "ms",
+        Target("value", most=3),
     )
     p50.add(percentile(late, 0.5))
-    stage.say(f"gathering: {ms} ms: lone ones p50 {percentile(late, 0.5):.2f} ms, p99 {percentile(late, 0.99):.2f} ms")
+    stage.say(
+        f"gathering: {ms} ms: lone ones p50 {percentile(late, 0.5):.2f} ms, p99 {percentile(late, 0.99):.2f} ms"
+    )
 
 
 def _schedule(due: float, ms: float) -> None:

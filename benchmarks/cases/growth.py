@@ -19,7 +19,7 @@ DATABASES = (1, 2)
 #: What a processor takes in milliseconds, and how many are due together.
 KINDS = ((0, 20_000), (5, 2_000), (20, 500))
 #: Tasks of one call, which are all in one database.
-LOT = 100
+BATCH_ROWS = 100
 DEADLINE_S = 240.0
 
 
@@ -30,8 +30,8 @@ class Growing(Ours):
 
     def schedule_all(self, count: int, ms: float, due: float) -> None:
         task = ours.WORK, {"due": due, "seconds": ms / 1000}, instant(due)
-        for start in range(0, count, LOT):  # each goes to the next database
-            self.delays.schedule_many([task] * min(LOT, count - start))
+        for start in range(0, count, BATCH_ROWS):  # each goes to the next database
+            self.delays.schedule_many([task] * min(BATCH_ROWS, count - start))
 
     def schedule(self, due: float) -> None:
         self.schedule_all(1, 0, due)
@@ -72,4 +72,6 @@ def _burst(stage: Stage, side: Growing, databases: int, count: int, ms: float, t
     for whose, ms in (("worker", cost.worker_ms), ("database", cost.database_ms)):
         if not math.isnan(ms):
             stage.figure("growth", f"{what}: CPU a task, {whose}", "ms").add(ms)
-    stage.say(f"growth: {what}: {per_s:,.0f}/s, CPU a task: {cost}, WAL a task: {written:,} bytes, load {load():.1f}")
+    stage.say(
+        f"growth: {what}: {per_s:,.0f}/s, CPU a task: {cost}, WAL a task: {written:,} bytes, load {load():.1f}"
+    )

@@ -19,7 +19,7 @@ from delaytasks import DelayTasks, NewTask
 
 TIMEOUT_S, EVERY_S = 15.0, 5.0
 #: Connections whose heartbeats arrive together.
-LOT = 100
+BATCH_ROWS = 100
 SILENT = 100
 DEADLINE_S = 30.0
 
@@ -40,9 +40,13 @@ class Connections:
 
     def open(self, count: int) -> None:
         """Schedules a timeout for each, while those that have one touch it already."""
-        for start in range(0, count, LOT):
-            keys = [f"connection-{number}" for number in range(start, min(start + LOT, count))]
-            self._delays.schedule_many(NewTask(ours.TAG, {"due": 0.5}, TIMEOUT_S, key=key) for key in keys)
+        for start in range(0, count, BATCH_ROWS):
+            keys = [
+                f"connection-{number}" for number in range(start, min(start + BATCH_ROWS, count))
+            ]
+            self._delays.schedule_many(
+                NewTask(ours.TAG, {"due": 0.5}, TIMEOUT_S, key=key) for key in keys
+            )
             self._turns.append((wall() + EVERY_S, keys))
             self.live_until(wall())
 
@@ -57,8 +61,8 @@ class Connections:
 
     def silence(self, count: int) -> set[str]:
         """So many of them stop, the same number in each lot."""
-        lots = [keys for _, keys in self._turns]
-        return {lots[number % len(lots)].pop() for number in range(count)}
+        batches = [keys for _, keys in self._turns]
+        return {batches[number % len(batches)].pop() for number in range(count)}
 
     def _touch(self, keys: list[str]) -> None:
         now = self._delays.clock.now
@@ -69,7 +73,9 @@ class Connections:
         self.touched.update(dict.fromkeys(keys, (at, now())))
         self.calls += 1
         if missed:
-            raise BenchError(f"heartbeats: {len(missed)} timeouts of {len(keys)} had passed when touched")
+            raise BenchError(
+                f"heartbeats: {len(missed)} timeouts of {len(keys)} had passed when touched"
+            )
 
 
 class Reading(NamedTuple):
@@ -113,11 +119,16 @@ def _run(stage: Stage, side: Ours) -> None:
     found = (
         (f"{count:,} keys touched every {EVERY_S:g} s, fired", "", fired, none),
         ("messages", "", spent.messages, none),
-        (f"touch_many of {LOT} keys", "ms", spent.touching_s / spent.calls * 1000, None),
+        (f"touch_many of {BATCH_ROWS} keys", "ms", spent.touching_s / spent.calls * 1000, None),
         ("CPU of the worker", "% of a core", spent.worker_cpu_s / spent.at * 100, None),
         ("CPU of the one who touches", "% of a core", spent.toucher_cpu_s / spent.at * 100, None),
         ("time in statements, database", "% of the time", spent.database_s / spent.at * 100, None),
-        (f"{SILENT} fall silent, lateness p50", "ms", percentile(late, 0.5), Target("value", most=3)),
+        (
+            f"{SILENT} fall silent, lateness p50",
+            "ms",
+            percentile(late, 0.5),
+            Target("value", most=3),
+        ),
         ("lateness p99", "ms", percentile(late, 0.99), Target("value", most=10)),
         ("latest", "ms", max(late), None),
     )
@@ -143,11 +154,19 @@ def _read(side: Ours, connections: Connections, messages: Callable[[], int] | No
     )
 
 
-def _check(runs: dict[str, tuple[datetime, datetime]], connections: Connections, silent: set[str]) -> None:
+def _check(
+    runs: dict[str, tuple[datetime, datetime]], connections: Connections, silent: set[str]
+) -> None:
     if set(runs) != silent:
         others = len(set(runs) - silent)
-        raise BenchError(f"heartbeats: {len(runs) - others} of the {SILENT} silent ones fired, and {others} others")
+        raise BenchError(
+            f"heartbeats: {len(runs) - others} of the {SILENT} silent ones fired, and {others} others"
+        )
     for key, (due, began) in runs.items():
-        before, after = (instant + timedelta(seconds=TIMEOUT_S) for instant in connections.touched[key])
+        before, after = (
+            instant + timedelta(seconds=TIMEOUT_S) for instant in connections.touched[key]
+        )
         if not before <= due <= after or began < due:
-            raise BenchError(f"heartbeats: {key}, touched until {after}, was due at {due}, and began at {began}")
+            raise BenchError(
+                f"heartbeats: {key}, touched until {after}, was due at {due}, and began at {began}"
+            )

@@ -34,7 +34,9 @@ def run(stage: Stage) -> None:
             f"{rows / took[houses]:,.0f}/s; armed twice: {twice}, missed: {missed}"
         )
         if twice or missed:
-            raise BenchError(f"houses: with {houses}, {twice:,} rows were armed twice and {missed:,} were missed")
+            raise BenchError(
+                f"houses: with {houses}, {twice:,} rows were armed twice and {missed:,} were missed"
+            )
         figure = stage.figure("houses", f"{rows:,} near rows, houses = {houses}", "s", against="1:")
         figure.add(took[houses], took[1] if houses > 1 else None)
     table.clear()

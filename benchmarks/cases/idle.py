@@ -40,7 +40,9 @@ def run(stage: Stage) -> None:
     bare = _measure(stage, stage.bare)
     for side in stage.timers:
         ours, name = _measure(stage, side), f"worker at rest, {side.timer} timer"
-        stage.figure("idle", f"{name}: CPU a minute", "s").add(ours.cpu_s_a_minute, bare.cpu_s_a_minute)
+        stage.figure("idle", f"{name}: CPU a minute", "s").add(
+            ours.cpu_s_a_minute, bare.cpu_s_a_minute
+        )
         commands = stage.figure("idle", f"{name} and beat: commands in Redis", "/s")
         commands.add(sum(ours.commands.values()), sum(bare.commands.values()))
         stage.figure("idle", f"{name}: transactions in the database", "/s").add(ours.transactions)
@@ -50,11 +52,21 @@ def _measure(stage: Stage, side: Side) -> Idle:
     """In a Redis and a database that nobody else uses, so that each command and each transaction there is theirs.
     Nearly all transactions are single statements."""
     with redis_server.private(side.folder) as redis, table.private() as database:
-        where = {"BENCH_BROKER_URL": redis.url, "BENCH_REDIS_URL": redis.url, "BENCH_DATABASE_URL": database.url}
-        started = [processes.worker(side.app_path, f"idle_{side.name}", side.folder, side.notes.path, **where)]
+        where = {
+            "BENCH_BROKER_URL": redis.url,
+            "BENCH_REDIS_URL": redis.url,
+            "BENCH_DATABASE_URL": database.url,
+        }
+        started = [
+            processes.worker(
+                side.app_path, f"idle_{side.name}", side.folder, side.notes.path, **where
+            )
+        ]
         try:
             app = Celery(broker=redis.url, set_as_current=False)
-            wait_until(lambda: app.control.ping(timeout=0.5), START_S, f"{started[0].name} to answer", 1)
+            wait_until(
+                lambda: app.control.ping(timeout=0.5), START_S, f"{started[0].name} to answer", 1
+            )
             app.close()
             if isinstance(side, Ours):
                 started.append(processes.beat(side.app_path, side.folder, **where))
@@ -62,7 +74,9 @@ def _measure(stage: Stage, side: Side) -> Idle:
             found = _watch(stage.size(120, 30), started[0], redis, database)
             for process in started:
                 if not process.is_alive:
-                    raise BenchError(f"idle: {process.name} ended by itself:\n{process.last_words()}")
+                    raise BenchError(
+                        f"idle: {process.name} ended by itself:\n{process.last_words()}"
+                    )
         finally:
             for process in started:
                 process.stop()
@@ -70,7 +84,9 @@ def _measure(stage: Stage, side: Side) -> Idle:
     return found
 
 
-def _watch(for_s: float, worker: processes.Process, redis: redis_server.Private, database: table.Private) -> Idle:
+def _watch(
+    for_s: float, worker: processes.Process, redis: redis_server.Private, database: table.Private
+) -> Idle:
     def read() -> tuple[float, Counter[str], int]:
         usage = worker.usage()
         return NAN if usage is None else usage.cpu_s, redis.commands(), database.transactions()

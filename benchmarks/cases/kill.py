@@ -26,7 +26,9 @@ def run(stage: Stage) -> None:
         held = side.held()
         if wall() > first - BEFORE_S:
             raise BenchError("kill: scheduling took too long")
-        sleep_until(first - BEFORE_S)  # none runs yet: this is about what is armed, not about leases
+        sleep_until(
+            first - BEFORE_S
+        )  # none runs yet: this is about what is armed, not about leases
         victim = side.workers[0]
         side.kill(victim)
         stage.say(f"kill: {victim.name} is dead; the workers held {held}")
@@ -35,10 +37,15 @@ def run(stage: Stage) -> None:
         lateness = side.lateness_ms()
         done, repeated = table.count(Status.DONE), table.repeated()
         if done != TASKS or min(lateness) < 0:
-            raise BenchError(f"kill: {done:,} of {TASKS:,} are DONE, the earliest by {min(lateness):.1f} ms")
+            raise BenchError(
+                f"kill: {done:,} of {TASKS:,} are DONE, the earliest by {min(lateness):.1f} ms"
+            )
     brokers.clear()
     figure = stage.figure(
-        "kill", f"kill -9 of one of two workers, {TASKS:,} armed, latest", "s", Target("value", most_s)
+        "kill",
+        f"kill -9 of one of two workers, {TASKS:,} armed, latest",
+        "s",
+        Target("value", most_s),
     )
     figure.add(max(lateness) / 1000)
     late = sum(late > 1000 for late in lateness)

@@ -28,15 +28,21 @@ def run(stage: Stage) -> None:
 def _full(stage: Stage) -> None:
     """Far more due than there is room for, on two workers with more threads than places."""
     count, side = stage.size(5_000, 600), stage.ours
-    what = f"{count:,} due, {PLACES} places, {ROW_S * 1000:g} ms each: share of the ideal throughput"
+    what = (
+        f"{count:,} due, {PLACES} places, {ROW_S * 1000:g} ms each: share of the ideal throughput"
+    )
     share = stage.figure("limits", what, "", Target("value", least=0.9))
     most = stage.figure("limits", "most that ran at once", "tasks", Target("value", most=PLACES))
     with limited(ours.SLOW, concurrency=PLACES), side.serving(2, THREADS):
         due = wall() + 5
-        ours.delays.schedule_many((ours.SLOW, {"seconds": ROW_S}, instant(due)) for _ in range(count))
+        ours.delays.schedule_many(
+            (ours.SLOW, {"seconds": ROW_S}, instant(due)) for _ in range(count)
+        )
         sleep_until(due)
         ideal_s = count * ROW_S / PLACES
-        wait_until(lambda: table.count(Status.DONE) == count, 4 * ideal_s + 10, f"{count:,} tasks", 0.2)
+        wait_until(
+            lambda: table.count(Status.DONE) == count, 4 * ideal_s + 10, f"{count:,} tasks", 0.2
+        )
         took_s = table.last_settled_at() - due
         running = list(accumulate(int(note.due) for note in side.notes.read()))
     brokers.clear()
@@ -52,7 +58,9 @@ def _high(stage: Stage) -> None:
     """A burst with a limit that nobody reaches, and without one."""
     count = stage.size(20_000, 5_000)
     what = f"{count:,} due at once, drained with a limit of {HIGH:,}"
-    figure = stage.figure("limits", what, "per s", Target("ratio", least=0.5), against="without it:")
+    figure = stage.figure(
+        "limits", what, "per s", Target("ratio", least=0.5), against="without it:"
+    )
     schedule = at_once(count, stage.size(60, 15))
     with limited(ours.TAG, concurrency=HIGH):
         with_limit = drain(stage, "limits", stage.ours, count, schedule)

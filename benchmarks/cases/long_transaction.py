@@ -14,8 +14,8 @@ from benchmarks.cases.partitions import schedule, settle
 from benchmarks.figures import Target, percentile
 from benchmarks.stage import Stage
 from delaytasks.core.clock import to_us
-from delaytasks.core.ports import Entry
-from delaytasks.store.store import Store
+from delaytasks.core.interfaces import Entry
+from delaytasks.storage.store import Store
 
 CHUNK = 50
 PREFIX = "bench_long_"
@@ -32,7 +32,9 @@ def run(stage: Stage) -> None:
     rows = 2 * rounds * CHUNK
     for what, without in before.items():
         name = f"{what} of {CHUNK}, p99, {rows:,} rows after a transaction began that is still open"
-        figure = stage.figure("long_transaction", name, "ms", Target("ratio", most=3), against="without one:")
+        figure = stage.figure(
+            "long_transaction", name, "ms", Target("ratio", most=3), against="without one:"
+        )
         figure.add(percentile(during[what], 0.99), percentile(without, 0.99))
         stage.say(
             f"long_transaction: {what} p50 {percentile(during[what], 0.5):.2f} ms, p99 "

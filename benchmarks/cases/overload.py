@@ -61,7 +61,9 @@ def _run(stage: Stage, side: Ours, in_order: bool) -> None:
     late_ms = [(note.at - note.due) * 1000 for note in notes if note.due > began]
     backlog = [note.at for note in notes if note.due < began]
     done = table.count(Status.DONE)
-    if (done, len(backlog), len(late_ms)) != (rows + fresh.count, rows, fresh.count) or min(late_ms) < 0:
+    if (done, len(backlog), len(late_ms)) != (rows + fresh.count, rows, fresh.count) or min(
+        late_ms
+    ) < 0:
         raise BenchError(
             f"overload: {done:,} of {rows + fresh.count:,} are DONE, {len(backlog):,} of the backlog ran and "
             f"{len(late_ms):,} fresh ones, the earliest {min(late_ms):.3f} ms after its time"
@@ -70,7 +72,16 @@ def _run(stage: Stage, side: Ours, in_order: bool) -> None:
     brokers.clear()
     normal.append(_normal(stage, side))
     who = side.timer if in_order else f"{side.timer}, random order"
-    _add(stage, who, rows, first - began, per_s, statistics.mean(normal), percentile(late_ms, 0.99), samples)
+    _add(
+        stage,
+        who,
+        rows,
+        first - began,
+        per_s,
+        statistics.mean(normal),
+        percentile(late_ms, 0.99),
+        samples,
+    )
     stage.say(
         f"overload: {who}: {rows:,} rows at {per_s:,.0f}/s (bursts {normal[0]:,.0f} and {normal[1]:,.0f}/s), "
         "the first one "
@@ -84,22 +95,41 @@ def _run(stage: Stage, side: Ours, in_order: bool) -> None:
 def _normal(stage: Stage, side: Ours) -> float:
     """A burst's rate: of one that takes some seconds, before and after, since the machine's speed comes and goes."""
     count = stage.size(100_000, 5_000)
-    return burst.drain(stage, "overload", side, count, burst.at_once(count, stage.size(25, 15))).per_s
+    return burst.drain(
+        stage, "overload", side, count, burst.at_once(count, stage.size(25, 15))
+    ).per_s
 
 
 def _add(
-    stage: Stage, who: str, rows: int, first_s: float, per_s: float, normal: float, p99_ms: float, samples: Samples
+    stage: Stage,
+    who: str,
+    rows: int,
+    first_s: float,
+    per_s: float,
+    normal: float,
+    p99_ms: float,
+    samples: Samples,
 ) -> None:
     def figure(what: str, unit: str, target: Target, against: str = "") -> Figure:
         return stage.figure("overload", f"{who}: {what}", unit, target, against)
 
-    figure(f"{rows:,} overdue, from the worker's start to the first run", "s", Target("value", most=5)).add(first_s)
-    figure(f"{rows:,} overdue, drained/s", "", Target("ratio", least=0.7), "bursts around it:").add(per_s, normal)
-    figure(f"fresh tasks meanwhile, {RATE}/s, lateness p99", "ms", Target("value", most=2000)).add(p99_ms)
-    figure("messages in the broker, most", "", Target("value", most=IN_FLIGHT)).add(max(samples.queued))
+    figure(
+        f"{rows:,} overdue, from the worker's start to the first run", "s", Target("value", most=5)
+    ).add(first_s)
+    figure(f"{rows:,} overdue, drained/s", "", Target("ratio", least=0.7), "bursts around it:").add(
+        per_s, normal
+    )
+    figure(f"fresh tasks meanwhile, {RATE}/s, lateness p99", "ms", Target("value", most=2000)).add(
+        p99_ms
+    )
+    figure("messages in the broker, most", "", Target("value", most=IN_FLIGHT)).add(
+        max(samples.queued)
+    )
     for whose, memory in (("the worker", samples.worker), ("the broker", samples.broker)):
         if memory.values:
-            grown = figure(f"memory of {whose}, peak above its start", "MB", Target("value", most=GROWN_MB))
+            grown = figure(
+                f"memory of {whose}, peak above its start", "MB", Target("value", most=GROWN_MB)
+            )
             grown.add(memory.peak - memory.start)
 
 

@@ -14,14 +14,14 @@ from benchmarks.stage import Stage
 from benchmarks.waiting import BenchError
 from delaytasks.core.clock import to_us, wall_ms
 from delaytasks.core.ids import IdMaker
-from delaytasks.core.ports import Entry, Settlement
+from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.core.task import DelayTask
-from delaytasks.engine.sweeper import STEP
-from delaytasks.store.claims import Claims
-from delaytasks.store.partitioning import convert
-from delaytasks.store.partitions import Partitions
-from delaytasks.store.pruning import prune
-from delaytasks.store.store import Store
+from delaytasks.maintenance.sweeper import STEP
+from delaytasks.storage.claims import Claims
+from delaytasks.storage.partitioning import convert
+from delaytasks.storage.partitions import Partitions
+from delaytasks.storage.pruning import prune
+from delaytasks.storage.store import Store
 
 WEEK = timedelta(days=7)
 WEEKS = 8
@@ -64,8 +64,12 @@ def _measure_chunks(stage: Stage, plain: Store, parted: Store, where: str) -> No
             for what, ms in _chunk_ms(store).items():
                 took.setdefault((what, store), []).append(ms)
     for what in ("claim by id and settle", "claim_due and settle"):
-        ours_ms, plain_ms = (statistics.median(took[what, store][WARM_UP:]) for store in (parted, plain))
-        stage.figure("partitions", f"{what} {CHUNK}, {where}", "ms", against="plain:").add(ours_ms, plain_ms)
+        ours_ms, plain_ms = (
+            statistics.median(took[what, store][WARM_UP:]) for store in (parted, plain)
+        )
+        stage.figure("partitions", f"{what} {CHUNK}, {where}", "ms", against="plain:").add(
+            ours_ms, plain_ms
+        )
 
 
 def _chunk_ms(store: Store) -> dict[str, float]:
@@ -73,7 +77,9 @@ def _chunk_ms(store: Store) -> dict[str, float]:
     entries = [Entry.of(one, to_us) for one in schedule(store, CHUNK)]
     found = {"claim by id and settle": _timed(lambda: settle(claims, claims.claim(entries), CHUNK))}
     schedule(store, CHUNK)
-    found["claim_due and settle"] = _timed(lambda: settle(claims, claims.claim_due("default", [0], CHUNK), CHUNK))
+    found["claim_due and settle"] = _timed(
+        lambda: settle(claims, claims.claim_due("default", [0], CHUNK), CHUNK)
+    )
     return found
 
 
@@ -103,11 +109,17 @@ def _measure_leaving(stage: Stage, plain: Store, parted: Store, old: int) -> Non
         while plain.sweeps.purge(age.total_seconds(), STEP):
             pass
 
-    dropped_ms, waited_ms = _beside_a_producer(parted, lambda: list(prune(Partitions(parted.database, PREFIX), age)))
+    dropped_ms, waited_ms = _beside_a_producer(
+        parted, lambda: list(prune(Partitions(parted.database, PREFIX), age))
+    )
     purged_ms, slowest_ms = _beside_a_producer(plain, purge)
     what = f"{old:,} finished rows"
-    stage.figure("partitions", f"{what} dropped", "s", against="purged:").add(dropped_ms / 1000, purged_ms / 1000)
-    stage.figure("partitions", f"{what} dropped, slowest insert", "ms", against="purged:").add(waited_ms, slowest_ms)
+    stage.figure("partitions", f"{what} dropped", "s", against="purged:").add(
+        dropped_ms / 1000, purged_ms / 1000
+    )
+    stage.figure("partitions", f"{what} dropped, slowest insert", "ms", against="purged:").add(
+        waited_ms, slowest_ms
+    )
 
 
 def _beside_a_producer(store: Store, work: Callable[[], object]) -> tuple[float, float]:

@@ -21,8 +21,12 @@ def run(stage: Stage) -> None:
         found = side.delays.get(poison)
     brokers.clear()
     if found.status is not Status.FAILED or len(beside) != len(before):
-        raise BenchError(f"poison: it is {found.status.name}, and {len(beside):,} of {len(before):,} neighbours ran")
-    lapses = stage.figure("poison", "lapses until it was FAILED", "", Target("value", most=5, least=5))
+        raise BenchError(
+            f"poison: it is {found.status.name}, and {len(beside):,} of {len(before):,} neighbours ran"
+        )
+    lapses = stage.figure(
+        "poison", "lapses until it was FAILED", "", Target("value", most=5, least=5)
+    )
     lapses.add(found.lapses)
     what = f"lateness p99 of its neighbours, {steady.RATE}/s for {seconds} s"
     late = stage.figure("poison", what, "ms", Target("ratio", most=2), against="without it:")

@@ -26,13 +26,18 @@ AHEAD_S = 3.0
 CHUNK = "delaytasks/worker/job.py"
 #: What the innermost frame that is named here does. What is in a driver's frame or a socket's waits for the database.
 STEPS = (
-    ("claims", "delaytasks/store/claims.py"),
-    ("settles", "delaytasks/store/settlements.py"),
-    ("runs", "delaytasks/engine/running.py"),
-    ("rest of a chunk", "delaytasks/engine/"),
+    ("claims", "delaytasks/storage/claims.py"),
+    ("settles", "delaytasks/storage/settlements.py"),
+    ("runs", "delaytasks/execution/executor.py"),
+    ("rest of a chunk", "delaytasks/execution/"),
     ("rest of a chunk", CHUNK),
 )
-DRIVERS = ("delaytasks/store/prepared.py", "sqlalchemy/engine/default.py", "pymysql/", "(socket.py")
+DRIVERS = (
+    "delaytasks/storage/prepared_statements.py",
+    "sqlalchemy/engine/default.py",
+    "pymysql/",
+    "(socket.py",
+)
 MAIN_THREAD = "MainThread"
 
 
@@ -93,9 +98,24 @@ class Spy:
 
     def __init__(self, pid: int, folder: Path, *options: str) -> None:
         self._path, self._log = folder / f"profile-{pid}", folder / f"profile-{pid}.log"
-        command = ["py-spy", "record", "-p", str(pid), "-r", str(RATE), "-f", "raw", "-t", "-d", "600", *options]
+        command = [
+            "py-spy",
+            "record",
+            "-p",
+            str(pid),
+            "-r",
+            str(RATE),
+            "-f",
+            "raw",
+            "-t",
+            "-d",
+            "600",
+            *options,
+        ]
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen([*command, "-o", str(self._path)], stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                [*command, "-o", str(self._path)], stdout=log, stderr=log
+            )
 
     def __enter__(self) -> Spy:
         return self

@@ -17,7 +17,9 @@ DEADLINE_S = 60.0
 
 
 def run(stage: Stage) -> None:
-    p50 = stage.figure("steady", f"{RATE}/s due in 1 to 5 s, lateness p50", "ms", Target("ratio", most=2))
+    p50 = stage.figure(
+        "steady", f"{RATE}/s due in 1 to 5 s, lateness p50", "ms", Target("ratio", most=2)
+    )
     p99 = stage.figure("steady", "lateness p99", "ms", Target("ratio", most=2))
     early = stage.figure("steady", "begun early", "tasks", Target("value", most=0))
 
@@ -37,15 +39,17 @@ def run(stage: Stage) -> None:
     early.add(*(float(sum(late < 0 for late in lateness)) for lateness in found))
 
 
-def work(stage: Stage, side: Side, rate: int = RATE, lot: int = 1, seconds: int | None = None) -> list[float]:
+def work(
+    stage: Stage, side: Side, rate: int = RATE, batch: int = 1, seconds: int | None = None
+) -> list[float]:
     """The lateness of each task, in milliseconds. They are scheduled one at a time, or in lots."""
     count = rate * (seconds or stage.size(20, 8))
     chance = random.Random(1)  # the same delays on all sides and in every round
     began = wall()
-    for number in range(0, count, lot):
+    for number in range(0, count, batch):
         sleep_until(began + number / rate)
-        dues = [wall() + chance.uniform(SOONEST_S, LATEST_S) for _ in range(lot)]
-        if lot == 1:
+        dues = [wall() + chance.uniform(SOONEST_S, LATEST_S) for _ in range(batch)]
+        if batch == 1:
             side.schedule(dues[0])
         else:
             side.schedule_many(dues)

@@ -21,12 +21,16 @@ NEAR_S = {True: (60.0, 70.0), False: (24.0, 29.0)}
 
 
 def run_steady(stage: Stage) -> None:
-    for rate, lot in RATES.items():
-        *ours, bare = stage.each(partial(_steady, stage, rate=rate, lot=lot), *stage.timers, stage.bare)
+    for rate, batch in RATES.items():
+        *ours, bare = stage.each(
+            partial(_steady, stage, rate=rate, batch=batch), *stage.timers, stage.bare
+        )
         for side, found in zip(stage.timers, ours, strict=True):
             for what, (unit, value) in found.items():
                 target = _TARGETS.get((rate, what))
-                figure = stage.figure("timer_steady", f"{side.timer}: {rate:,}/s, {what}", unit, target)
+                figure = stage.figure(
+                    "timer_steady", f"{side.timer}: {rate:,}/s, {what}", unit, target
+                )
                 figure.add(value, bare[what][1])
 
 
@@ -40,10 +44,10 @@ _TARGETS = {
 }
 
 
-def _steady(stage: Stage, side: Side, rate: int, lot: int) -> dict[str, tuple[str, float]]:
+def _steady(stage: Stage, side: Side, rate: int, batch: int) -> dict[str, tuple[str, float]]:
     with side.serving():
         meter = Meter(side)
-        lateness = steady.work(stage, side, rate, lot)
+        lateness = steady.work(stage, side, rate, batch)
         cost = meter.cost(len(lateness))
     brokers.clear()
     p50, p99 = percentile(lateness, 0.5), percentile(lateness, 0.99)
@@ -66,11 +70,15 @@ def run_burst(stage: Stage) -> None:
     count = stage.size(20_000, 5_000)
     schedule = burst.at_once(count, stage.size(60, 15))
     eta, redis, bare = stage.each(
-        lambda side: burst.drain(stage, "timer_burst", side, count, schedule), *stage.timers, stage.bare
+        lambda side: burst.drain(stage, "timer_burst", side, count, schedule),
+        *stage.timers,
+        stage.bare,
     )
     burst_of = f"{count:,} due at once"
     what, target = f"redis beside eta: {burst_of}", Target("ratio", least=1)
-    stage.figure("timer_burst", what, "drained/s", target, against="eta timer:").add(redis.per_s, eta.per_s)
+    stage.figure("timer_burst", what, "drained/s", target, against="eta timer:").add(
+        redis.per_s, eta.per_s
+    )
     for timer, found in (("eta", eta), ("redis", redis)):
         for measure, unit, ours, theirs in (
             (burst_of, "drained/s", found.per_s, bare.per_s),
@@ -86,7 +94,9 @@ def run_memory(stage: Stage) -> None:
     many, few = stage.size(100_000, 10_000), stage.size(10_000, 2_000)
     try:
         bare = _bytes_each(stage, stage.bare, few)
-    except BenchError as error:  # on RabbitMQ a worker of bare Celery takes in some near tasks a second
+    except (
+        BenchError
+    ) as error:  # on RabbitMQ a worker of bare Celery takes in some near tasks a second
         stage.say(f"timer_memory: bare Celery is left out: {str(error).splitlines()[0]}")
         brokers.clear()
         bare = {}
@@ -104,7 +114,11 @@ def _bytes_each(stage: Stage, side: Side, count: int) -> dict[str, float]:
         now = wall()
         dues = [now + chance.uniform(*NEAR_S[isinstance(side, Bare)]) for _ in range(count)]
         side.schedule_many(dues)
-        wait_until(lambda: side.holds(count), min(dues) - wall(), f"{side.name} to hold {count:,} near tasks")
+        wait_until(
+            lambda: side.holds(count),
+            min(dues) - wall(),
+            f"{side.name} to hold {count:,} near tasks",
+        )
         rss_after_mb = side.rss_mb()
         found = {"Redis": (redis_server.bytes_held() - in_redis) / count}
         if rss_mb is not None and rss_after_mb is not None:

@@ -15,7 +15,7 @@ from benchmarks.figures import Target
 from benchmarks.machine import usage
 from benchmarks.rivals import Holder
 from benchmarks.stage import Stage
-from delaytasks.timers.wheel import Wheel
+from delaytasks.timers.timing_wheel import TimingWheel
 
 #: The first entry is due at this tick, the last one SPREAD ticks later; all that is counted before is an empty tick.
 FAR, SPREAD = 1_000_000, 10_000
@@ -52,8 +52,10 @@ def run(stage: Stage) -> None:
     ticks = {held: _tick_us(_filled(held)) for held in HELD}
     for held, cost in ticks.items():
         target = Target("ratio", most=2) if held == max(HELD) else None
-        stage.figure("wheel", f"tick, {held:,} held", "µs", target, against="1,000 held:").add(cost, ticks[1000])
-    ours = {held: _work(Wheel, held) for held in (MANY, max(HELD))}
+        stage.figure("wheel", f"tick, {held:,} held", "µs", target, against="1,000 held:").add(
+            cost, ticks[1000]
+        )
+    ours = {held: _work(TimingWheel, held) for held in (MANY, max(HELD))}
     for held, found in ours.items():
         _say(stage, "wheel", held, found)
         for measure, unit, target in _MEASURES:
@@ -76,15 +78,15 @@ def _say(stage: Stage, name: str, held: int, found: dict[str, float]) -> None:
 
 def _work(make: Callable[[], Holder], count: int) -> dict[str, float]:
     """Entries per second, microseconds of a tick in which nothing is due, and bytes."""
-    holder, (names, ticks) = make(), _entries(count)
-    found = {"add": _rate(lambda: _add(holder, names, ticks), count), "tick": _tick_us(holder)}
+    owner, (names, ticks) = make(), _entries(count)
+    found = {"add": _rate(lambda: _add(owner, names, ticks), count), "tick": _tick_us(owner)}
     # In the order in which they came, as timeouts are pushed away; and in any order, which memory likes less.
-    some = FEW if isinstance(holder, rivals.Sched) else count // 4
+    some = FEW if isinstance(owner, rivals.Sched) else count // 4
     first, any_others = names[:some], random.Random(2).sample(names[some:], some)
-    found["move"] = _rate(lambda: _add(holder, first, reversed(ticks)), some)
-    found["cancel"] = _rate(lambda: _cancel(holder, first), some)
-    found["cancel in random order"] = _rate(lambda: _cancel(holder, any_others), some)
-    found["expire"] = _expired_per_s(holder)
+    found["move"] = _rate(lambda: _add(owner, first, reversed(ticks)), some)
+    found["cancel"] = _rate(lambda: _cancel(owner, first), some)
+    found["cancel in random order"] = _rate(lambda: _cancel(owner, any_others), some)
+    found["expire"] = _expired_per_s(owner)
     found["memory"] = _bytes_each(make, count, SPREAD)
     found["memory, few a tick"] = _bytes_each(make, count, count)
     return found
@@ -93,23 +95,25 @@ def _work(make: Callable[[], Holder], count: int) -> dict[str, float]:
 def _entries(count: int, spread: int = SPREAD) -> tuple[list[Name], list[int]]:
     """Names as the worker has them, id and version."""
     chance = random.Random(1)
-    return [(number << 22, 0) for number in range(count)], [FAR + chance.randrange(spread) for _ in range(count)]
+    return [(number << 22, 0) for number in range(count)], [
+        FAR + chance.randrange(spread) for _ in range(count)
+    ]
 
 
-def _filled(count: int) -> Wheel[Name]:
-    wheel: Wheel[Name] = Wheel()
+def _filled(count: int) -> TimingWheel[Name]:
+    wheel: TimingWheel[Name] = TimingWheel()
     _add(wheel, *_entries(count))
     return wheel
 
 
-def _add(holder: Holder, names: Iterable[Name], ticks: Iterable[int]) -> None:
+def _add(owner: Holder, names: Iterable[Name], ticks: Iterable[int]) -> None:
     for name, tick in zip(names, ticks, strict=False):
-        holder.add(name, tick, name)
+        owner.add(name, tick, name)
 
 
-def _cancel(holder: Holder, names: Iterable[Name]) -> None:
+def _cancel(owner: Holder, names: Iterable[Name]) -> None:
     for name in names:
-        holder.cancel(name)
+        owner.cancel(name)
 
 
 def _rate(work: Callable[[], None], count: int) -> float:
@@ -119,25 +123,25 @@ def _rate(work: Callable[[], None], count: int) -> float:
     return count / (time.process_time() - before)
 
 
-def _tick_us(holder: Holder) -> float:
+def _tick_us(owner: Holder) -> float:
     blocks: list[float] = []
     tick, ends = 0, time.process_time() + TICKS_FOR_S
     while tick < FAR - BLOCK and (len(blocks) < 5 or time.process_time() < ends):
         before = time.process_time()
         for _ in range(BLOCK):
             tick += 1
-            holder.advance(tick)
+            owner.advance(tick)
         blocks.append((time.process_time() - before) / BLOCK)
-    holder.advance(FAR - 1)
+    owner.advance(FAR - 1)
     return statistics.median(blocks) * 1e6
 
 
-def _expired_per_s(holder: Holder) -> float:
+def _expired_per_s(owner: Holder) -> float:
     """Tick by tick, as time goes."""
-    steps = FEW if isinstance(holder, rivals.Scan) else SPREAD
+    steps = FEW if isinstance(owner, rivals.Scan) else SPREAD
     expired, before = 0, time.process_time()
     for tick in range(FAR, FAR + steps):
-        expired += len(holder.advance(tick))
+        expired += len(owner.advance(tick))
     return expired / (time.process_time() - before)
 
 
@@ -147,9 +151,9 @@ def _bytes_each(make: Callable[[], Holder], count: int, spread: int) -> float:
     gc.collect()
     tracemalloc.start()
     try:
-        holder = make()
+        owner = make()
         before = tracemalloc.get_traced_memory()[0]
-        _add(holder, names, ticks)
+        _add(owner, names, ticks)
         return (tracemalloc.get_traced_memory()[0] - before) / count
     finally:
         tracemalloc.stop()

@@ -9,7 +9,20 @@ from typing import Literal
 from benchmarks.peers.servers import POSTGRESQL, RABBITMQ, REDIS
 
 PROGRAMS = "benchmarks.peers.programs"
-_CELERY = ["celery", "-A", "{app}", "worker", "-P", "prefork", "-c", "2", "-n", "{name}@%h", "--loglevel", "WARNING"]
+_CELERY = [
+    "celery",
+    "-A",
+    "{app}",
+    "worker",
+    "-P",
+    "prefork",
+    "-c",
+    "2",
+    "-n",
+    "{name}@%h",
+    "--loglevel",
+    "WARNING",
+]
 _BEAT = ["celery", "-A", "{app}", "beat", "-s", "{folder}/beat-{name}", "--loglevel", "WARNING"]
 
 
@@ -41,7 +54,9 @@ class System:
     limits: tuple[str, ...] = field(default=())
 
 
-def _ours(name: str, title: str, servers: tuple[str, ...], app: str, setup: str, broker: str = REDIS) -> System:
+def _ours(
+    name: str, title: str, servers: tuple[str, ...], app: str, setup: str, broker: str = REDIS
+) -> System:
     side = name.removesuffix("_rabbitmq")
     app = f"benchmarks.ours:{app}"
     return System(
@@ -73,9 +88,13 @@ def _celery(name: str, broker: str) -> System:
     )
 
 
-def _python(name: str, title: str, servers: tuple[str, ...], *worker: tuple[str, ...], **facts: object) -> System:
+def _python(
+    name: str, title: str, servers: tuple[str, ...], *worker: tuple[str, ...], **facts: object
+) -> System:
     producer = (f"{PROGRAMS}.{name}", "produce")
-    return System(name, title, servers, worker, producer, package=facts.pop("package", name), **facts)  # type: ignore[arg-type]
+    return System(
+        name, title, servers, worker, producer, package=facts.pop("package", name), **facts
+    )  # type: ignore[arg-type]
 
 
 _ALL = [
@@ -196,7 +215,16 @@ _ALL = [
         "rq",
         "RQ",
         (REDIS,),
-        ("rq.cli", "worker-pool", "--num-workers", "2", "--url", "{redis}", "--worker-class", "rq.worker.SimpleWorker"),
+        (
+            "rq.cli",
+            "worker-pool",
+            "--num-workers",
+            "2",
+            "--url",
+            "{redis}",
+            "--worker-class",
+            "rq.worker.SimpleWorker",
+        ),
         setup="a pool of 2 `SimpleWorker`s (no fork for each job), its advice for very short jobs; results dropped; "
         "bulk: `enqueue_at` in a pipeline",
         source="https://github.com/rq/rq/blob/master/docs/benchmark.md",

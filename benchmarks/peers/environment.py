@@ -75,7 +75,9 @@ def version(system: System) -> str:
 
 def requirements(name: str) -> list[str]:
     """The lines under the system's name."""
-    found = re.search(rf"^# \[{re.escape(name)}\]\n(.*?)(?=^# \[|\Z)", REQUIREMENTS.read_text(), re.M | re.S)
+    found = re.search(
+        rf"^# \[{re.escape(name)}\]\n(.*?)(?=^# \[|\Z)", REQUIREMENTS.read_text(), re.M | re.S
+    )
     lines = found[1].splitlines() if found else []
     return [line.partition("#")[0].strip() for line in lines if line.partition("#")[0].strip()]
 
@@ -98,7 +100,10 @@ def _install_node(say: Callable[[str], None]) -> None:
     _node.mkdir(exist_ok=True)
     shutil.copy(PACKAGE_JSON, _node)
     say(f"npm install in {_node.relative_to(ROOT)}")
-    _call(["npm", "install", "--no-audit", "--no-fund", "--silent", "--prefix", str(_node)], "npm install")
+    _call(
+        ["npm", "install", "--no-audit", "--no-fund", "--silent", "--prefix", str(_node)],
+        "npm install",
+    )
 
 
 def _call(command: list[str], what: str) -> None:
@@ -109,7 +114,9 @@ def _call(command: list[str], what: str) -> None:
         raise NotInstalledError(f"{what}: {error}") from error
     if done.returncode:
         words = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        raise NotInstalledError(f"{what}: {' '.join(words[-2:]) or f'ended with status {done.returncode}'}")
+        raise NotInstalledError(
+            f"{what}: {' '.join(words[-2:]) or f'ended with status {done.returncode}'}"
+        )
 
 
 def _read_stamps() -> dict[str, str]:
@@ -120,5 +127,9 @@ def _read_stamps() -> dict[str, str]:
 
 
 def _stamp(system: System) -> str:
-    text = PACKAGE_JSON.read_text() if system.runs_on == "node" else "\n".join(requirements(system.name))
+    text = (
+        PACKAGE_JSON.read_text()
+        if system.runs_on == "node"
+        else "\n".join(requirements(system.name))
+    )
     return hashlib.sha256(f"{sys.version}\n{text}".encode()).hexdigest()[:16]

@@ -84,7 +84,9 @@ def text(results: Results, pictures: Sequence[str]) -> str:
             "machine that did other things. They are no comparison."
         )
     parts.append(facts)
-    parts += [f"![{name.removeprefix('peers-').removesuffix('.svg')}](img/{name})" for name in pictures]
+    parts += [
+        f"![{name.removeprefix('peers-').removesuffix('.svg')}](img/{name})" for name in pictures
+    ]
     parts += [part for table in _TABLES for part in _table(table, results)]
     parts += _setups(results)
     return "\n\n".join(parts) + "\n"
@@ -97,7 +99,9 @@ def _table(table: Table, results: Results) -> Iterable[str]:
     workloads = list(dict.fromkeys(measure.workload for measure in measures))
     said: list[str] = []
     yield f"## {table.title}"
-    yield "\n".join(f"- {_heading(workload)}: {results.sizes.get(workload, '?')}." for workload in workloads)
+    yield "\n".join(
+        f"- {_heading(workload)}: {results.sizes.get(workload, '?')}." for workload in workloads
+    )
     heads = [f"{_short_heading(m.workload, workloads)}{m.what}, {m.unit}" for m in measures]
     lines = [f"| system | {' | '.join(heads)} |", f"|---|{'---:|' * len(heads)}"]
     for system, facts in results.systems.items():
@@ -126,7 +130,11 @@ def _setups(results: Results) -> Iterable[str]:
         lines.append(f"| {facts['title']} | {facts['version']} | {servers} | {setup} | {limits} |")
     yield "\n".join(lines)
     if results.left_out:
-        yield "Left out: " + "; ".join(f"{_title(name)}: {why}" for name, why in results.left_out.items()) + "."
+        yield (
+            "Left out: "
+            + "; ".join(f"{_title(name)}: {why}" for name, why in results.left_out.items())
+            + "."
+        )
     if results.failures:
         yield "Failed:\n\n" + "\n".join(f"- {failure}" for failure in results.failures)
 
@@ -160,4 +168,6 @@ def _heading(workload: str) -> str:
 
 
 def _short_heading(workload: str, workloads: Sequence[str]) -> str:
-    return f"{_heading(workload)}: " if len(workloads) > 1 and workload.startswith("steady_") else ""
+    return (
+        f"{_heading(workload)}: " if len(workloads) > 1 and workload.startswith("steady_") else ""
+    )

@@ -48,7 +48,9 @@ class Bar:
     instead: str = ""
 
 
-def bars(title: str, unit: str, shown: Sequence[Bar], by_tens: bool = False, parts: Sequence[str] = ()) -> str:
+def bars(
+    title: str, unit: str, shown: Sequence[Bar], by_tens: bool = False, parts: Sequence[str] = ()
+) -> str:
     """`parts` names the parts of each bar; with `by_tens` each further step of the axis is ten times as much."""
     most = max([sum(bar.parts) for bar in shown] + [bar.high for bar in shown] + [LEAST * 10])
     room = WIDTH - NAMES - VALUES
@@ -77,16 +79,23 @@ def _bar(bar: Bar, y: float, reach: Callable[[float], float]) -> list[str]:
     base, x = y + 14, float(NAMES)
     lines = [f'<text x="{NAMES - 8}" y="{base}" text-anchor="end">{escape(bar.name)}</text>']
     if not bar.parts:
-        return [*lines, f'<text class="none" x="{NAMES + 4}" y="{base}">{escape(bar.instead or "not measured")}</text>']
+        return [
+            *lines,
+            f'<text class="none" x="{NAMES + 4}" y="{base}">{escape(bar.instead or "not measured")}</text>',
+        ]
     total = 0.0
     for number, part in enumerate(bar.parts):
         total += part
         end = NAMES + reach(total)
         kind = f"{'ours' if bar.is_ours else 'others'}{'2' if number else ''}"
-        lines.append(f'<rect class="{kind}" x="{x:.1f}" y="{y}" width="{max(end - x, 1):.1f}" height="{BAR}"/>')
+        lines.append(
+            f'<rect class="{kind}" x="{x:.1f}" y="{y}" width="{max(end - x, 1):.1f}" height="{BAR}"/>'
+        )
         x = end
     if bar.high > bar.low:
         low, high = NAMES + reach(bar.low), NAMES + reach(bar.high)
-        lines.append(f'<line class="spread" x1="{low:.1f}" x2="{high:.1f}" y1="{y + BAR / 2}" y2="{y + BAR / 2}"/>')
+        lines.append(
+            f'<line class="spread" x1="{low:.1f}" x2="{high:.1f}" y1="{y + BAR / 2}" y2="{y + BAR / 2}"/>'
+        )
         x = max(x, high)
     return [*lines, f'<text x="{x + 6:.1f}" y="{base}">{escape(short(total))}</text>']

@@ -77,7 +77,9 @@ class Producer:
     def __init__(self, program: Program) -> None:
         self._program = program
 
-    async def schedule(self, count: int, first: float, last: float, limit_s: float) -> dict[str, Any]:
+    async def schedule(
+        self, count: int, first: float, last: float, limit_s: float
+    ) -> dict[str, Any]:
         """One call each, due evenly from first to last; fewer when the time is over."""
         began, made = time.monotonic(), 0
         for due in spread(count, first, last):
@@ -87,29 +89,36 @@ class Producer:
                 break
         return {"tasks": made, "took_s": time.monotonic() - began}
 
-    async def schedule_many(self, count: int, first: float, last: float, limit_s: float) -> dict[str, Any]:
+    async def schedule_many(
+        self, count: int, first: float, last: float, limit_s: float
+    ) -> dict[str, Any]:
         began, made = time.monotonic(), 0
         dues = list(spread(count, first, last))
         step = self._program.chunk or count
         for start in range(0, count, step):
-            lot = dues[start : start + step]
-            await self._program.schedule_many(lot)
-            made += len(lot)
+            batch = dues[start : start + step]
+            await self._program.schedule_many(batch)
+            made += len(batch)
             if time.monotonic() - began > limit_s:
                 break
         return {"tasks": made, "took_s": time.monotonic() - began}
 
     async def steady(
-        self, rate: int, count: int, lot: int, soonest: float, latest: float, limit_s: float
+        self, rate: int, count: int, batch: int, soonest: float, latest: float, limit_s: float
     ) -> dict[str, Any]:
         """So many a second, in lots; fewer when the time is over."""
         began, made = wall(), 0
         while made < count and wall() - began < limit_s:
             await asyncio.sleep(max(began + made / rate - wall(), 0))
             now = wall()
-            dues = [now + soonest + (latest - soonest) * (n * GOLDEN % 1) for n in range(made, made + lot)]
-            await (self._program.schedule(dues[0]) if lot == 1 else self._program.schedule_many(dues))
-            made += lot
+            dues = [
+                now + soonest + (latest - soonest) * (n * GOLDEN % 1)
+                for n in range(made, made + batch)
+            ]
+            await (
+                self._program.schedule(dues[0]) if batch == 1 else self._program.schedule_many(dues)
+            )
+            made += batch
         return {"tasks": made, "took_s": wall() - began}
 
     async def serve(self) -> dict[str, Any]:

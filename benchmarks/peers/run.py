@@ -36,12 +36,16 @@ def chosen(names: Sequence[str], workloads: Sequence[str]) -> tuple[list[System]
         raise UnknownNameError(f"no system {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
     unknown = sorted(set(workloads) - set(WORKLOADS))
     if unknown:
-        raise UnknownNameError(f"no workload {', '.join(unknown)} of peers; there are {', '.join(WORKLOADS)}")
+        raise UnknownNameError(
+            f"no workload {', '.join(unknown)} of peers; there are {', '.join(WORKLOADS)}"
+        )
     found = [system for system in SYSTEMS.values() if not names or system.name in {*names, *ALWAYS}]
     return found, [name for name in WORKLOADS if not workloads or name in workloads]
 
 
-def run(systems: Sequence[System], workloads: Sequence[str], rounds: int, options: Namespace) -> int:
+def run(
+    systems: Sequence[System], workloads: Sequence[str], rounds: int, options: Namespace
+) -> int:
     console = report.console()
     began = time.monotonic()
 
@@ -50,7 +54,9 @@ def run(systems: Sequence[System], workloads: Sequence[str], rounds: int, option
 
     signal.signal(signal.SIGTERM, _end)
     results = Results(is_quick=options.quick)
-    stage = Stage(results, options.quick, options.backlog or (2000 if options.quick else 100_000), say)
+    stage = Stage(
+        results, options.quick, options.backlog or (2000 if options.quick else 100_000), say
+    )
     folder = Path(tempfile.mkdtemp(prefix="delaytasks-peers-"))
     try:
         with ExitStack() as held:
@@ -58,7 +64,11 @@ def run(systems: Sequence[System], workloads: Sequence[str], rounds: int, option
             here = held.enter_context(servers.started(folder))
             results.machine = {**machine.facts(), **here.versions(), "rounds": str(rounds)}
             report.print_facts(console, results.machine)
-            ready = [Peer(system, here, folder) for system in systems if _is_ready(system, here, results, stage)]
+            ready = [
+                Peer(system, here, folder)
+                for system in systems
+                if _is_ready(system, here, results, stage)
+            ]
             for number in range(rounds):
                 # Each round begins with another one: what one leaves behind may fall into the next one's time.
                 first = number % len(ready) if ready else 0
@@ -73,7 +83,9 @@ def run(systems: Sequence[System], workloads: Sequence[str], rounds: int, option
     finally:
         _write(results, options.json)
     if results.failures:
-        console.print(f"{len(results.failures)} failed; the logs are in {folder}", style="red", markup=False)
+        console.print(
+            f"{len(results.failures)} failed; the logs are in {folder}", style="red", markup=False
+        )
         return 1
     shutil.rmtree(folder, ignore_errors=True)
     return 0
@@ -121,4 +133,6 @@ def _measure(workload: str, stage: Stage, peer: Peer, console: Console) -> None:
         first = text.splitlines()[0] if isinstance(error, BenchError) else repr(error)
         stage.results.failures.append(f"{workload}, {peer.system.title}: {first}")
         stage.results.remark(workload, peer.system.name, f"failed: {first}")
-        console.print(f"{workload}, {peer.system.title}: {text}", style="red", highlight=False, markup=False)
+        console.print(
+            f"{workload}, {peer.system.title}: {text}", style="red", highlight=False, markup=False
+        )

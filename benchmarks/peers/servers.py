@@ -28,8 +28,12 @@ class Servers:
         url = make_url(database_url())
         if url.get_backend_name() != "postgresql":
             raise BenchError("--peers needs PostgreSQL: set DELAYTASKS_BENCH_DATABASE_URL")
-        self._admin = create_engine(url.set(drivername="postgresql+psycopg2"), isolation_level="AUTOCOMMIT")
-        self._own: URL = url.set(drivername="postgresql", database=f"bench_peers_{url.database}"[:63])
+        self._admin = create_engine(
+            url.set(drivername="postgresql+psycopg2"), isolation_level="AUTOCOMMIT"
+        )
+        self._own: URL = url.set(
+            drivername="postgresql", database=f"bench_peers_{url.database}"[:63]
+        )
         self._uses_rabbitmq = False
         self.redis_url = redis.url
         self.rabbitmq_url = broker_url() if broker_url().startswith("amqp") else _RABBITMQ
@@ -85,7 +89,12 @@ class Servers:
         """What tasks take there: on PostgreSQL on disk, else in memory."""
         if name == POSTGRESQL:
             with self._admin.connect() as connection:
-                return int(connection.scalar(text("SELECT pg_database_size(:name)"), {"name": self._own.database}) or 0)
+                return int(
+                    connection.scalar(
+                        text("SELECT pg_database_size(:name)"), {"name": self._own.database}
+                    )
+                    or 0
+                )
         if name == REDIS:
             return int(self._redis.info("memory")["used_memory"])
         return machine.rss_bytes_of("beam.smp")

@@ -33,7 +33,9 @@ class Part(Process):
 
     stop_s = 5.0
 
-    def __init__(self, system: System, command: Sequence[str], folder: Path, **variables: str) -> None:
+    def __init__(
+        self, system: System, command: Sequence[str], folder: Path, **variables: str
+    ) -> None:
         self.program = environment.launcher(system)
         super().__init__(system.name, command, folder, **variables)
 
@@ -111,13 +113,28 @@ class Peer:
                     raise BenchError(f"a process of {self.system.title} ended by itself")
 
     def schedule(self, count: int, first: float, last: float, limit_s: float) -> Made:
-        return Made(**self.ask("schedule", limit_s, count=count, first=first, last=last, limit_s=limit_s))
+        return Made(
+            **self.ask("schedule", limit_s, count=count, first=first, last=last, limit_s=limit_s)
+        )
 
     def schedule_many(self, count: int, first: float, last: float, limit_s: float) -> Made:
-        return Made(**self.ask("schedule_many", limit_s, count=count, first=first, last=last, limit_s=limit_s))
+        return Made(
+            **self.ask(
+                "schedule_many", limit_s, count=count, first=first, last=last, limit_s=limit_s
+            )
+        )
 
-    def steady(self, rate: int, count: int, lot: int, soonest: float, latest: float, limit_s: float) -> Made:
-        order = {"rate": rate, "count": count, "lot": lot, "soonest": soonest, "latest": latest, "limit_s": limit_s}
+    def steady(
+        self, rate: int, count: int, batch: int, soonest: float, latest: float, limit_s: float
+    ) -> Made:
+        order = {
+            "rate": rate,
+            "count": count,
+            "lot": batch,
+            "soonest": soonest,
+            "latest": latest,
+            "limit_s": limit_s,
+        }
         return Made(**self.ask("steady", limit_s, **order))
 
     def wait_for(self, count: int, deadline_s: float) -> bool:
@@ -144,7 +161,12 @@ class Peer:
     def kill_a_worker(self) -> str:
         """All processes of the worker that begins the next task, as if its machine was off; and says what that was."""
         before = len(self._begun())
-        wait_until(lambda: len(self._begun()) > before, BEGIN_S, f"{self.system.title} to begin a task", 0.01)
+        wait_until(
+            lambda: len(self._begun()) > before,
+            BEGIN_S,
+            f"{self.system.title} to begin a task",
+            0.01,
+        )
         begun = self._begun()
         if self.system.is_one_process:
             assert self._producer is not None
@@ -152,7 +174,9 @@ class Peer:
             self._start_producer(**self._variables)
             self.ask("serve", START_S)
             return "its one process, started again at once"
-        busy = [worker for worker in self._workers for part in worker if begun[-1] in family(part.pid)]
+        busy = [
+            worker for worker in self._workers for part in worker if begun[-1] in family(part.pid)
+        ]
         victim = (busy or self._workers)[0]
         self._workers.remove(victim)
         for part in victim:
@@ -197,7 +221,9 @@ class Peer:
                 raise BenchError(f"the producer of {self.system.title} ended")
             return bool(heard)
 
-        wait_until(has_said, deadline_s, f"the producer of {self.system.title} to say {opening!r}", 0.02)
+        wait_until(
+            has_said, deadline_s, f"the producer of {self.system.title} to say {opening!r}", 0.02
+        )
         return heard[0].removeprefix(opening)
 
     def _start_producer(self, **variables: str) -> None:
@@ -211,7 +237,11 @@ class Peer:
     def _start(self, command: Sequence[str], name: str, **variables: str) -> Part:
         places = {"name": name, "folder": self._folder, "redis": self._servers.redis_url}
         filled = [part.format(**places) for part in command]
-        every = {**self._servers.environment(self.system.broker), **environment.variables(self.system), **variables}
+        every = {
+            **self._servers.environment(self.system.broker),
+            **environment.variables(self.system),
+            **variables,
+        }
         return Part(self.system, filled, self._folder, **every)
 
     def _warm_up(self, count: int) -> None:

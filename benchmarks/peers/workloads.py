@@ -52,7 +52,13 @@ Schedule = Callable[[int, float, float, float], Made]
 
 
 def _schedule(
-    stage: Stage, peer: Peer, workload: str, schedule: Schedule, count: int, share: int, limit_s: float
+    stage: Stage,
+    peer: Peer,
+    workload: str,
+    schedule: Schedule,
+    count: int,
+    share: int,
+    limit_s: float,
 ) -> None:
     """So many tasks; first one of `share` of them, by which connections and caches are warm."""
     stage.results.sizes[workload] = f"{count:,} tasks due in an hour, by one producer"
@@ -73,64 +79,84 @@ def burst(stage: Stage, peer: Peer) -> None:
     )
     most = peer.system.most_at_once
     if most is not None and count > most:
-        stage.results.remark("burst", peer.system.name, f"of {most:,}, more at once it does not run")
+        stage.results.remark(
+            "burst", peer.system.name, f"of {most:,}, more at once it does not run"
+        )
         count = most
     with peer.serving():
         due = wall() + lead
         made = peer.schedule_many(count, due, due, lead - 2)
         stage.fewer("burst", peer, made, count)
         if wall() > due:
-            stage.results.remark("burst", peer.system.name, "the last ones were scheduled after they were due")
+            stage.results.remark(
+                "burst", peer.system.name, "the last ones were scheduled after they were due"
+            )
         sleep_until(due)
         is_done = peer.wait_for(made.tasks, deadline)
         ran = peer.ran()
         ended = peer.ended_at() if is_done else max(note.at for note in ran) if ran else wall()
     name, took = peer.system.name, ended - due
     if not is_done:
-        stage.results.remark("burst", name, f"{len(ran):,} of {made.tasks:,} ran within {deadline} s")
+        stage.results.remark(
+            "burst", name, f"{len(ran):,} of {made.tasks:,} ran within {deadline} s"
+        )
     if took > 0:
         stage.results.add("burst", name, len(ran) / took)
     else:
         stage.results.remark("burst", name, "all ran before they were due")
     if ran:
-        stage.results.add("burst_p99", name, percentile([(note.at - note.due) * 1000 for note in ran], 0.99))
-    stage.say(f"burst: {peer.system.title}: {len(ran):,} in {took:.2f} s, {len(ran) / max(took, 1e-9):,.0f}/s")
+        stage.results.add(
+            "burst_p99", name, percentile([(note.at - note.due) * 1000 for note in ran], 0.99)
+        )
+    stage.say(
+        f"burst: {peer.system.title}: {len(ran):,} in {took:.2f} s, {len(ran) / max(took, 1e-9):,.0f}/s"
+    )
 
 
-def steady(rate: int, lot: int) -> Callable[[Stage, Peer], None]:
+def steady(rate: int, batch: int) -> Callable[[Stage, Peer], None]:
     """So many a second, due in one to five seconds, scheduled in lots."""
 
     def work(stage: Stage, peer: Peer) -> None:
         workload, name = f"steady_{rate}", peer.system.name
         seconds = stage.size(20, 6)
-        lots = f"in lots of {lot}" if lot > 1 else "one call each"
-        stage.results.sizes[workload] = f"{rate:,} tasks a second for {seconds} s, due in 1 to 5 s, {lots}"
+        batches = f"in lots of {batch}" if batch > 1 else "one call each"
+        stage.results.sizes[workload] = (
+            f"{rate:,} tasks a second for {seconds} s, due in 1 to 5 s, {batches}"
+        )
         with peer.serving():
             worker_s, server_s = peer.worker_cpu_s(), peer.server_cpu_s()
-            made, late = _steady(stage, workload, peer, rate, lot, seconds)
+            made, late = _steady(stage, workload, peer, rate, batch, seconds)
             for what, before, after in (
                 ("worker", worker_s, peer.worker_cpu_s()),
                 ("servers", server_s, peer.server_cpu_s()),
             ):
                 if before is not None and after is not None and late:
-                    stage.results.add(f"{workload}_{what}", name, (after - before) / len(late) * 1000)
+                    stage.results.add(
+                        f"{workload}_{what}", name, (after - before) / len(late) * 1000
+                    )
         if peer.system.is_one_process:
             stage.results.remark(workload, name, "its worker's CPU has the scheduling in it")
         if late:
             stage.results.add(f"{workload}_p50", name, percentile(late, 0.5))
             stage.results.add(f"{workload}_p99", name, percentile(late, 0.99))
-            stage.results.add(f"{workload}_early", name, 100 * sum(one < 0 for one in late) / len(late))
+            stage.results.add(
+                f"{workload}_early", name, 100 * sum(one < 0 for one in late) / len(late)
+            )
         stage.say(f"{workload}: {peer.system.title}: {made.per_s:,.0f}/s, {_said(late)}")
 
     return work
 
 
-def _steady(stage: Stage, workload: str, peer: Peer, rate: int, lot: int, seconds: int) -> tuple[Made, list[float]]:
+def _steady(
+    stage: Stage, workload: str, peer: Peer, rate: int, batch: int, seconds: int
+) -> tuple[Made, list[float]]:
     """What was scheduled, and how late those that ran were, in milliseconds."""
     count = rate * seconds
-    made = peer.steady(rate, count, lot, SOONEST_S, LATEST_S, 2 * seconds)
+    made = peer.steady(rate, count, batch, SOONEST_S, LATEST_S, 2 * seconds)
     if made.took_s > seconds * 1.1:
-        stage.results.remark(workload, peer.system.name, f"could schedule {made.per_s:,.0f} a second only")
+        stage.results.remark(
+            workload, peer.system.name, f"could schedule {made.per_s:,.0f} a second only"
+        )
     deadline = LATEST_S + stage.size(20, 10)
     if not peer.wait_for(made.tasks, deadline):
         text = f"{len(peer.ran()):,} of {made.tasks:,} ran until {deadline:.0f} s after the last was scheduled"
@@ -200,8 +226,12 @@ def recovery(stage: Stage, peer: Peer) -> None:
     if is_done:
         stage.results.add("recovery_last", name, max(runs.values()))
     else:
-        stage.results.remark("recovery", name, f"{missing} of {count} not run {limit} s after the last one was due")
-    stage.say(f"recovery: {peer.system.title}: {missing} missing, latest {max(runs.values(), default=0):.2f} s")
+        stage.results.remark(
+            "recovery", name, f"{missing} of {count} not run {limit} s after the last one was due"
+        )
+    stage.say(
+        f"recovery: {peer.system.title}: {missing} missing, latest {max(runs.values(), default=0):.2f} s"
+    )
 
 
 def _all_ran(peer: Peer, count: int, limit: float) -> bool:

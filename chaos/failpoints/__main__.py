@@ -33,25 +33,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=50, help="of each failpoint")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--only", action="append", choices=sorted(BY_NAME), metavar="NAME")
-    parser.add_argument("--timer", choices=["eta", "redis"], help="one of them only; else each failpoint with one")
-    parser.add_argument("--database", choices=["postgresql", "mysql", "sqlite"], default="postgresql")
+    parser.add_argument(
+        "--timer", choices=["eta", "redis"], help="one of them only; else each failpoint with one"
+    )
+    parser.add_argument(
+        "--database", choices=["postgresql", "mysql", "sqlite"], default="postgresql"
+    )
     parser.add_argument("--broker", choices=["redis", "rabbitmq"], default="redis")
     parser.add_argument("--worlds", type=int, default=4, help="deployments side by side")
     parser.add_argument("--act", choices=list(LASTS_S), default="kill", help="what happens there")
-    parser.add_argument("--slack", type=float, default=0, help="seconds added to each bound, on a busy machine")
+    parser.add_argument(
+        "--slack", type=float, default=0, help="seconds added to each bound, on a busy machine"
+    )
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, end)
     with contextlib.ExitStack() as own:
         database, broker, redis = servers(own, options.database, options.broker)
         parts = [
-            Part(tuple(names), options.first, options.seeds, timer, database, broker, redis, options.act)
+            Part(
+                tuple(names),
+                options.first,
+                options.seeds,
+                timer,
+                database,
+                broker,
+                redis,
+                options.act,
+            )
             for timer, names in shared(options.timer, options.only, options.worlds, options.seeds)
         ]
-        pool = own.enter_context(ProcessPoolExecutor(options.worlds, mp_context=get_context("spawn")))
+        pool = own.enter_context(
+            ProcessPoolExecutor(options.worlds, mp_context=get_context("spawn"))
+        )
         console, played, slack_s = Console(), [], options.slack + LASTS_S[options.act]
         for done in as_completed([pool.submit(play, part) for part in parts]):
             played.append(done.result())
-            console.print(f"{len(played)} of {len(parts)}: {', '.join({e.place for e in played[-1].episodes})}")
+            console.print(
+                f"{len(played)} of {len(parts)}: {', '.join({e.place for e in played[-1].episodes})}"
+            )
     return show(played, slack_s, console)
 
 
@@ -82,7 +101,9 @@ def servers(own: contextlib.ExitStack, database: str, broker: str) -> tuple[str,
     return url, redis.url if broker == "redis" else services.url(broker), redis.url
 
 
-def shared(timer: str | None, only: Sequence[str] | None, worlds: int, seeds: int) -> list[tuple[str, list[str]]]:
+def shared(
+    timer: str | None, only: Sequence[str] | None, worlds: int, seeds: int
+) -> list[tuple[str, list[str]]]:
     """The failpoints of each world; those that both timers reach go to each in turn. One that is to be reached often
     has a world of its own."""
     found: dict[str, list[str]] = {"eta": [], "redis": []}
@@ -116,7 +137,10 @@ def show(played: Sequence[Played], slack_s: float, console: Console) -> int:
     for place in PLACES:
         mine = [episode for episode in episodes if episode.place == place.name]
         for one in (episode for episode in mine if episode.is_late(slack_s)):
-            console.print(f"{place.name}, seed {one.seed}: {one.recovery_s:.2f} s of {one.bound_s:g}", highlight=False)
+            console.print(
+                f"{place.name}, seed {one.seed}: {one.recovery_s:.2f} s of {one.bound_s:g}",
+                highlight=False,
+            )
             console.print(one.story, markup=False, highlight=False)
     for one in played:
         if one.findings:
@@ -133,7 +157,13 @@ def line(mine: Sequence[Episode], bound_s: float, slack_s: float) -> tuple[list[
     outside = sum(episode.is_late(slack_s) or bool(episode.left) for episode in mine)
     missed = len(mine) - len(reached)
     p50, most = (f"{median(reached):.2f}", f"{reached[-1]:.2f}") if reached else ("", "")
-    inside = "yes" if not outside and not missed else f"{outside} outside" if outside else f"{missed} not reached"
+    inside = (
+        "yes"
+        if not outside and not missed
+        else f"{outside} outside"
+        if outside
+        else f"{missed} not reached"
+    )
     return [str(len(mine)), p50, most, f"{bound_s + slack_s:g}", inside], not outside and not missed
 
 

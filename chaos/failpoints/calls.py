@@ -18,15 +18,15 @@ from chaos.history import Answer, Call, Told
 from chaos.project import notebook, now_us
 from delaytasks import DelayTask, DelayTasks
 from delaytasks.core.clock import to_us
-from delaytasks.core.ports import OnConflict
+from delaytasks.core.interfaces import OnConflict
 from delaytasks.core.task import NewTask
-from delaytasks.engine import producer
+from delaytasks.scheduling import producer
 
-LADDER_RUNS = 3
+RETRY_SCHEDULE_RUNS = 3
 #: Of the workers: what is due later is armed by a sweep.
 HORIZON_S = 5.0
 #: So many at once, in lots of so many, and so often.
-MANY, LOT, MANY_CALLS = 5, 2, 2
+MANY, BATCH_ROWS, MANY_CALLS = 5, 2, 2
 
 
 class Calls:
@@ -59,9 +59,13 @@ class Calls:
             elif mix == "cancelled" or mix == "retried":
                 self._cancel(id := self._schedule("fail.note", chance.uniform(1, 2)))
                 if mix == "retried":
-                    self._told(id, "retry", 1, lambda id=id, delay=delay: self._delays.retry(id, delay))  # type: ignore[misc]
+                    self._told(
+                        id, "retry", 1, lambda id=id, delay=delay: self._delays.retry(id, delay)
+                    )  # type: ignore[misc]
             elif mix == "touched":
-                self._delays.touch(self._schedule("fail.note", chance.uniform(1, 2)), chance.uniform(0.5, 2.5))
+                self._delays.touch(
+                    self._schedule("fail.note", chance.uniform(1, 2)), chance.uniform(0.5, 2.5)
+                )
             elif mix == "not armed":
                 self._insert()
             elif mix == "far":
@@ -82,7 +86,7 @@ class Calls:
     def _schedule(self, tag: str, delay: float | None, seconds: float = 0.0, **options: Any) -> int:
         id = self._delays.new_id()
         body = {"folder": self._folder, "s": seconds, "fails": self._chance.randint(0, 3)}
-        runs = LADDER_RUNS if tag == "fail.shaky" else 1
+        runs = RETRY_SCHEDULE_RUNS if tag == "fail.shaky" else 1
         call = self._delays.schedule_delay if delay is not None else self._delays.schedule_at
         when = (delay,) if delay is not None else (options.pop("when"),)
         self._told(id, "schedule", runs, lambda: call(tag, body, *when, id=id, **options))
@@ -119,15 +123,18 @@ class Calls:
                 due_us = to_us(task.expected_time) if answer == "ok" else None
                 self._notes.note(Told(task.id, "schedule", answer, asked_us, now_us(), due_us))
 
-        def lot(asked: Iterable[NewTask], on_conflict: OnConflict) -> producer.Lot:
+        def batch(asked: Iterable[NewTask], on_conflict: OnConflict) -> producer.Lot:
             made = make(asked, on_conflict)
             told(made.plain, "unknown")
             return made
 
         maker = self._delays.routes.shards[0].producer
-        make = maker.lot
-        many = [("fail.note", body, self._chance.choice([0, self._chance.uniform(0, 0.8)])) for _ in range(MANY)]
-        with patch.object(producer, "BULK", LOT), patch.object(maker, "lot", lot):
+        make = maker.batch
+        many = [
+            ("fail.note", body, self._chance.choice([0, self._chance.uniform(0, 0.8)]))
+            for _ in range(MANY)
+        ]
+        with patch.object(producer, "BULK", BATCH_ROWS), patch.object(maker, "batch", batch):
             if is_in_session:
                 with Session(self._delays.store.database.tx) as session, session.begin():
                     self._delays.schedule_many(many, session=session, on_batch=written.extend)
@@ -142,7 +149,12 @@ class Calls:
         if self._chance.random() < 0.2:
             self._cancel(id)
         else:
-            self._told(id, "reschedule", 1, lambda: self._delays.reschedule(id, self._chance.uniform(0, 0.5)))
+            self._told(
+                id,
+                "reschedule",
+                1,
+                lambda: self._delays.reschedule(id, self._chance.uniform(0, 0.5)),
+            )
 
     def _told(self, id: int, call: Call, runs: int, ask: Callable[[], Any]) -> None:
         asked_us = now_us()

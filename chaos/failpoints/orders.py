@@ -20,7 +20,7 @@ from pkgutil import resolve_name
 from types import GeneratorType
 from typing import Any, Literal
 
-from chaos.failpoints.places import PLACES, Place, Who
+from chaos.failpoints.places import PLACES, DatabaseAddress, Who
 from chaos.history import Effect, Fault
 from chaos.pids import children_of
 from chaos.project import now_us
@@ -35,7 +35,11 @@ SLEEP_S = 1.5 * LEASE_S
 
 def faults(folder: Path) -> list[Fault]:
     path = folder / FAULTS
-    return [Fault(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    return (
+        [Fault(**json.loads(line)) for line in path.read_text().splitlines()]
+        if path.exists()
+        else []
+    )
 
 
 Act = Literal["kill", "raise", "sleep"]
@@ -59,7 +63,7 @@ class Orders:
             for at in place.at:
                 self._wrap(place, f"delaytasks.{at}")
 
-    def _wrap(self, place: Place, at: str) -> None:
+    def _wrap(self, place: DatabaseAddress, at: str) -> None:
         where, _, name = at.rpartition(".")
         owner = resolve_name(where)
         method: Callable[..., Any] = getattr(owner, name)
@@ -77,7 +81,7 @@ class Orders:
 
         setattr(owner, name, wrapped)
 
-    def _each(self, place: Place, answers: Iterator[Any]) -> Iterator[Any]:
+    def _each(self, place: DatabaseAddress, answers: Iterator[Any]) -> Iterator[Any]:
         for answer in answers:
             if place.side == "after":
                 self._reach(place)
@@ -89,7 +93,7 @@ class Orders:
             return "producer"
         return "main" if os.getpid() == self._main else "pool"
 
-    def _reach(self, place: Place) -> None:
+    def _reach(self, place: DatabaseAddress) -> None:
         order = self._folder / place.name
         try:
             text = order.read_text()
@@ -115,8 +119,10 @@ class Orders:
 def tell(folder: Path, kind: str, lasts_s: float, effect: Effect) -> None:
     """It hits the leases of this process and of those for which it renews them."""
     pid = os.getpid()
-    holders = tuple(f"/{holder}-" for holder in (pid, *children_of(pid)))
-    fault = Fault(kind, f"process {pid}", now_us(), now_us() + int(lasts_s * 1e6), effect, holders)
+    key_owners = tuple(f"/{holder}-" for holder in (pid, *children_of(pid)))
+    fault = Fault(
+        kind, f"process {pid}", now_us(), now_us() + int(lasts_s * 1e6), effect, key_owners
+    )
     with (folder / FAULTS).open("a") as file:
         file.write(json.dumps(asdict(fault)) + "\n")
 

@@ -19,7 +19,7 @@ Mix = Literal[
 ]  # fmt: skip
 
 
-class Place(NamedTuple):
+class DatabaseAddress(NamedTuple):
     name: str
     who: Who
     side: Literal["before", "after"]
@@ -42,83 +42,222 @@ _ARM = ("timers.eta:EtaTimer.arm", "timers.redis:RedisTimer.arm")
 
 PLACES = [
     # schedule, and move
-    Place("inserted", "producer", "after", ("store.tasks:Tasks.insert",), "R1"),
-    Place("inserted with a key", "producer", "after", ("store.tasks:Tasks.insert_keyed",), "R1", "keyed"),
-    Place(
+    DatabaseAddress("inserted", "producer", "after", ("storage.tasks:Tasks.insert",), "R1"),
+    DatabaseAddress(
+        "inserted with a key",
+        "producer",
+        "after",
+        ("storage.tasks:Tasks.insert_keyed",),
+        "R1",
+        "keyed",
+    ),
+    DatabaseAddress(
         "before the commit",
         "producer",
         "before",
-        ("store.units:SessionUnit.after_commit",),
+        ("storage.transactions:SessionTransaction.after_commit",),
         "R1",
         "in a session",
         is_refused=True,
     ),
-    Place("after the commit", "producer", "before", ("engine.producer:Producer.arm",), "R1", "in a session"),
-    Place("between lots", "producer", "before", ("engine.producer:Producer.schedule_lot",), "R1", "many"),
-    Place("lot inserted", "producer", "after", ("store.tasks:Tasks.insert_many",), "R1", "many"),
-    Place(
+    DatabaseAddress(
+        "after the commit",
+        "producer",
+        "before",
+        ("scheduling.producer:Producer.arm",),
+        "R1",
+        "in a session",
+    ),
+    DatabaseAddress(
+        "between lots",
+        "producer",
+        "before",
+        ("scheduling.producer:Producer.schedule_batch",),
+        "R1",
+        "many",
+    ),
+    DatabaseAddress(
+        "lot inserted", "producer", "after", ("storage.tasks:Tasks.insert_many",), "R1", "many"
+    ),
+    DatabaseAddress(
         "lots before the commit",
         "producer",
         "before",
-        ("store.units:SessionUnit.after_commit",),
+        ("storage.transactions:SessionTransaction.after_commit",),
         "R1",
         "many in a session",
         is_refused=True,
     ),
-    Place("lots after the commit", "producer", "before", ("engine.producer:Producer.arm",), "R1", "many in a session"),
-    Place("cancelled", "producer", "after", ("store.tasks:Tasks.cancel",), "R1", "cancelled"),
-    Place("retried", "producer", "after", ("store.tasks:Tasks.retry",), "R1", "retried"),
-    Place("touched", "producer", "after", ("store.touches:Touches.touch",), "R1", "touched"),
-    Place("moved", "producer", "after", ("store.tasks:Tasks.reschedule",), "R1", "moved"),
-    Place("arming", "producer", "before", _ARM, "R1"),
-    Place("armed", "producer", "after", _ARM, "D"),
-    Place("disarming", "producer", "before", ("timers.redis:RedisTimer.disarm",), "R1", "moved", "redis"),
+    DatabaseAddress(
+        "lots after the commit",
+        "producer",
+        "before",
+        ("scheduling.producer:Producer.arm",),
+        "R1",
+        "many in a session",
+    ),
+    DatabaseAddress(
+        "cancelled", "producer", "after", ("storage.tasks:Tasks.cancel",), "R1", "cancelled"
+    ),
+    DatabaseAddress(
+        "retried", "producer", "after", ("storage.tasks:Tasks.retry",), "R1", "retried"
+    ),
+    DatabaseAddress(
+        "touched", "producer", "after", ("storage.touches:Touches.touch",), "R1", "touched"
+    ),
+    DatabaseAddress(
+        "moved", "producer", "after", ("storage.tasks:Tasks.reschedule",), "R1", "moved"
+    ),
+    DatabaseAddress("arming", "producer", "before", _ARM, "R1"),
+    DatabaseAddress("armed", "producer", "after", _ARM, "D"),
+    DatabaseAddress(
+        "disarming",
+        "producer",
+        "before",
+        ("timers.redis:RedisTimer.disarm",),
+        "R1",
+        "moved",
+        "redis",
+    ),
     # hold
-    Place("received", "main", "before", ("worker.desk:Desk.hold",), "R1"),
-    Place("held", "main", "after", ("worker.desk:Desk.hold",), "R1"),
-    Place("fell due", "main", "before", ("worker.dispatcher:Dispatcher.take",), "R1"),
-    Place("to the pool", "main", "before", ("worker.dispatcher:Dispatcher._send",), "R1"),
-    Place("in the pool", "main", "after", ("worker.dispatcher:Dispatcher._send",), "R2"),
-    Place("reported", "main", "before", ("worker.dispatcher:Dispatcher._done",), "R2"),
-    Place("asked to drain", "main", "before", ("worker.dispatcher:Dispatcher.drain",), "R2", "not armed"),
-    Place("sending back", "main", "after", ("worker.dispatcher:Dispatcher.close",), "R1", is_stopped=True),
+    DatabaseAddress("received", "main", "before", ("worker.runtime:WorkerRuntime.hold",), "R1"),
+    DatabaseAddress("held", "main", "after", ("worker.runtime:WorkerRuntime.hold",), "R1"),
+    DatabaseAddress("fell due", "main", "before", ("worker.dispatcher:Dispatcher.take",), "R1"),
+    DatabaseAddress("to the pool", "main", "before", ("worker.dispatcher:Dispatcher._send",), "R1"),
+    DatabaseAddress("in the pool", "main", "after", ("worker.dispatcher:Dispatcher._send",), "R2"),
+    DatabaseAddress("reported", "main", "before", ("worker.dispatcher:Dispatcher._done",), "R2"),
+    DatabaseAddress(
+        "asked to drain",
+        "main",
+        "before",
+        ("worker.dispatcher:Dispatcher.drain",),
+        "R2",
+        "not armed",
+    ),
+    DatabaseAddress(
+        "sending back",
+        "main",
+        "after",
+        ("worker.dispatcher:Dispatcher.close",),
+        "R1",
+        is_stopped=True,
+    ),
     # hold in Redis
-    Place("taken", "main", "after", ("timers.redis:RedisTimer.take",), "R1", timer="redis"),
-    Place("handing on", "main", "before", ("worker.mover:Mover._hand_on",), "R1", timer="redis"),
-    Place("handed on", "main", "after", ("worker.mover:Mover._hand_on",), "R1", timer="redis"),
+    DatabaseAddress(
+        "taken", "main", "after", ("timers.redis:RedisTimer.take",), "R1", timer="redis"
+    ),
+    DatabaseAddress(
+        "handing on",
+        "main",
+        "before",
+        ("worker.redis_poller:RedisPoller._hand_on",),
+        "R1",
+        timer="redis",
+    ),
+    DatabaseAddress(
+        "handed on",
+        "main",
+        "after",
+        ("worker.redis_poller:RedisPoller._hand_on",),
+        "R1",
+        timer="redis",
+    ),
     # claim, run, settle
-    Place("claiming", "pool", "before", ("store.claims:Claims.claim",), "R1"),
-    Place("claimed", "pool", "after", ("store.claims:Claims.claim",), "R2"),
-    Place("claimed from the table", "pool", "after", ("store.claims:Claims.claim_due",), "R2", "not armed"),
-    Place("claimed alone", "pool", "after", ("store.claims:Claims.claim_suspect",), "R2", "fatal"),
-    Place("running", "pool", "before", ("engine.running:Running._call",), "R2"),
-    Place("ran", "pool", "after", ("engine.running:Running._call",), "R2"),
-    Place("ran side by side", "pool", "after", ("engine.running:Running._call",), "R2", "side by side"),
-    Place("completing", "pool", "after", ("store.claims:Claims.complete",), "R2", "effect"),
-    Place("completed", "pool", "after", ("engine.run:Run._committed",), "R2", "effect"),
-    Place("settling", "pool", "before", ("store.claims:Claims.settle",), "R2"),
-    Place("settled", "pool", "after", ("store.claims:Claims.settle",), "R1"),
-    Place("arming again", "pool", "before", ("engine.settling:Settling._arm_again",), "R1"),
-    Place("giving back", "pool", "before", ("engine.chunks:Chunks._look_after",), "R2", "crowd"),
-    Place("gave back", "pool", "after", ("engine.chunks:Chunks._look_after",), "R2", "crowd"),
+    DatabaseAddress("claiming", "pool", "before", ("storage.claims:Claims.claim",), "R1"),
+    DatabaseAddress("claimed", "pool", "after", ("storage.claims:Claims.claim",), "R2"),
+    DatabaseAddress(
+        "claimed from the table",
+        "pool",
+        "after",
+        ("storage.claims:Claims.claim_due",),
+        "R2",
+        "not armed",
+    ),
+    DatabaseAddress(
+        "claimed alone", "pool", "after", ("storage.claims:Claims.claim_abandoned",), "R2", "fatal"
+    ),
+    DatabaseAddress("running", "pool", "before", ("execution.executor:TaskExecutor._call",), "R2"),
+    DatabaseAddress("ran", "pool", "after", ("execution.executor:TaskExecutor._call",), "R2"),
+    DatabaseAddress(
+        "ran side by side",
+        "pool",
+        "after",
+        ("execution.executor:TaskExecutor._call",),
+        "R2",
+        "side by side",
+    ),
+    DatabaseAddress(
+        "completing", "pool", "after", ("storage.claims:Claims.complete",), "R2", "effect"
+    ),
+    DatabaseAddress(
+        "completed", "pool", "after", ("execution.task_run:TaskRun._committed",), "R2", "effect"
+    ),
+    DatabaseAddress("settling", "pool", "before", ("storage.claims:Claims.settle",), "R2"),
+    DatabaseAddress("settled", "pool", "after", ("storage.claims:Claims.settle",), "R1"),
+    DatabaseAddress(
+        "arming again", "pool", "before", ("execution.settler:Settler._arm_again",), "R1"
+    ),
+    DatabaseAddress(
+        "giving back",
+        "pool",
+        "before",
+        ("execution.chunk_run:ChunkRun._look_after",),
+        "R2",
+        "crowd",
+    ),
+    DatabaseAddress(
+        "gave back", "pool", "after", ("execution.chunk_run:ChunkRun._look_after",), "R2", "crowd"
+    ),
     # lines
-    Place("lined up", "pool", "after", ("store.lines:Lines.let_in",), "R1", "limited"),
-    Place("admitted", "pool", "after", ("store.lines:Lines.admit",), "R2", "limited"),
-    Place("handing over", "pool", "before", ("store.claims:Claims.hand_over",), "R2", "limited"),
-    Place("handed over", "pool", "after", ("store.claims:Claims.hand_over",), "R2", "limited"),
+    DatabaseAddress(
+        "lined up", "pool", "after", ("storage.waitlist:Lines.let_in",), "R1", "limited"
+    ),
+    DatabaseAddress(
+        "admitted", "pool", "after", ("storage.waitlist:Lines.admit",), "R2", "limited"
+    ),
+    DatabaseAddress(
+        "handing over", "pool", "before", ("storage.claims:Claims.hand_over",), "R2", "limited"
+    ),
+    DatabaseAddress(
+        "handed over", "pool", "after", ("storage.claims:Claims.hand_over",), "R2", "limited"
+    ),
     # sweep
-    Place("sweep begun", "main", "after", ("store.sweeps:Sweeps.begin_sweep",), "R1"),
-    Place("near ones chosen", "main", "after", ("store.sweeps:Sweeps.near",), "R1", "far"),
-    Place("near ones armed", "main", "before", ("store.sweeps:Sweeps.mark_armed",), "R1", "far"),
-    Place("marked", "main", "after", ("store.sweeps:Sweeps.mark_armed",), "R1", "far"),
-    Place("lapsed", "main", "after", ("store.sweeps:Sweeps.lapse",), "R2", "fatal"),
-    Place("draining", "main", "before", ("timers.eta:EtaTimer.drain",), "R1", "not armed"),
-    Place("drained", "main", "after", ("timers.eta:EtaTimer.drain",), "R1", "not armed"),
-    Place("buried", "main", "after", ("store.workers:Workers.bury",), "R1"),
+    DatabaseAddress(
+        "sweep begun", "main", "after", ("storage.sweep_queries:SweepQueries.begin_sweep",), "R1"
+    ),
+    DatabaseAddress(
+        "near ones chosen",
+        "main",
+        "after",
+        ("storage.sweep_queries:SweepQueries.near",),
+        "R1",
+        "far",
+    ),
+    DatabaseAddress(
+        "near ones armed",
+        "main",
+        "before",
+        ("storage.sweep_queries:SweepQueries.mark_armed",),
+        "R1",
+        "far",
+    ),
+    DatabaseAddress(
+        "marked", "main", "after", ("storage.sweep_queries:SweepQueries.mark_armed",), "R1", "far"
+    ),
+    DatabaseAddress(
+        "lapsed", "main", "after", ("storage.sweep_queries:SweepQueries.lapse",), "R2", "fatal"
+    ),
+    DatabaseAddress(
+        "draining", "main", "before", ("timers.eta:EtaTimer.drain",), "R1", "not armed"
+    ),
+    DatabaseAddress("drained", "main", "after", ("timers.eta:EtaTimer.drain",), "R1", "not armed"),
+    DatabaseAddress("buried", "main", "after", ("storage.worker_table:WorkerTable.bury",), "R1"),
     # leases
-    Place("renewing", "main", "before", ("store.leases:Leases.renew",), "R2", "long"),
-    Place("renewed", "main", "after", ("store.leases:Leases.renew",), "R2", "long"),
-    Place("releasing", "main", "before", ("store.leases:Leases.release",), "R2", "fatal"),
-    Place("released", "main", "after", ("store.leases:Leases.release",), "R2", "fatal"),
+    DatabaseAddress("renewing", "main", "before", ("storage.leases:Leases.renew",), "R2", "long"),
+    DatabaseAddress("renewed", "main", "after", ("storage.leases:Leases.renew",), "R2", "long"),
+    DatabaseAddress(
+        "releasing", "main", "before", ("storage.leases:Leases.release",), "R2", "fatal"
+    ),
+    DatabaseAddress("released", "main", "after", ("storage.leases:Leases.release",), "R2", "fatal"),
 ]
 BY_NAME = {place.name: place for place in PLACES}

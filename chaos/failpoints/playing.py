@@ -55,7 +55,9 @@ def _play(part: Part) -> Played:
         try:
             world.begin()
             seeds = range(part.first, part.first + part.seeds)
-            episodes = [world.play(BY_NAME[name], seed, part.act) for name in part.names for seed in seeds]
+            episodes = [
+                world.play(BY_NAME[name], seed, part.act) for name in part.names for seed in seeds
+            ]
             verdict = world.verdict(episodes)
         finally:
             world.close()

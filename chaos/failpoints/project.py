@@ -8,10 +8,10 @@ from typing import Any
 
 from chaos.failpoints.orders import VARIABLE, Orders, die
 from chaos.project import _note
-from delaytasks import DelayTask, Ladder, processor
+from delaytasks import DelayTask, RetrySchedule, processor
 from delaytasks.api import default
 
-LADDER = Ladder("0.3s 0.3s")
+RETRY_SCHEDULE = RetrySchedule("0.3s 0.3s")
 
 
 @processor("fail.note")
@@ -19,7 +19,7 @@ def note(body: dict[str, Any], task: DelayTask) -> None:
     _note(body, task)
 
 
-@processor("fail.shaky", retry=LADDER)
+@processor("fail.shaky", retry=RETRY_SCHEDULE)
 def shaky(body: dict[str, Any], task: DelayTask) -> None:
     _note(body, task)
     if task.attempts <= body["fails"]:

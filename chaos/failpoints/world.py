@@ -18,19 +18,23 @@ from chaos.checker import Checker, Verdict
 from chaos.failpoints import orders
 from chaos.failpoints.calls import HORIZON_S, Calls
 from chaos.failpoints.orders import LEASE_S, VARIABLE, Act, Orders
-from chaos.failpoints.places import BY_NAME, Place
+from chaos.failpoints.places import BY_NAME, DatabaseAddress
 from chaos.history import Change, History, read
 from chaos.project import now_us, time_environment
 from chaos.recorder import Recorder
 from delaytasks.core.states import FINISHED, LIVE, Status
-from delaytasks.worker.leases import is_there
+from delaytasks.worker.lease_keeper import is_there
 from tests.running import Deployment, Process
 
 GRACE_S, SWEEP_S, DISPATCH_S = 0.1, 0.5, 2.0
 SETTINGS: dict[str, Any] = {
     "lease_s": LEASE_S, "sweep_s": SWEEP_S, "self_sweep_s": 2 * SWEEP_S, "grace_s": GRACE_S, "horizon_s": HORIZON_S,
 }  # fmt: skip
-BOUNDS_S = {"R1": GRACE_S + SWEEP_S + DISPATCH_S, "R2": LEASE_S + SWEEP_S + DISPATCH_S, "D": DISPATCH_S}
+BOUNDS_S = {
+    "R1": GRACE_S + SWEEP_S + DISPATCH_S,
+    "R2": LEASE_S + SWEEP_S + DISPATCH_S,
+    "D": DISPATCH_S,
+}
 WORKERS = 2
 #: An order that nobody has come by after this time is given again, with fewer times to wait for.
 REACHED_S = 7.0
@@ -59,7 +63,9 @@ class Episode:
 
 
 class World:
-    def __init__(self, folder: Path, database_url: str, broker_url: str, timer: str, redis_url: str) -> None:
+    def __init__(
+        self, folder: Path, database_url: str, broker_url: str, timer: str, redis_url: str
+    ) -> None:
         self._folder = folder
         (folder / "notes").mkdir()
         # Of the processes that are started from now on.
@@ -88,7 +94,7 @@ class World:
 
     # -- one order --------------------------------------------------------------------------------
 
-    def play(self, place: Place, seed: int, act: Act) -> Episode:
+    def play(self, place: DatabaseAddress, seed: int, act: Act) -> Episode:
         chance = random.Random(f"{place.name} {seed}")
         episode = Episode(place.name, seed, now_us())
         for nth in (chance.randint(1, 3), 1, 1):
@@ -101,7 +107,9 @@ class World:
                 self._stopping.signal(signal.SIGTERM)
             episode.is_reached = self._wait(lambda order=order: not order.exists(), REACHED_S)
             _, status = os.waitpid(producer, 0)
-            assert not os.WIFEXITED(status) or not os.WEXITSTATUS(status), "the producer failed, as is told above"
+            assert not os.WIFEXITED(status) or not os.WEXITSTATUS(status), (
+                "the producer failed, as is told above"
+            )
             if episode.is_reached:
                 # Else the next order might take the other worker before this one is missed.
                 self._wait(lambda: self._is_carried_out(act, episode.from_us), REACHED_S)
@@ -111,7 +119,7 @@ class World:
         episode.left, episode.until_us = self._live(), now_us()
         return episode
 
-    def _produce(self, place: Place, seed: int) -> int:
+    def _produce(self, place: DatabaseAddress, seed: int) -> int:
         """A process of its own, which may be killed."""
         pid = os.fork()
         if pid:
@@ -126,10 +134,16 @@ class World:
         os._exit(0)
 
     def _is_ready(self) -> bool:
-        return self._stopping not in self._workers and all(" ready." in worker.log() for worker in self._workers)
+        return self._stopping not in self._workers and all(
+            " ready." in worker.log() for worker in self._workers
+        )
 
     def _is_carried_out(self, act: Act, since_us: int) -> bool:
-        pids = [int(fault.target.split()[-1]) for fault in orders.faults(self._folder) if fault.from_us >= since_us]
+        pids = [
+            int(fault.target.split()[-1])
+            for fault in orders.faults(self._folder)
+            if fault.from_us >= since_us
+        ]
         return bool(pids) and (act != "kill" or not any(map(is_there, pids)))
 
     def _live(self) -> int:
@@ -159,8 +173,12 @@ class World:
         checker = Checker(history, quiet_us=now_us())
         ended_us = {(ran.id, ran.version): ran.ended_us or 0 for ran in history.ran}
         for episode in episodes:
-            faults = [fault for fault in history.faults if fault.kind.startswith(f"{episode.place}: ")]
-            fault = next((f for f in faults if episode.from_us <= f.from_us <= episode.until_us), None)
+            faults = [
+                fault for fault in history.faults if fault.kind.startswith(f"{episode.place}: ")
+            ]
+            fault = next(
+                (f for f in faults if episode.from_us <= f.from_us <= episode.until_us), None
+            )
             episode.is_reached = fault is not None
             if fault is not None:
                 late = {
@@ -169,7 +187,10 @@ class World:
                     if fault.from_us < c.at_us <= episode.until_us
                 }
                 if late:
-                    bounds = {c: BOUNDS_S["R2" if c.lapses else BY_NAME[episode.place].bound] for c in late}
+                    bounds = {
+                        c: BOUNDS_S["R2" if c.lapses else BY_NAME[episode.place].bound]
+                        for c in late
+                    }
                     worst = max(late, key=lambda c: late[c] - bounds[c])
                     episode.recovery_s, episode.bound_s = late[worst], bounds[worst]
                     episode.story = checker.story(worst.id)
@@ -194,4 +215,7 @@ def refuse(history: History, at_us: int) -> None:
     """The call that was under way failed: nothing may have been done."""
     asked = [told for told in history.told if told.asked_us <= at_us]
     last_us = max(told.asked_us for told in asked)
-    history.told = [replace(told, answer="failed") if told.asked_us == last_us else told for told in history.told]
+    history.told = [
+        replace(told, answer="failed") if told.asked_us == last_us else told
+        for told in history.told
+    ]

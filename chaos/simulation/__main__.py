@@ -12,7 +12,7 @@ from chaos.checker import Verdict
 from chaos.simulation.script import played
 
 #: Seeds that a process plays before it tells of them.
-LOT = 100
+BATCH_ROWS = 100
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,10 +23,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
     options = parser.parse_args(arguments)
     first, seeds = (options.first, options.seeds) if options.seed is None else (options.seed, 1)
-    lots = [range(at, min(at + LOT, first + seeds)) for at in range(first, first + seeds, LOT)]
+    batches = [
+        range(at, min(at + BATCH_ROWS, first + seeds))
+        for at in range(first, first + seeds, BATCH_ROWS)
+    ]
     began, all_in_all, broken = time.monotonic(), Verdict(), 0
-    with multiprocessing.get_context("spawn").Pool(min(options.processes, len(lots))) as pool:
-        for some in pool.imap_unordered(played, lots):
+    with multiprocessing.get_context("spawn").Pool(min(options.processes, len(batches))) as pool:
+        for some in pool.imap_unordered(played, batches):
             for seed, verdict in some:
                 all_in_all.tasks += verdict.tasks
                 all_in_all.runs += verdict.runs
@@ -35,8 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     broken += 1
                     say(f"seed {seed}: {verdict}\n")
     seconds = time.monotonic() - began
-    say(f"{seeds:,} seeds in {seconds:.0f} s ({seeds / seconds * 60:,.0f} a minute), {broken} of them broken")
-    say(str(all_in_all).replace("nothing found", f"{broken} seeds with findings" if broken else "nothing found"))
+    say(
+        f"{seeds:,} seeds in {seconds:.0f} s ({seeds / seconds * 60:,.0f} a minute), {broken} of them broken"
+    )
+    say(
+        str(all_in_all).replace(
+            "nothing found", f"{broken} seeds with findings" if broken else "nothing found"
+        )
+    )
     return 1 if broken else 0
 
 

@@ -54,7 +54,11 @@ class Broker:
         """What arrives until now."""
         here = [message for message in self.messages if message.arrives_us <= now_us]
         self.messages = [message for message in self.messages if message.arrives_us > now_us]
-        return [message for message in here if message.expires_us is None or message.expires_us >= now_us]
+        return [
+            message
+            for message in here
+            if message.expires_us is None or message.expires_us >= now_us
+        ]
 
     @property
     def next_us(self) -> int | None:
@@ -75,7 +79,9 @@ class BrokerPublisher:
     def is_up(self) -> bool:
         return self._broker.is_up
 
-    def send(self, _name: str, queue: str, messages: list[tuple[list[Any], Mapping[str, Any]]]) -> bool:
+    def send(
+        self, _name: str, queue: str, messages: list[tuple[list[Any], Mapping[str, Any]]]
+    ) -> bool:
         if not self._broker.is_up:
             return False
         for args, options in messages:

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from chaos.history import Answer, Call, Told
-from chaos.simulation.stage import LADDER, Play
+from chaos.simulation.stage import RETRY_SCHEDULE, Play
 from chaos.simulation.world import Dead
 from delaytasks.core.clock import to_us
 from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError
 from delaytasks.core.events import Events
 from delaytasks.core.task import NewTask
-from delaytasks.engine.producer import Producer
-from delaytasks.engine.queues import Queues
+from delaytasks.scheduling.producer import Producer
+from delaytasks.scheduling.queue_routing import QueueRouting
 
 #: How long a processor takes: mostly little, now and then longer than a lease.
 TAKES_S = (0, 0, 0, 0.02, 0.02, 0.3, 0.3, 1, 8)
@@ -26,8 +26,10 @@ class Calls:
     def __init__(self, play: Play) -> None:
         self._play, self._chance = play, play.chance
         clock = play.clock()
-        timer, queues = play.timer(clock, Events()), Queues(play.settings, play.registry)
-        self._producer = Producer(play.settings, play.tasks, clock, play.new_id, timer, play.registry, queues, Events())
+        timer, queues = play.timer(clock, Events()), QueueRouting(play.settings, play.registry)
+        self._producer = Producer(
+            play.settings, play.tasks, clock, play.new_id, timer, play.registry, queues, Events()
+        )
 
     def make(self, tasks: int) -> None:
         chance, producer = self._chance, self._producer
@@ -59,14 +61,19 @@ class Calls:
         tag, runs = "note", 1
         drawn = chance.random()
         if drawn < 0.3:
-            tag, runs = "shaky", len(LADDER.rungs_s) + 1
+            tag, runs = "shaky", len(RETRY_SCHEDULE.retry_delays_s) + 1
             body["fails"] = chance.randint(0, 3)
         elif drawn < 0.4:
             body["kills"] = chance.choice([1, 2, 9])
         id = self._play.new_id()
         new = NewTask(tag, body, delay, id=id)
         for _ in range(2):
-            if self._told(id, "schedule", runs, lambda: self._producer.schedule(new, "reject", None)) != "unknown":
+            if (
+                self._told(
+                    id, "schedule", runs, lambda: self._producer.schedule(new, "reject", None)
+                )
+                != "unknown"
+            ):
                 break
         return id, runs
 
@@ -98,5 +105,7 @@ class Calls:
         except DelayTaskError:
             answer = "failed"
         finally:
-            self._play.history.told.append(Told(id, call, answer, asked_us, self._play.times.now_us, due_us, runs))
+            self._play.history.told.append(
+                Told(id, call, answer, asked_us, self._play.times.now_us, due_us, runs)
+            )
         return answer

@@ -62,10 +62,23 @@ class Hazards:
     def strike(self, host: Host, act: str, where: str) -> None:
         now_us = self._world.times.database_us
         frozen_s = self._world.chance.uniform(*FROZEN_S) if act == "freeze" else 0
-        lasts_s = ORPHANS_S if act == "kill" and len(host.family) > 1 and host.family[0] is host else frozen_s
+        lasts_s = (
+            ORPHANS_S
+            if act == "kill" and len(host.family) > 1 and host.family[0] is host
+            else frozen_s
+        )
         effect: Effect = "dead" if act == "kill" else "away"
         hit = host if act == "kill" else host.family[0]  # a family is frozen as a whole
-        self._note(Fault(f"{act} {where}", host.name, now_us, now_us + int(lasts_s * 1e6), effect, leases_of(hit)))
+        self._note(
+            Fault(
+                f"{act} {where}",
+                host.name,
+                now_us,
+                now_us + int(lasts_s * 1e6),
+                effect,
+                leases_of(hit),
+            )
+        )
         if act == "kill":
             self._world.kill(host)
         elif act == "freeze":
@@ -103,7 +116,9 @@ class Seam:
             self._hazards.pass_by(name, "before")
             answer = found(*args, **kwargs)
             if isinstance(answer, GeneratorType):
-                return self._each(name, list(answer))  # a cursor must not stay open while others write
+                return self._each(
+                    name, list(answer)
+                )  # a cursor must not stay open while others write
             self._hazards.pass_by(name, "after")
             self._world.step()
             return answer

@@ -9,8 +9,8 @@ from typing import Any
 
 from redis.exceptions import NoScriptError
 
-from delaytasks.timers.redislink import _NAMES
-from delaytasks.timers.scripts import ARM, LOT, TAKE
+from delaytasks.timers.redis_link import _NAMES
+from delaytasks.timers.redis_scripts import ARM, BATCH_ROWS, TAKE
 
 #: The last member of each `store`.
 END = "."
@@ -60,16 +60,18 @@ class Redis:
         if is_lost or is_earliest:
             self._publish(channel, f"{slot} {0 if is_lost else first!r}".encode())
 
-    def _take(self, store: str, prepare: str, now: int, late: int, soon: float, back: float, most: int) -> list[Any]:
+    def _take(
+        self, store: str, prepare: str, now: int, late: int, soon: float, back: float, most: int
+    ) -> list[Any]:
         waiting, in_hand = self._set(store), self._set(prepare)
         in_hand.pop(END, None)
         was_lost = END not in waiting
         waiting.setdefault(END, float("inf"))
-        stale = [member for member, score in _in_order(in_hand) if score <= now][:LOT]
+        stale = [member for member, score in _in_order(in_hand) if score <= now][:BATCH_ROWS]
         for member in stale:
             waiting[member] = now
             del in_hand[member]
-        dropped = [member for member, score in _in_order(waiting) if score < late][:LOT]
+        dropped = [member for member, score in _in_order(waiting) if score < late][:BATCH_ROWS]
         levels = {}
         for member in dropped:
             del waiting[member]
@@ -82,8 +84,16 @@ class Redis:
             in_hand[member] = back
             del waiting[member]
         text = " ".join(f"{member} {score!r}" for member, score in due)
-        first, first_in_hand = (str(min(some.values(), default="inf")).encode() for some in (waiting, in_hand))
-        said = int(was_lost), len(stale), len(dropped), " ".join(levels).encode(), repr(back if due else 0).encode()
+        first, first_in_hand = (
+            str(min(some.values(), default="inf")).encode() for some in (waiting, in_hand)
+        )
+        said = (
+            int(was_lost),
+            len(stale),
+            len(dropped),
+            " ".join(levels).encode(),
+            repr(back if due else 0).encode(),
+        )
         return [*said, text.encode(), first, first_in_hand]
 
 

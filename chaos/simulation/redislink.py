@@ -13,9 +13,9 @@ from chaos.simulation.broker import DOUBLED, LATE, LATE_S, LOST
 from chaos.simulation.redis import END, Redis
 from chaos.simulation.world import Host
 from delaytasks.core.events import Events
-from delaytasks.timers.redislink import _NAMES, RedisLink
-from delaytasks.timers.redisplace import RedisPlace
-from delaytasks.timers.scripts import ARM, TAKE
+from delaytasks.timers.redis_link import _NAMES, RedisLink
+from delaytasks.timers.redis_location import RedisLocation
+from delaytasks.timers.redis_scripts import ARM, TAKE
 
 if TYPE_CHECKING:
     from chaos.simulation.stage import Play
@@ -75,7 +75,11 @@ class Server:
         answers = []
         for words in commands:
             answers.append(self._redis.call(*words))
-            if _STEPS.get(words[1]) == "ARM" and not self.is_reliable and self._chance.random() < DOUBLED:
+            if (
+                _STEPS.get(words[1]) == "ARM"
+                and not self.is_reliable
+                and self._chance.random() < DOUBLED
+            ):
                 self._later(lambda words=words: self.is_up and self._redis.call(*words))  # type: ignore[misc]
             if self._chance.random() < BETWEEN:
                 world.step()
@@ -110,7 +114,7 @@ class Link(RedisLink):
     """Of one process."""
 
     def __init__(self, server: Server, limit_s: float, events: Events) -> None:
-        super().__init__(RedisPlace(("",)), limit_s, events)
+        super().__init__(RedisLocation(("",)), limit_s, events)
         self._server = server
 
     def _connect(self) -> Client:

@@ -58,7 +58,9 @@ class Script:
         return Worker(self._play, name, self._chance.choice(SKEWS_US))
 
     def _alive(self) -> list[Worker]:
-        return [worker for worker in self._play.workers if not worker.is_dead and not worker.is_stopping]
+        return [
+            worker for worker in self._play.workers if not worker.is_dead and not worker.is_stopping
+        ]
 
     def _deliver(self) -> None:
         """Messages, each to one of the workers."""
@@ -68,7 +70,11 @@ class Script:
             for message in broker.take(times.now_us) if workers else ():
                 self._chance.choice(workers).deliver(message)
             next_us = broker.next_us
-            self._world.rest(None if next_us is None else max((next_us - times.now_us) / 1e6, 0 if workers else 0.5))
+            self._world.rest(
+                None
+                if next_us is None
+                else max((next_us - times.now_us) / 1e6, 0 if workers else 0.5)
+            )
 
     def _beat(self) -> None:
         while True:
@@ -76,7 +82,7 @@ class Script:
             workers = self._alive()
             if workers and self._chance.random() < 0.9:
                 worker = self._chance.choice(workers)
-                worker.soon(lambda worker=worker: worker.desk.sweep(None))  # type: ignore[misc]
+                worker.soon(lambda worker=worker: worker.runtime.sweep(None))  # type: ignore[misc]
 
     def _supervise(self) -> None:
         workers = self._play.workers
@@ -103,7 +109,9 @@ class Script:
         if self._play.redis is not None:
             self._play.redis.is_reliable = True
         until_us = self._play.times.now_us + PATIENCE_S * 1e6
-        while self._play.times.now_us < until_us and database.alone(lambda c: c.execute(live).scalar_one()):
+        while self._play.times.now_us < until_us and database.alone(
+            lambda c: c.execute(live).scalar_one()
+        ):
             self._world.pause(1)
         if self._chance.random() < LOOKED_AT:
             self._world.pause(max(quiet_us - self._play.times.now_us, 0) / 1e6)
@@ -117,8 +125,12 @@ class Script:
             flaws.append((0, Flaw("I8", "left in Redis", left)))
         id, due_us = Calls(play).probe(1), play.times.now_us + 1_000_000
         self._world.pause(1 + ON_TIME_S)
-        if not any(ran.id == id and ran.began_us < due_us + ON_TIME_S * 1e6 for ran in play.history.ran):
-            flaws.append((id, Flaw("I8", "late", "nothing was wrong any more, and it was not on time")))
+        if not any(
+            ran.id == id and ran.began_us < due_us + ON_TIME_S * 1e6 for ran in play.history.ran
+        ):
+            flaws.append(
+                (id, Flaw("I8", "late", "nothing was wrong any more, and it was not on time"))
+            )
         self._world.pause(5)
 
     # -- producers --------------------------------------------------------------------------------
@@ -143,17 +155,28 @@ class Script:
             ways = (
                 [self._set_trap] * 6
                 + [self._freeze] * 3
-                + [self._kill, self._stop, self._set_clock, self._break_broker, self._break_database]
+                + [
+                    self._kill,
+                    self._stop,
+                    self._set_clock,
+                    self._break_broker,
+                    self._break_database,
+                ]
                 + [self._break_redis] * (0 if self._play.redis is None else 3)
             )
             self._chance.choice(ways)()
         self._open -= 1
 
     def _note(
-        self, kind: str, target: str, seconds: float = 0, effect: Effect = "none", holders: tuple[str, ...] = ()
+        self,
+        kind: str,
+        target: str,
+        seconds: float = 0,
+        effect: Effect = "none",
+        key_owners: tuple[str, ...] = (),
     ) -> None:
         now_us = self._play.times.database_us
-        fault = Fault(kind, target, now_us, now_us + int(seconds * 1e6), effect, holders)
+        fault = Fault(kind, target, now_us, now_us + int(seconds * 1e6), effect, key_owners)
         self._play.history.faults.append(fault)
 
     def _set_trap(self) -> None:
@@ -209,7 +232,7 @@ class Script:
         self._world.pause(seconds)
         broker.is_up = True
         for worker in self._alive():
-            worker.soon(worker.desk.forget_armed)
+            worker.soon(worker.runtime.forget_armed)
 
     def _break_redis(self) -> None:
         """Emptied, or away and then empty or as it was."""

@@ -26,22 +26,22 @@ from chaos.simulation.hazards import Hazards, Seam
 from chaos.simulation.redislink import Link, Server
 from chaos.simulation.worker import Worker
 from chaos.simulation.world import Lock, World
-from delaytasks import DelayTask, Ladder
+from delaytasks import DelayTask, RetrySchedule
 from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
 from delaytasks.core.settings import load_settings
-from delaytasks.engine.registry import Registry
-from delaytasks.store.claims import Claims
-from delaytasks.store.store import Store
+from delaytasks.processors.registry import Registry
+from delaytasks.storage.claims import Claims
+from delaytasks.storage.store import Store
 from delaytasks.timers.eta import EtaTimer
 from delaytasks.timers.redis import RedisTimer
-from delaytasks.timers.redisplace import RedisPlace
+from delaytasks.timers.redis_location import RedisLocation
 
 SETTINGS: dict[str, Any] = {
-    "lease_s": 6, "sweep_s": 2, "self_sweep_s": 4, "grace_s": 0.5, "horizon_s": 10, "max_lapses": 4,
+    "lease_s": 6, "sweep_s": 2, "self_sweep_s": 4, "grace_s": 0.5, "horizon_s": 10, "max_lost_leases": 4,
     "redis_slots": 2,
 }  # fmt: skip
-LADDER = Ladder("1s 3s")
+RETRY_SCHEDULE = RetrySchedule("1s 3s")
 #: A folder in memory, where there is one.
 _MEMORY = Path("/dev/shm")
 
@@ -68,7 +68,7 @@ class Stage:
         finally:
             play.world.close()
         play.history.changes = list(self.recorder.changes())
-        checker = Checker(play.history, self.settings.max_lapses, self.times.now_us)
+        checker = Checker(play.history, self.settings.max_lost_leases, self.times.now_us)
         verdict = checker.verdict()
         for id, flaw in play.flaws:
             verdict.findings.append(Finding(flaw, id, checker.story(id) if id else ""))
@@ -98,11 +98,15 @@ class Play:
         self.flaws: list[tuple[int, Flaw]] = []
         store = stage.store
         self.tasks, self.touches = self.seam(store.tasks), self.seam(store.touches)
-        self.sweeps, self.leases, self.seen = self.seam(store.sweeps), self.seam(store.leases), self.seam(store.workers)
-        self.put_offs = self.seam(store.put_offs)
+        self.sweeps, self.leases, self.seen = (
+            self.seam(store.sweeps),
+            self.seam(store.leases),
+            self.seam(store.workers),
+        )
+        self.deferred_rows = self.seam(store.deferred_rows)
         self.registry = Registry()
         self.registry.processor("note")(self._work)
-        self.registry.processor("shaky", retry=LADDER)(self._work)
+        self.registry.processor("shaky", retry=RETRY_SCHEDULE)(self._work)
         self.new_id = itertools.count(1).__next__
         self.new_pid = itertools.count(10_000_000).__next__
         self.workers: list[Worker] = []
@@ -122,7 +126,7 @@ class Play:
         eta = EtaTimer(self.publisher, clock)
         if self.redis is None:
             return eta
-        timer = RedisTimer(RedisPlace(("",)), self.settings, eta, [clock], events)
+        timer = RedisTimer(RedisLocation(("",)), self.settings, eta, [clock], events)
         timer.link = Link(self.redis, self.settings.publish_limit_s, events)
         return timer
 
@@ -156,12 +160,14 @@ def stage() -> Iterator[Stage]:
         times.serve(store)
         with store.database.begin() as connection:
             store.schema.metadata.create_all(connection)
-        threads = SimpleNamespace(Lock=Lock, Condition=threading.Condition, RLock=threading.RLock, Timer=Timer)
-        modules = ("engine.chunk", "worker.dispatcher", "worker.later")
+        threads = SimpleNamespace(
+            Lock=Lock, Condition=threading.Condition, RLock=threading.RLock, Timer=Timer
+        )
+        modules = ("execution.chunk", "worker.dispatcher", "worker.delayed_calls")
         others = {f"delaytasks.{name}": {"threading": threads} for name in modules}
-        others["delaytasks.timers.redislink"] = {"within": lambda _limit_s, work, **_: work()}
+        others["delaytasks.timers.redis_link"] = {"within": lambda _limit_s, work, **_: work()}
         # No process has a number of the play's; the pool of the play tells who died.
-        others["delaytasks.worker.leases"] = {"has_exited": lambda _pid: False}
+        others["delaytasks.worker.lease_keeper"] = {"has_exited": lambda _pid: False}
         with installed(times, others):
             logger.setLevel(logging.CRITICAL)
             try:

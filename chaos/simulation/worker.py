@@ -16,13 +16,13 @@ from chaos.simulation.world import Host
 from delaytasks.core.errors import StoreError
 from delaytasks.core.events import Events
 from delaytasks.core.loop import FAILED_REST_S, Loop
-from delaytasks.engine.runner import Report, Runner
-from delaytasks.engine.sweeper import Sweeper
+from delaytasks.execution.runner import Report, Runner
+from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.timers.eta import read_message
 from delaytasks.timers.redis import RedisTimer
-from delaytasks.worker.desk import Desk
 from delaytasks.worker.job import Job
 from delaytasks.worker.renewals import Renewals
+from delaytasks.worker.runtime import WorkerRuntime
 
 if TYPE_CHECKING:
     from chaos.simulation.stage import Play
@@ -116,7 +116,9 @@ class Boxes:
                     except Exception:
                         pass  # its rows are still the runner's
             if not over:
-                self._play.world.rest(min((ends - now for ends in self._open.values()), default=None))
+                self._play.world.rest(
+                    min((ends - now for ends in self._open.values()), default=None)
+                )
 
 
 class Worker(Host):
@@ -134,18 +136,24 @@ class Worker(Host):
         self.events = Events()
         self.events.subscribe(self._hear)
         self.timer = play.timer(self.clock, self.events)
-        self.desk = self._make_desk()
-        for loop in self.desk.watchdog.loops:
+        self.runtime = self._make_runtime()
+        for loop in self.runtime.watchdog.loops:
             if loop.name in DRIVEN:
                 self._drive(loop)
         self._hub = play.world.start(self, self._serve)
         self.children = [Child(self, play.new_pid()) for _ in range(CHILDREN)]
 
-    def _make_desk(self) -> Desk:
+    def _make_runtime(self) -> WorkerRuntime:
         play = self.play
-        sweeper = Sweeper(play.settings, play.sweeps, play.seen, self.clock, self.timer, self.events)
+        sweeper = Sweeper(
+            play.settings, play.sweeps, play.seen, self.clock, self.timer, self.events
+        )
         store = SimpleNamespace(
-            tasks=play.tasks, sweeps=play.sweeps, leases=play.leases, workers=play.seen, put_offs=play.put_offs
+            tasks=play.tasks,
+            sweeps=play.sweeps,
+            leases=play.leases,
+            workers=play.seen,
+            deferred_rows=play.deferred_rows,
         )
         policies = SimpleNamespace(stamp=0)
         shard = SimpleNamespace(
@@ -153,7 +161,10 @@ class Worker(Host):
             named=lambda what: what, close=lambda: None,
         )  # fmt: skip
         self.processes = SimpleNamespace(
-            name=lambda pid: f"{self.name}/{pid}", queues=["default"], row_events=lambda: None, renewals=Renewals()
+            name=lambda pid: f"{self.name}/{pid}",
+            queues=["default"],
+            row_events=lambda: None,
+            renewals=Renewals(),
         )
         redis_timer = self.timer if isinstance(self.timer, RedisTimer) else None
         delays: Any = SimpleNamespace(
@@ -163,7 +174,9 @@ class Worker(Host):
             routes=SimpleNamespace(each=lambda work: work(shard)),
         )  # fmt: skip
         hub = SimpleNamespace(call_soon=self.soon)
-        return Desk(delays, SimpleNamespace(hub=hub, pool=self, consumer=None, hostname=self.name))
+        return WorkerRuntime(
+            delays, SimpleNamespace(hub=hub, pool=self, consumer=None, hostname=self.name)
+        )
 
     @property
     def family(self) -> Sequence[Host]:
@@ -194,9 +207,9 @@ class Worker(Host):
         asked = read_message(message.read(), message.queue)
         self.play.hazards.pass_by("receive", "before")
         if asked.entries:
-            self.desk.hold(asked.entries)
+            self.runtime.hold(asked.entries)
         if asked.priorities is not None:
-            self.desk.dispatcher.drain(message.queue, asked.priorities, asked.shard)
+            self.runtime.dispatcher.drain(message.queue, asked.priorities, asked.shard)
         self.play.hazards.pass_by("receive", "after")
 
     def _drive(self, loop: Loop) -> None:
@@ -208,7 +221,9 @@ class Worker(Host):
                 try:
                     rest_s = loop._turn()
                 except Exception as error:
-                    self.events.emit("loop.failed", loop=loop.name, error=f"{type(error).__name__}: {error}")
+                    self.events.emit(
+                        "loop.failed", loop=loop.name, error=f"{type(error).__name__}: {error}"
+                    )
                 world.rest(rest_s)
 
         def stop(timeout_s: float = 5.0) -> None:
@@ -250,14 +265,18 @@ class Worker(Host):
                 self.children[number] = Child(self, self.play.new_pid())
 
     def _lost(self, error_callback: Callable[[Any], None]) -> None:
-        self.soon(lambda: error_callback(SimpleNamespace(type=WorkerLostError, exception="a process died")))
+        self.soon(
+            lambda: error_callback(
+                SimpleNamespace(type=WorkerLostError, exception="a process died")
+            )
+        )
 
     # -- its end ----------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """In order: what is held is sent back, and the pool's processes finish what they have."""
         self.is_stopping = True
-        self.desk.stop()
+        self.runtime.stop()
         while any(child.job is not None and not child.is_dead for child in self.children):
             self.play.world.pause(0.1)
         self.is_stopped = True

@@ -152,9 +152,13 @@ class World:
         """Until it is over. Time stands still as long as somebody is ready."""
         while not is_over():
             now_us = self.times.now_us
-            ready = [a for a in self._actors if a.wakes_us <= now_us and a.host.frozen_until_us <= now_us]
+            ready = [
+                a for a in self._actors if a.wakes_us <= now_us and a.host.frozen_until_us <= now_us
+            ]
             if not ready:
-                self.times.now_us = min(max(a.wakes_us, a.host.frozen_until_us) for a in self._actors)
+                self.times.now_us = min(
+                    max(a.wakes_us, a.host.frozen_until_us) for a in self._actors
+                )
                 continue
             actor = self._current = self.chance.choice(ready)
             actor.wakes_us = NEVER

@@ -27,17 +27,23 @@ _FILTERS = {
     "tag": click.option("--tag", help="Many: of this tag."),
     "key_prefix": click.option("--key-prefix", metavar="TEXT", help="Many: whose key begins so."),
     "status": click.option(
-        "--status", type=click.Choice([s.name for s in Status], case_sensitive=False), help="Many: that have it."
+        "--status",
+        type=click.Choice([s.name for s in Status], case_sensitive=False),
+        help="Many: that have it.",
     ),
     "queue": click.option("--queue", help="Many: of this queue."),
-    "since": _instant("--since", "due at this time or later, as 2030-01-31T18:00:00Z, or 1h for an hour ago."),
+    "since": _instant(
+        "--since", "due at this time or later, as 2030-01-31T18:00:00Z, or 1h for an hour ago."
+    ),
     "until": _instant("--until", "due before this time."),
     "created_since": _instant("--created-since", "scheduled at this time or later."),
     "created_until": _instant("--created-until", "scheduled before it."),
     "updated_until": _instant("--updated-until", "not moved since this time."),
 }
 _HOW = {
-    "everything": click.option("--everything", is_flag=True, help="Many: all tasks that there are."),
+    "everything": click.option(
+        "--everything", is_flag=True, help="Many: all tasks that there are."
+    ),
     "dry_run": click.option("--dry-run", is_flag=True, help="Many: only count them."),
     "yes": click.option("--yes", is_flag=True, help="Many: do not ask."),
 }
@@ -61,8 +67,12 @@ class Many:
         """Whether many tasks are named, and not some by their ids or one by its key."""
         says_more = any(value is not None for name, value in self.filters.items() if name != "tag")
         says_more = says_more or self.everything or self.dry_run or self.yes
-        if (ids and (says_more or self.tag is not None or key is not None)) or (key is not None and says_more):
-            raise click.UsageError("Give ids, or --tag and --key, or what many tasks have in common; one of the three.")
+        if (ids and (says_more or self.tag is not None or key is not None)) or (
+            key is not None and says_more
+        ):
+            raise click.UsageError(
+                "Give ids, or --tag and --key, or what many tasks have in common; one of the three."
+            )
         return says_more or (self.tag is not None and key is None)
 
 
@@ -79,10 +89,14 @@ def takes_many(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_many
 
 
-def move_many(cli: Cli, done: str, many: Many, move: Callable[..., BulkResult], is_shift: bool = False) -> None:
+def move_many(
+    cli: Cli, done: str, many: Many, move: Callable[..., BulkResult], is_shift: bool = False
+) -> None:
     """Counted, asked for, moved in steps. `move` is a verb such as `cancel_many`; `done` is what it did."""
     if not (many.yes or many.dry_run) and (cli.is_json or not sys.stdin.isatty()):
-        raise click.UsageError("Many tasks would be moved: count them with --dry-run, then say --yes.")
+        raise click.UsageError(
+            "Many tasks would be moved: count them with --dry-run, then say --yes."
+        )
     move = functools.partial(move, everything=many.everything, **many.filters)
     found = move(dry_run=True)
     would = f"{count(found.matched - found.refused, 'task')} would be {done}"
@@ -95,13 +109,20 @@ def move_many(cli: Cli, done: str, many: Many, move: Callable[..., BulkResult], 
     result, is_stopped = _moved(cli, done, found, move)
     if is_stopped:
         again = f", with --updated-until {found.started.isoformat()}" if is_shift else ""
-        _tell(cli, result, f"stopped: {_how_far(result, done)}; to go on run it again{again}", "stopped")
+        _tell(
+            cli,
+            result,
+            f"stopped: {_how_far(result, done)}; to go on run it again{again}",
+            "stopped",
+        )
         raise SystemExit(1)
     _tell(cli, result, f"{done} {count(result.changed, 'task')}", "done")
     cli.note_broker_away()
 
 
-def _moved(cli: Cli, done: str, found: BulkResult, move: Callable[..., BulkResult]) -> tuple[BulkResult, bool]:
+def _moved(
+    cli: Cli, done: str, found: BulkResult, move: Callable[..., BulkResult]
+) -> tuple[BulkResult, bool]:
     """What became of them, and whether somebody stopped it."""
     so_far = found
     with progress_bar(cli, done) as progress, stopping_between_steps() as check:
@@ -110,7 +131,12 @@ def _moved(cli: Cli, done: str, found: BulkResult, move: Callable[..., BulkResul
         def on_progress(result: BulkResult) -> None:
             nonlocal so_far
             so_far = result
-            progress.update(bar, total=result.matched, completed=result.changed + result.refused, moved=result.changed)
+            progress.update(
+                bar,
+                total=result.matched,
+                completed=result.changed + result.refused,
+                moved=result.changed,
+            )
             check()
 
         try:
@@ -135,10 +161,14 @@ def _tell(cli: Cli, result: BulkResult, sentence: str, state: str) -> None:
         say(sentence)
         if result.refused:
             why = (
-                "they run" if state == "dry run" else "they run or moved on, are locked, or another task has their key"
+                "they run"
+                if state == "dry run"
+                else "they run or moved on, are locked, or another task has their key"
             )
             cli.note(f"left as they are: {count(result.refused, 'task')} ({why})")
         if result.missing:
-            cli.note(f"Not all tasks: {', '.join(f'shard {number}' for number in result.missing)} can not be reached.")
+            cli.note(
+                f"Not all tasks: {', '.join(f'shard {number}' for number in result.missing)} can not be reached."
+            )
     if result.missing:
         raise SystemExit(1)

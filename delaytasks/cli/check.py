@@ -45,9 +45,14 @@ def check(cli: Cli) -> None:
             for finding in found
         ]
         print_table(
-            ["tag", "queue", "tasks", "first due", "problem", "for example"], rows, "tasks", "tag queue problem"
+            ["tag", "queue", "tasks", "first due", "problem", "for example"],
+            rows,
+            "tasks",
+            "tag queue problem",
         )
-        say(f"{count(sum(finding.tasks for finding in found), 'task')} would not run well with this code")
+        say(
+            f"{count(sum(finding.tasks for finding in found), 'task')} would not run well with this code"
+        )
     if not cli.is_json:
         print_warnings(warnings)
     if found:

@@ -10,7 +10,7 @@ import click
 
 from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli
 from delaytasks.cli.output import NOTHING, Cell, cell, print_fields, print_json, print_table, say
-from delaytasks.core.hidden import mask_url
+from delaytasks.core.masking import mask_url
 
 _BROKER_VARIABLES = ("CELERY_BROKER_WRITE_URL", "CELERY_BROKER_URL")
 
@@ -35,15 +35,21 @@ def config(cli: Cli) -> None:
     if cli.is_json:
         names = ("name", "value", "origin", "about")
         listed = [dict(zip(names, row, strict=True)) for row in rows]
-        print_json({**{n: {"value": v, "origin": o} for n, (v, o) in places.items()}, "settings": listed})
+        print_json(
+            {**{n: {"value": v, "origin": o} for n, (v, o) in places.items()}, "settings": listed}
+        )
         return
-    print_fields([(name, f"{cell(value, 1000)} (from {origin})") for name, (value, origin) in places.items()])
+    print_fields(
+        [(name, f"{cell(value, 1000)} (from {origin})") for name, (value, origin) in places.items()]
+    )
     say("")
     table: list[list[Cell]] = [
         [name, cell(value), (origin, "" if origin == "default" else "green"), about]
         for name, value, origin, about in rows
     ]
-    print_table(("setting", "value", "origin", "meaning"), table, folded="value meaning", extra="meaning")
+    print_table(
+        ("setting", "value", "origin", "meaning"), table, folded="value meaning", extra="meaning"
+    )
 
 
 def broker_url(app: Any) -> str:
@@ -59,4 +65,8 @@ def _broker_origin(cli: Cli) -> str:
     if any(os.environ.get(variable) for variable in _BROKER_VARIABLES):
         return "environment"
     configured = cli.app.conf.broker_url
-    return "default" if configured in (None, broker_of(cli.delays.settings.data_dir).url) else "celery configuration"
+    return (
+        "default"
+        if configured in (None, broker_of(cli.delays.settings.data_dir).url)
+        else "celery configuration"
+    )

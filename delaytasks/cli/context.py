@@ -17,13 +17,13 @@ import click
 from click.core import ParameterSource
 
 from delaytasks.cli.output import failure_of
-from delaytasks.core.bounded import wait_for_unfinished
+from delaytasks.core.bounded_calls import wait_for_unfinished
 from delaytasks.core.errors import ConfigError, DelayTaskError
-from delaytasks.core.hidden import mask_url
+from delaytasks.core.masking import mask_url
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
-    from delaytasks.store.store import Store
+    from delaytasks.storage.store import Store
 
 R = TypeVar("R")
 _CLI = "delaytasks.cli"
@@ -34,7 +34,9 @@ EXIT_CODES = "Exit codes: 0 it worked; 1 it did not (no such task, too late, dat
 class Cli:
     """One call of the command line, on one Celery app."""
 
-    def __init__(self, ctx: click.Context, find: Callable[[], Any], command: str, app_origin: str) -> None:
+    def __init__(
+        self, ctx: click.Context, find: Callable[[], Any], command: str, app_origin: str
+    ) -> None:
         self._ctx = ctx
         self._find = find
         self.app_origin = app_origin
@@ -85,8 +87,13 @@ class Cli:
     def import_processors(self) -> None:
         """As a worker does at its start: processors bring their queues, and are what `drain` runs."""
         modules: set[str] = set()
-        with _telling_of_imports("what the app's imports and include name", modules), self.guarded_stdout():
-            modules.update(self.app.loader.default_modules)  # in here, since it reads the app's configuration
+        with (
+            _telling_of_imports("what the app's imports and include name", modules),
+            self.guarded_stdout(),
+        ):
+            modules.update(
+                self.app.loader.default_modules
+            )  # in here, since it reads the app's configuration
             self.app.loader.import_default_modules()
 
     def guarded_stdout(self) -> AbstractContextManager[Any]:
@@ -101,7 +108,9 @@ class Cli:
     def note_broker_away(self) -> None:
         wait_for_unfinished()  # the connection to a broker that is far away may still be under way
         if not self.delays.timer.is_up:
-            self.note("The broker can not be reached: the database has the task, and a sweep will send it.")
+            self.note(
+                "The broker can not be reached: the database has the task, and a sweep will send it."
+            )
 
 
 def shown_url(store: Store) -> str:
@@ -120,9 +129,13 @@ def find_app(name: str) -> Any:
         try:
             found = find(name)
         except AttributeError as error:
-            raise ConfigError(f"{name!r} has no Celery app: {error}; name it, as -A package.module:app") from None
+            raise ConfigError(
+                f"{name!r} has no Celery app: {error}; name it, as -A package.module:app"
+            ) from None
     if not isinstance(found, Celery):
-        raise ConfigError(f"{name!r} is no Celery app but a {type(found).__name__}; name it, as -A package.module:app")
+        raise ConfigError(
+            f"{name!r} is no Celery app but a {type(found).__name__}; name it, as -A package.module:app"
+        )
     return found
 
 
@@ -139,7 +152,9 @@ def _telling_of_imports(what: str, modules: Iterable[str]) -> Iterator[None]:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         is_name_wrong = any(f"{module}.".startswith(f"{missing}.") for module in modules)
         is_json = bool(click.get_current_context().meta.get(_JSON))
-        raise failure_of(ConfigError(message), is_json, "" if is_name_wrong else traceback.format_exc()) from error
+        raise failure_of(
+            ConfigError(message), is_json, "" if is_name_wrong else traceback.format_exc()
+        ) from error
 
 
 class Commands(click.Group):
@@ -169,7 +184,9 @@ def _telling_of_errors(ctx: click.Context) -> Iterator[None]:
         raise failure_of(error, is_json) from error
 
 
-json_option = click.option("--json", is_flag=True, expose_value=False, help="Print one JSON document.")
+json_option = click.option(
+    "--json", is_flag=True, expose_value=False, help="Print one JSON document."
+)
 
 
 def pass_cli(function: Callable[..., R]) -> Callable[..., R]:
@@ -196,7 +213,9 @@ def _program() -> str:
     if os.path.basename(path) != "delaytasks":  # a test, or `python -m delaytasks`
         return "delaytasks"
     found = shutil.which("delaytasks")
-    return "delaytasks" if found is not None and os.path.samefile(found, path) else shlex.quote(path)
+    return (
+        "delaytasks" if found is not None and os.path.samefile(found, path) else shlex.quote(path)
+    )
 
 
 def open_cli(ctx: click.Context, app: str) -> None:

@@ -13,8 +13,8 @@ from delaytasks.cli.partitions import partitions
 from delaytasks.cli.shards import shards
 
 if TYPE_CHECKING:
-    from delaytasks.store.database import Database
-    from delaytasks.store.store import Store
+    from delaytasks.storage.database import Database
+    from delaytasks.storage.store import Store
 
 
 @click.group(epilog=EXIT_CODES)
@@ -53,13 +53,15 @@ def downgrade(cli: Cli, revision: str, yes: bool) -> None:
     \b
     delaytasks db downgrade --yes
     """
-    from delaytasks.store import migrations
+    from delaytasks.storage import migrations
 
     if not yes:
         if cli.is_json or not sys.stdin.isatty():
             raise click.UsageError("A downgrade may drop columns and tables; say --yes.")
         click.confirm(
-            f"Downgrade {cli.database_url} by {revision}? Columns and tables may be dropped", abort=True, err=True
+            f"Downgrade {cli.database_url} by {revision}? Columns and tables may be dropped",
+            abort=True,
+            err=True,
         )
     for store in cli.stores:
         migrations.downgrade(*_place(cli, store), revision)
@@ -82,7 +84,7 @@ def current(cli: Cli, check: bool) -> None:
 
 def upgrade_all(cli: Cli, revision: str = "head") -> None:
     """With several databases each of them learns its number."""
-    from delaytasks.store import migrations
+    from delaytasks.storage import migrations
 
     for store in cli.stores:
         migrations.upgrade(*_place(cli, store), revision, store.shard)
@@ -96,14 +98,21 @@ def _done(cli: Cli, done: str) -> None:
 
 def _print_current(cli: Cli) -> bool:
     """Whether all databases are this version's."""
-    from delaytasks.store import migrations
+    from delaytasks.storage import migrations
 
     head = migrations.head()
     revisions = [migrations.current(*_place(cli, store)) for store in cli.stores]
     is_current = all(revision == head for revision in revisions)
     if cli.is_json:
         shown = revisions[0] if len(revisions) == 1 else revisions
-        print_json({"database": cli.database_url, "revision": shown, "head": head, "is_current": is_current})
+        print_json(
+            {
+                "database": cli.database_url,
+                "revision": shown,
+                "head": head,
+                "is_current": is_current,
+            }
+        )
         return is_current
     for store, revision in zip(cli.stores, revisions, strict=True):
         where = f"shard {store.shard}: " if len(revisions) > 1 else ""
@@ -112,7 +121,9 @@ def _print_current(cli: Cli) -> bool:
         elif revision == head:
             say(f"{where}revision {revision}, which is this version's")
         else:
-            say(f"{where}revision {revision}, this version has {head}; run: {cli.command} db upgrade")
+            say(
+                f"{where}revision {revision}, this version has {head}; run: {cli.command} db upgrade"
+            )
     return is_current
 
 

@@ -18,15 +18,15 @@ from delaytasks.cli.output import cell, count, print_json, say
 from delaytasks.core.clock import monotonic
 from delaytasks.core.durations import show_duration
 from delaytasks.core.errors import StoreError
-from delaytasks.engine.sweeper import tell_lapsed
-from delaytasks.worker.alone import Alone
+from delaytasks.maintenance.sweeper import tell_lapsed
+from delaytasks.worker.standalone import StandaloneWorker
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from delaytasks.app import DelayTasks
-    from delaytasks.engine.runner import Report
-    from delaytasks.shards import Shard
+    from delaytasks.execution.runner import Report
+    from delaytasks.sharding.shard import Shard
 
 #: Rows in one step of lapsing.
 LAPSE_STEP = 500
@@ -41,9 +41,15 @@ class _Abandon(WorkerTerminate):  # type: ignore[misc]  # Celery ships no types
 
 
 @click.command(epilog=EXIT_CODES)
-@click.option("--queue", "queues", multiple=True, metavar="QUEUE", help="Only this queue; may be given again.")
+@click.option(
+    "--queue", "queues", multiple=True, metavar="QUEUE", help="Only this queue; may be given again."
+)
 @click.option("--limit", type=click.IntRange(min=1), help="Stop after so many tasks.")
-@click.option("--forever", is_flag=True, help="Go on with what falls due, as a worker does, until it is stopped.")
+@click.option(
+    "--forever",
+    is_flag=True,
+    help="Go on with what falls due, as a worker does, until it is stopped.",
+)
 @click.option(
     "-c",
     "--concurrency",
@@ -51,7 +57,9 @@ class _Abandon(WorkerTerminate):  # type: ignore[misc]  # Celery ships no types
     help="Processes that run tasks [with --forever the CPUs; else tasks run in this one].",
 )
 @pass_cli
-def drain(cli: Cli, queues: tuple[str, ...], limit: int | None, forever: bool, concurrency: int | None) -> None:
+def drain(
+    cli: Cli, queues: tuple[str, ...], limit: int | None, forever: bool, concurrency: int | None
+) -> None:
     """Run what is overdue, here and without a broker.
 
     \b
@@ -72,7 +80,7 @@ def drain(cli: Cli, queues: tuple[str, ...], limit: int | None, forever: bool, c
     if forever:
         _serve(cli, queues, processes)
         return
-    run = Drain(cli.delays, queues, limit, processes)
+    run = DrainCommand(cli.delays, queues, limit, processes)
     with cli.guarded_stdout(), _progress(cli) as progress:
         run.until_empty(cli, progress)
     if cli.is_json:
@@ -84,21 +92,26 @@ def drain(cli: Cli, queues: tuple[str, ...], limit: int | None, forever: bool, c
 
 
 def _serve(cli: Cli, queues: tuple[str, ...], processes: int | None) -> None:
-    alone = Alone(cli.delays, queues, processes, looks=True)
+    alone = StandaloneWorker(cli.delays, queues, processes, looks=True)
     with cli.guarded_stdout():
         cli.note(f"Runs what falls due, with concurrency {alone.pool.limit}; Ctrl-C ends it.")
-        if _served(alone, cli, "Waiting for what runs; once more to give it up.", lambda: False) > 1:
+        if (
+            _served(alone, cli, "Waiting for what runs; once more to give it up.", lambda: False)
+            > 1
+        ):
             raise SystemExit(1)
 
 
-class Drain:
+class DrainCommand:
     """Has what is overdue run, shard after shard, and counts what became of the tasks."""
 
-    def __init__(self, delays: DelayTasks, queues: tuple[str, ...], limit: int | None, processes: int | None) -> None:
-        self._alone = Alone(delays, queues, processes, looks=False)
+    def __init__(
+        self, delays: DelayTasks, queues: tuple[str, ...], limit: int | None, processes: int | None
+    ) -> None:
+        self._alone = StandaloneWorker(delays, queues, processes, looks=False)
         self._delays = delays
         self._queues = frozenset(queues)
-        self._dispatcher = self._alone.desk.dispatcher
+        self._dispatcher = self._alone.runtime.dispatcher
         self._dispatcher.budget = limit
         self._dispatcher.on_report = self._add
         self._began_at = monotonic()
@@ -135,7 +148,7 @@ class Drain:
             "failed": self.counts["task.failed"],
             "without_processor": self.counts["task.no_processor"],
             "unknown_tags": sorted(self.unknown_tags),
-            "lapsed": self.counts["task.lapsed"],
+            "lapsed": self.counts["task.recovered"],
             "seconds": round(monotonic() - self._began_at, 3),
             "is_stopped": self.is_stopped,
         }
@@ -162,7 +175,9 @@ class Drain:
 
     def _lapse(self, shard: Shard) -> None:
         delays = self._delays
-        while (lapsed := shard.store.sweeps.lapse(delays.settings.max_lapses, LAPSE_STEP)).total:
+        while (
+            lapsed := shard.store.sweeps.lapse(delays.settings.max_lost_leases, LAPSE_STEP)
+        ).total:
             tell_lapsed(delays.events, lapsed)
 
     def _ask(self, shard: Shard) -> bool:
@@ -194,9 +209,9 @@ class Drain:
             progress.update(bar, **numbers)
 
     def _note(self, name: str, fields: dict[str, Any]) -> None:
-        if name == "task.lapsed":
+        if name == "task.recovered":
             self.counts[name] += fields.get("count", 1)
-        elif name == "task.gave_up":
+        elif name == "task.worker_lost":
             self.counts["task.failed"] += 1
         elif name == "chunk.failed":
             self._claimed += 1  # there was something
@@ -204,20 +219,25 @@ class Drain:
 
 
 def overdue(shard: Shard) -> int:
-    from delaytasks.store.stats import Stats
+    from delaytasks.storage.stats import Stats
 
     return Stats(shard.store.database, shard.store.schema).overdue(0).tasks
 
 
-def _say_summary(run: Drain) -> None:
+def _say_summary(run: DrainCommand) -> None:
     found = run.summary()
     took = show_duration(found["seconds"])
-    say(f"ran {count(found['ran'], 'task')} in {took}: {found['succeeded']:,} DONE, {found['failed']:,} FAILED")
+    say(
+        f"ran {count(found['ran'], 'task')} in {took}: {found['succeeded']:,} DONE, {found['failed']:,} FAILED"
+    )
     if found["lapsed"]:
         say(f"{count(found['lapsed'], 'task')} had lost their worker")
     if found["without_processor"]:
         tags = ", ".join(cell(tag) for tag in found["unknown_tags"])
-        say(f"{count(found['without_processor'], 'task')} without processor, tried again later: {tags}", fg="yellow")
+        say(
+            f"{count(found['without_processor'], 'task')} without processor, tried again later: {tags}",
+            fg="yellow",
+        )
     if run.is_stopped:
         say("stopped; there may be more", fg="yellow")
 
@@ -225,7 +245,7 @@ def _say_summary(run: Drain) -> None:
 # -- processes ------------------------------------------------------------------------------------
 
 
-def _served(alone: Alone, cli: Cli, note: str, is_over: Callable[[], bool]) -> int:
+def _served(alone: StandaloneWorker, cli: Cli, note: str, is_over: Callable[[], bool]) -> int:
     """Runs it to its end; returns how many signals wanted that."""
     signalled: list[int] = []
 

@@ -13,13 +13,15 @@ import time
 
 from delaytasks import embedded
 from delaytasks.celery import app, delays
-from delaytasks.store import migrations
+from delaytasks.storage import migrations
 
 
 def main() -> None:
     settings = delays.settings
     if not settings.database_url:
-        migrations.upgrade(delays.store.database, settings.table_prefix, settings.table_schema or None)
+        migrations.upgrade(
+            delays.store.database, settings.table_prefix, settings.table_schema or None
+        )
         say(f"the database is {delays.store.database.url}")
     if app.conf.broker_url == embedded.broker_of(settings.data_dir).url:
         run_broker(settings.data_dir)

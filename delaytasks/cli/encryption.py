@@ -17,7 +17,7 @@ from delaytasks.core.errors import ConfigError, StoreUnavailableError
 from delaytasks.core.states import LIVE, Status
 
 if TYPE_CHECKING:
-    from delaytasks.store.rotation import Rotation
+    from delaytasks.storage.key_rotation import Rotation
 
 _COLOURS = {"first": "green", "old form": "yellow", "missing": "red"}
 
@@ -31,7 +31,9 @@ def encryption() -> None:
     """
 
 
-_all = click.option("--all", "is_all", is_flag=True, help="Finished tasks as well; that reads the whole table.")
+_all = click.option(
+    "--all", "is_all", is_flag=True, help="Finished tasks as well; that reads the whole table."
+)
 _CODES = "Exit codes: 0 it worked; 1 there are tasks that no key here reads, or a database is away; 2 wrong usage."
 
 
@@ -86,11 +88,21 @@ def rotate(cli: Cli, is_all: bool) -> None:
     done = "decrypted" if names[0] == PLAIN else "encrypted"
     rotations, missing = _rotations(cli), list[int]()
     is_stopped = _rotate(cli, rotations, is_all, missing, done)
-    changed, unreadable = (sum(getattr(each, name) for each in rotations) for name in ("changed", "unreadable"))
+    changed, unreadable = (
+        sum(getattr(each, name) for each in rotations) for name in ("changed", "unreadable")
+    )
     keys = [] if is_stopped else _look(cli, rotations, is_all, missing)
     if cli.is_json:
         state = "stopped" if is_stopped else "done"
-        print_json({"changed": changed, "unreadable": unreadable, "state": state, "keys": keys, "missing": missing})
+        print_json(
+            {
+                "changed": changed,
+                "unreadable": unreadable,
+                "state": state,
+                "keys": keys,
+                "missing": missing,
+            }
+        )
     else:
         say(f"{'stopped: ' if is_stopped else ''}{done} {count(changed, 'task')}")
         if unreadable:
@@ -106,12 +118,14 @@ def rotate(cli: Cli, is_all: bool) -> None:
 
 
 def _rotations(cli: Cli) -> list[Rotation]:
-    from delaytasks.store.rotation import Rotation
+    from delaytasks.storage.key_rotation import Rotation
 
     return [Rotation(store.database, store.schema, store.bulk) for store in cli.stores]
 
 
-def _each(rotations: Sequence[Rotation], work: Callable[[Rotation], object], missing: list[int]) -> None:
+def _each(
+    rotations: Sequence[Rotation], work: Callable[[Rotation], object], missing: list[int]
+) -> None:
     """Shard by shard: one that is down is told, and the others are done."""
     for number, rotation in enumerate(rotations):
         if number not in missing:
@@ -123,13 +137,18 @@ def _each(rotations: Sequence[Rotation], work: Callable[[Rotation], object], mis
                 missing.append(number)
 
 
-def _rotate(cli: Cli, rotations: Sequence[Rotation], is_all: bool, missing: list[int], done: str) -> bool:
+def _rotate(
+    cli: Cli, rotations: Sequence[Rotation], is_all: bool, missing: list[int], done: str
+) -> bool:
     """Whether somebody stopped it."""
     with progress_bar(cli, done) as progress, stopping_between_steps() as check:
         bar = progress.add_task("", total=None, moved=0)
 
         def tell() -> None:
-            found, changed = sum(each.found for each in rotations), sum(each.changed for each in rotations)
+            found, changed = (
+                sum(each.found for each in rotations),
+                sum(each.changed for each in rotations),
+            )
             completed = changed + sum(each.unreadable for each in rotations)
             progress.update(bar, total=found, completed=completed, moved=changed)
             check()
@@ -145,7 +164,9 @@ def _statuses(is_all: bool) -> frozenset[Status]:
     return frozenset(Status) if is_all else LIVE
 
 
-def _look(cli: Cli, rotations: Sequence[Rotation], is_all: bool, missing: list[int]) -> list[dict[str, Any]]:
+def _look(
+    cli: Cli, rotations: Sequence[Rotation], is_all: bool, missing: list[int]
+) -> list[dict[str, Any]]:
     live, finished = Counter[str](), Counter[str]()
 
     def look(rotation: Rotation) -> None:
@@ -157,7 +178,11 @@ def _look(cli: Cli, rotations: Sequence[Rotation], is_all: bool, missing: list[i
     first, *others = names_of(cli.delays.settings.encryption_keys) or [PLAIN]
     kinds = {first: "first", **dict.fromkeys(others, "reads")}
     # Texts that are not bound to their task have a line of their own: `rotate` binds them.
-    kinds |= {UNBOUND_PREFIX + name: "old form" for name in kinds if UNBOUND_PREFIX + name in live | finished}
+    kinds |= {
+        UNBOUND_PREFIX + name: "old form"
+        for name in kinds
+        if UNBOUND_PREFIX + name in live | finished
+    }
     found = {name or PLAIN: (live[name], finished[name]) for name in live | finished}
     names = dict.fromkeys([*kinds, *sorted(found.keys() - kinds.keys())])
     return [
@@ -183,7 +208,9 @@ def _print(cli: Cli, keys: Sequence[dict[str, Any]], missing: Sequence[int]) -> 
     ]
     print_table(("key", "is", "live tasks", "finished"), rows, right="live tasks finished")
     if missing:
-        cli.note(f"Not all tasks: {', '.join(f'shard {number}' for number in missing)} can not be reached.")
+        cli.note(
+            f"Not all tasks: {', '.join(f'shard {number}' for number in missing)} can not be reached."
+        )
 
 
 def _end(keys: Sequence[dict[str, Any]], missing: Sequence[int], unreadable: int = 0) -> None:

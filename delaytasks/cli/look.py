@@ -33,7 +33,11 @@ from delaytasks.core.why import Reason, as_json, why
 
 @click.command("list", epilog=EXIT_CODES)
 @click.option("--tag", help="Only tasks of this tag.")
-@click.option("--status", type=click.Choice([s.name for s in Status], case_sensitive=False), help="Only these.")
+@click.option(
+    "--status",
+    type=click.Choice([s.name for s in Status], case_sensitive=False),
+    help="Only these.",
+)
 @click.option("--key", help="Only tasks with this key.")
 @click.option(
     "--since",
@@ -41,7 +45,9 @@ from delaytasks.core.why import Reason, as_json, why
     metavar="TIME",
     help="Due at this time or later: 2030-01-31T18:00:00Z, or 1h, which means an hour ago.",
 )
-@click.option("--until", callback=to_past, metavar="TIME", help="Due before this time, in the same forms.")
+@click.option(
+    "--until", callback=to_past, metavar="TIME", help="Due before this time, in the same forms."
+)
 @click.option("--oldest-first", is_flag=True, help="What was due first comes first.")
 @click.option("--limit", type=int, default=100, show_default=True, help="1 to 1000.")
 @click.option("--cursor", help="Go on where the last page ended; it says how.")
@@ -75,23 +81,44 @@ def list_(
         newest_first=not oldest_first,
     )
     if cli.is_json:
-        print_json({"tasks": [task_json(task) for task in page], "cursor": page.cursor, "missing": page.missing})
+        print_json(
+            {
+                "tasks": [task_json(task) for task in page],
+                "cursor": page.cursor,
+                "missing": page.missing,
+            }
+        )
         return
     if page.missing:
-        cli.note(f"Not all tasks: {', '.join(f'shard {number}' for number in page.missing)} can not be reached.")
+        cli.note(
+            f"Not all tasks: {', '.join(f'shard {number}' for number in page.missing)} can not be reached."
+        )
     if not page.tasks:
         cli.note("No tasks.")
         return
     now = cli.delays.clock.now()
     headings = ("id", "status", "tag", "key", "when", "due", "queue", "attempts", "error")
     rows = (_row(task, now) for task in page)
-    print_table(headings, rows, right="attempts", folded="tag key", extra="due queue attempts key", below="error")
+    print_table(
+        headings,
+        rows,
+        right="attempts",
+        folded="tag key",
+        extra="due queue attempts key",
+        below="error",
+    )
     if page.cursor is not None:
         given = {"--tag": tag, "--status": status, "--key": key, "--since": since, "--until": until}
-        words = [f"{name} {shlex.quote(_as_typed(value))}" for name, value in given.items() if value is not None]
+        words = [
+            f"{name} {shlex.quote(_as_typed(value))}"
+            for name, value in given.items()
+            if value is not None
+        ]
         words += ["--oldest-first"] if oldest_first else []
         # On stderr, so that a pipe gets tasks only.
-        cli.note(f"More: {' '.join([cli.command, 'list', *words, f'--limit {limit}', f'--cursor {page.cursor}'])}")
+        cli.note(
+            f"More: {' '.join([cli.command, 'list', *words, f'--limit {limit}', f'--cursor {page.cursor}'])}"
+        )
 
 
 def _as_typed(value: str | datetime) -> str:
@@ -114,7 +141,14 @@ def _row(task: DelayTask, now: datetime) -> list[Cell]:
 
 
 #: Fields that are times.
-INSTANTS = ("due_time", "expected_time", "execution_time", "create_time", "update_time", "lease_until")
+INSTANTS = (
+    "due_time",
+    "expected_time",
+    "execution_time",
+    "create_time",
+    "update_time",
+    "lease_until",
+)
 
 # -- show -----------------------------------------------------------------------------------------
 
@@ -135,19 +169,30 @@ def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
     attempts = cli.delays.attempts(task)
     reasons = _reasons(cli, task)
     if cli.is_json:
-        found = {"moves": moves, "why": as_json(reasons), "failed_attempts": [one.as_json() for one in attempts]}
+        found = {
+            "moves": moves,
+            "why": as_json(reasons),
+            "failed_attempts": [one.as_json() for one in attempts],
+        }
         print_json({**task_json(task), **found})
         return
     now = cli.delays.clock.now()
     shown: list[tuple[str, Cell]] = [("id", str(task.id)), ("status", coloured(task.status))]
     for name, value in task_json(task).items():
         if name not in ("id", "status", "body", "error"):
-            instant = (task.due if name == "due_time" else getattr(task, name)) if name in INSTANTS else None
+            instant = (
+                (task.due if name == "due_time" else getattr(task, name))
+                if name in INSTANTS
+                else None
+            )
             if isinstance(instant, datetime):
                 value = f"{value} ({show_from_now(instant, now)})"
             shown.append((name, cell(value, LONGEST)))
     shown.append(("moves", ", ".join(moves) or NOTHING))
-    shown.extend(("why" if number == 0 else "", cell(each.text, LONGEST)) for number, each in enumerate(reasons))
+    shown.extend(
+        ("why" if number == 0 else "", cell(each.text, LONGEST))
+        for number, each in enumerate(reasons)
+    )
     print_fields(shown)
     say("body")
     say(block(pretty_body(task)))
@@ -157,14 +202,15 @@ def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
     if attempts:
         say("failed attempts")
         rows: list[list[Cell]] = [
-            [str(one.number), show_instant(one.ended), cell(one.worker), reason(one.error)] for one in attempts
+            [str(one.number), show_instant(one.ended), cell(one.worker), reason(one.error)]
+            for one in attempts
         ]
         print_table(["attempt", "ended", "worker", "error"], rows)
 
 
 def _reasons(cli: Cli, task: DelayTask) -> list[Reason]:
-    from delaytasks.engine.sweeper import SILENT_SWEEPS
-    from delaytasks.store.facts import FactReader
+    from delaytasks.maintenance.sweeper import SILENT_SWEEPS
+    from delaytasks.storage.facts import FactReader
 
     settings = cli.delays.settings
     store = cli.delays.shards[task.shard].store

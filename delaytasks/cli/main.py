@@ -9,7 +9,13 @@ import click
 from delaytasks.cli.audit import audit
 from delaytasks.cli.check import check
 from delaytasks.cli.config import config
-from delaytasks.cli.context import EXIT_CODES, Commands, json_option, open_cli, open_cli_under_celery
+from delaytasks.cli.context import (
+    EXIT_CODES,
+    Commands,
+    json_option,
+    open_cli,
+    open_cli_under_celery,
+)
 from delaytasks.cli.database import db
 from delaytasks.cli.drain import drain
 from delaytasks.cli.encryption import encryption
@@ -46,7 +52,9 @@ def version() -> str:
         return "(not installed)"
 
 
-@click.group(cls=AllCommands, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=AllCommands, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.option(
     "-A",
     "--app",
@@ -58,7 +66,14 @@ def version() -> str:
     help="The Celery app, as celery -A takes it.",
 )
 @json_option
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Print it.")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Print it.",
+)
 @click.pass_context
 def main(ctx: click.Context, app: str) -> None:
     """Durable delayed tasks on Celery.
@@ -84,7 +99,20 @@ def delays(ctx: click.Context) -> None:
 
 
 for _group in (main, delays):
-    for _command in (audit, cancel, check, config, db, drain, list_, pause, policy, reschedule, resume, retry):
+    for _command in (
+        audit,
+        cancel,
+        check,
+        config,
+        db,
+        drain,
+        list_,
+        pause,
+        policy,
+        reschedule,
+        resume,
+        retry,
+    ):
         _group.add_command(_command)
     for _command in (encryption, schedule, show, stats, touch):
         _group.add_command(_command)

@@ -14,7 +14,12 @@ from delaytasks.cli.table import Cell as Cell
 from delaytasks.cli.table import print_table as print_table
 from delaytasks.cli.times import show_from_now, show_instant
 from delaytasks.core.encryption import placeholder
-from delaytasks.core.errors import BodyEncryptedError, ConfigError, DelayTaskError, InvalidInputError
+from delaytasks.core.errors import (
+    BodyEncryptedError,
+    ConfigError,
+    DelayTaskError,
+    InvalidInputError,
+)
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import last_line, one_line
@@ -33,8 +38,12 @@ _COLOURS = {
 class Failure(click.ClickException):
     """An error as the command line tells it: one line in red, or {"error": …, "type": …}."""
 
-    def __init__(self, error: DelayTaskError | click.UsageError, is_json: bool, details: str = "") -> None:
-        super().__init__(error.format_message() if isinstance(error, click.UsageError) else str(error))
+    def __init__(
+        self, error: DelayTaskError | click.UsageError, is_json: bool, details: str = ""
+    ) -> None:
+        super().__init__(
+            error.format_message() if isinstance(error, click.UsageError) else str(error)
+        )
         self._type = type(error).__name__
         self._is_json = is_json
         self._details = details
@@ -54,8 +63,14 @@ class Refusal(Failure):
     exit_code = 2
 
 
-def failure_of(error: DelayTaskError | click.UsageError, is_json: bool, details: str = "") -> Failure:
-    kind = Refusal if isinstance(error, (InvalidInputError, ConfigError, click.UsageError)) else Failure
+def failure_of(
+    error: DelayTaskError | click.UsageError, is_json: bool, details: str = ""
+) -> Failure:
+    kind = (
+        Refusal
+        if isinstance(error, (InvalidInputError, ConfigError, click.UsageError))
+        else Failure
+    )
     return kind(error, is_json, details)
 
 

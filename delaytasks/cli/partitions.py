@@ -15,8 +15,8 @@ from delaytasks.cli.times import show_instant, to_duration
 from delaytasks.core.durations import parse_duration
 
 if TYPE_CHECKING:
-    from delaytasks.store.partitions import Partitions
-    from delaytasks.store.pruning import Pruned
+    from delaytasks.storage.partitions import Partitions
+    from delaytasks.storage.pruning import Pruned
 
 
 @click.group(epilog=EXIT_CODES)
@@ -31,22 +31,37 @@ def partitions() -> None:
 def _to_days(_ctx: click.Context, _option: click.Parameter, typed: str) -> timedelta:
     every = parse_duration(typed)
     if not every or every % timedelta(days=1):
-        raise click.UsageError(f"--every is a whole number of days, such as 1d or 7d, and not {typed}")
+        raise click.UsageError(
+            f"--every is a whole number of days, such as 1d or 7d, and not {typed}"
+        )
     return every
 
 
 def _periods(command: Callable[..., None]) -> Callable[..., None]:
     every = click.option(
-        "--every", callback=_to_days, default="7d", show_default=True, metavar="DAYS", help="The time that each covers."
+        "--every",
+        callback=_to_days,
+        default="7d",
+        show_default=True,
+        metavar="DAYS",
+        help="The time that each covers.",
     )
     ahead = click.option(
-        "--ahead", type=click.IntRange(1, 100), default=4, show_default=True, help="How many begin after now."
+        "--ahead",
+        type=click.IntRange(1, 100),
+        default=4,
+        show_default=True,
+        help="How many begin after now.",
     )
     return every(ahead(command))
 
 
 _of_shard = click.option(
-    "--shard", type=click.IntRange(0), default=0, show_default=True, help="With several databases: that of this number."
+    "--shard",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="With several databases: that of this number.",
 )
 
 
@@ -107,7 +122,7 @@ def convert(cli: Cli, shard: int, every: timedelta, ahead: int, yes: bool) -> No
     \b
     delaytasks db partitions convert --every 7d --yes
     """
-    from delaytasks.store.partitioning import convert
+    from delaytasks.storage.partitioning import convert
 
     found = _partitions(cli, shard)
     if not yes:
@@ -136,19 +151,29 @@ def convert(cli: Cli, shard: int, every: timedelta, ahead: int, yes: bool) -> No
     metavar="DURATION",
     help="Drop partitions whose tasks are older; those that wait, run or ended later are moved. Without: drop none.",
 )
-@click.option("--detach", is_flag=True, help="Leave them as tables of their own, instead of dropping them.")
+@click.option(
+    "--detach", is_flag=True, help="Leave them as tables of their own, instead of dropping them."
+)
 @pass_cli
-def maintain(cli: Cli, shard: int, every: timedelta, ahead: int, older_than: timedelta | None, detach: bool) -> None:
+def maintain(
+    cli: Cli, shard: int, every: timedelta, ahead: int, older_than: timedelta | None, detach: bool
+) -> None:
     """Make the partitions that come next, and drop old ones. May run as often as you like; cron is the place.
 
     \b
     delaytasks db partitions maintain --older-than 30d
     """
-    from delaytasks.store.pruning import prune
+    from delaytasks.storage.pruning import prune
 
     found, purge_after_s = _partitions(cli, shard), cli.delays.settings.purge_after_s
-    if older_than is not None and purge_after_s is not None and purge_after_s <= older_than.total_seconds():
-        cli.note("The sweep deletes tasks before their partition is old: delaytasks_purge_after_s is the shorter time.")
+    if (
+        older_than is not None
+        and purge_after_s is not None
+        and purge_after_s <= older_than.total_seconds()
+    ):
+        cli.note(
+            "The sweep deletes tasks before their partition is old: delaytasks_purge_after_s is the shorter time."
+        )
     made = found.extend(every, ahead)
     pruned: list[Pruned] = []
     if not cli.is_json:
@@ -168,12 +193,16 @@ def _outcome(pruned: Pruned, done: str) -> str:
 
 
 def _partitions(cli: Cli, shard: int) -> Partitions:
-    from delaytasks.store.partitions import Partitions
+    from delaytasks.storage.partitions import Partitions
 
     if shard >= len(cli.stores):
-        raise click.UsageError(f"There is no shard {shard}: delaytasks_database_url has {len(cli.stores)}.")
+        raise click.UsageError(
+            f"There is no shard {shard}: delaytasks_database_url has {len(cli.stores)}."
+        )
     settings = cli.delays.settings
-    return Partitions(cli.stores[shard].database, settings.table_prefix, settings.table_schema or None)
+    return Partitions(
+        cli.stores[shard].database, settings.table_prefix, settings.table_schema or None
+    )
 
 
 def _shown(instant: datetime | None) -> str | None:

@@ -63,7 +63,13 @@ def policy() -> None:
 
 
 @policy.command("list", epilog=EXIT_CODES)
-@click.option("--limit", type=click.IntRange(1, 1_000_000), default=PAGE, show_default=True, help="Policies on a page.")
+@click.option(
+    "--limit",
+    type=click.IntRange(1, 1_000_000),
+    default=PAGE,
+    show_default=True,
+    help="Policies on a page.",
+)
 @click.option("--page", type=click.IntRange(1), default=1, show_default=True, help="The page.")
 @pass_cli
 def list_(cli: Cli, limit: int, page: int) -> None:
@@ -78,7 +84,9 @@ def list_(cli: Cli, limit: int, page: int) -> None:
     has_more = page * limit < len(known)
     if cli.is_json:
         policies = [each.as_json() for each in found]
-        print_json({"policies": policies, "total": len(known), "next_page": page + 1 if has_more else None})
+        print_json(
+            {"policies": policies, "total": len(known), "next_page": page + 1 if has_more else None}
+        )
         return
     if not known:
         cli.note("No policies: nothing is paused, nothing is limited.")
@@ -86,8 +94,21 @@ def list_(cli: Cli, limit: int, page: int) -> None:
     if not found:
         cli.note(f"There is no page {page}: {count(len(known), 'policy', 'policies')} in all.")
         return
-    headings = ("kind", "name", "paused", "held", "running", "at once", "each key", "rate", "since", "actor")
-    print_table(headings, map(_row, found), right="held running", folded="name actor", extra="since")
+    headings = (
+        "kind",
+        "name",
+        "paused",
+        "held",
+        "running",
+        "at once",
+        "each key",
+        "rate",
+        "since",
+        "actor",
+    )
+    print_table(
+        headings, map(_row, found), right="held running", folded="name actor", extra="since"
+    )
     for each in found:
         _note_missing(cli, each)
     if has_more:
@@ -96,7 +117,9 @@ def list_(cli: Cli, limit: int, page: int) -> None:
 
 @policy.command("set", epilog=EXIT_CODES)
 @click.option("--tag", required=True, help="The tag.")
-@click.option("--concurrency", metavar="N", help="So many of its tasks run at once, of all workers together.")
+@click.option(
+    "--concurrency", metavar="N", help="So many of its tasks run at once, of all workers together."
+)
 @click.option("--key-concurrency", metavar="N", help="So many of each concurrency key.")
 @click.option("--rate", metavar="RATE", help="So many begin in a period: 100/s, 30/m, 1000/1h30m.")
 @click.option("--actor", metavar="NAME", help="Who does it, if not you on this host.")
@@ -140,16 +163,22 @@ def _number(name: str, text: str) -> int:
 def _tell(cli: Cli, changed: Policy) -> None:
     """What holds now, and how many tasks it holds so far."""
     is_tag = changed.kind == "tag"
-    known = cli.delays.policies(tag=changed.name if is_tag else None, queue=None if is_tag else changed.name)
+    known = cli.delays.policies(
+        tag=changed.name if is_tag else None, queue=None if is_tag else changed.name
+    )
     now = known[0] if known else changed
     if cli.is_json:
         print_json(now.as_json())
         return
     what = f"{now.kind} {cell(now.name)}"
     if now.is_paused:
-        say(f"{what} is paused; held: {count(now.held or 0, 'task')}{_rest(now, ', and more with each sweep')}")
+        say(
+            f"{what} is paused; held: {count(now.held or 0, 'task')}{_rest(now, ', and more with each sweep')}"
+        )
     else:
-        say(f"{what} is not paused; held: {count(now.held or 0, 'task')}{_rest(now, ', fewer with each sweep')}")
+        say(
+            f"{what} is not paused; held: {count(now.held or 0, 'task')}{_rest(now, ', fewer with each sweep')}"
+        )
     if now.has_limits:
         say(f"limits: {_limits(now)}; running: {count(now.running or 0, 'task')}")
     _note_missing(cli, now)
@@ -157,12 +186,18 @@ def _tell(cli: Cli, changed: Policy) -> None:
 
 def _rest(policy: Policy, goes_on: str) -> str:
     """Those who wait in line for a limited tag are no business of the sweep."""
-    is_all = policy.is_applied or policy.version == 0 or (policy.has_limits and not policy.is_paused)
+    is_all = (
+        policy.is_applied or policy.version == 0 or (policy.has_limits and not policy.is_paused)
+    )
     return "" if is_all else goes_on
 
 
 def _limits(policy: Policy) -> str:
-    said = {"at once": policy.concurrency, "at once of each key": policy.key_concurrency, "begin": policy.rate_text}
+    said = {
+        "at once": policy.concurrency,
+        "at once of each key": policy.key_concurrency,
+        "begin": policy.rate_text,
+    }
     return ", ".join(f"{value} {name}" for name, value in said.items() if value is not None)
 
 

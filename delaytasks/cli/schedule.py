@@ -18,9 +18,14 @@ from delaytasks.cli.output import count, print_json, say, sentence, task_json
 from delaytasks.cli.progress import progress_bar
 from delaytasks.cli.times import at_option, delay_option, parse_instant
 from delaytasks.core.durations import parse_duration
-from delaytasks.core.errors import BodyNotJSONError, DelayTaskError, InvalidInputError, InvalidScheduleError
+from delaytasks.core.errors import (
+    BodyNotJSONError,
+    DelayTaskError,
+    InvalidInputError,
+    InvalidScheduleError,
+)
 from delaytasks.core.ids import check_id
-from delaytasks.core.ports import OnConflict
+from delaytasks.core.interfaces import OnConflict
 from delaytasks.core.task import DelayTask, NewTask
 
 if TYPE_CHECKING:
@@ -44,14 +49,27 @@ _LINE_FIELDS = ["at", *(name for name in NewTask._fields if name != "when")]
     show_default=True,
     help="While another task has the key: refuse, leave that one, or give it the new body and time.",
 )
-@click.option("--max-wait", metavar="DURATION", help="Replacing it again and again puts it off no longer than so.")
+@click.option(
+    "--max-wait",
+    metavar="DURATION",
+    help="Replacing it again and again puts it off no longer than so.",
+)
 @click.option("--queue", help="The queue, if not the processor's own.")
 @click.option("--priority", type=int, default=0, help="0 to 9, higher first.")
 @click.option("--retry", metavar="LADDER", help='A ladder of its own, for example "15s 3m 10m".')
-@click.option("--expires", metavar="DURATION", help="How late it may begin; past that it is cancelled.")
-@click.option("--concurrency-key", metavar="KEY", help="Whom it is for, where limits are counted for each.")
+@click.option(
+    "--expires", metavar="DURATION", help="How late it may begin; past that it is cancelled."
+)
+@click.option(
+    "--concurrency-key", metavar="KEY", help="Whom it is for, where limits are counted for each."
+)
 @click.option("--id", "id_", help="An id of your own; scheduling again with it is harmless.")
-@click.option("--many", type=click.File("rb"), metavar="FILE", help="Schedule the tasks in FILE (- for stdin).")
+@click.option(
+    "--many",
+    type=click.File("rb"),
+    metavar="FILE",
+    help="Schedule the tasks in FILE (- for stdin).",
+)
 @pass_cli
 def schedule(
     cli: Cli,
@@ -84,8 +102,13 @@ def schedule(
     """
     conflict = cast(OnConflict, on_conflict)
     if many is not None:
-        if any(given is not None for given in (tag, delay, when, key, max_wait, retry, expires, concurrency_key, id_)):
-            raise click.UsageError("--many takes all but --queue, --priority and --on-conflict from its file")
+        if any(
+            given is not None
+            for given in (tag, delay, when, key, max_wait, retry, expires, concurrency_key, id_)
+        ):
+            raise click.UsageError(
+                "--many takes all but --queue, --priority and --on-conflict from its file"
+            )
         _schedule_many(cli, many, conflict, queue, priority)
         return
     if tag is None:
@@ -96,8 +119,19 @@ def schedule(
     content = _body(body)
     cli.import_processors()
     delays = cli.delays
-    options: dict[str, Any] = {"key": key, "on_conflict": conflict, "queue": queue, "priority": priority, "id": id}
-    options |= {"max_wait": max_wait, "retry": retry, "expires": expires, "concurrency_key": concurrency_key}
+    options: dict[str, Any] = {
+        "key": key,
+        "on_conflict": conflict,
+        "queue": queue,
+        "priority": priority,
+        "id": id,
+    }
+    options |= {
+        "max_wait": max_wait,
+        "retry": retry,
+        "expires": expires,
+        "concurrency_key": concurrency_key,
+    }
     if when is None:
         assert delay is not None
         task = delays.schedule_delay(tag, content, delay, **options)
@@ -110,7 +144,9 @@ def schedule(
     meant = delays.registry.meant_by(task.tag)
     if meant is not None:
         back = f"{cli.command} cancel {task.id}"
-        cli.note(f"No processor here has the tag {task.tag!r}; did you mean {meant!r}? To take it back: {back}")
+        cli.note(
+            f"No processor here has the tag {task.tag!r}; did you mean {meant!r}? To take it back: {back}"
+        )
     cli.note_broker_away()
 
 
@@ -124,7 +160,9 @@ def _body(text: str | None) -> Any:
         elif text.startswith("@"):
             text, where = Path(text[1:]).read_text(encoding="utf-8"), text[1:]
     except (OSError, UnicodeDecodeError) as error:
-        raise click.BadParameter(f"can not read {text[1:] or 'stdin'}: {error}", param_hint="'BODY'") from None
+        raise click.BadParameter(
+            f"can not read {text[1:] or 'stdin'}: {error}", param_hint="'BODY'"
+        ) from None
     return _parse(text, f"{where} is not JSON", "a string needs quotes, as in '\"text\"'")
 
 
@@ -142,7 +180,12 @@ class _Lines:
     """The tasks of a file, and which of its lines were written, so that an error can say where to go on."""
 
     def __init__(
-        self, file: BinaryIO, on_conflict: OnConflict, queue: str | None, priority: int, progress: Progress
+        self,
+        file: BinaryIO,
+        on_conflict: OnConflict,
+        queue: str | None,
+        priority: int,
+        progress: Progress,
     ) -> None:
         self._file = file
         self.on_conflict = on_conflict
@@ -179,14 +222,22 @@ class _Lines:
         try:
             text = raw.decode()
         except UnicodeDecodeError as error:
-            raise BodyNotJSONError(f"the line is not UTF-8 ({error}); write JSON as UTF-8") from None
+            raise BodyNotJSONError(
+                f"the line is not UTF-8 ({error}); write JSON as UTF-8"
+            ) from None
         values = _parse(text, "the line is not JSON", "write one object a line")
         if not isinstance(values, dict) or "tag" not in values:
-            raise InvalidScheduleError('not an object with a tag, as {"tag": "order.close", "delay": "30m"} is one')
+            raise InvalidScheduleError(
+                'not an object with a tag, as {"tag": "order.close", "delay": "30m"} is one'
+            )
         for name in values:
             if name not in _LINE_FIELDS:
                 close = difflib.get_close_matches(name, _LINE_FIELDS, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else f" (known: {', '.join(_LINE_FIELDS)})"
+                hint = (
+                    f"; did you mean {close[0]!r}?"
+                    if close
+                    else f" (known: {', '.join(_LINE_FIELDS)})"
+                )
                 raise InvalidScheduleError(f"a task has no field {name!r:.60}{hint}")
         delay, at = values.get("delay"), values.pop("at", None)
         if isinstance(delay, str):
@@ -198,7 +249,9 @@ class _Lines:
         return NewTask(**{**defaults, **values, "when": when})
 
 
-def _schedule_many(cli: Cli, file: BinaryIO, on_conflict: OnConflict, queue: str | None, priority: int) -> None:
+def _schedule_many(
+    cli: Cli, file: BinaryIO, on_conflict: OnConflict, queue: str | None, priority: int
+) -> None:
     cli.import_processors()
     delays = cli.delays
     with progress_bar(cli, "scheduled") as progress:

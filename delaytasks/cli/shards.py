@@ -13,14 +13,16 @@ from delaytasks.core.errors import StoreError
 from delaytasks.core.states import Status
 
 if TYPE_CHECKING:
-    from delaytasks.store.growth import Growth
+    from delaytasks.storage.shard_growth import Growth
 
 BAD, GOOD = "red", "green"
 
 
 @click.command(epilog=EXIT_CODES)
 @click.option(
-    "--finish", is_flag=True, help="A shard was added: tell the new homes of keys what stays in the old ones."
+    "--finish",
+    is_flag=True,
+    help="A shard was added: tell the new homes of keys what stays in the old ones.",
 )
 @pass_cli
 def shards(cli: Cli, finish: bool) -> None:
@@ -32,7 +34,7 @@ def shards(cli: Cli, finish: bool) -> None:
 
     Exits with 1 while a database is away, or has keys that their new homes do not know of.
     """
-    from delaytasks.store.growth import Growth
+    from delaytasks.storage.shard_growth import Growth
 
     growth = Growth(cli.delays.routes.databases)
     found = [_look(cli, growth, number, finish) for number in range(len(cli.stores))]
@@ -47,15 +49,24 @@ def shards(cli: Cli, finish: bool) -> None:
 
 
 def _look(cli: Cli, growth: Growth, number: int, finish: bool) -> dict[str, Any]:
-    from delaytasks.store import migrations
-    from delaytasks.store.stats import Stats
+    from delaytasks.storage import migrations
+    from delaytasks.storage.stats import Stats
 
     store, settings = cli.stores[number], cli.delays.settings
-    found: dict[str, Any] = {"shard": number, "url": shown_url(store), "revision": None, "waiting": None}
+    found: dict[str, Any] = {
+        "shard": number,
+        "url": shown_url(store),
+        "revision": None,
+        "waiting": None,
+    }
     found |= {"is_estimate": False, "unknown_keys": None, "dead_keys": None, "error": None}
     try:
-        found["revision"] = migrations.current(store.database, settings.table_prefix, settings.table_schema or None)
-        found["waiting"], found["is_estimate"] = Stats(store.database, store.schema).counts()[Status.NOT_COMPLETE]
+        found["revision"] = migrations.current(
+            store.database, settings.table_prefix, settings.table_schema or None
+        )
+        found["waiting"], found["is_estimate"] = Stats(store.database, store.schema).counts()[
+            Status.NOT_COMPLETE
+        ]
         left = growth.finish(number) if finish else growth.left(number)
         found |= {"unknown_keys": len(left.unknown), "dead_keys": len(left.dead)}
     except StoreError as error:
@@ -63,14 +74,18 @@ def _look(cli: Cli, growth: Growth, number: int, finish: bool) -> dict[str, Any]
     return found
 
 
-def _print(cli: Cli, found: list[dict[str, Any]], is_growing: bool, is_finished: bool, finish: bool) -> None:
+def _print(
+    cli: Cli, found: list[dict[str, Any]], is_growing: bool, is_finished: bool, finish: bool
+) -> None:
     rows: list[list[Cell]] = [
         [
             str(each["shard"]),
             cell(each["url"]),
             ("down", BAD) if each["error"] else ("up", GOOD),
             each["revision"] or NOTHING,
-            NOTHING if each["waiting"] is None else f"{'about ' if each['is_estimate'] else ''}{each['waiting']:,}",
+            NOTHING
+            if each["waiting"] is None
+            else f"{'about ' if each['is_estimate'] else ''}{each['waiting']:,}",
         ]
         for each in found
     ]
@@ -81,7 +96,10 @@ def _print(cli: Cli, found: list[dict[str, Any]], is_growing: bool, is_finished:
     unknown = sum(each["unknown_keys"] or 0 for each in found)
     if unknown:
         done = "know now" if finish else "do not know"
-        say(f"{count(unknown, 'key')} of live tasks whose homes {done} where the task is", fg="yellow")
+        say(
+            f"{count(unknown, 'key')} of live tasks whose homes {done} where the task is",
+            fg="yellow",
+        )
     if is_growing and is_finished:
         say("Once every process has this list, delaytasks_shards_before can be removed.")
     elif is_growing:

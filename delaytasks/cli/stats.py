@@ -13,18 +13,27 @@ import click
 
 from delaytasks.cli.config import broker_url
 from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli, shown_url
-from delaytasks.cli.output import NOTHING, Cell, cell, coloured, print_fields, print_json, print_table, say
+from delaytasks.cli.output import (
+    NOTHING,
+    Cell,
+    cell,
+    coloured,
+    print_fields,
+    print_json,
+    print_table,
+    say,
+)
 from delaytasks.cli.times import show_instant
 from delaytasks.cli.waiting import late_tasks, print_late, replication_of
 from delaytasks.core.durations import show_duration
 from delaytasks.core.errors import StoreError
-from delaytasks.core.hidden import mask_url
+from delaytasks.core.masking import mask_url
 from delaytasks.core.states import Status
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
     from delaytasks.core.policies import Policy
-    from delaytasks.shards import Shard
+    from delaytasks.sharding.shard import Shard
 
 BAD, GOOD = "red", "green"
 #: Policies in the JSON document, and paused ones that a line of text names; `policy list` shows all of them.
@@ -62,19 +71,26 @@ def _print(found: dict[str, Any], command: str) -> None:
     _print_sweeps(found["sweeps"])
     say("")
     is_direct = found["timer"]["name"] == "direct"
-    _print_workers(found["workers"], f"{command} drain --forever" if is_direct else "celery -A … worker")
+    _print_workers(
+        found["workers"], f"{command} drain --forever" if is_direct else "celery -A … worker"
+    )
 
 
 # -- gather ---------------------------------------------------------------------------------------
 
 
 def _gather(cli: Cli) -> dict[str, Any]:
-    from delaytasks.store import migrations
+    from delaytasks.storage import migrations
 
     delays, head = cli.delays, migrations.head()
     found, databases = [], []
     for shard, store in zip(delays.shards, cli.stores, strict=True):
-        database: dict[str, Any] = {"url": shown_url(store), "server": None, "revision": None, "head": head}
+        database: dict[str, Any] = {
+            "url": shown_url(store),
+            "server": None,
+            "revision": None,
+            "head": head,
+        }
         database |= {"replication": None, "error": None}
         try:
             found.append(_numbers(delays, shard))
@@ -88,15 +104,24 @@ def _gather(cli: Cli) -> dict[str, Any]:
     overdue = [numbers["overdue"] for numbers in found if numbers["overdue"]["count"]]
     oldest = max(overdue, key=lambda each: each["late_s"], default={"oldest": None, "late_s": None})
     # Each worker is known in each database.
-    workers = list({worker["name"]: worker for numbers in found for worker in numbers["workers"]}.values())
+    workers = list(
+        {worker["name"]: worker for numbers in found for worker in numbers["workers"]}.values()
+    )
     broker, policies = _broker(delays), _policies(delays)
     return {
         "now": show_instant(delays.clock.now()),
-        "counts": {status.name: sum(numbers["counts"][status].rows for numbers in found) for status in Status},
+        "counts": {
+            status.name: sum(numbers["counts"][status].rows for numbers in found)
+            for status in Status
+        },
         "estimated": [
-            status.name for status in Status if any(numbers["counts"][status].is_estimate for numbers in found)
+            status.name
+            for status in Status
+            if any(numbers["counts"][status].is_estimate for numbers in found)
         ],
-        "late": sorted((late for numbers in found for late in numbers["late"]), key=lambda late: -late["tasks"]),
+        "late": sorted(
+            (late for numbers in found for late in numbers["late"]), key=lambda late: -late["tasks"]
+        ),
         "overdue": {**oldest, "count": sum(each["count"] for each in overdue)},
         "lapsed": sum(numbers["lapsed"] for numbers in found),
         "workers": workers,
@@ -118,8 +143,8 @@ def _gather(cli: Cli) -> dict[str, Any]:
 
 
 def _numbers(delays: DelayTasks, shard: Shard) -> dict[str, Any]:
-    from delaytasks.engine.sweeper import SILENT_SWEEPS
-    from delaytasks.store.stats import Stats
+    from delaytasks.maintenance.sweeper import SILENT_SWEEPS
+    from delaytasks.storage.stats import Stats
 
     settings, store = delays.settings, shard.store
     numbers, now = Stats(store.database, store.schema), store.tasks.now()
@@ -158,7 +183,9 @@ def _numbers(delays: DelayTasks, shard: Shard) -> dict[str, Any]:
                 "house": swept.house,
                 "age_s": swept.at and age(swept.at),
                 "is_late": swept.at is None or age(swept.at) > settings.self_sweep_s,
-                "armed_until": show_instant(swept.armed_until) if swept.armed_until and is_armed else None,
+                "armed_until": show_instant(swept.armed_until)
+                if swept.armed_until and is_armed
+                else None,
             }
             for swept in numbers.sweeps(settings.houses)
         ],
@@ -174,11 +201,13 @@ def _policies(delays: DelayTasks) -> list[Policy]:
 
 
 def _versions(delays: DelayTasks, shard: Shard) -> dict[str, Any]:
-    from delaytasks.store import migrations
-    from delaytasks.store.stats import Stats
+    from delaytasks.storage import migrations
+    from delaytasks.storage.stats import Stats
 
     settings, store = delays.settings, shard.store
-    revision = migrations.current(store.database, settings.table_prefix, settings.table_schema or None)
+    revision = migrations.current(
+        store.database, settings.table_prefix, settings.table_schema or None
+    )
     return {"server": Stats(store.database, store.schema).server(), "revision": revision}
 
 
@@ -191,7 +220,7 @@ def _version(name: str) -> str:
 
 def _broker(delays: DelayTasks) -> dict[str, Any]:
     """Whether the broker answers now. The timer's own flag says only what this process has met."""
-    from delaytasks.timers.broker import bounded_connection
+    from delaytasks.timers.broker_link import bounded_connection
 
     app, error = delays.celery, None
     if delays.direct_timer is not None:
@@ -206,7 +235,7 @@ def _broker(delays: DelayTasks) -> dict[str, Any]:
 
 def _lost_queue(delays: DelayTasks, connection: Any) -> str | None:
     """What a broker that answers says of a default queue whose node is down: no message gets through."""
-    from delaytasks.timers.broker import is_home_node_down
+    from delaytasks.timers.broker_link import is_home_node_down
 
     try:
         name = delays.publisher.queue(delays.settings.default_queue).name
@@ -216,17 +245,29 @@ def _lost_queue(delays: DelayTasks, connection: Any) -> str | None:
     return None
 
 
-def _timer(delays: DelayTasks, workers: list[dict[str, Any]], broker: dict[str, Any]) -> dict[str, Any]:
+def _timer(
+    delays: DelayTasks, workers: list[dict[str, Any]], broker: dict[str, Any]
+) -> dict[str, Any]:
     """Where near tasks wait: with `redis`, how many of each queue, and how many a worker has just taken."""
     if delays.direct_timer is not None:
         return {"name": "direct", "url": None, "is_up": True, "queues": {}}
     timer = delays.redis_timer
     if timer is None:
         return {"name": "eta", "url": broker["url"], "is_up": broker["is_up"], "queues": {}}
-    names = sorted({delays.settings.default_queue, *(queue for worker in workers for queue in worker["queues"])})
+    names = sorted(
+        {
+            delays.settings.default_queue,
+            *(queue for worker in workers for queue in worker["queues"]),
+        }
+    )
     counts = timer.counts(names)
     queues = {name: {"waiting": both[0], "taken": both[1]} for name, both in (counts or {}).items()}
-    return {"name": "redis", "url": mask_url(timer.link.url), "is_up": counts is not None, "queues": queues}
+    return {
+        "name": "redis",
+        "url": mask_url(timer.link.url),
+        "is_up": counts is not None,
+        "queues": queues,
+    }
 
 
 # -- print ----------------------------------------------------------------------------------------
@@ -238,8 +279,13 @@ def _print_health(found: dict[str, Any], command: str) -> None:
     if overdue["count"]:
         late += f", the oldest since {overdue['oldest']}, {show_duration(overdue['late_s'])} ago"
     timer = found["timer"]
-    timer_state = f"{timer['name']}, {timer['url'] or 'the database'}: {'up' if timer['is_up'] else 'down'}"
-    near = (f"{name} {counts['waiting'] + counts['taken']:,}" for name, counts in timer["queues"].items())
+    timer_state = (
+        f"{timer['name']}, {timer['url'] or 'the database'}: {'up' if timer['is_up'] else 'down'}"
+    )
+    near = (
+        f"{name} {counts['waiting'] + counts['taken']:,}"
+        for name, counts in timer["queues"].items()
+    )
     if timer["queues"]:
         timer_state += f"; near tasks: {', '.join(near)}"
     broker_state = "up" if broker["is_up"] else f"down ({cell(broker['error'])})"
@@ -251,9 +297,15 @@ def _print_health(found: dict[str, Any], command: str) -> None:
             ("lease over", (f"{found['lapsed']:,}", BAD if found["lapsed"] else "")),
             *_paused(found["policies"], found["policy_counts"]["paused"]),
             *(("database", _database(database, command)) for database in found["databases"]),
-            ("broker", (f"{broker['url']}: {broker_state}", BAD if broker["is_up"] is False else "")),
+            (
+                "broker",
+                (f"{broker['url']}: {broker_state}", BAD if broker["is_up"] is False else ""),
+            ),
             ("timer", (timer_state, "" if timer["is_up"] else BAD)),
-            ("versions", ", ".join(f"{name} {number}" for name, number in found["versions"].items())),
+            (
+                "versions",
+                ", ".join(f"{name} {number}" for name, number in found["versions"].items()),
+            ),
             ("now", found["now"]),
         ]
     )
@@ -261,7 +313,9 @@ def _print_health(found: dict[str, Any], command: str) -> None:
 
 def _paused(policies: list[dict[str, Any]], total: int) -> list[tuple[str, Cell]]:
     paused = [each for each in policies if each["is_paused"]][:NAMED]
-    said = ", ".join(f"{each['kind']} {cell(each['name'])} ({each['held']:,} held)" for each in paused)
+    said = ", ".join(
+        f"{each['kind']} {cell(each['name'])} ({each['held']:,} held)" for each in paused
+    )
     if total > len(paused):
         said += f", and {total - len(paused):,} more; delaytasks policy list shows them"
     return [("paused", (said, "yellow"))] if paused else []
@@ -310,7 +364,9 @@ def _print_workers(workers: list[dict[str, Any]], how: str) -> None:
         for worker in workers
     )
     print_table(
-        ("worker", "seen", "up for", "pool", "processes", "queues", "clock offset"), rows, folded="worker queues"
+        ("worker", "seen", "up for", "pool", "processes", "queues", "clock offset"),
+        rows,
+        folded="worker queues",
     )
 
 

@@ -87,7 +87,9 @@ class Log:
         self._line(spec.name, spec.color, text if head is None else text[head.end() :], style)
 
     def _line(self, name: str, color: str, text: str, style: str) -> None:
-        text = _CONTROLS.sub("", text.rstrip())  # a log line must not move the cursor, nor pass for another one
+        text = _CONTROLS.sub(
+            "", text.rstrip()
+        )  # a log line must not move the cursor, nor pass for another one
         if text:
             prefix = (f"{time.strftime('%H:%M:%S')} ", "dim"), (f"{name:<{self._width}} │ ", color)
             self._console.print(Text.assemble(*prefix, (text, style)), soft_wrap=True)
@@ -96,7 +98,9 @@ class Log:
 class Supervisor:
     """`run` returns when everything has stopped; it belongs to the main thread."""
 
-    def __init__(self, specs: Sequence[Spec], console: Console, environ: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, specs: Sequence[Spec], console: Console, environ: dict[str, str] | None = None
+    ) -> None:
         self.log = Log(console, ["up", *(spec.name for spec in specs)])
         self.children = [Child(spec) for spec in specs]
         self._environ = {**(os.environ if environ is None else environ), "PYTHONUNBUFFERED": "1"}
@@ -113,7 +117,9 @@ class Supervisor:
                 self._start_stage([child for child in self.children if child.spec.stage == stage])
             while not self._signals:
                 self._look()
-                if not is_announced and all(c.said_ready.is_set() or not c.spec.ready_line for c in self.children):
+                if not is_announced and all(
+                    c.said_ready.is_set() or not c.spec.ready_line for c in self.children
+                ):
                     is_announced = True
                     on_ready()
                 time.sleep(LOOK_S)
@@ -129,7 +135,9 @@ class Supervisor:
         for child in children:
             if not self._signals:
                 self._start(child)
-        while not self._signals and not all(c.spec.is_ready is None or c.spec.is_ready() for c in children):
+        while not self._signals and not all(
+            c.spec.is_ready is None or c.spec.is_ready() for c in children
+        ):
             self._look()
             time.sleep(LOOK_S / 4)
 
@@ -147,7 +155,9 @@ class Supervisor:
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
-        child.reader = threading.Thread(target=self._read, args=(child, child.process.stdout), daemon=True)
+        child.reader = threading.Thread(
+            target=self._read, args=(child, child.process.stdout), daemon=True
+        )
         child.reader.start()
 
     def _read(self, child: Child, lines: IO[bytes]) -> None:
@@ -174,7 +184,9 @@ class Supervisor:
         if now - child.started_at > SETTLED_S:
             child.rest_s = FIRST_REST_S
         how = _how_it_ended(child.process.returncode)
-        self.log.say(f"{child.spec.name} {how}; it is started again in {child.rest_s:g} s", "bold red")
+        self.log.say(
+            f"{child.spec.name} {how}; it is started again in {child.rest_s:g} s", "bold red"
+        )
         child.process, child.start_at = None, now + child.rest_s
         child.rest_s = min(child.rest_s * 2, LONGEST_REST_S)
 
@@ -187,7 +199,11 @@ class Supervisor:
         self.log.say("stopping; once more Ctrl-C does not wait for running tasks")
         self._signals = 0
         for stage in sorted({child.spec.stage for child in self.children}, reverse=True):
-            stopping = [child for child in self.children if child.spec.stage == stage and child.process is not None]
+            stopping = [
+                child
+                for child in self.children
+                if child.spec.stage == stage and child.process is not None
+            ]
             for child in stopping:
                 _kill(child.process, signal.SIGTERM)
             for child in stopping:
@@ -201,7 +217,11 @@ class Supervisor:
         while process.poll() is None and time.monotonic() < deadline and not self._signals:
             time.sleep(LOOK_S / 4)
         if process.poll() is None:
-            why = "asked to" if self._signals else f"it did not stop within {child.spec.patience_s:g} s"
+            why = (
+                "asked to"
+                if self._signals
+                else f"it did not stop within {child.spec.patience_s:g} s"
+            )
             self.log.say(f"killing {child.spec.name}: {why}", "bold red")
         _kill_group(process, signal.SIGKILL)
         process.wait()

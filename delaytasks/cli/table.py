@@ -48,7 +48,9 @@ def print_table(
     from rich.console import Console
 
     total = Console(width=None).width
-    widths = {n: max([cell_len(headings[n]), *(cell_len(row[n][0]) for row in cells)]) for n in numbers}
+    widths = {
+        n: max([cell_len(headings[n]), *(cell_len(row[n][0]) for row in cells)]) for n in numbers
+    }
     shown = [n for n in numbers if not (cells and all(row[n][0] == NOTHING for row in cells))]
     last = headings.index(below) if below else None
     shown, is_below = _chosen(headings, widths, shown, extra.split(), last, total)
@@ -70,12 +72,23 @@ def print_table(
 
 
 def _chosen(
-    headings: Sequence[str], widths: Mapping[int, int], shown: list[int], extra: list[str], last: int | None, total: int
+    headings: Sequence[str],
+    widths: Mapping[int, int],
+    shown: list[int],
+    extra: list[str],
+    last: int | None,
+    total: int,
 ) -> tuple[list[int], bool]:
     """Return the columns to print, and whether the long texts are printed below their rows."""
 
     def is_too_wide(numbers: list[int]) -> bool:
-        return _needed({n: min(widths[n], LEAST_TEXT) if n == last else widths[n] for n in numbers}, numbers) > total
+        return (
+            _needed(
+                {n: min(widths[n], LEAST_TEXT) if n == last else widths[n] for n in numbers},
+                numbers,
+            )
+            > total
+        )
 
     for name in extra:
         if not is_too_wide(shown):
@@ -113,13 +126,17 @@ def _rendered(
     from rich.text import Text
 
     page, is_terminal = io.StringIO(), widths is not None
-    console = Console(file=page, force_terminal=is_terminal, width=100_000, highlight=False, legacy_windows=False)
+    console = Console(
+        file=page, force_terminal=is_terminal, width=100_000, highlight=False, legacy_windows=False
+    )
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), show_header=bool(headings))
     for number in shown:
         name = (headings or names)[number]
         justify: Any = "right" if name in right.split() else "left"
         width = None if widths is None else widths[number]
-        table.add_column(name, justify=justify, overflow="fold", no_wrap=not is_terminal, width=width)
+        table.add_column(
+            name, justify=justify, overflow="fold", no_wrap=not is_terminal, width=width
+        )
     for row in cells:
         # Text is taken as it is: no markup, no emoji codes.
         table.add_row(*(Text(row[number][0], style=row[number][1]) for number in shown))
@@ -136,4 +153,6 @@ def _below(text: str, colour: str, total: int) -> str:
     from rich.text import Text
 
     lines = Text(text).wrap(Console(width=total), max(total - len(INDENT), LEAST_FOLDED))
-    return "".join(f"{INDENT}{click.style(line.plain.rstrip(), fg=colour or None)}\n" for line in lines)
+    return "".join(
+        f"{INDENT}{click.style(line.plain.rstrip(), fg=colour or None)}\n" for line in lines
+    )

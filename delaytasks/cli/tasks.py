@@ -60,7 +60,10 @@ def cancel(cli: Cli, ids: tuple[str, ...], key: str | None, many: Many) -> None:
 @delay_option
 @at_option
 @click.option(
-    "--by", callback=to_shift, metavar="DURATION", help="Many: so much later than now, or with a minus earlier."
+    "--by",
+    callback=to_shift,
+    metavar="DURATION",
+    help="Many: so much later than now, or with a minus earlier.",
 )
 @click.option("--version", type=int, help="Only if nobody moved it since it had this version.")
 @_KEY
@@ -103,9 +106,16 @@ def reschedule(
 @click.argument("ids", nargs=-1, metavar="[ID]...")
 @delay_option
 @click.option("--tag", help="With --key: the tag of these tasks.")
-@click.option("--key", "keys", multiple=True, help="With --tag: the task that has this key; as often as you like.")
+@click.option(
+    "--key",
+    "keys",
+    multiple=True,
+    help="With --tag: the task that has this key; as often as you like.",
+)
 @pass_cli
-def touch(cli: Cli, ids: tuple[str, ...], delay: timedelta | None, tag: str | None, keys: tuple[str, ...]) -> None:
+def touch(
+    cli: Cli, ids: tuple[str, ...], delay: timedelta | None, tag: str | None, keys: tuple[str, ...]
+) -> None:
     """Push timeouts away: by ids, or by tag and keys. No task gets earlier.
 
     \b
@@ -136,7 +146,13 @@ def touch(cli: Cli, ids: tuple[str, ...], delay: timedelta | None, tag: str | No
 
 @click.command(epilog=EXIT_CODES)
 @click.argument("ids", nargs=-1, metavar="[ID]...")
-@click.option("--delay", callback=to_duration, metavar="DURATION", default="0", help="Not at once, but so much later.")
+@click.option(
+    "--delay",
+    callback=to_duration,
+    metavar="DURATION",
+    default="0",
+    help="Not at once, but so much later.",
+)
 @takes_many
 @pass_cli
 def retry(cli: Cli, ids: tuple[str, ...], delay: timedelta, many: Many) -> None:
@@ -163,7 +179,9 @@ def retry(cli: Cli, ids: tuple[str, ...], delay: timedelta, many: Many) -> None:
     cli.note_broker_away()
 
 
-def _each(cli: Cli, ids: Sequence[str], move: Callable[[int], None], done: Callable[[], dict[str, Any]]) -> None:
+def _each(
+    cli: Cli, ids: Sequence[str], move: Callable[[int], None], done: Callable[[], dict[str, Any]]
+) -> None:
     """The move for every id, whatever becomes of the others; an id that can not be one stops it before anything."""
     if not ids:
         raise click.UsageError("Give an id, or --tag and more.")
@@ -176,7 +194,10 @@ def _each(cli: Cli, ids: Sequence[str], move: Callable[[int], None], done: Calla
             if isinstance(error, StoreError):
                 break  # the next one would wait as long, for the same answer
     if cli.is_json:
-        failed = [{"id": str(id), "error": str(error), "type": type(error).__name__} for id, error in failures]
+        failed = [
+            {"id": str(id), "error": str(error), "type": type(error).__name__}
+            for id, error in failures
+        ]
         print_json({**done(), "failed": failed})
     if failures:
         if not cli.is_json:

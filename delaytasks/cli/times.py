@@ -40,7 +40,9 @@ def show_instant(instant: datetime) -> str:
     return instant.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
-def to_duration(_ctx: click.Context, _option: click.Parameter, typed: str | None) -> timedelta | None:
+def to_duration(
+    _ctx: click.Context, _option: click.Parameter, typed: str | None
+) -> timedelta | None:
     """An option's callback: unlike a type's, its error keeps its own class."""
     return None if typed is None else parse_duration(typed)
 
@@ -65,19 +67,32 @@ def to_past(ctx: click.Context, _option: click.Parameter, typed: str | None) -> 
     try:
         return cli_of(ctx).delays.clock.now() - ago
     except OverflowError:
-        raise InvalidScheduleError(f"{typed!r:.40} ago is before the first year that there is") from None
+        raise InvalidScheduleError(
+            f"{typed!r:.40} ago is before the first year that there is"
+        ) from None
 
 
 def to_shift(_ctx: click.Context, _option: click.Parameter, typed: str | None) -> timedelta | None:
     """A duration, or one with a minus sign."""
     if typed is None:
         return None
-    return -parse_duration(typed.strip()[1:]) if typed.strip().startswith("-") else parse_duration(typed)
+    return (
+        -parse_duration(typed.strip()[1:])
+        if typed.strip().startswith("-")
+        else parse_duration(typed)
+    )
 
 
 delay_option = click.option(
-    "--delay", callback=to_duration, metavar="DURATION", help="From now: 90 (seconds), 30m, 1h30m, 2d, 500ms."
+    "--delay",
+    callback=to_duration,
+    metavar="DURATION",
+    help="From now: 90 (seconds), 30m, 1h30m, 2d, 500ms.",
 )
 at_option = click.option(
-    "--at", "when", callback=to_instant, metavar="INSTANT", help="As 2030-01-31T18:00:00Z. The past means now."
+    "--at",
+    "when",
+    callback=to_instant,
+    metavar="INSTANT",
+    help="As 2030-01-31T18:00:00Z. The past means now.",
 )

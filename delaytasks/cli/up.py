@@ -18,8 +18,8 @@ from delaytasks import embedded
 from delaytasks.cli.context import Cli, pass_cli
 from delaytasks.cli.database import upgrade_all
 from delaytasks.cli.supervisor import Spec, Supervisor
-from delaytasks.core.hidden import mask_url
-from delaytasks.core.private import make_folder
+from delaytasks.core.masking import mask_url
+from delaytasks.core.private_files import make_folder
 
 FLOWER_PORT = 5555
 #: How long a worker may go on with what it runs, once it is told to stop.
@@ -37,9 +37,21 @@ _WORKER_NOISE = re.compile(
 
 
 @click.command()
-@click.option("--concurrency", "-c", type=click.IntRange(1), help="Processes or threads of the worker [CPUs].")
-@click.option("--pool", "-P", type=click.Choice(["prefork", "threads", "solo"]), default="prefork", show_default=True)
-@click.option("--port", type=click.IntRange(1, 65535), help=f"Flower's port [{FLOWER_PORT}, or the next free one].")
+@click.option(
+    "--concurrency", "-c", type=click.IntRange(1), help="Processes or threads of the worker [CPUs]."
+)
+@click.option(
+    "--pool",
+    "-P",
+    type=click.Choice(["prefork", "threads", "solo"]),
+    default="prefork",
+    show_default=True,
+)
+@click.option(
+    "--port",
+    type=click.IntRange(1, 65535),
+    help=f"Flower's port [{FLOWER_PORT}, or the next free one].",
+)
 @click.option("--no-flower", is_flag=True, help="Without Flower, even where it is installed.")
 @pass_cli
 def up(cli: Cli, concurrency: int | None, pool: str, port: int | None, no_flower: bool) -> None:
@@ -49,7 +61,9 @@ def up(cli: Cli, concurrency: int | None, pool: str, port: int | None, no_flower
     A process that dies is started again. Ctrl-C stops everything.
     """
     if os.name != "posix":
-        raise click.UsageError("up runs on Linux and macOS; on Windows use WSL, or start the lines of the Procfile")
+        raise click.UsageError(
+            "up runs on Linux and macOS; on Windows use WSL, or start the lines of the Procfile"
+        )
     has_flower = not no_flower and importlib.util.find_spec("flower") is not None
     flower_port = _free_port(port) if has_flower else None
     cli.import_processors()
@@ -102,7 +116,9 @@ def _broker(cli: Cli) -> tuple[str, list[Spec]]:
     return f"private {redis.server}", [spec]
 
 
-def _celery(app: str, data_dir: str, concurrency: int | None, pool: str, flower_port: int | None) -> list[Spec]:
+def _celery(
+    app: str, data_dir: str, concurrency: int | None, pool: str, flower_port: int | None
+) -> list[Spec]:
     celery = [sys.executable, "-m", "celery", "--quiet", "-A", app]
     # There is one worker, so there is nobody to mingle or gossip with, which saves a second at start.
     worker = ["worker", "--loglevel=INFO", f"--pool={pool}", "--without-mingle", "--without-gossip"]
@@ -113,7 +129,15 @@ def _celery(app: str, data_dir: str, concurrency: int | None, pool: str, flower_
     # At INFO beat would say every five seconds that it sweeps.
     beat = ["beat", "--loglevel=WARNING", f"--schedule={folder / 'celerybeat-schedule'}"]
     specs = [
-        Spec("worker", celery + worker, "cyan", 1, WORKER_PATIENCE_S, ready_line=" ready.", noise=_WORKER_NOISE),
+        Spec(
+            "worker",
+            celery + worker,
+            "cyan",
+            1,
+            WORKER_PATIENCE_S,
+            ready_line=" ready.",
+            noise=_WORKER_NOISE,
+        ),
         Spec("beat", celery + beat, "magenta", stage=2, umask=0o077),
     ]
     if flower_port:
@@ -132,7 +156,9 @@ def _free_port(wanted: int | None) -> int:
                 return port
             except OSError:
                 continue
-    raise click.UsageError(f"port {wanted or FLOWER_PORT} is in use; choose another one by --port, or use --no-flower")
+    raise click.UsageError(
+        f"port {wanted or FLOWER_PORT} is in use; choose another one by --port, or use --no-flower"
+    )
 
 
 def _what_to_open(cli: Cli, broker: str, flower_port: int | None) -> Iterator[tuple[str, str]]:
@@ -143,10 +169,16 @@ def _what_to_open(cli: Cli, broker: str, flower_port: int | None) -> Iterator[tu
     yield "watch", f"http://127.0.0.1:{flower_port} (Flower)" if flower_port else flower
     tags = sorted(p.tag for p in cli.delays.registry if not p.tag.startswith("delaytasks."))
     if not tags:
-        yield "processors", "none yet: put @delaytasks.processor functions into a module, say tasks.py,"
+        yield (
+            "processors",
+            "none yet: put @delaytasks.processor functions into a module, say tasks.py,",
+        )
         yield "", 'and into celeryconfig.py here: imports = ["tasks"]'
     tag = tags[0] if tags else "hello"
     body = '{"order": 7}' if tag == "order.close" else "{}"
-    yield "try", f"in another shell like this one, in this folder: {cli.command} schedule {tag} '{body}' --delay 5"
+    yield (
+        "try",
+        f"in another shell like this one, in this folder: {cli.command} schedule {tag} '{body}' --delay 5",
+    )
     yield "", f"then: {cli.command} list"
     yield "stop", "Ctrl-C"

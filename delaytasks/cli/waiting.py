@@ -8,11 +8,11 @@ from delaytasks.cli.output import Cell, cell, print_table, say
 from delaytasks.cli.times import show_instant
 from delaytasks.core.durations import show_duration
 from delaytasks.core.errors import StoreError
-from delaytasks.core.hidden import mask_url
+from delaytasks.core.masking import mask_url
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
-    from delaytasks.shards import Shard
+    from delaytasks.sharding.shard import Shard
 
 #: Queues and tags that are named, those with the most tasks.
 MOST = 20
@@ -21,9 +21,9 @@ MOST = 20
 def late_tasks(delays: DelayTasks, shard: Shard) -> list[dict[str, Any]]:
     """Return the tasks of a shard that should have begun, by queue and tag, and why they have not."""
     from delaytasks.core.why import why_late
-    from delaytasks.engine.sweeper import SILENT_SWEEPS
-    from delaytasks.store.facts import FactReader
-    from delaytasks.store.stats import Stats
+    from delaytasks.maintenance.sweeper import SILENT_SWEEPS
+    from delaytasks.storage.facts import FactReader
+    from delaytasks.storage.stats import Stats
 
     settings, store = delays.settings, shard.store
     groups = Stats(store.database, store.schema).late(settings.grace_s, MOST)
@@ -51,15 +51,26 @@ def late_tasks(delays: DelayTasks, shard: Shard) -> list[dict[str, Any]]:
 
 def print_late(found: list[dict[str, Any]]) -> None:
     rows: list[list[Cell]] = [
-        [cell(each["queue"]), cell(each["tag"]), f"{each['tasks']:,}", show_duration(each["late_s"]), cell(each["why"])]
+        [
+            cell(each["queue"]),
+            cell(each["tag"]),
+            f"{each['tasks']:,}",
+            show_duration(each["late_s"]),
+            cell(each["why"]),
+        ]
         for each in found
     ]
-    print_table(["queue", "tag", "late tasks", "by", "why"], rows, right="late tasks", folded="queue tag why")
+    print_table(
+        ["queue", "tag", "late tasks", "by", "why"],
+        rows,
+        right="late tasks",
+        folded="queue tag why",
+    )
 
 
 def replication_of(shard: Shard) -> dict[str, Any] | None:
     """Return how the database of a shard replicates; None if it does not."""
-    from delaytasks.store.replication import replication
+    from delaytasks.storage.replication import replication
 
     found = replication(shard.store.database)
     return None if found is None else found._asdict()
@@ -72,7 +83,9 @@ def warnings_of(delays: DelayTasks) -> list[str]:
         where = f"shard {shard.number}: " if len(delays.shards) > 1 else ""
         try:
             found_late = late_tasks(delays, shard)
-        except StoreError as error:  # a role that reads tasks may lack the tables of workers and policies
+        except (
+            StoreError
+        ) as error:  # a role that reads tasks may lack the tables of workers and policies
             found_late = []
             warnings.append(f"{where}late tasks are unknown: {error}")
         for late in found_late:

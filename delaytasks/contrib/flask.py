@@ -13,13 +13,18 @@ from sqlalchemy import URL, make_url
 
 from delaytasks import api
 from delaytasks.app import DelayTasks
-from delaytasks.callbacks import Received, verify
-from delaytasks.core.errors import BodyNotJSONError, ConfigError, InvalidSignatureError, SessionUnusableError
-from delaytasks.core.hidden import Secret
-from delaytasks.core.ports import Unit
+from delaytasks.core.errors import (
+    BodyNotJSONError,
+    ConfigError,
+    InvalidSignatureError,
+    SessionUnusableError,
+)
+from delaytasks.core.interfaces import Transaction
+from delaytasks.core.masking import Secret
 from delaytasks.core.task import DelayTask
-from delaytasks.parts import Parts
-from delaytasks.store.units import _PENDING, unit_of
+from delaytasks.storage.transactions import _PENDING, transaction_of
+from delaytasks.webhooks import Received, verify
+from delaytasks.wiring import Wiring
 
 
 class FlaskDelays(DelayTasks):
@@ -51,7 +56,7 @@ class FlaskDelays(DelayTasks):
         self._flask: Flask | None = None
         self._given = celery_app
         self._joins = join_session
-        self.ambient_unit = self._unit_of_session
+        self.ambient_transaction = self._unit_of_session
         self.around.append(self._app_context)
         if default:
             api.set_default(self)
@@ -62,7 +67,9 @@ class FlaskDelays(DelayTasks):
         """Belongs to `app` from now on. A test that makes a new app calls it again."""
         options = app.config.get("DELAYTASKS", {})
         if not isinstance(options, dict):
-            raise ConfigError(f"app.config['DELAYTASKS'] is a dict of settings, not {type(options).__name__}")
+            raise ConfigError(
+                f"app.config['DELAYTASKS'] is a dict of settings, not {type(options).__name__}"
+            )
         with self._lock:
             self.close()
             self._parts = None
@@ -77,7 +84,7 @@ class FlaskDelays(DelayTasks):
         _ = self.settings  # what is wrong with them is said here
 
     @property
-    def _made(self) -> Parts:
+    def _made(self) -> Wiring:
         if self._parts is not None:
             return self._parts
         if self._flask is None:
@@ -89,17 +96,19 @@ class FlaskDelays(DelayTasks):
                 if url is not None:
                     parts.close()
                     self._parts = None
-                    self._arguments["database_url"] = Secret(url.render_as_string(hide_password=False))
+                    self._arguments["database_url"] = Secret(
+                        url.render_as_string(hide_password=False)
+                    )
         return super()._made
 
-    def _unit_of_session(self) -> Unit | None:
+    def _unit_of_session(self) -> Transaction | None:
         """The request's transaction, when it is on the database that the tables are in."""
         if not self._joins or not has_app_context():
             return None
         url = _session_url()
         if url is None or not self.routes.databases.has(url):
             return None
-        return unit_of(current_app.extensions["sqlalchemy"].session)
+        return transaction_of(current_app.extensions["sqlalchemy"].session)
 
     @contextmanager
     def _app_context(self, task: DelayTask) -> Iterator[None]:
@@ -152,7 +161,9 @@ def _url_of(app: Flask) -> URL | None:
                 "or give app.config['DELAYTASKS'] a 'database_url'"
             )
     # Workers use the driver that delaytasks comes with, whichever the app has.
-    return url.set(drivername="postgresql+psycopg2") if url.get_backend_name() == "postgresql" else url
+    return (
+        url.set(drivername="postgresql+psycopg2") if url.get_backend_name() == "postgresql" else url
+    )
 
 
 def _uncommitted() -> int:
@@ -167,5 +178,6 @@ def _warn_of_uncommitted(error: BaseException | None) -> None:
     forgotten = 0 if error is not None else _uncommitted()
     if forgotten:
         current_app.logger.warning(
-            "%d delayed task(s) scheduled in db.session, which was not committed: they are rolled back", forgotten
+            "%d delayed task(s) scheduled in db.session, which was not committed: they are rolled back",
+            forgotten,
         )

@@ -16,7 +16,10 @@ class Availability:
     """Thread-safe. However many threads find out, each change is told once: `tell_down(error)`, `tell_up()`."""
 
     def __init__(
-        self, tell_down: Callable[[str], None], tell_up: Callable[[], None] = lambda: None, rest_s: float = REST_S
+        self,
+        tell_down: Callable[[str], None],
+        tell_up: Callable[[], None] = lambda: None,
+        rest_s: float = REST_S,
     ) -> None:
         self._tell_down = tell_down
         self._tell_up = tell_up

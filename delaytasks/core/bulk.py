@@ -65,7 +65,11 @@ class Filter:
 
     def as_json(self) -> dict[str, Any]:
         """What was named."""
-        named = {name: value for name, value in asdict(self).items() if name != "move" and value is not None}
+        named = {
+            name: value
+            for name, value in asdict(self).items()
+            if name != "move" and value is not None
+        }
         shown = {name: _shown(value) for name, value in named.items()}
         return shown or {"everything": True}
 
@@ -75,11 +79,22 @@ def filter_of(move: str, filters: Mapping[str, Any], everything: bool) -> Filter
     unknown = filters.keys() - Filters.__annotations__.keys()
     if unknown:
         known = ", ".join(Filters.__annotations__)
-        raise InvalidQueryError(f"{', '.join(sorted(unknown))}: tasks are not named by that (known: {known})")
-    given = {name: _CHECKS.get(name, check_instant)(value) for name, value in filters.items() if value is not None}
+        raise InvalidQueryError(
+            f"{', '.join(sorted(unknown))}: tasks are not named by that (known: {known})"
+        )
+    given = {
+        name: _CHECKS.get(name, check_instant)(value)
+        for name, value in filters.items()
+        if value is not None
+    }
     if not given and not everything:
-        raise InvalidQueryError(f"{move}: name the tasks (by tag=, key_prefix=, …), or say everything=True")
-    status, allowed = given.get("status"), MOVES[move].sources | (LIVE if _moves_live(move) else frozenset())
+        raise InvalidQueryError(
+            f"{move}: name the tasks (by tag=, key_prefix=, …), or say everything=True"
+        )
+    status, allowed = (
+        given.get("status"),
+        MOVES[move].sources | (LIVE if _moves_live(move) else frozenset()),
+    )
     if status is not None and status not in allowed:
         names = ", ".join(sorted(each.name for each in MOVES[move].sources))
         raise InvalidQueryError(f"{move} is for tasks that are {names}, not {status.name}")

@@ -44,6 +44,10 @@ class CancelResult:
             return cls(False, str(error), error.id)
         if isinstance(error, InvalidStatusError) and error.status in _NOTHING_TO_CANCEL:
             is_running = error.status is Status.RUNNING
-            reason = str(error) if is_running else f"task {error.id} has ended: it is {error.status.name}"
+            reason = (
+                str(error)
+                if is_running
+                else f"task {error.id} has ended: it is {error.status.name}"
+            )
             return cls(False, reason, error.id, error.status)
         return None

@@ -61,7 +61,9 @@ class Clock:
     thread that may wait for the database.
     """
 
-    def __init__(self, measure: Measure | None = None, refresh_s: float = 60.0, refreshes_inline: bool = True) -> None:
+    def __init__(
+        self, measure: Measure | None = None, refresh_s: float = 60.0, refreshes_inline: bool = True
+    ) -> None:
         self._measure = measure or (lambda _: from_us(time.time_ns() // 1000))
         self._refresh_s = refresh_s
         self.refreshes_inline = refreshes_inline
@@ -129,7 +131,10 @@ class Clock:
         base = self._base
         if base is None:
             return True
-        return abs((time.time_ns() - base.wall_ns) / 1e9 - (time.monotonic() - base.monotonic)) > JUMP_S
+        return (
+            abs((time.time_ns() - base.wall_ns) / 1e9 - (time.monotonic() - base.monotonic))
+            > JUMP_S
+        )
 
     def _insist(self) -> None:
         try:
@@ -157,7 +162,10 @@ class Clock:
             told = to_us(self._measure(insists))
             after, wall_after = time.monotonic(), time.time_ns()
             if best is None or after - before < best[0]:
-                best = after - before, Base(told, (before + after) / 2, (wall_before + wall_after) // 2)
+                best = (
+                    after - before,
+                    Base(told, (before + after) / 2, (wall_before + wall_after) // 2),
+                )
         assert best is not None
         return best[1]
 

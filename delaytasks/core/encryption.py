@@ -34,7 +34,9 @@ def new_key() -> str:
 
 def key_name(key: str) -> str:
     """By which a key can be told from others, and not found out."""
-    return hashlib.sha256(b"delaytasks key\0" + base64.urlsafe_b64decode(key)).hexdigest()[:NAME_LENGTH]
+    return hashlib.sha256(b"delaytasks key\0" + base64.urlsafe_b64decode(key)).hexdigest()[
+        :NAME_LENGTH
+    ]
 
 
 def names_of(keys: Iterable[str]) -> list[str]:

@@ -94,7 +94,7 @@ class InvalidQueryError(InvalidInputError):
     """A page size or cursor can not be used."""
 
 
-class InvalidLadderError(InvalidInputError):
+class InvalidRetryScheduleError(InvalidInputError):
     """A ladder, or one of its rungs, is not of a form that can be climbed."""
 
 
@@ -168,7 +168,11 @@ class StoreUnavailableError(StoreError):
     answers, but cannot do what was asked: its disk is full, or it takes no writes."""
 
     def __init__(
-        self, message: str, shard: int | None = None, is_locked: bool = False, is_unable: bool = False
+        self,
+        message: str,
+        shard: int | None = None,
+        is_locked: bool = False,
+        is_unable: bool = False,
     ) -> None:
         super().__init__(message)
         self.shard = shard

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
-from delaytasks.core.repeats import Repeats
+from delaytasks.core.event_throttle import Repeats
 from delaytasks.core.text import traceback_text
 
 Subscriber = Callable[[str, dict[str, Any]], None]
@@ -32,7 +32,7 @@ _BY_OUTAGE = frozenset({"loop.failed", "chunk.failed", "settle.waits"})
 _LEVELS = {
     "task.failed": logging.ERROR,
     "task.done": logging.INFO,
-    "task.climbed": logging.WARNING,
+    "task.retry_scheduled": logging.WARNING,
     "task.left_open": logging.ERROR,
     "task.row_locked": logging.ERROR,
     "task.raised_late": logging.WARNING,
@@ -43,8 +43,8 @@ _LEVELS = {
     "task.brought_forward": logging.INFO,
     "task.no_time_limits": logging.WARNING,
     "task.timed_out": logging.WARNING,
-    "task.lapsed": logging.WARNING,
-    "task.gave_up": logging.ERROR,
+    "task.recovered": logging.WARNING,
+    "task.worker_lost": logging.ERROR,
     "task.lease_lost": logging.WARNING,
     "task.broke_off": logging.WARNING,
     "message.refused": logging.WARNING,
@@ -143,7 +143,9 @@ def log_event(name: str, fields: dict[str, Any]) -> None:
         return
     # repr keeps CR, LF and ANSI sequences of strangers inside one escaped line.
     said = {
-        key: value for key, value in fields.items() if isinstance(value, _SHOWN) and key not in ("cause", "is_logged")
+        key: value
+        for key, value in fields.items()
+        if isinstance(value, _SHOWN) and key not in ("cause", "is_logged")
     }
     shown = " ".join(f"{key}={_repr(value)}" for key, value in said.items())
     # Where the database fails does not say why, and it fails again and again.
@@ -151,8 +153,12 @@ def log_event(name: str, fields: dict[str, Any]) -> None:
         logger.log(level, "%s %s", name, shown)
         return
     info = (type(cause), cause, cause.__traceback__)
-    record = logger.makeRecord(logger.name, level, __file__, 0, "%s %s", (name, shown), info, "log_event")
-    record.exc_text = _traceback(cause)  # what formatters show; trackers such as Sentry take the exception itself
+    record = logger.makeRecord(
+        logger.name, level, __file__, 0, "%s %s", (name, shown), info, "log_event"
+    )
+    record.exc_text = _traceback(
+        cause
+    )  # what formatters show; trackers such as Sentry take the exception itself
     logger.handle(record)
 
 
@@ -171,5 +177,7 @@ def _repr(value: object) -> str:
 def _traceback(error: BaseException) -> str:
     """Bounded, and indented, so that no line that a stranger's text brings looks like one of the log's own."""
     text = traceback_text(error, MOST_TRACEBACK_BYTES)
-    escaped = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    escaped = "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
     return textwrap.indent(escaped.rstrip(), "    ")

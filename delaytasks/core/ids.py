@@ -40,7 +40,11 @@ class IdMaker:
 
     def __call__(self) -> int:
         elapsed = self._wall_ms() - EPOCH_MS
-        return elapsed << (SHARD_BITS + COUNTER_BITS) | self._shard | next(self._counter) & _COUNTER_MASK
+        return (
+            elapsed << (SHARD_BITS + COUNTER_BITS)
+            | self._shard
+            | next(self._counter) & _COUNTER_MASK
+        )
 
 
 def shard_of(id: int) -> int:
@@ -61,7 +65,12 @@ def made_at(id: int) -> datetime:
 
 def check_id(value: object) -> int:
     """`value` as a task id, from an integer or its decimal text."""
-    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= len(str(MAX_ID)):
+    if (
+        isinstance(value, str)
+        and value.isascii()
+        and value.isdigit()
+        and len(value) <= len(str(MAX_ID))
+    ):
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_ID:
         raise InvalidIdError(f"a task id is an integer from 1 to 2^63 - 1, not {shown(value)}")

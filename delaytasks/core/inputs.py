@@ -23,7 +23,7 @@ from delaytasks.core.errors import (
     InvalidTagError,
     NaiveDatetimeError,
 )
-from delaytasks.core.jsontext import dump_any, dump_flat, dump_json
+from delaytasks.core.json_text import dump_any, dump_flat, dump_json
 from delaytasks.core.states import Status
 from delaytasks.core.text import shown
 
@@ -67,7 +67,9 @@ def check_status(status: object) -> Status:
             return Status(status)
     except (KeyError, ValueError):
         pass  # said below
-    raise InvalidQueryError(f"status is one of {', '.join(s.name for s in Status)}, not {shown(status)}")
+    raise InvalidQueryError(
+        f"status is one of {', '.join(s.name for s in Status)}, not {shown(status)}"
+    )
 
 
 def check_limit(limit: object) -> int:
@@ -80,7 +82,9 @@ def check_queue(queue: object) -> str:
     """Brokers make more of it than text: RabbitMQ counts its bytes, the filesystem transport takes it for a path."""
     name = _check_name(queue, "queue", QUEUE_LENGTH, InvalidQueueError)
     if not is_queue(name):
-        raise InvalidQueueError(f"a queue has letters, digits, '_', '.' and '-' only, not {shown(name)}")
+        raise InvalidQueueError(
+            f"a queue has letters, digits, '_', '.' and '-' only, not {shown(name)}"
+        )
     return name
 
 
@@ -92,11 +96,17 @@ def _check_name(value: object, what: str, longest: int, error: type[InvalidInput
     if value != value.strip():  # MySQL takes 'a' and 'a ' for the same
         raise error(f"a {what} must not begin or end with a blank: {shown(value)}")
     if len(value) > longest:
-        raise error(f"a {what} has at most {longest} characters, this one has {len(value)}: {value[:40]!r}…")
+        raise error(
+            f"a {what} has at most {longest} characters, this one has {len(value)}: {value[:40]!r}…"
+        )
     if value.isprintable():
-        return str.__str__(value)  # a plain one: drivers write subclasses (enums) as they say themselves
+        return str.__str__(
+            value
+        )  # a plain one: drivers write subclasses (enums) as they say themselves
     if "\x00" in value or any("\ud800" <= c <= "\udfff" for c in value):
-        raise BodyNotStorableError(f"the {what} {shown(value)} holds NUL or a lone surrogate, which can not be stored")
+        raise BodyNotStorableError(
+            f"the {what} {shown(value)} holds NUL or a lone surrogate, which can not be stored"
+        )
     raise error(f"the {what} {shown(value)} holds control or unprintable characters")
 
 
@@ -109,7 +119,11 @@ def is_queue(name: str) -> bool:
 
 
 def check_priority(priority: object) -> int:
-    if not isinstance(priority, int) or isinstance(priority, bool) or not 0 <= priority <= MAX_PRIORITY:
+    if (
+        not isinstance(priority, int)
+        or isinstance(priority, bool)
+        or not 0 <= priority <= MAX_PRIORITY
+    ):
         raise InvalidPriorityError(
             f"a priority is an integer from 0 to {MAX_PRIORITY} (higher first), not {shown(priority)}"
         )
@@ -131,13 +145,17 @@ def check_delay(delay: object, max_delay_s: float, what: str = "a delay") -> tim
     if not math.isfinite(seconds) or seconds < 0:
         raise InvalidDelayError(f"{what} is finite and not negative, not {shown(delay)}")
     if seconds > max_delay_s:
-        raise InvalidDelayError(f"{what} is at most {max_delay_s:g} s (setting max_delay_s), not {shown(delay)}")
+        raise InvalidDelayError(
+            f"{what} is at most {max_delay_s:g} s (setting max_delay_s), not {shown(delay)}"
+        )
     return timedelta(seconds=seconds)
 
 
 def check_wait(wait: object, max_s: float, what: str = "a delay") -> float:
     """Seconds, a timedelta or text ("1h30m"), as seconds."""
-    return check_delay(parse_duration(wait) if isinstance(wait, str) else wait, max_s, what).total_seconds()
+    return check_delay(
+        parse_duration(wait) if isinstance(wait, str) else wait, max_s, what
+    ).total_seconds()
 
 
 def check_due(delay: object, when: object) -> None:
@@ -149,9 +167,13 @@ def check_due(delay: object, when: object) -> None:
 def check_instant(when: object) -> datetime:
     """An aware datetime, in UTC; the past is fine and means now."""
     if not isinstance(when, datetime):
-        raise InvalidScheduleError(f"an instant is an aware datetime, not {type(when).__name__} ({shown(when)})")
+        raise InvalidScheduleError(
+            f"an instant is an aware datetime, not {type(when).__name__} ({shown(when)})"
+        )
     if when.tzinfo is None or when.utcoffset() is None:
-        raise NaiveDatetimeError(f"{when.isoformat()} has no time zone; use datetime.now(timezone.utc) or an aware one")
+        raise NaiveDatetimeError(
+            f"{when.isoformat()} has no time zone; use datetime.now(timezone.utc) or an aware one"
+        )
     try:
         return when.astimezone(UTC)
     except OverflowError:
@@ -167,8 +189,14 @@ def encode_body(body: Any, max_bytes: int) -> str:
     check.size(body, ("$",), 0)
     try:
         text = dump_json(body) if check.is_plain else dump_any(body)
-    except (TypeError, ValueError, RecursionError) as error:  # types that show one content here and another one there
-        raise BodyNotJSONError(f"$: {type(body).__name__} can not be said in JSON ({type(error).__name__})") from None
+    except (
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as error:  # types that show one content here and another one there
+        raise BodyNotJSONError(
+            f"$: {type(body).__name__} can not be said in JSON ({type(error).__name__})"
+        ) from None
     # A character is at most 4 bytes: only texts near the limit have to be encoded to be measured.
     if len(text) * 4 > max_bytes and (size := len(text.encode())) > max_bytes:
         raise _too_large(max_bytes, f": {size:,}")
@@ -205,7 +233,9 @@ class _Check:
             return _check_storable(value, path)
         if value is None or isinstance(value, int):
             if value is not None and value.bit_length() > _INTEGER_BITS:
-                raise BodyNotJSONError(f"{_at(path)}: an integer so long (more than 4,300 digits) can not be read back")
+                raise BodyNotJSONError(
+                    f"{_at(path)}: an integer so long (more than 4,300 digits) can not be read back"
+                )
             return 1
         if isinstance(value, float):
             if not math.isfinite(value):
@@ -216,14 +246,22 @@ class _Check:
                 f"{_at(path)}: {kind.__name__} can not be said in JSON; convert it first (str(value), list(value), …)"
             )
         if depth >= MAX_DEPTH:
-            raise BodyNotJSONError(f"{_at(path, 80)}… is nested deeper than {MAX_DEPTH}, or holds itself")
-        return self._of_items(value, path, depth) if isinstance(value, dict) else self._of_list(value, path, depth)
+            raise BodyNotJSONError(
+                f"{_at(path, 80)}… is nested deeper than {MAX_DEPTH}, or holds itself"
+            )
+        return (
+            self._of_items(value, path, depth)
+            if isinstance(value, dict)
+            else self._of_list(value, path, depth)
+        )
 
     def _of_items(self, value: dict[Any, Any], path: _Path, depth: int) -> int:
         size = 1
         for key, item in value.items():
             if not isinstance(key, str):
-                raise BodyNotJSONError(f"{_at(path)}: the key {shown(key)} is not a string, but {type(key).__name__}")
+                raise BodyNotJSONError(
+                    f"{_at(path)}: the key {shown(key)} is not a string, but {type(key).__name__}"
+                )
             size += (_plain_size(key) or self.size(key, path, depth)) + 2
             size += _plain_size(item) or self.size(item, (path, key), depth + 1)
             if size > self.room:
@@ -256,7 +294,9 @@ def _check_storable(text: str, path: _Path) -> int:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise BodyNotStorableError(f"{_at(path)} holds a lone surrogate, which can not be stored") from None
+            raise BodyNotStorableError(
+                f"{_at(path)} holds a lone surrogate, which can not be stored"
+            ) from None
     return len(text) + 2
 
 

@@ -27,7 +27,9 @@ class Life:
         self.wake = threading.Event()
         #: When the turn that is under way began, or last made progress; None while the loop rests.
         self.began: float | None = None
-        self.thread = threading.Thread(target=run, args=(self,), name=f"delaytasks-{name}", daemon=True)
+        self.thread = threading.Thread(
+            target=run, args=(self,), name=f"delaytasks-{name}", daemon=True
+        )
 
 
 class Loop:
@@ -96,7 +98,9 @@ class Loop:
                 return
             if not life.thread.is_alive():
                 reason, run = "dead", self._run
-            elif life.began is not None and monotonic() - life.began > self._stuck_s * self._patience:
+            elif (
+                life.began is not None and monotonic() - life.began > self._stuck_s * self._patience
+            ):
                 reason, run = "stuck", self._run_reconnected
                 self._patience *= 2
             else:

@@ -61,7 +61,9 @@ class Policy:
     @property
     def has_places_only(self) -> bool:
         """Whether a task that runs may hand its place over, whoever is next."""
-        return self.concurrency is not None and self.limits[1:] == (None,) * 3 and not self.is_paused
+        return (
+            self.concurrency is not None and self.limits[1:] == (None,) * 3 and not self.is_paused
+        )
 
     @property
     def is_applied(self) -> bool:
@@ -153,7 +155,11 @@ class Policies:
             if policy.kind == "tag":
                 _set(self.limited, policy.name, policy if policy.has_limits else None)
             _set(self.unapplied, name, None if policy.is_applied else policy)
-        times = (policy.update_time for policy in self._by_name.values() if policy.update_time is not None)
+        times = (
+            policy.update_time
+            for policy in self._by_name.values()
+            if policy.update_time is not None
+        )
         self._changed_at = max(times, default=None)
 
     @property

@@ -16,9 +16,9 @@ from typing import Any
 
 from delaytasks.core.encryption import are_keys, names_of
 from delaytasks.core.errors import ConfigError
-from delaytasks.core.hidden import hide, mask_secret
 from delaytasks.core.ids import MAX_SHARDS
 from delaytasks.core.inputs import is_queue
+from delaytasks.core.masking import hide, mask_secret
 
 PREFIX = "delaytasks_"
 
@@ -33,28 +33,52 @@ class Settings:
     """Durations end in `_s` and are seconds."""
 
     database_url: tuple[str, ...] = _setting(
-        (), "SQLAlchemy URL, or a list of them, one for each shard; empty: SQLite in data_dir", secret=True
+        (),
+        "SQLAlchemy URL, or a list of them, one for each shard; empty: SQLite in data_dir",
+        secret=True,
     )
-    shards_before: int | None = _setting(None, "while a shard is being added: how many there were before it")
+    shards_before: int | None = _setting(
+        None, "while a shard is being added: how many there were before it"
+    )
     data_dir: str = _setting(".delaytasks", "folder of the embedded database and broker")
-    namespace: str = _setting("delaytasks", "prefix of our queues, so that deployments can share a broker")
-    table_prefix: str = _setting("", "prefix of our tables, so that deployments can share a database")
-    table_schema: str = _setting("", "schema of our tables (PostgreSQL, MySQL); empty: the connection's own")
+    namespace: str = _setting(
+        "delaytasks", "prefix of our queues, so that deployments can share a broker"
+    )
+    table_prefix: str = _setting(
+        "", "prefix of our tables, so that deployments can share a database"
+    )
+    table_schema: str = _setting(
+        "", "schema of our tables (PostgreSQL, MySQL); empty: the connection's own"
+    )
     pool_size: int = _setting(5, "database connections kept by each process")
 
-    timer: str = _setting("eta", "where near tasks wait: broker and workers (eta), Redis (redis), the table (direct)")
-    redis_url: str = _setting("", "Redis of the redis timer; empty: the broker's, when that is Redis", secret=True)
+    timer: str = _setting(
+        "eta", "where near tasks wait: broker and workers (eta), Redis (redis), the table (direct)"
+    )
+    redis_url: str = _setting(
+        "", "Redis of the redis timer; empty: the broker's, when that is Redis", secret=True
+    )
     redis_slots: int = _setting(8, "parts of a queue in the redis timer; the same in all processes")
-    arm: str = _setting("inline", "who sends near tasks to the broker: the call (inline) or a thread (background)")
-    horizon_s: float | None = _setting(30.0, "only tasks due within it are sent to the broker; none: all of them")
-    publish_limit_s: float = _setting(0.5, "longest time that sending may take; after it the sweep sends")
+    arm: str = _setting(
+        "inline", "who sends near tasks to the broker: the call (inline) or a thread (background)"
+    )
+    horizon_s: float | None = _setting(
+        30.0, "only tasks due within it are sent to the broker; none: all of them"
+    )
+    publish_limit_s: float = _setting(
+        0.5, "longest time that sending may take; after it the sweep sends"
+    )
     default_queue: str = _setting("default", "queue of tasks for which nothing names another one")
     queues: Mapping[str, str] = _setting(
         {}, "queues of tags, and of patterns such as mail.*; in the environment as JSON"
     )
-    strict_tags: bool = _setting(False, "refuse to schedule tags that this process has no processor for")
+    strict_tags: bool = _setting(
+        False, "refuse to schedule tags that this process has no processor for"
+    )
     max_delay_s: float = _setting(10 * 366 * 86400.0, "longest delay")
-    event_bodies: bool = _setting(True, "Flower and other monitors see bodies and results, as they see Celery's")
+    event_bodies: bool = _setting(
+        True, "Flower and other monitors see bodies and results, as they see Celery's"
+    )
     log_successes: bool = _setting(False, "each task that succeeded is logged at INFO (task.done)")
     max_body_bytes: int = _setting(256 * 1024, "longest body, as JSON")
     max_error_bytes: int = _setting(64 * 1024, "longest error text kept")
@@ -64,24 +88,42 @@ class Settings:
         secret=True,
     )
 
-    chunk_time_box_s: float = _setting(0.05, "rows of a chunk that did not start by then are given back")
+    chunk_time_box_s: float = _setting(
+        0.05, "rows of a chunk that did not start by then are given back"
+    )
     chunk_max: int = _setting(200, "most rows in one chunk")
-    grace_s: float = _setting(1.0, "a task that is later than this is left to the table, where all workers help")
-    lease_s: float = _setting(60.0, "a running task belongs to its worker for so long; renewed at a third")
-    max_lapses: int = _setting(5, "a task whose worker died so many times in a row is FAILED")
+    grace_s: float = _setting(
+        1.0, "a task that is later than this is left to the table, where all workers help"
+    )
+    lease_s: float = _setting(
+        60.0, "a running task belongs to its worker for so long; renewed at a third"
+    )
+    max_lost_leases: int = _setting(5, "a task whose worker died so many times in a row is FAILED")
 
     sweep_s: float = _setting(5.0, "time between sweeps")
-    self_sweep_s: float = _setting(10.0, "a worker that saw no sweep for so long sweeps by itself, within a second")
+    self_sweep_s: float = _setting(
+        10.0, "a worker that saw no sweep for so long sweeps by itself, within a second"
+    )
     houses: int = _setting(1, "number of sweeps that share the table (house numbers)")
     drain_tokens: int = _setting(
         2, "drain messages per worker and queue at each sweep, and per queue that a worker leaves"
     )
-    purge_after_s: float | None = _setting(None, "finished tasks older than this are deleted; none: never")
+    purge_after_s: float | None = _setting(
+        None, "finished tasks older than this are deleted; none: never"
+    )
 
-    callback_secrets: tuple[str, ...] = _setting((), "HTTP callbacks are signed with these (whsec_…)", secret=True)
-    callback_allow: tuple[str, ...] = _setting((), "hosts and networks that callbacks may reach besides public https")
-    callback_ca_file: str = _setting("", "CA certificates that callbacks trust, as PEM; empty: the public ones")
-    callback_broker_url: str = _setting("", "where queue callbacks go; empty: the app's own broker", secret=True)
+    callback_secrets: tuple[str, ...] = _setting(
+        (), "HTTP callbacks are signed with these (whsec_…)", secret=True
+    )
+    callback_allow: tuple[str, ...] = _setting(
+        (), "hosts and networks that callbacks may reach besides public https"
+    )
+    callback_ca_file: str = _setting(
+        "", "CA certificates that callbacks trust, as PEM; empty: the public ones"
+    )
+    callback_broker_url: str = _setting(
+        "", "where queue callbacks go; empty: the app's own broker", secret=True
+    )
     callback_connect_s: float = _setting(5.0, "longest time for each step of sending a callback")
     callback_read_s: float = _setting(10.0, "longest silence of who receives a callback")
     callback_total_s: float = _setting(30.0, "longest time for a whole callback")
@@ -108,7 +150,14 @@ class Settings:
         rows = []
         for spec in _SPECS.values():
             value = getattr(self, spec.name)
-            rows.append((PREFIX + spec.name, _shown(spec, value), self.origin(spec.name), str(spec.metadata["about"])))
+            rows.append(
+                (
+                    PREFIX + spec.name,
+                    _shown(spec, value),
+                    self.origin(spec.name),
+                    str(spec.metadata["about"]),
+                )
+            )
         return rows
 
 
@@ -129,7 +178,9 @@ _SPECS = {spec.name: spec for spec in fields(Settings) if spec.metadata}
 
 def hide_secrets(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments for settings, of which Python shows no secret."""
-    return {name: hide(value) if name in secret_names() else value for name, value in arguments.items()}
+    return {
+        name: hide(value) if name in secret_names() else value for name, value in arguments.items()
+    }
 
 
 def secret_names() -> list[str]:
@@ -153,8 +204,15 @@ def _positive_or_none(_: Settings, value: float | None) -> bool:
 
 
 _RULES: list[tuple[str, Callable[[Settings, Any], bool], str]] = [
-    *((name, _positive, "must be above 0") for name, spec in _SPECS.items() if str(spec.type) in ("int", "float")),
-    *((name, _positive_or_none, "must be above 0, or none") for name in ("horizon_s", "purge_after_s")),
+    *(
+        (name, _positive, "must be above 0")
+        for name, spec in _SPECS.items()
+        if str(spec.type) in ("int", "float")
+    ),
+    *(
+        (name, _positive_or_none, "must be above 0, or none")
+        for name in ("horizon_s", "purge_after_s")
+    ),
     ("database_url", lambda s, v: len(v) <= MAX_SHARDS, f"has at most {MAX_SHARDS} shards"),
     (
         "shards_before",
@@ -164,9 +222,21 @@ _RULES: list[tuple[str, Callable[[Settings, Any], bool], str]] = [
     ("arm", lambda s, v: v in ("inline", "background"), "is 'inline' or 'background'"),
     ("timer", lambda s, v: v in ("eta", "redis", "direct"), "is 'eta', 'redis' or 'direct'"),
     ("redis_slots", lambda s, v: v & (v - 1) == 0 and v <= 1024, "is a power of two, at most 1024"),
-    ("namespace", lambda s, v: bool(_NAME.fullmatch(v)), "has letters, digits, '_', '.' and '-' only"),
-    ("table_prefix", lambda s, v: bool(_IDENTIFIER.fullmatch(v)), "has letters, digits and '_' only"),
-    ("table_schema", lambda s, v: bool(_IDENTIFIER.fullmatch(v)), "has letters, digits and '_' only"),
+    (
+        "namespace",
+        lambda s, v: bool(_NAME.fullmatch(v)),
+        "has letters, digits, '_', '.' and '-' only",
+    ),
+    (
+        "table_prefix",
+        lambda s, v: bool(_IDENTIFIER.fullmatch(v)),
+        "has letters, digits and '_' only",
+    ),
+    (
+        "table_schema",
+        lambda s, v: bool(_IDENTIFIER.fullmatch(v)),
+        "has letters, digits and '_' only",
+    ),
     ("default_queue", lambda s, v: is_queue(v), "has letters, digits, '_', '.' and '-' only"),
     (
         "queues",
@@ -180,26 +250,43 @@ _RULES: list[tuple[str, Callable[[Settings, Any], bool], str]] = [
     ),
     ("chunk_max", lambda s, v: v <= 1000, "is at most 1000"),
     ("callback_in_flight", lambda s, v: v <= 1000, "is at most 1000"),
-    ("max_lapses", lambda s, v: v <= 1000, "is at most 1000"),
-    ("lease_s", lambda s, v: v >= 2 * s.chunk_time_box_s, "must be at least twice chunk_time_box_s"),
+    ("max_lost_leases", lambda s, v: v <= 1000, "is at most 1000"),
+    (
+        "lease_s",
+        lambda s, v: v >= 2 * s.chunk_time_box_s,
+        "must be at least twice chunk_time_box_s",
+    ),
     *(
         (name, lambda s, v: v is None or v <= 1000 * 366 * 86400, "is at most a thousand years")
         for name in ("max_delay_s", "horizon_s")
     ),
     ("self_sweep_s", lambda s, v: v >= s.sweep_s, "must not be below sweep_s"),
-    ("horizon_s", lambda s, v: v is None or v >= 2 * s.sweep_s, "must be at least twice sweep_s, or rows fall between"),
+    (
+        "horizon_s",
+        lambda s, v: v is None or v >= 2 * s.sweep_s,
+        "must be at least twice sweep_s, or rows fall between",
+    ),
 ]
 
 
-def load_settings(conf: Mapping[str, Any], environ: Mapping[str, str], **arguments: Any) -> Settings:
+def load_settings(
+    conf: Mapping[str, Any], environ: Mapping[str, str], **arguments: Any
+) -> Settings:
     """Settings from Celery's configuration, the environment and arguments; the last one wins."""
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     sources: list[tuple[str, dict[str, Any]]] = [
-        ("celery configuration", {k[len(PREFIX) :]: v for k, v in conf.items() if k.startswith(PREFIX)}),
+        (
+            "celery configuration",
+            {k[len(PREFIX) :]: v for k, v in conf.items() if k.startswith(PREFIX)},
+        ),
         (
             "environment",
-            {k[len(PREFIX) :].lower(): v for k, v in environ.items() if k.startswith(PREFIX.upper()) and not _ours(k)},
+            {
+                k[len(PREFIX) :].lower(): v
+                for k, v in environ.items()
+                if k.startswith(PREFIX.upper()) and not _ours(k)
+            },
         ),
         ("arguments", arguments),
     ]
@@ -218,7 +305,10 @@ def load_settings(conf: Mapping[str, Any], environ: Mapping[str, str], **argumen
 def _ours(variable: str) -> bool:
     """Variables that are not settings: where tests and benchmarks find their services, and which app the command line
     uses."""
-    return variable.startswith(("DELAYTASKS_TEST_", "DELAYTASKS_BENCH_")) or variable == "DELAYTASKS_APP"
+    return (
+        variable.startswith(("DELAYTASKS_TEST_", "DELAYTASKS_BENCH_"))
+        or variable == "DELAYTASKS_APP"
+    )
 
 
 def _convert(name: str, value: Any, origin: str) -> Any:
@@ -228,7 +318,11 @@ def _convert(name: str, value: Any, origin: str) -> Any:
             return None
     elif kind == "str" and isinstance(value, str):
         return value
-    elif name == "redis_url" and isinstance(value, (list, tuple)) and all(isinstance(url, str) for url in value):
+    elif (
+        name == "redis_url"
+        and isinstance(value, (list, tuple))
+        and all(isinstance(url, str) for url in value)
+    ):
         return ";".join(value)
     elif kind == "Mapping[str, str]":
         mapping = _mapping(value)
@@ -238,7 +332,9 @@ def _convert(name: str, value: Any, origin: str) -> Any:
         if isinstance(value, str):
             between = _NEXT_URL if name == "database_url" else _BLANKS
             return tuple(between.split(value.strip())) if value.strip() else ()
-        if isinstance(value, (list, tuple)) and all(isinstance(each, str) and each for each in value):
+        if isinstance(value, (list, tuple)) and all(
+            isinstance(each, str) and each for each in value
+        ):
             return tuple(value)
     elif kind == "bool":
         text = str(value).lower()

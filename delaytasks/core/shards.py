@@ -11,4 +11,6 @@ def home_of(tag: str, key: str, shards: int) -> int:
     if shards == 1:
         return 0
     name = f"{tag}\0{key}".encode(errors="surrogatepass")
-    return max(range(shards), key=lambda shard: blake2b(name, digest_size=8, salt=b"%d" % shard).digest())
+    return max(
+        range(shards), key=lambda shard: blake2b(name, digest_size=8, salt=b"%d" % shard).digest()
+    )

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from delaytasks.core.current import Current, current_run
+from delaytasks.core.current_run import Current, current_run
 from delaytasks.core.encryption import decoded, is_encrypted, placeholder
 from delaytasks.core.errors import NotRunningError
 from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import MAX_DEPTH
-from delaytasks.core.ladder import Ladder
+from delaytasks.core.retry_schedule import RetrySchedule
 from delaytasks.core.states import FINISHED, Status
 
 #: Where rows wait that say nothing of a queue, as those of other programs.
@@ -80,15 +80,21 @@ class DelayTask:
     def _run(self, what: str) -> Current:
         run = current_run.get()
         if run is None:
-            raise NotRunningError(f"task {self.id} does not run here: {what}() is for its processor", self.id)
+            raise NotRunningError(
+                f"task {self.id} does not run here: {what}() is for its processor", self.id
+            )
         return run
 
     @property
-    def ladder(self) -> Ladder | None:
+    def retry_schedule(self) -> RetrySchedule | None:
         """The task's own, which takes the place of its tag's."""
-        rungs = self._headers().get("retry")
+        retry_delays = self._headers().get("retry")
         try:
-            return None if rungs is None else Ladder(rungs["rungs_s"], jitter=rungs["jitter"])
+            return (
+                None
+                if retry_delays is None
+                else RetrySchedule(retry_delays["rungs_s"], jitter=retry_delays["jitter"])
+            )
         except (ValueError, TypeError, KeyError):  # another program's
             return None
 
@@ -105,7 +111,11 @@ class DelayTask:
     @property
     def result(self) -> Any:
         """What its processor returned, where the processor keeps that."""
-        return None if self.result_json is None else decoded(self.result_json, f"the result of task {self.id}")
+        return (
+            None
+            if self.result_json is None
+            else decoded(self.result_json, f"the result of task {self.id}")
+        )
 
     def _seconds(self, header: str) -> float | None:
         seconds: Any = self._headers().get(header)
@@ -184,7 +194,7 @@ class NewTask(NamedTuple):
     queue: str | None = None
     priority: int = 0
     id: int | None = None
-    retry: Ladder | str | int | None = None
+    retry: RetrySchedule | str | int | None = None
     expires: Any = None
     max_wait: Any = None
     concurrency_key: str | None = None

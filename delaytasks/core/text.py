@@ -37,25 +37,29 @@ DEFERRALS = {NO_PROCESSOR: "no_processor", NO_KEY: "no_key", NO_TIME_LIMITS: "no
 
 
 #: A task that cannot run here is tried again after a tenth of the time that it has waited, within these bounds.
-PUT_OFF_MIN_S, PUT_OFF_MAX_S = 5.0, 600.0
+DEFER_MIN_S, DEFER_MAX_S = 5.0, 600.0
 
 
-def put_off_until(why: str, due: datetime) -> str:
+def defer_until(why: str, due: datetime) -> str:
     return f"{why}; next try at {due.isoformat()}"
 
 
-def is_put_off_until(text: str, due: datetime) -> bool:
+def is_deferred_until(text: str, due: datetime) -> bool:
     """Whether that, and nothing since, is why a row is due then."""
-    return text.endswith(put_off_until("", due))
+    return text.endswith(defer_until("", due))
 
 
 def traceback_text(error: BaseException, max_bytes: int) -> str:
     """The full traceback from the processor's frame on; survives errors that can not say themselves."""
     frames = error.__traceback__
-    while frames is not None and str(frames.tb_frame.f_globals.get("__name__")).startswith("delaytasks."):
+    while frames is not None and str(frames.tb_frame.f_globals.get("__name__")).startswith(
+        "delaytasks."
+    ):
         frames = frames.tb_next
     try:
-        text = "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+        text = "".join(
+            traceback.format_exception(type(error), error, frames or error.__traceback__)
+        )
     except Exception as unsayable:
         text = f"{type(error).__name__} (its text can not be made: {type(unsayable).__name__})"
     return storable(text, max_bytes)
@@ -80,5 +84,7 @@ def shown(value: object, longest: int = 60) -> str:
 
 def one_line(text: str, longest: int = 200) -> str:
     """For logs and tables: control characters escaped, so that nobody forges a line or colours a terminal."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:longest])
+    shown = "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:longest]
+    )
     return shown if len(text) <= longest else shown + "…"

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from delaytasks.core.durations import show_duration
 from delaytasks.core.encryption import PREFIX, is_encrypted, name_in
 from delaytasks.core.inputs import ALL_QUEUES
+from delaytasks.core.interfaces import Late
 from delaytasks.core.policies import Policy
-from delaytasks.core.ports import Late
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import DEFERRALS, last_line
@@ -77,7 +77,9 @@ def why(facts: Facts) -> list[Reason]:
     if task.status is Status.RUNNING:
         return [_running(facts)]
     if task.status not in (Status.NOT_COMPLETE, Status.HELD):
-        text = f"Its status is {task.status.name}, which delaytasks does not know: no worker takes it."
+        text = (
+            f"Its status is {task.status.name}, which delaytasks does not know: no worker takes it."
+        )
         return [Reason("unknown_status", text)]
     waits = list(_not_due(facts))
     reasons = [*_paused(facts), *_limited(facts), *waits]
@@ -132,7 +134,11 @@ def _begun(task: DelayTask) -> str:
         return ""
     late_s = (began - task.due).total_seconds()
     where = f" on {task.worker}" if task.worker else ""
-    return f"{where} since {_instant(began)}, {show_duration(late_s)} after it was due" if late_s > 0 else where
+    return (
+        f"{where} since {_instant(began)}, {show_duration(late_s)} after it was due"
+        if late_s > 0
+        else where
+    )
 
 
 # -- held -----------------------------------------------------------------------------------------
@@ -156,10 +162,20 @@ def _limited(facts: Facts) -> Iterator[Reason]:
     if facts.is_in_waitlist:
         limit = _limits(limits[0], facts) if limits else "the limit was removed a moment ago"
         yield Reason("limit", f"It waits for the limit of the tag {task.tag}: {limit}.")
-    elif limits and is_due and task.status is Status.NOT_COMPLETE and facts.running >= (limits[0].concurrency or 2**63):
-        yield Reason("limit", f"It waits for the limit of the tag {task.tag}: {_limits(limits[0], facts)}.")
+    elif (
+        limits
+        and is_due
+        and task.status is Status.NOT_COMPLETE
+        and facts.running >= (limits[0].concurrency or 2**63)
+    ):
+        yield Reason(
+            "limit", f"It waits for the limit of the tag {task.tag}: {_limits(limits[0], facts)}."
+        )
     elif task.status is Status.HELD and not any(policy.is_paused for policy in facts.policies):
-        yield Reason("held", "It is HELD, and nothing holds it any more. A sweep releases it within about a minute.")
+        yield Reason(
+            "held",
+            "It is HELD, and nothing holds it any more. A sweep releases it within about a minute.",
+        )
 
 
 def _limits(policy: Policy, facts: Facts) -> str:
@@ -168,7 +184,9 @@ def _limits(policy: Policy, facts: Facts) -> str:
         texts.append(f"{policy.concurrency} may run at the same time, and {facts.running} do")
     if policy.key_concurrency is not None and facts.task.concurrency_key is not None:
         key = facts.task.concurrency_key
-        texts.append(f"{policy.key_concurrency} of the key {key} may run, and {facts.running_of_key} do")
+        texts.append(
+            f"{policy.key_concurrency} of the key {key} may run, and {facts.running_of_key} do"
+        )
     if policy.rate is not None:
         texts.append(f"its rate is {policy.rate_text}")
     return "; ".join(texts) or "its places are taken"
@@ -196,7 +214,9 @@ def _not_due(facts: Facts) -> Iterator[Reason]:
 
 def deferral_of(error: str | None) -> str | None:
     """Return the code of the reason for which a worker has deferred a task, from the error that the worker left."""
-    return next((code for begin, code in DEFERRALS.items() if error and error.startswith(begin)), None)
+    return next(
+        (code for begin, code in DEFERRALS.items() if error and error.startswith(begin)), None
+    )
 
 
 _DEFERRED = {
@@ -218,7 +238,9 @@ def why_late(late: Late, workers: Sequence[WorkerFacts], policies: Sequence[Poli
         return nobody
     if late.cause is not None:
         return Reason(late.cause, _DEFERRED[late.cause].format(tag=tag, queue=queue))
-    if any(policy.kind == "tag" and policy.name == tag and policy.has_limits for policy in policies):
+    if any(
+        policy.kind == "tag" and policy.name == tag and policy.has_limits for policy in policies
+    ):
         return Reason("limit", f"The tag {tag} has limits, and its tasks wait for each other.")
     return Reason("due", "They wait for a worker of the queue to be free.")
 
@@ -235,7 +257,9 @@ def unserved(queue: str, tag: str, workers: Sequence[WorkerFacts]) -> Reason | N
         if serving:
             last = min(serving, key=lambda worker: worker.age_s)
             text += f"; {last.name}, which did, was seen {show_duration(last.age_s)} ago"
-        elif others := sorted({name for worker in workers if worker.is_alive for name in worker.queues}):
+        elif others := sorted(
+            {name for worker in workers if worker.is_alive for name in worker.queues}
+        ):
             text += f"; live workers serve {_names(others)}"
         return Reason("no_worker", text + ". Start a worker that serves it (-Q).")
     if all(worker.tags is not None and tag not in worker.tags for worker in alive):
@@ -267,9 +291,13 @@ def _due(facts: Facts) -> Reason:
         text += f"; {task.lapses} times in a row the worker died or lost its lease while it ran"
     if late_s > facts.grace_s and (facts.swept_s is None or facts.swept_s > facts.self_sweep_s):
         swept = (
-            "there was no sweep yet" if facts.swept_s is None else f"the last was {show_duration(facts.swept_s)} ago"
+            "there was no sweep yet"
+            if facts.swept_s is None
+            else f"the last was {show_duration(facts.swept_s)} ago"
         )
-        return Reason("no_sweep", f"{text}; but nobody sweeps: {swept}. Do celery beat and a worker run?")
+        return Reason(
+            "no_sweep", f"{text}; but nobody sweeps: {swept}. Do celery beat and a worker run?"
+        )
     return Reason("due", text + ".")
 
 
@@ -289,4 +317,8 @@ def _times(attempts: int) -> str:
 
 
 def _instant(instant: datetime | None) -> str:
-    return "(unknown)" if instant is None else instant.isoformat(timespec="seconds").replace("+00:00", "Z")
+    return (
+        "(unknown)"
+        if instant is None
+        else instant.isoformat(timespec="seconds").replace("+00:00", "Z")
+    )

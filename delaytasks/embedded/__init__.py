@@ -15,7 +15,14 @@ from delaytasks.embedded.broker import (
     record,
     use_embedded_broker,
 )
-from delaytasks.embedded.server import Server, answers, check_private, find_server, server_command, socket_path
+from delaytasks.embedded.server import (
+    Server,
+    answers,
+    check_private,
+    find_server,
+    server_command,
+    socket_path,
+)
 
 __all__ = [
     "FILES_NOTE",

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from kombu.transport import TRANSPORT_ALIASES
 
 from delaytasks.core.errors import ConfigError
-from delaytasks.core.private import make_folder, tighten_data_folder, write_file
+from delaytasks.core.private_files import make_folder, tighten_data_folder, write_file
 from delaytasks.embedded.server import (
     OLDEST_REDIS,
     Server,
@@ -51,7 +51,9 @@ class Broker(NamedTuple):
         """What the transport has to be told."""
         if self.socket is not None:
             return {}
-        messages, control = (str(self.data_dir / "broker" / name) for name in ("messages", "control"))
+        messages, control = (
+            str(self.data_dir / "broker" / name) for name in ("messages", "control")
+        )
         return {
             "data_folder_in": messages,
             "data_folder_out": messages,
@@ -68,7 +70,10 @@ def use_embedded_broker(app: Any, data_dir: str) -> Broker:
     if broker.socket is not None:
         check_private(broker.socket.parent)
     else:
-        app.conf.broker_transport_options = {**(app.conf.broker_transport_options or {}), **broker.options}
+        app.conf.broker_transport_options = {
+            **(app.conf.broker_transport_options or {}),
+            **broker.options,
+        }
     tighten_data_folder(broker.data_dir)
     _tell_at_start(broker)
     return broker
@@ -86,7 +91,9 @@ def choose(data_dir: str | Path, server: Server | None) -> Broker:
 
 def record(broker: Broker) -> None:
     make_folder(broker.data_dir)
-    text = json.dumps({"data_dir": str(broker.data_dir), "socket": broker.socket and str(broker.socket)})
+    text = json.dumps(
+        {"data_dir": str(broker.data_dir), "socket": broker.socket and str(broker.socket)}
+    )
     new = _record_path(broker.data_dir).with_suffix(".new")
     write_file(new, text)
     new.replace(_record_path(broker.data_dir))
@@ -130,7 +137,9 @@ def begin(data_dir: str | Path) -> ToRun | None:
     if server is None or broker.socket is None:
         _begin_files(broker)
         return None
-    return ToRun(server, broker.socket, server_command(server, broker.data_dir, broker.socket), lock)
+    return ToRun(
+        server, broker.socket, server_command(server, broker.data_dir, broker.socket), lock
+    )
 
 
 def _begin_files(broker: Broker) -> None:

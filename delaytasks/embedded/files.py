@@ -19,7 +19,7 @@ from kombu.exceptions import ChannelError
 from kombu.transport import filesystem
 from kombu.utils.json import dumps, loads
 
-from delaytasks.core.private import make_file, make_folder, write_file
+from delaytasks.core.private_files import make_file, make_folder, write_file
 
 
 class Channel(filesystem.Channel):
@@ -72,10 +72,14 @@ class Channel(filesystem.Channel):
             if row not in rows:
                 rows.insert(0, row)
 
-    def _delete(self, queue: str, exchange: str, routing_key: str, pattern: str, *args: Any, **kwargs: Any) -> None:
+    def _delete(
+        self, queue: str, exchange: str, routing_key: str, pattern: str, *args: Any, **kwargs: Any
+    ) -> None:
         self._purge(queue)
         with self._changing(exchange) as rows:
-            rows[:] = [row for row in rows if row != [routing_key or "", pattern or "", queue or ""]]
+            rows[:] = [
+                row for row in rows if row != [routing_key or "", pattern or "", queue or ""]
+            ]
 
     @contextmanager
     def _changing(self, exchange: str) -> Iterator[list[list[str]]]:

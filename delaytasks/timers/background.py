@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.forks import reset_in_child
-from delaytasks.core.ports import Entry, Timer
+from delaytasks.core.interfaces import Entry, Timer
 
 logger = logging.getLogger("delaytasks")
 #: More than this many entries waiting are dropped: they are rows, and the sweep finds them.
@@ -72,10 +72,14 @@ class BackgroundTimer:
         entries = list(entries)
         names = {(entry.id, entry.version) for entry in entries}
         with self._changed:
-            self._waiting = [entry for entry in self._waiting if (entry.id, entry.version) not in names]
+            self._waiting = [
+                entry for entry in self._waiting if (entry.id, entry.version) not in names
+            ]
         self._timer.disarm(entries)
 
-    def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0) -> bool:
+    def drain(
+        self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0
+    ) -> bool:
         return self._timer.drain(queue, priorities, tokens, expires_s, shard)
 
     def flush(self, timeout_s: float = 2.0) -> bool:
@@ -84,7 +88,9 @@ class BackgroundTimer:
             if self._waiting:
                 self._send_at = monotonic()
                 self._changed.notify_all()
-            return self._changed.wait_for(lambda: not self._waiting and not self._is_sending, timeout_s)
+            return self._changed.wait_for(
+                lambda: not self._waiting and not self._is_sending, timeout_s
+            )
 
     def close(self) -> None:
         """Sends what waits, and is forgotten; at exit nobody needs to wait for it any more."""

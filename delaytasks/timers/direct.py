@@ -10,7 +10,7 @@ from delaytasks.core.clock import Clock
 from delaytasks.core.errors import StoreError
 from delaytasks.core.forks import reset_in_child
 from delaytasks.core.inputs import is_queue
-from delaytasks.core.ports import Entry, Executor, Notices, by_shard
+from delaytasks.core.interfaces import Entry, Executor, NoticeChannel, by_shard
 from delaytasks.timers.eta import PER_MESSAGE, read_message
 
 #: Workers that are told look for what is near so often. What is due earlier than this, and a moment, they are told.
@@ -22,7 +22,7 @@ LOOK = "look"
 
 
 class DirectTimer:
-    def __init__(self, notices: Sequence[Notices], clock: Clock) -> None:
+    def __init__(self, notices: Sequence[NoticeChannel], clock: Clock) -> None:
         #: Of each shard.
         self._notices = notices
         self._clock = clock
@@ -63,7 +63,9 @@ class DirectTimer:
     def disarm(self, entries: Iterable[Entry]) -> None:
         """What comes out all the same is refused by the claim."""
 
-    def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0) -> bool:
+    def drain(
+        self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0
+    ) -> bool:
         """Workers look for what is overdue by themselves."""
         return True
 
@@ -81,13 +83,20 @@ def _payloads(entries: Iterable[Entry]) -> Iterator[str]:
             queues.setdefault(entry.queue, []).append(entry)
     for queue, some in queues.items():
         for start in range(0, len(some), PER_MESSAGE):
-            named = [[e.id, e.version, e.due_us, e.priority] for e in some[start : start + PER_MESSAGE]]
+            named = [
+                [e.id, e.version, e.due_us, e.priority] for e in some[start : start + PER_MESSAGE]
+            ]
             yield json.dumps([queue, named], separators=(",", ":"))
 
 
 def read_notice(payload: str) -> list[Entry]:
     """Anybody may tell something on the channel: what is not of our form raises `ValueError`."""
     told = json.loads(payload)
-    if not isinstance(told, list) or len(told) != 2 or not isinstance(told[0], str) or not is_queue(told[0]):
+    if (
+        not isinstance(told, list)
+        or len(told) != 2
+        or not isinstance(told[0], str)
+        or not is_queue(told[0])
+    ):
         raise ValueError("not a queue and its entries")
     return read_message([told[1]], told[0]).entries

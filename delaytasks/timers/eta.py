@@ -11,7 +11,7 @@ from delaytasks.core.clock import Clock, from_us
 from delaytasks.core.errors import InvalidInputError
 from delaytasks.core.ids import MAX_SHARDS, check_id
 from delaytasks.core.inputs import is_queue
-from delaytasks.core.ports import Entry
+from delaytasks.core.interfaces import Entry
 from delaytasks.timers.publisher import Publisher
 
 RUN = "delaytasks.run"
@@ -47,7 +47,9 @@ class EtaTimer:
     def disarm(self, entries: Iterable[Entry]) -> None:
         """What is in a broker stays there: the claim finds that its version is over."""
 
-    def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0) -> bool:
+    def drain(
+        self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0
+    ) -> bool:
         """Asks workers to claim by themselves what is overdue in `queue`, and what waits in line there."""
         if not is_queue(queue):
             return False
@@ -66,7 +68,7 @@ def _messages(entries: list[Entry]) -> Iterator[tuple[list[Any], dict[str, Any]]
         yield args, {"eta": eta, "repr": f"({len(some)} tasks)"}
 
 
-class Message(NamedTuple):
+class TimerMessage(NamedTuple):
     """Entries; or a drain token: the priorities and the shard whose overdue tasks are to be claimed."""
 
     entries: list[Entry]
@@ -74,16 +76,24 @@ class Message(NamedTuple):
     shard: int = 0
 
 
-def read_message(args: Any, queue: str) -> Message:
+def read_message(args: Any, queue: str) -> TimerMessage:
     """Anybody may have written the message: what is not of our form raises `ValueError`, and what is says nothing that
     the row does not check again."""
-    if not isinstance(args, (list, tuple)) or not 1 <= len(args) <= 2 or not isinstance(args[0], list):
+    if (
+        not isinstance(args, (list, tuple))
+        or not 1 <= len(args) <= 2
+        or not isinstance(args[0], list)
+    ):
         raise ValueError("not a list of entries")
     if len(args[0]) > 10 * PER_MESSAGE:
         raise ValueError("too many entries")
     entries = []
     for item in args[0]:
-        if not isinstance(item, list) or len(item) != 4 or not all(type(number) is int for number in item):
+        if (
+            not isinstance(item, list)
+            or len(item) != 4
+            or not all(type(number) is int for number in item)
+        ):
             raise ValueError("an entry is [id, version, due, priority]")
         try:
             id = check_id(item[0])
@@ -93,14 +103,18 @@ def read_message(args: Any, queue: str) -> Message:
             raise ValueError("version, due or priority is out of range")
         entries.append(Entry(id, item[1], item[2], queue, item[3]))
     if len(args) == 1:
-        return Message(entries)
+        return TimerMessage(entries)
     options = args[1] if isinstance(args[1], dict) else {}
     priorities, shard = options.get("drain"), options.get("shard", 0)
-    if not isinstance(priorities, list) or len(priorities) > 100 or not all(map(_is_priority, priorities)):
+    if (
+        not isinstance(priorities, list)
+        or len(priorities) > 100
+        or not all(map(_is_priority, priorities))
+    ):
         raise ValueError("a drain token has priorities")
     if type(shard) is not int or not 0 <= shard < MAX_SHARDS:
         raise ValueError(f"shard {shard!r:.20}")
-    return Message(entries, priorities, shard)
+    return TimerMessage(entries, priorities, shard)
 
 
 def _is_priority(value: Any) -> bool:

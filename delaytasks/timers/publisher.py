@@ -10,11 +10,18 @@ from billiard.exceptions import SoftTimeLimitExceeded
 from kombu.entity import Exchange, Queue
 
 from delaytasks.core.availability import Availability
-from delaytasks.core.bounded import in_background
+from delaytasks.core.bounded_calls import in_background
 from delaytasks.core.clock import monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.forks import reset_in_child
-from delaytasks.timers.broker import WRONG_TYPE, BlockedError, BrokerLink, Letter, RefusedError, is_home_node_down
+from delaytasks.timers.broker_link import (
+    WRONG_TYPE,
+    BlockedError,
+    BrokerLink,
+    Letter,
+    RefusedError,
+    is_home_node_down,
+)
 
 #: A queue that the broker refuses is left alone for so long; others are not.
 REFUSED_REST_S = 5.0
@@ -89,9 +96,13 @@ class Publisher:
         full = f"{self._namespace}.{name}"
         kind = self._app.conf.get("task_default_queue_type", "classic")
         arguments = None if kind == "classic" else {"x-queue-type": kind}
-        return Queue(full, Exchange(full, type="direct"), routing_key=full, queue_arguments=arguments)
+        return Queue(
+            full, Exchange(full, type="direct"), routing_key=full, queue_arguments=arguments
+        )
 
-    def send(self, name: str, queue: str, messages: list[tuple[list[Any], Mapping[str, Any]]]) -> bool:
+    def send(
+        self, name: str, queue: str, messages: list[tuple[list[Any], Mapping[str, Any]]]
+    ) -> bool:
         """Send one message of the Celery task `name` per (args, options).
 
         False if the broker is away, refuses the queue, or has not taken the messages within the time limit: the sweep
@@ -164,9 +175,13 @@ class Publisher:
     def _send_own(self, sending: Sending, began: float, until: float) -> bool:
         """Send in the caller's thread. False if a connection broke and the sender tries again with a new one."""
         try:
-            if not self._is_refused(sending, lambda one: self._link.send([one.letter], until - self._limit_s / 2)):
+            if not self._is_refused(
+                sending, lambda one: self._link.send([one.letter], until - self._limit_s / 2)
+            ):
                 self._succeeded([sending])
-        except SoftTimeLimitExceeded:  # the caller's own, which struck in here: it says nothing about the broker
+        except (
+            SoftTimeLimitExceeded
+        ):  # the caller's own, which struck in here: it says nothing about the broker
             self._link.close()
             sending.end(is_sent=False)
             raise
@@ -212,7 +227,11 @@ class Publisher:
         try:
             self._send(left)
         except RefusedError:  # of one of the queues, and nobody says which
-            left = [sending for sending in left if not self._is_refused(sending, lambda one: self._send([one]))]
+            left = [
+                sending
+                for sending in left
+                if not self._is_refused(sending, lambda one: self._send([one]))
+            ]
         self._succeeded(left)
 
     def _declare(self, sending: Sending) -> None:
@@ -246,10 +265,14 @@ class Publisher:
             sending.end(is_sent=True)
 
     def _failed(self, sendings: list[Sending], error: Exception) -> None:
-        if not isinstance(error, BlockedError):  # on another connection it would say so only after the next message
+        if not isinstance(
+            error, BlockedError
+        ):  # on another connection it would say so only after the next message
             self._link.close()
         self._is_late = False
-        self._broker.failed(str(error) if isinstance(error, BlockedError) else f"{type(error).__name__}: {error}")
+        self._broker.failed(
+            str(error) if isinstance(error, BlockedError) else f"{type(error).__name__}: {error}"
+        )
         for sending in sendings:
             sending.end(is_sent=False)
 

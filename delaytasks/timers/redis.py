@@ -14,12 +14,12 @@ from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.ids import MAX_ID, shard_of
 from delaytasks.core.inputs import MAX_PRIORITY, is_queue
-from delaytasks.core.ports import Entry
+from delaytasks.core.interfaces import Entry
 from delaytasks.core.settings import Settings
 from delaytasks.timers.eta import EtaTimer
-from delaytasks.timers.redislink import RedisLink, call, execute, is_wrong_type
-from delaytasks.timers.redisplace import RedisPlace
-from delaytasks.timers.scripts import ARM, LOT, TAKE
+from delaytasks.timers.redis_link import RedisLink, call, execute, is_wrong_type
+from delaytasks.timers.redis_location import RedisLocation
+from delaytasks.timers.redis_scripts import ARM, BATCH_ROWS, TAKE
 
 #: What a mover took and has not handed on for so long goes back: the mover is dead.
 RETURN_S = 2.0
@@ -29,7 +29,9 @@ AHEAD_MS = 100
 #: It is told so often that a slot's key is something else.
 BLOCKED_S = 60.0
 #: A member and its score, as TAKE answers; of no more digits than the table's columns can hold.
-_ENTRY = re.compile(rb"(?<!\S)(\d{1,19}):(\d{1,18})(?::(-?\d{1,4}))? (\d{1,14}(?:\.\d{1,9})?)(?!\S)")
+_ENTRY = re.compile(
+    rb"(?<!\S)(\d{1,19}):(\d{1,18})(?::(-?\d{1,4}))? (\d{1,14}(?:\.\d{1,9})?)(?!\S)"
+)
 
 
 class Slot(NamedTuple):
@@ -65,7 +67,12 @@ class RedisTimer:
     """Thread-safe. What fails is not tried again: the database is the truth."""
 
     def __init__(
-        self, place: RedisPlace, settings: Settings, eta: EtaTimer, clocks: Sequence[Clock], events: Events
+        self,
+        place: RedisLocation,
+        settings: Settings,
+        eta: EtaTimer,
+        clocks: Sequence[Clock],
+        events: Events,
     ) -> None:
         self.link = RedisLink(place, settings.publish_limit_s, events)
         self._settings = settings
@@ -90,7 +97,9 @@ class RedisTimer:
         found = self._slots.get(queue)
         if found is None:
             found = [Slot(queue, str(number)) for number in range(self._settings.redis_slots)]
-            found += [Slot(queue, f"p{priority}", priority) for priority in range(1, MAX_PRIORITY + 1)]
+            found += [
+                Slot(queue, f"p{priority}", priority) for priority in range(1, MAX_PRIORITY + 1)
+            ]
             self._slots[queue] = found
         return found
 
@@ -122,8 +131,13 @@ class RedisTimer:
         if len(self._clocks) == 1:
             return entries
         now_us = self._clocks[0].now_us()
-        ahead_us = {number: sign * (now_us - clock.now_us()) for number, clock in enumerate(self._clocks)}
-        return [entry._replace(due_us=entry.due_us + ahead_us.get(shard_of(entry.id), 0)) for entry in entries]
+        ahead_us = {
+            number: sign * (now_us - clock.now_us()) for number, clock in enumerate(self._clocks)
+        }
+        return [
+            entry._replace(due_us=entry.due_us + ahead_us.get(shard_of(entry.id), 0))
+            for entry in entries
+        ]
 
     # -- the timer --------------------------------------------------------------------------------
 
@@ -134,9 +148,9 @@ class RedisTimer:
             pipe, asked = client.pipeline(transaction=False), []
             for slot, some in slots.items():
                 some.sort(key=lambda entry: entry.due_us)
-                for start in range(0, len(some), LOT):
+                for start in range(0, len(some), BATCH_ROWS):
                     words: list[Any] = [self.channel(slot.queue), slot.name]
-                    for entry in some[start : start + LOT]:
+                    for entry in some[start : start + BATCH_ROWS]:
                         words += (entry.due_us / 1000, _member(entry))
                     pipe.execute_command(*call(client, ARM), 2, *self.keys(slot), *words)
                     asked.append(slot)
@@ -158,7 +172,9 @@ class RedisTimer:
         if slots:
             self.link.attempt(work)
 
-    def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0) -> bool:
+    def drain(
+        self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0
+    ) -> bool:
         return self._eta.drain(queue, priorities, tokens, expires_s, shard)
 
     # -- for movers -------------------------------------------------------------------------------
@@ -181,7 +197,9 @@ class RedisTimer:
                 grace_s = self._settings.grace_s if grace_of is None else grace_of(slot.queue)
                 ticket = int(now) + RETURN_S * 1000 - next(self._takings) % 1000 / 1000
                 times = now, int(now) - int(grace_s * 1000), now + AHEAD_MS, ticket
-                pipe.execute_command(*call(client, TAKE), 2, *self.keys(slot), *times, min(count, LOT))
+                pipe.execute_command(
+                    *call(client, TAKE), 2, *self.keys(slot), *times, min(count, BATCH_ROWS)
+                )
             for some in handed_on:
                 pipe.zremrangebyscore(self.keys(some.slot)[1], some.ticket, some.ticket)
             answers = execute(pipe)
@@ -194,7 +212,9 @@ class RedisTimer:
 
     def _tell_blocked(self, slots: Iterable[Slot], answers: Iterable[Any]) -> bool:
         """Whether somebody has put something else in a slot's place. What is ours there is left to the sweep."""
-        blocked = [slot for slot, answer in zip(slots, answers, strict=False) if is_wrong_type(answer)]
+        blocked = [
+            slot for slot, answer in zip(slots, answers, strict=False) if is_wrong_type(answer)
+        ]
         if blocked and monotonic() > self._blocked_told_at + BLOCKED_S:
             self._blocked_told_at = monotonic()
             for slot in blocked:
@@ -221,14 +241,24 @@ class RedisTimer:
                     for key in self.keys(slot):
                         pipe.zcount(key, "-inf", "(+inf")
             numbers = iter(0 if is_wrong_type(answer) else answer for answer in execute(pipe))
-            pairs = {queue: [(next(numbers), next(numbers)) for _ in self.slots(queue)] for queue in queues}
-            return {queue: (sum(p[0] for p in both), sum(p[1] for p in both)) for queue, both in pairs.items()}
+            pairs = {
+                queue: [(next(numbers), next(numbers)) for _ in self.slots(queue)]
+                for queue in queues
+            }
+            return {
+                queue: (sum(p[0] for p in both), sum(p[1] for p in both))
+                for queue, both in pairs.items()
+            }
 
         return self.link.attempt(work)
 
 
 def _member(entry: Entry) -> str:
-    return f"{entry.id}:{entry.version}:{entry.priority}" if entry.priority else f"{entry.id}:{entry.version}"
+    return (
+        f"{entry.id}:{entry.version}:{entry.priority}"
+        if entry.priority
+        else f"{entry.id}:{entry.version}"
+    )
 
 
 def _taken(slot: Slot, answer: Any) -> Taken:

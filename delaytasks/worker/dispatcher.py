@@ -14,22 +14,22 @@ from billiard.exceptions import WorkerLostError
 
 from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
+from delaytasks.core.interfaces import Entry, by_shard
 from delaytasks.core.policies import Stamp
-from delaytasks.core.ports import Entry, by_shard
 from delaytasks.core.settings import Settings
-from delaytasks.engine.chunk import ChunkSize
-from delaytasks.engine.runner import Report
-from delaytasks.worker.doubts import Doubts
-from delaytasks.worker.failing import Failing
+from delaytasks.execution.chunk import ChunkSize
+from delaytasks.execution.runner import Report
+from delaytasks.worker.delayed_calls import Later
+from delaytasks.worker.failing_processes import Failing
 from delaytasks.worker.job import Job
-from delaytasks.worker.lane import REST_S, Lane
-from delaytasks.worker.later import Later
-from delaytasks.worker.lines import AGAIN_S, GO_ON_ALONE_S, GO_ON_S
 from delaytasks.worker.pool import Pool
-from delaytasks.worker.timelimits import without_celerys_limits
+from delaytasks.worker.shard_health import ShardHealth
+from delaytasks.worker.shard_queue import REST_S, ShardQueue
+from delaytasks.worker.time_limits import without_celerys_limits
+from delaytasks.worker.waitlists import AGAIN_S, GO_ON_ALONE_S, GO_ON_S
 
 
-class Left(NamedTuple):
+class DispatcherState(NamedTuple):
     """What others have to go on with."""
 
     entries: list[Entry]
@@ -62,17 +62,21 @@ class Dispatcher:
         #: Told of each chunk that ended; asked for, it says what became of the tasks.
         self.on_report: Callable[[Report], None] | None = None
         #: Told of what a chunk found when there are no more chunks.
-        self.on_left: Callable[[Left], None] = lambda left: None
+        self.on_left: Callable[[DispatcherState], None] = lambda left: None
         #: So many rows may be claimed yet; None is any number.
         self.budget: int | None = None
         #: The stamp of a shard's policies.
         self.stamp_of: Callable[[int], Stamp | None] = lambda shard: Stamp()
         self._lock = threading.RLock()
         #: By the numbers of their shards.
-        self.lanes = [Lane(number, clock, len(clocks) > 1) for number, clock in enumerate(clocks)]
+        self.lanes = [
+            ShardQueue(number, clock, len(clocks) > 1) for number, clock in enumerate(clocks)
+        ]
         #: In the order of their turns.
         self._turns = list(self.lanes)
-        self.doubts = Doubts(self.lanes, self._lock, events, lambda: self._soon(self.pump))
+        self.shard_health = ShardHealth(
+            self.lanes, self._lock, events, lambda: self._soon(self.pump)
+        )
         self._size = ChunkSize(settings.chunk_time_box_s, settings.chunk_max)
         self._is_pumping = False
         self._is_open = True
@@ -96,12 +100,16 @@ class Dispatcher:
                 self.lanes[shard].ask(queue, priorities)
         self._soon(self.pump)
 
-    def close(self) -> Left:
+    def close(self) -> DispatcherState:
         """No more chunks."""
         with self._lock:
             self._is_open = False
-            queues = [(queue, some, lane.shard) for lane in self.lanes for queue, some in lane.unfinished.items()]
-            return Left([entry for lane in self.lanes for entry in lane.clear()], queues)
+            queues = [
+                (queue, some, lane.shard)
+                for lane in self.lanes
+                for queue, some in lane.unfinished.items()
+            ]
+            return DispatcherState([entry for lane in self.lanes for entry in lane.clear()], queues)
 
     @property
     def is_busy(self) -> bool:
@@ -116,7 +124,9 @@ class Dispatcher:
 
     def pids(self) -> set[int]:
         """The processes that run rows, where they are the pool's own."""
-        return self._pool.pids().union(*(list(lane.running_on) for lane in self.lanes)) - {os.getpid()}
+        return self._pool.pids().union(*(list(lane.running_on) for lane in self.lanes)) - {
+            os.getpid()
+        }
 
     @property
     def waiting(self) -> int:
@@ -126,7 +136,9 @@ class Dispatcher:
     def in_flight(self) -> dict[int, float]:
         """Start of each chunk in the pool, by the clock of its database."""
         with self._lock:
-            return {number: began for lane in self.lanes for number, began in lane.in_flight.items()}
+            return {
+                number: began for lane in self.lanes for number, began in lane.in_flight.items()
+            }
 
     def room(self, coming: int = 0) -> int:
         """How many more entries are welcome, beside those that are on their way: a time box full of them for each free
@@ -138,7 +150,9 @@ class Dispatcher:
                 return 0
             boxes = free = self._free()
             if self._size.fits:
-                boxes += free + sum(lane.began_within(2 * self._settings.chunk_time_box_s) for lane in self.lanes)
+                boxes += free + sum(
+                    lane.began_within(2 * self._settings.chunk_time_box_s) for lane in self.lanes
+                )
             most = boxes * self._size.brought
             waiting = coming + sum(lane.waiting for lane in self.lanes if lane.is_open())
             return most - waiting if 2 * waiting <= most else 0
@@ -159,12 +173,16 @@ class Dispatcher:
         try:
             while (job := self._next_job()) is not None:
                 if self._send(self._jobs, job):
-                    self._soon(self.pump)  # it ran inline: the loop may look after its messages in between
+                    self._soon(
+                        self.pump
+                    )  # it ran inline: the loop may look after its messages in between
                     return
         finally:
             with self._lock:
                 self._is_pumping = False
-                if self._is_open and self._free() > 0:  # free processes do not wait for the end of a slow row
+                if (
+                    self._is_open and self._free() > 0
+                ):  # free processes do not wait for the end of a slow row
                     self._later.within(min(lane.held_up_in_s() for lane in self.lanes))
             self.on_room()
 
@@ -178,7 +196,9 @@ class Dispatcher:
             for lane in self._turns:
                 if not lane.is_open() or (self._has_all_others(lane) and not lane.may_take_last()):
                     continue
-                job = lane.next_job(self._jobs + 1, size, free, self.sends_events(), self._size.least)
+                job = lane.next_job(
+                    self._jobs + 1, size, free, self.sends_events(), self._size.least
+                )
                 if job is not None:
                     self._jobs += 1
                     self._turns.remove(lane)
@@ -188,10 +208,12 @@ class Dispatcher:
                         self.budget -= job.limit
                         for_s = 0
                     counts = self.on_report is not None
-                    return job._replace(policies=self.stamp_of(lane.shard), for_s=for_s, counts=counts)
+                    return job._replace(
+                        policies=self.stamp_of(lane.shard), for_s=for_s, counts=counts
+                    )
             return None
 
-    def _has_all_others(self, lane: Lane) -> bool:
+    def _has_all_others(self, lane: ShardQueue) -> bool:
         """All processes of the pool but one are at chunks of this lane."""
         return 0 < len(lane.in_flight) == self._pool.size - 1
 
@@ -213,7 +235,9 @@ class Dispatcher:
         if look_s < inf:  # the line may run a row for minutes: others have to look meanwhile
             self._later.after(max(look_s, 0))
         try:
-            sent = self._pool.send(job, partial(self._done, number, job), partial(self._failed, number, job))
+            sent = self._pool.send(
+                job, partial(self._done, number, job), partial(self._failed, number, job)
+            )
         except Exception as error:
             self._failed(number, job, error)
             return False
@@ -262,7 +286,9 @@ class Dispatcher:
             look_s = lane.lines.heard(report.lines, job.line, is_look) if is_open else None
         if not is_open:
             queues = {opening.queue for opening in report.lines}
-            self.on_left(Left(list(report.early), [(queue, set(), job.shard) for queue in queues]))
+            self.on_left(
+                DispatcherState(list(report.early), [(queue, set(), job.shard) for queue in queues])
+            )
         elif report.early:
             self._rearm(report.early)
         if look_s is not None:
@@ -271,7 +297,10 @@ class Dispatcher:
 
     def _ended(self, number: int, job: Job, ran: int) -> None:
         """The pool is done with it."""
-        if self.lanes[job.shard].in_flight.pop(number, None) is not None and self.budget is not None:
+        if (
+            self.lanes[job.shard].in_flight.pop(number, None) is not None
+            and self.budget is not None
+        ):
             self.budget += max(job.limit - ran, 0)
 
     def _failed(self, number: int, job: Job, info: Any, ran: int = 0) -> None:
@@ -279,7 +308,9 @@ class Dispatcher:
         is_down = (kind := getattr(info, "type", None)) is not WorkerLostError
         with self._lock:
             if is_down and kind is not None:  # the process could not even say what failed
-                self._failing.failed(self._pool.pid_of(number), str(info.exception), is_stores=False)
+                self._failing.failed(
+                    self._pool.pid_of(number), str(info.exception), is_stores=False
+                )
             self._gone(number, job, is_down, ran)
             if is_down:
                 self.lanes[job.shard].failed()

@@ -9,11 +9,11 @@ from celery import current_app
 
 from delaytasks.core.errors import StoreError
 from delaytasks.core.events import log_event
+from delaytasks.core.interfaces import Entry
 from delaytasks.core.policies import Stamp
-from delaytasks.core.ports import Entry
-from delaytasks.engine.runner import Report, Runner
+from delaytasks.execution.runner import Report, Runner
 from delaytasks.timers.eta import RUN
-from delaytasks.worker.counting import Counting
+from delaytasks.worker.chunk_counts import Counting
 
 
 class Job(NamedTuple):
@@ -67,5 +67,7 @@ def run_job(job: Job) -> Report:
         log_event("chunk.failed", {"shard": job.shard, "error": error})
         text = f"{type(error).__name__}: {error}"
         left = runner.left if runner is not None else ()
-        report = Report(pid=os.getpid(), left=left, error=text, is_stores_error=isinstance(error, StoreError))
+        report = Report(
+            pid=os.getpid(), left=left, error=text, is_stores_error=isinstance(error, StoreError)
+        )
     return report._replace(counts=counting.take()) if counting is not None else report

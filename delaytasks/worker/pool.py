@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from delaytasks.worker.celery_compat import mark_busy
+from delaytasks.worker.celery_compat.versions import mark_busy
 from delaytasks.worker.job import Job, run_job
 
 
@@ -39,7 +39,11 @@ class Sent(NamedTuple):
     def process(self) -> Any:
         """The process of a prefork pool that has it, or None."""
         process = getattr(self.answer, "_write_to", None)
-        return process if process is not None and process.pid in self.pids and process._is_alive() else None
+        return (
+            process
+            if process is not None and process.pid in self.pids and process._is_alive()
+            else None
+        )
 
 
 class Pool:
@@ -58,11 +62,17 @@ class Pool:
     def send(self, job: Job, done: Callable[[Any], None], lost: Callable[[Any], None]) -> Sent:
         """A solo pool runs it at once, and others may be done with it when this returns."""
         pids = self._processes()
-        return Sent(job, self._celerys.apply_async(run_job, args=(job,), callback=done, error_callback=lost), pids)
+        return Sent(
+            job,
+            self._celerys.apply_async(run_job, args=(job,), callback=done, error_callback=lost),
+            pids,
+        )
 
     def _processes(self) -> frozenset[int]:
         """Those of a prefork pool; other pools have none of their own."""
-        return frozenset(process.pid for process in getattr(getattr(self._celerys, "_pool", None), "_pool", ()))
+        return frozenset(
+            process.pid for process in getattr(getattr(self._celerys, "_pool", None), "_pool", ())
+        )
 
     def end_process(self, pid: int) -> bool:
         """Ends one of the pool's processes, which the pool then replaces; False if it has no such process. SIGKILL,
@@ -78,7 +88,9 @@ class Pool:
     def pid_of(self, number: int) -> int:
         """The process that has this job; 0 if nobody knows."""
         sent = self.sent.get(number)
-        pids: Sequence[int] = getattr(sent.answer, "worker_pids", tuple)() if sent is not None else ()
+        pids: Sequence[int] = (
+            getattr(sent.answer, "worker_pids", tuple)() if sent is not None else ()
+        )
         return next(iter(pids), 0)
 
     def pids(self) -> set[int]:
@@ -91,5 +103,7 @@ class Pool:
         process that ends waits half a minute for somebody to hear it. Returns those that no process has."""
         forgotten = [(number, sent) for number, sent in self.sent.items() if sent.is_forgotten]
         nobodys = [(number, sent.job) for number, sent in forgotten if not sent.remember()]
-        mark_busy(self._celerys, [sent.process for sent in self.sent.values() if sent.process is not None])
+        mark_busy(
+            self._celerys, [sent.process for sent in self.sent.values() if sent.process is not None]
+        )
         return nobodys

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 from celery import signals
 
 from delaytasks.core.forks import reset_in_child
-from delaytasks.engine.flights import Flights
-from delaytasks.worker.counting import Counting
+from delaytasks.processors.thread_slots import ThreadSlots
+from delaytasks.worker.chunk_counts import Counting
 from delaytasks.worker.renewals import Renewals
-from delaytasks.worker.rowevents import RowEvents
-from delaytasks.worker.timelimits import can_limit_time
+from delaytasks.worker.task_events import TaskEvents
+from delaytasks.worker.time_limits import can_limit_time
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
-    from delaytasks.engine.runner import Runner
+    from delaytasks.execution.runner import Runner
 
 
 class Processes:
@@ -43,8 +43,8 @@ class Processes:
     def after_fork(self) -> None:
         self._lock = threading.Lock()
         self._runners: dict[int, Runner] = {}
-        self._rows: RowEvents | None = None
-        self._flights = Flights()
+        self._rows: TaskEvents | None = None
+        self._thread_slots = ThreadSlots()
         self._counting: Counting | None = None
 
     def serve(self, hostname: str, pool: Any) -> None:
@@ -67,7 +67,9 @@ class Processes:
         with self._lock:
             if self._rows is None:
                 self._rows = self.row_events()
-            runner = self._runners.get(shard) or self._runners.setdefault(shard, self._make_runner(shard))
+            runner = self._runners.get(shard) or self._runners.setdefault(
+                shard, self._make_runner(shard)
+            )
             runner.watcher = self._rows if sends_events else None
             return runner
 
@@ -83,22 +85,28 @@ class Processes:
         for runner in list(self._runners.values()):
             runner.finish()
 
-    def row_events(self) -> RowEvents:
+    def row_events(self) -> TaskEvents:
         settings = self._delays.settings
         shows_bodies = settings.event_bodies and not settings.encryption_keys
-        return RowEvents(self._delays.celery, self.hostname, settings.publish_limit_s, shows_bodies)
+        return TaskEvents(
+            self._delays.celery, self.hostname, settings.publish_limit_s, shows_bodies
+        )
 
     def _make_runner(self, number: int) -> Runner:
         # Most producers run no tasks, so they do not import what runs them.
-        from delaytasks.engine.admission import Admission
-        from delaytasks.engine.runner import Runner
-        from delaytasks.worker.surroundings import Surroundings
+        from delaytasks.execution.admission import Admission
+        from delaytasks.execution.runner import Runner
+        from delaytasks.worker.celery_context import CeleryTaskContext
 
         delays = self._delays
         shard = delays.shards[number]
         address = own_address(shard.store.database.url.host)
-        claims = shard.store.claims(self.name(os.getpid()), address, lambda: shard.policies.current().limited)
-        surroundings = Surroundings(delays.celery, self.hostname, shard.clock, delays.around, self.keeps_time_limits)
+        claims = shard.store.claims(
+            self.name(os.getpid()), address, lambda: shard.policies.current().limited
+        )
+        task_context = CeleryTaskContext(
+            delays.celery, self.hostname, shard.clock, delays.around, self.keeps_time_limits
+        )
         return Runner(
             delays.settings,
             claims,
@@ -106,15 +114,16 @@ class Processes:
             delays.registry,
             delays.inline_timer,
             delays.events,
-            surroundings,
-            delays.unit_for,
+            task_context,
+            delays.transaction_for,
             Admission(shard.policies, shard.store.holding, delays.events),
             # Who runs tasks without a worker runs them without limits.
             keeps_time_limits=self.keeps_time_limits or not self.is_worker,
-            flights=self._flights,
+            thread_slots=self._thread_slots,
             renewed_at=partial(self.renewals.last, number),
-            may_leave=self.is_worker and self.leaves_rows,  # a worker's main process renews their leases
-            kept=surroundings.kept,
+            may_leave=self.is_worker
+            and self.leaves_rows,  # a worker's main process renews their leases
+            kept=task_context.kept,
         )
 
 

@@ -50,19 +50,23 @@ def _use_nothing_but(folder: Path) -> None:
 def _play(console: Console, folder: Path) -> int:
     # Only now, since importing delaytasks.celery reads the configuration.
     from delaytasks.api import default
-    from delaytasks.store import migrations
+    from delaytasks.storage import migrations
     from examples.demo.display import Display
     from examples.demo.figures import complaints, lateness_table, outcome_table
     from examples.demo.servers import Servers
     from examples.demo.story import Story
 
     delays: Any = default()
-    console.print("[bold]delaytasks[/]: starting a database, a broker, two workers and beat of its own …")
+    console.print(
+        "[bold]delaytasks[/]: starting a database, a broker, two workers and beat of its own …"
+    )
     migrations.upgrade(delays.store.database)
     servers = Servers(folder, delays.settings.data_dir)
     try:
         servers.start()
-        console.print(f"  database  {delays.store.database.url}\n  broker    {servers.broker}", markup=False)
+        console.print(
+            f"  database  {delays.store.database.url}\n  broker    {servers.broker}", markup=False
+        )
         with Display(console) as display:
             story = Story(servers.kill, folder / "partner-answers", display.tell)
             is_over = story.run(display.draw)
@@ -70,9 +74,15 @@ def _play(console: Console, folder: Path) -> int:
         console.print(outcome_table(shop), lateness_table(shop))
         wrong = complaints(shop)
         if wrong or not is_over:
-            console.print(f"[bold red]{len(wrong)} tasks did not end as they should have:[/]", *wrong[:20], sep="\n")
+            console.print(
+                f"[bold red]{len(wrong)} tasks did not end as they should have:[/]",
+                *wrong[:20],
+                sep="\n",
+            )
             for name in ("one", "two"):
-                console.print(f"--- worker {name} said:", servers.log(name)[-3000:], sep="\n", markup=False)
+                console.print(
+                    f"--- worker {name} said:", servers.log(name)[-3000:], sep="\n", markup=False
+                )
             return 1
         console.print("[bold green]Nothing was lost, nothing ran early.[/]")
         console.print(NEXT, markup=False)

@@ -23,14 +23,21 @@ class Display:
         self._told: deque[Text] = deque(maxlen=8)
         self._began = time.monotonic()
         self._shop = Shop()
-        self._live = Live(console=console, refresh_per_second=8, transient=True, get_renderable=self._picture)
+        self._live = Live(
+            console=console, refresh_per_second=8, transient=True, get_renderable=self._picture
+        )
 
     def __enter__(self) -> Display:
         if self._console.is_terminal:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
         if self._console.is_terminal:
             self._live.stop()
             self._console.print(self._picture())
@@ -46,7 +53,9 @@ class Display:
 
     def _picture(self) -> Panel:
         story = Text("\n", no_wrap=True, overflow="ellipsis").join(self._told)
-        return Panel(Group(self._bars(), Text(), self._workers(), Text(), story), title="a shop", width=80)
+        return Panel(
+            Group(self._bars(), Text(), self._workers(), Text(), story), title="a shop", width=80
+        )
 
     def _bars(self) -> Table:
         shop, payments = self._shop, max(len(self._shop.payments), 1)
@@ -64,10 +73,17 @@ class Display:
         return table
 
     def _workers(self) -> Text:
-        running = [task.worker or "" for task in self._shop.orders_now if task.status is Status.RUNNING]
+        running = [
+            task.worker or "" for task in self._shop.orders_now if task.status is Status.RUNNING
+        ]
         parts: list[tuple[str, str]] = []
         for name in ("one", "two"):
             busy = sum(worker.startswith(f"{name}@") for worker in running)
             is_dead = self._shop.killed == name
-            parts.append((f"worker {name}: {'killed' if is_dead else f'{busy} running'}    ", "red" if is_dead else ""))
+            parts.append(
+                (
+                    f"worker {name}: {'killed' if is_dead else f'{busy} running'}    ",
+                    "red" if is_dead else "",
+                )
+            )
         return Text.assemble(*parts)

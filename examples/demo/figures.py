@@ -27,14 +27,19 @@ def is_hit(task: DelayTask, shop: Shop) -> bool:
 
 def lateness_table(shop: Shop) -> Table:
     closed = [task for task in shop.orders_now if task.status is Status.DONE]
-    table = Table(title="Lateness of closings, in milliseconds", title_justify="left", title_style="bold")
+    table = Table(
+        title="Lateness of closings, in milliseconds", title_justify="left", title_style="bold"
+    )
     for name in ("", "tasks", "p50", "p95", "p99", "max"):
         table.add_column(name, justify="left" if not name else "right")
     hit = [task for task in closed if is_hit(task, shop)]
     rest = [task for task in closed if not is_hit(task, shop)]
     for title, tasks in (("not hit by the kill", rest), (f"hit: > {HIT_MS:g} ms since then", hit)):
         late = sorted(map(lateness_ms, tasks))
-        shown = [f"{late[min(int(len(late) * q), len(late) - 1)]:,.1f}" if late else "-" for q in (0.5, 0.95, 0.99, 1)]
+        shown = [
+            f"{late[min(int(len(late) * q), len(late) - 1)]:,.1f}" if late else "-"
+            for q in (0.5, 0.95, 0.99, 1)
+        ]
         table.add_row(title, str(len(tasks)), *shown)
     return table
 
@@ -43,15 +48,21 @@ def outcome_table(shop: Shop) -> Table:
     closed = [task for task in shop.orders_now if task.status is Status.DONE]
     again = sum(task.id in shop.interrupted for task in closed)
     held = sum(is_hit(task, shop) for task in closed) - again
-    table = Table(title="What became of them", title_justify="left", title_style="bold", show_header=False)
+    table = Table(
+        title="What became of them", title_justify="left", title_style="bold", show_header=False
+    )
     table.add_column()
     table.add_column(justify="right")
     table.add_column(style="dim")
     table.add_row("orders placed", str(len(shop.placed)), "schedule_delay, key=order")
     table.add_row("paid in time", str(len(shop.paid)), "cancel(key=order)")
     table.add_row("closed unpaid", str(len(closed)), "in their time")
-    table.add_row("payments captured", str(sum(t.status is Status.DONE for t in shop.payments_now)), "")
-    table.add_row("of them first FAILED", str(len(shop.payments)), f"retry, {shop.retries} times in all")
+    table.add_row(
+        "payments captured", str(sum(t.status is Status.DONE for t in shop.payments_now)), ""
+    )
+    table.add_row(
+        "of them first FAILED", str(len(shop.payments)), f"retry, {shop.retries} times in all"
+    )
     table.add_row("interrupted by the kill", str(again), "lease over, run by the other worker")
     table.add_row("waiting in the dead worker", str(held), "found in the table by the sweep")
     return table
@@ -64,9 +75,17 @@ def complaints(shop: Shop) -> list[str]:
     for order, id in shop.placed.items():
         expected = Status.CANCELLED if order in shop.paid else Status.DONE
         if id not in by_id or by_id[id].status is not expected:
-            found.append(f"order {order}: {by_id[id].status.name if id in by_id else 'lost'}, not {expected.name}")
+            found.append(
+                f"order {order}: {by_id[id].status.name if id in by_id else 'lost'}, not {expected.name}"
+            )
     for order, id in shop.payments.items():
         if id not in by_id or by_id[id].status is not Status.DONE:
-            found.append(f"payment of order {order}: {by_id[id].status.name if id in by_id else 'lost'}")
-    early = {t.id: -lateness_ms(t) for t in by_id.values() if t.status is Status.DONE and lateness_ms(t) < -CLOCKS_MS}
+            found.append(
+                f"payment of order {order}: {by_id[id].status.name if id in by_id else 'lost'}"
+            )
+    early = {
+        t.id: -lateness_ms(t)
+        for t in by_id.values()
+        if t.status is Status.DONE and lateness_ms(t) < -CLOCKS_MS
+    }
     return found + [f"order task {id} ran {ms:.0f} ms early" for id, ms in early.items()]

@@ -35,7 +35,12 @@ class Servers:
             self._wait("redis", lambda: embedded.answers(path))
         for name in ("one", "two"):
             self._celery(
-                name, "worker", "--concurrency=2", f"--hostname={name}@shop", "--loglevel=INFO", "--without-gossip"
+                name,
+                "worker",
+                "--concurrency=2",
+                f"--hostname={name}@shop",
+                "--loglevel=INFO",
+                "--without-gossip",
             )
         self._celery("beat", "beat", f"--schedule={self._folder / 'beat'}")
         for name in ("one", "two"):
@@ -68,7 +73,9 @@ class Servers:
 
     def _celery(self, name: str, *arguments: str) -> None:
         # celery -A delaytasks worker …
-        self._start(name, [sys.executable, "-W", "ignore", "-m", "celery", "-A", "delaytasks", *arguments])
+        self._start(
+            name, [sys.executable, "-W", "ignore", "-m", "celery", "-A", "delaytasks", *arguments]
+        )
 
     def _start(self, name: str, command: list[str]) -> None:
         with (self._folder / f"{name}.log").open("wb") as log:

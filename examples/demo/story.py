@@ -44,7 +44,9 @@ class Shop:
 
 
 class Story:
-    def __init__(self, kill: Callable[[str], None], partner: Path, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, kill: Callable[[str], None], partner: Path, tell: Callable[[str], None]
+    ) -> None:
         self.shop = Shop()
         self._kill = kill
         self._partner = partner
@@ -80,8 +82,13 @@ class Story:
     def _place(self, now: float) -> None:
         while self._to_place and self._to_place[0][0] <= now:
             _, order = self._to_place.pop(0)
-            body = {"order": order, "items": LARGE if order == LARGE_ORDER else self._random.randint(1, 6)}
-            delay = KILL_AT_S - now if order == LARGE_ORDER else self._random.uniform(*TIME_TO_PAY_S)
+            body = {
+                "order": order,
+                "items": LARGE if order == LARGE_ORDER else self._random.randint(1, 6),
+            }
+            delay = (
+                KILL_AT_S - now if order == LARGE_ORDER else self._random.uniform(*TIME_TO_PAY_S)
+            )
             task = delaytasks.schedule_delay("order.close", body, delay, key=f"order-{order}")
             self.shop.placed[order] = task.id
             if order % 10 < PAID_OF_TEN:
@@ -99,7 +106,9 @@ class Story:
                 continue
             self.shop.paid.add(order)
             if order % 10 == 0:
-                task = delaytasks.schedule_delay("payment.capture", {"order": order}, 1, key=f"order-{order}")
+                task = delaytasks.schedule_delay(
+                    "payment.capture", {"order": order}, 1, key=f"order-{order}"
+                )
                 self.shop.payments[order] = task.id
             if len(self.shop.paid) == 1:
                 self._tell(f"order {order} is paid: its closing is cancelled by its key")
@@ -107,14 +116,24 @@ class Story:
     # -- trouble ----------------------------------------------------------------------------------
 
     def _kill_a_worker(self) -> None:
-        running = [task for task in delaytasks.find(tag="order.close", status="RUNNING") if task.body["items"] == LARGE]
+        running = [
+            task
+            for task in delaytasks.find(tag="order.close", status="RUNNING")
+            if task.body["items"] == LARGE
+        ]
         if running:
             worker = str(running[0].worker).partition("@")[0]
             self._kill(worker)
             self.shop.killed, self.shop.killed_at = worker, default().clock.now()
-            mine = [t for t in delaytasks.find(tag="order.close", status="RUNNING") if str(t.worker).startswith(worker)]
+            mine = [
+                t
+                for t in delaytasks.find(tag="order.close", status="RUNNING")
+                if str(t.worker).startswith(worker)
+            ]
             self.shop.interrupted = {task.id for task in mine}
-            self._tell(f"kill -9 of worker {worker}, while it closes order {running[0].body['order']}")
+            self._tell(
+                f"kill -9 of worker {worker}, while it closes order {running[0].body['order']}"
+            )
 
     # -- looking ----------------------------------------------------------------------------------
 
@@ -132,10 +151,16 @@ class Story:
                     )
                     self._tell(f"failed payments are tried again every {RETRY_AFTER_S:g} s")
         for task in shop.orders_now:
-            if task.id in shop.interrupted and task.status is Status.DONE and task.id not in self._seen_again:
+            if (
+                task.id in shop.interrupted
+                and task.status is Status.DONE
+                and task.id not in self._seen_again
+            ):
                 self._seen_again.add(task.id)
                 where = str(task.worker).partition("@")[0]
-                self._tell(f"order {task.body['order']} is closed by worker {where}, at the second attempt")
+                self._tell(
+                    f"order {task.body['order']} is closed by worker {where}, at the second attempt"
+                )
 
     def _is_over(self) -> bool:
         shop = self.shop

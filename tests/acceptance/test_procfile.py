@@ -14,7 +14,9 @@ from tests.acceptance.user_folder import ROOT, UserFolder
 from tests.waiting import wait_until
 
 pytest.importorskip("honcho")
-pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="looks for processes in /proc"
+)
 
 
 @pytest.fixture
@@ -29,12 +31,16 @@ def folder(tmp_path: Path) -> Iterator[UserFolder]:
 def test_the_procfile_has_a_line_for_each_process() -> None:
     lines = dict(line.split(": ", 1) for line in (ROOT / "Procfile").read_text().splitlines())
     assert list(lines) == ["embedded", "worker", "beat", "flower"]
-    assert all(f"celery -A delaytasks {name}" in lines[name] for name in ("worker", "beat", "flower"))
+    assert all(
+        f"celery -A delaytasks {name}" in lines[name] for name in ("worker", "beat", "flower")
+    )
 
 
 def test_honcho_runs_worker_and_beat_with_nothing_configured(folder: UserFolder) -> None:
     # Without Flower, since its port may be in use here.
-    folder.start([sys.executable, "-m", "honcho", "start", "embedded", "worker", "beat"], " ready[.]")
+    folder.start(
+        [sys.executable, "-m", "honcho", "start", "embedded", "worker", "beat"], " ready[.]"
+    )
     id = folder.schedule("note", 1, text="noted")
     wait_until(folder.is_done(id), 30, "the task")
     folder.wait_for("beat: Starting...", 30)

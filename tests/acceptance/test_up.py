@@ -18,7 +18,9 @@ from delaytasks.embedded import broker_of, socket_path
 from tests.acceptance.user_folder import DELAYTASKS, UserFolder
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="looks for processes in /proc"
+)
 
 
 @pytest.fixture
@@ -84,7 +86,9 @@ def test_the_second_ctrl_c_does_not_wait_for_a_running_task(up: UserFolder) -> N
 def test_a_second_up_in_the_same_folder_is_refused(up: UserFolder) -> None:
     up.up("--no-flower")
     command = [*DELAYTASKS, "up", "--no-flower"]
-    again = subprocess.run(command, cwd=up.folder, env=up.environ, capture_output=True, text=True, check=False)
+    again = subprocess.run(
+        command, cwd=up.folder, env=up.environ, capture_output=True, text=True, check=False
+    )
     assert again.returncode == 2
     assert "runs already" in again.stderr
     assert up.stop() == 0

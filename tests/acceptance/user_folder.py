@@ -46,7 +46,9 @@ class UserFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.mark = secrets.token_hex(8)
-        self.environ = {k: v for k, v in os.environ.items() if not k.startswith(("DELAYTASKS_", "CELERY_"))}
+        self.environ = {
+            k: v for k, v in os.environ.items() if not k.startswith(("DELAYTASKS_", "CELERY_"))
+        }
         self.environ |= {"PYTHONPATH": str(ROOT), "COLUMNS": "200", MARK: self.mark}
         (folder / "tasks.py").write_text(PROCESSORS)
         (folder / "celeryconfig.py").write_text("imports = ['tasks']\n")
@@ -58,7 +60,9 @@ class UserFolder:
         self._starts += 1
         self._log = self.folder / f"{self._starts}.log"
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen(command, cwd=self.folder, env=self.environ, stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                command, cwd=self.folder, env=self.environ, stdout=log, stderr=log
+            )
         self.wait_for(until, 60)
 
     def up(self, *options: str) -> None:
@@ -83,7 +87,9 @@ class UserFolder:
     def run(self, *arguments: str) -> Any:
         """A command in another shell of the folder."""
         command = [*DELAYTASKS, *arguments, "--json"]
-        done = subprocess.run(command, cwd=self.folder, env=self.environ, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=self.folder, env=self.environ, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from delaytasks import DelayTasks
-from delaytasks.store.store import Store
+from delaytasks.storage.store import Store
 from tests.recording import RecordingTimer, delays_on, record
 
 

@@ -7,10 +7,10 @@ from datetime import timedelta
 import pytest
 
 from delaytasks.core.task import DelayTask
-from delaytasks.store import backlog
-from delaytasks.store.backlog import AGAIN_S
-from delaytasks.store.claims import Claims
-from delaytasks.store.store import Store
+from delaytasks.storage import backlog
+from delaytasks.storage.backlog import AGAIN_S
+from delaytasks.storage.claims import Claims
+from delaytasks.storage.store import Store
 
 
 def make(store: Store, *ids: int, priority: int = 0) -> None:
@@ -47,7 +47,9 @@ def test_what_is_older_is_found_before_a_level_is_empty(store: Store, claims: Cl
     assert ids(claims, 4) == []
 
 
-def test_what_is_older_waits_for_seconds_at_most(store: Store, claims: Claims, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_older_waits_for_seconds_at_most(
+    store: Store, claims: Claims, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 1000.0
     monkeypatch.setattr(backlog, "monotonic", lambda: now)
     make(store, *range(10, 40))

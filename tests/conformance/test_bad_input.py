@@ -20,8 +20,8 @@ from sqlalchemy.orm import Session
 from delaytasks import NewTask, Status
 from delaytasks.core import errors as e
 from delaytasks.core.task import DelayTask
-from delaytasks.store.store import Store
-from delaytasks.store.types import db_now_plus
+from delaytasks.storage.store import Store
+from delaytasks.storage.types import db_now_plus
 from tests.counting import counted
 from tests.fuzzing import fuzz
 from tests.recording import delays_on, record
@@ -31,7 +31,7 @@ SECRET = "s3cr3t-canary"
 SQL = "x'; DROP TABLE s_yb_delay_task_message; -- %s %(a)s :id \\ \" ?"
 
 
-class Place:
+class DatabaseAddress:
     """A `DelayTasks` on empty tables, and what has become of them."""
 
     def __init__(self, url: str, store: Store, **changes: Any) -> None:
@@ -43,7 +43,10 @@ class Place:
         """Rows of each table, and messages sent."""
         tables = self._store.schema.metadata.sorted_tables
         with self._store.database.auto.connect() as connection:
-            counts = [connection.execute(select(func.count()).select_from(table)).scalar_one() for table in tables]
+            counts = [
+                connection.execute(select(func.count()).select_from(table)).scalar_one()
+                for table in tables
+            ]
         return (*counts, len(self.timer.armed))
 
     @contextlib.contextmanager
@@ -56,7 +59,9 @@ class Place:
             assert word in str(caught.value)
         assert self.traces() == before, "something was half done"
 
-    def put(self, status: Status = Status.NOT_COMPLETE, delay: float = 60, **options: Any) -> DelayTask:
+    def put(
+        self, status: Status = Status.NOT_COMPLETE, delay: float = 60, **options: Any
+    ) -> DelayTask:
         task = self.delays.schedule_delay("mail", {"n": 1}, delay, **options)
         t = self._store.schema.tasks
         with self._store.database.begin() as connection:
@@ -67,18 +72,20 @@ class Place:
         """A row by another program, and its id."""
         t = self._store.schema.tasks
         with self._store.database.begin() as connection:
-            made = connection.execute(insert(t).values(**{"tag": "mail", "message_body": "{}", **values}))
+            made = connection.execute(
+                insert(t).values(**{"tag": "mail", "message_body": "{}", **values})
+            )
             key = made.inserted_primary_key
             assert key is not None
             return int(key[0])
 
 
 @pytest.fixture
-def make(store: Store, database_url: str) -> Iterator[Callable[..., Place]]:
-    made: list[Place] = []
+def make(store: Store, database_url: str) -> Iterator[Callable[..., DatabaseAddress]]:
+    made: list[DatabaseAddress] = []
 
-    def new(**changes: Any) -> Place:
-        made.append(Place(database_url, store, **changes))
+    def new(**changes: Any) -> DatabaseAddress:
+        made.append(DatabaseAddress(database_url, store, **changes))
         return made[-1]
 
     yield new
@@ -87,7 +94,7 @@ def make(store: Store, database_url: str) -> Iterator[Callable[..., Place]]:
 
 
 @pytest.fixture
-def place(make: Callable[..., Place]) -> Place:
+def place(make: Callable[..., DatabaseAddress]) -> DatabaseAddress:
     return make()
 
 
@@ -118,7 +125,7 @@ BAD_DELAYS = [
 ]
 
 
-def test_a_delay_that_is_no_delay_is_refused_by_every_call(place: Place) -> None:
+def test_a_delay_that_is_no_delay_is_refused_by_every_call(place: DatabaseAddress) -> None:
     for delay in BAD_DELAYS:
         waits, failed = place.put(), place.put(Status.FAILED)
         with place.refuses(e.InvalidDelayError):
@@ -135,7 +142,7 @@ def test_a_delay_that_is_no_delay_is_refused_by_every_call(place: Place) -> None
             place.delays.retry(failed, delay)
 
 
-def test_a_longest_wait_is_a_delay_of_what_is_replaced(place: Place) -> None:
+def test_a_longest_wait_is_a_delay_of_what_is_replaced(place: DatabaseAddress) -> None:
     waits = place.put(key="k")
     at = datetime(2030, 1, 1, tzinfo=UTC)
     for max_wait in [*BAD_DELAYS, 0, "0s", "soon"]:
@@ -149,9 +156,15 @@ def test_a_longest_wait_is_a_delay_of_what_is_replaced(place: Place) -> None:
                 call(on_conflict="replace", max_wait=max_wait)
         with place.refuses(e.InvalidDelayError):
             place.delays.schedule_many(
-                [NewTask("mail", {}, 5), NewTask("mail", {}, 5, key="k", max_wait=max_wait)], on_conflict="replace"
+                [NewTask("mail", {}, 5), NewTask("mail", {}, 5, key="k", max_wait=max_wait)],
+                on_conflict="replace",
             )
-    for options in ({}, {"key": "k"}, {"key": "k", "on_conflict": "keep"}, {"on_conflict": "replace"}):
+    for options in (
+        {},
+        {"key": "k"},
+        {"key": "k", "on_conflict": "keep"},
+        {"on_conflict": "replace"},
+    ):
         with place.refuses(e.InvalidScheduleError, "max_wait", "key", "replace"):
             place.delays.schedule_delay("mail", {}, 5, max_wait=30, **options)
     with place.refuses(e.InvalidScheduleError):
@@ -159,7 +172,9 @@ def test_a_longest_wait_is_a_delay_of_what_is_replaced(place: Place) -> None:
     assert place.delays.get(waits).version == 0
 
 
-def test_a_delay_above_the_setting_is_refused_and_one_at_it_is_not(make: Callable[..., Place]) -> None:
+def test_a_delay_above_the_setting_is_refused_and_one_at_it_is_not(
+    make: Callable[..., DatabaseAddress],
+) -> None:
     place = make(max_delay_s=100)
     place.delays.schedule_delay("mail", {}, 100)
     with place.refuses(e.InvalidDelayError, "100 s (setting max_delay_s)"):
@@ -168,7 +183,7 @@ def test_a_delay_above_the_setting_is_refused_and_one_at_it_is_not(make: Callabl
         place.delays.schedule_at("mail", {}, datetime.max.replace(tzinfo=UTC))
 
 
-def test_a_datetime_without_a_zone_is_refused_by_every_call(place: Place) -> None:
+def test_a_datetime_without_a_zone_is_refused_by_every_call(place: DatabaseAddress) -> None:
     waits, naive = place.put(), datetime(2030, 1, 1)
     with place.refuses(e.NaiveDatetimeError, "2030"):
         place.delays.schedule_at("mail", {}, naive)
@@ -181,7 +196,7 @@ def test_a_datetime_without_a_zone_is_refused_by_every_call(place: Place) -> Non
             place.delays.find(**{where: naive})
 
 
-def test_an_instant_that_is_no_datetime_is_refused(place: Place) -> None:
+def test_an_instant_that_is_no_datetime_is_refused(place: DatabaseAddress) -> None:
     for when in ["2030-01-01T00:00:00Z", 1893456000, None, object()]:
         with place.refuses(e.InvalidScheduleError):
             place.delays.schedule_at("mail", {}, when)
@@ -192,13 +207,13 @@ class FarEast(tzinfo):
         return timedelta(hours=14)
 
 
-def test_an_instant_that_utc_can_not_say_is_refused(place: Place) -> None:
+def test_an_instant_that_utc_can_not_say_is_refused(place: DatabaseAddress) -> None:
     with place.refuses(e.InvalidScheduleError):
         place.delays.schedule_at("mail", {}, datetime(1, 1, 1, tzinfo=FarEast()))
 
 
 @pytest.mark.parametrize("year", [1, 1500, 1969, 2001])
-def test_the_past_is_accepted_and_runs_now(place: Place, year: int) -> None:
+def test_the_past_is_accepted_and_runs_now(place: DatabaseAddress, year: int) -> None:
     ran: list[Any] = []
     place.delays.processor("mail")(ran.append)
     before = place.delays.clock.now()
@@ -211,7 +226,7 @@ def test_the_past_is_accepted_and_runs_now(place: Place, year: int) -> None:
     assert place.delays.get(moved).status is Status.DONE
 
 
-def test_a_delay_and_an_instant_together_or_neither_are_refused(place: Place) -> None:
+def test_a_delay_and_an_instant_together_or_neither_are_refused(place: DatabaseAddress) -> None:
     waits, when = place.put(), datetime(2030, 1, 1, tzinfo=UTC)
     for delay, instant in ((5, when), (None, None)):
         with place.refuses(e.InvalidScheduleError):
@@ -220,7 +235,7 @@ def test_a_delay_and_an_instant_together_or_neither_are_refused(place: Place) ->
             place.delays.reschedule(waits, delay, when=instant)
 
 
-def test_schedule_many_refuses_what_is_no_task(place: Place) -> None:
+def test_schedule_many_refuses_what_is_no_task(place: DatabaseAddress) -> None:
     for item in [None, "mail", ("mail", {}), ("mail", {}, 1, 2), ["mail", {}, 1], Unsayable()]:
         with place.refuses(e.InvalidScheduleError):
             place.delays.schedule_many([("mail", {}, 5), item])
@@ -263,7 +278,7 @@ NOT_JSON = [
 ]
 
 
-def test_a_body_that_json_can_not_say_is_refused_by_its_place(place: Place) -> None:
+def test_a_body_that_json_can_not_say_is_refused_by_its_place(place: DatabaseAddress) -> None:
     for body, where in NOT_JSON:
         with place.refuses(e.BodyNotJSONError, where):
             place.delays.schedule_delay("mail", body, 5)
@@ -273,13 +288,17 @@ def test_a_body_that_json_can_not_say_is_refused_by_its_place(place: Place) -> N
             place.delays.schedule_delay("mail", body, 5, key="k", on_conflict="replace")
 
 
-def test_a_body_a_hundred_deep_is_accepted(place: Place) -> None:
+def test_a_body_a_hundred_deep_is_accepted(place: DatabaseAddress) -> None:
     task = place.delays.schedule_delay("mail", nested(100), 60)
     assert place.delays.get(task).body == nested(100)
 
 
-@pytest.mark.parametrize("second", [object(), float("nan"), nested(100_000)], ids=lambda s: type(s).__name__)
-def test_a_body_that_changes_while_it_is_written_is_refused(place: Place, second: Any) -> None:
+@pytest.mark.parametrize(
+    "second", [object(), float("nan"), nested(100_000)], ids=lambda s: type(s).__name__
+)
+def test_a_body_that_changes_while_it_is_written_is_refused(
+    place: DatabaseAddress, second: Any
+) -> None:
     class TwoFaced(list):  # type: ignore[type-arg]
         def __iter__(self) -> Iterator[Any]:
             face, self.face = getattr(self, "face", 1), second
@@ -289,7 +308,7 @@ def test_a_body_that_changes_while_it_is_written_is_refused(place: Place, second
         place.delays.schedule_delay("mail", TwoFaced([1]), 5)
 
 
-def test_a_body_is_measured_in_bytes(make: Callable[..., Place]) -> None:
+def test_a_body_is_measured_in_bytes(make: Callable[..., DatabaseAddress]) -> None:
     place = make(max_body_bytes=1000)
     for body in ("a" * 998, "é" * 499, "😀" * 249 + "aa"):
         task = place.delays.schedule_delay("mail", body, 60)
@@ -298,7 +317,7 @@ def test_a_body_is_measured_in_bytes(make: Callable[..., Place]) -> None:
             place.delays.schedule_delay("mail", body + "b", 60)
 
 
-def test_a_body_of_the_default_size_fits_every_database(place: Place) -> None:
+def test_a_body_of_the_default_size_fits_every_database(place: DatabaseAddress) -> None:
     body = "😀" * 65_535 + "a" * 2
     task = place.delays.schedule_delay("mail", body, 60)
     assert place.delays.get(task).body == body
@@ -307,7 +326,7 @@ def test_a_body_of_the_default_size_fits_every_database(place: Place) -> None:
         place.delays.schedule_delay("mail", body + "b", 60)
 
 
-def test_a_body_that_holds_one_part_many_times_is_refused_at_once(place: Place) -> None:
+def test_a_body_that_holds_one_part_many_times_is_refused_at_once(place: DatabaseAddress) -> None:
     body: list[Any] = ["x"]
     for _ in range(90):
         body = [body, body]
@@ -318,7 +337,7 @@ def test_a_body_that_holds_one_part_many_times_is_refused_at_once(place: Place) 
 UNSTORABLE = ["a\x00b", "\x00", "\ud800", "x\udfff", "\udc00\ud800"]
 
 
-def test_text_that_a_database_can_not_store_is_refused_on_each(place: Place) -> None:
+def test_text_that_a_database_can_not_store_is_refused_on_each(place: DatabaseAddress) -> None:
     for bad in UNSTORABLE:
         for body in (bad, [bad], {"a": bad}, {bad: 1}):
             with place.refuses(e.BodyNotStorableError, "$"):
@@ -335,19 +354,19 @@ def test_text_that_a_database_can_not_store_is_refused_on_each(place: Place) -> 
             place.delays.cancel(tag="mail", key=bad)
 
 
-def test_text_that_only_looks_unstorable_is_stored(place: Place) -> None:
+def test_text_that_only_looks_unstorable_is_stored(place: DatabaseAddress) -> None:
     body = {"\\u0000": "\\ud800", "\x01\x1f\x7f": "\ufffe\ufeff\u2028"}
     assert place.delays.get(place.delays.schedule_delay("mail", body, 60)).body == body
 
 
-def test_integers_are_exact(place: Place) -> None:
+def test_integers_are_exact(place: DatabaseAddress) -> None:
     body = [2**53 + 1, -(2**53) - 1, 2**63, 2**64 + 1, -(10**40), 10**4000, {"n": 9007199254740993}]
     task = place.delays.schedule_delay("mail", body, 60)
     assert place.delays.get(task).body == body
     assert place.delays.get(task).as_json()["body"] == body
 
 
-def test_sql_in_tag_key_and_body_is_stored_literally(place: Place) -> None:
+def test_sql_in_tag_key_and_body_is_stored_literally(place: DatabaseAddress) -> None:
     ran: list[Any] = []
     place.delays.processor(SQL)(ran.append)
     task = place.delays.schedule_delay(SQL, {SQL: SQL}, 0, key=SQL)
@@ -362,10 +381,24 @@ def test_sql_in_tag_key_and_body_is_stored_literally(place: Place) -> None:
 
 # -- names ----------------------------------------------------------------------------------------
 
-BAD_NAMES = ["", " ", "\t", "a\nb", "a\r\nb", "\x1b[31mred", "a\x7f", "\u202e", "\u2028", None, 5, b"mail", ["mail"]]
+BAD_NAMES = [
+    "",
+    " ",
+    "\t",
+    "a\nb",
+    "a\r\nb",
+    "\x1b[31mred",
+    "a\x7f",
+    "\u202e",
+    "\u2028",
+    None,
+    5,
+    b"mail",
+    ["mail"],
+]
 
 
-def by_tag(place: Place, tag: Any) -> list[Callable[[], Any]]:
+def by_tag(place: DatabaseAddress, tag: Any) -> list[Callable[[], Any]]:
     return [
         lambda: place.delays.schedule_delay(tag, {}, 5),
         lambda: place.delays.schedule_many([("mail", {}, 5), (tag, {}, 5)]),
@@ -373,10 +406,12 @@ def by_tag(place: Place, tag: Any) -> list[Callable[[], Any]]:
     ]
 
 
-def by_key(place: Place, key: Any) -> list[Callable[[], Any]]:
+def by_key(place: DatabaseAddress, key: Any) -> list[Callable[[], Any]]:
     return [
         lambda: place.delays.schedule_delay("mail", {}, 5, key=key),
-        lambda: place.delays.schedule_many([NewTask("mail", {}, 5), NewTask("mail", {}, 5, key=key)]),
+        lambda: place.delays.schedule_many(
+            [NewTask("mail", {}, 5), NewTask("mail", {}, 5, key=key)]
+        ),
         lambda: place.delays.cancel(tag="mail", key=key),
         lambda: place.delays.get(tag="mail", key=key),
         lambda: place.delays.touch(tag="mail", key=key, delay=5),
@@ -385,15 +420,17 @@ def by_key(place: Place, key: Any) -> list[Callable[[], Any]]:
     ]
 
 
-def by_queue(place: Place, queue: Any) -> list[Callable[[], Any]]:
+def by_queue(place: DatabaseAddress, queue: Any) -> list[Callable[[], Any]]:
     return [
         lambda: place.delays.schedule_delay("mail", {}, 5, queue=queue),
-        lambda: place.delays.schedule_many([NewTask("mail", {}, 5), NewTask("mail", {}, 5, queue=queue)]),
+        lambda: place.delays.schedule_many(
+            [NewTask("mail", {}, 5), NewTask("mail", {}, 5, queue=queue)]
+        ),
         lambda: place.delays.processor("mail", queue=queue),
     ]
 
 
-def by_id(place: Place, id: Any) -> list[Callable[[], Any]]:
+def by_id(place: DatabaseAddress, id: Any) -> list[Callable[[], Any]]:
     return [
         lambda: place.delays.get(id),
         lambda: place.delays.cancel(id, strict=True),
@@ -403,7 +440,7 @@ def by_id(place: Place, id: Any) -> list[Callable[[], Any]]:
     ]
 
 
-def test_a_tag_that_is_no_name_is_refused(place: Place) -> None:
+def test_a_tag_that_is_no_name_is_refused(place: DatabaseAddress) -> None:
     for tag in [*BAD_NAMES, "x" * 129]:
         for call in by_tag(place, tag):
             with place.refuses(e.InvalidTagError):
@@ -413,22 +450,31 @@ def test_a_tag_that_is_no_name_is_refused(place: Place) -> None:
                 place.delays.find(tag=tag)
 
 
-def test_a_key_that_is_no_name_is_refused(place: Place) -> None:
+def test_a_key_that_is_no_name_is_refused(place: DatabaseAddress) -> None:
     for key in [*(name for name in BAD_NAMES if name is not None), "x" * 192]:
         for call in by_key(place, key):
             with place.refuses(e.InvalidKeyError):
                 call()
 
 
-def test_a_queue_that_a_broker_could_not_have_is_refused(place: Place) -> None:
-    for_paths_and_patterns = ["a b", "../../etc/passwd", "a/b", "😀" * 90, "q*", "q#", "a:b", "x" * 101]
+def test_a_queue_that_a_broker_could_not_have_is_refused(place: DatabaseAddress) -> None:
+    for_paths_and_patterns = [
+        "a b",
+        "../../etc/passwd",
+        "a/b",
+        "😀" * 90,
+        "q*",
+        "q#",
+        "a:b",
+        "x" * 101,
+    ]
     for queue in [*(name for name in BAD_NAMES if name is not None), *for_paths_and_patterns]:
         for call in by_queue(place, queue):
             with place.refuses(e.InvalidQueueError):
                 call()
 
 
-def test_names_at_their_longest_are_accepted(place: Place) -> None:
+def test_names_at_their_longest_are_accepted(place: DatabaseAddress) -> None:
     tag, key, queue = "😀" * 128, "ü" * 191, "q" * 100
     task = place.delays.schedule_delay(tag, {}, 60, key=key, queue=queue)
     found = place.delays.get(tag=tag, key=key)
@@ -445,20 +491,30 @@ class Level(int, enum.Enum):
     ID = 4711
 
 
-def test_enums_are_what_they_stand_for(place: Place) -> None:
+def test_enums_are_what_they_stand_for(place: DatabaseAddress) -> None:
     task = place.delays.schedule_delay(
-        Name.MAIL, {"level": Level.HIGH, "name": Name.KEY}, 60, key=Name.KEY, priority=Level.HIGH, id=Level.ID
+        Name.MAIL,
+        {"level": Level.HIGH, "name": Name.KEY},
+        60,
+        key=Name.KEY,
+        priority=Level.HIGH,
+        id=Level.ID,
     )
     assert (task.tag, task.key, task.priority, task.id) == ("mail", "the key", 9, 4711)
     # Plain ones: a driver may write a subclass as it says itself, "Name.MAIL".
-    assert [type(value) for value in (task.tag, task.key, task.priority, task.id)] == [str, str, int, int]
+    assert [type(value) for value in (task.tag, task.key, task.priority, task.id)] == [
+        str,
+        str,
+        int,
+        int,
+    ]
     found = place.delays.get(tag="mail", key="the key")
     assert (found.id, found.priority, found.body) == (4711, 9, {"level": 9, "name": "the key"})
     assert place.delays.get(Level.ID).tag == "mail"
     assert [one.id for one in place.delays.find(tag=Name.MAIL)] == [4711]
 
 
-def test_a_priority_is_an_integer_from_0_to_9(place: Place) -> None:
+def test_a_priority_is_an_integer_from_0_to_9(place: DatabaseAddress) -> None:
     for priority in [-1, 10, True, 1.0, "1", None, 10**5000, Unsayable()]:
         with place.refuses(e.InvalidPriorityError):
             place.delays.schedule_delay("mail", {}, 5, priority=priority)
@@ -466,7 +522,9 @@ def test_a_priority_is_an_integer_from_0_to_9(place: Place) -> None:
             place.delays.schedule_many([NewTask("mail", {}, 5, priority=priority)])
 
 
-def test_a_tag_without_processor_is_accepted_unless_tags_are_strict(make: Callable[..., Place]) -> None:
+def test_a_tag_without_processor_is_accepted_unless_tags_are_strict(
+    make: Callable[..., DatabaseAddress],
+) -> None:
     make().delays.schedule_delay("nobody", {}, 5)
     place = make(strict_tags=True)
     place.delays.processor("mail.send")(lambda body: None)
@@ -499,7 +557,7 @@ BAD_IDS = [
 ]
 
 
-def test_an_id_that_is_no_id_is_refused_by_every_call(place: Place) -> None:
+def test_an_id_that_is_no_id_is_refused_by_every_call(place: DatabaseAddress) -> None:
     task = place.put()
     for id in BAD_IDS:
         with place.refuses(e.InvalidIdError):
@@ -515,14 +573,14 @@ def test_an_id_that_is_no_id_is_refused_by_every_call(place: Place) -> None:
             place.delays.schedule_many([NewTask("mail", {}, 5), NewTask("mail", {}, 5, id=id)])
 
 
-def test_an_id_that_nobody_has_is_not_found_by_any_call(place: Place) -> None:
+def test_an_id_that_nobody_has_is_not_found_by_any_call(place: DatabaseAddress) -> None:
     for id in [1, 2**63 - 1, "4711"]:
         for call in by_id(place, id):
             with place.refuses(e.TaskNotFoundError, str(id)):
                 call()
 
 
-def test_a_key_that_nobody_has_is_not_found_by_any_call(place: Place) -> None:
+def test_a_key_that_nobody_has_is_not_found_by_any_call(place: DatabaseAddress) -> None:
     d, name = place.delays, {"tag": "mail", "key": "k"}
     for call in (
         lambda: d.get(**name),
@@ -534,14 +592,14 @@ def test_a_key_that_nobody_has_is_not_found_by_any_call(place: Place) -> None:
             call()
 
 
-def test_a_task_is_named_in_one_way(place: Place) -> None:
+def test_a_task_is_named_in_one_way(place: DatabaseAddress) -> None:
     task = place.put(key="k")
     for names in ({}, {"key": "k"}, {"tag": "mail"}, {"task": task, "tag": "mail", "key": "k"}):
         with place.refuses(e.InvalidScheduleError):
             place.delays.cancel(**names)
 
 
-def test_touch_many_takes_one_list(place: Place) -> None:
+def test_touch_many_takes_one_list(place: DatabaseAddress) -> None:
     task = place.put(key="k")
     for names in (
         {},
@@ -560,7 +618,7 @@ def test_touch_many_takes_one_list(place: Place) -> None:
     assert place.delays.get(task).expected_time == task.expected_time
 
 
-def test_a_key_that_is_taken_names_the_task_that_has_it(place: Place) -> None:
+def test_a_key_that_is_taken_names_the_task_that_has_it(place: DatabaseAddress) -> None:
     first = place.put(key="k")
     with place.refuses(e.DuplicateTaskError, str(first.id), "'k'"):
         place.delays.schedule_delay("mail", {}, 5, key="k")
@@ -569,15 +627,19 @@ def test_a_key_that_is_taken_names_the_task_that_has_it(place: Place) -> None:
     assert caught.value.id == first.id
 
 
-def test_a_lot_with_a_key_that_is_taken_is_left_out_as_a_whole(place: Place) -> None:
+def test_a_lot_with_a_key_that_is_taken_is_left_out_as_a_whole(place: DatabaseAddress) -> None:
     place.put(key="k")
     with place.refuses(e.DuplicateTaskError):
         place.delays.schedule_many(
-            [NewTask("mail", {}, 5), NewTask("mail", {}, 5, key="l"), NewTask("mail", {}, 5, key="k")]
+            [
+                NewTask("mail", {}, 5),
+                NewTask("mail", {}, 5, key="l"),
+                NewTask("mail", {}, 5, key="k"),
+            ]
         )
 
 
-def test_a_typo_in_on_conflict_is_refused(place: Place) -> None:
+def test_a_typo_in_on_conflict_is_refused(place: DatabaseAddress) -> None:
     place.put(key="k")
     for typo in ["Reject", "ignore", "", None, 1, [], Unsayable()]:
         with place.refuses(e.InvalidScheduleError, "on_conflict"):
@@ -586,7 +648,7 @@ def test_a_typo_in_on_conflict_is_refused(place: Place) -> None:
             place.delays.schedule_many([NewTask("mail", {}, 5, key="k")], on_conflict=typo)
 
 
-def test_the_same_id_again_is_harmless_and_arms_it_again(place: Place) -> None:
+def test_the_same_id_again_is_harmless_and_arms_it_again(place: DatabaseAddress) -> None:
     first = place.delays.schedule_delay("mail", {"n": 1}, 5, id=4711)
     before = place.traces()
     again = place.delays.schedule_delay("mail", {"n": 2}, 60, id=4711)
@@ -614,7 +676,7 @@ def test_the_same_id_again_is_harmless_and_arms_it_again(place: Place) -> None:
     ],
     ids=lambda v: getattr(v, "name", ""),
 )
-def test_cancelling_in_each_status(place: Place, status: Status, answer: Any) -> None:
+def test_cancelling_in_each_status(place: DatabaseAddress, status: Status, answer: Any) -> None:
     task = place.put(status)
     if isinstance(answer, bool):
         assert bool(place.delays.cancel(task, strict=True)) is answer
@@ -626,7 +688,7 @@ def test_cancelling_in_each_status(place: Place, status: Status, answer: Any) ->
     assert place.delays.get(task).status is status
 
 
-def test_a_stale_version_is_refused_by_every_move(place: Place) -> None:
+def test_a_stale_version_is_refused_by_every_move(place: DatabaseAddress) -> None:
     for version in [1, -1, 2**70, 10**5000, "0", Unsayable()]:
         waits, failed = place.put(), place.put(Status.FAILED)
         with place.refuses(e.StaleVersionError):
@@ -642,13 +704,13 @@ def test_a_stale_version_is_refused_by_every_move(place: Place) -> None:
 # -- questions ------------------------------------------------------------------------------------
 
 
-def test_a_page_is_bounded(place: Place) -> None:
+def test_a_page_is_bounded(place: DatabaseAddress) -> None:
     for limit in [-1, 0, 1001, 10**9, 10**5000, True, 1.0, "10", None, Unsayable()]:
         with place.refuses(e.InvalidQueryError, "1 to 1000"):
             place.delays.find(limit=limit)
 
 
-def test_a_status_that_does_not_exist_is_refused(place: Place) -> None:
+def test_a_status_that_does_not_exist_is_refused(place: DatabaseAddress) -> None:
     for status in [77, -1, True, "GONE", "", 1.5, [], Unsayable()]:
         with place.refuses(e.InvalidQueryError, "NOT_COMPLETE"):
             place.delays.find(status=status)
@@ -656,18 +718,21 @@ def test_a_status_that_does_not_exist_is_refused(place: Place) -> None:
 
 BAD_CURSORS = ["", "x", "====", "MTIz", "YTpi", "😀", "\ud800", "MTox\n;", 5, b"MTox", ["x"]]
 #: Well made, but of numbers that no row has: 10^30:1, 1:10^30, 1:-10^30.
-BAD_CURSORS += ["MTAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDox", "MToxMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAw"]
+BAD_CURSORS += [
+    "MTAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDox",
+    "MToxMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAw",
+]
 BAD_CURSORS += ["MTotMTAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMA=="]
 
 
-def test_a_cursor_that_find_never_gave_is_refused(place: Place) -> None:
+def test_a_cursor_that_find_never_gave_is_refused(place: DatabaseAddress) -> None:
     for cursor in BAD_CURSORS:
         place.put()
         with place.refuses(e.InvalidQueryError):
             place.delays.find(cursor=cursor)
 
 
-def test_times_at_the_ends_of_time_are_answered(place: Place) -> None:
+def test_times_at_the_ends_of_time_are_answered(place: DatabaseAddress) -> None:
     place.put()
     for instant in [datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)]:
         assert len(place.delays.find(since=instant)) + len(place.delays.find(until=instant)) == 1
@@ -676,7 +741,9 @@ def test_times_at_the_ends_of_time_are_answered(place: Place) -> None:
 # -- sessions -------------------------------------------------------------------------------------
 
 
-def calls_with(place: Place, task: DelayTask, failed: DelayTask, session: Any) -> list[Callable[[], Any]]:
+def calls_with(
+    place: DatabaseAddress, task: DelayTask, failed: DelayTask, session: Any
+) -> list[Callable[[], Any]]:
     d = place.delays
     return [
         lambda: d.schedule_delay("mail", {}, 5, session=session),
@@ -693,14 +760,14 @@ def calls_with(place: Place, task: DelayTask, failed: DelayTask, session: Any) -
     ]
 
 
-def test_what_is_no_session_is_refused(place: Place) -> None:
+def test_what_is_no_session_is_refused(place: DatabaseAddress) -> None:
     for session in ["x", object(), 5, Session]:
         for call in calls_with(place, place.put(), place.put(Status.FAILED), session):
             with place.refuses(e.SessionUnusableError):
                 call()
 
 
-def test_a_closed_session_or_connection_is_refused(place: Place, store: Store) -> None:
+def test_a_closed_session_or_connection_is_refused(place: DatabaseAddress, store: Store) -> None:
     closed = Session(store.database.tx, close_resets_only=False)
     closed.close()
     connection = store.database.tx.connect()
@@ -714,7 +781,9 @@ def test_a_closed_session_or_connection_is_refused(place: Place, store: Store) -
 # -- rows of other programs -----------------------------------------------------------------------
 
 
-def test_rows_of_nonsense_harm_neither_a_claim_nor_the_api(make: Callable[..., Place]) -> None:
+def test_rows_of_nonsense_harm_neither_a_claim_nor_the_api(
+    make: Callable[..., DatabaseAddress],
+) -> None:
     place = make(chunk_time_box_s=20)
     ran: list[Any] = []
     place.delays.processor("mail")(ran.append)
@@ -763,9 +832,17 @@ def test_rows_of_nonsense_harm_neither_a_claim_nor_the_api(make: Callable[..., P
         assert by_id[id].status is Status.NOT_COMPLETE
         assert "no such processor" in (by_id[id].error or "")
     assert by_id[far].status is Status.NOT_COMPLETE
-    assert (by_id[odd].status.name, int(by_id[odd].status), by_id[odd].ip_address) == ("UNKNOWN_77", 77, "-3")
+    assert (by_id[odd].status.name, int(by_id[odd].status), by_id[odd].ip_address) == (
+        "UNKNOWN_77",
+        77,
+        "-3",
+    )
     assert not by_id[odd].is_finished
-    for call in (place.delays.cancel, place.delays.retry, lambda id: place.delays.reschedule(id, 5)):
+    for call in (
+        place.delays.cancel,
+        place.delays.retry,
+        lambda id: place.delays.reschedule(id, 5),
+    ):
         with place.refuses(e.InvalidStatusError, "UNKNOWN_77"):
             call(odd)
     assert place.delays.touch(odd, 5) is False
@@ -774,11 +851,21 @@ def test_rows_of_nonsense_harm_neither_a_claim_nor_the_api(make: Callable[..., P
     assert place.delays.cancel(far)
 
 
-def test_a_row_of_nonsense_does_not_keep_its_neighbours_from_being_armed(place: Place) -> None:
+def test_a_row_of_nonsense_does_not_keep_its_neighbours_from_being_armed(
+    place: DatabaseAddress,
+) -> None:
     soon = {"expected_time": db_now_plus(5)}
-    strange = [place.insert(version=-5, **soon), place.insert(id=-4, **soon), place.insert(queue="\x00"[:0], **soon)]
+    strange = [
+        place.insert(version=-5, **soon),
+        place.insert(id=-4, **soon),
+        place.insert(queue="\x00"[:0], **soon),
+    ]
     good = place.put(delay=5)
-    entries = [entry for some in place.delays.store.sweeps.near(*near_window(place), 0, 1) for entry in some]
+    entries = [
+        entry
+        for some in place.delays.store.sweeps.near(*near_window(place), 0, 1)
+        for entry in some
+    ]
     assert {entry.id for entry in entries} == {*strange, good.id}
     sent: list[Any] = []
     place.delays.publisher.send = lambda name, queue, messages: bool(sent.extend(messages)) or True  # type: ignore[method-assign]
@@ -789,16 +876,22 @@ def test_a_row_of_nonsense_does_not_keep_its_neighbours_from_being_armed(place: 
     assert good.id in [entry.id for entry in armed]
 
 
-def near_window(place: Place) -> tuple[datetime, datetime]:
+def near_window(place: DatabaseAddress) -> tuple[datetime, datetime]:
     now = place.delays.clock.now()
     return now, now + timedelta(seconds=30)
 
 
 # -- anything at all ------------------------------------------------------------------------------
 
-storable = st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\x00"), max_size=40)
+storable = st.text(
+    st.characters(blacklist_categories=("Cs",), blacklist_characters="\x00"), max_size=40
+)
 json_bodies = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | storable,
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | storable,
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(storable, inner, max_size=5),
     max_leaves=30,
 )
@@ -823,26 +916,55 @@ junk = st.one_of(
 junk_bodies = st.recursive(
     junk,
     lambda inner: (
-        st.builds(lambda a, b, c: [*a, b, *c], st.lists(json_bodies, max_size=2), inner, st.lists(json_bodies))
-        | st.builds(lambda d, k, v: {**d, k: v}, st.dictionaries(storable, json_bodies, max_size=2), storable, inner)
+        st.builds(
+            lambda a, b, c: [*a, b, *c],
+            st.lists(json_bodies, max_size=2),
+            inner,
+            st.lists(json_bodies),
+        )
+        | st.builds(
+            lambda d, k, v: {**d, k: v},
+            st.dictionaries(storable, json_bodies, max_size=2),
+            storable,
+            inner,
+        )
     ),
     max_leaves=4,
 )
 anything = st.one_of(
-    json_bodies, junk, st.integers(), st.floats(), st.text(), st.datetimes(timezones=st.none() | st.just(UTC))
+    json_bodies,
+    junk,
+    st.integers(),
+    st.floats(),
+    st.text(),
+    st.datetimes(timezones=st.none() | st.just(UTC)),
 )
 quick = fuzz(60)
 
 
 @quick
 @given(bodies=st.lists(json_bodies, min_size=1, max_size=5))
-@example(bodies=[1e308, -1e308, 5e-324, -0.0, 2**53 + 1, 2**63, "😀", "\u2028", {"": [[[]]], "a": {}}, "\x7f\x01"])
-def test_any_json_comes_back_exactly(place: Place, bodies: list[Any]) -> None:
+@example(
+    bodies=[
+        1e308,
+        -1e308,
+        5e-324,
+        -0.0,
+        2**53 + 1,
+        2**63,
+        "😀",
+        "\u2028",
+        {"": [[[]]], "a": {}},
+        "\x7f\x01",
+    ]
+)
+def test_any_json_comes_back_exactly(place: DatabaseAddress, bodies: list[Any]) -> None:
     one = place.delays.schedule_delay("mail", bodies, 60)
     assert same(place.delays.get(one).body, bodies)
     ids: list[int] = []
     place.delays.schedule_many(
-        [("mail", body, 60) for body in bodies], on_batch=lambda lot: ids.extend(t.id for t in lot)
+        [("mail", body, 60) for body in bodies],
+        on_batch=lambda batch: ids.extend(t.id for t in batch),
     )
     for id, body in zip(ids, bodies, strict=True):
         assert same(place.delays.get(id).body, body)
@@ -855,7 +977,7 @@ def same(left: Any, right: Any) -> bool:
 
 @quick
 @given(body=junk_bodies)
-def test_any_junk_in_a_body_is_refused(place: Place, body: Any) -> None:
+def test_any_junk_in_a_body_is_refused(place: DatabaseAddress, body: Any) -> None:
     before = place.traces()
     with pytest.raises((e.BodyNotJSONError, e.BodyNotStorableError)):
         place.delays.schedule_delay("mail", body, 60)
@@ -864,7 +986,9 @@ def test_any_junk_in_a_body_is_refused(place: Place, body: Any) -> None:
 
 @quick
 @given(data=st.data())
-def test_any_arguments_are_answered_with_a_task_or_with_our_error(place: Place, data: st.DataObject) -> None:
+def test_any_arguments_are_answered_with_a_task_or_with_our_error(
+    place: DatabaseAddress, data: st.DataObject
+) -> None:
     def some(*good: Any) -> Any:
         return data.draw(st.sampled_from(good or (None,)) | anything)
 
@@ -881,16 +1005,22 @@ def test_any_arguments_are_answered_with_a_task_or_with_our_error(place: Place, 
             max_wait=some(None, 5),
             concurrency_key=some(None, "k"),
         ),
-        lambda: place.delays.schedule_at(some("mail"), some({}), some(datetime(2030, 1, 1, tzinfo=UTC))),
+        lambda: place.delays.schedule_at(
+            some("mail"), some({}), some(datetime(2030, 1, 1, tzinfo=UTC))
+        ),
         lambda: place.delays.schedule_many([some(), (some("mail"), some({}), some(5))]),
-        lambda: place.delays.schedule_many([NewTask(some("mail"), some({}), some(5), some(None), some(None))]),
+        lambda: place.delays.schedule_many(
+            [NewTask(some("mail"), some({}), some(5), some(None), some(None))]
+        ),
         lambda: place.delays.cancel(some(5), version=some(None)),
         lambda: place.delays.reschedule(some(5), some(5), version=some(None)),
         lambda: place.delays.touch(tag=some("mail"), key=some("k"), delay=some(5)),
         lambda: place.delays.touch_many(some([5]), some(5)),
         lambda: place.delays.touch_many(tag=some("mail"), keys=[some("k")], delay=some(5)),
         lambda: place.delays.retry(some(5), some(5)),
-        lambda: place.delays.find(tag=some(None), key=some(None), status=some(None), cursor=some(None), limit=some(10)),
+        lambda: place.delays.find(
+            tag=some(None), key=some(None), status=some(None), cursor=some(None), limit=some(10)
+        ),
     ]
     before = place.traces()
     try:
@@ -899,18 +1029,26 @@ def test_any_arguments_are_answered_with_a_task_or_with_our_error(place: Place, 
         assert place.traces() == before
 
 
-def test_a_concurrency_key_is_a_key_and_may_be_long(place: Place) -> None:
+def test_a_concurrency_key_is_a_key_and_may_be_long(place: DatabaseAddress) -> None:
     for key in ["", " ", "a ", "a" * 256, "a\nb", 7, True]:
         with place.refuses(e.InvalidKeyError, "concurrency_key"):
             place.delays.schedule_delay("mail", {}, 5, concurrency_key=key)  # type: ignore[arg-type]
-    assert place.delays.schedule_delay("mail", {}, 5, concurrency_key="a" * 255).concurrency_key == "a" * 255
+    assert (
+        place.delays.schedule_delay("mail", {}, 5, concurrency_key="a" * 255).concurrency_key
+        == "a" * 255
+    )
 
 
-def test_a_processor_says_whom_a_body_is_for_unless_the_task_does(place: Place) -> None:
+def test_a_processor_says_whom_a_body_is_for_unless_the_task_does(place: DatabaseAddress) -> None:
     place.delays.processor("pay", concurrency_key=lambda body: body["customer"])(lambda body: None)
     schedule = place.delays.schedule_delay
     assert place.delays.get(schedule("pay", {"customer": "c7"}, 5)).concurrency_key == "c7"
-    assert place.delays.get(schedule("pay", {"customer": "c7"}, 5, concurrency_key="own")).concurrency_key == "own"
+    assert (
+        place.delays.get(
+            schedule("pay", {"customer": "c7"}, 5, concurrency_key="own")
+        ).concurrency_key
+        == "own"
+    )
     assert place.delays.get(schedule("pay", {"customer": None}, 5)).concurrency_key is None
     with place.refuses(e.InvalidKeyError, "concurrency_key"):
         schedule("pay", {"customer": 7}, 5)

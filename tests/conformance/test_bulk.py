@@ -26,12 +26,12 @@ from delaytasks.core.errors import (
     NaiveDatetimeError,
     TaskNotFoundError,
 )
-from delaytasks.core.ports import Entry, Settlement
+from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.core.states import LIVE, MOVES
-from delaytasks.engine import bulk as engine_bulk
-from delaytasks.store import bulk as store_bulk
-from delaytasks.store.database import Database
-from delaytasks.store.store import Store
+from delaytasks.scheduling import bulk as engine_bulk
+from delaytasks.storage import bulk as store_bulk
+from delaytasks.storage.database import Database
+from delaytasks.storage.store import Store
 from tests.proxy import Proxy
 from tests.recording import RecordingTimer, delays_on, record
 from tests.waiting import wait_until
@@ -47,14 +47,18 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_bulk, "WINDOW", 4)
 
 
-def schedule(delays: DelayTasks, tag: str = "mail", delay: float = FAR, **options: Any) -> DelayTask:
+def schedule(
+    delays: DelayTasks, tag: str = "mail", delay: float = FAR, **options: Any
+) -> DelayTask:
     return delays.get(delays.schedule_delay(tag, {}, delay, **options))
 
 
 def pass_a_moment(delays: DelayTasks) -> None:
     """Until what was scheduled is older than now, for a clock that counts milliseconds."""
     now = delays.store.bulk.now()
-    wait_until(lambda: delays.store.bulk.now() > now + timedelta(milliseconds=2), 5, "a later millisecond")
+    wait_until(
+        lambda: delays.store.bulk.now() > now + timedelta(milliseconds=2), 5, "a later millisecond"
+    )
 
 
 def put(store: Store, task: DelayTask, **values: Any) -> DelayTask:
@@ -92,7 +96,9 @@ def test_what_waits_is_cancelled_and_what_runs_is_left_and_counted(
     assert delays.get(other) == other
     assert delays.events.counts["task.cancelled"] == 2
     waited = [task for status, task in tasks.items() if status in MOVES["cancel"].sources]
-    assert {(entry.id, entry.version) for entry in timer.disarmed} == {(task.id, task.version) for task in waited}
+    assert {(entry.id, entry.version) for entry in timer.disarmed} == {
+        (task.id, task.version) for task in waited
+    }
 
 
 def test_keys_are_free_afterwards(store: Store, delays: DelayTasks) -> None:
@@ -142,7 +148,9 @@ NOON = datetime(2031, 1, 31, 12, tzinfo=timezone.utc)
     ],
 )
 def test_each_filter_narrows(store: Store, delays: DelayTasks, filters: Any, wanted: str) -> None:
-    def at(name: str, tag: str, when: datetime, queue: str | None = None, key: str | None = None) -> DelayTask:
+    def at(
+        name: str, tag: str, when: datetime, queue: str | None = None, key: str | None = None
+    ) -> DelayTask:
         return delays.schedule_at(tag, name, when, queue=queue, key=key)
 
     second, early = timedelta(seconds=1), NOON - timedelta(seconds=1)
@@ -160,14 +168,20 @@ def test_each_filter_narrows(store: Store, delays: DelayTasks, filters: Any, wan
     assert counts(delays.cancel_many(dry_run=True, **filters)) == (len(wanted.split()), 0, 0)
     assert set(statuses(delays, *tasks)) == {Status.NOT_COMPLETE, Status.HELD}
     assert delays.cancel_many(**filters).changed == len(wanted.split())
-    assert {task.body for task in tasks if delays.get(task).status is Status.CANCELLED} == set(wanted.split())
+    assert {task.body for task in tasks if delays.get(task).status is Status.CANCELLED} == set(
+        wanted.split()
+    )
 
 
 @pytest.mark.parametrize("tag", ["A", "a%", "a' OR '1'='1"])
 def test_text_is_taken_as_it_is(delays: DelayTasks, tag: str) -> None:
     task = schedule(delays, "a", key="k1")
     assert counts(delays.cancel_many(tag=tag)) == (0, 0, 0)
-    assert counts(delays.cancel_many(key_prefix=tag.replace("a", "K").replace("A", "K"))) == (0, 0, 0)
+    assert counts(delays.cancel_many(key_prefix=tag.replace("a", "K").replace("A", "K"))) == (
+        0,
+        0,
+        0,
+    )
     assert delays.get(task) == task
 
 
@@ -179,7 +193,11 @@ def test_text_is_taken_as_it_is(delays: DelayTasks, tag: str) -> None:
         (lambda d: d.cancel_many(colour="red"), InvalidQueryError, "colour.*known: tag"),
         (lambda d: d.cancel_many(status="DONE"), InvalidQueryError, "HELD, NOT_COMPLETE, not DONE"),
         (lambda d: d.cancel_many(status="SOON"), InvalidQueryError, "status is one of"),
-        (lambda d: d.retry_many(status="RUNNING"), InvalidQueryError, "CANCELLED, FAILED, not RUNNING"),
+        (
+            lambda d: d.retry_many(status="RUNNING"),
+            InvalidQueryError,
+            "CANCELLED, FAILED, not RUNNING",
+        ),
         (lambda d: d.cancel_many(since=datetime(2030, 1, 1)), NaiveDatetimeError, "no time zone"),
         (lambda d: d.cancel_many(tag="a", actor="x" * 256), InvalidQueryError, "255"),
         (lambda d: d.cancel_many(tag="a", actor="a\nb"), InvalidQueryError, "control"),
@@ -204,7 +222,9 @@ def test_what_makes_no_sense_is_refused_and_nothing_is_done(
     assert delays.audit() == []
 
 
-def test_a_dry_run_counts_and_writes_nothing(store: Store, delays: DelayTasks, timer: RecordingTimer) -> None:
+def test_a_dry_run_counts_and_writes_nothing(
+    store: Store, delays: DelayTasks, timer: RecordingTimer
+) -> None:
     waits, runs = schedule(delays), put(store, schedule(delays), status=int(Status.RUNNING))
     result = delays.cancel_many(tag="mail", dry_run=True)
     assert (counts(result), result.runs) == ((2, 0, 1), ())
@@ -215,8 +235,14 @@ def test_a_dry_run_counts_and_writes_nothing(store: Store, delays: DelayTasks, t
 # -- reschedule -----------------------------------------------------------------------------------
 
 
-def test_near_ones_are_armed_and_what_was_armed_is_not(store: Store, delays: DelayTasks, timer: RecordingTimer) -> None:
-    tasks = [schedule(delays, delay=5), schedule(delays), put(store, schedule(delays), status=int(Status.HELD))]
+def test_near_ones_are_armed_and_what_was_armed_is_not(
+    store: Store, delays: DelayTasks, timer: RecordingTimer
+) -> None:
+    tasks = [
+        schedule(delays, delay=5),
+        schedule(delays),
+        put(store, schedule(delays), status=int(Status.HELD)),
+    ]
     running = put(store, schedule(delays), status=int(Status.RUNNING))
     for delay, is_near in ((2, True), (FAR, False)):
         timer.armed.clear(), timer.disarmed.clear()
@@ -224,9 +250,15 @@ def test_near_ones_are_armed_and_what_was_armed_is_not(store: Store, delays: Del
         now = delays.clock.now()
         assert counts(delays.reschedule_many(delay, tag="mail")) == (4, 3, 1)
         moved = [delays.get(task) for task in tasks]
-        assert all(delay - 1 < (task.expected_time - now).total_seconds() < delay + 1 for task in moved)
-        assert [(t.version, t.status) for t in moved] == [(b.version + 1, Status.NOT_COMPLETE) for b in before]
-        assert {(entry.id, entry.version) for entry in timer.disarmed} == {(b.id, b.version) for b in before}
+        assert all(
+            delay - 1 < (task.expected_time - now).total_seconds() < delay + 1 for task in moved
+        )
+        assert [(t.version, t.status) for t in moved] == [
+            (b.version + 1, Status.NOT_COMPLETE) for b in before
+        ]
+        assert {(entry.id, entry.version) for entry in timer.disarmed} == {
+            (b.id, b.version) for b in before
+        }
         armed = [Entry(t.id, t.version, to_us(t.expected_time)) for t in moved] if is_near else []
         assert sorted(timer.armed) == sorted(armed)
     assert delays.get(running) == running
@@ -237,16 +269,21 @@ def test_each_is_shifted_by_itself_and_none_into_the_past(delays: DelayTasks) ->
     pass_a_moment(delays)
     assert counts(delays.reschedule_many(by=timedelta(hours=1), everything=True)) == (3, 3, 0)
     moved = [delays.get(task) for task in tasks]
-    assert [m.expected_time - t.expected_time for m, t in zip(moved, tasks, strict=True)] == [timedelta(hours=1)] * 3
+    assert [m.expected_time - t.expected_time for m, t in zip(moved, tasks, strict=True)] == [
+        timedelta(hours=1)
+    ] * 3
     assert counts(delays.reschedule_many(by=-3700, tag="mail")) == (3, 3, 0)
     first, *others = (delays.get(task) for task in tasks)
     assert abs((first.expected_time - delays.clock.now()).total_seconds()) < 5
-    assert [(o.expected_time - t.expected_time).total_seconds() for o, t in zip(others, tasks[1:], strict=True)] == [
-        -100
-    ] * 2
+    assert [
+        (o.expected_time - t.expected_time).total_seconds()
+        for o, t in zip(others, tasks[1:], strict=True)
+    ] == [-100] * 2
 
 
-def test_a_shift_at_the_end_of_time_leaves_a_task_where_it_is(store: Store, delays: DelayTasks) -> None:
+def test_a_shift_at_the_end_of_time_leaves_a_task_where_it_is(
+    store: Store, delays: DelayTasks
+) -> None:
     last = datetime(9999, 12, 31, 23, tzinfo=timezone.utc)
     task = put(store, schedule(delays), expected_time=last)
     pass_a_moment(delays)
@@ -259,7 +296,9 @@ def test_what_a_shift_moves_into_a_later_window_is_not_met_again(delays: DelayTa
     tasks = [schedule(delays, delay=FAR + n) for n in range(20)]
     pass_a_moment(delays)
     assert counts(delays.reschedule_many(by=7, tag="mail")) == (20, 20, 0)
-    assert {(delays.get(task).expected_time - task.expected_time).total_seconds() for task in tasks} == {7}
+    assert {
+        (delays.get(task).expected_time - task.expected_time).total_seconds() for task in tasks
+    } == {7}
 
 
 @pytest.mark.usefixtures("small")
@@ -278,18 +317,24 @@ def test_a_shift_that_was_stopped_goes_on_without_shifting_twice(delays: DelayTa
     assert counts(seen[-1]) == (20, 9, 0)
     again = delays.reschedule_many(by=7, tag="mail", updated_until=seen[-1].started)
     assert counts(again) == (11, 11, 0)
-    assert {(delays.get(task).expected_time - task.expected_time).total_seconds() for task in tasks} == {7}
+    assert {
+        (delays.get(task).expected_time - task.expected_time).total_seconds() for task in tasks
+    } == {7}
 
 
 @pytest.mark.usefixtures("small")
-def test_a_task_that_is_met_twice_is_shifted_once(delays: DelayTasks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_is_met_twice_is_shifted_once(
+    delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It was paused while the tasks were looked for: met among those that wait, and among those that are held."""
     tasks = [schedule(delays) for _ in range(5)]
     pass_a_moment(delays)
     matching = store_bulk.Bulk.matching
     monkeypatch.setattr(store_bulk.Bulk, "matching", lambda *of: [*matching(*of), *matching(*of)])
     assert delays.reschedule_many(by=7, tag="mail").changed == 5
-    assert {(delays.get(task).expected_time - task.expected_time).total_seconds() for task in tasks} == {7}
+    assert {
+        (delays.get(task).expected_time - task.expected_time).total_seconds() for task in tasks
+    } == {7}
 
 
 # -- retry ----------------------------------------------------------------------------------------
@@ -303,7 +348,12 @@ def test_failed_tasks_run_again_and_cancelled_ones_if_asked_for(
     timer.armed.clear()
     assert counts(delays.retry_many(tag="mail")) == (1, 1, 0)
     failed = delays.get(tasks[Status.FAILED])
-    assert (failed.status, failed.version, failed.attempts, failed.lapses) == (Status.NOT_COMPLETE, 1, 0, 0)
+    assert (failed.status, failed.version, failed.attempts, failed.lapses) == (
+        Status.NOT_COMPLETE,
+        1,
+        0,
+        0,
+    )
     assert [(entry.id, entry.version) for entry in timer.armed] == [(failed.id, 1)]
     assert delays.get(tasks[Status.CANCELLED]).status is Status.CANCELLED
     assert counts(delays.retry_many(60, tag="mail", status="cancelled")) == (1, 1, 0)
@@ -314,7 +364,9 @@ def test_failed_tasks_run_again_and_cancelled_ones_if_asked_for(
         assert delays.get(tasks[status]) == tasks[status]
 
 
-def test_who_is_retried_has_its_key_again_unless_another_task_has_it(store: Store, delays: DelayTasks) -> None:
+def test_who_is_retried_has_its_key_again_unless_another_task_has_it(
+    store: Store, delays: DelayTasks
+) -> None:
     tasks = []
     for n in range(3):
         task = schedule(delays, key=f"k{n}")
@@ -323,7 +375,11 @@ def test_who_is_retried_has_its_key_again_unless_another_task_has_it(store: Stor
     taken = schedule(delays, key="k1")
     assert counts(delays.retry_many(tag="mail")) == (3, 2, 1)
     assert statuses(delays, *tasks) == [Status.NOT_COMPLETE, Status.FAILED, Status.NOT_COMPLETE]
-    assert [delays.get(tag="mail", key=f"k{n}").id for n in range(3)] == [tasks[0].id, taken.id, tasks[2].id]
+    assert [delays.get(tag="mail", key=f"k{n}").id for n in range(3)] == [
+        tasks[0].id,
+        taken.id,
+        tasks[2].id,
+    ]
     [entry] = delays.audit()
     assert (entry.changed, entry.refused, entry.state) == (2, 1, "done")
     assert counts(delays.retry_many(tag="mail")) == (1, 0, 1), "again: the same one is refused"
@@ -335,7 +391,9 @@ def test_who_is_retried_has_its_key_again_unless_another_task_has_it(store: Stor
 @pytest.mark.usefixtures("small")
 def test_it_goes_in_small_steps_and_tells_of_each(delays: DelayTasks) -> None:
     at = delays.clock.now() + timedelta(days=1)
-    tasks = [delays.schedule_at("mail", n, at) for n in range(5)]  # at the very same time: more than a window
+    tasks = [
+        delays.schedule_at("mail", n, at) for n in range(5)
+    ]  # at the very same time: more than a window
     tasks += [schedule(delays, key=f"k{n}") for n in range(8)]
     seen: list[BulkResult] = []
     assert counts(delays.cancel_many(tag="mail", on_progress=seen.append)) == (13, 13, 0)
@@ -345,7 +403,9 @@ def test_it_goes_in_small_steps_and_tells_of_each(delays: DelayTasks) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_no_transaction_moves_more_than_a_step_and_none_lasts_longer(store: Store, delays: DelayTasks) -> None:
+def test_no_transaction_moves_more_than_a_step_and_none_lasts_longer(
+    store: Store, delays: DelayTasks
+) -> None:
     for n in range(10):
         schedule(delays, key=f"k{n}" if n % 2 else None)
     moved: list[int] = []
@@ -367,7 +427,9 @@ def test_no_transaction_moves_more_than_a_step_and_none_lasts_longer(store: Stor
 
 
 @pytest.mark.usefixtures("small")
-def test_the_audit_row_tells_how_far_it_came_and_is_there_from_the_start(store: Store, delays: DelayTasks) -> None:
+def test_the_audit_row_tells_how_far_it_came_and_is_there_from_the_start(
+    store: Store, delays: DelayTasks
+) -> None:
     for _ in range(8):
         schedule(delays)
     put(store, schedule(delays), status=int(Status.RUNNING))
@@ -377,7 +439,9 @@ def test_the_audit_row_tells_how_far_it_came_and_is_there_from_the_start(store: 
         [entry] = delays.audit()
         rows.append((entry.state, entry.matched, entry.changed, entry.refused))
 
-    result = delays.cancel_many(tag="mail", since=NOON - timedelta(days=9999), actor="ann@desk", on_progress=look)
+    result = delays.cancel_many(
+        tag="mail", since=NOON - timedelta(days=9999), actor="ann@desk", on_progress=look
+    )
     assert rows == [("running", 9, 3, 1), ("running", 9, 6, 1), ("running", 9, 8, 1)]
     [entry] = delays.audit()
     assert (entry.id,) == result.runs
@@ -394,7 +458,9 @@ def test_the_audit_row_tells_how_far_it_came_and_is_there_from_the_start(store: 
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize(("error", "state"), [(KeyboardInterrupt, "stopped"), (ZeroDivisionError, "failed")])
+@pytest.mark.parametrize(
+    ("error", "state"), [(KeyboardInterrupt, "stopped"), (ZeroDivisionError, "failed")]
+)
 def test_who_stops_it_finds_that_in_the_audit_and_goes_on_by_running_it_again(
     delays: DelayTasks, error: type[BaseException], state: str
 ) -> None:
@@ -413,7 +479,7 @@ def test_who_stops_it_finds_that_in_the_audit_and_goes_on_by_running_it_again(
 
 DIES = """
 import os, sys
-from delaytasks.engine import bulk
+from delaytasks.scheduling import bulk
 from tests.recording import delays_on
 bulk.STEP = 3
 delays = delays_on(sys.argv[1], table_prefix="s_")
@@ -421,16 +487,26 @@ delays.cancel_many(tag="mail", on_progress=lambda result: result.changed == 6 an
 """
 
 
-def test_a_run_that_died_is_seen_and_the_next_one_goes_on(delays: DelayTasks, database_url: str) -> None:
+def test_a_run_that_died_is_seen_and_the_next_one_goes_on(
+    delays: DelayTasks, database_url: str
+) -> None:
     for n in range(10):
         schedule(delays, key=f"k{n}")
     root = Path(__file__).parents[2]
     died = subprocess.run(
-        [sys.executable, "-c", DIES, database_url], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, timeout=60
+        [sys.executable, "-c", DIES, database_url],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        timeout=60,
     )
     assert died.returncode == -9
     [entry] = delays.audit()
-    assert (entry.state, entry.matched, entry.changed, entry.finished_at) == ("running", 10, 6, None)
+    assert (entry.state, entry.matched, entry.changed, entry.finished_at) == (
+        "running",
+        10,
+        6,
+        None,
+    )
     assert len(delays.find(status="CANCELLED")) == 6
     assert counts(delays.cancel_many(tag="mail")) == (4, 4, 0)
     assert [one.state for one in delays.audit()] == ["done", "running"]
@@ -438,7 +514,9 @@ def test_a_run_that_died_is_seen_and_the_next_one_goes_on(delays: DelayTasks, da
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("verb", ["cancel", "reschedule"])
-def test_a_step_whose_answer_was_lost_is_counted_and_not_done_again(store: Store, verb: str) -> None:
+def test_a_step_whose_answer_was_lost_is_counted_and_not_done_again(
+    store: Store, verb: str
+) -> None:
     url = store.database.url
     if url.host is None:
         return  # SQLite: there is no answer that could be lost
@@ -463,7 +541,9 @@ def test_a_step_whose_answer_was_lost_is_counted_and_not_done_again(store: Store
     assert (entry.changed, entry.refused, entry.state) == (5, 0, "done")
     assert {store.tasks.read(task.id).version for task in tasks} == {1}
     if verb == "reschedule":
-        assert {(store.tasks.read(t.id).expected_time - t.expected_time).total_seconds() for t in tasks} == {60}
+        assert {
+            (store.tasks.read(t.id).expected_time - t.expected_time).total_seconds() for t in tasks
+        } == {60}
     assert len(timer.disarmed) == 5
     beside.close()
     proxy.close()
@@ -482,7 +562,11 @@ def test_what_somebody_has_locked_gets_a_second_chance_and_is_never_waited_for(
         return  # one writer at a time there
     tasks = [schedule(delays, key=f"k{n}") for n in range(7)]
     t, k = store.schema.tasks, store.schema.keys
-    query = select(t.c.id).where(t.c.id == tasks[1].id) if locks == "task" else select(k).where(k.c.task_key == "k1")
+    query = (
+        select(t.c.id).where(t.c.id == tasks[1].id)
+        if locks == "task"
+        else select(k).where(k.c.task_key == "k1")
+    )
     with store.database.tx.connect() as connection:
         connection.execute(query.with_for_update())
 
@@ -498,7 +582,9 @@ def test_what_somebody_has_locked_gets_a_second_chance_and_is_never_waited_for(
     assert delays.cancel_many(tag="mail").changed == (0 if is_released else 1)
 
 
-def test_beside_workers_each_task_is_run_or_cancelled_and_counted_once(store: Store, delays: DelayTasks) -> None:
+def test_beside_workers_each_task_is_run_or_cancelled_and_counted_once(
+    store: Store, delays: DelayTasks
+) -> None:
     tasks = [schedule(delays, delay=0, key=f"k{n}" if n % 3 == 0 else None) for n in range(400)]
     begun, is_over, ran = threading.Event(), threading.Event(), list[int]()
 
@@ -521,7 +607,11 @@ def test_beside_workers_each_task_is_run_or_cancelled_and_counted_once(store: St
     there = [delays.get(task) for task in tasks]
     assert {task.id for task in there if task.status is Status.DONE} == set(ran)
     assert len(ran) == len(set(ran))
-    assert sum(task.status is Status.CANCELLED for task in there) == result.changed == len(tasks) - len(ran)
+    assert (
+        sum(task.status is Status.CANCELLED for task in there)
+        == result.changed
+        == len(tasks) - len(ran)
+    )
     assert result.matched == result.changed + result.refused
     with pytest.raises(TaskNotFoundError):
         delays.get(tag="mail", key="k0")
@@ -555,14 +645,18 @@ def test_beside_who_replaces_the_same_keys_nobody_deadlocks(delays: DelayTasks) 
 # -- bounds ---------------------------------------------------------------------------------------
 
 
-def test_old_audit_rows_are_purged_by_their_last_sign_of_life(store: Store, delays: DelayTasks) -> None:
+def test_old_audit_rows_are_purged_by_their_last_sign_of_life(
+    store: Store, delays: DelayTasks
+) -> None:
     schedule(delays)
     delays.cancel_many(tag="mail")
     delays.cancel_many(tag="mail")
     old, _ = delays.audit()
     a = store.schema.audit
     with store.database.begin() as connection:
-        connection.execute(update(a).where(a.c.id == old.id).values(seen_at=old.seen_at - timedelta(hours=2)))
+        connection.execute(
+            update(a).where(a.c.id == old.id).values(seen_at=old.seen_at - timedelta(hours=2))
+        )
     store.sweeps.purge_audit(7200 + 600)
     assert len(delays.audit()) == 2
     store.sweeps.purge_audit(3600)

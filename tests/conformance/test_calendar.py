@@ -13,7 +13,7 @@ import pytest
 from delaytasks import NewTask
 from delaytasks.core.clock import ManualClock, to_us
 from delaytasks.core.ids import IdMaker
-from delaytasks.store.store import Store
+from delaytasks.storage.store import Store
 from tests.benches import Bench
 
 UTC = timezone.utc
@@ -25,7 +25,9 @@ def utc(*numbers: int) -> datetime:
 
 
 @pytest.fixture(params=["America/New_York", "Asia/Kolkata"])
-def bench(request: pytest.FixtureRequest, store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+def bench(
+    request: pytest.FixtureRequest, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Bench]:
     monkeypatch.setenv("TZ", request.param)
     time.tzset()
     yield Bench(store)
@@ -38,7 +40,10 @@ def bench(request: pytest.FixtureRequest, store: Store, monkeypatch: pytest.Monk
     [
         (datetime(2028, 10, 29, 2, 30, tzinfo=BERLIN, fold=0), utc(2028, 10, 29, 0, 30)),
         (datetime(2028, 10, 29, 2, 30, tzinfo=BERLIN, fold=1), utc(2028, 10, 29, 1, 30)),
-        (datetime(2028, 3, 26, 2, 30, tzinfo=BERLIN), utc(2028, 3, 26, 1, 30)),  # there is no such hour
+        (
+            datetime(2028, 3, 26, 2, 30, tzinfo=BERLIN),
+            utc(2028, 3, 26, 1, 30),
+        ),  # there is no such hour
         (utc(2028, 3, 12, 7, 30), utc(2028, 3, 12, 7, 30)),  # 2:30 in New York, which there is not
         (utc(2028, 2, 29, 23, 59, 59, 999_999), utc(2028, 2, 29, 23, 59, 59, 999_999)),
         (utc(2029, 2, 28, 23, 59, 59), utc(2029, 2, 28, 23, 59, 59)),
@@ -49,9 +54,9 @@ def test_an_instant_is_stored_as_it_is(bench: Bench, when: datetime, due: dateti
     task = bench.producer.schedule(NewTask("note", None, when=when), "reject", None)
     assert task.expected_time == due
     assert bench.now(task).expected_time == due
-    assert bench.store.tasks.find(None, None, None, due, due + timedelta(microseconds=1), None, 5).tasks == [
-        bench.now(task)
-    ]
+    assert bench.store.tasks.find(
+        None, None, None, due, due + timedelta(microseconds=1), None, 5
+    ).tasks == [bench.now(task)]
 
 
 @pytest.mark.parametrize(

@@ -19,18 +19,23 @@ from delaytasks.core.errors import (
     TaskNotFoundError,
     TaskStateError,
 )
-from delaytasks.store.store import Store
+from delaytasks.storage.store import Store
 from tests.recording import delays_on, record, run_now
 
 Name = Callable[[DelayTask], dict[str, Any]]
-NAMES: list[Name] = [lambda task: {"task": task.id}, lambda task: {"tag": task.tag, "key": task.key}]
+NAMES: list[Name] = [
+    lambda task: {"task": task.id},
+    lambda task: {"tag": task.tag, "key": task.key},
+]
 by_name = pytest.mark.parametrize("name", NAMES, ids=["id", "key"])
 
 
-class Place:
+class DatabaseAddress:
     """One `DelayTasks`, whose calls are made with a session or without one."""
 
-    def __init__(self, delays: DelayTasks, session: Callable[[], AbstractContextManager[Session | None]]) -> None:
+    def __init__(
+        self, delays: DelayTasks, session: Callable[[], AbstractContextManager[Session | None]]
+    ) -> None:
         self.delays = delays
         self._session = session
 
@@ -51,7 +56,9 @@ class Place:
 
 
 @pytest.fixture(params=["alone", "session"])
-def place(request: pytest.FixtureRequest, store: Store, database_url: str) -> Iterator[Place]:
+def place(
+    request: pytest.FixtureRequest, store: Store, database_url: str
+) -> Iterator[DatabaseAddress]:
     delays = delays_on(database_url, table_prefix="s_")
     record(delays)
     delays.processor("mail")(lambda body: None)
@@ -63,7 +70,7 @@ def place(request: pytest.FixtureRequest, store: Store, database_url: str) -> It
         with Session(engine) as made:
             yield made
 
-    yield Place(delays, nullcontext if request.param == "alone" else session)
+    yield DatabaseAddress(delays, nullcontext if request.param == "alone" else session)
     delays.close()
     engine.dispose()
 
@@ -73,7 +80,9 @@ def claim(store: Store) -> None:
 
 
 @by_name
-def test_a_task_that_waits_is_cancelled_and_never_starts(place: Place, store: Store, name: Name) -> None:
+def test_a_task_that_waits_is_cancelled_and_never_starts(
+    place: DatabaseAddress, store: Store, name: Name
+) -> None:
     task = place.schedule()
     result = place.cancel(**name(task))
     assert result
@@ -83,7 +92,9 @@ def test_a_task_that_waits_is_cancelled_and_never_starts(place: Place, store: St
 
 
 @by_name
-def test_cancelling_twice_tells_that_nothing_is_left_to_cancel(place: Place, name: Name) -> None:
+def test_cancelling_twice_tells_that_nothing_is_left_to_cancel(
+    place: DatabaseAddress, name: Name
+) -> None:
     task = place.schedule()
     assert place.cancel(**name(task), strict=True)
     again = place.cancel(**name(task))
@@ -96,7 +107,9 @@ def test_cancelling_twice_tells_that_nothing_is_left_to_cancel(place: Place, nam
 
 
 @by_name
-def test_a_task_that_runs_is_not_cancelled_and_the_result_says_so(place: Place, store: Store, name: Name) -> None:
+def test_a_task_that_runs_is_not_cancelled_and_the_result_says_so(
+    place: DatabaseAddress, store: Store, name: Name
+) -> None:
     task = place.schedule()
     claim(store)
     result = place.cancel(**name(task))
@@ -110,7 +123,7 @@ def test_a_task_that_runs_is_not_cancelled_and_the_result_says_so(place: Place, 
 @by_name
 @pytest.mark.parametrize(("tag", "status"), [("mail", Status.DONE), ("bad", Status.FAILED)])
 def test_a_task_that_ran_is_not_cancelled_and_the_result_says_so(
-    place: Place, name: Name, tag: str, status: Status
+    place: DatabaseAddress, name: Name, tag: str, status: Status
 ) -> None:
     task = place.schedule(tag)
     assert run_now(place.delays, task).status is status
@@ -127,7 +140,7 @@ def test_a_task_that_ran_is_not_cancelled_and_the_result_says_so(
     assert place.delays.get(task).status is status
 
 
-def test_a_task_that_never_was_leaves_nothing_to_cancel(place: Place) -> None:
+def test_a_task_that_never_was_leaves_nothing_to_cancel(place: DatabaseAddress) -> None:
     result = place.cancel(task=4711)
     assert not result
     assert (result.id, result.status, result.reason) == (4711, None, "there is no task 4711")
@@ -136,7 +149,7 @@ def test_a_task_that_never_was_leaves_nothing_to_cancel(place: Place) -> None:
     place.refuses(TaskNotFoundError, tag="mail", key="never")
 
 
-def test_a_stale_version_and_a_bad_id_are_errors_strict_or_not(place: Place) -> None:
+def test_a_stale_version_and_a_bad_id_are_errors_strict_or_not(place: DatabaseAddress) -> None:
     task = place.schedule()
     for strict in (False, True):
         with pytest.raises(StaleVersionError):
@@ -147,7 +160,7 @@ def test_a_stale_version_and_a_bad_id_are_errors_strict_or_not(place: Place) -> 
 
 
 def test_the_payment_of_a_customer_who_pays_while_the_order_closes_is_kept(
-    place: Place, store: Store, database_url: str
+    place: DatabaseAddress, store: Store, database_url: str
 ) -> None:
     """The flow of the docs: the cancel is part of the transaction that writes the payment."""
     engine = create_engine(database_url)
@@ -162,11 +175,13 @@ def test_the_payment_of_a_customer_who_pays_while_the_order_closes_is_kept(
 
 
 def test_a_key_that_was_taken_after_the_transaction_began_is_cancelled(
-    place: Place, store: Store, database_url: str
+    place: DatabaseAddress, store: Store, database_url: str
 ) -> None:
     """MySQL reads as of the transaction's start, and must not tell that there is no such task."""
     if not database_url.startswith(("mysql", "postgresql")):
-        pytest.skip("SQLite is not asked again: in memory every connection has a database of its own")
+        pytest.skip(
+            "SQLite is not asked again: in memory every connection has a database of its own"
+        )
     engine = create_engine(database_url)
     with Session(engine) as session:
         session.execute(text("SELECT count(*) FROM s_yb_delay_task_message"))
@@ -179,10 +194,12 @@ def test_a_key_that_was_taken_after_the_transaction_began_is_cancelled(
 
 
 def test_a_key_that_changed_hands_after_the_transaction_began_names_the_task_that_has_it_now(
-    place: Place, store: Store, database_url: str
+    place: DatabaseAddress, store: Store, database_url: str
 ) -> None:
     if not database_url.startswith(("mysql", "postgresql")):
-        pytest.skip("a transaction on SQLite that has read cannot write once another one has written")
+        pytest.skip(
+            "a transaction on SQLite that has read cannot write once another one has written"
+        )
     engine = create_engine(database_url)
     before = place.schedule()
     with Session(engine) as session:
@@ -197,13 +214,15 @@ def test_a_key_that_changed_hands_after_the_transaction_began_names_the_task_tha
 
 
 def test_a_key_that_the_transaction_itself_took_over_names_its_own_task(
-    place: Place, store: Store, database_url: str
+    place: DatabaseAddress, store: Store, database_url: str
 ) -> None:
     engine = create_engine(database_url)
     place.schedule()
     claim(store)
     with Session(engine) as session:
-        own = place.delays.schedule_delay("mail", {}, 60, key="k", on_conflict="replace", session=session)
+        own = place.delays.schedule_delay(
+            "mail", {}, 60, key="k", on_conflict="replace", session=session
+        )
         result = place.delays.cancel(tag="mail", key="k", session=session)
         assert (bool(result), result.id) == (True, own.id)
         session.commit()

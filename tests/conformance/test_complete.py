@@ -17,7 +17,7 @@ from delaytasks.core.errors import InvalidScheduleError, LeaseLostError, NotRunn
 from delaytasks.core.outcomes import Cancel, Fail, Snooze
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
-from delaytasks.store.store import Store
+from delaytasks.storage.store import Store
 from tests.benches import Bench
 
 credits = Table("complete_credits", MetaData(), Column("task", Integer))
@@ -70,7 +70,12 @@ def test_the_effect_and_done_are_one_transaction(bench: Bench, begin: Any) -> No
     task = bench.schedule("credit", key="7")
     bench.run(task)
     done = bench.now(task)
-    assert (done.status, done.version, done.result, done.lease_until) == (Status.DONE, 2, {"credited": 1}, None)
+    assert (done.status, done.version, done.result, done.lease_until) == (
+        Status.DONE,
+        2,
+        {"credited": 1},
+        None,
+    )
     assert effects(bench) == 1
     assert bench.events.counts["task.succeeded"] == 1
     assert bench.events.counts["task.lease_lost"] == 0
@@ -192,7 +197,9 @@ def test_a_transaction_that_is_left_open_is_told_of_and_lapses(bench: Bench) -> 
     assert bench.now(task).status is Status.RUNNING, "its lease ends some time"
 
 
-def test_who_raises_and_leaves_the_transaction_open_keeps_no_neighbour_from_being_settled(bench: Bench) -> None:
+def test_who_raises_and_leaves_the_transaction_open_keeps_no_neighbour_from_being_settled(
+    bench: Bench,
+) -> None:
     sessions: list[Session] = []
 
     def work(task: DelayTask) -> None:
@@ -218,7 +225,9 @@ def test_who_raises_and_leaves_the_transaction_open_keeps_no_neighbour_from_bein
     assert settled == [neighbour.id]
     assert bench.now(neighbour).status is Status.DONE
     assert len(bench.named("task.left_open")) == 1
-    assert (bench.now(task).status, effects(bench)) == (Status.RUNNING, 0), "its lease ends some time"
+    assert (bench.now(task).status, effects(bench)) == (Status.RUNNING, 0), (
+        "its lease ends some time"
+    )
 
 
 def test_complete_is_for_the_run_of_the_task(bench: Bench) -> None:
@@ -240,7 +249,9 @@ def test_complete_is_for_the_run_of_the_task(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_rows_side_by_side_are_completed_each_in_its_own_transaction(bench: Bench, begin: Any, is_async: bool) -> None:
+def test_rows_side_by_side_are_completed_each_in_its_own_transaction(
+    bench: Bench, begin: Any, is_async: bool
+) -> None:
     turn = threading.Lock()  # SQLite has one writer at a time
 
     def work(body: Any, task: DelayTask) -> None:

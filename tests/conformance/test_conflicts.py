@@ -14,10 +14,10 @@ from sqlalchemy.exc import DBAPIError
 
 from delaytasks import Status
 from delaytasks.core.errors import StoreUnavailableError
-from delaytasks.core.ports import Settlement
+from delaytasks.core.interfaces import Settlement
 from delaytasks.core.task import DelayTask
-from delaytasks.store.driver_errors import TRIES
-from delaytasks.store.store import Store
+from delaytasks.storage.driver_errors import TRIES
+from delaytasks.storage.store import Store
 from tests.conftest import open_store
 from tests.counting import counted
 from tests.waiting import wait_until
@@ -60,7 +60,11 @@ class Table:
     @property
     def left(self) -> int:
         """How many are still to come."""
-        found = f"SELECT last_value - 1 FROM {PREFIX}left" if self._is_postgresql else f"SELECT n FROM {PREFIX}left"
+        found = (
+            f"SELECT last_value - 1 FROM {PREFIX}left"
+            if self._is_postgresql
+            else f"SELECT n FROM {PREFIX}left"
+        )
         return int(self.store.database.alone(lambda c: c.execute(text(found)).scalar_one()))
 
     def _on_postgresql(self, code: str) -> tuple[list[str], list[str]]:
@@ -89,12 +93,18 @@ class Table:
             UPDATE {PREFIX}left SET n = n - 1;
             SIGNAL SQLSTATE '40001' SET MYSQL_ERRNO = {code}, MESSAGE_TEXT = 'as asked';
             END IF; END"""
-        triggers = [f"CREATE TRIGGER {PREFIX}{move} BEFORE {move} ON {name} FOR EACH ROW {raising}" for move in MOVES]
+        triggers = [
+            f"CREATE TRIGGER {PREFIX}{move} BEFORE {move} ON {name} FOR EACH ROW {raising}"
+            for move in MOVES
+        ]
         return [
             f"CREATE TABLE {PREFIX}left (n int) ENGINE = MyISAM",
             f"INSERT INTO {PREFIX}left VALUES (0)",
             *triggers,
-        ], [*(f"DROP TRIGGER IF EXISTS {PREFIX}{move}" for move in MOVES), f"DROP TABLE IF EXISTS {PREFIX}left"]
+        ], [
+            *(f"DROP TRIGGER IF EXISTS {PREFIX}{move}" for move in MOVES),
+            f"DROP TABLE IF EXISTS {PREFIX}left",
+        ]
 
 
 MOVES = ("INSERT", "UPDATE")
@@ -114,7 +124,9 @@ def task(store: Store, id: int) -> DelayTask:
     return DelayTask(id, "mail", "{}", now, create_time=now)
 
 
-def test_what_meets_conflicts_is_tried_five_times(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_meets_conflicts_is_tried_five_times(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(random, "uniform", lambda least, most: least)
     store = table.store
     claims = store.claims("w", None)
@@ -131,7 +143,10 @@ def test_what_meets_conflicts_is_tried_five_times(table: Table, monkeypatch: pyt
         verb()
         assert table.left == 0, name
     assert counted(store)[Status.DONE] == 1
-    for name, verb in [("claim", verbs[2][1]), ("schedule", lambda: store.tasks.insert(task(store, 9)))]:
+    for name, verb in [
+        ("claim", verbs[2][1]),
+        ("schedule", lambda: store.tasks.insert(task(store, 9))),
+    ]:
         table.conflict(100)
         with pytest.raises(StoreUnavailableError, match=f"stayed busy for {TRIES} tries"):
             verb()
@@ -142,7 +157,9 @@ def test_what_meets_conflicts_is_tried_five_times(table: Table, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("database", ["postgresql", "mysql"])
-def test_who_meets_a_stranger_in_a_deadlock_gets_through(database: str, request: pytest.FixtureRequest) -> None:
+def test_who_meets_a_stranger_in_a_deadlock_gets_through(
+    database: str, request: pytest.FixtureRequest
+) -> None:
     """The stranger locks two rows in the other order than we do; the database picks whom it breaks off."""
     store = open_store(request.getfixturevalue(f"{database}_url"), table_prefix=PREFIX)
     t, claims = store.schema.tasks, store.claims("w", None)
@@ -201,8 +218,14 @@ def test_who_reads_a_table_that_a_migration_has_locked_waits_for_it(
     store.tasks.insert(task(store, 1))
     with ThreadPoolExecutor(1) as pool:
         with store.database.tx.begin() as migration:
-            migration.execute(text(f"LOCK TABLE {store.schema.tasks.name} IN ACCESS EXCLUSIVE MODE"))
-            near = pool.submit(lambda: list(store.sweeps.near(now - timedelta(days=1), now + timedelta(days=1), 0, 1)))
+            migration.execute(
+                text(f"LOCK TABLE {store.schema.tasks.name} IN ACCESS EXCLUSIVE MODE")
+            )
+            near = pool.submit(
+                lambda: list(
+                    store.sweeps.near(now - timedelta(days=1), now + timedelta(days=1), 0, 1)
+                )
+            )
             wait_until(lambda: tries, 3, "a second try")
         assert [[entry.id for entry in some] for some in near.result(2)] == [[1]]
     store.close()
@@ -211,4 +234,9 @@ def test_who_reads_a_table_that_a_migration_has_locked_waits_for_it(
 def is_locked(store: Store, id: int) -> bool:
     t = store.schema.tasks
     with store.database.tx.begin() as connection:
-        return connection.execute(select(t.c.id).where(t.c.id == id).with_for_update(skip_locked=True)).first() is None
+        return (
+            connection.execute(
+                select(t.c.id).where(t.c.id == id).with_for_update(skip_locked=True)
+            ).first()
+            is None
+        )

@@ -14,8 +14,8 @@ from sqlalchemy import update
 
 from delaytasks import DelayTask, DelayTasks, NewTask, Status
 from delaytasks.core.clock import ManualClock
-from delaytasks.core.ports import Settlement
-from delaytasks.store.store import Store
+from delaytasks.core.interfaces import Settlement
+from delaytasks.storage.store import Store
 from tests.recording import RecordingTimer, delays_on, record
 
 #: Long ago, so that what is due by this clock is due by the database's.
@@ -39,7 +39,9 @@ class Editor:
         self.clock.advance(after_s)
         options: dict[str, Any] = {"key": self.key, "on_conflict": "replace", "max_wait": max_wait}
         task = self.delays.schedule_delay("index", {}, delay, **options)
-        assert self.delays.get(task).expected_time == task.expected_time, "what is told is what is stored"
+        assert self.delays.get(task).expected_time == task.expected_time, (
+            "what is told is what is stored"
+        )
         return task
 
     def run(self) -> DelayTask:
@@ -62,19 +64,27 @@ def test_edits_put_the_task_off_until_the_longest_wait_is_over(editor: Editor) -
     tasks = [editor.edit(after_s=0 if n == 0 else 1) for n in range(40)]
     assert len({task.id for task in tasks}) == 1
     assert [due_s(task) for task in tasks] == [*range(2, 30), *[30] * 12]
-    assert [entry.due_us for entry in editor.timer.armed][-1] == int(START.timestamp() + 30) * 1_000_000
+    assert [entry.due_us for entry in editor.timer.armed][-1] == int(
+        START.timestamp() + 30
+    ) * 1_000_000
 
 
 #: Seconds since the edit before, delay, longest wait.
 edits = st.lists(
-    st.tuples(st.floats(0, 50), st.floats(0, 50), st.none() | st.floats(0.001, 100)), min_size=1, max_size=12
+    st.tuples(st.floats(0, 50), st.floats(0, 50), st.none() | st.floats(0.001, 100)),
+    min_size=1,
+    max_size=12,
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(edits=edits)
 @example(edits=[(0, 5, None), (1, 5, 3), (1, 5, None), (0, 0, 0.001)])
-def test_no_order_of_edits_makes_a_task_late(editor: Editor, edits: list[tuple[float, float, float | None]]) -> None:
+def test_no_order_of_edits_makes_a_task_late(
+    editor: Editor, edits: list[tuple[float, float, float | None]]
+) -> None:
     editor.key = f"document {next(_keys)}"
     first: datetime | None = None
     for after_s, delay, max_wait in edits:
@@ -92,7 +102,11 @@ def test_the_first_one_waits_no_longer_either(editor: Editor) -> None:
     assert due_s(editor.edit(delay=60, max_wait="30s")) == 30
     editor.key = "another"
     at = START + timedelta(hours=1)
-    options: dict[str, Any] = {"key": editor.key, "on_conflict": "replace", "max_wait": timedelta(seconds=30)}
+    options: dict[str, Any] = {
+        "key": editor.key,
+        "on_conflict": "replace",
+        "max_wait": timedelta(seconds=30),
+    }
     assert due_s(editor.delays.schedule_at("index", {}, at, **options)) == 30
 
 
@@ -101,7 +115,11 @@ def test_after_it_ran_the_next_edit_begins_anew(editor: Editor) -> None:
     editor.claims.settle([Settlement(editor.run(), "succeed")])
     second = editor.edit(after_s=100)
     assert second.id != first.id
-    assert [due_s(second), due_s(editor.edit(after_s=29)), due_s(editor.edit(after_s=1))] == [102, 130, 130]
+    assert [due_s(second), due_s(editor.edit(after_s=29)), due_s(editor.edit(after_s=1))] == [
+        102,
+        130,
+        130,
+    ]
 
 
 def test_an_edit_while_it_runs_begins_anew(editor: Editor) -> None:
@@ -111,20 +129,30 @@ def test_an_edit_while_it_runs_begins_anew(editor: Editor) -> None:
     assert (second.id != first.id, due_s(second)) == (True, 102)
 
 
-def test_a_failed_run_that_is_to_be_repeated_is_put_off_from_its_beginning(editor: Editor, store: Store) -> None:
+def test_a_failed_run_that_is_to_be_repeated_is_put_off_from_its_beginning(
+    editor: Editor, store: Store
+) -> None:
     editor.edit()
     ran, t = editor.run(), store.schema.tasks
     far = START + timedelta(days=1)
-    editor.claims.settle([Settlement(ran, "climb", began=START + timedelta(seconds=5), error="no", due=far)])
+    editor.claims.settle(
+        [Settlement(ran, "schedule_retry", began=START + timedelta(seconds=5), error="no", due=far)]
+    )
     assert editor.delays.get(ran).status is Status.NOT_COMPLETE
     assert due_s(editor.edit(after_s=10)) == 12
     assert due_s(editor.edit(after_s=24)) == 35, "30 s after the run began"
     with store.database.begin() as connection:  # another program's
-        connection.execute(update(t).values(execution_time=None, create_time=datetime.max.replace(tzinfo=timezone.utc)))
+        connection.execute(
+            update(t).values(
+                execution_time=None, create_time=datetime.max.replace(tzinfo=timezone.utc)
+            )
+        )
     assert due_s(editor.edit(after_s=66)) == 102
 
 
-def test_a_task_that_could_not_run_in_time_stays_overdue_however_often_it_is_replaced(editor: Editor) -> None:
+def test_a_task_that_could_not_run_in_time_stays_overdue_however_often_it_is_replaced(
+    editor: Editor,
+) -> None:
     """So the sweep finds it, though each message for it is stale when it arrives."""
     for _ in range(10):
         task = editor.edit(after_s=20)

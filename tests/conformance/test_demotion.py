@@ -70,7 +70,9 @@ CALLS: dict[str, Callable[[DelayTasks, DelayTask], Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_after_a_demotion_the_next_call_reaches_the_new_primary(delays: DelayTasks, name: str) -> None:
+def test_after_a_demotion_the_next_call_reaches_the_new_primary(
+    delays: DelayTasks, name: str
+) -> None:
     task = delays.schedule_delay("mail", {}, 0, key="k")
     cluster = Cluster(delays)
     cluster.demote()

@@ -8,13 +8,13 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from delaytasks import DelayTask, DelayTasks, Ladder, Retry, Snooze, Status
+from delaytasks import DelayTask, DelayTasks, Retry, RetrySchedule, Snooze, Status
 from delaytasks.core.clock import to_us
 from delaytasks.core.errors import DuplicateTaskError
-from delaytasks.core.ports import Entry, Settlement
-from delaytasks.engine.run import LeaseEndsError
-from delaytasks.store.stats import Stats
-from delaytasks.store.store import Store
+from delaytasks.core.interfaces import Entry, Settlement
+from delaytasks.execution.task_run import LeaseEndsError
+from delaytasks.storage.stats import Stats
+from delaytasks.storage.store import Store
 from tests.benches import Bench
 from tests.recording import RecordingTimer
 
@@ -109,7 +109,9 @@ def test_a_lost_lease_keeps_the_due_time(bench: Bench) -> None:
     assert bench.now(task).due == task.expected_time
 
 
-@pytest.mark.parametrize("outcome", [Retry(after=60), Snooze(60), ValueError("no")], ids=["retry", "snooze", "error"])
+@pytest.mark.parametrize(
+    "outcome", [Retry(after=60), Snooze(60), ValueError("no")], ids=["retry", "snooze", "error"]
+)
 def test_a_time_that_the_task_asked_for_is_its_new_due_time(bench: Bench, outcome: object) -> None:
     task, _ = deferred(bench)
 
@@ -118,10 +120,14 @@ def test_a_time_that_the_task_asked_for_is_its_new_due_time(bench: Bench, outcom
             raise outcome
         return outcome
 
-    bench.registry.processor("new", retry=Ladder("60s", jitter=0))(end)
+    bench.registry.processor("new", retry=RetrySchedule("60s", jitter=0))(end)
     bench.run(make_due(bench, task))
     again = bench.now(task)
-    assert (again.status, again.due_time, again.due) == (Status.NOT_COMPLETE, None, again.expected_time)
+    assert (again.status, again.due_time, again.due) == (
+        Status.NOT_COMPLETE,
+        None,
+        again.expected_time,
+    )
     assert again.due > bench.clock.now() + timedelta(seconds=50)
 
 
@@ -143,7 +149,9 @@ def test_a_retried_task_has_a_new_due_time(bench: Bench) -> None:
 def test_a_replaced_task_has_a_new_due_time(bench: Bench) -> None:
     task, _ = deferred(bench, key="k")
     at = bench.clock.now() + timedelta(hours=1)
-    bench.store.tasks.insert_keyed(replace(task, id=task.id + 1, expected_time=at, due_time=None), "replace")
+    bench.store.tasks.insert_keyed(
+        replace(task, id=task.id + 1, expected_time=at, due_time=None), "replace"
+    )
     assert (bench.now(task).due_time, bench.now(task).due) == (None, at)
 
 
@@ -156,15 +164,19 @@ def test_a_touch_beyond_the_next_try_is_a_new_due_time(bench: Bench) -> None:
         assert (bench.now(task).due_time, bench.now(task).expected_time) == (None, at)
 
 
-def test_a_touch_up_to_the_next_try_is_kept_by_a_worker_that_brings_the_task_forward(bench: Bench) -> None:
+def test_a_touch_up_to_the_next_try_is_kept_by_a_worker_that_brings_the_task_forward(
+    bench: Bench,
+) -> None:
     task, _ = deferred(bench)
     at = bench.clock.now() + timedelta(seconds=3)
     assert task.expected_time > at
     assert bench.store.touches.touch(task.id, at)
     assert (bench.now(task).due, bench.now(task).expected_time) == (at, task.expected_time)
-    [entry] = bench.store.put_offs.bring_forward(["new"], None, 600)
+    [entry] = bench.store.deferred_rows.bring_forward(["new"], None, 600)
     moved = bench.now(task)
-    assert (moved.expected_time, moved.due) == (at, at), "a touched task must not run before its new due time"
+    assert (moved.expected_time, moved.due) == (at, at), (
+        "a touched task must not run before its new due time"
+    )
     assert entry == bench.entry(moved)
 
 
@@ -176,7 +188,7 @@ def test_a_touch_never_makes_a_due_time_earlier(bench: Bench) -> None:
 
 def test_a_worker_that_brings_a_task_forward_keeps_its_due_time(bench: Bench) -> None:
     task, due = deferred(bench)
-    assert len(bench.store.put_offs.bring_forward(["new"], None, 600)) == 1
+    assert len(bench.store.deferred_rows.bring_forward(["new"], None, 600)) == 1
     assert bench.now(task).due == due
     assert bench.now(task).expected_time < task.expected_time
 

@@ -13,9 +13,9 @@ from sqlalchemy.orm import Session
 from delaytasks import DelayTask, DelayTasks, NewTask, Status
 from delaytasks.core.encryption import PREFIX, key_name, new_key
 from delaytasks.core.errors import BodyEncryptedError
-from delaytasks.core.ports import Entry
+from delaytasks.core.interfaces import Entry
 from delaytasks.core.text import NO_KEY
-from delaytasks.store.store import Store
+from delaytasks.storage.store import Store
 from tests.recording import delays_on, record, run_now
 
 OLD, NEW = new_key(), new_key()
@@ -29,7 +29,9 @@ def open_with(store: Store, database_url: str) -> Iterator[Open]:
     made: list[DelayTasks] = []
 
     def open(*keys: str, **settings: Any) -> DelayTasks:
-        made.append(delays_on(database_url, table_prefix="s_", encryption_keys=list(keys), **settings))
+        made.append(
+            delays_on(database_url, table_prefix="s_", encryption_keys=list(keys), **settings)
+        )
         record(made[-1])
         return made[-1]
 
@@ -48,12 +50,17 @@ def stored(store: Store) -> list[tuple[str, str | None]]:
 
 def change(store: Store, task: DelayTask, **values: Any) -> None:
     with store.database.begin() as connection:
-        connection.execute(update(store.schema.tasks).where(store.schema.tasks.c.id == task.id).values(**values))
+        connection.execute(
+            update(store.schema.tasks).where(store.schema.tasks.c.id == task.id).values(**values)
+        )
 
 
 def are_sealed(store: Store, key: str = NEW) -> bool:
     begin = f"{PREFIX}{key_name(key)}:"
-    return all(body.startswith(begin) and (result or begin).startswith(begin) for body, result in stored(store))
+    return all(
+        body.startswith(begin) and (result or begin).startswith(begin)
+        for body, result in stored(store)
+    )
 
 
 # -- in -------------------------------------------------------------------------------------------
@@ -73,7 +80,9 @@ def replaced(delays: DelayTasks) -> None:
 
 
 def in_bulk(delays: DelayTasks) -> None:
-    delays.schedule_many([NewTask("mail", BODY, 60 + n) for n in range(5)] + [NewTask("mail", BODY, 60, key="k")])
+    delays.schedule_many(
+        [NewTask("mail", BODY, 60 + n) for n in range(5)] + [NewTask("mail", BODY, 60, key="k")]
+    )
 
 
 def one_in_bulk(delays: DelayTasks) -> None:
@@ -87,7 +96,9 @@ def in_a_session(delays: DelayTasks) -> None:
 
 
 def callback(delays: DelayTasks) -> None:
-    delays.schedule_callback("https://example.com/", BODY, 60, headers={"Authorization": "bOdY-cAnArY"})
+    delays.schedule_callback(
+        "https://example.com/", BODY, 60, headers={"Authorization": "bOdY-cAnArY"}
+    )
 
 
 def message(delays: DelayTasks) -> None:
@@ -150,7 +161,9 @@ def test_no_body_and_no_result_is_in_the_table_as_it_is(
     assert all("cAnArY" in json.dumps(task.body) for task in delays.find())
 
 
-def test_the_size_that_is_allowed_is_that_of_the_body_and_every_column_takes_it(store: Store, open_with: Open) -> None:
+def test_the_size_that_is_allowed_is_that_of_the_body_and_every_column_takes_it(
+    store: Store, open_with: Open
+) -> None:
     delays, body = open_with(NEW), "😀" * 65_535 + "a" * 2
     delays.schedule_delay("mail", body, 60)
     delays.schedule_many([NewTask("mail", body, 60)] * 9)
@@ -158,7 +171,9 @@ def test_the_size_that_is_allowed_is_that_of_the_body_and_every_column_takes_it(
     assert are_sealed(store)
 
 
-def test_a_task_that_is_scheduled_again_after_an_unknown_outcome_is_the_same(open_with: Open) -> None:
+def test_a_task_that_is_scheduled_again_after_an_unknown_outcome_is_the_same(
+    open_with: Open,
+) -> None:
     delays = open_with(NEW)
     id = delays.new_id()
     first = delays.schedule_delay("mail", BODY, 60, id=id)
@@ -174,7 +189,10 @@ def test_processors_get_their_bodies_by_each_way_of_claiming(open_with: Open) ->
     delays.processor("batch", batch=10)(lambda tasks: got.extend(task.body for task in tasks))
     delays.processor("limited")(got.append)
     delays.set_policy("limited", concurrency=1)
-    tasks = [delays.schedule_delay(tag, BODY, 0) for tag in ("mail", "batch", "batch", "limited", "limited")]
+    tasks = [
+        delays.schedule_delay(tag, BODY, 0)
+        for tag in ("mail", "batch", "batch", "limited", "limited")
+    ]
     runner = delays.runner()
     runner.run([Entry(tasks[0].id, 0, 0)])
     assert got == [BODY]
@@ -207,7 +225,9 @@ def test_old_keys_read_and_the_first_one_writes(store: Store, open_with: Open) -
         _ = open_with(NEW).get(old).body
 
 
-def test_plain_in_the_first_place_stores_nothing_encrypted_and_reads_what_is(store: Store, open_with: Open) -> None:
+def test_plain_in_the_first_place_stores_nothing_encrypted_and_reads_what_is(
+    store: Store, open_with: Open
+) -> None:
     task, delays = open_with(OLD).schedule_delay("mail", BODY, 60), open_with("plain", OLD)
     assert delays.get(task).body == BODY
     delays.cancel(delays.schedule_delay("mail", 5, 60))
@@ -217,7 +237,9 @@ def test_plain_in_the_first_place_stores_nothing_encrypted_and_reads_what_is(sto
 # -- keys that are missing ------------------------------------------------------------------------
 
 
-def test_without_the_key_a_task_is_put_off_and_neither_failed_nor_tried_at_once(open_with: Open) -> None:
+def test_without_the_key_a_task_is_put_off_and_neither_failed_nor_tried_at_once(
+    open_with: Open,
+) -> None:
     task, got = open_with(NEW).schedule_delay("mail", BODY, 0), list[Any]()
     for keys in ((OLD,), ()):
         delays = open_with(*keys)
@@ -229,7 +251,7 @@ def test_without_the_key_a_task_is_put_off_and_neither_failed_nor_tried_at_once(
         assert found.error.startswith(NO_KEY + key_name(NEW))
         assert (found.expected_time - delays.clock.now()).total_seconds() > 4
         assert delays.events.counts["task.no_key"] == 1
-        assert delays.store.put_offs.bring_forward(["mail"], None, 600) == []
+        assert delays.store.deferred_rows.bring_forward(["mail"], None, 600) == []
         delays.reschedule(task.id, 0)
 
 
@@ -241,7 +263,7 @@ def test_a_worker_that_has_the_key_brings_forward_what_others_put_off(open_with:
     delays.runner().run([Entry(task.id, 0, 0)])
     rotated = open_with(OLD, NEW)
     rotated.processor("mail")(got.append)
-    entries = rotated.store.put_offs.bring_forward(["mail"], None, 600)
+    entries = rotated.store.deferred_rows.bring_forward(["mail"], None, 600)
     rotated.runner().run(entries)
     assert ([entry.id for entry in entries], got) == ([task.id], [BODY])
 
@@ -256,7 +278,9 @@ def test_the_neighbours_of_what_can_not_be_read_run(open_with: Open) -> None:
     read = [delays.schedule_delay("batch", n, 0) for n in (2, 3)]
     report = delays.runner().drain("default", [0], 100)
     assert (report.claimed, sorted(got)) == (5, [2, 3])
-    assert [delays.get(task).status.name for task in unread + read] == ["NOT_COMPLETE"] * 2 + ["DONE"] * 2
+    assert [delays.get(task).status.name for task in unread + read] == ["NOT_COMPLETE"] * 2 + [
+        "DONE"
+    ] * 2
     assert delays.get(late).status is Status.CANCELLED
 
 
@@ -272,7 +296,9 @@ CHANGES: dict[str, Callable[[str], str]] = {
 
 
 @pytest.mark.parametrize("change_token", CHANGES.values(), ids=CHANGES)
-def test_what_was_changed_fails_as_what_is_no_json_does(open_with: Open, change_token: Callable[[str], str]) -> None:
+def test_what_was_changed_fails_as_what_is_no_json_does(
+    open_with: Open, change_token: Callable[[str], str]
+) -> None:
     delays, got = open_with(NEW), list[Any]()
     delays.processor("mail")(got.append)
     task = delays.schedule_delay("mail", BODY, 0)
@@ -294,7 +320,10 @@ def test_a_body_that_can_not_be_read_is_shown_as_such(open_with: Open) -> None:
     assert (shown["body"], shown["result"]) == (
         f"(encrypted with key {key_name(NEW)}, which can not read it here)",
     ) * 2
-    with pytest.raises(BodyEncryptedError, match=f"the result of task {task.id} is encrypted with key {key_name(NEW)}"):
+    with pytest.raises(
+        BodyEncryptedError,
+        match=f"the result of task {task.id} is encrypted with key {key_name(NEW)}",
+    ):
         _ = found.result
 
 
@@ -319,7 +348,9 @@ def test_check_tells_a_damaged_body_from_one_whose_key_is_missing(open_with: Ope
     change(delays.store, stranger, message_body=f"{PREFIX}nonsense")
     found = {finding.problem: finding.ids for finding in delays.check()}
     assert found == {
-        f"encrypted with key {key_name(NEW)}, which is here, and changed since, or another task's": [damaged.id],
+        f"encrypted with key {key_name(NEW)}, which is here, and changed since, or another task's": [
+            damaged.id
+        ],
         "begins with aesgcm: or fernet: and names no key: nobody can read it": [stranger.id],
     }
 
@@ -340,14 +371,19 @@ def test_check_names_tasks_whose_key_is_missing(open_with: Open) -> None:
     delays.schedule_delay("mail", BODY, 60)
     [found] = delays.check()
     assert (found.tag, found.tasks, found.ids) == ("mail", 1, [task.id])
-    assert found.problem == f"encrypted with key {key_name(OLD)}, which delaytasks_encryption_keys does not have here"
+    assert (
+        found.problem
+        == f"encrypted with key {key_name(OLD)}, which delaytasks_encryption_keys does not have here"
+    )
     assert not list(open_with(NEW, OLD).check())[1:], "only that there is no processor"
 
 
 # -- tokens in another place ----------------------------------------------------------------------
 
 
-def test_a_body_that_was_moved_to_another_row_does_not_run_there(store: Store, open_with: Open) -> None:
+def test_a_body_that_was_moved_to_another_row_does_not_run_there(
+    store: Store, open_with: Open
+) -> None:
     delays, got = open_with(NEW), list[Any]()
     delays.processor("mail")(got.append)
     tasks = [delays.schedule_delay("mail", n, 0) for n in range(3)]
@@ -365,7 +401,9 @@ def test_a_body_that_was_moved_to_another_row_does_not_run_there(store: Store, o
     assert got == [2, 0], "in its own row it can be read again"
 
 
-def test_a_row_whose_tag_was_changed_does_not_run_as_the_other_tag(store: Store, open_with: Open) -> None:
+def test_a_row_whose_tag_was_changed_does_not_run_as_the_other_tag(
+    store: Store, open_with: Open
+) -> None:
     delays, got = open_with(NEW), list[Any]()
     delays.processor("log")(got.append)
     task = delays.schedule_delay("mail", BODY, 0)

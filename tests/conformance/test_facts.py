@@ -10,9 +10,9 @@ import pytest
 from delaytasks import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.core.why import why
-from delaytasks.store.facts import FactReader
-from delaytasks.store.store import Store
-from delaytasks.store.workers import MOST_TAG_BYTES, Workers
+from delaytasks.storage.facts import FactReader
+from delaytasks.storage.store import Store
+from delaytasks.storage.worker_table import MOST_TAG_BYTES, WorkerTable
 from tests.benches import Bench
 
 SILENT_S = 15.0
@@ -27,7 +27,10 @@ def bench(store: Store) -> Iterator[Bench]:
 
 
 def codes(bench: Bench, task: DelayTask) -> list[str]:
-    return [reason.code for reason in why(FactReader(bench.store, bench.settings, SILENT_S).of(bench.now(task)))]
+    return [
+        reason.code
+        for reason in why(FactReader(bench.store, bench.settings, SILENT_S).of(bench.now(task)))
+    ]
 
 
 def test_a_served_task_has_nothing_in_its_way(bench: Bench) -> None:
@@ -37,7 +40,9 @@ def test_a_served_task_has_nothing_in_its_way(bench: Bench) -> None:
 
 def test_a_deferred_task_names_its_tag(bench: Bench) -> None:
     task = bench.schedule("unknown")
-    assert codes(bench, task) == ["no_processor"], "the registry knows it before any worker has tried"
+    assert codes(bench, task) == ["no_processor"], (
+        "the registry knows it before any worker has tried"
+    )
     bench.run(task)
     assert bench.now(task).expected_time > bench.clock.now()
     assert codes(bench, task) == ["no_processor"]
@@ -81,7 +86,11 @@ def test_a_retry_is_told_from_a_task_of_the_future(bench: Bench) -> None:
 
 def test_rows_of_nonsense_have_reasons_too(bench: Bench) -> None:
     task = bench.schedule()
-    for values in ({"status": 77}, {"status": 3, "worker": None}, {"status": 5, "concurrency_key": "x" * 255}):
+    for values in (
+        {"status": 77},
+        {"status": 3, "worker": None},
+        {"status": 5, "concurrency_key": "x" * 255},
+    ):
         bench.change(task, **values)
         assert codes(bench, task)
 
@@ -106,8 +115,10 @@ def test_more_tags_than_the_registry_takes_are_not_published(bench: Bench) -> No
 
 
 def test_a_worker_that_starts_again_replaces_the_tags_of_the_one_before(bench: Bench) -> None:
-    restarted = Workers(bench.store.database, bench.store.schema)
-    restarted.seen("w1", ["default"], "prefork", 2, 0, [f"tag.{number}" for number in range(MOST_TAG_BYTES)])
+    restarted = WorkerTable(bench.store.database, bench.store.schema)
+    restarted.seen(
+        "w1", ["default"], "prefork", 2, 0, [f"tag.{number}" for number in range(MOST_TAG_BYTES)]
+    )
     assert restarted.alive()[0]["tags"] is None
 
 

@@ -16,7 +16,9 @@ def tasks(delays: DelayTasks, timer: RecordingTimer) -> list[DelayTask]:
     now = delays.clock.now()
     tags, queues = ("a", "b"), ("default", "other")
     made = [
-        delays.schedule_at(tags[n % 2], n, now + timedelta(minutes=n // 3), queue=queues[n % 3 // 2])
+        delays.schedule_at(
+            tags[n % 2], n, now + timedelta(minutes=n // 3), queue=queues[n % 3 // 2]
+        )
         for n in range(1, 12)
     ]
     return sorted(made, key=lambda task: (task.expected_time, task.id))
@@ -43,7 +45,9 @@ def test_pages_from_the_newest_to_the_oldest_are_the_others_reversed(
     assert pages(newest_first=True) == wanted[::-1]
 
 
-def test_what_comes_in_while_pages_are_read_moves_none_of_them(delays: DelayTasks, tasks: list[DelayTask]) -> None:
+def test_what_comes_in_while_pages_are_read_moves_none_of_them(
+    delays: DelayTasks, tasks: list[DelayTask]
+) -> None:
     first = delays.find(limit=4, newest_first=True)
     delays.schedule_delay("a", {}, 86_400)
     rest = delays.find(limit=100, newest_first=True, cursor=first.cursor)

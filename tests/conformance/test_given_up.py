@@ -9,17 +9,23 @@ import pytest
 from sqlalchemy import insert
 
 from delaytasks.core.events import Events
-from delaytasks.core.ports import Lapsed
+from delaytasks.core.interfaces import Lapsed
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
-from delaytasks.engine.sweeper import tell_lapsed
-from delaytasks.store.store import Store
-from delaytasks.store.types import db_now
-from delaytasks.worker.givenup import GivenUp
+from delaytasks.maintenance.sweeper import tell_lapsed
+from delaytasks.storage.store import Store
+from delaytasks.storage.types import db_now
+from delaytasks.worker.worker_lost import WorkerLostFailures
 
 
 def _add(store: Store, **values: Any) -> None:
-    row = {"tag": "t", "message_body": "{}", "expected_time": db_now(), "update_time": db_now(), **values}
+    row = {
+        "tag": "t",
+        "message_body": "{}",
+        "expected_time": db_now(),
+        "update_time": db_now(),
+        **values,
+    }
     with store.database.begin() as connection:
         connection.execute(insert(store.schema.tasks).values(**row))
 
@@ -39,7 +45,12 @@ def test_only_rows_that_lapsed_for_the_last_time_were_given_up(store: Store) -> 
 
 def test_a_lapse_names_the_time_limit_that_was_over(store: Store) -> None:
     began = store.tasks.now() - timedelta(seconds=7)
-    running = {"status": int(Status.RUNNING), "worker": "w/1", "attempts": 1, "execution_time": began}
+    running = {
+        "status": int(Status.RUNNING),
+        "worker": "w/1",
+        "attempts": 1,
+        "execution_time": began,
+    }
     _add(store, id=1, **running, tag="slow", lapses=2)
     _add(store, id=2, **running, tag="slow")
     _add(store, id=3, **running, tag="slower")
@@ -52,18 +63,24 @@ def test_a_lapse_names_the_time_limit_that_was_over(store: Store) -> None:
         assert error.endswith("; its time limit of 5 s was over") is (id in (1, 2))
     errors = {task.id: task.error or "" for task in lapsed.given_up}
     assert errors.keys() == {1, 4}
-    assert errors[1].endswith("3 times in a row while this task ran; its time limit of 5 s was over")
+    assert errors[1].endswith(
+        "3 times in a row while this task ran; its time limit of 5 s was over"
+    )
     assert errors[4].endswith("3 times in a row while this task ran")
     found = store.tasks.get(2)
     assert found is not None
     assert (found.status, found.lapses, found.version) == (Status.NOT_COMPLETE, 1, 1)
     events = Events()
     tell_lapsed(events, lapsed)
-    assert (events.counts["task.lapsed"], events.counts["task.timed_out"], events.counts["task.gave_up"]) == (4, 2, 2)
+    assert (
+        events.counts["task.recovered"],
+        events.counts["task.timed_out"],
+        events.counts["task.worker_lost"],
+    ) == (4, 2, 2)
 
 
 class Heard:
-    """In the place of `RowEvents`."""
+    """In the place of `TaskEvents`."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, str | None]] = []
@@ -77,15 +94,19 @@ class Heard:
 
 
 @pytest.mark.parametrize("sends_events", [True, False])
-def test_those_who_watch_hear_of_each_row_that_was_given_up(store: Store, sends_events: bool) -> None:
+def test_those_who_watch_hear_of_each_row_that_was_given_up(
+    store: Store, sends_events: bool
+) -> None:
     running = {"status": int(Status.RUNNING), "worker": "w/1", "attempts": 3}
     _add(store, id=1, **running, lapses=2)
     _add(store, id=2, **running, lapses=1)
     events, heard = Events(), Heard()
     seen: list[tuple[str, int | None]] = []
-    events.subscribe(lambda name, fields: seen.append((name, fields.get("id") or fields.get("count"))))
-    events.subscribe(GivenUp(heard, lambda: sends_events))  # type: ignore[arg-type]
+    events.subscribe(
+        lambda name, fields: seen.append((name, fields.get("id") or fields.get("count")))
+    )
+    events.subscribe(WorkerLostFailures(heard, lambda: sends_events))  # type: ignore[arg-type]
     tell_lapsed(events, store.leases.release(["w/1"], 3), reason="it died")
-    assert seen == [("task.lapsed", 2), ("task.gave_up", 1)]
+    assert seen == [("task.recovered", 2), ("task.worker_lost", 1)]
     assert [id for id, _ in heard.rows] == ([1] if sends_events else [])
     assert heard.flushed == len(heard.rows)

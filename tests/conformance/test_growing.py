@@ -15,10 +15,15 @@ from sqlalchemy import create_engine, delete
 from sqlalchemy.orm import Session
 
 from delaytasks import DelayTask, DelayTasks, NewTask, Status
-from delaytasks.core.errors import DuplicateTaskError, InvalidStatusError, ShardMismatchError, TaskNotFoundError
+from delaytasks.core.errors import (
+    DuplicateTaskError,
+    InvalidStatusError,
+    ShardMismatchError,
+    TaskNotFoundError,
+)
 from delaytasks.core.ids import shard_of
-from delaytasks.core.ports import OnConflict
-from delaytasks.store.growth import Growth as Growing
+from delaytasks.core.interfaces import OnConflict
+from delaytasks.storage.shard_growth import Growth as Growing
 from tests.several import TAG, Several, keys_of
 
 
@@ -40,8 +45,12 @@ class Growth(NamedTuple):
     home: int
     added: int
 
-    def schedule(self, delays: DelayTasks, on_conflict: OnConflict = "reject", **options: Any) -> DelayTask:
-        return delays.schedule_delay(TAG, None, 60, key=self.key, on_conflict=on_conflict, **options)
+    def schedule(
+        self, delays: DelayTasks, on_conflict: OnConflict = "reject", **options: Any
+    ) -> DelayTask:
+        return delays.schedule_delay(
+            TAG, None, 60, key=self.key, on_conflict=on_conflict, **options
+        )
 
     @property
     def live(self) -> list[tuple[int, int]]:
@@ -94,7 +103,9 @@ def test_a_task_that_runs_is_replaced_by_one_in_the_new_shard(growth: Growth) ->
 
 
 @pytest.mark.parametrize("on_conflict", ["reject", "keep", "replace"])
-def test_who_does_not_know_the_shard_does_not_take_a_key_that_is_there(growth: Growth, on_conflict: OnConflict) -> None:
+def test_who_does_not_know_the_shard_does_not_take_a_key_that_is_there(
+    growth: Growth, on_conflict: OnConflict
+) -> None:
     made = growth.schedule(growth.new)
     assert made.shard == growth.added
     with pytest.raises(
@@ -117,8 +128,10 @@ def test_in_the_new_shard_conflicts_are_as_anywhere(growth: Growth) -> None:
 
 
 def test_who_died_after_it_reserved_a_key_keeps_it_from_nobody(growth: Growth) -> None:
-    (dead,) = growth.new.shards[growth.added].producer.build([NewTask(TAG, None, 60, key=growth.key)], "reject")
-    assert growth.shards.stores[growth.home].tasks.holders.point(dead, "reject") is None
+    (dead,) = growth.new.shards[growth.added].producer.build(
+        [NewTask(TAG, None, 60, key=growth.key)], "reject"
+    )
+    assert growth.shards.stores[growth.home].tasks.key_owners.point(dead, "reject") is None
     with pytest.raises(TaskNotFoundError):
         growth.new.get(tag=TAG, key=growth.key)
     with pytest.raises(DuplicateTaskError, match="which is not here"):
@@ -130,8 +143,8 @@ def test_who_died_after_it_reserved_a_key_keeps_it_from_nobody(growth: Growth) -
 def test_a_key_that_is_taken_right_after_it_was_reserved_is_not_taken_twice(growth: Growth) -> None:
     """Somebody thought its reservation dead, and removed it."""
     home = growth.shards.stores[growth.home]
-    holders = growth.new.shards[growth.home].store.tasks.holders
-    point, taken = holders.point, []
+    key_owners = growth.new.shards[growth.home].store.tasks.key_owners
+    point, taken = key_owners.point, []
 
     def point_and_lose(*asked: Any) -> tuple[DelayTask, bool] | None:
         answer = point(*asked)
@@ -141,7 +154,7 @@ def test_a_key_that_is_taken_right_after_it_was_reserved_is_not_taken_twice(grow
             taken.append(growth.schedule(growth.old))
         return answer
 
-    holders.point = point_and_lose  # type: ignore[method-assign]
+    key_owners.point = point_and_lose  # type: ignore[method-assign]
     with pytest.raises(DuplicateTaskError):
         growth.schedule(growth.new)
     assert growth.live == [(taken[0].id, growth.home)]
@@ -151,7 +164,9 @@ def test_a_key_that_is_taken_right_after_it_was_reserved_is_not_taken_twice(grow
 
 
 @pytest.mark.parametrize("is_over", [False, True], ids=["while it grows", "afterwards"])
-def test_an_old_task_that_is_retried_has_its_key_again_in_its_old_place(growth: Growth, is_over: bool) -> None:
+def test_an_old_task_that_is_retried_has_its_key_again_in_its_old_place(
+    growth: Growth, is_over: bool
+) -> None:
     was = growth.schedule(growth.old)
     growth.old.cancel(was)
     new = growth.shards.delays(growth.added + 1) if is_over else growth.new
@@ -169,7 +184,9 @@ def test_an_old_task_that_is_retried_has_its_key_again_in_its_old_place(growth: 
 
 
 @pytest.mark.parametrize("is_over", [False, True], ids=["while it grows", "afterwards"])
-def test_an_old_task_is_not_retried_while_another_one_has_its_key(growth: Growth, is_over: bool) -> None:
+def test_an_old_task_is_not_retried_while_another_one_has_its_key(
+    growth: Growth, is_over: bool
+) -> None:
     was = growth.schedule(growth.old)
     growth.old.cancel(was)
     new = growth.shards.delays(growth.added + 1) if is_over else growth.new
@@ -214,7 +231,9 @@ def test_a_key_that_is_scheduled_in_an_open_transaction_is_waited_for(growth: Gr
 
 
 @pytest.mark.parametrize("has_pointer", [False, True])
-def test_a_task_that_is_retried_in_an_open_transaction_is_waited_for(growth: Growth, has_pointer: bool) -> None:
+def test_a_task_that_is_retried_in_an_open_transaction_is_waited_for(
+    growth: Growth, has_pointer: bool
+) -> None:
     was = growth.schedule(growth.old)
     growth.old.cancel(was)
     if has_pointer:
@@ -235,7 +254,9 @@ def test_a_task_in_its_old_place_is_not_replaced_behind_a_sessions_back(growth: 
     was = growth.schedule(growth.old)
     engine = create_engine(growth.shards.urls[growth.added])
     with Session(engine) as session:
-        with pytest.raises(ShardMismatchError, match=rf"task {was.id}.*in shard {growth.home}.*without session="):
+        with pytest.raises(
+            ShardMismatchError, match=rf"task {was.id}.*in shard {growth.home}.*without session="
+        ):
             growth.schedule(growth.new, "replace", session=session)
         session.rollback()
     engine.dispose()
@@ -261,7 +282,10 @@ class Race:
         with ThreadPoolExecutor(self._barrier.parties) as pool:
             for _ in range(rounds):  # free, taken by either, given up again
                 chosen = self._chance.choices(acts, k=self._barrier.parties)
-                calls = [pool.submit(self._call, self._chance.choice(self._views), act, key) for act in chosen]
+                calls = [
+                    pool.submit(self._call, self._chance.choice(self._views), act, key)
+                    for act in chosen
+                ]
                 for each in calls:
                     each.result(60)
                 live = self.growth.shards.live(key)
@@ -286,20 +310,29 @@ class Race:
     def check(self, *expected: str) -> None:
         assert all(self.answers[answer] > 5 for answer in expected), self.answers
         assert set(self.places.values()) == {self.growth.home, self.growth.added}
-        assert all(self.growth.shards.shard_of_row(id) == [shard] for id, shard in self.places.items()), "no row moves"
+        assert all(
+            self.growth.shards.shard_of_row(id) == [shard] for id, shard in self.places.items()
+        ), "no row moves"
 
 
-def test_processes_that_know_the_new_shard_and_others_never_make_two_tasks_of_one_key(growth: Growth) -> None:
+def test_processes_that_know_the_new_shard_and_others_never_make_two_tasks_of_one_key(
+    growth: Growth,
+) -> None:
     moving = keys_of(growth.added, growth.added + 1, growth.added, growth.home)
     staying = keys_of(growth.home, growth.added + 1, growth.added, growth.home)
     another = growth.shards.delays(growth.added + 1, shards_before=growth.added)
     race = Race(growth, [growth.old, growth.shards.delays(growth.added), growth.new, another])
     for round in range(32):
-        race.run(next(moving if round % 4 else staying), ["reject", "reject", "keep", "replace", "replace", "cancel"])
+        race.run(
+            next(moving if round % 4 else staying),
+            ["reject", "reject", "keep", "replace", "replace", "cancel"],
+        )
     race.check("reject", "keep", "replace", "cancel", "DuplicateTaskError")
 
 
-def test_tasks_that_are_retried_where_they_are_never_share_their_key_with_new_ones(growth: Growth) -> None:
+def test_tasks_that_are_retried_where_they_are_never_share_their_key_with_new_ones(
+    growth: Growth,
+) -> None:
     moving = keys_of(growth.added, growth.added + 1, growth.added, growth.home)
     race = Race(growth, [growth.new, growth.shards.delays(growth.added + 1)])
     for _ in range(12):

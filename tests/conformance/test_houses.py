@@ -14,8 +14,8 @@ from delaytasks.core.clock import Clock, wall_ms
 from delaytasks.core.events import Events
 from delaytasks.core.ids import IdMaker
 from delaytasks.core.task import DelayTask
-from delaytasks.engine.sweeper import Sweeper
-from delaytasks.store.store import Store
+from delaytasks.maintenance.sweeper import Sweeper
+from delaytasks.storage.store import Store
 from tests.conftest import settings_for
 from tests.recording import RecordingTimer
 
@@ -25,14 +25,18 @@ def near_rows(store: Store, count: int) -> list[int]:
     now, make_id = store.tasks.now(), IdMaker(wall_ms)
     ids = [make_id() if n % 2 else 1000 + n // 2 for n in range(count)]
     due = [now + timedelta(seconds=10 + n / count) for n in range(count)]
-    store.tasks.insert_many([DelayTask(id, "mail", "{}", at, create_time=now) for id, at in zip(ids, due, strict=True)])
+    store.tasks.insert_many(
+        [DelayTask(id, "mail", "{}", at, create_time=now) for id, at in zip(ids, due, strict=True)]
+    )
     return sorted(ids)
 
 
 def sweeper(store: Store, houses: int) -> tuple[Sweeper, RecordingTimer]:
     settings: Any = settings_for("sqlite://", houses=houses)
     timer = RecordingTimer()
-    return Sweeper(settings, store.sweeps, store.workers, Clock(store.tasks.now), timer, Events()), timer
+    return Sweeper(
+        settings, store.sweeps, store.workers, Clock(store.tasks.now), timer, Events()
+    ), timer
 
 
 def let_pass(store: Store) -> None:
@@ -51,20 +55,30 @@ def sweep_side_by_side(store: Store, houses: int) -> list[RecordingTimer]:
         return pairs[worker][house][0].sweep(house)
 
     with ThreadPoolExecutor(2 * houses) as pool:
-        futures = {(worker, house): pool.submit(sweep, worker, house) for worker in range(2) for house in range(houses)}
+        futures = {
+            (worker, house): pool.submit(sweep, worker, house)
+            for worker in range(2)
+            for house in range(houses)
+        }
         did = {place: future.result(30) for place, future in futures.items()}
-    assert [did[0, house] + did[1, house] for house in range(houses)] == [1] * houses, "one of the two sweeps a house"
+    assert [did[0, house] + did[1, house] for house in range(houses)] == [1] * houses, (
+        "one of the two sweeps a house"
+    )
     return [pairs[0 if did[0, house] else 1][house][1] for house in range(houses)]
 
 
 @pytest.mark.parametrize("houses", [1, 2, 4])
-def test_sweeps_side_by_side_arm_each_row_once_and_share_them_evenly(store: Store, houses: int) -> None:
+def test_sweeps_side_by_side_arm_each_row_once_and_share_them_evenly(
+    store: Store, houses: int
+) -> None:
     ids = near_rows(store, 2000)
     shares = [timer.ids for timer in sweep_side_by_side(store, houses)]
     assert sorted(id for share in shares for id in share) == ids
     assert min(map(len, shares)) > 0.8 * len(ids) / houses
     let_pass(store)
-    assert [timer.ids for timer in sweep_side_by_side(store, houses)] == [[]] * houses, "and not again"
+    assert [timer.ids for timer in sweep_side_by_side(store, houses)] == [[]] * houses, (
+        "and not again"
+    )
 
 
 def test_no_row_is_missed_when_the_number_of_houses_changes(store: Store) -> None:

@@ -14,12 +14,12 @@ import pytest
 from sqlalchemy import select
 
 from delaytasks import DelayTask
-from delaytasks.core.lines import Opening
-from delaytasks.core.ports import Level, Settlement
+from delaytasks.core.capacity import WaitlistState
+from delaytasks.core.interfaces import Level, Settlement
 from delaytasks.core.states import Status
-from delaytasks.engine import runner
-from delaytasks.store import crowds
-from delaytasks.store.store import Store
+from delaytasks.execution import runner
+from delaytasks.storage import limited_backlogs as limited_backlogs
+from delaytasks.storage.store import Store
 from tests.benches import Bench
 from tests.waiting import wait_until
 
@@ -91,7 +91,7 @@ def test_a_runner_whose_time_is_over_says_that_there_is_more(bench: LimitedBench
     tasks = [bench.schedule(body=n) for n in range(3)]
     report = bench.runner.run([bench.entry(task) for task in tasks])
     assert bench.ran == [0, 1]
-    assert report.lines == (Opening("default", "note", 1),)
+    assert report.lines == (WaitlistState("default", "note", 1),)
     report = bench.runner.work_off("default", "note", 10, 20)
     assert bench.ran == [0, 1, 2]
     assert report.lines == ()
@@ -121,13 +121,15 @@ def test_a_line_that_this_process_never_met_is_found_behind_a_backlog(
         bench.schedule("other", body="other")
     monkeypatch.setattr(runner, "SUSPECTS_S", 0)  # else a second passes first
     report = bench.runner.drain("default", [0], 5)
-    assert (report.is_full, report.lines) == (True, (Opening("default", "note", None),))
+    assert (report.is_full, report.lines) == (True, (WaitlistState("default", "note", None),))
     assert bench.statuses([second]) == ["HELD"], "the backlog goes on"
 
 
 def test_each_key_has_its_own_limit(bench: LimitedBench) -> None:
     bench.limit(key_concurrency=2)
-    tasks = [bench.schedule(body=key, concurrency_key=key) for key in "aaaab"] + [bench.schedule(body="none")] * 1
+    tasks = [bench.schedule(body=key, concurrency_key=key) for key in "aaaab"] + [
+        bench.schedule(body="none")
+    ] * 1
     assert sorted(task.body for task in bench.claim(*tasks)) == ["a", "a", "b", "none"]
     assert bench.admit() == []
     bench.claims.settle([])
@@ -183,7 +185,7 @@ def test_one_that_lapsed_waits_in_line_and_runs_alone(bench: LimitedBench) -> No
     blocking = bench.schedule(body="blocking")
     bench.claim(blocking)
     assert bench.claims.claim_alone(lapsed.id, lapsed.version) is None
-    assert bench.claims.claim_suspect("default") is None
+    assert bench.claims.claim_abandoned("default") is None
     assert bench.claim(*others) == []
     assert bench.statuses([lapsed, *others]) == ["HELD"] * 3
     bench.limit(concurrency=100)
@@ -214,7 +216,9 @@ def test_a_rate_is_kept_whoever_asks(bench: LimitedBench) -> None:
     with bench.store.database.begin() as connection:
         starts = sorted(connection.execute(select(t.c.execution_time)).scalars())
     assert len(starts) == 60
-    worst = max(sum(since <= start < since + timedelta(seconds=1) for start in starts) for since in starts)
+    worst = max(
+        sum(since <= start < since + timedelta(seconds=1) for start in starts) for since in starts
+    )
     assert worst <= 40
     assert (starts[-1] - starts[0]).total_seconds() < 10
 
@@ -223,7 +227,10 @@ def test_a_slow_rate_says_when_to_look_again(bench: LimitedBench) -> None:
     bench.limit(rate=5, rate_period_s=60.0)
     tasks = [bench.schedule(body=n) for n in range(3)]
     assert len(bench.claim(*tasks)) == 1
-    assert bench.claims.lines.admit("default", "note", 10) == ([], Opening("default", "note", 0, 1.0))
+    assert bench.claims.lines.admit("default", "note", 10) == (
+        [],
+        WaitlistState("default", "note", 0, 1.0),
+    )
     bench.limit(rate=5, rate_period_s=3.0)
     opening = bench.claims.lines.admit("default", "note", 10)[1]
     assert opening is not None
@@ -250,7 +257,10 @@ def test_never_too_many_however_many_workers_ask_at_once(bench: LimitedBench) ->
     bench.limit("limited", concurrency=5)
     tasks = [bench.schedule("limited", body=n) for n in range(40)]
     with ThreadPoolExecutor(8) as pool:
-        parts = [pool.submit(bench.runner.run, [bench.entry(task) for task in tasks[n::8]], 20) for n in range(8)]
+        parts = [
+            pool.submit(bench.runner.run, [bench.entry(task) for task in tasks[n::8]], 20)
+            for n in range(8)
+        ]
         for part in parts:
             part.result()
         while bench.in_line():
@@ -272,7 +282,8 @@ def _reschedule(bench: LimitedBench, task: DelayTask) -> None:
 
 
 @pytest.mark.parametrize(
-    ("move", "status"), [(_cancel, "CANCELLED"), (_push_away, "NOT_COMPLETE"), (_reschedule, "NOT_COMPLETE")]
+    ("move", "status"),
+    [(_cancel, "CANCELLED"), (_push_away, "NOT_COMPLETE"), (_reschedule, "NOT_COMPLETE")],
 )
 def test_who_leaves_the_line_does_not_run(
     bench: LimitedBench, move: Callable[[LimitedBench, DelayTask], None], status: str
@@ -359,7 +370,9 @@ def test_who_has_run_hands_its_place_over_as_it_is_settled(bench: LimitedBench) 
     assert bench.statuses(tasks) == ["DONE"] * 4
 
 
-def test_a_place_is_handed_over_together_with_all_that_a_settlement_does(bench: LimitedBench) -> None:
+def test_a_place_is_handed_over_together_with_all_that_a_settlement_does(
+    bench: LimitedBench,
+) -> None:
     bench.limit(concurrency=1)
     failing, other = bench.schedule(body=0, key="k"), bench.schedule(body=1)
     [running] = bench.claim(failing, other)
@@ -379,7 +392,9 @@ def test_a_place_that_was_lost_is_not_handed_over(bench: LimitedBench) -> None:
     assert bench.statuses(tasks) == ["RUNNING", "HELD"]
 
 
-@pytest.mark.parametrize("limits", [{"rate": 100, "rate_period_s": 1.0}, {"key_concurrency": 1}, {"concurrency": None}])
+@pytest.mark.parametrize(
+    "limits", [{"rate": 100, "rate_period_s": 1.0}, {"key_concurrency": 1}, {"concurrency": None}]
+)
 def test_a_place_is_not_handed_over_where_it_is_not_all_that_a_task_needs(
     bench: LimitedBench, limits: dict[str, Any]
 ) -> None:
@@ -394,7 +409,9 @@ def test_a_place_is_not_handed_over_where_it_is_not_all_that_a_task_needs(
 def test_keys_take_turns_when_places_are_handed_over(bench: LimitedBench) -> None:
     bench.limit(concurrency=1)
     first = bench.schedule(body="first")
-    tasks = [bench.schedule(body=f"{key}{n}", concurrency_key=key) for key in "ab" for n in range(3)]
+    tasks = [
+        bench.schedule(body=f"{key}{n}", concurrency_key=key) for key in "ab" for n in range(3)
+    ]
     bench.runner.run([bench.entry(task) for task in [first, *tasks]], for_s=20)
     assert bench.ran == ["first", "a0", "b0", "a1", "b1", "a2", "b2"]
 
@@ -408,7 +425,7 @@ def test_a_crowd_gets_in_line_at_once(bench: LimitedBench) -> None:
     report = bench.runner.run([bench.entry(task) for task in tasks[:8]])
     assert bench.statuses(tasks) == ["HELD"] * 20
     assert bench.statuses([later, elsewhere, free]) == ["NOT_COMPLETE"] * 3
-    assert report.lines == (Opening("default", "note", 0),)
+    assert report.lines == (WaitlistState("default", "note", 0),)
     assert bench.run(*tasks[8:]).claimed == 0, "whose entries come later"
     bench.limit(concurrency=1000)
     assert [task.body for task in bench.admit()] == list(range(20))
@@ -417,7 +434,7 @@ def test_a_crowd_gets_in_line_at_once(bench: LimitedBench) -> None:
 def test_who_is_behind_a_crowd_gets_in_line_before_all_of_it(
     bench: LimitedBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(crowds, "STEP", 8)
+    monkeypatch.setattr(limited_backlogs, "STEP", 8)
     bench = LimitedBench(bench.store)
     bench.limit(concurrency=1)
     large = [bench.schedule(body=n, concurrency_key="large") for n in range(40)]
@@ -436,8 +453,10 @@ def test_who_is_behind_a_crowd_gets_in_line_before_all_of_it(
     assert bench.in_line() == 43
 
 
-def test_tasks_without_keys_are_no_crowd_of_other_tags(bench: LimitedBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crowds, "STEP", 8)
+def test_tasks_without_keys_are_no_crowd_of_other_tags(
+    bench: LimitedBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limited_backlogs, "STEP", 8)
     bench = LimitedBench(bench.store)
     for _ in range(40):
         bench.schedule()
@@ -453,13 +472,15 @@ def test_rows_that_somebody_has_do_not_keep_a_crowd_from_getting_in_line(
 ) -> None:
     if bench.store.database.url.get_backend_name() != "postgresql":
         pytest.skip("others lock more of a small table than the rows that are named")
-    monkeypatch.setattr(crowds, "STEP", 4)
+    monkeypatch.setattr(limited_backlogs, "STEP", 4)
     bench = LimitedBench(bench.store)
     large = [bench.schedule(body=n, concurrency_key="large") for n in range(12)]
     small = [bench.schedule(body=n, concurrency_key=f"small {n}") for n in range(6)]
     t, lines = bench.store.schema.tasks, bench.claims.lines
     with bench.store.database.begin() as somebody:
-        somebody.execute(select(t.c.id).where(t.c.id.in_([task.id for task in small])).with_for_update())
+        somebody.execute(
+            select(t.c.id).where(t.c.id.in_([task.id for task in small])).with_for_update()
+        )
         for _ in range(6):
             lines.gather("default", 0, {"note"})
         assert bench.statuses(large) == ["HELD"] * 12
@@ -473,7 +494,9 @@ def test_who_waits_in_line_is_not_released_by_those_who_resume(bench: LimitedBen
     stray = bench.schedule("other")
     bench.change(stray, status=int(Status.HELD))
     level = Level("default", 0)
-    assert [seen.id for seen in bench.store.holding.look(Status.HELD, level, None, None)] == [stray.id]
+    assert [seen.id for seen in bench.store.holding.look(Status.HELD, level, None, None)] == [
+        stray.id
+    ]
     _push_away(bench, tasks[1])
     found = {seen.id for seen in bench.store.holding.look(Status.HELD, level, None, None)}
     assert found == {stray.id, tasks[1].id}, "it is not due any more, and waits in vain"
@@ -484,4 +507,6 @@ def test_who_starts_several_at_once_takes_as_many(bench: LimitedBench) -> None:
     tasks = [bench.schedule(body=n) for n in range(20)]
     assert len(bench.claim(*tasks)) == 1
     assert len(bench.claims.lines.admit("default", "note", 50, 6)[0]) == 6
-    assert len(bench.claims.lines.admit("default", "note", 50, 6)[0]) == 3, "never more than there is room for"
+    assert len(bench.claims.lines.admit("default", "note", 50, 6)[0]) == 3, (
+        "never more than there is room for"
+    )

@@ -12,17 +12,17 @@ from sqlalchemy import event, insert, update
 
 from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
-from delaytasks.core.ports import Level, QueuePlace
+from delaytasks.core.interfaces import Level, QueuePlace
 from delaytasks.core.states import Status
-from delaytasks.engine import overdue
-from delaytasks.engine import sweeper as sweeper_module
-from delaytasks.engine.overdue import MOST_NAMED, MOST_OTHERS, Overdue
-from delaytasks.engine.sweeper import MOST_TOKENS, Sweeper
-from delaytasks.store import holding as store_holding
-from delaytasks.store import workers as store_workers
-from delaytasks.store.lines import LINES
-from delaytasks.store.store import Store
-from delaytasks.store.sweeps import MOST_PRIORITIES
+from delaytasks.maintenance import overdue_queues as overdue
+from delaytasks.maintenance import sweeper as sweeper_module
+from delaytasks.maintenance.overdue_queues import MOST_NAMED, MOST_OTHERS, OverdueQueues
+from delaytasks.maintenance.sweeper import MOST_TOKENS, Sweeper
+from delaytasks.storage import paused_rows as store_holding
+from delaytasks.storage import worker_table as store_workers
+from delaytasks.storage.store import Store
+from delaytasks.storage.sweep_queries import MOST_PRIORITIES
+from delaytasks.storage.waitlist import LINES
 from delaytasks.timers.eta import read_message
 from tests.conftest import settings_for
 from tests.recording import RecordingTimer
@@ -40,7 +40,14 @@ class Site:
         self.settings = settings_for(store.database.url.render_as_string(hide_password=False))
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.events.subscribe(lambda name, fields: self.told.append((name, fields)))
-        parts = (self.settings, store.sweeps, store.workers, Clock(store.tasks.now), self.timer, self.events)
+        parts = (
+            self.settings,
+            store.sweeps,
+            store.workers,
+            Clock(store.tasks.now),
+            self.timer,
+            self.events,
+        )
         self.sweeper = Sweeper(*parts)
 
     def rows(self, *queues: str, in_s: float = -60, priority: int = 0) -> None:
@@ -51,7 +58,12 @@ class Site:
 
     def _insert(self, rows: list[dict[str, Any]], in_s: float) -> None:
         due = self.store.tasks.now() + timedelta(seconds=in_s)
-        common = {"tag": "mail", "message_body": "{}", "expected_time": due, "status": int(Status.NOT_COMPLETE)}
+        common = {
+            "tag": "mail",
+            "message_body": "{}",
+            "expected_time": due,
+            "status": int(Status.NOT_COMPLETE),
+        }
         with self.store.database.begin() as connection:
             connection.execute(insert(self.store.schema.tasks), [{**common, **row} for row in rows])
 
@@ -63,7 +75,9 @@ class Site:
         self.timer.drained.clear()
         self.told.clear()
         with self.store.database.begin() as connection:
-            connection.execute(update(s).values(swept_at=self.store.tasks.now() - timedelta(seconds=60)))
+            connection.execute(
+                update(s).values(swept_at=self.store.tasks.now() - timedelta(seconds=60))
+            )
         assert self.sweeper.sweep(beat=beat)
         assert self.of("loop.failed") == []
 
@@ -95,7 +109,9 @@ def names(count: int) -> list[str]:
     return [f"q{number:06}" for number in range(count)]
 
 
-def test_a_sweep_asks_about_a_bounded_number_of_queues_and_about_those_of_live_workers_first(site: Site) -> None:
+def test_a_sweep_asks_about_a_bounded_number_of_queues_and_about_those_of_live_workers_first(
+    site: Site,
+) -> None:
     site.rows(*names(MANY))
     site.rows("served", priority=3)
     site.serve("w1", "served", "default")
@@ -103,7 +119,9 @@ def test_a_sweep_asks_about_a_bounded_number_of_queues_and_about_those_of_live_w
     with site.counted() as seen:
         site.sweep(lambda: beats.append(None))
     assert len(seen) < EACH * MOST_OTHERS, "the cost is not that of all queues"
-    assert [(queue, list(priorities)) for queue, priorities, _ in site.timer.drained] == [("served", [3])]
+    assert [(queue, list(priorities)) for queue, priorities, _ in site.timer.drained] == [
+        ("served", [3])
+    ]
     assert len(beats) >= MOST_OTHERS / overdue.STEP, "the loop shows that it goes on"
 
 
@@ -147,7 +165,14 @@ def test_a_worker_that_names_thousands_of_queues_has_each_of_them_swept(
 
 def test_waitlists_of_many_queues_have_their_turns_as_well(site: Site) -> None:
     line = site.store.schema.lines
-    values = {"tag": "mail", "lane": "", "place": 0, "due": site.store.tasks.now(), "task_id": 1, "version": 1}
+    values = {
+        "tag": "mail",
+        "lane": "",
+        "place": 0,
+        "due": site.store.tasks.now(),
+        "task_id": 1,
+        "version": 1,
+    }
     with site.store.database.begin() as connection:
         connection.execute(insert(line), [{**values, "queue": queue} for queue in names(25)])
     found: set[str] = set()
@@ -163,7 +188,14 @@ def test_waitlists_of_many_queues_have_their_turns_as_well(site: Site) -> None:
 
 def test_waitlists_of_thousands_of_tags_are_looked_at_some_at_a_time(site: Site) -> None:
     line = site.store.schema.lines
-    values = {"queue": "default", "lane": "", "place": 0, "due": site.store.tasks.now(), "task_id": 1, "version": 1}
+    values = {
+        "queue": "default",
+        "lane": "",
+        "place": 0,
+        "due": site.store.tasks.now(),
+        "task_id": 1,
+        "version": 1,
+    }
     with site.store.database.begin() as connection:
         connection.execute(insert(line), [{**values, "tag": tag} for tag in names(2 * LINES + 50)])
     waitlists, found = site.store.claims("w", None).lines, list[str]()
@@ -195,14 +227,19 @@ def test_thousands_of_rows_of_workers_make_no_thousands_of_tokens(site: Site) ->
     values = {"queues": '["default"]', "pool": "prefork", "concurrency": 1}
     now = site.store.tasks.now()
     with site.store.database.begin() as connection:
-        rows = [{"name": name, "seen_at": now, "started_at": now, **values} for name in names(MOST_TOKENS)]
+        rows = [
+            {"name": name, "seen_at": now, "started_at": now, **values}
+            for name in names(MOST_TOKENS)
+        ]
         connection.execute(insert(w), rows)
     site.sweep()
     [(_, _, tokens)] = site.timer.drained
     assert tokens == MOST_TOKENS
 
 
-def test_many_lost_workers_are_told_in_one_line_some_at_each_sweep(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_lost_workers_are_told_in_one_line_some_at_each_sweep(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store_workers, "BURIED", 10)
     for name in names(15):
         site.serve(name, "default")
@@ -216,11 +253,15 @@ def test_many_lost_workers_are_told_in_one_line_some_at_each_sweep(site: Site, m
     assert told == [10, 5]
 
 
-def test_near_rows_of_many_queues_do_not_keep_a_sweep_for_ever(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_near_rows_of_many_queues_do_not_keep_a_sweep_for_ever(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each queue needs a message of its own. The next sweep goes on where this one ended, without a gap."""
     site.rows(*names(1200), in_s=20)
     site.rows(*names(1200), in_s=25)
-    ids = {row.id for row in site.store.tasks.find(None, None, None, None, None, None, 10_000).tasks}
+    ids = {
+        row.id for row in site.store.tasks.find(None, None, None, None, None, None, 10_000).tasks
+    }
     now = iter(range(10**6))
     monkeypatch.setattr(sweeper_module, "monotonic", lambda: next(now) * 100.0)
     armed: list[int] = []
@@ -233,7 +274,9 @@ def test_near_rows_of_many_queues_do_not_keep_a_sweep_for_ever(site: Site, monke
     assert armed[-1] == 0, "and each sweep came further"
 
 
-def test_a_walk_over_many_queues_goes_step_by_step(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_walk_over_many_queues_goes_step_by_step(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store_holding, "QUEUES", 10)
     site.rows(*names(25), priority=2)
     site.rows("q000003", priority=7)
@@ -253,5 +296,5 @@ def test_a_walk_over_many_queues_goes_step_by_step(site: Site, monkeypatch: pyte
 def test_a_look_that_may_ask_about_no_queue_asks_nothing(site: Site) -> None:
     site.rows(*names(3))
     with site.counted() as seen:
-        assert Overdue(site.store.sweeps, 1.0).of_others((), most=0) == {}
+        assert OverdueQueues(site.store.sweeps, 1.0).of_others((), most=0) == {}
     assert seen == []

@@ -25,7 +25,9 @@ def shards(postgresql_url: str) -> Iterator[Several]:
         with engine.begin() as connection:
             connection.execute(text(f"CREATE SCHEMA {schema}"))
         hosts = (f"127.0.0.1:{port}", f"localhost:{port}")
-        url = place.set(host=None, port=None, query={"host": hosts, "options": f"-csearch_path={schema}"})
+        url = place.set(
+            host=None, port=None, query={"host": hosts, "options": f"-csearch_path={schema}"}
+        )
         urls.append(url.render_as_string(hide_password=False))
     made = Several(urls)
     yield made
@@ -61,11 +63,16 @@ def test_a_key_has_one_live_task_though_a_session_is_on_the_other_shard(shards: 
     engine.dispose()
 
 
-def test_a_database_that_does_not_know_its_number_is_refused_with_the_remedy(shards: Several) -> None:
+def test_a_database_that_does_not_know_its_number_is_refused_with_the_remedy(
+    shards: Several,
+) -> None:
     delays = shards.delays()
     with shards.stores[1].database.begin() as connection:
         connection.execute(delete(shards.stores[1].schema.shards))
     engine = create_engine(shards.urls[1])
-    with Session(engine) as session, pytest.raises(ShardMismatchError, match=r"number is None.*db upgrade"):
+    with (
+        Session(engine) as session,
+        pytest.raises(ShardMismatchError, match=r"number is None.*db upgrade"),
+    ):
         delays.schedule_delay(TAG, None, 60, session=session)
     engine.dispose()

@@ -13,9 +13,14 @@ from sqlalchemy import Connection, create_engine
 from sqlalchemy.orm import Session
 
 from delaytasks import DelayTasks, Status
-from delaytasks.core.errors import CancelTooLateError, DelayTaskError, InvalidStatusError, StoreError
-from delaytasks.core.ports import Entry
-from delaytasks.store.store import Store
+from delaytasks.core.errors import (
+    CancelTooLateError,
+    DelayTaskError,
+    InvalidStatusError,
+    StoreError,
+)
+from delaytasks.core.interfaces import Entry
+from delaytasks.storage.store import Store
 from tests.recording import delays_on, record
 
 MOST = 2**63 - 1
@@ -39,7 +44,10 @@ EVERYWHERE: list[tuple[dict[str, str], Status | str]] = [
     ({"version": str(2**62)}, DONE),
     ({"version": str(-MOST - 1)}, DONE),
     ({"version": str(MOST), "status": "5"}, DONE),
-    ({"version": str(MOST), "status": "5", "tag": "'fails'", "headers": """'{"retry": 5}'"""}, FAILED),
+    (
+        {"version": str(MOST), "status": "5", "tag": "'fails'", "headers": """'{"retry": 5}'"""},
+        FAILED,
+    ),
     ({"attempts": str(2**31 - 1)}, DONE),
     ({"attempts": str(-(2**31)), "tag": "'nobody'"}, WAITS),
     ({"attempts": "-2000", "tag": "'climbs'"}, WAITS),
@@ -51,8 +59,24 @@ EVERYWHERE: list[tuple[dict[str, str], Status | str]] = [
     ({"status": "-32768"}, "UNKNOWN_-32768"),
     ({"status": "3"}, Status.RUNNING),
     ({"status": "3", "lease_until": "'9999-01-01'"}, Status.RUNNING),
-    ({"status": "3", "lease_until": "'2000-01-01'", "lapses": str(2**31 - 1), "version": str(MOST)}, FAILED),
-    ({"status": "3", "lease_until": "'2000-01-01'", "lapses": str(-(2**31)), "version": str(MOST)}, DONE),
+    (
+        {
+            "status": "3",
+            "lease_until": "'2000-01-01'",
+            "lapses": str(2**31 - 1),
+            "version": str(MOST),
+        },
+        FAILED,
+    ),
+    (
+        {
+            "status": "3",
+            "lease_until": "'2000-01-01'",
+            "lapses": str(-(2**31)),
+            "version": str(MOST),
+        },
+        DONE,
+    ),
     ({"message_body": "'{'", "tag": "'climbs'"}, WAITS),
     ({"message_body": "'{'"}, FAILED),
     ({"message_body": f"""'"{"x" * 10_000_000}"'"""}, DONE),
@@ -66,10 +90,25 @@ EVERYWHERE: list[tuple[dict[str, str], Status | str]] = [
     ({"headers": """'{"expires_s": -5}'"""}, DONE),
     ({"headers": """'{"expires_s": true}'"""}, DONE),
     ({"headers": f"""'{{"expires_s": {"9" * 400}}}'"""}, DONE),
-    ({"headers": """'{"retry": 5, "max_wait_s": [], "expires_s": {}}'""", "tag": "'fails'"}, FAILED),
-    ({"headers": """'{"retry": {"rungs_s": {"a": 1}, "jitter": "x"}}'""", "tag": "'fails'"}, FAILED),
-    ({"headers": """'{"retry": {"rungs_s": [1e400, -1], "jitter": 0}}'""", "tag": "'fails'"}, FAILED),
-    ({"headers": f"""'{{"retry": {{"rungs_s": {[1] * 1001}, "jitter": 0}}}}'""", "tag": "'fails'"}, FAILED),
+    (
+        {"headers": """'{"retry": 5, "max_wait_s": [], "expires_s": {}}'""", "tag": "'fails'"},
+        FAILED,
+    ),
+    (
+        {"headers": """'{"retry": {"rungs_s": {"a": 1}, "jitter": "x"}}'""", "tag": "'fails'"},
+        FAILED,
+    ),
+    (
+        {"headers": """'{"retry": {"rungs_s": [1e400, -1], "jitter": 0}}'""", "tag": "'fails'"},
+        FAILED,
+    ),
+    (
+        {
+            "headers": f"""'{{"retry": {{"rungs_s": {[1] * 1001}, "jitter": 0}}}}'""",
+            "tag": "'fails'",
+        },
+        FAILED,
+    ),
     ({"tag": "''"}, WAITS),
     ({"task_key": "''"}, DONE),
     ({"task_key": "'of another task'"}, DONE),
@@ -115,13 +154,19 @@ def delays(store: Store, database_url: str) -> Iterator[DelayTasks]:
 def put(on: Connection, table: str, values: dict[str, str]) -> None:
     # `%%`: two of the drivers would take it for a parameter.
     words = (
-        values if on.dialect.name == "sqlite" else {name: value.replace("%", "%%") for name, value in values.items()}
+        values
+        if on.dialect.name == "sqlite"
+        else {name: value.replace("%", "%%") for name, value in values.items()}
     )
-    on.exec_driver_sql(f"INSERT INTO {table} ({', '.join(words)}) VALUES ({', '.join(words.values())})")
+    on.exec_driver_sql(
+        f"INSERT INTO {table} ({', '.join(words)}) VALUES ({', '.join(words.values())})"
+    )
 
 
 @pytest.mark.parametrize("by", ["messages", "the table alone"])
-def test_a_row_of_nonsense_stops_nobody_and_harms_no_neighbour(store: Store, delays: DelayTasks, by: str) -> None:
+def test_a_row_of_nonsense_stops_nobody_and_harms_no_neighbour(
+    store: Store, delays: DelayTasks, by: str
+) -> None:
     kind = {"mariadb": "mysql"}.get(name := store.database.url.get_backend_name(), name)
     ran: list[Any] = []
     delays.processor("mail")(lambda body, task: ran.append(task.id))
@@ -134,11 +179,21 @@ def test_a_row_of_nonsense_stops_nobody_and_harms_no_neighbour(store: Store, del
             mode = connection.exec_driver_sql("SELECT @@sql_mode").scalar()
             connection.exec_driver_sql("SET sql_mode = ''")
         for id, (nonsense, end) in enumerate(EVERYWHERE + ONLY[kind], 1):
-            row = {"tag": "'mail'", "message_body": "'{}'", "expected_time": PAST[kind], "id": str(id)}
+            row = {
+                "tag": "'mail'",
+                "message_body": "'{}'",
+                "expected_time": PAST[kind],
+                "id": str(id),
+            }
             put(connection, store.schema.tasks.name, row | nonsense)
             expected[id] = (nonsense, end)
         for id in good:
-            row = {"tag": "'mail'", "message_body": "'7'", "expected_time": PAST[kind], "id": str(id)}
+            row = {
+                "tag": "'mail'",
+                "message_body": "'7'",
+                "expected_time": PAST[kind],
+                "id": str(id),
+            }
             put(connection, store.schema.tasks.name, row)
         if kind == "mysql":
             connection.exec_driver_sql("SET sql_mode = %s", (mode,))
@@ -148,7 +203,9 @@ def test_a_row_of_nonsense_stops_nobody_and_harms_no_neighbour(store: Store, del
         named = [id for id, (nonsense, _) in expected.items() if "queue" not in nonsense]
         work_off(store, delays, named if by == "messages" else ())
     assert not delays.events.counts["loop.failed"] + delays.events.counts["chunk.failed"]
-    assert delays.runner().drain("default", levels(store), 100).claimed == 0, "nothing is tried again at once"
+    assert delays.runner().drain("default", levels(store), 100).claimed == 0, (
+        "nothing is tried again at once"
+    )
 
     # Each good one once; and whoever pages sees each row once.
     assert sorted(id for id in ran if id in good) == sorted(good)
@@ -171,7 +228,9 @@ def test_a_row_of_nonsense_stops_nobody_and_harms_no_neighbour(store: Store, del
 
     assert delays.get(tag="mail", key="of another task").id == owner.id
     kinds = {finding.problem.partition(" ")[0] for finding in delays.check() if finding.ids}
-    assert kinds == {"a", "due", "RUNNING,", "in"}, "what nobody will ever take, somebody can know of"
+    assert kinds == {"a", "due", "RUNNING,", "in"}, (
+        "what nobody will ever take, somebody can know of"
+    )
 
     # What people may do to it ends well, or in an error of ours that is not the database's.
     calls: list[Callable[[int], Any]] = [
@@ -184,7 +243,9 @@ def test_a_row_of_nonsense_stops_nobody_and_harms_no_neighbour(store: Store, del
         partial(delays.cancel, strict=True),
     ]
     refused = {(id, type(error)) for id in expected for error in map(partial(refusal, id), calls)}
-    assert {kind for _, kind in refused} <= {type(None), InvalidStatusError, CancelTooLateError}, refused
+    assert {kind for _, kind in refused} <= {type(None), InvalidStatusError, CancelTooLateError}, (
+        refused
+    )
     delays.cancel_many(tag="mail")
     delays.pause(tag="climbs")
     work_off(store, delays, expected)
@@ -211,7 +272,9 @@ def refusal(id: int, call: Callable[[int], Any]) -> DelayTaskError | None:
     return None
 
 
-def test_an_instant_that_the_callers_driver_can_not_say_is_an_error_of_ours(store: Store, database_url: str) -> None:
+def test_an_instant_that_the_callers_driver_can_not_say_is_an_error_of_ours(
+    store: Store, database_url: str
+) -> None:
     if store.database.url.get_backend_name() != "postgresql":
         return  # the other drivers hand out what they can not read
     delays = delays_on(database_url, table_prefix="s_")
@@ -221,7 +284,10 @@ def test_an_instant_that_the_callers_driver_can_not_say_is_an_error_of_ours(stor
     assert delays.get(5).expected_time.year == 1
     engine = create_engine(database_url)
     with Session(engine) as session:
-        for call in (lambda: delays.get(5, session=session), lambda: delays.cancel(5, session=session)):
+        for call in (
+            lambda: delays.get(5, session=session),
+            lambda: delays.cancel(5, session=session),
+        ):
             with pytest.raises(StoreError, match="another program"):
                 call()
     engine.dispose()

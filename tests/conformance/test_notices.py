@@ -13,12 +13,12 @@ from sqlalchemy.orm import Session
 from delaytasks import DelayTask, DelayTasks, NewTask
 from delaytasks.core.clock import to_us
 from delaytasks.core.events import Events
-from delaytasks.core.ports import Entry
-from delaytasks.store.notices import Listener, Notices
-from delaytasks.store.store import Store
+from delaytasks.core.interfaces import Entry
+from delaytasks.storage.notices import Listener, Notices
+from delaytasks.storage.store import Store
 from delaytasks.timers.direct import LOOK, payloads_of, read_notice
-from delaytasks.worker import ear
-from delaytasks.worker.ear import Ear
+from delaytasks.worker import notify_listener as ear
+from delaytasks.worker.notify_listener import NotifyListener
 from tests.conftest import open_store
 from tests.recording import delays_on
 from tests.waiting import wait_until
@@ -52,7 +52,11 @@ def heard(listener: Listener, delays: DelayTasks) -> list[Entry]:
     """All that was told until now."""
     delays.store.notices.tell(["end"])
     payloads: list[str] = []
-    wait_until(lambda: payloads.extend(listener.wait(1)) or payloads[-1:] == ["end"], 10, "the end to be heard")
+    wait_until(
+        lambda: payloads.extend(listener.wait(1)) or payloads[-1:] == ["end"],
+        10,
+        "the end to be heard",
+    )
     return [entry for payload in payloads[:-1] for entry in read_notice(payload)]
 
 
@@ -60,14 +64,20 @@ def entry(task: DelayTask) -> Entry:
     return Entry(task.id, task.version, to_us(task.expected_time), task.queue, task.priority)
 
 
-def test_what_is_due_soon_is_told_and_what_is_not_is_not(delays: DelayTasks, listener: Listener) -> None:
-    tasks = [delays.schedule_delay("mail", {}, delay, queue="q.1", priority=3) for delay in (0, 1, 60)]
+def test_what_is_due_soon_is_told_and_what_is_not_is_not(
+    delays: DelayTasks, listener: Listener
+) -> None:
+    tasks = [
+        delays.schedule_delay("mail", {}, delay, queue="q.1", priority=3) for delay in (0, 1, 60)
+    ]
     assert heard(listener, delays) == [entry(task) for task in tasks[:2]]
     moved = delays.reschedule(tasks[2], 0.5)
     assert heard(listener, delays) == [entry(moved)]
 
 
-def test_it_is_told_at_the_commit_of_the_transaction_that_wrote_it(delays: DelayTasks, listener: Listener) -> None:
+def test_it_is_told_at_the_commit_of_the_transaction_that_wrote_it(
+    delays: DelayTasks, listener: Listener
+) -> None:
     engine = delays.store.database.tx
     with Session(engine) as session, engine.connect() as connection:
         one = delays.schedule_delay("mail", {}, 0, session=session)
@@ -82,9 +92,13 @@ def test_it_is_told_at_the_commit_of_the_transaction_that_wrote_it(delays: Delay
         assert delays.find(tag="mail").tasks.count(undone) == 0
 
 
-def test_many_at_once_are_told_in_a_few_notices_and_very_many_in_one(delays: DelayTasks, listener: Listener) -> None:
+def test_many_at_once_are_told_in_a_few_notices_and_very_many_in_one(
+    delays: DelayTasks, listener: Listener
+) -> None:
     tasks: list[DelayTask] = []
-    delays.schedule_many((NewTask("mail", None, delay=0) for _ in range(250)), on_batch=tasks.extend)
+    delays.schedule_many(
+        (NewTask("mail", None, delay=0) for _ in range(250)), on_batch=tasks.extend
+    )
     assert sorted(heard(listener, delays)) == sorted(entry(task) for task in tasks)
     delays.schedule_many(NewTask("mail", None, delay=0) for _ in range(2000))
     assert list(listener.wait(5)) == [LOOK]
@@ -99,14 +113,27 @@ def test_a_notice_of_the_longest_entries_fits() -> None:
 
 @pytest.mark.parametrize(
     "payload",
-    ["", "x", "{}", "[]", '["q"]', '["q", 1]', '["q q", []]', '["q", [[1, 2]]]', '["q", [[-1, 0, 0, 0]]]', "[" * 7000],
+    [
+        "",
+        "x",
+        "{}",
+        "[]",
+        '["q"]',
+        '["q", 1]',
+        '["q q", []]',
+        '["q", [[1, 2]]]',
+        '["q", [[-1, 0, 0, 0]]]',
+        "[" * 7000,
+    ],
 )
 def test_what_strangers_tell_is_refused(payload: str) -> None:
     with pytest.raises((ValueError, RecursionError)):
         read_notice(payload)
 
 
-def test_no_other_timer_costs_a_notice(postgresql_url: str, told_store: Store, listener: Listener) -> None:
+def test_no_other_timer_costs_a_notice(
+    postgresql_url: str, told_store: Store, listener: Listener
+) -> None:
     other = delays_on(postgresql_url, table_prefix="n_")
     try:
         producer = other.shards[0].producer
@@ -129,7 +156,9 @@ class Hearing:
         self.told: list[str] = []
         events = Events()
         events.subscribe(lambda name, fields: self.told.append(name))
-        self.ear = Ear(delays.shards[0], events, self.entries.extend, self.look, self.refused.append)
+        self.ear = NotifyListener(
+            delays.shards[0], events, self.entries.extend, self.look, self.refused.append
+        )
         self.ear.loop.start()
 
     def look(self) -> None:
@@ -151,7 +180,9 @@ def hear(delays: DelayTasks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         hearing.ear.loop.stop()
 
 
-def test_an_ear_hears_entries_looks_and_garbage(delays: DelayTasks, hear: Callable[[], Hearing]) -> None:
+def test_an_ear_hears_entries_looks_and_garbage(
+    delays: DelayTasks, hear: Callable[[], Hearing]
+) -> None:
     hearing = hear()
     wait_until(lambda: hearing.ear.hears, 10, "it to hear")
     before = hearing.looks
@@ -172,7 +203,9 @@ def test_an_ear_whose_connection_ends_says_so_and_listens_again(
     listen = {"listen": f'LISTEN "{delays.store.notices.channel}"'}
     with delays.store.database.auto.connect() as connection:
         assert connection.execute(text(query), listen).scalars().all() == [True]
-    wait_until(lambda: "notices.down" in hearing.told and hearing.ear.hears, 10, "it to listen again")
+    wait_until(
+        lambda: "notices.down" in hearing.told and hearing.ear.hears, 10, "it to listen again"
+    )
     task = delays.schedule_delay("mail", {}, 0)
     wait_until(lambda: hearing.entries == [entry(task)], 10, "it to hear the next one")
 
@@ -206,7 +239,9 @@ def test_a_database_that_tells_nothing_needs_no_ear(sqlite_path: Callable[[str],
 
 def test_what_is_near_and_waits_is_looked_at(store: Store) -> None:
     """On each database; the first ones of many."""
-    delays = delays_on(store.database.url.render_as_string(hide_password=False), table_prefix="s_", timer="direct")
+    delays = delays_on(
+        store.database.url.render_as_string(hide_password=False), table_prefix="s_", timer="direct"
+    )
     try:
         tasks = [delays.schedule_delay("mail", {}, delay) for delay in (3, 1, 2, 60)]
         delays.cancel(tasks[2])

@@ -9,12 +9,12 @@ import pytest
 from sqlalchemy import update
 
 from delaytasks.core.errors import DuplicateTaskError, TaskNotFoundError
-from delaytasks.core.ladder import Ladder
 from delaytasks.core.outcomes import Cancel, Done, Fail, Retry, Snooze
+from delaytasks.core.retry_schedule import RetrySchedule
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask, NewTask
-from delaytasks.store.store import Store
-from delaytasks.store.types import db_now
+from delaytasks.storage.store import Store
+from delaytasks.storage.types import db_now
 from tests.benches import Bench
 
 
@@ -103,8 +103,8 @@ def test_a_success_leaves_no_attempt(bench: Bench) -> None:
 
 def test_a_task_may_bring_its_own_ladder(bench: Bench) -> None:
     raises(bench, "pay", ConnectionError())
-    task = bench.schedule("pay", retry=Ladder("30s"))
-    assert bench.now(task).ladder == Ladder("30s")
+    task = bench.schedule("pay", retry=RetrySchedule("30s"))
+    assert bench.now(task).retry_schedule == RetrySchedule("30s")
     bench.run(task)
     assert 29 < wait_s(bench, bench.now(task)) <= 30
     assert run_again(bench, task).status is Status.FAILED
@@ -118,7 +118,7 @@ def test_an_error_that_is_not_worth_a_retry_fails_at_once(bench: Bench) -> None:
 
 
 def test_the_last_fifty_attempts_are_kept(bench: Bench) -> None:
-    raises(bench, "pay", ConnectionError(), retry=Ladder.fixed(0, times=60))
+    raises(bench, "pay", ConnectionError(), retry=RetrySchedule.fixed(0, times=60))
     task = bench.schedule("pay")
     for _ in range(60):
         run_again(bench, task)
@@ -146,7 +146,9 @@ def test_anything_that_is_no_outcome_is_success(bench: Bench, value: Any) -> Non
     assert (bench.now(task).status, bench.now(task).result) == (Status.DONE, None)
 
 
-@pytest.mark.parametrize(("value", "kept"), [({"paid": 7}, {"paid": 7}), (Done([1, "é"]), [1, "é"]), (None, None)])
+@pytest.mark.parametrize(
+    ("value", "kept"), [({"paid": 7}, {"paid": 7}), (Done([1, "é"]), [1, "é"]), (None, None)]
+)
 def test_a_result_is_kept_where_the_processor_says_so(bench: Bench, value: Any, kept: Any) -> None:
     returns(bench, "pay", value, keep_result=True)
     task = bench.schedule("pay")
@@ -168,7 +170,11 @@ def test_retry_goes_on_after_the_time_it_names_and_uses_a_rung(bench: Bench) -> 
     task = bench.schedule("pay")
     bench.run(task)
     first = bench.now(task)
-    assert (first.status, first.attempts, first.error) == (Status.NOT_COMPLETE, 1, "the bank is closed")
+    assert (first.status, first.attempts, first.error) == (
+        Status.NOT_COMPLETE,
+        1,
+        "the bank is closed",
+    )
     assert 299 < wait_s(bench, first) <= 300
     assert run_again(bench, task).status is Status.FAILED
 
@@ -202,7 +208,10 @@ def test_cancel_is_for_good(bench: Bench) -> None:
     returns(bench, "pay", Cancel("paid by other means"), retry="10s")
     task = bench.schedule("pay", key="7")
     bench.run(task)
-    assert (bench.now(task).status, bench.now(task).error) == (Status.CANCELLED, "paid by other means")
+    assert (bench.now(task).status, bench.now(task).error) == (
+        Status.CANCELLED,
+        "paid by other means",
+    )
     assert bench.schedule("pay", key="7").id != task.id, "its key is free"
 
 
@@ -228,7 +237,9 @@ def test_an_outcome_that_makes_no_sense_is_a_failure_that_says_so(bench: Bench, 
 
 @pytest.mark.parametrize("where", ["processor", "task"])
 def test_what_is_too_late_to_be_worth_running_is_cancelled(bench: Bench, where: str) -> None:
-    returns(bench, "pay", None, **({"expires": "1m"} if where == "processor" else {"expires": "1d"}))
+    returns(
+        bench, "pay", None, **({"expires": "1m"} if where == "processor" else {"expires": "1d"})
+    )
     late = bench.schedule("pay", **({"expires": "1m"} if where == "task" else {}))
     bench.change(late, expected_time=bench.clock.now() - timedelta(seconds=61))
     bench.run(bench.now(late))

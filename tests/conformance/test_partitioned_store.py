@@ -10,11 +10,11 @@ from datetime import timedelta
 import pytest
 
 from delaytasks.core.ids import first_id
-from delaytasks.store.partitioning import convert
-from delaytasks.store.partitions import Partitions
-from delaytasks.store.store import Store
+from delaytasks.storage.partitioning import convert
+from delaytasks.storage.partitions import Partitions
+from delaytasks.storage.store import Store
 from tests.conformance import test_store
-from tests.conformance.test_store import claims, holder  # noqa: F401
+from tests.conformance.test_store import claims, owner  # noqa: F401
 from tests.conftest import empty, open_store
 
 globals().update(
@@ -38,7 +38,9 @@ def partitioned(postgresql_url: str) -> Iterator[Store]:
 def store(partitioned: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
     """Of five ids one falls into the first partition, three into later ones, and one into the default."""
     now = partitioned.tasks.now()
-    bases = itertools.cycle([0, *(first_id(now + timedelta(days=days)) for days in (15, 22, 24, 1000))])
+    bases = itertools.cycle(
+        [0, *(first_id(now + timedelta(days=days)) for days in (15, 22, 24, 1000))]
+    )
     ids = (base + n for base, n in zip(bases, itertools.count(1_000_000), strict=False))
     monkeypatch.setattr(test_store, "_ids", ids)
     empty(partitioned)

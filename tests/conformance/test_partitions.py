@@ -16,15 +16,15 @@ from sqlalchemy import event, insert, select, text
 
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.ids import first_id, made_at
-from delaytasks.core.ports import Settlement
+from delaytasks.core.interfaces import Settlement
 from delaytasks.core.states import LIVE, Status
 from delaytasks.core.task import DelayTask
-from delaytasks.store import pruning
-from delaytasks.store.database import Database
-from delaytasks.store.partitioning import convert
-from delaytasks.store.partitions import CHECK, Partitions, edge_after, periods
-from delaytasks.store.pruning import Pruned
-from delaytasks.store.rows import values_of
+from delaytasks.storage import pruning
+from delaytasks.storage.database import Database
+from delaytasks.storage.partitioning import convert
+from delaytasks.storage.partitions import CHECK, Partitions, edge_after, periods
+from delaytasks.storage.pruning import Pruned
+from delaytasks.storage.rows import values_of
 from tests.conformance.test_store import entry, plans, read, seconds, task
 from tests.conftest import open_store
 from tests.waiting import wait_until
@@ -41,7 +41,9 @@ def turns(partitions: Partitions, what: str, is_granted: bool) -> list[Any]:
         AND objid::bigint = hashtext(:name)::bigint & 4294967295"""
     with partitions.database.auto.connect() as connection:
         name = f"{partitions.tasks.fullname} {CHECK}"
-        return list(connection.execute(text(query), {"name": name, "is_granted": is_granted}).scalars())
+        return list(
+            connection.execute(text(query), {"name": name, "is_granted": is_granted}).scalars()
+        )
 
 
 def meet_others(partitions: Partitions, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +52,9 @@ def meet_others(partitions: Partitions, count: int, monkeypatch: pytest.MonkeyPa
 
     def after_others_came(work: Callable[[Any], list[str]], *otherwise: str) -> list[str]:
         if next(calls) == 0:
-            wait_until(lambda: len(turns(partitions, "pid", is_granted=False)) == count, 30, "the others")
+            wait_until(
+                lambda: len(turns(partitions, "pid", is_granted=False)) == count, 30, "the others"
+            )
         return in_turn(work, *otherwise)
 
     monkeypatch.setattr(partitions, "in_turn", after_others_came)
@@ -73,7 +77,11 @@ class Field:
         return work(partitions)
 
     def put(
-        self, age: timedelta, status: Status = Status.DONE, ended: timedelta | None = None, **row: Any
+        self,
+        age: timedelta,
+        status: Status = Status.DONE,
+        ended: timedelta | None = None,
+        **row: Any,
     ) -> DelayTask:
         """A row that was made so long ago, and was due and last touched then, or when it ended."""
         self._count += 1
@@ -189,7 +197,9 @@ def test_each_period_has_one_partition_and_the_first_all_before(field: Field) ->
     assert field.partitions.live() == {}
 
 
-def test_partitions_are_made_once_however_many_ask_for_them(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partitions_are_made_once_however_many_ask_for_them(
+    field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = field.names()
     assert field.partitions.extend(WEEK, 4) == []
     meet_others(field.partitions, 2, monkeypatch)
@@ -199,7 +209,9 @@ def test_partitions_are_made_once_however_many_ask_for_them(field: Field, monkey
     assert len(field.names()) == len(before) + 4
 
 
-def test_what_was_made_is_made_though_the_turn_was_lost(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_made_is_made_though_the_turn_was_lost(
+    field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A server or a pooler may end the connection that only keeps others waiting."""
     in_turn, ended = field.partitions.in_turn, []
 
@@ -245,7 +257,10 @@ def test_when_the_partitions_end_is_known(field: Field) -> None:
 
 @pytest.mark.parametrize("url", ["sqlite://", "mysql://nobody@nowhere/x"])
 def test_other_databases_are_told_what_to_do_instead(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"partitions need PostgreSQL, and this is (sqlite|mysql): .*purge_after_s"):
+    with pytest.raises(
+        ConfigError,
+        match=r"partitions need PostgreSQL, and this is (sqlite|mysql): .*purge_after_s",
+    ):
         Partitions(Database(url))
 
 
@@ -260,9 +275,13 @@ def test_an_old_partition_goes_with_all_that_is_finished_in_it(field: Field) -> 
     before = field.names()
     dropped = field.drop()
     assert [each.moved for each in dropped] == [0] * len(dropped)
-    assert field.names() == [name for name in before if TASKS + name not in {each.name for each in dropped}]
+    assert field.names() == [
+        name for name in before if TASKS + name not in {each.name for each in dropped}
+    ]
     assert list(field.rows()) == [young.id]
-    assert {part.until is None or part.until >= field.now - 4 * WEEK for part in field.partitions.all()} == {True}
+    assert {
+        part.until is None or part.until >= field.now - 4 * WEEK for part in field.partitions.all()
+    } == {True}
     assert field.drop() == []
 
 
@@ -272,7 +291,13 @@ def test_what_is_not_finished_is_moved_as_it_is(field: Field, status: Status) ->
     for more in ("note text", "twice bigint GENERATED ALWAYS AS (version * 2) STORED"):
         field.run(f"ALTER TABLE {TASKS} ADD COLUMN {more}")
     field.put(6 * WEEK)
-    lease = {"lease_until": seconds(field.now, 60), "worker": "w-1", "ip_address": 7, "attempts": 3, "lapses": 2}
+    lease = {
+        "lease_until": seconds(field.now, 60),
+        "worker": "w-1",
+        "ip_address": 7,
+        "attempts": 3,
+        "lapses": 2,
+    }
     rest = {
         "headers": "{}",
         "error_stack": "e",
@@ -301,7 +326,9 @@ def test_what_ended_lately_stays_as_long_as_a_purge_would_leave_it(field: Field)
     assert field.store.sweeps.purge(4 * 7 * 86400, 100) == 0
 
 
-def test_a_partition_with_too_much_that_must_stay_is_kept(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partition_with_too_much_that_must_stay_is_kept(
+    field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pruning, "MOST_MOVED", 2)
     for _ in range(3):
         field.put(6 * WEEK, Status.NOT_COMPLETE)
@@ -321,17 +348,33 @@ def test_partitions_can_be_left_as_tables_of_what_is_finished(field: Field) -> N
     assert read(field.store, waits.id).status is Status.NOT_COMPLETE
 
 
-def test_the_keys_and_attempts_of_what_is_dropped_go_and_those_of_what_waits_stay(field: Field) -> None:
-    finished, waits = field.put(6 * WEEK, task_key="f"), field.put(6 * WEEK, Status.NOT_COMPLETE, task_key="w")
+def test_the_keys_and_attempts_of_what_is_dropped_go_and_those_of_what_waits_stay(
+    field: Field,
+) -> None:
+    finished, waits = (
+        field.put(6 * WEEK, task_key="f"),
+        field.put(6 * WEEK, Status.NOT_COMPLETE, task_key="w"),
+    )
     young = field.put(DAY, task_key="y")
     k = field.store.schema.keys
     with field.store.database.begin() as connection:
         # As another program leaves them, the mark of a table that was here before us, and a pointer to a task in
         # another database.
-        pairs = [("mail", "f", finished.id), ("mail", "w", waits.id), ("mail", "y", young.id), ("", "mark", 0)]
+        pairs = [
+            ("mail", "f", finished.id),
+            ("mail", "w", waits.id),
+            ("mail", "y", young.id),
+            ("", "mark", 0),
+        ]
         pairs += [("mail", "p", finished.id + 2**17)]
-        connection.execute(insert(k), [dict(zip(("tag", "task_key", "task_id"), pair, strict=True)) for pair in pairs])
-        made = [{"task_id": one.id, "version": 1, "attempt": 1, "ended": field.now} for one in (finished, waits, young)]
+        connection.execute(
+            insert(k),
+            [dict(zip(("tag", "task_key", "task_id"), pair, strict=True)) for pair in pairs],
+        )
+        made = [
+            {"task_id": one.id, "version": 1, "attempt": 1, "ended": field.now}
+            for one in (finished, waits, young)
+        ]
         connection.execute(insert(field.store.schema.attempts), made)
     field.drop()
     with field.store.database.begin() as connection:
@@ -347,7 +390,9 @@ def test_what_must_stay_is_found_by_an_index_while_everybody_waits(field: Field)
 
     def explain(connection: Any, _cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
         if statement.startswith("INSERT INTO"):
-            shown.append("".join(connection.exec_driver_sql("EXPLAIN " + statement, parameters).scalars()))
+            shown.append(
+                "".join(connection.exec_driver_sql("EXPLAIN " + statement, parameters).scalars())
+            )
 
     event.listen(field.store.database.tx, "before_cursor_execute", explain)
     field.drop()
@@ -380,7 +425,9 @@ def test_a_task_that_runs_meanwhile_settles(field: Field) -> None:
 
 
 def _waits_for_a_lock(field: Field) -> bool:
-    return bool(field.run(f"SELECT 1 FROM pg_locks WHERE NOT granted AND relation = to_regclass('{TASKS}')"))
+    return bool(
+        field.run(f"SELECT 1 FROM pg_locks WHERE NOT granted AND relation = to_regclass('{TASKS}')")
+    )
 
 
 def test_a_task_that_is_settled_or_retried_between_looking_and_moving_is_seen(field: Field) -> None:
@@ -409,7 +456,9 @@ def test_a_task_that_is_retried_meanwhile_keeps_its_key(field: Field) -> None:
         connection.execute(
             insert(k).values(tag="mail", task_key="k", task_id=failed.id)
         )  # another program has failed it
-    with field.upon(f"FROM {k.name} JOIN", failed, lambda: field.store.tasks.retry(failed.id, field.now)):
+    with field.upon(
+        f"FROM {k.name} JOIN", failed, lambda: field.store.tasks.retry(failed.id, field.now)
+    ):
         field.drop()
     assert read(field.store, failed.id).status is Status.NOT_COMPLETE
     assert field.store.tasks.id_of_key("mail", "k") == failed.id
@@ -494,7 +543,7 @@ def test_the_slow_path_reads_no_more_than_it_takes(planned: Field) -> None:
 def test_the_sweep_reads_hot_and_near_rows_by_their_indexes(planned: Field) -> None:
     store, claims, now = planned.store, planned.store.claims("w", None), planned.now
     for work in (
-        lambda: claims.claim_suspect("default", [0]),
+        lambda: claims.claim_abandoned("default", [0]),
         lambda: store.sweeps.lapse(5, 100),
         lambda: store.leases.renew(["w"], now),
         lambda: list(store.sweeps.near(now, seconds(now, 30), 0, 1)),

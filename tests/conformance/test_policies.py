@@ -14,13 +14,13 @@ from sqlalchemy import event, select, update
 
 from delaytasks import DelayTask, DelayTasks, NewTask, Status
 from delaytasks.core import errors as e
+from delaytasks.core.interfaces import Entry, Level
 from delaytasks.core.policies import Stamp
-from delaytasks.core.ports import Entry, Level
-from delaytasks.engine import holding as engine_holding
-from delaytasks.engine import policies as policies_of
-from delaytasks.engine.runner import Report
-from delaytasks.store import holding as store_holding
-from delaytasks.store.store import Store
+from delaytasks.execution import policy_cache as policies_of
+from delaytasks.execution.runner import Report
+from delaytasks.maintenance import pause_sweeper as engine_holding
+from delaytasks.storage import paused_rows as store_holding
+from delaytasks.storage.store import Store
 from delaytasks.worker import job
 from tests.conformance.test_store import assert_no_scan, plans
 from tests.conftest import empty, open_store
@@ -57,7 +57,9 @@ class Field:
         [shard] = made.shards
         holding: Any = shard.sweeper._holding
         shard.sweeper._timer = holding._timer = timer
-        holding._budget_s = 60  # a walk comes to its end, though the machine stands still for seconds
+        holding._budget_s = (
+            60  # a walk comes to its end, though the machine stands still for seconds
+        )
         for tag in ("mail", "sms"):
             made.processor(tag)(self.ran.append)
         self.others.append(made)
@@ -75,7 +77,9 @@ class Field:
     def sweep(self, process: DelayTasks | None = None) -> None:
         s = self.store.schema.sweeps
         with self.store.database.begin() as connection:
-            connection.execute(update(s).values(swept_at=self.store.tasks.now() - timedelta(seconds=60)))
+            connection.execute(
+                update(s).values(swept_at=self.store.tasks.now() - timedelta(seconds=60))
+            )
         assert (process or self.delays).shards[0].sweeper.sweep()
 
     def sweep_until(self, is_so: Callable[[], object]) -> None:
@@ -86,7 +90,11 @@ class Field:
         raise AssertionError("100 sweeps were not enough")
 
     def run(self, *tasks: DelayTask, process: DelayTasks | None = None) -> Report:
-        return (process or self.delays).runner().run([Entry(task.id, task.version, 0) for task in tasks])
+        return (
+            (process or self.delays)
+            .runner()
+            .run([Entry(task.id, task.version, 0) for task in tasks])
+        )
 
     def statuses(self, *tasks: DelayTask) -> list[str]:
         return [self.delays.get(task).status.name for task in tasks]
@@ -135,10 +143,19 @@ def small_steps(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_waits_is_held_whether_it_is_due_or_far_and_nothing_else_is(field: Field) -> None:
-    paused = [field.add(in_s=in_s, **options) for in_s in (-5, 5, HOUR) for options in ({}, {"priority": 3})]
+    paused = [
+        field.add(in_s=in_s, **options)
+        for in_s in (-5, 5, HOUR)
+        for options in ({}, {"priority": 3})
+    ]
     others = [field.add("sms", in_s) for in_s in (-5, 5, HOUR)]
     policy = field.delays.pause(tag="mail", actor="me")
-    assert (policy.kind, policy.name, policy.is_paused, policy.updated_by) == ("tag", "mail", True, "me")
+    assert (policy.kind, policy.name, policy.is_paused, policy.updated_by) == (
+        "tag",
+        "mail",
+        True,
+        "me",
+    )
     field.sweep()
     assert field.statuses(*paused) == ["HELD"] * 6
     assert field.statuses(*others) == ["NOT_COMPLETE"] * 3
@@ -177,7 +194,9 @@ def test_what_comes_near_while_it_is_paused_is_held_and_not_armed(field: Field) 
     with field.store.database.begin() as connection:
         soon = field.store.tasks.now() + timedelta(seconds=20)
         connection.execute(update(t).values(expected_time=soon))
-        connection.execute(update(field.store.schema.sweeps).values(armed_until=field.store.tasks.now()))
+        connection.execute(
+            update(field.store.schema.sweeps).values(armed_until=field.store.tasks.now())
+        )
     field.sweep()
     assert field.statuses(*late, near) == ["HELD"] * 3 + ["NOT_COMPLETE"]
     assert field.timer.ids == [near.id]
@@ -189,7 +208,12 @@ def test_what_is_claimed_while_it_is_paused_is_held_and_does_not_run(field: Fiel
     report = field.run(paused, other)
     assert (report.claimed, report.ran, field.ran) == (2, 1, ["other"])
     found = field.delays.get(paused)
-    assert (found.status, found.attempts, found.worker, found.execution_time) == (Status.HELD, 0, None, None)
+    assert (found.status, found.attempts, found.worker, found.execution_time) == (
+        Status.HELD,
+        0,
+        None,
+        None,
+    )
     assert (found.lease_until, found.lapses, found.version) == (None, 0, paused.version + 2)
     assert field.count("task.held") == 1
     assert field.run(found).claimed == 0, "nobody claims it"
@@ -201,7 +225,9 @@ def test_a_worker_that_lost_its_lease_holds_nothing(field: Field) -> None:
     [mine] = field.store.claims("frozen", None).claim([Entry(task.id, task.version, 0)])
     t = field.store.schema.tasks
     with field.store.database.begin() as connection:
-        connection.execute(update(t).values(lease_until=field.store.tasks.now() - timedelta(seconds=9)))
+        connection.execute(
+            update(t).values(lease_until=field.store.tasks.now() - timedelta(seconds=9))
+        )
     field.store.sweeps.lapse(5, 10)
     lapsed = field.delays.get(task)
     again = field.store.claims("other", None).claim_alone(lapsed.id, lapsed.version)
@@ -231,7 +257,9 @@ def test_a_row_that_lapsed_is_held_like_any_other(field: Field) -> None:
     assert (found.status, found.lapses, field.ran) == (Status.HELD, 1, [])
 
 
-def test_a_process_goes_by_a_pause_within_a_second_or_so(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_goes_by_a_pause_within_a_second_or_so(
+    field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = field.process()
     assert not other.shards[0].policies.current().has_pauses
     field.delays.pause(tag="mail")
@@ -256,7 +284,9 @@ def test_a_pool_process_reads_policies_when_its_main_process_has_others(field: F
     assert len(reads) == 1
 
 
-def test_a_pool_process_reads_policies_when_its_main_process_has_read_none_yet(field: Field) -> None:
+def test_a_pool_process_reads_policies_when_its_main_process_has_read_none_yet(
+    field: Field,
+) -> None:
     field.delays.pause(tag="mail")
     main, child = (field.process().shards[0].policies for _ in range(2))
     assert main.stamp is None
@@ -296,7 +326,9 @@ def test_a_worker_that_can_not_read_the_policies_says_so_at_its_start(field: Fie
     with field.store.database.begin() as connection:
         p.drop(connection)
     try:
-        with pytest.raises(e.ConfigError, match=r"policies can not be read, in .*: .*delaytasks db upgrade"):
+        with pytest.raises(
+            e.ConfigError, match=r"policies can not be read, in .*: .*delaytasks db upgrade"
+        ):
             field.store.check()
     finally:
         with field.store.database.begin() as connection:
@@ -338,7 +370,9 @@ def test_what_was_held_runs_in_the_order_of_its_times_after_resume(field: Field)
     assert field.delays.policies() == [], "a policy that says nothing is gone"
     with field.store.database.begin() as connection:
         [row] = connection.execute(select(field.store.schema.policies)).all()
-    assert row.version == row.applied_version, "the row stays for those who have not read yet that it says nothing"
+    assert row.version == row.applied_version, (
+        "the row stays for those who have not read yet that it says nothing"
+    )
 
 
 def test_what_is_near_is_armed_when_it_is_released(field: Field) -> None:
@@ -353,15 +387,23 @@ def test_what_is_near_is_armed_when_it_is_released(field: Field) -> None:
     assert field.statuses(near, far, late) == ["NOT_COMPLETE"] * 3
 
 
-def test_the_released_come_one_step_at_a_time_the_oldest_first(field: Field, small_steps: None) -> None:
-    rows = [field.add(in_s=-in_s, priority=priority) for priority in (0, 5) for in_s in (10, 30, 20)]
+def test_the_released_come_one_step_at_a_time_the_oldest_first(
+    field: Field, small_steps: None
+) -> None:
+    rows = [
+        field.add(in_s=-in_s, priority=priority) for priority in (0, 5) for in_s in (10, 30, 20)
+    ]
     field.delays.pause(tag="mail")
     field.sweep_until(lambda: field.count("task.held") >= 6)
     field.delays.resume(tag="mail")
     order: list[int] = []
     for _ in range(100):
         field.sweep()
-        order += [task.id for task in rows if task.id not in order and field.statuses(task) == ["NOT_COMPLETE"]]
+        order += [
+            task.id
+            for task in rows
+            if task.id not in order and field.statuses(task) == ["NOT_COMPLETE"]
+        ]
     expected = [rows[n].id for n in (4, 5, 3, 1, 2, 0)]
     assert order == expected, "the highest priority first, then by their times"
 
@@ -429,7 +471,9 @@ def test_a_row_that_somebody_has_locked_is_released_when_he_is_done(field: Field
 # -- in steps, by several, with deaths ------------------------------------------------------------
 
 
-def test_a_walk_takes_a_part_of_each_sweep_and_goes_on_in_the_next(field: Field, small_steps: None) -> None:
+def test_a_walk_takes_a_part_of_each_sweep_and_goes_on_in_the_next(
+    field: Field, small_steps: None
+) -> None:
     rows = [field.add(in_s=HOUR + n) for n in range(5)]
     others = [field.add("sms", HOUR + n) for n in range(5)]
     field.delays.pause(tag="mail")
@@ -440,11 +484,15 @@ def test_a_walk_takes_a_part_of_each_sweep_and_goes_on_in_the_next(field: Field,
         if field.delays.policies()[0].is_applied:
             break
     assert seen[-1] == 5
-    assert max(b - a for a, b in zip([0, *seen], seen, strict=False)) == 1, "one row in a sweep at most"
+    assert max(b - a for a, b in zip([0, *seen], seen, strict=False)) == 1, (
+        "one row in a sweep at most"
+    )
     assert field.statuses(*rows, *others) == ["HELD"] * 5 + ["NOT_COMPLETE"] * 5
 
 
-def test_who_changes_his_mind_in_the_middle_has_what_he_said_last(field: Field, small_steps: None) -> None:
+def test_who_changes_his_mind_in_the_middle_has_what_he_said_last(
+    field: Field, small_steps: None
+) -> None:
     rows = [field.add(in_s=HOUR + n) for n in range(6)]
     field.delays.pause(tag="mail")
     field.sweep_until(lambda: field.count("task.held") >= 3)
@@ -503,7 +551,9 @@ def test_two_workers_that_walk_at_once_harm_nothing(field: Field) -> None:
             list(pool.map(walk, walkers))
         for _ in range(10):
             walk(field.delays)
-    moved = sum(p.events.counts[n] for p in [*walkers, field.delays] for n in ("task.held", "task.released"))
+    moved = sum(
+        p.events.counts[n] for p in [*walkers, field.delays] for n in ("task.held", "task.released")
+    )
     assert (field.held(), moved) == ([], 3000), "each row was held once and released once"
 
 
@@ -534,7 +584,9 @@ def test_purging_leaves_what_is_held(field: Field) -> None:
     field.run(done)
     long_ago = field.store.tasks.now() - timedelta(days=9)
     with field.store.database.begin() as connection:
-        connection.execute(update(field.store.schema.tasks).values(update_time=long_ago, expected_time=long_ago))
+        connection.execute(
+            update(field.store.schema.tasks).values(update_time=long_ago, expected_time=long_ago)
+        )
     assert field.store.sweeps.purge(86400, 100) == 1
     assert field.statuses(task) == ["HELD"]
 
@@ -557,7 +609,9 @@ def test_limits_are_kept_beside_a_pause_and_cleared_with_it(field: Field) -> Non
     field.delays.resume(tag="mail")
     policy = field.delays.set_policy("mail", key_concurrency=None)
     assert policy.limits == (10, None, 100, 1.0)
-    assert field.delays.shards[0].policies.refresh().limited == {"mail": field.store.policies.read()[0]}
+    assert field.delays.shards[0].policies.refresh().limited == {
+        "mail": field.store.policies.read()[0]
+    }
     field.sweep()
     assert [policy.as_json()["rate"] for policy in field.delays.policies()] == ["100/s"]
     assert field.delays.clear_policy(tag="mail").is_empty
@@ -572,7 +626,9 @@ def test_a_walk_that_ends_late_says_nothing_of_what_was_changed_meanwhile(field:
     again = field.delays.pause(tag="mail")
     for old in (paused, resumed):
         table.applied([old])
-        assert [(each.version, each.is_paused, each.applied_version) for each in table.read()] == [(3, True, None)]
+        assert [(each.version, each.is_paused, each.applied_version) for each in table.read()] == [
+            (3, True, None)
+        ]
     table.applied([again])
     assert table.read()[0].is_applied
 
@@ -607,7 +663,20 @@ def test_what_is_no_policy_is_refused(field: Field) -> None:
             delays.set_policy("mail", concurrency=limit)
         with pytest.raises(e.InvalidPolicyError, match="key_concurrency is an integer"):
             delays.set_policy("mail", key_concurrency=limit)
-    for rate in ("100", "0/s", "/s", "5/", "5/0s", "5/99d", "-5/s", "5/x", 5, "٣/s", "9" * 99 + "/s", "5/s/s"):
+    for rate in (
+        "100",
+        "0/s",
+        "/s",
+        "5/",
+        "5/0s",
+        "5/99d",
+        "-5/s",
+        "5/x",
+        5,
+        "٣/s",
+        "9" * 99 + "/s",
+        "5/s/s",
+    ):
         with pytest.raises(e.InvalidPolicyError):
             delays.set_policy("mail", rate=rate)
     assert field.delays.policies() == []
@@ -625,7 +694,9 @@ def test_without_policies_a_chunk_asks_nothing_more(field: Field) -> None:
     assert not [sql for sql in seen if "policy" in sql]
 
 
-def test_a_crowd_at_one_instant_is_walked_to_its_end(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crowd_at_one_instant_is_walked_to_its_end(
+    field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store_holding, "LOOK", 3)
     at = field.store.tasks.now() + timedelta(hours=1)
     rows = [NewTask("mail" if n % 3 == 0 else "sms", n, when=at) for n in range(20)]
@@ -660,7 +731,9 @@ def planned(request: pytest.FixtureRequest, database_url: str) -> Iterator[Store
     with made.database.begin() as connection:
         past = t.c.expected_time < now - timedelta(seconds=1000)
         connection.execute(update(t).where(past).values(status=int(Status.DONE)))
-        connection.execute(update(t).where(~past, t.c.tag == "mail").values(status=int(Status.HELD)))
+        connection.execute(
+            update(t).where(~past, t.c.tag == "mail").values(status=int(Status.HELD))
+        )
     if request.param == "good statistics":
         words = "ANALYZE TABLE" if made.database.url.get_backend_name() == "mysql" else "ANALYZE"
         with made.database.auto.connect() as connection:
@@ -698,9 +771,13 @@ def test_rows_are_held_and_released_by_their_ids(planned: Store) -> None:
         lambda: planned.holding.hold_claimed(claimed),
     ):
         shown = plans(planned, work)
-        assert re.search(r"plan_yb_delay_task_message_pkey|INTEGER PRIMARY KEY|using PRIMARY", shown), shown
+        assert re.search(
+            r"plan_yb_delay_task_message_pkey|INTEGER PRIMARY KEY|using PRIMARY", shown
+        ), shown
         assert "plan_idx" not in shown, shown
-        assert_no_scan(re.sub(r"on plan_yb_delay_policy|SCAN plan_yb_delay_policy", "", shown))  # which are few
+        assert_no_scan(
+            re.sub(r"on plan_yb_delay_policy|SCAN plan_yb_delay_policy", "", shown)
+        )  # which are few
 
 
 def test_claims_meet_nothing_that_is_held(planned: Store) -> None:
@@ -709,16 +786,24 @@ def test_claims_meet_nothing_that_is_held(planned: Store) -> None:
     with planned.database.auto.connect() as connection:  # dead entries are no backlog
         connection.exec_driver_sql("VACUUM plan_yb_delay_task_message")
     with planned.database.tx.connect() as connection:
-        query = "SELECT pg_get_expr(indpred, indrelid) FROM pg_index WHERE indexrelid = to_regclass(%s)"
+        query = (
+            "SELECT pg_get_expr(indpred, indrelid) FROM pg_index WHERE indexrelid = to_regclass(%s)"
+        )
         assert connection.exec_driver_sql(query, ("plan_idx_yb_delay_hot",)).scalar() == (
             "(status = ANY (ARRAY[0, 3]))"
         )
         seen: list[Any] = []
-        event.listen(planned.database.auto, "before_cursor_execute", lambda *args: seen.append(args[2:4]))
+        event.listen(
+            planned.database.auto, "before_cursor_execute", lambda *args: seen.append(args[2:4])
+        )
         planned.claims("w", None).claim_due("default", [0], 5)
         planned.sweeps.levels(0)
         for statement, parameters in [each for each in seen if "yb_delay_task_message" in each[0]]:
-            shown = connection.exec_driver_sql("EXPLAIN (ANALYZE, BUFFERS) " + statement, parameters).scalars().all()
+            shown = (
+                connection.exec_driver_sql("EXPLAIN (ANALYZE, BUFFERS) " + statement, parameters)
+                .scalars()
+                .all()
+            )
             connection.rollback()
             removed = re.findall(r"Rows Removed by Filter: (\d+)", "\n".join(shown))
             assert not any(map(int, removed)), shown

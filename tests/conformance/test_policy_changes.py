@@ -15,12 +15,12 @@ from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
 from delaytasks.core.policies import Changes, Policy, Stamp
 from delaytasks.core.states import Status
-from delaytasks.engine import policies as engine_policies
-from delaytasks.engine.holding import APPLIED, Holding
-from delaytasks.engine.policies import PolicyCache
-from delaytasks.store.policies import PolicyTable
-from delaytasks.store.store import Store
-from delaytasks.store.types import db_now
+from delaytasks.execution import policy_cache as engine_policies
+from delaytasks.execution.policy_cache import PolicyCache
+from delaytasks.maintenance.pause_sweeper import APPLIED, PauseSweeper
+from delaytasks.storage.policies import PolicyTable
+from delaytasks.storage.store import Store
+from delaytasks.storage.types import db_now
 from tests.conftest import settings_for
 from tests.recording import RecordingTimer
 from tests.waiting import wait_until
@@ -28,7 +28,7 @@ from tests.waiting import wait_until
 MANY = 3000
 
 
-class Reader:
+class TablePoller:
     """A process that reads policies; it notes what each read brings."""
 
     def __init__(self, store: Store) -> None:
@@ -42,12 +42,14 @@ class Reader:
 
     def says(self, name: str, kind: str = "tag") -> Policy | None:
         self.cache.refresh()
-        return next((each for each in self.cache.known.all if (each.kind, each.name) == (kind, name)), None)
+        return next(
+            (each for each in self.cache.known.all if (each.kind, each.name) == (kind, name)), None
+        )
 
 
 @pytest.fixture
-def reader(store: Store) -> Reader:
-    return Reader(store)
+def reader(store: Store) -> TablePoller:
+    return TablePoller(store)
 
 
 @pytest.fixture
@@ -58,7 +60,8 @@ def table(store: Store) -> PolicyTable:
 def write(store: Store, count: int, **values: Any) -> None:
     """Policies that were there before anybody counted changes."""
     rows = [
-        {"kind": "tag", "name": f"p{number:05}", "is_paused": False, "concurrency": 5, "version": 1} | values
+        {"kind": "tag", "name": f"p{number:05}", "is_paused": False, "concurrency": 5, "version": 1}
+        | values
         for number in range(count)
     ]
     with store.database.begin() as connection:
@@ -70,7 +73,9 @@ def set_limit(table: PolicyTable, name: str, concurrency: int | None) -> Policy:
     return table.set("tag", name, {"concurrency": concurrency}, "me")[0]
 
 
-def test_a_read_brings_what_changed_and_not_all_policies(store: Store, table: PolicyTable, reader: Reader) -> None:
+def test_a_read_brings_what_changed_and_not_all_policies(
+    store: Store, table: PolicyTable, reader: TablePoller
+) -> None:
     write(store, MANY)
     reader.cache.refresh()
     assert len(reader.reads[0].policies) == MANY == len(reader.cache.known.limited)
@@ -84,7 +89,7 @@ def test_a_read_brings_what_changed_and_not_all_policies(store: Store, table: Po
 
 
 def test_a_change_that_is_committed_late_is_read_as_well(
-    store: Store, table: PolicyTable, reader: Reader, monkeypatch: pytest.MonkeyPatch
+    store: Store, table: PolicyTable, reader: TablePoller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A later change of another policy must not become visible before it."""
     set_limit(table, "first", 1)
@@ -111,11 +116,17 @@ def test_a_change_that_is_committed_late_is_read_as_well(
         late.result(30)
         other.result(30)
     found = reader.cache.refresh().limited
-    assert {name: policy.concurrency for name, policy in found.items()} == {"first": 1, "late": 2, "other": 3}
-    assert not any(read.is_whole for read in reader.reads[1:]), "and nobody had to read all of them for that"
+    assert {name: policy.concurrency for name, policy in found.items()} == {
+        "first": 1,
+        "late": 2,
+        "other": 3,
+    }
+    assert not any(read.is_whole for read in reader.reads[1:]), (
+        "and nobody had to read all of them for that"
+    )
 
 
-def test_changes_of_many_at_once_are_all_read(table: PolicyTable, reader: Reader) -> None:
+def test_changes_of_many_at_once_are_all_read(table: PolicyTable, reader: TablePoller) -> None:
     done = threading.Event()
 
     def read() -> None:
@@ -124,17 +135,23 @@ def test_changes_of_many_at_once_are_all_read(table: PolicyTable, reader: Reader
 
     with ThreadPoolExecutor(5) as pool:
         reading = pool.submit(read)
-        changes = [pool.submit(set_limit, table, f"t{number % 7}", number + 1) for number in range(60)]
+        changes = [
+            pool.submit(set_limit, table, f"t{number % 7}", number + 1) for number in range(60)
+        ]
         for change in changes:
             change.result(60)
         done.set()
         reading.result(60)
-    known = {policy.name: (policy.version, policy.concurrency) for policy in reader.cache.refresh().all}
+    known = {
+        policy.name: (policy.version, policy.concurrency) for policy in reader.cache.refresh().all
+    }
     assert known == {policy.name: (policy.version, policy.concurrency) for policy in table.read()}
     assert reader.cache.stamp == table.changes(None, checks=True).stamp
 
 
-def test_a_policy_that_was_cleared_is_read_as_such_and_deleted_much_later(table: PolicyTable, reader: Reader) -> None:
+def test_a_policy_that_was_cleared_is_read_as_such_and_deleted_much_later(
+    table: PolicyTable, reader: TablePoller
+) -> None:
     table.set("tag", "mail", {"is_paused": True}, "me")
     slow = reader.says("mail")
     assert slow is not None
@@ -153,7 +170,7 @@ def test_a_policy_that_was_cleared_is_read_as_such_and_deleted_much_later(table:
 
 
 def test_a_process_that_slept_while_a_policy_was_deleted_learns_of_it(
-    table: PolicyTable, reader: Reader, monkeypatch: pytest.MonkeyPatch
+    table: PolicyTable, reader: TablePoller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table.set("tag", "mail", {"is_paused": True}, "me")
     assert reader.cache.refresh().has_pauses
@@ -166,18 +183,20 @@ def test_a_process_that_slept_while_a_policy_was_deleted_learns_of_it(
 
 @pytest.mark.parametrize("how", ["update", "insert", "delete"])
 def test_what_an_older_release_changes_without_counting_it_is_found_at_the_next_check(
-    store: Store, table: PolicyTable, reader: Reader, how: str
+    store: Store, table: PolicyTable, reader: TablePoller, how: str
 ) -> None:
     p = store.schema.policies
     table.set("tag", "mail", {"is_paused": how == "delete"}, "me")
     table.set("tag", "sms", {"concurrency": 1}, "me")
-    child = Reader(store)
+    child = TablePoller(store)
     child.cache.follow(reader.cache.refresh().stamp)
     with store.database.begin() as connection:
         if how == "delete":
             connection.execute(delete(p).where(p.c.name == "mail"))
         elif how == "update":
-            connection.execute(update(p).where(p.c.name == "sms").values(is_paused=True, version=p.c.version + 1))
+            connection.execute(
+                update(p).where(p.c.name == "sms").values(is_paused=True, version=p.c.version + 1)
+            )
         else:
             connection.execute(insert(p).values(kind="tag", name="new", is_paused=True, version=1))
     reader.cache.refresh(checks=True)
@@ -187,9 +206,11 @@ def test_what_an_older_release_changes_without_counting_it_is_found_at_the_next_
     assert child.cache.known.paused_tags == paused, "and so do the processes of its pool"
 
 
-def test_a_pool_process_reads_what_changed_and_only_when_it_has_to(store: Store, table: PolicyTable) -> None:
+def test_a_pool_process_reads_what_changed_and_only_when_it_has_to(
+    store: Store, table: PolicyTable
+) -> None:
     write(store, MANY)
-    main, child = Reader(store), Reader(store)
+    main, child = TablePoller(store), TablePoller(store)
     child.cache.follow(main.cache.refresh().stamp)
     set_limit(table, "p00001", 77)
     stamp = main.cache.refresh().stamp
@@ -200,7 +221,7 @@ def test_a_pool_process_reads_what_changed_and_only_when_it_has_to(store: Store,
 
 
 def test_a_server_that_lacks_the_last_changes_is_read_as_a_whole(
-    store: Store, table: PolicyTable, reader: Reader
+    store: Store, table: PolicyTable, reader: TablePoller
 ) -> None:
     for number in range(1, 4):
         set_limit(table, "mail", number)
@@ -213,7 +234,7 @@ def test_a_server_that_lacks_the_last_changes_is_read_as_a_whole(
 
 
 def test_a_server_that_made_as_many_other_changes_is_told_apart(
-    store: Store, table: PolicyTable, reader: Reader
+    store: Store, table: PolicyTable, reader: TablePoller
 ) -> None:
     """After a failover that lost changes, the number, the count and the versions may be the same by chance."""
     set_limit(table, "mail", 1)
@@ -225,12 +246,14 @@ def test_a_server_that_made_as_many_other_changes_is_told_apart(
         connection.execute(update(p).where(p.c.name == "mail").values(changed))
     assert reader.cache.refresh(checks=True).limited["mail"].concurrency == 2
     assert reader.cache.stamp != before
-    child = Reader(store)
+    child = TablePoller(store)
     child.cache.follow(pickle.loads(pickle.dumps(reader.cache.stamp)))
     assert child.cache.stamp == reader.cache.stamp
 
 
-def test_a_check_reads_no_policy_while_nothing_changes(table: PolicyTable, reader: Reader) -> None:
+def test_a_check_reads_no_policy_while_nothing_changes(
+    table: PolicyTable, reader: TablePoller
+) -> None:
     set_limit(table, "mail", 1)
     set_limit(table, "sms", 1)
     table.applied(table.read())
@@ -240,7 +263,9 @@ def test_a_check_reads_no_policy_while_nothing_changes(table: PolicyTable, reade
     assert reader.reads[-1].stamp == reader.cache.stamp
 
 
-def test_a_refresh_that_was_overtaken_by_another_thread_does_not_go_back(table: PolicyTable, reader: Reader) -> None:
+def test_a_refresh_that_was_overtaken_by_another_thread_does_not_go_back(
+    table: PolicyTable, reader: TablePoller
+) -> None:
     set_limit(table, "mail", 1)
     reader.cache.refresh()
     set_limit(table, "mail", 2)
@@ -257,7 +282,7 @@ def test_a_refresh_that_was_overtaken_by_another_thread_does_not_go_back(table: 
     assert reader.cache.refresh().limited["mail"].concurrency == 3
 
 
-def test_without_policies_all_stamps_are_the_same(reader: Reader) -> None:
+def test_without_policies_all_stamps_are_the_same(reader: TablePoller) -> None:
     assert reader.cache.refresh().stamp == Stamp()
     assert reader.cache.refresh(checks=True).stamp == Stamp()
 
@@ -269,7 +294,7 @@ class Walker:
         settings = settings_for(store.database.url.render_as_string(hide_password=False))
         self.cache = PolicyCache(store.policies.changes)
         parts = (store.policies, store.holding, Clock(store.tasks.now), RecordingTimer(), Events())
-        self.holding = Holding(settings, self.cache, *parts)
+        self.holding = PauseSweeper(settings, self.cache, *parts)
         self.beats = 0
 
     def walk(self) -> None:
@@ -279,7 +304,9 @@ class Walker:
         self.beats += 1
 
 
-def test_thousands_of_new_policies_are_applied_in_a_few_steps(store: Store, table: PolicyTable) -> None:
+def test_thousands_of_new_policies_are_applied_in_a_few_steps(
+    store: Store, table: PolicyTable
+) -> None:
     write(store, MANY)
     walker = Walker(store)
     walker.walk()
@@ -299,7 +326,12 @@ def test_a_sweep_knows_near_rows_of_forty_thousand_paused_tags(paused: Store) ->
     """More than some drivers take as parameters."""
     now = paused.tasks.now()
     rows = [
-        {"tag": tag, "message_body": "{}", "expected_time": now + timedelta(seconds=10), "status": 0}
+        {
+            "tag": tag,
+            "message_body": "{}",
+            "expected_time": now + timedelta(seconds=10),
+            "status": 0,
+        }
         for tag in ("p00017", "mail", "p39999")
     ]
     with paused.database.begin() as connection:

@@ -9,10 +9,10 @@ import pytest
 from sqlalchemy import Connection, exc
 
 from delaytasks.core.errors import StoreError
+from delaytasks.core.interfaces import Settlement
 from delaytasks.core.policies import Policy
-from delaytasks.core.ports import Settlement
 from delaytasks.core.states import Status
-from delaytasks.store.store import Store
+from delaytasks.storage.store import Store
 from tests.conformance.test_store import assert_no_scan, entry, plans, task
 from tests.conftest import open_store
 
@@ -21,7 +21,9 @@ from tests.conftest import open_store
 def field(postgresql_url: str) -> Iterator[Store]:
     store = open_store(postgresql_url, table_prefix="plan_", pool_size=1)
     store.database.alone(
-        lambda c: c.exec_driver_sql(f"ALTER TABLE {store.schema.tasks} SET (autovacuum_enabled = off)")
+        lambda c: c.exec_driver_sql(
+            f"ALTER TABLE {store.schema.tasks} SET (autovacuum_enabled = off)"
+        )
     )
     yield store
     with store.database.begin() as connection:
@@ -56,8 +58,12 @@ def test_a_pooler_that_forgets_what_was_prepared_is_no_trouble(field: Store) -> 
     assert work_through(field) == [Status.DONE] * 3
 
 
-@pytest.mark.parametrize("forget", [lambda c: c.exec_driver_sql("DEALLOCATE ALL"), lambda c: c.info.clear()])
-def test_a_transaction_that_it_ends_is_tried_again(field: Store, forget: Callable[[Connection], Any]) -> None:
+@pytest.mark.parametrize(
+    "forget", [lambda c: c.exec_driver_sql("DEALLOCATE ALL"), lambda c: c.info.clear()]
+)
+def test_a_transaction_that_it_ends_is_tried_again(
+    field: Store, forget: Callable[[Connection], Any]
+) -> None:
     limited = dict.fromkeys([task(field).tag], Policy("tag", task(field).tag, concurrency=10))
     claims = field.claims("w", None, lambda: limited)
     for _ in range(2):
@@ -97,7 +103,9 @@ def test_instants_are_utc_whatever_time_zone_the_url_asks_for(postgresql_url: st
         store.tasks.insert_many([waits])
         [claimed] = store.claims("w", None).claim([entry(waits)])
         assert claimed.expected_time == waits.expected_time
-        assert [str(at.tzinfo) for at in (claimed.expected_time, claimed.create_time)] == ["UTC"] * 2
+        assert [str(at.tzinfo) for at in (claimed.expected_time, claimed.create_time)] == [
+            "UTC"
+        ] * 2
     finally:
         with store.database.begin() as connection:
             store.schema.metadata.drop_all(connection)
@@ -119,7 +127,9 @@ def test_a_connection_that_breaks_meanwhile_is_thrown_away_and_the_statement_sen
             if len(used) > 1:
                 return work(connection)
             with field.database.begin() as other:
-                other.exec_driver_sql(f"SELECT pg_terminate_backend({used[0].info.backend_pid}, 5000)")
+                other.exec_driver_sql(
+                    f"SELECT pg_terminate_backend({used[0].info.backend_pid}, 5000)"
+                )
             with pytest.raises(exc.DBAPIError) as caught:
                 work(connection)
             assert caught.value.connection_invalidated

@@ -9,47 +9,59 @@ import pytest
 from sqlalchemy import select
 
 from delaytasks import DelayTask, DelayTasks, Status
-from delaytasks.core.ports import Entry
-from delaytasks.store import putoffs
-from delaytasks.store.store import Store
+from delaytasks.core.interfaces import Entry
+from delaytasks.storage import deferred_rows as putoffs
+from delaytasks.storage.store import Store
 from tests.recording import RecordingTimer
 
 
-def put_off(delays: DelayTasks, count: int = 1, tag: str = "new", **options: Any) -> list[DelayTask]:
+def defer(delays: DelayTasks, count: int = 1, tag: str = "new", **options: Any) -> list[DelayTask]:
     """As an old worker leaves them."""
     tasks = [delays.schedule_delay(tag, n, 0, **options) for n in range(count)]
     assert delays.runner().run([Entry(task.id, 0, 0) for task in tasks]).ran == count
     found = [delays.get(task) for task in tasks]
-    assert all(task.status is Status.NOT_COMPLETE and task.expected_time > delays.clock.now() for task in found)
+    assert all(
+        task.status is Status.NOT_COMPLETE and task.expected_time > delays.clock.now()
+        for task in found
+    )
     return found
 
 
 def bring(delays: DelayTasks, *tags: str, queue: str = "default") -> list[int]:
-    return [entry.id for entry in delays.store.put_offs.bring_forward(tags, [queue], 600)]
+    return [entry.id for entry in delays.store.deferred_rows.bring_forward(tags, [queue], 600)]
 
 
-def test_a_worker_that_knows_their_tag_brings_them_forward(delays: DelayTasks, timer: RecordingTimer) -> None:
-    tasks = put_off(delays, 3)
+def test_a_worker_that_knows_their_tag_brings_them_forward(
+    delays: DelayTasks, timer: RecordingTimer
+) -> None:
+    tasks = defer(delays, 3)
     assert bring(delays, "other") == []
     assert bring(delays, "new", queue="other") == []
-    entries = delays.store.put_offs.bring_forward(["other", "new"], ["default"], 600)
+    entries = delays.store.deferred_rows.bring_forward(["other", "new"], ["default"], 600)
     assert [entry.id for entry in entries] == [task.id for task in tasks]
     ran: list[int] = []
     delays.processor("new")(ran.append)
     delays.runner().run(entries)
-    assert (sorted(ran), [delays.get(task).status for task in tasks]) == ([0, 1, 2], [Status.DONE] * 3)
+    assert (sorted(ran), [delays.get(task).status for task in tasks]) == (
+        [0, 1, 2],
+        [Status.DONE] * 3,
+    )
     assert bring(delays, "new") == []
 
 
-def test_what_waits_for_its_own_time_does_not_move(delays: DelayTasks, timer: RecordingTimer) -> None:
+def test_what_waits_for_its_own_time_does_not_move(
+    delays: DelayTasks, timer: RecordingTimer
+) -> None:
     near = delays.schedule_delay("new", {}, 60)
-    [moved, touched, held, stays] = put_off(delays, 4)
+    [moved, touched, held, stays] = defer(delays, 4)
     delays.reschedule(moved, 60)
     delays.touch(touched, 60)
     with delays.store.database.begin() as other:
         t = delays.store.schema.tasks
         other.execute(select(t).where(t.c.id == held.id).with_for_update()).all()
-        if delays.store.database.url.get_backend_name() != "sqlite":  # which locks the whole database
+        if (
+            delays.store.database.url.get_backend_name() != "sqlite"
+        ):  # which locks the whole database
             assert bring(delays, "new") == [stays.id]
     expected = {near.id: near.expected_time}
     expected |= {id: delays.get(id).expected_time for id in (moved.id, touched.id)}
@@ -57,7 +69,9 @@ def test_what_waits_for_its_own_time_does_not_move(delays: DelayTasks, timer: Re
     assert {id: delays.get(id).expected_time for id in expected} == expected
 
 
-def test_a_climber_waits_for_its_rung_whatever_its_error_says(delays: DelayTasks, timer: RecordingTimer) -> None:
+def test_a_climber_waits_for_its_rung_whatever_its_error_says(
+    delays: DelayTasks, timer: RecordingTimer
+) -> None:
     def fail(body: Any) -> None:
         raise ValueError("no such processor, tag=new; next try at 2026")
 
@@ -68,18 +82,24 @@ def test_a_climber_waits_for_its_rung_whatever_its_error_says(delays: DelayTasks
     assert bring(delays, "new") == []
 
 
-def test_however_many_they_are(delays: DelayTasks, timer: RecordingTimer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_however_many_they_are(
+    delays: DelayTasks, timer: RecordingTimer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(putoffs, "STEP", 7)
     store: Store = delays.store
-    some = putoffs.PutOffs(store.database, store.schema)
-    tasks = put_off(delays, 30)
+    some = putoffs.DeferredRows(store.database, store.schema)
+    tasks = defer(delays, 30)
     delays.reschedule(tasks[6], 30)
     entries = some.bring_forward(["new"], ["default"], 600)
-    assert sorted(entry.id for entry in entries) == sorted(task.id for task in tasks if task is not tasks[6])
+    assert sorted(entry.id for entry in entries) == sorted(
+        task.id for task in tasks if task is not tasks[6]
+    )
 
 
-def test_the_error_of_a_row_says_when_it_is_tried_again(delays: DelayTasks, timer: RecordingTimer) -> None:
-    [task] = put_off(delays)
+def test_the_error_of_a_row_says_when_it_is_tried_again(
+    delays: DelayTasks, timer: RecordingTimer
+) -> None:
+    [task] = defer(delays)
     assert task.error is not None
     at = datetime.fromisoformat(task.error.rpartition("next try at ")[2])
     assert at == task.expected_time
@@ -87,6 +107,6 @@ def test_the_error_of_a_row_says_when_it_is_tried_again(delays: DelayTasks, time
 
 
 def test_who_serves_all_queues_asks_for_none(delays: DelayTasks, timer: RecordingTimer) -> None:
-    tasks = put_off(delays, 2) + put_off(delays, 1, queue="other")
-    entries = delays.store.put_offs.bring_forward(["new"], None, 600)
+    tasks = defer(delays, 2) + defer(delays, 1, queue="other")
+    entries = delays.store.deferred_rows.bring_forward(["new"], None, 600)
     assert [entry.id for entry in entries] == [task.id for task in tasks]

@@ -12,13 +12,22 @@ from sqlalchemy import select
 from delaytasks import DelayTasks, NewTask, Status
 from delaytasks.core.encryption import key_name
 from delaytasks.core.errors import BodyEncryptedError
-from delaytasks.core.jsontext import dump_json
-from delaytasks.core.ports import Entry
+from delaytasks.core.interfaces import Entry
+from delaytasks.core.json_text import dump_json
 from delaytasks.core.states import LIVE
-from delaytasks.store import rotation
-from delaytasks.store.rotation import Rotation
-from delaytasks.store.store import Store
-from tests.conformance.test_encryption import BODY, NEW, OLD, Open, are_sealed, change, open_with, stored
+from delaytasks.storage import key_rotation as rotation
+from delaytasks.storage.key_rotation import Rotation
+from delaytasks.storage.store import Store
+from tests.conformance.test_encryption import (
+    BODY,
+    NEW,
+    OLD,
+    Open,
+    are_sealed,
+    change,
+    open_with,
+    stored,
+)
 from tests.recording import run_now
 
 __all__ = ["open_with"]
@@ -41,7 +50,9 @@ def moved(store: Store) -> list[Any]:
     t = store.schema.tasks.c
     with store.database.begin() as connection:
         return list(
-            connection.execute(select(t.id, t.version, t.status, t.update_time, t.expected_time).order_by(t.id))
+            connection.execute(
+                select(t.id, t.version, t.status, t.update_time, t.expected_time).order_by(t.id)
+            )
         )
 
 
@@ -50,7 +61,9 @@ def test_rows_go_from_plain_to_a_key_to_the_next_one_and_back(
 ) -> None:
     monkeypatch.setattr(rotation, "STEP", 7)
     bodies = [{"n": n, "card": "cAnArY 😀"} for n in range(30)]
-    open_with().schedule_many([NewTask("mail", body, 60, priority=n % 3) for n, body in enumerate(bodies)])
+    open_with().schedule_many(
+        [NewTask("mail", body, 60, priority=n % 3) for n, body in enumerate(bodies)]
+    )
     before = moved(store)
     for keys, name in (((OLD,), OF_OLD), ((NEW, OLD), OF_NEW), (("plain", NEW), "")):
         delays = open_with(*keys)
@@ -62,7 +75,9 @@ def test_rows_go_from_plain_to_a_key_to_the_next_one_and_back(
     assert moved(store) == before
 
 
-def test_finished_tasks_and_their_results_only_when_that_is_asked(store: Store, open_with: Open) -> None:
+def test_finished_tasks_and_their_results_only_when_that_is_asked(
+    store: Store, open_with: Open
+) -> None:
     old = open_with(OLD)
     old.processor("mail", keep_result=True)(lambda body: body)
     done = run_now(old, old.schedule_delay("mail", BODY, 60))
@@ -128,7 +143,9 @@ def test_what_changes_while_it_is_encrypted_is_left_and_tried_once_more(
     assert rotate(delays) == (3, 0)
     assert left == [{tasks[1].id}, set()]
     found = delays.get(tasks[1])
-    assert (found.body, found.result) == (("changed", None) if column == "message_body" else (1, "changed"))
+    assert (found.body, found.result) == (
+        ("changed", None) if column == "message_body" else (1, "changed")
+    )
     assert are_sealed(store)
 
 
@@ -157,9 +174,9 @@ def test_what_was_put_off_for_a_key_and_needs_it_no_more_is_brought_forward(
     worker = open_with(*(key for key in keys[:1] if key != "plain"))
     worker.processor("mail")(lambda body: None)
     worker.runner().run([Entry(task.id, 0, 0)])
-    assert worker.store.put_offs.bring_forward(["mail"], None, 600) == []
+    assert worker.store.deferred_rows.bring_forward(["mail"], None, 600) == []
     assert rotate(open_with(*keys)) == (1, 0)
-    entries = worker.store.put_offs.bring_forward(["mail"], None, 600)
+    entries = worker.store.deferred_rows.bring_forward(["mail"], None, 600)
     worker.runner().run(entries)
     assert ([entry.id for entry in entries], worker.get(task).status) == ([task.id], Status.DONE)
 
@@ -186,7 +203,9 @@ def test_rows_of_the_earlier_form_are_read_and_run(store: Store, open_with: Open
 
 
 @pytest.mark.parametrize("keys", [(OLD,), (NEW, OLD)], ids=["the same key", "another key"])
-def test_rotation_binds_what_is_not_bound(store: Store, open_with: Open, keys: tuple[str, ...]) -> None:
+def test_rotation_binds_what_is_not_bound(
+    store: Store, open_with: Open, keys: tuple[str, ...]
+) -> None:
     delays = open_with(*keys)
     tasks = [delays.schedule_delay("mail", n, 60) for n in range(3)]
     for task in tasks[:2]:
@@ -204,7 +223,9 @@ def test_rotation_binds_what_is_not_bound(store: Store, open_with: Open, keys: t
     assert rotate(delays) == (0, 0), "nobody binds a token to the row that it was moved to"
 
 
-def test_once_its_key_is_gone_a_token_of_the_earlier_form_runs_nowhere(store: Store, open_with: Open) -> None:
+def test_once_its_key_is_gone_a_token_of_the_earlier_form_runs_nowhere(
+    store: Store, open_with: Open
+) -> None:
     task, other = (open_with(OLD).schedule_delay("mail", n, 0) for n in range(2))
     token = unbind(store, task)
     rotate(open_with(NEW, OLD))
@@ -223,5 +244,5 @@ def test_a_worker_with_the_key_brings_forward_both_forms(store: Store, open_with
     worker.runner().run([Entry(task.id, 0, 0) for task in tasks])
     [strange] = worker.check()
     assert strange.tasks == 2
-    entries = open_with(OLD).store.put_offs.bring_forward(["mail"], None, 600)
+    entries = open_with(OLD).store.deferred_rows.bring_forward(["mail"], None, 600)
     assert sorted(entry.id for entry in entries) == sorted(task.id for task in tasks)

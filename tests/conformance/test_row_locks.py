@@ -9,11 +9,13 @@ from sqlalchemy import create_engine, update
 
 from delaytasks import DelayTask
 from delaytasks.core.errors import StoreUnavailableError
-from delaytasks.store.store import Store
+from delaytasks.storage.store import Store
 from tests.benches import Bench
 
 
-def test_a_row_that_its_processor_left_locked_is_named_and_holds_up_no_neighbour(store: Store) -> None:
+def test_a_row_that_its_processor_left_locked_is_named_and_holds_up_no_neighbour(
+    store: Store,
+) -> None:
     bench = Bench(store, lease_s=2, chunk_time_box_s=1)
     engine = create_engine(store.database.url)
     connection = engine.connect()
@@ -25,7 +27,11 @@ def test_a_row_that_its_processor_left_locked_is_named_and_holds_up_no_neighbour
     bench.registry.processor("lock")(lock)
     locking = bench.schedule("lock")
     # SQLite locks the whole database: what nobody can settle runs again.
-    others = [bench.schedule() for _ in range(4)] if store.database.url.get_backend_name() != "sqlite" else []
+    others = (
+        [bench.schedule() for _ in range(4)]
+        if store.database.url.get_backend_name() != "sqlite"
+        else []
+    )
     try:
         with pytest.raises(StoreUnavailableError):
             bench.run(locking, *others)

@@ -70,7 +70,9 @@ def test_keys_spread_evenly() -> None:
     assert all(1700 < homes[shard] < 2300 for shard in range(4)), homes
 
 
-def test_tasks_without_a_key_spread_and_their_ids_name_their_shards(shards: Several, delays: DelayTasks) -> None:
+def test_tasks_without_a_key_spread_and_their_ids_name_their_shards(
+    shards: Several, delays: DelayTasks
+) -> None:
     made = [delays.schedule_delay(TAG, None, 60) for _ in range(60)]
     places = Counter(shard_of(task.id) for task in made)
     assert set(places) == set(SHARDS)
@@ -91,7 +93,9 @@ def test_ids_that_are_made_ahead_name_the_right_shard(shards: Several, delays: D
         assert delays.schedule_delay(TAG, None, 60, key=key_at(shard), id=id).shard == shard
     id = delays.new_id()
     assert delays.schedule_delay(TAG, None, 60, id=id).shard == shard_of(id)
-    assert delays.schedule_delay(TAG, None, 60, id=id).id == id, "again, as after an unknown outcome"
+    assert delays.schedule_delay(TAG, None, 60, id=id).id == id, (
+        "again, as after an unknown outcome"
+    )
     assert len(shards.shard_of_row(id)) == 1
     with pytest.raises(InvalidScheduleError):
         delays.new_id(TAG)
@@ -102,7 +106,9 @@ def test_an_id_of_no_shard_and_an_id_of_another_shard_than_its_key_are_refused(
 ) -> None:
     with pytest.raises(InvalidIdError, match=r"shard 3 of 3.*new_id\(\)"):
         delays.schedule_delay(TAG, None, 60, id=IdMaker(lambda: 2**41, 3)())
-    with pytest.raises(ShardMismatchError, match=r"belongs to shard 1.* names shard 2.*new_id\(tag, key\)"):
+    with pytest.raises(
+        ShardMismatchError, match=r"belongs to shard 1.* names shard 2.*new_id\(tag, key\)"
+    ):
         delays.schedule_delay(TAG, None, 60, key=key_at(1), id=delays.new_id(TAG, key_at(2)))
     assert [shards.count(shard) for shard in SHARDS] == [0, 0, 0]
 
@@ -116,13 +122,19 @@ def test_bulk_goes_to_one_shard_but_for_keys_and_ids(shards: Several, delays: De
     assert len(written) == 83
     assert len({task.shard for task in written if task.key is None and task.body is not None}) == 1
     assert all(task.shard == home_of(TAG, task.key, 3) for task in written if task.key is not None)
-    assert all(shards.shard_of_row(task.id) == [task.shard] == [shard_of(task.id)] for task in written)
+    assert all(
+        shards.shard_of_row(task.id) == [task.shard] == [shard_of(task.id)] for task in written
+    )
 
 
-def test_one_bad_task_keeps_its_whole_lot_from_every_shard(shards: Several, delays: DelayTasks) -> None:
+def test_one_bad_task_keeps_its_whole_lot_from_every_shard(
+    shards: Several, delays: DelayTasks
+) -> None:
     new = [NewTask(TAG, None, 60, key=f"b{n}") for n in range(30)]
     with pytest.raises(ShardMismatchError):
-        delays.schedule_many([*new, NewTask(TAG, None, 60, key=key_at(0), id=delays.shards[1].new_id())])
+        delays.schedule_many(
+            [*new, NewTask(TAG, None, 60, key=key_at(0), id=delays.shards[1].new_id())]
+        )
     with pytest.raises(InvalidScheduleError):
         delays.schedule_many([*new, NewTask(TAG, None)])
     assert [shards.count(shard) for shard in SHARDS] == [0, 0, 0]
@@ -169,16 +181,22 @@ def test_many_are_touched_wherever_they_are(delays: DelayTasks) -> None:
     plain = [delays.schedule_delay(TAG, None, 60) for _ in range(20)]
     gone = schedule_at_and_cancel(delays)
     assert delays.touch_many([*keyed, *(task.id for task in plain), gone.id], 500) == [gone.id]
-    assert delays.touch_many(tag=TAG, keys=[*(task.key or "" for task in keyed), "nobody"], delay=900) == ["nobody"]
+    assert delays.touch_many(
+        tag=TAG, keys=[*(task.key or "" for task in keyed), "nobody"], delay=900
+    ) == ["nobody"]
     now = delays.clock.now()
     assert all((delays.get(task.id).expected_time - now).total_seconds() > 800 for task in keyed)
     assert all((delays.get(task.id).expected_time - now).total_seconds() > 400 for task in plain)
 
 
-def test_a_shard_that_is_down_keeps_no_other_timeout_from_being_pushed_away(shards: Several) -> None:
+def test_a_shard_that_is_down_keeps_no_other_timeout_from_being_pushed_away(
+    shards: Several,
+) -> None:
     url = f"postgresql://nobody@127.0.0.1:{free_port()}/nothing"
     tasks = [schedule_at(shards.delays(), shard) for shard in SHARDS]
-    delays = delays_on([url if shard == 1 else shards.urls[shard] for shard in SHARDS], table_prefix=shards.prefix)
+    delays = delays_on(
+        [url if shard == 1 else shards.urls[shard] for shard in SHARDS], table_prefix=shards.prefix
+    )
     for delay, names in (
         (500, {"tasks": [task.id for task in tasks]}),
         (900, {"tag": TAG, "keys": [task.key for task in tasks]}),
@@ -193,12 +211,18 @@ def test_a_shard_that_is_down_keeps_no_other_timeout_from_being_pushed_away(shar
 def test_many_are_cancelled_in_all_shards_and_one_that_is_down_is_told(shards: Several) -> None:
     tasks = [schedule_at(shards.delays(), shard) for shard in SHARDS]
     url = f"postgresql://nobody@127.0.0.1:{free_port()}/nothing"
-    delays = delays_on([url if shard == 1 else shards.urls[shard] for shard in SHARDS], table_prefix=shards.prefix)
+    delays = delays_on(
+        [url if shard == 1 else shards.urls[shard] for shard in SHARDS], table_prefix=shards.prefix
+    )
     seen: list[BulkResult] = []
     result = delays.cancel_many(tag=TAG, on_progress=seen.append)
     assert (result.matched, result.changed, result.missing, len(result.runs)) == (2, 2, (1,), 2)
     assert [(one.matched, one.changed) for one in seen] == [(2, 1), (2, 2)]
-    assert [shards.delays().get(task).status.name for task in tasks] == ["CANCELLED", "NOT_COMPLETE", "CANCELLED"]
+    assert [shards.delays().get(task).status.name for task in tasks] == [
+        "CANCELLED",
+        "NOT_COMPLETE",
+        "CANCELLED",
+    ]
     delays.close()
     again = shards.delays().cancel_many(tag=TAG)
     assert (again.matched, again.changed, again.missing) == (1, 1, ())
@@ -215,7 +239,9 @@ def test_many_are_cancelled_in_all_shards_and_one_that_is_down_is_told(shards: S
     nowhere.close()
 
 
-def test_many_are_retried_where_they_are_and_have_their_keys_again(shards: Several, delays: DelayTasks) -> None:
+def test_many_are_retried_where_they_are_and_have_their_keys_again(
+    shards: Several, delays: DelayTasks
+) -> None:
     tasks = [schedule_at(delays, shard) for shard in SHARDS]
     for task in tasks:
         delays.cancel(task)
@@ -223,7 +249,11 @@ def test_many_are_retried_where_they_are_and_have_their_keys_again(shards: Sever
     taken = schedule_at(delays, 1)
     result = delays.retry_many(tag=TAG)
     assert (result.matched, result.changed, result.refused) == (3, 2, 1)
-    assert [delays.get(tag=TAG, key=task.key).id for task in tasks] == [tasks[0].id, taken.id, tasks[2].id]
+    assert [delays.get(tag=TAG, key=task.key).id for task in tasks] == [
+        tasks[0].id,
+        taken.id,
+        tasks[2].id,
+    ]
 
 
 def schedule_at_and_cancel(delays: DelayTasks) -> DelayTask:
@@ -232,7 +262,9 @@ def schedule_at_and_cancel(delays: DelayTasks) -> DelayTask:
     return task
 
 
-def test_ids_that_a_database_made_are_found_in_any_shard(shards: Several, delays: DelayTasks, shard: int) -> None:
+def test_ids_that_a_database_made_are_found_in_any_shard(
+    shards: Several, delays: DelayTasks, shard: int
+) -> None:
     shards.insert_foreign(shard, 5 + shard)
     found = delays.get(5 + shard)
     assert (found.id, found.shard) == (5 + shard, shard)
@@ -243,13 +275,17 @@ def test_ids_that_a_database_made_are_found_in_any_shard(shards: Several, delays
         delays.get(99)
 
 
-def test_of_two_tasks_with_one_id_the_one_that_was_read_is_meant(shards: Several, delays: DelayTasks) -> None:
+def test_of_two_tasks_with_one_id_the_one_that_was_read_is_meant(
+    shards: Several, delays: DelayTasks
+) -> None:
     for shard in SHARDS:
         shards.insert_foreign(shard, 7)
     assert {task.shard for task in delays.find()} == set(SHARDS)
     for task in delays.find():
         delays.cancel(task)
-        assert [shards.stores[n].tasks.read(7).status is Status.CANCELLED for n in SHARDS].count(True) == 1
+        assert [shards.stores[n].tasks.read(7).status is Status.CANCELLED for n in SHARDS].count(
+            True
+        ) == 1
         delays.retry(task)
 
 
@@ -288,7 +324,9 @@ def session(shards: Several) -> Iterator[Session]:
     engine.dispose()
 
 
-def test_a_task_without_a_key_goes_to_the_sessions_shard(shards: Several, delays: DelayTasks, session: Session) -> None:
+def test_a_task_without_a_key_goes_to_the_sessions_shard(
+    shards: Several, delays: DelayTasks, session: Session
+) -> None:
     task = delays.schedule_delay(TAG, None, 60, session=session)
     assert delays.schedule_many([(TAG, None, 60)] * 3, session=session) == 3
     assert task.shard == 1
@@ -302,15 +340,22 @@ def test_a_session_on_another_shard_than_the_keys_is_refused_with_the_remedy(
 ) -> None:
     assert delays.schedule_delay(TAG, None, 60, key=key_at(1), session=session).shard == 1
     for shard in (0, 2):
-        with pytest.raises(ShardMismatchError, match=rf"belongs to shard {shard}.*on shard 1.*shard_for\(tag, key\)"):
+        with pytest.raises(
+            ShardMismatchError,
+            match=rf"belongs to shard {shard}.*on shard 1.*shard_for\(tag, key\)",
+        ):
             delays.schedule_delay(TAG, None, 60, key=key_at(shard), session=session)
     with pytest.raises(ShardMismatchError):
-        delays.schedule_many([(TAG, None, 60), NewTask(TAG, None, 60, key=key_at(0))], session=session)
+        delays.schedule_many(
+            [(TAG, None, 60), NewTask(TAG, None, 60, key=key_at(0))], session=session
+        )
     session.commit()
     assert [shards.count(shard) for shard in SHARDS] == [0, 1, 0]
 
 
-def test_what_is_to_be_moved_in_a_session_must_be_on_its_shard(delays: DelayTasks, session: Session) -> None:
+def test_what_is_to_be_moved_in_a_session_must_be_on_its_shard(
+    delays: DelayTasks, session: Session
+) -> None:
     here, there = schedule_at(delays, 1), schedule_at(delays, 2)
     assert delays.cancel(here.id, session=session)
     for move in (
@@ -321,7 +366,9 @@ def test_what_is_to_be_moved_in_a_session_must_be_on_its_shard(delays: DelayTask
     ):
         with pytest.raises(ShardMismatchError, match=rf"task {there.id} is in shard 2.*on shard 1"):
             move()
-    assert delays.get(there.id, session=session).id == there.id, "what is only looked at may be anywhere"
+    assert delays.get(there.id, session=session).id == there.id, (
+        "what is only looked at may be anywhere"
+    )
     assert {task.id for task in delays.find(session=session)} == {here.id, there.id}
     assert delays.cancel(99, session=session).status is None
     with pytest.raises(TaskNotFoundError):
@@ -330,7 +377,10 @@ def test_what_is_to_be_moved_in_a_session_must_be_on_its_shard(delays: DelayTask
 
 def test_a_session_on_none_of_the_shards_is_refused(delays: DelayTasks) -> None:
     engine = create_engine("sqlite://")
-    with Session(engine) as session, pytest.raises(ShardMismatchError, match=r"none of delaytasks_database_url"):
+    with (
+        Session(engine) as session,
+        pytest.raises(ShardMismatchError, match=r"none of delaytasks_database_url"),
+    ):
         delays.schedule_delay(TAG, None, 60, session=session)
 
 

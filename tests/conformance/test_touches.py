@@ -13,8 +13,8 @@ from sqlalchemy.orm import Session
 from delaytasks import DelayTask, DelayTasks, NewTask, Status
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.states import MOVES
-from delaytasks.store import touches
-from delaytasks.store.store import Store
+from delaytasks.storage import touches
+from delaytasks.storage.store import Store
 from tests.recording import RecordingTimer
 from tests.waiting import wait_until
 
@@ -37,7 +37,9 @@ def lateness(delays: DelayTasks, task: DelayTask) -> float:
 # -- which ----------------------------------------------------------------------------------------
 
 
-def test_many_are_pushed_away_and_those_that_do_not_wait_are_told(store: Store, delays: DelayTasks) -> None:
+def test_many_are_pushed_away_and_those_that_do_not_wait_are_told(
+    store: Store, delays: DelayTasks
+) -> None:
     tasks = {status: schedule(delays) for status in Status}
     for status, task in tasks.items():
         set_status(store, task, status)
@@ -55,10 +57,17 @@ def test_many_named_by_keys_are_pushed_away_and_the_keys_that_nobody_has_are_tol
     other = delays.schedule_delay("other", {}, 5, key="elsewhere")
     set_status(store, runs, Status.RUNNING)
     delays.cancel(ends)
-    gone = delays.touch_many(tag="lost", keys=["never", "waits", "runs", "ends", "elsewhere"], delay=60)
+    gone = delays.touch_many(
+        tag="lost", keys=["never", "waits", "runs", "ends", "elsewhere"], delay=60
+    )
     assert gone == ["never", "runs", "ends", "elsewhere"], "in the order given"
     assert lateness(delays, waits) > 50
-    assert delays.touch(tag="lost", key="runs", delay=60) is delays.touch(runs, 60) is delays.touch(ends, 60) is False
+    assert (
+        delays.touch(tag="lost", key="runs", delay=60)
+        is delays.touch(runs, 60)
+        is delays.touch(ends, 60)
+        is False
+    )
     assert lateness(delays, runs) == lateness(delays, ends) == lateness(delays, other) == 0
 
 
@@ -66,7 +75,9 @@ def test_keys_that_changed_hands_after_the_transaction_began_name_the_tasks_that
     delays: DelayTasks, database_url: str
 ) -> None:
     if not database_url.startswith(("mysql", "postgresql")):
-        pytest.skip("a transaction on SQLite that has read cannot write once another one has written")
+        pytest.skip(
+            "a transaction on SQLite that has read cannot write once another one has written"
+        )
     engine = create_engine(database_url)
     before, keys = schedule(delays, key="moved"), ["moved", "new"]
     with Session(engine) as session:
@@ -85,7 +96,9 @@ def test_what_is_gone_is_scheduled_anew_by_the_same_loop_that_begins_it(delays: 
     alive = [f"device {n}" for n in range(5)]
     for _ in range(2):
         gone = delays.touch_many(tag="lost", keys=alive, delay=60)
-        delays.schedule_many((NewTask("lost", {}, 60, key=key) for key in gone), on_conflict="replace")
+        delays.schedule_many(
+            (NewTask("lost", {}, 60, key=key) for key in gone), on_conflict="replace"
+        )
         delays.cancel(tag="lost", key="device 3")
     assert gone == ["device 3"]
     assert len(delays.find(status="NOT_COMPLETE")) == 4
@@ -101,9 +114,13 @@ def test_touching_never_makes_a_task_earlier(delays: DelayTasks) -> None:
     assert lateness(delays, single) == 0
 
 
-def test_ids_are_taken_in_every_form_from_anything_that_can_be_counted_off(delays: DelayTasks) -> None:
+def test_ids_are_taken_in_every_form_from_anything_that_can_be_counted_off(
+    delays: DelayTasks,
+) -> None:
     a, b, c = (schedule(delays) for _ in range(3))
-    assert delays.touch_many(iter([a, str(b.id), c.id, c.id, 77, "77"]), timedelta(minutes=1)) == [77]
+    assert delays.touch_many(iter([a, str(b.id), c.id, c.id, 77, "77"]), timedelta(minutes=1)) == [
+        77
+    ]
     assert min(lateness(delays, task) for task in (a, b, c)) > 50
     assert delays.touch_many([], 60) == delays.touch_many(tag="lost", keys=(), delay=60) == []
 
@@ -124,14 +141,18 @@ def test_nothing_is_sent_for_what_is_touched(delays: DelayTasks, timer: Recordin
 def test_a_heartbeat_is_one_statement(delays: DelayTasks) -> None:
     task = schedule(delays, key="k")
     seen: list[str] = []
-    event.listen(delays.store.database.auto, "before_cursor_execute", lambda *given: seen.append(given[2]))
+    event.listen(
+        delays.store.database.auto, "before_cursor_execute", lambda *given: seen.append(given[2])
+    )
     assert delays.touch(tag="lost", key="k", delay=60)
     assert delays.touch(task, 70)
     assert len(seen) == 2, seen
 
 
-def test_many_are_a_few_statements_however_many(delays: DelayTasks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(touches, "LOT", 30)
+def test_many_are_a_few_statements_however_many(
+    delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(touches, "BATCH_ROWS", 30)
     keys = [f"k{n}" for n in range(80)]
     delays.schedule_many([NewTask("lost", {}, 5, key=key) for key in keys])
     seen: list[str] = []
@@ -140,11 +161,13 @@ def test_many_are_a_few_statements_however_many(delays: DelayTasks, monkeypatch:
     assert delays.touch_many(tag="lost", keys=keys, delay=60) == []
     named = [statement for statement in seen if "yb_delay" in statement]
     assert len(named) == 3 * 3, "keys, lock, update, for each of three lots"
-    assert all(task.expected_time > delays.clock.now() + timedelta(seconds=50) for task in delays.find())
+    assert all(
+        task.expected_time > delays.clock.now() + timedelta(seconds=50) for task in delays.find()
+    )
 
 
 @pytest.fixture
-def holder(store: Store) -> Iterator[Connection]:
+def owner(store: Store) -> Iterator[Connection]:
     """Somebody else's transaction, which stays open."""
     with store.database.tx.connect() as connection:
         yield connection
@@ -156,50 +179,54 @@ def has_row_locks(store: Store) -> bool:
 
 
 def test_a_row_that_somebody_has_locked_is_waited_for_and_keeps_no_other_waiting(
-    store: Store, delays: DelayTasks, holder: Connection, monkeypatch: pytest.MonkeyPatch
+    store: Store, delays: DelayTasks, owner: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_row_locks(store):
         return
-    monkeypatch.setattr(touches, "LOT", 2)
+    monkeypatch.setattr(touches, "BATCH_ROWS", 2)
     tasks = [schedule(delays) for _ in range(5)]
-    store.tasks.reschedule(tasks[0].id, tasks[0].expected_time, on=holder)
+    store.tasks.reschedule(tasks[0].id, tasks[0].expected_time, on=owner)
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(delays.touch_many, tasks, 60)
         for task in tasks[1:]:
             wait_until(lambda task=task: lateness(delays, task) > 50, 3, "the others")  # type: ignore[misc]
         assert not call.done()
-        holder.commit()
+        owner.commit()
         assert call.result(5) == []
     assert lateness(delays, tasks[0]) > 50
 
 
-def test_a_row_that_a_worker_claims_meanwhile_is_told(store: Store, delays: DelayTasks, holder: Connection) -> None:
+def test_a_row_that_a_worker_claims_meanwhile_is_told(
+    store: Store, delays: DelayTasks, owner: Connection
+) -> None:
     if not has_row_locks(store):
         return
     waits, claimed = schedule(delays), schedule(delays)
     t = store.schema.tasks
-    holder.execute(update(t).where(t.c.id == claimed.id).values(status=int(Status.RUNNING)))
+    owner.execute(update(t).where(t.c.id == claimed.id).values(status=int(Status.RUNNING)))
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(delays.touch_many, [waits, claimed], 60)
         wait_until(lambda: lateness(delays, waits) > 50, 3, "the other")
-        holder.commit()
+        owner.commit()
         assert call.result(5) == [claimed.id]
     assert lateness(delays, claimed) == 0
 
 
 def test_a_row_that_stays_locked_is_an_error_and_the_others_are_pushed_away(
-    store: Store, delays: DelayTasks, holder: Connection, monkeypatch: pytest.MonkeyPatch
+    store: Store, delays: DelayTasks, owner: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_row_locks(store):
         return
     tasks = [schedule(delays) for _ in range(2)]
-    store.tasks.reschedule(tasks[0].id, tasks[0].expected_time, on=holder)
+    store.tasks.reschedule(tasks[0].id, tasks[0].expected_time, on=owner)
     with pytest.raises(StoreUnavailableError, match="busy"):
         delays.touch_many(tasks, 60)
     assert [lateness(delays, task) > 50 for task in tasks] == [False, True]
 
 
-def test_callers_who_touch_the_same_rows_in_other_orders_do_not_deadlock(delays: DelayTasks) -> None:
+def test_callers_who_touch_the_same_rows_in_other_orders_do_not_deadlock(
+    delays: DelayTasks,
+) -> None:
     """A deadlock in a caller's transaction is an error, so it would be seen."""
     tasks = [schedule(delays, key=f"k{n}") for n in range(40)]
 
@@ -207,10 +234,14 @@ def test_callers_who_touch_the_same_rows_in_other_orders_do_not_deadlock(delays:
         turned = tasks[::-1] if number % 2 else tasks[number:] + tasks[:number]
         with delays.store.database.begin() as connection:
             if number % 3:
-                gone: list[int] | list[str] = delays.touch_many(turned, 10 + number, session=connection)
+                gone: list[int] | list[str] = delays.touch_many(
+                    turned, 10 + number, session=connection
+                )
             else:
                 keys = [str(task.key) for task in turned]
-                gone = delays.touch_many(tag="lost", keys=keys, delay=10 + number, session=connection)
+                gone = delays.touch_many(
+                    tag="lost", keys=keys, delay=10 + number, session=connection
+                )
         return len(gone)
 
     with ThreadPoolExecutor(4) as pool:

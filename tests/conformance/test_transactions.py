@@ -23,9 +23,9 @@ from delaytasks.core.errors import (
     StoreUnavailableError,
     TaskNotFoundError,
 )
-from delaytasks.store import inserts, rows
-from delaytasks.store.store import Store
-from delaytasks.store.units import _waiting, unit_of
+from delaytasks.storage import inserts, rows
+from delaytasks.storage.store import Store
+from delaytasks.storage.transactions import _waiting, transaction_of
 from tests.recording import RecordingTimer, delays_on, record
 
 
@@ -51,7 +51,9 @@ class Shop:
 
     def keys(self) -> int:
         with self._store.database.auto.connect() as connection:
-            return connection.execute(select(func.count()).select_from(self._store.schema.keys)).scalar_one()
+            return connection.execute(
+                select(func.count()).select_from(self._store.schema.keys)
+            ).scalar_one()
 
     def set_status(self, task: DelayTask, status: Status) -> None:
         t = self._store.schema.tasks
@@ -72,7 +74,9 @@ def own_engine(url: str, **options: Any) -> Engine:
     engine = create_engine(url, **options)
     if engine.dialect.name == "sqlite":
         # As SQLAlchemy's documentation tells those who want savepoints with SQLite.
-        event.listen(engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None))
+        event.listen(
+            engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None)
+        )
         event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
     return engine
 
@@ -93,7 +97,9 @@ def test_a_row_is_seen_and_armed_after_the_commit_and_its_id_known_before(shop: 
     with shop.session() as session:
         task = shop.schedule(session)
         many: list[DelayTask] = []
-        shop.delays.schedule_many([("mail", n, 5) for n in range(3)], session=session, on_batch=many.extend)
+        shop.delays.schedule_many(
+            [("mail", n, 5) for n in range(3)], session=session, on_batch=many.extend
+        )
         assert task.id
         assert shop.delays.get(task, session=session).body == {"n": 1}
         assert (shop.seen(), shop.timer.ids) == (set(), [])
@@ -148,11 +154,19 @@ def end_by_losing_the_connection(session: Session) -> None:
     session.rollback()
 
 
-ENDS = [end_by_rollback, end_by_close, end_by_reset, end_by_invalidation, end_by_losing_the_connection]
+ENDS = [
+    end_by_rollback,
+    end_by_close,
+    end_by_reset,
+    end_by_invalidation,
+    end_by_losing_the_connection,
+]
 
 
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
-def test_what_is_not_committed_is_neither_a_row_nor_armed(shop: Shop, end: Callable[[Session], None]) -> None:
+def test_what_is_not_committed_is_neither_a_row_nor_armed(
+    shop: Shop, end: Callable[[Session], None]
+) -> None:
     session = shop.session()
     shop.schedule(session)
     shop.schedule(session, key="k")
@@ -200,7 +214,9 @@ def test_what_a_savepoint_takes_back_is_neither_a_row_nor_armed(shop: Shop) -> N
         session.commit()
     ids = [before.id, kept.id, after.id]
     assert (shop.seen(), shop.timer.ids) == (set(ids), ids)
-    assert shop.timer.armed[1].due_us == to_us(kept.expected_time), "a session tells of the commit after it"
+    assert shop.timer.armed[1].due_us == to_us(kept.expected_time), (
+        "a session tells of the commit after it"
+    )
 
 
 def test_what_an_outer_savepoint_takes_back_includes_the_inner_ones(shop: Shop) -> None:
@@ -270,7 +286,9 @@ def test_far_tasks_are_not_armed_at_the_commit(shop: Shop) -> None:
 @pytest.mark.parametrize("on", ["session", "connection"])
 def test_many_far_tasks_are_not_held_in_memory_until_the_commit(shop: Shop, on: str) -> None:
     with shop.session() if on == "session" else shop.engine.connect() as caller:
-        assert shop.delays.schedule_many((("far", n, 86_400) for n in range(20)), session=caller) == 20
+        assert (
+            shop.delays.schedule_many((("far", n, 86_400) for n in range(20)), session=caller) == 20
+        )
         gc.collect()
         assert not [it for it in gc.get_objects() if type(it) is DelayTask and it.tag == "far"]
         caller.commit()
@@ -340,11 +358,18 @@ def test_a_connection_in_autocommit_arms_at_once(shop: Shop, database_url: str) 
     ids: list[int] = []
     plain = create_engine(database_url)
     engine = create_engine(database_url, isolation_level="AUTOCOMMIT")
-    for connection in (plain.connect().execution_options(isolation_level="AUTOCOMMIT"), engine.connect()):
+    for connection in (
+        plain.connect().execution_options(isolation_level="AUTOCOMMIT"),
+        engine.connect(),
+    ):
         with connection:
             ids.append(shop.schedule(connection).id)
             ids.append(shop.schedule(connection, key=f"k{len(ids)}").id)
-            shop.delays.schedule_many([("mail", {}, 5)], session=connection, on_batch=lambda lot: ids.append(lot[0].id))
+            shop.delays.schedule_many(
+                [("mail", {}, 5)],
+                session=connection,
+                on_batch=lambda batch: ids.append(batch[0].id),
+            )
             assert (shop.seen(), shop.timer.ids) == (set(ids), ids)
             assert bool(shop.delays.cancel(ids[0], session=connection)) is (len(ids) == 3)
     plain.dispose()
@@ -380,7 +405,9 @@ def test_a_lot_that_is_written_again_as_its_answer_was_lost_is_there_once(
     tasks, builder = shop.delays.store.tasks, shop.delays.producer._builder
     ids, together = [builder._make_id() for _ in range(3)], tasks.together
     monkeypatch.setattr(builder, "_make_id", iter([ids[0], old.id, *ids[1:]]).__next__)
-    monkeypatch.setattr(tasks, "together", lambda work, id: together(work, id) and together(work, id))
+    monkeypatch.setattr(
+        tasks, "together", lambda work, id: together(work, id) and together(work, id)
+    )
     told: list[DelayTask] = []
     many = [*(NewTask("mail", n, 5) for n in range(3)), NewTask("mail", 3, 5, key="k")]
     assert shop.delays.schedule_many(many, on_batch=told.extend) == 4
@@ -445,7 +472,9 @@ def test_an_async_session_is_given_as_its_sync_session(store: Store, database_ur
             await session.commit()
             # Outside of run_sync no driver can wait, and the error says so.
             for given in (session, session.sync_session):
-                with pytest.raises(SessionUnusableError, match=r"await session\.run_sync\(lambda session: "):
+                with pytest.raises(
+                    SessionUnusableError, match=r"await session\.run_sync\(lambda session: "
+                ):
                     schedule(given)
             gc.collect()  # what was not awaited is complained of here
             await session.rollback()
@@ -494,7 +523,9 @@ def test_replacing_belongs_to_the_callers_transaction(shop: Shop, ending: str) -
         getattr(session, ending)()
     now = shop.delays.get(tag="mail", key="k")
     assert now.body == ({"n": 1} if ending == "commit" else {"old": 1})
-    assert [(entry.id, entry.version) for entry in shop.timer.armed] == ([(held.id, 1)] if ending == "commit" else [])
+    assert [(entry.id, entry.version) for entry in shop.timer.armed] == (
+        [(held.id, 1)] if ending == "commit" else []
+    )
 
 
 def test_an_id_that_exists_leaves_no_key_behind(shop: Shop) -> None:
@@ -525,13 +556,18 @@ def test_two_callers_with_one_key_wait_for_each_other(shop: Shop) -> None:
 @pytest.mark.parametrize("ending", ["commit", "rollback"])
 def test_moves_belong_to_the_callers_transaction(shop: Shop, ending: str) -> None:
     d, is_kept = shop.delays, ending == "commit"
-    cancelled, moved, touched, failed, listed = (d.schedule_delay("mail", {}, 100, key=f"k{n}") for n in range(5))
+    cancelled, moved, touched, failed, listed = (
+        d.schedule_delay("mail", {}, 100, key=f"k{n}") for n in range(5)
+    )
     shop.set_status(failed, Status.FAILED)
     with shop.session() as session:
         assert d.cancel(tag="mail", key="k0", session=session)
         assert d.reschedule(moved, 5, session=session).version == 1
         assert d.touch(touched, 500, session=session)
-        assert d.touch_many(tag="mail", keys=["k0", "k4", "new"], delay=500, session=session) == ["k0", "new"]
+        assert d.touch_many(tag="mail", keys=["k0", "k4", "new"], delay=500, session=session) == [
+            "k0",
+            "new",
+        ]
         assert d.retry(failed, 5, session=session).status is Status.NOT_COMPLETE
         assert d.get(cancelled, session=session).status is Status.CANCELLED
         assert [one.id for one in d.find(status="CANCELLED", session=session)] == [cancelled.id]
@@ -550,7 +586,9 @@ def test_moves_belong_to_the_callers_transaction(shop: Shop, ending: str) -> Non
 @pytest.mark.parametrize("ending", ["commit", "rollback"])
 def test_what_was_armed_before_a_move_is_disarmed_after_its_commit(shop: Shop, ending: str) -> None:
     d = shop.delays
-    cancelled, moved, replaced = (d.schedule_delay("mail", {}, 5, key=f"k{n}", priority=n) for n in range(3))
+    cancelled, moved, replaced = (
+        d.schedule_delay("mail", {}, 5, key=f"k{n}", priority=n) for n in range(3)
+    )
     with shop.session() as session:
         d.cancel(cancelled, session=session)
         d.reschedule(moved, 3600, session=session)
@@ -559,7 +597,9 @@ def test_what_was_armed_before_a_move_is_disarmed_after_its_commit(shop: Shop, e
         assert shop.timer.disarmed == []
         getattr(session, ending)()
     old = [(task.id, 0, task.queue, task.priority) for task in (cancelled, moved, replaced)]
-    disarmed = [(entry.id, entry.version, entry.queue, entry.priority) for entry in shop.timer.disarmed]
+    disarmed = [
+        (entry.id, entry.version, entry.queue, entry.priority) for entry in shop.timer.disarmed
+    ]
     assert disarmed == (old if ending == "commit" else [])
 
 
@@ -584,7 +624,9 @@ def test_a_task_is_scheduled_and_cancelled_in_one_transaction(shop: Shop) -> Non
 # -- transactions that can not be used ------------------------------------------------------------
 
 
-def every_call(shop: Shop, task: DelayTask, failed: DelayTask, session: Any) -> list[Callable[[], Any]]:
+def every_call(
+    shop: Shop, task: DelayTask, failed: DelayTask, session: Any
+) -> list[Callable[[], Any]]:
     d = shop.delays
     return [
         lambda: shop.schedule(session),
@@ -664,7 +706,10 @@ def test_a_deadlock_in_the_callers_transaction_is_told_and_not_tried_again(shop:
 
     count_moves(shop.engine, statements)
     with ThreadPoolExecutor(2) as pool:
-        answers = sorted(future.result(20) for future in (pool.submit(move, one, other), pool.submit(move, other, one)))
+        answers = sorted(
+            future.result(20)
+            for future in (pool.submit(move, one, other), pool.submit(move, other, one))
+        )
     assert [answer.split()[0] for answer in answers] == ["done", "refused"]
     assert "eadlock" in answers[1]
     assert int(answers[0].split()[1]) in shop.seen()
@@ -699,7 +744,7 @@ def test_errors_about_the_callers_transaction_do_not_show_its_data(shop: Shop) -
     canary = "s3cr3t-canary"
     t = shop.delays.store.schema.tasks
     with shop.session() as session:
-        with pytest.raises(SessionUnusableError) as caught, unit_of(session).guard():
+        with pytest.raises(SessionUnusableError) as caught, transaction_of(session).guard():
             session.execute(insert(t).values(id=1, tag=None, message_body=canary))
         session.rollback()
     assert canary not in str(caught.value)
@@ -709,16 +754,22 @@ def test_errors_about_the_callers_transaction_do_not_show_its_data(shop: Shop) -
 
 
 @pytest.mark.parametrize("what", ["one", "keyed", "many"])
-def test_a_rollback_takes_all_back_on_sqlite_as_its_driver_comes(store: Store, database_url: str, what: str) -> None:
+def test_a_rollback_takes_all_back_on_sqlite_as_its_driver_comes(
+    store: Store, database_url: str, what: str
+) -> None:
     """Python's driver begins a transaction with the first INSERT only; a savepoint before it would commit."""
     delays = delays_on(database_url, table_prefix="s_")
     timer = record(delays)
     engine = create_engine(database_url)
     with Session(engine) as session:
         if what == "many":
-            delays.schedule_many([("mail", {}, 5), NewTask("mail", {}, 5, key="k")], session=session)
+            delays.schedule_many(
+                [("mail", {}, 5), NewTask("mail", {}, 5, key="k")], session=session
+            )
         else:
-            delays.schedule_delay("mail", {}, 5, key="k" if what == "keyed" else None, session=session)
+            delays.schedule_delay(
+                "mail", {}, 5, key="k" if what == "keyed" else None, session=session
+            )
         session.rollback()
     assert len(delays.find()) == 0
     assert timer.ids == []

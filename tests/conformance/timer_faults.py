@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from sqlalchemy import update
 
-from delaytasks.store.types import db_now_plus
+from delaytasks.storage.types import db_now_plus
 from delaytasks.timers.redis import RedisTimer
 from tests.conformance.timers import ALONE, TIMERS, burst, ran_once
 from tests.proxy import proxy_to
@@ -27,11 +27,20 @@ class Rig:
     """A deployment whose broker, and the Redis that the timer may have besides, can go away or lose what they hold."""
 
     def __init__(
-        self, folder: Path, database_url: str, broker: str, broker_url: str, redis: RedisServer, **settings: Any
+        self,
+        folder: Path,
+        database_url: str,
+        broker: str,
+        broker_url: str,
+        redis: RedisServer,
+        **settings: Any,
     ) -> None:
         self._redis = redis
         self._proxies = [proxy_to(url) for url in (broker_url, redis.url)]
-        urls = [proxy.url(url) for proxy, url in zip(self._proxies, (broker_url, redis.url), strict=True)]
+        urls = [
+            proxy.url(url)
+            for proxy, url in zip(self._proxies, (broker_url, redis.url), strict=True)
+        ]
         self.deployment = Deployment(
             folder, database_url, urls[0], BROKERS[broker][1], **{"redis_url": urls[1], **settings}
         )
@@ -80,15 +89,31 @@ class TimersUnderFaults:
 
         def new(**settings: Any) -> Rig:
             redis = start_redis()
-            url = redis.url if self.broker == "redis" else request.getfixturevalue(BROKERS[self.broker][0])
-            made.append(Rig(tmp_path, postgresql_url, self.broker, url, redis, timer=request.param, **settings))
+            url = (
+                redis.url
+                if self.broker == "redis"
+                else request.getfixturevalue(BROKERS[self.broker][0])
+            )
+            made.append(
+                Rig(
+                    tmp_path,
+                    postgresql_url,
+                    self.broker,
+                    url,
+                    redis,
+                    timer=request.param,
+                    **settings,
+                )
+            )
             return made[-1]
 
         yield new
         for rig in made:
             rig.close()
 
-    def test_what_is_armed_waits_for_a_worker_and_outlives_one_that_is_stopped(self, make: Make) -> None:
+    def test_what_is_armed_waits_for_a_worker_and_outlives_one_that_is_stopped(
+        self, make: Make
+    ) -> None:
         d = make(**ALONE).deployment
         d.delays.sweeper.sweep()  # the last one for a minute
         early = [d.schedule() for _ in range(10)]
@@ -105,7 +130,9 @@ class TimersUnderFaults:
         held = [d.schedule(delay=3) for _ in range(20)]  # long enough that none runs when it dies
         ran_once(d, [d.schedule()])  # its message came after theirs
         first.kill()
-        assert messages(d) == [], "acknowledged on receipt: no timeout of a broker's has anything to deliver again"
+        assert messages(d) == [], (
+            "acknowledged on receipt: no timeout of a broker's has anything to deliver again"
+        )
         assert unacknowledged(d) == 0, "nor has Celery's of Redis"
         d.worker()
         ran_once(d, held, deadline_s=3 + R1_S + SLACK_S)
@@ -127,7 +154,9 @@ class TimersUnderFaults:
             rig.heal()
         ran_once(d, tasks, deadline_s=R1_S + SLACK_S)
 
-    def test_far_tasks_are_rows_only_until_a_sweep_arms_them_many_together(self, make: Make) -> None:
+    def test_far_tasks_are_rows_only_until_a_sweep_arms_them_many_together(
+        self, make: Make
+    ) -> None:
         d = make(**ALONE).deployment
 
         def waiting() -> list[list[int]]:
@@ -160,11 +189,15 @@ def unacknowledged(d: Deployment) -> int:
     """What Redis would deliver again after its visibility timeout; brokers that see a connection end already have."""
     with d.delays.celery.connection_for_write() as connection:
         channel = connection.default_channel
-        return int(channel.client.hlen(channel.unacked_key)) if hasattr(channel, "unacked_key") else 0
+        return (
+            int(channel.client.hlen(channel.unacked_key)) if hasattr(channel, "unacked_key") else 0
+        )
 
 
 def slots(timer: RedisTimer) -> list[list[int]]:
     """The ids that wait in each slot."""
-    members = [timer.link.connect().zrange(timer.keys(slot)[0], 0, -1) for slot in timer.slots("default")]
+    members = [
+        timer.link.connect().zrange(timer.keys(slot)[0], 0, -1) for slot in timer.slots("default")
+    ]
     found = [[int(member.split(b":")[0]) for member in some if member != b"."] for some in members]
     return [ids for ids in found if ids]

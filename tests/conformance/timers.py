@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 from delaytasks import DelayTask, NewTask, Status
 from delaytasks.core.clock import to_us
-from delaytasks.core.ports import Entry
+from delaytasks.core.interfaces import Entry
 from delaytasks.timers.redis import RedisTimer
 from tests.running import BROKERS, Deployment
 from tests.waiting import IS_LONG, SLACK_S, wait_until
@@ -42,7 +42,11 @@ class Row(NamedTuple):
 
 def read(d: Deployment, tasks: Iterable[DelayTask]) -> list[Row]:
     t = d.store.schema.tasks
-    query = select(*(t.c[name] for name in Row._fields)).where(t.c.id.in_([task.id for task in tasks])).order_by(t.c.id)
+    query = (
+        select(*(t.c[name] for name in Row._fields))
+        .where(t.c.id.in_([task.id for task in tasks]))
+        .order_by(t.c.id)
+    )
     with d.store.database.auto.connect() as connection:
         return [Row(*row) for row in connection.execute(query)]
 
@@ -62,10 +66,14 @@ def ran_once(d: Deployment, tasks: Sequence[DelayTask], deadline_s: float = 20) 
     return rows
 
 
-def burst(d: Deployment, tag: str, count: int, due_s: float = 0.5, **options: Any) -> list[DelayTask]:
+def burst(
+    d: Deployment, tag: str, count: int, due_s: float = 0.5, **options: Any
+) -> list[DelayTask]:
     """Scheduled together, all due at one instant."""
     due, tasks = d.delays.clock.now() + timedelta(seconds=due_s), list[DelayTask]()
-    d.delays.schedule_many((NewTask(tag, when=due, **options) for _ in range(count)), on_batch=tasks.extend)
+    d.delays.schedule_many(
+        (NewTask(tag, when=due, **options) for _ in range(count)), on_batch=tasks.extend
+    )
     return tasks
 
 
@@ -96,7 +104,11 @@ class Timers:
     ) -> Iterator[Deployment]:
         fixture, conf = BROKERS[cls.broker]
         settings = {**ALONE, "timer": request.param, "redis_url": redis_url}
-        place = (tmp_path_factory.mktemp("timers"), postgresql_url, request.getfixturevalue(fixture))
+        place = (
+            tmp_path_factory.mktemp("timers"),
+            postgresql_url,
+            request.getfixturevalue(fixture),
+        )
         deployment = Deployment(*place, conf, **settings)
         deployment.delays.sweeper.sweep()  # the last one for a minute
         queue = deployment.settings["namespace"] + ".{}"
@@ -128,23 +140,31 @@ class Timers:
         ran_once(d, [after])
         assert did_not_run(d, task).status is Status.CANCELLED
 
-    def test_a_task_that_is_rescheduled_for_later_runs_at_the_new_time_only(self, d: Deployment) -> None:
+    def test_a_task_that_is_rescheduled_for_later_runs_at_the_new_time_only(
+        self, d: Deployment
+    ) -> None:
         task = d.schedule(delay=0.4)
         later = d.delays.reschedule(task, 0.6)
         [row] = ran_once(d, [task])
         assert row.expected_time == later.expected_time
 
     @pytest.mark.parametrize("delay_s", [30, 3600], ids=["near", "far"])
-    def test_a_task_that_is_rescheduled_for_earlier_runs_then(self, d: Deployment, delay_s: float) -> None:
+    def test_a_task_that_is_rescheduled_for_earlier_runs_then(
+        self, d: Deployment, delay_s: float
+    ) -> None:
         task = d.schedule(delay=delay_s)
         d.delays.reschedule(task, 0.3)
         ran_once(d, [task])
 
-    def test_a_replaced_task_runs_once_with_the_new_body_at_the_new_time(self, d: Deployment) -> None:
+    def test_a_replaced_task_runs_once_with_the_new_body_at_the_new_time(
+        self, d: Deployment
+    ) -> None:
         for first_s, second_s in ((0.4, 0.6), (30, 0.3)):
             key = f"replaced after {first_s}"
             d.schedule("test.word", first_s, key=key, body={"word": "old"})
-            task = d.schedule("test.word", second_s, key=key, on_conflict="replace", body={"word": "new"})
+            task = d.schedule(
+                "test.word", second_s, key=key, on_conflict="replace", body={"word": "new"}
+            )
             ran_once(d, [task])
             assert [run[1] for run in d.runs() if run[0] == str(task.id)] == ["new"]
 
@@ -176,11 +196,16 @@ class Timers:
         ran_once(d, [task])
         assert time.monotonic() - began < d.r1_s() + SLACK_S
 
-    def test_what_has_a_higher_priority_runs_first_when_processes_are_busy(self, d: Deployment) -> None:
+    def test_what_has_a_higher_priority_runs_first_when_processes_are_busy(
+        self, d: Deployment
+    ) -> None:
         d.schedule("test.sleep", 0, queue="mail", body={"seconds": 0.8})
         wait_until(lambda: d.runs()[-1][1] == "began", 10, "the sleeper to begin")
         body, options = {"file": str(d.file)}, {"queue": "mail", "due_s": 0.3}
-        low, high = (burst(d, "test.note", 20, body=body, priority=priority, **options) for priority in (1, 8))
+        low, high = (
+            burst(d, "test.note", 20, body=body, priority=priority, **options)
+            for priority in (1, 8)
+        )
         ran_once(d, low + high)
         order = [run[0] for run in d.runs()]
         first = sorted(low + high, key=lambda task: order.index(str(task.id)))[:20]
@@ -223,7 +248,10 @@ class Timers:
         did_not_run(d, cancelled)
 
     def test_garbage_is_dropped_and_spoils_nothing(self, d: Deployment) -> None:
-        near, far = burst(d, "test.note", 30, due_s=1, body={"file": str(d.file)}), d.schedule(delay=3600)
+        near, far = (
+            burst(d, "test.note", 30, due_s=1, body={"file": str(d.file)}),
+            d.schedule(delay=3600),
+        )
         publish_garbage(d, near[0], far)
         if isinstance(timer := d.delays.inline_timer, RedisTimer):
             put_garbage(timer, near[0], far)
@@ -235,7 +263,12 @@ class Timers:
 
 def publish_garbage(d: Deployment, near: DelayTask, far: DelayTask) -> None:
     """What anybody may write into our queue."""
-    id, version, due_us, now_us = near.id, near.version, to_us(near.expected_time), d.delays.clock.now_us()
+    id, version, due_us, now_us = (
+        near.id,
+        near.version,
+        to_us(near.expected_time),
+        d.delays.clock.now_us(),
+    )
     payloads: list[Any] = [
         [[], {}, {}],
         ["x", {}, {}],
@@ -255,7 +288,11 @@ def publish_garbage(d: Deployment, near: DelayTask, far: DelayTask) -> None:
     with d.delays.celery.connection_for_write() as connection:
         producer = connection.Producer(serializer="json")
         headers = {"task": "delaytasks.run", "id": "forged", "lang": "py"}
-        place = {"exchange": "", "routing_key": d.settings["namespace"] + ".default", "headers": headers}
+        place = {
+            "exchange": "",
+            "routing_key": d.settings["namespace"] + ".default",
+            "headers": headers,
+        }
         for payload in payloads:
             producer.publish(payload, **place)
         pickled = {"content_type": "application/x-python-serialize", "content_encoding": "binary"}
@@ -265,8 +302,28 @@ def publish_garbage(d: Deployment, near: DelayTask, far: DelayTask) -> None:
 def put_garbage(timer: RedisTimer, near: DelayTask, far: DelayTask) -> None:
     """What anybody may add to our slots, due together with what is near: some to each."""
     due_ms = -(-to_us(near.expected_time) // 1000)
-    members = ["", "x", "1", ":", "1:", ":0", "1:2:3:4", "-1:0", "1:-1", "1:0:10000000", "1.5:0", "é", "0:0", "1:0 5"]
-    members += [f"{near.id}:{near.version + 7}", f" {near.id}:{near.version}", f"{2**62}:0", "9" * 400 + ":0"]
+    members = [
+        "",
+        "x",
+        "1",
+        ":",
+        "1:",
+        ":0",
+        "1:2:3:4",
+        "-1:0",
+        "1:-1",
+        "1:0:10000000",
+        "1.5:0",
+        "é",
+        "0:0",
+        "1:0 5",
+    ]
+    members += [
+        f"{near.id}:{near.version + 7}",
+        f" {near.id}:{near.version}",
+        f"{2**62}:0",
+        "9" * 400 + ":0",
+    ]
     for number, slot in enumerate(timer.slots("default")):
         some = ["1 0", b"\xff", f"{far.id}:{far.version}", *members[number % 8 :: 8]]
         timer.link.connect().zadd(timer.keys(slot)[0], dict.fromkeys(some, due_ms))

@@ -61,8 +61,13 @@ def add_database(alias: str, url: str) -> None:
     from django.db import connections
 
     place = make_url(url)
-    engine = {"postgresql": "postgresql", "mysql": "mysql", "sqlite": "sqlite3"}[place.get_backend_name()]
-    options = {"sqlite3": {"transaction_mode": "IMMEDIATE", "timeout": 20}, "mysql": {"charset": "utf8mb4"}}
+    engine = {"postgresql": "postgresql", "mysql": "mysql", "sqlite": "sqlite3"}[
+        place.get_backend_name()
+    ]
+    options = {
+        "sqlite3": {"transaction_mode": "IMMEDIATE", "timeout": 20},
+        "mysql": {"charset": "utf8mb4"},
+    }
     entry: dict[str, Any] = {
         "ENGINE": f"django.db.backends.{engine}",
         "NAME": place.database,
@@ -72,7 +77,9 @@ def add_database(alias: str, url: str) -> None:
         "PORT": place.port or "",
         "OPTIONS": options.get(engine, {}),
     }
-    connections.settings[alias] = connections.configure_settings({"default": {}, alias: entry})[alias]
+    connections.settings[alias] = connections.configure_settings({"default": {}, alias: entry})[
+        alias
+    ]
 
 
 def remove_database(alias: str) -> None:

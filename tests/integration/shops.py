@@ -33,7 +33,11 @@ class Shop:
         self.broker_url = broker_url
         name = "shop" + secrets.token_hex(3)
         self.environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("DELAYTASKS_")},
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith("DELAYTASKS_")
+            },
             "PYTHONPATH": f"{self.project}{os.pathsep}{ROOT}",
             "SHOP_DATABASE_URL": database_url,
             "SHOP_NAMESPACE": name,
@@ -59,9 +63,13 @@ class Shop:
     def serve(self, *command: str) -> None:
         """Starts the web server, whose port and folder stand in the command as `{port}` and `{project}`."""
         port = free_port()
-        server = self._start("web", [part.format(port=port, project=self.project) for part in command])
+        server = self._start(
+            "web", [part.format(port=port, project=self.project) for part in command]
+        )
         self.url = f"http://127.0.0.1:{port}"
-        wait_until(lambda: self._answers() or server.ended(), 30, f"the shop\n{server.log()}", every_s=0.05)
+        wait_until(
+            lambda: self._answers() or server.ended(), 30, f"the shop\n{server.log()}", every_s=0.05
+        )
         assert not server.ended(), server.log()
 
     def work(self, *options: str) -> Process:
@@ -79,7 +87,9 @@ class Shop:
             "INFO",
         ]
         worker = self._start("worker", [*command, "--without-gossip", "--without-mingle", *options])
-        wait_until(lambda: " ready." in worker.log() or worker.ended(), 30, "the worker", every_s=0.05)
+        wait_until(
+            lambda: " ready." in worker.log() or worker.ended(), 30, "the worker", every_s=0.05
+        )
         assert not worker.ended(), worker.log()
         return worker
 
@@ -99,8 +109,12 @@ class Shop:
 
     def post(self, path: str, status: int, **fields: str) -> dict[str, Any]:
         answer = requests.post(self.url + path, data=fields, timeout=20)
-        assert answer.status_code == status, f"{answer.status_code} {answer.text[:2000]}\n{self.logs()}"
-        body: dict[str, Any] = answer.json() if answer.headers["content-type"] == "application/json" else {}
+        assert answer.status_code == status, (
+            f"{answer.status_code} {answer.text[:2000]}\n{self.logs()}"
+        )
+        body: dict[str, Any] = (
+            answer.json() if answer.headers["content-type"] == "application/json" else {}
+        )
         return body
 
     def status(self, number: int) -> str:

@@ -13,7 +13,14 @@ def test_tasks_run_in_time_by_amqps_and_who_does_not_know_the_certificate_sends_
     tmp_path: Path, postgresql_url: str, amqps: dict[str, Any]
 ) -> None:
     d = Deployment(
-        tmp_path, postgresql_url, amqps["broker_url"], amqps, sweep_s=30, self_sweep_s=60, grace_s=20, horizon_s=90
+        tmp_path,
+        postgresql_url,
+        amqps["broker_url"],
+        amqps,
+        sweep_s=30,
+        self_sweep_s=60,
+        grace_s=20,
+        horizon_s=90,
     )
     try:
         d.worker()

@@ -17,7 +17,9 @@ from delaytasks.embedded import find_server
 
 
 def _one() -> str:
-    installed = [s.name for s in SYSTEMS.values() if s.runs_on != "own" and environment.is_installed(s)]
+    installed = [
+        s.name for s in SYSTEMS.values() if s.runs_on != "own" and environment.is_installed(s)
+    ]
     if not installed:
         pytest.skip("no peer is installed: ./dev bench --peers installs them")
     return installed[0]
@@ -27,7 +29,18 @@ def test_a_peer_is_measured_beside_this_project(tmp_path: Path, postgresql_url: 
     if find_server() is None:
         pytest.skip("there is no Redis to start")
     name, file = _one(), tmp_path / "found.json"
-    command = [sys.executable, "-m", "benchmarks", "call", "burst", "--quick", "--json", str(file), "--peers", name]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "call",
+        "burst",
+        "--quick",
+        "--json",
+        str(file),
+        "--peers",
+        name,
+    ]
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -58,23 +71,34 @@ def test_each_peer_has_pinned_versions_and_a_program() -> None:
             assert environment.BULLMQ.exists()
 
 
-def test_what_can_not_be_installed_is_named_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_not_be_installed_is_named_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(environment, "FOLDER", tmp_path)
     monkeypatch.setattr(environment, "_stamps", tmp_path / "installed.json")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(environment.NotInstalledError, match="no Node here"):
         environment.install(SYSTEMS["bullmq"], print)
     with pytest.raises(environment.NotInstalledError, match=r"pip install: .*no_such_package"):
-        environment._call([sys.executable, "-m", "pip", "install", "--no-index", "no_such_package==1"], "pip install")
+        environment._call(
+            [sys.executable, "-m", "pip", "install", "--no-index", "no_such_package==1"],
+            "pip install",
+        )
 
 
 def test_an_unknown_name_is_answered_with_those_that_exist() -> None:
     command = [sys.executable, "-m", "benchmarks", "--peers", "sidekiq"]
-    done = subprocess.run(command, cwd=ROOT, env=_plain(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, cwd=ROOT, env=_plain(), capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 2
     assert "sidekiq" in done.stderr
     assert "pgqueuer" in done.stderr
 
 
 def _plain() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith(("DELAYTASKS_", "BENCH_"))}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("DELAYTASKS_", "BENCH_"))
+    }

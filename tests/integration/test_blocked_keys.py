@@ -53,7 +53,9 @@ class Broker:
             [task] = self.run_soon(1)
             return self.lateness_s(task) < QUICK["grace_s"]
 
-        wait_until(is_on_time, RETRY_S + 30, lambda: f"the queue to be used again\n{self.d.stacks()}")
+        wait_until(
+            is_on_time, RETRY_S + 30, lambda: f"the queue to be used again\n{self.d.stacks()}"
+        )
 
     def close(self) -> None:
         self.redis.flushall()
@@ -65,7 +67,9 @@ Open = Callable[..., Broker]
 
 
 @pytest.fixture
-def open_broker(tmp_path: Path, postgresql_url: str, start_redis: Callable[..., RedisServer]) -> Iterator[Open]:
+def open_broker(
+    tmp_path: Path, postgresql_url: str, start_redis: Callable[..., RedisServer]
+) -> Iterator[Open]:
     made: list[Broker] = []
 
     def make(*options: str, **settings: Any) -> Broker:
@@ -83,7 +87,11 @@ def test_a_worker_outlives_a_queue_whose_key_is_a_string(open_broker: Open, pool
     worker = broker.worker(pool=pool)
     broker.run_soon()
     broker.block(broker.queue)
-    wait_until(lambda: "queue.blocked" in worker.log(), 10 + SLACK_S, lambda: f"it to be told\n{broker.d.logs()}")
+    wait_until(
+        lambda: "queue.blocked" in worker.log(),
+        10 + SLACK_S,
+        lambda: f"it to be told\n{broker.d.logs()}",
+    )
     broker.run_soon()
     assert not worker.ended(), worker.log()
     line = next(line for line in worker.log().splitlines() if "queue.blocked" in line)
@@ -99,7 +107,11 @@ def test_a_worker_outlives_a_queue_whose_key_is_a_string(open_broker: Open, pool
 
 def test_a_worker_starts_where_a_queues_key_is_a_string(open_broker: Open) -> None:
     broker = open_broker()
-    for key in (broker.queue, f"_kombu.binding.{broker.queue}", f"_kombu.binding.permanent.{broker.queue}"):
+    for key in (
+        broker.queue,
+        f"_kombu.binding.{broker.queue}",
+        f"_kombu.binding.permanent.{broker.queue}",
+    ):
         broker.block(key)
     worker = broker.worker()
     broker.run_soon()
@@ -110,14 +122,20 @@ def test_a_worker_starts_where_a_queues_key_is_a_string(open_broker: Open) -> No
 
 
 @pytest.mark.parametrize(("key", "queue"), [("\x06\x163", "default"), ("", "mail")])
-def test_other_queues_are_on_time_while_one_is_blocked(open_broker: Open, key: str, queue: str) -> None:
+def test_other_queues_are_on_time_while_one_is_blocked(
+    open_broker: Open, key: str, queue: str
+) -> None:
     """Celery's own as well."""
     broker = open_broker()
     own = f"own-{broker.d.settings['namespace']}"
     worker = broker.worker("-Q", f"default,mail,{own}")
     broker.run_soon(1)
     broker.block(broker.queue + key)
-    wait_until(lambda: "queue.blocked" in worker.log(), 10 + SLACK_S, lambda: f"it to be told\n{broker.d.logs()}")
+    wait_until(
+        lambda: "queue.blocked" in worker.log(),
+        10 + SLACK_S,
+        lambda: f"it to be told\n{broker.d.logs()}",
+    )
     task = broker.d.schedule("test.mail", delay=1, queue=queue)
     broker.d.wait_for([task])
     late_s = (broker.d.delays.get(task).execution_time - task.expected_time).total_seconds()  # type: ignore[operator]
@@ -133,11 +151,21 @@ def test_a_worker_outlives_keys_of_celerys_own_that_are_strings(open_broker: Ope
     own = f"own-{broker.d.settings['namespace']}"
     worker = broker.worker("-Q", f"default,{own}")
     broker.run_soon(1)
-    for key in ("unacked", "unacked_index", "unacked_mutex", "_kombu.binding.celeryev", "_kombu.binding.celery.pidbox"):
+    for key in (
+        "unacked",
+        "unacked_index",
+        "unacked_mutex",
+        "_kombu.binding.celeryev",
+        "_kombu.binding.celery.pidbox",
+    ):
         broker.block(key)
     for _ in range(3):
         broker.d.delays.celery.send_task("no.such.task", queue=own)
-    wait_until(lambda: broker.redis.llen(own) == 0, 10, lambda: f"the messages to be read\n{broker.d.logs()}")
+    wait_until(
+        lambda: broker.redis.llen(own) == 0,
+        10,
+        lambda: f"the messages to be read\n{broker.d.logs()}",
+    )
     broker.run_soon()
     assert not worker.ended(), worker.log()
     assert worker.log().count("queue.blocked") <= 3
@@ -180,7 +208,9 @@ def test_a_worker_outlives_a_redis_that_refuses(open_broker: Open, breaks: str, 
         ("REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE"),
     ],
 )
-def test_the_redis_timer_outlives_a_redis_that_refuses(open_broker: Open, breaks: str, mends: str) -> None:
+def test_the_redis_timer_outlives_a_redis_that_refuses(
+    open_broker: Open, breaks: str, mends: str
+) -> None:
     broker = open_broker(timer="redis")
     worker = broker.worker()
     broker.run_soon()

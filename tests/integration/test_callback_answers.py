@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from delaytasks import Done, Retry
-from delaytasks.callbacks.connections import INTERIM_MAX
+from delaytasks.webhooks.connections import INTERIM_MAX
 from tests.certificates import self_signed
 from tests.integration.test_http_callbacks import Caller
 from tests.waiting import wait_until
@@ -49,7 +49,9 @@ def interim(status: int) -> bytes:
 
 @pytest.mark.parametrize("status", [100, 102, 103, 199])
 @pytest.mark.parametrize("joined", [True, False], ids=["one packet", "two packets"])
-def test_an_interim_answer_is_not_the_final_one(web: WebServer, caller: Caller, status: int, joined: bool) -> None:
+def test_an_interim_answer_is_not_the_final_one(
+    web: WebServer, caller: Caller, status: int, joined: bool
+) -> None:
     parts = [interim(status), interim(103), REFUSED]
     web.answers["/refused"] = raw(b"".join(parts)) if joined else raw(*parts)
     for _ in range(10):
@@ -58,7 +60,9 @@ def test_an_interim_answer_is_not_the_final_one(web: WebServer, caller: Caller, 
     assert web.accepted == 1, "the connection is kept"
 
 
-def test_a_final_answer_that_comes_long_after_its_interim_answer_is_not_the_next_callbacks(web: WebServer) -> None:
+def test_a_final_answer_that_comes_long_after_its_interim_answer_is_not_the_next_callbacks(
+    web: WebServer,
+) -> None:
     caller, go_on = Caller(total_s=10, read_s=10), threading.Event()
 
     def write(exchange: Exchange) -> None:
@@ -88,8 +92,12 @@ def test_interim_answers_are_bounded_in_number(web: WebServer, caller: Caller, s
     assert caller.post(web.url("/taken")) == Done()
 
 
-def test_a_switch_of_protocols_fails_and_closes_the_connection(web: WebServer, caller: Caller) -> None:
-    web.answers["/switch"] = raw(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\nConnection: Upgrade\r\n\r\n")
+def test_a_switch_of_protocols_fails_and_closes_the_connection(
+    web: WebServer, caller: Caller
+) -> None:
+    web.answers["/switch"] = raw(
+        b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\nConnection: Upgrade\r\n\r\n"
+    )
     assert caller.post(web.url("/switch")) == Retry(None, "HTTP 101")
     assert caller.post(web.url("/taken")) == Done()
     assert web.accepted == 2
@@ -105,23 +113,29 @@ LEFT_OVER = {
     + REFUSED,
     "an odd length": b"HTTP/1.1 200 OK\r\nContent-Length: +0\r\n\r\n" + REFUSED,
     "chunks with a length": (
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n" + REFUSED
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n"
+        + REFUSED
     ),
     "an unknown coding with a length": (
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\nContent-Length: 0\r\n\r\n" + REFUSED
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\nContent-Length: 0\r\n\r\n"
+        + REFUSED
     ),
 }
 
 
 @pytest.mark.parametrize("name", LEFT_OVER)
-def test_a_connection_with_unread_bytes_is_not_used_again(web: WebServer, caller: Caller, name: str) -> None:
+def test_a_connection_with_unread_bytes_is_not_used_again(
+    web: WebServer, caller: Caller, name: str
+) -> None:
     web.answers["/more"] = raw(LEFT_OVER[name])
     assert caller.post(web.url("/more")) == Done()
     assert caller.post(web.url("/taken")) == Done()
     assert web.accepted == 2
 
 
-def test_an_answer_whose_length_is_told_in_two_ways_costs_its_connection(web: WebServer, caller: Caller) -> None:
+def test_an_answer_whose_length_is_told_in_two_ways_costs_its_connection(
+    web: WebServer, caller: Caller
+) -> None:
     """Its end may be elsewhere for a proxy on the way, although nothing is left over yet."""
     for name, head in {
         "coded": b"Transfer-Encoding: gzip, chunked\r\nContent-Length: 0",
@@ -138,7 +152,9 @@ def test_an_answer_whose_length_is_told_in_two_ways_costs_its_connection(web: We
         caller.post(web.url("/taken"))
 
 
-def test_bytes_that_arrive_while_a_connection_is_idle_are_not_an_answer(web: WebServer, caller: Caller) -> None:
+def test_bytes_that_arrive_while_a_connection_is_idle_are_not_an_answer(
+    web: WebServer, caller: Caller
+) -> None:
     go_on, written = threading.Event(), threading.Event()
 
     def write(exchange: Exchange) -> None:
@@ -183,7 +199,9 @@ def test_a_connection_is_kept_after_every_proper_answer(web: WebServer, caller: 
     web.answers |= {
         "/length": answer(500, b"x" * 9000),
         "/none": raw(b"HTTP/1.1 204 No Content\r\n\r\n"),
-        "/chunks": raw(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: Chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n"),
+        "/chunks": raw(
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: Chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n"
+        ),
     }
     for _ in range(5):
         for path in ["/length", "/none", "/chunks", "/"]:
@@ -191,7 +209,9 @@ def test_a_connection_is_kept_after_every_proper_answer(web: WebServer, caller: 
     assert web.accepted == 1
 
 
-def test_hosts_that_share_an_address_do_not_share_a_connection(web: WebServer, caller: Caller) -> None:
+def test_hosts_that_share_an_address_do_not_share_a_connection(
+    web: WebServer, caller: Caller
+) -> None:
     for host in ["one.example", "two.example", "one.example"]:
         assert caller.post(web.url("/", host)) == Done()
     assert web.accepted == 2

@@ -66,10 +66,16 @@ def deployment(
 
 def end_of(delays: DelayTasks, task: DelayTask) -> DelayTask:
     over = {Status.DONE, Status.FAILED}
-    return wait_until(lambda: found if (found := delays.get(task)).status in over else None, 20, f"the end of {task}")
+    return wait_until(
+        lambda: found if (found := delays.get(task)).status in over else None,
+        20,
+        f"the end of {task}",
+    )
 
 
-def test_secrets_and_bodies_are_not_told(deployment: tuple[Deployment, DelayTasks], web: WebServer) -> None:
+def test_secrets_and_bodies_are_not_told(
+    deployment: tuple[Deployment, DelayTasks], web: WebServer
+) -> None:
     d, delays = deployment
     worker, beat = d.worker("-E"), d.beat()
     web.answers["/"] = answer(500, b"busy")
@@ -79,7 +85,9 @@ def test_secrets_and_bodies_are_not_told(deployment: tuple[Deployment, DelayTask
         d.schedule("test.fail", body={"card": BODY}),
         d.schedule("test.fail", body={"file": 5, "card": BODY}),
         delays.schedule_callback(web.url(), {"card": BODY}, 0, headers=hidden, retry="0s"),
-        delays.schedule_callback("http://127.0.0.1:1/", {"card": BODY}, 0, headers=hidden, retry="0s"),
+        delays.schedule_callback(
+            "http://127.0.0.1:1/", {"card": BODY}, 0, headers=hidden, retry="0s"
+        ),
         delays.schedule_message("orders", {"card": BODY}, 0, headers={"key": BODY}, retry="0s"),
     ]
     d.schedule("test.nobody", body={"card": BODY})
@@ -106,14 +114,23 @@ def test_secrets_and_bodies_are_not_told(deployment: tuple[Deployment, DelayTask
         "attempts": "\n".join(str(attempt) for row in rows for attempt in delays.attempts(row)),
         "inspect": repr([inspect.conf(with_defaults=True), inspect.stats(), inspect.active()]),
         "commands": commands(
-            d, ["list"], ["stats"], ["config"], ["check"], ["db", "current"], ["audit"], ["encryption", "status"]
+            d,
+            ["list"],
+            ["stats"],
+            ["config"],
+            ["check"],
+            ["db", "current"],
+            ["audit"],
+            ["encryption", "status"],
         ),
         "table": repr(in_table(d)),
     }
     assert "Error" in told["errors"]
     assert "callback_broker_url" in told["inspect"]
     assert "test.note" in told["commands"]
-    leaks = {where: name for where, said in told.items() for name in (*HIDDEN, BODY) if name in said}
+    leaks = {
+        where: name for where, said in told.items() for name in (*HIDDEN, BODY) if name in said
+    }
     assert not leaks
     for where in ("worker", "beat", "commands"):
         assert all(line.isprintable() for line in told[where].split("\n")), told[where]
@@ -149,7 +166,9 @@ def commands(d: Deployment, *all: list[str]) -> str:
     environment = {**os.environ, "PYTHONPATH": f"{d.folder}{os.pathsep}{ROOT}"}
     environment |= {"CELERY_CONFIG_MODULE": "test_celeryconfig"}
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(all)]
-    done = subprocess.run(command, env=environment, cwd=d.folder, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, env=environment, cwd=d.folder, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
@@ -164,9 +183,18 @@ def test_celery_shows_none_of_our_secret_settings() -> None:
     assert SECRET not in app.bugreport()
 
 
-def test_nothing_is_told_of_a_body_that_is_refused(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    delays = DelayTasks(Celery("shop", broker="memory://", set_as_current=False), f"sqlite:///{tmp_path / 'x.db'}")
-    bodies: list[Any] = [{"card": BODY, "x": object()}, BODY * 100_000, {"card": BODY + "\x00"}, {"card": {BODY}}]
+def test_nothing_is_told_of_a_body_that_is_refused(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    delays = DelayTasks(
+        Celery("shop", broker="memory://", set_as_current=False), f"sqlite:///{tmp_path / 'x.db'}"
+    )
+    bodies: list[Any] = [
+        {"card": BODY, "x": object()},
+        BODY * 100_000,
+        {"card": BODY + "\x00"},
+        {"card": {BODY}},
+    ]
     with caplog.at_level(logging.DEBUG):
         for body in bodies:
             with pytest.raises(ValueError) as caught:

@@ -27,7 +27,9 @@ def place(tmp_path: Path) -> Iterator[Callable[[str], Deploy]]:
     def on(database_url: str) -> Deploy:
         def deploy(**settings: Any) -> Deployment:
             broker_url = settings.pop("broker_url", f"redis://127.0.0.1:{free_port()}/0")
-            made.append(Deployment(tmp_path, database_url, broker_url, **{"timer": "direct", **settings}))
+            made.append(
+                Deployment(tmp_path, database_url, broker_url, **{"timer": "direct", **settings})
+            )
             return made[-1]
 
         return deploy
@@ -65,7 +67,11 @@ def everything(d: Deployment) -> tuple[list[DelayTask], list[DelayTask], list[De
     """One of each kind of work: those that end DONE, those that end FAILED, those that wait on."""
     mail = d.schedule("test.mail")
     batch = [d.schedule("test.batch", body={"number": number}) for number in range(0, 20, 2)]
-    side_by_side = [d.schedule(tag, body={"seconds": 0.1}) for tag in ("test.wait", "test.async") for _ in range(5)]
+    side_by_side = [
+        d.schedule(tag, body={"seconds": 0.1})
+        for tag in ("test.wait", "test.async")
+        for _ in range(5)
+    ]
     climbing = d.schedule("test.fail", retry="0.1s")
     paused = d.schedule("test.word", body={"word": "never"})
     unknown = d.schedule("test.nobody")
@@ -73,13 +79,20 @@ def everything(d: Deployment) -> tuple[list[DelayTask], list[DelayTask], list[De
     return [mail, *batch, *side_by_side, *limited], [climbing], [paused, unknown]
 
 
-def check(d: Deployment, done: list[DelayTask], failed: list[DelayTask], waiting: list[DelayTask]) -> None:
+def check(
+    d: Deployment, done: list[DelayTask], failed: list[DelayTask], waiting: list[DelayTask]
+) -> None:
     d.wait_for(done)
     d.wait_for(failed, Status.FAILED, 40)
     assert d.delays.get(failed[0]).attempts == 2
-    rests = {Status.NOT_COMPLETE, Status.HELD}  # one without a processor is claimed for a moment, again and again
+    rests = {
+        Status.NOT_COMPLETE,
+        Status.HELD,
+    }  # one without a processor is claimed for a moment, again and again
     wait_until(
-        lambda: {d.status(task) for task in waiting} <= rests, 5, lambda: f"to wait: {[*map(d.status, waiting)]}"
+        lambda: {d.status(task) for task in waiting} <= rests,
+        5,
+        lambda: f"to wait: {[*map(d.status, waiting)]}",
     )
     runs = [run[0] for run in d.runs() if run[1] != "ended"]
     notes = [str(task.id) for task in done if task.tag == "test.note"]
@@ -91,11 +104,21 @@ def test_drain_does_all_that_a_worker_would_and_ends(deploy: Deploy) -> None:
     set_policies(d)
     done, failed, waiting = everything(d)
     first = d.drain("-c", "2", deadline_s=60)
-    wait_until(lambda: d.delays.clock.now() > d.delays.get(failed[0]).expected_time, 10, "the last rung to be due")
+    wait_until(
+        lambda: d.delays.clock.now() > d.delays.get(failed[0]).expected_time,
+        10,
+        "the last rung to be due",
+    )
     second = d.drain("-c", "2", deadline_s=60)
     check(d, done, failed, waiting)
-    assert (first["succeeded"], first["without_processor"], first["is_stopped"]) == (len(done), 1, False)
-    assert first["failed"] + second["failed"] == 1, "its last rung may be due before the first one ends"
+    assert (first["succeeded"], first["without_processor"], first["is_stopped"]) == (
+        len(done),
+        1,
+        False,
+    )
+    assert first["failed"] + second["failed"] == 1, (
+        "its last rung may be due before the first one ends"
+    )
 
 
 def test_drainers_do_for_good_all_that_a_worker_would(deploy: Deploy) -> None:
@@ -122,7 +145,7 @@ def test_drainers_do_for_good_all_that_a_worker_would(deploy: Deploy) -> None:
 
 
 def test_what_kills_its_process_is_given_up_and_harms_no_neighbour(on_postgresql: Deploy) -> None:
-    d = on_postgresql(max_lapses=2)
+    d = on_postgresql(max_lost_leases=2)
     d.drainer()
     poison, others = d.schedule("test.abort"), [d.schedule("test.quiet") for _ in range(20)]
     d.wait_for(others)
@@ -130,7 +153,9 @@ def test_what_kills_its_process_is_given_up_and_harms_no_neighbour(on_postgresql
     assert max(d.delays.get(task).lapses for task in others) <= 1
 
 
-def test_what_a_killed_drainer_ran_lapses_and_what_it_held_the_others_find(on_postgresql: Deploy) -> None:
+def test_what_a_killed_drainer_ran_lapses_and_what_it_held_the_others_find(
+    on_postgresql: Deploy,
+) -> None:
     d = on_postgresql()
     first, second = d.drainer(concurrency=1), d.drainer(concurrency=1)
     sleepers = [d.schedule("test.sleep", body={"seconds": 1}) for _ in range(2)]
@@ -150,7 +175,9 @@ def test_a_second_signal_gives_up_what_runs(on_postgresql: Deploy) -> None:
     wait_until(lambda: "Waiting for what runs" in drainer.log(), 10, "it to hear the first one")
     drainer.terminate()
     given_up = d.delays.get(task)
-    assert (given_up.status, given_up.lapses) == (Status.NOT_COMPLETE, 1), "at once, and not when its lease ends"
+    assert (given_up.status, given_up.lapses) == (Status.NOT_COMPLETE, 1), (
+        "at once, and not when its lease ends"
+    )
 
 
 def test_nobody_asks_the_broker(on_postgresql: Deploy) -> None:
@@ -193,11 +220,17 @@ LISTENERS = "FROM pg_stat_activity WHERE query LIKE 'LISTEN%' AND query LIKE :na
 
 def hearing(drainer: Process) -> None:
     """Waits until it hears what is told."""
-    wait_until(lambda: "notices.up" in drainer.log(), 20, f"it to hear\n{drainer.log()}", every_s=0.05)
+    wait_until(
+        lambda: "notices.up" in drainer.log(), 20, f"it to hear\n{drainer.log()}", every_s=0.05
+    )
 
 
 def end_listener(d: Deployment) -> None:
     name = {"name": f"%{d.settings['table_prefix']}%"}
     with d.store.database.auto.connect() as connection:
-        ended = connection.execute(text(f"SELECT pg_terminate_backend(pid) {LISTENERS}"), name).scalars().all()
+        ended = (
+            connection.execute(text(f"SELECT pg_terminate_backend(pid) {LISTENERS}"), name)
+            .scalars()
+            .all()
+        )
     assert ended == [True]

@@ -20,7 +20,7 @@ from delaytasks import NewTask, Status
 from delaytasks.contrib.django import instance
 from delaytasks.contrib.django.executor import DjangoExecutor
 from delaytasks.contrib.django.instance import DjangoDelays, project_delays
-from delaytasks.contrib.django.unit import DjangoUnit
+from delaytasks.contrib.django.transaction import DjangoTransaction
 from delaytasks.contrib.django.url import database_url as url_of
 from delaytasks.core.encryption import key_name, new_key
 from delaytasks.core.errors import (
@@ -32,7 +32,7 @@ from delaytasks.core.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from delaytasks.core.ports import Entry
+from delaytasks.core.interfaces import Entry
 from tests.integration import django_settings
 
 DUE = datetime(2031, 2, 3, 4, 5, 6, tzinfo=timezone.utc)
@@ -110,19 +110,27 @@ def test_a_task_is_written_in_the_atomic_block_and_armed_after_its_commit(
         task = delays.schedule_delay("order.close", {"order": 7}, 1)
         assert delays.get(task).body == {"order": 7}
         assert not armed
-        if connections[delays.alias].vendor != "sqlite":  # whose readers would wait, or see the last commit
+        if (
+            connections[delays.alias].vendor != "sqlite"
+        ):  # whose readers would wait, or see the last commit
             assert not rows(delays)
     assert [entry.id for entry in armed] == [task.id]
     assert rows(delays) == [delays.get(task)]
 
 
-def test_outside_of_atomic_a_task_is_there_and_armed_at_once(delays: DjangoDelays, armed: list[Entry]) -> None:
+def test_outside_of_atomic_a_task_is_there_and_armed_at_once(
+    delays: DjangoDelays, armed: list[Entry]
+) -> None:
     plain = delays.schedule_delay("order.close", 1, 1)
     keyed = delays.schedule_delay("order.close", 2, 1, key="k")
-    assert {task.id for task in rows(delays)} == {entry.id for entry in armed} == {plain.id, keyed.id}
+    assert (
+        {task.id for task in rows(delays)} == {entry.id for entry in armed} == {plain.id, keyed.id}
+    )
 
 
-def test_a_rollback_leaves_no_row_and_arms_nothing(delays: DjangoDelays, armed: list[Entry]) -> None:
+def test_a_rollback_leaves_no_row_and_arms_nothing(
+    delays: DjangoDelays, armed: list[Entry]
+) -> None:
     with rolled_back(delays.alias):
         delays.schedule_delay("order.close", 1, 1)
         delays.schedule_delay("order.close", 2, 1, key="k")
@@ -132,17 +140,23 @@ def test_a_rollback_leaves_no_row_and_arms_nothing(delays: DjangoDelays, armed: 
     delays.schedule_delay("order.close", 3, 1, key="k")  # the key is free
 
 
-def test_a_savepoint_that_is_rolled_back_takes_its_tasks_with_it(delays: DjangoDelays, armed: list[Entry]) -> None:
+def test_a_savepoint_that_is_rolled_back_takes_its_tasks_with_it(
+    delays: DjangoDelays, armed: list[Entry]
+) -> None:
     with transaction.atomic(delays.alias):
         kept = delays.schedule_delay("order.close", 1, 1)
         with rolled_back(delays.alias):
             delays.schedule_delay("order.close", 2, 1)
         with transaction.atomic(delays.alias):
             inner = delays.schedule_delay("order.close", 3, 1)
-    assert {task.id for task in rows(delays)} == {entry.id for entry in armed} == {kept.id, inner.id}
+    assert (
+        {task.id for task in rows(delays)} == {entry.id for entry in armed} == {kept.id, inner.id}
+    )
 
 
-def test_a_transaction_that_is_committed_by_hand_has_its_tasks(delays: DjangoDelays, armed: list[Entry]) -> None:
+def test_a_transaction_that_is_committed_by_hand_has_its_tasks(
+    delays: DjangoDelays, armed: list[Entry]
+) -> None:
     connection = connections[delays.alias]
     connection.set_autocommit(False, force_begin_transaction_with_broken_autocommit=True)
     try:
@@ -158,7 +172,10 @@ def test_a_transaction_that_is_committed_by_hand_has_its_tasks(delays: DjangoDel
 
 def test_one_call_in_atomic_is_one_query(delays: DjangoDelays) -> None:
     delays.clock.forget()  # it is asked again within the call, and that does not count
-    with transaction.atomic(delays.alias), CaptureQueriesContext(connections[delays.alias]) as queries:
+    with (
+        transaction.atomic(delays.alias),
+        CaptureQueriesContext(connections[delays.alias]) as queries,
+    ):
         delays.schedule_delay("order.close", 1, 1)
     assert len(queries) == 1, queries.captured_queries
 
@@ -168,7 +185,12 @@ def test_one_call_in_atomic_is_one_query(delays: DjangoDelays) -> None:
 
 @pytest.mark.parametrize("is_atomic", [True, False])
 def test_what_is_read_is_what_was_written(delays: DjangoDelays, is_atomic: bool) -> None:
-    body = {"percent": "100 % %s %(x)s %%", "quote": "it's \\ \"", "text": "Zoë 🕐", "number": 2**60}
+    body = {
+        "percent": "100 % %s %(x)s %%",
+        "quote": "it's \\ \"",
+        "text": "Zoë 🕐",
+        "number": 2**60,
+    }
     for when in (DUE, DUE.replace(microsecond=1), DUE.astimezone(timezone(timedelta(hours=-5)))):
         if is_atomic:
             with transaction.atomic(delays.alias):
@@ -232,7 +254,9 @@ def test_bodies_are_encrypted_on_djangos_connection_and_the_model_reads_them(
     from delaytasks.contrib.django import models
 
     prefix, key = delays.settings.table_prefix, new_key()
-    own = DjangoDelays(django_settings.new_celery_app(), delays.alias, table_prefix=prefix, encryption_keys=[key])
+    own = DjangoDelays(
+        django_settings.new_celery_app(), delays.alias, table_prefix=prefix, encryption_keys=[key]
+    )
     monkeypatch.setattr(own.timer, "arm", list[Entry]().extend)
     body = {"card": "cAnArY", "percent": "100 %"}
     with transaction.atomic(own.alias):
@@ -258,7 +282,7 @@ def test_bodies_are_encrypted_on_djangos_connection_and_the_model_reads_them(
 def test_a_taken_id_among_many_leaves_the_transaction_usable(delays: DjangoDelays) -> None:
     with transaction.atomic(delays.alias):
         task = delays.schedule_delay("order.close", 1, 60)
-        unit = DjangoUnit(delays.alias)
+        unit = DjangoTransaction(delays.alias)
         assert not delays.store.tasks.insert_many([task], unit.executor)
         assert not delays.store.tasks.insert(task, unit.executor)
         assert delays.schedule_delay("order.close", 1, 60, id=task.id).id == task.id
@@ -268,7 +292,9 @@ def test_a_taken_id_among_many_leaves_the_transaction_usable(delays: DjangoDelay
 def test_find_sees_what_the_transaction_wrote(delays: DjangoDelays) -> None:
     with transaction.atomic(delays.alias):
         task = delays.schedule_at("order.close", 1, DUE, key="k")
-        found = delays.find(tag="order.close", status="not_complete", key="k", since=DUE, until=DUE + timedelta(1))
+        found = delays.find(
+            tag="order.close", status="not_complete", key="k", since=DUE, until=DUE + timedelta(1)
+        )
         assert [found.id for found in found] == [task.id]
         assert not delays.find(until=DUE).tasks
 
@@ -276,20 +302,26 @@ def test_find_sees_what_the_transaction_wrote(delays: DjangoDelays) -> None:
 # -- keys and moves -------------------------------------------------------------------------------
 
 
-def test_a_key_is_rejected_kept_or_replaced_in_a_transaction(delays: DjangoDelays, armed: list[Entry]) -> None:
+def test_a_key_is_rejected_kept_or_replaced_in_a_transaction(
+    delays: DjangoDelays, armed: list[Entry]
+) -> None:
     with transaction.atomic(delays.alias):
         first = delays.schedule_delay("order.close", 1, 1, key="k")
         with pytest.raises(DuplicateTaskError) as error:
             delays.schedule_delay("order.close", 2, 1, key="k")
         assert error.value.id == first.id
-        assert delays.schedule_delay("order.close", 3, 1, key="k", on_conflict="keep").id == first.id
+        assert (
+            delays.schedule_delay("order.close", 3, 1, key="k", on_conflict="keep").id == first.id
+        )
         replaced = delays.schedule_delay("order.close", 4, 2, key="k", on_conflict="replace")
         assert (replaced.id, replaced.version) == (first.id, 1)
     assert [task.body for task in rows(delays)] == [4]  # the rejection left the transaction usable
     assert [(entry.id, entry.version) for entry in armed] == [(first.id, 0), (first.id, 1)]
 
 
-def test_operators_moves_are_part_of_the_transaction(delays: DjangoDelays, armed: list[Entry]) -> None:
+def test_operators_moves_are_part_of_the_transaction(
+    delays: DjangoDelays, armed: list[Entry]
+) -> None:
     task = delays.schedule_at("order.close", 1, DUE, key="k")
     with rolled_back(delays.alias):
         assert delays.cancel(tag="order.close", key="k")
@@ -315,13 +347,17 @@ def test_operators_moves_are_part_of_the_transaction(delays: DjangoDelays, armed
 def test_many_are_moved_in_transactions_of_their_own(delays: DjangoDelays) -> None:
     task = delays.schedule_delay("many", {}, 60)
     # SQLite has one writer at a time: there the caller's block would have to end first.
-    with nullcontext() if connections[delays.alias].vendor == "sqlite" else rolled_back(delays.alias):
+    with (
+        nullcontext() if connections[delays.alias].vendor == "sqlite" else rolled_back(delays.alias)
+    ):
         assert delays.cancel_many(tag="many").changed == 1
     assert delays.get(task).status is Status.CANCELLED
     assert [entry.changed for entry in delays.audit(limit=1)] == [1]
 
 
-def test_a_broken_transaction_is_told_and_nothing_is_armed(delays: DjangoDelays, armed: list[Entry]) -> None:
+def test_a_broken_transaction_is_told_and_nothing_is_armed(
+    delays: DjangoDelays, armed: list[Entry]
+) -> None:
     with rolled_back(delays.alias):
         transaction.set_rollback(True, using=delays.alias)
         with pytest.raises(SessionUnusableError, match="leave the atomic block"):
@@ -357,7 +393,10 @@ def test_missing_tables_are_told_with_the_command_that_makes_them(alias: str) ->
     try:
         with pytest.raises(StoreError, match=r"nowhere_yb_delay_task_message.*manage\.py migrate"):
             delays.schedule_delay("order.close", 1, 1)
-        with pytest.raises(SessionUnusableError, match=r"manage\.py migrate"), transaction.atomic(alias):
+        with (
+            pytest.raises(SessionUnusableError, match=r"manage\.py migrate"),
+            transaction.atomic(alias),
+        ):
             delays.schedule_delay("order.close", 1, 1)
     finally:
         delays.close()
@@ -371,7 +410,10 @@ def test_a_time_that_can_not_be_asked_for_is_told_as_any_statement(
         patch.setattr(delays.clock, "_base", None)
         with pytest.raises(StoreError, match="no_such_column"):
             delays.schedule_delay("order.close", 1, 1)
-        with transaction.atomic(delays.alias), pytest.raises(SessionUnusableError, match="no_such_column"):
+        with (
+            transaction.atomic(delays.alias),
+            pytest.raises(SessionUnusableError, match="no_such_column"),
+        ):
             delays.schedule_delay("order.close", 2, 1)
     assert not rows(delays)
     delays.schedule_delay("order.close", 3, 1)
@@ -434,18 +476,37 @@ def test_outside_of_atomic_a_call_is_done_as_a_whole_or_not_at_all(
         ),
         (
             "postgresql",
-            {"NAME": "shop", "HOST": "db", "OPTIONS": {"sslmode": "require", "pool": True, "isolation_level": 3}},
+            {
+                "NAME": "shop",
+                "HOST": "db",
+                "OPTIONS": {"sslmode": "require", "pool": True, "isolation_level": 3},
+            },
             "postgresql+psycopg2://db/shop?sslmode=require",
         ),
         (
             "postgresql",
-            {"NAME": "shop", "HOST": "db", "OPTIONS": {"options": "-c search_path=a", "assume_role": "b"}},
+            {
+                "NAME": "shop",
+                "HOST": "db",
+                "OPTIONS": {"options": "-c search_path=a", "assume_role": "b"},
+            },
             "postgresql+psycopg2://db/shop?options=-c+search_path%3Da+-c+role%3Db",
         ),
-        ("postgresql", {"NAME": "", "OPTIONS": {"service": "shop"}}, "postgresql+psycopg2://?service=shop"),
+        (
+            "postgresql",
+            {"NAME": "", "OPTIONS": {"service": "shop"}},
+            "postgresql+psycopg2://?service=shop",
+        ),
         (
             "mysql",
-            {"NAME": "shop", "USER": "me", "PASSWORD": "p w", "HOST": "db", "PORT": 3307, "OPTIONS": {"charset": "x"}},
+            {
+                "NAME": "shop",
+                "USER": "me",
+                "PASSWORD": "p w",
+                "HOST": "db",
+                "PORT": 3307,
+                "OPTIONS": {"charset": "x"},
+            },
             "mysql+pymysql://me:p w@db:3307/shop",
         ),
         (
@@ -455,7 +516,11 @@ def test_outside_of_atomic_a_call_is_done_as_a_whole_or_not_at_all(
         ),
         (
             "mysql",
-            {"NAME": "shop", "HOST": "db", "OPTIONS": {"ssl_mode": "VERIFY_CA", "ssl": {"ca": "/ca.pem"}}},
+            {
+                "NAME": "shop",
+                "HOST": "db",
+                "OPTIONS": {"ssl_mode": "VERIFY_CA", "ssl": {"ca": "/ca.pem"}},
+            },
             "mysql+pymysql://db/shop?ssl_ca=%2Fca.pem&ssl_check_hostname=false",
         ),
         ("sqlite", {"NAME": "/srv/shop.sqlite3"}, "sqlite:////srv/shop.sqlite3"),
@@ -466,7 +531,9 @@ def test_outside_of_atomic_a_call_is_done_as_a_whole_or_not_at_all(
         ),
     ],
 )
-def test_the_url_says_what_djangos_settings_say(vendor: str, settings: dict[str, Any], url: str) -> None:
+def test_the_url_says_what_djangos_settings_say(
+    vendor: str, settings: dict[str, Any], url: str
+) -> None:
     assert url_of(vendor, settings) == url
 
 
@@ -501,7 +568,9 @@ def test_it_follows_the_test_runner_to_its_database(tmp_path: Any) -> None:
         ([("horizon_s", 30)], "is a dict"),
     ],
 )
-def test_a_wrong_setting_is_told_at_start(options: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_setting_is_told_at_start(
+    options: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if isinstance(options, dict):
         monkeypatch.setattr(django_settings, "celery_app", django_settings.new_celery_app())
         options = {"celery_app": f"{django_settings.__name__}.celery_app", **options}

@@ -106,7 +106,9 @@ client.post(LIST, everything)
 
 def run(tmp_path: Path, admin: str, code: str) -> None:
     script = SITE.format(path=str(tmp_path / "shop.sqlite3"), admin=admin) + code
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -114,5 +116,7 @@ def test_a_row_that_is_registered_plainly_is_refused_and_not_a_server_error(tmp_
     run(tmp_path, "None", LOOK + REFUSED + ACTION + SAME)
 
 
-def test_the_admin_that_is_brought_along_offers_nothing_that_would_be_refused(tmp_path: Path) -> None:
+def test_the_admin_that_is_brought_along_offers_nothing_that_would_be_refused(
+    tmp_path: Path,
+) -> None:
     run(tmp_path, "DelayTaskRowAdmin", LOOK + REFUSED + NO_BUTTONS + SAME)

@@ -34,7 +34,11 @@ def away(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DjangoDelay
     """On a database that was never reached."""
     kind = request.param
     place = f"//root@127.0.0.1:{free_port()}/shop"
-    url = f"sqlite:///{tmp_path}/no/such/folder/shop.sqlite3" if kind == "sqlite" else f"{kind}:{place}"
+    url = (
+        f"sqlite:///{tmp_path}/no/such/folder/shop.sqlite3"
+        if kind == "sqlite"
+        else f"{kind}:{place}"
+    )
     alias = f"away_{kind}"
     django_settings.add_database(alias, url)
     delays = DjangoDelays(django_settings.new_celery_app(), alias)
@@ -61,19 +65,30 @@ CALLS: dict[str, Callable[[DjangoDelays], Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_outside_of_atomic_says_that_the_database_is_away(away: DjangoDelays, name: str) -> None:
+def test_a_call_outside_of_atomic_says_that_the_database_is_away(
+    away: DjangoDelays, name: str
+) -> None:
     for _ in range(2):
-        with pytest.raises(StoreUnavailableError, match=f"database '{away.alias}' can not be used: ") as caught:
+        with pytest.raises(
+            StoreUnavailableError, match=f"database '{away.alias}' can not be used: "
+        ) as caught:
             CALLS[name](away)
         assert "atomic" not in str(caught.value)
 
 
-def test_the_command_line_says_that_the_database_is_away(away: DjangoDelays, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_says_that_the_database_is_away(
+    away: DjangoDelays, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = ModuleType("project_that_is_away")
     module.app = away.celery  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     project = Project(module.__name__)
-    for command in (["list"], ["show", "7"], ["cancel", "7"], ["schedule", "mail", "{}", "--delay", "5"]):
+    for command in (
+        ["list"],
+        ["show", "7"],
+        ["cancel", "7"],
+        ["schedule", "mail", "{}", "--delay", "5"],
+    ):
         assert project.error(*command, exit_code=1)["type"] == "StoreUnavailableError", command
 
 
@@ -91,12 +106,18 @@ def test_a_database_that_goes_away_between_two_calls_is_told_and_found_again(
         with delays.store.database.begin() as connection:
             metadata.create_all(connection)
         task = delays.schedule_delay("mail", {}, 60, key="k")
-        monkeypatch.setattr(delays.clock, "_base", None)  # so that the time is asked for inside the call's transaction
+        monkeypatch.setattr(
+            delays.clock, "_base", None
+        )  # so that the time is asked for inside the call's transaction
         proxy.reset()
         with pytest.raises(StoreUnavailableError):
             delays.reschedule(task, 5)
         proxy.refuse()
-        for call in (lambda: delays.reschedule(task, 5), lambda: delays.cancel(task), lambda: delays.get(task)):
+        for call in (
+            lambda: delays.reschedule(task, 5),
+            lambda: delays.cancel(task),
+            lambda: delays.get(task),
+        ):
             with pytest.raises(StoreUnavailableError):
                 call()
         with pytest.raises((SessionUnusableError, DatabaseError)), transaction.atomic(alias):
@@ -112,7 +133,9 @@ def test_a_database_that_goes_away_between_two_calls_is_told_and_found_again(
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "mysql"])
-def test_a_connection_to_a_former_primary_is_given_up_after_one_call(kind: str, request: pytest.FixtureRequest) -> None:
+def test_a_connection_to_a_former_primary_is_given_up_after_one_call(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
     alias = f"demoted_{kind}"
     django_settings.add_database(alias, request.getfixturevalue(f"{kind}_url"))
     delays = DjangoDelays(django_settings.new_celery_app(), alias, table_prefix="djd_")

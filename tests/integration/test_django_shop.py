@@ -13,7 +13,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, text
 
 from delaytasks import Status
-from delaytasks.store import migrations
+from delaytasks.storage import migrations
 from tests.integration.shops import PAY_WITHIN_S, Shop, new_database
 from tests.waiting import wait_until
 
@@ -32,7 +32,9 @@ def fresh_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     drop()
 
 
-each_database = pytest.mark.parametrize("fresh_url", ["postgresql", "mysql", "sqlite"], indirect=True)
+each_database = pytest.mark.parametrize(
+    "fresh_url", ["postgresql", "mysql", "sqlite"], indirect=True
+)
 
 
 @pytest.fixture
@@ -51,7 +53,9 @@ def differences(shop: Shop) -> list[Any]:
         "include_name": lambda name, kind, _parents: kind != "table" or name in tables.tables,
     }
     with shop.delays.store.database.begin() as connection:
-        found: list[Any] = compare_metadata(MigrationContext.configure(connection, opts=options), tables)
+        found: list[Any] = compare_metadata(
+            MigrationContext.configure(connection, opts=options), tables
+        )
     return found
 
 
@@ -71,8 +75,13 @@ def create_statements(url: str) -> dict[str, str]:
                   WHERE relname LIKE 'yb_delay%' AND reloptions IS NOT NULL"""
         else:
             names = [row[0] for row in connection.execute(text("SHOW TABLES LIKE 'yb_delay%'"))]
-            return {name: str(connection.execute(text(f"SHOW CREATE TABLE {name}")).one()[1]) for name in names}
-        found = {str(name): " ".join(str(sql).split()) for name, sql in connection.execute(text(query))}
+            return {
+                name: str(connection.execute(text(f"SHOW CREATE TABLE {name}")).one()[1])
+                for name in names
+            }
+        found = {
+            str(name): " ".join(str(sql).split()) for name, sql in connection.execute(text(query))
+        }
     engine.dispose()
     return found
 
@@ -106,7 +115,9 @@ def test_migrate_finds_the_tables_that_delaytasks_db_upgrade_made(shop: Shop) ->
 
 
 @each_database
-def test_migrate_adopts_a_table_of_the_missions_columns_and_going_back_keeps_its_rows(shop: Shop) -> None:
+def test_migrate_adopts_a_table_of_the_missions_columns_and_going_back_keeps_its_rows(
+    shop: Shop,
+) -> None:
     is_sqlite = shop.database_url.startswith("sqlite")
     instant = "DATETIME" if is_sqlite else "TIMESTAMP"
     columns = "id BIGINT PRIMARY KEY" if not is_sqlite else "id INTEGER PRIMARY KEY"
@@ -120,7 +131,11 @@ def test_migrate_adopts_a_table_of_the_missions_columns_and_going_back_keeps_its
                 f" create_time {instant} NULL, update_time {instant} NULL)"
             )
         )
-        connection.execute(text("INSERT INTO yb_delay_task_message (id, tag, message_body) VALUES (7, 'old', '{}')"))
+        connection.execute(
+            text(
+                "INSERT INTO yb_delay_task_message (id, tag, message_body) VALUES (7, 'old', '{}')"
+            )
+        )
     shop.command("manage.py", "migrate")
     assert shop.delays.get(7).tag == "old"
     assert migrations.is_current(shop.delays.store.database)
@@ -133,7 +148,9 @@ def test_migrate_adopts_a_table_of_the_missions_columns_and_going_back_keeps_its
 
 @pytest.mark.parametrize("fresh_url", ["sqlite"], indirect=True)
 def test_djangos_models_ask_for_no_other_migration(shop: Shop) -> None:
-    assert "No changes detected" in shop.command("manage.py", "makemigrations", "--check", "--dry-run")
+    assert "No changes detected" in shop.command(
+        "manage.py", "makemigrations", "--check", "--dry-run"
+    )
 
 
 # -- the project ----------------------------------------------------------------------------------
@@ -147,7 +164,9 @@ def test_the_shops_own_tests_pass_in_djangos_test_databases(shop: Shop) -> None:
 
 
 @pytest.mark.parametrize("fresh_url", ["sqlite"], indirect=True)
-def test_delays_modules_are_imported_and_the_module_level_functions_are_the_projects(shop: Shop) -> None:
+def test_delays_modules_are_imported_and_the_module_level_functions_are_the_projects(
+    shop: Shop,
+) -> None:
     shown = shop.command(
         "manage.py",
         "shell",
@@ -176,12 +195,16 @@ def test_orders_are_closed_on_time_unless_they_are_paid_or_rolled_back(shop: Sho
 
     tasks = {task.body["order"]: task for task in shop.tasks()}
     assert set(tasks) == {unpaid, paid}  # and none of the request that failed
-    wait_until(lambda: shop.delays.get(tasks[unpaid]).status is Status.DONE, 10, "the task to be settled")
+    wait_until(
+        lambda: shop.delays.get(tasks[unpaid]).status is Status.DONE, 10, "the task to be settled"
+    )
     done = shop.delays.get(tasks[unpaid])
     assert tasks[paid].status is Status.CANCELLED
     assert done.execution_time is not None
     assert done.create_time is not None
-    assert timedelta(0) <= done.execution_time - done.expected_time < timedelta(seconds=1.5), shop.logs()
+    assert timedelta(0) <= done.execution_time - done.expected_time < timedelta(seconds=1.5), (
+        shop.logs()
+    )
     assert done.expected_time - done.create_time == timedelta(seconds=PAY_WITHIN_S)
     if shop.database_url.startswith("postgresql"):
         # Django's connections name no application, delaytasks' own do. Celery closes Django's after each task.
@@ -189,4 +212,8 @@ def test_orders_are_closed_on_time_unless_they_are_paid_or_rolled_back(shop: Sho
             "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = ''"
         )
         database = shop.delays.store.database
-        wait_until(lambda: database.alone(lambda c: c.execute(query).scalar()) == 0, 5, "Django's connections to close")
+        wait_until(
+            lambda: database.alone(lambda c: c.execute(query).scalar()) == 0,
+            5,
+            "Django's connections to close",
+        )

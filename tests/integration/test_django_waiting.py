@@ -43,7 +43,10 @@ def run(delays: DjangoDelays, tag: str) -> list[DelayTask]:  # noqa: F811
     return [delays.get(task) for task in tasks]
 
 
-def test_each_thread_closes_its_connection_when_its_row_is_over(delays: DjangoDelays, alias: str) -> None:  # noqa: F811
+def test_each_thread_closes_its_connection_when_its_row_is_over(
+    delays: DjangoDelays,  # noqa: F811
+    alias: str,  # noqa: F811
+) -> None:
     used: list[tuple[int, Any]] = []
 
     def work(body: Any) -> None:
@@ -71,7 +74,10 @@ def test_coroutines_connections_are_closed_in_the_thread_that_django_makes_them_
     assert [connection.connection for _, connection in used] == [None] * 6
 
 
-def test_a_row_beside_others_completes_in_its_own_transaction(delays: DjangoDelays, alias: str) -> None:  # noqa: F811
+def test_a_row_beside_others_completes_in_its_own_transaction(
+    delays: DjangoDelays,  # noqa: F811
+    alias: str,  # noqa: F811
+) -> None:
     from django.db import transaction
 
     turn = threading.Lock()  # SQLite has one writer at a time

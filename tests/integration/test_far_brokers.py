@@ -17,7 +17,7 @@ from delaytasks.core.events import Events
 from delaytasks.timers.publisher import Publisher
 from tests.proxy import Proxy, proxy_to
 from tests.running import ROOT, delete_keys
-from tests.unit.test_redis_timer import Bench
+from tests.transaction.test_redis_timer import Bench
 from tests.waiting import wait_until
 
 LIMIT_S = 0.5
@@ -51,13 +51,17 @@ class Far:
         return is_sent, time.monotonic() - began
 
     def arrived(self, queue: str = "default") -> int:
-        with Celery("reader", broker=self.url, set_as_current=False).connection_for_write() as connection:
+        with Celery(
+            "reader", broker=self.url, set_as_current=False
+        ).connection_for_write() as connection:
             return int(self.publisher.queue(queue)(connection).queue_declare().message_count)
 
     def close(self) -> None:
         self.proxy.heal()
         self.publisher.close()
-        with Celery("reader", broker=self.url, set_as_current=False).connection_for_write() as connection:
+        with Celery(
+            "reader", broker=self.url, set_as_current=False
+        ).connection_for_write() as connection:
             for name in ("default", "other"):
                 queue = self.publisher.queue(name)(connection)
                 queue.delete()
@@ -76,7 +80,11 @@ def far(broker: str, request: pytest.FixtureRequest) -> Iterator[Far]:
 @BROKERS
 def test_many_threads_reach_a_broker_that_is_far_away(far: Far) -> None:
     assert far.send()[1] < LIMIT_S + SLACK_S, "connecting takes longer"
-    wait_until(lambda: far.arrived() == 1, CONNECTED_S, "the first message, which the caller did not wait for")
+    wait_until(
+        lambda: far.arrived() == 1,
+        CONNECTED_S,
+        "the first message, which the caller did not wait for",
+    )
     wait_until(lambda: far.publisher.is_up, 5, "the publisher to know")
     with ThreadPoolExecutor(THREADS) as pool:
         answers = list(pool.map(lambda _: far.send(), range(THREADS * EACH)))
@@ -103,7 +111,9 @@ def test_a_connection_that_was_closed_while_nobody_used_it_costs_no_message(far:
     wait_until(lambda: far.arrived() == 1, 5, "the first message")
     wait_until(lambda: far.publisher.is_up, 5, "the publisher to know")
     far.proxy.reset()
-    if far.url.startswith("amqp"):  # a write to a connection that was just closed meets no error yet
+    if far.url.startswith(
+        "amqp"
+    ):  # a write to a connection that was just closed meets no error yet
         far.publisher.send("delaytasks.run", "default", MESSAGE)
     already = far.arrived()
     assert far.send()[0]
@@ -144,7 +154,9 @@ def test_a_key_that_is_not_a_list_keeps_no_other_queue_from_its_messages(far: Fa
     for queue in ("default", "other"):  # which declares both
         wait_until(lambda queue=queue: far.send(queue)[0], CONNECTED_S, "a message to be sent")  # type: ignore[misc]
     told: list[dict[str, Any]] = []
-    far.events.subscribe(lambda name, fields: told.append(fields) if name == "queue.refused" else None)
+    far.events.subscribe(
+        lambda name, fields: told.append(fields) if name == "queue.refused" else None
+    )
     with Redis.from_url(far.url) as client:
         client.delete(f"{far.namespace}.default")
         client.set(f"{far.namespace}.default", "x")
@@ -153,7 +165,9 @@ def test_a_key_that_is_not_a_list_keeps_no_other_queue_from_its_messages(far: Fa
         client.delete(f"{far.namespace}.default")
     assert sent == [True, False] * 4
     assert far.events.counts["timer.down"] == 0
-    assert [fields["remedy"].partition(" is")[0] for fields in told] == [f"the key {far.namespace}.default in Redis"]
+    assert [fields["remedy"].partition(" is")[0] for fields in told] == [
+        f"the key {far.namespace}.default in Redis"
+    ]
 
 
 def test_many_threads_reach_the_redis_timer_when_it_is_far_away(redis_url: str) -> None:
@@ -165,7 +179,12 @@ def test_many_threads_reach_the_redis_timer_when_it_is_far_away(redis_url: str) 
             list(pool.map(lambda id: bench.timer.arm([bench.entry(id)]), range(1, THREADS + 1)))
         _all_are_armed(bench, THREADS)
         with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(lambda id: bench.timer.arm([bench.entry(id)]), range(THREADS + 1, 5 * THREADS + 1)))
+            list(
+                pool.map(
+                    lambda id: bench.timer.arm([bench.entry(id)]),
+                    range(THREADS + 1, 5 * THREADS + 1),
+                )
+            )
         _all_are_armed(bench, 5 * THREADS)
         assert bench.events.counts["timer.down"] == 0
     finally:
@@ -173,7 +192,11 @@ def test_many_threads_reach_the_redis_timer_when_it_is_far_away(redis_url: str) 
 
 
 def _all_are_armed(bench: Bench, count: int) -> None:
-    wait_until(lambda: bench.timer.counts(["default"]) == {"default": (count, 0)}, CONNECTED_S, f"{count} entries")
+    wait_until(
+        lambda: bench.timer.counts(["default"]) == {"default": (count, 0)},
+        CONNECTED_S,
+        f"{count} entries",
+    )
 
 
 def _forget(bench: Bench, url: str, place: Proxy) -> None:

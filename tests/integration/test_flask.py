@@ -23,8 +23,8 @@ from delaytasks import DelayTask, NewTask, Status, api, schedule_delay
 from delaytasks.contrib.flask import FlaskDelays
 from delaytasks.core.encryption import new_key
 from delaytasks.core.errors import ConfigError, SessionUnusableError, ShardMismatchError
-from delaytasks.core.ports import Entry
-from delaytasks.store import migrations
+from delaytasks.core.interfaces import Entry
+from delaytasks.storage import migrations
 from tests.integration.shops import PAY_WITHIN_S, Shop, new_database
 from tests.waiting import wait_until
 
@@ -91,7 +91,9 @@ def count(project: Project) -> int:
 # -- the request's transaction --------------------------------------------------------------------
 
 
-def test_a_task_is_part_of_the_requests_transaction_and_armed_after_its_commit(project: Project) -> None:
+def test_a_task_is_part_of_the_requests_transaction_and_armed_after_its_commit(
+    project: Project,
+) -> None:
     with app_of(project).test_request_context():
         task = project.delays.schedule_delay("order.close", {"order": 7}, 1)
         assert project.delays.get(task).body == {"order": 7}
@@ -203,7 +205,9 @@ def test_a_database_of_its_own_or_join_session_false_leave_the_requests_session_
         project.delays.close()
 
 
-def test_of_several_databases_the_requests_session_is_on_its_own(sqlite_path: Callable[[str], str]) -> None:
+def test_of_several_databases_the_requests_session_is_on_its_own(
+    sqlite_path: Callable[[str], str],
+) -> None:
     project = Project()
     urls = [sqlite_path("other"), sqlite_path("shop")]
     app = project.create_app(urls[1], database_url=urls)
@@ -213,7 +217,11 @@ def test_of_several_databases_the_requests_session_is_on_its_own(sqlite_path: Ca
     keys = {project.delays.shard_for("order.close", str(n)).number: str(n) for n in range(20)}
     with app.app_context():
         rolled_back = project.delays.schedule_delay("order.close", 1, 60)
-        assert rolled_back.shard == project.delays.schedule_delay("order.close", 1, 60, key=keys[1]).shard == 1
+        assert (
+            rolled_back.shard
+            == project.delays.schedule_delay("order.close", 1, 60, key=keys[1]).shard
+            == 1
+        )
         with pytest.raises(ShardMismatchError, match="shard 0, and the session is on shard 1"):
             project.delays.schedule_delay("order.close", 1, 60, key=keys[0])
         project.db.session.rollback()
@@ -275,7 +283,9 @@ def test_what_a_processor_schedules_is_part_of_its_transaction(project: Project)
 
 
 def test_the_celery_app_is_the_one_given_or_the_apps_or_made_from_its_configuration() -> None:
-    given, extension = (Celery(name, broker="memory://", set_as_current=False) for name in ("given", "extension"))
+    given, extension = (
+        Celery(name, broker="memory://", set_as_current=False) for name in ("given", "extension")
+    )
     app = Flask("shop")
     app.extensions["celery"] = extension
     assert FlaskDelays(app).celery is extension
@@ -290,14 +300,18 @@ def test_the_celery_app_is_the_one_given_or_the_apps_or_made_from_its_configurat
     assert "delaytasks.run" in made.celery.tasks
 
 
-def test_the_module_level_functions_are_the_extensions_unless_told_otherwise(project: Project) -> None:
+def test_the_module_level_functions_are_the_extensions_unless_told_otherwise(
+    project: Project,
+) -> None:
     task = schedule_delay("order.close", 1, 60)
     assert project.delays.get(task).tag == "order.close"
     FlaskDelays(default=False)
     assert api.default() is project.delays
 
 
-def test_each_app_of_a_test_suite_has_its_own_database_and_settings(sqlite_path: Callable[[str], str]) -> None:
+def test_each_app_of_a_test_suite_has_its_own_database_and_settings(
+    sqlite_path: Callable[[str], str],
+) -> None:
     project = Project()
 
     @project.delays.processor("order.close")
@@ -326,12 +340,17 @@ def test_an_in_memory_database_is_enough_for_tests_of_views() -> None:
     ("uri", "url"),
     [
         ("postgresql://me:p%40ss@db/shop", "postgresql+psycopg2://me:p%40ss@db/shop"),
-        ("postgresql+psycopg://db/shop?sslmode=require", "postgresql+psycopg2://db/shop?sslmode=require"),
+        (
+            "postgresql+psycopg://db/shop?sslmode=require",
+            "postgresql+psycopg2://db/shop?sslmode=require",
+        ),
         ("mysql+pymysql://me@db:3307/shop", "mysql+pymysql://me@db:3307/shop"),
         ("sqlite:////srv/shop.sqlite3", "sqlite:////srv/shop.sqlite3"),
     ],
 )
-def test_the_url_is_that_of_flask_sqlalchemy_even_where_only_its_configuration_is(uri: str, url: str) -> None:
+def test_the_url_is_that_of_flask_sqlalchemy_even_where_only_its_configuration_is(
+    uri: str, url: str
+) -> None:
     app = Flask("shop")
     app.config["SQLALCHEMY_DATABASE_URI"] = uri
     delays = FlaskDelays(app, celery_app=Celery(broker="memory://", set_as_current=False))
@@ -341,7 +360,9 @@ def test_the_url_is_that_of_flask_sqlalchemy_even_where_only_its_configuration_i
 def test_a_relative_sqlite_file_is_where_flask_sqlalchemy_has_it(tmp_path: Path) -> None:
     db, delays = SQLAlchemy(), FlaskDelays()
     app = Flask("shop", instance_path=str(tmp_path))
-    app.config.update(SQLALCHEMY_DATABASE_URI="sqlite:///shop.sqlite3", CELERY={"broker_url": "memory://"})
+    app.config.update(
+        SQLALCHEMY_DATABASE_URI="sqlite:///shop.sqlite3", CELERY={"broker_url": "memory://"}
+    )
     with pytest.raises(ConfigError, match=r"db\.init_app\(app\) before"):
         delays.init_app(app)
     db.init_app(app)
@@ -393,7 +414,9 @@ def shop(request: pytest.FixtureRequest, redis_url: str, tmp_path: Path) -> Iter
 
 def test_orders_are_closed_on_time_unless_they_are_paid_or_rolled_back(shop: Shop) -> None:
     shop.command("-m", "flask", "--app", "shop", "create-tables")
-    shop.command("-c", "from delaytasks.cli.main import main; main()", "-A", "shop", "db", "upgrade")
+    shop.command(
+        "-c", "from delaytasks.cli.main import main; main()", "-A", "shop", "db", "upgrade"
+    )
     shop.serve("-m", "flask", "--app", "shop", "run", "--no-reload", "--port", "{port}")
     shop.work()
     unpaid = shop.post("/orders", 201, item="a book")["number"]
@@ -408,10 +431,14 @@ def test_orders_are_closed_on_time_unless_they_are_paid_or_rolled_back(shop: Sho
 
     tasks = {task.body["order"]: task for task in shop.tasks()}
     assert set(tasks) == {unpaid, paid}  # and none of the request that failed
-    wait_until(lambda: shop.delays.get(tasks[unpaid]).status is Status.DONE, 10, "the task to be settled")
+    wait_until(
+        lambda: shop.delays.get(tasks[unpaid]).status is Status.DONE, 10, "the task to be settled"
+    )
     done = shop.delays.get(tasks[unpaid])
     assert tasks[paid].status is Status.CANCELLED
     assert done.execution_time is not None
     assert done.create_time is not None
-    assert timedelta(0) <= done.execution_time - done.expected_time < timedelta(seconds=1.5), shop.logs()
+    assert timedelta(0) <= done.execution_time - done.expected_time < timedelta(seconds=1.5), (
+        shop.logs()
+    )
     assert done.expected_time - done.create_time == timedelta(seconds=PAY_WITHIN_S)

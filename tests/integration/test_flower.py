@@ -20,7 +20,7 @@ import requests
 from sqlalchemy import insert
 
 from delaytasks import DelayTask, Status
-from delaytasks.store.types import db_now_plus
+from delaytasks.storage.types import db_now_plus
 from tests.running import ROOT, Deployment, delete_keys
 from tests.waiting import wait_until
 
@@ -32,12 +32,19 @@ class Site:
     """A worker that sends events, and Flower, on a broker of which they share only the server with others."""
 
     def __init__(
-        self, folder: Path, database_url: str, broker_url: str, conf: dict[str, Any] | None = None, **settings: Any
+        self,
+        folder: Path,
+        database_url: str,
+        broker_url: str,
+        conf: dict[str, Any] | None = None,
+        **settings: Any,
     ) -> None:
         self.token = "t" + secrets.token_hex(4)
         # Flower switches the events of all workers on that hear it: not those of other tests.
         own = {"event_exchange": f"{self.token}.ev", "control_exchange": f"{self.token}.control"}
-        self.deployment = Deployment(folder, database_url, broker_url, {**own, **(conf or {})}, **settings)
+        self.deployment = Deployment(
+            folder, database_url, broker_url, {**own, **(conf or {})}, **settings
+        )
         self.url = ""
         #: The worker, where Flower was started first.
         self.worker = self.deployment.node(1)
@@ -59,7 +66,9 @@ class Site:
         found: dict[str, Any] = answer.json()
         return found
 
-    def wait_for(self, state: str, task: DelayTask, attempt: int = 1, deadline_s: float = 20) -> dict[str, Any]:
+    def wait_for(
+        self, state: str, task: DelayTask, attempt: int = 1, deadline_s: float = 20
+    ) -> dict[str, Any]:
         def found() -> dict[str, Any] | None:
             info = self.info(task, attempt)
             return info if info.get("state") == state else None
@@ -68,7 +77,9 @@ class Site:
         try:
             return wait_until(found, deadline_s, what, every_s=0.02) or {}
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.info(task, attempt)}\n{self.deployment.logs()}") from None
+            raise AssertionError(
+                f"{error}\n{self.info(task, attempt)}\n{self.deployment.logs()}"
+            ) from None
 
     def online(self) -> dict[str, Any]:
         """Flower's workers by name."""
@@ -85,7 +96,9 @@ class Site:
 
 
 @contextmanager
-def a_site(request: pytest.FixtureRequest, folder: Path, broker: str, **settings: Any) -> Iterator[Site]:
+def a_site(
+    request: pytest.FixtureRequest, folder: Path, broker: str, **settings: Any
+) -> Iterator[Site]:
     database_url = request.getfixturevalue("postgresql_url")
     site = Site(folder, database_url, request.getfixturevalue(f"{broker}_url"), **settings)
     try:
@@ -95,8 +108,12 @@ def a_site(request: pytest.FixtureRequest, folder: Path, broker: str, **settings
 
 
 @pytest.fixture(scope="module", params=["redis", "rabbitmq"])
-def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with a_site(request, tmp_path_factory.mktemp("flower"), request.param, max_lapses=2) as site:
+def site(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Site]:
+    with a_site(
+        request, tmp_path_factory.mktemp("flower"), request.param, max_lost_leases=2
+    ) as site:
         site.url = site.deployment.flower()
         site.deployment.worker("-E")
         yield site
@@ -131,7 +148,9 @@ def test_each_row_is_a_task_named_by_its_tag(site: Site) -> None:
     assert info["kwargs"] == f"{{'id': '{task.id}', 'attempt': 1, 'key': 'the-key'}}"
     assert info["worker"] == site.worker
     assert (row.worker or "").startswith(site.worker + "/")
-    assert task.expected_time.timestamp() <= info["received"] <= info["started"] <= info["succeeded"]
+    assert (
+        task.expected_time.timestamp() <= info["received"] <= info["started"] <= info["succeeded"]
+    )
     assert info["succeeded"] < task.expected_time.timestamp() + 10
     assert 0 < info["runtime"] < 5
     assert info["eta"] == task.expected_time.isoformat()
@@ -155,7 +174,9 @@ def test_a_failed_row_shows_its_error(site: Site) -> None:
 
 
 def test_errors_that_no_page_could_show_are_shown(site: Site) -> None:
-    task = site.deployment.schedule("test.fail", 0, body={"text": "a\x7f\x1b[31m\r\n💥" + "x" * 100_000})
+    task = site.deployment.schedule(
+        "test.fail", 0, body={"text": "a\x7f\x1b[31m\r\n💥" + "x" * 100_000}
+    )
     info = site.wait_for("FAILURE", task)
     assert len(info["exception"]) < 5_000
     assert len(info["traceback"]) < 20_000
@@ -202,14 +223,18 @@ def test_the_carrier_messages_are_not_seen(site: Site) -> None:
     assert "delaytasks." not in metrics
 
 
-def test_beats_sweeps_are_not_seen_even_where_sent_tasks_are(make_site: Callable[..., Site]) -> None:
+def test_beats_sweeps_are_not_seen_even_where_sent_tasks_are(
+    make_site: Callable[..., Site],
+) -> None:
     site = make_site(conf={"task_send_sent_event": True}, self_sweep_s=60)
     site.url = site.deployment.flower()
     site.deployment.beat()
     site.deployment.worker("-E")
     with site.deployment.store.database.begin() as connection:  # nothing but a sweep finds it
         row = {"tag": "test.note", "message_body": f'{{"file": "{site.deployment.file}"}}'}
-        connection.execute(insert(site.deployment.store.schema.tasks).values(**row, expected_time=db_now_plus(3)))
+        connection.execute(
+            insert(site.deployment.store.schema.tasks).values(**row, expected_time=db_now_plus(3))
+        )
     found = wait_until(lambda: site.get("/api/tasks"), 20, "the row to be seen", every_s=0.1)
     assert {task["name"] for task in found.values()} == {"test.note"}
 
@@ -244,17 +269,26 @@ def test_the_worker_is_online_with_its_counts(site: Site) -> None:
 @pytest.fixture
 def chromium(tmp_path: Path) -> Callable[..., str]:
     """Renders a page, its scripts included, and returns what stands there then; or makes a picture of it."""
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    program = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if program is None:
         reason = "needs chromium: there is none on the PATH"
         if os.environ.get("CI", "").lower() in ("1", "true", "yes"):
             pytest.fail(reason, pytrace=False)
         pytest.skip(reason)
-    quiet = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
+    quiet = (
+        "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
+    )
     options = [f"--{name}" for name in f"{quiet} disable-component-update disable-sync".split()]
 
     def render(url: str, *what: str) -> str:
-        command = [program, *options, f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1400,900"]
+        command = [
+            program,
+            *options,
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--window-size=1400,900",
+        ]
         # Flower's pages poll, so time is counted for them as it passes for scripts, and ends.
         command += ["--virtual-time-budget=5000", *(what or ["--dump-dom"]), url]
         run = subprocess.run(command, capture_output=True, timeout=60, check=True)
@@ -299,7 +333,9 @@ def test_in_a_browser_people_see_the_tag_the_id_and_red(
 
 def ask(site: Site, *command: str) -> Any:
     """What the one worker answers to a command such as `inspect stats`."""
-    ended = site.deployment.command(*command, "--json", "--timeout", "10", "--destination", site.deployment.node(0))
+    ended = site.deployment.command(
+        *command, "--json", "--timeout", "10", "--destination", site.deployment.node(0)
+    )
     for line in ended.log().splitlines():
         if line.startswith(("{", "[")):
             answers = json.loads(line)
@@ -308,24 +344,32 @@ def ask(site: Site, *command: str) -> Any:
 
 
 @pytest.mark.parametrize("broker", ["redis", "rabbitmq"])
-def test_inspect_and_control_work_as_for_any_worker(make_site: Callable[..., Site], broker: str) -> None:
+def test_inspect_and_control_work_as_for_any_worker(
+    make_site: Callable[..., Site], broker: str
+) -> None:
     site = make_site(broker, horizon_s=120)
     d = site.deployment
     worker = d.worker()
     far = d.schedule("test.note", 100)
     running = d.schedule("test.sleep", 0, body={"seconds": 15})
     wait_until(lambda: d.status(running) is Status.RUNNING, 5, "the sleeper to run")
-    assert [(task["id"], task["name"]) for task in ask(site, "inspect", "active")] == [(str(running.id), "test.sleep")]
+    assert [(task["id"], task["name"]) for task in ask(site, "inspect", "active")] == [
+        (str(running.id), "test.sleep")
+    ]
     stats = ask(site, "inspect", "stats")["delaytasks"]
     assert stats["held"] == 1
     assert stats["chunks"] == 1
     assert stats["timer_is_up"] is True
     assert ask(site, "inspect", "ping") == {"ok": "pong"}
-    assert {"delaytasks.run", "delaytasks.sweep", "test.note", "test.sleep"} <= set(ask(site, "inspect", "registered"))
+    assert {"delaytasks.run", "delaytasks.sweep", "test.note", "test.sleep"} <= set(
+        ask(site, "inspect", "registered")
+    )
     [waiting] = ask(site, "inspect", "scheduled")
     assert (waiting["request"]["id"], waiting["request"]["name"]) == (str(far.id), "test.note")
     assert datetime.fromisoformat(waiting["eta"]) == far.expected_time
-    assert f"{d.settings['namespace']}.default" in {queue["name"] for queue in ask(site, "inspect", "active_queues")}
+    assert f"{d.settings['namespace']}.default" in {
+        queue["name"] for queue in ask(site, "inspect", "active_queues")
+    }
     d.command("control", "shutdown", "--destination", site.deployment.node(0))
     wait_until(worker.ended, 20, "the worker to shut down", every_s=0.05)
     assert "sent back 1 near tasks" in worker.log()
@@ -333,7 +377,9 @@ def test_inspect_and_control_work_as_for_any_worker(make_site: Callable[..., Sit
     assert d.status(far) is Status.NOT_COMPLETE
 
 
-@pytest.mark.parametrize(("broker", "pool"), [("redis", "prefork"), ("rabbitmq", "threads"), ("redis", "solo")])
+@pytest.mark.parametrize(
+    ("broker", "pool"), [("redis", "prefork"), ("rabbitmq", "threads"), ("redis", "solo")]
+)
 def test_row_events_are_switched_on_and_off_while_the_worker_runs(
     make_site: Callable[..., Site], broker: str, pool: str
 ) -> None:
@@ -355,7 +401,9 @@ def test_row_events_are_switched_on_and_off_while_the_worker_runs(
     assert ask(site, "control", "disable_events") == {"ok": "task events disabled"}
     also_unseen = run_some()
     assert ask(site, "control", "enable_events") == {"ok": "task events enabled"}
-    site.wait_for("SUCCESS", run_some())  # events arrive in order, so those of earlier tasks are not on their way
+    site.wait_for(
+        "SUCCESS", run_some()
+    )  # events arrive in order, so those of earlier tasks are not on their way
     assert site.info(seen)
     assert not site.info(unseen)
     assert not site.info(also_unseen)
@@ -364,7 +412,9 @@ def test_row_events_are_switched_on_and_off_while_the_worker_runs(
 # -- docs/flower.md -----------------------------------------------------------------------------------
 
 
-def test_what_the_docs_say_about_protection_is_so(make_site: Callable[..., Site], tmp_path: Path) -> None:
+def test_what_the_docs_say_about_protection_is_so(
+    make_site: Callable[..., Site], tmp_path: Path
+) -> None:
     text = (ROOT / "docs" / "flower.md").read_text()
     [config] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (tmp_path / "flowerconfig.py").write_text(config)
@@ -377,13 +427,17 @@ def test_what_the_docs_say_about_protection_is_so(make_site: Callable[..., Site]
     def get(path: str) -> requests.Response:
         return requests.get(site.url + path, auth=("ann", "secret"), timeout=10)
 
-    page = wait_until(lambda: get(task_page) if get(task_page).ok else None, 20, "Flower to show the task")
+    page = wait_until(
+        lambda: get(task_page) if get(task_page).ok else None, 20, "Flower to show the task"
+    )
     assert page is not None
     assert "canary" not in page.text
     assert "(hidden)" in page.text
     assert "canary" in get("/api/tasks").text
     assert (
-        requests.post(f"{site.url}/api/worker/shutdown/{site.worker}", auth=("ann", "secret"), timeout=10).status_code
+        requests.post(
+            f"{site.url}/api/worker/shutdown/{site.worker}", auth=("ann", "secret"), timeout=10
+        ).status_code
         == 403
     )
     for path in (task_page, "/tasks", "/", "/api/tasks", "/workers?json=1"):

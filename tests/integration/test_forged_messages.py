@@ -19,7 +19,7 @@ from redis import Redis
 from delaytasks import DelayTask, Status
 from delaytasks.core.ids import COUNTER_BITS
 from delaytasks.timers.eta import RUN
-from delaytasks.worker.tasks import SWEEP
+from delaytasks.worker.celery_tasks import SWEEP
 from tests.redis_server import RedisServer
 from tests.running import Deployment, Process
 from tests.waiting import wait_until
@@ -42,7 +42,9 @@ class Scene:
     """A worker whose app accepts pickle, since it knows no better."""
 
     def __init__(self, folder: Path, database: str, broker: str, **settings: Any) -> None:
-        self.d = Deployment(folder, database, broker, {"accept_content": ["json", "pickle"]}, **settings)
+        self.d = Deployment(
+            folder, database, broker, {"accept_content": ["json", "pickle"]}, **settings
+        )
         self.boom = folder / "boom"
         self.redis = Redis.from_url(broker) if broker.startswith("redis") else None
         self.worker: Process = self.d.worker("-Q", "default", concurrency=1)
@@ -99,7 +101,9 @@ def open_scene(
         scene.close()
 
 
-def forged(scene: Scene, far: DelayTask, near: DelayTask, cancelled: DelayTask) -> list[tuple[Any, Any, str]]:
+def forged(
+    scene: Scene, far: DelayTask, near: DelayTask, cancelled: DelayTask
+) -> list[tuple[Any, Any, str]]:
     now = int(datetime.now(timezone.utc).timestamp() * 1e6)
     bomb = Bomb(str(scene.boom))
     entries = [
@@ -141,10 +145,19 @@ def forged(scene: Scene, far: DelayTask, near: DelayTask, cancelled: DelayTask) 
     ]
     messages: list[tuple[Any, Any, str]] = [(body, RUNS, JSON) for body in bodies]
     messages += [(body, {}, JSON) for body in bodies if not isinstance(body, bytes)]
-    messages += [(body, {"task": SWEEP, "id": "x"}, JSON) for body in ([[99], {}, {}], [["x"], {}, {}], [[[]], {}, {}])]
+    messages += [
+        (body, {"task": SWEEP, "id": "x"}, JSON)
+        for body in ([[99], {}, {}], [["x"], {}, {}], [[[]], {}, {}])
+    ]
     for kind in (PICKLE, YAML, "application/octet-stream"):
         for headers in (RUNS, {}, {"task": "other", "id": "x"}):
-            messages.append((pickle.dumps({"task": RUN, "args": [bomb], "id": "x", "kwargs": {}}), headers, kind))
+            messages.append(
+                (
+                    pickle.dumps({"task": RUN, "args": [bomb], "id": "x", "kwargs": {}}),
+                    headers,
+                    kind,
+                )
+            )
     messages += [
         ([[], {}, {}], {"task": {"not": "hashable"}, "id": "x"}, JSON),
         ([[], {}, {}], {"task": "no.such.task"}, JSON),
@@ -167,11 +180,27 @@ RAW: list[Any] = [
     b'{"properties": 5}',
     b'{"properties": {}}',
     json.dumps({"properties": {"delivery_tag": "x"}, "headers": "text", "body": "e30="}),
-    json.dumps({"properties": {"delivery_tag": "x", "delivery_info": 5}, "headers": {"task": RUN}, "body": "e30="}),
-    json.dumps({"properties": {"delivery_tag": [], "body_encoding": "base64"}, "headers": RUNS, "body": "?"}),
     json.dumps(
         {
-            "properties": {"delivery_tag": "x", "body_encoding": "none", "delivery_info": {"routing_key": ["x"]}},
+            "properties": {"delivery_tag": "x", "delivery_info": 5},
+            "headers": {"task": RUN},
+            "body": "e30=",
+        }
+    ),
+    json.dumps(
+        {
+            "properties": {"delivery_tag": [], "body_encoding": "base64"},
+            "headers": RUNS,
+            "body": "?",
+        }
+    ),
+    json.dumps(
+        {
+            "properties": {
+                "delivery_tag": "x",
+                "body_encoding": "none",
+                "delivery_info": {"routing_key": ["x"]},
+            },
             "headers": RUNS,
             "body": 5,
             "content-type": JSON,
@@ -180,8 +209,12 @@ RAW: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("broker", "timer"), [("redis", "eta"), ("redis", "redis"), ("rabbitmq", "eta")])
-def test_forged_messages_stop_nobody_and_run_nothing(open_scene: Open, broker: str, timer: str) -> None:
+@pytest.mark.parametrize(
+    ("broker", "timer"), [("redis", "eta"), ("redis", "redis"), ("rabbitmq", "eta")]
+)
+def test_forged_messages_stop_nobody_and_run_nothing(
+    open_scene: Open, broker: str, timer: str
+) -> None:
     scene = open_scene(broker, timer=timer)
     d, worker = scene.d, scene.worker
     far, near, cancelled = d.schedule(delay=3600), d.schedule(delay=4), d.schedule(delay=3600)
@@ -191,7 +224,9 @@ def test_forged_messages_stop_nobody_and_run_nothing(open_scene: Open, broker: s
         name = scene.queue().name
         for raw in RAW:
             scene.redis.lpush(name, raw)
-            scene.redis.publish(f"/{scene.redis.connection_pool.connection_kwargs.get('db', 0)}.celery.pidbox", raw)
+            scene.redis.publish(
+                f"/{scene.redis.connection_pool.connection_kwargs.get('db', 0)}.celery.pidbox", raw
+            )
         if timer == "redis":
             forge_timer(scene, scene.redis, far)
     good = [d.schedule(delay=0.2) for _ in range(20)]
@@ -208,13 +243,27 @@ def test_forged_messages_stop_nobody_and_run_nothing(open_scene: Open, broker: s
     assert "content.unsafe accepts='pickle'" in log
     assert "Unrecoverable" not in log
     assert "Connection to broker lost" not in log
-    assert re.search(r'"?message.refused"?: \d\d', d.command("inspect", "stats", "-d", d.node(0)).log())
+    assert re.search(
+        r'"?message.refused"?: \d\d', d.command("inspect", "stats", "-d", d.node(0)).log()
+    )
 
 
 def forge_timer(scene: Scene, redis: Redis, far: DelayTask) -> None:
     assert scene.d.delays.redis_timer is not None
     timer = scene.d.delays.redis_timer
-    members = ["x", "", " ", "0:0", f"{2**63}:0", "1:2:3:4", "\x00", "1:0 5", "[" * 1000, f"{far.id}:0", f"{far.id}:7"]
+    members = [
+        "x",
+        "",
+        " ",
+        "0:0",
+        f"{2**63}:0",
+        "1:2:3:4",
+        "\x00",
+        "1:0 5",
+        "[" * 1000,
+        f"{far.id}:0",
+        f"{far.id}:7",
+    ]
     for slot in timer.slots("default"):
         store, prepare = timer.keys(slot)
         redis.zadd(store, dict.fromkeys(members, 1))

@@ -11,12 +11,12 @@ import pytest
 from kombu import Connection, Consumer, Queue
 from redis import Redis
 
-from delaytasks.worker.desk import hang_up
+from delaytasks.worker.runtime import hang_up
 from tests.running import delete_keys
 from tests.waiting import wait_until
 
 
-class Place:
+class DatabaseAddress:
     """A connection that consumes as a worker does, and has asked for the next message."""
 
     def __init__(self, url: str) -> None:
@@ -25,7 +25,9 @@ class Place:
         self.redis = Redis.from_url(url)
         self.connection = Connection(url)
         self.queue = Queue(self.name, no_ack=True)
-        consumer = Consumer(self.connection, [self.queue], no_ack=True, on_message=self.taken.append)
+        consumer = Consumer(
+            self.connection, [self.queue], no_ack=True, on_message=self.taken.append
+        )
         consumer.consume()
         self.channel: Any = self.connection.default_channel
         self.connection.transport.cycle._register_BRPOP(self.channel)
@@ -41,8 +43,8 @@ class Place:
 
 
 @pytest.fixture
-def place(redis_url: str) -> Iterator[Place]:
-    made = Place(redis_url)
+def place(redis_url: str) -> Iterator[DatabaseAddress]:
+    made = DatabaseAddress(redis_url)
     yield made
     with Connection(redis_url) as connection:
         delete_keys(connection, made.name)
@@ -50,7 +52,9 @@ def place(redis_url: str) -> Iterator[Place]:
     made.redis.close()
 
 
-def test_a_message_that_redis_has_given_to_a_worker_that_stops_goes_back_to_its_queue(place: Place) -> None:
+def test_a_message_that_redis_has_given_to_a_worker_that_stops_goes_back_to_its_queue(
+    place: DatabaseAddress,
+) -> None:
     place.publish()
     wait_until(lambda: place.waiting() == 0, 10, "Redis to give it out")
     hang_up(SimpleNamespace(connection=place.connection))
@@ -58,7 +62,7 @@ def test_a_message_that_redis_has_given_to_a_worker_that_stops_goes_back_to_its_
     assert place.taken == []
 
 
-def test_who_has_hung_up_is_given_nothing_more(place: Place) -> None:
+def test_who_has_hung_up_is_given_nothing_more(place: DatabaseAddress) -> None:
     hang_up(SimpleNamespace(connection=place.connection))
     place.publish()
     assert place.waiting() == 1

@@ -59,7 +59,9 @@ class Connections(Deployment):
         return sent
 
     def worker_events(self) -> dict[str, int]:
-        answer = self.delays.celery.control.inspect([self.node(0)], timeout=10, limit=1).stats() or {}
+        answer = (
+            self.delays.celery.control.inspect([self.node(0)], timeout=10, limit=1).stats() or {}
+        )
         events: dict[str, int] = answer[self.node(0)]["delaytasks"]["events"]
         return events
 
@@ -77,7 +79,10 @@ def connections(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Conn
 
 @pytest.mark.parametrize(
     ("connections", "pool"),
-    [pytest.param(combination, combination[2], id="-".join(combination)) for combination in COMBINATIONS],
+    [
+        pytest.param(combination, combination[2], id="-".join(combination))
+        for combination in COMBINATIONS
+    ],
     indirect=["connections"],
 )
 def test_those_that_fall_silent_time_out_and_no_others(connections: Connections, pool: str) -> None:
@@ -86,7 +91,9 @@ def test_those_that_fall_silent_time_out_and_no_others(connections: Connections,
     assert d.heartbeat(ALIVE) == ALIVE, "the first time all are new"
     sent = d.count_messages()
     d.live(ALIVE, lambda: False, TIMEOUT_S)
-    armed = d.worker_events().get("sweep.armed")  # by the worker's first sweep, if that came later than the tasks
+    armed = d.worker_events().get(
+        "sweep.armed"
+    )  # by the worker's first sweep, if that came later than the tasks
     d.live(ALIVE, lambda: False, 1.5 * TIMEOUT_S)
     assert (d.runs(), sent) == ([], []), "nothing fires, and nothing is sent"
     assert d.worker_events().get("sweep.armed") == armed, "by the sweep neither"

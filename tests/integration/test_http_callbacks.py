@@ -20,11 +20,8 @@ from typing import Any
 import pytest
 from standardwebhooks import Webhook
 
-from delaytasks import DelayTask, DelayTasks, Done, Fail, Ladder, Retry, Status
-from delaytasks.callbacks import addresses
-from delaytasks.callbacks.addresses import Guard
-from delaytasks.callbacks.http import CALLBACK, Callback, HttpCallbacks, retry_after_s
-from delaytasks.core.bounded import within
+from delaytasks import DelayTask, DelayTasks, Done, Fail, Retry, RetrySchedule, Status
+from delaytasks.core.bounded_calls import within
 from delaytasks.core.clock import Clock
 from delaytasks.core.errors import (
     BodyNotJSONError,
@@ -33,7 +30,10 @@ from delaytasks.core.errors import (
     InvalidHeaderError,
 )
 from delaytasks.core.settings import load_settings
-from delaytasks.store import migrations
+from delaytasks.storage import migrations
+from delaytasks.webhooks import addresses
+from delaytasks.webhooks.addresses import Guard
+from delaytasks.webhooks.http import CALLBACK, Callback, HttpCallbacks, retry_after_s
 from tests.recording import delays_on, record, run_now
 from tests.services import free_port
 from tests.webserver import WebServer, answer, drip, hang, pour, reset
@@ -55,14 +55,18 @@ class Caller:
 
     def __init__(self, names: Callable[[str], list[str]] | None = None, **settings: Any) -> None:
         given = {"allow": "127.0.0.1", "connect_s": 2, "read_s": 0.5, "total_s": 1, **settings}
-        self.settings = load_settings({}, {}, **{f"callback_{name}": value for name, value in given.items()})
+        self.settings = load_settings(
+            {}, {}, **{f"callback_{name}": value for name, value in given.items()}
+        )
         self.looked_up: list[str] = []
 
         def resolve(host: str, port: int) -> list[str]:
             self.looked_up.append(host)
             return names(host) if names is not None else ["127.0.0.1"]
 
-        self.http = HttpCallbacks(self.settings, Guard(self.settings.callback_allow, resolve), Clock())
+        self.http = HttpCallbacks(
+            self.settings, Guard(self.settings.callback_allow, resolve), Clock()
+        )
 
     def post(self, url: str, body: Any = None, attempt: int = 1, **more: Any) -> Any:
         """The outcome; `TimeoutError` if there is none in time."""
@@ -169,7 +173,9 @@ def test_success_is_any_2xx(web: WebServer, caller: Caller, status: int) -> None
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 408, 418, 500, 502, 503, 599])
-def test_other_statuses_climb_the_ladder_and_quote_the_answer(web: WebServer, caller: Caller, status: int) -> None:
+def test_other_statuses_climb_the_ladder_and_quote_the_answer(
+    web: WebServer, caller: Caller, status: int
+) -> None:
     web.answers["/"] = answer(status, b"no\r\n\x1b[31m such \x00 order" + b"!" * 5000)
     outcome = caller.post(web.url())
     assert isinstance(outcome, Retry)
@@ -186,7 +192,9 @@ def test_410_ends_it(web: WebServer, caller: Caller) -> None:
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_redirects_are_failures_and_not_followed(web: WebServer, caller: Caller, status: int) -> None:
+def test_redirects_are_failures_and_not_followed(
+    web: WebServer, caller: Caller, status: int
+) -> None:
     web.answers["/"] = answer(status, b"", Location=web.url("/other"))
     outcome = caller.post(web.url())
     assert isinstance(outcome, Retry)
@@ -226,7 +234,11 @@ def test_other_statuses_have_no_say_in_the_wait(web: WebServer, caller: Caller) 
 
 def test_dates_of_retry_after_are_read_in_all_their_forms() -> None:
     now = datetime(2030, 1, 1, 12, 0, tzinfo=timezone.utc)
-    for text in ("Tue, 01 Jan 2030 12:01:00 GMT", "Tue, 01 Jan 2030 13:01:00 +0100", "Tue, 01 Jan 2030 12:01:00 -0000"):
+    for text in (
+        "Tue, 01 Jan 2030 12:01:00 GMT",
+        "Tue, 01 Jan 2030 13:01:00 +0100",
+        "Tue, 01 Jan 2030 12:01:00 -0000",
+    ):
         assert retry_after_s(text, now) == 60, text
     for text in ("", "-1", "1.5", "1e3", "x", "Tue, 99 Jan 2030 12:01:00 GMT", "9" * 400):
         assert retry_after_s(text, now) == 0, text
@@ -262,10 +274,16 @@ def test_network_trouble_is_recorded_as_such_and_climbs_in_bounded_time(
 
 BODIES = {
     "a drip": drip(HEAD, b"x"),
-    "a drip of chunks": drip(b"HTTP/1.1 500 No\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n"),
-    "a drip of a chunk's size": drip(b"HTTP/1.1 500 No\r\nTransfer-Encoding: chunked\r\n\r\n", b"0"),
+    "a drip of chunks": drip(
+        b"HTTP/1.1 500 No\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n"
+    ),
+    "a drip of a chunk's size": drip(
+        b"HTTP/1.1 500 No\r\nTransfer-Encoding: chunked\r\n\r\n", b"0"
+    ),
     "an endless one": partial(pour, b"HTTP/1.1 500 No\r\nConnection: close\r\n\r\n"),
-    "an endless one of chunks": drip(b"HTTP/1.1 500 No\r\nTransfer-Encoding: chunked\r\n\r\nfffffff\r\n", b"x" * 65536),
+    "an endless one of chunks": drip(
+        b"HTTP/1.1 500 No\r\nTransfer-Encoding: chunked\r\n\r\nfffffff\r\n", b"x" * 65536
+    ),
     "silence": lambda exchange: exchange.wfile.write(HEAD) and hang(exchange),
     "a reset": lambda exchange: exchange.wfile.write(HEAD) and reset(exchange),
 }
@@ -316,7 +334,9 @@ def test_an_endless_answer_is_read_to_the_cap_only(web: WebServer) -> None:
 
 
 def test_a_redirect_with_an_endless_body_is_not_read_to_its_end(web: WebServer) -> None:
-    web.answers["/"] = partial(pour, b"HTTP/1.1 302 Found\r\nLocation: /x\r\nConnection: close\r\n\r\n")
+    web.answers["/"] = partial(
+        pour, b"HTTP/1.1 302 Found\r\nLocation: /x\r\nConnection: close\r\n\r\n"
+    )
     assert Caller(total_s=600, read_s=600).post(web.url()).reason.startswith("HTTP 302, to /x")
 
 
@@ -340,7 +360,9 @@ def test_a_name_that_is_not_known_or_not_answered_is_network_trouble() -> None:
     assert outcome.reason == "network: OSError at partner.example: Name or service not known"
     over = threading.Event()
     try:
-        outcome = Caller(lambda host: (over.wait() and []) or [], connect_s=0.2).post("https://partner.example/")
+        outcome = Caller(lambda host: (over.wait() and []) or [], connect_s=0.2).post(
+            "https://partner.example/"
+        )
         assert outcome.reason == "network: TimeoutError at partner.example: no answer within 0.2 s"
     finally:
         over.set()
@@ -360,7 +382,9 @@ def test_the_address_that_was_checked_is_the_one_that_is_connected_to(web: WebSe
     caller = Caller(lambda host: ["127.0.0.1"])
     assert caller.post(web.url("/paid", "partner.example")) == Done()
     assert web.received[0].headers["host"] == f"partner.example:{web.port}"
-    assert caller.looked_up == ["partner.example"], "the name, which nobody else knows, is looked up once"
+    assert caller.looked_up == ["partner.example"], (
+        "the name, which nobody else knows, is looked up once"
+    )
     assert caller.post(web.url("/paid", "partner.example")) == Done()
     assert caller.looked_up == ["partner.example"], "and not again in the same moment"
 
@@ -399,13 +423,37 @@ class Authority:
         self._key = folder / "ca.key"
         # Since Python 3.13 a default context checks as strictly as RFC 5280, which requires an authority's key usage.
         usage = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")
-        self._run("req", "-x509", "-subj", "/CN=Test CA", "-days", "2", *usage, "-keyout", self._key, "-out", self.file)
+        self._run(
+            "req",
+            "-x509",
+            "-subj",
+            "/CN=Test CA",
+            "-days",
+            "2",
+            *usage,
+            "-keyout",
+            self._key,
+            "-out",
+            self.file,
+        )
 
     def context(self, san: str) -> ssl.SSLContext:
-        key, request, certificate, names = (self._folder / f"server.{end}" for end in ("key", "csr", "pem", "ext"))
+        key, request, certificate, names = (
+            self._folder / f"server.{end}" for end in ("key", "csr", "pem", "ext")
+        )
         names.write_text(f"subjectAltName={san}\nauthorityKeyIdentifier=keyid\n")
         self._run("req", "-subj", "/CN=server", "-keyout", key, "-out", request)
-        signing = ("-CA", self.file, "-CAkey", self._key, "-CAcreateserial", "-days", "2", "-extfile", names)
+        signing = (
+            "-CA",
+            self.file,
+            "-CAkey",
+            self._key,
+            "-CAcreateserial",
+            "-days",
+            "2",
+            "-extfile",
+            names,
+        )
         self._run("x509", "-req", "-in", request, "-out", certificate, *signing, new_key=False)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate, key)
@@ -413,8 +461,14 @@ class Authority:
 
     @staticmethod
     def _run(command: str, *options: object, new_key: bool = True) -> None:
-        made = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes") if new_key else ()
-        subprocess.run(["openssl", command, *made, *map(str, options)], check=True, capture_output=True)
+        made = (
+            ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+            if new_key
+            else ()
+        )
+        subprocess.run(
+            ["openssl", command, *made, *map(str, options)], check=True, capture_output=True
+        )
 
 
 @pytest.fixture(scope="module")
@@ -453,15 +507,21 @@ def test_a_pinned_address_is_asked_for_the_hosts_certificate_and_checked_by_the_
     assert server.accepted == 1
     outcome = caller.post(server.url("/", "other.example", "https"))
     assert outcome.reason.startswith("network: SSLError at other.example:")
-    assert "not valid for 'other.example'" in outcome.reason or "Hostname mismatch" in outcome.reason
+    assert (
+        "not valid for 'other.example'" in outcome.reason or "Hostname mismatch" in outcome.reason
+    )
     assert len(server.received) == 2
 
 
-def test_a_certificate_for_the_address_is_none_for_the_name(secure: Secure, authority: Authority) -> None:
+def test_a_certificate_for_the_address_is_none_for_the_name(
+    secure: Secure, authority: Authority
+) -> None:
     server = secure("IP:127.0.0.1")
     caller = Caller(ca_file=str(authority.file))
     assert caller.post(server.url("/", "127.0.0.1", "https")) == Done()
-    assert caller.post(server.url("/", "partner.example", "https")).reason.startswith("network: SSLError")
+    assert caller.post(server.url("/", "partner.example", "https")).reason.startswith(
+        "network: SSLError"
+    )
 
 
 def test_a_certificate_of_an_unknown_authority_is_refused(secure: Secure) -> None:
@@ -474,11 +534,19 @@ def test_a_certificate_of_an_unknown_authority_is_refused(secure: Secure) -> Non
 
 def test_trouble_by_tls_is_bounded_in_time_as_well(secure: Secure, authority: Authority) -> None:
     server = secure("DNS:partner.example")
-    server.answers = {"/head": drip(b"HTTP/1.1 200 OK\r\nX: ", b"x"), "/body": drip(HEAD, b"x"), "/hang": hang}
+    server.answers = {
+        "/head": drip(b"HTTP/1.1 200 OK\r\nX: ", b"x"),
+        "/body": drip(HEAD, b"x"),
+        "/hang": hang,
+    }
     caller = Caller(ca_file=str(authority.file))
     for path in ("/head", "/hang"):
-        assert caller.post(server.url(path, "partner.example", "https")).reason.startswith("network: ")
-    assert caller.post(server.url("/body", "partner.example", "https")).reason.startswith("HTTP 500")
+        assert caller.post(server.url(path, "partner.example", "https")).reason.startswith(
+            "network: "
+        )
+    assert caller.post(server.url("/body", "partner.example", "https")).reason.startswith(
+        "HTTP 500"
+    )
     with _listener() as port:
         outcome = caller.post(f"https://partner.example:{port}/")
     assert outcome.reason.startswith("network: ")
@@ -489,7 +557,11 @@ def test_trouble_by_tls_is_bounded_in_time_as_well(secure: Secure, authority: Au
 
 @pytest.fixture
 def delays(tmp_path: Path) -> Iterator[DelayTasks]:
-    made = delays_on(f"sqlite:///{tmp_path / 'test.sqlite3'}", callback_allow="127.0.0.1", callback_secrets=SECRETS[0])
+    made = delays_on(
+        f"sqlite:///{tmp_path / 'test.sqlite3'}",
+        callback_allow="127.0.0.1",
+        callback_secrets=SECRETS[0],
+    )
     migrations.upgrade(made.store.database)
     record(made)
     yield made
@@ -498,7 +570,9 @@ def delays(tmp_path: Path) -> Iterator[DelayTasks]:
 
 def test_a_partner_is_notified_until_it_answers(delays: DelayTasks, web: WebServer) -> None:
     web.answers["/paid"] = answer(500, b"busy")
-    scheduled = delays.schedule_callback(web.url("/paid"), {"order": 7}, 0, headers={"X-Shop": "one"}, key="order-7")
+    scheduled = delays.schedule_callback(
+        web.url("/paid"), {"order": 7}, 0, headers={"X-Shop": "one"}, key="order-7"
+    )
     assert scheduled.tag == CALLBACK
     first = run_now(delays, scheduled)
     assert first.status is Status.NOT_COMPLETE
@@ -510,7 +584,9 @@ def test_a_partner_is_notified_until_it_answers(delays: DelayTasks, web: WebServ
     assert second.error.startswith("network: ")
     web.answers.clear()
     assert run_now(delays, scheduled).status is Status.DONE
-    assert [attempt.error.split(" ")[0] for attempt in delays.attempts(scheduled) if attempt.error] == [
+    assert [
+        attempt.error.split(" ")[0] for attempt in delays.attempts(scheduled) if attempt.error
+    ] == [
         "HTTP",
         "network:",
     ]
@@ -523,9 +599,13 @@ def test_410_leaves_failed_at_once(delays: DelayTasks, web: WebServer) -> None:
     assert run_now(delays, delays.schedule_callback(web.url(), None, 0)).status is Status.FAILED
 
 
-def test_a_callback_may_bring_a_ladder_and_an_end_of_its_own(delays: DelayTasks, web: WebServer) -> None:
+def test_a_callback_may_bring_a_ladder_and_an_end_of_its_own(
+    delays: DelayTasks, web: WebServer
+) -> None:
     web.answers["/"] = answer(500)
-    task = delays.schedule_callback(web.url(), None, 0, retry=Ladder("1h"), expires="1d", priority=3, queue="slow")
+    task = delays.schedule_callback(
+        web.url(), None, 0, retry=RetrySchedule("1h"), expires="1d", priority=3, queue="slow"
+    )
     assert (task.priority, task.queue, task.expires_s) == (3, "slow", 86400)
     assert run_now(delays, task).status is Status.NOT_COMPLETE
     assert run_now(delays, task).status is Status.FAILED
@@ -534,7 +614,13 @@ def test_a_callback_may_bring_a_ladder_and_an_end_of_its_own(delays: DelayTasks,
 def test_rows_of_other_programs_are_callbacks_too(delays: DelayTasks, web: WebServer) -> None:
     good = delays.schedule_delay(CALLBACK, {"url": web.url()}, 0)
     assert run_now(delays, good).status is Status.DONE
-    for body in (None, [], {}, {"url": web.url(), "method": "GET"}, {"url": web.url(), "headers": {"Host": "x"}}):
+    for body in (
+        None,
+        [],
+        {},
+        {"url": web.url(), "method": "GET"},
+        {"url": web.url(), "headers": {"Host": "x"}},
+    ):
         with pytest.raises(BodyRefusedError):
             delays.schedule_delay(CALLBACK, body, 0)
     for url in (7, "file:///etc/passwd", "https://10.0.0.1/"):
@@ -543,7 +629,9 @@ def test_rows_of_other_programs_are_callbacks_too(delays: DelayTasks, web: WebSe
         assert (forbidden.error or "").startswith("forbidden: ")
 
 
-@pytest.mark.parametrize("url", ["https://10.0.0.1/", "http://[::1]/", "https://user@partner.example/", "nonsense"])
+@pytest.mark.parametrize(
+    "url", ["https://10.0.0.1/", "http://[::1]/", "https://user@partner.example/", "nonsense"]
+)
 def test_a_forbidden_url_is_refused_when_it_is_scheduled(delays: DelayTasks, url: str) -> None:
     with pytest.raises(ForbiddenURLError):
         delays.schedule_callback(url, None, 0)
@@ -579,7 +667,9 @@ def test_secrets_are_not_shown() -> None:
 # -- many at once ---------------------------------------------------------------------------------
 
 
-def test_a_name_is_looked_up_once_for_all_callbacks_that_want_it_at_the_same_time(web: WebServer) -> None:
+def test_a_name_is_looked_up_once_for_all_callbacks_that_want_it_at_the_same_time(
+    web: WebServer,
+) -> None:
     everybody = threading.Event()
 
     def names(host: str) -> list[str]:
@@ -594,7 +684,9 @@ def test_a_name_is_looked_up_once_for_all_callbacks_that_want_it_at_the_same_tim
     assert caller.looked_up == ["partner.example"]
 
 
-def test_who_waits_for_a_name_that_somebody_else_looks_up_waits_no_longer_than_for_its_own() -> None:
+def test_who_waits_for_a_name_that_somebody_else_looks_up_waits_no_longer_than_for_its_own() -> (
+    None
+):
     never = threading.Event()
 
     def names(host: str) -> list[str]:
@@ -604,15 +696,22 @@ def test_who_waits_for_a_name_that_somebody_else_looks_up_waits_no_longer_than_f
     caller = Caller(names, allow="partner.example", connect_s=0.2)
     with ThreadPoolExecutor(5) as pool:
         outcomes = [
-            f.result(PATIENCE_S) for f in [pool.submit(caller.post, "http://partner.example/") for _ in range(5)]
+            f.result(PATIENCE_S)
+            for f in [pool.submit(caller.post, "http://partner.example/") for _ in range(5)]
         ]
     never.set()
-    assert all(isinstance(outcome, Retry) and "no answer within" in outcome.reason for outcome in outcomes)
+    assert all(
+        isinstance(outcome, Retry) and "no answer within" in outcome.reason for outcome in outcomes
+    )
 
 
-def test_a_process_sends_as_many_callbacks_at_once_as_the_setting_says(web: WebServer, tmp_path: Path) -> None:
+def test_a_process_sends_as_many_callbacks_at_once_as_the_setting_says(
+    web: WebServer, tmp_path: Path
+) -> None:
     changes: dict[str, Any] = {"callback_in_flight": 7, "chunk_time_box_s": 5}
-    delays = delays_on(f"sqlite:///{tmp_path / 'tasks.sqlite3'}", callback_allow="127.0.0.1", **changes)
+    delays = delays_on(
+        f"sqlite:///{tmp_path / 'tasks.sqlite3'}", callback_allow="127.0.0.1", **changes
+    )
     migrations.upgrade(delays.store.database, "")
     inside, most, lock, all_in = 0, 0, threading.Lock(), threading.Event()
 

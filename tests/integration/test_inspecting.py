@@ -33,7 +33,9 @@ def open_deployment(
 
 
 @pytest.mark.parametrize("timer", ["eta", "redis"])
-def test_each_inspection_answers_while_a_chunk_runs(open_deployment: Callable[..., Deployment], timer: str) -> None:
+def test_each_inspection_answers_while_a_chunk_runs(
+    open_deployment: Callable[..., Deployment], timer: str
+) -> None:
     """`celery inspect` prints the answer with the JSON of the standard library."""
     d = open_deployment(timer=timer, horizon_s=3000)
     worker = d.worker(concurrency=1)
@@ -51,11 +53,17 @@ def test_each_inspection_answers_while_a_chunk_runs(open_deployment: Callable[..
 
     assert answer("stats")["delaytasks"]["chunks"] == 1
     [active] = answer("active")
-    assert (active["id"], active["name"], active["acknowledged"]) == (str(running.id), "test.sleep", True)
+    assert (active["id"], active["name"], active["acknowledged"]) == (
+        str(running.id),
+        "test.sleep",
+        True,
+    )
     assert active["worker_pid"] == int(d.runs()[0][2])
     assert active["args"] == []
     scheduled = [(one["request"]["id"], one["request"]["name"]) for one in answer("scheduled")]
-    assert scheduled == ([(str(near.id), "test.note")] if timer == "eta" else []), "with redis it waits there"
+    assert scheduled == ([(str(near.id), "test.note")] if timer == "eta" else []), (
+        "with redis it waits there"
+    )
     assert {"test.sleep", "test.note", "delaytasks.run"} <= set(answer("registered"))
     assert answer("reserved") == []
     assert not worker.ended()

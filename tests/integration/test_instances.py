@@ -13,8 +13,8 @@ from sqlalchemy import text
 import delaytasks
 from delaytasks import DelayTasks, api
 from delaytasks.core.errors import ConfigError, DuplicateProcessorError, TaskNotFoundError
-from delaytasks.store import migrations
-from delaytasks.worker.tasks import SWEEP
+from delaytasks.storage import migrations
+from delaytasks.worker.celery_tasks import SWEEP
 from tests.rabbitmq_server import RabbitServer
 from tests.running import Deployment
 
@@ -24,7 +24,9 @@ CONSUMER_TIMEOUT_S = 2
 
 def instance(tmp_path: Path, name: str, **settings: Any) -> DelayTasks:
     made = DelayTasks(
-        Celery(name, broker="memory://", set_as_current=False), f"sqlite:///{tmp_path / name}.db", **settings
+        Celery(name, broker="memory://", set_as_current=False),
+        f"sqlite:///{tmp_path / name}.db",
+        **settings,
     )
     with made.store.database.begin() as connection:
         made.store.schema.metadata.create_all(connection)
@@ -32,7 +34,10 @@ def instance(tmp_path: Path, name: str, **settings: Any) -> DelayTasks:
 
 
 def test_two_instances_in_one_process_do_not_touch_each_other(tmp_path: Path) -> None:
-    one, two = instance(tmp_path, "one", namespace="one"), instance(tmp_path, "two", namespace="two")
+    one, two = (
+        instance(tmp_path, "one", namespace="one"),
+        instance(tmp_path, "two", namespace="two"),
+    )
     ran: list[str] = []
     one.processor("same.tag")(lambda body: ran.append("one"))
     two.processor("same.tag", queue="mine")(lambda body: ran.append("two"))
@@ -79,10 +84,15 @@ def schema_url(postgresql_url: str) -> tuple[str, str]:
 def test_deployments_share_a_database_by_schema_or_prefix(schema_url: tuple[str, str]) -> None:
     url, schema = schema_url
     apart = [{"table_schema": schema}, {"table_prefix": "a_"}, {"table_prefix": "b_"}]
-    made = [DelayTasks(Celery(str(n), broker="memory://", set_as_current=False), url, **s) for n, s in enumerate(apart)]
+    made = [
+        DelayTasks(Celery(str(n), broker="memory://", set_as_current=False), url, **s)
+        for n, s in enumerate(apart)
+    ]
     try:
         for d in made:
-            migrations.upgrade(d.store.database, d.settings.table_prefix, d.settings.table_schema or None)
+            migrations.upgrade(
+                d.store.database, d.settings.table_prefix, d.settings.table_schema or None
+            )
             d.store.check()
         tasks = [d.schedule_delay("some.tag", n, 60, key="same") for n, d in enumerate(made)]
         for n, d in enumerate(made):
@@ -90,7 +100,9 @@ def test_deployments_share_a_database_by_schema_or_prefix(schema_url: tuple[str,
             assert d.get(tag="some.tag", key="same").body == n
     finally:
         for d in made:
-            migrations.downgrade(d.store.database, d.settings.table_prefix, d.settings.table_schema or None, "base")
+            migrations.downgrade(
+                d.store.database, d.settings.table_prefix, d.settings.table_schema or None, "base"
+            )
             d.close()
         with made[0].store.database.begin() as connection:
             connection.execute(text(f"DROP SCHEMA IF EXISTS {schema} CASCADE"))
@@ -106,7 +118,10 @@ def test_the_horizon_must_be_below_the_brokers_visibility_timeout(tmp_path: Path
 @pytest.mark.parametrize("house", [2, -1, True, "0"])
 def test_a_schedule_of_its_own_sweeps_houses_that_there_are(tmp_path: Path, house: Any) -> None:
     app = Celery("shop", broker="redis://127.0.0.1:1/0", set_as_current=False)
-    entries = {"all": {"task": SWEEP, "schedule": 5}, "first": {"task": SWEEP, "schedule": 5, "args": (0,)}}
+    entries = {
+        "all": {"task": SWEEP, "schedule": 5},
+        "first": {"task": SWEEP, "schedule": 5, "args": (0,)},
+    }
     app.conf.beat_schedule = {**entries, "mine": {"task": SWEEP, "schedule": 5, "args": (house,)}}
     delays = DelayTasks(app, f"sqlite:///{tmp_path / 'x.db'}", houses=2)
     with pytest.raises(ConfigError, match=r"beat_schedule\['mine'\] .* houses are 0 to 1"):
@@ -116,7 +131,14 @@ def test_a_schedule_of_its_own_sweeps_houses_that_there_are(tmp_path: Path, hous
 
 
 @pytest.mark.parametrize(
-    "url", ["redis://a", "rediss://a", "sentinel://a;sentinel://b", ["sentinel://a:26379"], "redis+socket:///x"]
+    "url",
+    [
+        "redis://a",
+        "rediss://a",
+        "sentinel://a;sentinel://b",
+        ["sentinel://a:26379"],
+        "redis+socket:///x",
+    ],
 )
 def test_the_horizon_must_be_below_the_visibility_timeout_that_kombu_has_for_every_redis(
     tmp_path: Path, url: Any
@@ -132,7 +154,9 @@ def test_without_a_horizon_a_message_outlives_the_visibility_timeout_and_runs_on
 ) -> None:
     """It is acknowledged on receipt, so the broker has nothing to deliver again."""
     conf = {"broker_transport_options": {"visibility_timeout": 2}}
-    d = Deployment(tmp_path, postgresql_url, redis_url, conf, horizon_s=None, sweep_s=60, self_sweep_s=120)
+    d = Deployment(
+        tmp_path, postgresql_url, redis_url, conf, horizon_s=None, sweep_s=60, self_sweep_s=120
+    )
     try:
         d.worker()
         tasks = [d.schedule(delay=7) for _ in range(20)]

@@ -13,7 +13,9 @@ from tests.waiting import wait_until
 
 
 @pytest.fixture(params=["postgresql", "mysql"])
-def proxied(request: pytest.FixtureRequest, tmp_path: Path, redis_url: str) -> Iterator[tuple[Deployment, Proxy]]:
+def proxied(
+    request: pytest.FixtureRequest, tmp_path: Path, redis_url: str
+) -> Iterator[tuple[Deployment, Proxy]]:
     """Its workers and beats reach the database by way of a proxy, and the test without it."""
     url = request.getfixturevalue(f"{request.param}_url")
     proxy = proxy_to(url)
@@ -32,12 +34,19 @@ def lines_with(log: str, *words: str) -> list[str]:
 def test_a_worker_logs_what_it_runs_and_each_end_once(proxied: tuple[Deployment, Proxy]) -> None:
     d, _ = proxied
     worker, beat = d.worker(), d.beat()
-    good, bad = d.schedule("test.quiet"), d.schedule("test.fail", body={"text": "no \x1b[31m way\n[2026] forged"})
+    good, bad = (
+        d.schedule("test.quiet"),
+        d.schedule("test.fail", body={"text": "no \x1b[31m way\n[2026] forged"}),
+    )
     wait_until(lambda: lines_with(worker.log(), "task.failed"), 15, "the failure to be logged")
     wait_until(lambda: lines_with(worker.log(), "task.done"), 15, "the success to be logged")
     wait_until(lambda: "Starting" in beat.log(), 15, "beat to start")
     later = d.schedule("test.quiet", 3)
-    wait_until(lambda: lines_with(worker.log(), "task.done", str(later.id)), 15, "beat to have swept meanwhile")
+    wait_until(
+        lambda: lines_with(worker.log(), "task.done", str(later.id)),
+        15,
+        "beat to have swept meanwhile",
+    )
     log = worker.log()
     [tags] = lines_with(log, "tags have a processor here")
     assert "test.fail" in tags
@@ -61,7 +70,11 @@ def test_an_outage_of_the_database_is_two_lines(proxied: tuple[Deployment, Proxy
     proxy.refuse()
     waiting = [d.schedule("test.quiet", delay=n / 4) for n in range(20)]
     wait_until(lambda: "store.down" in worker.log(), 15, "the outage to be noticed")
-    wait_until(lambda: all(task.expected_time < d.delays.clock.now() for task in waiting), 15, "all to be due")
+    wait_until(
+        lambda: all(task.expected_time < d.delays.clock.now() for task in waiting),
+        15,
+        "all to be due",
+    )
     down = worker.log()[before:]
     proxy.heal()
     d.wait_for([running, *waiting], deadline_s=40)

@@ -40,14 +40,21 @@ class Scene:
     """A worker that serves one of our queues and one of Celery's own."""
 
     def __init__(
-        self, folder: Path, database: str, broker: str, conf: dict[str, Any] | None = None, **settings: Any
+        self,
+        folder: Path,
+        database: str,
+        broker: str,
+        conf: dict[str, Any] | None = None,
+        **settings: Any,
     ) -> None:
         self.d = Deployment(folder, database, broker, conf, **settings)
         self.own = f"own-{self.d.settings['namespace']}"
         self.worker = self.d.worker("-Q", f"default,{self.own}", concurrency=1)
         self.d.wait_for([self.d.schedule()])
 
-    def send(self, messages: list[tuple[bytes, dict[str, Any]]], queue: str = "", kind: str = JSON) -> None:
+    def send(
+        self, messages: list[tuple[bytes, dict[str, Any]]], queue: str = "", kind: str = JSON
+    ) -> None:
         """Bodies and headers, as they are."""
         ours = self.d.delays.publisher.queue("default")
         with self.d.delays.celery.connection_for_write() as connection:
@@ -89,9 +96,16 @@ Open = Callable[..., Scene]
 
 @pytest.fixture(params=["redis", "rabbitmq"])
 def open_scene(
-    tmp_path: Path, request: pytest.FixtureRequest, start_redis: Callable[..., RedisServer], postgresql_url: str
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    start_redis: Callable[..., RedisServer],
+    postgresql_url: str,
 ) -> Iterator[Open]:
-    url = request.getfixturevalue("rabbitmq_url") if request.param == "rabbitmq" else start_redis().url
+    url = (
+        request.getfixturevalue("rabbitmq_url")
+        if request.param == "rabbitmq"
+        else start_redis().url
+    )
     made: list[Scene] = []
 
     def make(conf: dict[str, Any] | None = None, **settings: Any) -> Scene:
@@ -104,14 +118,25 @@ def open_scene(
 
 
 @pytest.mark.parametrize("headers", [{"task": RUN, "id": "x"}, {}])
-def test_what_is_compressed_is_refused_before_it_is_decompressed(open_scene: Open, headers: dict[str, Any]) -> None:
+def test_what_is_compressed_is_refused_before_it_is_decompressed(
+    open_scene: Open, headers: dict[str, Any]
+) -> None:
     scene = open_scene()
     before, bomb = scene.peak(), bzip2_bomb()
     assert len(bomb) < 1000
-    scene.send([(bomb, {**headers, "compression": name}) for name in ("application/x-bz2", "bzip2") for _ in range(3)])
+    scene.send(
+        [
+            (bomb, {**headers, "compression": name})
+            for name in ("application/x-bz2", "bzip2")
+            for _ in range(3)
+        ]
+    )
     small = json.dumps([[], {}, {}]).encode()
     scene.send(
-        [(gzip.compress(small), {**headers, "compression": "gzip"}), (lzma.compress(small), {"compression": "xz"})]
+        [
+            (gzip.compress(small), {**headers, "compression": "gzip"}),
+            (lzma.compress(small), {"compression": "xz"}),
+        ]
     )
     scene.wait_until_taken_in()
     assert scene.peak() - before < MOST_GROWTH
@@ -120,8 +145,12 @@ def test_what_is_compressed_is_refused_before_it_is_decompressed(open_scene: Ope
     assert "compressed" in scene.worker.log()
 
 
-@pytest.mark.parametrize("headers", [{"task": RUN, "id": "x"}, {}, {"task": "no.such.task", "id": "x"}])
-def test_what_is_long_is_refused_before_it_is_decoded(open_scene: Open, headers: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "headers", [{"task": RUN, "id": "x"}, {}, {"task": "no.such.task", "id": "x"}]
+)
+def test_what_is_long_is_refused_before_it_is_decoded(
+    open_scene: Open, headers: dict[str, Any]
+) -> None:
     """A list of empty lists takes 20 times its length in memory."""
     scene = open_scene()
     before = scene.peak()
@@ -142,7 +171,11 @@ class Raw(amqp.Message):
         kind = JSON.encode()
         has_content_type_and_headers = struct.pack(">H", 0xA000)
         return (
-            has_content_type_and_headers + bytes([len(kind)]) + kind + struct.pack(">I", len(self.table)) + self.table
+            has_content_type_and_headers
+            + bytes([len(kind)])
+            + kind
+            + struct.pack(">I", len(self.table))
+            + self.table
         )
 
 
@@ -179,7 +212,11 @@ def test_remote_control_is_not_decompressed(open_scene: Open) -> None:
         for _ in range(3):
             headers = {"compression": "bzip2"}
             Producer(connection, exchange).publish(
-                bomb, headers=headers, content_type=JSON, content_encoding="binary", declare=[exchange]
+                bomb,
+                headers=headers,
+                content_type=JSON,
+                content_encoding="binary",
+                declare=[exchange],
             )
     assert scene.refused() >= 3, "and it answers afterwards"
     assert scene.peak() - before < MOST_GROWTH
@@ -189,7 +226,9 @@ def test_celerys_own_queues_are_read_as_ever(open_scene: Open) -> None:
     scene = open_scene()
     args = ["x" * MEGABYTE]
     scene.d.delays.celery.send_task("no.such.task", args, queue=scene.own, compression="bzip2")
-    wait_until(lambda: "Received unregistered task" in scene.worker.log(), 10, "Celery to take it in")
+    wait_until(
+        lambda: "Received unregistered task" in scene.worker.log(), 10, "Celery to take it in"
+    )
     assert "xxxx" in scene.worker.log(), "decompressed"
     assert scene.refused() == 0
 
@@ -223,7 +262,11 @@ def test_headers_of_20_megabytes_are_not_logged(
         "headers": {"task": RUN, "id": "x"},
         "content-type": JSON,
         "content-encoding": "utf-8",
-        "properties": {"delivery_tag": "x", "body_encoding": "base64", "delivery_info": {"routing_key": "x"}},
+        "properties": {
+            "delivery_tag": "x",
+            "body_encoding": "base64",
+            "delivery_info": {"routing_key": "x"},
+        },
     }
     if kind == "headers":
         message["headers"] = {"task": "no.such.task", "id": "x", "more": long}
@@ -254,7 +297,9 @@ def test_an_app_that_accepts_no_json_runs_delayed_tasks(
     scene.d.wait_for(near)
     run = next(run for run in scene.d.runs() if run[0] == str(near[0].id))
     assert int(run[1]) / 1e6 < scene.d.settings["grace_s"], "by its message, not by a sweep"
-    far = scene.d.schedule(delay=scene.d.settings["horizon_s"] + 2)  # which nobody but beat's sweep arms
+    far = scene.d.schedule(
+        delay=scene.d.settings["horizon_s"] + 2
+    )  # which nobody but beat's sweep arms
     scene.d.beat()
     scene.d.wait_for([far], deadline_s=40)
     assert "message.refused" not in scene.d.logs()

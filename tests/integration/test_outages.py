@@ -24,7 +24,7 @@ from sqlalchemy import Engine, create_engine, func, make_url, select, text
 from delaytasks import DelayTask, DelayTasks, NewTask, Status
 from delaytasks.core import clock as clock_module
 from delaytasks.core import errors as e
-from delaytasks.timers.broker import CONNECT_STEP_S
+from delaytasks.timers.broker_link import CONNECT_STEP_S
 from tests.conftest import open_store
 from tests.proxy import Proxy, proxy_to
 from tests.running import Deployment, Process
@@ -69,14 +69,18 @@ class Line:
 
     def rows(self) -> int:
         with self.store.database.auto.connect() as connection:
-            return connection.execute(select(func.count()).select_from(self.store.schema.tasks)).scalar_one()
+            return connection.execute(
+                select(func.count()).select_from(self.store.schema.tasks)
+            ).scalar_one()
 
     def count(self, event: str) -> int:
         return self.delays.events.counts[event]
 
     def arrived(self) -> int:
         """Messages in the broker."""
-        with Celery("reader", broker=self._broker_url, set_as_current=False).connection_for_write() as connection:
+        with Celery(
+            "reader", broker=self._broker_url, set_as_current=False
+        ).connection_for_write() as connection:
             queue = self.delays.publisher.queue("default")(connection)
             return int(queue.queue_declare(passive=False).message_count)
 
@@ -98,7 +102,9 @@ class Line:
                 for key in client.scan_iter(f"*{self.namespace}*", 1000):
                     client.delete(key)
             return
-        with Celery("reader", broker=self._broker_url, set_as_current=False).connection_for_write() as connection:
+        with Celery(
+            "reader", broker=self._broker_url, set_as_current=False
+        ).connection_for_write() as connection:
             queue = self.delays.publisher.queue("default")(connection)
             queue.delete()
             queue.exchange.delete()
@@ -135,7 +141,9 @@ BROKERS = pytest.mark.parametrize("broker", ["redis", "rabbitmq"])
 @BROKERS
 @pytest.mark.parametrize("outage", ["refuse", "swallow"])
 @pytest.mark.parametrize("is_warm", [True, False], ids=["warm", "cold"])
-def test_scheduling_goes_on_without_the_broker(connect: Connect, broker: str, outage: str, is_warm: bool) -> None:
+def test_scheduling_goes_on_without_the_broker(
+    connect: Connect, broker: str, outage: str, is_warm: bool
+) -> None:
     line = connect(broker=broker)
     delays = line.delays
     if is_warm:
@@ -172,7 +180,9 @@ def test_scheduling_goes_on_without_the_broker(connect: Connect, broker: str, ou
 
 @BROKERS
 @pytest.mark.parametrize("is_warm", [True, False], ids=["warm", "cold"])
-def test_a_slow_broker_makes_no_caller_wait_longer_than_the_limit(connect: Connect, broker: str, is_warm: bool) -> None:
+def test_a_slow_broker_makes_no_caller_wait_longer_than_the_limit(
+    connect: Connect, broker: str, is_warm: bool
+) -> None:
     line = connect(broker=broker)
     if is_warm:
         line.warm_up()
@@ -186,12 +196,18 @@ def test_a_slow_broker_makes_no_caller_wait_longer_than_the_limit(connect: Conne
 
 
 @BROKERS
-def test_callers_in_many_threads_do_not_queue_up_for_a_black_hole(connect: Connect, broker: str) -> None:
+def test_callers_in_many_threads_do_not_queue_up_for_a_black_hole(
+    connect: Connect, broker: str
+) -> None:
     line = connect(broker=broker, pool_size=10)
     line.delays.schedule_delay("mail", {}, 3600)
     line.broker.swallow()
     with ThreadPoolExecutor(8) as pool:
-        times = list(pool.map(lambda _: seconds(lambda: line.delays.schedule_delay("mail", {}, 5)), range(16)))
+        times = list(
+            pool.map(
+                lambda _: seconds(lambda: line.delays.schedule_delay("mail", {}, 5)), range(16)
+            )
+        )
     assert max(times) < LIMIT_S + SLACK_S
     assert line.broker.accepted == 1, "one finds out, and the others hear of it"
     assert line.rows() == 17
@@ -247,11 +263,16 @@ def backend(engine: Engine) -> int:
 
 @BROKERS
 @pytest.mark.parametrize("arm", ["inline", "background"])
-def test_a_forked_child_schedules_over_connections_of_its_own(connect: Connect, broker: str, arm: str) -> None:
+def test_a_forked_child_schedules_over_connections_of_its_own(
+    connect: Connect, broker: str, arm: str
+) -> None:
     line = connect(broker=broker, arm=arm)
     line.warm_up()
     accepted = line.broker.accepted
-    sessions = {backend(engine) for engine in (line.delays.store.database.auto, line.delays.store.database.tx)}
+    sessions = {
+        backend(engine)
+        for engine in (line.delays.store.database.auto, line.delays.store.database.tx)
+    }
     child = os.fork()
     if child == 0:
         status = 1
@@ -271,7 +292,9 @@ def test_a_forked_child_schedules_over_connections_of_its_own(connect: Connect, 
     assert len({task.id for task in tasks}) == len(tasks) == 102
     assert [task.body for task in tasks].count({"from": "child"}) == 50
     assert line.broker.accepted > accepted
-    assert backend(line.delays.store.database.auto) in sessions, "the child closed what is its parent's"
+    assert backend(line.delays.store.database.auto) in sessions, (
+        "the child closed what is its parent's"
+    )
     line.delays.close()  # what waits in the background is sent
     if arm == "inline":
         assert line.arrived() == 101
@@ -296,7 +319,9 @@ def test_connections_killed_between_calls_are_made_anew(
         lambda: d.schedule_delay("mail", {}, 60),
         lambda: d.schedule_delay("mail", {}, 60, key="k", on_conflict="replace"),
         lambda: d.schedule_many([("mail", {}, 60)] * 3),
-        lambda: d.schedule_many([NewTask("mail", {}, 60), NewTask("mail", {}, 60, key="l")], on_conflict="keep"),
+        lambda: d.schedule_many(
+            [NewTask("mail", {}, 60), NewTask("mail", {}, 60, key="l")], on_conflict="keep"
+        ),
         lambda: d.reschedule(tag="mail", key="warm", delay=50),
         lambda: d.touch(tag="mail", key="warm", delay=60),
         lambda: d.get(failed),
@@ -317,7 +342,13 @@ ONE_ROW: list[tuple[str, int, Callable[[DelayTasks], Any]]] = [
     ("kept", 1, lambda d: d.schedule_delay("mail", {"n": 1}, 60, key="k", on_conflict="keep")),
     ("own id", 1, lambda d: d.schedule_delay("mail", {"n": 1}, 60, id=4711)),
     ("many", 20, lambda d: d.schedule_many([("mail", {"n": n}, 60) for n in range(20)])),
-    ("lot", 3, lambda d: d.schedule_many([("mail", {}, 60), ("mail", {}, 60), NewTask("mail", {}, 60, key="k")])),
+    (
+        "lot",
+        3,
+        lambda d: d.schedule_many(
+            [("mail", {}, 60), ("mail", {}, 60), NewTask("mail", {}, 60, key="k")]
+        ),
+    ),
 ]
 
 
@@ -325,7 +356,12 @@ ONE_ROW: list[tuple[str, int, Callable[[DelayTasks], Any]]] = [
 @pytest.mark.parametrize("moment", ["request", "answer", "commit", "commit answer"])
 @pytest.mark.parametrize(("name", "rows", "schedule"), ONE_ROW, ids=[case[0] for case in ONE_ROW])
 def test_a_connection_cut_while_scheduling_makes_no_second_row(
-    connect: Connect, database: str, moment: str, name: str, rows: int, schedule: Callable[[DelayTasks], Any]
+    connect: Connect,
+    database: str,
+    moment: str,
+    name: str,
+    rows: int,
+    schedule: Callable[[DelayTasks], Any],
 ) -> None:
     line = connect(database)
     line.warm_up()
@@ -370,7 +406,11 @@ def test_an_unknown_outcome_names_the_id_and_scheduling_again_with_it_is_safe(
 
 LOTS: list[tuple[str, int, Callable[[DelayTasks], Any]]] = [
     ("alike", 20, lambda d: d.schedule_many([("mail", {"n": n}, 60) for n in range(20)])),
-    ("named", 3, lambda d: d.schedule_many([NewTask("mail", {}, 60, id=id) for id in (4711, 4712, 4713)])),
+    (
+        "named",
+        3,
+        lambda d: d.schedule_many([NewTask("mail", {}, 60, id=id) for id in (4711, 4712, 4713)]),
+    ),
 ]
 
 
@@ -378,7 +418,12 @@ LOTS: list[tuple[str, int, Callable[[DelayTasks], Any]]] = [
 @pytest.mark.parametrize("moment", ["request", "answer"])
 @pytest.mark.parametrize(("name", "rows", "schedule"), LOTS, ids=[case[0] for case in LOTS])
 def test_of_many_whose_outcome_is_unknown_all_are_there_or_none(
-    connect: Connect, database: str, moment: str, name: str, rows: int, schedule: Callable[[DelayTasks], Any]
+    connect: Connect,
+    database: str,
+    moment: str,
+    name: str,
+    rows: int,
+    schedule: Callable[[DelayTasks], Any],
 ) -> None:
     line = connect(database)
     line.warm_up()
@@ -425,7 +470,9 @@ def test_a_statement_that_stands_alone_on_the_callers_connection_has_an_unknown_
     def schedule(session: Any, id: int | None = None) -> Any:
         if name == "one":
             return line.delays.schedule_delay("mail", {}, 60, id=id, session=session)
-        return line.delays.schedule_many([("mail", {"n": n}, 60) for n in range(rows)], session=session)
+        return line.delays.schedule_many(
+            [("mail", {"n": n}, 60) for n in range(rows)], session=session
+        )
 
     engine = create_engine(line.delays.store.database.url, isolation_level="AUTOCOMMIT")
     with engine.connect() as connection:
@@ -477,7 +524,9 @@ def test_a_move_whose_outcome_is_unknown_says_so(
 
 
 @DATABASES
-def test_a_database_that_went_away_between_calls_leaves_no_doubt(connect: Connect, database: str) -> None:
+def test_a_database_that_went_away_between_calls_leaves_no_doubt(
+    connect: Connect, database: str
+) -> None:
     line = connect(database)
     line.warm_up()
     line.database.refuse()
@@ -487,7 +536,9 @@ def test_a_database_that_went_away_between_calls_leaves_no_doubt(connect: Connec
 
 
 @DATABASES
-def test_a_connection_that_never_came_about_leaves_no_doubt(connect: Connect, database: str) -> None:
+def test_a_connection_that_never_came_about_leaves_no_doubt(
+    connect: Connect, database: str
+) -> None:
     line = connect(database)
     line.warm_up()
     line.delays.store.close()
@@ -501,7 +552,9 @@ CANARY = "s3cr3t-canary"
 
 def away(line: Line, url: str, outage: str) -> DelayTasks:
     """A `DelayTasks` with secrets in its URLs, whose database is away."""
-    place = make_url(url).set(username="canary", password=CANARY).render_as_string(hide_password=False)
+    place = (
+        make_url(url).set(username="canary", password=CANARY).render_as_string(hide_password=False)
+    )
     delays = line.connect(place, f"redis://:{CANARY}@127.0.0.1/9")
     getattr(line.database, outage)()
     return delays
@@ -531,7 +584,9 @@ def test_a_database_that_is_away_is_told_soon_and_without_secrets(
     with caplog.at_level(logging.DEBUG):
         for call in calls:
             began = time.monotonic()
-            with pytest.raises(e.StoreUnavailableError, match="the database can not be reached") as caught:
+            with pytest.raises(
+                e.StoreUnavailableError, match="the database can not be reached"
+            ) as caught:
                 call()
             assert time.monotonic() - began < limit_s
             assert CANARY not in everything_said(caught.value)
@@ -539,12 +594,19 @@ def test_a_database_that_is_away_is_told_soon_and_without_secrets(
     assert CANARY not in repr(line.seen)
 
 
-BAD_URLS = ["postgresql://u:{}@host:port/db", "{}", "postgresql+nodriver://u:{}@host/db", "oracle://u:{}@host/db"]
+BAD_URLS = [
+    "postgresql://u:{}@host:port/db",
+    "{}",
+    "postgresql+nodriver://u:{}@host/db",
+    "oracle://u:{}@host/db",
+]
 
 
 @pytest.mark.parametrize("url", BAD_URLS)
 def test_a_url_that_is_none_is_a_wrong_setting_and_not_shown(url: str) -> None:
-    delays = DelayTasks(Celery("producer", broker="memory://", set_as_current=False), url.format(CANARY))
+    delays = DelayTasks(
+        Celery("producer", broker="memory://", set_as_current=False), url.format(CANARY)
+    )
     with pytest.raises(e.ConfigError) as caught:
         delays.schedule_delay("mail", {}, 5)
     assert CANARY not in everything_said(caught.value)
@@ -562,7 +624,11 @@ def everything_said(error: BaseException | None) -> str:
 def test_an_error_of_the_database_does_not_show_the_body(connect: Connect, database: str) -> None:
     line = connect(database)
     line.warm_up()
-    column = "MODIFY message_body varchar(5)" if database == "mysql" else "ALTER COLUMN message_body TYPE varchar(5)"
+    column = (
+        "MODIFY message_body varchar(5)"
+        if database == "mysql"
+        else "ALTER COLUMN message_body TYPE varchar(5)"
+    )
     with line.store.database.begin() as connection:
         connection.execute(text(f"ALTER TABLE {line.store.schema.tasks.name} {column}"))
     calls: list[Callable[[], Any]] = [
@@ -576,7 +642,9 @@ def test_an_error_of_the_database_does_not_show_the_body(connect: Connect, datab
         assert CANARY not in str(caught.value.__cause__)
 
 
-def test_a_wrong_broker_password_is_not_told(connect: Connect, redis_url: str, postgresql_url: str) -> None:
+def test_a_wrong_broker_password_is_not_told(
+    connect: Connect, redis_url: str, postgresql_url: str
+) -> None:
     line = connect(broker="rabbitmq")
     delays = line.connect(postgresql_url, f"amqp://canary:{CANARY}@127.0.0.1:5672//")
     delays.schedule_delay("mail", {}, 5)
@@ -612,7 +680,9 @@ def test_a_question_for_the_time_that_is_cut_makes_no_task_early(
     assert 55 < (task.expected_time - line.store.tasks.now()).total_seconds() <= 60
 
 
-def test_a_database_that_is_a_black_hole_holds_up_no_one_who_asks_for_the_time(connect: Connect) -> None:
+def test_a_database_that_is_a_black_hole_holds_up_no_one_who_asks_for_the_time(
+    connect: Connect,
+) -> None:
     line = connect()
     line.warm_up()
     clock = line.delays.clock
@@ -636,7 +706,9 @@ def test_a_queue_of_another_kind_keeps_no_other_queue_from_its_messages(connect:
     line.warm_up()
     before = line.arrived()
     mine = line.delays.publisher.queue("bad")
-    with Celery("other", broker=line._broker_url, set_as_current=False).connection_for_write() as connection:
+    with Celery(
+        "other", broker=line._broker_url, set_as_current=False
+    ).connection_for_write() as connection:
         other = Queue(mine.name, queue_arguments={"x-max-length": 7})(connection)
         other.queue_declare()
         try:
@@ -696,7 +768,9 @@ def test_a_worker_whose_database_connections_are_killed_runs_all(
 
 
 @BROKERS
-def test_a_worker_whose_broker_is_cut_again_and_again_resumes(site: Callable[..., Site], broker: str) -> None:
+def test_a_worker_whose_broker_is_cut_again_and_again_resumes(
+    site: Callable[..., Site], broker: str
+) -> None:
     place = site("postgresql", broker)
     d = place.deployment
     worker = d.worker()
@@ -732,7 +806,12 @@ class Outage:
     healed_at: datetime = datetime.max
 
     def begin(self) -> None:
-        wait_until(lambda: runs_on_time(self.place.deployment), 15, f"a task on time, {self.name}", every_s=0.2)
+        wait_until(
+            lambda: runs_on_time(self.place.deployment),
+            15,
+            f"a task on time, {self.name}",
+            every_s=0.2,
+        )
         if self.name.endswith("refused"):
             self.place.broker.refuse()
         else:
@@ -750,8 +829,14 @@ class Outage:
     def longest_s(self) -> float:
         """From when a task was due and its broker back until it ran."""
         late_us = {run[0]: int(run[1]) for run in self.place.deployment.runs()}
-        ran_at = {task: task.expected_time + timedelta(microseconds=late_us[str(task.id)]) for task in self.tasks}
-        return max((at - max(task.expected_time, self.healed_at)).total_seconds() for task, at in ran_at.items())
+        ran_at = {
+            task: task.expected_time + timedelta(microseconds=late_us[str(task.id)])
+            for task in self.tasks
+        }
+        return max(
+            (at - max(task.expected_time, self.healed_at)).total_seconds()
+            for task, at in ran_at.items()
+        )
 
 
 def test_what_was_scheduled_while_the_broker_was_away_for_long_runs_soon_after_it_is_back(

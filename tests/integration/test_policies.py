@@ -28,7 +28,12 @@ def heard(site: Deployment, say: Callable[[], object], status: Status) -> None:
 
     def is_so() -> bool:
         probe = site.schedule()
-        wait_until(lambda: site.status(probe) in (Status.DONE, Status.HELD), 10, "the probe to end", every_s=0.02)
+        wait_until(
+            lambda: site.status(probe) in (Status.DONE, Status.HELD),
+            10,
+            "the probe to end",
+            every_s=0.02,
+        )
         return site.status(probe) is status
 
     wait_until(is_so, 3, f"a task to be {status.name}", every_s=0.05)
@@ -36,7 +41,9 @@ def heard(site: Deployment, say: Callable[[], object], status: Status) -> None:
 
 @pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
 @pytest.mark.parametrize("kind", ["tag", "queue"])
-def test_what_is_paused_stands_still_until_it_is_resumed(site: Deployment, pool: str, kind: str) -> None:
+def test_what_is_paused_stands_still_until_it_is_resumed(
+    site: Deployment, pool: str, kind: str
+) -> None:
     names = {"tag": TAG} if kind == "tag" else {"queue": "default"}
     site.worker(pool=pool)
     site.wait_for([site.schedule()])
@@ -51,7 +58,9 @@ def test_what_is_paused_stands_still_until_it_is_resumed(site: Deployment, pool:
     assert len(noted) == ran, "nothing of it ran"
     # The far ones are held by a sweep, which may come between the two looks.
     wait_until(
-        lambda: site.delays.policies()[0].held == len(site.delays.find(status="HELD", limit=1000)), 10, "a count"
+        lambda: site.delays.policies()[0].held == len(site.delays.find(status="HELD", limit=1000)),
+        10,
+        "a count",
     )
     site.delays.resume(**names)
     site.wait_for(waits)
@@ -59,11 +68,15 @@ def test_what_is_paused_stands_still_until_it_is_resumed(site: Deployment, pool:
     order = [run[0] for run in site.runs() if run[0] in ids]
     assert sorted(order) == sorted(ids), "each of them ran once"
     if pool == "solo":
-        assert order == [str(task.id) for task in sorted(waits, key=lambda task: task.expected_time)]
+        assert order == [
+            str(task.id) for task in sorted(waits, key=lambda task: task.expected_time)
+        ]
     assert {site.status(task) for task in far} == {Status.NOT_COMPLETE}
 
 
-def test_a_worker_that_is_killed_while_it_holds_leaves_the_rest_to_the_next(site: Deployment) -> None:
+def test_a_worker_that_is_killed_while_it_holds_leaves_the_rest_to_the_next(
+    site: Deployment,
+) -> None:
     count = 4000
     tasks: list[DelayTask] = []
     rows = (NewTask(TAG, {"file": str(site.file)}, 3600 + n) for n in range(count))
@@ -72,14 +85,19 @@ def test_a_worker_that_is_killed_while_it_holds_leaves_the_rest_to_the_next(site
     def waiting(status: Status) -> int:
         return counted(site.store)[status]
 
-    for verb, status in ((site.delays.pause, Status.HELD), (site.delays.resume, Status.NOT_COMPLETE)):
+    for verb, status in (
+        (site.delays.pause, Status.HELD),
+        (site.delays.resume, Status.NOT_COMPLETE),
+    ):
         worker = site.worker()
         verb(tag=TAG)
         wait_until(lambda status=status: waiting(status) > 0, 20, "the first step", every_s=0.005)  # type: ignore[misc]
         worker.kill()
         done = waiting(status)
         second = site.worker()
-        wait_until(lambda status=status: waiting(status) == count, 20, "the last step", every_s=0.05)  # type: ignore[misc]
+        wait_until(
+            lambda status=status: waiting(status) == count, 20, "the last step", every_s=0.05
+        )  # type: ignore[misc]
         second.terminate()
         assert done < count, "it was killed in the middle"
     assert site.delays.policies() == []

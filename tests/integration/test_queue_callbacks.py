@@ -16,9 +16,14 @@ from kombu import Connection, Exchange, Queue
 from redis import Redis
 
 from delaytasks import DelayTask, DelayTasks, Status
-from delaytasks.callbacks.queue import MESSAGE, Message
-from delaytasks.core.errors import BodyRefusedError, InvalidHeaderError, InvalidInputError, InvalidQueueError
-from delaytasks.store import migrations
+from delaytasks.core.errors import (
+    BodyRefusedError,
+    InvalidHeaderError,
+    InvalidInputError,
+    InvalidQueueError,
+)
+from delaytasks.storage import migrations
+from delaytasks.webhooks.queue import MESSAGE, Message
 from tests.proxy import Proxy, proxy_to
 from tests.recording import delays_on, record, run_now
 from tests.running import Deployment
@@ -91,7 +96,9 @@ def bodies(channel: Any, queue: str) -> list[Any]:
 # -- brokers --------------------------------------------------------------------------------------
 
 
-def test_a_consumer_on_rabbitmq_gets_the_body_and_the_tasks_id(delays: DelayTasks, rabbit: Any, name: str) -> None:
+def test_a_consumer_on_rabbitmq_gets_the_body_and_the_tasks_id(
+    delays: DelayTasks, rabbit: Any, name: str
+) -> None:
     rabbit.queue_declare(name, durable=True, auto_delete=False)
     task = send(delays, name, BODY, headers={"shop": "one", "n": 1})
     assert task.status is Status.DONE
@@ -121,7 +128,10 @@ def test_a_consumer_on_redis_by_kombu_gets_it_too(make: Make, redis_url: str, na
     delays = make(redis_url)
     for number in range(3):
         send(delays, name, number)
-    with Connection(redis_url) as connection, connection.SimpleQueue(Queue(name, no_declare=True)) as queue:
+    with (
+        Connection(redis_url) as connection,
+        connection.SimpleQueue(Queue(name, no_declare=True)) as queue,
+    ):
         messages = [queue.get(timeout=5) for _ in range(3)]
         for message in messages:
             message.ack()
@@ -150,7 +160,9 @@ def test_exchanges_are_amqps(make: Make, redis_url: str, name: str) -> None:
         assert client.exists("key", name) == 0
 
 
-def test_without_a_setting_the_apps_broker_gets_them(make: Make, rabbitmq_url: str, rabbit: Any, name: str) -> None:
+def test_without_a_setting_the_apps_broker_gets_them(
+    make: Make, rabbitmq_url: str, rabbit: Any, name: str
+) -> None:
     delays = make("")
     delays.celery.conf.broker_url = rabbitmq_url
     rabbit.queue_declare(name, durable=True, auto_delete=False)
@@ -161,13 +173,17 @@ def test_without_a_setting_the_apps_broker_gets_them(make: Make, rabbitmq_url: s
 # -- what the broker does not take ----------------------------------------------------------------
 
 
-def test_a_message_that_leads_nowhere_climbs_until_there_is_a_queue(delays: DelayTasks, rabbit: Any, name: str) -> None:
+def test_a_message_that_leads_nowhere_climbs_until_there_is_a_queue(
+    delays: DelayTasks, rabbit: Any, name: str
+) -> None:
     rabbit.queue_declare(name + ".other", durable=True, auto_delete=False)
     lost = send(delays, name, BODY)
     assert lost.status is Status.NOT_COMPLETE
     assert "NO_ROUTE" in (lost.error or "")
     assert send(delays, name + ".other", 1).status is Status.DONE
-    assert run_now(delays, lost).status is Status.NOT_COMPLETE, "the answer to another message is not taken for its own"
+    assert run_now(delays, lost).status is Status.NOT_COMPLETE, (
+        "the answer to another message is not taken for its own"
+    )
     rabbit.queue_declare(name, durable=True, auto_delete=False)
     assert run_now(delays, lost).status is Status.DONE
     assert bodies(rabbit, name) == [BODY]
@@ -179,7 +195,9 @@ def test_an_exchange_that_is_not_there_is_said(delays: DelayTasks, name: str) ->
     assert "NOT_FOUND - no exchange" in (lost.error or "")
 
 
-def test_a_message_that_the_queue_refuses_is_not_done(delays: DelayTasks, rabbit: Any, name: str) -> None:
+def test_a_message_that_the_queue_refuses_is_not_done(
+    delays: DelayTasks, rabbit: Any, name: str
+) -> None:
     arguments = {"x-max-length": 1, "x-overflow": "reject-publish"}
     rabbit.queue_declare(name, durable=True, auto_delete=False, arguments=arguments)
     assert send(delays, name, 1).status is Status.DONE
@@ -191,7 +209,9 @@ def test_a_message_that_the_queue_refuses_is_not_done(delays: DelayTasks, rabbit
     assert bodies(rabbit, name) == [2]
 
 
-def test_a_broker_that_is_away_is_a_failure_in_bounded_time(make: Make, proxy: Proxy, rabbitmq_url: str) -> None:
+def test_a_broker_that_is_away_is_a_failure_in_bounded_time(
+    make: Make, proxy: Proxy, rabbitmq_url: str
+) -> None:
     away = send(make(f"amqp://127.0.0.1:{free_port()}//", callback_connect_s=1), "queue", BODY)
     assert away.status is Status.NOT_COMPLETE
     assert "refused" in (away.error or "")
@@ -280,7 +300,9 @@ def test_a_header_that_can_not_be_sent_is_refused(delays: DelayTasks, headers: A
         delays.schedule_message("queue", None, 0, headers=headers)
 
 
-def test_a_worker_sends_callbacks_and_messages(tmp_path: Path, postgresql_url: str, redis_url: str, name: str) -> None:
+def test_a_worker_sends_callbacks_and_messages(
+    tmp_path: Path, postgresql_url: str, redis_url: str, name: str
+) -> None:
     web = WebServer()
     allow = {"callback_allow": "127.0.0.1", "callback_broker_url": redis_url}
     deployment = Deployment(tmp_path, postgresql_url, redis_url, **allow)
@@ -293,7 +315,11 @@ def test_a_worker_sends_callbacks_and_messages(tmp_path: Path, postgresql_url: s
         deployment.close()
         web.close()
     assert sorted(int(request.body) for request in web.received) == list(range(20))
-    assert {request.headers["webhook-id"] for request in web.received} == {str(task.id) for task in calls}
+    assert {request.headers["webhook-id"] for request in web.received} == {
+        str(task.id) for task in calls
+    }
     with Redis.from_url(redis_url) as client:
         taken: Any = client.rpop(name, 100)
-    assert sorted(json.loads(base64.b64decode(json.loads(each)["body"])) for each in taken) == list(range(20))
+    assert sorted(json.loads(base64.b64decode(json.loads(each)["body"])) for each in taken) == list(
+        range(20)
+    )

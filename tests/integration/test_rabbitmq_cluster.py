@@ -17,7 +17,9 @@ from tests.waiting import SLACK_S, wait_until
 
 
 @pytest.fixture(scope="module")
-def nodes(own_rabbitmq: RabbitServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RabbitServer]]:
+def nodes(
+    own_rabbitmq: RabbitServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[RabbitServer]]:
     """Two nodes of a cluster."""
     second = RabbitServer(tmp_path_factory.mktemp("second"), beside=own_rabbitmq)
     yield [own_rabbitmq, second]
@@ -36,7 +38,9 @@ def test_a_worker_whose_queues_node_is_down_works_from_the_table(
         d.wait_for([d.schedule()])
         home.crash()
         refused: list[str] = []
-        d.delays.events.subscribe(lambda n, fields: refused.append(fields["remedy"]) if n == "queue.refused" else None)
+        d.delays.events.subscribe(
+            lambda n, fields: refused.append(fields["remedy"]) if n == "queue.refused" else None
+        )
         d.delays.close()  # so that the queue is declared again
         d.wait_for([d.schedule(delay=n / 2) for n in range(4)], deadline_s=10 + d.r1_s() + SLACK_S)
         assert len(refused) == 1
@@ -73,12 +77,21 @@ def test_a_url_where_nobody_answers_keeps_no_worker_from_its_messages(
     tmp_path: Path, postgresql_url: str, rabbitmq_url: str
 ) -> None:
     nobody = f"amqp://guest:guest@127.0.0.1:{free_port()}//"
-    conf: dict[str, Any] = {"broker_url": [rabbitmq_url, nobody], "task_default_queue_type": "quorum"}
+    conf: dict[str, Any] = {
+        "broker_url": [rabbitmq_url, nobody],
+        "task_default_queue_type": "quorum",
+    }
     d = Deployment(tmp_path, postgresql_url, rabbitmq_url, conf)
     try:
         worker = d.worker()
-        wait_until(lambda: "Failed to setup delayed delivery" in worker.log(), 60, "Celery to give that URL up")
-        assert worker.log().index(" ready.") < worker.log().index("Failed to setup delayed delivery")
+        wait_until(
+            lambda: "Failed to setup delayed delivery" in worker.log(),
+            60,
+            "Celery to give that URL up",
+        )
+        assert worker.log().index(" ready.") < worker.log().index(
+            "Failed to setup delayed delivery"
+        )
         d.wait_for([d.schedule()])
         assert not worker.ended()
     finally:

@@ -41,7 +41,11 @@ def begun(d: Deployment) -> int:
 
 @pytest.mark.parametrize(
     ("database", "pool", "processes", "few", "many"),
-    [("postgresql", "threads", 60, 5, 50), ("mysql", "threads", 40, 5, 30), ("postgresql", "prefork", 8, 1, 6)],
+    [
+        ("postgresql", "threads", 60, 5, 50),
+        ("mysql", "threads", 40, 5, 30),
+        ("postgresql", "prefork", 8, 1, 6),
+    ],
 )
 def test_a_raised_concurrency_is_used_while_long_rows_run(
     deploy: Deploy, database: str, pool: str, processes: int, few: int, many: int

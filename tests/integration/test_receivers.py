@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from delaytasks.callbacks.signatures import Keys
 from delaytasks.core.clock import wall_ms
+from delaytasks.webhooks.signatures import SigningKeys
 
 pytest.importorskip("flask_sqlalchemy")
 pytest.importorskip("django")
 
-OLD, NEW, OTHER = ("whsec_" + base64.b64encode(letter * 32).decode() for letter in (b"o", b"n", b"x"))
+OLD, NEW, OTHER = (
+    "whsec_" + base64.b64encode(letter * 32).decode() for letter in (b"o", b"n", b"x")
+)
 #: (the status, what the view was given) of a request.
 Post = Callable[[bytes, dict[str, str]], tuple[int, Any]]
 
@@ -33,7 +35,9 @@ def flask_post() -> Post:
         return jsonify({"id": callback.id, "body": callback.body})
 
     def post(payload: bytes, headers: dict[str, str]) -> tuple[int, Any]:
-        answer = app.test_client().post("/paid", data=payload, headers=headers, content_type="application/json")
+        answer = app.test_client().post(
+            "/paid", data=payload, headers=headers, content_type="application/json"
+        )
         return answer.status_code, answer.get_json(silent=True)
 
     return post
@@ -77,7 +81,7 @@ PAYLOAD = '{"order": 7, "name": "é"}'.encode()
 
 def signed(secret: str, payload: bytes = PAYLOAD, age_s: int = 0) -> dict[str, str]:
     timestamp = str(wall_ms() // 1000 - age_s)
-    signature = Keys(secret).sign("42", timestamp, payload)
+    signature = SigningKeys(secret).sign("42", timestamp, payload)
     return {"webhook-id": "42", "webhook-timestamp": timestamp, "webhook-signature": signature}
 
 

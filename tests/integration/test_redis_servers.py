@@ -18,7 +18,7 @@ from redis.exceptions import NoPermissionError
 
 from delaytasks.core.errors import ConfigError
 from delaytasks.embedded import server as embedded
-from delaytasks.timers import redislink
+from delaytasks.timers import redis_link as redislink
 from tests import redis_server
 from tests.certificates import self_signed
 from tests.conformance.timers import ALONE, burst, ran_once
@@ -26,7 +26,7 @@ from tests.proxy import Proxy
 from tests.redis_server import RedisServer
 from tests.running import Deployment
 from tests.services import free_port, redis_answers
-from tests.unit.test_redis_timer import Bench
+from tests.transaction.test_redis_timer import Bench
 from tests.waiting import wait_until
 
 Start = Callable[..., RedisServer]
@@ -68,7 +68,9 @@ def test_a_redis_that_is_away_holds_nobody_up_and_is_told_of_once(
         getattr(proxy, how)()
         assert took(lambda: bench.timer.arm([bench.entry(2)])) < LIMIT_S + SLACK_S
         assert not bench.timer.is_up
-        assert took(lambda: [bench.timer.arm([bench.entry(3)]) for _ in range(100)]) < SLACK_S, "nothing is tried"
+        assert took(lambda: [bench.timer.arm([bench.entry(3)]) for _ in range(100)]) < SLACK_S, (
+            "nothing is tried"
+        )
         assert bench.timer.take(dict.fromkeys(bench.timer.slots("default"), 10)) is None
         assert bench.events.counts["timer.down"] == number + 1
         proxy.heal()
@@ -86,12 +88,18 @@ def test_a_redis_that_takes_its_time_for_each_step_holds_nobody_up(
     bench = connect(f"redis://127.0.0.1:{proxy.port}/1", publish_limit_s=LIMIT_S)
     for id in (1, 2, 3):
         assert took(lambda id=id: bench.timer.arm([bench.entry(id)])) < LIMIT_S + SLACK_S  # type: ignore[misc]
-    wait_until(lambda: bench.timer.is_up and bench.timer.counts(["default"]) == {"default": (3, 0)}, 10, "all three")
+    wait_until(
+        lambda: bench.timer.is_up and bench.timer.counts(["default"]) == {"default": (3, 0)},
+        10,
+        "all three",
+    )
     assert bench.events.counts["timer.down"] == 0, "it is slow, and works"
     proxy.close()
 
 
-def test_a_redis_that_was_restarted_is_used_at_once(start_redis: Start, connect: Callable[..., Bench]) -> None:
+def test_a_redis_that_was_restarted_is_used_at_once(
+    start_redis: Start, connect: Callable[..., Bench]
+) -> None:
     server = start_redis()
     bench = connect(server.url)
     bench.take()
@@ -101,7 +109,9 @@ def test_a_redis_that_was_restarted_is_used_at_once(start_redis: Start, connect:
     assert all(some.was_lost for some in bench.take())
 
 
-def test_a_forked_child_has_a_connection_of_its_own(start_redis: Start, connect: Callable[..., Bench]) -> None:
+def test_a_forked_child_has_a_connection_of_its_own(
+    start_redis: Start, connect: Callable[..., Bench]
+) -> None:
     bench = connect(start_redis().url)
     assert bench.timer.arm([bench.entry(1)])
     child = os.fork()
@@ -110,7 +120,10 @@ def test_a_forked_child_has_a_connection_of_its_own(start_redis: Start, connect:
         try:
             ids = range(100, 200)
             status = (
-                0 if bench.timer.link._client is None and all(bench.timer.arm([bench.entry(id)]) for id in ids) else 2
+                0
+                if bench.timer.link._client is None
+                and all(bench.timer.arm([bench.entry(id)]) for id in ids)
+                else 2
             )
         finally:
             os._exit(status)
@@ -123,7 +136,9 @@ def test_a_forked_child_has_a_connection_of_its_own(start_redis: Start, connect:
 # -- full -----------------------------------------------------------------------------------------
 
 
-def test_from_a_redis_that_is_full_entries_can_be_taken(start_redis: Start, connect: Callable[..., Bench]) -> None:
+def test_from_a_redis_that_is_full_entries_can_be_taken(
+    start_redis: Start, connect: Callable[..., Bench]
+) -> None:
     bench = connect(start_redis().url)
     bench.timer.arm([bench.entry(id) for id in range(1, 1001)])
     bench.timer.link.connect().config_set("maxmemory", 1)
@@ -135,7 +150,12 @@ def test_from_a_redis_that_is_full_entries_can_be_taken(start_redis: Start, conn
 
 @pytest.mark.parametrize(
     ("policy", "maxmemory", "warnings"),
-    [("allkeys-lru", "100mb", 1), ("allkeys-lru", "0", 0), ("volatile-lru", "100mb", 0), ("noeviction", "100mb", 0)],
+    [
+        ("allkeys-lru", "100mb", 1),
+        ("allkeys-lru", "0", 0),
+        ("volatile-lru", "100mb", 0),
+        ("noeviction", "100mb", 0),
+    ],
 )
 def test_a_redis_that_may_drop_entries_is_warned_of(
     start_redis: Start, connect: Callable[..., Bench], policy: str, maxmemory: str, warnings: int
@@ -173,7 +193,9 @@ def test_users_with_the_rights_that_the_docs_name_can_do_their_work_and_no_more(
     start_redis: Start, connect: Callable[..., Bench]
 ) -> None:
     server = start_redis()
-    web, worker = (connect(allow(kind, server), namespace="shop") for kind in ("shop_web", "shop_worker"))
+    web, worker = (
+        connect(allow(kind, server), namespace="shop") for kind in ("shop_web", "shop_worker")
+    )
     listener = worker.timer.listen(["default"])
     assert web.timer.arm([web.entry(1), web.entry(2)]), web.events.counts
     web.timer.disarm([web.entry(2)])
@@ -195,22 +217,39 @@ def test_users_with_the_rights_that_the_docs_name_can_do_their_work_and_no_more(
 
 
 @pytest.fixture
-def tls(tmp_path: Path, start_redis: Start, monkeypatch: pytest.MonkeyPatch) -> tuple[RedisServer, str]:
+def tls(
+    tmp_path: Path, start_redis: Start, monkeypatch: pytest.MonkeyPatch
+) -> tuple[RedisServer, str]:
     """A server with a certificate that its own key signed, and what a URL says of it."""
     folders = os.get_exec_path()
-    found = [shutil.which(name, path=folder) for name in ("redis-server", "valkey-server") for folder in folders]
+    found = [
+        shutil.which(name, path=folder)
+        for name in ("redis-server", "valkey-server")
+        for folder in folders
+    ]
     programs = [program for program in found if program is not None and knows_tls(program)]
     if not programs or shutil.which("openssl") is None:
         pytest.skip("needs a redis-server with TLS, and openssl")
     monkeypatch.setattr(redis_server, "find_server", lambda: embedded.Server(programs[0], (6, 2)))
     (key, certificate), port = self_signed(tmp_path), free_port()
-    options = ["--tls-port", str(port), "--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
-    server = start_redis(*options, "--tls-ca-cert-file", str(certificate), "--tls-auth-clients", "no")
+    options = [
+        "--tls-port",
+        str(port),
+        "--tls-cert-file",
+        str(certificate),
+        "--tls-key-file",
+        str(key),
+    ]
+    server = start_redis(
+        *options, "--tls-ca-cert-file", str(certificate), "--tls-auth-clients", "no"
+    )
     return server, f"rediss://localhost:{port}/0?ssl_ca_certs={certificate}"
 
 
 def knows_tls(program: str) -> bool:
-    said = subprocess.run([program, "--port", "0", "--tls-port", "1", "--tls-cert-file", "/"], capture_output=True)
+    said = subprocess.run(
+        [program, "--port", "0", "--tls-port", "1", "--tls-cert-file", "/"], capture_output=True
+    )
     return b"Bad directive" not in said.stdout + said.stderr
 
 
@@ -237,7 +276,12 @@ def cluster(start_redis: Start, tmp_path: Path) -> list[RedisServer]:
     """Three nodes that share the slots."""
     servers = []
     for number in range(3):
-        options = ["--cluster-enabled", "yes", "--cluster-config-file", str(tmp_path / f"nodes-{number}.conf")]
+        options = [
+            "--cluster-enabled",
+            "yes",
+            "--cluster-config-file",
+            str(tmp_path / f"nodes-{number}.conf"),
+        ]
         servers.append(start_redis(*options, "--cluster-node-timeout", "2000"))
     nodes = [Redis(port=server.port) for server in servers]
     for number, node in enumerate(nodes):
@@ -249,13 +293,17 @@ def cluster(start_redis: Start, tmp_path: Path) -> list[RedisServer]:
 
     def is_formed() -> bool:
         found = [node.execute_command("CLUSTER", "INFO") for node in nodes]
-        return all(b"cluster_state:ok" in info and b"cluster_known_nodes:3" in info for info in found)
+        return all(
+            b"cluster_state:ok" in info and b"cluster_known_nodes:3" in info for info in found
+        )
 
     wait_until(is_formed, 30, "the cluster to form", every_s=0.1)
     return servers
 
 
-def test_a_cluster_is_found_out_and_shares_the_slots(cluster: list[RedisServer], connect: Callable[..., Bench]) -> None:
+def test_a_cluster_is_found_out_and_shares_the_slots(
+    cluster: list[RedisServer], connect: Callable[..., Bench]
+) -> None:
     bench = connect(cluster[1].url)
     assert isinstance(bench.timer.link.connect(), RedisCluster)
     bench.timer.link.check()
@@ -270,14 +318,19 @@ def test_a_cluster_is_found_out_and_shares_the_slots(cluster: list[RedisServer],
     found = bench.take_ids(1000)
     while portion := bench.take_ids(1000):
         found += portion
-    assert sorted(found) == list(range(1000, 2001)), "what was late by more than the grace is left out"
+    assert sorted(found) == list(range(1000, 2001)), (
+        "what was late by more than the grace is left out"
+    )
 
 
 def test_in_a_cluster_the_same_users_need_the_rights_that_the_docs_add(
     cluster: list[RedisServer], connect: Callable[..., Bench]
 ) -> None:
     [more] = re.findall(r"^In a cluster both need `([^`]+)` as well", PAGE, re.MULTILINE)
-    web, worker = (connect(allow(kind, *cluster, more=more), namespace="shop") for kind in ("shop_web", "shop_worker"))
+    web, worker = (
+        connect(allow(kind, *cluster, more=more), namespace="shop")
+        for kind in ("shop_web", "shop_worker")
+    )
     listener = worker.timer.listen(["default"])
     assert web.timer.arm([web.entry(id) for id in range(1, 101)]), web.events.counts
     wait_until(lambda: listener.get_message(timeout=1), 10, "a message")
@@ -288,7 +341,9 @@ def test_in_a_cluster_the_same_users_need_the_rights_that_the_docs_add(
     assert worker.events.counts["timer.down"] == 0
 
 
-def test_any_node_of_a_cluster_leads_to_it(cluster: list[RedisServer], connect: Callable[..., Bench]) -> None:
+def test_any_node_of_a_cluster_leads_to_it(
+    cluster: list[RedisServer], connect: Callable[..., Bench]
+) -> None:
     nobody = f"redis://127.0.0.1:{free_port()}/0"
     bench = connect(f"{nobody};{cluster[1].url}", publish_limit_s=LIMIT_S)
     wait_until(lambda: bench.timer.arm([bench.entry(1)]), 10, "the second URL to be tried")
@@ -308,9 +363,16 @@ def test_a_cluster_is_used_while_the_node_of_the_url_is_down(
     left = [entry for entry in entries if node_of(keys[entry]).port != cluster[0].port]
     assert 0 < len(left) < len(entries)
     cluster[0].stop()
-    wait_until(lambda: bench.timer.arm(left), 15, "what the other nodes have to be armed again", every_s=0.1)
+    wait_until(
+        lambda: bench.timer.arm(left),
+        15,
+        "what the other nodes have to be armed again",
+        every_s=0.1,
+    )
     bench.timer.link.close()  # as the mover does when it is stuck
-    wait_until(lambda: bench.timer.arm(left), 15, "the timer to connect by another node", every_s=0.1)
+    wait_until(
+        lambda: bench.timer.arm(left), 15, "the timer to connect by another node", every_s=0.1
+    )
 
 
 def test_sentinels_lead_to_the_primary_and_after_a_failover_to_the_new_one(
@@ -318,7 +380,11 @@ def test_sentinels_lead_to_the_primary_and_after_a_failover_to_the_new_one(
 ) -> None:
     primary = start_redis()
     replica = start_redis("--replicaof", "127.0.0.1", str(primary.port))
-    wait_until(lambda: replica.client().info("replication").get("master_link_status") == "up", 15, "the replica")
+    wait_until(
+        lambda: replica.client().info("replication").get("master_link_status") == "up",
+        15,
+        "the replica",
+    )
     (tmp_path / "sentinel.conf").write_text(
         f"sentinel monitor shop 127.0.0.1 {primary.port} 1\nsentinel down-after-milliseconds shop 1000\n"
         "sentinel failover-timeout shop 5000\n"
@@ -326,15 +392,27 @@ def test_sentinels_lead_to_the_primary_and_after_a_failover_to_the_new_one(
     sentinel = SentinelServer(tmp_path)
     nobody = f"sentinel://127.0.0.1:{free_port()}"
     try:
-        wait_until(lambda: sentinel.knows_replica("shop"), 30, "the Sentinel to find the replica", every_s=0.1)
-        bench = connect(f"{nobody};{sentinel.url}", {"master_name": "shop"}, publish_limit_s=LIMIT_S)
+        wait_until(
+            lambda: sentinel.knows_replica("shop"),
+            30,
+            "the Sentinel to find the replica",
+            every_s=0.1,
+        )
+        bench = connect(
+            f"{nobody};{sentinel.url}", {"master_name": "shop"}, publish_limit_s=LIMIT_S
+        )
         wait_until(lambda: bench.timer.arm([bench.entry(1)]), 10, "the primary to be found")
         listener = bench.timer.listen(["default"])
         assert bench.timer.arm([bench.entry(2, -1)])
         wait_until(lambda: listener.get_message(timeout=1), 10, "a message")
         assert bench.timer.counts(["default"]) == {"default": (2, 0)}
         primary.stop()
-        wait_until(lambda: bench.timer.arm([bench.entry(3)]), 30, "the new primary to be found", every_s=0.1)
+        wait_until(
+            lambda: bench.timer.arm([bench.entry(3)]),
+            30,
+            "the new primary to be found",
+            every_s=0.1,
+        )
         assert replica.client().info("replication")["role"] == "master"
         assert bench.timer.is_up
     finally:
@@ -359,7 +437,9 @@ class SentinelServer(RedisServer):
         self._own_url = f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
-        self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            self._command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
         wait_until(lambda: redis_answers(self._own_url), 15, "the Sentinel")
 
     def knows_replica(self, name: str) -> bool:
@@ -375,7 +455,9 @@ def test_a_worker_runs_what_waits_in_a_cluster(
     try:
         d.worker()
         ran_once(
-            d, [d.schedule(delay=n / 20) for n in range(40)] + burst(d, "test.note", 300, body={"file": str(d.file)})
+            d,
+            [d.schedule(delay=n / 20) for n in range(40)]
+            + burst(d, "test.note", 300, body={"file": str(d.file)}),
         )
     finally:
         d.close()

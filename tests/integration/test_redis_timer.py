@@ -21,7 +21,9 @@ Deploy = Callable[..., Deployment]
 
 
 @pytest.fixture
-def deploy(request: pytest.FixtureRequest, tmp_path: Path, postgresql_url: str, redis_url: str) -> Iterator[Deploy]:
+def deploy(
+    request: pytest.FixtureRequest, tmp_path: Path, postgresql_url: str, redis_url: str
+) -> Iterator[Deploy]:
     made: list[Deployment] = []
 
     def make(broker: str = "redis", **settings: Any) -> Deployment:
@@ -37,7 +39,9 @@ def deploy(request: pytest.FixtureRequest, tmp_path: Path, postgresql_url: str, 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
 def test_tasks_run_on_time_and_once(deploy: Deploy, pool: str) -> None:
-    d = deploy(sweep_s=60, self_sweep_s=120, horizon_s=120, grace_s=30)  # nothing but the timer brings them
+    d = deploy(
+        sweep_s=60, self_sweep_s=120, horizon_s=120, grace_s=30
+    )  # nothing but the timer brings them
     worker = d.worker(pool=pool)
     tasks = [d.schedule(delay=1 + n / 50) for n in range(50)] + [d.schedule("test.mail", 0.5)]
     cancelled = d.schedule(delay=1)
@@ -51,7 +55,9 @@ def test_tasks_run_on_time_and_once(deploy: Deploy, pool: str) -> None:
     worker.terminate()
 
 
-def test_many_that_are_moved_at_once_leave_redis_and_come_to_workers_at_their_new_times(deploy: Deploy) -> None:
+def test_many_that_are_moved_at_once_leave_redis_and_come_to_workers_at_their_new_times(
+    deploy: Deploy,
+) -> None:
     d = deploy(sweep_s=60, self_sweep_s=120, horizon_s=120, grace_s=30)
     timer = d.delays.redis_timer
     assert timer is not None
@@ -102,7 +108,9 @@ def test_what_a_killed_mover_had_in_hand_runs_elsewhere_in_time(
     d.worker()
     tasks: list[DelayTask] = []
     due = d.delays.clock.now() + timedelta(seconds=0.5)
-    d.delays.schedule_many([NewTask("test.note", {"file": str(d.file)}, when=due)] * 300, on_batch=tasks.extend)
+    d.delays.schedule_many(
+        [NewTask("test.note", {"file": str(d.file)}, when=due)] * 300, on_batch=tasks.extend
+    )
     wait_until(mortal.ended, 10, "the worker to be killed")
     d.wait_for(tasks, deadline_s=R1_S + SLACK_S)
     assert sorted(int(run[0]) for run in d.runs()) == sorted(task.id for task in tasks), "each once"

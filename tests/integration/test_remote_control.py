@@ -14,13 +14,19 @@ from tests.waiting import wait_until
 def test_without_remote_control_tasks_run_and_no_message_shuts_a_worker_down(
     tmp_path: Path, postgresql_url: str, start_redis: Callable[[], RedisServer]
 ) -> None:
-    d = Deployment(tmp_path, postgresql_url, start_redis().url, {"worker_enable_remote_control": False})
+    d = Deployment(
+        tmp_path, postgresql_url, start_redis().url, {"worker_enable_remote_control": False}
+    )
     try:
         worker, delays = d.worker(ready_s=90), d.delays
         # As a stranger: a worker that takes commands would stop before it runs what is scheduled after them.
         delays.celery.control.shutdown()
         tasks = [d.schedule(delay=0.2) for _ in range(3)]
-        wait_until(lambda: {delays.get(task).status for task in tasks} == {Status.DONE}, 60, "the tasks to be done")
+        wait_until(
+            lambda: {delays.get(task).status for task in tasks} == {Status.DONE},
+            60,
+            "the tasks to be done",
+        )
         assert not worker.ended()
         assert "remote shutdown" not in worker.log()
     finally:

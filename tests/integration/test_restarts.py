@@ -28,7 +28,9 @@ def server(start_redis: Callable[[], RedisServer]) -> RedisServer:
 
 
 @pytest.fixture
-def deployments(tmp_path: Path, postgresql_url: str, server: RedisServer) -> Iterator[list[Deployment]]:
+def deployments(
+    tmp_path: Path, postgresql_url: str, server: RedisServer
+) -> Iterator[list[Deployment]]:
     made = []
     for timer in ("eta", "redis"):
         folder = tmp_path / timer
@@ -39,7 +41,9 @@ def deployments(tmp_path: Path, postgresql_url: str, server: RedisServer) -> Ite
         deployment.close()
 
 
-def test_workers_resume_each_time_their_redis_is_restarted(deployments: list[Deployment], server: RedisServer) -> None:
+def test_workers_resume_each_time_their_redis_is_restarted(
+    deployments: list[Deployment], server: RedisServer
+) -> None:
     workers = [d.worker() for d in deployments]
     tasks = [(d, d.schedule(delay=n / 2)) for d in deployments for n in range(20)]
     for _ in range(ROUNDS):
@@ -56,7 +60,9 @@ def test_workers_resume_each_time_their_redis_is_restarted(deployments: list[Dep
 def test_workers_resume_each_time_their_rabbitmq_is_restarted(
     tmp_path: Path, postgresql_url: str, own_rabbitmq: RabbitServer, queue_type: str
 ) -> None:
-    d = Deployment(tmp_path, postgresql_url, own_rabbitmq.url, {"task_default_queue_type": queue_type})
+    d = Deployment(
+        tmp_path, postgresql_url, own_rabbitmq.url, {"task_default_queue_type": queue_type}
+    )
     try:
         worker = d.worker()
         tasks = [d.schedule(delay=n / 2) for n in range(20)]

@@ -88,7 +88,9 @@ def test_rows_of_other_programs_run_in_every_shard(site: Site) -> None:
 
 
 @pytest.mark.parametrize("fault", ["refused", "black hole"])
-def test_while_a_shard_is_down_the_others_work_and_it_comes_back_by_itself(site: Site, fault: str) -> None:
+def test_while_a_shard_is_down_the_others_work_and_it_comes_back_by_itself(
+    site: Site, fault: str
+) -> None:
     worker = site.worker(concurrency=3)
     site.wait_for(site.at(DOWN, 1, 0))
     stranded = site.at(DOWN, 30, 3)
@@ -100,12 +102,18 @@ def test_while_a_shard_is_down_the_others_work_and_it_comes_back_by_itself(site:
     site.wait_for(later, deadline_s=30)
     for _ in range(3):
         site.wait_for([task for shard in (0, 2) for task in site.at(shard, 5, 0.5)], deadline_s=30)
-    wait_until(lambda: "store.down" in worker.log() and f"shard={DOWN}" in worker.log(), 30, "its report")
+    wait_until(
+        lambda: "store.down" in worker.log() and f"shard={DOWN}" in worker.log(), 30, "its report"
+    )
     assert not set(site.ran()) & {task.id for task in stranded}
 
     with ThreadPoolExecutor(20) as threads:
         calls = [threads.submit(site.schedule, delay=0.5) for _ in range(20)]
-        wait_until(lambda: sum(call.done() for call in calls) >= 10, 30, "tasks without a key to find other shards")
+        wait_until(
+            lambda: sum(call.done() for call in calls) >= 10,
+            30,
+            "tasks without a key to find other shards",
+        )
         anywhere = [site.schedule(delay=0.5) for _ in range(10)]
         assert DOWN not in {task.shard for task in anywhere}, "by now it is left out"
         if fault == "refused":
@@ -139,7 +147,9 @@ def test_a_worker_starts_and_stops_while_a_shard_is_down(site: Site, fault: str)
     assert not second.ended()
 
 
-def test_a_worker_does_nothing_on_a_database_that_is_another_shard(site: Site, shard_urls: list[str]) -> None:
+def test_a_worker_does_nothing_on_a_database_that_is_another_shard(
+    site: Site, shard_urls: list[str]
+) -> None:
     """It was down when the worker started, or the list would have been refused."""
     [task] = site.at(DOWN, 1, 0)
     numbers = site.delays.shards[DOWN].store.schema.shards

@@ -35,7 +35,11 @@ def deploy(tmp_path: Path, postgresql_url: str, redis_url: str) -> Iterator[Depl
 def asleep(d: Deployment, seconds: float) -> DelayTask:
     """A task that runs now, and so long."""
     task = d.schedule("test.sleep", body={"seconds": seconds})
-    wait_until(lambda: any(run[:2] == [str(task.id), "began"] for run in d.runs()), 20, f"it to begin\n{d.logs()}")
+    wait_until(
+        lambda: any(run[:2] == [str(task.id), "began"] for run in d.runs()),
+        20,
+        f"it to begin\n{d.logs()}",
+    )
     return task
 
 
@@ -56,7 +60,11 @@ def test_term_finishes_what_runs_and_gives_back_the_rest_at_once(deploy: Deploy,
     held = [d.schedule(delay=8) for _ in range(5)]
     wait_until(lambda: any(run[1] == "began" for run in d.runs()), 20, f"it to begin\n{d.logs()}")
     worker.signal(signal.SIGTERM)
-    wait_until(lambda: {d.status(task) for task in behind} == {Status.NOT_COMPLETE}, 3, "the rest to be given back")
+    wait_until(
+        lambda: {d.status(task) for task in behind} == {Status.NOT_COMPLETE},
+        3,
+        "the rest to be given back",
+    )
     assert d.status(long) is Status.RUNNING
     wait_until(worker.ended, 20, f"the worker to end\n{worker.log()}")
     done = d.delays.get(long)

@@ -16,7 +16,9 @@ SILENT_S = 3
 
 
 @pytest.fixture
-def proxied(request: pytest.FixtureRequest, tmp_path: Path, redis_url: str) -> Iterator[tuple[Deployment, Proxy]]:
+def proxied(
+    request: pytest.FixtureRequest, tmp_path: Path, redis_url: str
+) -> Iterator[tuple[Deployment, Proxy]]:
     """A deployment that reaches its database through a proxy."""
     url: str = request.getfixturevalue(f"{request.param}_url")
     database = proxy_to(url)
@@ -37,7 +39,9 @@ def sweeps_go_on(d: Deployment) -> None:
             seen = connection.execute(w.select()).all()
             swept = connection.execute(s.select()).all()
         is_seen = seen and all((row.seen_at - now).total_seconds() > SILENT_S + 2 for row in seen)
-        return bool(is_seen and all((row.swept_at - now).total_seconds() > SILENT_S + 2 for row in swept))
+        return bool(
+            is_seen and all((row.swept_at - now).total_seconds() > SILENT_S + 2 for row in swept)
+        )
 
     wait_until(done, 60, lambda: f"sweeps after the outage\n{d.logs()}", every_s=0.2)
 
@@ -53,7 +57,12 @@ def test_no_worker_is_declared_lost_because_the_database_was_away(
     tasks = [d.schedule(delay=delay) for delay in (1, 2, 3)]
     getattr(database, outage)()
     since = d.delays.clock.now()
-    wait_until(lambda: (d.delays.clock.now() - since).total_seconds() > 3 * SILENT_S, 30, "the outage", every_s=0.1)
+    wait_until(
+        lambda: (d.delays.clock.now() - since).total_seconds() > 3 * SILENT_S,
+        30,
+        "the outage",
+        every_s=0.1,
+    )
     database.heal()
     d.wait_for(tasks, deadline_s=40)
     sweeps_go_on(d)
@@ -62,4 +71,9 @@ def test_no_worker_is_declared_lost_because_the_database_was_away(
     assert "queue.unserved" not in logs, logs
     workers[0].kill()
     lost = f"worker.lost worker='{d.node(0)}'"
-    wait_until(lambda: lost in workers[1].log(), 40, lambda: f"the other one to notice\n{d.logs()}", every_s=0.1)
+    wait_until(
+        lambda: lost in workers[1].log(),
+        40,
+        lambda: f"the other one to notice\n{d.logs()}",
+        every_s=0.1,
+    )

@@ -9,8 +9,8 @@ from uuid import uuid4
 import redis
 
 from chaos.simulation.redis import Redis
-from delaytasks.timers.redislink import _NAMES
-from delaytasks.timers.scripts import ARM, TAKE
+from delaytasks.timers.redis_link import _NAMES
+from delaytasks.timers.redis_scripts import ARM, TAKE
 from tests.waiting import wait_until
 
 STEPS = 3000
@@ -38,7 +38,10 @@ def test_the_simulated_redis_answers_as_a_real_one(redis_url: str) -> None:
                 continue
             assert as_told(real.execute_command(*words)) == as_told(simulated.call(*words)), words
             for key in (store, prepare):
-                there = {member.decode(): score for member, score in real.zrange(key, 0, -1, withscores=True)}
+                there = {
+                    member.decode(): score
+                    for member, score in real.zrange(key, 0, -1, withscores=True)
+                }
                 assert there == simulated.sets.get(key, {}), words
 
         def all_heard() -> bool:
@@ -49,17 +52,24 @@ def test_the_simulated_redis_answers_as_a_real_one(redis_url: str) -> None:
         wait_until(all_heard, 5, "all notices")
         assert len(heard) > STEPS / 50
         assert [said.split()[0] for said in heard] == [said.split()[0] for said in published]
-        assert [float(said.split()[1]) for said in heard] == [float(said.split()[1]) for said in published]
+        assert [float(said.split()[1]) for said in heard] == [
+            float(said.split()[1]) for said in published
+        ]
     finally:
         listener.close()
         real.delete(store, prepare)
         real.close()
 
 
-def some_command(chance: random.Random, step: int, store: str, prepare: str, channel: str) -> tuple[Any, ...] | None:
+def some_command(
+    chance: random.Random, step: int, store: str, prepare: str, channel: str
+) -> tuple[Any, ...] | None:
     """Of a moment that moves on with each step; None empties all."""
     now = 1_900_000_000_000 + step * 20
-    members = [f"{chance.randint(1, 40)}:{chance.randint(0, 2)}{chance.choice(['', '', ':5'])}" for _ in range(3)]
+    members = [
+        f"{chance.randint(1, 40)}:{chance.randint(0, 2)}{chance.choice(['', '', ':5'])}"
+        for _ in range(3)
+    ]
     drawn = chance.random()
     if drawn < 0.01:
         return None
@@ -72,7 +82,12 @@ def some_command(chance: random.Random, step: int, store: str, prepare: str, cha
     if drawn < 0.6:
         ticket = now + chance.randint(0, 10) * 20
         return "ZREMRANGEBYSCORE", prepare, ticket, ticket
-    times = now, now - chance.choice([300, 600]), now + 100.5, now + 200 + chance.choice([0, 0.001, 0.123, 0.999])
+    times = (
+        now,
+        now - chance.choice([300, 600]),
+        now + 100.5,
+        now + 200 + chance.choice([0, 0.001, 0.123, 0.999]),
+    )
     return "EVALSHA", _NAMES[TAKE], 2, store, prepare, *times, chance.randint(0, 4)
 
 
@@ -83,4 +98,11 @@ def as_told(answer: Any) -> Any:
     *numbers, levels, ticket, text, waiting, in_hand = answer
     words = text.split()
     entries = [(member, float(due)) for member, due in zip(words[::2], words[1::2], strict=True)]
-    return [*numbers, sorted(levels.split()), float(ticket), entries, float(waiting), float(in_hand)]
+    return [
+        *numbers,
+        sorted(levels.split()),
+        float(ticket),
+        entries,
+        float(waiting),
+        float(in_hand),
+    ]

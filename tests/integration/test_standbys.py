@@ -16,10 +16,10 @@ from sqlalchemy import create_engine, text
 
 from delaytasks import DelayTasks
 from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
-from delaytasks.core.ports import Entry
-from delaytasks.store import migrations
-from delaytasks.store.replication import replication
-from delaytasks.store.standbys import _POSTGRESQL, COMMIT_LIMIT_S
+from delaytasks.core.interfaces import Entry
+from delaytasks.storage import migrations
+from delaytasks.storage.replication import replication
+from delaytasks.storage.standby_watch import _POSTGRESQL, COMMIT_LIMIT_S
 from tests.mariadb_server import MariaDBServer
 from tests.postgres_server import PostgresServer
 from tests.recording import delays_on, record
@@ -35,7 +35,9 @@ def without_standby(server: Server) -> None:
     if isinstance(server, PostgresServer):
         server.execute("ALTER SYSTEM SET synchronous_standby_names = 'nobody'")
         server.execute("SELECT pg_reload_conf()")
-        wait_until(partial(_commit_waits, server), 30, "the server to know that it waits for a standby")
+        wait_until(
+            partial(_commit_waits, server), 30, "the server to know that it waits for a standby"
+        )
     else:
         server.execute("SET GLOBAL rpl_semi_sync_master_timeout = 4294967295")
         server.execute("SET GLOBAL rpl_semi_sync_master_wait_no_slave = ON")
@@ -176,7 +178,8 @@ def test_a_logical_subscriber_is_no_standby(own_postgresql: PostgresServer) -> N
     own_postgresql.stop()
     own_postgresql.start()
     subscriber = psycopg2.connect(
-        own_postgresql.url.replace("+psycopg2", ""), connection_factory=extras.LogicalReplicationConnection
+        own_postgresql.url.replace("+psycopg2", ""),
+        connection_factory=extras.LogicalReplicationConnection,
     )
     cursor = subscriber.cursor()
     cursor.create_replication_slot("other", output_plugin="pgoutput")

@@ -16,9 +16,15 @@ OTHER = {"eta": "redis", "redis": "eta"}
 
 @pytest.fixture(params=OTHER)
 def d(
-    request: pytest.FixtureRequest, tmp_path: Path, postgresql_url: str, rabbitmq_url: str, redis_url: str
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    postgresql_url: str,
+    rabbitmq_url: str,
+    redis_url: str,
 ) -> Iterator[Deployment]:
-    deployment = Deployment(tmp_path, postgresql_url, rabbitmq_url, timer=request.param, redis_url=redis_url)
+    deployment = Deployment(
+        tmp_path, postgresql_url, rabbitmq_url, timer=request.param, redis_url=redis_url
+    )
     yield deployment
     deployment.close()
 

@@ -28,7 +28,9 @@ Deploy = Callable[..., Deployment]
 def deploy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deploy]:
     made: list[Deployment] = []
 
-    def make(database: str = "postgresql", broker: str = "redis", timer: str = "eta", **settings: Any) -> Deployment:
+    def make(
+        database: str = "postgresql", broker: str = "redis", timer: str = "eta", **settings: Any
+    ) -> Deployment:
         if database == "sqlite":
             database_url = f"sqlite:///{tmp_path / 'test.sqlite3'}"
         else:
@@ -45,7 +47,9 @@ def deploy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deploy]:
         deployment.close()
 
 
-def schedule(d: Deployment, count: int, seconds: float = 0.05, delay: float = 2, **options: Any) -> list[DelayTask]:
+def schedule(
+    d: Deployment, count: int, seconds: float = 0.05, delay: float = 2, **options: Any
+) -> list[DelayTask]:
     body = {"seconds": seconds}
     return [d.schedule("test.sleep", delay, body=body, **options) for _ in range(count)]
 
@@ -58,8 +62,12 @@ def most_at_once(d: Deployment) -> int:
     return most
 
 
-@pytest.mark.parametrize(("database", "broker", "pool", "timer"), COMBINATIONS, ids=map("-".join, COMBINATIONS))
-def test_never_more_run_at_once_than_allowed(deploy: Deploy, database: str, broker: str, pool: str, timer: str) -> None:
+@pytest.mark.parametrize(
+    ("database", "broker", "pool", "timer"), COMBINATIONS, ids=map("-".join, COMBINATIONS)
+)
+def test_never_more_run_at_once_than_allowed(
+    deploy: Deploy, database: str, broker: str, pool: str, timer: str
+) -> None:
     d = deploy(database, broker, timer)
     d.delays.set_policy("test.sleep", concurrency=3)
     for _ in range(2):
@@ -102,14 +110,16 @@ def test_each_key_has_its_limit_and_keeps_no_other_waiting(deploy: Deploy) -> No
 
 
 def test_places_of_a_killed_worker_are_free_when_its_leases_end(deploy: Deploy) -> None:
-    d = deploy(max_lapses=1)  # else they would be stuck again
+    d = deploy(max_lost_leases=1)  # else they would be stuck again
     d.delays.set_policy("test.sleep", concurrency=2)
     killed = d.worker(pool="threads", concurrency=4)
     stuck = schedule(d, 2, seconds=600, delay=0.5)
     d.wait_for(stuck, Status.RUNNING)
     d.worker(pool="threads", concurrency=4)
     waiting = schedule(d, 6, delay=0)
-    wait_until(lambda: all(d.status(task) is Status.HELD for task in waiting), 10, "them to wait in line")
+    wait_until(
+        lambda: all(d.status(task) is Status.HELD for task in waiting), 10, "them to wait in line"
+    )
     time.sleep(2.5)
     assert {d.status(task) for task in waiting} == {Status.HELD}, "there is no room for them"
     killed.kill()
@@ -141,19 +151,27 @@ def test_a_rate_holds_over_all_workers(deploy: Deploy) -> None:
         d.worker(pool="threads", concurrency=4)
     tasks = [d.schedule(delay=1) for _ in range(60)]
     d.wait_for(tasks, deadline_s=20)
-    began = sorted(task.execution_time.timestamp() for task in map(d.delays.get, tasks) if task.execution_time)
+    began = sorted(
+        task.execution_time.timestamp() for task in map(d.delays.get, tasks) if task.execution_time
+    )
     assert len(began) == 60
     worst = max(sum(since <= start < since + 1 for start in began) for since in began)
     assert worst <= 20
     assert began[-1] - began[0] > 2.5
 
 
-def test_a_limit_that_is_set_later_holds_for_what_is_left_and_lets_go_when_it_is_taken_away(deploy: Deploy) -> None:
+def test_a_limit_that_is_set_later_holds_for_what_is_left_and_lets_go_when_it_is_taken_away(
+    deploy: Deploy,
+) -> None:
     d = deploy(sweep_s=2)
     d.worker(pool="threads", concurrency=4)
     d.delays.set_policy("test.sleep", rate="1/h")
     time.sleep(1.5)
     tasks = schedule(d, 6, delay=0)
-    wait_until(lambda: sum(d.status(task) is Status.HELD for task in tasks) == 5, 10, "them to wait in line")
+    wait_until(
+        lambda: sum(d.status(task) is Status.HELD for task in tasks) == 5,
+        10,
+        "them to wait in line",
+    )
     d.delays.set_policy("test.sleep", rate=None)
     d.wait_for(tasks, deadline_s=15)

@@ -29,7 +29,9 @@ def deploy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deploy]:
     made: list[Deployment] = []
 
     def make(
-        database: str | list[str] = "postgresql", conf: dict[str, Any] | None = None, **settings: Any
+        database: str | list[str] = "postgresql",
+        conf: dict[str, Any] | None = None,
+        **settings: Any,
     ) -> Deployment:
         database_url: str | list[str] = database
         if database == "sqlite":
@@ -41,7 +43,9 @@ def deploy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deploy]:
             "queues": {"limits.*": "limits"},
             **settings,
         }  # as the processors say, whom the test does not import
-        made.append(Deployment(tmp_path, database_url, broker_url, {**IMPORTS, **(conf or {})}, **settings))
+        made.append(
+            Deployment(tmp_path, database_url, broker_url, {**IMPORTS, **(conf or {})}, **settings)
+        )
         return made[-1]
 
     yield make
@@ -89,8 +93,10 @@ def test_a_processor_may_catch_its_soft_limit_and_end_well(deploy: Deploy) -> No
 
 @pytest.mark.parametrize("database", ["postgresql", "mysql", "sqlite"])
 @pytest.mark.parametrize("holds_gil", [False, True], ids=["sleeps", "holds the GIL"])
-def test_a_hard_limit_ends_the_process_and_harms_no_neighbour(deploy: Deploy, database: str, holds_gil: bool) -> None:
-    d = deploy(database, max_lapses=3)
+def test_a_hard_limit_ends_the_process_and_harms_no_neighbour(
+    deploy: Deploy, database: str, holds_gil: bool
+) -> None:
+    d = deploy(database, max_lost_leases=3)
     due = d.delays.clock.now_us() // 1_000_000 + 4
     body = {"file": str(d.file)}
 
@@ -125,7 +131,9 @@ def test_a_hard_limit_ends_the_process_and_harms_no_neighbour(deploy: Deploy, da
     assert [attempt.error for attempt in attempts] == [
         "the worker died, or lost its lease, while this attempt ran; its time limit of 1 s was over"
     ] * 3
-    for began, after in itertools.pairwise([*(attempt.began for attempt in attempts), attempts[-1].ended]):
+    for began, after in itertools.pairwise(
+        [*(attempt.began for attempt in attempts), attempts[-1].ended]
+    ):
         assert began is not None
         assert after is not None
         assert (after - began).total_seconds() < LIMIT_S + d.r2_s() + SLACK_S
@@ -144,7 +152,11 @@ def test_overdue_rows_with_limits_and_without_harm_each_other_not_on_two_databas
         rows = []
         for number in range(100):
             body = {"file": str(d.file), "seconds": [60, 0] if number == 51 else 0}
-            row = {"id": shard.new_id(), "tag": "limits.hard" if number % 2 else "limits.none", "queue": "limits"}
+            row = {
+                "id": shard.new_id(),
+                "tag": "limits.hard" if number % 2 else "limits.none",
+                "queue": "limits",
+            }
             rows.append({**row, "message_body": json.dumps(body), "expected_time": past})
             (stuck if number == 51 else others).append(rows[-1]["id"])
         with shard.store.database.begin() as connection:
@@ -155,7 +167,12 @@ def test_overdue_rows_with_limits_and_without_harm_each_other_not_on_two_databas
         counts = [counted(shard.store) for shard in d.delays.shards]
         return sum(count[Status.NOT_COMPLETE] + count[Status.RUNNING] for count in counts)
 
-    wait_until(lambda: left() == 0 and all(d.delays.get(id).is_finished for id in stuck), 40, "all to run", 0.1)
+    wait_until(
+        lambda: left() == 0 and all(d.delays.get(id).is_finished for id in stuck),
+        40,
+        "all to run",
+        0.1,
+    )
     began = Counter(run[0] for run in d.runs() if run[1] == "began")
     assert {began[str(id)] for id in others} == {1}
     assert {(task.lapses, task.attempts) for task in map(d.delays.get, others)} == {(0, 1)}
@@ -163,7 +180,9 @@ def test_overdue_rows_with_limits_and_without_harm_each_other_not_on_two_databas
     assert all(len(d.delays.attempts(id)) == 1 for id in stuck)
 
 
-def test_a_limit_ends_a_run_that_is_too_long_for_it_soon_and_frees_its_process(deploy: Deploy) -> None:
+def test_a_limit_ends_a_run_that_is_too_long_for_it_soon_and_frees_its_process(
+    deploy: Deploy,
+) -> None:
     d = deploy()
     d.worker(concurrency=1)
     stuck = d.schedule("limits.hard", body={"seconds": [60, 0]})
@@ -176,15 +195,22 @@ def test_a_limit_ends_a_run_that_is_too_long_for_it_soon_and_frees_its_process(d
 def test_celerys_own_limits_are_not_for_rows(deploy: Deploy) -> None:
     d = deploy(conf={"task_time_limit": 1.0, "task_soft_time_limit": 0.5})
     d.worker()
-    tasks = [d.schedule("limits.none", body={"seconds": 3}), d.schedule("limits.caught", body={"seconds": 20})]
+    tasks = [
+        d.schedule("limits.none", body={"seconds": 3}),
+        d.schedule("limits.caught", body={"seconds": 20}),
+    ]
     d.wait_for(tasks)
     assert Counter(run[1] for run in d.runs()) == {"began": 2, "ended": 1, "cleaned": 1}
 
 
 @pytest.mark.parametrize("pool", ["threads", "solo"])
-def test_a_pool_that_can_not_keep_limits_refuses_to_serve_their_queue(deploy: Deploy, pool: str) -> None:
+def test_a_pool_that_can_not_keep_limits_refuses_to_serve_their_queue(
+    deploy: Deploy, pool: str
+) -> None:
     d = deploy()
-    refused = d.command("worker", "-P", pool, "-n", "refused", "--without-gossip", "--without-mingle")
+    refused = d.command(
+        "worker", "-P", pool, "-n", "refused", "--without-gossip", "--without-mingle"
+    )
     name = "solo" if pool == "solo" else "thread"
     assert (
         f"the tag 'limits.caught' has time limits, which the pool '{name}' can not keep: start this worker with "

@@ -33,7 +33,9 @@ def ended(d: Deployment) -> list[list[str]]:
     return [run for run in d.runs() if run[1] == "ended"]
 
 
-@pytest.mark.parametrize(("database", "broker", "pool"), POOLS, ids=["-".join(names) for names in POOLS])
+@pytest.mark.parametrize(
+    ("database", "broker", "pool"), POOLS, ids=["-".join(names) for names in POOLS]
+)
 def test_tasks_that_wait_do_so_side_by_side_in_each_pool(
     deploy: Deploy,  # noqa: F811
     database: str,
@@ -45,7 +47,10 @@ def test_tasks_that_wait_do_so_side_by_side_in_each_pool(
     due = d.delays.clock.now() + timedelta(seconds=2)
     body = {"file": str(d.file), "seconds": 1}
     waiting = [d.delays.schedule_at(WAITS[n % 2], body, due) for n in range(40)]
-    together = [d.delays.schedule_at("test.batch", {"file": str(d.file), "number": n}, due) for n in range(60)]
+    together = [
+        d.delays.schedule_at("test.batch", {"file": str(d.file), "number": n}, due)
+        for n in range(60)
+    ]
     d.wait_for(waiting)
     d.wait_for(together[::2])
     d.wait_for(together[1::2], Status.FAILED)
@@ -55,7 +60,9 @@ def test_tasks_that_wait_do_so_side_by_side_in_each_pool(
     assert {task.attempts for task in ends} == {1}
     runs = [run for run in began(d) if int(run[0]) in {task.id for task in waiting[::2]}]
     assert all(run[0] == run[3] for run in runs), "each has a request of its own"
-    loops = {(run[2], run[3]) for run in began(d) if int(run[0]) in {task.id for task in waiting[1::2]}}
+    loops = {
+        (run[2], run[3]) for run in began(d) if int(run[0]) in {task.id for task in waiting[1::2]}
+    }
     assert len(loops) == len({process for process, _ in loops}), "one loop in a process"
     sizes = [int(run[0]) for run in d.runs() if run[1] == "together"]
     assert sum(sizes) == 60

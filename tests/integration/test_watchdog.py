@@ -12,19 +12,21 @@ import pytest
 from sqlalchemy import insert
 
 from delaytasks import Status
-from delaytasks.store.types import db_now_plus
+from delaytasks.storage.types import db_now_plus
 from tests.counting import counted
 from tests.running import Deployment
 from tests.waiting import SLACK_S, wait_until
 
 
-class Workers(Deployment):
+class WorkerTable(Deployment):
     """Whose loops can be broken."""
 
     def break_loop(self, node: str, loop: str, way: str) -> None:
         control = self.delays.celery.control
         arguments = {"loop": loop, "way": way}
-        answers = control.broadcast("break_loop", arguments, destination=[node], reply=True, timeout=10, limit=1)
+        answers = control.broadcast(
+            "break_loop", arguments, destination=[node], reply=True, timeout=10, limit=1
+        )
         assert answers == [{node: {"ok": f"{loop} will {way}"}}]
 
     def stats(self, node: str) -> dict[str, Any]:
@@ -44,14 +46,18 @@ class Workers(Deployment):
 
 
 @pytest.fixture
-def workers(tmp_path: Path, postgresql_url: str, redis_url: str) -> Iterator[Workers]:
-    workers = Workers(tmp_path, postgresql_url, redis_url, {"imports": ["tests.project", "tests.saboteur"]})
+def workers(tmp_path: Path, postgresql_url: str, redis_url: str) -> Iterator[WorkerTable]:
+    workers = WorkerTable(
+        tmp_path, postgresql_url, redis_url, {"imports": ["tests.project", "tests.saboteur"]}
+    )
     yield workers
     workers.close()
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
-def test_loops_that_break_are_replaced_and_tasks_run_all_the_same(workers: Workers, pool: str) -> None:
+def test_loops_that_break_are_replaced_and_tasks_run_all_the_same(
+    workers: WorkerTable, pool: str
+) -> None:
     worker, node = workers.worker(pool=pool), workers.node(0)
     running = workers.schedule("test.sleep", 0, body={"seconds": 3 * workers.settings["lease_s"]})
     wait_until(workers.runs, 10, "the sleeper to begin")
@@ -64,7 +70,9 @@ def test_loops_that_break_are_replaced_and_tasks_run_all_the_same(workers: Worke
     with workers.store.database.begin() as connection:  # nobody but a sweep can find it
         body = f'{{"file": "{workers.file}"}}'
         connection.execute(
-            insert(workers.store.schema.tasks).values(tag="test.note", message_body=body, expected_time=db_now_plus(3))
+            insert(workers.store.schema.tasks).values(
+                tag="test.note", message_body=body, expected_time=db_now_plus(3)
+            )
         )
     wait_until(lambda: workers.restarted(node) >= set(broken), 30, "each to be replaced")
     assert workers.stats(node)["events"]["loop.restarted"] >= len(broken)
@@ -72,7 +80,9 @@ def test_loops_that_break_are_replaced_and_tasks_run_all_the_same(workers: Worke
         reason = "dead" if way == "die" else "stuck"
         assert f"loop.restarted loop='{loop}' reason='{reason}'" in worker.log()
     workers.wait_for([*near, running], deadline_s=30)
-    wait_until(lambda: counted(workers.store)[Status.DONE] == 22, 15, "the row that a sweep must find")
+    wait_until(
+        lambda: counted(workers.store)[Status.DONE] == 22, 15, "the row that a sweep must find"
+    )
     noted = [run for run in workers.runs() if run[1].isdigit()]
     assert len({run[0] for run in noted}) == len(noted) == 21
     assert workers.early() == []
@@ -81,7 +91,9 @@ def test_loops_that_break_are_replaced_and_tasks_run_all_the_same(workers: Worke
     worker.terminate()
 
 
-def test_what_a_worker_holds_runs_elsewhere_while_it_is_frozen_and_once(workers: Workers) -> None:
+def test_what_a_worker_holds_runs_elsewhere_while_it_is_frozen_and_once(
+    workers: WorkerTable,
+) -> None:
     frozen, node = workers.worker(), workers.node(0)
     held = [workers.schedule(delay=8) for _ in range(20)]
     wait_until(lambda: workers.stats(node).get("held") == 20, 7, "the worker to hold them")
@@ -98,39 +110,51 @@ def test_what_a_worker_holds_runs_elsewhere_while_it_is_frozen_and_once(workers:
     assert {workers.delays.get(task).attempts for task in held} == {1}
 
 
-def test_chunks_that_the_pool_forgets_with_the_broker_hold_no_process(workers: Workers) -> None:
+def test_chunks_that_the_pool_forgets_with_the_broker_hold_no_process(workers: WorkerTable) -> None:
     workers.worker(concurrency=1)
     node, control, forgotten = workers.node(0), workers.delays.celery.control, 0
     for _ in range(3):
         wait_until(lambda: control.ping([node], timeout=1), 10, "it to be connected again")
-        [answer] = control.broadcast("lose_broker", destination=[node], reply=True, timeout=10, limit=1)
+        [answer] = control.broadcast(
+            "lose_broker", destination=[node], reply=True, timeout=10, limit=1
+        )
         forgotten += answer[node]["forgotten"]
         workers.wait_for([workers.schedule()], deadline_s=10)
     assert forgotten
 
 
-def test_chunks_that_end_before_the_broker_is_found_again_hold_no_process(workers: Workers) -> None:
+def test_chunks_that_end_before_the_broker_is_found_again_hold_no_process(
+    workers: WorkerTable,
+) -> None:
     workers.worker(concurrency=1)
     node, control, forgotten = workers.node(0), workers.delays.celery.control, 0
     for _ in range(3):
         wait_until(lambda: control.ping([node], timeout=1), 10, "it to be connected again")
-        [answer] = control.broadcast("lose_broker", {"away_s": 1}, destination=[node], reply=True, timeout=10, limit=1)
+        [answer] = control.broadcast(
+            "lose_broker", {"away_s": 1}, destination=[node], reply=True, timeout=10, limit=1
+        )
         forgotten += answer[node]["forgotten"]
         workers.wait_for([workers.schedule()], deadline_s=10)
     assert forgotten
     wait_until(lambda: workers.rests(node), 10, "no chunk to be left")
 
 
-def test_a_chunk_of_a_process_that_died_just_before_the_broker_holds_none(workers: Workers) -> None:
+def test_a_chunk_of_a_process_that_died_just_before_the_broker_holds_none(
+    workers: WorkerTable,
+) -> None:
     """The one that takes its place has its pipe, and Celery says that it has the chunk."""
     workers.worker(concurrency=1)
     node, control = workers.node(0), workers.delays.celery.control
-    [answer] = control.broadcast("lose_broker", {"kills": True}, destination=[node], reply=True, timeout=10, limit=1)
+    [answer] = control.broadcast(
+        "lose_broker", {"kills": True}, destination=[node], reply=True, timeout=10, limit=1
+    )
     assert answer[node]["forgotten"] == 1
     workers.wait_for([workers.schedule()], deadline_s=SLACK_S)
 
 
-def test_a_worker_that_stops_hears_of_the_chunk_that_its_process_had_not_confirmed(workers: Workers) -> None:
+def test_a_worker_that_stops_hears_of_the_chunk_that_its_process_had_not_confirmed(
+    workers: WorkerTable,
+) -> None:
     """Celery makes the pool forget it, and billiard's process waits half a minute for somebody to read its result."""
     worker = workers.worker(concurrency=1)
     workers.wait_for([workers.schedule()])

@@ -35,14 +35,18 @@ def test_a_worker_whose_redis_hangs_works_from_the_table(
         d.wait_for([d.schedule()])
         _signal(server, signal.SIGSTOP)
         began = time.monotonic()
-        d.wait_for([d.schedule(delay=n) for n in range(3)], deadline_s=NOTICES_S + d.r1_s() + SLACK_S)
+        d.wait_for(
+            [d.schedule(delay=n) for n in range(3)], deadline_s=NOTICES_S + d.r1_s() + SLACK_S
+        )
         later = [d.schedule(delay=n) for n in range(3)]
         d.wait_for(later, deadline_s=3 + d.r1_s() + SLACK_S)
         took = time.monotonic() - began
         _signal(server, signal.SIGCONT)
         wait_until(lambda: _runs_on_time(d), 20, "the fast path to work again", every_s=0.2)
         assert not worker.ended()
-        assert len({run[0] for run in d.runs()}) == len(d.runs()), f"each ran once, after {took:.1f} s"
+        assert len({run[0] for run in d.runs()}) == len(d.runs()), (
+            f"each ran once, after {took:.1f} s"
+        )
     finally:
         _signal(server, signal.SIGCONT)
         d.close()

@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import insert, text, update
 
 from delaytasks import Status
-from delaytasks.store.types import db_now_plus
+from delaytasks.storage.types import db_now_plus
 from tests.counting import counted
 from tests.running import BROKERS, QUICK, Deployment
 from tests.waiting import IS_LONG, SLACK_S, wait_until
@@ -49,7 +49,11 @@ def deploy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deploy]:
         if broker == "filesystem":
             folder = tmp_path / "broker"
             folder.mkdir()
-            options = {"data_folder_in": str(folder), "data_folder_out": str(folder), "control_folder": str(folder)}
+            options = {
+                "data_folder_in": str(folder),
+                "data_folder_out": str(folder),
+                "control_folder": str(folder),
+            }
             broker_url, conf = "filesystem://", {"broker_transport_options": options}
         else:
             fixture, conf = BROKERS[broker]
@@ -64,9 +68,13 @@ def deploy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deploy]:
 
 
 @pytest.mark.parametrize(
-    ("database", "broker", "pool"), COMBINATIONS, ids=["-".join(combination) for combination in COMBINATIONS]
+    ("database", "broker", "pool"),
+    COMBINATIONS,
+    ids=["-".join(combination) for combination in COMBINATIONS],
 )
-def test_tasks_run_on_time_and_say_so_in_their_rows(deploy: Deploy, database: str, broker: str, pool: str) -> None:
+def test_tasks_run_on_time_and_say_so_in_their_rows(
+    deploy: Deploy, database: str, broker: str, pool: str
+) -> None:
     d = deploy(database, broker)
     worker = d.worker(pool=pool)
     near = [d.schedule(delay=1 + n / 50) for n in range(50)]
@@ -81,7 +89,10 @@ def test_tasks_run_on_time_and_say_so_in_their_rows(deploy: Deploy, database: st
     d.wait_for([*near, mail])
     d.wait_for([failing], Status.FAILED)
     wait_until(
-        lambda: len(d.delays.find(tag="test.note", status="DONE", limit=100)) == 51, 15, "the plain row to run", 0.05
+        lambda: len(d.delays.find(tag="test.note", status="DONE", limit=100)) == 51,
+        15,
+        "the plain row to run",
+        0.05,
     )
 
     runs = d.runs()
@@ -101,7 +112,7 @@ def test_tasks_run_on_time_and_say_so_in_their_rows(deploy: Deploy, database: st
     assert failed.error is not None
     assert "ValueError: no way" in failed.error
     assert 'in fail\n    raise ValueError(body.get("text", "as asked"))' in failed.error
-    assert "delaytasks/engine" not in failed.error, "the traceback begins with the processor"
+    assert "delaytasks/execution" not in failed.error, "the traceback begins with the processor"
     waiting = d.delays.get(unknown)
     assert waiting.status is Status.NOT_COMPLETE
     assert waiting.attempts == 0
@@ -113,11 +124,15 @@ def test_tasks_run_on_time_and_say_so_in_their_rows(deploy: Deploy, database: st
     assert {d.status(task) for task in held} == {Status.NOT_COMPLETE}
 
 
-def test_what_an_old_worker_does_not_know_runs_once_the_deploy_is_over(deploy: Deploy, tmp_path: Path) -> None:
+def test_what_an_old_worker_does_not_know_runs_once_the_deploy_is_over(
+    deploy: Deploy, tmp_path: Path
+) -> None:
     d = deploy("postgresql", "redis")
     tasks = [d.schedule() for _ in range(5)]
     t = d.store.schema.tasks
-    with d.store.database.begin() as connection:  # as if the deploy took an hour: they are put off for six minutes
+    with (
+        d.store.database.begin() as connection
+    ):  # as if the deploy took an hour: they are put off for six minutes
         connection.execute(update(t).values(create_time=db_now_plus(-3600)))
     (tmp_path / "release_before.py").touch()
     d.conf["imports"] = ["release_before"]
@@ -131,7 +146,9 @@ def test_what_an_old_worker_does_not_know_runs_once_the_deploy_is_over(deploy: D
     assert len(d.runs()) == len(tasks)
 
 
-def test_thousands_of_held_tasks_do_not_hold_up_a_nearer_one_on_embedded_parts(deploy: Deploy) -> None:
+def test_thousands_of_held_tasks_do_not_hold_up_a_nearer_one_on_embedded_parts(
+    deploy: Deploy,
+) -> None:
     d = deploy("sqlite", horizon_s=30)
     d.worker()
     due = d.delays.clock.now() + timedelta(seconds=10)
@@ -178,16 +195,23 @@ def test_a_worker_never_claims_what_is_in_another_queue(deploy: Deploy) -> None:
     mail = [d.schedule("test.note", delay) for delay in (0, 1, 3)]
     d.wait_for(mail)
     wait_until(lambda: counted(d.store)[Status.DONE] == 606, 30, "all of the mail to be run", 0.1)
-    wait_until(lambda: "queue.unserved queue='default'" in worker.log(), 10, "a sweep after that", 0.1)
+    wait_until(
+        lambda: "queue.unserved queue='default'" in worker.log(), 10, "a sweep after that", 0.1
+    )
     left = d.delays.find(status="NOT_COMPLETE", limit=1000).tasks
     assert {(task.queue, task.version, task.attempts, task.lapses > 0) for task in left} == {
         ("default", 0, 0, False),
         ("default", 0, 0, True),
     }
     d.worker("-Q", name.format("default"))
-    wait_until(lambda: counted(d.store)[Status.DONE] == 1212, 30, "another worker to run the others", 0.1)
+    wait_until(
+        lambda: counted(d.store)[Status.DONE] == 1212, 30, "another worker to run the others", 0.1
+    )
     d.wait_for(others)
-    ran_by = {(task.queue, (task.worker or "").partition("/")[0]) for task in d.delays.find(limit=1000).tasks}
+    ran_by = {
+        (task.queue, (task.worker or "").partition("/")[0])
+        for task in d.delays.find(limit=1000).tasks
+    }
     assert ran_by == {("mail", d.node(0)), ("default", d.node(1))}
 
 
@@ -200,13 +224,19 @@ def test_rows_behind_a_slow_one_are_given_back_and_run_elsewhere(deploy: Deploy)
     d.worker(concurrency=2)
     d.wait_for(others, deadline_s=8)
     assert d.status(slow) is Status.RUNNING
-    assert max(int(run[1]) for run in d.runs() if run[1].isdigit()) < 2_000_000, "the time box, and a moment"
+    assert max(int(run[1]) for run in d.runs() if run[1].isdigit()) < 2_000_000, (
+        "the time box, and a moment"
+    )
     d.wait_for([slow], deadline_s=SLOW_S + 20)
-    assert [run[1] for run in d.runs() if run[0] == str(slow.id)] == ["began", "ended"], "its lease was renewed"
+    assert [run[1] for run in d.runs() if run[0] == str(slow.id)] == ["began", "ended"], (
+        "its lease was renewed"
+    )
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
-def test_the_garbage_collector_passes_over_what_a_worker_has_loaded(deploy: Deploy, pool: str) -> None:
+def test_the_garbage_collector_passes_over_what_a_worker_has_loaded(
+    deploy: Deploy, pool: str
+) -> None:
     d = deploy()
     d.worker(pool=pool)
     d.wait_for([d.schedule("test.heap")])
@@ -222,8 +252,10 @@ def test_a_processor_that_holds_the_gil_for_four_leases_runs_once(deploy: Deploy
     assert d.delays.get(task).lapses == 0
 
 
-def test_a_task_that_kills_its_process_fails_after_its_lapses_and_harms_no_neighbour(deploy: Deploy) -> None:
-    d = deploy(max_lapses=3, lease_s=5)
+def test_a_task_that_kills_its_process_fails_after_its_lapses_and_harms_no_neighbour(
+    deploy: Deploy,
+) -> None:
+    d = deploy(max_lost_leases=3, lease_s=5)
     due = d.delays.clock.now() + timedelta(seconds=4)
     poison = d.delays.schedule_at("test.abort", {"file": str(d.file)}, due)
     neighbours = [d.delays.schedule_at("test.note", {"file": str(d.file)}, due) for _ in range(20)]
@@ -233,11 +265,15 @@ def test_a_task_that_kills_its_process_fails_after_its_lapses_and_harms_no_neigh
     assert d.delays.get(poison).lapses == 3
     assert "3 times in a row" in (d.delays.get(poison).error or "")
     assert len([run for run in d.runs() if run[1] == "aborts"]) == 3
-    assert max(d.delays.get(n).attempts for n in neighbours) <= 2, "neighbours run once more at most"
+    assert max(d.delays.get(n).attempts for n in neighbours) <= 2, (
+        "neighbours run once more at most"
+    )
 
 
 @pytest.mark.parametrize("database", ["postgresql", "mysql", "sqlite"])
-def test_what_a_pool_process_held_runs_again_at_once_when_it_dies(deploy: Deploy, database: str) -> None:
+def test_what_a_pool_process_held_runs_again_at_once_when_it_dies(
+    deploy: Deploy, database: str
+) -> None:
     d = deploy(database, sweep_s=30, self_sweep_s=30, horizon_s=60, lease_s=60)
     d.worker()
     task = d.schedule("test.sleep", body={"seconds": 5})
@@ -251,7 +287,9 @@ def test_what_a_pool_process_held_runs_again_at_once_when_it_dies(deploy: Deploy
 
 
 @pytest.mark.parametrize("database", ["postgresql", "mysql", "sqlite"])
-def test_a_pool_process_that_fails_chunk_after_chunk_is_replaced(deploy: Deploy, database: str) -> None:
+def test_a_pool_process_that_fails_chunk_after_chunk_is_replaced(
+    deploy: Deploy, database: str
+) -> None:
     d = deploy(database, self_sweep_s=5, lease_s=60)
     worker = d.worker(concurrency=1)
     breaks = d.schedule("test.recurse", body={"frames": 26})
@@ -274,7 +312,9 @@ def test_an_effect_that_commits_with_its_task_happens_once_wherever_the_process_
         connection.execute(text(f"CREATE TABLE {table} (task bigint)"))
     d.worker()
     places = ["before", "after the effect", "after complete", "after the commit", None]
-    tasks = [d.schedule("test.credit", 0.2, body={"table": table, "dies": place}) for place in places * 3]
+    tasks = [
+        d.schedule("test.credit", 0.2, body={"table": table, "dies": place}) for place in places * 3
+    ]
     d.wait_for(tasks, deadline_s=60)
     with d.store.database.begin() as connection:
         effects = connection.execute(text(f"SELECT task FROM {table}")).scalars().all()
@@ -293,7 +333,11 @@ def test_a_killed_workers_tasks_run_elsewhere(deploy: Deploy) -> None:
     held = [d.schedule(delay=1.5 + n / 20) for n in range(30)]
     d.at_work(running).kill()
     killed = time.monotonic()
-    wait_until(lambda: [run[1] for run in d.runs()].count("began") == 2, 30, "the sleeper to begin elsewhere")
+    wait_until(
+        lambda: [run[1] for run in d.runs()].count("began") == 2,
+        30,
+        "the sleeper to begin elsewhere",
+    )
     assert time.monotonic() - killed < d.r2_s() + SLACK_S
     d.wait_for([*held, running])
     assert max(int(run[1]) for run in d.runs() if run[1].isdigit()) < (d.r1_s() + SLACK_S) * 1e6
@@ -352,14 +396,18 @@ def test_two_beats_sweep_as_one(deploy: Deploy) -> None:
     with d.store.database.begin() as connection:
         connection.execute(
             insert(d.store.schema.tasks).values(
-                tag="test.note", message_body=f'{{"file": "{d.file}"}}', expected_time=db_now_plus(4)
+                tag="test.note",
+                message_body=f'{{"file": "{d.file}"}}',
+                expected_time=db_now_plus(4),
             )
         )
     wait_until(lambda: counted(d.store)[Status.DONE] == 1, 15, "beat's sweep to find the row", 0.05)
     assert len(d.runs()) == 1
 
 
-def test_a_house_that_beat_leaves_out_is_swept_by_a_worker_whose_processes_are_all_busy(deploy: Deploy) -> None:
+def test_a_house_that_beat_leaves_out_is_swept_by_a_worker_whose_processes_are_all_busy(
+    deploy: Deploy,
+) -> None:
     d = deploy(houses=2, horizon_s=3)  # so that the rows come near only later
     d.conf["beat_schedule"] = {"sweep": {"task": "delaytasks.sweep", "schedule": 0.5, "args": (0,)}}
     beat, worker = d.beat(), d.worker(concurrency=1)
@@ -369,7 +417,9 @@ def test_a_house_that_beat_leaves_out_is_swept_by_a_worker_whose_processes_are_a
     ids = [1_000_003 * n + 1 for n in range(1, 4)]  # of house 1
     with d.store.database.begin() as connection:
         body = f'{{"file": "{d.file}"}}'
-        rows = [{"id": id, "tag": "test.note", "message_body": body, "expected_time": due} for id in ids]
+        rows = [
+            {"id": id, "tag": "test.note", "message_body": body, "expected_time": due} for id in ids
+        ]
         connection.execute(insert(d.store.schema.tasks), rows)
     wait_until(lambda: "sweep.self house=1" in worker.log(), 10, "the alarm", 0.05)
     d.wait_for([sleeper])
@@ -382,12 +432,16 @@ def test_a_house_that_beat_leaves_out_is_swept_by_a_worker_whose_processes_are_a
 def test_beat_sweeps_on_quorum_queues(deploy: Deploy) -> None:
     d = deploy("postgresql", "rabbitmq-quorum", self_sweep_s=60)
     beat = d.beat("DEBUG")
-    wait_until(lambda: "Sending due task" in beat.log(), 15, "beat to be first with the queue", 0.05)
+    wait_until(
+        lambda: "Sending due task" in beat.log(), 15, "beat to be first with the queue", 0.05
+    )
     worker = d.worker()
     with d.store.database.begin() as connection:
         body = f'{{"file": "{d.file}"}}'
         connection.execute(
-            insert(d.store.schema.tasks).values(tag="test.note", message_body=body, expected_time=db_now_plus(3))
+            insert(d.store.schema.tasks).values(
+                tag="test.note", message_body=body, expected_time=db_now_plus(3)
+            )
         )
     wait_until(lambda: counted(d.store)[Status.DONE] == 1, 15, "beat's sweep to find the row", 0.05)
     assert "PRECONDITION" not in beat.log() + worker.log()

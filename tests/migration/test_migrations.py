@@ -17,19 +17,28 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import MetaData, Table, inspect, text
 
 from delaytasks.core.errors import ConfigError, StoreUnavailableError
-from delaytasks.core.ports import Settlement
+from delaytasks.core.interfaces import Settlement
 from delaytasks.core.states import Status
-from delaytasks.store import migrations
-from delaytasks.store.database import Database
-from delaytasks.store.schema import build_schema
-from delaytasks.store.store import Store
+from delaytasks.storage import migrations
+from delaytasks.storage.database import Database
+from delaytasks.storage.schema import build_schema
+from delaytasks.storage.store import Store
 from tests.conftest import settings_for
 
 UTC = timezone.utc
 ROOT = Path(__file__).parents[2]
 PREFIX = "m_"
 TASKS = PREFIX + "yb_delay_task_message"
-MISSION = ["id", "tag", "message_body", "status", "error_stack", "version", "ip_address", "delay_time"]
+MISSION = [
+    "id",
+    "tag",
+    "message_body",
+    "status",
+    "error_stack",
+    "version",
+    "ip_address",
+    "delay_time",
+]
 MISSION += ["expected_time", "execution_time", "create_time", "update_time"]
 
 #: The mission's table as somebody may have made it: narrower types, NULLs allowed, times without zone or fraction.
@@ -85,11 +94,15 @@ def _make_foreign(database: Database, rows: list[Any] = ROWS) -> None:
         ":created, 'mine')"
     )
     with database.begin() as connection:
-        connection.exec_driver_sql(FOREIGN[database.url.get_backend_name()].format(t=TASKS, p=PREFIX))
+        connection.exec_driver_sql(
+            FOREIGN[database.url.get_backend_name()].format(t=TASKS, p=PREFIX)
+        )
         if connection.dialect.name == "mysql":
             connection.exec_driver_sql("SET time_zone = '+00:00'")
         for row in rows:
-            values = dict(zip(("id", "status", "version", "delay", "expected", "created"), row, strict=True))
+            values = dict(
+                zip(("id", "status", "version", "delay", "expected", "created"), row, strict=True)
+            )
             connection.execute(insert, values)
         if connection.dialect.name == "postgresql":
             connection.exec_driver_sql(f"SELECT setval('{TASKS}_id_seq', 20)")
@@ -115,13 +128,20 @@ def _shape(database: Database, name: str, schema: str | None = None) -> dict[str
     """Everything that the database says of a table, but for the order of its columns and the names of indexes."""
     with database.begin() as connection:
         inspector, dialect = inspect(connection), connection.dialect
-        shape: dict[str, Any] = {"key": inspector.get_pk_constraint(name, schema=schema)["constrained_columns"]}
+        shape: dict[str, Any] = {
+            "key": inspector.get_pk_constraint(name, schema=schema)["constrained_columns"]
+        }
         for column in inspector.get_columns(name, schema=schema):
-            kind = (column["type"].compile(dialect=dialect), getattr(column["type"], "collation", None))
+            kind = (
+                column["type"].compile(dialect=dialect),
+                getattr(column["type"], "collation", None),
+            )
             rest = {k: v for k, v in column.items() if k not in ("name", "type", "comment")}
             shape[f"column {column['name']}"] = (kind, rest)
         for index in inspector.get_indexes(name, schema=schema):
-            options = {option: str(value) for option, value in index.get("dialect_options", {}).items()}
+            options = {
+                option: str(value) for option, value in index.get("dialect_options", {}).items()
+            }
             shape[f"index on {index['column_names']}, {options}"] = bool(index["unique"])
         for option, value in inspector.get_table_options(name, schema=schema).items():
             if "auto_increment" not in option:
@@ -138,7 +158,9 @@ def _store(database: Database, schema: str = "") -> Store:
 
 
 def _insert_by_plain_sql(database: Database, tag: str) -> None:
-    now = {"postgresql": "now()", "sqlite": "datetime('now')"}.get(database.url.get_backend_name(), "UTC_TIMESTAMP()")
+    now = {"postgresql": "now()", "sqlite": "datetime('now')"}.get(
+        database.url.get_backend_name(), "UTC_TIMESTAMP()"
+    )
     with database.begin() as connection:
         connection.exec_driver_sql(
             f"INSERT INTO {TASKS} (tag, message_body, status, version, delay_time, expected_time, create_time, "
@@ -151,7 +173,9 @@ def _claims_and_settles(database: Database, tag: str) -> bool:
     try:
         claims = store.claims("w", 0x7F000001)
         claimed = [task for task in claims.claim_due("default", [0], 10) if task.tag == tag]
-        assert claims.settle([Settlement(task, "succeed") for task in claimed]) == {task.id for task in claimed}
+        assert claims.settle([Settlement(task, "succeed") for task in claimed]) == {
+            task.id for task in claimed
+        }
         return [store.tasks.get(task.id).status for task in claimed] == [Status.DONE]  # type: ignore[union-attr]
     finally:
         store.close()
@@ -171,7 +195,9 @@ def test_the_comparison_would_see_a_difference(database: Database) -> None:
         connection.exec_driver_sql(f"ALTER TABLE {TASKS} ADD COLUMN more integer")
         connection.exec_driver_sql(f"DROP TABLE {PREFIX}yb_delay_worker")
         connection.exec_driver_sql(f"ALTER TABLE {TASKS} DROP COLUMN attempts")
-        connection.exec_driver_sql(f"ALTER TABLE {TASKS} ADD COLUMN attempts integer NOT NULL DEFAULT 7")
+        connection.exec_driver_sql(
+            f"ALTER TABLE {TASKS} ADD COLUMN attempts integer NOT NULL DEFAULT 7"
+        )
     kinds = [d[0][0] if isinstance(d, list) else d[0] for d in _differences(database, PREFIX, None)]
     assert sorted(kinds) == ["add_table", "modify_default", "remove_column"]
 
@@ -181,8 +207,19 @@ def test_the_statements_for_frameworks_make_the_same_tables(database: Database) 
     with database.begin() as connection:
         for statement in migrations.ddl(database.url.get_backend_name(), "f_"):
             connection.exec_driver_sql(statement)
-    for name in ("task_message", "task_key", "attempt", "sweep", "worker", "policy", "policy_change", "line"):
-        assert _shape(database, "f_yb_delay_" + name) == _shape(database, PREFIX + "yb_delay_" + name)
+    for name in (
+        "task_message",
+        "task_key",
+        "attempt",
+        "sweep",
+        "worker",
+        "policy",
+        "policy_change",
+        "line",
+    ):
+        assert _shape(database, "f_yb_delay_" + name) == _shape(
+            database, PREFIX + "yb_delay_" + name
+        )
 
 
 def test_a_table_that_a_framework_made_is_taken_as_it_is(database: Database) -> None:
@@ -223,7 +260,9 @@ def test_a_table_that_is_there_is_adopted_with_its_rows(database: Database) -> N
     _make_foreign(database)
     migrations.upgrade(database, PREFIX)
     with database.begin() as connection:
-        assert connection.exec_driver_sql(f"SELECT DISTINCT note FROM {TASKS}").scalars().all() == ["mine"]
+        assert connection.exec_driver_sql(f"SELECT DISTINCT note FROM {TASKS}").scalars().all() == [
+            "mine"
+        ]
         connection.exec_driver_sql(f"ALTER TABLE {TASKS} DROP COLUMN note")
     assert _differences(database, PREFIX, None) == []
     migrations.upgrade(database, "f_")
@@ -232,7 +271,9 @@ def test_a_table_that_is_there_is_adopted_with_its_rows(database: Database) -> N
     store = _store(database)
     tasks = {task.id: task for task in store.tasks.find(None, None, None, None, None, None, 10)}
     created = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-    assert {id: task.create_time for id, task in tasks.items()} == dict.fromkeys((1, 2, 3, 7), created)
+    assert {id: task.create_time for id, task in tasks.items()} == dict.fromkeys(
+        (1, 2, 3, 7), created
+    )
     assert [(tasks[i].status, tasks[i].version, tasks[i].delay_s) for i in (1, 2, 3, 7)] == [
         (Status.NOT_COMPLETE, 0, 60),
         (Status.NOT_COMPLETE, 4, 0),
@@ -256,7 +297,9 @@ def test_a_table_that_is_there_is_adopted_with_its_rows(database: Database) -> N
 
 
 @pytest.mark.parametrize("rows", [ROWS, []], ids=["with rows", "empty"])
-def test_downgrade_leaves_an_adopted_table_to_its_owner(database: Database, rows: list[Any]) -> None:
+def test_downgrade_leaves_an_adopted_table_to_its_owner(
+    database: Database, rows: list[Any]
+) -> None:
     _make_foreign(database, rows)
     migrations.upgrade(database, PREFIX)
     migrations.downgrade(database, PREFIX, None, "base")
@@ -274,8 +317,16 @@ def test_downgrade_leaves_an_adopted_table_to_its_owner(database: Database, rows
     [
         ("message_body", "body", "no column 'message_body'"),
         ("note text", "note text, must int NOT NULL", r"must is NOT NULL without a default"),
-        ("tag (text|varchar.100.) NOT NULL", "tag varchar(200)", "1 rows whose tag is NULL or longer than 128"),
-        (" PRIMARY KEY( AUTOINCREMENT)?(.*tag)", r" UNIQUE\2", r"primary key of .* is \(tag\); make it \(id\)"),
+        (
+            "tag (text|varchar.100.) NOT NULL",
+            "tag varchar(200)",
+            "1 rows whose tag is NULL or longer than 128",
+        ),
+        (
+            " PRIMARY KEY( AUTOINCREMENT)?(.*tag)",
+            r" UNIQUE\2",
+            r"primary key of .* is \(tag\); make it \(id\)",
+        ),
     ],
 )
 def test_a_table_that_can_not_be_adopted_is_left_as_it_was(
@@ -307,7 +358,9 @@ def test_a_status_that_only_another_program_knows_is_no_obstacle(database: Datab
     store.close()
 
 
-def test_times_that_were_written_in_iso_form_are_due_on_time_on_sqlite(sqlite_path: Callable[[], str]) -> None:
+def test_times_that_were_written_in_iso_form_are_due_on_time_on_sqlite(
+    sqlite_path: Callable[[], str],
+) -> None:
     database = Database(sqlite_path())
     now = datetime.now(UTC)
     past, future = now - timedelta(minutes=1), now + timedelta(minutes=1)
@@ -323,7 +376,11 @@ def test_times_that_were_written_in_iso_form_are_due_on_time_on_sqlite(sqlite_pa
     _make_foreign(database, [(n, 0, 0, 0, *[time] * 2) for n, time in enumerate(said, 1)])
     migrations.upgrade(database, PREFIX)
     store = _store(database)
-    assert sorted(task.id for task in store.claims("w", None).claim_due("default", [0], 10)) == [1, 2, 3]
+    assert sorted(task.id for task in store.claims("w", None).claim_due("default", [0], 10)) == [
+        1,
+        2,
+        3,
+    ]
     waiting = store.tasks.find(None, Status.NOT_COMPLETE, None, None, None, None, 10).tasks
     assert {task.id for task in waiting} == {4, 5, 6}
     assert all(abs(task.expected_time - future) < timedelta(seconds=1.1) for task in waiting)
@@ -334,13 +391,16 @@ def test_times_that_were_written_in_iso_form_are_due_on_time_on_sqlite(sqlite_pa
 def test_migrations_at_once_take_turns(database: Database) -> None:
     # As processes: Alembic's own lock in our module would hide what the database must do.
     script = (
-        "import sys; from delaytasks.store import migrations; from delaytasks.store.database import Database; "
+        "import sys; from delaytasks.storage import migrations; from delaytasks.storage.database import Database; "
         "database = Database(sys.argv[1]); database.alone(str); print('ready', flush=True); input(); "
         f"migrations.upgrade(database, {PREFIX!r})"
     )
     url = database.url.render_as_string(hide_password=False)
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    processes = [subprocess.Popen([sys.executable, "-c", script, url], cwd=ROOT, text=True, **pipes) for _ in range(4)]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", script, url], cwd=ROOT, text=True, **pipes)
+        for _ in range(4)
+    ]
     for process in processes:
         assert process.stdout.readline() == "ready\n"
     for process in processes:
@@ -351,7 +411,9 @@ def test_migrations_at_once_take_turns(database: Database) -> None:
     assert _differences(database, PREFIX, None) == []
 
 
-def test_a_migration_does_not_queue_behind_a_long_transaction(postgresql_url: str, monkeypatch: Any) -> None:
+def test_a_migration_does_not_queue_behind_a_long_transaction(
+    postgresql_url: str, monkeypatch: Any
+) -> None:
     database = Database(postgresql_url)
     _drop(database, None)
     _make_foreign(database)
@@ -373,7 +435,9 @@ def test_a_schema_of_its_own_is_made_and_used_on_postgresql(postgresql_url: str)
     assert _differences(database, PREFIX, "delays") == []
     with database.begin() as connection:
         assert {n for n in inspect(connection).get_table_names() if n.startswith(PREFIX)} == set()
-        assert migrations.version_table(PREFIX) in inspect(connection).get_table_names(schema="delays")
+        assert migrations.version_table(PREFIX) in inspect(connection).get_table_names(
+            schema="delays"
+        )
     migrations.downgrade(database, PREFIX, "delays", "base")
     with database.begin() as connection:
         connection.exec_driver_sql("DROP SCHEMA delays CASCADE")
@@ -417,7 +481,9 @@ def test_a_table_that_can_not_hold_emoji_is_named_with_its_remedy(mysql_url: str
 
 def test_alembics_own_command_takes_the_url_of_the_settings(tmp_path: Path) -> None:
     url, other = (f"sqlite:///{tmp_path / name}.sqlite3" for name in "ab")
-    _alembic("upgrade", "head", DELAYTASKS_DATABASE_URL=f"{other} {url}", DELAYTASKS_TABLE_PREFIX=PREFIX)
+    _alembic(
+        "upgrade", "head", DELAYTASKS_DATABASE_URL=f"{other} {url}", DELAYTASKS_TABLE_PREFIX=PREFIX
+    )
     assert migrations.is_current(Database(other), PREFIX)
     database = Database(url)
     assert migrations.is_current(database, PREFIX)

@@ -16,12 +16,12 @@ from sqlalchemy import MetaData, Table, event, text
 from delaytasks.core.clock import wall_ms
 from delaytasks.core.errors import ConfigError, StoreError, StoreUnavailableError
 from delaytasks.core.ids import IdMaker, first_id
-from delaytasks.core.ports import Settlement
+from delaytasks.core.interfaces import Settlement
 from delaytasks.core.states import Status
-from delaytasks.store import migrations
-from delaytasks.store.partitioning import convert
-from delaytasks.store.partitions import CHECK, Partitions
-from delaytasks.store.store import Store
+from delaytasks.storage import migrations
+from delaytasks.storage.partitioning import convert
+from delaytasks.storage.partitions import CHECK, Partitions
+from delaytasks.storage.store import Store
 from tests.conformance.test_partitions import meet_others
 from tests.conformance.test_store import add, task
 from tests.conftest import settings_for
@@ -35,7 +35,7 @@ PREFIX = "m_"
 TASKS = PREFIX + "yb_delay_task_message"
 
 
-class Place:
+class DatabaseAddress:
     """Migrated tables, and what is done to them."""
 
     def __init__(self, url: str, prefix: str = PREFIX, schema: str = "") -> None:
@@ -67,13 +67,15 @@ class Place:
     def claims_and_settles(self) -> int:
         claims = self.store.claims("w", None)
         claimed = claims.claim_due("default", [0], 100)
-        assert claims.settle([Settlement(one, "succeed") for one in claimed]) == {one.id for one in claimed}
+        assert claims.settle([Settlement(one, "succeed") for one in claimed]) == {
+            one.id for one in claimed
+        }
         return len(claimed)
 
 
 @pytest.fixture
-def place(postgresql_url: str) -> Iterator[Place]:
-    made = Place(postgresql_url)
+def place(postgresql_url: str) -> Iterator[DatabaseAddress]:
+    made = DatabaseAddress(postgresql_url)
     yield made
     made.drop()
     made.store.close()
@@ -82,7 +84,9 @@ def place(postgresql_url: str) -> Iterator[Place]:
 # -- what stays -----------------------------------------------------------------------------------
 
 
-def test_a_table_in_partitions_is_still_the_one_that_the_migrations_make(place: Place) -> None:
+def test_a_table_in_partitions_is_still_the_one_that_the_migrations_make(
+    place: DatabaseAddress,
+) -> None:
     _insert_by_plain_sql(place.store.database, "old")
     before = _shape(place.store.database, TASKS)
     storage, _ = before.pop("storage"), before.pop("option postgresql_with")
@@ -97,7 +101,7 @@ def test_a_table_in_partitions_is_still_the_one_that_the_migrations_make(place: 
     assert place.store.check() is None  # type: ignore[func-returns-value]
 
 
-def test_ids_that_the_database_makes_count_on(place: Place) -> None:
+def test_ids_that_the_database_makes_count_on(place: DatabaseAddress) -> None:
     for _ in range(3):
         _insert_by_plain_sql(place.store.database, "old")
     place.convert()
@@ -106,13 +110,13 @@ def test_ids_that_the_database_makes_count_on(place: Place) -> None:
     assert place.claims_and_settles() == 4
 
 
-def test_a_table_without_rows_can_be_converted_and_counts_from_one(place: Place) -> None:
+def test_a_table_without_rows_can_be_converted_and_counts_from_one(place: DatabaseAddress) -> None:
     place.convert()
     _insert_by_plain_sql(place.store.database, "new")
     assert place.run(f"SELECT id FROM {TASKS}") == [(1,)]
 
 
-def test_whoever_may_use_the_table_still_may(place: Place) -> None:
+def test_whoever_may_use_the_table_still_may(place: DatabaseAddress) -> None:
     owner, reader = f"{PREFIX}owner_of_test", f'{PREFIX}reader "of" test'
     quoted = '"' + reader.replace('"', '""') + '"'
     query = (
@@ -133,13 +137,19 @@ def test_whoever_may_use_the_table_still_may(place: Place) -> None:
         place.partitions.extend(WEEK, 6)
         assert place.run(query) == before
         assert any(row[0] == reader for row in before)
-        owners = place.run(f"SELECT DISTINCT tableowner FROM pg_tables WHERE tablename LIKE '{TASKS}%'")
+        owners = place.run(
+            f"SELECT DISTINCT tableowner FROM pg_tables WHERE tablename LIKE '{TASKS}%'"
+        )
         assert owners == [(owner,)]
     finally:
-        place.run(f"DROP TABLE {TASKS}", f"DROP OWNED BY {owner}, {quoted}", f"DROP ROLE {owner}, {quoted}")
+        place.run(
+            f"DROP TABLE {TASKS}",
+            f"DROP OWNED BY {owner}, {quoted}",
+            f"DROP ROLE {owner}, {quoted}",
+        )
 
 
-def test_a_later_migration_reaches_all_partitions(place: Place) -> None:
+def test_a_later_migration_reaches_all_partitions(place: DatabaseAddress) -> None:
     add(place.store)
     place.convert()
     place.run(
@@ -155,7 +165,7 @@ def test_a_later_migration_reaches_all_partitions(place: Place) -> None:
     assert place.claims_and_settles() == 4
 
 
-def test_migrations_go_down_and_up_again_on_a_table_in_partitions(place: Place) -> None:
+def test_migrations_go_down_and_up_again_on_a_table_in_partitions(place: DatabaseAddress) -> None:
     _insert_by_plain_sql(place.store.database, "precious")
     place.convert()
     migrations.upgrade(place.store.database, PREFIX)
@@ -167,7 +177,7 @@ def test_migrations_go_down_and_up_again_on_a_table_in_partitions(place: Place) 
 
 
 def test_names_that_must_be_quoted_are(postgresql_url: str) -> None:
-    place = Place(postgresql_url, "Odd_", "Order")
+    place = DatabaseAddress(postgresql_url, "Odd_", "Order")
     add(place.store)
     assert place.convert()[0] == "Odd_yb_delay_task_message_first"
     assert place.partitions.extend(WEEK, 5)
@@ -187,7 +197,11 @@ def test_names_that_must_be_quoted_are(postgresql_url: str) -> None:
     [
         ("CREATE VIEW m_v AS SELECT id FROM {t}", "view m_v", "DROP VIEW m_v"),
         ("CREATE UNIQUE INDEX m_u ON {t} (task_key)", "unique index m_u", "DROP INDEX m_u"),
-        ("CREATE TABLE m_f (id bigint REFERENCES {t})", "foreign key m_f_id_fkey of m_f", "DROP TABLE m_f"),
+        (
+            "CREATE TABLE m_f (id bigint REFERENCES {t})",
+            "foreign key m_f_id_fkey of m_f",
+            "DROP TABLE m_f",
+        ),
         ("CREATE POLICY m_p ON {t}", "policy m_p", "DROP POLICY m_p ON {t}"),
         ("CREATE PUBLICATION m_pub FOR TABLE {t}", "publication m_pub", "DROP PUBLICATION m_pub"),
         ("CREATE TABLE m_c () INHERITS ({t})", "inheritance of m_c", "DROP TABLE m_c"),
@@ -203,7 +217,9 @@ def test_names_that_must_be_quoted_are(postgresql_url: str) -> None:
         ),
     ],
 )
-def test_what_would_stay_behind_with_the_old_table_is_named(place: Place, made: str, named: str, dropped: str) -> None:
+def test_what_would_stay_behind_with_the_old_table_is_named(
+    place: DatabaseAddress, made: str, named: str, dropped: str
+) -> None:
     place.run(made.format(t=TASKS))
     with pytest.raises(ConfigError, match=f"can not be partitioned because of: {named}. Drop"):
         place.convert()
@@ -212,14 +228,16 @@ def test_what_would_stay_behind_with_the_old_table_is_named(place: Place, made: 
     place.convert()
 
 
-def test_ids_that_are_not_in_the_order_of_time_are_refused(place: Place) -> None:
+def test_ids_that_are_not_in_the_order_of_time_are_refused(place: DatabaseAddress) -> None:
     add(place.store, id=2**62)
     with pytest.raises(ConfigError, match=r"1 ids that are not in the order of time"):
         place.convert()
     assert place.differences() == []
 
 
-def test_of_two_who_convert_at_once_the_second_is_told(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_who_convert_at_once_the_second_is_told(
+    place: DatabaseAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
     meet_others(place.partitions, 1, monkeypatch)
     with ThreadPoolExecutor() as pool:
         both = [pool.submit(place.convert) for _ in range(2)]
@@ -229,7 +247,9 @@ def test_of_two_who_convert_at_once_the_second_is_told(place: Place, monkeypatch
     assert place.partitions.extend(WEEK, 4) == []
 
 
-def test_steps_whose_answers_are_lost_are_done_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_whose_answers_are_lost_are_done_once(
+    place: DatabaseAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
     in_turn = place.partitions.in_turn
 
     def twice(work: Callable[[Any], Any], *otherwise: str) -> Any:
@@ -244,11 +264,15 @@ def test_steps_whose_answers_are_lost_are_done_once(place: Place, monkeypatch: p
     assert place.differences() == []
 
 
-def test_what_is_done_already_or_can_not_be_is_said(place: Place) -> None:
-    with pytest.raises(ConfigError, match="is not partitioned; run: delaytasks db partitions convert"):
+def test_what_is_done_already_or_can_not_be_is_said(place: DatabaseAddress) -> None:
+    with pytest.raises(
+        ConfigError, match="is not partitioned; run: delaytasks db partitions convert"
+    ):
         place.partitions.all()
     place.convert()
-    with pytest.raises(ConfigError, match="is partitioned already; run: delaytasks db partitions maintain"):
+    with pytest.raises(
+        ConfigError, match="is partitioned already; run: delaytasks db partitions maintain"
+    ):
         place.convert()
     place.run(f"DROP TABLE {TASKS}")
     with pytest.raises(ConfigError, match="does not exist; run: delaytasks db upgrade"):
@@ -261,7 +285,9 @@ def test_what_is_done_already_or_can_not_be_is_said(place: Place) -> None:
 # -- beside everybody's work ----------------------------------------------------------------------
 
 
-def test_producers_and_workers_go_on_while_a_table_is_converted_and_partitions_are_made(place: Place) -> None:
+def test_producers_and_workers_go_on_while_a_table_is_converted_and_partitions_are_made(
+    place: DatabaseAddress,
+) -> None:
     store, stop, make_id = place.store, threading.Event(), IdMaker(wall_ms)
     scheduled, done = Counter[str](), Counter[str]()
 
@@ -276,9 +302,14 @@ def test_producers_and_workers_go_on_while_a_table_is_converted_and_partitions_a
             done[name] += place.claims_and_settles()
 
     with ThreadPoolExecutor() as pool:
-        threads = [pool.submit(each, f"{each.__name__}-{n}") for each in (schedule, work) for n in range(2)]
+        threads = [
+            pool.submit(each, f"{each.__name__}-{n}") for each in (schedule, work) for n in range(2)
+        ]
         try:
-            for step in (place.convert, *(partial(place.partitions.extend, WEEK, ahead) for ahead in (5, 6, 7))):
+            for step in (
+                place.convert,
+                *(partial(place.partitions.extend, WEEK, ahead) for ahead in (5, 6, 7)),
+            ):
                 before = done.total()
                 wait_until(lambda: done.total() > before + 20, 20, "tasks to be done")  # noqa: B023
                 assert step()
@@ -290,10 +321,12 @@ def test_producers_and_workers_go_on_while_a_table_is_converted_and_partitions_a
     assert place.run(f"SELECT count(*) FROM {PREFIX}yb_delay_task_key") == [(0,)]
 
 
-def test_nothing_is_read_while_everybody_waits(postgresql_url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_read_while_everybody_waits(
+    postgresql_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """What ATTACH would read a table for is known from the constraint; the server says so."""
     caplog.set_level("INFO", "sqlalchemy.dialects.postgresql")
-    place = Place(postgresql_url + "?options=-c%20client_min_messages%3Ddebug1")
+    place = DatabaseAddress(postgresql_url + "?options=-c%20client_min_messages%3Ddebug1")
     place.convert()
     place.partitions.extend(WEEK, 6)
     implied = "constraint for {} is implied by existing constraints"
@@ -303,12 +336,15 @@ def test_nothing_is_read_while_everybody_waits(postgresql_url: str, caplog: pyte
     place.store.close()
 
 
-def test_a_long_transaction_is_not_waited_for(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_transaction_is_not_waited_for(
+    place: DatabaseAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(migrations, "LOCK_TIMEOUT_S", 0.05)
     with place.store.database.begin() as connection:
         connection.execute(text(f"SELECT 1 FROM {TASKS}"))
         with pytest.raises(
-            StoreUnavailableError, match=r"lock timeout.*; nothing was changed. Run this again; .*pg_stat"
+            StoreUnavailableError,
+            match=r"lock timeout.*; nothing was changed. Run this again; .*pg_stat",
         ):
             place.convert()
     assert place.run(f"SELECT conname FROM pg_constraint WHERE conname = '{CHECK}'") == []
@@ -319,7 +355,7 @@ def test_a_long_transaction_is_not_waited_for(place: Place, monkeypatch: pytest.
         assert place.partitions.extend(WEEK, 5)  # waits for nobody who only schedules
 
 
-def test_a_conversion_that_fails_leaves_nothing_behind(place: Place) -> None:
+def test_a_conversion_that_fails_leaves_nothing_behind(place: DatabaseAddress) -> None:
     place.run(f"CREATE TABLE {TASKS}_default ()")
     with pytest.raises(StoreError, match=r"_default.* already exists"):
         place.convert()
@@ -329,7 +365,9 @@ def test_a_conversion_that_fails_leaves_nothing_behind(place: Place) -> None:
     place.convert()
 
 
-def test_what_a_conversion_could_not_take_away_is_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_conversion_could_not_take_away_is_named(
+    place: DatabaseAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(migrations, "LOCK_TIMEOUT_S", 0.05)
     database = place.store.database
     with database.tx.connect() as reader:
@@ -339,14 +377,17 @@ def test_what_a_conversion_could_not_take_away_is_named(place: Place, monkeypatc
                 reader.execute(text(f"SELECT 1 FROM {TASKS}"))
 
         event.listen(database.auto, "after_cursor_execute", read)
-        with pytest.raises(StoreUnavailableError, match=f"the constraint {CHECK} is still on {TASKS} and will refuse"):
+        with pytest.raises(
+            StoreUnavailableError,
+            match=f"the constraint {CHECK} is still on {TASKS} and will refuse",
+        ):
             place.convert()
         event.remove(database.auto, "after_cursor_execute", read)
     place.convert()
 
 
 def test_a_conversion_that_was_broken_off_is_told_of_and_can_be_done_again(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: DatabaseAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert place.store.sweeps.partitions_end() is None
     left = place.partitions.known(TASKS, f"id < {first_id(place.store.tasks.now())}")

@@ -18,12 +18,12 @@ import pytest
 from sqlalchemy import event, text
 
 from delaytasks.core.clock import to_us
-from delaytasks.core.ports import Entry, Settlement
+from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
-from delaytasks.store import migrations
-from delaytasks.store.database import Database
-from delaytasks.store.store import Store
+from delaytasks.storage import migrations
+from delaytasks.storage.database import Database
+from delaytasks.storage.store import Store
 from tests.conftest import settings_for
 
 PREFIX = "previous_"
@@ -62,15 +62,17 @@ def work(store: Store) -> None:
         Settlement(failed, "fail", DUE, "no"),
         Settlement(due[0], "give_back"),
     ]
-    ends.append(Settlement(climbed, "climb", DUE, "again", DUE + timedelta(seconds=5)))
+    ends.append(Settlement(climbed, "schedule_retry", DUE, "again", DUE + timedelta(seconds=5)))
     assert len(claims.settle(ends)) == 4
     store.database.alone(
         lambda c: c.execute(
-            text(f"UPDATE {store.schema.tasks.name} SET lease_until = '2026-01-02 03:04:05' WHERE status = 3")
+            text(
+                f"UPDATE {store.schema.tasks.name} SET lease_until = '2026-01-02 03:04:05' WHERE status = 3"
+            )
         )
     )
     assert sweeps.lapse(5, 100).total == 3
-    assert claims.claim_suspect("default", [0]) is not None
+    assert claims.claim_abandoned("default", [0]) is not None
     tasks.retry(2, DUE)
     tasks.read(1)
     store.policies.read()
@@ -83,7 +85,9 @@ def tables(url: str) -> Iterator[Store]:
     database = Database(url)
     migrations.upgrade(database, PREFIX)
     store = Store(url, settings_for(url, table_prefix=PREFIX))
-    store.database.can = replace(store.database.can, prepare=False)  # what is prepared is the same, and is not seen
+    store.database.can = replace(
+        store.database.can, prepare=False
+    )  # what is prepared is the same, and is not seen
     store = _anew(store, url)
     try:
         yield store
@@ -106,12 +110,19 @@ def _anew(store: Store, url: str) -> Store:
 def record(store: Store) -> list[dict[str, Any]]:
     said: list[dict[str, Any]] = []
 
-    def note(connection: Any, cursor: Any, statement: str, parameters: Any, context: Any, many: bool) -> None:
+    def note(
+        connection: Any, cursor: Any, statement: str, parameters: Any, context: Any, many: bool
+    ) -> None:
         if statement.startswith("BEGIN"):
             return  # each one is its own transaction when it is said again
         counts = statement.lstrip().upper().startswith(COUNTED)
         said.append(
-            {"sql": statement, "with": _plain(parameters), "many": many, "met": cursor.rowcount if counts else None}
+            {
+                "sql": statement,
+                "with": _plain(parameters),
+                "many": many,
+                "met": cursor.rowcount if counts else None,
+            }
         )
 
     engines = (store.database.auto, store.database.tx)
@@ -129,7 +140,9 @@ def repeat(store: Store, said: list[dict[str, Any]]) -> Iterator[tuple[str, Any,
     try:
         for each in said:
             cursor = raw.cursor()
-            (cursor.executemany if each["many"] else cursor.execute)(each["sql"], _rich(each["with"]))
+            (cursor.executemany if each["many"] else cursor.execute)(
+                each["sql"], _rich(each["with"])
+            )
             yield each["sql"], each["met"], None if each["met"] is None else cursor.rowcount
             cursor.close()
     finally:
@@ -164,8 +177,12 @@ def test_what_the_release_before_says_works_on_the_newest_tables(database_url: s
         # And this release goes on with what that one left.
         claimed = store.claims("new", None).claim_due("default", [0], 100)
         assert claimed
-        assert store.claims("new", None).settle([Settlement(task, "succeed", DUE) for task in claimed])
-        done = store.database.alone(lambda c: c.execute(t.select().where(t.c.status == int(Status.DONE))).all())
+        assert store.claims("new", None).settle(
+            [Settlement(task, "succeed", DUE) for task in claimed]
+        )
+        done = store.database.alone(
+            lambda c: c.execute(t.select().where(t.c.status == int(Status.DONE))).all()
+        )
         assert len(done) == len(claimed) + 1
 
 

@@ -16,14 +16,14 @@ from sqlalchemy.exc import DBAPIError
 from delaytasks import DelayTasks, Status
 from delaytasks.cli.waiting import warnings_of
 from delaytasks.core.errors import ConfigError, DelayTaskError, StoreError
-from delaytasks.core.ports import Entry
+from delaytasks.core.interfaces import Entry
 from delaytasks.core.why import why
-from delaytasks.store import migrations
-from delaytasks.store.facts import FactReader
-from delaytasks.store.replication import replication
-from delaytasks.store.schema import build_schema
-from delaytasks.store.stats import Stats
-from delaytasks.store.store import Store
+from delaytasks.storage import migrations
+from delaytasks.storage.facts import FactReader
+from delaytasks.storage.replication import replication
+from delaytasks.storage.schema import build_schema
+from delaytasks.storage.stats import Stats
+from delaytasks.storage.store import Store
 from tests.conftest import settings_for
 from tests.recording import delays_on, record
 from tests.running import ROOT
@@ -43,14 +43,16 @@ def documented() -> list[tuple[str, str, str]]:
 
 
 @dataclass
-class Place:
+class DatabaseAddress:
     url: str
     names: dict[str, str]
     admin: Callable[..., None]
 
     def url_of(self, role: str) -> str:
         return (
-            make_url(self.url).set(username=self.names[role], password="secret").render_as_string(hide_password=False)
+            make_url(self.url)
+            .set(username=self.names[role], password="secret")
+            .render_as_string(hide_password=False)
         )
 
     def delays(self, role: str) -> DelayTasks:
@@ -61,7 +63,10 @@ class Place:
     def tables(self) -> dict[str, str]:
         """And a column of each."""
         tables = build_schema().metadata.sorted_tables
-        return {table.name: next(column.name for column in table.columns if column.name != "id") for table in tables}
+        return {
+            table.name: next(column.name for column in table.columns if column.name != "id")
+            for table in tables
+        }
 
     def may(self, role: str, statement: str) -> bool:
         """Whether the database lets it, and be it to say what is wrong with the values; nothing comes of it."""
@@ -78,7 +83,7 @@ class Place:
 
 
 @pytest.fixture(scope="module", params=["postgresql", "mysql"])
-def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+def place(request: pytest.FixtureRequest) -> Iterator[DatabaseAddress]:
     shared: str = request.getfixturevalue(f"{request.param}_url")
     url, drop = own_database(shared, f"_roles{secrets.token_hex(2)}")
     engine = create_engine(url, isolation_level="AUTOCOMMIT")
@@ -92,10 +97,14 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
             for statement in statements:
                 connection.exec_driver_sql(statement.replace("%", "%%"))
 
-    made = Place(url, names, admin)
+    made = DatabaseAddress(url, names, admin)
     try:
         for account in accounts:
-            admin(f"CREATE ROLE {account} LOGIN" if is_pg else f"CREATE USER {account} IDENTIFIED BY 'secret'")
+            admin(
+                f"CREATE ROLE {account} LOGIN"
+                if is_pg
+                else f"CREATE USER {account} IDENTIFIED BY 'secret'"
+            )
         grant(made, is_pg, [one for one in documented() if one[2] == "migrator"])
         if not is_pg:
             admin(f"GRANT ALL ON {make_url(url).database}.* TO {accounts[0]}")
@@ -104,26 +113,41 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
         migrator.close()
         grant(made, is_pg, [one for one in documented() if one[2] != "migrator"])
         # An operator is a console that may do more.
-        grant(made, is_pg, [(p, t, "operator") for p, t, role in documented() if role in ("console", "web")])
+        grant(
+            made,
+            is_pg,
+            [(p, t, "operator") for p, t, role in documented() if role in ("console", "web")],
+        )
         yield made
     finally:
         for account in accounts:
-            admin(*([f"DROP OWNED BY {account}", f"DROP ROLE {account}"] if is_pg else [f"DROP USER {account}"]))
+            admin(
+                *(
+                    [f"DROP OWNED BY {account}", f"DROP ROLE {account}"]
+                    if is_pg
+                    else [f"DROP USER {account}"]
+                )
+            )
         engine.dispose()
         drop()
 
 
-def grant(place: Place, is_pg: bool, grants: Sequence[tuple[str, str, str]]) -> None:
+def grant(place: DatabaseAddress, is_pg: bool, grants: Sequence[tuple[str, str, str]]) -> None:
     database = make_url(place.url).database
     for privileges, tables, role in grants:
         if is_pg:
             place.admin(f"GRANT {privileges} ON {tables} TO {place.names[role]}")
         elif not tables.startswith("SCHEMA"):
             account = f"'{place.names[role]}'@'%'"
-            place.admin(*(f"GRANT {privileges} ON {database}.{table} TO {account}" for table in tables.split(", ")))
+            place.admin(
+                *(
+                    f"GRANT {privileges} ON {database}.{table} TO {account}"
+                    for table in tables.split(", ")
+                )
+            )
 
 
-def test_a_producer_schedules_and_moves_tasks(place: Place) -> None:
+def test_a_producer_schedules_and_moves_tasks(place: DatabaseAddress) -> None:
     delays = place.delays("web")
     task = delays.schedule_delay("mail", {"n": 1}, 60, key="k")
     delays.schedule_many([("mail", {}, 60)] * 3)
@@ -141,7 +165,7 @@ def test_a_producer_schedules_and_moves_tasks(place: Place) -> None:
     delays.close()
 
 
-def test_a_worker_runs_sweeps_and_purges(place: Place) -> None:
+def test_a_worker_runs_sweeps_and_purges(place: DatabaseAddress) -> None:
     web, delays = place.delays("web"), place.delays("worker")
     delays.check_ready()
     ran: list[Any] = []
@@ -151,7 +175,11 @@ def test_a_worker_runs_sweeps_and_purges(place: Place) -> None:
     operator.set_policy(tag="good", concurrency=2)
     operator.pause(tag="bad")
     operator.resume(tag="bad")
-    tasks = [web.schedule_delay(tag, {}, 0, key=f"{tag}{n}") for tag in ("good", "bad", "nobody") for n in range(3)]
+    tasks = [
+        web.schedule_delay(tag, {}, 0, key=f"{tag}{n}")
+        for tag in ("good", "bad", "nobody")
+        for n in range(3)
+    ]
     store = delays.store
     store.workers.seen("w1", ["default"], "prefork", 1, 0)
     counts = delays.events.counts
@@ -160,7 +188,7 @@ def test_a_worker_runs_sweeps_and_purges(place: Place) -> None:
     for _ in range(3):
         assert delays.sweeper.sweep(0)
         delays.runner().drain("default", [0], 50)
-    store.put_offs.bring_forward(["nobody"], ["default"], 600)
+    store.deferred_rows.bring_forward(["nobody"], ["default"], 600)
     store.leases.renew(["w1/1"], delays.clock.now())
     store.leases.release(["w1/1"], 5)
     store.workers.bury(0)
@@ -171,11 +199,13 @@ def test_a_worker_runs_sweeps_and_purges(place: Place) -> None:
         made.close()
 
 
-def test_check_warns_where_a_role_may_not_read_who_works(place: Place) -> None:
+def test_check_warns_where_a_role_may_not_read_who_works(place: DatabaseAddress) -> None:
     """A producer's role, as a deploy may have it."""
     delays = place.delays("web")
     delays.schedule_delay("late", {}, 0)
-    place.admin("UPDATE yb_delay_task_message SET expected_time = '2026-01-01 00:00:00' WHERE tag = 'late'")
+    place.admin(
+        "UPDATE yb_delay_task_message SET expected_time = '2026-01-01 00:00:00' WHERE tag = 'late'"
+    )
     try:
         [warning] = [one for one in warnings_of(delays) if "fsync" not in one]
     finally:
@@ -185,7 +215,9 @@ def test_check_warns_where_a_role_may_not_read_who_works(place: Place) -> None:
     assert "denied" in warning
 
 
-def test_a_worker_that_may_not_read_the_number_of_changes_is_refused_with_the_cause(place: Place) -> None:
+def test_a_worker_that_may_not_read_the_number_of_changes_is_refused_with_the_cause(
+    place: DatabaseAddress,
+) -> None:
     delays = place.delays("worker")
     table = "yb_delay_policy_change"
     is_pg = place.url.startswith("postgresql")
@@ -201,7 +233,7 @@ def test_a_worker_that_may_not_read_the_number_of_changes_is_refused_with_the_ca
         delays.close()
 
 
-def test_a_console_reads(place: Place) -> None:
+def test_a_console_reads(place: DatabaseAddress) -> None:
     web, delays = place.delays("web"), place.delays("console")
     stats = Stats(delays.store.database, delays.store.schema)
     task = web.schedule_delay("mail", {}, 60)
@@ -219,7 +251,7 @@ def test_a_console_reads(place: Place) -> None:
     delays.close()
 
 
-def test_an_operator_pauses_and_moves_many(place: Place) -> None:
+def test_an_operator_pauses_and_moves_many(place: DatabaseAddress) -> None:
     web, delays = place.delays("web"), place.delays("operator")
     web.schedule_many([("many", {}, 60)] * 3)
     assert delays.cancel_many(tag="many").changed == 3
@@ -230,7 +262,7 @@ def test_an_operator_pauses_and_moves_many(place: Place) -> None:
     delays.close()
 
 
-def test_nobody_may_do_more_than_is_said(place: Place) -> None:
+def test_nobody_may_do_more_than_is_said(place: DatabaseAddress) -> None:
     """Each privilege on each table, as the database itself sees it."""
     granted = {
         (role, privilege, table)

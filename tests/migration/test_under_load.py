@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import pytest
 from sqlalchemy import text
 
-from delaytasks.store import migrations
-from delaytasks.store.database import Database
+from delaytasks.storage import migrations
+from delaytasks.storage.database import Database
 from tests.migration.test_migrations import PREFIX, TASKS, _drop
 from tests.waiting import wait_until
 
@@ -25,8 +25,10 @@ def database(database_url: str) -> Iterator[Database]:
     database = Database(database_url)
     _drop(database, None)
     migrations.upgrade(database, PREFIX, revision=FIRST)
-    lot = ", ".join(f"({n}, 'mail', '{{}}')" for n in range(1, ROWS + 1))
-    database.alone(lambda c: c.execute(text(f"INSERT INTO {TASKS} (id, tag, message_body) VALUES {lot}")))
+    batch = ", ".join(f"({n}, 'mail', '{{}}')" for n in range(1, ROWS + 1))
+    database.alone(
+        lambda c: c.execute(text(f"INSERT INTO {TASKS} (id, tag, message_body) VALUES {batch}"))
+    )
     yield database
     _drop(database, None)
     database.dispose()
@@ -45,7 +47,10 @@ class Load:
 
     def schedule(self) -> None:
         values = {"id": next(self._ids)}
-        self._say("INSERT INTO {t} (id, tag, message_body, delay_time) VALUES (:id, 'mail', '{{}}', 60)", values)
+        self._say(
+            "INSERT INTO {t} (id, tag, message_body, delay_time) VALUES (:id, 'mail', '{{}}', 60)",
+            values,
+        )
 
     def work(self) -> None:
         """The moves of one row, each fenced by its version."""
@@ -74,7 +79,10 @@ class Load:
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
-        threads = [threading.Thread(target=self.repeat, args=(what,)) for what in (self.schedule, self.work)]
+        threads = [
+            threading.Thread(target=self.repeat, args=(what,))
+            for what in (self.schedule, self.work)
+        ]
         for thread in threads:
             thread.start()
         try:
@@ -85,16 +93,24 @@ class Load:
                 thread.join(30)
 
 
-def test_who_works_meanwhile_sees_no_error_and_waits_for_no_lock_for_long(database: Database) -> None:
+def test_who_works_meanwhile_sees_no_error_and_waits_for_no_lock_for_long(
+    database: Database,
+) -> None:
     load = Load(database)
     with load.going_on():
         wait_until(lambda: min(load.done.values()) > 10, 10, "the load to begin")
         migrations.upgrade(database, PREFIX)
         after = dict(load.done)
-        wait_until(lambda: all(load.done[what] > after[what] + 10 for what in after) or load.errors, 10, "it to go on")
+        wait_until(
+            lambda: all(load.done[what] > after[what] + 10 for what in after) or load.errors,
+            10,
+            "it to go on",
+        )
     assert load.errors == []
     # Behind a migration that waits for a lock itself, and then has it for a moment.
     assert load.longest_s < migrations.LOCK_TIMEOUT_S
     assert migrations.is_current(database, PREFIX)
-    done = database.alone(lambda c: c.execute(text(f"SELECT count(*) FROM {TASKS} WHERE status = 1")).scalar_one())
+    done = database.alone(
+        lambda c: c.execute(text(f"SELECT count(*) FROM {TASKS} WHERE status = 1")).scalar_one()
+    )
     assert done == load.done["work"]

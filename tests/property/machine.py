@@ -22,15 +22,15 @@ from chaos.simulation.clock import Times
 from delaytasks.core.clock import Clock, from_us
 from delaytasks.core.errors import CancelTooLateError, DuplicateTaskError, InvalidStatusError
 from delaytasks.core.events import Events
-from delaytasks.core.ports import Entry, OnConflict
+from delaytasks.core.interfaces import Entry, OnConflict
 from delaytasks.core.states import FINISHED, MOVES, Status
 from delaytasks.core.task import DelayTask
-from delaytasks.engine.sweeper import Sweeper
-from delaytasks.store.store import Store
+from delaytasks.maintenance.sweeper import Sweeper
+from delaytasks.storage.store import Store
 from delaytasks.timers.eta import EtaTimer
 from tests.conftest import empty, settings_for
 
-MAX_LAPSES, SWEEP_S, HORIZON_S, LEASE_US = 3, 5, 20, 60_000_000
+MAX_LOST_LEASES, SWEEP_S, HORIZON_S, LEASE_US = 3, 5, 20, 60_000_000
 POLICIES: list[OnConflict] = ["reject", "keep", "replace"]
 #: Mostly due: what waits for its time takes part in few moves.
 DUE = st.sampled_from([True, True, True, False])
@@ -77,12 +77,18 @@ class Producers(RuleBasedStateMachine):
         self.broker = Broker(random.Random(0), is_reliable=True)
         publisher: Any = BrokerPublisher(self.broker, lambda: self.times.now_us)
         timer = EtaTimer(publisher, self.clock)
-        settings = settings_for("sqlite://", sweep_s=SWEEP_S, horizon_s=HORIZON_S, max_lapses=MAX_LAPSES)
-        self.sweeper = Sweeper(settings, self.store.sweeps, self.store.workers, self.clock, timer, Events())
+        settings = settings_for(
+            "sqlite://", sweep_s=SWEEP_S, horizon_s=HORIZON_S, max_lost_leases=MAX_LOST_LEASES
+        )
+        self.sweeper = Sweeper(
+            settings, self.store.sweeps, self.store.workers, self.clock, timer, Events()
+        )
         self.swept_us = self.armed_us = 0
         self.known: dict[int, Known] = {}
         self.keys: dict[str, int] = {}
-        return multiple(*(self.schedule_keyed(True, key, "reject") for key in "ab"), self.schedule(True))
+        return multiple(
+            *(self.schedule_keyed(True, key, "reject") for key in "ab"), self.schedule(True)
+        )
 
     def begin_worker(self) -> None:
         self.worker = f"w{next(_ids)}"
@@ -114,35 +120,39 @@ class Producers(RuleBasedStateMachine):
 
     @rule(target=tasks, is_due=DUE)
     def schedule(self, is_due: bool) -> int:
-        made = DelayTask(next(_ids), "t", "{}", self.due(is_due), create_time=from_us(self.times.now_us))
+        made = DelayTask(
+            next(_ids), "t", "{}", self.due(is_due), create_time=from_us(self.times.now_us)
+        )
         assert self.store.tasks.insert(made)
         self.known[made.id] = Known(made, due_us=self.due_us(is_due))
         return made.id
 
     @rule(target=tasks, is_due=DUE, key=st.sampled_from("ab"), policy=st.sampled_from(POLICIES))
     def schedule_keyed(self, is_due: bool, key: str, policy: OnConflict) -> int:
-        made = DelayTask(next(_ids), "t", "{}", self.due(is_due), key=key, create_time=from_us(self.times.now_us))
+        made = DelayTask(
+            next(_ids), "t", "{}", self.due(is_due), key=key, create_time=from_us(self.times.now_us)
+        )
         # The key of a task that gave up stays in the table, and is free all the same.
-        holder = self.known.get(self.keys.get(key, 0))
-        if holder is None or holder.status in FINISHED:
+        owner = self.known.get(self.keys.get(key, 0))
+        if owner is None or owner.status in FINISHED:
             found, is_new = self.store.tasks.insert_keyed(made, policy)
             assert (found.id, is_new) == (made.id, True)
         elif policy == "reject":
             with pytest.raises(DuplicateTaskError) as caught:
                 self.store.tasks.insert_keyed(made, policy)
-            assert caught.value.id == holder.task.id
-            return holder.task.id
+            assert caught.value.id == owner.task.id
+            return owner.task.id
         elif policy == "keep":
             found, is_new = self.store.tasks.insert_keyed(made, policy)
-            assert (found.id, found.version, is_new) == (holder.task.id, holder.version, False)
-            return holder.task.id
-        elif holder.status in MOVES["replace"].sources:
+            assert (found.id, found.version, is_new) == (owner.task.id, owner.version, False)
+            return owner.task.id
+        elif owner.status in MOVES["replace"].sources:
             found, is_new = self.store.tasks.insert_keyed(made, policy)
-            holder.move("replace")
-            holder.attempts = holder.lapses = 0
-            holder.due_us = self.due_us(is_due)
-            assert (found.id, found.version, is_new) == (holder.task.id, holder.version, True)
-            return holder.task.id
+            owner.move("replace")
+            owner.attempts = owner.lapses = 0
+            owner.due_us = self.due_us(is_due)
+            assert (found.id, found.version, is_new) == (owner.task.id, owner.version, True)
+            return owner.task.id
         else:
             found, is_new = self.store.tasks.insert_keyed(made, policy)
             assert (found.id, is_new) == (made.id, True)
@@ -180,11 +190,11 @@ class Producers(RuleBasedStateMachine):
     @rule(id=tasks, is_due=DUE)
     def retry(self, id: int, is_due: bool) -> None:
         known = self.known[id]
-        holder = self.keys.get(known.task.key or "", id)
+        owner = self.keys.get(known.task.key or "", id)
         if known.status not in MOVES["retry"].sources:
             with pytest.raises(InvalidStatusError):
                 self.store.tasks.retry(id, self.due(is_due))
-        elif holder != id:
+        elif owner != id:
             with pytest.raises(DuplicateTaskError):
                 self.store.tasks.retry(id, self.due(is_due))
         else:

@@ -22,12 +22,12 @@ from hypothesis.stateful import (
 
 from chaos.simulation.clock import Times, installed
 from delaytasks.core.clock import from_us, to_us
-from delaytasks.core.ports import Entry, Settlement
+from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.core.states import MOVES, Status
 from delaytasks.core.task import DelayTask
 from delaytasks.timers.eta import read_message
 from tests.conftest import open_store
-from tests.property.machine import HORIZON_S, LEASE_US, MAX_LAPSES, SWEEP_S, Producers
+from tests.property.machine import HORIZON_S, LEASE_US, MAX_LOST_LEASES, SWEEP_S, Producers
 
 ENDS = ["succeed", "fail", "give_back", "give_back"]
 
@@ -47,7 +47,11 @@ class Moves(Producers):
             known.lease_us = self.times.now_us // 1000 * 1000 + LEASE_US
             known.attempts += 1
             known.claim = task
-            assert (task.version, task.attempts, task.lapses) == (known.version, known.attempts, known.lapses)
+            assert (task.version, task.attempts, task.lapses) == (
+                known.version,
+                known.attempts,
+                known.lapses,
+            )
 
     @rule(ids=st.lists(tasks, min_size=1, max_size=4, unique=True), is_stale=st.booleans())
     def claim(self, ids: list[int], is_stale: bool) -> None:
@@ -77,10 +81,12 @@ class Moves(Producers):
 
     @precondition(lambda self: any(known.lapses for known in self.known.values()))
     @rule()
-    def claim_suspect(self) -> None:
-        task = self.claims.claim_suspect("default")
-        suspects = [known for known in self.known.values() if self.can_run(known) and known.lapses > 0]
-        assert (task is not None) == bool(suspects)
+    def claim_abandoned(self) -> None:
+        task = self.claims.claim_abandoned("default")
+        abandoned = [
+            known for known in self.known.values() if self.can_run(known) and known.lapses > 0
+        ]
+        assert (task is not None) == bool(abandoned)
         self.took([task] if task is not None else [])
 
     def running(self) -> list[int]:
@@ -141,17 +147,17 @@ class Moves(Producers):
         for id in ids:
             known = self.known[id]
             known.lapses += 1
-            if known.lapses >= MAX_LAPSES:
-                known.move("give_up")
+            if known.lapses >= MAX_LOST_LEASES:
+                known.move("fail_worker_lost")
                 self.leave_key(known)
             else:
-                known.move("lapse")
+                known.move("recover")
 
     @precondition(lapsing)
     @rule(limit=st.integers(1, 5))
     def lapse_some(self, limit: int) -> None:
         lapsing = self.lapsing()[:limit]
-        assert self.store.sweeps.lapse(MAX_LAPSES, limit).total == len(lapsing)
+        assert self.store.sweeps.lapse(MAX_LOST_LEASES, limit).total == len(lapsing)
         self.lapse(lapsing)
 
     @rule(times=st.integers(1, 3))
@@ -167,7 +173,9 @@ class Moves(Producers):
         before = len(self.broker.messages)
         assert self.sweeper.sweep() == is_mine
         now_us = self.times.now_us
-        silent = {name for name, seen_us in self.seen_us.items() if seen_us < now_us - 3e6 * SWEEP_S}
+        silent = {
+            name for name, seen_us in self.seen_us.items() if seen_us < now_us - 3e6 * SWEEP_S
+        }
         if silent:  # what they held is armed again
             self.armed_us = min(self.armed_us, now_us)
         for name in silent:
@@ -194,7 +202,9 @@ class Moves(Producers):
         if asked.entries:
             named = [(self.known[entry.id], entry) for entry in asked.entries]
             wanted = {
-                e.id for known, e in named if self.can_run(known) and (known.version, known.lapses) == (e.version, 0)
+                e.id
+                for known, e in named
+                if self.can_run(known) and (known.version, known.lapses) == (e.version, 0)
             }
             claimed = self.claims.claim(asked.entries)
             assert {task.id for task in claimed} == wanted
@@ -226,7 +236,9 @@ class Moves(Producers):
     def release(self, ids: list[int]) -> None:
         held = [self.known[id] for id in ids if self.known[id].status in MOVES["release"].sources]
         released = self.store.holding.release(ids)
-        assert {entry[:2] for entry in released} == {(known.task.id, known.version + 1) for known in held}
+        assert {entry[:2] for entry in released} == {
+            (known.task.id, known.version + 1) for known in held
+        }
         for known in held:
             known.move("release")
 
@@ -248,7 +260,10 @@ class Moves(Producers):
 
     @invariant()
     def rows_are_as_known(self) -> None:
-        found = {task.id: task for task in self.store.tasks.find(None, None, None, None, None, None, 1000)}
+        found = {
+            task.id: task
+            for task in self.store.tasks.find(None, None, None, None, None, None, 1000)
+        }
         assert set(found) == set(self.known)
         for id, known in self.known.items():
             task = found[id]

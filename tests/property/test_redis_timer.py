@@ -12,12 +12,18 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
-from delaytasks.core.ports import Entry
+from delaytasks.core.interfaces import Entry
 from delaytasks.timers.redis import AHEAD_MS, RETURN_S, Taken
 from tests.fuzzing import ASKED
-from tests.unit.test_redis_timer import Bench
+from tests.transaction.test_redis_timer import Bench
 
 GRACE_MS, RETURN_MS = 1000, int(RETURN_S * 1000)
 Name = tuple[int, int, int]
@@ -76,10 +82,17 @@ class Model(RuleBasedStateMachine):
     def take(self, most: int) -> None:
         """By a mover that may hand it on later, or never."""
         for some in self.bench.take(most):
-            here = {name for name in {*self.waiting, *self.prepared} if self.timer.slot(self.entry(name)) == some.slot}
+            here = {
+                name
+                for name in {*self.waiting, *self.prepared}
+                if self.timer.slot(self.entry(name)) == some.slot
+            }
             stale = [name for name in here if self.prepared.get(name, self.now + 1) <= self.now]
             self.waiting |= dict.fromkeys(stale, self.bench.clock.now_us())
-            late_us, soon_us = (int(self.now) - GRACE_MS) * 1000, self.bench.clock.now_us() + AHEAD_MS * 1000
+            late_us, soon_us = (
+                (int(self.now) - GRACE_MS) * 1000,
+                self.bench.clock.now_us() + AHEAD_MS * 1000,
+            )
             late = [name for name in here if self.waiting.get(name, late_us) < late_us]
             for name in late:
                 del self.waiting[name]
@@ -87,7 +100,11 @@ class Model(RuleBasedStateMachine):
                 del self.prepared[name]
             due = [name for name in here if self.waiting.get(name, soon_us + 1) <= soon_us]
             got = [(entry.id, entry.version, entry.priority) for entry in some.entries]
-            assert (some.returned, some.dropped, len(got)) == (len(stale), len(late), min(len(due), most))
+            assert (some.returned, some.dropped, len(got)) == (
+                len(stale),
+                len(late),
+                min(len(due), most),
+            )
             assert set(some.priorities) == {name[2] for name in late}
             times = {name: self.waiting.pop(name) for name in got}
             assert [entry.due_us for entry in some.entries] == sorted(times.values())
@@ -96,7 +113,9 @@ class Model(RuleBasedStateMachine):
             )
             self.prepared |= dict.fromkeys(got, some.ticket)
             assert self.now + RETURN_MS - 2 < some.ticket if got else some.ticket == 0
-            later = [due_us / 1000 - AHEAD_MS for name, due_us in self.waiting.items() if name in here]
+            later = [
+                due_us / 1000 - AHEAD_MS for name, due_us in self.waiting.items() if name in here
+            ]
             later += [back_ms for name, back_ms in self.prepared.items() if name in here]
             assert some.next_ms == min(later, default=float("inf"))
             self.taken.append(some)
@@ -145,7 +164,9 @@ def test_a_ticket_is_not_given_again_when_its_entries_were_armed_again(redis_url
 
 def test_the_timer_does_what_the_model_does(redis_url: str) -> None:
     Model.url = redis_url
-    run_state_machine_as_test(Model, settings=settings(max_examples=ASKED or 25, stateful_step_count=20, deadline=None))
+    run_state_machine_as_test(
+        Model, settings=settings(max_examples=ASKED or 25, stateful_step_count=20, deadline=None)
+    )
 
 
 @pytest.fixture
@@ -155,14 +176,16 @@ def bench(redis_url: str) -> Iterator[Bench]:
     bench.close()
 
 
-def test_movers_at_once_hand_on_each_entry_once_and_what_one_lets_fall_comes_again(bench: Bench) -> None:
-    count, movers = 3000, 4
+def test_movers_at_once_hand_on_each_entry_once_and_what_one_lets_fall_comes_again(
+    bench: Bench,
+) -> None:
+    count, redis_pollers = 3000, 4
     bench.timer.arm([bench.entry(id, priority=id % 3) for id in range(1, count + 1)])
-    handed: list[list[int]] = [[] for _ in range(movers)]
-    fallen: list[list[int]] = [[] for _ in range(movers)]
-    begin = threading.Barrier(movers)
+    handed: list[list[int]] = [[] for _ in range(redis_pollers)]
+    fallen: list[list[int]] = [[] for _ in range(redis_pollers)]
+    begin = threading.Barrier(redis_pollers)
 
-    def move(mover: int) -> None:
+    def move(redis_poller: int) -> None:
         begin.wait()
         for turn in itertools.count():
             taken = bench.take(20)
@@ -170,13 +193,13 @@ def test_movers_at_once_hand_on_each_entry_once_and_what_one_lets_fall_comes_aga
             if not ids:
                 return
             if turn % 3 == 2:  # it dies before it can hand on what it took
-                fallen[mover] += ids
+                fallen[redis_poller] += ids
             else:
-                handed[mover] += ids
+                handed[redis_poller] += ids
                 bench.timer.take({}, taken)
 
-    with ThreadPoolExecutor(movers) as pool:
-        list(pool.map(move, range(movers)))
+    with ThreadPoolExecutor(redis_pollers) as pool:
+        list(pool.map(move, range(redis_pollers)))
     runs = Counter(id for some in handed for id in some)
     lost = Counter(id for some in fallen for id in some)
     assert max((runs + lost).values()) == 1

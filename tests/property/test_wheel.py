@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from delaytasks.timers.wheel import Wheel
+from delaytasks.timers.timing_wheel import TimingWheel
 
 names = st.integers(0, 15)
 #: Around the next turns of a small wheel, far beyond them, and in the past.
@@ -16,7 +16,7 @@ ahead = st.integers(-5, 40) | st.integers(0, 10**12)
 class WheelAndList(RuleBasedStateMachine):
     @initialize(slots=st.sampled_from([1, 2, 7, 8, 64]), now=st.integers(0, 10**12))
     def begin(self, slots: int, now: int) -> None:
-        self.wheel: Wheel[tuple[int, int]] = Wheel(slots, now)
+        self.wheel: TimingWheel[tuple[int, int]] = TimingWheel(slots, now)
         self.slots = slots
         self.now = now
         self.held: dict[int, tuple[int, tuple[int, int]]] = {}
@@ -27,7 +27,9 @@ class WheelAndList(RuleBasedStateMachine):
         self.number += 1
         entry = (name, self.number)
         tick = self.wheel.add(name, self.now + delta, entry)
-        assert tick == max(self.now + delta, self.now + 1), "what is over already comes out at the next tick"
+        assert tick == max(self.now + delta, self.now + 1), (
+            "what is over already comes out at the next tick"
+        )
         self.held[name] = (tick, entry)
 
     @rule(name=names, rounds=st.integers(0, 5), off=st.integers(-1, 1))
@@ -49,7 +51,9 @@ class WheelAndList(RuleBasedStateMachine):
         self.now += delta
         due = sorted((tick, entry) for tick, entry in self.held.values() if tick <= self.now)
         came = self.wheel.advance(self.now)
-        assert sorted(came) == sorted(entry for _, entry in due), "never early, never late, each once"
+        assert sorted(came) == sorted(entry for _, entry in due), (
+            "never early, never late, each once"
+        )
         ticks = [self.held[name][0] for name, _ in came]
         assert ticks == sorted(ticks), "in the order of their ticks"
         for name, _ in came:

@@ -23,17 +23,33 @@ ROOT = Path(__file__).parent.parent.parent
 SHORT = ["--tasks", "300", "--faults", "8", "--kills", "4", "--every", "1.5"]
 #: What a run says when a server is not to be had here.
 MISSING = 3
-SITES = [("postgresql", "redis", "redis"), ("mariadb", "rabbitmq", "eta"), ("sqlite", "embedded", "eta")]
+SITES = [
+    ("postgresql", "redis", "redis"),
+    ("mariadb", "rabbitmq", "eta"),
+    ("sqlite", "embedded", "eta"),
+]
 
 
 def chaos(site: Sequence[str], *options: str) -> list[str]:
-    names = (word for name, value in zip(("database", "broker", "timer"), site, strict=True) for word in (name, value))
-    return [sys.executable, "-m", "chaos", *options, *(f"--{w}" if n % 2 == 0 else w for n, w in enumerate(names))]
+    names = (
+        word
+        for name, value in zip(("database", "broker", "timer"), site, strict=True)
+        for word in (name, value)
+    )
+    return [
+        sys.executable,
+        "-m",
+        "chaos",
+        *options,
+        *(f"--{w}" if n % 2 == 0 else w for n, w in enumerate(names)),
+    ]
 
 
 @pytest.mark.parametrize("site", SITES, ids="-".join)
 def test_nothing_is_lost_early_or_run_twice_without_a_reason(site: tuple[str, str, str]) -> None:
-    ended = subprocess.run(chaos(site, *SHORT), cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    ended = subprocess.run(
+        chaos(site, *SHORT), cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
     if ended.returncode == MISSING:
         pytest.skip(ended.stdout.splitlines()[-1])
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-3000:]
@@ -41,7 +57,9 @@ def test_nothing_is_lost_early_or_run_twice_without_a_reason(site: tuple[str, st
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_run_that_is_told_to_end_leaves_no_process_and_no_file(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_run_that_is_told_to_end_leaves_no_process_and_no_file(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     with subprocess.Popen(
         chaos(("sqlite", "embedded", "eta"), "--faults", "50", "--every", "0.5"), cwd=ROOT, text=True,
         stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)},

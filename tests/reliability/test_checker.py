@@ -20,9 +20,25 @@ def told(*answers: Answer) -> list[Told]:
 
 def life(at_us: int) -> tuple[list[Change], list[Ran]]:
     """A row that is written, runs and ends."""
-    moves = [(None, Status.NOT_COMPLETE), (Status.NOT_COMPLETE, Status.RUNNING), (Status.RUNNING, Status.DONE)]
+    moves = [
+        (None, Status.NOT_COMPLETE),
+        (Status.NOT_COMPLETE, Status.RUNNING),
+        (Status.RUNNING, Status.DONE),
+    ]
     changes = [
-        Change(1, at_us + n * 1000, was, status, n - 1 if n else None, n, min(n, 1), 0, at_us, None, None)
+        Change(
+            1,
+            at_us + n * 1000,
+            was,
+            status,
+            n - 1 if n else None,
+            n,
+            min(n, 1),
+            0,
+            at_us,
+            None,
+            None,
+        )
         for n, (was, status) in enumerate(moves)
     ]
     return changes, [Ran(1, 1, "w", at_us + 1500, at_us + 1800)]
@@ -32,7 +48,9 @@ def found(history: History) -> set[str]:
     return set(Checker(history, quiet_us=NOW + 60 * S).verdict().counts())
 
 
-@pytest.mark.parametrize("answers", [("unknown",), ("unknown", "unknown"), ("unknown", "failed"), ("unknown", "ok")])
+@pytest.mark.parametrize(
+    "answers", [("unknown",), ("unknown", "unknown"), ("unknown", "failed"), ("unknown", "ok")]
+)
 def test_what_is_unknown_may_be_done(answers: tuple[Answer, ...]) -> None:
     changes, ran = life(NOW + 3 * S)
     assert found(History(told(*answers), ran, changes)) == set()
@@ -40,7 +58,12 @@ def test_what_is_unknown_may_be_done(answers: tuple[Answer, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("answers", "kinds"),
-    [(("unknown",), set()), (("failed",), set()), (("unknown", "failed"), set()), (("unknown", "ok"), {"lost"})],
+    [
+        (("unknown",), set()),
+        (("failed",), set()),
+        (("unknown", "failed"), set()),
+        (("unknown", "ok"), {"lost"}),
+    ],
 )
 def test_what_is_unknown_may_not_be_done_until_somebody_says_that_it_is(
     answers: tuple[Answer, ...], kinds: set[str]
@@ -58,7 +81,10 @@ def test_a_time_that_nobody_knows_is_not_early() -> None:
     changes, ran = life(NOW)
     asked = [Told(1, "schedule", "ok", NOW - 9 * S, NOW - 8 * S, NOW + 9 * S)]
     assert found(History(asked, ran, changes)) == {"early"}
-    assert found(History([*asked, Told(1, "reschedule", "unknown", NOW - 7 * S, NOW)], ran, changes)) == set()
+    assert (
+        found(History([*asked, Told(1, "reschedule", "unknown", NOW - 7 * S, NOW)], ran, changes))
+        == set()
+    )
 
 
 def test_what_is_unknown_is_not_done_early() -> None:
@@ -73,27 +99,60 @@ def lapsed(*renewals_us: int, end_us: int = NOW + 6 * S) -> History:
     changes = [
         Change(1, NOW, None, Status.NOT_COMPLETE, None, 0, 0, 0, NOW, None, None),
         *(
-            Change(1, at, was or Status.NOT_COMPLETE, Status.RUNNING, version, 1, 1, 0, NOW, at + 4 * S, "w1@x/11-aa")
+            Change(
+                1,
+                at,
+                was or Status.NOT_COMPLETE,
+                Status.RUNNING,
+                version,
+                1,
+                1,
+                0,
+                NOW,
+                at + 4 * S,
+                "w1@x/11-aa",
+            )
             for was, version, at in leases
         ),
         Change(1, end_us, Status.RUNNING, Status.NOT_COMPLETE, 1, 2, 1, 1, NOW, None, None),
-        Change(1, NOW + 27 * S, Status.NOT_COMPLETE, Status.RUNNING, 2, 3, 2, 1, NOW, NOW + 31 * S, "w2@x/22-bb"),
+        Change(
+            1,
+            NOW + 27 * S,
+            Status.NOT_COMPLETE,
+            Status.RUNNING,
+            2,
+            3,
+            2,
+            1,
+            NOW,
+            NOW + 31 * S,
+            "w2@x/22-bb",
+        ),
         Change(1, NOW + 28 * S, Status.RUNNING, Status.DONE, 3, 4, 2, 0, NOW, None, "w2@x/22-bb"),
     ]
     ran = [Ran(1, 1, "11", NOW + S), Ran(1, 3, "22", NOW + 27 * S, NOW + 28 * S)]
     return History(told("ok"), ran, changes)
 
 
-def fault(effect: Effect, *holders: str, since_s: float = 2, until_s: float = 5) -> Fault:
-    return Fault("as asked", "x", NOW + int(since_s * S), NOW + int(until_s * S), effect, holders)
+def fault(effect: Effect, *key_owners: str, since_s: float = 2, until_s: float = 5) -> Fault:
+    return Fault(
+        "as asked", "x", NOW + int(since_s * S), NOW + int(until_s * S), effect, key_owners
+    )
 
 
 @pytest.mark.parametrize(
     "of_its_holder",
-    [fault("dead", "w1@x/"), fault("dead", "w1@x/11-"), fault("away", "w1@x/"), fault("away", *ALL)],
-    ids=lambda fault: f"{fault.effect} {fault.holders}",
+    [
+        fault("dead", "w1@x/"),
+        fault("dead", "w1@x/11-"),
+        fault("away", "w1@x/"),
+        fault("away", *ALL),
+    ],
+    ids=lambda fault: f"{fault.effect} {fault.key_owners}",
 )
-def test_a_task_that_ran_twice_has_its_reason_in_a_fault_of_who_held_it(of_its_holder: Fault) -> None:
+def test_a_task_that_ran_twice_has_its_reason_in_a_fault_of_who_held_it(
+    of_its_holder: Fault,
+) -> None:
     history = lapsed()
     history.faults = [of_its_holder]
     verdict = Checker(history).verdict()
@@ -162,16 +221,22 @@ def test_who_was_away_for_less_than_a_third_of_its_lease_could_renew_it(
         (fault("away", *ALL, since_s=1), {"two leases"}),
         (fault("ending", "w1@x/"), {"duplicated"}),
     ],
-    ids=lambda value: f"{value.effect} {value.holders}" if isinstance(value, Fault) else None,
+    ids=lambda value: f"{value.effect} {value.key_owners}" if isinstance(value, Fault) else None,
 )
-def test_only_who_is_dead_loses_its_lease_before_its_time(of_its_holder: Fault, kinds: set[str]) -> None:
+def test_only_who_is_dead_loses_its_lease_before_its_time(
+    of_its_holder: Fault, kinds: set[str]
+) -> None:
     history = lapsed(end_us=NOW + 3 * S)
     history.faults = [of_its_holder]
     assert found(history) == kinds
 
 
-@pytest.mark.parametrize(("by_s", "kinds"), [(9, set()), (15, {"late"}), (26, {"late"}), (29, set())])
-def test_what_was_due_and_not_finished_in_time_is_late_though_it_was_finished(by_s: int, kinds: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("by_s", "kinds"), [(9, set()), (15, {"late"}), (26, {"late"}), (29, set())]
+)
+def test_what_was_due_and_not_finished_in_time_is_late_though_it_was_finished(
+    by_s: int, kinds: set[str]
+) -> None:
     history = lapsed()
     history.faults = [fault("dead", "w1@x/")]
     verdict = Checker(history, quiet_us=NOW + 60 * S, by_us=NOW + by_s * S).verdict()

@@ -39,7 +39,11 @@ def test_a_clock_that_is_set_while_its_worker_holds_tasks_makes_none_early_late_
 ) -> None:
     dial = faketime.Dial(tmp_path / "dial")
     d = Deployment(
-        tmp_path, postgresql_url, redis_url, timer=timer, **({"redis_url": redis_url} if timer == "redis" else {})
+        tmp_path,
+        postgresql_url,
+        redis_url,
+        timer=timer,
+        **({"redis_url": redis_url} if timer == "redis" else {}),
     )
     try:
         worker = d.worker(**dial.environment)
@@ -58,7 +62,9 @@ def test_a_clock_that_is_set_while_its_worker_holds_tasks_makes_none_early_late_
             assert {(row.attempts, row.lapses) for row in rows} == {(1, 0)}, "each of them once"
             before, began = cpu_s(worker.pid), time.monotonic()
             time.sleep(1)  # in which it has nothing to do
-            assert (cpu_s(worker.pid) - before) / (time.monotonic() - began) < MOST_CPU, f"hot, with {ahead_s:+d} s"
+            assert (cpu_s(worker.pid) - before) / (time.monotonic() - began) < MOST_CPU, (
+                f"hot, with {ahead_s:+d} s"
+            )
     finally:
         d.close()
         faketime.forget_the_dead()

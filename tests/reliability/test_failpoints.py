@@ -20,9 +20,21 @@ OF_MAIN = {"received", "in the pool", "sending back", "handing on", "near ones a
 
 def test_all_is_well_again_wherever_a_process_is_killed(redis_url: str) -> None:
     names = [place.name for place in PLACES if place.who != "main" or place.name in OF_MAIN]
-    command = [sys.executable, "-m", "chaos.failpoints", "--seeds", "1", "--worlds", "2", "--slack", "10"]
+    command = [
+        sys.executable,
+        "-m",
+        "chaos.failpoints",
+        "--seeds",
+        "1",
+        "--worlds",
+        "2",
+        "--slack",
+        "10",
+    ]
     command += [word for name in names for word in ("--only", name)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
     assert ended.returncode == 0, ended.stdout[-9000:] + ended.stderr[-3000:]
     assert f"{len(names)} faults" in ended.stdout
     assert "all inside their bounds, and nothing found" in ended.stdout
@@ -30,10 +42,26 @@ def test_all_is_well_again_wherever_a_process_is_killed(redis_url: str) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
 def test_a_run_that_is_told_to_end_ends_all_that_it_started(tmp_path: Path, redis_url: str) -> None:
-    command = [sys.executable, "-m", "chaos.failpoints", "--seeds", "10", "--worlds", "1", "--database", "sqlite"]
-    run = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, start_new_session=True)
+    command = [
+        sys.executable,
+        "-m",
+        "chaos.failpoints",
+        "--seeds",
+        "10",
+        "--worlds",
+        "1",
+        "--database",
+        "sqlite",
+    ]
+    run = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, start_new_session=True
+    )
     try:
-        wait_until(lambda: " ready." in "".join(log.read_text() for log in tmp_path.glob("*/*-w*.log")), 30, "a worker")
+        wait_until(
+            lambda: " ready." in "".join(log.read_text() for log in tmp_path.glob("*/*-w*.log")),
+            30,
+            "a worker",
+        )
         run.terminate()
         assert run.wait(30) == 128 + 15
         wait_until(lambda: not marked(str(tmp_path)), 5, "a producer to make its last call")

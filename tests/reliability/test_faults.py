@@ -55,7 +55,12 @@ def test_a_worker_that_was_frozen_past_its_lease_can_not_finish_what_it_lost(
     d.wait_for([task])
     done = d.delays.get(task)
     os.killpg(frozen.pid, signal.SIGCONT)
-    wait_until(lambda: f"task.lease_lost id={task.id}" in frozen.log(), 15, "its late finish to be refused", 0.05)
+    wait_until(
+        lambda: f"task.lease_lost id={task.id}" in frozen.log(),
+        15,
+        "its late finish to be refused",
+        0.05,
+    )
     assert d.delays.get(task) == done, "and nothing was changed by it"
     assert (done.attempts, done.lapses) == (2, 0)
     assert [run[1] for run in d.runs()].count("ended") == 2
@@ -114,7 +119,9 @@ def small_disk(own_postgresql: PostgresServer) -> Iterator[Path]:
     """A few megabytes in which a tablespace of this PostgreSQL lies. Only root may mount one."""
     with tempfile.TemporaryDirectory(prefix="dt_test_disk_") as folder:
         Path(folder).chmod(0o755)
-        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", folder], check=False)
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", folder], check=False
+        )
         if mounted.returncode:
             pytest.skip("needs a small disk, which only root can mount")
         try:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from delaytasks import Status
-from delaytasks.store.store import Store
+from delaytasks.storage.store import Store
 from tests.conftest import settings_for
 from tests.counting import counted
 from tests.proxy import Proxy, proxy_to
@@ -62,7 +62,9 @@ def schedule_in_vain(d: Deployment) -> None:
 
 
 def threads_of(worker: Process) -> int:
-    found = re.search(r"^Threads:\s+(\d+)", Path(f"/proc/{worker.pid}/status").read_text(), re.MULTILINE)
+    found = re.search(
+        r"^Threads:\s+(\d+)", Path(f"/proc/{worker.pid}/status").read_text(), re.MULTILINE
+    )
     return int(found[1]) if found else 0
 
 
@@ -93,7 +95,9 @@ def test_a_database_that_answers_slowly_piles_up_nothing(
     line: Proxy, deploy: Deploy, postgresql_url: str, redis_url: str
 ) -> None:
     d = deploy(redis_url, line.url(postgresql_url))
-    direct = Store(postgresql_url, settings_for(postgresql_url, table_prefix=d.settings["table_prefix"]))
+    direct = Store(
+        postgresql_url, settings_for(postgresql_url, table_prefix=d.settings["table_prefix"])
+    )
     worker = d.worker()
     d.wait_for([d.schedule()])
     before = threads_of(worker)
@@ -133,7 +137,9 @@ def test_a_redis_that_is_full_makes_tasks_late_and_loses_none(
     wait_until(lambda: is_on_time(d), 10, "the fast path")
     server.client().config_set("maxmemory", 1)
     schedule_in_vain(d)
-    wait_until(lambda: counted(d.store)[Status.NOT_COMPLETE] == 0, 20, "sweeps to have them run", 0.1)
+    wait_until(
+        lambda: counted(d.store)[Status.NOT_COMPLETE] == 0, 20, "sweeps to have them run", 0.1
+    )
     assert "timer.down" in worker.log()
     assert "OutOfMemoryError" in worker.log()
     server.client().config_set("maxmemory", 0)
@@ -153,7 +159,9 @@ def test_a_rabbitmq_that_blocks_those_who_publish_makes_tasks_late_and_loses_non
     try:
         schedule_in_vain(d)
         assert not d.delays.timer.is_up
-        wait_until(lambda: counted(d.store)[Status.NOT_COMPLETE] == 0, 20, "sweeps to have them run", 0.1)
+        wait_until(
+            lambda: counted(d.store)[Status.NOT_COMPLETE] == 0, 20, "sweeps to have them run", 0.1
+        )
         assert "the broker blocks those who publish" in worker.log()
     finally:
         own_rabbitmq.alarm(False)
@@ -163,11 +171,18 @@ def test_a_rabbitmq_that_blocks_those_who_publish_makes_tasks_late_and_loses_non
     assert len(runs) == len(set(runs))
 
 
-def test_what_a_full_queue_refuses_is_found_by_the_sweep(own_rabbitmq: RabbitServer, deploy: Deploy) -> None:
+def test_what_a_full_queue_refuses_is_found_by_the_sweep(
+    own_rabbitmq: RabbitServer, deploy: Deploy
+) -> None:
     d = deploy(own_rabbitmq.url)
     name = d.delays.publisher.queue("default").name
     own_rabbitmq.ctl(
-        "set_policy", "full", f"^{name}$", '{"max-length": 5, "overflow": "reject-publish"}', "--apply-to", "queues"
+        "set_policy",
+        "full",
+        f"^{name}$",
+        '{"max-length": 5, "overflow": "reject-publish"}',
+        "--apply-to",
+        "queues",
     )
     assert queued(d) == 0
     tasks = [d.schedule(delay=0.2) for _ in range(30)]

@@ -17,17 +17,17 @@ from chaos.recorder import Recorder
 from delaytasks import DelayTask
 from delaytasks.core import text
 from delaytasks.core.clock import to_us
-from delaytasks.core.ports import Entry, Settlement
+from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.core.states import Status
-from delaytasks.engine.sweeper import Sweeper
-from delaytasks.store import lapses
-from delaytasks.store.prepared import Prepared
-from delaytasks.store.settlements import Settlements
-from delaytasks.store.store import Store
+from delaytasks.maintenance.sweeper import Sweeper
+from delaytasks.storage import abandoned_rows as lapses
+from delaytasks.storage.prepared_statements import Prepared
+from delaytasks.storage.settlements import Settlements
+from delaytasks.storage.store import Store
 from tests.benches import Bench
 from tests.conftest import open_store
 
-MAX_LAPSES = 5
+MAX_LOST_LEASES = 5
 Scene = Callable[["Stage"], None]
 
 
@@ -42,7 +42,12 @@ class Stage:
         self.body: Callable[[DelayTask], object] = lambda task: None
         self.bench.registry.processor("work")(self._work)
         self.sweeper = Sweeper(
-            self.bench.settings, store.sweeps, store.workers, self.bench.clock, self.bench.timer, self.bench.events
+            self.bench.settings,
+            store.sweeps,
+            store.workers,
+            self.bench.clock,
+            self.bench.timer,
+            self.bench.events,
         )
 
     def now_us(self) -> int:
@@ -52,7 +57,15 @@ class Stage:
         asked_us = self.now_us()
         task = self.bench.schedule("work", delay=delay) if delay else self._due_now()
         self.history.told.append(
-            Told(task.id, "schedule", "ok", asked_us, self.now_us(), to_us(task.expected_time), **fields)
+            Told(
+                task.id,
+                "schedule",
+                "ok",
+                asked_us,
+                self.now_us(),
+                to_us(task.expected_time),
+                **fields,
+            )
         )
         return task
 
@@ -78,14 +91,16 @@ class Stage:
         self.sweep()
 
     def sweep(self) -> None:
-        self.store.sweeps.lapse(MAX_LAPSES, 100)
+        self.store.sweeps.lapse(MAX_LOST_LEASES, 100)
 
     def fault(self, kind: str, since_us: int, effect: Effect) -> None:
-        self.history.faults.append(Fault(kind, "worker-2", since_us, self.now_us(), effect, ("worker-2",)))
+        self.history.faults.append(
+            Fault(kind, "worker-2", since_us, self.now_us(), effect, ("worker-2",))
+        )
 
     def verdict(self) -> Verdict:
         history = replace(self.history, changes=list(self.recorder.changes()))
-        return Checker(history, MAX_LAPSES, self.now_us()).verdict()
+        return Checker(history, MAX_LOST_LEASES, self.now_us()).verdict()
 
     def _work(self, body: object, task: DelayTask) -> object:
         begun = Ran(task.id, task.version, "worker-1", self.now_us())
@@ -222,9 +237,9 @@ def test_nothing_is_found_where_nothing_is_wrong(stage: Stage, scene: Scene) -> 
 
 
 def no_version_check_on_claim(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    picks, t = stage.bench.claims._claims._picks, stage.store.schema.tasks
-    pick = picks._pick(select(*picks._candidate).where(t.c.id == stage_id(stage)))
-    patch.setattr(picks, "named", lambda *which: (pick, {}))
+    claim_queries, t = stage.bench.claims._claims._claim_queries, stage.store.schema.tasks
+    pick = claim_queries._pick(select(*claim_queries._candidate).where(t.c.id == stage_id(stage)))
+    patch.setattr(claim_queries, "named", lambda *which: (pick, {}))
 
 
 def stage_id(stage: Stage) -> Any:
@@ -239,7 +254,9 @@ def no_fence_on_finish(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     settle = Settlements._settled
 
     def settled(ends: Any, connection: Any, ordered: Any) -> set[int]:
-        ends._listed = ends._alike = ends._any = lambda connection, parameters: anything(connection, {})
+        ends._listed = ends._alike = ends._any = lambda connection, parameters: anything(
+            connection, {}
+        )
         return settle(ends, connection, ordered)
 
     patch.setattr(Settlements, "_settled", settled)
@@ -254,10 +271,10 @@ def no_sweep(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 
 def the_workers_clock_decides(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    picks, t = stage.bench.claims._claims._picks, stage.store.schema.tasks
+    claim_queries, t = stage.bench.claims._claims._claim_queries, stage.store.schema.tasks
     fast = datetime.now(tz=stage.store.tasks.now().tzinfo) + timedelta(hours=2)
-    pick = picks._pick(select(*picks._candidate).where(t.c.expected_time <= fast))
-    patch.setattr(picks, "named", lambda *which: (pick, {}))
+    pick = claim_queries._pick(select(*claim_queries._candidate).where(t.c.expected_time <= fast))
+    patch.setattr(claim_queries, "named", lambda *which: (pick, {}))
 
 
 def no_heartbeat(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -265,8 +282,10 @@ def no_heartbeat(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 
 def lapses_not_counted(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    def uncounted(t: Any, max_lapses: int, reason: str = "") -> Any:
-        return update(t).values(status=int(Status.NOT_COMPLETE), version=t.c.version + 1, lease_until=None)
+    def uncounted(t: Any, max_lost_leases: int, reason: str = "") -> Any:
+        return update(t).values(
+            status=int(Status.NOT_COMPLETE), version=t.c.version + 1, lease_until=None
+        )
 
     patch.setattr(lapses, "lapse_statement", uncounted)
 
@@ -277,7 +296,9 @@ def unsanitised_error_text(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 def failed_instead_of_run(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     running = stage.bench.runner._running
-    patch.setattr(running, "run", lambda processor, tasks, claimed: [Settlement(t, "fail") for t in tasks])
+    patch.setattr(
+        running, "run", lambda processor, tasks, claimed: [Settlement(t, "fail") for t in tasks]
+    )
 
 
 BUGS = [
@@ -302,7 +323,9 @@ def test_a_planted_bug_is_found(
     assert kinds <= set(stage.verdict().counts()), str(stage.verdict())
 
 
-def test_a_fault_of_another_worker_hides_no_bug(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_another_worker_hides_no_bug(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     no_heartbeat(stage, monkeypatch)
     since_us = stage.now_us()
     slow_processor(stage)
@@ -315,7 +338,12 @@ def test_a_finding_tells_the_whole_story(stage: Stage, monkeypatch: pytest.Monke
     no_version_check_on_claim(stage, monkeypatch)
     delivered_twice(stage)
     said = str(stage.verdict())
-    for words in ("producer: schedule", "processor: version 1 begins", "row: new -> NOT_COMPLETE 0", "DONE"):
+    for words in (
+        "producer: schedule",
+        "processor: version 1 begins",
+        "row: new -> NOT_COMPLETE 0",
+        "DONE",
+    ):
         assert words in said
 
 

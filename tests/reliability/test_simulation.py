@@ -14,15 +14,15 @@ from chaos.simulation.script import script
 from chaos.simulation.stage import Stage, stage
 from delaytasks.core import text
 from delaytasks.core.states import MOVES, Status
-from delaytasks.engine.chunk import Chunk
-from delaytasks.engine.sweeper import Sweeper
-from delaytasks.store import lapses
-from delaytasks.store.claims import Claims
-from delaytasks.store.leases import Leases
-from delaytasks.store.rows import list_of
-from delaytasks.store.tasks import Tasks
+from delaytasks.execution.chunk import Chunk
+from delaytasks.maintenance.sweeper import Sweeper
+from delaytasks.storage import abandoned_rows as lapses
+from delaytasks.storage.claims import Claims
+from delaytasks.storage.leases import Leases
+from delaytasks.storage.rows import list_of
+from delaytasks.storage.tasks import Tasks
 from delaytasks.timers import redis
-from delaytasks.worker.mover import Mover
+from delaytasks.worker.redis_poller import RedisPoller
 from delaytasks.worker.renewals import Renewals
 
 SEEDS = 120
@@ -57,7 +57,9 @@ def test_a_seed_is_played_the_same_again(here: Stage) -> None:
 def no_version_check_on_claim(patch: pytest.MonkeyPatch) -> None:
     def claim(self: Claims, entries: Any) -> Any:
         ids = [entry.id for entry in entries]
-        return self._tasks(self._db.alone(lambda c: self._taking(c, list_of(self._db, sorted(ids))).rows))
+        return self._tasks(
+            self._db.alone(lambda c: self._taking(c, list_of(self._db, sorted(ids))).rows)
+        )
 
     patch.setattr(Claims, "claim", claim)
 
@@ -66,9 +68,15 @@ def no_fence_on_finish(patch: pytest.MonkeyPatch) -> None:
     def settle(self: Claims, settlements: Any) -> set[int]:
         t = self._t
         for one in settlements:
-            values = {"status": int(MOVES[one.move].target), "version": t.c.version + 1, "lease_until": None}
+            values = {
+                "status": int(MOVES[one.move].target),
+                "version": t.c.version + 1,
+                "lease_until": None,
+            }
             due = {} if one.due is None else {"expected_time": one.due}
-            self._db.alone(lambda c: c.execute(update(t).where(t.c.id == one.task.id).values(**values, **due)))  # noqa: B023
+            self._db.alone(
+                lambda c: c.execute(update(t).where(t.c.id == one.task.id).values(**values, **due))  # noqa: B023
+            )
         return {one.task.id for one in settlements}
 
     patch.setattr(Claims, "settle", settle)
@@ -100,8 +108,10 @@ def no_heartbeat(patch: pytest.MonkeyPatch) -> None:
 
 
 def lapses_not_counted(patch: pytest.MonkeyPatch) -> None:
-    def uncounted(t: Any, max_lapses: int, reason: str = "") -> Any:
-        return update(t).values(status=int(Status.NOT_COMPLETE), version=t.c.version + 1, lease_until=None)
+    def uncounted(t: Any, max_lost_leases: int, reason: str = "") -> Any:
+        return update(t).values(
+            status=int(Status.NOT_COMPLETE), version=t.c.version + 1, lease_until=None
+        )
 
     patch.setattr(lapses, "lapse_statement", uncounted)
 
@@ -119,17 +129,17 @@ def what_a_dead_mover_had_never_comes_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_was_handed_on_is_not_deleted(patch: pytest.MonkeyPatch) -> None:
-    hand_on = Mover._hand_on
+    hand_on = RedisPoller._hand_on
 
-    def keep(self: Mover, taken: Any) -> None:
+    def keep(self: RedisPoller, taken: Any) -> None:
         hand_on(self, taken)
         self._handed_on = []
 
-    patch.setattr(Mover, "_hand_on", keep)
+    patch.setattr(RedisPoller, "_hand_on", keep)
 
 
 def notices_are_not_heard(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Mover, "_take_in", lambda *_: None)
+    patch.setattr(RedisPoller, "_take_in", lambda *_: None)
 
 
 def leases_are_renewed_with_an_error(patch: pytest.MonkeyPatch) -> None:
@@ -160,7 +170,10 @@ BUGS: list[tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = [
 
 @pytest.mark.parametrize(("bug", "kinds"), BUGS, ids=[bug.__name__ for bug, _ in BUGS])
 def test_a_planted_bug_is_found(
-    here: Stage, monkeypatch: pytest.MonkeyPatch, bug: Callable[[pytest.MonkeyPatch], None], kinds: set[str]
+    here: Stage,
+    monkeypatch: pytest.MonkeyPatch,
+    bug: Callable[[pytest.MonkeyPatch], None],
+    kinds: set[str],
 ) -> None:
     bug(monkeypatch)
     found: set[str] = set()

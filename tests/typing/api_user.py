@@ -17,10 +17,10 @@ from delaytasks import (
     DelayTask,
     DelayTasks,
     Done,
-    Ladder,
     NewTask,
     Page,
     Retry,
+    RetrySchedule,
     Status,
 )
 
@@ -43,9 +43,17 @@ def stream() -> Iterator[NewTask | tuple[str, Any, float]]:
 
 
 assert_type(close_order({"order": 1}), bool)
-assert_type(delaytasks.schedule_delay("order.close", {"order": 1}, timedelta(minutes=30), key="1"), DelayTask)
-assert_type(delays.schedule_at("order.close", None, datetime.now(timezone.utc), on_conflict="replace"), DelayTask)
-assert_type(delays.schedule_delay("a", {}, 2, key="k", on_conflict="replace", max_wait="30s"), DelayTask)
+assert_type(
+    delaytasks.schedule_delay("order.close", {"order": 1}, timedelta(minutes=30), key="1"),
+    DelayTask,
+)
+assert_type(
+    delays.schedule_at("order.close", None, datetime.now(timezone.utc), on_conflict="replace"),
+    DelayTask,
+)
+assert_type(
+    delays.schedule_delay("a", {}, 2, key="k", on_conflict="replace", max_wait="30s"), DelayTask
+)
 assert_type(delaytasks.schedule_many(stream()), int)
 assert_type(delaytasks.cancel(tag="order.close", key="1"), CancelResult)
 assert_type(delays.cancel(7, strict=True).status, Status | None)
@@ -61,7 +69,9 @@ assert_type(delaytasks.get(7).status, Status)
 assert_type(delaytasks.find(tag="order.close", status=Status.FAILED), Page)
 assert_type([task.id for task in delaytasks.find().tasks], list[int])
 assert_type(delays.cancel_many(tag="order.close", key_prefix="eu-", on_progress=print), BulkResult)
-assert_type(delaytasks.reschedule_many(by=timedelta(hours=-1), status="HELD", dry_run=True).changed, int)
+assert_type(
+    delaytasks.reschedule_many(by=timedelta(hours=-1), status="HELD", dry_run=True).changed, int
+)
 assert_type(delaytasks.retry_many(60, since=datetime.now(timezone.utc)), BulkResult)
 assert_type(delays.audit(limit=5), list[AuditEntry])
 
@@ -98,7 +108,12 @@ asked: Coroutine[Any, Any, int] = ask({"order": 7}, delaytasks.get(7))
 delays.processor("store", batch="many")  # type: ignore[arg-type]
 
 delays.schedule_delay("pay", {}, 5, retry=3)
-delays.schedule_delay("pay", {}, 5, retry=Ladder.fixed("1s", times=3), expires=60)
+delays.schedule_delay("pay", {}, 5, retry=RetrySchedule.fixed("1s", times=3), expires=60)
 
-assert_type(delays.schedule_callback("https://partner.example/paid", {"order": 7}, 60, headers={"X": "y"}), DelayTask)
-assert_type(delays.schedule_message("invoices", {"order": 7}, 60, exchange="shop", key="7"), DelayTask)
+assert_type(
+    delays.schedule_callback("https://partner.example/paid", {"order": 7}, 60, headers={"X": "y"}),
+    DelayTask,
+)
+assert_type(
+    delays.schedule_message("invoices", {"order": 7}, 60, exchange="shop", key="7"), DelayTask
+)

@@ -6,9 +6,9 @@ from ipaddress import ip_address
 
 import pytest
 
-from delaytasks.callbacks import addresses
-from delaytasks.callbacks.addresses import Guard
 from delaytasks.core.errors import ConfigError, ForbiddenURLError
+from delaytasks.webhooks import addresses
+from delaytasks.webhooks.addresses import Guard
 
 PUBLIC = [
     "https://partner.example/paid",
@@ -66,7 +66,9 @@ def test_public_https_is_open(url: str) -> None:
 
 
 @pytest.mark.parametrize("host", NOT_PUBLIC)
-def test_addresses_that_are_not_public_are_forbidden_as_text_and_as_what_a_name_means(host: str) -> None:
+def test_addresses_that_are_not_public_are_forbidden_as_text_and_as_what_a_name_means(
+    host: str,
+) -> None:
     with pytest.raises(ForbiddenURLError, match="is no public address"):
         guard().check(f"https://{host}/")
     named = guard(partner_example=[host.strip("[]")])
@@ -107,7 +109,9 @@ def test_each_turn_takes_the_next_address() -> None:
     assert target.at(several.address(target, 1, 5)) == "https://[2606:2800::1]:443/"
 
 
-def test_a_name_is_not_looked_up_for_each_of_many_calls_nor_trusted_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_is_not_looked_up_for_each_of_many_calls_nor_trusted_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     answers = [["93.184.216.34"], ["10.0.0.1"]]
     changing = Guard([], lambda host, port: answers.pop(0))
     target = changing.check("https://partner.example/")
@@ -141,7 +145,12 @@ def test_what_the_setting_names_is_open() -> None:
 
 
 def test_a_name_is_open_by_what_it_means_when_a_network_is() -> None:
-    office = guard("10.1.0.0/16", billing=["10.1.2.3"], metadata=["169.254.169.254"], public_example=["93.184.216.34"])
+    office = guard(
+        "10.1.0.0/16",
+        billing=["10.1.2.3"],
+        metadata=["169.254.169.254"],
+        public_example=["93.184.216.34"],
+    )
     assert office.address(office.check("http://billing/"), 0, 5) == ip_address("10.1.2.3")
     for url in ("http://metadata/", "http://public.example/"):
         with pytest.raises(ForbiddenURLError):
@@ -154,7 +163,8 @@ def test_a_name_that_is_allowed_may_mean_whatever_it_does() -> None:
 
 
 @pytest.mark.parametrize(
-    "entry", ["10.0.0.1/8", "http://a.example", "a.example/", "127.1", "*", "*.a.example", "a:0", "a:", ""]
+    "entry",
+    ["10.0.0.1/8", "http://a.example", "a.example/", "127.1", "*", "*.a.example", "a:0", "a:", ""],
 )
 def test_an_entry_of_the_setting_that_is_none_is_said(entry: str) -> None:
     with pytest.raises(ConfigError, match="callback_allow"):

@@ -25,7 +25,9 @@ def web() -> Iterator[WebServer]:
 
 
 def audit(url: str) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, str(SCRIPT), url], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), url], capture_output=True, text=True, timeout=60
+    )
     return done.returncode, done.stderr
 
 
@@ -41,7 +43,9 @@ def test_an_advisory_database_that_is_away_is_no_answer() -> None:
     [answer(404), answer(200, b"hello"), answer(200, b"[]"), answer(200, b"{}")],
     ids=["404", "text", "[]", "{}"],
 )
-def test_what_does_not_know_the_vulnerable_is_no_advisory_database(web: WebServer, reply: Any) -> None:
+def test_what_does_not_know_the_vulnerable_is_no_advisory_database(
+    web: WebServer, reply: Any
+) -> None:
     web.answers["/"] = reply
     assert audit(web.url())[0] == 3
 

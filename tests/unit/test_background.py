@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 
 from delaytasks.core.clock import Clock
-from delaytasks.core.ports import Entry
+from delaytasks.core.interfaces import Entry
 from delaytasks.timers import background
 from delaytasks.timers.background import BackgroundTimer
 from tests.waiting import wait_until
@@ -43,7 +43,9 @@ class SlowTimer:
     def disarm(self, entries: Iterable[Entry]) -> None:
         self.disarmed += entries
 
-    def drain(self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0) -> bool:
+    def drain(
+        self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0
+    ) -> bool:
         return self.gate.is_set()
 
     @property
@@ -65,7 +67,9 @@ def entry(id: int, in_s: float = 10) -> Entry:
     return Entry(id, 0, Clock().now_us() + int(in_s * 1e6))
 
 
-def test_entries_armed_within_a_moment_travel_together(slow: SlowTimer, timer: BackgroundTimer) -> None:
+def test_entries_armed_within_a_moment_travel_together(
+    slow: SlowTimer, timer: BackgroundTimer
+) -> None:
     for id in range(100):
         assert timer.arm([entry(id)])
     assert timer.flush(5)
@@ -73,7 +77,9 @@ def test_entries_armed_within_a_moment_travel_together(slow: SlowTimer, timer: B
     assert len(slow.calls) <= 3
 
 
-def test_what_comes_while_the_thread_sends_travels_in_its_next_call(slow: SlowTimer, timer: BackgroundTimer) -> None:
+def test_what_comes_while_the_thread_sends_travels_in_its_next_call(
+    slow: SlowTimer, timer: BackgroundTimer
+) -> None:
     slow.gate.clear()
     timer.arm([entry(0, 0)])
     wait_until(lambda: slow.calls, 2, "the first call")
@@ -178,7 +184,9 @@ def test_a_failure_costs_only_what_was_on_its_way_and_is_logged(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_died_is_replaced_by_the_next_call(slow: SlowTimer, timer: BackgroundTimer) -> None:
+def test_a_thread_that_died_is_replaced_by_the_next_call(
+    slow: SlowTimer, timer: BackgroundTimer
+) -> None:
     arm, slow.arm = slow.arm, die  # type: ignore[method-assign]
     timer.arm([entry(1, 0)])
     wait_until(lambda: not (timer._thread and timer._thread.is_alive()), 5, "the thread to die")
@@ -245,7 +253,10 @@ def test_a_fork_while_the_thread_sends_leaves_the_child_a_working_timer(
         slow.gate = threading.Event()
         slow.gate.set()
         timer.arm([entry(2, 0)])
-        return timer.flush(5) and slow.ids == [1, 2]  # the first is the parent's, noted before the fork
+        return timer.flush(5) and slow.ids == [
+            1,
+            2,
+        ]  # the first is the parent's, noted before the fork
 
     assert in_child(work) == 0
     slow.gate.set()
@@ -263,8 +274,8 @@ def test_a_fork_while_another_thread_holds_the_lock_leaves_the_child_a_working_t
             has_it.set()
             assert goes_on.wait(10)
 
-    holder = threading.Thread(target=hold)
-    holder.start()
+    owner = threading.Thread(target=hold)
+    owner.start()
     assert has_it.wait(5)
 
     def work() -> bool:
@@ -276,7 +287,7 @@ def test_a_fork_while_another_thread_holds_the_lock_leaves_the_child_a_working_t
         assert in_child(work) == 0
     finally:
         goes_on.set()
-        holder.join()
+        owner.join()
 
 
 def test_what_is_disarmed_before_it_is_sent_is_not_sent(

@@ -17,8 +17,8 @@ from sqlalchemy.orm import Session
 
 from delaytasks import Cancel, DelayTask, Done, Fail, Retry, Snooze
 from delaytasks.core.errors import NotRunningError
-from delaytasks.engine.chunk import ChunkSize
-from delaytasks.engine.registry import Registry
+from delaytasks.execution.chunk import ChunkSize
+from delaytasks.processors.registry import Registry
 from tests.benches import Bench
 
 Work = Callable[[list[DelayTask]], Any]
@@ -51,10 +51,17 @@ def test_a_batch_is_called_once_for_as_many_tasks_as_it_takes(bench: Bench) -> N
 
 
 def test_only_tasks_of_its_tag_are_in_a_batch_and_the_others_keep_their_order(bench: Bench) -> None:
-    bench.registry.processor("batch", batch=10)(lambda tasks: bench.ran.append([task.body for task in tasks]))
+    bench.registry.processor("batch", batch=10)(
+        lambda tasks: bench.ran.append([task.body for task in tasks])
+    )
     tasks = [
         bench.schedule(tag, body, priority=priority)
-        for tag, body, priority in [("note", "a", 9), ("batch", 1, 8), ("note", "b", 7), ("batch", 2, 6)]
+        for tag, body, priority in [
+            ("note", "a", 9),
+            ("batch", 1, 8),
+            ("note", "b", 7),
+            ("batch", 2, 6),
+        ]
     ]
     bench.run(*tasks)
     assert bench.ran == ["a", [1, 2], "b"]
@@ -68,7 +75,9 @@ def test_with_two_arguments_the_first_is_what_the_schema_makes_of_the_bodies(ben
     got: list[Any] = []
 
     def work(orders: list[Order], tasks: list[DelayTask]) -> None:
-        got.append([(type(order), order.order, task.id) for order, task in zip(orders, tasks, strict=True)])
+        got.append(
+            [(type(order), order.order, task.id) for order, task in zip(orders, tasks, strict=True)]
+        )
 
     bench.registry.processor("orders", batch=10, schema=Order)(work)
     tasks = [bench.schedule("orders", {"order": 7}), bench.schedule("orders", {"order": 8})]
@@ -83,7 +92,9 @@ def test_a_body_that_is_refused_and_one_that_is_no_json_harm_no_neighbour(bench:
         return body
 
     got: list[int] = []
-    bench.registry.processor("batch", batch=10, schema=even, retry="10s")(lambda b, t: got.extend(b))
+    bench.registry.processor("batch", batch=10, schema=even, retry="10s")(
+        lambda b, t: got.extend(b)
+    )
     tasks = [bench.schedule("batch", body) for body in (0, 2, 4, 6)]
     bench.change(tasks[1], message_body="3")
     bench.change(tasks[2], message_body="{nope")
@@ -96,13 +107,17 @@ def test_a_body_that_is_refused_and_one_that_is_no_json_harm_no_neighbour(bench:
 
 def test_what_is_too_late_is_not_in_the_batch(bench: Bench) -> None:
     got: list[int] = []
-    bench.registry.processor("batch", batch=10, expires=10)(lambda tasks: got.extend(task.body for task in tasks))
+    bench.registry.processor("batch", batch=10, expires=10)(
+        lambda tasks: got.extend(task.body for task in tasks)
+    )
     late, fine = bench.schedule("batch", 1), bench.schedule("batch", 2)
     bench.change(late, expected_time=bench.clock.now() - timedelta(seconds=60))
     bench.run(bench.now(late), fine)
     assert bench.statuses([late, fine]) == ["CANCELLED", "DONE"]
     assert got == [2]
-    bench.change(only := bench.schedule("batch", 3), expected_time=bench.clock.now() - timedelta(seconds=60))
+    bench.change(
+        only := bench.schedule("batch", 3), expected_time=bench.clock.now() - timedelta(seconds=60)
+    )
     bench.run(bench.now(only))
     assert got == [2], "nor is it called for none"
 
@@ -126,7 +141,11 @@ ENDS = ["DONE", "DONE", "NOT_COMPLETE", "NOT_COMPLETE", "CANCELLED", "FAILED"]
 def test_each_task_ends_as_its_outcome_says(bench: Bench, said: Any) -> None:
     def work(tasks: list[DelayTask]) -> Any:
         if said is dict:
-            return {task.id: outcome for task, outcome in zip(tasks, OUTCOMES, strict=True) if outcome is not None}
+            return {
+                task.id: outcome
+                for task, outcome in zip(tasks, OUTCOMES, strict=True)
+                if outcome is not None
+            }
         return said(OUTCOMES)
 
     tasks = run(bench, work, len(OUTCOMES))
@@ -184,7 +203,12 @@ def test_an_outcome_that_can_not_be_is_the_end_of_its_task_alone(bench: Bench) -
 
 
 def test_results_are_kept_each_with_its_task(bench: Bench) -> None:
-    tasks = run(bench, lambda tasks: [Done(7) if task.body else "first" for task in tasks], 2, keep_result=True)
+    tasks = run(
+        bench,
+        lambda tasks: [Done(7) if task.body else "first" for task in tasks],
+        2,
+        keep_result=True,
+    )
     assert [task.result for task in tasks] == ["first", 7]
 
 
@@ -231,7 +255,12 @@ def test_a_batch_that_tells_the_worker_to_stop_leaves_the_others_unharmed(bench:
         raise WorkerShutdown(0)
 
     bench.registry.processor("batch", batch=10)(stop)
-    tasks = [bench.schedule(priority=9), bench.schedule("batch"), bench.schedule("batch"), bench.schedule()]
+    tasks = [
+        bench.schedule(priority=9),
+        bench.schedule("batch"),
+        bench.schedule("batch"),
+        bench.schedule(),
+    ]
     with pytest.raises(WorkerShutdown):
         bench.run(*tasks)
     assert bench.statuses(tasks) == ["DONE", "RUNNING", "RUNNING", "NOT_COMPLETE"]
@@ -258,7 +287,9 @@ def test_batches_run_side_by_side_and_as_coroutines(bench: Bench) -> None:
     assert bench.statuses(tasks) == ["DONE", "FAILED"] * 5
 
 
-def test_chunks_have_as_many_rows_as_a_batch_takes_though_they_do_not_fit_the_time_box(bench: Bench) -> None:
+def test_chunks_have_as_many_rows_as_a_batch_takes_though_they_do_not_fit_the_time_box(
+    bench: Bench,
+) -> None:
     size = ChunkSize(0.05, 200)
     bench.registry.processor("batch", batch=100)(lambda tasks: time.sleep(0.2))
     report = bench.run(*[bench.schedule("batch") for _ in range(10)])

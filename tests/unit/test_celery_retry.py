@@ -12,9 +12,9 @@ from celery.exceptions import Ignore, Reject
 from celery.exceptions import Retry as CeleryRetry
 
 from delaytasks import DelayTask
-from delaytasks.worker.surroundings import Surroundings
+from delaytasks.worker.celery_context import CeleryTaskContext
 from tests.benches import Bench
-from tests.unit.conftest import Make
+from tests.transaction.conftest import Make
 
 CELERYS_WAIT = timedelta(seconds=180)
 
@@ -28,7 +28,7 @@ def app() -> Celery:
 @pytest.fixture
 def bench(make: Make, app: Celery) -> Bench:
     made = make()
-    made.execute = Surroundings(app, "w@host", made.clock)  # type: ignore[assignment, method-assign]
+    made.execute = CeleryTaskContext(app, "w@host", made.clock)  # type: ignore[assignment, method-assign]
     made.runner = made.make_runner()
     return made
 
@@ -57,7 +57,9 @@ def retry(**options: Any) -> Callable[[], Any]:
 SECOND = timedelta(seconds=2)
 
 
-@pytest.mark.parametrize("options", [{}, {"batch": 5}, {"in_flight": 5}], ids=["single", "batch", "in_flight"])
+@pytest.mark.parametrize(
+    "options", [{}, {"batch": 5}, {"in_flight": 5}], ids=["single", "batch", "in_flight"]
+)
 def test_current_task_retry_is_a_retry(bench: Bench, options: Any) -> None:
     task = run(bench, retry(countdown=600, exc=ValueError("the bank is closed")), **options)
     assert abs(waits(bench, task) - timedelta(seconds=600)) < SECOND
@@ -65,7 +67,9 @@ def test_current_task_retry_is_a_retry(bench: Bench, options: Any) -> None:
     assert "ValueError: the bank is closed" in (task.error or "")
 
 
-def test_a_retry_without_a_countdown_takes_the_next_delay_of_the_retry_schedule(bench: Bench) -> None:
+def test_a_retry_without_a_countdown_takes_the_next_delay_of_the_retry_schedule(
+    bench: Bench,
+) -> None:
     task = run(bench, retry(), attempts=1, retry="1m 1h")
     assert abs(waits(bench, task) - timedelta(hours=1)) < SECOND
 
@@ -97,8 +101,12 @@ def test_a_retry_too_many_fails(bench: Bench, options: Any, said: str) -> None:
 def test_a_retry_has_the_time_that_its_eta_says(bench: Bench) -> None:
     task = run(bench, lambda: retry(eta=bench.clock.now() + timedelta(minutes=7))())
     assert abs(waits(bench, task) - timedelta(minutes=7)) < SECOND
-    naive = run(bench, lambda: retry(eta=(bench.clock.now() - timedelta(hours=1)).replace(tzinfo=None))())
-    assert abs(waits(bench, naive)) < SECOND, "naive is UTC, as the app has it, and what is over is now"
+    naive = run(
+        bench, lambda: retry(eta=(bench.clock.now() - timedelta(hours=1)).replace(tzinfo=None))()
+    )
+    assert abs(waits(bench, naive)) < SECOND, (
+        "naive is UTC, as the app has it, and what is over is now"
+    )
 
 
 def test_a_retry_that_is_raised_or_returned_by_itself_is_one(bench: Bench) -> None:
@@ -112,7 +120,9 @@ def test_a_retry_that_is_raised_or_returned_by_itself_is_one(bench: Bench) -> No
         bench.registry._processors.clear()
 
 
-def test_the_retry_of_a_celery_task_that_a_processor_calls_is_the_rows(bench: Bench, app: Celery) -> None:
+def test_the_retry_of_a_celery_task_that_a_processor_calls_is_the_rows(
+    bench: Bench, app: Celery
+) -> None:
     @app.task(bind=True)
     def charge(self: Task) -> None:
         raise self.retry(countdown=5, exc=ValueError("closed"))
@@ -137,7 +147,9 @@ def test_what_a_retry_can_not_do_is_said(bench: Bench, options: Any, said: str) 
 
 
 @pytest.mark.parametrize("error", [Ignore(), Reject("no", requeue=True)])
-@pytest.mark.parametrize("options", [{}, {"batch": 5}, {"in_flight": 5}], ids=["single", "batch", "in_flight"])
+@pytest.mark.parametrize(
+    "options", [{}, {"batch": 5}, {"in_flight": 5}], ids=["single", "batch", "in_flight"]
+)
 def test_what_says_nothing_about_a_row_is_an_error_that_names_the_outcomes(
     bench: Bench, error: Exception, options: Any
 ) -> None:

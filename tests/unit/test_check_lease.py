@@ -8,10 +8,10 @@ import pytest
 
 from delaytasks import DelayTask, Status
 from delaytasks.core.errors import LeaseLostError, NotRunningError
-from delaytasks.engine import run as run_module
+from delaytasks.execution import task_run as run_module
 from delaytasks.worker.renewals import Renewals
 from tests.benches import Bench
-from tests.unit.conftest import Make
+from tests.transaction.conftest import Make
 
 LEASE_S = 60
 
@@ -45,7 +45,9 @@ def is_told(task: DelayTask) -> str:
     return ""
 
 
-def test_it_is_told_when_two_renewals_have_failed_and_not_before(bench: Bench, watch: Watch) -> None:
+def test_it_is_told_when_two_renewals_have_failed_and_not_before(
+    bench: Bench, watch: Watch
+) -> None:
     told: list[str] = []
 
     @bench.registry.processor("long")
@@ -62,7 +64,9 @@ def test_it_is_told_when_two_renewals_have_failed_and_not_before(bench: Bench, w
     assert "ends in 19.0 s" in told[1]
 
 
-def test_who_lets_the_error_out_is_run_again_and_no_attempt_is_used(bench: Bench, watch: Watch) -> None:
+def test_who_lets_the_error_out_is_run_again_and_no_attempt_is_used(
+    bench: Bench, watch: Watch
+) -> None:
     @bench.registry.processor("long")
     def work(body: object, task: DelayTask) -> None:
         watch.now += LEASE_S
@@ -105,7 +109,9 @@ def test_what_the_main_process_tells_its_children_see() -> None:
     assert (renewals.last(3), renewals.last(4)) == (1.5, 2.5)
 
 
-def test_a_lease_that_a_processor_itself_says_is_lost_is_a_failure_like_any_other(bench: Bench) -> None:
+def test_a_lease_that_a_processor_itself_says_is_lost_is_a_failure_like_any_other(
+    bench: Bench,
+) -> None:
     @bench.registry.processor("wrong")
     def work(body: object, task: DelayTask) -> None:
         raise LeaseLostError("as complete() says on a wrong database", task.id)

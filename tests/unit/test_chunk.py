@@ -7,7 +7,7 @@ import time
 import pytest
 
 from delaytasks.core.clock import monotonic
-from delaytasks.engine.chunk import Chunk, TimeBox
+from delaytasks.execution.chunk import Chunk, TimeBudget
 from tests.waiting import wait_until
 
 BOX_S = 0.1
@@ -17,7 +17,7 @@ class Boxes:
     def __init__(self, box_s: float = BOX_S) -> None:
         self.expired: list[Chunk] = []
         self.errors: list[Exception] = []
-        self.box = TimeBox(box_s, self._expire, self.errors.append)
+        self.box = TimeBudget(box_s, self._expire, self.errors.append)
 
     def _expire(self, chunk: Chunk) -> None:
         self.expired.append(chunk)
@@ -28,8 +28,12 @@ class Boxes:
         return chunk
 
 
-@pytest.mark.parametrize("rest_s", [0, BOX_S / 2, BOX_S * 3], ids=["at once", "while it rests", "when it sleeps"])
-def test_a_chunk_that_stays_open_is_told_of_after_its_time_whatever_came_before(rest_s: float) -> None:
+@pytest.mark.parametrize(
+    "rest_s", [0, BOX_S / 2, BOX_S * 3], ids=["at once", "while it rests", "when it sleeps"]
+)
+def test_a_chunk_that_stays_open_is_told_of_after_its_time_whatever_came_before(
+    rest_s: float,
+) -> None:
     boxes = Boxes()
     boxes.box.close(boxes.chunk())
     time.sleep(rest_s)

@@ -62,7 +62,9 @@ OURS = [(path, command) for path, command in commands(main) if path != "up"]
 
 
 @pytest.mark.parametrize(("path", "command"), OURS, ids=[path for path, _ in OURS])
-def test_every_command_explains_itself_with_an_example_and_its_exit_codes(path: str, command: click.Command) -> None:
+def test_every_command_explains_itself_with_an_example_and_its_exit_codes(
+    path: str, command: click.Command
+) -> None:
     shown = CliRunner().invoke(main, [*path.split(), "--help"])
     assert shown.exit_code == 0
     assert f"\n  delaytasks {path}" in shown.output
@@ -75,7 +77,18 @@ def test_celery_offers_the_same_commands() -> None:
 
 
 def test_the_mission_s_commands_are_all_there() -> None:
-    wanted = ["up", "config", "schedule", "list", "show", "cancel", "reschedule", "retry", "stats", "drain"]
+    wanted = [
+        "up",
+        "config",
+        "schedule",
+        "list",
+        "show",
+        "cancel",
+        "reschedule",
+        "retry",
+        "stats",
+        "drain",
+    ]
     wanted += ["check", "touch", "audit", "db upgrade", "db downgrade", "db current"]
     wanted += ["pause", "resume", "policy list", "policy set", "policy clear"]
     wanted += ["encryption key", "encryption status", "encryption rotate"]
@@ -100,7 +113,9 @@ def test_help_does_not_wait_for_what_only_some_commands_need() -> None:
 # -- errors ---------------------------------------------------------------------------------------
 
 
-def all_errors(root: type[errors.DelayTaskError] = errors.DelayTaskError) -> Iterator[type[errors.DelayTaskError]]:
+def all_errors(
+    root: type[errors.DelayTaskError] = errors.DelayTaskError,
+) -> Iterator[type[errors.DelayTaskError]]:
     for kind in root.__subclasses__():
         if kind.__module__ == errors.__name__:
             yield kind
@@ -127,7 +142,9 @@ def failing_group(error: Exception) -> click.Group:
 
 
 def test_an_error_is_one_line_on_stderr_without_a_traceback() -> None:
-    shown = CliRunner().invoke(failing_group(errors.TaskNotFoundError("there is no task 7")), ["fail"])
+    shown = CliRunner().invoke(
+        failing_group(errors.TaskNotFoundError("there is no task 7")), ["fail"]
+    )
     assert (shown.exit_code, shown.stdout, shown.stderr) == (1, "", "Error: there is no task 7\n")
 
 
@@ -138,7 +155,9 @@ def test_an_error_is_a_json_document_where_json_is_asked_for(arguments: list[str
     assert json.loads(shown.stderr) == {"error": "no\nsuch delay", "type": "InvalidDelayError"}
 
 
-@pytest.mark.parametrize("arguments", [["fial", "--json"], ["fail", "--json", "--bogus"], ["--json", "--bogus"]])
+@pytest.mark.parametrize(
+    "arguments", [["fial", "--json"], ["fail", "--json", "--bogus"], ["--json", "--bogus"]]
+)
 def test_wrong_usage_is_told_in_json_too(arguments: list[str]) -> None:
     shown = CliRunner().invoke(failing_group(Exception()), arguments)
     assert (shown.exit_code, shown.stdout) == (2, "")
@@ -152,7 +171,9 @@ def test_json_after_two_dashes_is_somebody_s_argument() -> None:
 
 
 def test_an_error_with_strangers_text_stays_one_harmless_line() -> None:
-    shown = CliRunner().invoke(failing_group(errors.InvalidStatusError(HOSTILE)), ["fail"], color=True)
+    shown = CliRunner().invoke(
+        failing_group(errors.InvalidStatusError(HOSTILE)), ["fail"], color=True
+    )
     plain = shown.stderr.removeprefix("\x1b[31m").removesuffix("\x1b[0m\n")
     assert plain.isprintable()
     assert "[red]markup[/red] :smile:" in plain
@@ -162,7 +183,9 @@ def test_an_error_with_strangers_text_stays_one_harmless_line() -> None:
 
 
 def test_a_piped_table_has_one_plain_line_for_each_row(capsys: pytest.CaptureFixture[str]) -> None:
-    output.print_table(("tag", "n"), [(output.cell(HOSTILE), ("1", "red")), ("long " * 60, "22")], right="n")
+    output.print_table(
+        ("tag", "n"), [(output.cell(HOSTILE), ("1", "red")), ("long " * 60, "22")], right="n"
+    )
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     assert all(line.isprintable() and line == line.rstrip() for line in lines)
@@ -181,29 +204,46 @@ def test_a_terminal_s_table_has_our_colours_only(terminal: Callable[[], Terminal
     assert "\u202e" not in shown
 
 
-def test_a_narrow_terminal_leaves_out_what_is_empty_or_extra(terminal: Callable[[], Terminal]) -> None:
+def test_a_narrow_terminal_leaves_out_what_is_empty_or_extra(
+    terminal: Callable[[], Terminal],
+) -> None:
     screen = terminal()
-    output.print_table(("id", "key", "due", "tag"), [("1", output.NOTHING, "now", "x" * 73)], extra="tag due")
+    output.print_table(
+        ("id", "key", "due", "tag"), [("1", output.NOTHING, "now", "x" * 73)], extra="tag due"
+    )
     assert "id" in screen.getvalue()
     assert "key" not in screen.getvalue()
     assert "due" in screen.getvalue(), "once the tag is left out there is room"
     assert "tag" not in screen.getvalue()
 
 
-def test_a_terminal_that_has_room_leaves_out_nothing_extra(terminal: Callable[[], Terminal]) -> None:
+def test_a_terminal_that_has_room_leaves_out_nothing_extra(
+    terminal: Callable[[], Terminal],
+) -> None:
     screen = terminal()
     output.print_table(("id", "due"), [("1", "now")], extra="due")
     assert "now" in screen.getvalue()
 
 
 LIST = ("id", "status", "tag", "key", "when", "due", "queue", "attempts", "error")
-ROW = ["912516417671247403", "NOT_COMPLETE", "newsletter.send", "k", "in 1h30m", "2030-01-31T18:00:00Z", "default", "3"]
+ROW = [
+    "912516417671247403",
+    "NOT_COMPLETE",
+    "newsletter.send",
+    "k",
+    "in 1h30m",
+    "2030-01-31T18:00:00Z",
+    "default",
+    "3",
+]
 
 
 def listed(error: str, tag: str = "newsletter.send", rows: int = 2) -> None:
     row = [*ROW[:2], tag, *ROW[3:], (error, "red")]
     extra = "due queue attempts key"
-    output.print_table(LIST, [row] * rows, right="attempts", folded="tag key", extra=extra, below="error")
+    output.print_table(
+        LIST, [row] * rows, right="attempts", folded="tag key", extra=extra, below="error"
+    )
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
@@ -219,7 +259,9 @@ def test_no_line_is_longer_than_the_terminal_and_no_tag_is_broken(
     assert sum("ValueError: the customer" in line for line in lines) == 2
 
 
-def test_an_error_has_lines_of_its_own_where_its_column_would_be_narrow(terminal: Callable[[], Terminal]) -> None:
+def test_an_error_has_lines_of_its_own_where_its_column_would_be_narrow(
+    terminal: Callable[[], Terminal],
+) -> None:
     screen = terminal()
     listed("ValueError: the customer has no address")
     lines = plain(screen).splitlines()
@@ -238,7 +280,9 @@ def test_a_row_without_an_error_has_no_line_below(terminal: Callable[[], Termina
     assert plain(screen).splitlines()[-1].startswith("912516417671247403")
 
 
-def test_a_tag_as_long_as_the_terminal_is_folded_and_nothing_else(terminal: Callable[[], Terminal]) -> None:
+def test_a_tag_as_long_as_the_terminal_is_folded_and_nothing_else(
+    terminal: Callable[[], Terminal],
+) -> None:
     screen = terminal()
     listed("boom", tag="t" * 128, rows=1)
     lines = plain(screen).splitlines()
@@ -266,14 +310,18 @@ def test_a_block_keeps_its_lines_and_escapes_each() -> None:
     assert output.block("a\x1b[1m\n\tb\n") == "  a\\x1b[1m\n  \\tb"
 
 
-TRACEBACK = (
-    'Traceback (most recent call last):\n  File "a.py", line 8, in bad\n    raise\nValueError: boom\nsecond line\n'
-)
+TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 8, in bad\n    raise\nValueError: boom\nsecond line\n'
 
 
 @pytest.mark.parametrize(
     ("error", "shown"),
-    [(TRACEBACK, "ValueError: boom"), ("gave up", "gave up"), ("", "-"), (None, "-"), ("  indented", "indented")],
+    [
+        (TRACEBACK, "ValueError: boom"),
+        ("gave up", "gave up"),
+        ("", "-"),
+        (None, "-"),
+        ("  indented", "indented"),
+    ],
 )
 def test_the_reason_is_the_first_line_after_the_frames(error: str | None, shown: str) -> None:
     assert output.reason(error) == shown
@@ -296,7 +344,9 @@ def test_a_body_keeps_its_integers_exactly(capsys: pytest.CaptureFixture[str]) -
     assert document["body"] == {"n": 9007199254740993}
 
 
-@pytest.mark.parametrize(("is_on_path", "program"), [(True, "delaytasks"), (False, ".venv/bin/delaytasks")])
+@pytest.mark.parametrize(
+    ("is_on_path", "program"), [(True, "delaytasks"), (False, ".venv/bin/delaytasks")]
+)
 def test_hints_name_a_command_that_the_shell_finds(
     is_on_path: bool, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

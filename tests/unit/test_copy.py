@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks.store.inserts import _AT_ONCE, _MOST_AT_ONCE, _CopyText
+from delaytasks.storage.inserts import _AT_ONCE, _MOST_AT_ONCE, _CopyText
 
 
 class Interruption(BaseException):

@@ -15,8 +15,8 @@ import pytest
 from delaytasks.core import clock as clock_module
 from delaytasks.core.clock import Clock, ManualClock, from_us, to_us
 from delaytasks.core.errors import ConfigError, InvalidIdError
-from delaytasks.core.hidden import mask_url
 from delaytasks.core.ids import COUNTER_BITS, EPOCH_MS, MAX_ID, SHARD_BITS, IdMaker, check_id
+from delaytasks.core.masking import mask_url
 from delaytasks.core.settings import Settings, load_settings
 from delaytasks.core.states import FINISHED, LIVE, MOVES, Status, moves_from
 from delaytasks.core.text import one_line, storable, traceback_text
@@ -48,7 +48,9 @@ def test_ids_of_one_millisecond_are_all_different() -> None:
     make = IdMaker(lambda: EPOCH_MS)
     ids = [make() for _ in range(2**COUNTER_BITS)]
     assert len(set(ids)) == len(ids)
-    assert all(0 <= id < 2**COUNTER_BITS for id in ids)  # the counter starts anywhere and does not run over
+    assert all(
+        0 <= id < 2**COUNTER_BITS for id in ids
+    )  # the counter starts anywhere and does not run over
 
 
 def test_ids_of_many_threads_are_all_different() -> None:
@@ -88,7 +90,8 @@ def test_an_id_may_be_an_integer_or_its_decimal_text(given: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [0, -1, 2**63, 2**64, True, 1.0, "1 OR 1=1", "", "-1", " 1", "٣", None, b"1", [1], "9" * 20]
+    "given",
+    [0, -1, 2**63, 2**64, True, 1.0, "1 OR 1=1", "", "-1", " 1", "٣", None, b"1", [1], "9" * 20],
 )
 def test_what_is_no_id_is_refused_by_name(given: Any) -> None:
     with pytest.raises(InvalidIdError, match="1 to 2\\^63 - 1"):
@@ -213,7 +216,10 @@ def test_a_failure_that_took_long_is_followed_by_a_rest_too(host: FakeTime) -> N
     database = FakeDatabase(host)
     clock = Clock(database.now, refresh_s=60)
     clock.now_us()
-    database.is_up, database.meanwhile = False, lambda: host.advance(5)  # a connection that times out
+    database.is_up, database.meanwhile = (
+        False,
+        lambda: host.advance(5),
+    )  # a connection that times out
     host.advance(61)
     for _ in range(20):
         clock.now_us()
@@ -274,7 +280,9 @@ def test_a_forked_child_measures_for_itself(host: FakeTime) -> None:
 
 
 @pytest.mark.parametrize("refreshes_inline", [True, False])
-def test_after_the_host_slept_what_makes_rows_due_is_measured_again(host: FakeTime, refreshes_inline: bool) -> None:
+def test_after_the_host_slept_what_makes_rows_due_is_measured_again(
+    host: FakeTime, refreshes_inline: bool
+) -> None:
     database = FakeDatabase(host)
     clock = Clock(database.now, refreshes_inline=refreshes_inline)
     assert clock.certain_now() == right(host)
@@ -295,10 +303,14 @@ def test_without_a_database_the_hosts_own_clock_is_used(host: FakeTime) -> None:
     assert Clock().now() == Clock().certain_now() == from_us(int(host.wall * 1e6))
     database = FakeDatabase(host)
     database.is_up = False
-    assert abs(Clock(database.now).now() - from_us(int(host.wall * 1e6))) < timedelta(milliseconds=1)
+    assert abs(Clock(database.now).now() - from_us(int(host.wall * 1e6))) < timedelta(
+        milliseconds=1
+    )
 
 
-def test_no_row_is_made_due_by_the_hosts_clock_because_the_database_did_not_answer(host: FakeTime) -> None:
+def test_no_row_is_made_due_by_the_hosts_clock_because_the_database_did_not_answer(
+    host: FakeTime,
+) -> None:
     database = FakeDatabase(host)
     clock = Clock(database.now)
     database.is_up = False
@@ -341,7 +353,11 @@ def test_many_threads_measure_once(host: FakeTime) -> None:
 
 
 def test_microseconds_since_1970_and_back_lose_nothing() -> None:
-    for instant in (NOON, NOON + timedelta(microseconds=1), datetime(9999, 12, 31, 23, 59, 59, 999_999, UTC)):
+    for instant in (
+        NOON,
+        NOON + timedelta(microseconds=1),
+        datetime(9999, 12, 31, 23, 59, 59, 999_999, UTC),
+    ):
         assert from_us(to_us(instant)) == instant
 
 
@@ -411,7 +427,12 @@ def test_without_any_word_the_defaults_hold() -> None:
 
 
 def test_the_environment_wins_over_celerys_configuration_and_arguments_win_over_both() -> None:
-    conf = {"delaytasks_lease_s": 10, "delaytasks_sweep_s": 6, "delaytasks_houses": 2, "broker_url": "memory://"}
+    conf = {
+        "delaytasks_lease_s": 10,
+        "delaytasks_sweep_s": 6,
+        "delaytasks_houses": 2,
+        "broker_url": "memory://",
+    }
     environ = {"DELAYTASKS_LEASE_S": "20", "DELAYTASKS_SWEEP_S": "7", "PATH": "/bin"}
     settings = load_settings(conf, environ, lease_s=30.0)
     assert (settings.lease_s, settings.sweep_s, settings.houses) == (30.0, 7.0, 2)
@@ -422,12 +443,23 @@ def test_the_environment_wins_over_celerys_configuration_and_arguments_win_over_
 @pytest.mark.parametrize(
     ("load", "message"),
     [
-        (lambda: load_settings({"delaytasks_leas_s": 1}, {}), "delaytasks_leas_s .*celery.*mean delaytasks_lease_s"),
-        (lambda: load_settings({}, {"DELAYTASKS_HORIZON": "1"}), "delaytasks_horizon .*mean delaytasks_horizon_s"),
-        (lambda: load_settings({}, {}, databse_url="x"), "delaytasks_databse_url .*mean delaytasks_database_url"),
+        (
+            lambda: load_settings({"delaytasks_leas_s": 1}, {}),
+            "delaytasks_leas_s .*celery.*mean delaytasks_lease_s",
+        ),
+        (
+            lambda: load_settings({}, {"DELAYTASKS_HORIZON": "1"}),
+            "delaytasks_horizon .*mean delaytasks_horizon_s",
+        ),
+        (
+            lambda: load_settings({}, {}, databse_url="x"),
+            "delaytasks_databse_url .*mean delaytasks_database_url",
+        ),
     ],
 )
-def test_a_typo_is_answered_with_the_nearest_name(load: Callable[[], Settings], message: str) -> None:
+def test_a_typo_is_answered_with_the_nearest_name(
+    load: Callable[[], Settings], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         load()
 
@@ -516,7 +548,10 @@ def test_a_wrong_value_is_named_with_its_origin(name: str, given: Any) -> None:
     ("url", "shown"),
     [
         ("postgresql://me:canary@host/x", "postgresql://me:***@host/x"),
-        ("postgresql://host/x?user=me&password=canary&a=1", "postgresql://host/x?user=me&password=***&a=1"),
+        (
+            "postgresql://host/x?user=me&password=canary&a=1",
+            "postgresql://host/x?user=me&password=***&a=1",
+        ),
         ("redis://:canary@host/0", "redis://:***@host/0"),
         ("sqlite:///x.sqlite3", "sqlite:///x.sqlite3"),
         ("", ""),
@@ -527,7 +562,9 @@ def test_passwords_are_never_shown(url: str, shown: str) -> None:
 
 
 def test_the_effective_settings_show_their_origin_and_no_secret() -> None:
-    settings = load_settings({}, {"DELAYTASKS_DATABASE_URL": "mysql://me:canary@host/x"}, purge_after_s=None)
+    settings = load_settings(
+        {}, {"DELAYTASKS_DATABASE_URL": "mysql://me:canary@host/x"}, purge_after_s=None
+    )
     rows = {name: (value, origin) for name, value, origin, _about in settings.effective()}
     assert rows["delaytasks_database_url"] == ("mysql://me:***@host/x", "environment")
     assert rows["delaytasks_purge_after_s"] == ("none", "arguments")
@@ -553,7 +590,9 @@ def test_the_contracts_statuses_keep_their_numbers() -> None:
 
 
 def test_a_status_is_shown_by_its_name_and_written_into_sql_as_its_number() -> None:
-    assert f"{Status.DONE} {Status.DONE!s} {Status.DONE:d}" == "DONE DONE 1", "on each version of Python"
+    assert f"{Status.DONE} {Status.DONE!s} {Status.DONE:d}" == "DONE DONE 1", (
+        "on each version of Python"
+    )
 
 
 def test_every_status_is_reached_and_every_live_one_is_left() -> None:

@@ -21,13 +21,13 @@ from delaytasks.core.errors import (
     StoreUnavailableError,
     TaskStateError,
 )
-from delaytasks.core.ports import Settlement
+from delaytasks.core.interfaces import Settlement
 from delaytasks.core.task import DelayTask
-from delaytasks.store import engines
-from delaytasks.store.database import Database
-from delaytasks.store.driver_errors import TRIES, translate
-from delaytasks.store.store import Store
-from delaytasks.store.types import UTCDateTime, db_now, is_past
+from delaytasks.storage import engines
+from delaytasks.storage.database import Database
+from delaytasks.storage.driver_errors import TRIES, translate
+from delaytasks.storage.store import Store
+from delaytasks.storage.types import UTCDateTime, db_now, is_past
 from tests.conftest import open_store, settings_for
 from tests.counting import counted
 
@@ -38,22 +38,32 @@ class DriverError(Exception):
     """As a driver raises it."""
 
 
-def error(*args: Any, state: str | None = None, kind: type[exc.DBAPIError] = exc.OperationalError) -> exc.DBAPIError:
+def error(
+    *args: Any, state: str | None = None, kind: type[exc.DBAPIError] = exc.OperationalError
+) -> exc.DBAPIError:
     made = type("DriverError", (DriverError,), {"pgcode": state})(*args)
     return kind("UPDATE", None, made)
 
 
 def sqlite_error(text: str, kind: type[exc.DBAPIError] = exc.OperationalError) -> exc.DBAPIError:
-    return kind("UPDATE", None, type("OperationalError", (Exception,), {"__module__": "sqlite3"})(text))
+    return kind(
+        "UPDATE", None, type("OperationalError", (Exception,), {"__module__": "sqlite3"})(text)
+    )
 
 
 # -- servers that can not work --------------------------------------------------------------------
 
 UNABLE = [
-    *(error("no", state=state) for state in ("53100", "53200", "57014", "57P01", "57P02", "58030", "25006")),
+    *(
+        error("no", state=state)
+        for state in ("53100", "53200", "57014", "57P01", "57P02", "58030", "25006")
+    ),
     *(error(code, "no") for code in (1021, 1040, 1053, 1114, 1203, 1226, 1317)),
     *(error(code, "no") for code in (1047, 1180, 1290, 1792, 1836, 1874, 3100)),
-    *map(sqlite_error, ("database or disk is full", "disk I/O error", "attempt to write a readonly database")),
+    *map(
+        sqlite_error,
+        ("database or disk is full", "disk I/O error", "attempt to write a readonly database"),
+    ),
 ]
 
 
@@ -61,7 +71,9 @@ UNABLE = [
     "failure",
     UNABLE,
     ids=lambda failure: (
-        str(failure.orig.pgcode or failure.orig.args[0]) if hasattr(failure.orig, "pgcode") else str(failure.orig)
+        str(failure.orig.pgcode or failure.orig.args[0])
+        if hasattr(failure.orig, "pgcode")
+        else str(failure.orig)
     ),
 )
 def test_a_server_that_answers_and_can_not_work_is_unavailable(failure: exc.DBAPIError) -> None:
@@ -71,7 +83,11 @@ def test_a_server_that_answers_and_can_not_work_is_unavailable(failure: exc.DBAP
 
 
 def test_what_is_wrong_with_the_statement_is_refused() -> None:
-    for failure in (error("syntax", state="42601"), error(1064, "syntax"), sqlite_error("near x: syntax error")):
+    for failure in (
+        error("syntax", state="42601"),
+        error(1064, "syntax"),
+        sqlite_error("near x: syntax error"),
+    ):
         made = translate(failure)
         assert isinstance(made, StoreError)
         assert not isinstance(made, StoreUnavailableError)
@@ -93,7 +109,9 @@ def tight(tmp_path: Path) -> Iterator[tuple[Store, list[int]]]:
     pages = [100_000]
     store = open_store(f"sqlite:///{tmp_path / 'tight.sqlite3'}")
     for engine in (store.database.auto, store.database.tx):
-        event.listen(engine, "checkout", lambda c, *_: c.execute(f"PRAGMA max_page_count = {pages[0]}"))
+        event.listen(
+            engine, "checkout", lambda c, *_: c.execute(f"PRAGMA max_page_count = {pages[0]}")
+        )
     yield store, pages
     store.close()
 
@@ -101,7 +119,10 @@ def tight(tmp_path: Path) -> Iterator[tuple[Store, list[int]]]:
 def test_a_full_disk_leaves_nothing_half_done_and_passes(tight: tuple[Store, list[int]]) -> None:
     store, pages = tight
     now = store.tasks.now()
-    tasks = [DelayTask(id, "mail", '"' + "x" * 100_000 + '"', now, create_time=now) for id in range(1, 11)]
+    tasks = [
+        DelayTask(id, "mail", '"' + "x" * 100_000 + '"', now, create_time=now)
+        for id in range(1, 11)
+    ]
     keyed = DelayTask(50, "mail", '"' + "x" * 400_000 + '"', now, key="k", create_time=now)
     store.tasks.insert(tasks[0])
     claims = store.claims("w", None)
@@ -137,10 +158,15 @@ def test_a_deadlock_that_took_the_savepoint_with_it_is_tried_again() -> None:
 
 # -- clusters -------------------------------------------------------------------------------------
 
-DEMOTED = [error("read-only", state="25006"), *(error(code, "no") for code in (1047, 1290, 1792, 1836, 1874, 3100))]
+DEMOTED = [
+    error("read-only", state="25006"),
+    *(error(code, "no") for code in (1047, 1290, 1792, 1836, 1874, 3100)),
+]
 
 
-@pytest.mark.parametrize("failure", DEMOTED, ids=lambda failure: str(failure.orig.pgcode or failure.orig.args[0]))
+@pytest.mark.parametrize(
+    "failure", DEMOTED, ids=lambda failure: str(failure.orig.pgcode or failure.orig.args[0])
+)
 def test_connections_to_a_server_that_takes_no_writes_are_not_used_again(
     failure: exc.DBAPIError, sqlite_path: Callable[[str], str]
 ) -> None:
@@ -188,8 +214,12 @@ def lost() -> exc.DBAPIError:
     return failure
 
 
-@pytest.mark.parametrize("met", [StaleVersionError("version 1, not 0"), InvalidStatusError("it waits")])
-def test_a_retry_that_meets_its_own_first_try_says_that_the_outcome_is_unknown(met: TaskStateError) -> None:
+@pytest.mark.parametrize(
+    "met", [StaleVersionError("version 1, not 0"), InvalidStatusError("it waits")]
+)
+def test_a_retry_that_meets_its_own_first_try_says_that_the_outcome_is_unknown(
+    met: TaskStateError,
+) -> None:
     with pytest.raises(OutcomeUnknownError, match=f"{met}.*look at task 7") as caught:
         Database("sqlite://").run(raising(lost(), met), 7)
     assert caught.value.id == 7
@@ -238,7 +268,9 @@ def test_a_url_with_the_driver_of_the_callers_application_works(given: str, ours
     assert Database(given).url.render_as_string(hide_password=False) == ours
 
 
-@pytest.mark.parametrize("url", ["postgresql+pyodbc://h/d", "mysql+psycopg3://h/d", "sqlite+pysqlcipher://"])
+@pytest.mark.parametrize(
+    "url", ["postgresql+pyodbc://h/d", "mysql+psycopg3://h/d", "sqlite+pysqlcipher://"]
+)
 def test_a_driver_that_nobody_knows_is_named_with_the_remedy(url: str) -> None:
     driver = url.partition("+")[2].partition(":")[0]
     with pytest.raises(ConfigError, match=rf"driver '{driver}'.*begin the URL with \w+://"):
@@ -246,13 +278,21 @@ def test_a_driver_that_nobody_knows_is_named_with_the_remedy(url: str) -> None:
 
 
 def test_an_option_that_the_driver_does_not_take_is_a_wrong_setting(mysql_url: str) -> None:
-    with pytest.raises(ConfigError, match=r"delaytasks_database_url has an option .* pymysql .*'ssl_mode'"):
+    with pytest.raises(
+        ConfigError, match=r"delaytasks_database_url has an option .* pymysql .*'ssl_mode'"
+    ):
         Store(f"{mysql_url}?ssl_mode=REQUIRED", settings_for(mysql_url)).tasks.now()
 
 
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
-def test_a_url_of_another_postgresql_driver_reaches_the_same_database(postgresql_url: str, driver: str) -> None:
-    url = make_url(postgresql_url).set(drivername=f"postgresql+{driver}").render_as_string(hide_password=False)
+def test_a_url_of_another_postgresql_driver_reaches_the_same_database(
+    postgresql_url: str, driver: str
+) -> None:
+    url = (
+        make_url(postgresql_url)
+        .set(drivername=f"postgresql+{driver}")
+        .render_as_string(hide_password=False)
+    )
     store = Store(url, settings_for(url))
     assert store.tasks.now().tzinfo is not None
     store.close()
@@ -264,7 +304,9 @@ def test_a_url_of_another_postgresql_driver_reaches_the_same_database(postgresql
 def test_options_of_the_postgresql_url_are_kept_and_win() -> None:
     given = make_url("postgresql://h/d?options=-c%20lock_timeout%3D1s")
     assert engines._postgresql_options(given).endswith(" -c lock_timeout=1s")
-    assert engines._postgresql_options(make_url("postgresql://h/d")).startswith("-c lock_timeout=1s -c default_tr")
+    assert engines._postgresql_options(make_url("postgresql://h/d")).startswith(
+        "-c lock_timeout=1s -c default_tr"
+    )
 
 
 def test_a_statement_is_not_tried_again_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,8 +340,14 @@ def test_an_error_names_its_number_and_no_values(number: int) -> None:
     assert SECRET not in f"{failure.orig!s} {failure.orig!r}"
 
 
-@pytest.mark.parametrize("dialect", [sqlite.dialect(), mysql.dialect(), postgresql.dialect()], ids=lambda one: one.name)  # type: ignore[no-untyped-call]
+@pytest.mark.parametrize(
+    "dialect", [sqlite.dialect(), mysql.dialect(), postgresql.dialect()], ids=lambda one: one.name
+)  # type: ignore[no-untyped-call]
 def test_what_is_past_can_be_searched_by_an_index(dialect: Any) -> None:
     due = column("due", UTCDateTime())
-    compiled = str(select(due).where(and_(column("status") == 0, is_past(due, db_now()))).compile(dialect=dialect))
+    compiled = str(
+        select(due)
+        .where(and_(column("status") == 0, is_past(due, db_now())))
+        .compile(dialect=dialect)
+    )
     assert "= 1" not in compiled, compiled

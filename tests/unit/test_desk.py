@@ -16,15 +16,15 @@ from celery import Celery
 
 from delaytasks import DelayTasks
 from delaytasks.core import loop as loop_module
+from delaytasks.core.capacity import WaitlistState
 from delaytasks.core.clock import ManualClock, monotonic
 from delaytasks.core.ids import COUNTER_BITS
-from delaytasks.core.lines import Opening
+from delaytasks.core.interfaces import Entry
 from delaytasks.core.loop import Loop
-from delaytasks.core.ports import Entry
-from delaytasks.worker.desk import Desk
-from delaytasks.worker.dispatcher import Left
+from delaytasks.worker.dispatcher import DispatcherState
 from delaytasks.worker.job import Job
 from delaytasks.worker.pool import Pool
+from delaytasks.worker.runtime import WorkerRuntime
 from tests.proxy import proxy_to
 from tests.waiting import wait_until
 
@@ -45,37 +45,41 @@ class Worker:
             return object()
 
 
-def make_desk(place: Path | str, **settings: Any) -> Desk:
+def make_runtime(place: Path | str, **settings: Any) -> WorkerRuntime:
     """On the database of this URL, or on an SQLite file in this folder."""
     app = Celery("test", broker="memory://", set_as_current=False)
-    delays = DelayTasks(app, place if isinstance(place, str) else f"sqlite:///{place / 'test.db'}", **settings)
+    delays = DelayTasks(
+        app, place if isinstance(place, str) else f"sqlite:///{place / 'test.db'}", **settings
+    )
     with delays.store.database.begin() as connection:
         delays.store.schema.metadata.create_all(connection)
-    return Desk(delays, Worker())
+    return WorkerRuntime(delays, Worker())
 
 
-def desk_of_two_shards(folder: Path, **settings: Any) -> Desk:
+def runtime_of_two_shards(folder: Path, **settings: Any) -> WorkerRuntime:
     """On databases that have no tables."""
     app = Celery("test", broker="memory://", set_as_current=False)
-    return Desk(DelayTasks(app, [f"sqlite:///{folder / name}.db" for name in "ab"], **settings), Worker())
+    return WorkerRuntime(
+        DelayTasks(app, [f"sqlite:///{folder / name}.db" for name in "ab"], **settings), Worker()
+    )
 
 
 class AtWork:
     """A desk that has started, and what became of its loops."""
 
-    def __init__(self, desk: Desk) -> None:
-        self.desk = desk
+    def __init__(self, runtime: WorkerRuntime) -> None:
+        self.runtime = runtime
         self.restarts: list[dict[str, Any]] = []
-        desk.delays.events.subscribe(lambda event, fields: self._note(event, fields))
+        runtime.delays.events.subscribe(lambda event, fields: self._note(event, fields))
         self.held_up = threading.Event()
-        desk.start()
+        runtime.start()
 
     def _note(self, event: str, fields: dict[str, Any]) -> None:
         if event == "loop.restarted":
             self.restarts.append(fields)
 
     def loop(self, name: str) -> Loop:
-        return next(loop for loop in self.desk.watchdog.loops if loop.name == name)
+        return next(loop for loop in self.runtime.watchdog.loops if loop.name == name)
 
     def break_loop(self, name: str, way: Callable[[], None]) -> None:
         """Its next turn begins so."""
@@ -101,14 +105,14 @@ class AtWork:
 
     def close(self) -> None:
         self.held_up.set()
-        for loop in self.desk.watchdog.loops:
+        for loop in self.runtime.watchdog.loops:
             loop.stop()
 
 
 @pytest.fixture
 def at_work(tmp_path: Path) -> Iterator[AtWork]:
     # No Redis is asked as long as no queue is served.
-    at_work = AtWork(make_desk(tmp_path, timer="redis", redis_url="redis://127.0.0.1:1/0"))
+    at_work = AtWork(make_runtime(tmp_path, timer="redis", redis_url="redis://127.0.0.1:1/0"))
     yield at_work
     at_work.close()
 
@@ -121,7 +125,7 @@ LOOPS = ["wheel", "leases", "sweep", "policies", "watch", "calls", "mover", "ear
 
 
 def test_these_are_the_loops_of_a_worker(at_work: AtWork) -> None:
-    info = at_work.desk.info()["loops"]
+    info = at_work.runtime.info()["loops"]
     assert sorted(info) == sorted(LOOPS)
     assert all(loop["is_alive"] and loop["restarts"] == 0 for loop in info.values())
 
@@ -131,7 +135,7 @@ def test_each_loop_that_dies_is_started_again(at_work: AtWork, name: str) -> Non
     at_work.break_loop(name, die)
     wait_until(lambda: at_work.restarts, 10, "it to be started again")
     assert at_work.restarts == [{"loop": name, "reason": "dead"}]
-    info = at_work.desk.info()
+    info = at_work.runtime.info()
     assert (info["loops"][name]["is_alive"], info["loops"][name]["restarts"]) == (True, 1)
     assert info["events"]["loop.restarted"] == 1
     assert at_work.takes_turns(name)
@@ -142,19 +146,25 @@ BOUNDS = {"wheel": 2, "leases": 10, "sweep": 20, "watch": 30, "mover": 5, "ear":
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_each_loop_that_is_stuck_is_replaced(at_work: AtWork, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_loop_that_is_stuck_is_replaced(
+    at_work: AtWork, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     at_work.break_loop(name, at_work.hang)
     monkeypatch.setattr(loop_module, "monotonic", lambda: monotonic() + BOUNDS[name])
     # The watchdog and the watch look after each other: who was only late for a moment may be replaced as well.
-    wait_until(lambda: {"loop": name, "reason": "stuck"} in at_work.restarts, 10, "it to be replaced")
+    wait_until(
+        lambda: {"loop": name, "reason": "stuck"} in at_work.restarts, 10, "it to be replaced"
+    )
     assert at_work.takes_turns(name)
 
 
-def test_a_call_that_takes_long_is_not_done_twice(at_work: AtWork, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_takes_long_is_not_done_twice(
+    at_work: AtWork, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A solo pool runs its processors in it."""
     at_work.break_loop("calls", at_work.hang)
     monkeypatch.setattr(loop_module, "monotonic", lambda: monotonic() + 100_000)
-    at_work.desk.watchdog.look()
+    at_work.runtime.watchdog.look()
     assert {"loop": "calls", "reason": "stuck"} not in at_work.restarts
 
 
@@ -164,33 +174,33 @@ def test_leases_are_renewed_though_the_watch_waits(at_work: AtWork) -> None:
 
 
 def test_what_the_wheel_holds_outlives_its_thread(at_work: AtWork) -> None:
-    desk = at_work.desk
-    due_us = desk.delays.clock.now_us() + 3_000_000
-    desk.hold([Entry(id, 0, due_us) for id in (1, 2)])
+    runtime = at_work.runtime
+    due_us = runtime.delays.clock.now_us() + 3_000_000
+    runtime.hold([Entry(id, 0, due_us) for id in (1, 2)])
     at_work.break_loop("wheel", die)
-    assert len(desk.wheel) == 2
+    assert len(runtime.wheel) == 2
     came: list[Entry] = []
-    desk.dispatcher.take = came.extend  # type: ignore[method-assign]
+    runtime.dispatcher.take = came.extend  # type: ignore[method-assign]
     wait_until(lambda: len(came) == 2, 10, "the new thread to bring them out")
-    assert desk.delays.clock.now_us() >= due_us
-    assert desk.delays.events.counts["loop.restarted"] == 1
+    assert runtime.delays.clock.now_us() >= due_us
+    assert runtime.delays.events.counts["loop.restarted"] == 1
 
 
 def test_a_wheel_that_is_behind_is_told_of(at_work: AtWork) -> None:
-    desk = at_work.desk
+    runtime = at_work.runtime
     at_work.break_loop("wheel", at_work.hang)
-    desk.hold([Entry(1, 0, desk.delays.clock.now_us() + 1000)])
-    wait_until(lambda: desk.delays.events.counts["wheel.late"], 10, "the alarm")
-    wait_until(lambda: len(desk.wheel) == 0, 10, "a fresh thread to bring the entry out")
-    assert desk.delays.events.counts["loop.restarted"] == 1
+    runtime.hold([Entry(1, 0, runtime.delays.clock.now_us() + 1000)])
+    wait_until(lambda: runtime.delays.events.counts["wheel.late"], 10, "the alarm")
+    wait_until(lambda: len(runtime.wheel) == 0, 10, "a fresh thread to bring the entry out")
+    assert runtime.delays.events.counts["loop.restarted"] == 1
 
 
 def test_a_mover_that_was_stuck_hands_on_nothing_of_what_it_had_taken(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "desk" + secrets.token_hex(4)
-    desk = make_desk(tmp_path, timer="redis", redis_url=redis_url, namespace=name, grace_s=60)
-    timer, came, stuck = desk.delays.redis_timer, [], []
+    runtime = make_runtime(tmp_path, timer="redis", redis_url=redis_url, namespace=name, grace_s=60)
+    timer, came, stuck = runtime.delays.redis_timer, [], []
     assert timer is not None
     take = timer.take
 
@@ -202,11 +212,11 @@ def test_a_mover_that_was_stuck_hands_on_nothing_of_what_it_had_taken(
         return taken
 
     timer.take = take_once_and_hang  # type: ignore[method-assign]
-    desk.hold = came.extend  # type: ignore[method-assign]
-    desk.delays.processes.queues = ["default"]
-    at_work = AtWork(desk)
+    runtime.hold = came.extend  # type: ignore[method-assign]
+    runtime.delays.processes.queues = ["default"]
+    at_work = AtWork(runtime)
     try:
-        timer.arm([Entry(1, 0, desk.delays.clock.now_us())])
+        timer.arm([Entry(1, 0, runtime.delays.clock.now_us())])
         wait_until(lambda: stuck, 10, "the mover to take the entry")
         monkeypatch.setattr(loop_module, "monotonic", lambda: monotonic() + BOUNDS["mover"])
         wait_until(lambda: came, 15, "another thread to bring it")
@@ -223,74 +233,90 @@ def test_a_mover_that_was_stuck_hands_on_nothing_of_what_it_had_taken(
 
 def test_a_sweep_whose_connections_went_silent_goes_on_with_fresh_ones(postgresql_url: str) -> None:
     proxy, prefix = proxy_to(postgresql_url), f"desk{secrets.token_hex(4)}_"
-    at_work = AtWork(make_desk(proxy.url(postgresql_url), table_prefix=prefix, sweep_s=1, self_sweep_s=2))
-    counts, database = at_work.desk.delays.events.counts, at_work.desk.delays.store.database
+    at_work = AtWork(
+        make_runtime(proxy.url(postgresql_url), table_prefix=prefix, sweep_s=1, self_sweep_s=2)
+    )
+    counts, database = at_work.runtime.delays.events.counts, at_work.runtime.delays.store.database
     try:
         wait_until(lambda: counts["sweep.done"], 10, "the first sweep")
         proxy.strand()
-        wait_until(lambda: at_work.restarts == [{"loop": "sweep", "reason": "stuck"}], 20, "it to be replaced")
+        wait_until(
+            lambda: at_work.restarts == [{"loop": "sweep", "reason": "stuck"}],
+            20,
+            "it to be replaced",
+        )
         swept = counts["sweep.done"]
         wait_until(lambda: counts["sweep.done"] > swept, 20, "the next sweep")
         assert len(at_work.restarts) == 1, "no other connection of the old ones was used"
     finally:
         at_work.close()
         with database.begin() as connection:
-            at_work.desk.delays.store.schema.metadata.drop_all(connection)
+            at_work.runtime.delays.store.schema.metadata.drop_all(connection)
         database.dispose()
         proxy.close()
 
 
 def test_what_fails_when_entries_fall_due_does_not_stop_the_wheel(tmp_path: Path) -> None:
-    desk = make_desk(tmp_path)
-    desk.wheel.loop.start()
+    runtime = make_runtime(tmp_path)
+    runtime.wheel.loop.start()
 
     def fail(entries: Any) -> None:
         raise RuntimeError("no")
 
-    desk.dispatcher.take = fail  # type: ignore[method-assign]
-    desk.hold([Entry(1, 0, desk.delays.clock.now_us() + 1000)])
-    wait_until(lambda: desk.delays.events.counts["loop.failed"], 5, "the failure to be told")
+    runtime.dispatcher.take = fail  # type: ignore[method-assign]
+    runtime.hold([Entry(1, 0, runtime.delays.clock.now_us() + 1000)])
+    wait_until(lambda: runtime.delays.events.counts["loop.failed"], 5, "the failure to be told")
     came: list[Entry] = []
-    desk.dispatcher.take = came.extend  # type: ignore[method-assign]
-    desk.hold([Entry(2, 0, desk.delays.clock.now_us() + 1000)])
+    runtime.dispatcher.take = came.extend  # type: ignore[method-assign]
+    runtime.hold([Entry(2, 0, runtime.delays.clock.now_us() + 1000)])
     wait_until(lambda: [entry.id for entry in came] == [2], 5, "the next entry")
-    desk.wheel.stop()
+    runtime.wheel.stop()
 
 
-def test_what_falls_due_while_a_worker_stops_is_sent_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk = make_desk(tmp_path)
+def test_what_falls_due_while_a_worker_stops_is_sent_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = make_runtime(tmp_path)
     sent: list[Entry] = []
-    monkeypatch.setattr(desk.delays.inline_timer, "arm", lambda entries: sent.extend(entries) or True)
-    close = desk.dispatcher.close
+    monkeypatch.setattr(
+        runtime.delays.inline_timer, "arm", lambda entries: sent.extend(entries) or True
+    )
+    close = runtime.dispatcher.close
 
-    def close_in_its_time() -> Left:
+    def close_in_its_time() -> DispatcherState:
         left = close()
-        wait_until(lambda: len(desk.wheel) == 0, 5, "the wheel to bring out what it holds, if it still can")
+        wait_until(
+            lambda: len(runtime.wheel) == 0,
+            5,
+            "the wheel to bring out what it holds, if it still can",
+        )
         return left
 
-    monkeypatch.setattr(desk.dispatcher, "close", close_in_its_time)
-    desk.start()
-    entry = Entry(1, 0, desk.delays.clock.now_us() + 500_000)
-    desk.hold([entry])
-    desk.stop()
+    monkeypatch.setattr(runtime.dispatcher, "close", close_in_its_time)
+    runtime.start()
+    entry = Entry(1, 0, runtime.delays.clock.now_us() + 500_000)
+    runtime.hold([entry])
+    runtime.stop()
     assert sent == [entry]
 
 
 def test_what_comes_back_from_a_chunk_while_a_worker_stops_is_sent_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk = make_desk(tmp_path)
+    runtime = make_runtime(tmp_path)
     sent: list[Entry] = []
-    monkeypatch.setattr(desk.delays.inline_timer, "arm", lambda entries: sent.extend(entries) or True)
-    close, entry = desk.dispatcher.close, Entry(1, 0, desk.delays.clock.now_us() + 60_000_000)
+    monkeypatch.setattr(
+        runtime.delays.inline_timer, "arm", lambda entries: sent.extend(entries) or True
+    )
+    close, entry = runtime.dispatcher.close, Entry(1, 0, runtime.delays.clock.now_us() + 60_000_000)
 
-    def close_after_a_chunk() -> Left:
-        desk.hold([entry])
+    def close_after_a_chunk() -> DispatcherState:
+        runtime.hold([entry])
         return close()
 
-    monkeypatch.setattr(desk.dispatcher, "close", close_after_a_chunk)
-    desk.start()
-    desk.stop()
+    monkeypatch.setattr(runtime.dispatcher, "close", close_after_a_chunk)
+    runtime.start()
+    runtime.stop()
     assert sent == [entry]
 
 
@@ -298,16 +324,18 @@ def test_the_chunks_of_a_worker_that_has_read_no_policies_yet_say_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or they would run what is paused."""
-    desk = make_desk(tmp_path)
-    desk.delays.pause(tag="test.note")
+    runtime = make_runtime(tmp_path)
+    runtime.delays.pause(tag="test.note")
     sent: list[Job] = []
-    pool = SimpleNamespace(limit=2, apply_async=lambda _run, args, **_: sent.append(args[0]) or object())
-    monkeypatch.setattr(desk.dispatcher, "_pool", Pool(pool))
+    pool = SimpleNamespace(
+        limit=2, apply_async=lambda _run, args, **_: sent.append(args[0]) or object()
+    )
+    monkeypatch.setattr(runtime.dispatcher, "_pool", Pool(pool))
     for has_read in (False, True):
         if has_read:
-            desk.delays.shards[0].policies.refresh()
-        desk.dispatcher.take([Entry(1, 0, desk.delays.clock.now_us())])
-        desk.dispatcher.pump()
+            runtime.delays.shards[0].policies.refresh()
+        runtime.dispatcher.take([Entry(1, 0, runtime.delays.clock.now_us())])
+        runtime.dispatcher.pump()
     assert [bool(job.policies) for job in sent] == [False, True]
     assert sent[0].policies is None
 
@@ -315,52 +343,62 @@ def test_the_chunks_of_a_worker_that_has_read_no_policies_yet_say_so(
 def test_others_are_asked_once_to_go_on_with_what_a_worker_was_working_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk = desk_of_two_shards(tmp_path)
+    runtime = runtime_of_two_shards(tmp_path)
     asked: list[tuple[str, list[int], int]] = []
     monkeypatch.setattr(
-        desk.delays.inline_timer,
+        runtime.delays.inline_timer,
         "drain",
-        lambda queue, priorities, tokens, expires_s, shard: asked.append((queue, list(priorities), shard)),
+        lambda queue, priorities, tokens, expires_s, shard: asked.append(
+            (queue, list(priorities), shard)
+        ),
     )
-    desk.dispatcher.drain("default", [5, 0], 1)
-    with desk.dispatcher._lock:
-        desk.dispatcher.lanes[0].lines.heard([Opening("mail", "test.note", 0)])
-    desk.stop()
-    desk.stop()
+    runtime.dispatcher.drain("default", [5, 0], 1)
+    with runtime.dispatcher._lock:
+        runtime.dispatcher.lanes[0].lines.heard([WaitlistState("mail", "test.note", 0)])
+    runtime.stop()
+    runtime.stop()
     assert asked == [("mail", [], 0), ("default", [0, 5], 1)]
 
 
 def test_an_entry_waits_by_the_clock_of_its_own_database(tmp_path: Path) -> None:
-    desk = desk_of_two_shards(tmp_path)
-    delays = desk.delays
+    runtime = runtime_of_two_shards(tmp_path)
+    delays = runtime.delays
     first, second = (ManualClock(datetime(2030, 1, 1, tzinfo=timezone.utc)) for _ in range(2))
     second.advance(3600)
-    for lane, clock in zip(desk.dispatcher.lanes, (first, second), strict=True):
+    for lane, clock in zip(runtime.dispatcher.lanes, (first, second), strict=True):
         lane.clock = clock
     object.__setattr__(delays.shards[0], "clock", first)
     held: list[tuple[int, int]] = []
-    desk.wheel.add = lambda entries: held.extend((due_us, entry.due_us) for _, due_us, entry in entries)  # type: ignore[method-assign]
+    runtime.wheel.add = lambda entries: held.extend(
+        (due_us, entry.due_us) for _, due_us, entry in entries
+    )  # type: ignore[method-assign]
     now = [first.now_us(), second.now_us()]
-    entries = [Entry(1 << 60 | shard << COUNTER_BITS, 0, now[shard] + 5_000_000) for shard in (0, 1)]
-    desk.hold(entries)
-    assert [due_us for due_us, _ in held] == [now[0] + 5_000_000] * 2, "both in five seconds, as the wheel counts"
-    assert [own for _, own in held] == [entry.due_us for entry in entries], "sent back, it says what it said"
-    desk.hold([entries[1]._replace(due_us=now[0] + 5_000_000)])
-    assert desk.dispatcher.waiting == 1, "due an hour ago"
+    entries = [
+        Entry(1 << 60 | shard << COUNTER_BITS, 0, now[shard] + 5_000_000) for shard in (0, 1)
+    ]
+    runtime.hold(entries)
+    assert [due_us for due_us, _ in held] == [now[0] + 5_000_000] * 2, (
+        "both in five seconds, as the wheel counts"
+    )
+    assert [own for _, own in held] == [entry.due_us for entry in entries], (
+        "sent back, it says what it said"
+    )
+    runtime.hold([entries[1]._replace(due_us=now[0] + 5_000_000)])
+    assert runtime.dispatcher.waiting == 1, "due an hour ago"
 
 
 def test_a_sweep_is_of_every_shard(tmp_path: Path) -> None:
-    desk = desk_of_two_shards(tmp_path, houses=2)
-    desk.sweep(1)
-    assert [sweeping._asked for sweeping in desk._sweepings] == [{1}, {1}]
+    runtime = runtime_of_two_shards(tmp_path, houses=2)
+    runtime.sweep(1)
+    assert [sweeping._asked for sweeping in runtime._sweepings] == [{1}, {1}]
 
 
 def test_an_entry_far_beyond_the_horizon_is_not_held(tmp_path: Path) -> None:
-    desk = make_desk(tmp_path)
-    now = desk.delays.clock.now_us()
-    desk.hold([Entry(1, 0, now + 20_000_000), Entry(2, 0, now + 10**13)])
-    assert len(desk.wheel) == 1
-    assert desk.delays.events.counts["message.refused"] == 1
+    runtime = make_runtime(tmp_path)
+    now = runtime.delays.clock.now_us()
+    runtime.hold([Entry(1, 0, now + 20_000_000), Entry(2, 0, now + 10**13)])
+    assert len(runtime.wheel) == 1
+    assert runtime.delays.events.counts["message.refused"] == 1
 
 
 class Forgotten:
@@ -378,7 +416,7 @@ class Forgotten:
 def test_a_chunk_that_the_pool_forgot_is_sent_again_and_at_a_warm_stop_to_others(
     at_work: AtWork, monkeypatch: pytest.MonkeyPatch, is_warm: bool
 ) -> None:
-    desk = at_work.desk
+    runtime = at_work.runtime
     sent: list[tuple[Entry, ...]] = []
     sent_back: list[Entry] = []
 
@@ -386,15 +424,19 @@ def test_a_chunk_that_the_pool_forgot_is_sent_again_and_at_a_warm_stop_to_others
         sent.append(args[0].entries)
         return Forgotten()
 
-    monkeypatch.setattr(desk.dispatcher._pool._celerys, "apply_async", apply_async)
-    monkeypatch.setattr(desk.delays.inline_timer, "arm", lambda entries: sent_back.extend(entries) or True)
-    entry = Entry(1, 0, desk.delays.clock.now_us() + 60_000_000)
-    desk.connected()
-    desk.dispatcher.take([entry])
-    wait_until(lambda: len(sent) == 1 and desk.dispatcher._pool.sent, 5, "its chunk to be sent")
-    desk.connected()
-    wait_until(lambda: len(sent) == 2 and desk.dispatcher._pool.sent, 5, "it to be sent again")
-    desk.stop(is_warm)
+    monkeypatch.setattr(runtime.dispatcher._pool._celerys, "apply_async", apply_async)
+    monkeypatch.setattr(
+        runtime.delays.inline_timer, "arm", lambda entries: sent_back.extend(entries) or True
+    )
+    entry = Entry(1, 0, runtime.delays.clock.now_us() + 60_000_000)
+    runtime.connected()
+    runtime.dispatcher.take([entry])
+    wait_until(lambda: len(sent) == 1 and runtime.dispatcher._pool.sent, 5, "its chunk to be sent")
+    runtime.connected()
+    wait_until(lambda: len(sent) == 2 and runtime.dispatcher._pool.sent, 5, "it to be sent again")
+    runtime.stop(is_warm)
     assert sent == [(entry,)] * 2
     assert sent_back == [entry] * is_warm
-    assert len(desk.dispatcher.in_flight) == 1, "its lease is renewed, should a process have it after all"
+    assert len(runtime.dispatcher.in_flight) == 1, (
+        "its lease is renewed, should a process have it after all"
+    )

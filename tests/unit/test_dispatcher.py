@@ -13,18 +13,18 @@ import pytest
 from billiard.einfo import ExceptionInfo
 from billiard.exceptions import WorkerLostError
 
+from delaytasks.core.capacity import WaitlistState
 from delaytasks.core.clock import ManualClock
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.ids import COUNTER_BITS, shard_of
-from delaytasks.core.lines import Opening
-from delaytasks.core.ports import Entry
+from delaytasks.core.interfaces import Entry
 from delaytasks.core.settings import Settings
-from delaytasks.engine.runner import Report
-from delaytasks.worker import lane
+from delaytasks.execution.runner import Report
 from delaytasks.worker import pool as pool_module
-from delaytasks.worker.dispatcher import Dispatcher, Left
-from delaytasks.worker.failing import MOST_FAILURES
+from delaytasks.worker import shard_queue as lane
+from delaytasks.worker.dispatcher import Dispatcher, DispatcherState
+from delaytasks.worker.failing_processes import MOST_FAILURES
 from delaytasks.worker.job import Job
 from tests.waiting import wait_until
 
@@ -121,7 +121,9 @@ def test_what_is_late_is_left_to_the_table_though_the_pool_is_busy(bench: Bench)
     assert bench.pool.jobs[-1][0].drain == "default"
 
 
-def test_what_is_late_waits_longer_where_the_table_has_a_backlog_in_front_of_it(bench: Bench) -> None:
+def test_what_is_late_waits_longer_where_the_table_has_a_backlog_in_front_of_it(
+    bench: Bench,
+) -> None:
     bench.dispatcher.drain("default", [0])
     bench.pool.end(Report(10, 10, 0.01, is_full=True))  # it is deep: both processes are at it
     grace_s = Settings().grace_s
@@ -135,7 +137,9 @@ def test_what_is_late_waits_longer_where_the_table_has_a_backlog_in_front_of_it(
     bench.dispatcher.take(bench.entries(5, start=100) + mail)
     bench.clock.advance(grace_s + 0.1)
     bench.dispatcher.take([])
-    assert bench.events.counts["entry.late"] == 3, "those of a queue without a backlog go to the table"
+    assert bench.events.counts["entry.late"] == 3, (
+        "those of a queue without a backlog go to the table"
+    )
     bench.clock.advance(lane.BACKLOG_S)
     bench.dispatcher.take([])
     assert bench.events.counts["entry.late"] == 8
@@ -164,7 +168,9 @@ def test_fresh_tasks_and_a_backlog_take_turns() -> None:
     assert kinds == ["fresh", "old", "fresh", "old"]
 
 
-def test_a_drain_that_a_slow_row_holds_up_goes_on_in_the_free_processes_without_being_asked(hands: Hands) -> None:
+def test_a_drain_that_a_slow_row_holds_up_goes_on_in_the_free_processes_without_being_asked(
+    hands: Hands,
+) -> None:
     """Until one of them finds the queue empty. Each look doubles the number of processes at most."""
     bench = Bench()
     bench.pool.limit = 8
@@ -172,7 +178,9 @@ def test_a_drain_that_a_slow_row_holds_up_goes_on_in_the_free_processes_without_
     assert len(bench.pool.jobs) == 1, "it is not known to be deep"
     for processes in (2, 4, 8, 8):
         hands.at += lane.HELD_UP_S + 0.01
-        wait_until(lambda count=processes: len(bench.pool.jobs) == count, 5, f"{processes} processes at it")  # type: ignore[misc]
+        wait_until(
+            lambda count=processes: len(bench.pool.jobs) == count, 5, f"{processes} processes at it"
+        )  # type: ignore[misc]
         bench.dispatcher.pump()
         assert len(bench.pool.jobs) == processes, "the new ones have just begun"
     for _ in range(8):
@@ -200,7 +208,9 @@ def test_an_empty_queue_behind_a_slow_row_is_looked_at_once(hands: Hands) -> Non
     assert bench.pool.jobs == []
 
 
-def test_a_chunk_that_ends_late_does_not_end_a_drain_that_was_asked_for_after_it(hands: Hands) -> None:
+def test_a_chunk_that_ends_late_does_not_end_a_drain_that_was_asked_for_after_it(
+    hands: Hands,
+) -> None:
     bench = Bench()
     bench.dispatcher.drain("default", [0])
     hands.at += lane.HELD_UP_S + 0.01
@@ -214,7 +224,9 @@ def test_a_chunk_that_ends_late_does_not_end_a_drain_that_was_asked_for_after_it
     assert [job.drain for job, _, _ in bench.pool.jobs] == ["default"]
 
 
-def test_a_drain_goes_on_after_a_process_of_it_died_and_ends_with_the_database(hands: Hands) -> None:
+def test_a_drain_goes_on_after_a_process_of_it_died_and_ends_with_the_database(
+    hands: Hands,
+) -> None:
     bench = Bench()
     bench.dispatcher.drain("default", [0])
     _, _, lost = bench.pool.jobs.pop()
@@ -261,7 +273,7 @@ def test_a_process_that_died_says_nothing_of_the_database(hands: Hands) -> None:
     except WorkerLostError:
         lost(ExceptionInfo())
     wait_until(lambda: bench.pool.jobs, 5, "the next chunk")
-    assert bench.dispatcher.doubts.info()[0]["is_up"]
+    assert bench.dispatcher.shard_health.info()[0]["is_up"]
     assert bench.events.counts["chunk.failed"] == 1
 
 
@@ -277,24 +289,38 @@ class Processes:
 @pytest.mark.parametrize("is_the_databases", [False, True])
 @pytest.mark.parametrize("others_succeed", [False, True])
 def test_a_process_in_which_every_chunk_fails_is_replaced_unless_it_may_be_the_database(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, hands: Hands, is_the_databases: bool, others_succeed: bool
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    hands: Hands,
+    is_the_databases: bool,
+    others_succeed: bool,
 ) -> None:
     processes = Processes(bench, monkeypatch, 1, 2)
     for _ in range(MOST_FAILURES):
         assert processes.ended == []
         hands.at += 60
         bench.dispatcher.take(bench.entries(2))
-        bench.pool.end(Report(error="RecursionError: too deep", pid=1, is_stores_error=is_the_databases))
-        bench.pool.end(Report(1, 1, 0.01, pid=2) if others_succeed else Report(error="away", is_stores_error=True))
+        bench.pool.end(
+            Report(error="RecursionError: too deep", pid=1, is_stores_error=is_the_databases)
+        )
+        bench.pool.end(
+            Report(1, 1, 0.01, pid=2)
+            if others_succeed
+            else Report(error="away", is_stores_error=True)
+        )
     assert processes.ended == ([] if is_the_databases and not others_succeed else [1])
 
 
-def test_a_process_in_which_some_chunks_fail_stays(bench: Bench, monkeypatch: pytest.MonkeyPatch, hands: Hands) -> None:
+def test_a_process_in_which_some_chunks_fail_stays(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, hands: Hands
+) -> None:
     processes = Processes(bench, monkeypatch, 1)
     for number in range(3 * MOST_FAILURES):
         hands.at += 60
         bench.dispatcher.take(bench.entries(1))
-        bench.pool.end(Report(error="RecursionError: too deep" if number % MOST_FAILURES else "", pid=1))
+        bench.pool.end(
+            Report(error="RecursionError: too deep" if number % MOST_FAILURES else "", pid=1)
+        )
     assert processes.ended == []
 
 
@@ -356,7 +382,9 @@ def test_a_chunk_that_the_pool_forgets_with_the_broker_is_remembered_or_holds_no
     assert len(bench.dispatcher.in_flight) == (2 if is_written else 1)
     bench.dispatcher.take(bench.entries(5, start=100))
     assert len(bench.pool.jobs) == (2 if is_written else 3)
-    bench.pool.end(Report(10, 10, 0.05))  # it comes after all, or its process is long at something else
+    bench.pool.end(
+        Report(10, 10, 0.05)
+    )  # it comes after all, or its process is long at something else
     assert bench.events.counts["chunk.failed"] == 0
 
 
@@ -376,7 +404,11 @@ def test_a_job_has_no_limits_of_celerys(bench: Bench) -> None:
     result = Result()
     bench.pool.apply_async = lambda *args, **options: result  # type: ignore[method-assign]
     bench.dispatcher.take(bench.entries(1))
-    assert (result._on_timeout_set, result._timeout, result._soft_timeout) == (None, float("inf"), float("inf"))
+    assert (result._on_timeout_set, result._timeout, result._soft_timeout) == (
+        None,
+        float("inf"),
+        float("inf"),
+    )
 
 
 def test_early_entries_go_back_to_the_wheel(bench: Bench) -> None:
@@ -424,17 +456,19 @@ def test_a_process_that_will_be_busy_for_long_makes_no_room(bench: Bench) -> Non
     bench.clock.advance(0.5)
     assert bench.dispatcher.room() == 0, "its chunk takes longer than the time box"
     bench.pool.end(Report(10, 10, 10.0))
-    assert bench.dispatcher.room() == 1, "a second each: the free process takes one, and the next one when that is over"
+    assert bench.dispatcher.room() == 1, (
+        "a second each: the free process takes one, and the next one when that is over"
+    )
     bench.dispatcher.take(bench.entries(1, start=100))
     assert bench.dispatcher.room() == 0
 
 
 def test_whoever_waits_for_room_is_told_when_a_chunk_ends(bench: Bench) -> None:
-    rooms: list[int] = []
+    capacity: list[int] = []
     bench.dispatcher.take(bench.entries(40))
-    bench.dispatcher.on_room = lambda: rooms.append(bench.dispatcher.room())
+    bench.dispatcher.on_room = lambda: capacity.append(bench.dispatcher.room())
     bench.pool.end(Report(10, 10, 0.01))
-    assert rooms[-1] > 0
+    assert capacity[-1] > 0
 
 
 def test_a_closed_dispatcher_hands_out_what_waits_and_starts_no_more(bench: Bench) -> None:
@@ -445,16 +479,20 @@ def test_a_closed_dispatcher_hands_out_what_waits_and_starts_no_more(bench: Benc
 
 
 def test_what_a_chunk_found_after_all_was_closed_is_left_to_others(bench: Bench) -> None:
-    left: list[Left] = []
+    left: list[DispatcherState] = []
     bench.dispatcher.on_left = left.append
     bench.dispatcher.take(bench.entries(12))
-    bench.pool.end(Report(10, 10, 0.001, lines=(Opening("default", "test.first"),)))
+    bench.pool.end(Report(10, 10, 0.001, lines=(WaitlistState("default", "test.first"),)))
     assert not left, "we go on with them"
     bench.dispatcher.close()
     tags = "test.first", "test.second"
     [early] = bench.entries(1, start=50)
-    bench.pool.end(Report(2, 2, 0.001, early=(early,), lines=tuple(Opening("default", tag) for tag in tags)))
-    assert left == [Left([early], [("default", set(), 0)])]
+    bench.pool.end(
+        Report(
+            2, 2, 0.001, early=(early,), lines=tuple(WaitlistState("default", tag) for tag in tags)
+        )
+    )
+    assert left == [DispatcherState([early], [("default", set(), 0)])]
     assert not bench.rearmed, "the wheel has stopped"
 
 
@@ -467,7 +505,10 @@ def test_a_chunk_has_rows_of_one_shard_and_shards_take_turns() -> None:
     bench.pool.end(Report(10, 10, 0.05))
     bench.pool.end(Report(10, 10, 0.05))
     assert [job.shard for job, _, _ in bench.pool.jobs] == [0, 1]
-    assert [{shard_of(entry.id) for entry in job.entries} for job, _, _ in bench.pool.jobs] == [{0}, {1}]
+    assert [{shard_of(entry.id) for entry in job.entries} for job, _, _ in bench.pool.jobs] == [
+        {0},
+        {1},
+    ]
 
 
 class Hands:
@@ -494,12 +535,18 @@ def test_a_shard_that_failed_gets_no_chunk_until_it_answers_and_others_do(hands:
     def refuse() -> None:
         raise StoreUnavailableError("shard 1 is away", 1)
 
-    assert not bench.dispatcher.doubts.hear(1, refuse)
-    assert not bench.dispatcher.doubts.hear(1, refuse)
-    assert (bench.events.counts["store.down"], bench.dispatcher.doubts.info()[1]["is_up"]) == (1, False)
+    assert not bench.dispatcher.shard_health.hear(1, refuse)
+    assert not bench.dispatcher.shard_health.hear(1, refuse)
+    assert (
+        bench.events.counts["store.down"],
+        bench.dispatcher.shard_health.info()[1]["is_up"],
+    ) == (1, False)
     hands.at += 1
-    assert bench.dispatcher.doubts.hear(1, lambda: None)
-    assert (bench.events.counts["store.up"], bench.dispatcher.doubts.info()[1]["is_up"]) == (1, True)
+    assert bench.dispatcher.shard_health.hear(1, lambda: None)
+    assert (bench.events.counts["store.up"], bench.dispatcher.shard_health.info()[1]["is_up"]) == (
+        1,
+        True,
+    )
     assert [job.shard for job, _, _ in bench.pool.jobs] == [0, 1]
 
 
@@ -510,11 +557,11 @@ def test_a_shard_that_owes_an_answer_gets_no_chunk(hands: Hands) -> None:
 
     def never(waits_s: float, jobs: int) -> None:
         hands.at += waits_s
-        bench.dispatcher.doubts.tell_silent()
+        bench.dispatcher.shard_health.tell_silent()
         bench.dispatcher.take(bench.entries_of(1, 1))
         assert len(bench.pool.jobs) == jobs
 
-    assert bench.dispatcher.doubts.hear(1, lambda: (never(1, 2), never(2, 2)))
+    assert bench.dispatcher.shard_health.hear(1, lambda: (never(1, 2), never(2, 2)))
     assert (bench.events.counts["store.down"], bench.events.counts["store.up"]) == (1, 1)
     assert len(bench.pool.jobs) == 3, "it answered"
 
@@ -528,16 +575,18 @@ def test_a_shard_leaves_the_last_process_to_the_others(hands: Hands) -> None:
     assert [job.shard for job, _, _ in bench.pool.jobs] == [0, 0, 1]
 
 
-def test_a_shard_that_answers_has_the_last_process_too_when_its_chunks_take_long(hands: Hands) -> None:
+def test_a_shard_that_answers_has_the_last_process_too_when_its_chunks_take_long(
+    hands: Hands,
+) -> None:
     bench = Bench(shards=2)
     bench.dispatcher.take(bench.entries_of(0, 100))
     hands.at += 0.5
-    bench.dispatcher.doubts.hear(0, lambda: None)
+    bench.dispatcher.shard_health.hear(0, lambda: None)
     assert len(bench.pool.jobs) == 1, "it answered, but that chunk may be at its claim"
     hands.at += 1
     bench.dispatcher.take(bench.entries_of(0, 1))
     assert len(bench.pool.jobs) == 1, "nobody knows whether it answers still"
-    bench.dispatcher.doubts.hear(0, lambda: None)
+    bench.dispatcher.shard_health.hear(0, lambda: None)
     assert [job.shard for job, _, _ in bench.pool.jobs] == [0, 0]
 
 
@@ -547,7 +596,7 @@ def test_with_one_shard_nobody_asks_and_no_process_is_left(hands: Hands, bench: 
 
     bench.dispatcher.take(bench.entries(100))
     assert len(bench.pool.jobs) == 2
-    assert bench.dispatcher.doubts.hear(0, fail)
+    assert bench.dispatcher.shard_health.hear(0, fail)
     bench.pool.end("StoreUnavailableError: away")
     hands.at += 1
     bench.dispatcher.take([])
@@ -570,7 +619,9 @@ def test_entries_of_a_shard_that_is_not_known_yet_are_left_to_others() -> None:
 # -- processors that take many rows at once -------------------------------------------------------
 
 
-def test_rows_that_a_processor_takes_at_once_stay_together_though_other_processes_are_free(bench: Bench) -> None:
+def test_rows_that_a_processor_takes_at_once_stay_together_though_other_processes_are_free(
+    bench: Bench,
+) -> None:
     bench.dispatcher.take(bench.entries(10))
     assert bench.sizes() == [5, 5]
     bench.pool.end(Report(5, 5, 5 * 0.001, wanted=40))
@@ -583,7 +634,9 @@ def test_rows_that_a_processor_takes_at_once_stay_together_though_other_processe
     assert bench.sizes() == [30, 30], "others came meanwhile, who are shared"
 
 
-def test_a_chunk_has_as_many_rows_as_can_start_at_once_though_one_takes_longer_than_the_time_box(bench: Bench) -> None:
+def test_a_chunk_has_as_many_rows_as_can_start_at_once_though_one_takes_longer_than_the_time_box(
+    bench: Bench,
+) -> None:
     bench.dispatcher.take(bench.entries(10))
     bench.pool.end(Report(5, 5, 5 * 0.2, wanted=30))
     bench.pool.end(Report(5, 5, 5 * 0.2, wanted=30))

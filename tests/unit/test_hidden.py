@@ -16,9 +16,9 @@ from sqlalchemy import URL
 from delaytasks import DelayTasks
 from delaytasks.core.encryption import new_key
 from delaytasks.core.errors import ConfigError
-from delaytasks.core.hidden import Secret, mask_secret, mask_url
+from delaytasks.core.masking import Secret, mask_secret, mask_url
 from delaytasks.core.settings import load_settings
-from delaytasks.timers.redisplace import redis_place
+from delaytasks.timers.redis_location import redis_location
 
 WORD = "sEcReT-cAnArY"
 SIGNING = "whsec_" + base64.b64encode((WORD * 2).encode()).decode()
@@ -61,7 +61,8 @@ def test_what_is_no_secret_can_be_read() -> None:
     ):
         assert mask_url(url) == mask_secret(url) == url
     assert (
-        mask_url(f"postgresql://shop:{WORD}@h/shop?sslmode=require") == "postgresql://shop:***@h/shop?sslmode=require"
+        mask_url(f"postgresql://shop:{WORD}@h/shop?sslmode=require")
+        == "postgresql://shop:***@h/shop?sslmode=require"
     )
     assert mask_secret("") == ""
     assert mask_secret("localhost:6379") == "***", "nobody can tell what it is"
@@ -74,17 +75,19 @@ def test_a_secret_is_a_text_like_any_other() -> None:
     assert WORD not in repr(vars(load_settings)) + repr({secret: [secret]})
 
 
-@pytest.mark.parametrize("url", [f":{WORD}@h:6379/0", WORD, f"redi://:{WORD}@h", f"redis://:{WORD}@h:x/0"])
+@pytest.mark.parametrize(
+    "url", [f":{WORD}@h:6379/0", WORD, f"redi://:{WORD}@h", f"redis://:{WORD}@h:x/0"]
+)
 def test_a_redis_url_that_is_wrong_is_not_shown(url: str) -> None:
     """Neither by the error, nor by its traceback with the local variables, as error reporters send it."""
     for given, broker in ((url, ""), ("", url)):
         with pytest.raises(ConfigError) as caught:
-            redis_place(given, broker)
+            redis_location(given, broker)
         assert WORD not in str(caught.value)
     settings = load_settings({"delaytasks_redis_url": url}, {})
     assert WORD not in repr(settings.effective())
     with pytest.raises(ConfigError) as caught:
-        redis_place(settings.redis_url, "")
+        redis_location(settings.redis_url, "")
     frames = [frame for frame in traceback.StackSummary.extract(
         traceback.walk_tb(caught.value.__traceback__), capture_locals=True
     ) if Path(frame.filename).parent.name == "timers"]  # fmt: skip
@@ -107,8 +110,13 @@ def everything(start: object) -> Iterable[tuple[str, object]]:
         elif isinstance(found, (list, tuple, set, frozenset)) and not isinstance(found, URL):
             left += [(f"{way}[]", each) for each in found]
         elif type(found).__module__.startswith("delaytasks"):
-            slots = [name for kind in type(found).__mro__ for name in getattr(kind, "__slots__", ())]
-            held = {**getattr(found, "__dict__", {}), **{name: getattr(found, name, None) for name in slots}}
+            slots = [
+                name for kind in type(found).__mro__ for name in getattr(kind, "__slots__", ())
+            ]
+            held = {
+                **getattr(found, "__dict__", {}),
+                **{name: getattr(found, name, None) for name in slots},
+            }
             left += [(f"{way}.{name}", each) for name, each in held.items()]
 
 
@@ -126,7 +134,10 @@ def test_nothing_that_is_reachable_from_delays_shows_a_secret(tmp_path: Path) ->
     before = [repr(vars(delays))]
     assert delays.settings.redis_url == f"redis://:{WORD}@h/0", "it can still be used"
     assert all(WORD in shard.url for shard in delays.shards)
-    assert [store.database.auto.url.password for store in delays.routes.databases.stores] == [WORD, WORD]
+    assert [store.database.auto.url.password for store in delays.routes.databases.stores] == [
+        WORD,
+        WORD,
+    ]
     shown = {way: repr(found) for way, found in everything(delays)}
     assert len(shown) > 200
     leaks = {way: text for way, text in shown.items() if any(secret in text for secret in SECRETS)}
@@ -136,7 +147,11 @@ def test_nothing_that_is_reachable_from_delays_shows_a_secret(tmp_path: Path) ->
 
 
 def test_a_wrong_setting_shows_no_secret_in_its_traceback() -> None:
-    for wrong in ({"encryption_keys": [WORD]}, {"callback_secrets": [WORD]}, {"database_url": [f"x://:{WORD}@h"]}):
+    for wrong in (
+        {"encryption_keys": [WORD]},
+        {"callback_secrets": [WORD]},
+        {"database_url": [f"x://:{WORD}@h"]},
+    ):
         delays = DelayTasks(Celery("wrong", broker="memory://", set_as_current=False), **wrong)
         assert WORD not in repr(vars(delays))
         with pytest.raises(ConfigError) as caught:

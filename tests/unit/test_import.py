@@ -27,10 +27,10 @@ OTHERS = (
     "delaytasks.cli",
     "delaytasks.contrib",
     "delaytasks.embedded",
-    "delaytasks.engine.runner",
+    "delaytasks.execution.runner",
 )
 #: What is loaded with the first call that schedules, or looks something up.
-WITH_THE_FIRST_CALL = ("delaytasks.parts", "delaytasks.routes", "delaytasks.store")
+WITH_THE_FIRST_CALL = ("delaytasks.wiring", "delaytasks.sharding.router", "delaytasks.storage")
 SCHEDULE = """
 from celery import Celery
 from delaytasks import DelayTasks
@@ -51,10 +51,16 @@ with contextlib.redirect_stdout(io.StringIO()):
 def loaded_by(code: str, others: tuple[str, ...] = OTHERS) -> set[str]:
     """Those of `others` that a fresh interpreter has after `code` and did not have after `import celery`."""
     script = f"import sys, celery, sqlalchemy\nbefore = set(sys.modules)\n{code}\nprint(*(set(sys.modules) - before))"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+    )
     names = run.stdout.split()
     assert "delaytasks.app" in names
-    return {other for other in others if any(name == other or name.startswith(f"{other}.") for name in names)}
+    return {
+        other
+        for other in others
+        if any(name == other or name.startswith(f"{other}.") for name in names)
+    }
 
 
 def test_importing_loads_nothing_that_only_others_need() -> None:
@@ -67,8 +73,15 @@ def test_a_process_that_schedules_loads_neither_alembic_nor_other_drivers(tmp_pa
 
 
 @pytest.mark.parametrize("command", ["stats", "check"])
-def test_commands_that_only_read_load_no_alembic(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_that_only_read_load_no_alembic(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DELAYTASKS_DATABASE_URL", f"sqlite:///{tmp_path / 'shop.sqlite3'}")
-    subprocess.run([sys.executable, "-m", "delaytasks", "db", "upgrade"], check=True, capture_output=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-m", "delaytasks", "db", "upgrade"],
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
     assert "alembic" not in loaded_by(READ.format(command=command))

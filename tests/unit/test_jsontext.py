@@ -13,13 +13,18 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from delaytasks.core import inputs, jsontext
+from delaytasks.core import inputs
+from delaytasks.core import json_text as jsontext
 from delaytasks.core.errors import BodyTooLargeError, DelayTaskError
 from delaytasks.core.inputs import encode_body
-from delaytasks.core.jsontext import dump_flat, dump_json
+from delaytasks.core.json_text import dump_flat, dump_json
 
 Json = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
 )
 
@@ -69,7 +74,9 @@ class Sly(dict[str, Any]):
         return [("shown", 1)]
 
 
-@pytest.mark.parametrize("body", [[Odd.A], {Odd.A: 1}, [Pair(1, 2)], Sly(held=2), [Sly(held=2)]], ids=range(5))
+@pytest.mark.parametrize(
+    "body", [[Odd.A], {Odd.A: 1}, [Pair(1, 2)], Sly(held=2), [Sly(held=2)]], ids=range(5)
+)
 def test_a_body_of_subclasses_is_written_as_the_standard_library_does(body: Any) -> None:
     assert encode_body(body, 1000) == json.dumps(body, separators=(",", ":"))
 
@@ -107,13 +114,24 @@ def test_a_flat_body_is_written_or_refused_as_any_other(body: Any) -> None:
 
 
 def test_only_small_flat_bodies_of_plain_values_are_written_at_once() -> None:
-    assert dump_flat({"a": 1, "é": "ü", "n": None, "x": -0.5}) == '{"a":1,"é":"ü","n":null,"x":-0.5}'
+    assert (
+        dump_flat({"a": 1, "é": "ü", "n": None, "x": -0.5}) == '{"a":1,"é":"ü","n":null,"x":-0.5}'
+    )
     text = "x" * 1000
-    for body in ({"a": text}, dict.fromkeys(map(str, range(1000)), 1), {"a": []}, [1], {"a": Colour.RED}, {"a": "\\"}):
+    for body in (
+        {"a": text},
+        dict.fromkeys(map(str, range(1000)), 1),
+        {"a": []},
+        [1],
+        {"a": Colour.RED},
+        {"a": "\\"},
+    ):
         assert dump_flat(body) is None
 
 
-def test_a_body_that_holds_one_text_many_times_is_refused_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_holds_one_text_many_times_is_refused_before_it_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(*arguments: Any, **options: Any) -> None:
         raise AssertionError("it is written")
 

@@ -8,17 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delaytasks.core.lines import ANY, LOOK_S, Opening, Pace, Room
-from delaytasks.worker import lines
-from delaytasks.worker.lines import AGAIN_S, Key, Lines, Turn
+from delaytasks.core.capacity import ANY, LOOK_S, Room, StartPace, WaitlistState
+from delaytasks.worker import waitlists as lines
+from delaytasks.worker.waitlists import AGAIN_S, Key, Turn, Waitlists
 
 MAIL, SLOW = ("default", "mail"), ("slow", "mail")
 
 
 @given(st.integers(1, 300), st.sampled_from([0.5, 1.0, 60.0]), st.integers(0, 2**32))
-def test_no_window_has_more_starts_than_the_rate_says(rate: int, period_s: float, seed: int) -> None:
+def test_no_window_has_more_starts_than_the_rate_says(
+    rate: int, period_s: float, seed: int
+) -> None:
     """Whenever somebody asks, and however many he takes."""
-    pace, chance = Pace.of(rate, period_s), random.Random(seed)
+    pace, chance = StartPace.of(rate, period_s), random.Random(seed)
     now, next_start, starts = 0.0, 0.0, list[float]()
     while now < 2.5 * period_s:
         now += chance.choice([pace.interval_s / 7, pace.interval_s, chance.random() * period_s / 3])
@@ -33,7 +35,7 @@ def test_no_window_has_more_starts_than_the_rate_says(rate: int, period_s: float
 
 @pytest.mark.parametrize(("rate", "period_s"), [(100, 1.0), (5, 60.0), (1, 3600.0), (10_000, 1.0)])
 def test_a_rate_is_reached_to_a_tenth_and_a_little(rate: int, period_s: float) -> None:
-    pace = Pace.of(rate, period_s)
+    pace = StartPace.of(rate, period_s)
     assert 0.86 * rate <= period_s / pace.interval_s <= rate
     assert pace.starts(0.0) == pace.bunch >= 1
     assert pace.starts(pace.most_ahead_s) == 0
@@ -47,11 +49,16 @@ def test_one_process_takes_a_part_of_the_room() -> None:
     assert [Room(places=places).share(100) for places in (0, 1, 2, 10, 1000)] == [0, 1, 1, 1, 100]
     assert Room().share(7) == 7
     room = Room(places=8, per_key=3, running={"a": 3, "b": 1, "": 5})
-    assert (room.for_key("a"), room.for_key("b"), room.for_key("c"), room.for_key("")) == (0, 2, 3, ANY)
+    assert (room.for_key("a"), room.for_key("b"), room.for_key("c"), room.for_key("")) == (
+        0,
+        2,
+        3,
+        ANY,
+    )
     assert room.full_keys == ["a"]
-    room.keep_pace(Pace(1.0, 2), 0.5)
+    room.keep_pace(StartPace(1.0, 2), 0.5)
     assert (room.left, room.share(100), room.look_s) == (1, 1, LOOK_S)
-    room.keep_pace(Pace(1.0, 2), 1.25)
+    room.keep_pace(StartPace(1.0, 2), 1.25)
     assert (room.left, room.share(100), room.look_s) == (0, 0, 0.25)
 
 
@@ -66,54 +73,56 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     return time
 
 
-def line(of: Lines) -> Key | None:
+def line(of: Waitlists) -> Key | None:
     """The line that a free process is sent to."""
     turn = of.next()
     return None if turn is None else turn.line
 
 
 def test_as_many_processes_look_at_a_line_as_would_find_somebody(time: Time) -> None:
-    found = Lines()
+    found = Waitlists()
     assert line(found) is None
-    assert found.heard([Opening(*MAIL, 2), Opening(*SLOW, 1)]) == LOOK_S
+    assert found.heard([WaitlistState(*MAIL, 2), WaitlistState(*SLOW, 1)]) == LOOK_S
     assert sorted([line(found), line(found), line(found)]) == [MAIL, MAIL, SLOW]
     assert line(found) is None
 
 
 def test_each_process_that_ends_leaves_a_place_of_its_own(time: Time) -> None:
-    found = Lines()
-    found.heard([Opening(*MAIL, 2)])
+    found = Waitlists()
+    found.heard([WaitlistState(*MAIL, 2)])
     assert [line(found), line(found)] == [MAIL, MAIL]
-    found.heard([Opening(*MAIL, 1)], MAIL)
-    found.heard([Opening(*MAIL, 1)], MAIL)
+    found.heard([WaitlistState(*MAIL, 1)], MAIL)
+    found.heard([WaitlistState(*MAIL, 1)], MAIL)
     assert [line(found), line(found), line(found)] == [MAIL, MAIL, None]
 
 
 def test_a_full_line_is_looked_at_again_later(time: Time) -> None:
-    found = Lines()
-    assert found.heard([Opening(*MAIL, 0)]) == LOOK_S
-    assert found.heard([Opening(*MAIL, 0)]) is None, "somebody will look already"
-    assert found.heard([Opening(*MAIL, 0, 0.1)]) == 0.1
+    found = Waitlists()
+    assert found.heard([WaitlistState(*MAIL, 0)]) == LOOK_S
+    assert found.heard([WaitlistState(*MAIL, 0)]) is None, "somebody will look already"
+    assert found.heard([WaitlistState(*MAIL, 0, 0.1)]) == 0.1
     assert line(found) is None
     time.now += 0.2
     assert line(found) == MAIL
     assert line(found) is None
     waits = []
     for _ in range(8):
-        waits.append(found.heard([Opening(*MAIL, 0)], MAIL))
+        waits.append(found.heard([WaitlistState(*MAIL, 0)], MAIL))
         assert line(found) is None
         time.now += LOOK_S
         assert line(found) == MAIL
-    assert waits == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, LOOK_S, LOOK_S], "soon, then less and less often"
-    found.heard([Opening(*MAIL, 1)], MAIL)
+    assert waits == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, LOOK_S, LOOK_S], (
+        "soon, then less and less often"
+    )
+    found.heard([WaitlistState(*MAIL, 1)], MAIL)
     assert line(found) == MAIL
-    assert found.heard([Opening(*MAIL, 0)], MAIL) == 0.02
+    assert found.heard([WaitlistState(*MAIL, 0)], MAIL) == 0.02
 
 
 def test_while_processes_run_long_rows_more_and_more_others_look_for_places(time: Time) -> None:
     """A limit may have been raised, and whoever runs a row for minutes says nothing meanwhile."""
-    found = Lines()
-    found.heard([Opening(*MAIL, 1)])
+    found = Waitlists()
+    found.heard([WaitlistState(*MAIL, 1)])
     assert found.next() == Turn(MAIL, is_look=False)
     sent = []
     for _ in range(5):
@@ -126,15 +135,15 @@ def test_while_processes_run_long_rows_more_and_more_others_look_for_places(time
 
 
 def test_looks_in_vain_come_less_and_less_often_and_end_at_one_a_second(time: Time) -> None:
-    found = Lines()
-    found.heard([Opening(*MAIL, 1)])
+    found = Waitlists()
+    found.heard([WaitlistState(*MAIL, 1)])
     assert line(found) == MAIL
     time.now += AGAIN_S
     assert [line(found), line(found), line(found)] == [MAIL, MAIL, None]
-    found.heard([Opening(*MAIL, 0)], MAIL, is_look=True)
+    found.heard([WaitlistState(*MAIL, 0)], MAIL, is_look=True)
     waits = []
     for _ in range(5):
-        waits.append(found.heard([Opening(*MAIL, 0)], MAIL, is_look=True))
+        waits.append(found.heard([WaitlistState(*MAIL, 0)], MAIL, is_look=True))
         assert line(found) is None
         time.now += waits[-1] or 0
         assert [line(found), line(found)] == [MAIL, None]
@@ -142,35 +151,39 @@ def test_looks_in_vain_come_less_and_less_often_and_end_at_one_a_second(time: Ti
 
 
 def test_a_look_that_finds_many_places_calls_as_many_processes(time: Time) -> None:
-    found = Lines()
-    found.heard([Opening(*MAIL, 1)])
+    found = Waitlists()
+    found.heard([WaitlistState(*MAIL, 1)])
     assert line(found) == MAIL
     time.now += AGAIN_S
     assert line(found) == MAIL
-    found.heard([Opening(*MAIL, 3)], MAIL, is_look=True)
-    assert [found.next(), found.next(), found.next()] == [Turn(MAIL, False), Turn(MAIL, False), None]
+    found.heard([WaitlistState(*MAIL, 3)], MAIL, is_look=True)
+    assert [found.next(), found.next(), found.next()] == [
+        Turn(MAIL, False),
+        Turn(MAIL, False),
+        None,
+    ]
 
 
 def test_a_look_that_took_the_last_place_for_a_moment_calls_nobody(time: Time) -> None:
     """One process is enough for quick rows of a tag with a rate: it waits for the next start."""
-    found = Lines()
-    found.heard([Opening(*MAIL, 1)])
+    found = Waitlists()
+    found.heard([WaitlistState(*MAIL, 1)])
     assert line(found) == MAIL
     time.now += AGAIN_S
     assert line(found) == MAIL
-    assert found.heard([Opening(*MAIL, 1)], MAIL, is_look=True) == AGAIN_S
+    assert found.heard([WaitlistState(*MAIL, 1)], MAIL, is_look=True) == AGAIN_S
     assert line(found) is None
 
 
 def test_a_line_that_somebody_saw_in_passing_is_looked_at_unless_it_is_known(time: Time) -> None:
-    found, seen = Lines(), [Opening(*MAIL, None)]
+    found, seen = Waitlists(), [WaitlistState(*MAIL, None)]
     assert found.heard(seen) == LOOK_S
     assert line(found) == MAIL
     assert found.heard(seen) is None
     assert line(found) is None, "somebody is at it"
     waits = []
     for _ in range(3):
-        waits.append(found.heard([Opening(*MAIL, 0)], MAIL))
+        waits.append(found.heard([WaitlistState(*MAIL, 0)], MAIL))
         assert found.heard(seen) is None
         assert line(found) is None, "somebody will look"
         time.now += LOOK_S
@@ -179,8 +192,8 @@ def test_a_line_that_somebody_saw_in_passing_is_looked_at_unless_it_is_known(tim
 
 
 def test_a_line_in_which_nobody_waits_is_forgotten(time: Time) -> None:
-    found = Lines()
-    found.heard([Opening(*MAIL, 3)])
+    found = Waitlists()
+    found.heard([WaitlistState(*MAIL, 3)])
     assert line(found) == MAIL
     assert found.heard([], MAIL) is None
     assert not found
@@ -188,8 +201,8 @@ def test_a_line_in_which_nobody_waits_is_forgotten(time: Time) -> None:
 
 
 def test_a_line_whose_process_failed_is_looked_at_again(time: Time) -> None:
-    found = Lines()
-    found.heard([Opening(*MAIL)])
+    found = Waitlists()
+    found.heard([WaitlistState(*MAIL)])
     assert line(found) == MAIL
     assert found.failed(MAIL) == 0.02
     time.now += LOOK_S
@@ -201,13 +214,13 @@ def test_thousands_of_lines_are_looked_at_less_often_and_never_all_at_once(
 ) -> None:
     monkeypatch.setattr(lines, "MOST_LINES", 30)
     monkeypatch.setattr(lines, "MOST_LOOKS", 6)
-    found, met, looks = Lines(), set[Key](), 0
-    found.heard([Opening("default", f"t{number:05}", 0) for number in range(90)])
+    found, met, looks = Waitlists(), set[Key](), 0
+    found.heard([WaitlistState("default", f"t{number:05}", 0) for number in range(90)])
     for _ in range(100):
         time.now += LOOK_S / 2
         while (key := line(found)) is not None:
             met.add(key)
             looks += 1
-            found.heard([Opening(*key, 0)], key)
+            found.heard([WaitlistState(*key, 0)], key)
     assert len(met) == 30, "the sweep comes by the others"
     assert looks <= 6 * 50 + 5 * 30, "six a second, and the first ones sooner"

@@ -36,7 +36,9 @@ class Work:
         self.reconnected: list[threading.Thread] = []
         self.events = Events()
         self.told: list[dict[str, Any]] = []
-        self.events.subscribe(lambda name, fields: self.told.append(fields) if name == "loop.restarted" else None)
+        self.events.subscribe(
+            lambda name, fields: self.told.append(fields) if name == "loop.restarted" else None
+        )
         self.loop = Loop("work", self.turn, self.events, stuck_s, self.reconnect)
         self.loop.start()
         self.take_turn()
@@ -111,7 +113,9 @@ def test_a_thread_that_died_is_replaced_and_counted(work: Work) -> None:
     assert work.reconnected == []
 
 
-def test_a_thread_that_is_stuck_is_replaced_by_one_with_fresh_connections(work: Work, time: Time) -> None:
+def test_a_thread_that_is_stuck_is_replaced_by_one_with_fresh_connections(
+    work: Work, time: Time
+) -> None:
     stuck = work.take_turn(work.hang)
     time.at += 10
     work.loop.look()
@@ -124,7 +128,9 @@ def test_a_thread_that_is_stuck_is_replaced_by_one_with_fresh_connections(work: 
     assert work.reconnected == [fresh]
 
 
-def test_a_stuck_thread_that_goes_on_after_all_takes_no_further_turn(work: Work, time: Time) -> None:
+def test_a_stuck_thread_that_goes_on_after_all_takes_no_further_turn(
+    work: Work, time: Time
+) -> None:
     stuck = work.take_turn(work.hang)
     turns = work.threads.count(stuck)
     time.at += 11
@@ -225,4 +231,6 @@ def test_nobody_is_stuck_because_the_whole_process_stood_still(work: Work, time:
     assert work.told == []
     time.at += LOOK_S
     watchdog.look()
-    assert [fields["reason"] for fields in work.told] == ["stuck"], "it is, if it does not go on now"
+    assert [fields["reason"] for fields in work.told] == ["stuck"], (
+        "it is, if it does not go on now"
+    )

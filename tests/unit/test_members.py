@@ -7,14 +7,22 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from delaytasks.core.ids import IdMaker
-from delaytasks.core.ports import Entry
-from delaytasks.worker.members import Members
+from delaytasks.core.interfaces import Entry
+from delaytasks.worker.worker_shares import Members
 
 NOW = datetime(2030, 1, 1, tzinfo=timezone.utc)
 
 
-def worker(name: str, size: int = 2, queues: list[str] | None = None, **changes: Any) -> dict[str, Any]:
-    row = {"name": name, "concurrency": size, "queues": queues or ["*"], "pool": "direct/prefork", "seen_at": NOW}
+def worker(
+    name: str, size: int = 2, queues: list[str] | None = None, **changes: Any
+) -> dict[str, Any]:
+    row = {
+        "name": name,
+        "concurrency": size,
+        "queues": queues or ["*"],
+        "pool": "direct/prefork",
+        "seen_at": NOW,
+    }
     return {**row, **changes}
 
 

@@ -15,18 +15,18 @@ from delaytasks import DelayTasks
 from delaytasks.core.availability import REST_S
 from delaytasks.core.clock import Clock, from_us, monotonic, wall_ms
 from delaytasks.core.ids import IdMaker
-from delaytasks.core.ports import Entry
-from delaytasks.engine import chunk
-from delaytasks.engine.runner import Report
-from delaytasks.store import migrations
-from delaytasks.store.database import Database
+from delaytasks.core.interfaces import Entry
+from delaytasks.execution import chunk
+from delaytasks.execution.runner import Report
+from delaytasks.storage import migrations
+from delaytasks.storage.database import Database
 from delaytasks.timers import redis
 from delaytasks.timers.redis import RedisTimer
-from delaytasks.worker import mover
-from delaytasks.worker.desk import Desk
+from delaytasks.worker import redis_poller as redis_poller
+from delaytasks.worker.runtime import WorkerRuntime
 from tests.proxy import Proxy, proxy_to
-from tests.unit.test_desk import Worker
-from tests.unit.test_dispatcher import Pool
+from tests.transaction.test_desk import Worker
+from tests.transaction.test_dispatcher import Pool
 from tests.waiting import wait_until
 
 
@@ -60,9 +60,9 @@ class Post:
         self.worker = Worker()
         self.pool = self.worker.pool = Pool()  # type: ignore[assignment, misc]
         self.delays.processes.queues = ["default"]
-        self.desk = Desk(self.delays, self.worker)
+        self.runtime = WorkerRuntime(self.delays, self.worker)
         self.forgotten = 0
-        self.desk.forget_armed = self._forget  # type: ignore[method-assign]
+        self.runtime.forget_armed = self._forget  # type: ignore[method-assign]
         self.seen: list[str] = []
         self.delays.events.subscribe(lambda name, _: self.seen.append(name))
 
@@ -70,14 +70,14 @@ class Post:
         self.forgotten += 1
 
     def start(self) -> None:
-        self.desk.start()
+        self.runtime.start()
         wait_until(lambda: self.forgotten, 10, "the mover's first look")
 
     def look(self) -> None:
-        mover = self.desk._mover
-        assert mover is not None
-        mover._look_at_all()
-        mover._mover.wake()
+        redis_poller = self.runtime._redis_poller
+        assert redis_poller is not None
+        redis_poller._look_at_all()
+        redis_poller._redis_poller.wake()
 
     def arm(self, ids: range, in_s: float = 0, **fields: Any) -> None:
         due = self.delays.clock.now_us() + int(in_s * 1e6)
@@ -85,7 +85,9 @@ class Post:
 
     def here(self) -> int:
         """How many entries came to this worker and did not leave it."""
-        return self.desk.dispatcher.waiting + sum(len(job.entries) for job, _, _ in self.pool.jobs)
+        return self.runtime.dispatcher.waiting + sum(
+            len(job.entries) for job, _, _ in self.pool.jobs
+        )
 
     def left(self) -> tuple[int, int]:
         """How many wait in Redis, and how many are on their way."""
@@ -113,7 +115,7 @@ class Post:
         return ran
 
     def close(self) -> None:
-        self.desk.stop()
+        self.runtime.stop()
         client = self.timer.link.connect()
         for key in client.scan_iter(f"*{self.delays.settings.namespace}*", count=1000):
             client.delete(key)
@@ -152,11 +154,11 @@ def test_what_is_soon_due_is_brought_ahead_as_far_as_there_is_room_and_starts_on
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead_ms = 1000  # for machines that are busy
-    for module in (mover, redis):
+    for module in (redis_poller, redis):
         monkeypatch.setattr(module, "AHEAD_MS", ahead_ms)
     brought: list[tuple[int, int]] = []
     began: list[int] = []
-    hold, take = post.desk.hold, post.desk.dispatcher.take
+    hold, take = post.runtime.hold, post.runtime.dispatcher.take
 
     def note_hold(entries: Sequence[Entry]) -> None:
         brought.append((post.delays.clock.now_us(), len(entries)))
@@ -166,14 +168,16 @@ def test_what_is_soon_due_is_brought_ahead_as_far_as_there_is_room_and_starts_on
         began.append(post.delays.clock.now_us())
         take(entries)
 
-    post.desk.hold, post.desk.dispatcher.take = note_hold, note_take  # type: ignore[method-assign]
+    post.runtime.hold, post.runtime.dispatcher.take = note_hold, note_take  # type: ignore[method-assign]
     post.start()
     due = post.delays.clock.now_us() + 1_500_000
     post.arm(range(1, 201), in_s=1.5)
     wait_until(lambda: post.here() >= 40, 5, "the first ones")
     ahead = [(at, count) for at, count in brought if count and at < due]
     assert 40 <= sum(count for _, count in ahead) < 50, "one more of each slot at most"
-    assert all(at > due - ahead_ms * 1000 - 1000 for at, _ in ahead), "the others may still be moved or cancelled"
+    assert all(at > due - ahead_ms * 1000 - 1000 for at, _ in ahead), (
+        "the others may still be moved or cancelled"
+    )
     assert min(began) >= due - 1000
 
 
@@ -206,14 +210,14 @@ def test_it_brings_as_much_from_a_database_whose_clock_is_an_hour_ahead(
 def test_what_waits_for_longer_again_since_the_clock_was_set_back_takes_no_room(
     tmp_path: Path, redis_url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (mover, redis):
+    for module in (redis_poller, redis):
         monkeypatch.setattr(module, "AHEAD_MS", 5000)
     clock = SetBack()
     post = Post(tmp_path, redis_url, proxy, [clock])
     try:
         post.start()
         post.arm(range(1, 201), in_s=4)
-        wait_until(lambda: len(post.desk.wheel) >= 40, 5, "what is taken ahead of its time")
+        wait_until(lambda: len(post.runtime.wheel) >= 40, 5, "what is taken ahead of its time")
         clock.back_us = 3_600_000_000
         post.arm(range(201, 211))
         wait_until(lambda: post.here() == 10, 5, "what is due now")
@@ -227,7 +231,9 @@ def test_it_leaves_to_others_what_it_can_not_run_soon(post: Post) -> None:
     wait_until(lambda: len(post.pool.jobs) == 2, 5, "both processes to be busy")
     post.end_chunk(10.0)
     post.arm(range(3, 103))
-    wait_until(lambda: len(post.pool.jobs) == 2 and post.left()[1] == 0, 5, "the free process to take one")
+    wait_until(
+        lambda: len(post.pool.jobs) == 2 and post.left()[1] == 0, 5, "the free process to take one"
+    )
     assert post.here() == 2
     assert post.left() == (99, 0)
 
@@ -244,8 +250,15 @@ def test_it_begins_with_the_highest_priority(post: Post) -> None:
 def test_it_hears_of_an_entry_that_comes_before_all_others(post: Post) -> None:
     post.arm(range(1, 101), 100)
     post.start()
-    wait_until(lambda: post.desk.watchdog.info()["ear"]["is_alive"], 5, "the ear")
-    wait_until(lambda: len(post.desk._mover._next) > 0 and min(post.desk._mover._next.values()) > 0, 5, "it to rest")  # type: ignore[union-attr]
+    wait_until(lambda: post.runtime.watchdog.info()["ear"]["is_alive"], 5, "the ear")
+    wait_until(
+        lambda: (
+            len(post.runtime._redis_poller._next) > 0
+            and min(post.runtime._redis_poller._next.values()) > 0
+        ),
+        5,
+        "it to rest",
+    )  # type: ignore[union-attr]
     post.arm(range(101, 102))
     wait_until(lambda: post.here() == 1, 5, "the entry, long before the next look at everything")
 
@@ -255,7 +268,16 @@ def test_what_others_publish_there_is_ignored_and_counted(post: Post) -> None:
     post.start()
     client, channel = post.timer.link.connect(), post.timer.channel("default")
     slot = post.timer.slots("default")[0].name
-    garbage: list[Any] = [b"", b"x", b"nobody 5", b"\xff\xff", b"a b c", f"{slot} soon", f"{slot} nan", f"{slot} -inf"]
+    garbage: list[Any] = [
+        b"",
+        b"x",
+        b"nobody 5",
+        b"\xff\xff",
+        b"a b c",
+        f"{slot} soon",
+        f"{slot} nan",
+        f"{slot} -inf",
+    ]
     wait_until(lambda: client.publish(channel, garbage[0]), 5, "the ear to listen")
     for other in garbage[1:]:
         assert client.publish(channel, other) == 1
@@ -281,20 +303,20 @@ def test_a_worker_that_stops_puts_back_what_waits_in_it(post: Post) -> None:
     post.start()
     wait_until(lambda: post.here() >= 40 and len(post.pool.jobs) == 2, 5, "the first ones")
     at_work = sum(len(job.entries) for job, _, _ in post.pool.jobs)
-    post.desk.stop()
+    post.runtime.stop()
     assert post.left() == (100 - at_work, 0)
 
 
 def test_what_a_stopping_worker_has_just_handed_on_is_deleted(post: Post) -> None:
     post.start()
-    mover = post.desk._mover
-    assert mover is not None
-    mover._mover.stop()
+    redis_poller = post.runtime._redis_poller
+    assert redis_poller is not None
+    redis_poller._redis_poller.stop()
     post.arm(range(1, 11))
     taken = post.timer.take(dict.fromkeys(post.timer.slots("default"), 10))
     assert post.left() == (0, 10)
-    mover._handed_on = taken or []
-    post.desk.stop()
+    redis_poller._handed_on = taken or []
+    post.runtime.stop()
     assert post.left() == (0, 0)
 
 
@@ -310,11 +332,11 @@ def test_a_mover_is_not_woken_where_there_is_no_room(post: Post) -> None:
     post.start()
     post.arm(range(1, 101))
     wait_until(lambda: post.here() >= 40 and len(post.pool.jobs) == 2, 5, "the first ones")
-    mover = post.desk._mover
-    assert mover is not None
-    mover._mover.wake = lambda: post.seen.append("woken")  # type: ignore[method-assign]
-    mover._is_starved = True
-    post.desk.dispatcher.pump()
+    redis_poller = post.runtime._redis_poller
+    assert redis_poller is not None
+    redis_poller._redis_poller.wake = lambda: post.seen.append("woken")  # type: ignore[method-assign]
+    redis_poller._is_starved = True
+    post.runtime.dispatcher.pump()
     assert "woken" not in post.seen
     while post.pool.jobs:
         post.end_chunk(0.001)
@@ -323,14 +345,14 @@ def test_a_mover_is_not_woken_where_there_is_no_room(post: Post) -> None:
 
 def test_what_could_not_be_handed_on_comes_again(post: Post) -> None:
     post.start()
-    hold, failures = post.desk.hold, [OSError("as asked")]
+    hold, failures = post.runtime.hold, [OSError("as asked")]
 
     def hold_or_fail(entries: Any) -> None:
         if entries and failures:
             raise failures.pop()
         hold(entries)
 
-    post.desk.hold = hold_or_fail  # type: ignore[method-assign]
+    post.runtime.hold = hold_or_fail  # type: ignore[method-assign]
     post.arm(range(1, 2))
     wait_until(lambda: not failures, 5, "the failure")
     wait_until(lambda: post.here() == 1, 10, "what was taken before it")
@@ -356,19 +378,27 @@ def test_near_rows_are_armed_again_when_redis_lost_a_slot(post: Post) -> None:
     for slot in post.timer.slots("default"):
         post.timer.link.connect().delete(*post.timer.keys(slot))
     post.arm(range(1, 2), 100)
-    wait_until(lambda: post.forgotten > before, 5, "the loss to be noticed, by the next entry that is armed")
+    wait_until(
+        lambda: post.forgotten > before,
+        5,
+        "the loss to be noticed, by the next entry that is armed",
+    )
 
 
 @pytest.mark.parametrize("how", ["refuse", "swallow"])
 def test_near_rows_are_armed_again_when_redis_is_back(post: Post, proxy: Proxy, how: str) -> None:
     post.start()
     post.arm(range(1, 2))
-    wait_until(lambda: post.here() == 1 and post.left() == (0, 0), 5, "the first entry, and Redis to be told")
+    wait_until(
+        lambda: post.here() == 1 and post.left() == (0, 0),
+        5,
+        "the first entry, and Redis to be told",
+    )
     before = post.forgotten
     getattr(proxy, how)()
     post.look()
     wait_until(lambda: not post.delays.timer.is_up, 5, "the flag to go down")
-    assert post.desk.info()["timer_is_up"] is False
+    assert post.runtime.info()["timer_is_up"] is False
     post.end_chunk(0.001)
     post.arm(range(2, 3))
     proxy.heal()
@@ -408,14 +438,20 @@ def test_nobody_is_asked_again_and_again_when_nothing_is_due(post: Post) -> None
 
     post.delays.redis_timer.take = counted  # type: ignore[union-attr, method-assign]
     post.start()
-    rests: Callable[[], bool] = lambda: post.desk.watchdog.info()["ear"]["is_alive"] and turns > 0  # noqa: E731
+    rests: Callable[[], bool] = lambda: (  # noqa: E731
+        post.runtime.watchdog.info()["ear"]["is_alive"] and turns > 0
+    )
     wait_until(rests, 5, "the first looks")
     post.arm(range(1, 2), 0.5)
     wait_until(lambda: post.here() == 1, 5, "the entry")
-    assert turns < 10, "at the start, when it is listened, when it was lost, and when the entry is due"
+    assert turns < 10, (
+        "at the start, when it is listened, when it was lost, and when the entry is due"
+    )
 
 
-def test_who_listens_begins_anew_when_a_call_failed_though_nothing_was_heard_of_it(post: Post) -> None:
+def test_who_listens_begins_anew_when_a_call_failed_though_nothing_was_heard_of_it(
+    post: Post,
+) -> None:
     post.start()
     timer = post.delays.redis_timer
     assert timer is not None

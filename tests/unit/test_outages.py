@@ -10,9 +10,9 @@ import pytest
 
 from delaytasks.core.errors import StoreError, StoreUnavailableError
 from delaytasks.core.events import Events
-from delaytasks.worker import outages as outages_module
-from delaytasks.worker.outages import SILENT_S, Outages
-from delaytasks.worker.policies import policy_loop
+from delaytasks.worker import database_outages as outages_module
+from delaytasks.worker.database_outages import SILENT_S, Outages
+from delaytasks.worker.policy_loop import policy_loop
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,9 @@ from delaytasks.worker.policies import policy_loop
         (StoreUnavailableError("connection refused"), True),
     ],
 )
-def test_a_database_that_refuses_is_not_away(monkeypatch: pytest.MonkeyPatch, error: StoreError, is_down: bool) -> None:
+def test_a_database_that_refuses_is_not_away(
+    monkeypatch: pytest.MonkeyPatch, error: StoreError, is_down: bool
+) -> None:
     now = [1000.0]
     monkeypatch.setattr(outages_module, "monotonic", lambda: now[0])
     events, told = Events(), list[str]()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from delaytasks.core.events import Events
-from delaytasks.worker.pace import SLOW_S, Pace
+from delaytasks.worker.database_pace import SLOW_S, DatabasePace
 
 
 def told(*seconds: float) -> list[str]:
     events, names = Events(), list[str]()
     events.subscribe(lambda name, fields: names.append(f"{name} {fields['shard']}"))
-    pace = Pace(events, 2)
+    pace = DatabasePace(events, 2)
     for took in seconds:
         pace.took(took)
     return names
@@ -22,4 +22,8 @@ def test_one_slow_answer_says_nothing() -> None:
 def test_each_change_is_told_once() -> None:
     slow, quick = SLOW_S * 2, SLOW_S / 2
     assert told(slow, slow, slow, slow) == ["store.slow 2"]
-    assert told(slow, slow, quick, quick, slow, slow) == ["store.slow 2", "store.quick 2", "store.slow 2"]
+    assert told(slow, slow, quick, quick, slow, slow) == [
+        "store.slow 2",
+        "store.quick 2",
+        "store.slow 2",
+    ]

@@ -18,8 +18,14 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def results() -> Results:
-    found = Results(machine={"cores": "2"}, sizes={"burst": "20 tasks", "steady_50": "50 tasks a second"})
-    for name, title in (("delaytasks", "delaytasks, `eta`"), ("quick", "Quick & Co"), ("whole", "Whole seconds")):
+    found = Results(
+        machine={"cores": "2"}, sizes={"burst": "20 tasks", "steady_50": "50 tasks a second"}
+    )
+    for name, title in (
+        ("delaytasks", "delaytasks, `eta`"),
+        ("quick", "Quick & Co"),
+        ("whole", "Whole seconds"),
+    ):
         found.systems[name] = {
             "title": title,
             "version": "1.0",
@@ -72,7 +78,9 @@ def _texts(svg: str) -> list[str]:
 
 
 def test_a_picture_has_names_units_and_values() -> None:
-    svg = bars("Burst", "/s", [Bar("a < b", (250.0,), 200, 300), Bar("none", (), instead="can not")])
+    svg = bars(
+        "Burst", "/s", [Bar("a < b", (250.0,), 200, 300), Bar("none", (), instead="can not")]
+    )
     assert _texts(svg) == ["Burst", "/s", "a < b", "250", "none", "can not"]
     assert "-500" in _texts(bars("Lateness", "ms", [Bar("early", (-500.0,))]))
     assert "prefers-color-scheme: dark" in svg
@@ -89,14 +97,21 @@ def _widths(svg: str) -> list[float]:
 def test_bars_are_as_long_as_their_values() -> None:
     one, two = _widths(bars("t", "/s", [Bar("a", (100.0,)), Bar("b", (50.0,))]))
     assert one == pytest.approx(2 * two)
-    hundred, ten, one = _widths(bars("t", "ms", [Bar(n, (v,)) for n, v in (("a", 100), ("b", 10), ("c", 1))], True))
+    hundred, ten, one = _widths(
+        bars("t", "ms", [Bar(n, (v,)) for n, v in (("a", 100), ("b", 10), ("c", 1))], True)
+    )
     assert hundred - ten == pytest.approx(ten - one, abs=0.2)
 
 
 def test_early_tasks_and_values_beside_the_scale_stay_inside_the_picture() -> None:
     for by_tens in (False, True):
         for width in _widths(
-            bars("t", "ms", [Bar("early", (-500.0,)), Bar("none", (0.0,)), Bar("late", (10.0,))], by_tens)
+            bars(
+                "t",
+                "ms",
+                [Bar("early", (-500.0,)), Bar("none", (0.0,)), Bar("late", (10.0,))],
+                by_tens,
+            )
         ):
             assert 0 < width <= 760
 
@@ -110,7 +125,11 @@ def test_all_is_written_where_it_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_the_page_in_the_docs_is_that_of_its_values(tmp_path: Path) -> None:
-    written: list[Any] = pages.write(ROOT / "docs" / "peers.json", tmp_path / "peers.md", tmp_path / "img")
+    written: list[Any] = pages.write(
+        ROOT / "docs" / "peers.json", tmp_path / "peers.md", tmp_path / "img"
+    )
     for path in written:
         shown = (pages.PAGE if path.suffix == ".md" else pages.PICTURES / path.name).read_text()
-        assert shown == path.read_text(), f"{path.name} is out of date; run: ./dev bench --pages docs/peers.json"
+        assert shown == path.read_text(), (
+            f"{path.name} is out of date; run: ./dev bench --pages docs/peers.json"
+        )

@@ -6,8 +6,8 @@ import pytest
 from sqlalchemy import make_url
 
 from delaytasks.core.errors import ConfigError
-from delaytasks.store.database import Database
-from delaytasks.store.places import places_of
+from delaytasks.storage.database import Database
+from delaytasks.storage.database_addresses import addresses_of
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from delaytasks.store.places import places_of
     ],
 )
 def test_these_may_be_the_same(one: str, other: str) -> None:
-    assert places_of(make_url(one)) & places_of(make_url(other))
+    assert addresses_of(make_url(one)) & addresses_of(make_url(other))
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_these_may_be_the_same(one: str, other: str) -> None:
     ],
 )
 def test_these_are_different(one: str, other: str) -> None:
-    assert not places_of(make_url(one)) & places_of(make_url(other))
+    assert not addresses_of(make_url(one)) & addresses_of(make_url(other))
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 from delaytasks import NewTask
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.events import Events
-from delaytasks.engine import placing
-from delaytasks.engine.placing import Placing
+from delaytasks.sharding import selection as shard_selection
+from delaytasks.sharding.selection import ShardSelection
 
 ANY = NewTask("order.close", None, 5)
 
@@ -18,9 +18,9 @@ ANY = NewTask("order.close", None, 5)
 class Bench:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at = 1000.0
-        monkeypatch.setattr(placing, "monotonic", lambda: self.at)
+        monkeypatch.setattr(shard_selection, "monotonic", lambda: self.at)
         self.events = Events()
-        self.placing = Placing(3, self.events)
+        self.shard_selection = ShardSelection(3, self.events)
         self.down: set[int] = set()
         self.calls: Counter[int] = Counter()
 
@@ -31,11 +31,11 @@ class Bench:
         return shard
 
     def run(self) -> int:
-        return self.placing.run(self.placing.of(ANY, None), self.work)
+        return self.shard_selection.run(self.shard_selection.of(ANY, None), self.work)
 
     def first(self, times: int = 60) -> set[int]:
         """The shards that are the first choice now."""
-        return {self.placing.any()[0] for _ in range(times)}
+        return {self.shard_selection.any()[0] for _ in range(times)}
 
 
 @pytest.fixture
@@ -68,10 +68,12 @@ def test_when_all_are_down_the_error_is_the_last_ones(bench: Bench) -> None:
 
 
 def test_a_task_that_must_go_to_a_shard_that_is_down_goes_nowhere(bench: Bench) -> None:
-    home = bench.placing.home("order.close", "7")
+    home = bench.shard_selection.home("order.close", "7")
     bench.down = {home}
     with pytest.raises(StoreUnavailableError, match=f"shard {home} "):
-        bench.placing.run(bench.placing.of(NewTask("order.close", None, 5, key="7"), None), bench.work)
+        bench.shard_selection.run(
+            bench.shard_selection.of(NewTask("order.close", None, 5, key="7"), None), bench.work
+        )
     assert bench.calls == {home: 1}
 
 
@@ -82,7 +84,7 @@ def test_a_shard_that_does_not_answer_is_left_out_while_it_does_not(bench: Bench
         assert bench.first() == {0, 2}
         return shard
 
-    assert bench.placing.run([1], wait) == 1
+    assert bench.shard_selection.run([1], wait) == 1
     assert bench.first() == {0, 1, 2}
 
 
@@ -91,7 +93,7 @@ def test_what_is_only_busy_is_not_down(bench: Bench) -> None:
         raise StoreUnavailableError("the key changed hands")
 
     with pytest.raises(StoreUnavailableError):
-        bench.placing.run([1], busy)
+        bench.shard_selection.run([1], busy)
     assert bench.first() == {0, 1, 2}
     assert bench.events.counts["store.down"] == 0
 
@@ -103,5 +105,5 @@ def test_it_is_the_shard_that_is_down_which_is_left_out(bench: Bench) -> None:
         raise StoreUnavailableError("shard 0 can not be reached", 0)
 
     with pytest.raises(StoreUnavailableError):
-        bench.placing.run([1], need_both)
+        bench.shard_selection.run([1], need_both)
     assert bench.first() == {1, 2}

@@ -13,9 +13,9 @@ from kombu import Connection
 from sqlalchemy import text
 
 from delaytasks import DelayTasks, embedded
-from delaytasks.core.private import make_folder, tighten_data_folder, tighten_folder
+from delaytasks.core.private_files import make_folder, tighten_data_folder, tighten_folder
 from delaytasks.embedded import broker as broker_module
-from delaytasks.store import migrations
+from delaytasks.storage import migrations
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")
 
@@ -39,7 +39,9 @@ def mode(path: Path) -> int:
 
 def modes(folder: Path) -> dict[str, int]:
     """Those of a folder and all that is in it."""
-    return {str(path.relative_to(folder.parent)): mode(path) for path in (folder, *folder.rglob("*"))}
+    return {
+        str(path.relative_to(folder.parent)): mode(path) for path in (folder, *folder.rglob("*"))
+    }
 
 
 def assert_private(folder: Path) -> None:
@@ -49,17 +51,25 @@ def assert_private(folder: Path) -> None:
 
 
 def opened(data: Path) -> DelayTasks:
-    delays = DelayTasks(Celery("private", broker="memory://", set_as_current=False), data_dir=str(data))
+    delays = DelayTasks(
+        Celery("private", broker="memory://", set_as_current=False), data_dir=str(data)
+    )
     migrations.upgrade(delays.store.database)
     return delays
 
 
-def test_the_embedded_database_is_made_private_with_all_its_files(open_umask: None, data: Path) -> None:
+def test_the_embedded_database_is_made_private_with_all_its_files(
+    open_umask: None, data: Path
+) -> None:
     delays = opened(data)
     delays.schedule_delay("mail", {"card": 1}, 60)
     with delays.store.database.begin() as connection:
         connection.execute(text("DELETE FROM yb_delay_task_message"))
-        assert {path.name for path in data.iterdir()} >= {"delays.sqlite3", "delays.sqlite3-wal", "delays.sqlite3-shm"}
+        assert {path.name for path in data.iterdir()} >= {
+            "delays.sqlite3",
+            "delays.sqlite3-wal",
+            "delays.sqlite3-shm",
+        }
         assert_private(data)
     delays.close()
     assert mode(data) == 0o700
@@ -69,16 +79,26 @@ def test_the_embedded_database_is_made_private_with_all_its_files(open_umask: No
 def test_what_an_earlier_version_left_open_is_closed(open_umask: None, data: Path) -> None:
     data.mkdir(parents=True, mode=0o755)
     opened(data).close()
-    for name in ("delays.sqlite3", "delays.sqlite3-wal", "delays.sqlite3-shm", "broker.json", "celerybeat-schedule.db"):
+    for name in (
+        "delays.sqlite3",
+        "delays.sqlite3-wal",
+        "delays.sqlite3-shm",
+        "broker.json",
+        "celerybeat-schedule.db",
+    ):
         (data / name).touch()
         (data / name).chmod(0o644)
     data.chmod(0o755)
-    DelayTasks(Celery("later", broker="memory://", set_as_current=False), data_dir=str(data)).store.close()
+    DelayTasks(
+        Celery("later", broker="memory://", set_as_current=False), data_dir=str(data)
+    ).store.close()
     assert_private(data)
     assert mode(data) == 0o700
 
 
-def test_the_broker_of_files_is_private(open_umask: None, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_broker_of_files_is_private(
+    open_umask: None, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(broker_module, "find_server", lambda: None)
     (data / "broker").mkdir(parents=True, mode=0o755)
     app = Celery("files", set_as_current=False)
@@ -98,7 +118,9 @@ def test_nothing_is_made_by_importing_an_app_whose_broker_is_embedded(
     assert not data.exists()
 
 
-def test_a_folder_that_belongs_to_more_than_us_keeps_its_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_belongs_to_more_than_us_keeps_its_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     project, shared, linked = tmp_path / "project", tmp_path / "shared", tmp_path / "linked"
     for folder, given in ((tmp_path, 0o755), (project, 0o755), (shared, 0o1777)):
         folder.mkdir(exist_ok=True)

@@ -60,7 +60,9 @@ def is_broken_by(connection: socket.socket, words: bytes) -> bool:
         return True
 
 
-def test_a_cut_answer_is_that_of_the_connection_that_asked(proxy: Proxy, may_commit: threading.Event) -> None:
+def test_a_cut_answer_is_that_of_the_connection_that_asked(
+    proxy: Proxy, may_commit: threading.Event
+) -> None:
     with connect(proxy) as one, connect(proxy) as other:
         proxy.cut_answer(b"COMMIT")
         one.sendall(b"COMMIT")
@@ -72,7 +74,9 @@ def test_a_cut_answer_is_that_of_the_connection_that_asked(proxy: Proxy, may_com
     assert proxy.cut == 1
 
 
-def test_a_cut_request_is_not_heard_and_happens_once(proxy: Proxy, may_commit: threading.Event) -> None:
+def test_a_cut_request_is_not_heard_and_happens_once(
+    proxy: Proxy, may_commit: threading.Event
+) -> None:
     may_commit.set()
     with connect(proxy) as one, connect(proxy) as other:
         proxy.cut_request(b"COMMIT")

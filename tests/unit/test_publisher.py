@@ -13,7 +13,7 @@ from kombu.entity import Queue
 
 from delaytasks.core import availability
 from delaytasks.core.events import Events
-from delaytasks.timers import broker as broker_module
+from delaytasks.timers import broker_link as broker_module
 from delaytasks.timers import publisher as publisher_module
 from delaytasks.timers.publisher import Publisher
 
@@ -24,12 +24,12 @@ class Refused(Queue):
     """As RabbitMQ answers when a queue is there with other arguments."""
 
     def declare(self, *arguments: Any, **options: Any) -> Any:
-        if self.routing_key in Desk.refused:
+        if self.routing_key in WorkerRuntime.refused:
             raise PreconditionFailed("inequivalent arg 'x-queue-type'")
         return super().declare(*arguments, **options)
 
 
-class Desk(Publisher):
+class WorkerRuntime(Publisher):
     """Whose broker refuses some queues."""
 
     refused: frozenset[str] = frozenset()
@@ -55,80 +55,92 @@ class Desk(Publisher):
 
 
 @pytest.fixture
-def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
-    monkeypatch.setattr(Desk, "refused", frozenset({"refusal.bad"}))
-    monkeypatch.setattr(Desk, "now", 1000.0)
+def runtime(monkeypatch: pytest.MonkeyPatch) -> WorkerRuntime:
+    monkeypatch.setattr(WorkerRuntime, "refused", frozenset({"refusal.bad"}))
+    monkeypatch.setattr(WorkerRuntime, "now", 1000.0)
     for module in (publisher_module, broker_module, availability):
-        monkeypatch.setattr(module, "monotonic", lambda: Desk.now)
-    return Desk()
+        monkeypatch.setattr(module, "monotonic", lambda: WorkerRuntime.now)
+    return WorkerRuntime()
 
 
-def test_a_refused_queue_rests_alone(desk: Desk) -> None:
-    assert not desk.sends_to("bad")
-    assert desk.sends_to("good")
-    assert desk.is_up
-    assert desk.events_told == ["queue.refused"]
-    [(_, fields)] = desk.told
+def test_a_refused_queue_rests_alone(runtime: WorkerRuntime) -> None:
+    assert not runtime.sends_to("bad")
+    assert runtime.sends_to("good")
+    assert runtime.is_up
+    assert runtime.events_told == ["queue.refused"]
+    [(_, fields)] = runtime.told
     assert fields["queue"] == "bad"
     assert "x-queue-type" in fields["error"]
     assert "refusal.bad" in fields["remedy"]
 
 
 def test_a_refused_queue_is_tried_again_after_its_rest_and_told_once(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    runtime: WorkerRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not desk.sends_to("bad")
-    monkeypatch.setattr(Desk, "refused", frozenset[str]())
-    assert not desk.sends_to("bad"), "it rests"
-    Desk.now += publisher_module.REFUSED_REST_S + 0.1
-    assert desk.sends_to("bad")
-    monkeypatch.setattr(Desk, "refused", frozenset({"refusal.bad"}))
-    desk.close()  # so that it is declared again
-    assert not desk.sends_to("bad")
-    Desk.now += publisher_module.REFUSED_REST_S + 0.1
-    assert not desk.sends_to("bad")
-    assert desk.events_told == ["queue.refused", "queue.refused"], "once when it begins, not at each try"
+    assert not runtime.sends_to("bad")
+    monkeypatch.setattr(WorkerRuntime, "refused", frozenset[str]())
+    assert not runtime.sends_to("bad"), "it rests"
+    WorkerRuntime.now += publisher_module.REFUSED_REST_S + 0.1
+    assert runtime.sends_to("bad")
+    monkeypatch.setattr(WorkerRuntime, "refused", frozenset({"refusal.bad"}))
+    runtime.close()  # so that it is declared again
+    assert not runtime.sends_to("bad")
+    WorkerRuntime.now += publisher_module.REFUSED_REST_S + 0.1
+    assert not runtime.sends_to("bad")
+    assert runtime.events_told == ["queue.refused", "queue.refused"], (
+        "once when it begins, not at each try"
+    )
 
 
-def test_a_broker_that_refuses_a_queue_is_there(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broker_that_refuses_a_queue_is_there(
+    runtime: WorkerRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(broker_module, "bounded_connection", lambda *_, **__: (_ for _ in ()).throw(OSError("away")))
-        assert not desk.sends_to("bad")
-    assert not desk.is_up
-    Desk.now += availability.REST_S + 0.1
-    assert not desk.sends_to("bad")
-    assert desk.is_up
-    assert desk.events_told == ["timer.down", "timer.up", "queue.refused"]
+        patch.setattr(
+            broker_module,
+            "bounded_connection",
+            lambda *_, **__: (_ for _ in ()).throw(OSError("away")),
+        )
+        assert not runtime.sends_to("bad")
+    assert not runtime.is_up
+    WorkerRuntime.now += availability.REST_S + 0.1
+    assert not runtime.sends_to("bad")
+    assert runtime.is_up
+    assert runtime.events_told == ["timer.down", "timer.up", "queue.refused"]
 
 
-def test_a_broker_that_is_away_is_away_for_all_queues(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert desk.sends_to("good")
+def test_a_broker_that_is_away_is_away_for_all_queues(
+    runtime: WorkerRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert runtime.sends_to("good")
 
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("away")
 
-    monkeypatch.setattr(desk._link, "_send_one", fail)
+    monkeypatch.setattr(runtime._link, "_send_one", fail)
     monkeypatch.setattr(broker_module, "bounded_connection", fail)
-    assert not desk.sends_to("good")
+    assert not runtime.sends_to("good")
     monkeypatch.undo()
-    assert not desk.is_up
+    assert not runtime.is_up
 
 
-def test_the_callers_time_limit_is_the_callers_and_not_the_brokers(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert desk.sends_to("good")
-    assert desk.sends_to("good"), "the caller itself sends from now on"
+def test_the_callers_time_limit_is_the_callers_and_not_the_brokers(
+    runtime: WorkerRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert runtime.sends_to("good")
+    assert runtime.sends_to("good"), "the caller itself sends from now on"
 
     def strike(*_: Any, **__: Any) -> None:
         raise SoftTimeLimitExceeded(5)
 
-    monkeypatch.setattr(desk._link, "_send_one", strike)
+    monkeypatch.setattr(runtime._link, "_send_one", strike)
     with pytest.raises(SoftTimeLimitExceeded):
-        desk.sends_to("good")
+        runtime.sends_to("good")
     monkeypatch.undo()
-    assert desk.is_up
-    assert desk.events_told == []
-    assert not desk._is_sending
-    assert not desk._link.is_open, "it may have been struck in the middle of a message"
+    assert runtime.is_up
+    assert runtime.events_told == []
+    assert not runtime._is_sending
+    assert not runtime._link.is_open, "it may have been struck in the middle of a message"
 
 
 @pytest.mark.parametrize(("options", "bound_s"), [({"confirm_publish": True}, 0.5), ({}, 2.0)])

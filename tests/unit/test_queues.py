@@ -9,9 +9,9 @@ from celery import Celery
 
 from delaytasks import DelayTasks
 from delaytasks.core.settings import Settings
-from delaytasks.engine.queues import Queues
-from delaytasks.engine.registry import Registry
-from delaytasks.worker.steps import add_queues
+from delaytasks.processors.registry import Registry
+from delaytasks.scheduling.queue_routing import QueueRouting
+from delaytasks.worker.bootsteps import add_queues
 
 MAPPING = {
     "*": "rest",
@@ -39,17 +39,19 @@ MAPPING = {
         ("a\nb", "rest"),
     ],
 )
-def test_a_tag_goes_by_its_name_then_by_the_pattern_that_says_most_of_it(tag: str, queue: str) -> None:
-    assert Queues(Settings(queues=MAPPING), Registry()).of(tag) == queue
+def test_a_tag_goes_by_its_name_then_by_the_pattern_that_says_most_of_it(
+    tag: str, queue: str
+) -> None:
+    assert QueueRouting(Settings(queues=MAPPING), Registry()).of(tag) == queue
 
 
 def test_of_patterns_that_say_as_much_the_first_one_holds() -> None:
-    assert Queues(Settings(queues={"a.*": "x", "*.b": "y"}), Registry()).of("a.b") == "x"
-    assert Queues(Settings(queues={"*.b": "y", "a.*": "x"}), Registry()).of("a.b") == "y"
+    assert QueueRouting(Settings(queues={"a.*": "x", "*.b": "y"}), Registry()).of("a.b") == "x"
+    assert QueueRouting(Settings(queues={"*.b": "y", "a.*": "x"}), Registry()).of("a.b") == "y"
 
 
 def test_a_tag_that_nothing_is_said_of_goes_to_the_default_queue() -> None:
-    assert Queues(Settings(default_queue="usual"), Registry()).of("mail.send") == "usual"
+    assert QueueRouting(Settings(default_queue="usual"), Registry()).of("mail.send") == "usual"
 
 
 def make_delays(**settings: Any) -> DelayTasks:

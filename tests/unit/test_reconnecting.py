@@ -15,8 +15,8 @@ from kombu.connection import Connection
 from kombu.exceptions import OperationalError
 from kombu.utils import functional
 
-from delaytasks.worker.brokerless import meanwhile, rest
-from delaytasks.worker.reconnecting import PAUSE_S, ReconnectStep
+from delaytasks.worker.celery_compat.broker_outage import meanwhile, rest
+from delaytasks.worker.celery_compat.reconnecting import PAUSE_S, ReconnectStep
 from tests.waiting import wait_until
 
 NOWHERE = "redis://127.0.0.1:{port}/0"
@@ -55,7 +55,9 @@ class Looking(Consumer):  # type: ignore[misc]
 
     def __init__(self, url: str, retries: int | None) -> None:
         self.app = Celery(set_as_current=False, broker=url)
-        self.app.conf.update(broker_connection_max_retries=retries, broker_connection_retry_on_startup=True)
+        self.app.conf.update(
+            broker_connection_max_retries=retries, broker_connection_retry_on_startup=True
+        )
         self.first_connection_attempt = True
         self.broker_connection_retry_attempt = 0
 
@@ -84,7 +86,9 @@ def ours(url: str, retries: int | None) -> Looking:
     return consumer
 
 
-def test_a_broker_is_looked_for_every_few_seconds_however_long_it_is_away(clock: Clock, port: int) -> None:
+def test_a_broker_is_looked_for_every_few_seconds_however_long_it_is_away(
+    clock: Clock, port: int
+) -> None:
     tries = tries_of(ours(NOWHERE.format(port=port), None), clock, most=300)
     assert len(tries) == 300
     assert max(later - earlier for earlier, later in pairwise(tries)) == PAUSE_S
@@ -111,15 +115,18 @@ def test_other_connections_keep_their_own_patience(clock: Clock, port: int) -> N
     consumer = ours(NOWHERE.format(port=port), 100)
     connection: Connection = consumer.app.connection_for_write()
     with pytest.raises(OperationalError):
-        connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0, interval_max=1, timeout=0.5)
+        connection.ensure_connection(
+            max_retries=1, interval_start=0, interval_step=0, interval_max=1, timeout=0.5
+        )
     assert clock.now == 0
 
 
 def test_what_the_pool_forgot_with_the_broker_is_recalled_before_the_event_loop_turns() -> None:
     done: list[str] = []
-    desk = SimpleNamespace(recall=lambda: done.append("recall"))
+    runtime = SimpleNamespace(recall=lambda: done.append("recall"))
     consumer = SimpleNamespace(
-        controller=SimpleNamespace(delays_desk=desk), ensure_connected=lambda connection: done.append("connect")
+        controller=SimpleNamespace(delays_runtime=runtime),
+        ensure_connected=lambda connection: done.append("connect"),
     )
     ReconnectStep(consumer)
     consumer.ensure_connected(SimpleNamespace(ensure_connection=None))

@@ -15,12 +15,12 @@ from delaytasks.core.clock import ManualClock, wall_ms
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.events import Events
 from delaytasks.core.ids import IdMaker, shard_of
-from delaytasks.core.ports import Entry
+from delaytasks.core.interfaces import Entry
 from delaytasks.core.settings import Settings, load_settings
 from delaytasks.timers.eta import EtaTimer
 from delaytasks.timers.publisher import Publisher
 from delaytasks.timers.redis import AHEAD_MS, RETURN_S, RedisTimer, Taken
-from delaytasks.timers.redisplace import redis_place
+from delaytasks.timers.redis_location import redis_location
 
 
 class Bench:
@@ -32,11 +32,15 @@ class Bench:
         usual = {"timer": "redis", "namespace": "t" + secrets.token_hex(4), "publish_limit_s": 10}
         self.settings = Settings(**{**usual, **settings})
         publisher = Publisher(Celery(broker="memory://"), self.settings.namespace, 0.5, self.events)
-        place = redis_place(url, None, options)
-        self.timer = RedisTimer(place, self.settings, EtaTimer(publisher, self.clock), [self.clock], self.events)
+        place = redis_location(url, None, options)
+        self.timer = RedisTimer(
+            place, self.settings, EtaTimer(publisher, self.clock), [self.clock], self.events
+        )
 
     def entry(self, id: int, in_ms: float = 0, **fields: Any) -> Entry:
-        return Entry(id, fields.pop("version", 0), self.clock.now_us() + int(in_ms * 1000), **fields)
+        return Entry(
+            id, fields.pop("version", 0), self.clock.now_us() + int(in_ms * 1000), **fields
+        )
 
     def take(self, most: int = 100, queue: str = "default") -> list[Taken]:
         taken = self.timer.take(dict.fromkeys(self.timer.slots(queue), most))
@@ -66,7 +70,9 @@ def bench(redis_url: str) -> Iterator[Bench]:
 
 
 def test_what_is_soon_due_is_taken_once_and_what_is_not_waits(bench: Bench) -> None:
-    assert bench.timer.arm([bench.entry(1, AHEAD_MS), bench.entry(2, AHEAD_MS + 1), bench.entry(3, 5000)])
+    assert bench.timer.arm(
+        [bench.entry(1, AHEAD_MS), bench.entry(2, AHEAD_MS + 1), bench.entry(3, 5000)]
+    )
     assert bench.take_ids() == [1]
     bench.clock.advance(0.001)
     assert bench.take_ids() == [2]
@@ -87,7 +93,8 @@ def test_an_entry_comes_out_as_it_was_armed(bench: Bench) -> None:
 
 def test_a_higher_priority_has_a_slot_of_its_own(bench: Bench) -> None:
     entries = [
-        bench.entry(id, priority=priority) for id, priority in ((1, -7), (1, 0), (1, 1), (2, 1), (3, 9), (4, 99))
+        bench.entry(id, priority=priority)
+        for id, priority in ((1, -7), (1, 0), (1, 1), (2, 1), (3, 9), (4, 99))
     ]
     slots = [bench.timer.slot(entry) for entry in entries]
     assert [slot.priority for slot in slots] == [0, 0, 1, 1, 9, 9]
@@ -107,7 +114,9 @@ def test_arming_again_is_harmless_and_the_last_time_counts(bench: Bench) -> None
 
 
 def test_disarming_takes_out_exactly_one_version_wherever_it_is(bench: Bench) -> None:
-    bench.timer.arm([bench.entry(1), bench.entry(1, version=1), bench.entry(2), bench.entry(2, version=1)])
+    bench.timer.arm(
+        [bench.entry(1), bench.entry(1, version=1), bench.entry(2), bench.entry(2, version=1)]
+    )
     bench.timer.disarm([bench.entry(1)])
     assert sorted(bench.members("store")) == [b"1:1", b"2:0", b"2:1"]
     bench.take()
@@ -124,15 +133,21 @@ def test_what_is_handed_on_is_deleted_and_nothing_else(bench: Bench) -> None:
     assert set(bench.members("prepare")) == left
 
 
-def test_a_late_hand_on_leaves_what_was_taken_after_its_own_entry_was_armed_again(bench: Bench) -> None:
+def test_a_late_hand_on_leaves_what_was_taken_after_its_own_entry_was_armed_again(
+    bench: Bench,
+) -> None:
     first = bench.entry(1)
-    other_id = next(id for id in range(2, 1000) if bench.timer.slot(bench.entry(id)) == bench.timer.slot(first))
+    other_id = next(
+        id for id in range(2, 1000) if bench.timer.slot(bench.entry(id)) == bench.timer.slot(first)
+    )
     bench.timer.arm([first])
     of_one_mover = bench.take()
     bench.timer.arm([bench.entry(1, in_ms=5000), bench.entry(other_id)])
     assert bench.take_ids() == [other_id], "another mover takes it within the same millisecond"
     bench.timer.take({}, of_one_mover)
-    assert bench.members("prepare") == [b"%d:0" % other_id], "it comes back when the other mover dies"
+    assert bench.members("prepare") == [b"%d:0" % other_id], (
+        "it comes back when the other mover dies"
+    )
 
 
 def test_what_nobody_hands_on_is_due_again_after_its_time(bench: Bench) -> None:
@@ -177,7 +192,9 @@ def test_the_next_time_to_look_is_told(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("due_us", [700_000, 700_001, 700_499, 700_999])
-def test_when_the_time_to_look_has_come_there_is_something_to_take(bench: Bench, due_us: int) -> None:
+def test_when_the_time_to_look_has_come_there_is_something_to_take(
+    bench: Bench, due_us: int
+) -> None:
     bench.timer.arm([bench.entry(1, due_us / 1000)])
     looks_us = math.ceil(min(some.next_ms for some in bench.take()) * 1000)
     bench.clock.advance((looks_us - bench.clock.now_us()) / 1e6)
@@ -229,7 +246,9 @@ def test_strangers_members_are_counted_and_spoil_nothing(bench: Bench) -> None:
     bench.timer.arm([bench.entry(1)])
     wrong = ["0 0", "x", "1", "1:2:3:4", "0:0", f"{2**63}:0", "1:-1", "5:0:99999", "a:b"]
     for slot in bench.timer.slots("default"):
-        bench.timer.link.connect().zadd(bench.timer.keys(slot)[0], dict.fromkeys(wrong, bench.clock.now_us() // 1000))
+        bench.timer.link.connect().zadd(
+            bench.timer.keys(slot)[0], dict.fromkeys(wrong, bench.clock.now_us() // 1000)
+        )
     taken = bench.take()
     assert {some.refused for some in taken} == {len(wrong)}
     assert [entry.id for some in taken for entry in some.entries] == [1]
@@ -238,7 +257,9 @@ def test_strangers_members_are_counted_and_spoil_nothing(bench: Bench) -> None:
 
 
 def test_entries_that_no_worker_would_take_are_not_armed(bench: Bench) -> None:
-    assert bench.timer.arm([bench.entry(-1), bench.entry(2, queue="a queue"), bench.entry(3, version=-1)])
+    assert bench.timer.arm(
+        [bench.entry(-1), bench.entry(2, queue="a queue"), bench.entry(3, version=-1)]
+    )
     assert bench.members("store") == []
 
 
@@ -254,19 +275,19 @@ def test_entries_that_no_worker_would_take_are_not_armed(bench: Bench) -> None:
     ],
 )
 def test_the_redis_is_the_brokers_unless_one_is_named(given: str, broker: Any, url: str) -> None:
-    assert ";".join(redis_place(given, broker).urls) == url
+    assert ";".join(redis_location(given, broker).urls) == url
 
 
 def test_sentinels_are_asked_for_the_primary_that_the_url_or_celery_names() -> None:
     url = "sentinel://:secret@a:26379/2;sentinel://b"
     options = {"master_name": "shop", "sentinel_kwargs": {"password": "other"}}
-    assert redis_place("", url, options).primary == "shop"
-    assert redis_place(url + "?master_name=mail", None, options).primary == "mail"
+    assert redis_location("", url, options).primary == "shop"
+    assert redis_location(url + "?master_name=mail", None, options).primary == "mail"
     with pytest.raises(ConfigError, match="master_name") as caught:
-        redis_place(url, None)
+        redis_location(url, None)
     assert "secret" not in str(caught.value)
     with pytest.raises(ConfigError, match="needs a Redis"):
-        redis_place("sentinel://a;redis://b", None)
+        redis_location("sentinel://a;redis://b", None)
 
 
 def test_several_urls_may_be_a_list() -> None:
@@ -277,19 +298,27 @@ def test_several_urls_may_be_a_list() -> None:
 @pytest.mark.parametrize(
     ("given", "broker"), [("", "amqp://u:secret@b"), ("", None), ("http://u:secret@a", "redis://b")]
 )
-def test_no_redis_is_an_error_that_names_the_setting_and_no_password(given: str, broker: Any) -> None:
+def test_no_redis_is_an_error_that_names_the_setting_and_no_password(
+    given: str, broker: Any
+) -> None:
     with pytest.raises(ConfigError, match=r"delaytasks_redis_url") as caught:
-        redis_place(given, broker)
+        redis_location(given, broker)
     assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "url",
-    ["redis://:se/cret@a", "redis://a:port/0", "redis://[::1", "redis://a/0?nonsense=1", "rediss://a?ssl_cert_reqs=x"],
+    [
+        "redis://:se/cret@a",
+        "redis://a:port/0",
+        "redis://[::1",
+        "redis://a/0?nonsense=1",
+        "rediss://a?ssl_cert_reqs=x",
+    ],
 )
 def test_a_url_that_can_not_be_read_is_an_error_that_quotes_nothing(url: str) -> None:
     with pytest.raises(ConfigError, match=r"delaytasks_redis_url") as caught:
-        redis_place(url, None)
+        redis_location(url, None)
     assert "cret" not in str(caught.value)
 
 
@@ -303,13 +332,19 @@ def test_entries_of_a_database_whose_clock_goes_wrong_are_due_by_its_own_time(be
     assert bench.take_ids() == []
     for clock in (bench.clock, other):
         clock.advance(0.5)
-    assert {entry for some in bench.take() for entry in some.entries} == {first, second}, "each with its own time"
+    assert {entry for some in bench.take() for entry in some.entries} == {first, second}, (
+        "each with its own time"
+    )
 
 
 @pytest.mark.parametrize("part", [0, 1], ids=["store", "prepare"])
-def test_a_key_of_another_type_blocks_its_slot_alone_and_is_told_of(bench: Bench, part: int) -> None:
+def test_a_key_of_another_type_blocks_its_slot_alone_and_is_told_of(
+    bench: Bench, part: int
+) -> None:
     timer, told = bench.timer, []
-    bench.events.subscribe(lambda name, fields: told.append(fields["key"]) if name == "timer.blocked" else None)
+    bench.events.subscribe(
+        lambda name, fields: told.append(fields["key"]) if name == "timer.blocked" else None
+    )
     entries = [bench.entry(id) for id in range(1, 101)]
     blocked = timer.slot(entries[0])
     key = timer.keys(blocked)[part]

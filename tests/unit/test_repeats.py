@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from delaytasks.core import repeats as repeats_module
+from delaytasks.core import event_throttle as repeats_module
+from delaytasks.core.event_throttle import MOST_SUBJECTS, QUIET_S, SUBJECTS, Repeats
 from delaytasks.core.events import _LEVELS, MOST_TOLD, Events
-from delaytasks.core.repeats import MOST_SUBJECTS, QUIET_S, SUBJECTS, Repeats
 
 
 class Log:

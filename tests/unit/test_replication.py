@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from delaytasks.store.replication import of_mysql, of_postgresql
+from delaytasks.storage.replication import of_mysql, of_postgresql
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,13 @@ from delaytasks.store.replication import of_mysql, of_postgresql
     ],
 )
 def test_settings_of_postgresql(
-    names: str, commit: str, fsyncs: bool, standbys: int, synchronous: int | None, mode: str, problem: str | None
+    names: str,
+    commit: str,
+    fsyncs: bool,
+    standbys: int,
+    synchronous: int | None,
+    mode: str,
+    problem: str | None,
 ) -> None:
     found = of_postgresql(names, commit, fsyncs, standbys, synchronous)
     assert found.mode == mode
@@ -46,7 +52,11 @@ def semi_sync(word: str, enabled: str, status: str, clients: str) -> dict[str, s
         ({"slaves_connected": "0"}, "none", None),
         ({"slaves_connected": "2"}, "asynchronous", "enable semi-sync"),
         ({"innodb_flush_log_at_trx_commit": "2"}, "none", "crash of the server"),
-        ({"wsrep_on": "ON", "wsrep_cluster_size": "3", "innodb_flush_log_at_trx_commit": "2"}, "synchronous", None),
+        (
+            {"wsrep_on": "ON", "wsrep_cluster_size": "3", "innodb_flush_log_at_trx_commit": "2"},
+            "synchronous",
+            None,
+        ),
         ({"wsrep_on": "OFF", "slaves_connected": "1"}, "asynchronous", "enable semi-sync"),
         (semi_sync("master", "ON", "ON", "1"), "synchronous", None),
         (semi_sync("source", "ON", "ON", "1"), "synchronous", None),
@@ -56,7 +66,9 @@ def semi_sync(word: str, enabled: str, status: str, clients: str) -> dict[str, s
         (semi_sync("source", "OFF", "OFF", "0"), "none", None),
     ],
 )
-def test_settings_of_mysql_and_mariadb(found: dict[str, str], mode: str, problem: str | None) -> None:
+def test_settings_of_mysql_and_mariadb(
+    found: dict[str, str], mode: str, problem: str | None
+) -> None:
     said = of_mysql(found)
     assert said.mode == mode
     assert (problem is None) == (said.problem is None)

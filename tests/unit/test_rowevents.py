@@ -17,10 +17,10 @@ from celery import Celery
 from celery.events.state import State, Task
 
 from delaytasks.core import availability
-from delaytasks.core.ports import Settlement
+from delaytasks.core.interfaces import Settlement
 from delaytasks.core.task import DelayTask
-from delaytasks.worker import rowevents
-from delaytasks.worker.rowevents import RowEvents, wants_row_events
+from delaytasks.worker import task_events as rowevents
+from delaytasks.worker.task_events import TaskEvents, wants_row_events
 
 NOON = datetime(2030, 1, 1, 12, tzinfo=timezone.utc)
 ROW = DelayTask(7, "order.close", '{"order": 1}', NOON, version=1, attempts=1)
@@ -29,7 +29,7 @@ ROW = DelayTask(7, "order.close", '{"order": 1}', NOON, version=1, attempts=1)
 class Heard:
     """Stands where the broker is; what arrives goes through JSON to Celery's State."""
 
-    def __init__(self, rows: RowEvents) -> None:
+    def __init__(self, rows: TaskEvents) -> None:
         self.messages: list[list[dict[str, Any]]] = []
         self.state = State()
         self._clock = 0
@@ -48,51 +48,66 @@ class Heard:
 
 
 @pytest.fixture
-def rows() -> Iterator[RowEvents]:
+def rows() -> Iterator[TaskEvents]:
     app = Celery("test", broker="memory://", set_as_current=False)
-    yield RowEvents(app, "w@test", 0.5)
+    yield TaskEvents(app, "w@test", 0.5)
     app.close()
 
 
 @pytest.fixture
-def heard(rows: RowEvents) -> Heard:
+def heard(rows: TaskEvents) -> Heard:
     return Heard(rows)
 
 
-def fail(rows: RowEvents, row: DelayTask) -> None:
+def fail(rows: TaskEvents, row: DelayTask) -> None:
     rows.started(row, NOON, NOON)
-    rows.ended(Settlement(row, "fail", NOON, "Traceback: no"), NOON + timedelta(seconds=2), ValueError("no"))
+    rows.ended(
+        Settlement(row, "fail", NOON, "Traceback: no"),
+        NOON + timedelta(seconds=2),
+        ValueError("no"),
+    )
 
 
-def test_a_run_is_one_message(rows: RowEvents, heard: Heard) -> None:
+def test_a_run_is_one_message(rows: TaskEvents, heard: Heard) -> None:
     for number in range(50):
         row = replace(ROW, id=number + 1)
         rows.started(row, NOON, NOON + timedelta(seconds=1))
-        rows.ended(Settlement(row, "succeed", NOON + timedelta(seconds=1)), NOON + timedelta(seconds=3))
+        rows.ended(
+            Settlement(row, "succeed", NOON + timedelta(seconds=1)), NOON + timedelta(seconds=3)
+        )
     assert heard.messages == []
     rows.flush()
     assert len(heard.messages) == 1
     task = heard.task("7-1")
-    assert (task.name, task.state, task.runtime, task.worker.hostname) == ("order.close", "SUCCESS", 2, "w@test")
+    assert (task.name, task.state, task.runtime, task.worker.hostname) == (
+        "order.close",
+        "SUCCESS",
+        2,
+        "w@test",
+    )
     assert task.started - task.received == 1
     rows.flush()
     assert len(heard.messages) == 1, "nothing is sent when nothing happened"
 
 
-def test_a_row_that_an_operator_retries_is_shown_anew(rows: RowEvents, heard: Heard) -> None:
+def test_a_row_that_an_operator_retries_is_shown_anew(rows: TaskEvents, heard: Heard) -> None:
     fail(rows, ROW)
     rows.flush()
     assert heard.task().state == "FAILURE"
     again = replace(ROW, version=4)  # claimed, failed, retried, claimed: attempts are counted anew
     rows.started(again, NOON, NOON)
     rows.flush()
-    assert (heard.task().state, heard.task().exception, heard.task().traceback) == ("STARTED", None, None)
+    assert (heard.task().state, heard.task().exception, heard.task().traceback) == (
+        "STARTED",
+        None,
+        None,
+    )
     rows.ended(Settlement(again, "succeed", NOON), NOON)
     rows.flush()
     assert (heard.task().state, heard.task().exception) == ("SUCCESS", None)
 
 
-def test_a_row_that_was_only_moved_is_not_shown_as_retried(rows: RowEvents, heard: Heard) -> None:
+def test_a_row_that_was_only_moved_is_not_shown_as_retried(rows: TaskEvents, heard: Heard) -> None:
     moved = replace(ROW, version=2)
     rows.started(moved, NOON, NOON)
     rows.ended(Settlement(moved, "succeed", NOON), NOON)
@@ -100,7 +115,7 @@ def test_a_row_that_was_only_moved_is_not_shown_as_retried(rows: RowEvents, hear
     assert (heard.task().state, heard.task().retried) == ("SUCCESS", None)
 
 
-def test_the_attempt_before_a_lapse_has_failed(rows: RowEvents, heard: Heard) -> None:
+def test_the_attempt_before_a_lapse_has_failed(rows: TaskEvents, heard: Heard) -> None:
     rows.started(ROW, NOON, NOON)
     rows.flush()
     second = replace(ROW, version=3, attempts=2, lapses=1)
@@ -111,10 +126,13 @@ def test_the_attempt_before_a_lapse_has_failed(rows: RowEvents, heard: Heard) ->
     assert heard.task("7-2").parent_id == "7-1"
 
 
-def test_a_row_without_processor_is_put_off_and_runs_later(rows: RowEvents, heard: Heard) -> None:
-    rows.put_off(ROW, NOON, "no such processor, tag=order.close")
+def test_a_row_without_processor_is_put_off_and_runs_later(rows: TaskEvents, heard: Heard) -> None:
+    rows.defer(ROW, NOON, "no such processor, tag=order.close")
     rows.flush()
-    assert (heard.task().state, heard.task().exception) == ("RETRY", "no such processor, tag=order.close")
+    assert (heard.task().state, heard.task().exception) == (
+        "RETRY",
+        "no such processor, tag=order.close",
+    )
     later = replace(ROW, version=3)
     rows.started(later, NOON, NOON)
     rows.ended(Settlement(later, "succeed", NOON), NOON)
@@ -122,10 +140,14 @@ def test_a_row_without_processor_is_put_off_and_runs_later(rows: RowEvents, hear
     assert (heard.task().state, heard.task().exception) == ("SUCCESS", None)
 
 
-def test_each_outcome_has_the_state_that_monitors_know(rows: RowEvents, heard: Heard) -> None:
+def test_each_outcome_has_the_state_that_monitors_know(rows: TaskEvents, heard: Heard) -> None:
     later = NOON + timedelta(hours=1)
     outcomes = [
-        (Settlement(replace(ROW, id=1), "climb", NOON, "Traceback: busy", later), ValueError("busy"), "RETRY"),
+        (
+            Settlement(replace(ROW, id=1), "schedule_retry", NOON, "Traceback: busy", later),
+            ValueError("busy"),
+            "RETRY",
+        ),
         (Settlement(replace(ROW, id=2), "snooze", NOON, None, later), None, "RETRY"),
         (Settlement(replace(ROW, id=3), "withdraw", NOON, "not needed"), None, "REVOKED"),
         (Settlement(replace(ROW, id=4), "fail", NOON, "no such order"), None, "FAILURE"),
@@ -136,17 +158,31 @@ def test_each_outcome_has_the_state_that_monitors_know(rows: RowEvents, heard: H
         rows.ended(ending, NOON, error)
     rows.expired(Settlement(replace(ROW, id=6), "expire", error="expired: an hour late"), NOON)
     rows.flush()
-    assert [heard.task(f"{n}-1").state for n in range(1, 7)] == [state for *_, state in outcomes] + ["REVOKED"]
-    assert (heard.task("1-1").exception, heard.task("1-1").traceback) == ("ValueError('busy')", "Traceback: busy")
-    assert (heard.task("4-1").exception, heard.task("5-1").result) == ("no such order", '{"paid":1}')
+    assert [heard.task(f"{n}-1").state for n in range(1, 7)] == [
+        state for *_, state in outcomes
+    ] + ["REVOKED"]
+    assert (heard.task("1-1").exception, heard.task("1-1").traceback) == (
+        "ValueError('busy')",
+        "Traceback: busy",
+    )
+    assert (heard.task("4-1").exception, heard.task("5-1").result) == (
+        "no such order",
+        '{"paid":1}',
+    )
     assert heard.task("6-1").exception == "expired: an hour late"
 
 
-def test_a_row_that_was_given_up_has_failed(rows: RowEvents, heard: Heard) -> None:
-    rows.gave_up(replace(ROW, attempts=5, lapses=5, error="gave up: its worker died", update_time=NOON))
+def test_a_row_that_was_given_up_has_failed(rows: TaskEvents, heard: Heard) -> None:
+    rows.gave_up(
+        replace(ROW, attempts=5, lapses=5, error="gave up: its worker died", update_time=NOON)
+    )
     rows.flush()
     task = heard.task("7-5")
-    assert (task.name, task.state, task.exception) == ("order.close", "FAILURE", "gave up: its worker died")
+    assert (task.name, task.state, task.exception) == (
+        "order.close",
+        "FAILURE",
+        "gave up: its worker died",
+    )
 
 
 class Unsayable(Exception):
@@ -154,8 +190,10 @@ class Unsayable(Exception):
         raise RuntimeError("no repr")
 
 
-@pytest.mark.parametrize("error", [Unsayable(), ValueError("\x00\ud800"), ValueError("x" * 1_000_000)])
-def test_any_error_can_be_told(rows: RowEvents, heard: Heard, error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [Unsayable(), ValueError("\x00\ud800"), ValueError("x" * 1_000_000)]
+)
+def test_any_error_can_be_told(rows: TaskEvents, heard: Heard, error: Exception) -> None:
     rows.started(ROW, NOON, NOON)
     rows.ended(Settlement(ROW, "fail", NOON, "\x00\ud800" + "y" * 1_000_000), NOON, error)
     rows.flush()
@@ -166,21 +204,25 @@ def test_any_error_can_be_told(rows: RowEvents, heard: Heard, error: Exception) 
         assert "\x00" not in text
 
 
-def test_a_long_body_is_cut(rows: RowEvents, heard: Heard) -> None:
+def test_a_long_body_is_cut(rows: TaskEvents, heard: Heard) -> None:
     rows.started(replace(ROW, body_json="[" + "1," * 100_000 + "1]"), NOON, NOON)
     rows.flush()
     assert len(heard.task().args) < 1100
 
 
-def test_monitors_order_events_by_arrival_and_take_their_times_as_they_are(rows: RowEvents, heard: Heard) -> None:
+def test_monitors_order_events_by_arrival_and_take_their_times_as_they_are(
+    rows: TaskEvents, heard: Heard
+) -> None:
     fail(rows, ROW)
     rows.flush()
     events = heard.messages[0]
     assert not {"clock", "utcoffset"} & {field for event in events for field in event}
-    assert {event["name"] for event in events} == {"order.close"}, "whoever comes later counts the tag as well"
+    assert {event["name"] for event in events} == {"order.close"}, (
+        "whoever comes later counts the tag as well"
+    )
 
 
-def test_threads_lose_no_event(rows: RowEvents, heard: Heard) -> None:
+def test_threads_lose_no_event(rows: TaskEvents, heard: Heard) -> None:
     def run(thread: int) -> None:
         for number in range(300):
             row = replace(ROW, id=thread * 1000 + number)
@@ -197,7 +239,7 @@ def test_threads_lose_no_event(rows: RowEvents, heard: Heard) -> None:
     assert {task.state for task in heard.state.tasks.values()} == {"SUCCESS"}
 
 
-def test_a_connection_that_died_while_idle_is_made_anew(rows: RowEvents, heard: Heard) -> None:
+def test_a_connection_that_died_while_idle_is_made_anew(rows: TaskEvents, heard: Heard) -> None:
     publish, failures = rows._publish, [ConnectionError("idle for too long")]
 
     def publish_or_fail(events: list[dict[str, Any]]) -> None:
@@ -224,11 +266,15 @@ def black_hole() -> Iterator[int]:
 @pytest.mark.parametrize("scheme", ["redis", "amqp"])
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "silent"])
 def test_a_broker_that_is_away_costs_little_time_and_no_memory(
-    scheme: str, is_closed: bool, black_hole: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    scheme: str,
+    is_closed: bool,
+    black_hole: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     port = 1 if is_closed else black_hole
     app = Celery("test", broker=f"{scheme}://127.0.0.1:{port}//", set_as_current=False)
-    rows = RowEvents(app, "w@test", 0.2)
+    rows = TaskEvents(app, "w@test", 0.2)
     began = time.monotonic()
     fail(rows, ROW)
     rows.flush()
@@ -250,10 +296,17 @@ def test_a_broker_that_is_away_costs_little_time_and_no_memory(
 
 @pytest.mark.parametrize(
     ("enabled", "groups", "wanted"),
-    [(True, set(), True), (True, {"worker"}, False), (True, {"worker", "task"}, True), (False, set(), False)],
+    [
+        (True, set(), True),
+        (True, {"worker"}, False),
+        (True, {"worker", "task"}, True),
+        (False, set(), False),
+    ],
     ids=["-E", "without -E", "switched on", "none at all"],
 )
-def test_row_events_follow_the_workers_own_switch(enabled: bool, groups: set[str], wanted: bool) -> None:
+def test_row_events_follow_the_workers_own_switch(
+    enabled: bool, groups: set[str], wanted: bool
+) -> None:
     dispatcher = SimpleNamespace(enabled=enabled, groups=groups)
     assert wants_row_events(SimpleNamespace(event_dispatcher=dispatcher)) is wanted
 
@@ -263,11 +316,11 @@ def test_there_are_no_row_events_while_the_worker_is_not_connected(consumer: Any
     assert wants_row_events(consumer) is False
 
 
-def test_bodies_are_shown_unless_they_shall_not_be(rows: RowEvents, heard: Heard) -> None:
+def test_bodies_are_shown_unless_they_shall_not_be(rows: TaskEvents, heard: Heard) -> None:
     rows.started(ROW, NOON, NOON)
     rows.flush()
     assert heard.task().args == ROW.body_json
-    quiet = RowEvents(rows._app, "w@test", 0.5, shows_bodies=False)
+    quiet = TaskEvents(rows._app, "w@test", 0.5, shows_bodies=False)
     silent = Heard(quiet)
     quiet.started(ROW, NOON, NOON)
     quiet.ended(Settlement(ROW, "succeed", NOON, result='"rEsUlT"'), NOON)

@@ -17,10 +17,10 @@ from sqlalchemy import insert
 from delaytasks import DelayTask, Status
 from delaytasks.core.clock import monotonic, to_us
 from delaytasks.core.errors import StoreError, StoreUnavailableError
-from delaytasks.core.ports import Entry, Met, Settlement
-from delaytasks.engine import runner
+from delaytasks.core.interfaces import Entry, Settlement, WaitlistsSeen
+from delaytasks.execution import runner
 from tests.benches import Bench
-from tests.unit.conftest import Make
+from tests.transaction.conftest import Make
 from tests.waiting import wait_until
 
 #: By which a tenth of an age may be off that was not quite what it was meant to be.
@@ -40,7 +40,12 @@ def test_rows_are_run_and_settled_together(bench: Bench) -> None:
     assert bench.statuses(tasks) == ["DONE"] * 5
     assert settled == [5]
     done = bench.now(tasks[0])
-    assert (done.attempts, done.version, done.worker, done.ip_address) == (1, 2, "worker-1", "127.0.0.1")
+    assert (done.attempts, done.version, done.worker, done.ip_address) == (
+        1,
+        2,
+        "worker-1",
+        "127.0.0.1",
+    )
     assert done.execution_time is not None
     assert bench.events.counts["task.succeeded"] == 5
 
@@ -50,11 +55,19 @@ class UnsayableError(Exception):
         raise RuntimeError("no words")
 
 
-FAILURES = [ValueError("as asked"), ValueError("\x00 \ud800"), UnsayableError(), SystemExit(3), KeyboardInterrupt()]
+FAILURES = [
+    ValueError("as asked"),
+    ValueError("\x00 \ud800"),
+    UnsayableError(),
+    SystemExit(3),
+    KeyboardInterrupt(),
+]
 
 
 @pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
-def test_a_processor_that_raises_fails_its_row_and_no_other(bench: Bench, error: BaseException) -> None:
+def test_a_processor_that_raises_fails_its_row_and_no_other(
+    bench: Bench, error: BaseException
+) -> None:
     def fail(body: Any) -> None:
         raise error
 
@@ -91,12 +104,19 @@ def test_a_body_that_is_not_json_fails_its_row_and_no_other(bench: Bench) -> Non
     assert bench.ran == [0, 2]
 
 
-def test_a_worker_that_is_told_to_stop_settles_what_is_done_and_gives_back_the_rest(bench: Bench) -> None:
+def test_a_worker_that_is_told_to_stop_settles_what_is_done_and_gives_back_the_rest(
+    bench: Bench,
+) -> None:
     def stop(body: Any) -> None:
         raise WorkerShutdown(0)
 
     bench.registry.processor("stop")(stop)
-    tasks = [bench.schedule(priority=9), bench.schedule("stop", priority=5), bench.schedule(), bench.schedule()]
+    tasks = [
+        bench.schedule(priority=9),
+        bench.schedule("stop", priority=5),
+        bench.schedule(),
+        bench.schedule(),
+    ]
     with pytest.raises(WorkerShutdown):
         bench.run(*tasks)
     assert bench.statuses(tasks) == ["DONE", "RUNNING", "NOT_COMPLETE", "NOT_COMPLETE"]
@@ -125,7 +145,12 @@ def test_what_is_finished_is_settled_before_a_row_begins_that_may_be_killed(benc
     bench.registry.processor("soft", soft_time_limit=60)(bench.ran.append)
     settled: list[int] = []
     bench.claims.before_settle = lambda settlements: settled.append(len(settlements))
-    tasks = [bench.schedule(), bench.schedule("look"), bench.schedule("look"), bench.schedule("soft")]
+    tasks = [
+        bench.schedule(),
+        bench.schedule("look"),
+        bench.schedule("look"),
+        bench.schedule("soft"),
+    ]
     assert bench.run(*tasks).ran == 4
     assert seen == {
         tasks[1].id: ["DONE", "RUNNING", "RUNNING", "DONE"],
@@ -151,7 +176,9 @@ def test_a_row_that_was_to_begin_when_a_settlement_failed_goes_back(bench: Bench
 
 
 @pytest.mark.parametrize("limits", [{"soft_time_limit": 60}, {"time_limit": 60}])
-def test_rows_with_limits_are_put_off_where_nobody_can_keep_them(bench: Bench, limits: dict[str, Any]) -> None:
+def test_rows_with_limits_are_put_off_where_nobody_can_keep_them(
+    bench: Bench, limits: dict[str, Any]
+) -> None:
     bench.registry.processor("limited", **limits)(bench.ran.append)
     tasks = [bench.schedule("limited", "never"), bench.schedule(body="free")]
     runner = bench.make_runner(keeps_time_limits=False)
@@ -167,7 +194,9 @@ def test_rows_with_limits_are_put_off_where_nobody_can_keep_them(bench: Bench, l
 # -- the time box and the lease -------------------------------------------------------------------
 
 
-def test_past_the_time_box_rows_go_back_and_results_are_in_while_a_processor_still_runs(make: Make) -> None:
+def test_past_the_time_box_rows_go_back_and_results_are_in_while_a_processor_still_runs(
+    make: Make,
+) -> None:
     bench = make(chunk_time_box_s=0.1)
     began, goes_on = threading.Event(), threading.Event()
 
@@ -184,14 +213,18 @@ def test_past_the_time_box_rows_go_back_and_results_are_in_while_a_processor_sti
         try:
             assert began.wait(5)
             assert bench.statuses(rest) == ["RUNNING"] * 3, "all are ours within the box"
-            wait_until(lambda: bench.statuses(rest) == ["NOT_COMPLETE"] * 3, 5, "the rest to be given back")
+            wait_until(
+                lambda: bench.statuses(rest) == ["NOT_COMPLETE"] * 3, 5, "the rest to be given back"
+            )
             assert bench.statuses([done, slow]) == ["DONE", "RUNNING"]
             assert not running.done()
         finally:
             goes_on.set()
         assert running.result(5).ran == 2
     assert bench.statuses([slow]) == ["DONE"]
-    assert [bench.now(task).attempts for task in rest] == [0, 0, 0], "what did not start was no attempt"
+    assert [bench.now(task).attempts for task in rest] == [0, 0, 0], (
+        "what did not start was no attempt"
+    )
     assert sorted(bench.timer.armed) == sorted(Entry.of(bench.now(task), to_us) for task in rest)
     assert bench.events.counts["chunk.gave_back"] == 3
     assert bench.events.counts["task.lease_lost"] == 0
@@ -204,7 +237,11 @@ def test_each_chunk_has_a_time_box_of_its_own(make: Make) -> None:
     waits: list[DelayTask] = []
 
     def wait(body: Any) -> None:
-        wait_until(lambda: bench.now(waits[-1]).status is Status.NOT_COMPLETE, 5, "the other one to be given back")
+        wait_until(
+            lambda: bench.now(waits[-1]).status is Status.NOT_COMPLETE,
+            5,
+            "the other one to be given back",
+        )
 
     bench.registry.processor("wait")(wait)
     for _ in range(3):
@@ -301,7 +338,11 @@ def test_the_age_counts_from_the_time_a_task_was_meant_for(bench: Bench) -> None
     now = bench.clock.now()
     bench.change(task, expected_time=now, create_time=now - timedelta(seconds=3600))
     bench.run(bench.now(task))
-    assert now - MOMENT <= bench.now(task).expected_time - timedelta(seconds=5) <= bench.clock.now() + MOMENT
+    assert (
+        now - MOMENT
+        <= bench.now(task).expected_time - timedelta(seconds=5)
+        <= bench.clock.now() + MOMENT
+    )
 
 
 def test_a_deploy_that_brings_the_processor_runs_the_row(bench: Bench) -> None:
@@ -328,7 +369,9 @@ def test_rows_that_lapsed_before_run_alone(bench: Bench) -> None:
     assert [bench.now(task).lapses for task in tasks] == [0] * 5
 
 
-def test_rows_that_lapsed_have_a_share_of_a_backlog(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_lapsed_have_a_share_of_a_backlog(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     passed = 0.0
     monkeypatch.setattr(runner, "monotonic", lambda: monotonic() + passed)
 
@@ -338,8 +381,8 @@ def test_rows_that_lapsed_have_a_share_of_a_backlog(bench: Bench, monkeypatch: p
         passed += seconds
 
     bench.registry.processor("wait")(wait)
-    suspects = [bench.schedule("wait", 60), bench.schedule(body="lapsed")]
-    for lapses, task in enumerate(suspects, 1):
+    abandoned = [bench.schedule("wait", 60), bench.schedule(body="lapsed")]
+    for lapses, task in enumerate(abandoned, 1):
         bench.change(task, lapses=lapses)
     for number in range(20):
         bench.schedule(body=number)
@@ -378,24 +421,26 @@ def test_one_that_lapsed_and_must_wait_in_line_is_not_counted_for_the_next_chunk
     passed += runner.SUSPECTS_S
     assert bench.runner.drain("default", [0], 2).is_full
     assert bench.statuses([lapsed]) == ["HELD"]
-    assert bench.claims.lines.met() == Met()
+    assert bench.claims.lines.met() == WaitlistsSeen()
 
 
 def test_draining_takes_the_oldest_of_the_highest_priority_and_suspects_alone(bench: Bench) -> None:
     tasks = [bench.schedule(body=n, priority=n % 2) for n in range(6)]
-    suspect = bench.schedule(body="suspect")
-    bench.change(suspect, lapses=2)
+    abandoned_row = bench.schedule(body="suspect")
+    bench.change(abandoned_row, lapses=2)
     other_queue = bench.schedule(queue="other")
     first = bench.runner.drain("default", [0, 1], 3)
     assert (first.claimed, first.ran, first.is_full) == (3, 3, True)
     assert bench.ran == [1, 3, 5]
     second = bench.runner.drain("default", [0, 1], 10)
-    assert (second.claimed, second.ran, second.is_full) == (4, 4, True), "a suspect may have followers"
+    assert (second.claimed, second.ran, second.is_full) == (4, 4, True), (
+        "a suspect may have followers"
+    )
     assert bench.ran[3:] == [0, 2, 4, "suspect"]
     third = bench.runner.drain("default", [0, 1], 10)
     assert (third.claimed, third.ran, third.is_full) == (0, 0, False)
     assert [fields.get("count", 1) for fields in bench.named("chunk.claimed")] == [3, 3, 1]
-    assert bench.statuses([*tasks, suspect, other_queue]) == ["DONE"] * 7 + ["NOT_COMPLETE"]
+    assert bench.statuses([*tasks, abandoned_row, other_queue]) == ["DONE"] * 7 + ["NOT_COMPLETE"]
 
 
 # -- entries that the claim does not get ----------------------------------------------------------
@@ -459,7 +504,9 @@ def test_a_stale_entry_does_not_displace_the_one_that_counts(bench: Bench) -> No
 
 def test_a_row_of_another_program_with_the_missions_columns_runs(bench: Bench) -> None:
     with bench.store.database.begin() as connection:
-        connection.execute(insert(bench.store.schema.tasks).values(tag="note", message_body='"hello"'))
+        connection.execute(
+            insert(bench.store.schema.tasks).values(tag="note", message_body='"hello"')
+        )
     assert bench.runner.drain("default", [0], 10).ran == 1
     assert bench.ran == ["hello"]
 

@@ -11,8 +11,8 @@ import pytest
 
 from delaytasks.core.errors import BodyNotJSONError, BodyRefusedError
 from delaytasks.core.states import Status
-from delaytasks.engine.check import check
-from delaytasks.store.stats import Stats
+from delaytasks.maintenance.deploy_check import check
+from delaytasks.storage.stats import Stats
 from tests.benches import Bench
 from tests.conftest import open_store
 from tests.counting import counted
@@ -67,7 +67,9 @@ def takes(bench: Bench, tag: str, schema: Callable[..., Any], **options: Any) ->
         (lambda body: body["n"], {"n": 1}, 1),
     ],
 )
-def test_a_processor_is_given_what_its_schema_makes(bench: Bench, schema: Any, body: Any, given: Any) -> None:
+def test_a_processor_is_given_what_its_schema_makes(
+    bench: Bench, schema: Any, body: Any, given: Any
+) -> None:
     seen = takes(bench, "order", schema)
     bench.run(bench.schedule("order", body))
     assert seen == [given]
@@ -115,7 +117,9 @@ def test_a_deploy_is_checked_for_tags_and_bodies(bench: Bench) -> None:
     bench.change(bench.schedule("order"), message_body="{no json")
     takes(bench, "order", Order)
     stats = Stats(bench.store.database, bench.store.schema)
-    found = {finding.tag: finding for finding in check(stats.pending(), stats.bodies, bench.registry)}
+    found = {
+        finding.tag: finding for finding in check(stats.pending(), stats.bodies, bench.registry)
+    }
     assert set(found) == {"gone", "order"}
     assert (found["gone"].tasks, found["gone"].problem) == (1, "no processor")
     assert found["gone"].first_due == gone.expected_time

@@ -8,15 +8,19 @@ import pytest
 
 from delaytasks.core.clock import Clock
 from delaytasks.core.ids import COUNTER_BITS
-from delaytasks.core.ports import Entry
-from delaytasks.timers.eta import EtaTimer, Message, read_message
-from delaytasks.timers.sharded import ShardTimer
+from delaytasks.core.interfaces import Entry
+from delaytasks.timers.eta import EtaTimer, TimerMessage, read_message
+from delaytasks.timers.shard_timer import ShardTimer
 from tests.recording import RecordingTimer
 
 
 def test_a_sweep_arms_what_workers_find_by_its_id_and_leaves_the_rest_to_the_table() -> None:
     timer = RecordingTimer()
-    ours, other, small = Entry(1 << 60 | 2 << COUNTER_BITS, 0, 5), Entry(1 << 60, 0, 5), Entry(7, 0, 5)
+    ours, other, small = (
+        Entry(1 << 60 | 2 << COUNTER_BITS, 0, 5),
+        Entry(1 << 60, 0, 5),
+        Entry(7, 0, 5),
+    )
     assert ShardTimer(timer, 2).arm([ours, other, small])
     assert timer.armed == [ours]
     assert ShardTimer(timer, 0).arm([other, small])
@@ -36,7 +40,10 @@ def test_a_drain_token_names_its_shard() -> None:
     publisher: Any = Publisher()
     for shard in (0, 3):
         assert ShardTimer(EtaTimer(publisher, Clock()), shard).drain("q", [1, 2], 1, 5)
-    assert [read_message(args, "q") for args in sent] == [Message([], [1, 2], 0), Message([], [1, 2], 3)]
+    assert [read_message(args, "q") for args in sent] == [
+        TimerMessage([], [1, 2], 0),
+        TimerMessage([], [1, 2], 3),
+    ]
     assert sent[0] == [[], {"drain": [1, 2]}], "as it was before there were shards"
     sent.clear()
     assert not EtaTimer(publisher, Clock()).drain("another program's", [1], 1, 5)

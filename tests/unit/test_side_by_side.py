@@ -17,16 +17,16 @@ from celery.exceptions import WorkerShutdown
 from delaytasks import DelayTask, Snooze, Status
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import NotRunningError, StoreError, StoreUnavailableError
-from delaytasks.core.ports import Settlement
-from delaytasks.engine.chunk import ChunkSize
-from delaytasks.engine.coroutines import Coroutines
-from delaytasks.engine.flights import MOST_PLACES, Flights
+from delaytasks.core.interfaces import Settlement
+from delaytasks.execution.chunk import ChunkSize
+from delaytasks.processors.event_loop import EventLoop
+from delaytasks.processors.thread_slots import MOST_PLACES, ThreadSlots
 from tests.benches import Bench
-from tests.unit.conftest import Make
+from tests.transaction.conftest import Make
 from tests.waiting import wait_until
 
 
-class Gate:
+class ForkGate:
     """Holds whoever comes until it is opened, and counts them."""
 
     def __init__(self) -> None:
@@ -44,8 +44,8 @@ class Gate:
 
 
 @pytest.fixture
-def gate() -> Iterator[Gate]:
-    made = Gate()
+def gate() -> Iterator[ForkGate]:
+    made = ForkGate()
     yield made
     made.is_open.set()
 
@@ -53,7 +53,9 @@ def gate() -> Iterator[Gate]:
 # -- places ---------------------------------------------------------------------------------------
 
 
-def test_as_many_rows_run_at_once_as_there_are_places_and_no_more(bench: Bench, gate: Gate) -> None:
+def test_as_many_rows_run_at_once_as_there_are_places_and_no_more(
+    bench: Bench, gate: ForkGate
+) -> None:
     bench.registry.processor("wait", in_flight=5)(gate)
     tasks = [bench.schedule("wait") for _ in range(12)]
     with ThreadPoolExecutor(1) as pool:
@@ -66,7 +68,7 @@ def test_as_many_rows_run_at_once_as_there_are_places_and_no_more(bench: Bench, 
     assert bench.statuses(tasks) == ["DONE"] * 12
 
 
-def test_the_chunks_of_a_process_share_a_tags_places(bench: Bench, gate: Gate) -> None:
+def test_the_chunks_of_a_process_share_a_tags_places(bench: Bench, gate: ForkGate) -> None:
     bench.registry.processor("wait", in_flight=3)(gate)
     chunks = [[bench.schedule("wait") for _ in range(2)] for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
@@ -78,7 +80,9 @@ def test_the_chunks_of_a_process_share_a_tags_places(bench: Bench, gate: Gate) -
     assert gate.most == 3
 
 
-def test_other_rows_run_meanwhile_and_the_waiting_ones_begin_first(bench: Bench, gate: Gate) -> None:
+def test_other_rows_run_meanwhile_and_the_waiting_ones_begin_first(
+    bench: Bench, gate: ForkGate
+) -> None:
     bench.registry.processor("wait", in_flight=5)(gate)
 
     def opens(body: Any) -> None:
@@ -93,20 +97,22 @@ def test_other_rows_run_meanwhile_and_the_waiting_ones_begin_first(bench: Bench,
 
 @pytest.mark.parametrize("option", ["in_flight", "batch"])
 @pytest.mark.parametrize("number", [0, -1, 1001, True, 2.0, "5"])
-def test_a_number_that_is_none_is_refused_where_it_is_written(bench: Bench, option: str, number: Any) -> None:
+def test_a_number_that_is_none_is_refused_where_it_is_written(
+    bench: Bench, option: str, number: Any
+) -> None:
     with pytest.raises(ValueError, match=f"{option}=.*from 1 to 1000"):
         bench.registry.processor("wait", **{option: number})  # type: ignore[arg-type]
 
 
 def test_all_tags_together_have_no_more_places_than_a_process_has_threads() -> None:
-    flights = Flights()
+    thread_slots = ThreadSlots()
     for tag in ("a", "b"):
         for _ in range(MOST_PLACES // 2):
-            assert flights.take(tag, MOST_PLACES, 0)
-    assert not flights.take("c", 5, monotonic() + 0.01)
-    assert flights.free("c", 5) == 0
-    flights.give_back("a")
-    assert flights.take("c", 5, 0)
+            assert thread_slots.take(tag, MOST_PLACES, 0)
+    assert not thread_slots.take("c", 5, monotonic() + 0.01)
+    assert thread_slots.free("c", 5) == 0
+    thread_slots.give_back("a")
+    assert thread_slots.take("c", 5, 0)
 
 
 # -- how they end ---------------------------------------------------------------------------------
@@ -136,14 +142,18 @@ def test_a_row_that_tells_the_worker_to_stop_fails_for_nobody_would_hear_it(benc
     assert bench.statuses(tasks) == ["FAILED", "DONE"]
 
 
-def test_rows_that_found_no_place_within_the_time_box_go_back(make: Make, gate: Gate) -> None:
+def test_rows_that_found_no_place_within_the_time_box_go_back(make: Make, gate: ForkGate) -> None:
     bench = make(chunk_time_box_s=0.5)
     bench.registry.processor("wait", in_flight=2)(gate)
     tasks = [bench.schedule("wait") for _ in range(5)]
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(bench.run, *tasks)
         wait_until(lambda: gate.inside == 2, 5, "two to begin: all are claimed")
-        wait_until(lambda: bench.statuses(tasks).count("NOT_COMPLETE") == 3, 5, "the others to be given back")
+        wait_until(
+            lambda: bench.statuses(tasks).count("NOT_COMPLETE") == 3,
+            5,
+            "the others to be given back",
+        )
         gate.is_open.set()
         assert running.result(5).ran == 2
     assert [bench.now(task).attempts for task in tasks] == [1, 1, 0, 0, 0]
@@ -154,7 +164,7 @@ def test_rows_that_found_no_place_within_the_time_box_go_back(make: Make, gate: 
 
 
 def test_a_row_that_waits_for_long_holds_up_neither_its_neighbours_ends_nor_the_next_chunk(
-    make: Make, gate: Gate
+    make: Make, gate: ForkGate
 ) -> None:
     bench = make(may_leave=True, chunk_time_box_s=0.5)
     bench.registry.processor("wait", in_flight=5)(gate)
@@ -182,10 +192,14 @@ def test_what_ends_later_is_settled_soon_and_together(make: Make) -> None:
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(bench.run, *tasks)  # no place is free
         try:
-            wait_until(lambda: bench.runner._chunks._flights.free("wait", 20) == 0, 5, "all to run")
+            wait_until(
+                lambda: bench.runner._chunks._thread_slots.free("wait", 20) == 0, 5, "all to run"
+            )
             doors[0].set()
             running.result(5)
-            wait_until(lambda: bench.statuses(tasks).count("DONE") == 10, 5, "the first half to be settled")
+            wait_until(
+                lambda: bench.statuses(tasks).count("DONE") == 10, 5, "the first half to be settled"
+            )
             assert len(settled) <= 3, "in bulk"
         finally:
             doors[1].set()
@@ -193,7 +207,7 @@ def test_what_ends_later_is_settled_soon_and_together(make: Make) -> None:
     assert bench.statuses(tasks) == ["DONE"] * 20
 
 
-def test_the_next_chunk_comes_when_there_is_a_place_for_it(make: Make, gate: Gate) -> None:
+def test_the_next_chunk_comes_when_there_is_a_place_for_it(make: Make, gate: ForkGate) -> None:
     bench = make(may_leave=True, chunk_time_box_s=0.2)
     bench.registry.processor("wait", in_flight=2)(gate)
     tasks = [bench.schedule("wait") for _ in range(2)]
@@ -201,13 +215,15 @@ def test_the_next_chunk_comes_when_there_is_a_place_for_it(make: Make, gate: Gat
         running = pool.submit(bench.run, *tasks)
         wait_until(lambda: gate.inside == 2, 5, "both to run")
         time.sleep(0.6)
-        assert not running.done(), "all places are taken: it would only bring rows to give them back"
+        assert not running.done(), (
+            "all places are taken: it would only bring rows to give them back"
+        )
         gate.is_open.set()
         running.result(5)
     bench.runner.finish()
 
 
-def test_what_ran_on_is_settled_though_the_database_was_away(make: Make, gate: Gate) -> None:
+def test_what_ran_on_is_settled_though_the_database_was_away(make: Make, gate: ForkGate) -> None:
     bench = make(may_leave=True, chunk_time_box_s=0.2)
     bench.registry.processor("wait", in_flight=5)(gate)
     task = bench.schedule("wait")
@@ -225,7 +241,9 @@ def test_what_ran_on_is_settled_though_the_database_was_away(make: Make, gate: G
     assert bench.events.counts["settle.waits"] == 2
 
 
-def test_what_ran_on_and_can_not_be_settled_is_left_to_its_lease(make: Make, gate: Gate) -> None:
+def test_what_ran_on_and_can_not_be_settled_is_left_to_its_lease(
+    make: Make, gate: ForkGate
+) -> None:
     bench = make(may_leave=True, chunk_time_box_s=0.2)
     bench.registry.processor("wait", in_flight=5)(gate)
     task = bench.schedule("wait")
@@ -243,23 +261,23 @@ def test_what_ran_on_and_can_not_be_settled_is_left_to_its_lease(make: Make, gat
     assert [fields["loop"] for fields in bench.named("loop.failed")] == ["time box"]
 
 
-def test_a_row_that_lapsed_runs_when_no_other_row_is_beside_it(make: Make, gate: Gate) -> None:
+def test_a_row_that_lapsed_runs_when_no_other_row_is_beside_it(make: Make, gate: ForkGate) -> None:
     bench = make(may_leave=True, chunk_time_box_s=0.2)
     bench.registry.processor("wait", in_flight=5)(gate)
     beside: list[int] = []
     bench.registry.processor("suspect", in_flight=5)(lambda body: beside.append(gate.inside))
     bench.run(bench.schedule("wait"))
     assert gate.inside == 1
-    suspect = bench.schedule("suspect")
-    bench.change(suspect, lapses=1)
+    abandoned_row = bench.schedule("suspect")
+    bench.change(abandoned_row, lapses=1)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(bench.runner.drain, "default", [0], 10)
-        wait_until(lambda: bench.now(suspect).status is Status.RUNNING, 5, "it to be claimed")
+        wait_until(lambda: bench.now(abandoned_row).status is Status.RUNNING, 5, "it to be claimed")
         time.sleep(0.1)
         gate.is_open.set()
         assert running.result(5).left == ()
     assert beside == [0]
-    assert bench.statuses([suspect]) == ["DONE"]
+    assert bench.statuses([abandoned_row]) == ["DONE"]
 
 
 def test_a_row_whose_end_can_not_even_be_told_lapses_and_frees_its_place(
@@ -302,7 +320,9 @@ def test_a_chunk_that_is_mostly_of_other_rows_wants_no_more_of_them(bench: Bench
 # -- coroutines -----------------------------------------------------------------------------------
 
 
-def test_coroutines_run_on_one_loop_side_by_side_and_a_hundred_of_them_unless_told_otherwise(bench: Bench) -> None:
+def test_coroutines_run_on_one_loop_side_by_side_and_a_hundred_of_them_unless_told_otherwise(
+    bench: Bench,
+) -> None:
     loops: set[int] = set()
     inside, most, awaited = 0, 0, 50
 
@@ -349,9 +369,18 @@ def test_a_coroutine_has_the_context_of_its_row(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("as asked"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError("as asked")], ids=repr
+    "error",
+    [
+        ValueError("as asked"),
+        SystemExit(3),
+        KeyboardInterrupt(),
+        asyncio.CancelledError("as asked"),
+    ],
+    ids=repr,
 )
-def test_a_coroutine_that_raises_fails_its_row_and_the_loop_goes_on(bench: Bench, error: BaseException) -> None:
+def test_a_coroutine_that_raises_fails_its_row_and_the_loop_goes_on(
+    bench: Bench, error: BaseException
+) -> None:
     async def fail(body: Any) -> None:
         await asyncio.sleep(0)
         if body:
@@ -381,7 +410,7 @@ def test_a_forked_child_has_a_loop_of_its_own() -> None:
     async def work() -> int:
         return id(asyncio.get_running_loop())
 
-    coroutines = Coroutines()
+    coroutines = EventLoop()
     first = coroutines.result_of(work())
     assert coroutines.result_of(work()) == first
     coroutines.after_fork()
@@ -410,7 +439,9 @@ def test_time_limits_are_refused_for_what_does_not_run_alone(bench: Bench) -> No
         bench.registry.processor("wait", soft_time_limit=5, in_flight=5)(lambda body: None)
 
 
-def test_a_row_that_may_be_killed_by_its_time_limit_waits_for_the_others(make: Make, gate: Gate) -> None:
+def test_a_row_that_may_be_killed_by_its_time_limit_waits_for_the_others(
+    make: Make, gate: ForkGate
+) -> None:
     bench = make(may_leave=True, chunk_time_box_s=1)
     bench.registry.processor("wait", in_flight=5)(gate)
     beside: list[Any] = []

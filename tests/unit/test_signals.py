@@ -10,10 +10,10 @@ from celery import Celery, signals
 from sqlalchemy.orm import Session
 
 from delaytasks import Cancel, DelayTask, Done, Fail, Retry, Snooze
-from delaytasks.core.ports import Settlement
-from delaytasks.worker.surroundings import Surroundings
+from delaytasks.core.interfaces import Settlement
+from delaytasks.worker.celery_context import CeleryTaskContext
 from tests.benches import Bench
-from tests.unit.conftest import Make
+from tests.transaction.conftest import Make
 
 ENDS = {
     "success": signals.task_success,
@@ -31,7 +31,7 @@ class Watching:
 
     def started(self, *_: Any) -> None: ...
     def expired(self, *_: Any) -> None: ...
-    def put_off(self, *_: Any) -> None: ...
+    def defer(self, *_: Any) -> None: ...
     def flush(self) -> None: ...
 
     def ended(self, ending: Settlement, *_: Any) -> None:
@@ -49,7 +49,9 @@ class Signals:
         for name, signal in ENDS.items():
             self._connect(signal, self._noting(name))
         self._connect(signals.task_prerun, lambda task_id, **_: self.began.append(task_id))
-        self._connect(signals.task_postrun, lambda task_id, state, **_: self.states.update({task_id: state}))
+        self._connect(
+            signals.task_postrun, lambda task_id, state, **_: self.states.update({task_id: state})
+        )
 
     def _connect(self, signal: Any, receiver: Any) -> None:
         signal.connect(receiver, weak=False)
@@ -86,7 +88,7 @@ def sent() -> Iterator[Signals]:
 def bench(make: Make) -> Bench:
     made = make()
     app = Celery(set_as_current=False)
-    made.execute = Surroundings(app, "w@host", made.clock)  # type: ignore[assignment, method-assign]
+    made.execute = CeleryTaskContext(app, "w@host", made.clock)  # type: ignore[assignment, method-assign]
     made.runner = made.make_runner()
     return made
 
@@ -118,7 +120,9 @@ def exit_politely() -> None:
 
 @pytest.mark.parametrize("mode", ["single", "batch", "in_flight"])
 @pytest.mark.parametrize("outcome", OUTCOMES)
-def test_each_signal_says_how_the_row_ended(bench: Bench, sent: Signals, outcome: str, mode: str) -> None:
+def test_each_signal_says_how_the_row_ended(
+    bench: Bench, sent: Signals, outcome: str, mode: str
+) -> None:
     ends, is_last, signal, status = OUTCOMES[outcome]
     options: dict[str, Any] = {"batch": {"batch": 10}, "in_flight": {"in_flight": 5}}.get(mode, {})
     bench.registry.processor("one", retry="1h", **options)(lambda given: ends())
@@ -144,14 +148,24 @@ def test_the_tasks_of_a_batch_have_each_a_signal_of_their_own(bench: Bench, sent
     bench.registry.processor("batch", batch=10)(work)
     tasks = [bench.schedule("batch", number) for number in range(len(ends))]
     bench.run(*tasks)
-    assert [sent.name(task) for task in tasks] == ["success", "failure", "retry", "revoked", "success"]
+    assert [sent.name(task) for task in tasks] == [
+        "success",
+        "failure",
+        "retry",
+        "revoked",
+        "success",
+    ]
     assert str(sent.fields(tasks[1])["exception"]) == "broken"
     assert sent.fields(tasks[4])["result"] == 7
-    assert sent.states == {str(tasks[0].id): "SUCCESS"}, "there is one call, which has the first task's request"
+    assert sent.states == {str(tasks[0].id): "SUCCESS"}, (
+        "there is one call, which has the first task's request"
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"batch": 10}, {"in_flight": 5}])
-def test_a_body_that_can_not_be_read_is_a_failure(bench: Bench, sent: Signals, options: Any) -> None:
+def test_a_body_that_can_not_be_read_is_a_failure(
+    bench: Bench, sent: Signals, options: Any
+) -> None:
     bench.registry.processor("one", **options)(lambda given: None)
     good, bad = bench.schedule("one", 1), bench.schedule("one", 2)
     bench.change(bad, message_body="{nope")
@@ -165,7 +179,11 @@ def test_signals_have_what_receivers_look_at(bench: Bench, sent: Signals) -> Non
     bench.registry.processor("fail")(lambda body: Fail("the card was refused"))
     bench.registry.processor("retry")(lambda body: Retry("5m", "busy"))
     bench.registry.processor("raise")(climb)
-    fail, retry, raises = bench.schedule("fail", 7), bench.schedule("retry"), bench.schedule("raise")
+    fail, retry, raises = (
+        bench.schedule("fail", 7),
+        bench.schedule("retry"),
+        bench.schedule("raise"),
+    )
     bench.run(fail, retry, raises)
     failure = sent.fields(fail)
     assert str(failure["exception"]) == "the card was refused"

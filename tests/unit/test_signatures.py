@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from standardwebhooks import Webhook, WebhookVerificationError
 
-from delaytasks.callbacks import Received, signatures, verify
-from delaytasks.callbacks.signatures import Keys
 from delaytasks.core.clock import wall_ms
 from delaytasks.core.errors import BodyNotJSONError, ConfigError, InvalidSignatureError
+from delaytasks.webhooks import Received, signatures, verify
+from delaytasks.webhooks.signatures import SigningKeys
 
 PAYLOAD = '{"order":7,"name":"é"}'.encode()
 
@@ -28,7 +28,7 @@ OLD, NEW, OTHER = secret("o"), secret("n"), secret("x")
 
 def signed(*secrets: str, age_s: int = 0, payload: bytes = PAYLOAD) -> dict[str, str]:
     timestamp = str(wall_ms() // 1000 - age_s)
-    signature = Keys(secrets).sign("42", timestamp, payload)
+    signature = SigningKeys(secrets).sign("42", timestamp, payload)
     return {"webhook-id": "42", "webhook-timestamp": timestamp, "webhook-signature": signature}
 
 
@@ -73,7 +73,10 @@ BAD: dict[str, Any] = {
     "another body": signed(NEW, payload=b"{}"),
     "stale": signed(NEW, age_s=310),
     "from the future": signed(NEW, age_s=-4000),
-    "no version": {**signed(NEW), "webhook-signature": signed(NEW)["webhook-signature"].removeprefix("v1,")},
+    "no version": {
+        **signed(NEW),
+        "webhook-signature": signed(NEW)["webhook-signature"].removeprefix("v1,"),
+    },
     "not ASCII": {**signed(NEW), "webhook-signature": "v1,é\ud800"},
     "not a time": {**signed(NEW), "webhook-timestamp": "now"},
 }
@@ -93,7 +96,9 @@ def test_signatures_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatc
         compared.append((one, other))
         return one == other
 
-    monkeypatch.setattr(signatures, "hmac", SimpleNamespace(digest=hmac.digest, compare_digest=compare))
+    monkeypatch.setattr(
+        signatures, "hmac", SimpleNamespace(digest=hmac.digest, compare_digest=compare)
+    )
     given = signed(NEW)
     given["webhook-signature"] += " v1,AAAA v1,BBBB"
     assert verify(PAYLOAD, given, [NEW, OLD]).id == "42"
@@ -108,7 +113,7 @@ def test_a_callback_that_is_late_but_not_too_late_is_taken() -> None:
 
 
 def test_a_time_that_is_signed_but_none_is_refused() -> None:
-    signature = Keys([NEW]).sign("42", "-5", PAYLOAD)
+    signature = SigningKeys([NEW]).sign("42", "-5", PAYLOAD)
     headers = {"webhook-id": "42", "webhook-timestamp": "-5", "webhook-signature": signature}
     with pytest.raises(InvalidSignatureError, match="ago"):
         verify(PAYLOAD, headers, NEW)
@@ -124,7 +129,7 @@ def test_a_signed_body_that_is_not_json_is_said() -> None:
 )
 def test_a_secret_that_is_none_is_said_but_not_shown(bad: str) -> None:
     with pytest.raises(ConfigError, match="secret 2") as raised:
-        Keys([NEW, bad])
+        SigningKeys([NEW, bad])
     assert bad == "" or bad.removeprefix("whsec_") == "" or bad not in str(raised.value)
 
 

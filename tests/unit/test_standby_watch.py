@@ -9,8 +9,8 @@ import pytest
 from sqlalchemy import create_engine
 from sqlalchemy.engine import Engine
 
-from delaytasks.store import standbys
-from delaytasks.store.standbys import StandbyWatch
+from delaytasks.storage import standby_watch as standbys
+from delaytasks.storage.standby_watch import StandbyWatch
 from tests.waiting import wait_until
 
 
@@ -39,7 +39,9 @@ def test_a_connection_is_handed_out_when_no_thread_can_be_started(
         assert watch._thread is not None, "later it can"
 
 
-def test_another_thread_watches_after_one_that_an_error_ended(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_thread_watches_after_one_that_an_error_ended(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(standbys, "LOOK_S", 0.01)
     errors: list[object] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: errors.append(args.exc_value))

@@ -14,20 +14,31 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from delaytasks.core.durations import parse_duration
-from delaytasks.core.errors import InvalidDelayError, InvalidInputError, InvalidLadderError
-from delaytasks.core.hidden import mask_url
+from delaytasks.core.errors import InvalidDelayError, InvalidInputError, InvalidRetryScheduleError
 from delaytasks.core.inputs import check_key, check_queue, check_tag, check_wait, encode_body
-from delaytasks.core.ladder import Ladder
+from delaytasks.core.masking import mask_url
+from delaytasks.core.retry_schedule import RetrySchedule
 from delaytasks.core.states import MOST_VERSIONS, Status, following
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import one_line, storable
-from delaytasks.store.types import nearest
+from delaytasks.storage.types import nearest
 from tests.fuzzing import fuzz, json_like
 
 anything = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(), st.lists(st.text()), st.builds(object)
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(),
+    st.binary(),
+    st.lists(st.text()),
+    st.builds(object),
 )
-durations = st.text() | st.text("0123456789.smhdw +-", max_size=12) | st.from_regex(r"\d{1,400}(\.\d+)?[smhd]")
+durations = (
+    st.text()
+    | st.text("0123456789.smhdw +-", max_size=12)
+    | st.from_regex(r"\d{1,400}(\.\d+)?[smhd]")
+)
 
 
 def attempt(work: Callable[[], str]) -> tuple[str, InvalidInputError | None]:
@@ -95,24 +106,37 @@ def test_any_body_comes_back_from_its_text_or_is_refused(body: Any) -> None:
 @example('{"retry": {"rungs_s": 5, "jitter": 0}, "expires_s": NaN}', 1)
 def test_any_headers_of_a_row_are_read(headers: str, attempts: int) -> None:
     now = datetime.now(timezone.utc)
-    task = DelayTask(1, "mail", headers, now, attempts=attempts, headers_json=headers, ip=attempts, result_json=headers)
+    task = DelayTask(
+        1,
+        "mail",
+        headers,
+        now,
+        attempts=attempts,
+        headers_json=headers,
+        ip=attempts,
+        result_json=headers,
+    )
     for seconds in (task.expires_s, task.max_wait_s):
         assert seconds is None or 0 <= seconds < 1e15
-    assert task.ladder is None or isinstance(task.ladder, Ladder)
-    if task.ladder is not None:
-        wait_s = task.ladder.wait_s(attempts)
+    assert task.retry_schedule is None or isinstance(task.retry_schedule, RetrySchedule)
+    if task.retry_schedule is not None:
+        wait_s = task.retry_schedule.wait_s(attempts)
         assert wait_s is None or wait_s >= 0
     json.dumps(task.as_json())
 
 
 @fuzz(200)
 @given(st.lists(anything | durations, max_size=4) | anything, st.floats() | json_like)
-def test_any_ladder_is_one_or_is_refused(rungs: Any, jitter: Any) -> None:
+def test_any_ladder_is_one_or_is_refused(retry_delays: Any, jitter: Any) -> None:
     try:
-        ladder = Ladder(rungs, jitter=jitter)
-    except (InvalidLadderError, InvalidDelayError, TypeError):  # what can not be iterated is no list of rungs
+        retry_schedule = RetrySchedule(retry_delays, jitter=jitter)
+    except (
+        InvalidRetryScheduleError,
+        InvalidDelayError,
+        TypeError,
+    ):  # what can not be iterated is no list of rungs
         return
-    assert all(rung >= 0 for rung in ladder.rungs_s)
+    assert all(retry_delay >= 0 for retry_delay in retry_schedule.retry_delays_s)
 
 
 @fuzz(200)
@@ -141,12 +165,25 @@ def test_any_text_is_shown_on_one_line_and_stored(text: str) -> None:
 @example("0044-03-15 00:00:00+00 BC")
 def test_any_instant_of_a_row_is_near_one_that_can_be_said(written: Any) -> None:
     found = nearest(written)
-    assert datetime.min.replace(tzinfo=timezone.utc) <= found <= datetime.max.replace(tzinfo=timezone.utc)
+    assert (
+        datetime.min.replace(tzinfo=timezone.utc)
+        <= found
+        <= datetime.max.replace(tzinfo=timezone.utc)
+    )
 
 
 def test_the_nearest_instant_is_on_the_right_side_of_now() -> None:
-    years = {"0044-03-15 BC": 1, "0000-00-00": 1, "2024-00-00": 2024, "10000-01-01": 9999, "294276-01-01": 9999}
-    assert {written: nearest(written).year for written in [*years, "soon"]} == {**years, "soon": 9999}
+    years = {
+        "0044-03-15 BC": 1,
+        "0000-00-00": 1,
+        "2024-00-00": 2024,
+        "10000-01-01": 9999,
+        "294276-01-01": 9999,
+    }
+    assert {written: nearest(written).year for written in [*years, "soon"]} == {
+        **years,
+        "soon": 9999,
+    }
     assert nearest(12345).year == 1
 
 

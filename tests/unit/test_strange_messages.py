@@ -23,14 +23,14 @@ from kombu.message import Message
 from kombu.serialization import prepare_accept_content
 
 from delaytasks.core.ids import MAX_ID
-from delaytasks.core.ports import Entry
+from delaytasks.core.interfaces import Entry
 from delaytasks.timers.direct import read_notice
 from delaytasks.timers.eta import RUN
-from delaytasks.worker.guard import GuardStep
-from delaytasks.worker.redisguard import RedisGuard
-from delaytasks.worker.tasks import SWEEP
+from delaytasks.worker.celery_compat.message_guard import GuardStep
+from delaytasks.worker.celery_compat.redis_guard import RedisGuard
+from delaytasks.worker.celery_tasks import SWEEP
 from tests.fuzzing import fuzz, json_like
-from tests.unit.test_desk import Worker, make_desk
+from tests.transaction.test_desk import Worker, make_runtime
 
 DUE = 1_700_000_000_000_000
 
@@ -42,58 +42,64 @@ class Channel:
     def basic_reject(self, *_: Any, **__: Any) -> None: ...
 
 
-class Reader:
+class TablePoller:
     """Celery's consumer with our steps, and what it has asked of the desk."""
 
     def __init__(self, folder: Path, **conf: Any) -> None:
-        self.desk = make_desk(folder)
-        self.app: Celery = self.desk.delays.celery
+        self.runtime = make_runtime(folder)
+        self.app: Celery = self.runtime.delays.celery
         self.app.conf.update(conf)
         worker = Worker()
-        worker.delays_desk, worker.use_eventloop, worker.state = self.desk, False, state  # type: ignore[attr-defined]
-        self.consumer = Consumer(lambda *_: None, app=self.app, controller=worker, hostname="w", timer=Timer())
+        worker.delays_runtime, worker.use_eventloop, worker.state = self.runtime, False, state  # type: ignore[attr-defined]
+        self.consumer = Consumer(
+            lambda *_: None, app=self.app, controller=worker, hostname="w", timer=Timer()
+        )
 
         class tasks:
-            queues = [self.desk.delays.publisher.queue("default")]
+            queues = [self.runtime.delays.publisher.queue("default")]
 
         self.consumer.task_consumer, self.consumer.pool = tasks, worker.pool
         self.consumer.update_strategies()
         self.handle = self.consumer.create_task_handler()
-        self.desk.delays.processes.queues = ["default"]
+        self.runtime.delays.processes.queues = ["default"]
         self.entries: list[Entry] = []
         self.drained: list[tuple[Any, ...]] = []
         self.sweeps: list[Any] = []
-        self.desk.hold = self.entries.extend  # type: ignore[method-assign]
-        self.desk.dispatcher.drain = lambda *asked: self.drained.append(asked)  # type: ignore[method-assign]
-        self.desk.sweep = self.sweeps.append  # type: ignore[method-assign]
+        self.runtime.hold = self.entries.extend  # type: ignore[method-assign]
+        self.runtime.dispatcher.drain = lambda *asked: self.drained.append(asked)  # type: ignore[method-assign]
+        self.runtime.sweep = self.sweeps.append  # type: ignore[method-assign]
 
-    def read(self, body: Any, headers: Any = None, kind: Any = "application/json", **more: Any) -> Message:
+    def read(
+        self, body: Any, headers: Any = None, kind: Any = "application/json", **more: Any
+    ) -> Message:
         delivery = more.pop("delivery_info", {"routing_key": "delaytasks.default"})
         headers = {"task": RUN, "id": "x"} if headers is None else headers
-        message = Message(body, 1, kind, "utf-8", delivery, {}, headers, "utf-8", None, Channel(), **more)
+        message = Message(
+            body, 1, kind, "utf-8", delivery, {}, headers, "utf-8", None, Channel(), **more
+        )
         message.accept = prepare_accept_content(self.app.conf.accept_content)
         self.handle(message)
         return message
 
     @property
     def refused(self) -> int:
-        return self.desk.delays.events.counts["message.refused"]
+        return self.runtime.delays.events.counts["message.refused"]
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    made = Reader(tmp_path_factory.mktemp("reader"))
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TablePoller]:
+    made = TablePoller(tmp_path_factory.mktemp("reader"))
     yield made
-    made.desk.delays.close()
+    made.runtime.delays.close()
 
 
 @pytest.fixture(autouse=True)
-def _forget(reader: Reader) -> None:
+def _forget(reader: TablePoller) -> None:
     for asked in (reader.entries, reader.drained, reader.sweeps):
         asked.clear()
 
 
-def test_a_message_of_ours_is_taken_in(reader: Reader) -> None:
+def test_a_message_of_ours_is_taken_in(reader: TablePoller) -> None:
     assert reader.read(json.dumps([[[[7, 1, DUE, 0]]], {}, {}])).acknowledged
     assert reader.entries == [Entry(7, 1, DUE, "default", 0)]
     reader.read(json.dumps([[[], {"drain": [0, 5]}], {}, {}]))
@@ -102,32 +108,60 @@ def test_a_message_of_ours_is_taken_in(reader: Reader) -> None:
     assert reader.sweeps == [0]
 
 
-def test_a_token_for_another_workers_queue_is_refused(reader: Reader) -> None:
+def test_a_token_for_another_workers_queue_is_refused(reader: TablePoller) -> None:
     """In Redis a message says itself in which queue it was."""
     before = reader.refused
-    reader.read(json.dumps([[[], {"drain": [0]}], {}, {}]), delivery_info={"routing_key": "delaytasks.payments"})
+    reader.read(
+        json.dumps([[[], {"drain": [0]}], {}, {}]),
+        delivery_info={"routing_key": "delaytasks.payments"},
+    )
     assert (reader.drained, reader.refused) == ([], before + 1)
 
 
-entry = st.lists(st.integers(-5, 9) | st.sampled_from([DUE, 2**63 - 1, 2**63, 2**70, True, 1.0, "1"]), max_size=5)
+entry = st.lists(
+    st.integers(-5, 9) | st.sampled_from([DUE, 2**63 - 1, 2**63, 2**70, True, 1.0, "1"]), max_size=5
+)
 args = st.lists(st.lists(entry, max_size=4) | json_like, max_size=3) | json_like
-payload = st.builds(lambda a: [a, {}, {}], args) | st.builds(lambda a: {"args": a, "task": RUN}, args) | json_like
+payload = (
+    st.builds(lambda a: [a, {}, {}], args)
+    | st.builds(lambda a: {"args": a, "task": RUN}, args)
+    | json_like
+)
 body = (
     st.builds(json.dumps, payload)
     | st.builds(lambda p: json.dumps(p).encode(), payload)
     | st.binary(max_size=60)
     | st.none()
-    | st.sampled_from(["", "[", "[" * 100_000, "NaN", "[[[[1,0,1e400,0]]]]", "9" * 5000, pickle.dumps([[[]]])])
+    | st.sampled_from(
+        ["", "[", "[" * 100_000, "NaN", "[[[[1,0,1e400,0]]]]", "9" * 5000, pickle.dumps([[[]]])]
+    )
 )
 header = st.dictionaries(
-    st.sampled_from(["task", "id", "expires", "eta", "compression", "ignore_result", "timelimit", "x"]),
-    json_like | st.sampled_from([RUN, SWEEP, "no.such.task", "gzip", "9999-12-31T00:00:00", "0001-01-01", "now"]),
+    st.sampled_from(
+        ["task", "id", "expires", "eta", "compression", "ignore_result", "timelimit", "x"]
+    ),
+    json_like
+    | st.sampled_from(
+        [RUN, SWEEP, "no.such.task", "gzip", "9999-12-31T00:00:00", "0001-01-01", "now"]
+    ),
 )
-headers = st.just({"task": RUN, "id": "x"}) | st.just({"task": SWEEP, "id": "x"}) | st.just({}) | header
+headers = (
+    st.just({"task": RUN, "id": "x"}) | st.just({"task": SWEEP, "id": "x"}) | st.just({}) | header
+)
 kinds = st.just("application/json") | st.sampled_from(
-    ["application/x-python-serialize", "application/x-yaml", "application/data", "text/plain", "", None, 5]
+    [
+        "application/x-python-serialize",
+        "application/x-yaml",
+        "application/data",
+        "text/plain",
+        "",
+        None,
+        5,
+    ]
 )
-deliveries = st.sampled_from([{"routing_key": "delaytasks.default"}, {"routing_key": "celery"}, {}, {"routing_key": 5}])
+deliveries = st.sampled_from(
+    [{"routing_key": "delaytasks.default"}, {"routing_key": "celery"}, {}, {"routing_key": 5}]
+)
 
 
 @fuzz(200)
@@ -135,8 +169,15 @@ deliveries = st.sampled_from([{"routing_key": "delaytasks.default"}, {"routing_k
 @example(b"[]", {"task": RUN, "id": "x"}, "application/json", {})
 @example(b"[]", {"task": ["unhashable"]}, "application/json", {})
 @example(b"{}", {"task": "no.such.task"}, "application/json", {})
-@example(b"[[[], {'drain': []}]]", {"task": RUN, "expires": 5}, "application/json", {"routing_key": ["x"]})
-def test_no_message_is_too_strange(reader: Reader, body: Any, headers: Any, kind: Any, delivery: Any) -> None:
+@example(
+    b"[[[], {'drain': []}]]",
+    {"task": RUN, "expires": 5},
+    "application/json",
+    {"routing_key": ["x"]},
+)
+def test_no_message_is_too_strange(
+    reader: TablePoller, body: Any, headers: Any, kind: Any, delivery: Any
+) -> None:
     message = reader.read(body, headers, kind, delivery_info=delivery)
     assert message.acknowledged or message.errors
     for entry in reader.entries:
@@ -144,13 +185,15 @@ def test_no_message_is_too_strange(reader: Reader, body: Any, headers: Any, kind
         assert 0 <= entry.version < 2**63
         assert entry.due_us >= 0
         assert -(2**15) <= entry.priority < 2**15
-    assert all(type(queue) is str and len(priorities) <= 100 for queue, priorities, _ in reader.drained)
+    assert all(
+        type(queue) is str and len(priorities) <= 100 for queue, priorities, _ in reader.drained
+    )
     assert all(house in (None, 0) for house in reader.sweeps)
 
 
 @fuzz(200)
 @given(payload)
-def test_what_is_taken_in_is_what_was_sent(reader: Reader, payload: Any) -> None:
+def test_what_is_taken_in_is_what_was_sent(reader: TablePoller, payload: Any) -> None:
     """Nothing is made of a message that it does not say."""
     _forget_now(reader)
     reader.read(json.dumps(payload))
@@ -159,7 +202,7 @@ def test_what_is_taken_in_is_what_was_sent(reader: Reader, payload: Any) -> None
         assert [[e.id, e.version, e.due_us, e.priority] for e in reader.entries] == sent[0]
 
 
-def _forget_now(reader: Reader) -> None:
+def _forget_now(reader: TablePoller) -> None:
     reader.entries.clear()
 
 
@@ -173,44 +216,58 @@ class Bomb:
         return ran.append, ("boom",)
 
 
-@pytest.mark.parametrize("headers", [{"task": RUN, "id": "x"}, {}, {"task": "test.other", "id": "x"}])
+@pytest.mark.parametrize(
+    "headers", [{"task": RUN, "id": "x"}, {}, {"task": "test.other", "id": "x"}]
+)
 @pytest.mark.parametrize("routing_key", ["delaytasks.default", "celery"])
 def test_pickle_is_not_read_from_our_queues_even_where_the_app_accepts_it(
     tmp_path: Path, headers: dict[str, Any], routing_key: str
 ) -> None:
     """In Redis a message says itself in which queue it was."""
-    reader = Reader(tmp_path, accept_content=["json", "pickle"])
+    reader = TablePoller(tmp_path, accept_content=["json", "pickle"])
     bomb = pickle.dumps({"task": RUN, "args": [[Bomb()]], "id": "x", "kwargs": {}})
     kind, place = "application/x-python-serialize", {"routing_key": routing_key}
     message = reader.read(bomb, headers, kind, delivery_info=place)
     assert message.acknowledged
     assert (ran, reader.refused) == ([], 1)
-    reader.desk.delays.close()
+    reader.runtime.delays.close()
 
 
 def test_beside_queues_of_the_apps_own_theirs_are_read_as_the_app_says(tmp_path: Path) -> None:
-    reader = Reader(tmp_path, accept_content=["json", "pickle"])
+    reader = TablePoller(tmp_path, accept_content=["json", "pickle"])
     reader.consumer.task_consumer.queues.append(Queue("celery"))
-    reader.read(pickle.dumps([1]), {}, "application/x-python-serialize", delivery_info={"routing_key": "celery"})
+    reader.read(
+        pickle.dumps([1]),
+        {},
+        "application/x-python-serialize",
+        delivery_info={"routing_key": "celery"},
+    )
     assert reader.refused == 0
     reader.read(pickle.dumps([1]), {}, "application/x-python-serialize")
     assert reader.refused == 1
-    reader.desk.delays.close()
+    reader.runtime.delays.close()
 
 
-@pytest.mark.parametrize(("accepted", "told"), [(["json"], 0), (["json", "msgpack"], 0), (["pickle", "json"], 1)])
-def test_a_worker_says_that_the_app_accepts_what_can_run_code(tmp_path: Path, accepted: Any, told: int) -> None:
-    reader = Reader(tmp_path, accept_content=accepted)
+@pytest.mark.parametrize(
+    ("accepted", "told"), [(["json"], 0), (["json", "msgpack"], 0), (["pickle", "json"], 1)]
+)
+def test_a_worker_says_that_the_app_accepts_what_can_run_code(
+    tmp_path: Path, accepted: Any, told: int
+) -> None:
+    reader = TablePoller(tmp_path, accept_content=accepted)
     seen: list[dict[str, Any]] = []
-    reader.desk.delays.events.subscribe(lambda name, fields: seen.append(fields) if name == "content.unsafe" else None)
-    reader.desk.delays._made.check_broker()
+    reader.runtime.delays.events.subscribe(
+        lambda name, fields: seen.append(fields) if name == "content.unsafe" else None
+    )
+    reader.runtime.delays._made.check_broker()
     assert [fields["accepts"] for fields in seen] == ["pickle"] * told
-    reader.desk.delays.close()
+    reader.runtime.delays.close()
 
 
 @fuzz(200)
 @given(
-    st.builds(json.dumps, json_like | st.tuples(st.sampled_from(["default", "a b", ""]), args)) | st.text(max_size=40)
+    st.builds(json.dumps, json_like | st.tuples(st.sampled_from(["default", "a b", ""]), args))
+    | st.text(max_size=40)
 )
 @example("[" * 5000)
 @example('["default", [[[1, 0, 1e400, 0]]]]')
@@ -225,13 +282,15 @@ def test_any_notice_is_entries_or_is_refused(payload: str) -> None:
 
 def test_nothing_of_ours_goes_to_a_result_backend(tmp_path: Path) -> None:
     """By default there is none, and one that the app has is none of ours."""
-    assert Reader(tmp_path).app.conf.result_backend is None
-    backend = Reader(tmp_path / "other", result_backend="cache+memory://")
+    assert TablePoller(tmp_path).app.conf.result_backend is None
+    backend = TablePoller(tmp_path / "other", result_backend="cache+memory://")
     for name in (RUN, SWEEP):
         task = backend.app.tasks[name]
         assert task.ignore_result
         assert not task.store_errors_even_if_ignored
-    message = backend.read(json.dumps([["x"], {}, {}]), {"task": RUN, "id": "x", "ignore_result": False})
+    message = backend.read(
+        json.dumps([["x"], {}, {}]), {"task": RUN, "id": "x", "ignore_result": False}
+    )
     assert message.acknowledged
     assert backend.app.backend.get_state("x") == "PENDING"
 
@@ -239,20 +298,22 @@ def test_nothing_of_ours_goes_to_a_result_backend(tmp_path: Path) -> None:
 # -- the transport --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [ValueError("no JSON"), KeyError("properties"), TypeError(), RecursionError()])
-def test_what_the_transport_can_not_read_is_refused(reader: Reader, error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [ValueError("no JSON"), KeyError("properties"), TypeError(), RecursionError()]
+)
+def test_what_the_transport_can_not_read_is_refused(reader: TablePoller, error: Exception) -> None:
     before = reader.refused
     assert RedisGuard(reader.consumer).read(raiser(error), lambda: False) is None
     assert reader.refused == before + 1
 
 
-def test_a_broker_that_is_away_or_has_nothing_is_told_of_as_ever(reader: Reader) -> None:
+def test_a_broker_that_is_away_or_has_nothing_is_told_of_as_ever(reader: TablePoller) -> None:
     for error in (Empty(), reader.consumer.connection_errors[0]()):
         with pytest.raises(type(error)):
             RedisGuard(reader.consumer).read(raiser(error), lambda: False)
 
 
-def test_what_came_behind_it_is_read_as_well(reader: Reader) -> None:
+def test_what_came_behind_it_is_read_as_well(reader: TablePoller) -> None:
     coming = [KeyError("properties"), Empty(), ValueError("no JSON"), None]
 
     def read() -> Any:
@@ -265,9 +326,11 @@ def test_what_came_behind_it_is_read_as_well(reader: Reader) -> None:
 
 
 @pytest.mark.parametrize("name", ["gzip", "bzip2", "xz"])
-def test_our_queues_are_not_decompressed_on_any_transport_of_kombus_own(tmp_path: Path, name: str) -> None:
+def test_our_queues_are_not_decompressed_on_any_transport_of_kombus_own(
+    tmp_path: Path, name: str
+) -> None:
     """Those of the app are."""
-    reader, taken = Reader(tmp_path), []
+    reader, taken = TablePoller(tmp_path), []
     ours, theirs = Queue("delaytasks.default"), Queue("celery")
     with Connection("memory://") as connection:
         GuardStep(reader.consumer)._guard_connection(connection)
@@ -284,7 +347,7 @@ def test_our_queues_are_not_decompressed_on_any_transport_of_kombus_own(tmp_path
     bodies = {message.delivery_info["routing_key"]: message.body for message in taken}
     assert len(bodies["delaytasks.default"]) == 0
     assert json.loads(bodies["celery"]) == [1] * 1000
-    reader.desk.delays.close()
+    reader.runtime.delays.close()
 
 
 def raiser(error: Exception) -> Callable[[], Any]:

@@ -24,7 +24,9 @@ signal.signal(signal.SIGTERM, end)
 print("ready", flush=True)
 while True: time.sleep(60)
 """
-STUBBORN = POLITE.replace("signal.signal(signal.SIGTERM, end)", "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+STUBBORN = POLITE.replace(
+    "signal.signal(signal.SIGTERM, end)", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+)
 
 
 def spec(name: str, code: str = POLITE, stage: int = 0, patience_s: float = 10.0) -> Spec:
@@ -45,9 +47,7 @@ def test_what_was_started_first_is_stopped_last() -> None:
 
 
 def test_a_child_that_dies_is_started_again(tmp_path: Path) -> None:
-    dies_once = (
-        f"import os, pathlib; p = pathlib.Path({str(tmp_path / 'died')!r})\nif not p.exists(): p.touch(); os._exit(3)\n"
-    )
+    dies_once = f"import os, pathlib; p = pathlib.Path({str(tmp_path / 'died')!r})\nif not p.exists(): p.touch(); os._exit(3)\n"
     log = supervise(spec("child", dies_once + POLITE))
     assert "child ended with exit code 3; it is started again in 1 s" in log
     assert "child │ ready" in log
@@ -72,13 +72,20 @@ if not note.exists():
     log = supervise(spec("child", leaves + POLITE))
     assert "child was killed by SIGKILL" in log
     pid = int(note.read_text())
-    assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0]
+    assert (
+        not Path(f"/proc/{pid}").exists()
+        or "Z" in Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0]
+    )
 
 
 def test_a_log_line_can_not_move_the_cursor_and_keeps_its_level() -> None:
     said = io.StringIO()
-    log = Log(Console(file=said, width=200, force_terminal=True, color_system="standard"), ["worker"])
-    log.line(spec("worker"), "[2026-01-01 10:00:00,123: ERROR/MainProcess] no\x1b[2J\rroot │ all well\n")
+    log = Log(
+        Console(file=said, width=200, force_terminal=True, color_system="standard"), ["worker"]
+    )
+    log.line(
+        spec("worker"), "[2026-01-01 10:00:00,123: ERROR/MainProcess] no\x1b[2J\rroot │ all well\n"
+    )
     line = said.getvalue()
     assert "\x1b[2J" not in line
     assert "\r" not in line

@@ -12,11 +12,11 @@ from celery import Celery, current_task, signals
 from celery._state import _task_stack
 
 from delaytasks.core.clock import ManualClock
-from delaytasks.core.ports import Settlement
+from delaytasks.core.interfaces import Settlement
 from delaytasks.core.task import DelayTask
-from delaytasks.engine.registry import Processor, Registry
-from delaytasks.engine.running import Ended
-from delaytasks.worker.surroundings import Surroundings
+from delaytasks.execution.executor import Ended
+from delaytasks.processors.registry import Processor, Registry
+from delaytasks.worker.celery_context import CeleryTaskContext
 
 DUE = datetime(2026, 11, 21, tzinfo=timezone.utc)
 Seen = list[tuple[str, str, int]]
@@ -42,8 +42,8 @@ def end(value: object, error: BaseException | None) -> Sequence[Ended]:
 
 
 @pytest.fixture
-def surroundings() -> Iterator[Surroundings]:
-    yield Surroundings(Celery(set_as_current=False), "w@host", ManualClock(DUE))
+def task_context() -> Iterator[CeleryTaskContext]:
+    yield CeleryTaskContext(Celery(set_as_current=False), "w@host", ManualClock(DUE))
     assert not _task_stack.stack, "nothing is left behind"
 
 
@@ -56,17 +56,17 @@ def processor(tag: str, function: Callable[[Any], object]) -> Processor:
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
-def test_each_row_has_a_request_of_its_own(surroundings: Surroundings, is_kept: bool) -> None:
+def test_each_row_has_a_request_of_its_own(task_context: CeleryTaskContext, is_kept: bool) -> None:
     seen: Seen = []
     a, b = processor("a", look(seen)), processor("b", look(seen))
     rows = [(a, task_of(1)), (a, task_of(2, attempts=4)), (b, task_of(3, "b")), (a, task_of(4))]
 
     def run_all() -> None:
         for work, task in rows:
-            surroundings(work, task, end)
+            task_context(work, task, end)
 
     if is_kept:
-        with surroundings.kept():
+        with task_context.kept():
             run_all()
     else:
         run_all()
@@ -74,15 +74,21 @@ def test_each_row_has_a_request_of_its_own(surroundings: Surroundings, is_kept: 
     assert not _task_stack.stack
 
 
-def test_a_request_tells_what_celerys_does(surroundings: Surroundings) -> None:
+def test_a_request_tells_what_celerys_does(task_context: CeleryTaskContext) -> None:
     requests: list[Any] = []
     work = processor("a", lambda body: requests.append(current_task.request))
-    with surroundings.kept():
-        surroundings(work, task_of(1, attempts=2), end)
-        surroundings(work, task_of(2), end)
+    with task_context.kept():
+        task_context(work, task_of(1, attempts=2), end)
+        task_context(work, task_of(2), end)
     first, second = requests
     assert first is not second
-    assert (first.id, first.root_id, first.hostname, first.args, first.kwargs) == ("1", "1", "w@host", ({"n": 1},), {})
+    assert (first.id, first.root_id, first.hostname, first.args, first.kwargs) == (
+        "1",
+        "1",
+        "w@host",
+        ({"n": 1},),
+        {},
+    )
     assert first.delivery_info == {"routing_key": "mail", "priority": 3, "redelivered": True}
     assert second.delivery_info["redelivered"] is False
     assert first.eta == DUE.isoformat()
@@ -93,42 +99,42 @@ def test_a_request_tells_what_celerys_does(surroundings: Surroundings) -> None:
     assert first.as_execution_options()["headers"] == {}
 
 
-def test_rows_that_raise_leave_nothing_behind(surroundings: Surroundings) -> None:
+def test_rows_that_raise_leave_nothing_behind(task_context: CeleryTaskContext) -> None:
     def fail(body: Any) -> None:
         raise SystemExit
 
-    with pytest.raises(SystemExit), surroundings.kept():
-        surroundings(processor("a", fail), task_of(1), end)
+    with pytest.raises(SystemExit), task_context.kept():
+        task_context(processor("a", fail), task_of(1), end)
 
 
-def test_what_one_thread_keeps_is_not_seen_by_another(surroundings: Surroundings) -> None:
+def test_what_one_thread_keeps_is_not_seen_by_another(task_context: CeleryTaskContext) -> None:
     seen: Seen = []
     work = processor("a", look(seen))
-    with surroundings.kept():
-        surroundings(work, task_of(1), end)
-        other = Thread(target=surroundings, args=(work, task_of(2), end))
+    with task_context.kept():
+        task_context(work, task_of(1), end)
+        other = Thread(target=task_context, args=(work, task_of(2), end))
         other.start()
         other.join()
-        surroundings(work, task_of(3), end)
+        task_context(work, task_of(3), end)
     assert [id for _, id, _ in seen] == ["1", "2", "3"]
 
 
-def test_rows_run_within_a_row_have_their_own(surroundings: Surroundings) -> None:
+def test_rows_run_within_a_row_have_their_own(task_context: CeleryTaskContext) -> None:
     seen: Seen = []
     inner = processor("b", look(seen))
 
     def outer(body: Any) -> None:
-        with surroundings.kept():
-            surroundings(inner, task_of(2, "b"), end)
+        with task_context.kept():
+            task_context(inner, task_of(2, "b"), end)
         look(seen)(body)
 
-    with surroundings.kept():
-        surroundings(processor("a", outer), task_of(1), end)
-        surroundings(inner, task_of(3, "b"), end)
+    with task_context.kept():
+        task_context(processor("a", outer), task_of(1), end)
+        task_context(inner, task_of(3, "b"), end)
     assert [id for _, id, _ in seen] == ["2", "1", "3"]
 
 
-def test_signals_are_sent_for_each_row(surroundings: Surroundings) -> None:
+def test_signals_are_sent_for_each_row(task_context: CeleryTaskContext) -> None:
     told: list[tuple[str, str | None]] = []
 
     def before(task_id: str, **_: Any) -> None:
@@ -140,9 +146,9 @@ def test_signals_are_sent_for_each_row(surroundings: Surroundings) -> None:
     signals.task_prerun.connect(before, weak=False)
     signals.task_postrun.connect(after, weak=False)
     try:
-        with surroundings.kept():
+        with task_context.kept():
             for number in (1, 2):
-                surroundings(processor("a", lambda body: None), task_of(number), end)
+                task_context(processor("a", lambda body: None), task_of(number), end)
     finally:
         signals.task_prerun.disconnect(before)
         signals.task_postrun.disconnect(after)

@@ -19,11 +19,11 @@ from delaytasks.core.bulk import AuditEntry
 from delaytasks.core.clock import Clock
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.events import Events
+from delaytasks.core.interfaces import Entry
 from delaytasks.core.policies import Policies, Policy
-from delaytasks.core.ports import Entry
-from delaytasks.engine import sweeper as sweeper_module
-from delaytasks.engine.sweeper import Sweeper
-from delaytasks.store.rows import values_of
+from delaytasks.maintenance import sweeper as sweeper_module
+from delaytasks.maintenance.sweeper import Sweeper
+from delaytasks.storage.rows import values_of
 from tests.conftest import open_store, settings_for
 from tests.counting import counted
 from tests.recording import RecordingTimer, delays_on
@@ -43,7 +43,14 @@ class Field:
         self.events.subscribe(lambda name, fields: self.told.append((name, fields)))
 
     def sweeper(self, timer: Any = None) -> Sweeper:
-        parts = (self.settings, self.store.sweeps, self.store.workers, self.clock, timer or self.timer, self.events)
+        parts = (
+            self.settings,
+            self.store.sweeps,
+            self.store.workers,
+            self.clock,
+            timer or self.timer,
+            self.events,
+        )
         return Sweeper(*parts)
 
     def row(self, in_s: float = 5, status: Status = Status.NOT_COMPLETE, **changes: Any) -> int:
@@ -52,7 +59,9 @@ class Field:
         task = DelayTask(id, "mail", "{}", now + timedelta(seconds=in_s), status, create_time=now)
         with self.store.database.begin() as connection:
             connection.execute(
-                insert(self.store.schema.tasks).values({**values_of(task, self.store.schema), **changes})
+                insert(self.store.schema.tasks).values(
+                    {**values_of(task, self.store.schema), **changes}
+                )
             )
         return id
 
@@ -71,13 +80,17 @@ class Field:
     def armed_until(self, house: int = 0) -> datetime:
         s = self.store.schema.sweeps
         with self.store.database.auto.connect() as connection:
-            return connection.execute(select(s.c.armed_until).where(s.c.house == house)).scalar_one()
+            return connection.execute(
+                select(s.c.armed_until).where(s.c.house == house)
+            ).scalar_one()
 
     def near_until(self, in_s: float) -> None:
         """As if a sweep had armed what is due until then."""
         s = self.store.schema.sweeps
         with self.store.database.begin() as connection:
-            connection.execute(update(s).values(armed_until=self.clock.now() + timedelta(seconds=in_s)))
+            connection.execute(
+                update(s).values(armed_until=self.clock.now() + timedelta(seconds=in_s))
+            )
 
     def status(self, id: int) -> Status:
         found = self.store.tasks.get(id)
@@ -252,7 +265,9 @@ def test_a_stage_that_fails_keeps_no_other_from_its_work(
     near = field.row(5)
     lapsed = field.row(-5, Status.RUNNING, lease_until=field.clock.now() - timedelta(seconds=1))
     old = field.row(-7200, Status.DONE, update_time=long_ago)
-    field.store.bulk.begin(AuditEntry(1, "cancel", {}, "ann", "done", long_ago, long_ago, long_ago, 0, 0, 0))
+    field.store.bulk.begin(
+        AuditEntry(1, "cancel", {}, "ann", "done", long_ago, long_ago, long_ago, 0, 0, 0)
+    )
     field.row(-60)
     field.serve("w1", "default")
     field.serve("dead", "default")
@@ -273,7 +288,13 @@ def test_a_stage_that_fails_keeps_no_other_from_its_work(
     }
     assert [name for name, is_done in done.items() if not is_done] == [stage]
     [failure] = [fields for name, fields in field.told if name == "loop.failed"]
-    names = {"bury": "bury", "near": "near", "lapse": "lapsed", "levels_of": "overdue", "purge": "purge"}
+    names = {
+        "bury": "bury",
+        "near": "near",
+        "lapse": "lapsed",
+        "levels_of": "overdue",
+        "purge": "purge",
+    }
     names["purge_audit"] = "audit"
     assert (failure["loop"], failure["stage"]) == ("sweep", names[stage])
     assert failure["error"] == "ValueError: a row can not be read"
@@ -290,7 +311,9 @@ def test_tokens_that_could_not_be_sent_are_not_told(field: Field) -> None:
     assert field.count("sweep.drain") == 1
 
 
-def test_a_broker_that_takes_no_tokens_has_the_sweeping_worker_drain_what_it_serves(field: Field) -> None:
+def test_a_broker_that_takes_no_tokens_has_the_sweeping_worker_drain_what_it_serves(
+    field: Field,
+) -> None:
     for queue in ("default", "mail"):
         field.row(-60, queue=queue)
         field.serve(f"w-{queue}", queue)
@@ -318,10 +341,15 @@ def test_a_worker_that_begins_drains_what_is_overdue_without_a_sweep(field: Fiel
     field.row(60, queue="later")
     sweeper, here = field.sweeper(), list[tuple[str, Sequence[int]]]()
     sweeper.drain_here = lambda queue, priorities: here.append((queue, priorities)) or True
-    paused: Any = SimpleNamespace(policies=lambda: Policies((Policy("queue", "paused", is_paused=True),)))
+    paused: Any = SimpleNamespace(
+        policies=lambda: Policies((Policy("queue", "paused", is_paused=True),))
+    )
     sweeper._holding = paused
     sweeper.begin(["default", "mail", "paused", "later"])
-    assert sorted((queue, sorted(priorities)) for queue, priorities in here) == [("default", [0, 9]), ("mail", [0])]
+    assert sorted((queue, sorted(priorities)) for queue, priorities in here) == [
+        ("default", [0, 9]),
+        ("mail", [0]),
+    ]
 
 
 def test_a_sweep_that_could_not_read_the_policies_releases_nothing(field: Field) -> None:
@@ -334,7 +362,9 @@ def test_a_sweep_that_could_not_read_the_policies_releases_nothing(field: Field)
             raise StoreUnavailableError("away")
         return Policies(())
 
-    holding: Any = SimpleNamespace(policies=policies, walk=lambda *_: done.append("walk"), hold_near=lambda *_: None)
+    holding: Any = SimpleNamespace(
+        policies=policies, walk=lambda *_: done.append("walk"), hold_near=lambda *_: None
+    )
     sweeper = field.sweeper()
     sweeper._holding = holding
     field.let_pass()
@@ -440,7 +470,9 @@ def test_a_worker_that_is_only_a_little_silent_is_not_buried(field: Field) -> No
     w = field.store.schema.workers
     with field.store.database.begin() as connection:
         silent_s = field.settings.sweep_s * 2
-        connection.execute(update(w).values(seen_at=field.clock.now() - timedelta(seconds=silent_s)))
+        connection.execute(
+            update(w).values(seen_at=field.clock.now() - timedelta(seconds=silent_s))
+        )
     field.sweep()
     assert field.count("worker.lost") == 0
 
@@ -481,22 +513,33 @@ def test_late_rows_make_a_few_tokens_for_the_queues_that_are_served(field: Field
     field.sweep()
     [(queue, priorities, tokens)] = field.timer.drained
     assert (queue, sorted(priorities), tokens) == ("mail", [3, 5], 2 * field.settings.drain_tokens)
-    assert [fields["queue"] for name, fields in field.told if name == "queue.unserved"] == ["nobody"]
+    assert [fields["queue"] for name, fields in field.told if name == "queue.unserved"] == [
+        "nobody"
+    ]
 
 
-def test_lapsed_leases_are_recovered_however_many(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lapsed_leases_are_recovered_however_many(
+    field: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sweeper_module, "STEP", 10)
-    over, lasting = field.clock.now() - timedelta(seconds=1), field.clock.now() + timedelta(seconds=60)
+    over, lasting = (
+        field.clock.now() - timedelta(seconds=1),
+        field.clock.now() + timedelta(seconds=60),
+    )
     lapsed = [field.row(-60, Status.RUNNING, lease_until=over) for _ in range(25)]
-    last = field.row(-60, Status.RUNNING, lease_until=over, lapses=field.settings.max_lapses - 1)
+    last = field.row(
+        -60, Status.RUNNING, lease_until=over, lapses=field.settings.max_lost_leases - 1
+    )
     runs = field.row(-60, Status.RUNNING, lease_until=lasting)
     field.sweep()
     assert {field.status(id) for id in lapsed} == {Status.NOT_COMPLETE}
     assert (field.status(last), field.status(runs)) == (Status.FAILED, Status.RUNNING)
-    assert field.count("task.lapsed") == 26
+    assert field.count("task.recovered") == 26
 
 
-def test_old_finished_rows_are_deleted_only_when_that_is_asked_for(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_finished_rows_are_deleted_only_when_that_is_asked_for(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sweeper_module, "STEP", 10)
     for changes, left in (({}, 28), ({"purge_after_s": 3600}, 3)):
         field = make(**changes)
@@ -504,14 +547,21 @@ def test_old_finished_rows_are_deleted_only_when_that_is_asked_for(make: Make, m
         for _ in range(25):
             field.row(-7200, Status.DONE, update_time=old)
         field.row(-7200, update_time=old)
-        field.row(-7200, Status.RUNNING, update_time=old, lease_until=field.clock.now() + timedelta(hours=1))
+        field.row(
+            -7200,
+            Status.RUNNING,
+            update_time=old,
+            lease_until=field.clock.now() + timedelta(hours=1),
+        )
         field.row(-7200, Status.FAILED)
         field.sweep()
         assert sum(counted(field.store).values()) == left
         assert field.count("task.purged") == 28 - left
 
 
-@pytest.mark.parametrize(("left", "times"), [(timedelta(days=1), 1), (timedelta(days=-1), 1), (timedelta(days=3), 0)])
+@pytest.mark.parametrize(
+    ("left", "times"), [(timedelta(days=1), 1), (timedelta(days=-1), 1), (timedelta(days=3), 0)]
+)
 def test_it_is_told_now_and_then_that_the_partitions_end(
     field: Field, monkeypatch: pytest.MonkeyPatch, left: timedelta, times: int
 ) -> None:
@@ -530,7 +580,9 @@ def test_with_several_databases_a_sweeps_events_name_theirs(tmp_path: Path) -> N
     alone = delays_on(f"sqlite:///{tmp_path / 'alone'}.db")
     for delays, shards in ((several, [0, 1]), (alone, [None])):
         told: list[tuple[str, int | None]] = []
-        delays.events.subscribe(lambda name, fields, told=told: told.append((name, fields.get("shard"))))  # type: ignore[misc]
+        delays.events.subscribe(
+            lambda name, fields, told=told: told.append((name, fields.get("shard")))
+        )  # type: ignore[misc]
         for store in delays.routes.databases.stores:
             with store.database.begin() as connection:
                 store.schema.metadata.create_all(connection)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from delaytasks.core.events import Events
-from delaytasks.worker import sweeping as sweeping_module
-from delaytasks.worker.sweeping import Sweeping
+from delaytasks.worker import sweep_loop as sweeping_module
+from delaytasks.worker.sweep_loop import SweepLoop
 
 
-class Place:
+class DatabaseAddress:
     """Notes what the thread asks for; what is in `fails` fails once."""
 
     def __init__(self, houses: int = 1) -> None:
@@ -22,33 +22,42 @@ class Place:
         self.stale: list[int] = []
         self.events = Events()
         self.told: list[dict[str, Any]] = []
-        self.events.subscribe(lambda name, fields: self.told.append(fields) if name == "loop.failed" else None)
+        self.events.subscribe(
+            lambda name, fields: self.told.append(fields) if name == "loop.failed" else None
+        )
         self.settings = SimpleNamespace(houses=houses, sweep_s=5.0, self_sweep_s=10.0, timer="eta")
         self.processes = SimpleNamespace(queues=["default"])
         self.workers = [{"name": "w1", "started_at": 1}]
         self.published: list[str] = []
-        workers = SimpleNamespace(seen=self.seen, gone=lambda _: None, alive=lambda: list(self.workers))
+        workers = SimpleNamespace(
+            seen=self.seen, gone=lambda _: None, alive=lambda: list(self.workers)
+        )
         self.registry = [SimpleNamespace(tag="mail")]
-        self.put_off: list[Any] = []
+        self.defer: list[Any] = []
         self.brought: list[Any] = []
         self.inline_timer = SimpleNamespace(arm=self.brought.append)
-        put_offs = SimpleNamespace(bring_forward=self.bring_forward)
-        sweeps = SimpleNamespace(forget_armed=lambda: self.note("forget"), stale_houses=self.stale_houses)
+        deferred_rows = SimpleNamespace(bring_forward=self.bring_forward)
+        sweeps = SimpleNamespace(
+            forget_armed=lambda: self.note("forget"), stale_houses=self.stale_houses
+        )
         shard: Any = SimpleNamespace(
             number=0,
-            store=SimpleNamespace(workers=workers, sweeps=sweeps, put_offs=put_offs),
+            store=SimpleNamespace(workers=workers, sweeps=sweeps, deferred_rows=deferred_rows),
             close=lambda: None,
             clock=SimpleNamespace(offset_s=0.0),
             sweeper=SimpleNamespace(
-                sweep=lambda house, *_: self.note(f"sweep {house}"), begin=lambda _: self.note("begin")
+                sweep=lambda house, *_: self.note(f"sweep {house}"),
+                begin=lambda _: self.note("begin"),
             ),
             named=lambda what: what,
         )
         worker: Any = SimpleNamespace(hostname="w1", pool=SimpleNamespace(limit=2))
         here: Any = self
-        self.sweeping = Sweeping(here, shard, worker)
+        self.sweeping = SweepLoop(here, shard, worker)
 
-    def seen(self, _name: str, _queues: Any, _pool: str, _size: int, _offset_us: int, tags: list[str]) -> None:
+    def seen(
+        self, _name: str, _queues: Any, _pool: str, _size: int, _offset_us: int, tags: list[str]
+    ) -> None:
         self.note("seen")
         self.published = tags
 
@@ -58,8 +67,8 @@ class Place:
 
     def bring_forward(self, tags: list[str], queues: list[str], within_s: float) -> list[Any]:
         self.asked = (tags, queues, within_s)
-        put_off, self.put_off = self.put_off, []
-        return put_off
+        defer, self.defer = self.defer, []
+        return defer
 
     def note(self, what: str) -> None:
         if what in self.fails:
@@ -85,11 +94,13 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 
 @pytest.fixture
-def place(time: Time) -> Place:
-    return Place(houses=3)
+def place(time: Time) -> DatabaseAddress:
+    return DatabaseAddress(houses=3)
 
 
-def test_without_beat_a_worker_asks_every_second_whether_somebody_swept(place: Place, time: Time) -> None:
+def test_without_beat_a_worker_asks_every_second_whether_somebody_swept(
+    place: DatabaseAddress, time: Time
+) -> None:
     """Else the longest time between two sweeps would be `self_sweep_s` and half of it again."""
     asked_at = []
     for _ in range(40):
@@ -99,20 +110,24 @@ def test_without_beat_a_worker_asks_every_second_whether_somebody_swept(place: P
     assert max(later - earlier for earlier, later in itertools.pairwise(asked_at)) == 1.0
 
 
-def test_a_worker_that_can_not_say_that_it_lives_sweeps_all_the_same(place: Place) -> None:
+def test_a_worker_that_can_not_say_that_it_lives_sweeps_all_the_same(
+    place: DatabaseAddress,
+) -> None:
     place.fails = {"seen"}
     place.sweeping.request(1)
     assert place.turn() == ["begin", "sweep 1", "stale"]
-    assert [(f["loop"], f["stage"], f["error"]) for f in place.told] == [("sweep", "seen", "OSError: seen failed")]
+    assert [(f["loop"], f["stage"], f["error"]) for f in place.told] == [
+        ("sweep", "seen", "OSError: seen failed")
+    ]
     assert place.turn() == ["seen"], "and says it at the next turn"
 
 
-def test_a_worker_publishes_the_tags_that_it_has_processors_for(place: Place) -> None:
+def test_a_worker_publishes_the_tags_that_it_has_processors_for(place: DatabaseAddress) -> None:
     place.sweeping._turn()
     assert place.published == ["mail"]
 
 
-def test_a_worker_that_begins_looks_for_what_is_overdue_once(place: Place) -> None:
+def test_a_worker_that_begins_looks_for_what_is_overdue_once(place: DatabaseAddress) -> None:
     place.fails = {"begin"}
     assert place.turn() == ["seen", "stale"]
     assert place.turn() == ["begin"], "the first look failed"
@@ -120,7 +135,7 @@ def test_a_worker_that_begins_looks_for_what_is_overdue_once(place: Place) -> No
 
 
 def test_what_others_put_off_is_brought_forward_when_workers_come_or_go(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: DatabaseAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(place.settings, "sweep_s", 0)
     changes = [
@@ -132,14 +147,14 @@ def test_what_others_put_off_is_brought_forward_when_workers_come_or_go(
     for change in changes:
         change()
         for expected in (["entries"], []):
-            place.put_off = ["entries"]
+            place.defer = ["entries"]
             place.turn()
             assert place.brought == ([["entries"]] if expected else [])
             place.brought.clear()
     assert place.asked == (["mail"], ["default"], 600.0)
 
 
-def test_a_house_that_was_asked_for_is_kept_until_it_is_swept(place: Place) -> None:
+def test_a_house_that_was_asked_for_is_kept_until_it_is_swept(place: DatabaseAddress) -> None:
     place.fails = {"sweep 0"}
     place.sweeping.request(None)
     assert place.turn() == ["seen", "begin", "sweep 1", "sweep 2", "stale"]
@@ -148,7 +163,9 @@ def test_a_house_that_was_asked_for_is_kept_until_it_is_swept(place: Place) -> N
     assert place.turn() == []
 
 
-def test_a_broker_that_was_away_is_not_forgotten_because_the_database_is(place: Place) -> None:
+def test_a_broker_that_was_away_is_not_forgotten_because_the_database_is(
+    place: DatabaseAddress,
+) -> None:
     place.fails = {"forget"}
     place.sweeping.forget()
     place.sweeping.request(2)
@@ -157,7 +174,9 @@ def test_a_broker_that_was_away_is_not_forgotten_because_the_database_is(place: 
     assert place.turn() == []
 
 
-def test_houses_that_nobody_sweeps_are_looked_for_until_the_look_succeeds(place: Place) -> None:
+def test_houses_that_nobody_sweeps_are_looked_for_until_the_look_succeeds(
+    place: DatabaseAddress,
+) -> None:
     place.fails, place.stale = {"stale"}, [2]
     assert place.turn() == ["seen", "begin"]
     assert place.turn() == ["stale", "sweep 2"]

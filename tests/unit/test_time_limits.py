@@ -18,9 +18,9 @@ from celery.exceptions import SoftTimeLimitExceeded
 from delaytasks import DelayTasks
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import ConfigError, InvalidDelayError
-from delaytasks.engine.registry import Processor, Registry
-from delaytasks.worker.leases import has_exited
-from delaytasks.worker.timelimits import can_limit_time, check_time_limits, limited
+from delaytasks.processors.registry import Processor, Registry
+from delaytasks.worker.lease_keeper import has_exited
+from delaytasks.worker.time_limits import can_limit_time, check_time_limits, limited
 from tests.waiting import wait_until
 
 
@@ -74,7 +74,9 @@ def test_a_registry_knows_the_tags_whose_runs_may_be_killed() -> None:
     assert registry.time_limits == {"hard": 5}
 
 
-def test_a_soft_limit_raises_in_the_processor_and_leaves_nothing_behind(handler: Callable[..., None]) -> None:
+def test_a_soft_limit_raises_in_the_processor_and_leaves_nothing_behind(
+    handler: Callable[..., None],
+) -> None:
     began = monotonic()
     with pytest.raises(SoftTimeLimitExceeded, match=r"\(0\.05,\)"):
         limited(processor(soft_time_limit=0.05), lambda: time.sleep(20))
@@ -101,7 +103,9 @@ def test_a_soft_limit_that_strikes_as_the_processor_ends_is_over_with_the_call(
     handler: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     armed: list[bool] = []
-    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *args, **options: armed.append(True))
+    monkeypatch.setattr(
+        faulthandler, "dump_traceback_later", lambda *args, **options: armed.append(True)
+    )
     monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: armed.append(False))
     limit_s, ends = 0.002, {True: 0, False: 0}
     spread = processor(soft_time_limit=limit_s, time_limit=60)
@@ -118,13 +122,21 @@ def test_a_soft_limit_that_strikes_as_the_processor_ends_is_over_with_the_call(
         except SoftTimeLimitExceeded:
             ends[False] += 1
         assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
-        assert armed[-2:] == [True, False], "the hard one is disarmed, whenever the soft one strikes"
+        assert armed[-2:] == [True, False], (
+            "the hard one is disarmed, whenever the soft one strikes"
+        )
     assert min(ends.values()) > 50, "else nothing was tried"
 
 
-def test_a_hard_limit_is_disarmed_after_the_call_and_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hard_limit_is_disarmed_after_the_call_and_after_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda s, **options: calls.append((s, options["exit"])))
+    monkeypatch.setattr(
+        faulthandler,
+        "dump_traceback_later",
+        lambda s, **options: calls.append((s, options["exit"])),
+    )
     monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: calls.append("over"))
     assert limited(processor(time_limit=7), lambda: 5) == 5
     with pytest.raises(ZeroDivisionError):
@@ -147,7 +159,9 @@ def test_a_pool_refuses_the_queues_of_tags_whose_limits_it_can_not_keep(tmp_path
     check_time_limits(delays, thread.TaskPool(1))
     delays.processes.queues = ["default", "reports"]
     check_time_limits(delays, prefork.TaskPool(1))
-    with pytest.raises(ConfigError, match=r"'report.daily' has time limits, which the pool 'thread' can not keep"):
+    with pytest.raises(
+        ConfigError, match=r"'report.daily' has time limits, which the pool 'thread' can not keep"
+    ):
         check_time_limits(delays, thread.TaskPool(1))
 
 

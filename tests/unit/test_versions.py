@@ -36,7 +36,13 @@ def imported() -> Iterator[tuple[str, str, str]]:
     for file in sorted((ROOT / "delaytasks").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             module = node.module if isinstance(node, ast.ImportFrom) and not node.level else None
-            if module and module.partition(".")[0] in ("amqp", "billiard", "celery", "kombu", "vine"):
+            if module and module.partition(".")[0] in (
+                "amqp",
+                "billiard",
+                "celery",
+                "kombu",
+                "vine",
+            ):
                 yield from ((str(file), module, name.name) for name in node.names)
 
 
@@ -54,7 +60,10 @@ def test_what_is_imported_from_celery_is_there_in_this_version() -> None:
     ("url", "shown"),
     [
         ("amqp://me:se;cr@et@host//", "amqp://me:***@host//"),
-        ("amqp://me:secret@one//;amqp://me:secret@two//", "amqp://me:***@one//;amqp://me:***@two//"),
+        (
+            "amqp://me:secret@one//;amqp://me:secret@two//",
+            "amqp://me:***@one//;amqp://me:***@two//",
+        ),
         (
             "sentinel://:secret@one:26379;sentinel://:secret@two:26379/0",
             "sentinel://:***@one:26379;sentinel://:***@two:26379/0",

@@ -12,7 +12,7 @@ import pytest
 
 from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
-from delaytasks.timers.wheel import SLOTS, TICK_US, Wheel, WheelThread
+from delaytasks.timers.timing_wheel import SLOTS, TICK_US, TimingWheel, WheelThread
 from tests.waiting import wait_until
 
 START_US = int(datetime(2030, 1, 1, tzinfo=timezone.utc).timestamp() * 1e6)
@@ -72,7 +72,7 @@ def start() -> Iterator[Start]:
 
 
 def test_an_entry_of_a_later_round_stays_in_its_slot() -> None:
-    wheel: Wheel[str] = Wheel(slots=8)
+    wheel: TimingWheel[str] = TimingWheel(slots=8)
     for round in range(3):
         wheel.add(f"round {round}", 5 + 8 * round, f"round {round}")
     assert [wheel.advance(tick) for tick in (4, 5, 12, 13, 20, 21)] == [
@@ -86,7 +86,7 @@ def test_an_entry_of_a_later_round_stays_in_its_slot() -> None:
 
 
 def test_entries_of_one_tick_come_out_together() -> None:
-    wheel: Wheel[int] = Wheel(slots=8)
+    wheel: TimingWheel[int] = TimingWheel(slots=8)
     for name in range(1000):
         wheel.add(name, 3, name)
     assert wheel.advance(2) == []
@@ -95,14 +95,14 @@ def test_entries_of_one_tick_come_out_together() -> None:
 
 
 def test_an_entry_that_is_none_is_an_entry() -> None:
-    wheel: Wheel[None] = Wheel(slots=8)
+    wheel: TimingWheel[None] = TimingWheel(slots=8)
     wheel.add("a", 3, None)
     assert wheel.advance(100) == [None]
 
 
 def test_a_jump_of_days_takes_no_longer_than_what_is_held() -> None:
     day = 24 * 3600 * 1000
-    wheel: Wheel[int] = Wheel(now=0)
+    wheel: TimingWheel[int] = TimingWheel(now=0)
     for n in range(1000):
         wheel.add(n, (n % 10) * day + n + 1, n)
     began = time.monotonic()
@@ -114,7 +114,7 @@ def test_a_jump_of_days_takes_no_longer_than_what_is_held() -> None:
 
 
 def test_what_is_held_costs_nothing_at_a_tick() -> None:
-    wheel: Wheel[int] = Wheel(now=0)
+    wheel: TimingWheel[int] = TimingWheel(now=0)
     for n in range(50_000):
         wheel.add(n, 10_000_000 + n, n)
     began = time.monotonic()
@@ -125,7 +125,7 @@ def test_what_is_held_costs_nothing_at_a_tick() -> None:
 
 def test_a_million_entries_come_out_exactly_at_their_ticks() -> None:
     entries, ticks, now = 1_000_000, 50 * SLOTS, 1_900_000_000_000
-    wheel: Wheel[int] = Wheel(now=now)
+    wheel: TimingWheel[int] = TimingWheel(now=now)
     for n in range(entries):
         tick = now + 1 + n * 7919 % ticks
         wheel.add(n, tick, tick)
@@ -139,11 +139,13 @@ def test_a_million_entries_come_out_exactly_at_their_ticks() -> None:
 
 
 def test_when_to_look_again_is_known_however_few_are_held_and_however_far_ahead() -> None:
-    wheel: Wheel[int] = Wheel(slots=64, now=100)
+    wheel: TimingWheel[int] = TimingWheel(slots=64, now=100)
     assert wheel.next_tick() is None
     for held in range(1, 20):
         wheel.add(held, 1000 - held, held)
-        assert wheel.next_tick() == 164, "one turn ahead at most, so that a clock that jumps is noticed"
+        assert wheel.next_tick() == 164, (
+            "one turn ahead at most, so that a clock that jumps is noticed"
+        )
     for held in range(1, 20):
         wheel.add(held, 130 - held, held)
         assert wheel.next_tick() == 130 - held
@@ -182,7 +184,9 @@ def test_what_falls_due_one_after_the_other_comes_out_together_but_not_after_a_r
 ) -> None:
     clock = SetClock()
     collector = Collector(clock)
-    monkeypatch.setattr("delaytasks.timers.wheel.monotonic", lambda: 1000 + (clock.us - START_US) / 1e6)
+    monkeypatch.setattr(
+        "delaytasks.timers.timing_wheel.monotonic", lambda: 1000 + (clock.us - START_US) / 1e6
+    )
     for _ in range(2):
         collector.came.clear()
         for n in range(100):

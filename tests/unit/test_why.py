@@ -76,7 +76,9 @@ def test_a_row_that_nothing_holds_any_more_is_released_soon() -> None:
 def test_a_queue_that_nobody_serves_names_what_the_workers_serve() -> None:
     found = facts(workers=[WORKER._replace(queues=["default", "reports"])])
     assert codes(found) == ["no_worker"]
-    assert "No live worker serves the queue letters; live workers serve default, reports" in text(found)
+    assert "No live worker serves the queue letters; live workers serve default, reports" in text(
+        found
+    )
 
 
 def test_a_queue_whose_worker_died_names_the_worker() -> None:
@@ -102,13 +104,19 @@ def test_one_worker_that_may_know_the_tag_is_enough(tags: frozenset[str] | None)
 
 
 @pytest.mark.parametrize(
-    ("begin", "code"), [(NO_PROCESSOR, "no_processor"), (NO_KEY, "no_key"), (NO_TIME_LIMITS, "no_time_limits")]
+    ("begin", "code"),
+    [(NO_PROCESSOR, "no_processor"), (NO_KEY, "no_key"), (NO_TIME_LIMITS, "no_time_limits")],
 )
 def test_a_deferred_task_says_why_and_when_the_next_try_is(begin: str, code: str) -> None:
     task = replace(
-        TASK, due_time=NOW - timedelta(minutes=2), expected_time=NOW + timedelta(seconds=9), error=f"{begin}x"
+        TASK,
+        due_time=NOW - timedelta(minutes=2),
+        expected_time=NOW + timedelta(seconds=9),
+        error=f"{begin}x",
     )
-    found = facts(task, workers=[WORKER._replace(tags=frozenset())] if code == "no_processor" else [WORKER])
+    found = facts(
+        task, workers=[WORKER._replace(tags=frozenset())] if code == "no_processor" else [WORKER]
+    )
     assert codes(found) == [code], "one reason, though the registry and the row both tell it"
     assert "It was due 2m ago" in text(found)
     assert "next try is at 2030-01-31T18:00:09Z, in 9s" in text(found)
@@ -120,30 +128,46 @@ def test_a_deferred_task_whose_next_try_is_now_still_needs_a_worker_that_knows_i
 
 
 def test_a_retry_names_its_number_its_time_and_the_error() -> None:
-    task = replace(TASK, expected_time=NOW + timedelta(minutes=3), attempts=2, error="Traceback\nValueError: no")
+    task = replace(
+        TASK,
+        expected_time=NOW + timedelta(minutes=3),
+        attempts=2,
+        error="Traceback\nValueError: no",
+    )
     found = facts(task)
     assert codes(found) == ["retry"]
-    assert "Attempt 2 failed: Traceback. Retry 2 is due at 2030-01-31T18:03:00Z, in 3m" in text(found)
+    assert "Attempt 2 failed: Traceback. Retry 2 is due at 2030-01-31T18:03:00Z, in 3m" in text(
+        found
+    )
 
 
 def test_a_task_that_runs_names_its_worker() -> None:
     task = replace(
-        TASK, status=Status.RUNNING, worker="w1@host/5", execution_time=NOW, lease_until=NOW + timedelta(minutes=1)
+        TASK,
+        status=Status.RUNNING,
+        worker="w1@host/5",
+        execution_time=NOW,
+        lease_until=NOW + timedelta(minutes=1),
     )
     assert codes(facts(task)) == ["running"]
     assert "on w1@host/5 since 2030-01-31T18:00:00Z, 2s after it was due" in text(facts(task))
 
 
 def test_a_task_whose_lease_is_over_waits_for_the_sweep() -> None:
-    task = replace(TASK, status=Status.RUNNING, worker="w1@host/5", lease_until=NOW - timedelta(seconds=1))
+    task = replace(
+        TASK, status=Status.RUNNING, worker="w1@host/5", lease_until=NOW - timedelta(seconds=1)
+    )
     assert codes(facts(task)) == ["lease_over"]
 
 
 @pytest.mark.parametrize(
-    ("status", "code"), [(Status.DONE, "done"), (Status.FAILED, "failed"), (Status.CANCELLED, "cancelled")]
+    ("status", "code"),
+    [(Status.DONE, "done"), (Status.FAILED, "failed"), (Status.CANCELLED, "cancelled")],
 )
 def test_a_task_that_ended_says_so_and_nothing_else(status: Status, code: str) -> None:
-    assert codes(facts(replace(TASK, status=status, error="x"), workers=[], clock_offset_s=9)) == [code]
+    assert codes(facts(replace(TASK, status=status, error="x"), workers=[], clock_offset_s=9)) == [
+        code
+    ]
 
 
 def test_a_status_of_another_program_is_named() -> None:

@@ -26,7 +26,9 @@ class ApschedulerProgram(Program):
             timezone="UTC",
             jobstores={"default": SQLAlchemyJobStore(url=url)},
             executors={"default": ThreadPoolExecutor(THREADS)},
-            job_defaults={"misfire_grace_time": None},  # its default leaves out what is late by more than a second
+            job_defaults={
+                "misfire_grace_time": None
+            },  # its default leaves out what is late by more than a second
         )
         self._scheduler.start(paused=True)
 

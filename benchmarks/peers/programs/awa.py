@@ -46,7 +46,9 @@ class AwaProgram(Program):
         async def note_task(job: Job) -> None:
             await run(job.args.due)
 
-        await client.start([(QUEUE, WORKERS)], poll_interval_ms=EVERY_MS, promote_interval_ms=EVERY_MS)
+        await client.start(
+            [(QUEUE, WORKERS)], poll_interval_ms=EVERY_MS, promote_interval_ms=EVERY_MS
+        )
         await asyncio.Event().wait()
 
 

@@ -34,7 +34,9 @@ class PgQueuerProgram(Program):
     async def schedule_many(self, dues: Sequence[float]) -> None:
         count = len(dues)
         payloads: list[bytes | None] = [repr(due).encode() for due in dues]
-        await self._queries.enqueue([NAME] * count, payloads, [0] * count, [_delay(due) for due in dues])
+        await self._queries.enqueue(
+            [NAME] * count, payloads, [0] * count, [_delay(due) for due in dues]
+        )
 
     async def work(self) -> None:
         pgq = PgQueuer.from_asyncpg_connection(await asyncpg.connect(database_url()))

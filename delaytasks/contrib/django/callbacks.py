@@ -10,11 +10,13 @@ from django.http import HttpRequest, HttpResponse
 from django.views.decorators.csrf import csrf_exempt
 from django.views.decorators.http import require_POST
 
-from delaytasks.callbacks import verify
 from delaytasks.core.errors import BodyNotJSONError, InvalidSignatureError
+from delaytasks.webhooks import verify
 
 
-def verified(secrets: str | Iterable[str]) -> Callable[[Callable[..., HttpResponse]], Callable[..., HttpResponse]]:
+def verified(
+    secrets: str | Iterable[str],
+) -> Callable[[Callable[..., HttpResponse]], Callable[..., HttpResponse]]:
     """For a view `f(request, callback)`, which is called for what is signed by one of the secrets; 401 for all else.
     The signature takes the place of Django's token against forged requests."""
 

@@ -16,9 +16,9 @@ from sqlalchemy.engine import Dialect, IteratorResult
 from sqlalchemy.engine.result import SimpleResultMetaData
 from sqlalchemy.types import TypeEngine
 
-from delaytasks.store.types import UTCDateTime
+from delaytasks.storage.types import UTCDateTime
 
-Reader = Callable[[Any], Any]
+TablePoller = Callable[[Any], Any]
 
 
 class DjangoExecutor:
@@ -48,10 +48,15 @@ class DjangoExecutor:
         """As `execute`, unseen by Django's query log, and so by `assertNumQueries`."""
         sql, values = self._compile(statement, None)
         self._connection.ensure_connection()
-        with self._connection.wrap_database_errors, closing(self._connection.create_cursor()) as cursor:
+        with (
+            self._connection.wrap_database_errors,
+            closing(self._connection.create_cursor()) as cursor,
+        ):
             return self._result(cursor, statement, sql, values)
 
-    def _compile(self, statement: Any, parameters: Mapping[str, Any] | None) -> tuple[str, list[Any]]:
+    def _compile(
+        self, statement: Any, parameters: Mapping[str, Any] | None
+    ) -> tuple[str, list[Any]]:
         if parameters:
             compiled = _compile_template(statement, self._dialect, tuple(parameters))
         else:  # its values are part of it: nobody sends it twice
@@ -61,7 +66,11 @@ class DjangoExecutor:
         for name in state.positiontup:
             process = state.processors.get(name)
             if process is None and name in compiled.binds:
-                process = compiled.binds[name].type.dialect_impl(self._dialect).bind_processor(self._dialect)
+                process = (
+                    compiled.binds[name]
+                    .type.dialect_impl(self._dialect)
+                    .bind_processor(self._dialect)
+                )
             value = state.parameters[name]
             values.append(value if process is None else process(value))
         return state.statement, values
@@ -85,11 +94,15 @@ class DjangoExecutor:
         return exc.IntegrityError(sql, None, cause)
 
     @staticmethod
-    def _read(readers: Sequence[Reader | None], row: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(read(value) if read else value for read, value in zip(readers, row, strict=True))
+    def _read(readers: Sequence[TablePoller | None], row: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(
+            read(value) if read else value for read, value in zip(readers, row, strict=True)
+        )
 
-    def _reader(self, kind: TypeEngine[Any]) -> Reader | None:
-        process: Reader | None = kind.dialect_impl(self._dialect).result_processor(self._dialect, None)
+    def _reader(self, kind: TypeEngine[Any]) -> TablePoller | None:
+        process: TablePoller | None = kind.dialect_impl(self._dialect).result_processor(
+            self._dialect, None
+        )
         if not isinstance(kind, UTCDateTime):
             return process
 
@@ -107,7 +120,9 @@ class DjangoExecutor:
 class Result(IteratorResult[Any]):
     """SQLAlchemy's own kind of result, over rows that are fetched already, so that the cursor is free."""
 
-    def __init__(self, names: Sequence[str], rows: Sequence[tuple[Any, ...]], rowcount: int) -> None:
+    def __init__(
+        self, names: Sequence[str], rows: Sequence[tuple[Any, ...]], rowcount: int
+    ) -> None:
         super().__init__(SimpleResultMetaData(names), iter(rows))
         self.rowcount = rowcount
 

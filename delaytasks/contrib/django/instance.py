@@ -18,14 +18,14 @@ from sqlalchemy import select
 
 from delaytasks.app import DelayTasks
 from delaytasks.contrib.django.executor import DjangoExecutor
-from delaytasks.contrib.django.unit import DjangoUnit
+from delaytasks.contrib.django.transaction import DjangoTransaction
 from delaytasks.contrib.django.url import database_url
 from delaytasks.core.errors import ConfigError
-from delaytasks.core.hidden import Secret
+from delaytasks.core.masking import Secret
 from delaytasks.core.task import DelayTask
-from delaytasks.engine.coroutines import result_of
-from delaytasks.parts import Parts
-from delaytasks.store.types import db_now
+from delaytasks.processors.event_loop import result_of
+from delaytasks.storage.types import db_now
+from delaytasks.wiring import Wiring
 
 
 class DjangoDelays(DelayTasks):
@@ -39,15 +39,17 @@ class DjangoDelays(DelayTasks):
             )
         if alias not in connections.settings:
             known = ", ".join(map(repr, connections.settings))
-            raise ConfigError(f"settings.DELAYTASKS['database'] = {alias!r} is not in settings.DATABASES ({known})")
+            raise ConfigError(
+                f"settings.DELAYTASKS['database'] = {alias!r} is not in settings.DATABASES ({known})"
+            )
         self.alias = alias
         self._database: Any = None
         super().__init__(celery_app, **options)
-        self.ambient_unit = self._unit_of_django
+        self.ambient_transaction = self._unit_of_django
         self.around.append(self._closed_after)
 
-    def _unit_of_django(self) -> DjangoUnit:
-        return DjangoUnit(self.alias)
+    def _unit_of_django(self) -> DjangoTransaction:
+        return DjangoTransaction(self.alias)
 
     @contextmanager
     def _closed_after(self, task: DelayTask) -> Iterator[None]:
@@ -60,7 +62,7 @@ class DjangoDelays(DelayTasks):
                 result_of(sync_to_async(close_old_connections)())
 
     @property
-    def _made(self) -> Parts:
+    def _made(self) -> Wiring:
         """Django's test runner gives the database another name, and back: we go where it goes."""
         name = connections.settings[self.alias]["NAME"]
         if self._parts is None or name != self._database:
@@ -69,7 +71,9 @@ class DjangoDelays(DelayTasks):
                     self.close()
                     self._parts = None
                 connection = connections[self.alias]
-                self._arguments["database_url"] = Secret(database_url(connection.vendor, connection.settings_dict))
+                self._arguments["database_url"] = Secret(
+                    database_url(connection.vendor, connection.settings_dict)
+                )
                 self._database = name
         return super()._made
 
@@ -84,9 +88,13 @@ class DjangoDelays(DelayTasks):
         if self.processes.is_worker:
             return super().database_now(insists)
         try:
-            now: datetime = DjangoExecutor(connections[self.alias]).peek(select(db_now())).scalar_one()
+            now: datetime = (
+                DjangoExecutor(connections[self.alias]).peek(select(db_now())).scalar_one()
+            )
         except Error:
-            with DjangoUnit(self.alias).guard():  # which says what that means for the caller's transaction
+            with DjangoTransaction(
+                self.alias
+            ).guard():  # which says what that means for the caller's transaction
                 raise
         return now
 
@@ -96,7 +104,9 @@ def project_delays() -> DjangoDelays:
     """Made once, whoever asks first."""
     options = getattr(settings, "DELAYTASKS", {})
     if not isinstance(options, dict):
-        raise ConfigError(f"settings.DELAYTASKS is a dict of settings, not {type(options).__name__}")
+        raise ConfigError(
+            f"settings.DELAYTASKS is a dict of settings, not {type(options).__name__}"
+        )
     options = dict(options)
     if "database_url" in options:
         raise ConfigError(
@@ -124,7 +134,9 @@ def _celery_app(path: str | None) -> Any:
     current = _state._tls.current_app or _state.default_app
     if current is not None:
         return current
-    made = Celery(str(settings.ROOT_URLCONF).partition(".")[0] if settings.ROOT_URLCONF else "django")
+    made = Celery(
+        str(settings.ROOT_URLCONF).partition(".")[0] if settings.ROOT_URLCONF else "django"
+    )
     made.config_from_object("django.conf:settings", namespace="CELERY")
     made.autodiscover_tasks()
     return made

@@ -11,7 +11,7 @@ from delaytasks.contrib.django.instance import project_delays
 from delaytasks.core.encryption import decoded
 from delaytasks.core.inputs import KEY_LENGTH, QUEUE_LENGTH, TAG_LENGTH
 from delaytasks.core.states import Status
-from delaytasks.store.cipher import BODY
+from delaytasks.storage.cipher import BODY
 
 
 def table_name() -> str:
@@ -36,7 +36,9 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 
 
 class DelayTaskRows(models.QuerySet):
-    create = get_or_create = update_or_create = update = delete = bulk_create = bulk_update = _refuse
+    create = get_or_create = update_or_create = update = delete = bulk_create = bulk_update = (
+        _refuse
+    )
 
 
 class DelayTaskRow(models.Model):
@@ -81,5 +83,9 @@ class DelayTaskRow(models.Model):
     def body(self) -> Any:
         """What the processor gets."""
         cipher = project_delays().store.schema.cipher
-        text = self.message_body if cipher is None else cipher.read(self.message_body, BODY, self.id, self.tag)
+        text = (
+            self.message_body
+            if cipher is None
+            else cipher.read(self.message_body, BODY, self.id, self.tag)
+        )
         return decoded(text, f"the body of task {self.id}")

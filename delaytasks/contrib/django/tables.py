@@ -11,7 +11,7 @@ from sqlalchemy.schema import CreateTable
 
 from delaytasks.contrib.django.executor import DjangoExecutor, dialect_of
 from delaytasks.contrib.django.instance import DjangoDelays, project_delays
-from delaytasks.store import migrations
+from delaytasks.storage import migrations
 
 
 def upgrade(_apps: Any, schema_editor: Any) -> None:
@@ -30,14 +30,20 @@ def downgrade(_apps: Any, schema_editor: Any) -> None:
 def make(delays: DjangoDelays, schema_editor: Any) -> None:
     prefix, schema = delays.settings.table_prefix, delays.settings.table_schema or None
     connection = schema_editor.connection
-    ours = {table.name for table in delays.store.schema.metadata.tables.values()} | {migrations.version_table(prefix)}
+    ours = {table.name for table in delays.store.schema.metadata.tables.values()} | {
+        migrations.version_table(prefix)
+    }
     with connection.cursor() as cursor:
         is_new = schema is None and ours.isdisjoint(connection.introspection.table_names(cursor))
     if not is_new:
         # Alembic knows how to go on from what is there: to adopt a table, or to stop at once.
         _run_alembic(delays, migrations.upgrade, "head")
         return
-    with transaction.atomic(connection.alias) if connection.features.can_rollback_ddl else nullcontext():
+    with (
+        transaction.atomic(connection.alias)
+        if connection.features.can_rollback_ddl
+        else nullcontext()
+    ):
         for statement in migrations.ddl(connection.vendor, prefix, schema):
             schema_editor.execute(statement, None)  # a percent sign is one
         _stamp(schema_editor, prefix)
@@ -52,8 +58,12 @@ def _stamp(schema_editor: Any, prefix: str) -> None:
         Column("version_num", String(32), nullable=False),
         PrimaryKeyConstraint("version_num", name=f"{name}_pkc"),
     )
-    schema_editor.execute(str(CreateTable(table).compile(dialect=dialect_of(schema_editor.connection))), None)
-    DjangoExecutor(schema_editor.connection).execute(insert(table), {"version_num": migrations.head()})
+    schema_editor.execute(
+        str(CreateTable(table).compile(dialect=dialect_of(schema_editor.connection))), None
+    )
+    DjangoExecutor(schema_editor.connection).execute(
+        insert(table), {"version_num": migrations.head()}
+    )
 
 
 def _run_alembic(delays: DjangoDelays, command: Any, revision: str) -> None:

@@ -31,7 +31,13 @@ _MYSQL_OPTIONS = {
     "unix_socket",
     "write_timeout",
 }
-_TLS_FILES = {"ca": "ssl_ca", "capath": "ssl_capath", "cert": "ssl_cert", "key": "ssl_key", "cipher": "ssl_cipher"}
+_TLS_FILES = {
+    "ca": "ssl_ca",
+    "capath": "ssl_capath",
+    "cert": "ssl_cert",
+    "key": "ssl_key",
+    "cipher": "ssl_cipher",
+}
 #: MySQL's `ssl_mode`: is TLS used, and is the server's name compared with its certificate?
 _TLS_MODES = {"REQUIRED": "false", "VERIFY_CA": "false", "VERIFY_IDENTITY": "true"}
 
@@ -50,12 +56,20 @@ def database_url(vendor: str, database: Mapping[str, Any]) -> str:
 
 def _postgresql(database: Mapping[str, Any]) -> URL:
     options = database.get("OPTIONS") or {}
-    query = {name: str(value) for name, value in options.items() if name not in _NOT_LIBPQ and _is_plain(value)}
+    query = {
+        name: str(value)
+        for name, value in options.items()
+        if name not in _NOT_LIBPQ and _is_plain(value)
+    }
     role = options.get("assume_role")
     if role:
-        query["options"] = f"{query.get('options', '')} -c role={str(role).replace(' ', chr(92) + ' ')}".strip()
+        query["options"] = (
+            f"{query.get('options', '')} -c role={str(role).replace(' ', chr(92) + ' ')}".strip()
+        )
     host, port = str(database.get("HOST") or ""), str(database.get("PORT") or "")
-    if not _fits_before_slash(host) or (port and not port.isdigit()):  # a socket's folder, or several hosts
+    if not _fits_before_slash(host) or (
+        port and not port.isdigit()
+    ):  # a socket's folder, or several hosts
         query |= {"host": host} | ({"port": port} if port else {})
         host = port = ""
     return _url("postgresql+psycopg2", database, host, port, query)
@@ -92,7 +106,9 @@ _BY_VENDOR: dict[str, Callable[[Mapping[str, Any]], URL]] = {
 }
 
 
-def _url(driver: str, database: Mapping[str, Any], host: str, port: str, query: Mapping[str, str]) -> URL:
+def _url(
+    driver: str, database: Mapping[str, Any], host: str, port: str, query: Mapping[str, str]
+) -> URL:
     return URL.create(
         driver,
         username=str(database.get("USER") or "") or None,

@@ -27,7 +27,9 @@ def fail(request: HttpRequest) -> JsonResponse:
 def pay(request: HttpRequest, number: int) -> JsonResponse:
     with transaction.atomic():
         order = get_object_or_404(Order.objects.select_for_update(), pk=number)
-        if not cancel(tag="order.close", key=str(order.pk)):  # the order is closed, or is being closed
+        if not cancel(
+            tag="order.close", key=str(order.pk)
+        ):  # the order is closed, or is being closed
             return JsonResponse({"number": order.pk, "error": "too late to pay"}, status=409)
         order.status = "paid"
         order.save()
@@ -42,5 +44,7 @@ def show(request: HttpRequest, number: int) -> JsonResponse:
 
 def _place(request: HttpRequest) -> Order:
     order = Order.objects.create(item=request.POST.get("item", "a book"))
-    schedule_delay("order.close", {"order": order.pk}, settings.SHOP_PAY_WITHIN_S, key=str(order.pk))
+    schedule_delay(
+        "order.close", {"order": order.pk}, settings.SHOP_PAY_WITHIN_S, key=str(order.pk)
+    )
     return order

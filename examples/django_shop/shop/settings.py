@@ -35,7 +35,9 @@ DATABASES = {
         "HOST": _place.host or "",
         "PORT": _place.port or "",
         # SQLite: writers wait for each other, instead of failing when two of them meet.
-        "OPTIONS": {"transaction_mode": "IMMEDIATE", "timeout": 20} if _place.get_backend_name() == "sqlite" else {},
+        "OPTIONS": {"transaction_mode": "IMMEDIATE", "timeout": 20}
+        if _place.get_backend_name() == "sqlite"
+        else {},
     }
 }
 

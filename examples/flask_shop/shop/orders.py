@@ -18,7 +18,11 @@ class Order(db.Model):
 @delays.processor("order.close")
 def close_order(body: dict[str, Any]) -> None:
     # A task runs at least once, so a second run must find nothing left to do.
-    db.session.execute(update(Order).where(Order.id == body["order"], Order.status == "placed").values(status="closed"))
+    db.session.execute(
+        update(Order)
+        .where(Order.id == body["order"], Order.status == "placed")
+        .values(status="closed")
+    )
     db.session.commit()
 
 
@@ -39,7 +43,9 @@ def fail() -> None:
 @orders.post("/orders/<int:number>/pay")
 def pay(number: int) -> Any:
     order = db.session.get(Order, number, with_for_update=True) or abort(404)
-    if not delays.cancel(tag="order.close", key=str(number)):  # the order is closed, or is being closed
+    if not delays.cancel(
+        tag="order.close", key=str(number)
+    ):  # the order is closed, or is being closed
         return {"number": number, "error": "too late to pay"}, 409
     order.status = "paid"
     db.session.commit()

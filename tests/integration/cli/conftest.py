@@ -48,7 +48,9 @@ def two(bare: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Proje
 @pytest.fixture
 def forget(request: pytest.FixtureRequest) -> Callable[..., None]:
     """Modules that are this test's own."""
-    return lambda *names: request.addfinalizer(lambda: [sys.modules.pop(name, None) for name in names])
+    return lambda *names: request.addfinalizer(
+        lambda: [sys.modules.pop(name, None) for name in names]
+    )
 
 
 @pytest.fixture
@@ -57,8 +59,12 @@ def process(shop: Project, tmp_path: Path) -> Callable[..., subprocess.Popen[str
         # As an installed package would have it, whether this one is installed or not.
         information = tmp_path / "site" / "delaytasks-0.0.0.dist-info"
         information.mkdir(parents=True, exist_ok=True)
-        (information / "METADATA").write_text("Metadata-Version: 2.1\nName: delaytasks\nVersion: 0.0.0\n")
-        (information / "entry_points.txt").write_text("[celery.commands]\ndelays = delaytasks.cli.main:delays\n")
+        (information / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: delaytasks\nVersion: 0.0.0\n"
+        )
+        (information / "entry_points.txt").write_text(
+            "[celery.commands]\ndelays = delaytasks.cli.main:delays\n"
+        )
         path = os.pathsep.join([str(information.parent), str(ROOT), str(tmp_path)])
         return subprocess.Popen(
             [sys.executable, *command],

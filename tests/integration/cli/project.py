@@ -60,7 +60,9 @@ class Project:
 
     def __call__(self, *arguments: str, typed: str | bytes | None = None) -> Result:
         result = CliRunner().invoke(main, ["-A", self.name, *arguments], input=typed)
-        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        assert result.exception is None or isinstance(result.exception, SystemExit), (
+            result.exception
+        )
         return result
 
     def json(self, *arguments: str, exit_code: int = 0, typed: str | bytes | None = None) -> Any:
@@ -87,7 +89,9 @@ class Project:
         made: DelayTasks = import_module(self.name).delays
         return made
 
-    def schedule(self, tag: str = "ok", delay: float = 0, body: Any = None, **options: Any) -> DelayTask:
+    def schedule(
+        self, tag: str = "ok", delay: float = 0, body: Any = None, **options: Any
+    ) -> DelayTask:
         return self.delays.schedule_delay(tag, body, delay, **options)
 
     def status(self, task: DelayTask) -> Status:

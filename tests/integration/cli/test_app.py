@@ -23,7 +23,10 @@ from tests.services import free_port
         ("1 / 0", "ZeroDivisionError"),
         ("x = 1", "has no Celery app"),
         ("app = object()", "is no Celery app but a object"),
-        ("from celery import Celery; app = Celery('plain')", "has no delayed tasks; make one with DelayTasks(app)"),
+        (
+            "from celery import Celery; app = Celery('plain')",
+            "has no delayed tasks; make one with DelayTasks(app)",
+        ),
     ],
 )
 def test_an_app_that_can_not_be_used_ends_with_2_and_says_why(
@@ -76,9 +79,17 @@ def test_processors_in_modules_that_the_app_imports_bring_their_queues_and_run(
     assert answer("drain")["succeeded"] == 2
 
 
-def test_an_instance_in_a_module_that_the_app_imports_is_found(bare: Project, forget: Callable[..., None]) -> None:
-    write("late_app", "from celery import Celery; app = Celery('late', include=['late_delays'], set_as_current=False)")
-    write("late_delays", "from late_app import app; from delaytasks import DelayTasks; delays = DelayTasks(app)")
+def test_an_instance_in_a_module_that_the_app_imports_is_found(
+    bare: Project, forget: Callable[..., None]
+) -> None:
+    write(
+        "late_app",
+        "from celery import Celery; app = Celery('late', include=['late_delays'], set_as_current=False)",
+    )
+    write(
+        "late_delays",
+        "from late_app import app; from delaytasks import DelayTasks; delays = DelayTasks(app)",
+    )
     forget("late_app", "late_delays")
     said = CliRunner().invoke(main, ["-A", "late_app", "config", "--json"])
     assert said.exit_code == 0, said.output
@@ -102,19 +113,27 @@ def test_a_module_that_the_app_imports_in_vain_is_one_line_if_its_own_name_is_wr
 
 
 @pytest.mark.parametrize("name", ["DELAYTASKS_HORIZON_S", "DELAYTASKS_LEASE"])
-def test_a_wrong_setting_ends_with_2(bare: Project, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_wrong_setting_ends_with_2(
+    bare: Project, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setenv(name, "-1")
     assert bare.error("list", exit_code=2)["type"] == "ConfigError"
 
 
-def test_a_horizon_beyond_the_brokers_timeout_ends_with_2(bare: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_horizon_beyond_the_brokers_timeout_ends_with_2(
+    bare: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CELERY_BROKER_URL", "redis://127.0.0.1:1/0")
     monkeypatch.setenv("DELAYTASKS_HORIZON_S", "3600")
     assert "visibility_timeout" in bare.error("check", exit_code=2)["error"]
 
 
-def test_a_database_that_is_away_ends_with_1(bare: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DELAYTASKS_DATABASE_URL", f"postgresql://me:canary@127.0.0.1:{free_port()}/shop")
+def test_a_database_that_is_away_ends_with_1(
+    bare: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "DELAYTASKS_DATABASE_URL", f"postgresql://me:canary@127.0.0.1:{free_port()}/shop"
+    )
     said = bare("cancel", "1", "2", "3", "--json")
     assert said.exit_code == 1
     assert json.loads(said.stderr)["type"] == "StoreUnavailableError"

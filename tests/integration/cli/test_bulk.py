@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from delaytasks import Status
-from delaytasks.engine import bulk
+from delaytasks.scheduling import bulk
 from tests.integration.cli.project import HOSTILE, RUN, Project, write
 from tests.waiting import wait_until
 
@@ -28,7 +28,9 @@ def test_cancel_counts_first_and_cancels_when_told_so(shop: Project) -> None:
     other = shop.schedule("mail", 60)
     counted = shop.json("cancel", "--tag", "ok", "--dry-run")
     assert counted == {**ALL, "matched": 3, "changed": 0, "runs": [], "state": "dry run"}
-    assert shop("cancel", "--key-prefix", "eu-", "--dry-run").stdout == "3 tasks would be cancelled\n"
+    assert (
+        shop("cancel", "--key-prefix", "eu-", "--dry-run").stdout == "3 tasks would be cancelled\n"
+    )
     assert {shop.status(task) for task in tasks} == {Status.NOT_COMPLETE}
     said = shop("cancel", "--key-prefix", "eu-", "--yes")
     assert (said.exit_code, said.stdout, said.stderr) == (0, "cancelled 3 tasks\n", "")
@@ -51,10 +53,21 @@ def test_what_runs_is_left_and_told(shop: Project) -> None:
 def test_reschedule_gives_many_a_time_or_shifts_them(shop: Project) -> None:
     tasks = [shop.schedule(delay=delay, queue="reports") for delay in (60, 120)]
     shop.json("reschedule", "--queue", "reports", "--at", "2031-01-01T00:00:00Z", "--yes")
-    assert {shop.delays.get(task).expected_time.isoformat() for task in tasks} == {"2031-01-01T00:00:00+00:00"}
-    wait_until(lambda: shop.delays.store.bulk.now() > max(shop.delays.get(t).update_time for t in tasks), 5, "time")
-    assert shop("reschedule", "--queue", "reports", "--by", "-1h30m", "--yes").stdout == "rescheduled 2 tasks\n"
-    assert {shop.delays.get(task).expected_time.isoformat() for task in tasks} == {"2030-12-31T22:30:00+00:00"}
+    assert {shop.delays.get(task).expected_time.isoformat() for task in tasks} == {
+        "2031-01-01T00:00:00+00:00"
+    }
+    wait_until(
+        lambda: shop.delays.store.bulk.now() > max(shop.delays.get(t).update_time for t in tasks),
+        5,
+        "time",
+    )
+    assert (
+        shop("reschedule", "--queue", "reports", "--by", "-1h30m", "--yes").stdout
+        == "rescheduled 2 tasks\n"
+    )
+    assert {shop.delays.get(task).expected_time.isoformat() for task in tasks} == {
+        "2030-12-31T22:30:00+00:00"
+    }
 
 
 def test_retry_runs_many_failed_ones_again(shop: Project) -> None:
@@ -85,21 +98,30 @@ def test_retry_runs_many_failed_ones_again(shop: Project) -> None:
         ["audit", "--limit", "0"],
     ],
 )
-def test_what_names_nothing_or_contradicts_itself_ends_with_2(shop: Project, arguments: list[str]) -> None:
+def test_what_names_nothing_or_contradicts_itself_ends_with_2(
+    shop: Project, arguments: list[str]
+) -> None:
     task = shop.schedule(delay=60, key="k")
     shop.error(*arguments, exit_code=2)
     assert shop.delays.get(task).version == 0
     assert shop.json("audit") == []
 
 
-def test_audit_tells_who_did_what_and_how_far_it_came(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audit_tells_who_did_what_and_how_far_it_came(
+    shop: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert shop("audit").stderr == "Nothing yet.\n"
     monkeypatch.setenv("LOGNAME", f"ann{HOSTILE}")
     shop.schedule(delay=60)
     shop("cancel", "--tag", "ok", "--yes")
     shop("cancel", "--tag", "[red]", "--yes")
     newest, first = shop.json("audit")
-    assert (first["action"], first["state"], first["matched"], first["changed"]) == ("cancel", "done", 1, 1)
+    assert (first["action"], first["state"], first["matched"], first["changed"]) == (
+        "cancel",
+        "done",
+        1,
+        1,
+    )
     assert first["filter"] == {"tag": "ok"}
     assert newest["matched"] == 0
     said = shop("audit", "--limit", "1").stdout
@@ -112,7 +134,9 @@ def test_audit_tells_who_did_what_and_how_far_it_came(shop: Project, monkeypatch
 # -- at a terminal --------------------------------------------------------------------------------
 
 
-def at_terminal(name: str, *arguments: str) -> tuple[subprocess.Popen[bytes], Callable[[str], str], int]:
+def at_terminal(
+    name: str, *arguments: str
+) -> tuple[subprocess.Popen[bytes], Callable[[str], str], int]:
     """The command with a terminal for stdin and stderr; what it says until some text, and where to type."""
     ours, theirs = pty.openpty()
     running = subprocess.Popen(
@@ -120,7 +144,11 @@ def at_terminal(name: str, *arguments: str) -> tuple[subprocess.Popen[bytes], Ca
         stdin=theirs,
         stdout=subprocess.PIPE,
         stderr=theirs,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, os.getcwd()]), "TERM": "xterm"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([*sys.path, os.getcwd()]),
+            "TERM": "xterm",
+        },
     )
     os.close(theirs)
     said = ""
@@ -151,7 +179,7 @@ def test_people_are_asked_with_the_count(shop: Project, typed: str, status: Stat
 
 SLOW = """
 import os, time
-from delaytasks.engine import bulk
+from delaytasks.scheduling import bulk
 from {name} import app
 
 bulk.STEP = 2
@@ -166,13 +194,18 @@ bulk.BulkRun._step = slowly
 
 @pytest.mark.parametrize("option", [[], ["--json"]])
 def test_ctrl_c_lets_a_step_end_and_says_how_far_it_came(
-    shop: Project, process: Callable[..., subprocess.Popen[str]], option: list[str], forget: Callable[..., None]
+    shop: Project,
+    process: Callable[..., subprocess.Popen[str]],
+    option: list[str],
+    forget: Callable[..., None],
 ) -> None:
     for _ in range(40):
         shop.schedule(delay=60)
     name = write("slow_shop", SLOW.format(name=shop.name))
     running = process("-c", RUN, "-A", name, "cancel", "--tag", "ok", "--yes", *option)
-    wait_until(lambda: Path("step").exists() and len(Path("step").read_text()) >= 2, 30, "the second step")
+    wait_until(
+        lambda: Path("step").exists() and len(Path("step").read_text()) >= 2, 30, "the second step"
+    )
     running.send_signal(signal.SIGINT)
     out, err = running.communicate(timeout=30)
     assert running.returncode == 1, err
@@ -189,10 +222,16 @@ def test_ctrl_c_lets_a_step_end_and_says_how_far_it_came(
     assert shop.json("cancel", "--tag", "ok", "--yes")["changed"] == 40 - cancelled
 
 
-def test_a_shift_that_is_stopped_says_how_to_go_on(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shift_that_is_stopped_says_how_to_go_on(
+    shop: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bulk, "STEP", 2)
     tasks = [shop.schedule(delay=3600 + n) for n in range(6)]
-    wait_until(lambda: shop.delays.store.bulk.now() > max(shop.delays.get(t).update_time for t in tasks), 5, "time")
+    wait_until(
+        lambda: shop.delays.store.bulk.now() > max(shop.delays.get(t).update_time for t in tasks),
+        5,
+        "time",
+    )
     step: Any = bulk.BulkRun._step
 
     def stopped(run: Any, ids: Any) -> Any:
@@ -202,11 +241,18 @@ def test_a_shift_that_is_stopped_says_how_to_go_on(shop: Project, monkeypatch: p
     monkeypatch.setattr(bulk.BulkRun, "_step", stopped)
     said = shop("reschedule", "--tag", "ok", "--by", "1h", "--yes")
     assert said.exit_code == 1
-    more = re.fullmatch(r"stopped: rescheduled 2 of 6 tasks; to go on run it again, with (\S+) (\S+)\n", said.stdout)
+    more = re.fullmatch(
+        r"stopped: rescheduled 2 of 6 tasks; to go on run it again, with (\S+) (\S+)\n", said.stdout
+    )
     assert more is not None, said.stdout
     monkeypatch.setattr(bulk.BulkRun, "_step", step)
-    assert shop.json("reschedule", "--tag", "ok", "--by", "1h", "--yes", *more.groups())["changed"] == 4
-    assert {(shop.delays.get(task).expected_time - task.expected_time).total_seconds() for task in tasks} == {3600}
+    assert (
+        shop.json("reschedule", "--tag", "ok", "--by", "1h", "--yes", *more.groups())["changed"]
+        == 4
+    )
+    assert {
+        (shop.delays.get(task).expected_time - task.expected_time).total_seconds() for task in tasks
+    } == {3600}
 
 
 def test_with_two_databases_both_are_worked_on(two: Project) -> None:

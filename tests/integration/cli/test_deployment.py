@@ -15,9 +15,9 @@ from sqlalchemy import insert, update
 
 from delaytasks import Status
 from delaytasks.core.shards import home_of
-from delaytasks.store import migrations
-from delaytasks.store.stats import Count, Stats
-from delaytasks.store.types import db_now_plus
+from delaytasks.storage import migrations
+from delaytasks.storage.stats import Count, Stats
+from delaytasks.storage.types import db_now_plus
 from tests.integration.cli.project import Project
 from tests.redis_server import RedisServer
 from tests.services import free_port
@@ -31,15 +31,21 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
     shop("db", "upgrade")
     with store.database.begin() as connection:
         connection.execute(
-            update(store.schema.tasks).where(store.schema.tasks.c.id == late.id).values(expected_time=db_now_plus(-90))
+            update(store.schema.tasks)
+            .where(store.schema.tasks.c.id == late.id)
+            .values(expected_time=db_now_plus(-90))
         )
     for name in ("fresh", "silent"):
         store.workers.seen(name, ["default", "letters"], "prefork", 2, 1500)
     with store.database.begin() as connection:
         workers = store.schema.workers
-        connection.execute(update(workers).where(workers.c.name == "silent").values(seen_at=db_now_plus(-60)))
+        connection.execute(
+            update(workers).where(workers.c.name == "silent").values(seen_at=db_now_plus(-60))
+        )
     before = shop.json("stats")
-    assert before["sweeps"] == [{"shard": 0, "house": 0, "age_s": None, "is_late": True, "armed_until": None}]
+    assert before["sweeps"] == [
+        {"shard": 0, "house": 0, "age_s": None, "is_late": True, "armed_until": None}
+    ]
     store.sweeps.begin_sweep(0, 1, 1)
     found = shop.json("stats")
     assert found["counts"] == {
@@ -67,7 +73,9 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
     assert re.search(r"^fresh .* default, letters +\+1\.5ms$", said, re.MULTILINE)
 
 
-def test_stats_sums_up_all_databases_and_names_the_one_that_is_away(two: Project, tmp_path: Path) -> None:
+def test_stats_sums_up_all_databases_and_names_the_one_that_is_away(
+    two: Project, tmp_path: Path
+) -> None:
     tasks = [two.delays.schedule_delay("ok", {}, 60, key=f"k{number}") for number in range(20)]
     for shard in two.delays.shards:
         shard.store.workers.seen("both", ["default"], "prefork", 2, 0)
@@ -101,7 +109,10 @@ def test_adding_a_shard_is_finished_when_the_homes_of_keys_know_what_stays_elsew
         two.delays.schedule_delay("ok", None, 3600, key=key)
     restart(urls, "1")
     found = two.json("db", "shards", exit_code=1)
-    assert [each["unknown_keys"] for each in found["shards"]] == [sum(home_of("ok", key, 2) for key in keys), 0]
+    assert [each["unknown_keys"] for each in found["shards"]] == [
+        sum(home_of("ok", key, 2) for key in keys),
+        0,
+    ]
     assert [each["waiting"] for each in found["shards"]] == [20, 0]
     assert f"run: delaytasks -A {two.name} db shards --finish" in two("db", "shards").stdout
     assert two.json("db", "shards", "--finish")["is_finished"]
@@ -111,7 +122,10 @@ def test_adding_a_shard_is_finished_when_the_homes_of_keys_know_what_stays_elsew
     assert (found["is_growing"], found["is_finished"]) == (False, True)
     assert [each["unknown_keys"] for each in found["shards"]] == [0, 0]
     for key in keys:
-        assert two.error("schedule", "ok", "--delay", "1h", "--key", key, exit_code=1)["type"] == "DuplicateTaskError"
+        assert (
+            two.error("schedule", "ok", "--delay", "1h", "--key", key, exit_code=1)["type"]
+            == "DuplicateTaskError"
+        )
 
 
 def test_an_estimate_is_shown_as_one(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,15 +185,26 @@ def test_stats_says_how_many_near_tasks_wait_in_redis(
         bare.schedule("ok", delay)
     timer = bare.json("stats")["timer"]
     queues = {"default": {"waiting": 2, "taken": 0}, "letters": {"waiting": 0, "taken": 0}}
-    assert timer == {"name": "redis", "url": redis.url.replace("://", "://:***@"), "is_up": True, "queues": queues}
-    assert re.search(r"^timer +redis, .*: up; near tasks: default 2, letters 0$", bare("stats").stdout, re.MULTILINE)
+    assert timer == {
+        "name": "redis",
+        "url": redis.url.replace("://", "://:***@"),
+        "is_up": True,
+        "queues": queues,
+    }
+    assert re.search(
+        r"^timer +redis, .*: up; near tasks: default 2, letters 0$",
+        bare("stats").stdout,
+        re.MULTILINE,
+    )
     redis.stop()
     said = bare("stats")
     assert re.search(r"^timer +redis, .*: down$", said.stdout, re.MULTILINE)
     assert "canary" not in said.output
 
 
-def test_config_prints_every_setting_with_its_origin(bare: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_prints_every_setting_with_its_origin(
+    bare: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DELAYTASKS_LEASE_S", "33")
     found = bare.json("config")
     settings = {setting["name"]: setting for setting in found["settings"]}
@@ -188,18 +213,31 @@ def test_config_prints_every_setting_with_its_origin(bare: Project, monkeypatch:
     assert settings["delaytasks_houses"]["origin"] == "default"
     assert found["app"] == {"value": "shop", "origin": "command line"}
     assert found["broker"] == {"value": "memory://", "origin": "environment"}
-    assert re.search(r"^delaytasks_lease_s +33\.0 +environment ", bare("config").stdout, re.MULTILINE)
+    assert re.search(
+        r"^delaytasks_lease_s +33\.0 +environment ", bare("config").stdout, re.MULTILINE
+    )
 
 
-def test_config_knows_the_broker_that_celery_takes_by_default(bare: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_knows_the_broker_that_celery_takes_by_default(
+    bare: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("CELERY_BROKER_URL")
-    assert bare.json("config")["broker"] == {"value": "amqp://guest:***@localhost:5672//", "origin": "default"}
+    assert bare.json("config")["broker"] == {
+        "value": "amqp://guest:***@localhost:5672//",
+        "origin": "default",
+    }
 
 
 @pytest.mark.parametrize("option", [[], ["--json"]])
-def test_config_masks_passwords(bare: Project, monkeypatch: pytest.MonkeyPatch, option: list[str]) -> None:
-    monkeypatch.setenv("DELAYTASKS_DATABASE_URL", "postgresql://me:canary@db.example/shop?sslpassword=canary")
-    monkeypatch.setenv("CELERY_BROKER_URL", "amqp://me:canary@one.example//;amqp://me:canary@two.example//")
+def test_config_masks_passwords(
+    bare: Project, monkeypatch: pytest.MonkeyPatch, option: list[str]
+) -> None:
+    monkeypatch.setenv(
+        "DELAYTASKS_DATABASE_URL", "postgresql://me:canary@db.example/shop?sslpassword=canary"
+    )
+    monkeypatch.setenv(
+        "CELERY_BROKER_URL", "amqp://me:canary@one.example//;amqp://me:canary@two.example//"
+    )
     said = bare("config", *option)
     assert said.exit_code == 0
     assert "db.example" in said.stdout

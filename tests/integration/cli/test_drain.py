@@ -10,14 +10,20 @@ import pytest
 from sqlalchemy import text, update
 
 from delaytasks import Status
-from delaytasks.store.types import db_now_plus
+from delaytasks.storage.types import db_now_plus
 from tests.integration.cli.project import Project
 from tests.services import free_port
 
 
 def test_drain_runs_what_is_overdue_and_leaves_the_rest(shop: Project) -> None:
-    overdue = [shop.schedule("ok", priority=number % 3) for number in range(30)] + [shop.schedule("mail")]
-    failed, unknown, later = shop.schedule("bad"), shop.schedule("nobody's"), shop.schedule(delay=60)
+    overdue = [shop.schedule("ok", priority=number % 3) for number in range(30)] + [
+        shop.schedule("mail")
+    ]
+    failed, unknown, later = (
+        shop.schedule("bad"),
+        shop.schedule("nobody's"),
+        shop.schedule(delay=60),
+    )
     answer = shop.json("drain")
     assert answer.pop("seconds") >= 0
     assert answer == {
@@ -35,7 +41,9 @@ def test_drain_runs_what_is_overdue_and_leaves_the_rest(shop: Project) -> None:
     assert shop.status(later) is Status.NOT_COMPLETE
 
 
-def test_drain_runs_what_is_overdue_in_all_databases_that_answer(two: Project, tmp_path: Path) -> None:
+def test_drain_runs_what_is_overdue_in_all_databases_that_answer(
+    two: Project, tmp_path: Path
+) -> None:
     made = [two.delays.schedule_delay("ok", {}, 0, key=f"k{number}") for number in range(40)]
     first, second = ([task for task in made if task.shard == number] for number in (0, 1))
     assert two.json("drain", "--limit", str(len(first) + 1))["ran"] == len(first) + 1
@@ -43,7 +51,9 @@ def test_drain_runs_what_is_overdue_in_all_databases_that_answer(two: Project, t
     two.delays.close()
     (tmp_path / "first.sqlite3").write_text("no database any more")
     assert "shard 0" in two.error("drain", exit_code=1)["error"]
-    assert {two.delays.shards[1].store.tasks.read(task.id).status for task in second} == {Status.DONE}
+    assert {two.delays.shards[1].store.tasks.read(task.id).status for task in second} == {
+        Status.DONE
+    }
 
 
 def test_drain_tells_people_what_it_ran(shop: Project) -> None:
@@ -97,7 +107,9 @@ def test_drain_recovers_what_a_dead_worker_held(shop: Project) -> None:
     assert shop.status(task) is Status.DONE
 
 
-def test_drain_renews_the_lease_of_what_runs_long(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drain_renews_the_lease_of_what_runs_long(
+    shop: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DELAYTASKS_LEASE_S", "0.9")
     sys.modules.pop(shop.name).delays.close()
     shop.schedule("long")
@@ -109,7 +121,9 @@ def test_what_processors_print_does_not_spoil_the_json_document(shop: Project) -
     assert shop.json("drain")["succeeded"] == 1
 
 
-def test_ctrl_c_stops_a_drain_after_the_current_chunk(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_stops_a_drain_after_the_current_chunk(
+    shop: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DELAYTASKS_CHUNK_MAX", "10")
     tasks = [shop.schedule("stop", body=1)] + [shop.schedule("ok") for _ in range(30)]
     answer = shop.json("drain", exit_code=1)

@@ -12,8 +12,8 @@ from sqlalchemy import text, update
 
 from delaytasks.core.encryption import key_name, new_key
 from delaytasks.core.errors import StoreUnavailableError
-from delaytasks.store import rotation
-from delaytasks.store.rotation import Rotation
+from delaytasks.storage import key_rotation as rotation
+from delaytasks.storage.key_rotation import Rotation
 from tests.integration.cli.project import Project
 
 OLD, NEW = new_key(), new_key()
@@ -27,7 +27,9 @@ def reopen(project: Project, monkeypatch: pytest.MonkeyPatch, *keys: str) -> Non
     project.delays._parts = None
 
 
-def test_a_new_key_is_another_one_each_time_and_is_taken(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_key_is_another_one_each_time_and_is_taken(
+    shop: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = shop.json("encryption", "key")
     assert made["name"] == key_name(made["key"])
     plain = shop("encryption", "key").stdout.strip()
@@ -37,19 +39,28 @@ def test_a_new_key_is_another_one_each_time_and_is_taken(shop: Project, monkeypa
     assert plain not in shop("config").stdout
 
 
-def test_rotation_from_plain_to_a_key_to_the_next_one(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rotation_from_plain_to_a_key_to_the_next_one(
+    shop: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tasks = [shop.schedule("ok", 60, {"n": n}) for n in range(3)]
     shop.delays.cancel(tasks[0])
     refused = shop.error("encryption", "rotate", exit_code=2)
     assert "delaytasks_encryption_keys is empty" in refused["error"]
-    assert shop.json("encryption", "status")["keys"] == [{"key": "plain", "is": "first", "live": 2, "finished": None}]
+    assert shop.json("encryption", "status")["keys"] == [
+        {"key": "plain", "is": "first", "live": 2, "finished": None}
+    ]
 
     reopen(shop, monkeypatch, OLD)
     said = shop("encryption", "rotate", "--all")
     assert (said.exit_code, said.stdout.splitlines()[0]) == (0, "encrypted 3 tasks")
     reopen(shop, monkeypatch, NEW, OLD)
     found = shop.json("encryption", "rotate")
-    assert (found["changed"], found["unreadable"], found["state"], found["missing"]) == (2, 0, "done", [])
+    assert (found["changed"], found["unreadable"], found["state"], found["missing"]) == (
+        2,
+        0,
+        "done",
+        [],
+    )
     of_new = {"key": key_name(NEW), "is": "first", "live": 2, "finished": 0}
     of_old = {"key": key_name(OLD), "is": "reads", "live": 0, "finished": 1}
     assert shop.json("encryption", "status", "--all")["keys"] == [of_new, of_old]
@@ -103,15 +114,23 @@ def test_what_can_not_be_read_is_told(shop: Project, monkeypatch: pytest.MonkeyP
     assert "0123abcd  missing" in said.stdout
     reopen(shop, monkeypatch, "plain", NEW)
     said = shop("encryption", "rotate")
-    assert (said.exit_code, said.stderr) == (1, "left as they are: 1 task (no key here reads them)\n")
+    assert (said.exit_code, said.stderr) == (
+        1,
+        "left as they are: 1 task (no key here reads them)\n",
+    )
     assert shop("check").exit_code == 1
     assert "0123abcd" in shop("check").stdout
     change_all(shop, f"fernet:{key_name(NEW)}:gAAAAA")  # damaged: its key is here
     said = shop("encryption", "rotate")
-    assert (said.exit_code, said.stderr) == (1, "left as they are: 1 task (no key here reads them)\n")
+    assert (said.exit_code, said.stderr) == (
+        1,
+        "left as they are: 1 task (no key here reads them)\n",
+    )
 
 
-def test_ctrl_c_ends_after_a_step_and_the_next_time_goes_on(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_after_a_step_and_the_next_time_goes_on(
+    shop: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tasks = [shop.schedule("ok", 60, n) for n in range(5)]
     reopen(shop, monkeypatch, NEW)
     monkeypatch.setattr(rotation, "STEP", 2)
@@ -160,7 +179,9 @@ def test_each_database_is_rotated_and_one_that_is_down_keeps_no_other_from_it(
     assert "cAnArY" not in repr(stored(two))
 
 
-@pytest.mark.parametrize("keys", ["not-a-key", "plain", f"{NEW} {NEW}"], ids=["no key", "plain alone", "one twice"])
+@pytest.mark.parametrize(
+    "keys", ["not-a-key", "plain", f"{NEW} {NEW}"], ids=["no key", "plain alone", "one twice"]
+)
 def test_a_wrong_key_ends_each_command_with_2_and_is_not_shown(
     shop: Project, monkeypatch: pytest.MonkeyPatch, keys: str
 ) -> None:

@@ -17,9 +17,15 @@ READING = [
 
 
 def delaytasks(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("DELAYTASKS_", "CELERY_"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("DELAYTASKS_", "CELERY_"))
+    }
     command = [sys.executable, "-m", "delaytasks", *words]
-    return subprocess.run(command, cwd=folder, env={**kept, **environ}, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command, cwd=folder, env={**kept, **environ}, capture_output=True, text=True, timeout=60
+    )
 
 
 @pytest.mark.parametrize("words", READING, ids=" ".join)
@@ -41,4 +47,7 @@ def test_a_file_that_is_named_and_not_there_is_not_made_either(tmp_path: Path) -
     made = delaytasks(tmp_path, "db", "upgrade", DELAYTASKS_DATABASE_URL="sqlite:///shop/typo.db")
     assert made.returncode == 0, made.stderr
     assert (tmp_path / "shop" / "typo.db").stat().st_mode & 0o777 == 0o600
-    assert delaytasks(tmp_path, "list", DELAYTASKS_DATABASE_URL="sqlite:///shop/typo.db").returncode == 0
+    assert (
+        delaytasks(tmp_path, "list", DELAYTASKS_DATABASE_URL="sqlite:///shop/typo.db").returncode
+        == 0
+    )

@@ -8,8 +8,8 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from delaytasks.core.ids import first_id
-from delaytasks.store import pruning
-from delaytasks.store.partitions import Partitions
+from delaytasks.storage import pruning
+from delaytasks.storage.partitions import Partitions
 from tests.integration.cli.project import Project
 
 TASKS = "c_yb_delay_task_message"
@@ -35,7 +35,11 @@ def test_a_table_is_converted_listed_and_maintained(place: Project) -> None:
     place.schedule(delay=60)
     made = place.json("db", "partitions", "convert", "--yes")["made"]
     found = place.json("db", "partitions", "list")
-    assert [part["name"] for part in found] == made == [f"{TASKS}_first", *made[1:-1], f"{TASKS}_default"]
+    assert (
+        [part["name"] for part in found]
+        == made
+        == [f"{TASKS}_first", *made[1:-1], f"{TASKS}_default"]
+    )
     assert [part["live"] for part in found] == [1] + [0] * (len(made) - 1)
     assert found[0]["since"] is None
     assert found[0]["until"] == found[1]["since"]
@@ -44,26 +48,37 @@ def test_a_table_is_converted_listed_and_maintained(place: Project) -> None:
     assert head.split() == ["partition", "since", "until", "rows", "MB", "live"]
     assert [row.split()[0] for row in rows] == made
 
-    assert place.json("db", "partitions", "maintain", "--older-than", "30d") == {"made": [], "pruned": []}
+    assert place.json("db", "partitions", "maintain", "--older-than", "30d") == {
+        "made": [],
+        "pruned": [],
+    }
     more = place.json("db", "partitions", "maintain", "--ahead", "6")["made"]
     assert len(more) == 2
     assert made[1] < more[0] < more[1]
     assert place("db", "partitions", "maintain").stdout == "nothing to make\n"
 
 
-def test_old_partitions_are_dropped_detached_or_kept(place: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_partitions_are_dropped_detached_or_kept(
+    place: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = place.delays.store.tasks.now()
     with monkeypatch.context() as earlier:
         earlier.setattr(Partitions, "now", lambda _: now - timedelta(days=100))
-        _, first, second, *_ = place.json("db", "partitions", "convert", "--ahead", "18", "--yes")["made"]
+        _, first, second, *_ = place.json("db", "partitions", "convert", "--ahead", "18", "--yes")[
+            "made"
+        ]
     with place.delays.store.database.begin() as connection:
         for part, rows in ((first, 1), (second, 2)):
             since = datetime.strptime(part[-8:], "%Y%m%d").replace(tzinfo=timezone.utc)
             for id in range(first_id(since), first_id(since) + rows):
                 row = f"({id}, 'ok', '{{}}')"
-                connection.exec_driver_sql(f"INSERT INTO {TASKS} (id, tag, message_body) VALUES {row}")
+                connection.exec_driver_sql(
+                    f"INSERT INTO {TASKS} (id, tag, message_body) VALUES {row}"
+                )
     monkeypatch.setattr(pruning, "MOST_MOVED", 1)
-    nothing, *said = place("db", "partitions", "maintain", "--older-than", "30d", "--detach").stdout.splitlines()
+    nothing, *said = place(
+        "db", "partitions", "maintain", "--older-than", "30d", "--detach"
+    ).stdout.splitlines()
     assert nothing == "nothing to make"
     assert said[:3] == [
         f"detached {TASKS}_first; 0 tasks moved to the default partition",
@@ -73,7 +88,10 @@ def test_old_partitions_are_dropped_detached_or_kept(place: Project, monkeypatch
     again = place.json("db", "partitions", "maintain", "--older-than", "30d")
     assert again == {"made": [], "pruned": [{"name": second, "moved": None}]}
     monkeypatch.setattr(pruning, "MOST_MOVED", 2)
-    assert f"dropped {second}; 2 tasks" in place("db", "partitions", "maintain", "--older-than", "30d").stdout
+    assert (
+        f"dropped {second}; 2 tasks"
+        in place("db", "partitions", "maintain", "--older-than", "30d").stdout
+    )
 
 
 def test_a_conversion_is_never_done_unasked(place: Project) -> None:
@@ -90,7 +108,10 @@ def test_periods_are_whole_days(place: Project) -> None:
 
 def test_purging_that_would_come_first_is_pointed_out(place: Project) -> None:
     place("db", "partitions", "convert", "--yes")
-    said = {older: place("db", "partitions", "maintain", "--older-than", older).stderr for older in ("39d", "40d")}
+    said = {
+        older: place("db", "partitions", "maintain", "--older-than", older).stderr
+        for older in ("39d", "40d")
+    }
     assert said["39d"] == ""
     assert "delaytasks_purge_after_s is the shorter time" in said["40d"]
 
@@ -99,9 +120,16 @@ def test_purging_that_would_come_first_is_pointed_out(place: Project) -> None:
 def test_other_databases_have_no_partitions(shop: Project, command: list[str]) -> None:
     error = shop.error("db", "partitions", *command, exit_code=2)
     assert error["type"] == "ConfigError"
-    assert error["error"].startswith("partitions need PostgreSQL, and this is sqlite: let the sweep delete old tasks")
+    assert error["error"].startswith(
+        "partitions need PostgreSQL, and this is sqlite: let the sweep delete old tasks"
+    )
 
 
 def test_the_database_of_a_number_is_meant(two: Project) -> None:
-    assert "shard 2" in two.error("db", "partitions", "maintain", "--shard", "2", exit_code=2)["error"]
-    assert "PostgreSQL" in two.error("db", "partitions", "maintain", "--shard", "1", exit_code=2)["error"]
+    assert (
+        "shard 2" in two.error("db", "partitions", "maintain", "--shard", "2", exit_code=2)["error"]
+    )
+    assert (
+        "PostgreSQL"
+        in two.error("db", "partitions", "maintain", "--shard", "1", exit_code=2)["error"]
+    )

@@ -28,7 +28,10 @@ def test_pause_and_resume_say_what_they_did_and_how_many_are_held(shop: Project)
     sweep(shop)
     assert shop("pause", "--tag", "mail").stdout == "tag mail is paused; held: 3 tasks\n"
     assert {shop.status(task) for task in tasks} == {Status.HELD}
-    assert shop("resume", "--tag", "mail").stdout == "tag mail is not paused; held: 3 tasks, fewer with each sweep\n"
+    assert (
+        shop("resume", "--tag", "mail").stdout
+        == "tag mail is not paused; held: 3 tasks, fewer with each sweep\n"
+    )
     sweep(shop)
     assert shop("resume", "--tag", "mail").stdout == "tag mail is not paused; held: 0 tasks\n"
     assert {shop.status(task) for task in tasks} == {Status.NOT_COMPLETE}
@@ -41,14 +44,30 @@ def test_policies_are_listed_with_who_made_them(shop: Project) -> None:
     shown = shop.json("policy", "set", "--tag", "mail", "--concurrency", "10", "--rate", "30/m")
     assert (shown["concurrency"], shown["key_concurrency"], shown["rate"]) == (10, None, "30/m")
     queue, tag = shop.json("policy", "list")["policies"]
-    assert (queue["kind"], queue["name"], queue["is_paused"], tag["name"]) == ("queue", "letters", True, "mail")
+    assert (queue["kind"], queue["name"], queue["is_paused"], tag["name"]) == (
+        "queue",
+        "letters",
+        True,
+        "mail",
+    )
     assert "@" in tag["updated_by"], "the user on the host, unless somebody says something else"
     said = shop("policy", "list").stdout
     assert "[red]ann[/red] :smile:" in said.splitlines()[1], "as it was typed"
 
 
 def test_limits_stay_unless_they_are_mentioned_and_none_takes_one_away(shop: Project) -> None:
-    shop("policy", "set", "--tag", "mail", "--concurrency", "10", "--key-concurrency", "2", "--rate", "100/s")
+    shop(
+        "policy",
+        "set",
+        "--tag",
+        "mail",
+        "--concurrency",
+        "10",
+        "--key-concurrency",
+        "2",
+        "--rate",
+        "100/s",
+    )
     said = shop("policy", "set", "--tag", "mail", "--rate", "none").stdout
     assert "limits: 10 at once, 2 at once of each key; running: 0 tasks\n" in said
     assert shop.json("policy", "clear", "--tag", "mail")["concurrency"] is None
@@ -60,7 +79,9 @@ def _put(shop: Project, task: DelayTask, status: Status) -> None:
     """As if workers had brought it there."""
     store = shop.delays.store
     t = store.schema.tasks
-    store.database.alone(lambda c: c.execute(update(t).where(t.c.id == task.id).values(status=int(status))))
+    store.database.alone(
+        lambda c: c.execute(update(t).where(t.c.id == task.id).values(status=int(status)))
+    )
 
 
 def test_of_a_limited_tag_it_is_shown_how_many_run_and_how_many_wait(shop: Project) -> None:
@@ -107,28 +128,47 @@ def test_stats_tell_what_is_paused(shop: Project) -> None:
 def test_many_policies_are_shown_page_by_page_and_counted(shop: Project) -> None:
     p = shop.delays.store.schema.policies
     rows = [
-        {"kind": "tag", "name": f"t{number:04}", "version": 1, "concurrency": 1, "is_paused": number >= 230}
+        {
+            "kind": "tag",
+            "name": f"t{number:04}",
+            "version": 1,
+            "concurrency": 1,
+            "is_paused": number >= 230,
+        }
         for number in range(250)
     ]
     shop.delays.store.database.alone(lambda c: c.execute(insert(p), rows))
     first = shop.json("policy", "list")
     assert (len(first["policies"]), first["total"], first["next_page"]) == (100, 250, 2)
     last = shop.json("policy", "list", "--page", "3")
-    assert (len(last["policies"]), last["policies"][-1]["name"], last["next_page"]) == (50, "t0249", None)
+    assert (len(last["policies"]), last["policies"][-1]["name"], last["next_page"]) == (
+        50,
+        "t0249",
+        None,
+    )
     said = shop("policy", "list", "--limit", "20", "--page", "2")
-    assert [line.split()[1] for line in said.stdout.splitlines()[1:]] == [f"t{number:04}" for number in range(20, 40)]
+    assert [line.split()[1] for line in said.stdout.splitlines()[1:]] == [
+        f"t{number:04}" for number in range(20, 40)
+    ]
     assert "20 of 250 policies; the next ones: --page 3" in said.stderr
-    assert "There is no page 4: 250 policies in all." in shop("policy", "list", "--page", "4").stderr
+    assert (
+        "There is no page 4: 250 policies in all." in shop("policy", "list", "--page", "4").stderr
+    )
     stats = shop.json("stats")
     assert stats["policy_counts"] == {"all": 250, "paused": 20, "limited": 250}
     assert [policy["is_paused"] for policy in stats["policies"]] == [True] * 20 + [False] * 80
-    assert re.search(r"tag t0230 .* tag t0239 \(0 held\), and 10 more; delaytasks policy list", shop("stats").stdout)
+    assert re.search(
+        r"tag t0230 .* tag t0239 \(0 held\), and 10 more; delaytasks policy list",
+        shop("stats").stdout,
+    )
     [one] = shop.delays.policies(tag="t0007")
     assert (one.name, one.concurrency) == ("t0007", 1)
     assert shop.delays.policies(queue="t0007") == []
 
 
-def test_a_policy_that_one_of_two_databases_lacks_is_told(two: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_that_one_of_two_databases_lacks_is_told(
+    two: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = (shard.store.policies for shard in two.delays.shards)
 
     def down(*_: Any) -> Any:

@@ -17,18 +17,22 @@ def test_celery_has_the_same_commands_with_its_own_app(
 ) -> None:
     assert 'delays = "delaytasks.cli.main:delays"' in (ROOT / "pyproject.toml").read_text()
     ids = [str(shop.schedule(delay=60 + number).id) for number in range(3)]
-    out, err = process("-m", "celery", "-A", shop.name, "delays", "list", "--oldest-first", "--json").communicate(
-        timeout=30
-    )
+    out, err = process(
+        "-m", "celery", "-A", shop.name, "delays", "list", "--oldest-first", "--json"
+    ).communicate(timeout=30)
     assert [task["id"] for task in json.loads(out)["tasks"]] == ids, err
-    out, err = process("-m", "celery", "-A", shop.name, "delays", "list", "--limit", "1").communicate(timeout=30)
+    out, err = process(
+        "-m", "celery", "-A", shop.name, "delays", "list", "--limit", "1"
+    ).communicate(timeout=30)
     assert f"More: celery -A {shop.name} delays list --limit 1 --cursor " in err
     failing = process("-m", "celery", "-A", shop.name, "delays", "show", "5", "--json")
     out, err = failing.communicate(timeout=30)
     assert (failing.returncode, out, json.loads(err)["type"]) == (1, "", "TaskNotFoundError")
 
 
-def test_celery_without_an_app_is_told_what_is_missing(process: Callable[..., subprocess.Popen[str]]) -> None:
+def test_celery_without_an_app_is_told_what_is_missing(
+    process: Callable[..., subprocess.Popen[str]],
+) -> None:
     write("celeryconfig", "")
     failing = process("-m", "celery", "delays", "list")
     _, err = failing.communicate(timeout=30)
@@ -67,7 +71,9 @@ def test_our_log_keeps_out_of_a_stderr_that_is_for_json(
         assert ("task.failed" in err) is not bool(option), err
 
 
-def test_ids_can_be_cut_out_of_a_pipe(shop: Project, process: Callable[..., subprocess.Popen[str]]) -> None:
+def test_ids_can_be_cut_out_of_a_pipe(
+    shop: Project, process: Callable[..., subprocess.Popen[str]]
+) -> None:
     ids = [str(shop.schedule(delay=60 + number).id) for number in range(3)]
     out, err = process("-c", RUN, "-A", shop.name, "list", "--oldest-first").communicate(timeout=30)
     assert [line.split()[0] for line in out.splitlines()] == ["id", *ids]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from delaytasks.engine import producer
+from delaytasks.scheduling import producer
 from tests.integration.cli.project import FAR, Project, lines
 from tests.services import free_port
 
@@ -68,7 +68,9 @@ def test_a_key_that_is_taken_is_refused_kept_or_replaced_as_one_says(shop: Proje
     replaced = shop.json(*again, "--on-conflict", "replace")
     assert (replaced["id"], replaced["body"]) == (first["id"], 2)
     capped = shop.json(*again, "--on-conflict", "replace", "--max-wait", "90m")
-    waits = datetime.fromisoformat(capped["expected_time"]) - datetime.fromisoformat(first["create_time"])
+    waits = datetime.fromisoformat(capped["expected_time"]) - datetime.fromisoformat(
+        first["create_time"]
+    )
     assert (capped["id"], waits.total_seconds()) == (first["id"], 5400)
     assert shop.error(*again, "--max-wait", "90m", exit_code=2)["type"] == "InvalidScheduleError"
 
@@ -111,7 +113,9 @@ def test_what_can_not_be_scheduled_ends_with_2_and_leaves_nothing(
     assert len(shop.delays.find()) == 0
 
 
-def test_a_broker_that_is_away_is_said_and_does_no_harm(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broker_that_is_away_is_said_and_does_no_harm(
+    shop: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CELERY_BROKER_URL", f"redis://127.0.0.1:{free_port()}/0")
     said = shop("schedule", "ok", "--delay", "1")
     assert said.exit_code == 0
@@ -137,7 +141,9 @@ def test_many_tasks_come_from_a_file(shop: Project, tmp_path: Path) -> None:
 
 
 def test_many_tasks_come_from_stdin_and_share_what_the_command_says(shop: Project) -> None:
-    text = lines({"tag": "ok", "delay": 90}, {"tag": "ok", "delay": 90, "queue": "own", "priority": 1})
+    text = lines(
+        {"tag": "ok", "delay": 90}, {"tag": "ok", "delay": 90, "queue": "own", "priority": 1}
+    )
     said = shop("schedule", "--many", "-", "--queue", "all", "--priority", "7", typed=text)
     assert (said.exit_code, said.stdout, said.stderr) == (0, "scheduled 2 tasks\n", "")
     assert {(task.queue, task.priority) for task in shop.delays.find()} == {("all", 7), ("own", 1)}
@@ -145,7 +151,9 @@ def test_many_tasks_come_from_stdin_and_share_what_the_command_says(shop: Projec
 
 def test_many_tasks_with_keys_may_be_kept(shop: Project) -> None:
     text = lines(*({"tag": "ok", "delay": 90, "key": key} for key in "aba"))
-    assert shop.json("schedule", "--many", "-", "--on-conflict", "keep", typed=text) == {"scheduled": 2}
+    assert shop.json("schedule", "--many", "-", "--on-conflict", "keep", typed=text) == {
+        "scheduled": 2
+    }
 
 
 @pytest.mark.parametrize(
@@ -164,7 +172,11 @@ def test_many_tasks_with_keys_may_be_kept(shop: Project) -> None:
         ('{"tag": "ok", "delay": 1, "body": NaN}', "BodyNotJSONError", "line 2: "),
         ('{"tag": "", "delay": 1}', "InvalidTagError", "line 2: "),
         ('{"tag": "ok", "delay": 1, "id": 0}', "InvalidIdError", "line 2: "),
-        ('{"tag": "ok", "delay": 1, "key": "k", "max_wait": 9}', "InvalidScheduleError", "line 2: "),
+        (
+            '{"tag": "ok", "delay": 1, "key": "k", "max_wait": 9}',
+            "InvalidScheduleError",
+            "line 2: ",
+        ),
     ],
 )
 def test_a_wrong_line_is_named_and_nothing_of_its_lot_is_written(
@@ -184,7 +196,9 @@ def test_a_line_that_is_not_utf8_is_named(shop: Project) -> None:
     assert "line 1: the line is not UTF-8" in json.loads(said.stderr)["error"]
 
 
-def test_an_error_in_a_later_lot_says_what_is_done(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_later_lot_says_what_is_done(
+    shop: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(producer, "BULK", 2)
     text = lines(*[{"tag": "ok", "delay": 90}] * 5, {"tag": "ok", "delay": -1})
     said = shop("schedule", "--many", "-", "--json", typed=text)

@@ -27,13 +27,23 @@ def test_list_finds_by_tag_status_key_and_time(shop: Project) -> None:
     assert len(ids()) == 3
     assert ids("--tag", "mail", "--status", "not_complete") == [str(task.id)]
     assert ids("--tag", "mail", "--key", "k") == [str(task.id)]
-    assert ids("--since", at, "--until", (task.expected_time + timedelta(seconds=1)).isoformat()) == [str(task.id)]
+    assert ids(
+        "--since", at, "--until", (task.expected_time + timedelta(seconds=1)).isoformat()
+    ) == [str(task.id)]
 
 
 def test_list_says_how_to_go_on_and_that_works(shop: Project) -> None:
     ids = [str(shop.schedule("mail", 60 + number, key=f"a b{number}").id) for number in range(5)]
     seen: list[str] = []
-    arguments = ["list", "--tag", "mail", "--status", "NOT_COMPLETE", "--since", "2020-01-01T00:00:00Z"]
+    arguments = [
+        "list",
+        "--tag",
+        "mail",
+        "--status",
+        "NOT_COMPLETE",
+        "--since",
+        "2020-01-01T00:00:00Z",
+    ]
     arguments += ["--until", FAR, "--limit", "2"]
     for _ in range(3):
         said = shop(*arguments)
@@ -42,7 +52,10 @@ def test_list_says_how_to_go_on_and_that_works(shop: Project) -> None:
         if more is None:
             break
         assert more[1] == shop.name
-        assert "--tag mail --status NOT_COMPLETE --since 2020-01-01T00:00:00+00:00 --until 2999-" in more[2]
+        assert (
+            "--tag mail --status NOT_COMPLETE --since 2020-01-01T00:00:00+00:00 --until 2999-"
+            in more[2]
+        )
         arguments = shlex.split(more[2])
     assert seen == ids[::-1]
 
@@ -93,7 +106,10 @@ def test_the_cursor_is_in_the_json_document(shop: Project) -> None:
     ],
 )
 def test_a_query_that_makes_no_sense_ends_with_2(shop: Project, options: list[str]) -> None:
-    assert shop.error("list", *options, exit_code=2)["type"] in ("InvalidQueryError", "InvalidScheduleError")
+    assert shop.error("list", *options, exit_code=2)["type"] in (
+        "InvalidQueryError",
+        "InvalidScheduleError",
+    )
 
 
 def test_show_has_all_fields_and_what_may_happen_next(shop: Project) -> None:
@@ -107,7 +123,10 @@ def test_show_has_all_fields_and_what_may_happen_next(shop: Project) -> None:
         "why": shown["why"],
     } == shown
     assert shown["moves"] == ["claim", "hold", "cancel", "reschedule", "replace"]
-    said, special = shop("show", "--tag", "ok", "--key", "k").stdout, ("body", "error", "failed_attempts")
+    said, special = (
+        shop("show", "--tag", "ok", "--key", "k").stdout,
+        ("body", "error", "failed_attempts"),
+    )
     assert '  {\n    "a": [\n      1\n    ]\n  }\n' in said
     assert all(re.search(rf"^{name} ", said, re.MULTILINE) for name in shown if name not in special)
 
@@ -115,10 +134,24 @@ def test_show_has_all_fields_and_what_may_happen_next(shop: Project) -> None:
 def test_strangers_text_can_do_no_harm(shop: Project) -> None:
     """A row from another program, with all that a terminal could trip over."""
     store = shop.delays.store
-    hostile = {"id": 7, "tag": HOSTILE, "message_body": f"not json {HOSTILE}", "error_stack": HOSTILE, "status": 2}
+    hostile = {
+        "id": 7,
+        "tag": HOSTILE,
+        "message_body": f"not json {HOSTILE}",
+        "error_stack": HOSTILE,
+        "status": 2,
+    }
     with store.database.begin() as connection:
-        connection.execute(insert(store.schema.tasks).values(**hostile, task_key=HOSTILE, worker=HOSTILE))
-    for arguments in (["list"], ["show", "7"], ["reschedule", "7", "--delay", "1"], ["retry", "7"], ["stats"]):
+        connection.execute(
+            insert(store.schema.tasks).values(**hostile, task_key=HOSTILE, worker=HOSTILE)
+        )
+    for arguments in (
+        ["list"],
+        ["show", "7"],
+        ["reschedule", "7", "--delay", "1"],
+        ["retry", "7"],
+        ["stats"],
+    ):
         said = shop(*arguments).output
         assert all(line.isprintable() for line in said.split("\n")), said
         assert not re.search(r"^forged line", said, re.MULTILINE)
@@ -163,10 +196,15 @@ def test_people_are_told_every_failure_of_a_cancel(shop: Project) -> None:
 def test_cancel_by_tag_and_key(shop: Project) -> None:
     task = shop.schedule(delay=60, key="k")
     assert shop.json("cancel", "--tag", "ok", "--key", "k")["cancelled"] == [str(task.id)]
-    assert shop.error("cancel", "--tag", "ok", "--key", "k", exit_code=1)["type"] == "TaskNotFoundError"
+    assert (
+        shop.error("cancel", "--tag", "ok", "--key", "k", exit_code=1)["type"]
+        == "TaskNotFoundError"
+    )
 
 
-@pytest.mark.parametrize("arguments", [[], ["--tag", "ok"], ["--key", "k"], ["1", "--tag", "ok", "--key", "k"], ["x"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["--tag", "ok"], ["--key", "k"], ["1", "--tag", "ok", "--key", "k"], ["x"]]
+)
 def test_a_cancel_that_names_no_task_ends_with_2(shop: Project, arguments: list[str]) -> None:
     shop.error("cancel", *arguments, exit_code=2)
 
@@ -200,17 +238,34 @@ def test_reschedule_moves_a_task_unless_somebody_else_did(shop: Project) -> None
 
 def test_touch_pushes_tasks_away_and_names_those_that_do_not_wait(shop: Project) -> None:
     first, second = shop.schedule(delay=60, key="a"), shop.schedule(delay=60, key="b")
-    assert shop.json("touch", str(first.id), "--delay", "2h") == {"touched": [str(first.id)], "gone": []}
-    answer = shop.json("touch", "--tag", "ok", "--key", "b", "--key", "c", "--delay", "2h", exit_code=1)
+    assert shop.json("touch", str(first.id), "--delay", "2h") == {
+        "touched": [str(first.id)],
+        "gone": [],
+    }
+    answer = shop.json(
+        "touch", "--tag", "ok", "--key", "b", "--key", "c", "--delay", "2h", exit_code=1
+    )
     assert answer == {"touched": ["b"], "gone": ["c"]}
     for task in (first, second):
         assert shop.delays.get(task).expected_time - task.expected_time > timedelta(minutes=58)
     said = shop("touch", str(first.id), "5", "--delay", "3h")
-    assert (said.exit_code, said.stdout, said.stderr) == (1, "touched 1 task\n", "does not wait any more: 5\n")
+    assert (said.exit_code, said.stdout, said.stderr) == (
+        1,
+        "touched 1 task\n",
+        "does not wait any more: 5\n",
+    )
 
 
 @pytest.mark.parametrize(
-    "names", [[], ["--tag", "ok"], ["--key", "k"], ["1", "--tag", "ok", "--key", "k"], ["1", "--tag", "ok"], ["x"]]
+    "names",
+    [
+        [],
+        ["--tag", "ok"],
+        ["--key", "k"],
+        ["1", "--tag", "ok", "--key", "k"],
+        ["1", "--tag", "ok"],
+        ["x"],
+    ],
 )
 def test_a_touch_that_names_no_task_or_no_time_ends_with_2(shop: Project, names: list[str]) -> None:
     shop.error("touch", *names, "--delay", "1m", exit_code=2)
@@ -218,14 +273,24 @@ def test_a_touch_that_names_no_task_or_no_time_ends_with_2(shop: Project, names:
 
 
 def test_retry_runs_failed_and_cancelled_tasks_again(shop: Project) -> None:
-    failed, cancelled, waiting = shop.schedule("bad"), shop.schedule(delay=60), shop.schedule(delay=60)
+    failed, cancelled, waiting = (
+        shop.schedule("bad"),
+        shop.schedule(delay=60),
+        shop.schedule(delay=60),
+    )
     shop("drain")
     shop.delays.cancel(cancelled)
     ids = [str(task.id) for task in (failed, cancelled, waiting)]
     answer = shop.json("retry", *ids, "--delay", "1h", exit_code=1)
-    assert [(task["id"], task["status"]) for task in answer["retried"]] == [(id, "NOT_COMPLETE") for id in ids[:2]]
-    assert [(one["id"], one["type"]) for one in answer["failed"]] == [(ids[2], "InvalidStatusError")]
-    assert shop.delays.get(failed.id).expected_time > shop.delays.clock.now() + timedelta(minutes=59)
+    assert [(task["id"], task["status"]) for task in answer["retried"]] == [
+        (id, "NOT_COMPLETE") for id in ids[:2]
+    ]
+    assert [(one["id"], one["type"]) for one in answer["failed"]] == [
+        (ids[2], "InvalidStatusError")
+    ]
+    assert shop.delays.get(failed.id).expected_time > shop.delays.clock.now() + timedelta(
+        minutes=59
+    )
     assert shop.error("retry", exit_code=2)["type"] == "UsageError"
 
 
@@ -257,7 +322,15 @@ def test_rows_of_nonsense_are_shown_and_answered(shop: Project) -> None:
             row = {"id": id, "tag": "ok", "message_body": "{}", "status": 4, **nonsense}
             connection.execute(insert(t).values(**row))
     shown = [["show", str(id)] for id in range(1, len(NONSENSE) + 1)]
-    for arguments in (["list"], ["stats"], ["check"], *shown, ["cancel", "3"], ["retry", "4"], ["drain"]):
+    for arguments in (
+        ["list"],
+        ["stats"],
+        ["check"],
+        *shown,
+        ["cancel", "3"],
+        ["retry", "4"],
+        ["drain"],
+    ):
         for words in (arguments, [*arguments, "--json"]):
             said = shop(*words)
             assert said.exit_code in (0, 1), (NONSENSE, words, said.output)

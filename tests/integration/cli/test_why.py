@@ -7,16 +7,18 @@ from typing import Any
 
 from sqlalchemy import update
 
-from delaytasks.core.ports import Entry
+from delaytasks.core.interfaces import Entry
 from delaytasks.core.task import DelayTask
-from delaytasks.store.types import db_now_plus
+from delaytasks.storage.types import db_now_plus
 from tests.integration.cli.project import Project
 
 
 def overdue(shop: Project, tag: str = "ok", **options: Any) -> DelayTask:
     task, t = shop.schedule(tag, **options), shop.delays.store.schema.tasks
     with shop.delays.store.database.begin() as connection:
-        connection.execute(update(t).where(t.c.id == task.id).values(expected_time=db_now_plus(-90)))
+        connection.execute(
+            update(t).where(t.c.id == task.id).values(expected_time=db_now_plus(-90))
+        )
     return task
 
 
@@ -31,9 +33,16 @@ def test_show_says_why_in_words_and_in_json(shop: Project) -> None:
     task = overdue(shop)
     [reason] = shop.json("show", str(task.id))["why"]
     assert reason["code"] == "no_worker"
-    assert re.search(r"^why +No live worker serves the queue default", shop("show", str(task.id)).stdout, re.MULTILINE)
+    assert re.search(
+        r"^why +No live worker serves the queue default",
+        shop("show", str(task.id)).stdout,
+        re.MULTILINE,
+    )
     shop("pause", "--tag", "ok")
-    assert [each["code"] for each in shop.json("show", str(task.id))["why"]] == ["paused", "no_worker"]
+    assert [each["code"] for each in shop.json("show", str(task.id))["why"]] == [
+        "paused",
+        "no_worker",
+    ]
     assert "To go on: delaytasks resume --tag ok" in shop("show", str(task.id)).stdout
 
 
@@ -45,7 +54,9 @@ def test_show_of_a_deferred_task_has_its_due_time_and_the_next_try(shop: Project
     assert [each["code"] for each in shown["why"]] == ["no_processor"]
     said = shop("show", str(task.id)).stdout
     assert re.search(r"^due_time .* ago\)$", said, re.MULTILINE)
-    assert re.search(r"^why +It was due 1m3\ds ago, and no worker could run it: no such proc", said, re.M)
+    assert re.search(
+        r"^why +It was due 1m3\ds ago, and no worker could run it: no such proc", said, re.M
+    )
 
 
 def test_list_has_the_due_time_of_a_deferred_task_and_not_its_next_try(shop: Project) -> None:
@@ -65,8 +76,14 @@ def test_stats_names_the_queue_and_the_tag_of_late_tasks(shop: Project) -> None:
     assert all(89 < each["late_s"] < 120 for each in found["late"])
     assert found["workers"][0]["tags"] == ["ok"]
     said = shop("stats").stdout
-    assert re.search(r"^letters +mail +2 +1m3\ds +No live worker serves the queue letters", said, re.MULTILINE)
-    assert re.search(r"^default +gone +1 +1m3\ds +No worker of the queue default has a processor", said, re.MULTILINE)
+    assert re.search(
+        r"^letters +mail +2 +1m3\ds +No live worker serves the queue letters", said, re.MULTILINE
+    )
+    assert re.search(
+        r"^default +gone +1 +1m3\ds +No worker of the queue default has a processor",
+        said,
+        re.MULTILINE,
+    )
 
 
 def test_stats_names_a_deferral_though_no_worker_publishes_its_tags(shop: Project) -> None:
@@ -81,11 +98,17 @@ def test_check_names_the_queue_and_warns_without_a_failure(shop: Project) -> Non
     overdue(shop, "mail")
     found = shop.json("check")
     [warning] = found["warnings"]
-    assert warning.startswith("1 late tasks of the tag mail in the queue letters: No live worker serves the queue")
+    assert warning.startswith(
+        "1 late tasks of the tag mail in the queue letters: No live worker serves the queue"
+    )
     assert "warning: 1 late tasks of the tag mail" in shop("check").stdout
     deferred(shop)
     [finding] = shop.json("check", exit_code=1)["findings"]
-    assert (finding["tag"], finding["queues"], finding["problem"]) == ("gone", ["default"], "no processor")
+    assert (finding["tag"], finding["queues"], finding["problem"]) == (
+        "gone",
+        ["default"],
+        "no processor",
+    )
 
 
 def test_tasks_that_wait_for_nothing_but_a_free_worker_are_no_warning(shop: Project) -> None:

@@ -1,0 +1,115 @@
+"""Django's transaction of the moment, as the unit that rows are written in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+from django.db import (
+    DataError,
+    Error,
+    IntegrityError,
+    InterfaceError,
+    OperationalError,
+    connections,
+    transaction,
+)
+from sqlalchemy import exc
+
+from delaytasks.contrib.django.executor import DjangoExecutor
+from delaytasks.core.errors import (
+    OutcomeUnknownError,
+    SessionUnusableError,
+    StoreError,
+    StoreUnavailableError,
+)
+from delaytasks.core.task import DelayTask
+from delaytasks.storage.driver_errors import is_demoted
+
+Action = Callable[[Sequence[DelayTask]], None]
+
+
+class DjangoTransaction:
+    """Inside `atomic` the caller's transaction; outside of it a transaction of each call's own."""
+
+    def __init__(self, alias: str) -> None:
+        self._connection = connections[alias]
+        self.executor = DjangoExecutor(self._connection)
+
+    def after_commit(self, tasks: Sequence[DelayTask], action: Action) -> None:
+        connection = self._connection
+        if connection.in_atomic_block or self.stands_alone:
+            transaction.on_commit(partial(action, tasks), using=connection.alias, robust=True)
+        # Else the caller commits by hand, which Django tells nobody of: the sweep finds the row.
+
+    @property
+    def stands_alone(self) -> bool:
+        connection = self._connection
+        if connection.in_atomic_block:
+            return False
+        # `get_autocommit` would connect, and fail while the database is away.
+        is_autocommit = (
+            connection.settings_dict["AUTOCOMMIT"]
+            if connection.connection is None
+            else connection.autocommit
+        )
+        return bool(is_autocommit)
+
+    @contextmanager
+    def guard(self, unknown_id: int | None = None) -> Iterator[DjangoExecutor]:
+        connection, is_written, is_alone = self._connection, False, self.stands_alone
+        try:
+            with transaction.atomic(using=connection.alias) if is_alone else nullcontext():
+                yield self.executor
+                is_written = True
+        except SessionUnusableError as error:
+            # A guard inside this one took the transaction that this one began for the caller's.
+            if is_alone and isinstance(error.__cause__, (Error, exc.DBAPIError)):
+                raise self._typed(error.__cause__, None) from error.__cause__
+            raise
+        except (Error, exc.DBAPIError) as error:
+            if is_alone:
+                raise self._typed(
+                    error, (self.executor.written_id or unknown_id) if is_written else None
+                ) from error
+            if connection.in_atomic_block:
+                # PostgreSQL answers COMMIT with a silent ROLLBACK now, so nobody may go on and believe in a commit.
+                transaction.set_rollback(True, using=connection.alias)
+            raise SessionUnusableError(
+                f"the transaction on database {connection.alias!r} can not be used: {_reason(error)}; leave the atomic "
+                "block by an exception, nothing was sent"
+            ) from error
+
+    def _typed(self, error: Exception, unknown_id: int | None) -> StoreError:
+        alias, reason = self._connection.alias, _reason(error)
+        # Django checks its connections between two requests only; a program without requests would keep a broken one.
+        self._connection.close_if_unusable_or_obsolete()
+        is_read_only = is_demoted(error.__cause__ or error)
+        if is_read_only:
+            self._connection.close()  # the next one may lead to the new primary
+        if not is_read_only and not isinstance(error, (OperationalError, InterfaceError)):
+            return StoreError(f"database {alias!r} refused: {reason}")
+        if unknown_id is not None and not is_read_only:
+            return OutcomeUnknownError(
+                f"the connection to database {alias!r} broke before the answer came ({reason}); scheduling again with "
+                f"id={unknown_id} is safe",
+                unknown_id,
+            )
+        return StoreUnavailableError(f"database {alias!r} can not be used: {reason}")
+
+
+#: PyMySQL's words for a connection that is closed already.
+_SAYS_NOTHING = ("", "(0, '')")
+
+
+def _reason(error: Any) -> str:
+    """The first line only: what follows may show values, and those may be secrets. Where a value is to blame, even
+    that line may quote it."""
+    if isinstance(error, (IntegrityError, DataError)):
+        return f"a value can not be stored ({type(error).__name__})"
+    text = (str(getattr(error, "orig", None) or error).strip().splitlines() or [""])[0]
+    text = f"{type(error).__name__} {text}".rstrip() if text in _SAYS_NOTHING else text
+    is_missing = "yb_delay_" in text and ("no such table" in text or "exist" in text)
+    return f"{text} (run: manage.py migrate)" if is_missing else text

@@ -1,0 +1,70 @@
+"""Folders and files that nobody but their owner can read."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+FOLDER_MODE, FILE_MODE = 0o700, 0o600
+#: How the names of our files begin in a data folder, SQLite's own ones (-wal, -shm, -journal) and beat's among them.
+_OURS = ("delays.sqlite3", "broker", ".broker.", "celerybeat-schedule")
+
+
+def make_folder(folder: Path) -> None:
+    """Make `folder` with access for its owner only, whether it exists or not."""
+    for missing in reversed([each for each in folder.absolute().parents if not each.exists()]):
+        missing.mkdir(mode=FOLDER_MODE, exist_ok=True)
+    folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
+    tighten_folder(folder)
+
+
+def make_file(path: Path) -> None:
+    """Make an empty file unless it exists. It is never open to others, not even for a moment."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), FILE_MODE))
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a new file that only its owner can read."""
+    number = os.open(
+        path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0), FILE_MODE
+    )
+    with open(number, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def tighten_data_folder(folder: Path) -> None:
+    """Take other users' access away from a data folder that exists, and from our files in it."""
+    tighten_folder(folder)
+    try:
+        found = [entry for entry in folder.iterdir() if entry.name.startswith(_OURS)]
+    except OSError:
+        return  # there is none, or it is not ours
+    for path in found:
+        _tighten(path)
+
+
+def tighten_folder(folder: Path) -> None:
+    """Take other users' access away, unless the folder is one that belongs to more than us: the project's folder, the
+    home folder, one above them, or one like /tmp."""
+    folder = folder.absolute()
+    if folder not in {
+        each for start in (Path.cwd(), Path.home()) for each in (start, *start.parents)
+    }:
+        _tighten(folder)
+
+
+def _tighten(path: Path) -> None:
+    if os.name != "posix":
+        return
+    try:
+        found = path.stat()
+        others = stat.S_IRWXG | stat.S_IRWXO
+        if (
+            found.st_uid == os.geteuid()
+            and found.st_mode & others
+            and not found.st_mode & stat.S_ISVTX
+        ):
+            path.chmod(stat.S_IMODE(found.st_mode) & ~others)
+    except OSError:
+        pass  # it has just gone, or its file system knows no modes

@@ -1,0 +1,173 @@
+"""Ladders: how long to wait before each further run of a task that failed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+from delaytasks.core.errors import InvalidRetryScheduleError
+from delaytasks.core.inputs import check_wait
+from delaytasks.core.text import shown
+
+#: More than anybody climbs, and a row that names its own ladder stays small.
+MAX_RETRY_DELAYS = 1000
+MAX_RETRY_DELAY_S = 366 * 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class RetrySchedule:
+    """`RetrySchedule("15s 3m 10m")` has three rungs: a task runs once, and up to three times more.
+
+    Each rung is the time from a failed run to the next one. `jitter=0.1` draws each from 90% to 110% of it, so that
+    what failed together does not come back together.
+    """
+
+    retry_delays_s: tuple[float, ...]
+    jitter: float
+
+    def __init__(
+        self, retry_delays: str | Iterable[str | float | timedelta], *, jitter: float = 0.0
+    ) -> None:
+        if isinstance(retry_delays, (bytes, Mapping)) or not isinstance(retry_delays, Iterable):
+            raise InvalidRetryScheduleError(
+                f"a ladder is made of text such as '15s 3m', or of a list, not of {shown(retry_delays)}"
+            )
+        items: Iterable[object] = (
+            retry_delays.split()
+            if isinstance(retry_delays, str)
+            else itertools.islice(retry_delays, MAX_RETRY_DELAYS + 1)
+        )
+        retry_delays_s = tuple(check_wait(item, MAX_RETRY_DELAY_S) for item in items)
+        if not 0 < len(retry_delays_s) <= MAX_RETRY_DELAYS:
+            raise InvalidRetryScheduleError(
+                f"a ladder has 1 to {MAX_RETRY_DELAYS} rungs, not {len(retry_delays_s)}"
+            )
+        if isinstance(jitter, bool) or not isinstance(jitter, (int, float)) or not 0 <= jitter <= 1:
+            raise InvalidRetryScheduleError(f"jitter is a number from 0 to 1, not {shown(jitter)}")
+        object.__setattr__(self, "rungs_s", retry_delays_s)
+        object.__setattr__(self, "jitter", float(jitter))
+
+    @classmethod
+    def fixed(
+        cls, wait: str | float | timedelta, *, times: int, jitter: float = 0.0
+    ) -> RetrySchedule:
+        """The same wait before each of `times` further runs."""
+        return cls([wait] * _checked(times), jitter=jitter)
+
+    @classmethod
+    def exponential(
+        cls,
+        first: str | float | timedelta,
+        *,
+        times: int,
+        factor: float = 2.0,
+        cap: str | float | timedelta = "1d",
+        jitter: float = 0.1,
+    ) -> RetrySchedule:
+        """Each wait is `factor` times the one before it, up to `cap`."""
+        if (
+            isinstance(factor, bool)
+            or not isinstance(factor, (int, float))
+            or not 1 <= factor <= 100
+        ):
+            raise InvalidRetryScheduleError(
+                f"factor is a number from 1 to 100, not {shown(factor)}"
+            )
+        highest = check_wait(cap, MAX_RETRY_DELAY_S)
+        retry_delays, wait = [], check_wait(first, MAX_RETRY_DELAY_S)
+        for _ in range(_checked(times)):
+            retry_delays.append(min(wait, highest))
+            wait = min(wait * factor, MAX_RETRY_DELAY_S)
+        return cls(retry_delays, jitter=jitter)
+
+    def has_retry_delay(self, failures: int) -> bool:
+        """Whether it goes on after so many failed runs."""
+        return failures <= len(self.retry_delays_s)
+
+    def wait_s(self, failures: int) -> float | None:
+        """The wait after so many failed runs; None when no rung is left."""
+        if not self.has_retry_delay(failures):
+            return None
+        wait = self.retry_delays_s[max(failures, 1) - 1]  # another program may count from anywhere
+        return wait * random.uniform(1 - self.jitter, 1 + self.jitter) if self.jitter else wait
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """Which ladder a tag's failures climb, by the kind of error; None for those that are FAILED at once."""
+
+    by_error: Mapping[type[BaseException], RetrySchedule | None]
+
+    @classmethod
+    def of(cls, retry: RetryRule) -> Retries:
+        """A ladder (or the text of one) for all errors, or a mapping of exception types to ladders."""
+        if retry is None:
+            return cls({})
+        if not isinstance(retry, Mapping):
+            return cls({Exception: retry_schedule_of(retry)})
+        for kind in retry:
+            if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+                raise InvalidRetryScheduleError(
+                    f"retry maps exception types to ladders; {shown(kind)} is none"
+                )
+        return cls(
+            {
+                kind: None if retry_schedule is None else retry_schedule_of(retry_schedule)
+                for kind, retry_schedule in retry.items()
+            }
+        )
+
+    def retry_schedule_for(
+        self, kind: type[BaseException], own: RetrySchedule | None = None
+    ) -> RetrySchedule | None:
+        """By the nearest class; a task's own ladder takes the place of its tag's, but makes nothing worth another try
+        that the tag says is not."""
+        for base in kind.__mro__:
+            if base in self.by_error:
+                retry_schedule = self.by_error[base]
+                return None if retry_schedule is None else own or retry_schedule
+        return own
+
+
+#: Of the source designs: levels of a delay queue, and how often a partner is notified.
+LEVELS = RetrySchedule("5s 30s 1m 10m 30m 1h 6h 1d 2d")
+NOTIFY = RetrySchedule("15s 3m 10m 30m 30m 1h 2h 6h 15h")
+
+
+def retry_schedule_of(
+    retry: RetrySchedule | str | int | Iterable[str | float | timedelta],
+) -> RetrySchedule:
+    """The retry schedule that `retry=` means. An integer is a number of retries with the delays of `LEVELS`, of which
+    the last one repeats."""
+    if isinstance(retry, RetrySchedule):
+        return retry
+    if isinstance(retry, (str, Iterable)):
+        return RetrySchedule(retry)
+    if isinstance(retry, bool) or not isinstance(retry, int) or not 0 < retry <= MAX_RETRY_DELAYS:
+        raise InvalidRetryScheduleError(
+            f"retry is a number of retries from 1 to {MAX_RETRY_DELAYS}, delays such as '15s 3m', or a RetrySchedule, not "
+            f"{shown(retry)}; leave it out where there is nothing to retry"
+        )
+    delays_s = LEVELS.retry_delays_s[:retry]
+    return RetrySchedule(delays_s + delays_s[-1:] * (retry - len(delays_s)))
+
+
+def _checked(times: object) -> int:
+    if isinstance(times, bool) or not isinstance(times, int) or not 0 < times <= MAX_RETRY_DELAYS:
+        raise InvalidRetryScheduleError(
+            f"times is an integer from 1 to {MAX_RETRY_DELAYS}, not {shown(times)}"
+        )
+    return times
+
+
+RetryRule = (
+    RetrySchedule
+    | str
+    | int
+    | Iterable[str | float | timedelta]
+    | Mapping[type[BaseException], RetrySchedule | str | int | None]
+    | None
+)

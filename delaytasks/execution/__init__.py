@@ -1,0 +1,1 @@
+"""Claims rows, runs their processors and settles what came of them."""

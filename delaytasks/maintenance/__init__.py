@@ -1,0 +1,1 @@
+"""The sweep, paused rows, and checks before a deployment."""

@@ -1,0 +1,63 @@
+"""The event loop of a process, for processors that are `async def`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any
+
+from delaytasks.core.forks import reset_in_child
+
+Ending = tuple[Any, BaseException | None]
+
+
+class EventLoop:
+    """In a thread of its own, started by the first coroutine: all that run share its clients and connections."""
+
+    def __init__(self) -> None:
+        self.after_fork()
+        reset_in_child(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._running: set[asyncio.Task[None]] = set()
+
+    def result_of(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """What it returns or raises. It runs with the context variables of the caller, who waits meanwhile."""
+        answer: Future[Ending] = Future()
+
+        def start() -> None:
+            task = asyncio.ensure_future(_into(answer, coroutine))
+            self._running.add(task)  # the loop itself holds weak references only
+            task.add_done_callback(self._running.discard)
+
+        self._started().call_soon_threadsafe(start, context=contextvars.copy_context())
+        value, error = answer.result()
+        if error is not None:
+            raise error
+        return value
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(
+                    target=self._loop.run_forever, name="delaytasks-async", daemon=True
+                ).start()
+            return self._loop
+
+
+async def _into(answer: Future[Ending], coroutine: Coroutine[Any, Any, Any]) -> None:
+    """Nothing gets past, or an exit would end the loop, and with it all others that run."""
+    try:
+        answer.set_result((await coroutine, None))
+    except BaseException as error:
+        answer.set_result((None, error))
+
+
+_of_process = EventLoop()
+result_of = _of_process.result_of

@@ -1,0 +1,1 @@
+"""Checks what callers ask for, writes the rows, and arms the timer for rows that are due soon."""

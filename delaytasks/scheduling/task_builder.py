@@ -1,0 +1,169 @@
+"""What callers ask for, checked and made into tasks; nothing is written yet."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
+
+from delaytasks.core.body_schema import plain
+from delaytasks.core.errors import InvalidDelayError, InvalidScheduleError
+from delaytasks.core.ids import check_id
+from delaytasks.core.inputs import (
+    check_concurrency_key,
+    check_delay,
+    check_due,
+    check_instant,
+    check_key,
+    check_priority,
+    check_queue,
+    check_tag,
+    check_wait,
+    encode_body,
+)
+from delaytasks.core.interfaces import OnConflict
+from delaytasks.core.retry_schedule import MAX_RETRY_DELAY_S, retry_schedule_of
+from delaytasks.core.settings import Settings
+from delaytasks.core.task import DelayTask, NewTask
+from delaytasks.core.text import shown
+from delaytasks.processors.registry import Processor, Registry
+from delaytasks.scheduling.queue_routing import QueueRouting
+
+
+class Tag(NamedTuple):
+    """What a tag that was found good says of its tasks."""
+
+    name: str
+    queue: str
+    processor: Processor | None
+
+
+class Known:
+    """What was found out for tasks that are scheduled together."""
+
+    def __init__(self, now: datetime) -> None:
+        self.now = now
+        self.tags: dict[str, Tag] = {}
+        #: By delay: when it is over, and in whole seconds.
+        self.delays: dict[float, tuple[datetime, int]] = {}
+
+
+class TaskBuilder:
+    def __init__(
+        self,
+        settings: Settings,
+        make_id: Callable[[], int],
+        registry: Registry,
+        queues: QueueRouting,
+        shard: int,
+    ) -> None:
+        self._settings = settings
+        self._make_id = make_id
+        self._registry = registry
+        self._queues = queues
+        self._shard = shard
+
+    def many(
+        self, asked: Iterable[NewTask], on_conflict: OnConflict, now: datetime
+    ) -> list[DelayTask]:
+        """As if all of them were scheduled at this instant."""
+        check_on_conflict(on_conflict)
+        known = Known(now)
+        return [self._build(new, on_conflict, known) for new in asked]
+
+    def _build(self, new: NewTask, on_conflict: OnConflict, known: Known) -> DelayTask:
+        tag = known.tags.get(new.tag) if type(new.tag) is str else None
+        if tag is None:
+            tag = self._tag(new.tag)
+            known.tags[tag.name] = tag
+        due, delay_s = self._due(new, known)
+        max_wait_s = _max_wait_s(new, on_conflict, self._settings.max_delay_s)
+        if max_wait_s is not None:
+            due = min(due, known.now + timedelta(seconds=max_wait_s))
+        body = plain(new.body)
+        body_json = encode_body(body, self._settings.max_body_bytes)
+        concurrency_key, processor = new.concurrency_key, tag.processor
+        if processor is not None:
+            if concurrency_key is None and processor.concurrency_key is not None:
+                concurrency_key = processor.concurrency_key(body)
+            if processor.schema is not None:
+                processor.schema(json.loads(body_json))  # as the worker will read it
+        return DelayTask(
+            id=self._make_id() if new.id is None else check_id(new.id),
+            tag=tag.name,
+            body_json=body_json,
+            expected_time=due,
+            queue=tag.queue if new.queue is None else check_queue(new.queue),
+            priority=check_priority(new.priority),
+            key=None if new.key is None else check_key(new.key),
+            delay_s=delay_s,
+            headers_json=_headers(new, max_wait_s),
+            concurrency_key=None
+            if concurrency_key is None
+            else check_concurrency_key(concurrency_key),
+            create_time=known.now,
+            shard=self._shard,
+        )
+
+    def _due(self, new: NewTask, known: Known) -> tuple[datetime, int]:
+        """When it is due, and in how many seconds."""
+        check_due(new.delay, new.when)
+        if new.when is not None:
+            due = max(check_instant(new.when), known.now)
+            return due, math.ceil(
+                check_delay(due - known.now, self._settings.max_delay_s).total_seconds()
+            )
+        is_number = type(new.delay) in (int, float)
+        found = known.delays.get(new.delay) if is_number else None
+        if found is None:
+            delay = check_delay(new.delay, self._settings.max_delay_s)
+            found = known.now + delay, math.ceil(delay.total_seconds())
+            if is_number:
+                known.delays[new.delay] = found
+        return found
+
+    def _tag(self, asked: object) -> Tag:
+        name = check_tag(asked)
+        if self._settings.strict_tags:
+            self._registry.demand(name)
+        return Tag(name, self._queues.of(name), self._registry.get(name))
+
+
+def check_on_conflict(on_conflict: object) -> None:
+    if on_conflict not in ("reject", "keep", "replace"):
+        raise InvalidScheduleError(
+            f"on_conflict is 'reject', 'keep' or 'replace', not {shown(on_conflict)}"
+        )
+
+
+def _max_wait_s(new: NewTask, on_conflict: OnConflict, longest_s: float) -> float | None:
+    if new.max_wait is None:
+        return None
+    if new.key is None or on_conflict != "replace":
+        raise InvalidScheduleError(
+            "max_wait is for a key= with on_conflict='replace': nothing else is put off"
+        )
+    seconds = check_wait(new.max_wait, longest_s, "max_wait")
+    if seconds == 0:
+        raise InvalidDelayError("max_wait is more than 0")
+    return seconds
+
+
+def _headers(new: NewTask, max_wait_s: float | None) -> str | None:
+    """What a task says of itself, beyond its tag's processor."""
+    if new.retry is None and new.expires is None and max_wait_s is None:
+        return None
+    headers: dict[str, Any] = {}
+    if new.retry is not None:
+        retry_schedule = retry_schedule_of(new.retry)
+        headers["retry"] = {
+            "rungs_s": retry_schedule.retry_delays_s,
+            "jitter": retry_schedule.jitter,
+        }
+    if new.expires is not None:
+        headers["expires_s"] = check_wait(new.expires, MAX_RETRY_DELAY_S)
+    if max_wait_s is not None:
+        headers["max_wait_s"] = max_wait_s
+    return json.dumps(headers, separators=(",", ":"))

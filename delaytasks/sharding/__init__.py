@@ -1,0 +1,1 @@
+"""Several databases as one: which of them has a task, and which one takes a new task."""

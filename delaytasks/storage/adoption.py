@@ -1,0 +1,307 @@
+"""How a migration takes over a task table that some other program made, with the rows in it.
+
+The tables come from the migration that calls, which is frozen; nothing here looks at `schema.py`.
+Each step may be run again: MySQL commits every DDL statement at once, so a migration can stop half-way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from alembic.operations import Operations
+from sqlalchemy import (
+    Column,
+    Connection,
+    DateTime,
+    MetaData,
+    Table,
+    Text,
+    and_,
+    func,
+    inspect,
+    or_,
+    select,
+    text,
+    type_coerce,
+    update,
+)
+from sqlalchemy.schema import CreateColumn
+
+from delaytasks.core.errors import ConfigError
+from delaytasks.core.states import Status
+from delaytasks.storage.ddl import tables
+from delaytasks.storage.types import db_now, db_now_plus
+
+#: A row of the key table that no key can be: tags are never empty.
+_MARK = {"tag": "", "task_key": "the task table was here before delaytasks", "task_id": 0}
+_NEEDED = ("id", "tag", "message_body")
+#: Ids that delaytasks makes are far above, ids that a database counts are far below.
+_COUNTED_BELOW = 2**48
+#: Nobody renews a lease of a row that ran when we came: its program gets this long, then the row is run again.
+_RUNNING_LEASE_S = 60
+
+
+def remember(op: Operations, keys: str, schema: str | None) -> None:
+    """The table is another program's: a downgrade leaves it, even when it is empty."""
+    table = _light(keys, schema, "tag", "task_key", "task_id")
+    if not op.get_bind().execute(select(table.c.tag).where(table.c.tag == "")).first():
+        op.execute(table.insert().values(**_MARK))
+
+
+def keeps_rows(op: Operations, name: str, keys: str, schema: str | None) -> bool:
+    if op.get_context().as_sql:
+        return True
+    connection, existing = op.get_bind(), tables(op, schema)
+    if keys in existing:
+        table = _light(keys, schema, "tag")
+        if connection.execute(select(table.c.tag).where(table.c.tag == "")).first():
+            return True
+    return name in existing and bool(
+        connection.execute(select(_light(name, schema, "id")).limit(1)).first()
+    )
+
+
+def _light(name: str, schema: str | None, *columns: str) -> Table:
+    return Table(name, MetaData(), *(Column(column) for column in columns), schema=schema)
+
+
+# -- adopt ----------------------------------------------------------------------------------------
+
+
+def adopt(op: Operations, table: Table) -> None:
+    """Missing columns are added, types widened, NULLs filled, defaults set; rows and foreign columns stay."""
+    connection = op.get_bind()
+    _check(connection, table)
+    {"postgresql": _on_postgresql, "sqlite": _on_sqlite}.get(connection.dialect.name, _on_mysql)(
+        op, connection, table
+    )
+
+
+def _check(connection: Connection, table: Table) -> None:
+    """What can not be adopted is refused before anything is changed."""
+    inspector, name = inspect(connection), table.fullname
+    found = {
+        column["name"]: column for column in inspector.get_columns(table.name, schema=table.schema)
+    }
+    for needed in _NEEDED:
+        if needed not in found:
+            raise ConfigError(
+                f"{name} exists and has no column {needed!r}, so it is not a table of tasks; rename it, or give "
+                "delaytasks' tables a prefix (setting table_prefix)"
+            )
+    for column in found.values():
+        if column["name"] not in table.c and not column["nullable"] and column["default"] is None:
+            raise ConfigError(
+                f"{name}.{column['name']} is NOT NULL without a default, so delaytasks could not insert a task; "
+                "give the column a default, or allow NULL"
+            )
+    key = inspector.get_pk_constraint(table.name, schema=table.schema)["constrained_columns"]
+    if key not in ([], ["id"]):
+        raise ConfigError(
+            f"the primary key of {name} is ({', '.join(key)}); make it (id), then migrate again"
+        )
+    wrong = or_(table.c.tag.is_(None), func.length(table.c.tag) > 128)
+    count = connection.execute(select(func.count()).select_from(table).where(wrong)).scalar()
+    if count:
+        raise ConfigError(
+            f"{name} has {count} rows whose tag is NULL or longer than 128; mend or move them, then migrate again"
+        )
+
+
+def _found(connection: Connection, table: Table) -> dict[str, Any]:
+    return {
+        column["name"]: column
+        for column in inspect(connection).get_columns(table.name, schema=table.schema)
+    }
+
+
+def _fill(connection: Connection, t: Table) -> None:
+    """NULLs get what the row would have had from us. Only rows that have some are written."""
+    dialect = connection.dialect.name
+
+    def after(start: Any, seconds: Any) -> Any:
+        if dialect == "postgresql":
+            return start + seconds * text("interval '1 second'")
+        if dialect == "sqlite":
+            return func.strftime("%Y-%m-%d %H:%M:%f000", start, func.printf("%+d seconds", seconds))
+        return func.timestampadd(text("SECOND"), seconds, start)
+
+    fillings: list[tuple[Column[Any], Any]] = [
+        (t.c.status, int(Status.NOT_COMPLETE)),
+        (t.c.version, 0),
+        (t.c.delay_time, 0),
+        (t.c.message_body, "null"),
+        (
+            t.c.create_time,
+            func.coalesce(t.c.update_time, after(t.c.expected_time, -t.c.delay_time), db_now()),
+        ),
+        (t.c.expected_time, after(t.c.create_time, t.c.delay_time)),
+        (t.c.update_time, t.c.create_time),
+    ]
+    for column, value in fillings:
+        connection.execute(update(t).where(column.is_(None)).values({column: value}))
+    orphans = and_(t.c.status == int(Status.RUNNING), t.c.lease_until.is_(None))
+    connection.execute(update(t).where(orphans).values(lease_until=db_now_plus(_RUNNING_LEASE_S)))
+
+
+def _wide(column: Column[Any], found: dict[str, Any]) -> Column[Any]:
+    """The column as it can be while NULLs are filled: times that are missing are found out from the others."""
+    if column.name not in found and not isinstance(column.type, DateTime):
+        return column
+    return Column(column.name, column.type)
+
+
+def _shape(connection: Connection, column: Column[Any]) -> str:
+    return str(CreateColumn(column).compile(dialect=connection.dialect))
+
+
+def _alter(connection: Connection, table: Table, actions: Sequence[str]) -> None:
+    """One statement for all of them, so that the table is rewritten once."""
+    if actions:
+        target = connection.dialect.identifier_preparer.format_table(table)
+        connection.exec_driver_sql(f"ALTER TABLE {target} {', '.join(actions)}")
+
+
+def _has_key(connection: Connection, table: Table) -> bool:
+    return bool(
+        inspect(connection).get_pk_constraint(table.name, schema=table.schema)[
+            "constrained_columns"
+        ]
+    )
+
+
+def _on_postgresql(op: Operations, connection: Connection, table: Table) -> None:
+    found = _found(connection, table)
+    compiler = connection.dialect.ddl_compiler(connection.dialect, None)  # type: ignore[arg-type]
+    quote = connection.dialect.identifier_preparer.quote
+    zone = connection.execute(select(func.current_setting("TimeZone"))).scalar()
+    # Times without a zone are UTC; said this way, the change of their type does not even rewrite the table.
+    connection.execute(select(func.set_config("TimeZone", "UTC", True)))
+    first, last = [], [] if _has_key(connection, table) else ["ADD PRIMARY KEY (id)"]
+    for column in table.c:
+        name, old = quote(column.name), found.get(column.name)
+        if old is None:
+            first.append("ADD COLUMN " + _shape(connection, _wide(column, found)))
+        else:
+            if old["default"] is not None:
+                first.append(f"ALTER {name} DROP DEFAULT")
+            kind = column.type.compile(dialect=connection.dialect)
+            if old["type"].compile(dialect=connection.dialect) != kind:
+                first.append(f"ALTER {name} TYPE {kind} USING {name}::{kind}")
+            if column.nullable and not old["nullable"]:
+                first.append(f"ALTER {name} DROP NOT NULL")
+        if not column.nullable:
+            last.append(f"ALTER {name} SET NOT NULL")
+        default = compiler.get_column_default_string(column)
+        if default is not None:
+            last.append(f"ALTER {name} SET DEFAULT {default}")
+    _alter(connection, table, first)
+    _fill(connection, table)
+    _alter(connection, table, last)
+    _count_ids_on(connection, table, found["id"])
+    connection.execute(select(func.set_config("TimeZone", zone, True)))
+
+
+def _count_ids_on(connection: Connection, table: Table, old: Any) -> None:
+    """The id's own sequence becomes an identity that counts on where it was."""
+    if "identity" in old:
+        _alter(connection, table, ["ALTER id SET GENERATED BY DEFAULT"])
+        return
+    target = connection.dialect.identifier_preparer.format_table(table)
+    owned = select(func.pg_get_serial_sequence(target, "id"))
+    sequence = connection.execute(owned).scalar()
+    highest = select(func.coalesce(func.max(table.c.id), 0)).where(table.c.id < _COUNTED_BELOW)
+    last = connection.execute(highest).scalar_one()
+    if sequence is not None:
+        last = max(
+            last, connection.exec_driver_sql(f"SELECT last_value FROM {sequence}").scalar_one()
+        )
+        connection.exec_driver_sql(f"DROP SEQUENCE {sequence}")
+    _alter(connection, table, ["ALTER id ADD GENERATED BY DEFAULT AS IDENTITY"])
+    if last:
+        connection.execute(select(func.setval(connection.execute(owned).scalar(), last)))
+
+
+def _on_mysql(op: Operations, connection: Connection, table: Table) -> None:
+    found = _found(connection, table)
+    options = [
+        f"DEFAULT CHARACTER SET {table.kwargs['mysql_charset']} COLLATE {table.kwargs['mysql_collate']}"
+    ]
+    engine = text(
+        "SELECT engine FROM information_schema.tables WHERE table_name = :t AND table_schema = :s"
+    )
+    place = {
+        "t": table.name,
+        "s": table.schema or connection.execute(select(func.database())).scalar(),
+    }
+    if str(connection.execute(engine, place).scalar()).lower() != "innodb":
+        options.append("ENGINE = InnoDB")  # others have no transactions
+    if not _has_key(connection, table):
+        options.append("ADD PRIMARY KEY (id)")
+    zone = connection.exec_driver_sql("SELECT @@session.time_zone").scalar_one()
+    connection.exec_driver_sql("SET time_zone = '+00:00'")  # TIMESTAMPs become DATETIMEs in UTC
+    # First without NOT NULL and default, which also ends ON UPDATE: it would change times while NULLs are filled.
+    wide = [column if column.primary_key else _wide(column, found) for column in table.c]
+    verbs = ["MODIFY" if column.name in found else "ADD" for column in table.c]
+    _alter(
+        connection,
+        table,
+        options + [f"{v} {_shape(connection, c)}" for v, c in zip(verbs, wide, strict=True)],
+    )
+    _fill(connection, table)
+    _alter(connection, table, [f"MODIFY {_shape(connection, column)}" for column in table.c])
+    connection.execute(text("SET time_zone = :zone"), {"zone": zone})
+
+
+def _on_sqlite(op: Operations, connection: Connection, table: Table) -> None:
+    found = _found(connection, table)
+    if _is_same_on_sqlite(connection, table, found):
+        return  # a copy of a large table is no small thing
+    for column in table.c:
+        if column.name not in found:
+            op.add_column(table.name, _wide(column, found)._copy())
+    _fill(connection, table)
+    for column in table.c:
+        if isinstance(column.type, DateTime):
+            _straighten(connection, table, column)
+
+    def as_ours(_inspector: Any, _table: Any, info: Any) -> None:
+        column = table.c.get(info["name"])
+        if column is not None:
+            default = getattr(column.server_default, "arg", None)
+            info.update(
+                type=column.type,
+                nullable=column.nullable,
+                default=None if default is None else str(default),
+            )
+
+    listeners = {"listeners": [("column_reflect", as_ours)]}
+    with op.batch_alter_table(table.name, recreate="always", reflect_kwargs=listeners) as batch:
+        if not _has_key(connection, table):
+            batch.create_primary_key(f"pk_{table.name}", ["id"])
+
+
+def _straighten(connection: Connection, table: Table, column: Column[Any]) -> None:
+    """SQLite compares times as text, so they must be said in one way: ours, in UTC, six digits of a second."""
+    said = type_coerce(column, Text)
+    odd = or_(said.like("%T%"), said.like("%Z"), said.op("GLOB")("*[+-][0-9][0-9]:[0-9][0-9]"))
+    plain = func.strftime("%Y-%m-%d %H:%M:%f000", column)
+    short = and_(func.length(column) == 19, func.typeof(column) == "text")
+    connection.execute(
+        update(table).where(or_(odd, short), plain.is_not(None)).values({column: plain})
+    )
+
+
+def _is_same_on_sqlite(connection: Connection, table: Table, found: dict[str, Any]) -> bool:
+    def kind(type_: Any) -> str:
+        return str(type_.compile(dialect=connection.dialect))
+
+    return all(
+        column.name in found
+        and kind(found[column.name]["type"]) == kind(column.type)
+        and found[column.name]["nullable"] == column.nullable
+        and (found[column.name]["default"] is None)
+        == (getattr(column.server_default, "arg", None) is None)
+        for column in table.c
+    )

@@ -1,0 +1,71 @@
+"""Failed attempts, one row each; a task that succeeds at once leaves nothing here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from sqlalchemy import bindparam, delete, insert, select
+
+from delaytasks.core.interfaces import Settlement
+from delaytasks.core.task import Attempt
+from delaytasks.storage.database import Database
+from delaytasks.storage.inserts import skipping_insert
+from delaytasks.storage.schema import Schema
+from delaytasks.storage.types import db_now
+
+#: The last ones of each task are kept. From one claim to the next a version grows by two at least.
+KEPT = 50
+KEPT_VERSIONS = 2 * KEPT
+
+
+class Attempts:
+    def __init__(self, database: Database, schema: Schema) -> None:
+        self._a = a = schema.attempts
+        made = skipping_insert(database)
+        # A settlement whose answer was lost is made again, and its attempt is there already.
+        row = made(a).on_conflict_do_nothing() if made else insert(a).prefix_with("IGNORE")
+        self._add = row.values(ended=db_now())
+        self._drop_old = delete(a).where(
+            a.c.task_id == bindparam("of"), a.c.version <= bindparam("until")
+        )
+
+    def record(self, on: Any, failed: Sequence[Settlement], worker: str) -> None:
+        rows = [
+            {
+                "task_id": s.task.id,
+                "version": s.task.version,
+                "attempt": s.task.attempts,
+                "began": s.began,
+                "worker": worker,
+                "error": s.error,
+            }
+            for s in failed
+        ]
+        self._write(on, rows)
+
+    def record_lapsed(self, on: Any, rows: Iterable[Any], error: str) -> None:
+        """(id, version, attempts, execution_time, worker) of each."""
+        names = ("task_id", "version", "attempt", "began", "worker")
+        self._write(on, [{**dict(zip(names, row, strict=True)), "error": error} for row in rows])
+
+    def _write(self, on: Any, rows: list[dict[str, Any]]) -> None:
+        on.execute(self._add, rows)
+        old = [
+            {"of": row["task_id"], "until": row["version"] - KEPT_VERSIONS}
+            for row in rows
+            if row["attempt"] > KEPT
+        ]
+        if old:
+            on.execute(self._drop_old, old)
+
+    def of(self, on: Any, id: int) -> list[Attempt]:
+        a = self._a
+        columns = (a.c.attempt, a.c.began, a.c.ended, a.c.worker, a.c.error)
+        return [
+            Attempt(*row)
+            for row in on.execute(select(*columns).where(a.c.task_id == id).order_by(a.c.version))
+        ]
+
+    def forget(self, on: Any, ids: Sequence[int]) -> None:
+        on.execute(delete(self._a).where(self._a.c.task_id.in_(ids)))

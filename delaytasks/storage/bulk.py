@@ -1,0 +1,244 @@
+"""Many rows moved by an operator: found window by window, moved some hundreds at a time.
+
+Nothing here waits for a lock or reads a table as a whole. Rows are found without locks, through an index by due time;
+then each step looks its rows up by their ids, and moves those that are still what was asked for.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
+
+from sqlalchemy import ColumnElement, Select, Update, case, func, literal_column, select, update
+
+from delaytasks.core.bulk import Filter
+from delaytasks.core.clock import to_us
+from delaytasks.core.interfaces import Entry, Level, Step, To
+from delaytasks.core.json_text import dump_json
+from delaytasks.core.states import LIVE, MOVES, Status, following
+from delaytasks.storage.audit import Audit
+from delaytasks.storage.database import Database
+from delaytasks.storage.queue_levels import levels
+from delaytasks.storage.rows import instant_text, json_rows, listed, next_version
+from delaytasks.storage.schema import Schema
+from delaytasks.storage.task_keys import TaskKeys
+from delaytasks.storage.types import LATEST, db_now, earliest
+
+#: Rows that one statement looks at, besides those that are due at the very same time as the last of them.
+WINDOW = 20_000
+#: Names no row in particular; its move is not asked for where rows are only looked at.
+ANY = Filter("cancel")
+
+
+class QueueStep(NamedTuple):
+    #: Among these rows the windows are measured,
+    walked: list[ColumnElement[bool]]
+    #: and these of them are looked at.
+    wanted: list[ColumnElement[bool]]
+
+
+class Bulk:
+    def __init__(self, database: Database, schema: Schema) -> None:
+        self._db = database
+        self._t = schema.tasks
+        self._keys = TaskKeys(database, schema)
+        self._audit = Audit(database, schema)
+        self.begin, self.end, self.audit = self._audit.begin, self._audit.end, self._audit.all
+        self._dialect = database.url.get_backend_name()
+        self._updates = {name: self._update(name) for name in ("cancel", "reschedule", "retry")}
+
+    def now(self) -> datetime:
+        return self._db.alone(lambda c: c.execute(select(db_now())).scalar_one())
+
+    # -- find -------------------------------------------------------------------------------------
+
+    def matching(self, which: Filter) -> Iterator[list[tuple[int, Status]]]:
+        """Those that the filter names, one window at a time."""
+        for rows in self._found(which, which.looked_at, [self._t.c.id, self._t.c.status]):
+            yield [(row[0], Status.of(row[1])) for row in rows]
+
+    def having(
+        self,
+        statuses: frozenset[Status],
+        columns: Sequence[ColumnElement[Any]],
+        *where: ColumnElement[bool],
+    ) -> Iterator[Sequence[Any]]:
+        """These columns of all rows that have one of the statuses, one window at a time. A row that moves meanwhile may
+        be missed."""
+        for lane in self._lanes(statuses, None):
+            yield from self._windows(ANY, QueueStep(lane.walked, [*lane.wanted, *where]), columns)
+
+    def _found(
+        self, which: Filter, statuses: frozenset[Status], columns: Sequence[ColumnElement[Any]]
+    ) -> Iterator[Sequence[Any]]:
+        for lane in self._lanes(statuses, which.queue):
+            yield from self._windows(which, lane, columns)
+
+    def _lanes(self, statuses: frozenset[Status], queue: str | None) -> Iterator[QueueStep]:
+        """Parts of the table that an index has in the order of due times. What waits or runs is not looked for among
+        all that ever ran."""
+        t = self._t.c
+        for status in sorted(statuses & LIVE):
+            # Written out: what comes as a parameter may be planned without the index of these rows alone.
+            here = t.status == literal_column(str(int(status)))
+            for level in self._levels(status):
+                if queue in (None, level.queue):
+                    lane = [here, t.queue == level.queue, t.priority == level.priority]
+                    yield QueueStep(lane, lane)
+        if finished := statuses - LIVE:
+            yield QueueStep([], [self._is(finished)])
+
+    def _levels(self, status: Status) -> list[Level]:
+        return self._db.alone(lambda c: list(levels(c, self._t, status)))
+
+    def _windows(
+        self, which: Filter, lane: QueueStep, columns: Sequence[ColumnElement[Any]]
+    ) -> Iterator[Sequence[Any]]:
+        due = self._t.c.expected_time
+        query = select(*columns).where(*lane.wanted, *self._named(which)).order_by(due)
+        begin: ColumnElement[bool] = due >= (which.since or earliest())
+        while True:
+            end = select(due).where(*lane.walked, begin).order_by(due).offset(WINDOW - 1).limit(1)
+            ends = self._rows(end if which.until is None else end.where(due < which.until))
+            window = query.where(begin, *(due <= row[0] for row in ends))
+            yield self._rows(window)
+            if not ends or ends[0][0] == LATEST:
+                return
+            begin = due > ends[0][0]
+
+    def _rows(self, query: Select[Any]) -> Sequence[Any]:
+        return self._db.alone(lambda c: c.execute(query).all())
+
+    def _is(self, statuses: frozenset[Status]) -> ColumnElement[bool]:
+        # `+ 0` keeps planners from reading all rows of these.
+        return (self._t.c.status + 0).in_(sorted(map(int, statuses)))
+
+    def _named(self, which: Filter) -> list[ColumnElement[bool]]:
+        t = self._t.c
+        limits = (
+            (t.tag, operator.eq, which.tag),
+            (t.queue, operator.eq, which.queue),
+            (t.expected_time, operator.ge, which.since),
+            (t.expected_time, operator.lt, which.until),
+            (t.create_time, operator.ge, which.created_since),
+            (t.create_time, operator.lt, which.created_until),
+            (t.update_time, operator.lt, which.updated_until),
+        )
+        named: list[ColumnElement[bool]] = [
+            holds(column, value) for column, holds, value in limits if value is not None
+        ]
+        if which.key_prefix is not None:
+            # Not LIKE, which knows no case in SQLite.
+            named.append(func.substr(t.task_key, 1, len(which.key_prefix)) == which.key_prefix)
+        return named
+
+    # -- move -------------------------------------------------------------------------------------
+
+    def step(
+        self, run: int, which: Filter, ids: Sequence[int], to: To, done: tuple[int, int]
+    ) -> Step:
+        """Moves these rows, as far as they are what the filter names. `done` is what the run's audit row counts, which
+        goes on with them in the same transaction: so a step whose answer was lost is not done again."""
+        tried: list[Step] = []
+
+        def work() -> Step:
+            with self._db.begin() as connection:
+                counts = self._audit.counts(connection, run)
+                if tried and counts not in (None, done):
+                    return tried[-1]
+                step = self._step(connection, which, ids, to)
+                tried.append(step)
+                self._audit.note(
+                    connection, run, (done[0] + len(step.moved), done[1] + step.refused)
+                )
+                return step
+
+        return self._db.run(work)
+
+    def note(self, run: int, done: tuple[int, int]) -> None:
+        """What was done outside of a step."""
+        self._db.alone(lambda c: self._audit.note(c, run, done))
+
+    def _step(self, on: Any, which: Filter, ids: Sequence[int], to: To) -> Step:
+        t, is_retry = self._t.c, which.move == "retry"
+        mine, named = (
+            listed(self._db, self._t.c.id, "ids"),
+            [self._is(which.movable), *self._named(which)],
+        )
+        seen = on.execute(
+            select(t.id, t.tag, t.task_key, t.version).where(mine, *named).order_by(t.id),
+            {"ids": ids},
+        ).all()
+        with_key = [row for row in seen if row[2] is not None]
+        left_out = (
+            {row[0] for row in with_key} if is_retry else self._busy_keys(on, which.move, with_key)
+        )
+        free = [row[0] for row in seen if row[0] not in left_out]
+        locked = self._lock(on, [mine, *named], free)
+        moved = self._moved(on, which.move, locked, to)
+        if which.move == "cancel":
+            taken = {entry.id for entry in moved}
+            self._keys.release_all(on, [row for row in with_key if row[0] in taken])
+        keyed = [(row[0], row[3]) for row in with_key] if is_retry else []
+        taken = {row[0] for row in locked} | {id for id, _ in keyed}
+        busy = [row[0] for row in seen if row[0] not in taken]
+        return Step(moved, len(ids) - len(moved) - len(busy) - len(keyed), busy, keyed)
+
+    def _busy_keys(self, on: Any, move: str, with_key: Sequence[Any]) -> set[int]:
+        """Keys before tasks, as everybody does it. Tasks whose keys somebody has locked come later."""
+        if move != "cancel" or not with_key:
+            return set()
+        locked = {row[0] for row in self._keys.lock_all(on, with_key)}
+        others = [row for row in with_key if row[0] not in locked]
+        return {row[0] for row in self._keys.held(on, others)}
+
+    def _lock(
+        self, on: Any, named: Sequence[ColumnElement[bool]], ids: Sequence[int]
+    ) -> Sequence[Any]:
+        t = self._t.c
+        due = func.coalesce(t.due_time, t.expected_time)
+        lock = (
+            select(t.id, t.version, t.expected_time, t.queue, t.priority, due)
+            .where(*named)
+            .order_by(t.id)
+        )
+        return on.execute(lock.with_for_update(skip_locked=True), {"ids": ids}).all() if ids else []
+
+    def _moved(self, on: Any, move: str, locked: Sequence[Any], to: To) -> list[Entry]:
+        """Fenced by the versions that were read."""
+        now = on.execute(select(db_now())).scalar_one() if isinstance(to, timedelta) else None
+        rows, entries = [], []
+        for id, version, expected, queue, priority, due in locked:
+            new = _due(due, to, now)
+            rows.append({"id": id, "version": version, "due": instant_text(self._dialect, new)})
+            entries.append(Entry(id, following(version), to_us(new or expected), queue, priority))
+        if rows:
+            result = on.execute(
+                self._updates[move], {"rows": dump_json(rows), "ids": [row["id"] for row in rows]}
+            )
+            assert result.rowcount == len(rows), "they are locked"
+        return entries
+
+    def _update(self, move: str) -> Update:
+        t, w = self._t, json_rows(self._dialect, ("id", "version", "due"))
+        values = {
+            "status": int(MOVES[move].target),
+            "version": next_version(t.c.version),
+            "expected_time": func.coalesce(w.c.due, t.c.expected_time),
+            "due_time": case((w.c.due.is_(None), t.c.due_time), else_=None),
+            "update_time": db_now(),
+            **({"attempts": 0, "lapses": 0} if move == "retry" else {}),
+        }
+        mine = listed(self._db, t.c.id, "ids")  # else a small table is read from end to end
+        return update(t).where(mine, t.c.id == w.c.id, t.c.version == w.c.version).values(values)
+
+
+def _due(due: datetime, to: To, now: datetime | None) -> datetime | None:
+    if not isinstance(to, timedelta) or now is None:
+        return to if isinstance(to, datetime) else None
+    try:
+        return max(due + to, now)  # the past means now
+    except OverflowError:  # another program's, at the end of time
+        return due

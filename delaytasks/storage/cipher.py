@@ -1,0 +1,94 @@
+"""Encrypts texts on their way into the table and decrypts them on their way out, if encryption keys are set."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import os
+from collections.abc import Sequence
+
+from delaytasks.core.encryption import (
+    MARK_LENGTH,
+    PLAIN,
+    PREFIX,
+    UNBOUND_PREFIX,
+    key_name,
+    mark_of,
+    names_of,
+)
+from delaytasks.core.errors import ConfigError
+
+#: The columns that are encrypted. A body cannot be read as a result.
+BODY, RESULT = "message_body", "result"
+_NONCE_BYTES = 12
+#: Keeps this use of a key apart from its use as a Fernet key, which earlier versions made of it.
+_USE = b"delaytasks aesgcm"
+
+
+class Cipher:
+    """The first key encrypts, all of them read. A token names the key that it needs, so none is tried in vain.
+
+    A token is bound to its column and to the id and tag of its task, which never change: in any other place it cannot
+    be read. Tokens of the earlier form, which is Fernet and not bound, are read too, and written no more.
+    """
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        try:
+            from cryptography.exceptions import InvalidTag
+            from cryptography.fernet import Fernet, InvalidToken
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        except ImportError:
+            raise ConfigError(
+                "delaytasks_encryption_keys needs cryptography: pip install 'delaytasks[encryption]'"
+            ) from None
+        # binascii.Error and UnicodeDecodeError are ValueErrors.
+        self._unreadable = (InvalidTag, InvalidToken, ValueError)
+        real = {key_name(key): key for key in keys if key != PLAIN}
+        self._ciphers = {name: AESGCM(_derived(key)) for name, key in real.items()}
+        self._fernets = {name: Fernet(key) for name, key in real.items()}
+        #: Those of all keys.
+        self.names = tuple(real)
+        #: The name of the key for new texts; empty if they are stored as they are.
+        self.current = names_of(keys[:1])[0] if keys[0] != PLAIN else ""
+        self._first = self._ciphers.get(self.current)
+        self._begin = mark_of(self.current) + ":"
+
+    def seal(self, text: str, column: str, id: int, tag: str) -> str:
+        if self._first is None:
+            return text
+        nonce = os.urandom(_NONCE_BYTES)
+        sealed = self._first.encrypt(nonce, text.encode(), _place(column, id, tag))
+        return self._begin + binascii.b2a_base64(nonce + sealed, newline=False).decode()
+
+    def read(self, text: str, column: str, id: int, tag: str) -> str:
+        """Return a text that is plain, or that no key here reads in this place, as it is: no JSON looks like that."""
+        if not isinstance(text, str) or not text.startswith((PREFIX, UNBOUND_PREFIX)):
+            return text
+        name, token = text[len(PREFIX) : MARK_LENGTH], text[MARK_LENGTH + 1 :]
+        if name not in self._ciphers:
+            return text
+        try:
+            if text.startswith(UNBOUND_PREFIX):
+                return self._fernets[name].decrypt(token.encode()).decode()
+            sealed = binascii.a2b_base64(token)
+            opened = self._ciphers[name].decrypt(
+                sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], _place(column, id, tag)
+            )
+            return opened.decode()
+        except self._unreadable:
+            return text
+
+
+def cipher_of(keys: Sequence[str]) -> Cipher | None:
+    """None without keys: then nobody needs cryptography."""
+    return Cipher(keys) if keys else None
+
+
+def _derived(key: str) -> bytes:
+    return hmac.digest(base64.urlsafe_b64decode(key), _USE, "sha256")
+
+
+def _place(column: str, id: int, tag: str) -> bytes:
+    """The associated data of a token. No column's name and no id has a NUL, so two places never look the same."""
+    return f"{column}\0{id}\0{tag}".encode(errors="surrogatepass")

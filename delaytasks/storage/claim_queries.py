@@ -1,0 +1,211 @@
+"""How a claim chooses rows, by name or because they are due, and takes them: by one statement, where that can be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Integer,
+    Select,
+    String,
+    and_,
+    any_,
+    bindparam,
+    func,
+    literal,
+    select,
+    tuple_,
+    update,
+)
+
+from delaytasks.core.json_text import dump_json
+from delaytasks.core.states import Status
+from delaytasks.storage.database import Database
+from delaytasks.storage.prepared_statements import Prepared
+from delaytasks.storage.rows import (
+    MOST,
+    by_id,
+    columns,
+    each_listed,
+    json_rows,
+    list_of,
+    shared_name,
+    shared_parameter,
+    within_list,
+)
+from delaytasks.storage.schema import Schema
+from delaytasks.storage.types import UTCDateTime, db_now, earliest, is_past, once
+from delaytasks.storage.waitlist import Candidate
+
+#: More than any row has.
+ANY_LAPSES = MOST
+
+
+class ClaimQuery(NamedTuple):
+    """A way to choose rows: the candidates alone, and the statement that chooses, takes and returns them at once, or
+    where there is none locks them as a whole."""
+
+    candidates: Prepared
+    take: Prepared
+
+
+class ClaimQueries:
+    """`claimed` is what a row becomes when it is taken, `whole` what is returned of it."""
+
+    def __init__(
+        self,
+        database: Database,
+        schema: Schema,
+        claimed: Mapping[str, Any],
+        whole: Sequence[Column[Any]],
+    ) -> None:
+        self._db = database
+        self._t = schema.tasks
+        self._claimed = claimed
+        self._whole = whole
+        self._candidate = columns(schema, Candidate._fields)
+        waiting: ColumnElement[int] = literal(int(Status.NOT_COMPLETE))
+        queue, priority = (
+            bindparam("due_queue", type_=String),
+            bindparam("due_priority", type_=Integer),
+        )
+        self._level = waiting, queue, priority
+        self._named = self._pick(self._by_rows(), is_planned_once=True)
+        #: For rows whose versions are the same.
+        self._listed = (
+            self._pick(self._by_list(), is_planned_once=True)
+            if database.can.looks_up_lists
+            else None
+        )
+        # Planned each time: how many of them to expect is to be known, not guessed.
+        self._due, self._due_since = (
+            self._pick(self._in_time(since))
+            for since in (None, bindparam("due_since", type_=UTCDateTime()))
+        )
+        self._suspect = self._pick(self._lapsed())
+
+    # -- which and how ----------------------------------------------------------------------------
+
+    def named(
+        self,
+        pairs: Sequence[tuple[int, int]],
+        lapses: int = 0,
+        status: Status = Status.NOT_COMPLETE,
+    ) -> tuple[ClaimQuery, dict[str, Any]]:
+        """Of these ids and versions, those that are due and lapsed no more often."""
+        pairs = sorted(set(pairs))  # a row that is named twice would be found twice
+        ids, shared = [id for id, _ in pairs], {"status": int(status), "lapses": lapses}
+        if self._listed is not None and len({version for _, version in pairs}) == 1:
+            values = {**shared, "version": pairs[0][1]}
+            return self._listed, list_of(self._db, ids) | {
+                shared_name(name): values[name] for name in values
+            }
+        parameters: dict[str, Any] = {
+            "rows": dump_json([{"id": id, "version": v, **shared} for id, v in pairs])
+        }
+        if self._db.can.array_parameters:
+            parameters |= list_of(self._db, ids)
+        return self._named, parameters
+
+    def due(
+        self, queue: str, priority: int, since: datetime | None, limit: int
+    ) -> tuple[ClaimQuery, dict[str, Any]]:
+        """The oldest that are due, of those that never lapsed."""
+        level = {"due_queue": queue, "due_priority": priority, "due_limit": limit}
+        return (
+            (self._due, level)
+            if since is None
+            else (self._due_since, {**level, "due_since": since})
+        )
+
+    def lapsed(self, queue: str, priority: int) -> tuple[ClaimQuery, dict[str, Any]]:
+        """The due row that lapsed least, and is oldest."""
+        return self._suspect, {"due_queue": queue, "due_priority": priority}
+
+    # -- statements -------------------------------------------------------------------------------
+
+    def _by_rows(self) -> Select[Any]:
+        t = self._t
+        # All are columns there, though most are the same for all: of constants planners would expect one row, and
+        # compare each with each.
+        w = json_rows(self._db.url.get_backend_name(), ("id", "version", "status", "lapses"))
+        pick = self._fenced(w.c.version, t.c.status == w.c.status, w.c.lapses).join(
+            w, t.c.id == w.c.id
+        )
+        return pick.where(each_listed(self._db, t.c.id)) if self._db.can.array_parameters else pick
+
+    def _by_list(self) -> Select[Any]:
+        t, version, status, lapses = (
+            self._t,
+            *map(shared_parameter, ("version", "status", "lapses")),
+        )
+        # `+ 0`: the status must not be a way in, through an index of all rows that wait.
+        pick = self._fenced(version, t.c.status + 0 == status, lapses)
+        return by_id(pick.where(each_listed(self._db, t.c.id)), t)
+
+    def _fenced(
+        self,
+        version: ColumnElement[int],
+        has_status: ColumnElement[bool],
+        lapses: ColumnElement[int],
+    ) -> Select[Any]:
+        t = self._t
+        is_so = and_(t.c.version == version, has_status, t.c.lapses <= lapses)
+        return select(*self._candidate).where(is_so, t.c.expected_time <= db_now()).order_by(t.c.id)
+
+    def _in_time(self, since: ColumnElement[datetime] | None) -> Select[Any]:
+        t = self._t
+        pick = (
+            self._waiting().where(self._is_due(since), t.c.lapses <= 0).order_by(t.c.expected_time)
+        )
+        return pick.limit(bindparam("due_limit"))
+
+    def _is_due(self, since: ColumnElement[datetime] | None) -> ColumnElement[bool]:
+        t, until = self._t, once(db_now())
+        if self._db.can.row_ranges:
+            # A range that only the index of live rows knows. In the other one all that ran before comes first.
+            level, first = (
+                tuple_(t.c.status, t.c.queue, t.c.priority, t.c.expected_time),
+                self._level,
+            )
+            since = earliest() if since is None else since
+            return and_(level >= tuple_(*first, since), level <= tuple_(*first, until))
+        return (
+            t.c.expected_time <= until if since is None else t.c.expected_time.between(since, until)
+        )
+
+    def _lapsed(self) -> Select[Any]:
+        t = self._t
+        pick = self._waiting().where(is_past(t.c.expected_time, db_now()), t.c.lapses > 0)
+        # By lapses first, also because in the order of time alone MySQL would walk the index of all past rows.
+        return pick.order_by(t.c.lapses, t.c.expected_time).limit(1)
+
+    def _waiting(self) -> Select[Any]:
+        t, (status, queue, priority) = self._t, self._level
+        return select(*self._candidate).where(
+            t.c.status == status, t.c.queue == queue, t.c.priority == priority
+        )
+
+    def _pick(self, candidates: Select[Any], is_planned_once: bool = False) -> ClaimQuery:
+        t = self._t
+        candidates = candidates.with_for_update(
+            skip_locked=True, of=t if self._db.can.update_returning else None
+        )
+        if not self._db.can.update_returning:
+            whole = candidates.with_only_columns(*self._whole, maintain_column_froms=True)
+            return ClaimQuery(Prepared(self._db, candidates), Prepared(self._db, whole))
+        picked = candidates.cte("picked")
+        mine: ColumnElement[bool] = t.c.id.in_(select(picked.c.id))
+        if self._db.can.array_parameters:
+            # A list that is made first: the planner can only look each id up.
+            mine = t.c.id == any_(func.array(select(picked.c.id).scalar_subquery()))
+            if is_planned_once:
+                mine = and_(mine, within_list(t.c.id))
+        taking = update(t).where(mine).values(self._claimed).returning(*self._whole)
+        return ClaimQuery(
+            *(Prepared(self._db, statement, is_planned_once) for statement in (candidates, taking))
+        )

@@ -1,0 +1,68 @@
+"""Steps of migrations that may be run again, since MySQL commits every DDL statement at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from alembic.operations import Operations
+from sqlalchemy import MetaData, Table, inspect, text
+
+
+def tables(op: Operations, schema: str | None) -> set[str]:
+    return (
+        set()
+        if op.get_context().as_sql
+        else set(inspect(op.get_bind()).get_table_names(schema=schema))
+    )
+
+
+def lacks(op: Operations, name: str, schema: str | None, columns: Iterable[str]) -> bool:
+    return not {c["name"] for c in inspect(op.get_bind()).get_columns(name, schema=schema)} >= set(
+        columns
+    )
+
+
+def quoted(op: Operations, name: str, schema: str | None) -> str:
+    return op.get_context().dialect.identifier_preparer.format_table(
+        Table(name, MetaData(), schema=schema)
+    )
+
+
+def is_partitioned(op: Operations, name: str, schema: str | None) -> bool:
+    """On PostgreSQL: a table in partitions has no storage of its own."""
+    if op.get_context().as_sql:
+        return False
+    query = text("SELECT relkind = 'p' FROM pg_class WHERE oid = to_regclass(:name)")
+    return bool(op.get_bind().execute(query, {"name": quoted(op, name, schema)}).scalar())
+
+
+def create_index(
+    op: Operations, name: str, table: str, columns: list[str], schema: str | None, **options: Any
+) -> None:
+    """Unless it is there; one of this name (in whatever case) over other columns is made anew."""
+    if not op.get_context().as_sql:
+        for index in inspect(op.get_bind()).get_indexes(table, schema=schema):
+            if str(index["name"]).lower() == name.lower():
+                if (
+                    index["name"] == name
+                    and index["column_names"] == columns
+                    and not index["unique"]
+                ):
+                    return
+                op.drop_index(str(index["name"]), table, schema=schema)
+    op.create_index(name, table, columns, schema=schema, **options)
+
+
+def drop_index(op: Operations, name: str, table: str, schema: str | None) -> None:
+    if op.get_context().as_sql or name in {
+        index["name"] for index in inspect(op.get_bind()).get_indexes(table, schema=schema)
+    }:
+        op.drop_index(name, table, schema=schema)
+
+
+def drop_columns(op: Operations, name: str, schema: str | None, columns: Iterable[str]) -> None:
+    with op.batch_alter_table(name, schema=schema) as batch:
+        for column in columns:
+            if op.get_context().as_sql or not lacks(op, name, schema, [column]):
+                batch.drop_column(column)

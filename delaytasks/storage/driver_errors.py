@@ -1,0 +1,201 @@
+"""What a driver's error means: try again, nobody can work now, nobody knows, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Connection, exc
+
+from delaytasks.core.errors import (
+    DelayTaskError,
+    OutcomeUnknownError,
+    StoreError,
+    StoreUnavailableError,
+)
+from delaytasks.storage.standby_watch import explain
+
+TRIES = 5
+REMEDY = "run: delaytasks db upgrade (for a Celery app of your own: delaytasks -A APP db upgrade)"
+
+#: A prepared statement is not there, is there already, or is out of date: it is not used again.
+PREPARED_IS_GONE = {"26000", "42P05", "0A000"}
+#: What databases answer when a transaction should simply be tried again.
+_RETRY_PG = {
+    "40001",
+    "40P01",
+    "55P03",
+} | PREPARED_IS_GONE  # serialization failure, deadlock, lock not available
+#: Lock wait timeout, deadlock (also Galera's certification), record has changed, rolled back by group replication.
+_RETRY_MYSQL = {1205, 1213, 1020, 3101}
+
+#: A server that answers and can not work for now: out of memory, disk or connections, shutting down, failed over.
+_UNABLE_PG = ("53", "57", "58", "25006")
+#: A server that takes no writes: it was the primary, or lost its cluster. Another server may be the primary by now.
+_DEMOTED_PG = {"25006"}
+#: Galera's "not ready", read-only servers and sessions, read-only InnoDB, group replication without a majority.
+_DEMOTED_MYSQL = {1047, 1290, 1792, 1836, 1874, 3100}
+_UNABLE_MYSQL = {1021, 1040, 1053, 1114, 1203, 1226, 1317} | _DEMOTED_MYSQL
+#: COMMIT failed, on Galera when the node lost its cluster meanwhile: the others may have the transaction.
+_UNSURE_MYSQL = {1180}
+_UNABLE_SQLITE = ("disk is full", "disk I/O error", "readonly database")
+
+#: MySQL's errors of values that its driver does not call so; they quote them.
+_VALUES_MYSQL = {1062, 1264, 1292, 1366, 1406, 3140, 4025}
+
+
+def told(on: Connection, statement: str, error: Exception) -> BaseException:
+    """What a driver was asked past SQLAlchemy, as SQLAlchemy tells of it: a broken connection is thrown away."""
+    dialect: Any = on.dialect
+    is_broken = dialect.is_disconnect(error, on.connection.driver_connection, None)
+    explain(on, error)
+    instance = exc.DBAPIError.instance(
+        statement,
+        None,
+        error,
+        dialect.dbapi.Error,
+        connection_invalidated=is_broken,
+        dialect=dialect,
+    )
+    if is_broken:
+        on.invalidate(instance)
+    return instance
+
+
+def first_cause(error: exc.DBAPIError) -> exc.DBAPIError:
+    """A full disk and a deadlock end the whole transaction: that its savepoint is gone then says nothing."""
+    before: BaseException | None = error
+    while before is not None and "savepoint" in str(getattr(before, "orig", before)).lower():
+        before = before.__context__
+    return before if isinstance(before, exc.DBAPIError) else error
+
+
+def is_disconnect(error: exc.DBAPIError) -> bool:
+    return error.connection_invalidated or (
+        isinstance(error, (exc.OperationalError, exc.InterfaceError))
+        and _sqlstate(error) in (None, "57P03", "53300")
+        and not is_conflict(error)
+        and not _is_sqlite(error)
+        and not _mysql_says(error)
+    )
+
+
+def is_conflict(error: exc.DBAPIError) -> bool:
+    if _sqlstate(error) in _RETRY_PG:
+        return True
+    code = _first(error)
+    return code in _RETRY_MYSQL or (isinstance(code, str) and "database is locked" in code)
+
+
+def is_demoted(driver_error: object) -> bool:
+    """Whether the server takes no writes, so that a new connection may reach another server which does."""
+    return _sqlstate_of(driver_error) in _DEMOTED_PG or _first_of(driver_error) in _DEMOTED_MYSQL
+
+
+def is_unsure(error: exc.DBAPIError) -> bool:
+    """Whether the statement may have been done all the same."""
+    return error.connection_invalidated or _first(error) in _UNSURE_MYSQL
+
+
+def is_worth_a_retry(error: exc.DBAPIError) -> bool:
+    return is_conflict(error) or is_disconnect(error) or is_demoted(error.orig) or is_unsure(error)
+
+
+def is_unable(error: exc.DBAPIError) -> bool:
+    """The server works for nobody now, so the same statement may well succeed later."""
+    if (_sqlstate(error) or "").startswith(_UNABLE_PG):
+        return True
+    code = _first(error)
+    if isinstance(code, str):
+        return _is_sqlite(error) and any(words in code for words in _UNABLE_SQLITE)
+    return code in _UNABLE_MYSQL or code in _UNSURE_MYSQL
+
+
+def _is_about_values(error: exc.DBAPIError) -> bool:
+    return isinstance(error, (exc.IntegrityError, exc.DataError)) or _first(error) in _VALUES_MYSQL
+
+
+def _is_sqlite(error: exc.DBAPIError) -> bool:
+    return "sqlite3" in type(error.orig).__module__
+
+
+def _mysql_says(error: exc.DBAPIError) -> bool:
+    """A MySQL server answered, so the connection works; client-side trouble has numbers from 2000 on."""
+    code = _first(error)
+    return isinstance(code, int) and not 2000 <= code < 3000
+
+
+def _first(error: exc.DBAPIError) -> object:
+    return _first_of(error.orig)
+
+
+def _first_of(driver_error: object) -> object:
+    arguments = getattr(driver_error, "args", ())
+    return arguments[0] if arguments else None
+
+
+def _sqlstate(error: exc.DBAPIError) -> str | None:
+    return _sqlstate_of(error.orig)
+
+
+def _sqlstate_of(driver_error: object) -> str | None:
+    """As psycopg2 has it, or psycopg 3 and asyncpg, which a caller's session may use."""
+    return getattr(driver_error, "pgcode", None) or getattr(driver_error, "sqlstate", None)
+
+
+def reason_of(error: exc.DBAPIError) -> str:
+    """The first line of what the driver says: what follows may show the row. Where the values are to blame that line
+    may quote them, so only the error's kind and number are told."""
+    if _is_about_values(error):
+        code, first = (
+            _sqlstate(error) or getattr(error.orig, "sqlite_errorname", None),
+            _first(error),
+        )
+        number = code or (first if isinstance(first, int) else "")
+        return f"a value can not be stored, {type(error.orig).__name__} {number}".rstrip()
+    return (str(error.orig).strip().splitlines() or [type(error.orig).__name__])[0]
+
+
+def forget_details(error: exc.DBAPIError) -> None:
+    """The error itself stays as the cause of ours, and is logged with it: it must not show more than `reason_of`."""
+    if _is_about_values(error):
+        reason, number = reason_of(error), _first(error)
+        if error.orig is not None:
+            error.orig.args = (number, reason) if isinstance(number, int) else (reason,)
+        error.args = (reason,)
+        return
+    for said in (error, error.orig):
+        if said is not None and said.args and isinstance(said.args[0], str):
+            said.args = (said.args[0].strip().partition("\n")[0], *said.args[1:])
+
+
+def unknown_outcome(reason: str, id: int) -> OutcomeUnknownError:
+    return OutcomeUnknownError(
+        f"the connection broke before the answer ({reason}), so it may be done or not: look at task {id}; "
+        f"scheduling again with id={id} is safe",
+        id,
+    )
+
+
+def name_of(shard: int | None) -> str:
+    return "the database" if shard is None else f"shard {shard}"
+
+
+def translate(
+    error: exc.DBAPIError, unknown_id: int | None = None, shard: int | None = None
+) -> DelayTaskError:
+    """The typed error for a driver's error. Its own text says no values: those may be secrets."""
+    reason, name = reason_of(error), name_of(shard)
+    if unknown_id is not None:
+        return unknown_outcome(reason, unknown_id)
+    if is_disconnect(error):
+        return StoreUnavailableError(f"{name} can not be reached: {reason}", shard)
+    if is_conflict(error):
+        return StoreUnavailableError(
+            f"{name} stayed busy for {TRIES} tries: {reason}", is_locked=True
+        )
+    if is_unable(error):
+        return StoreUnavailableError(f"{name} can not work now: {reason}", shard, is_unable=True)
+    if "no such table" in reason or "does not exist" in reason or "doesn't exist" in reason:
+        where = "delaytasks config says where that is"
+        return StoreError(f"the tables of {name} are missing or old ({reason}); {where}; {REMEDY}")
+    return StoreError(f"{name} refused: {reason}")

@@ -1,0 +1,253 @@
+"""The migrations, as commands of our own: they run where only the package is installed.
+
+Alembic is imported by the functions that migrate, so that producers and workers do not load it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import URL, Connection, String, column, func, insert, inspect, select, table, text
+from sqlalchemy.dialects import registry
+from sqlalchemy.engine import Dialect
+from sqlalchemy.schema import CreateIndex, CreateSchema, CreateTable
+
+from delaytasks.core.errors import ConfigError, StoreUnavailableError
+from delaytasks.core.masking import mask_url
+from delaytasks.core.settings import Settings
+from delaytasks.storage import sqlite_file as sqlitefile
+from delaytasks.storage.database import Database
+from delaytasks.storage.schema import STORAGE, Schema, build_schema
+
+if TYPE_CHECKING:
+    from alembic.config import Config
+
+#: A migration that waits for a lock makes everybody behind it wait too: it gives up soon, and is tried again.
+LOCK_TIMEOUT_S = 2
+#: Two deployments that migrate at once do so one after the other.
+_TURN_S = 60
+
+#: Alembic's `context` and `op` belong to the whole process.
+_alembic = threading.Lock()
+
+
+def upgrade(
+    database: Database,
+    prefix: str = "",
+    schema: str | None = None,
+    revision: str = "head",
+    shard: int = 0,
+) -> None:
+    """To `revision`; and the database learns which of several it is."""
+    from alembic import command
+
+    def work(config: Config) -> None:
+        command.upgrade(config, revision)
+        _number(config.attributes["connection"], build_schema(prefix, schema), shard)
+
+    sqlitefile.create(database.url)
+    _run(database, prefix, schema, work)
+
+
+def downgrade(
+    database: Database, prefix: str = "", schema: str | None = None, revision: str = "-1"
+) -> None:
+    from alembic import command
+
+    _run(database, prefix, schema, lambda config: command.downgrade(config, revision))
+
+
+def current(database: Database, prefix: str = "", schema: str | None = None) -> str | None:
+    """The revision of this database; None before the first."""
+    if sqlitefile.is_missing(database.url):
+        return None
+    name = version_table(prefix)
+    revision = select(
+        table(name, column("version_num", String()), schema=schema or None).c.version_num
+    )
+
+    def work(connection: Connection) -> str | None:
+        found: str | None = None
+        if inspect(connection).has_table(name, schema or None):
+            found = connection.execute(revision).scalar()
+        return found
+
+    return database.alone(work)
+
+
+def is_current(database: Database, prefix: str = "", schema: str | None = None) -> bool:
+    return current(database, prefix, schema) == head()
+
+
+def head() -> str:
+    """The newest revision of this package."""
+    # The name of each file begins with its revision.
+    return max(
+        script.name.partition("_")[0] for script in (scripts() / "versions").glob("[0-9]*_*.py")
+    )
+
+
+def version_table(prefix: str) -> str:
+    return prefix + "yb_delay_alembic_version"
+
+
+def urls_of(settings: Settings) -> Sequence[str]:
+    return settings.database_url or (
+        f"sqlite:///{Path(settings.data_dir).absolute() / 'delays.sqlite3'}",
+    )
+
+
+def number_of(connection: Connection, schema: Schema) -> int | None:
+    """Which of several databases this is; None if nobody has told it yet."""
+    shards = schema.shards
+    if not inspect(connection).has_table(shards.name, shards.schema):
+        return None
+    number: int | None = connection.execute(select(shards.c.number)).scalar()
+    return number
+
+
+def check_number(found: int | None, shard: int, url: URL) -> None:
+    """`ConfigError` unless the database is where it stands in the list."""
+    if found not in (None, shard):
+        where = mask_url(url.render_as_string(hide_password=True))
+        raise ConfigError(
+            f"{where} is shard {found}, and stands at place {shard} of delaytasks_database_url: a shard keeps its "
+            "place, and a new one comes last; bring the list into its old order"
+        )
+
+
+def ddl(dialect: str, prefix: str = "", schema: str | None = None) -> list[str]:
+    """The statements that make the tables, for frameworks with migrations of their own."""
+    made: Dialect = registry.load(dialect)()
+    tables, statements = build_schema(prefix, schema), []
+    for each in tables.metadata.sorted_tables:
+        statements.append(str(CreateTable(each).compile(dialect=made)).strip())
+        for index in sorted(each.indexes, key=lambda index: str(index.name)):
+            if _is_for(dialect, index):
+                statements.append(str(CreateIndex(index).compile(dialect=made)).strip())
+    if dialect == "postgresql":
+        options = ", ".join(f"{name} = {value}" for name, value in STORAGE.items())
+        target = made.identifier_preparer.format_table(tables.tasks)
+        statements.append(f"ALTER TABLE {target} SET ({options})")
+    return statements
+
+
+def check_charset(database: Database, schema: Schema) -> None:
+    """`ConfigError` when the task table can not hold every character; MySQL and MariaDB only."""
+    if database.url.get_backend_name() not in ("mysql", "mariadb"):
+        return
+    place = "table_name = :name AND table_schema = COALESCE(:schema, DATABASE())"
+    query = text(
+        f"SELECT column_name, character_set_name FROM information_schema.columns WHERE {place} "
+        "AND column_name IN ('tag', 'message_body', 'error_stack') AND character_set_name <> 'utf8mb4'"
+    )
+    values = {"name": schema.tasks.name, "schema": schema.tasks.schema}
+    narrow = database.alone(lambda c: c.execute(query, values).all())
+    if narrow:
+        columns = ", ".join(f"{row[0]} is {row[1]}" for row in narrow)
+        raise ConfigError(
+            f"{schema.tasks.fullname} can not store every character (emoji, for one), since {columns}; run: "
+            f"ALTER TABLE {schema.tasks.fullname} CONVERT TO CHARACTER SET utf8mb4 COLLATE utf8mb4_bin"
+        )
+
+
+@contextmanager
+def exclusively(connection: Connection, prefix: str, schema: str | None) -> Iterator[None]:
+    """Our turn on this database, with short waits for locks; used by alembic/env.py."""
+    dialect, name = connection.dialect.name, f"{schema or ''}.{version_table(prefix)}"
+    if dialect == "postgresql":
+        wait_for_turn(connection, name)
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S}s'")
+        if schema and schema not in inspect(connection).get_schema_names():
+            connection.execute(CreateSchema(schema))
+        yield
+    elif dialect == "sqlite":  # its writers take turns by themselves
+        yield
+    else:
+        if not connection.execute(select(func.get_lock(name[-64:], _TURN_S))).scalar():
+            raise StoreUnavailableError(
+                f"another migration of {version_table(prefix)} has run for {_TURN_S} s"
+            )
+        connection.exec_driver_sql(f"SET SESSION lock_wait_timeout = {LOCK_TIMEOUT_S}")
+        try:
+            yield
+            # The revision is written last, and who has the next turn must see it.
+            connection.exec_driver_sql("COMMIT")
+        finally:
+            connection.exec_driver_sql("SET SESSION lock_wait_timeout = DEFAULT")
+            connection.execute(select(func.release_lock(name[-64:])))
+
+
+def wait_for_turn(connection: Connection, name: str) -> None:
+    """PostgreSQL: whoever does what has this name waits for the end of our transaction, but not for long."""
+    connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_TURN_S}s'")
+    connection.execute(select(func.pg_advisory_xact_lock(func.hashtext(name))))
+
+
+def comparison(dialect: str) -> dict[str, Any]:
+    """The options of Alembic's comparison."""
+    if dialect == "postgresql":
+        defaults: Any = True
+    else:  # an identity is PostgreSQL's word for ids that count
+        defaults = lambda _context, _found, column, *_: (  # noqa: E731
+            False if column.identity is not None else None
+        )
+    return {
+        "compare_type": True,
+        "compare_server_default": defaults,
+        "include_object": lambda item, *_: _is_for(dialect, item),
+    }
+
+
+def _is_for(dialect: str, item: Any) -> bool:
+    """Whether this database has it: an index may be for one only."""
+    condition = getattr(item, "_ddl_if", None)
+    return condition is None or condition.dialect == dialect
+
+
+def _number(connection: Connection, schema: Schema, shard: int) -> None:
+    if not inspect(connection).has_table(schema.shards.name, schema.shards.schema):
+        return  # this revision does not know of shards
+    found = number_of(connection, schema)
+    check_number(found, shard, connection.engine.url)
+    if found is None:
+        connection.execute(insert(schema.shards).values(number=shard))
+
+
+def _run(
+    database: Database, prefix: str, schema: str | None, work: Callable[[Config], None]
+) -> None:
+    from alembic.util import CommandError
+
+    def once() -> None:
+        with _alembic, database.begin() as connection:
+            try:
+                work(_config(connection=connection, prefix=prefix, schema=schema))
+            except CommandError as error:
+                raise ConfigError(f"the migration can not run: {error}") from error
+
+    database.run(once)
+
+
+def _config(**attributes: Any) -> Config:
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(scripts()).replace("%", "%%"))
+    config.set_main_option("path_separator", "os")
+    config.attributes.update(attributes)
+    return config
+
+
+def scripts() -> Path:
+    """The folder `alembic`: inside the package where it is installed, beside it in the project."""
+    package = Path(__file__).parents[1]
+    for folder in (package / "alembic", package.parent / "alembic"):
+        # Installed, the second one is Alembic itself.
+        if (folder / "versions" / "0001_tables.py").exists():
+            return folder
+    raise ConfigError(f"the migrations are missing from {package}: install delaytasks again")

@@ -1,0 +1,106 @@
+"""Pages of rows in the order of their due times. A cursor stands for a place, so pages stay right while rows move."""
+
+from __future__ import annotations
+
+import base64
+from datetime import datetime
+from operator import attrgetter
+from typing import Any
+
+from sqlalchemy import Select, Table, and_, literal_column, or_
+
+from delaytasks.core.clock import from_us, to_us
+from delaytasks.core.errors import InvalidQueryError
+from delaytasks.core.states import Status
+from delaytasks.core.task import DelayTask
+from delaytasks.core.text import shown
+from delaytasks.storage.queue_levels import levels
+from delaytasks.storage.types import EARLIEST, LATEST
+
+
+def first(
+    connection: Any,
+    query: Select[Any],
+    tasks: Table,
+    status: Status | None,
+    is_narrow: bool,
+    limit: int,
+    newest_first: bool = False,
+) -> list[Any]:
+    """The first rows of `query` by their due times, or with `newest_first` the last ones.
+
+    By these alone, who looks for the few that failed, or wait, would read what millions of others left behind; so those
+    of a status are read by its index, where they are in order within each queue and priority. Not so if `is_narrow`:
+    where a key is asked for there are few, and where a tag is, most queues may have none of it."""
+    t = tasks.c
+    order = (t.expected_time.desc(), t.id.desc()) if newest_first else (t.expected_time, t.id)
+    query = query.order_by(*order).limit(limit)
+    if status is None:
+        return list(connection.execute(query))
+    query = query.where(t.status == literal_column(str(int(status))))
+    if is_narrow or status is Status.DONE:  # which nearly all are
+        return list(connection.execute(query))
+    found: list[Any] = []
+    for level in list(levels(connection, tasks, status)):
+        found += connection.execute(
+            query.where(t.queue == level.queue, t.priority == level.priority)
+        )
+        found = sorted(found, key=attrgetter("expected_time", "id"), reverse=newest_first)[:limit]
+        if len(found) == limit:  # nothing beyond it is wanted
+            last = found[-1].expected_time
+            query = query.where(
+                t.expected_time >= last if newest_first else t.expected_time <= last
+            )
+    return found
+
+
+def after(
+    query: Select[Any], tasks: Table, shard: int, cursor: str, newest_first: bool = False
+) -> Select[Any]:
+    """`query`, of this shard's tasks, from the place on that `cursor` stands for."""
+    due, id, last_shard = _parse_cursor(cursor)
+    t = tasks.c
+    if newest_first:
+        is_before = t.id <= id if shard < last_shard else t.id < id
+        if due == EARLIEST:
+            return query.where(t.expected_time <= due, is_before)
+        if due == LATEST:
+            return query.where(or_(t.expected_time < due, is_before))
+        return query.where(
+            t.expected_time <= due,
+            or_(t.expected_time < due, and_(t.expected_time == due, is_before)),
+        )
+    # Where other programs write rows, two shards may have one id.
+    is_after = t.id >= id if shard > last_shard else t.id > id
+    # What no datetime can say reads as the first or the last one: else a page would begin with itself.
+    if due == LATEST:
+        return query.where(t.expected_time >= due, is_after)
+    if due == EARLIEST:
+        return query.where(or_(t.expected_time > due, is_after))
+    return query.where(
+        t.expected_time >= due, or_(t.expected_time > due, and_(t.expected_time == due, is_after))
+    )
+
+
+def place(task: DelayTask) -> tuple[datetime, int, int]:
+    """By which tasks are ordered."""
+    return task.expected_time, task.id, task.shard
+
+
+def make_cursor(task: DelayTask) -> str:
+    return base64.urlsafe_b64encode(
+        f"{to_us(task.expected_time)}:{task.id}:{task.shard}".encode()
+    ).decode()
+
+
+def _parse_cursor(cursor: str) -> tuple[datetime, int, int]:
+    try:
+        due_us, id, shard = (
+            base64.b64decode(cursor.encode(), b"-_", validate=True).decode().split(":")
+        )
+        due, after, last_shard = from_us(int(due_us)), int(id), int(shard)
+    except (AttributeError, ValueError, OverflowError):
+        raise InvalidQueryError(f"{shown(cursor)} is not a cursor that find() gave") from None
+    if not -(2**63) <= after < 2**63:
+        raise InvalidQueryError(f"{shown(cursor)} is not a cursor that find() gave")
+    return due, after, last_shard

@@ -1,0 +1,217 @@
+"""The table of policies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from sqlalchemy import (
+    ColumnElement,
+    and_,
+    delete,
+    exists,
+    func,
+    literal_column,
+    not_,
+    or_,
+    select,
+    tuple_,
+    update,
+)
+
+from delaytasks.core.policies import Changes, Kind, Policy, Stamp
+from delaytasks.core.states import Status
+from delaytasks.storage.database import Database
+from delaytasks.storage.inserts import Insert
+from delaytasks.storage.rows import listing
+from delaytasks.storage.schema import Schema
+from delaytasks.storage.types import db_now, db_now_plus
+
+#: Seconds for which a cleared policy is kept, so that every process reads that it was cleared.
+KEPT_S = 86_400.0
+#: The only row of the table of changes.
+ROW = 1
+
+
+class PolicyTable:
+    """The policies of one database, and the number of the last change.
+
+    Each transaction that changes policies adds one to that number, and writes the new number into the policies. It
+    holds the lock on the number's row until it commits, so that numbers become visible in their order. A process
+    that has read number 7 has seen all changes up to 7, however long one of their transactions took.
+    """
+
+    def __init__(self, database: Database, schema: Schema) -> None:
+        self._db = database
+        self._p = p = schema.policies
+        self._changes = schema.policy_changes
+        self._t = schema.tasks
+        self._insert = Insert(database, p, ("kind", "name", "is_paused", "version"))
+        self._insert_number = Insert(database, self._changes, ("id", "number"))
+        self._columns = [p.c[field.name] for field in fields(Policy) if field.name in p.c]
+        limits = (p.c.concurrency, p.c.key_concurrency, p.c.rate, p.c.rate_period_s)
+        says_nothing = and_(not_(p.c.is_paused), *(limit.is_(None) for limit in limits))
+        self._number = select(self._changes.c.number).where(self._changes.c.id == ROW)
+        #: A cleared policy, which is kept for processes that have not read yet that it was cleared.
+        self._is_over = and_(
+            says_nothing, p.c.applied_version.is_not(None), p.c.applied_version == p.c.version
+        )
+
+    def read(self, kind: Kind | None = None, name: str | None = None) -> list[Policy]:
+        """Return all policies, or the one of this name."""
+        return self._read() if kind is None or name is None else self._read(self._named(kind, name))
+
+    def _read(self, *conditions: ColumnElement[bool]) -> list[Policy]:
+        p = self._p
+        query = (
+            select(*self._columns)
+            .where(not_(self._is_over), *conditions)
+            .order_by(p.c.kind, p.c.name)
+        )
+        return self._db.alone(lambda c: [Policy(*row) for row in c.execute(query)])
+
+    def check(self) -> None:
+        """Read what `changes` reads, of one policy at most."""
+        self._db.alone(
+            lambda c: (
+                c.execute(select(*self._columns).limit(1)).all(),
+                c.execute(self._number).all(),
+            )
+        )
+
+    def changes(self, since: int | None, checks: bool) -> Changes:
+        """Return the policies that changed after the change of this number, or all of them if it is None.
+
+        A policy that says nothing any more is among them. With `checks` the stamp of the whole table is returned, too.
+        """
+        p = self._p
+        number = self._number.scalar_subquery()
+        parts = func.count(), func.sum(p.c.version), func.max(p.c.update_time)
+        of_all = [select(part).select_from(p).scalar_subquery() for part in parts]
+        head = select(number, *(of_all if checks else ()))
+
+        def work(connection: Any) -> Changes:
+            # Read first: the next call reads a change that is committed later, since its number is higher.
+            found = connection.execute(head).one()
+            last = int(found[0] or 0)
+            is_whole = (
+                since is None or last < since
+            )  # or another server took over, which lacks some changes
+            stamp = Stamp(last, int(found[1]), int(found[2] or 0), found[3]) if checks else None
+            if last == since:
+                return Changes(last, [], False, stamp)
+            query = select(*self._columns)
+            rows = connection.execute(
+                query if is_whole else query.where(p.c.change_number > since)
+            ).all()
+            return Changes(last, [Policy(*row) for row in rows], is_whole, stamp)
+
+        return self._db.alone(work)
+
+    def of(self, tag: str, queue: str) -> list[Policy]:
+        """Return the policies of a tag and of a queue."""
+        return self._read(or_(self._named("tag", tag), self._named("queue", queue)))
+
+    def set(
+        self, kind: Kind, name: str, changes: Mapping[str, Any], by: str
+    ) -> tuple[Policy, bool]:
+        """As it is now, and whether that is news. One that nobody has, and that says nothing, is not written."""
+        p, mine = self._p, self._named(kind, name)
+        query = select(*self._columns).where(mine)
+
+        def is_same(known: Policy) -> bool:
+            return all(getattr(known, field) == value for field, value in changes.items())
+
+        def work() -> tuple[Policy, bool]:
+            with self._db.begin() as connection:
+                row = connection.execute(query.with_for_update()).first()
+                known = Policy(kind, name) if row is None else Policy(*row)
+                if row is None and not is_same(known):
+                    self._insert(
+                        connection, {"kind": kind, "name": name, "is_paused": False, "version": 0}
+                    )
+                    known = Policy(*connection.execute(query.with_for_update()).one())
+                if is_same(known):
+                    return known, False
+                values = {
+                    **changes,
+                    "version": p.c.version + 1,
+                    "update_time": db_now(),
+                    "updated_by": by,
+                }
+                connection.execute(
+                    update(p).where(mine).values(**values, change_number=self._next(connection))
+                )
+                return Policy(*connection.execute(query).one()), True
+
+        return self._db.run(work)
+
+    def applied(self, policies: Sequence[Policy]) -> None:
+        """All rows are held or released as these versions of the policies say."""
+        p = self._p
+        ordered = sorted((policy.kind, policy.name, policy.version) for policy in policies)
+        named = tuple_(p.c.kind, p.c.name, p.c.version).in_(listing("policies"))
+        locking = (
+            select(p.c.kind, p.c.name, p.c.version)
+            .where(named)
+            .order_by(p.c.kind, p.c.name)
+            .with_for_update()
+        )
+        applying = update(p).where(named)
+
+        def work() -> None:
+            with self._db.begin() as connection:
+                found = [tuple(row) for row in connection.execute(locking, {"policies": ordered})]
+                if found:  # some may have been changed meanwhile
+                    values = {
+                        "applied_version": p.c.version,
+                        "change_number": self._next(connection),
+                    }
+                    connection.execute(applying.values(values), {"policies": found})
+
+        self._db.run(work)
+
+    def forget(self, older_than_s: float = KEPT_S) -> int:
+        """Delete policies that were cleared more than `older_than_s` seconds ago."""
+        p = self._p
+        old = and_(self._is_over, p.c.update_time < db_now_plus(-older_than_s))
+        return self._db.alone(lambda c: int(c.execute(delete(p).where(old)).rowcount))
+
+    def _next(self, on: Any) -> int:
+        """Return the number of this transaction's change. Call it after the policies are locked, so that no two
+        transactions wait for each other."""
+        changes = self._changes
+        counting = update(changes).where(changes.c.id == ROW).values(number=changes.c.number + 1)
+        if not on.execute(counting).rowcount:
+            self._insert_number(on, {"id": ROW, "number": 0})
+            on.execute(counting)
+        number: int = on.execute(self._number).scalar_one()
+        return number
+
+    def held(self) -> dict[tuple[str, str], int]:
+        """How many rows are held, by tag and queue."""
+        return self._count(Status.HELD)
+
+    def running(self) -> dict[tuple[str, str], int]:
+        """How many rows run, by tag and queue."""
+        return self._count(Status.RUNNING)
+
+    def _count(self, status: Status) -> dict[tuple[str, str], int]:
+        t = self._t
+        query = select(t.c.tag, t.c.queue, func.count()).where(
+            t.c.status == literal_column(f"{status:d}")
+        )
+        rows = self._db.alone(lambda c: c.execute(query.group_by(t.c.tag, t.c.queue)).all())
+        return {(row[0], row[1]): row[2] for row in rows}
+
+    def _named(self, kind: Kind, name: str) -> Any:
+        return and_(self._p.c.kind == kind, self._p.c.name == name)
+
+
+def is_paused(schema: Schema) -> ColumnElement[bool]:
+    """Whether a row's tag or queue is paused, as the table says; each policy is looked up by its name."""
+    t, p = schema.tasks, schema.policies
+    of_tag = exists().where(p.c.is_paused, p.c.kind == "tag", p.c.name == t.c.tag)
+    of_queue = exists().where(p.c.is_paused, p.c.kind == "queue", p.c.name == t.c.queue)
+    return or_(of_tag.correlate(t), of_queue.correlate(t))

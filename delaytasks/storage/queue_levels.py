@@ -1,0 +1,77 @@
+"""Stepping through an index from one queue and priority to the next: at the cost of their number, not of the rows'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Table, and_, literal_column, select, true
+
+from delaytasks.core.inputs import MAX_PRIORITY
+from delaytasks.core.interfaces import Level
+from delaytasks.core.states import Status
+
+
+def levels(connection: Connection, t: Table, status: Status) -> Iterator[Level]:
+    """The queues and priorities that have rows of this status."""
+    for queue in steps(connection, t.c.queue, has_status(t, status)):
+        yield from levels_of(connection, t, status, queue)
+
+
+def levels_of(connection: Connection, t: Table, status: Status, queue: str) -> Iterator[Level]:
+    """The priorities of one queue that have rows of this status."""
+    for priority in steps(
+        connection, t.c.priority, and_(has_status(t, status), t.c.queue == queue)
+    ):
+        yield Level(queue, priority)
+
+
+def first_levels_of(
+    connection: Connection, t: Table, status: Status, queue: str, most: int
+) -> list[Level]:
+    """Return at most `most` levels of one queue, since another program may have written any number of priorities.
+
+    The priorities that `schedule_delay` accepts come first. The highest ones follow, and then the lowest ones.
+    """
+    here = and_(has_status(t, status), t.c.queue == queue)
+    priority = t.c.priority
+    # Three ranges of the index: a condition with OR would read all rows of the queue.
+    ranges = (priority.between(0, MAX_PRIORITY), priority > MAX_PRIORITY, priority < 0)
+    found = chain.from_iterable(
+        steps(connection, priority, and_(here, each), descending=True) for each in ranges
+    )
+    return [Level(queue, number) for number in islice(found, most)]
+
+
+def queues_after(
+    connection: Connection, t: Table, status: Status, after: str | None, most: int
+) -> list[str]:
+    """Return the next `most` queues that have rows of this status, in the database's order."""
+    here = has_status(t, status)
+    return list(
+        islice(
+            steps(connection, t.c.queue, here if after is None else and_(here, t.c.queue > after)),
+            most,
+        )
+    )
+
+
+def has_status(t: Table, status: Status) -> ColumnElement[bool]:
+    # Written out: a parameter may be planned without the index of these rows alone.
+    return t.c.status == literal_column(str(int(status)))
+
+
+def steps(
+    connection: Any, column: Any, where: Any = None, descending: bool = False
+) -> Iterator[Any]:
+    """The values of an index's column, from one to the next."""
+    where = true() if where is None else where
+    query = select(column).where(where).order_by(column.desc() if descending else column).limit(1)
+    # Not min(): where statistics are missing, PostgreSQL reads all rows of the queue for it.
+    value = connection.execute(query).scalar()
+    while value is not None:
+        yield value
+        value = connection.execute(
+            query.where(column < value if descending else column > value)
+        ).scalar()

@@ -1,0 +1,151 @@
+"""Whether an acknowledged task can be lost: how the database replicates its commits, and writes them to disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from sqlalchemy import Connection, text
+
+from delaytasks.storage.database import Database
+
+LOST = "a failover loses tasks that were acknowledged"
+CRASH = "a crash of the server loses tasks that were acknowledged"
+
+
+class Replication(NamedTuple):
+    """`mode` is "none", "synchronous", "asynchronous", or "stopped" (commits wait for a missing standby)."""
+
+    mode: str
+    #: The settings and counts that the mode follows from.
+    facts: str
+    #: The consequence and the remedy; None if all is well.
+    problem: str | None = None
+
+
+def replication(database: Database) -> Replication | None:
+    """Return how this database replicates; None for a database that does not."""
+    read = _BY_NAME.get(database.url.get_backend_name())
+    return None if read is None else database.alone(read)
+
+
+#: A role without pg_monitor sees that a standby is connected, and NULL for how it is. Logical subscribers and
+#: pg_basebackup are connected in the same way, and nobody fails over to them.
+_STANDBYS = """
+SELECT count(*), sum(CASE WHEN sync_state IN ('sync', 'quorum') THEN 1 ELSE 0 END), count(sync_state)
+FROM pg_stat_replication r
+WHERE sync_state IN ('sync', 'quorum') OR COALESCE(state, '') <> 'backup' AND NOT EXISTS (
+    SELECT 1 FROM pg_replication_slots s
+    WHERE s.active_pid = r.pid AND (s.slot_type = 'logical' OR left(s.slot_name, 13) = 'pg_basebackup')
+)
+"""
+
+
+def _postgresql(on: Connection) -> Replication:
+    names, commit, fsync = (
+        str(on.exec_driver_sql(f"SHOW {name}").scalar())
+        for name in ("synchronous_standby_names", "synchronous_commit", "fsync")
+    )
+    standbys, synchronous, seen = on.execute(text(_STANDBYS)).one()
+    return of_postgresql(
+        names, commit, fsync == "on", standbys, int(synchronous or 0) if seen else None
+    )
+
+
+def of_postgresql(
+    names: str, commit: str, fsyncs: bool, standbys: int, synchronous: int | None
+) -> Replication:
+    """`synchronous` is the number of connected synchronous standbys, None if this role cannot see it."""
+    facts = (
+        f"{standbys} standbys, synchronous_standby_names = '{names}', synchronous_commit = {commit}"
+    )
+    mode, problem = "none", None
+    if names.strip() and commit in ("off", "local"):
+        mode = "asynchronous"
+        problem = f"{LOST}: set synchronous_commit = on, for no commit waits for a standby now"
+    elif names.strip() and (standbys == 0 or synchronous == 0):
+        mode = "stopped"
+        problem = "no synchronous standby is connected, so each COMMIT waits: bring one back"
+    elif names.strip():
+        mode = "synchronous"
+    elif standbys:
+        mode = "asynchronous"
+        problem = f"{LOST}: name the standbys in synchronous_standby_names"
+    if problem is None and (commit == "off" or not fsyncs):
+        setting = "synchronous_commit" if commit == "off" else "fsync"
+        problem = f"{CRASH}: set {setting} = on"
+    return Replication(mode, facts, problem)
+
+
+def _mysql(on: Connection) -> Replication:
+    found: dict[str, str] = {}
+    for what in ("VARIABLES", "STATUS"):
+        names = "', '".join(_NAMES[what])
+        rows = on.execute(text(f"SHOW GLOBAL {what} WHERE variable_name IN ('{names}')"))
+        found.update({str(name).lower(): str(value) for name, value in rows})
+    return of_mysql(found)
+
+
+#: MariaDB and MySQL below 8.0.26 say master, where newer ones say source.
+_NAMES = {
+    "VARIABLES": (
+        "log_bin",
+        "wsrep_on",
+        "innodb_flush_log_at_trx_commit",
+        "rpl_semi_sync_master_enabled",
+        "rpl_semi_sync_source_enabled",
+    ),
+    "STATUS": (
+        "Rpl_semi_sync_master_status",
+        "Rpl_semi_sync_source_status",
+        "Rpl_semi_sync_master_clients",
+        "Rpl_semi_sync_source_clients",
+        "Slaves_connected",
+        "wsrep_cluster_size",
+    ),
+}
+
+
+def of_mysql(found: Mapping[str, str]) -> Replication:
+    """`found` are the variables and status values of `_NAMES`, with names in lower case."""
+
+    def either(name: str) -> str | None:
+        return found.get(f"rpl_semi_sync_source_{name}", found.get(f"rpl_semi_sync_master_{name}"))
+
+    def is_on(value: str | None) -> bool:
+        return (value or "").upper() in ("ON", "1")
+
+    is_semi_sync, is_active, clients = (
+        is_on(either("enabled")),
+        is_on(either("status")),
+        either("clients") or "0",
+    )
+    connected = found.get("slaves_connected")
+    facts = f"semi-sync {'on' if is_semi_sync else 'off'}, {clients} semi-sync replicas"
+    facts += "" if connected is None else f", {connected} replicas"
+    mode, problem = "none", None
+    if is_on(found.get("wsrep_on")) and found.get("wsrep_cluster_size", "0") not in ("0", "1"):
+        mode, facts = "synchronous", f"Galera, {found['wsrep_cluster_size']} nodes"
+    elif is_semi_sync and not is_active:
+        mode = "asynchronous"
+        problem = f"{LOST}: semi-sync is enabled and has fallen back; do enough semi-sync replicas answer in time?"
+    elif is_semi_sync:
+        mode = "synchronous" if clients != "0" else "stopped"
+        if clients == "0":
+            problem = "no semi-sync replica is connected, so each COMMIT waits for rpl_semi_sync_*_timeout"
+    elif connected not in (None, "0"):
+        mode, problem = "asynchronous", f"{LOST}: enable semi-sync replication, or use Galera"
+    if (
+        problem is None
+        and mode != "synchronous"
+        and found.get("innodb_flush_log_at_trx_commit", "1") != "1"
+    ):
+        problem = f"{CRASH}: set innodb_flush_log_at_trx_commit = 1"
+    return Replication(mode, facts, problem)
+
+
+_BY_NAME: dict[str, Callable[[Connection], Replication]] = {
+    "postgresql": _postgresql,
+    "mysql": _mysql,
+    "mariadb": _mysql,
+}

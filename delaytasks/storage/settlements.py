@@ -1,0 +1,251 @@
+"""How runs end: settled, one statement for many rows, or by their processor in a transaction of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from sqlalchemy import ColumnElement, Update, and_, case, func, select, update
+
+from delaytasks.core.interfaces import Executor, Settlement
+from delaytasks.core.json_text import dump_json
+from delaytasks.core.states import FINISHED, MOVES, Status, following
+from delaytasks.core.task import DelayTask
+from delaytasks.storage.attempts import Attempts
+from delaytasks.storage.cipher import RESULT
+from delaytasks.storage.database import Database
+from delaytasks.storage.prepared_statements import Prepared
+from delaytasks.storage.rows import (
+    at_place,
+    by_id,
+    each_listed,
+    instant_text,
+    json_rows,
+    list_of,
+    next_version,
+    parts,
+    shared_name,
+    shared_parameter,
+)
+from delaytasks.storage.schema import Schema
+from delaytasks.storage.task_keys import TaskKeys
+from delaytasks.storage.types import db_now
+
+#: Moves after which nobody can tell that the task was claimed, and those that do not count as an attempt.
+NEVER_RAN = frozenset({"give_back", "expire"})
+RETURNS_ATTEMPT = NEVER_RAN | {"snooze"}
+#: Failed attempts, which are kept.
+MISSES = frozenset({"fail", "schedule_retry"})
+#: What is said of each row: who it has to be, as columns of the table of rows even where it is the same for all
+#: (constants would be a way in through an index of all that runs), and what it gets.
+_FENCE = ("id", "version", "was")
+_SAID = ("status", "error", "result", "began", "due", "due_time", "returned", "never_ran")
+_INSTANTS = ("began", "due", "due_time")
+
+
+class Settlements:
+    """Of one worker process."""
+
+    def __init__(self, database: Database, schema: Schema, worker: str) -> None:
+        self._db = database
+        self._t = schema.tasks
+        self._cipher = schema.cipher
+        self._keys = TaskKeys(database, schema)
+        self._attempts = Attempts(database, schema)
+        self._worker = worker
+        self._dialect = database.url.get_backend_name()
+        #: For rows that end alike but for when they began, and for any.
+        self._alike, self._any = (self._by_rows(own) for own in (("began",), _SAID))
+        #: For those of the first kind whose versions are the same too.
+        self._listed = self._by_list() if database.can.looks_up_lists else None
+
+    def _by_rows(self, own: Sequence[str]) -> Prepared:
+        t = self._t
+        w = json_rows(self._dialect, (*_FENCE, *own))
+        said = {name: w.c[name] if name in own else shared_parameter(name) for name in _SAID}
+        statement = self._ended(said).where(
+            t.c.id == w.c.id, t.c.version == w.c.version, t.c.status == w.c.was
+        )
+        # Without it MySQL reads a small table from end to end, and waits for each row in it that somebody has locked.
+        return Prepared(self._db, statement.where(each_listed(self._db, t.c.id)))
+
+    def _by_list(self) -> Prepared:
+        t = self._t
+        said: dict[str, Any] = {name: shared_parameter(name) for name in _SAID}
+        said["began"] = at_place(self._db, t.c.id, "began")
+        is_ours = t.c.version == shared_parameter("version"), t.c.status + 0 == int(Status.RUNNING)
+        return Prepared(
+            self._db, by_id(self._ended(said).where(each_listed(self._db, t.c.id), *is_ours), t)
+        )
+
+    def _ended(self, said: Mapping[str, ColumnElement[Any]]) -> Update:
+        t, never_ran = self._t, said["never_ran"] == 1
+        return update(t).values(
+            status=said["status"],
+            version=next_version(t.c.version),
+            error_stack=said["error"],
+            result=said["result"],
+            # Given back, it never ran: nobody did, anywhere.
+            execution_time=case(
+                (never_ran, None), else_=func.coalesce(said["began"], t.c.execution_time)
+            ),
+            worker=case((never_ran, None), else_=t.c.worker),
+            ip_address=case((never_ran, None), else_=t.c.ip_address),
+            expected_time=func.coalesce(said["due"], t.c.expected_time),
+            due_time=said["due_time"],
+            attempts=t.c.attempts - said["returned"],
+            lapses=case((never_ran, t.c.lapses), else_=0),
+            lease_until=None,
+            update_time=db_now(),
+        )
+
+    def settle(self, settlements: Sequence[Settlement]) -> set[int]:
+        """The ids whose end was accepted; the others were no longer ours."""
+        accepted: set[int] = set()
+        for part in _parts(settlements):
+            accepted |= self._settle_part(part)
+        return accepted
+
+    def complete(self, task: DelayTask, result: str | None, on: Executor) -> bool:
+        """The end of a task that runs, as a part of its processor's own transaction; False if it was taken from it."""
+        t, move = self._t, MOVES["succeed"]
+        self._keys.release(on, task)  # keys before tasks
+        done = {
+            "status": int(move.target),
+            "version": following(task.version),
+            "error_stack": None,
+            "result": self._kept(result, task),
+            "lapses": 0,
+            "lease_until": None,
+            "update_time": db_now(),
+        }
+        is_ours = and_(
+            t.c.id == task.id,
+            t.c.version == task.version,
+            t.c.status.in_([int(s) for s in move.sources]),
+        )
+        return bool(on.execute(update(t).where(is_ours).values(**done)).rowcount)
+
+    def _settle_part(self, ordered: Sequence[Settlement]) -> set[int]:
+        if not any(
+            s.move in MISSES or (s.task.key is not None and s.move != "give_back") for s in ordered
+        ):
+            return self._db.alone(lambda c: self._settled(c, ordered))
+
+        def together() -> set[int]:
+            with self._db.begin() as connection:
+                return self._together(connection, ordered)
+
+        return self._db.run(together)
+
+    def settle_together(self, on: Any, settlements: Sequence[Settlement]) -> set[int]:
+        """In a transaction of ours."""
+        return set().union(*(self._together(on, part) for part in _parts(settlements)))
+
+    def _together(self, on: Any, ordered: Sequence[Settlement]) -> set[int]:
+        # Keys before tasks, as those who replace a task do it: the other way round they would deadlock.
+        held = self._lock_keys(on, ordered)
+        settlements = [self._unless_replaced(s, held) for s in ordered]
+        accepted = self._settled(on, settlements)
+        over = [s for s in settlements if s.task.id in accepted]
+        self._keys.release_all(
+            on, [_named(s) for s in over if s.task.id in held and MOVES[s.move].target in FINISHED]
+        )
+        if failed := [s for s in over if s.move in MISSES]:
+            self._attempts.record(on, failed, self._worker)
+        return accepted
+
+    def _lock_keys(self, on: Any, settlements: Sequence[Settlement]) -> set[int]:
+        """The ids of those that still have their key."""
+        named = [_named(s) for s in settlements if s.task.key is not None and s.move != "give_back"]
+        return {row[0] for row in self._keys.lock_all(on, named, skip_locked=False)}
+
+    @staticmethod
+    def _unless_replaced(settlement: Settlement, held: set[int]) -> Settlement:
+        """A task whose key went to another one while it ran may finish, but not run again."""
+        task, again = settlement.task, settlement.move in ("schedule_retry", "snooze")
+        if not again or task.key is None or task.id in held:
+            return settlement
+        error = f"{settlement.error or settlement.move}\nNot run again: its key {task.key!r} went to another task."
+        return replace(settlement, move="fail", error=error, due=None)
+
+    def _said(self, settlement: Settlement) -> tuple[Any, ...]:
+        return (
+            settlement.task.id,
+            settlement.task.version,
+            int(Status.RUNNING),
+            int(MOVES[settlement.move].target),
+            settlement.error,
+            self._kept(settlement.result, settlement.task),
+            settlement.began,
+            settlement.due,
+            # Nobody moves a row that runs, so the due time is still the one that the claim returned.
+            settlement.due_time if settlement.due is not None else settlement.task.due_time,
+            int(settlement.move in RETURNS_ATTEMPT),
+            int(settlement.move in NEVER_RAN),
+        )
+
+    def _kept(self, result: str | None, task: DelayTask) -> str | None:
+        if result is None or self._cipher is None:
+            return result
+        return self._cipher.seal(result, RESULT, task.id, task.tag)
+
+    def _settled(self, connection: Any, ordered: Sequence[Settlement]) -> set[int]:
+        columns = dict(
+            zip((*_FENCE, *_SAID), zip(*map(self._said, ordered), strict=True), strict=True)
+        )
+        shared = [name for name in _SAID if name != "began" and _is_shared(columns[name])]
+        are_alike = len(shared) == len(_SAID) - 1
+        parameters = list_of(self._db, list(columns["id"]))
+        if are_alike and self._listed is not None and _is_shared(columns["version"]):
+            statement = self._listed
+            shared.append("version")
+            parameters["began"] = list(columns["began"])
+        else:
+            statement, own = (
+                (self._alike, (*_FENCE, "began")) if are_alike else (self._any, (*_FENCE, *_SAID))
+            )
+            columns |= {
+                name: tuple(instant_text(self._dialect, at) for at in columns[name])
+                for name in _INSTANTS
+            }
+            each = zip(*(columns[name] for name in own), strict=True)
+            parameters["rows"] = dump_json([dict(zip(own, row, strict=True)) for row in each])
+        if are_alike:
+            parameters |= {shared_name(name): columns[name][0] for name in shared}
+        if statement(connection, parameters).met == len(ordered):
+            return set(columns["id"])
+        # Some were not ours any more, or the same settlement came through before its answer was lost.
+        expected = {s.task.id: self._after(s) for s in ordered}
+        t = self._t
+        query = select(t.c.id, t.c.version, t.c.status, t.c.lapses).where(
+            t.c.id.in_(list(expected))
+        )
+        return {row[0] for row in connection.execute(query) if tuple(row[1:]) == expected[row[0]]}
+
+    @staticmethod
+    def _after(settlement: Settlement) -> tuple[int, int, int]:
+        """Version, status and lapses of a row that this settlement left; a lapse leaves other ones."""
+        task, never_ran = settlement.task, settlement.move in NEVER_RAN
+        return (
+            following(task.version),
+            int(MOVES[settlement.move].target),
+            task.lapses if never_ran else 0,
+        )
+
+
+def _is_shared(values: Sequence[Any]) -> bool:
+    """None or the same number in all. Of texts there is no need: MariaDB would have a table on a disk for the list."""
+    first = values[0]
+    return (first is None or isinstance(first, int)) and values.count(first) == len(values)
+
+
+def _named(settlement: Settlement) -> tuple[int, str, str | None]:
+    return settlement.task.id, settlement.task.tag, settlement.task.key
+
+
+def _parts(settlements: Sequence[Settlement]) -> Iterator[list[Settlement]]:
+    """In the order of their ids."""
+    ordered = sorted(settlements, key=lambda settlement: settlement.task.id)
+    return parts(ordered, lambda s: len(s.error.encode(errors="replace")) if s.error else 0)

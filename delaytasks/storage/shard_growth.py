@@ -1,0 +1,84 @@
+"""What is left in the old homes of keys when a shard was added."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import groupby, islice
+from typing import NamedTuple
+
+from delaytasks.core.ids import shard_of
+from delaytasks.core.shards import home_of
+from delaytasks.core.states import FINISHED
+from delaytasks.storage.shards import Shards
+from delaytasks.storage.task_keys import KeyRow
+
+BATCH_ROWS = 1000
+
+
+class KeysToMove(NamedTuple):
+    """Keys in the table of one shard."""
+
+    #: Of live tasks there, of which their new homes do not know.
+    unknown: list[KeyRow]
+    #: Of tasks that are nowhere: who scheduled them died before, or they are finished.
+    dead: list[KeyRow]
+
+
+class Growth:
+    """Once all homes know of the live tasks that stay where they are, nobody has to ask at old homes."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self._count = len(shards.stores)
+
+    def left(self, number: int) -> KeysToMove:
+        left = KeysToMove([], [])
+        rows = iter(self._shards.store(number).tasks.key_owners.rows())
+        while batch := list(islice(rows, BATCH_ROWS)):
+            left.dead.extend(
+                row for row in batch if row.status is None and self._is_dead(row, number)
+            )
+            moved = [
+                row
+                for row in batch
+                if row.status not in (None, *FINISHED) and self._home(row) != number
+            ]
+            left.unknown.extend(self._unknown(moved, number))
+        return left
+
+    def finish(self, number: int) -> KeysToMove:
+        """As `left`, and what it returns is done: homes know, and what is dead is gone."""
+        left, key_owners = self.left(number), self._shards.store(number).tasks.key_owners
+        for row in left.dead:
+            key_owners.drop(row, partial(self._is_dead, row, number))
+        for row in left.unknown:
+            task = self._shards.store(number).tasks.get(row.id)
+            if task is not None:
+                with key_owners.pointing(task) as is_held:
+                    if is_held:
+                        self._shards.store(self._home(row)).tasks.key_owners.point(task, "reject")
+        return left
+
+    def _unknown(self, moved: Sequence[KeyRow], number: int) -> Iterator[KeyRow]:
+        def place(row: KeyRow) -> tuple[int, str]:
+            return self._home(row), row.tag
+
+        for (home, tag), some in groupby(sorted(moved, key=place), place):
+            rows = list(some)
+            known = self._shards.store(home).touches.ids_of_keys(tag, [row.key for row in rows])
+            yield from (
+                row for row in rows if row.key not in known or shard_of(known[row.key]) != number
+            )
+
+    def _is_dead(self, row: KeyRow, number: int) -> bool:
+        """Of a key in this shard, whose task is not here."""
+        pointed = shard_of(row.id)
+        if pointed == number:
+            return True  # it was purged
+        if pointed >= self._count:
+            return False  # nobody knows
+        return self._shards.store(pointed).tasks.key_owners.live(row) is None
+
+    def _home(self, row: KeyRow) -> int:
+        return home_of(row.tag, row.key, self._count)

@@ -1,0 +1,97 @@
+"""One database with its tables, put together."""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection, exc, inspect
+
+from delaytasks.core.errors import ConfigError, StoreError, StoreUnavailableError
+from delaytasks.core.masking import mask_url
+from delaytasks.core.settings import Settings
+from delaytasks.storage import sqlite_file as sqlitefile
+from delaytasks.storage.bulk import Bulk
+from delaytasks.storage.cipher import cipher_of
+from delaytasks.storage.claims import Claims
+from delaytasks.storage.database import Database
+from delaytasks.storage.deferred_rows import DeferredRows
+from delaytasks.storage.driver_errors import REMEDY
+from delaytasks.storage.inspection import Inspection
+from delaytasks.storage.leases import Leases
+from delaytasks.storage.migrations import check_charset, check_number, number_of
+from delaytasks.storage.notices import Notices
+from delaytasks.storage.paused_rows import PausedRows
+from delaytasks.storage.policies import PolicyTable
+from delaytasks.storage.schema import build_schema
+from delaytasks.storage.sweep_queries import SweepQueries
+from delaytasks.storage.tasks import Tasks
+from delaytasks.storage.touches import Touches
+from delaytasks.storage.waitlist import Limited
+from delaytasks.storage.worker_table import WorkerTable
+
+
+class Store:
+    def __init__(self, url: str, settings: Settings, shard: int = 0) -> None:
+        self.shard = shard
+        self.database = Database(
+            url, settings.pool_size, shard if len(settings.database_url) > 1 else None
+        )
+        self.schema = build_schema(
+            settings.table_prefix, settings.table_schema, shard, cipher_of(settings.encryption_keys)
+        )
+        self.tasks = Tasks(self.database, self.schema)
+        self.bulk = Bulk(self.database, self.schema)
+        self.touches = Touches(self.database, self.schema)
+        self.sweeps = SweepQueries(self.database, self.schema, settings.lease_s, settings.timer)
+        self.leases = Leases(self.database, self.schema, settings.lease_s)
+        self.inspection = Inspection(self.database, self.schema)
+        self.workers = WorkerTable(self.database, self.schema)
+        self.deferred_rows = DeferredRows(self.database, self.schema)
+        self.policies = PolicyTable(self.database, self.schema)
+        self.holding = PausedRows(self.database, self.schema)
+        self.notices = Notices(self.database, self.schema)
+        self._lease_s = settings.lease_s
+
+    def claims(self, worker: str, ip: int | None, limited: Limited = dict) -> Claims:
+        return Claims(self.database, self.schema, worker, ip, self._lease_s, limited)
+
+    def check(self) -> None:
+        """`ConfigError` if tables are missing, older than this code, or too narrow, or the policies can not be read."""
+        t = self.schema.tasks
+        if sqlitefile.is_missing(self.database.url):
+            raise ConfigError(f"there is no database {self._where()}; {REMEDY}")
+        found = self.database.alone(lambda c: _column_names(c, t.name, t.schema))
+        missing = [column.name for column in t.columns if column.name not in found]
+        if missing:
+            what = f"has no column {', '.join(missing)}" if found else "does not exist"
+            raise ConfigError(f"table {t.fullname} {what} in {self._where()}; {REMEDY}")
+        check_charset(self.database, self.schema)
+        try:
+            self.policies.check()  # without which nothing runs
+        except StoreUnavailableError:
+            raise
+        except StoreError as error:
+            raise ConfigError(
+                f"the policies can not be read, in {self._where()}: {error}"
+            ) from error
+        self.check_number(is_needed=False)
+
+    def check_number(self, is_needed: bool = True) -> None:
+        """`ConfigError` if this is another shard than the one in whose place it stands."""
+        found = self.database.alone(lambda c: number_of(c, self.schema))
+        check_number(found, self.shard, self.database.url)
+        if found is None and is_needed:
+            raise ConfigError(
+                f"shard {self.shard}, {self._where()}, does not know its number yet; {REMEDY}"
+            )
+
+    def _where(self) -> str:
+        return mask_url(str(self.database.url.render_as_string(hide_password=True)))
+
+    def close(self) -> None:
+        self.database.dispose()
+
+
+def _column_names(connection: Connection, table: str, schema: str | None) -> set[str]:
+    try:
+        return {column["name"] for column in inspect(connection).get_columns(table, schema)}
+    except exc.NoSuchTableError:
+        return set()

@@ -1,0 +1,116 @@
+"""Keys of live tasks: (tag, key) names one id at a time.
+
+A key's row is always locked before its task's: whoever goes the other way could deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from sqlalchemy import ColumnElement, and_, bindparam, delete, false, select, update
+
+from delaytasks.core.states import Status
+from delaytasks.core.task import DelayTask
+from delaytasks.storage.database import Database
+from delaytasks.storage.inserts import Insert
+from delaytasks.storage.rows import listed
+from delaytasks.storage.schema import Schema
+
+
+class KeyRow(NamedTuple):
+    """A key, the id that has it, and the status of that task; None if it is not in this database."""
+
+    id: int
+    tag: str
+    key: str
+    status: Status | None
+
+
+Keyed = DelayTask | KeyRow
+
+
+class TaskKeys:
+    def __init__(self, database: Database, schema: Schema) -> None:
+        self._db = database
+        self._k = k = schema.keys
+        t = schema.tasks
+        self._rows = select(k.c.task_id, k.c.tag, k.c.task_key, t.c.status).outerjoin(
+            t, t.c.id == k.c.task_id
+        )
+        self._insert = Insert(database, k, ("tag", "task_key", "task_id"))
+        self._of = select(k.c.task_id).where(
+            k.c.tag == bindparam("tag"), k.c.task_key == bindparam("task_key")
+        )
+        named = and_(k.c.tag == bindparam("tag"), listed(database, k.c.task_key, "task_keys"))
+        self._of_many = select(k.c.task_key, k.c.task_id).where(named)
+
+    def id_of(self, on: Any, tag: str, key: str | None, is_locked: bool = False) -> int | None:
+        query = self._of.with_for_update() if is_locked else self._of
+        found: int | None = on.execute(query, {"tag": tag, "task_key": key}).scalar()
+        return found
+
+    def ids_of(self, on: Any, tag: str, keys: Sequence[str]) -> dict[str, int]:
+        """By key, of those that somebody has."""
+        return dict(on.execute(self._of_many, {"tag": tag, "task_keys": keys}).all())
+
+    def rows(self) -> Iterator[KeyRow]:
+        """All keys that are taken."""
+        for rows in self._db.stream(self._rows, size=1000):
+            for id, tag, key, status in rows:
+                yield KeyRow(id, tag, key, None if status is None else Status.of(status))
+
+    def lock(self, on: Any, task: Keyed) -> int | None:
+        """The id that has the key of this task, and goes on having it until the transaction's end."""
+        return self.id_of(on, task.tag, task.key, is_locked=True)
+
+    def take(self, on: Any, task: Keyed) -> bool:
+        """True if the key was free."""
+        return self._insert(on, {"tag": task.tag, "task_key": task.key, "task_id": task.id})
+
+    def pass_to(self, on: Any, task: DelayTask) -> None:
+        """From whoever has it to this task."""
+        on.execute(update(self._k).where(self._named(task)).values(task_id=task.id))
+
+    def release(self, on: Any, task: Keyed) -> None:
+        """Unless it names another task by now."""
+        if task.key is not None:
+            on.execute(delete(self._k).where(self._named(task), self._k.c.task_id == task.id))
+
+    def lock_all(self, on: Any, tasks: Sequence[Any], skip_locked: bool = True) -> list[Any]:
+        """Those (id, tag, key) of them that still have their key; what somebody else has locked is passed over, or
+        waited for."""
+        if not tasks:
+            return []
+        lock = (
+            select(self._k.c.task_id)
+            .where(self._named_all(tasks))
+            .order_by(self._k.c.task_key, self._k.c.tag)
+        )
+        mine = set(on.execute(lock.with_for_update(skip_locked=skip_locked)).scalars())
+        return [task for task in tasks if task[0] in mine]
+
+    def held(self, on: Any, tasks: Sequence[Any]) -> list[Any]:
+        """Those (id, tag, key) of them that have their key, whoever has it locked."""
+        if not tasks:
+            return []
+        mine = set(on.execute(select(self._k.c.task_id).where(self._named_all(tasks))).scalars())
+        return [task for task in tasks if task[0] in mine]
+
+    def release_all(self, on: Any, tasks: Sequence[Any]) -> None:
+        if tasks:
+            on.execute(delete(self._k).where(self._named_all(tasks)))
+
+    def _named_all(self, tasks: Sequence[Any]) -> ColumnElement[bool]:
+        ids, tags, keys = ({task[part] for task in tasks} for part in range(3))
+        # The key and the tag as well: there is no index on ids.
+        return and_(
+            self._k.c.task_key.in_(keys), self._k.c.tag.in_(tags), self._k.c.task_id.in_(ids)
+        )
+
+    def write_nothing(self, on: Any) -> None:
+        """A statement that writes, so that the database begins a transaction."""
+        on.execute(delete(self._k).where(false()))
+
+    def _named(self, task: Keyed) -> ColumnElement[bool]:
+        return and_(self._k.c.tag == task.tag, self._k.c.task_key == task.key)

@@ -1,0 +1,273 @@
+"""Rows as producers and operators see them: schedule, look up, cancel, reschedule, retry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import datetime
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, exc, select
+
+from delaytasks.core.errors import DuplicateTaskError, TaskNotFoundError
+from delaytasks.core.interfaces import Executor, OnConflict
+from delaytasks.core.states import Status
+from delaytasks.core.task import Attempt, DelayTask, Page
+from delaytasks.storage import pages
+from delaytasks.storage.attempts import Attempts
+from delaytasks.storage.database import Database
+from delaytasks.storage.driver_errors import TRIES
+from delaytasks.storage.inserts import BulkInsert, Insert, is_duplicate
+from delaytasks.storage.key_owners import KeyOwners
+from delaytasks.storage.moves import Moves
+from delaytasks.storage.rows import NEW_COLUMNS, columns, task_of, values_of
+from delaytasks.storage.schema import Schema
+from delaytasks.storage.task_keys import TaskKeys
+from delaytasks.storage.types import db_now
+
+T = TypeVar("T")
+
+
+class Tasks:
+    def __init__(self, database: Database, schema: Schema) -> None:
+        self._db = database
+        self._t = t = schema.tasks
+        self._schema = schema
+        self._shard = schema.shard
+        self._keys = TaskKeys(database, schema)
+        self._attempts = Attempts(database, schema)
+        self._columns = columns(schema)
+        self._insert = Insert(database, t, NEW_COLUMNS)
+        self._insert_bulk = BulkInsert(database, schema)
+        self._moves = Moves(schema, self._keys)
+        self._get = self._moves.get
+        self.key_owners = KeyOwners(database, schema, self._keys, self._moves)
+
+    # -- schedule ---------------------------------------------------------------------------------
+
+    def insert(self, task: DelayTask, on: Executor | None = None) -> bool:
+        """True if the row is new; False if a row with this id exists."""
+        if on is not None:
+            return self._insert(on, values_of(task, self._schema))
+        return self._db.run(lambda: self._insert_alone(task), unknown_id=task.id)
+
+    def _insert_alone(self, task: DelayTask) -> bool:
+        with self._db.auto.connect() as connection:
+            return self._insert(connection, values_of(task, self._schema))
+
+    def insert_many(self, tasks: Sequence[DelayTask], on: Executor | None = None) -> bool:
+        """All rows in one go; False (and no row) if one of the ids exists."""
+
+        def work(connection: Any) -> bool:
+            try:
+                with self._savepoint(connection) if on is not None else nullcontext():
+                    self._insert_bulk(connection, tasks)
+            except exc.IntegrityError as error:
+                if not is_duplicate(error):
+                    raise
+                if on is None:
+                    connection.rollback()
+                return False
+            return True
+
+        return self._in_transaction(work, on, tasks[0].id)
+
+    def insert_keyed(
+        self,
+        task: DelayTask,
+        on_conflict: OnConflict,
+        on: Executor | None = None,
+        pointing: Collection[int] = (),
+    ) -> tuple[DelayTask, bool]:
+        """The task that has the key afterwards, and whether it was written now."""
+
+        def work(connection: Any) -> tuple[DelayTask, bool]:
+            if on is None:
+                return self.key_owners.take(
+                    connection, task, on_conflict, self._insert_own, pointing
+                )
+            with self._savepoint(connection):  # an id that exists must not leave its key behind
+                return self.key_owners.take(
+                    connection, task, on_conflict, self._insert_own, pointing
+                )
+
+        return self._in_transaction(work, on, unknown_id=task.id)
+
+    def _insert_own(self, on: Any, task: DelayTask) -> None:
+        if not self._insert(on, values_of(task, self._schema)):
+            raise DuplicateTaskError(f"there is a task with id {task.id} already", task.id)
+
+    # -- look up ----------------------------------------------------------------------------------
+
+    def get(self, id: int, on: Executor | None = None) -> DelayTask | None:
+        row = self._read(lambda c: c.execute(self._get, {"task_id": id}).first(), on)
+        return None if row is None else task_of(row, self._schema)
+
+    def read(self, id: int, on: Executor | None = None) -> DelayTask:
+        """As `get`, of a task that must be there."""
+        found = self.get(id, on)
+        if found is None:
+            raise TaskNotFoundError(f"there is no task {id}", id)
+        return found
+
+    def id_of_key(self, tag: str, key: str, on: Executor | None = None) -> int | None:
+        found: int | None = self._read(lambda c: self._keys.id_of(c, tag, key), on)
+        if on is None or not self._db.can.reads_as_of_start:
+            return found
+        # Another task may have taken the key after the caller's transaction began. Whoever cancels the key's task must
+        # not be told that there is none, or that the one before has ended.
+        current = self.id_of_key(tag, key)
+        if found is None:
+            return current
+        if current is None or current == found:
+            return found
+        # Either somebody else has passed the key on, or the caller's own transaction has, which only its connection
+        # sees. A locking read there sees both.
+        return self._keys.id_of(on, tag, key, is_locked=True)
+
+    def attempts(self, id: int, on: Executor | None = None) -> list[Attempt]:
+        found: list[Attempt] = self._read(lambda c: self._attempts.of(c, id), on)
+        if not found:
+            self.read(id, on)
+        return found
+
+    def find(
+        self,
+        tag: str | None,
+        status: Status | None,
+        key: str | None,
+        since: datetime | None,
+        until: datetime | None,
+        cursor: str | None,
+        limit: int,
+        on: Executor | None = None,
+        newest_first: bool = False,
+    ) -> Page:
+        """In the order of their due times; a cursor stands for a place, so pages stay right while rows move."""
+        t = self._t
+        query = select(*self._columns)
+        if tag is not None:
+            query = query.where(t.c.tag == tag)
+        if key is not None:
+            query = query.where(t.c.task_key == key)
+        if since is not None:
+            query = query.where(t.c.expected_time >= since)
+        if until is not None:
+            query = query.where(t.c.expected_time < until)
+        if cursor is not None:
+            query = pages.after(query, t, self._shard, cursor, newest_first)
+        is_narrow = key is not None or tag is not None
+        rows = self._read(
+            lambda c: pages.first(c, query, t, status, is_narrow, limit + 1, newest_first), on
+        )
+        tasks = [task_of(row, self._schema) for row in rows[:limit]]
+        return Page(tasks, pages.make_cursor(tasks[-1]) if len(rows) > limit else None)
+
+    def now(self, insists: bool = False) -> datetime:
+        """Asked once, for who has another way and asks again soon; or as often as any statement is tried."""
+
+        def ask() -> datetime:
+            with self._db.auto.connect() as connection:
+                instant: datetime = connection.execute(select(db_now())).scalar_one()
+                return instant
+
+        return self._db.run(ask, tries=TRIES if insists else 1)
+
+    # -- move -------------------------------------------------------------------------------------
+
+    def cancel(
+        self, id: int, version: int | None = None, on: Executor | None = None
+    ) -> DelayTask | None:
+        """The task as it was left, or None if it was cancelled already."""
+        tried: list[DelayTask] = []
+
+        def work(connection: Any) -> DelayTask | None:
+            if tried:  # by an earlier try of this call, whose answer was lost
+                left = self.get(id, connection)
+                if left is not None and (left.status, left.version) == (
+                    tried[-1].status,
+                    tried[-1].version,
+                ):
+                    return left
+            task = self._moves.take(connection, "cancel", id, version)
+            if task.status is Status.CANCELLED:
+                return None
+            tried.append(self._moves.make(connection, "cancel", task, {}))
+            self._keys.release(connection, task)
+            return tried[-1]
+
+        return self._in_transaction(work, on, id)
+
+    def reschedule(
+        self, id: int, due: datetime, version: int | None = None, on: Executor | None = None
+    ) -> DelayTask:
+        def work(connection: Any) -> DelayTask:
+            task = self._moves.take(connection, "reschedule", id, version)
+            return self._moves.make(connection, "reschedule", task, {"expected_time": due})
+
+        return self._in_transaction(work, on, id)
+
+    def retry(
+        self,
+        id: int,
+        due: datetime,
+        version: int | None = None,
+        on: Executor | None = None,
+        pointing: Collection[int] = (),
+        once_held: Callable[[], object] = lambda: None,
+    ) -> DelayTask:
+        """`once_held` is called when the task has its key again, and may refuse."""
+
+        def work(connection: Any) -> DelayTask:
+            task = self._moves.take(connection, "retry", id, version)
+            if task.key is not None:
+                try:
+                    with self._savepoint(connection) if on is not None else nullcontext():
+                        self.key_owners.take(
+                            connection, task, "reject", lambda *_: once_held(), pointing
+                        )
+                except DuplicateTaskError as error:
+                    fact = f"task {error.id} has the key {task.key!r} of task {id} now"
+                    raise DuplicateTaskError(f"retry: {fact}", error.id) from None
+            return self._moves.make(
+                connection, "retry", task, {"expected_time": due, "attempts": 0, "lapses": 0}
+            )
+
+        return self._in_transaction(work, on, id)
+
+    # -- connections ------------------------------------------------------------------------------
+
+    def together(self, work: Callable[[Any], T], unknown_id: int) -> T:
+        """`work` with a connection whose transaction is committed after it; tried again as a whole."""
+        return self._in_transaction(work, None, unknown_id)
+
+    def _savepoint(self, on: Any) -> AbstractContextManager[Any]:
+        if isinstance(on, Connection) and on._is_autocommit_isolation():
+            return nullcontext()  # the caller wants each statement to stand alone
+        if self._db.can.begins_late:
+            # Only a statement that writes begins a transaction; without one the savepoint's end would commit.
+            self._keys.write_nothing(on)
+        context: AbstractContextManager[Any] = on.begin_nested()
+        return context
+
+    def _in_transaction(
+        self, work: Callable[[Any], T], on: Any, unknown_id: int | None = None
+    ) -> T:
+        if on is not None:
+            return work(on)
+
+        def alone() -> T:
+            with self._db.begin() as connection:
+                return work(connection)
+
+        return self._db.run(alone, unknown_id)
+
+    def _read(self, work: Callable[[Any], Any], on: Any) -> Any:
+        def read() -> Any:
+            context: AbstractContextManager[Any] = (
+                self._db.auto.connect() if on is None else nullcontext(on)
+            )
+            with context as connection:
+                return work(connection)
+
+        return read() if on is not None else self._db.run(read)

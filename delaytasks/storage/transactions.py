@@ -1,0 +1,210 @@
+"""A caller's transaction: rows are written in it, and armed after it is committed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from sqlalchemy import Connection, event, exc
+from sqlalchemy.util.concurrency import in_greenlet
+
+from delaytasks.core.errors import DelayTaskError, SessionUnusableError, StoreError
+from delaytasks.core.interfaces import Executor, Transaction
+from delaytasks.core.task import DelayTask
+from delaytasks.storage.driver_errors import reason_of, unknown_outcome
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+Action = Callable[..., None]
+#: What waits for a session's commit, in its `info`; a session that has it is listened to.
+_PENDING = "delaytasks.pending"
+_OUTSIDE_OF_RUN_SYNC = (
+    "session= is asynchronous, and this call was not made inside its run_sync(); write: "
+    "await session.run_sync(lambda session: delays.schedule_delay(..., session=session))"
+)
+
+
+def transaction_of(session: Any) -> Transaction:
+    """The unit for what the caller gave as `session=`."""
+    from sqlalchemy.orm import Session  # a process without sessions does not import the ORM
+
+    given = type(session).__name__
+    if callable(getattr(session, "registry", None)):
+        session = session()  # scoped_session, as Flask-SQLAlchemy has it
+    session = getattr(session, "sync_session", session)  # AsyncSession
+    session = getattr(session, "sync_connection", session)  # AsyncConnection
+    if isinstance(session, Connection):
+        return ConnectionTransaction(session)
+    if isinstance(session, Session):
+        return SessionTransaction(session)
+    raise SessionUnusableError(
+        f"session= takes a SQLAlchemy Session or Connection, or an asynchronous one inside its run_sync(), not {given}"
+    )
+
+
+class _Unit:
+    executor: Any
+
+    @property
+    def stands_alone(self) -> bool:
+        return _stands_alone(self.executor)
+
+    @contextmanager
+    def guard(self, unknown_id: int | None = None) -> Iterator[Executor]:
+        stands_alone = False
+        try:
+            executor = self.executor
+            if executor.dialect.is_async and not in_greenlet():
+                raise SessionUnusableError(_OUTSIDE_OF_RUN_SYNC)
+            stands_alone = _stands_alone(executor)
+            yield executor
+        except exc.DBAPIError as error:
+            if stands_alone and unknown_id is not None and error.connection_invalidated:
+                raise unknown_outcome(
+                    reason_of(error), unknown_id
+                ) from error  # there is nothing to roll back
+            # Never tried again by us: the transaction may be rolled back as a whole, with what the caller did.
+            remedy = (
+                "of many tasks the first ones may be there"
+                if stands_alone
+                else "roll it back, nothing was sent"
+            )
+            raise SessionUnusableError(
+                f"the caller's transaction can not be used: {reason_of(error)}; {remedy}"
+            ) from error
+        except exc.MissingGreenlet as error:
+            raise SessionUnusableError(_OUTSIDE_OF_RUN_SYNC) from error
+        except exc.SQLAlchemyError as error:
+            # The text of a StatementError has the statement and its parameters, which are bodies and keys.
+            reason = str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
+            raise SessionUnusableError(f"the caller's session can not be used: {reason}") from error
+        except ValueError as error:
+            if isinstance(error, DelayTaskError):
+                raise
+            # Our own connections read such rows, of which other programs write some.
+            raise StoreError(
+                f"the caller's driver can not read a row of another program: {error}"
+            ) from error
+
+
+def _stands_alone(executor: Any) -> bool:
+    return bool(executor._is_autocommit_isolation())
+
+
+class SessionTransaction(_Unit):
+    """Entries wait in the session, each under the (nested) transaction that wrote it."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        #: As it was asked for last, by the guard of each step: who ends a transaction in between gets another one.
+        self._connection: Connection | None = None
+
+    @property
+    def executor(self) -> Connection:
+        self._connection = self._session.connection()
+        return self._connection
+
+    def after_commit(self, tasks: Sequence[DelayTask], action: Action) -> None:
+        session = self._session
+        if _PENDING not in session.info:
+            event.listen(session, "after_commit", _on_commit)
+            event.listen(session, "after_soft_rollback", _on_rollback)
+            event.listen(session, "after_transaction_end", _on_end)
+            session.info[_PENDING] = []
+        transaction = session.get_nested_transaction() or session.get_transaction()
+        session.info[_PENDING].append(
+            (transaction, self._connection or self.executor, tasks, action)
+        )
+
+
+def _on_commit(session: Session) -> None:
+    """Fires for savepoints too; only the outermost commit is one that others see."""
+    if session.in_nested_transaction():
+        return
+    pending, session.info[_PENDING] = session.info.get(_PENDING, ()), []
+    for _, connection, tasks, action in pending:
+        if not connection.closed and connection.in_transaction():
+            # The session joined a transaction that somebody else began, and will end.
+            ConnectionTransaction(connection).after_commit(tasks, action)
+        else:
+            action(tasks)
+
+
+def _on_rollback(session: Session, ended: Any) -> None:
+    pending = session.info.get(_PENDING)
+    if pending:
+        session.info[_PENDING] = [
+            waiting for waiting in pending if not _is_inside(waiting[0], ended)
+        ]
+
+
+def _on_end(session: Session, ended: Any) -> None:
+    """A session that is closed tells of no rollback."""
+    if ended.parent is None:
+        session.info[_PENDING] = []
+
+
+def _is_inside(transaction: Any, ended: Any) -> bool:
+    while transaction is not None:
+        if transaction is ended:
+            return True
+        transaction = transaction.parent
+    return False
+
+
+#: What waits for a Connection's commit: the savepoints that it was written in, tasks, action. Not in
+#: `Connection.info`, which belongs to the driver's connection, and the pool gives that to others.
+_waiting: WeakKeyDictionary[Connection, list[tuple[set[str], Sequence[DelayTask], Action]]] = (
+    WeakKeyDictionary()
+)
+
+
+class ConnectionTransaction(_Unit):
+    """SQLAlchemy tells of a Connection's commit just before it happens, so what is armed then is not there yet."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        if connection.closed or connection.invalidated:
+            raise SessionUnusableError("the caller's connection is closed; nothing was sent")
+
+    @property
+    def executor(self) -> Executor:
+        return self._connection
+
+    def after_commit(self, tasks: Sequence[DelayTask], action: Action) -> None:
+        connection = self._connection
+        if not connection.in_transaction() or connection._is_autocommit_isolation():
+            action(tasks)
+            return
+        if not event.contains(connection, "commit", _on_connection_commit):
+            event.listen(connection, "commit", _on_connection_commit)
+            event.listen(connection, "rollback", _on_connection_rollback)
+            event.listen(connection, "rollback_savepoint", _on_rollback_to_savepoint)
+        _waiting.setdefault(connection, []).append((_savepoints(connection), tasks, action))
+
+
+def _on_connection_commit(connection: Connection) -> None:
+    for _, tasks, action in _waiting.pop(connection, ()):
+        action(tasks, is_committed=False)
+
+
+def _on_connection_rollback(connection: Connection) -> None:
+    _waiting.pop(connection, None)
+
+
+def _on_rollback_to_savepoint(connection: Connection, name: str, context: None) -> None:
+    if connection in _waiting:
+        _waiting[connection] = [item for item in _waiting[connection] if name not in item[0]]
+
+
+def _savepoints(connection: Connection) -> set[str]:
+    """The names of those that are open; SQLAlchemy tells of them only when they end."""
+    names = set()
+    nested = connection.get_nested_transaction()
+    while nested is not None:
+        names.add(nested._savepoint)
+        nested = nested._previous_nested
+    return names

@@ -1,0 +1,109 @@
+"""One row for each worker: who is alive, what it serves, and how far its clock is off."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from sqlalchemy import delete, exc, insert, select, update
+
+from delaytasks.storage.database import Database
+from delaytasks.storage.schema import Schema
+from delaytasks.storage.types import db_now, db_now_plus
+
+#: Workers that one sweep declares lost; the next one goes on.
+BURIED = 100
+#: A worker with more tags than fit here publishes none.
+MOST_TAG_BYTES = 16_384
+
+
+class WorkerTable:
+    def __init__(self, database: Database, schema: Schema) -> None:
+        self._db = database
+        self._w = schema.workers
+        #: The tags that this process has published, by the worker's name.
+        self._published: dict[str, str | None] = {}
+
+    def seen(
+        self,
+        name: str,
+        queues: Sequence[str],
+        pool: str,
+        concurrency: int,
+        offset_us: int,
+        tags: Collection[str] | None = None,
+    ) -> None:
+        """`tags` are those that the worker has processors for; None if they are not known."""
+        w, published = self._w, _published(tags)
+        values = {
+            "seen_at": db_now(),
+            "queues": json.dumps(sorted(queues)),
+            "pool": pool,
+            "concurrency": concurrency,
+            "clock_offset_us": offset_us,
+        }
+
+        def work(connection: Any) -> None:
+            # A text that stays the same is not written again every few seconds.
+            changed = {} if self._published.get(name, "") == published else {"tags": published}
+            known = update(w).where(w.c.name == name).values({**values, **changed})
+            if connection.execute(known).rowcount:
+                self._published[name] = published
+                return
+            try:
+                connection.execute(
+                    insert(w).values(name=name, started_at=db_now(), tags=published, **values)
+                )
+                self._published[name] = published
+            except exc.IntegrityError:  # another thread of the same worker was faster
+                connection.execute(known)
+
+        self._db.alone(work)
+
+    def gone(self, name: str) -> None:
+        """It stopped in order, and has sent back what it held."""
+        w = self._w
+        self._db.alone(lambda c: c.execute(delete(w).where(w.c.name == name)))
+
+    def bury(self, silent_s: float) -> list[str]:
+        """Some of the workers that were not seen for so long; each is reported once."""
+        w = self._w
+
+        def work(connection: Any) -> list[str]:
+            stale = w.c.seen_at < db_now_plus(-silent_s)
+            names = (
+                connection.execute(select(w.c.name).where(stale).order_by(w.c.name).limit(BURIED))
+                .scalars()
+                .all()
+            )
+            return [
+                n
+                for n in names
+                if connection.execute(delete(w).where(w.c.name == n, stale)).rowcount
+            ]
+
+        return self._db.alone(work)
+
+    def alive(self) -> list[dict[str, Any]]:
+        w = self._w
+        rows = self._db.alone(lambda c: c.execute(select(w).order_by(w.c.name)).mappings().all())
+        return [
+            {**row, "queues": json.loads(row["queues"]), "tags": _tags_of(row["tags"])}
+            for row in rows
+        ]
+
+
+def _published(tags: Collection[str] | None) -> str | None:
+    """Return the tags as JSON, or None if that is longer than the registry takes: then nobody knows them."""
+    if tags is None:
+        return None
+    text = json.dumps(sorted(tags), ensure_ascii=False, separators=(",", ":"))
+    return text if len(text.encode()) <= MOST_TAG_BYTES else None
+
+
+def _tags_of(text: str | None) -> frozenset[str] | None:
+    try:
+        return None if text is None else frozenset(map(str, json.loads(text)))
+    except (ValueError, TypeError, RecursionError):  # another program's
+        return None

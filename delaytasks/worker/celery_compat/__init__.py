@@ -1,0 +1,1 @@
+"""Everything that patches or works around Celery, kombu or billiard."""

@@ -1,0 +1,40 @@
+"""Beat's line about each sweep, every few seconds for ever, is for debugging."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from celery import signals
+
+from delaytasks.worker.celery_tasks import SWEEP
+
+
+class SweepsAtDebug(logging.Filter):
+    """Turns `Scheduler: Sending due task … (delaytasks.sweep)` into a DEBUG line; all others stay as they are."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__()
+        self._logger = logger
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if (
+            record.levelno != logging.INFO
+            or not isinstance(record.args, tuple)
+            or SWEEP not in record.args
+        ):
+            return True
+        record.levelno, record.levelname = logging.DEBUG, logging.getLevelName(logging.DEBUG)
+        return self._logger.isEnabledFor(logging.DEBUG)
+
+
+def quiet_beat(**_: Any) -> None:
+    logger = logging.getLogger("celery.beat")
+    if not any(isinstance(known, SweepsAtDebug) for known in logger.filters):
+        logger.addFilter(SweepsAtDebug(logger))
+
+
+def quiet_beats() -> None:
+    """A beat of its own, and one inside a worker (-B)."""
+    for starting in (signals.beat_init, signals.beat_embedded_init):
+        starting.connect(quiet_beat, weak=False, dispatch_uid="delaytasks.quiet_beat")

@@ -1,0 +1,263 @@
+"""A Redis that refuses what kombu asks: a key holds something else, a right or memory is missing, it is a replica.
+Celery ends the worker then. With this guard the worker lives on, finds its tasks in the table, and tries again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from queue import Empty
+from typing import Any
+
+from kombu.transport import virtual
+from kombu.utils.encoding import bytes_to_str
+from redis.exceptions import ResponseError
+
+from delaytasks.core.clock import monotonic
+from delaytasks.timers.broker_link import WRONG_TYPE
+from delaytasks.worker.celery_compat.broker_errors import is_the_brokers
+from delaytasks.worker.celery_compat.versions import brpop_s
+from delaytasks.worker.message_strategy import MOST_BYTES
+
+#: A queue that could not be read is left alone for so long.
+RETRY_S = 2.0
+#: A longer message of our queues is not decoded: its body is base64, and its headers are few.
+MOST_RAW = 2 * MOST_BYTES
+WRONG_TYPE_REMEDY = "delete or rename this key, which does not hold what Celery keeps there"
+REFUSED_REMEDY = "see to it that the broker's user may read and write this key, that Redis has memory, and that it is a primary"
+MEANWHILE = "; until then workers run what is due from the table"
+
+
+class RedisGuard:
+    """For the channels of one connection of a worker's consumer. Used in the consumer's thread only."""
+
+    def __init__(self, consumer: Any) -> None:
+        self._consumer = consumer
+        #: By channel, the keys that are not read for a while, and their queues.
+        self._blocked: dict[Any, dict[str, str]] = {}
+        #: Keys that were blocked and are asked for again, and when that began.
+        self._tried_again: dict[str, float] = {}
+        self._asked_at = 0.0
+
+    def guard(self, channel: Any) -> None:
+        """Replace the functions by which kombu reads this channel: `BRPOP` for queues, `LISTEN` for broadcasts.
+
+        Several broadcasts may arrive together. After one that fails, the rest has to be read immediately, since kombu
+        looks again only when the next one arrives.
+        """
+
+        def has_more() -> bool:
+            connection = channel.subclient.connection
+            return connection is not None and bool(connection.can_read(timeout=0))
+
+        handlers = channel.handlers
+        handlers["BRPOP"] = partial(self._read_queues, channel, handlers["BRPOP"])
+        handlers["LISTEN"] = partial(self.read, handlers["LISTEN"], has_more)
+        channel._brpop_start = partial(self._ask, channel, channel._brpop_start)
+        client = channel.client
+        client.parse_response = partial(self._parse, channel, client.parse_response)
+        # A worker can do without both: bindings are for producers that use an exchange, and Celery ignores the length
+        # that a declaration returns.
+        channel._queue_bind = partial(self._attempt, "_kombu.binding.*", channel._queue_bind)
+        channel._size = partial(self._attempt, "", channel._size, fallback=0)
+        self._guard_acknowledgements(channel)
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    def _parse(
+        self, channel: Any, parse: Callable[..., Any], connection: Any, command: str, **options: Any
+    ) -> Any:
+        """Refuse what is too long for one of our queues before it is decoded."""
+        answer = parse(connection, command, **options)
+        if command == "BRPOP" and answer and len(answer[1]) > MOST_RAW:
+            queue = bytes_to_str(answer[0]).rsplit(channel.sep, 1)[0]
+            if queue.startswith(self._runtime.delays.settings.namespace + "."):
+                self._runtime.refuse("message", ValueError(f"{len(answer[1])} bytes are too long"))
+                return None
+        return answer
+
+    def read(
+        self, read: Callable[..., Any], has_more: Callable[[], bool], *args: Any, **options: Any
+    ) -> Any:
+        """Refuse a message that cannot be read. It has left its list already."""
+        passed_on = self._consumer.connection_errors + self._consumer.channel_errors
+        while True:
+            try:
+                return read(*args, **options)
+            except Empty:
+                if not has_more():
+                    raise
+            except ResponseError as error:
+                self._tell("", error)
+                return None
+            except Exception as error:
+                if is_the_brokers(error, passed_on):
+                    raise
+                self._runtime.refuse("message", error)
+                if not has_more():
+                    return None
+
+    def _read_queues(
+        self, channel: Any, read: Callable[..., Any], *args: Any, **options: Any
+    ) -> Any:
+        def careful(*args: Any, **options: Any) -> Any:
+            try:
+                return read(*args, **options)
+            except ResponseError as error:
+                self._block(channel, error)
+                return None
+
+        try:
+            return self.read(careful, lambda: False, *args, **options)
+        finally:
+            for key, since in list(self._tried_again.items()):
+                if self._asked_at > since and key not in self._blocked.get(channel, ()):
+                    del self._tried_again[key]
+                    self._runtime.delays.events.emit("queue.unblocked", key=key)
+
+    # -- queues -----------------------------------------------------------------------------------
+
+    def _ask(
+        self, channel: Any, kombus_own: Callable[..., None], timeout: float | None = None
+    ) -> None:
+        """Ask for the next message as kombu does, but not at the keys that are blocked."""
+        self._asked_at = monotonic()
+        blocked = self._blocked.get(channel)
+        if not blocked:
+            # Before kombu 5.6 the default is not None, which would wait for ever.
+            kombus_own() if timeout is None else kombus_own(timeout)
+            return
+        queues = channel._queue_cycle.consume(len(channel.active_queues))
+        keys = [
+            channel._q_for_pri(queue, step) for step in channel.priority_steps for queue in queues
+        ]
+        keys = [key for key in keys if key not in blocked]
+        if keys:
+            command = ["BRPOP", *keys, timeout or brpop_s(channel)]
+            if channel.global_keyprefix:
+                command = channel.client._prefix_args(command)
+            channel._in_poll = channel.client.connection
+            channel._brpop_sent_at = self._asked_at
+            channel.client.connection.send_command(*command)
+
+    def _block(self, channel: Any, error: ResponseError) -> None:
+        """Find the keys that made Redis refuse the whole command, and leave them out of the next ones. If each key can
+        be read by itself, all of them rest."""
+        keys = self._keys(channel)
+        wrong = self._wrong(channel, keys)
+        if not wrong:
+            wrong = dict.fromkeys(keys, str(error))
+            # The address may lead to another server now, since a former primary answers as a replica.
+            channel.client.connection.disconnect()
+        if not self._blocked.get(channel):
+            self._try_again_soon(channel)
+        self._blocked.setdefault(channel, {}).update({key: keys[key] for key in wrong})
+        for key, reason in wrong.items():
+            self._tried_again.pop(key, None)
+            self._tell_blocked(key, keys[key], reason)
+
+    def _try_again(self, channel: Any) -> None:
+        blocked = self._blocked.pop(channel, {})
+        if channel.closed or channel.connection is None:
+            return  # the consumer has another connection by now
+        try:
+            wrong = self._wrong(channel, blocked)
+        except self._consumer.connection_errors:
+            wrong = {}  # reading finds out, too
+        for key, queue in blocked.items():
+            if key in wrong:
+                self._blocked.setdefault(channel, {})[key] = queue
+                self._tell_blocked(key, queue, wrong[key])
+            else:
+                self._tried_again[key] = monotonic()
+        if wrong:
+            self._try_again_soon(channel)
+
+    def _try_again_soon(self, channel: Any) -> None:
+        self._consumer.timer.call_after(RETRY_S, self._try_again, (channel,))
+
+    @staticmethod
+    def _keys(channel: Any) -> dict[str, str]:
+        """Return the queue of each key that is read. A queue has one list for each priority."""
+        return {
+            channel._q_for_pri(queue, step): queue
+            for step in channel.priority_steps
+            for queue in channel.active_queues
+        }
+
+    @staticmethod
+    def _wrong(channel: Any, keys: Iterable[str]) -> dict[str, str]:
+        """Return the keys that Redis does not let us read as lists, with its error for each."""
+        keys = list(keys)
+        with channel.conn_or_acquire() as client, client.pipeline(transaction=False) as pipe:
+            for key in keys:
+                pipe.llen(key)
+            answers = pipe.execute(raise_on_error=False)
+        pairs = zip(keys, answers, strict=True)
+        return {key: str(answer) for key, answer in pairs if isinstance(answer, ResponseError)}
+
+    # -- acknowledgements -------------------------------------------------------------------------
+
+    def _guard_acknowledgements(self, channel: Any) -> None:
+        """kombu writes down each message of Celery's own queues until it is acknowledged. If Redis does not take that,
+        the message is handed on all the same, as it has left its queue: it is lost if the worker is killed."""
+        qos = channel.qos
+        if not hasattr(qos, "restore_by_tag"):
+            return  # ack_emulation is off
+        attempt = partial(self._attempt, f"{channel.unacked_key}, {channel.unacked_index_key}")
+        base = virtual.QoS
+        append, ack, reject, by_tag = qos.append, qos.ack, qos.reject, qos.restore_by_tag
+
+        def put_back(tag: Any, client: Any = None, leftmost: bool = False) -> None:
+            message = qos._delivered.get(tag)
+            if message is not None:
+                info = message.delivery_info
+                with channel.conn_or_acquire(client) as connected, connected.pipeline() as pipe:
+                    channel._do_restore_message(
+                        message._raw, info["exchange"], info["routing_key"], pipe, leftmost
+                    )
+                    pipe.execute()
+
+        qos.append = lambda message, tag: attempt(
+            append, message, tag, instead=partial(base.append, qos, message, tag)
+        )
+        qos.ack = lambda tag: attempt(ack, tag, instead=partial(base.ack, qos, tag))
+        qos.reject = lambda tag, requeue=False: attempt(
+            reject, tag, requeue, instead=partial(base.ack, qos, tag)
+        )
+        qos.restore_by_tag = lambda tag, client=None, leftmost=False: attempt(
+            by_tag, tag, client, leftmost, instead=partial(put_back, tag, client, leftmost)
+        )
+        qos.restore_visible = partial(attempt, qos.restore_visible)
+
+    def _attempt(
+        self,
+        key: str,
+        work: Callable[..., Any],
+        *args: Any,
+        fallback: Any = None,
+        instead: Callable[[], Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        try:
+            return work(*args, **options)
+        except ResponseError as error:
+            self._tell(key, error)
+            return fallback if instead is None else instead()
+
+    # -- telling ----------------------------------------------------------------------------------
+
+    @property
+    def _runtime(self) -> Any:
+        return self._consumer.controller.delays_runtime
+
+    def _tell(self, key: str, error: object) -> None:
+        remedy = (WRONG_TYPE_REMEDY if WRONG_TYPE in str(error) else REFUSED_REMEDY) + MEANWHILE
+        self._runtime.delays.events.emit("queue.blocked", key=key, error=str(error), remedy=remedy)
+
+    def _tell_blocked(self, key: str, queue: str, reason: str) -> None:
+        self._tell(key, reason)
+        delays = self._runtime.delays
+        prefix = delays.settings.namespace + "."
+        if key == queue and queue.startswith(prefix):
+            # Drain tokens would wait there unread. A sweep that cannot send any drains the queue in its own worker.
+            delays.publisher.rest(queue.removeprefix(prefix), 2 * RETRY_S)

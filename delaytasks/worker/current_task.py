@@ -1,0 +1,97 @@
+"""What `celery.current_task` is while a row runs, and Celery's own ways for a task to say how it ends."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from celery import Task
+from celery.exceptions import MaxRetriesExceededError, Retry, TaskPredicate
+from celery.utils.time import maybe_make_aware
+
+from delaytasks.core import outcomes
+from delaytasks.core.clock import Clock
+from delaytasks.core.errors import InvalidOutcomesError, InvalidScheduleError
+from delaytasks.core.text import traceback_text
+
+#: Of the error that a retry is for; the row's own limit comes on top.
+MOST_BYTES = 64 * 1024
+_INSTEAD = "return Retry(after=…), Snooze(after), Cancel(reason), Fail(reason) or Done(result) of delaytasks instead"
+
+
+class CurrentTask(Task):
+    """Not in the app's registry: no message can call it. `retry` works as in Celery as far as a row allows it; what
+    would send a message raises an error that says what to do instead."""
+
+    abstract = True
+    processor: Any = None
+
+    def retry(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        exc: BaseException | None = None,
+        throw: bool = True,
+        eta: datetime | None = None,
+        countdown: float | None = None,
+        max_retries: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """Without `eta` and `countdown` the row waits for the next delay of its retry schedule, which also says how
+        often. A tag without one has Celery's defaults: 180 seconds, three times."""
+        refused = [
+            name for name, value in (("args", args), ("kwargs", kwargs)) if value is not None
+        ]
+        if refused := [*refused, *options]:
+            raise InvalidOutcomesError(
+                f"retry({', '.join(refused)}=…) can not change task {self.request.id} ({self.name}): retry() takes "
+                "exc, eta, countdown and max_retries; to run other work use schedule_delay"
+            )
+        if not throw:
+            raise InvalidOutcomesError(
+                f"retry(throw=False) has no effect on task {self.request.id} ({self.name}): raise self.retry(), or "
+                "return Retry(after=…) of delaytasks"
+            )
+        has_schedule = (
+            self.processor.retries.retry_schedule_for(
+                Exception, self.request.delay_task.retry_schedule
+            )
+            is not None
+        )
+        if not has_schedule:
+            max_retries = self.max_retries if max_retries is None else max_retries
+            countdown = self.default_retry_delay if eta is None and countdown is None else countdown
+        if max_retries is not None and self.request.retries >= max_retries:
+            raise exc or MaxRetriesExceededError(
+                f"can not retry task {self.request.id} ({self.name}): it was retried {self.request.retries} times, and "
+                f"max_retries is {max_retries}"
+            )
+        raise Retry(None, exc, countdown if eta is None else eta)
+
+    def apply_async(self, *_: Any, **__: Any) -> Any:
+        """`delay` and signatures end here, too."""
+        raise InvalidScheduleError(
+            f"{self.name!r} is the tag of a delayed task, and no Celery task that a message can call: use "
+            f"schedule_delay({self.name!r}, body, delay)"
+        )
+
+
+def retry_of(asked: Retry, app: Any, clock: Clock) -> outcomes.Retry:
+    """What Celery's exception means for a row."""
+    when = asked.when
+    if isinstance(when, datetime):
+        when = max((maybe_make_aware(when, app.timezone) - clock.now()).total_seconds(), 0)
+    error = asked.exc
+    reason = (
+        traceback_text(error, MOST_BYTES)
+        if isinstance(error, BaseException)
+        else str(asked.message or "")
+    )
+    return outcomes.Retry(after=when, reason=reason)
+
+
+def refusal_of(raised: TaskPredicate, tag: str) -> InvalidOutcomesError:
+    return InvalidOutcomesError(
+        f"the processor of {tag!r} raised celery.exceptions.{type(raised).__name__}, which does not say how a delayed "
+        f"task ends: {_INSTEAD}"
+    )
