@@ -123,18 +123,18 @@ class Calls:
                 due_us = to_us(task.expected_time) if answer == "ok" else None
                 self._notes.note(Told(task.id, "schedule", answer, asked_us, now_us(), due_us))
 
-        def batch(asked: Iterable[NewTask], on_conflict: OnConflict) -> producer.Lot:
+        def batch(asked: Iterable[NewTask], on_conflict: OnConflict) -> producer.RowBatch:
             made = make(asked, on_conflict)
             told(made.plain, "unknown")
             return made
 
         maker = self._delays.routes.shards[0].producer
-        make = maker.batch
+        make = maker.make_batch
         many = [
             ("fail.note", body, self._chance.choice([0, self._chance.uniform(0, 0.8)]))
             for _ in range(MANY)
         ]
-        with patch.object(producer, "BULK", BATCH_ROWS), patch.object(maker, "batch", batch):
+        with patch.object(producer, "BULK", BATCH_ROWS), patch.object(maker, "make_batch", batch):
             if is_in_session:
                 with Session(self._delays.store.database.tx) as session, session.begin():
                     self._delays.schedule_many(many, session=session, on_batch=written.extend)
