@@ -178,7 +178,7 @@ def test_a_redis_that_is_too_old_is_refused(
 # -- users ----------------------------------------------------------------------------------------
 
 
-PAGE = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/security.md").read_text()
 
 
 def allow(kind: str, *servers: RedisServer, more: str = "") -> str:

@@ -1,4 +1,4 @@
-"""The database roles of docs/operations.md: by its statements, word for word, each can do its work and nothing more."""
+"""The database roles of docs/security.md: by its statements, word for word, each can do its work and nothing more."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ ROLES = ("migrator", "web", "worker", "console", "operator")
 
 def documented() -> list[tuple[str, str, str]]:
     """(privileges, tables, role) of each GRANT in the docs."""
-    page = (ROOT / "docs/operations.md").read_text()
-    block = page.partition("### Database roles")[2].partition("```sql\n")[2].partition("```")[0]
+    page = (ROOT / "docs/security.md").read_text()
+    block = page.partition("## Database roles")[2].partition("```sql\n")[2].partition("```")[0]
     block = re.sub(r"--.*", "", block)
     found = re.findall(r"GRANT\s+(.+?)\s+ON\s+(.+?)\s+TO\s+shop_(\w+);", block, re.DOTALL)
     assert {role for *_, role in found} == set(ROLES)
