@@ -140,7 +140,7 @@ _ALL = [
         setup="asyncpg on a direct connection, uvloop, `batch_size=200` since jobs are short, its autovacuum settings, "
         "2 processes; bulk: lists to `enqueue`",
         source="https://github.com/janbjorge/pgqueuer/blob/main/docs/guides/performance-tuning.md",
-        limits=("relative delays only",),
+        limits=("accepts relative delays only",),
     ),
     _python(
         "procrastinate",
@@ -159,7 +159,7 @@ _ALL = [
             )
         ]
         * 2,
-        setup="2 processes with `--concurrency 30`; it polls for what is due later, every 0.1 s here instead of 5 s; "
+        setup="2 processes with `--concurrency 30`; it polls for delayed tasks every 0.1 s instead of 5 s; "
         "bulk: `batch_defer_async`",
         source="https://procrastinate.readthedocs.io/en/stable/howto/production/concurrency.html",
     ),
@@ -169,14 +169,14 @@ _ALL = [
         (POSTGRESQL,),
         *[(f"{PROGRAMS}.awa", "work")] * 2,
         package="awa-pg",
-        setup="2 processes with 100 at once in each; it looks for what is due every 100 ms here instead of 200 and "
-        "250 ms; bulk: `enqueue_many_copy`",
+        setup="2 processes with a concurrency of 100 each; it polls for due tasks every 100 ms "
+        "instead of 200 and 250 ms; bulk: `enqueue_many_copy`",
         source="https://github.com/hardbyte/awa/blob/main/docs/configuration.md",
         most_at_once=3640,
         limits=(
-            "one instant for all tasks of a bulk call",
-            "of more than 3,640 due together none begins: it moves 4,096 by one statement of 18 parameters each, "
-            "and PostgreSQL takes 65,535",
+            "all tasks of a bulk call are due at the same instant",
+            "it starts no task if more than 3,640 are due together, because it moves 4,096 with one "
+            "statement that has 18 parameters per task, and PostgreSQL accepts 65,535",
         ),
     ),
     System(
@@ -189,54 +189,45 @@ _ALL = [
         "https://docs.bullmq.io/guide/parallelism-and-concurrency",
         package="bullmq",
         runs_on="node",
-        limits=("whole milliseconds",),
+        limits=("due times in whole milliseconds",),
     ),
     _python(
         "dramatiq",
         "Dramatiq",
         (REDIS,),
         ("dramatiq", f"{PROGRAMS}.dramatiq", "--processes", "2", "--threads", "8"),
-        setup="a process for each core with 8 threads, which is the default of its command",
+        setup="one process per core with 8 threads, the default of its command",
         source="https://dramatiq.io/guide.html",
         has_bulk=False,
-        limits=("whole milliseconds",),
+        limits=("due times in whole milliseconds",),
     ),
     _python(
         "huey",
         "huey",
         (REDIS,),
         ("huey.bin.huey_consumer", f"{PROGRAMS}.huey.huey", "-k", "process", "-w", "2"),
-        setup="`-k process -w 2`, no results; its scheduler looks every second, the least that it allows",
+        setup="`-k process -w 2`, no results; its scheduler polls every second, the shortest interval that it allows",
         source="https://huey.readthedocs.io/en/latest/consumer.html",
         has_bulk=False,
-        limits=("looks for what is due once a second",),
+        limits=("polls for due tasks once a second",),
     ),
     _python(
         "rq",
         "RQ",
         (REDIS,),
-        (
-            "rq.cli",
-            "worker-pool",
-            "--num-workers",
-            "2",
-            "--url",
-            "{redis}",
-            "--worker-class",
-            "rq.worker.SimpleWorker",
-        ),
-        setup="a pool of 2 `SimpleWorker`s (no fork for each job), its advice for very short jobs; results dropped; "
+        ("rq.cli", "worker-pool", "--num-workers", "2", "--url", "{redis}", "--worker-class", "rq.worker.SimpleWorker"),
+        setup="a pool of 2 `SimpleWorker`s (no fork for each job), as it advises for very short jobs; results dropped; "
         "bulk: `enqueue_at` in a pipeline",
         source="https://github.com/rq/rq/blob/master/docs/benchmark.md",
-        limits=("whole seconds, and looks for what is due once a second",),
+        limits=("due times in whole seconds", "polls for due tasks once a second"),
     ),
     _python(
         "arq",
         "arq",
         (REDIS,),
         *[("arq", f"{PROGRAMS}.arq.WorkerSettings")] * 2,
-        setup="2 processes with `max_jobs = 100`, results dropped; it polls, every 0.1 s here instead of 0.5 s; "
-        "many tasks: 20 calls at once",
+        setup="2 processes with `max_jobs = 100`, results dropped; it polls every 0.1 s instead of 0.5 s; "
+        "many tasks: 20 concurrent calls",
         source="https://arq-docs.helpmanual.io/",
         has_bulk=False,
     ),
@@ -245,20 +236,20 @@ _ALL = [
         "SAQ",
         (REDIS,),
         ("saq", f"{PROGRAMS}.saq.settings", "--workers", "2"),
-        setup="`--workers 2` with a concurrency of 10, as in its own benchmark; many tasks: 20 calls at once",
+        setup="`--workers 2` with a concurrency of 10, as in its own benchmark; many tasks: 20 concurrent calls",
         source="https://github.com/tobymao/saq/blob/master/benchmarks/simple.py",
         has_bulk=False,
-        limits=("looks for what is due once a second",),
+        limits=("polls for due tasks once a second",),
     ),
     _python(
         "apscheduler",
         "APScheduler",
         (POSTGRESQL,),
-        setup="one process with 20 threads and its SQLAlchemy store; jobs that are late run all the same",
+        setup="one process with 20 threads and its SQLAlchemy store; late jobs run nevertheless",
         source="https://apscheduler.readthedocs.io/en/3.x/faq.html",
         has_bulk=False,
         is_one_process=True,
-        limits=("one process: a store can not be shared",),
+        limits=("one process, because a store cannot be shared",),
     ),
 ]
 SYSTEMS = {system.name: system for system in _ALL}

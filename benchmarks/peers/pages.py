@@ -36,7 +36,7 @@ _COST = ("steady_1000_worker", "steady_1000_servers")
 _TABLES = (
     Table("Scheduling, and a burst at one instant", ("call", "bulk", "burst", "burst_p99")),
     Table("Steady work", _STEADY),
-    Table("What a task costs at 1,000 a second", _COST),
+    Table("CPU per task at 1,000 tasks a second", _COST),
     Table(
         "Near tasks behind a backlog",
         ("backlog_ran", "backlog_without", "backlog_p99", "backlog_worker", "backlog_server"),
@@ -49,9 +49,9 @@ _PICTURES = (
     Picture("bulk", "Scheduling in bulk", ("bulk",)),
     Picture("steady-50", "50 tasks a second: lateness p99", ("steady_50_p99",), True),
     Picture("steady-1000", "1,000 tasks a second: lateness p99", ("steady_1000_p99",), True),
-    Picture("cost", "1,000 tasks a second: CPU of a task", _COST),
+    Picture("cost", "1,000 tasks a second: CPU per task", _COST),
     Picture("backlog", "Behind a backlog: lateness p99 of near tasks", ("backlog_p99",), True),
-    Picture("recovery", "A worker is killed: how late the last task ran", ("recovery_last",), True),
+    Picture("recovery", "A worker is killed: lateness of the last task", ("recovery_last",), True),
 )
 
 
@@ -73,15 +73,16 @@ def text(results: Results, pictures: Sequence[str]) -> str:
     """The whole page."""
     facts = " · ".join(f"{name} {value}" for name, value in results.machine.items())
     parts = [
-        "# Beside other systems",
-        "The same work for this project, bare Celery eta and other systems for delayed tasks, in turn, by runs of "
-        "`./dev bench --peers`; [Benchmarks](benchmarks.md#beside-other-systems) says how. This page is written by "
-        "`./dev bench --pages docs/peers.json`.",
+        "# Comparison with other systems",
+        "This page is for readers who choose a system for delayed tasks. It compares this project, "
+        "bare Celery eta and other systems: each did the same work, in turn, in runs of "
+        "`./dev bench --peers`. [Benchmarks](benchmarks.md#comparison-with-other-systems) "
+        "describes the method. `./dev bench --pages docs/peers.json` writes this page.",
     ]
     if results.is_quick:
         parts.append(
-            "**These figures are of a run with `--quick`**, which shows that everything works: few tasks, one round, a "
-            "machine that did other things. They are no comparison."
+            "**These figures are from a run with `--quick`**, which only checks that everything "
+            "works: few tasks, one round, a machine that did other work. They are no comparison."
         )
     parts.append(facts)
     parts += [
@@ -122,8 +123,8 @@ def _table(table: Table, results: Results) -> Iterable[str]:
 
 
 def _setups(results: Results) -> Iterable[str]:
-    yield "## How they were set up"
-    lines = ["| system | version | servers | set up | can not |", "|---|---|---|---|---|"]
+    yield "## Configuration"
+    lines = ["| system | version | servers | configuration | limitations |", "|---|---|---|---|---|"]
     for facts in results.systems.values():
         setup = facts["setup"] + (f" ([source]({facts['source']}))" if facts["source"] else "")
         servers, limits = ", ".join(facts["servers"]), "; ".join(facts["limits"])

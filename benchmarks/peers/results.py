@@ -30,25 +30,17 @@ _MEASURES = [
         for measure in (
             Measure(f"steady_{rate}_p50", f"steady_{rate}", _P50, "ms", "less"),
             Measure(f"steady_{rate}_p99", f"steady_{rate}", _P99, "ms", "less"),
-            Measure(f"steady_{rate}_early", f"steady_{rate}", "begun early", "%", "less"),
-            Measure(
-                f"steady_{rate}_worker", f"steady_{rate}", "CPU of the worker", "ms a task", "less"
-            ),
-            Measure(
-                f"steady_{rate}_servers",
-                f"steady_{rate}",
-                "CPU of the servers",
-                "ms a task",
-                "less",
-            ),
+            Measure(f"steady_{rate}_early", f"steady_{rate}", "started early", "%", "less"),
+            Measure(f"steady_{rate}_worker", f"steady_{rate}", "CPU of the worker", "ms per task", "less"),
+            Measure(f"steady_{rate}_servers", f"steady_{rate}", "CPU of the servers", "ms per task", "less"),
         )
     ],
     Measure("backlog_ran", "backlog", "ran", "%", "more"),
-    Measure("backlog_without", "backlog", f"{_P99} without it", "ms", "less"),
+    Measure("backlog_without", "backlog", f"{_P99} without the backlog", "ms", "less"),
     Measure("backlog_p99", "backlog", _P99, "ms", "less"),
-    Measure("backlog_worker", "backlog", "worker memory", "bytes a far task", "less"),
-    Measure("backlog_server", "backlog", "in the servers", "bytes a far task", "less"),
-    Measure("recovery_last", "recovery", "the last one late by", "s", "less"),
+    Measure("backlog_worker", "backlog", "worker memory", "bytes per far task", "less"),
+    Measure("backlog_server", "backlog", "memory of the servers", "bytes per far task", "less"),
+    Measure("recovery_last", "recovery", "lateness of the last task", "s", "less"),
     Measure("recovery_missing", "recovery", "did not run", "tasks", "less"),
 ]
 MEASURES = {measure.name: measure for measure in _MEASURES}

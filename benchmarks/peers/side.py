@@ -173,10 +173,8 @@ class Peer:
             self._producer.kill()
             self._start_producer(**self._variables)
             self.ask("serve", START_S)
-            return "its one process, started again at once"
-        busy = [
-            worker for worker in self._workers for part in worker if begun[-1] in family(part.pid)
-        ]
+            return "its only process, restarted immediately"
+        busy = [worker for worker in self._workers for part in worker if begun[-1] in family(part.pid)]
         victim = (busy or self._workers)[0]
         self._workers.remove(victim)
         for part in victim:

@@ -31,7 +31,7 @@ class Stage:
 
     def fewer(self, workload: str, peer: Peer, made: Made, wanted: int) -> None:
         if made.tasks < wanted:
-            text = f"{made.tasks:,} tasks of {wanted:,}, the time was over"
+            text = f"{made.tasks:,} of {wanted:,} tasks were scheduled before the time limit"
             self.results.remark(workload, peer.system.name, text)
 
 
@@ -45,7 +45,7 @@ def bulk(stage: Stage, peer: Peer) -> None:
     if peer.system.has_bulk:
         _schedule(stage, peer, "bulk", peer.schedule_many, count, 20, stage.size(30, 10))
     else:
-        stage.results.remark("bulk", peer.system.name, "no call for many tasks")
+        stage.results.remark("bulk", peer.system.name, "it has no call that schedules many tasks")
 
 
 Schedule = Callable[[int, float, float, float], Made]
@@ -79,18 +79,16 @@ def burst(stage: Stage, peer: Peer) -> None:
     )
     most = peer.system.most_at_once
     if most is not None and count > most:
-        stage.results.remark(
-            "burst", peer.system.name, f"of {most:,}, more at once it does not run"
-        )
+        text = f"measured with {most:,} tasks: it runs no task if more are due together"
+        stage.results.remark("burst", peer.system.name, text)
         count = most
     with peer.serving():
         due = wall() + lead
         made = peer.schedule_many(count, due, due, lead - 2)
         stage.fewer("burst", peer, made, count)
         if wall() > due:
-            stage.results.remark(
-                "burst", peer.system.name, "the last ones were scheduled after they were due"
-            )
+            text = "the last tasks were scheduled after their due time"
+            stage.results.remark("burst", peer.system.name, text)
         sleep_until(due)
         is_done = peer.wait_for(made.tasks, deadline)
         ran = peer.ran()
@@ -103,7 +101,7 @@ def burst(stage: Stage, peer: Peer) -> None:
     if took > 0:
         stage.results.add("burst", name, len(ran) / took)
     else:
-        stage.results.remark("burst", name, "all ran before they were due")
+        stage.results.remark("burst", name, "all tasks ran before they were due")
     if ran:
         stage.results.add(
             "burst_p99", name, percentile([(note.at - note.due) * 1000 for note in ran], 0.99)
@@ -119,10 +117,8 @@ def steady(rate: int, batch: int) -> Callable[[Stage, Peer], None]:
     def work(stage: Stage, peer: Peer) -> None:
         workload, name = f"steady_{rate}", peer.system.name
         seconds = stage.size(20, 6)
-        batches = f"in lots of {batch}" if batch > 1 else "one call each"
-        stage.results.sizes[workload] = (
-            f"{rate:,} tasks a second for {seconds} s, due in 1 to 5 s, {batches}"
-        )
+        lots = f"in batches of {lot}" if lot > 1 else "one call each"
+        stage.results.sizes[workload] = f"{rate:,} tasks a second for {seconds} s, due in 1 to 5 s, {lots}"
         with peer.serving():
             worker_s, server_s = peer.worker_cpu_s(), peer.server_cpu_s()
             made, late = _steady(stage, workload, peer, rate, batch, seconds)
@@ -135,7 +131,7 @@ def steady(rate: int, batch: int) -> Callable[[Stage, Peer], None]:
                         f"{workload}_{what}", name, (after - before) / len(late) * 1000
                     )
         if peer.system.is_one_process:
-            stage.results.remark(workload, name, "its worker's CPU has the scheduling in it")
+            stage.results.remark(workload, name, "the CPU of its worker includes scheduling")
         if late:
             stage.results.add(f"{workload}_p50", name, percentile(late, 0.5))
             stage.results.add(f"{workload}_p99", name, percentile(late, 0.99))
@@ -154,12 +150,10 @@ def _steady(
     count = rate * seconds
     made = peer.steady(rate, count, batch, SOONEST_S, LATEST_S, 2 * seconds)
     if made.took_s > seconds * 1.1:
-        stage.results.remark(
-            workload, peer.system.name, f"could schedule {made.per_s:,.0f} a second only"
-        )
+        stage.results.remark(workload, peer.system.name, f"could schedule only {made.per_s:,.0f} a second")
     deadline = LATEST_S + stage.size(20, 10)
     if not peer.wait_for(made.tasks, deadline):
-        text = f"{len(peer.ran()):,} of {made.tasks:,} ran until {deadline:.0f} s after the last was scheduled"
+        text = f"{len(peer.ran()):,} of {made.tasks:,} ran within {deadline:.0f} s after the last one was scheduled"
         stage.results.remark(workload, peer.system.name, text)
     return made, [(note.at - note.due) * 1000 for note in peer.ran()]
 
@@ -168,7 +162,8 @@ def backlog(stage: Stage, peer: Peer) -> None:
     """Near tasks, then many that are due tomorrow, and near ones again: how late they are, and what a far one takes."""
     name, seconds = peer.system.name, stage.size(15, 5)
     stage.results.sizes["backlog"] = (
-        f"{stage.backlog:,} tasks due tomorrow, before and behind them 50 a second for {seconds} s due in 1 to 5 s"
+        f"50 tasks a second for {seconds} s, due in 1 to 5 s, without and behind "
+        f"{stage.backlog:,} tasks that are due tomorrow"
     )
     with peer.serving():
         # First without it: what any work takes in memory is taken before it is looked at.
@@ -191,7 +186,7 @@ def backlog(stage: Stage, peer: Peer) -> None:
     if late:
         stage.results.add("backlog_p99", name, percentile(late, 0.99))
     else:
-        stage.results.remark("backlog", name, "none of the near tasks ran")
+        stage.results.remark("backlog", name, "no near task ran")
     stage.say(
         f"backlog: {peer.system.title}: {far.tasks:,} far, {len(late):,} of {made.tasks:,} near ran, {_said(late)}"
     )
@@ -203,8 +198,8 @@ def recovery(stage: Stage, peer: Peer) -> None:
     limit = stage.size(75, 12)
     count = steps * AT_ONCE
     stage.results.sizes["recovery"] = (
-        f"{count} tasks of {TAKES_S * 1000:.0f} ms, {AT_ONCE} due every {STEP_S:g} s, two workers; half way the one "
-        f"that begins a task is killed, and {limit} s after the last due instant is the end"
+        f"{count} tasks of {TAKES_S * 1000:.0f} ms, {AT_ONCE} due every {STEP_S:g} s, two workers; half-way, "
+        f"the worker that starts a task is killed; the measurement ends {limit} s after the last due instant"
     )
     with peer.serving(2, TAKES_S):
         first = wall() + AHEAD_S
@@ -226,12 +221,9 @@ def recovery(stage: Stage, peer: Peer) -> None:
     if is_done:
         stage.results.add("recovery_last", name, max(runs.values()))
     else:
-        stage.results.remark(
-            "recovery", name, f"{missing} of {count} not run {limit} s after the last one was due"
-        )
-    stage.say(
-        f"recovery: {peer.system.title}: {missing} missing, latest {max(runs.values(), default=0):.2f} s"
-    )
+        text = f"{missing} of {count} had not run {limit} s after the last one was due"
+        stage.results.remark("recovery", name, text)
+    stage.say(f"recovery: {peer.system.title}: {missing} missing, latest {max(runs.values(), default=0):.2f} s")
 
 
 def _all_ran(peer: Peer, count: int, limit: float) -> bool:
