@@ -88,4 +88,5 @@ def save_picture(path: Path, *shown: RenderableType) -> None:
     svg = console.export_svg(title="./dev demo", unique_id="demo")
     # Without the @font-face rules, which load fonts from another host.
     svg = re.sub(r"@font-face\s*\{.*?\}\s*", "", svg, flags=re.DOTALL)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(line.rstrip() for line in svg.splitlines()) + "\n")
