@@ -215,7 +215,16 @@ _ALL = [
         "rq",
         "RQ",
         (REDIS,),
-        ("rq.cli", "worker-pool", "--num-workers", "2", "--url", "{redis}", "--worker-class", "rq.worker.SimpleWorker"),
+        (
+            "rq.cli",
+            "worker-pool",
+            "--num-workers",
+            "2",
+            "--url",
+            "{redis}",
+            "--worker-class",
+            "rq.worker.SimpleWorker",
+        ),
         setup="a pool of 2 `SimpleWorker`s (no fork for each job), as it advises for very short jobs; results dropped; "
         "bulk: `enqueue_at` in a pipeline",
         source="https://github.com/rq/rq/blob/master/docs/benchmark.md",

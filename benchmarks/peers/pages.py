@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from benchmarks.peers.catalogue import SYSTEMS
@@ -31,6 +32,14 @@ class Picture(NamedTuple):
     by_tens: bool = False
 
 
+#: The README shows this picture; docs/peers.md has all systems instead.
+_README = Picture("burst-celery", "50,000 tasks due at one instant", ("burst",))
+_README_BARS = {
+    "delaytasks": "delaytasks, Redis",
+    "celery": "Celery eta, Redis",
+    "delaytasks_rabbitmq": "delaytasks, RabbitMQ",
+    "celery_rabbitmq": "Celery eta, RabbitMQ",
+}
 _STEADY = tuple(f"steady_{rate}_{what}" for rate in (50, 1000) for what in ("p50", "p99", "early"))
 _COST = ("steady_1000_worker", "steady_1000_servers")
 _TABLES = (
@@ -66,6 +75,9 @@ def write(file: Path, page: Path = PAGE, pictures: Path = PICTURES) -> list[Path
             path.write_text(_drawn(picture, results))
             written.append(path)
     page.write_text(text(results, [path.name for path in written[1:]]))
+    if all(results.of("burst").get(system) for system in _README_BARS):
+        written.append(pictures / f"{_README.name}.svg")
+        written[-1].write_text(_drawn(_README, results, _README_BARS))
     return written
 
 
@@ -124,7 +136,10 @@ def _table(table: Table, results: Results) -> Iterable[str]:
 
 def _setups(results: Results) -> Iterable[str]:
     yield "## Configuration"
-    lines = ["| system | version | servers | configuration | limitations |", "|---|---|---|---|---|"]
+    lines = [
+        "| system | version | servers | configuration | limitations |",
+        "|---|---|---|---|---|",
+    ]
     for facts in results.systems.values():
         setup = facts["setup"] + (f" ([source]({facts['source']}))" if facts["source"] else "")
         servers, limits = ", ".join(facts["servers"]), "; ".join(facts["limits"])
@@ -144,12 +159,17 @@ def _title(name: str) -> str:
     return SYSTEMS[name].title if name in SYSTEMS else name
 
 
-def _drawn(picture: Picture, results: Results) -> str:
+def _drawn(
+    picture: Picture, results: Results, names: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Draw the systems in `names` under these names, or all systems under their titles."""
     first = MEASURES[picture.measures[0]]
     whats = [MEASURES[name].what for name in picture.measures] if len(picture.measures) > 1 else []
     shown = []
-    for system, facts in results.systems.items():
-        title, is_ours = facts["title"].replace("`", ""), system.startswith("delaytasks")
+    for system in names or results.systems:
+        facts = results.systems[system]
+        title = names.get(system) or facts["title"].replace("`", "")
+        is_ours = system.startswith("delaytasks")
         if first.workload == "burst" and facts.get("most_at_once"):
             title += f" ({facts['most_at_once']:,})"
         values = [results.of(name).get(system) for name in picture.measures]

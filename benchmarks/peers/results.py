@@ -31,8 +31,20 @@ _MEASURES = [
             Measure(f"steady_{rate}_p50", f"steady_{rate}", _P50, "ms", "less"),
             Measure(f"steady_{rate}_p99", f"steady_{rate}", _P99, "ms", "less"),
             Measure(f"steady_{rate}_early", f"steady_{rate}", "started early", "%", "less"),
-            Measure(f"steady_{rate}_worker", f"steady_{rate}", "CPU of the worker", "ms per task", "less"),
-            Measure(f"steady_{rate}_servers", f"steady_{rate}", "CPU of the servers", "ms per task", "less"),
+            Measure(
+                f"steady_{rate}_worker",
+                f"steady_{rate}",
+                "CPU of the worker",
+                "ms per task",
+                "less",
+            ),
+            Measure(
+                f"steady_{rate}_servers",
+                f"steady_{rate}",
+                "CPU of the servers",
+                "ms per task",
+                "less",
+            ),
         )
     ],
     Measure("backlog_ran", "backlog", "ran", "%", "more"),

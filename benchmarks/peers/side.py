@@ -174,7 +174,9 @@ class Peer:
             self._start_producer(**self._variables)
             self.ask("serve", START_S)
             return "its only process, restarted immediately"
-        busy = [worker for worker in self._workers for part in worker if begun[-1] in family(part.pid)]
+        busy = [
+            worker for worker in self._workers for part in worker if begun[-1] in family(part.pid)
+        ]
         victim = (busy or self._workers)[0]
         self._workers.remove(victim)
         for part in victim:

@@ -118,7 +118,9 @@ def steady(rate: int, batch: int) -> Callable[[Stage, Peer], None]:
         workload, name = f"steady_{rate}", peer.system.name
         seconds = stage.size(20, 6)
         lots = f"in batches of {lot}" if lot > 1 else "one call each"
-        stage.results.sizes[workload] = f"{rate:,} tasks a second for {seconds} s, due in 1 to 5 s, {lots}"
+        stage.results.sizes[workload] = (
+            f"{rate:,} tasks a second for {seconds} s, due in 1 to 5 s, {lots}"
+        )
         with peer.serving():
             worker_s, server_s = peer.worker_cpu_s(), peer.server_cpu_s()
             made, late = _steady(stage, workload, peer, rate, batch, seconds)
@@ -150,7 +152,9 @@ def _steady(
     count = rate * seconds
     made = peer.steady(rate, count, batch, SOONEST_S, LATEST_S, 2 * seconds)
     if made.took_s > seconds * 1.1:
-        stage.results.remark(workload, peer.system.name, f"could schedule only {made.per_s:,.0f} a second")
+        stage.results.remark(
+            workload, peer.system.name, f"could schedule only {made.per_s:,.0f} a second"
+        )
     deadline = LATEST_S + stage.size(20, 10)
     if not peer.wait_for(made.tasks, deadline):
         text = f"{len(peer.ran()):,} of {made.tasks:,} ran within {deadline:.0f} s after the last one was scheduled"
@@ -223,7 +227,9 @@ def recovery(stage: Stage, peer: Peer) -> None:
     else:
         text = f"{missing} of {count} had not run {limit} s after the last one was due"
         stage.results.remark("recovery", name, text)
-    stage.say(f"recovery: {peer.system.title}: {missing} missing, latest {max(runs.values(), default=0):.2f} s")
+    stage.say(
+        f"recovery: {peer.system.title}: {missing} missing, latest {max(runs.values(), default=0):.2f} s"
+    )
 
 
 def _all_ran(peer: Peer, count: int, limit: float) -> bool:

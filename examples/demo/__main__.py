@@ -1,7 +1,11 @@
-"""`./dev demo`, or `python -m examples.demo` in the project's folder: under a minute, and nothing is left behind."""
+"""Run the demo: `./dev demo`, or `python -m examples.demo` in the project's folder.
+
+The demo takes less than a minute and removes its files at the end.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import signal
@@ -12,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+SUCCESS = "[bold green]Nothing was lost, nothing ran early.[/]"
 NEXT = """
 What to read next:
   examples/demo/shop.py    the two processors of this shop
@@ -22,6 +27,11 @@ What to read next:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="./dev demo", description="A live demo of delayed tasks.")
+    parser.add_argument(
+        "--svg", type=Path, metavar="FILE", help="also save the result as a picture"
+    )
+    picture: Path | None = parser.parse_args().svg
     console = Console(highlight=False)
     if os.name != "posix":
         console.print("The demo kills processes, and runs on Linux and macOS; on Windows use WSL.")
@@ -30,7 +40,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="delaytasks-demo-"))
     _use_nothing_but(folder)
     try:
-        return _play(console, folder)
+        return _play(console, folder, picture)
     except KeyboardInterrupt:
         console.print("interrupted")
         return 130
@@ -39,7 +49,7 @@ def main() -> int:
 
 
 def _use_nothing_but(folder: Path) -> None:
-    """Whatever is configured around here, the demo has its own database and broker."""
+    """Give the demo a database and a broker of its own, whatever the environment configures."""
     for name in [name for name in os.environ if name.startswith(("DELAYTASKS_", "CELERY_"))]:
         del os.environ[name]
     os.environ["CELERY_CONFIG_MODULE"] = "examples.demo.config"
@@ -47,19 +57,18 @@ def _use_nothing_but(folder: Path) -> None:
     os.environ["DEMO_PARTNER"] = str(folder / "partner-answers")
 
 
-def _play(console: Console, folder: Path) -> int:
-    # Only now, since importing delaytasks.celery reads the configuration.
+def _play(console: Console, folder: Path, picture: Path | None) -> int:
+    # These imports read the configuration, which `_use_nothing_but` has just set.
+    from delaytasks.store import migrations
+
     from delaytasks.api import default
-    from delaytasks.storage import migrations
-    from examples.demo.display import Display
+    from examples.demo.display import Display, save_picture
     from examples.demo.figures import complaints, lateness_table, outcome_table
     from examples.demo.servers import Servers
     from examples.demo.story import Story
 
     delays: Any = default()
-    console.print(
-        "[bold]delaytasks[/]: starting a database, a broker, two workers and beat of its own …"
-    )
+    console.print("[bold]delaytasks[/]: starting a database, a broker, two workers and beat …")
     migrations.upgrade(delays.store.database)
     servers = Servers(folder, delays.settings.data_dir)
     try:
@@ -84,8 +93,11 @@ def _play(console: Console, folder: Path) -> int:
                     f"--- worker {name} said:", servers.log(name)[-3000:], sep="\n", markup=False
                 )
             return 1
-        console.print("[bold green]Nothing was lost, nothing ran early.[/]")
+        console.print(SUCCESS)
         console.print(NEXT, markup=False)
+        if picture is not None:
+            tables = outcome_table(shop), lateness_table(shop)
+            save_picture(picture, display.picture(), *tables, SUCCESS)
         return 0
     finally:
         servers.stop()

@@ -1,12 +1,15 @@
-"""The live picture: a bar for each thing that happens, and what happened last."""
+"""Draw the demo: progress bars and the latest events."""
 
 from __future__ import annotations
 
+import io
+import re
 import time
 from collections import deque
+from pathlib import Path
 from types import TracebackType
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -16,6 +19,9 @@ from rich.text import Text
 from delaytasks import Status
 from examples.demo.story import ORDERS, Shop
 
+#: Columns of the panel and of the saved picture.
+WIDTH = 80
+
 
 class Display:
     def __init__(self, console: Console) -> None:
@@ -24,7 +30,7 @@ class Display:
         self._began = time.monotonic()
         self._shop = Shop()
         self._live = Live(
-            console=console, refresh_per_second=8, transient=True, get_renderable=self._picture
+            console=console, refresh_per_second=8, transient=True, get_renderable=self.picture
         )
 
     def __enter__(self) -> Display:
@@ -40,7 +46,7 @@ class Display:
     ) -> None:
         if self._console.is_terminal:
             self._live.stop()
-            self._console.print(self._picture())
+            self._console.print(self.picture())
 
     def tell(self, text: str) -> None:
         line = Text.assemble((f"{time.monotonic() - self._began:5.1f} s  ", "dim"), text)
@@ -51,10 +57,10 @@ class Display:
     def draw(self, shop: Shop) -> None:
         self._shop = shop
 
-    def _picture(self) -> Panel:
+    def picture(self) -> Panel:
         story = Text("\n", no_wrap=True, overflow="ellipsis").join(self._told)
         return Panel(
-            Group(self._bars(), Text(), self._workers(), Text(), story), title="a shop", width=80
+            Group(self._bars(), Text(), self._workers(), Text(), story), title="a shop", width=WIDTH
         )
 
     def _bars(self) -> Table:
@@ -87,3 +93,21 @@ class Display:
                 )
             )
         return Text.assemble(*parts)
+
+
+def save_picture(path: Path, *shown: RenderableType) -> None:
+    """Save `shown` as an SVG file that looks like a terminal window."""
+    console = Console(
+        record=True,
+        file=io.StringIO(),
+        width=WIDTH,
+        force_terminal=True,
+        color_system="truecolor",
+        highlight=False,
+    )
+    console.print(*shown, sep="\n")
+    svg = console.export_svg(title="./dev demo", unique_id="demo")
+    # Without the @font-face rules, which load fonts from another host.
+    svg = re.sub(r"@font-face\s*\{.*?\}\s*", "", svg, flags=re.DOTALL)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(line.rstrip() for line in svg.splitlines()) + "\n")

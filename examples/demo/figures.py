@@ -1,4 +1,4 @@
-"""The table at the end: what became of every task, and how late each one began."""
+"""Make the tables at the end: the outcome of every task, and how late the closings began."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def lateness_table(shop: Shop) -> Table:
         table.add_column(name, justify="left" if not name else "right")
     hit = [task for task in closed if is_hit(task, shop)]
     rest = [task for task in closed if not is_hit(task, shop)]
-    for title, tasks in (("not hit by the kill", rest), (f"hit: > {HIT_MS:g} ms since then", hit)):
+    for title, tasks in (
+        ("not affected by the kill", rest),
+        (f"after it, > {HIT_MS:g} ms late", hit),
+    ):
         late = sorted(map(lateness_ms, tasks))
         shown = [
             f"{late[min(int(len(late) * q), len(late) - 1)]:,.1f}" if late else "-"
@@ -48,23 +51,23 @@ def outcome_table(shop: Shop) -> Table:
     closed = [task for task in shop.orders_now if task.status is Status.DONE]
     again = sum(task.id in shop.interrupted for task in closed)
     held = sum(is_hit(task, shop) for task in closed) - again
-    table = Table(
-        title="What became of them", title_justify="left", title_style="bold", show_header=False
-    )
+    table = Table(title="Outcomes", title_justify="left", title_style="bold", show_header=False)
     table.add_column()
     table.add_column(justify="right")
     table.add_column(style="dim")
-    table.add_row("orders placed", str(len(shop.placed)), "schedule_delay, key=order")
+    table.add_row("orders placed", str(len(shop.placed)), "schedule_delay(key=order)")
     table.add_row("paid in time", str(len(shop.paid)), "cancel(key=order)")
-    table.add_row("closed unpaid", str(len(closed)), "in their time")
+    table.add_row("closed unpaid", str(len(closed)), "at their due times")
     table.add_row(
         "payments captured", str(sum(t.status is Status.DONE for t in shop.payments_now)), ""
     )
     table.add_row(
-        "of them first FAILED", str(len(shop.payments)), f"retry, {shop.retries} times in all"
+        "payments that FAILED first",
+        str(len(shop.payments)),
+        f"run again by {shop.retries} calls of retry",
     )
-    table.add_row("interrupted by the kill", str(again), "lease over, run by the other worker")
-    table.add_row("waiting in the dead worker", str(held), "found in the table by the sweep")
+    table.add_row("interrupted by the kill", str(again), "lease expired, run by the other worker")
+    table.add_row("waiting in the killed worker", str(held), "found in the table by the sweep")
     return table
 
 

@@ -94,7 +94,7 @@ class Story:
             if order % 10 < PAID_OF_TEN:
                 self._to_pay.append((now + self._random.uniform(1, 6), order))
             if order == 0:
-                self._tell("customers place orders; each is to be closed if it is not paid in time")
+                self._tell("customers place orders; an order that is not paid in time is closed")
 
     def _pay(self, now: float) -> None:
         for due, order in [entry for entry in self._to_pay if entry[0] <= now]:

@@ -1,7 +1,8 @@
 """What the documentation shows is so: its code runs, its commands and settings exist, its tables are those of the code.
 
 In a page, `<!-- runs -->` before a Python block has it executed, all of a page in one process, on an SQLite file and a
-broker in memory; a comment that begins with `<!-- setup` brings what a reader has already. The tables between
+broker in memory; a comment that begins with `<!-- setup` brings what a reader has already. A diff block that runs is
+executed as it is after the change. The tables between
 `<!-- generated: … -->` and `<!-- end -->` are written by `python -m tests.unit.test_docs`.
 """
 
@@ -61,8 +62,12 @@ def blocks(page: Path) -> Iterator[Block]:
             else:
                 raise ValueError(f"{page}:{number + 1}: the block has no end")
             language = "python" if end == "-->" else stripped.removeprefix("```")
+            runs = end == "-->" or before == "<!-- runs -->"
+            if language == "diff" and runs:
+                language = "python"
+                inside = [line[1:] if line[:1] != "-" else "" for line in inside]
             text = textwrap.dedent("\n".join(inside)) + "\n"
-            yield Block(language, text, number + 2, end == "-->" or before == "<!-- runs -->")
+            yield Block(language, text, number + 2, runs)
         if stripped:
             before = stripped
 
@@ -292,13 +297,15 @@ def test_each_error_is_explained() -> None:
             assert f"`{name}`" in page or re.search(rf"^\W*{name}\b", page, re.MULTILINE), name
 
 
-def test_the_extras_of_the_readme_are_those_of_the_package() -> None:
+def test_the_extras_in_the_docs_are_those_of_the_package() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     table = re.search(
         r"^\[project\.optional-dependencies\]\n(.*?)^\[", text, re.MULTILINE | re.DOTALL
     )
     assert table is not None
-    shown = re.findall(r"`delaytasks\[(\w+)\]`", (ROOT / "README.md").read_text())
+    shown = re.findall(
+        r"^\| `delaytasks\[(\w+)\]`", (ROOT / "docs/install.md").read_text(), re.MULTILINE
+    )
     assert sorted(shown) == sorted(re.findall(r"^(\w+) = \[", table[1], re.MULTILINE))
 
 
