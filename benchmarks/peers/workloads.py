@@ -117,9 +117,9 @@ def steady(rate: int, batch: int) -> Callable[[Stage, Peer], None]:
     def work(stage: Stage, peer: Peer) -> None:
         workload, name = f"steady_{rate}", peer.system.name
         seconds = stage.size(20, 6)
-        lots = f"in batches of {lot}" if lot > 1 else "one call each"
+        sizes = f"in batches of {batch}" if batch > 1 else "one call each"
         stage.results.sizes[workload] = (
-            f"{rate:,} tasks a second for {seconds} s, due in 1 to 5 s, {lots}"
+            f"{rate:,} tasks a second for {seconds} s, due in 1 to 5 s, {sizes}"
         )
         with peer.serving():
             worker_s, server_s = peer.worker_cpu_s(), peer.server_cpu_s()

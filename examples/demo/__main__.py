@@ -59,9 +59,8 @@ def _use_nothing_but(folder: Path) -> None:
 
 def _play(console: Console, folder: Path, picture: Path | None) -> int:
     # These imports read the configuration, which `_use_nothing_but` has just set.
-    from delaytasks.store import migrations
-
     from delaytasks.api import default
+    from delaytasks.storage import migrations
     from examples.demo.display import Display, save_picture
     from examples.demo.figures import complaints, lateness_table, outcome_table
     from examples.demo.servers import Servers
