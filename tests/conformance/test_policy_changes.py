@@ -20,7 +20,7 @@ from delaytasks.execution.policy_cache import PolicyCache
 from delaytasks.maintenance.pause_sweeper import APPLIED, PauseSweeper
 from delaytasks.storage.policies import PolicyTable
 from delaytasks.storage.store import Store
-from delaytasks.storage.types import db_now
+from delaytasks.storage.types import db_now_plus
 from tests.conftest import settings_for
 from tests.recording import RecordingTimer
 from tests.waiting import wait_until
@@ -242,7 +242,8 @@ def test_a_server_that_made_as_many_other_changes_is_told_apart(
     before = reader.cache.refresh(checks=True).stamp
     p = store.schema.policies
     with store.database.begin() as connection:
-        changed = {"concurrency": 2, "update_time": db_now()}
+        # SQLite counts milliseconds: this must not be the one of the change before.
+        changed = {"concurrency": 2, "update_time": db_now_plus(1)}
         connection.execute(update(p).where(p.c.name == "mail").values(changed))
     assert reader.cache.refresh(checks=True).limited["mail"].concurrency == 2
     assert reader.cache.stamp != before
