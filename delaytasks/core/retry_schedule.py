@@ -47,7 +47,7 @@ class RetrySchedule:
             )
         if isinstance(jitter, bool) or not isinstance(jitter, (int, float)) or not 0 <= jitter <= 1:
             raise InvalidRetryScheduleError(f"jitter is a number from 0 to 1, not {shown(jitter)}")
-        object.__setattr__(self, "rungs_s", retry_delays_s)
+        object.__setattr__(self, "retry_delays_s", retry_delays_s)
         object.__setattr__(self, "jitter", float(jitter))
 
     @classmethod
