@@ -210,10 +210,10 @@ PLACES = [
     ),
     # lines
     DatabaseAddress(
-        "lined up", "pool", "after", ("storage.waitlist:Lines.let_in",), "R1", "limited"
+        "lined up", "pool", "after", ("storage.waitlist:Waitlist.let_in",), "R1", "limited"
     ),
     DatabaseAddress(
-        "admitted", "pool", "after", ("storage.waitlist:Lines.admit",), "R2", "limited"
+        "admitted", "pool", "after", ("storage.waitlist:Waitlist.admit",), "R2", "limited"
     ),
     DatabaseAddress(
         "handing over", "pool", "before", ("storage.claims:Claims.hand_over",), "R2", "limited"

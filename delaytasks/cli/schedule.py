@@ -56,7 +56,9 @@ _LINE_FIELDS = ["at", *(name for name in NewTask._fields if name != "when")]
 )
 @click.option("--queue", help="The queue, if not the processor's own.")
 @click.option("--priority", type=int, default=0, help="0 to 9, higher first.")
-@click.option("--retry", metavar="LADDER", help='A ladder of its own, for example "15s 3m 10m".')
+@click.option(
+    "--retry", metavar="DELAYS", help='A retry schedule of its own, for example "15s 3m 10m".'
+)
 @click.option(
     "--expires", metavar="DURATION", help="How late it may begin; past that it is cancelled."
 )

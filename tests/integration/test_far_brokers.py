@@ -17,7 +17,7 @@ from delaytasks.core.events import Events
 from delaytasks.timers.publisher import Publisher
 from tests.proxy import Proxy, proxy_to
 from tests.running import ROOT, delete_keys
-from tests.transaction.test_redis_timer import Bench
+from tests.unit.test_redis_timer import Bench
 from tests.waiting import wait_until
 
 LIMIT_S = 0.5

@@ -26,7 +26,7 @@ from tests.proxy import Proxy
 from tests.redis_server import RedisServer
 from tests.running import Deployment
 from tests.services import free_port, redis_answers
-from tests.transaction.test_redis_timer import Bench
+from tests.unit.test_redis_timer import Bench
 from tests.waiting import wait_until
 
 Start = Callable[..., RedisServer]

@@ -14,7 +14,7 @@ from celery.exceptions import Retry as CeleryRetry
 from delaytasks import DelayTask
 from delaytasks.worker.celery_context import CeleryTaskContext
 from tests.benches import Bench
-from tests.transaction.conftest import Make
+from tests.unit.conftest import Make
 
 CELERYS_WAIT = timedelta(seconds=180)
 

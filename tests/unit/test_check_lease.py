@@ -11,7 +11,7 @@ from delaytasks.core.errors import LeaseLostError, NotRunningError
 from delaytasks.execution import task_run as run_module
 from delaytasks.worker.renewals import Renewals
 from tests.benches import Bench
-from tests.transaction.conftest import Make
+from tests.unit.conftest import Make
 
 LEASE_S = 60
 

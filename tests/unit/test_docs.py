@@ -2,7 +2,7 @@
 
 In a page, `<!-- runs -->` before a Python block has it executed, all of a page in one process, on an SQLite file and a
 broker in memory; a comment that begins with `<!-- setup` brings what a reader has already. The tables between
-`<!-- generated: … -->` and `<!-- end -->` are written by `python -m tests.transaction.test_docs`.
+`<!-- generated: … -->` and `<!-- end -->` are written by `python -m tests.unit.test_docs`.
 """
 
 from __future__ import annotations

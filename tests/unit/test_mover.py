@@ -25,8 +25,8 @@ from delaytasks.timers.redis import RedisTimer
 from delaytasks.worker import redis_poller as redis_poller
 from delaytasks.worker.runtime import WorkerRuntime
 from tests.proxy import Proxy, proxy_to
-from tests.transaction.test_desk import Worker
-from tests.transaction.test_dispatcher import Pool
+from tests.unit.test_desk import Worker
+from tests.unit.test_dispatcher import Pool
 from tests.waiting import wait_until
 
 

@@ -20,7 +20,7 @@ from delaytasks.core.errors import StoreError, StoreUnavailableError
 from delaytasks.core.interfaces import Entry, Settlement, WaitlistsSeen
 from delaytasks.execution import runner
 from tests.benches import Bench
-from tests.transaction.conftest import Make
+from tests.unit.conftest import Make
 from tests.waiting import wait_until
 
 #: By which a tenth of an age may be off that was not quite what it was meant to be.

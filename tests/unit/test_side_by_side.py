@@ -22,7 +22,7 @@ from delaytasks.execution.chunk import ChunkSize
 from delaytasks.processors.event_loop import EventLoop
 from delaytasks.processors.thread_slots import MOST_PLACES, ThreadSlots
 from tests.benches import Bench
-from tests.transaction.conftest import Make
+from tests.unit.conftest import Make
 from tests.waiting import wait_until
 
 

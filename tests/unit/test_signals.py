@@ -13,7 +13,7 @@ from delaytasks import Cancel, DelayTask, Done, Fail, Retry, Snooze
 from delaytasks.core.interfaces import Settlement
 from delaytasks.worker.celery_context import CeleryTaskContext
 from tests.benches import Bench
-from tests.transaction.conftest import Make
+from tests.unit.conftest import Make
 
 ENDS = {
     "success": signals.task_success,

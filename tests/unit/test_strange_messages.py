@@ -30,7 +30,7 @@ from delaytasks.worker.celery_compat.message_guard import GuardStep
 from delaytasks.worker.celery_compat.redis_guard import RedisGuard
 from delaytasks.worker.celery_tasks import SWEEP
 from tests.fuzzing import fuzz, json_like
-from tests.transaction.test_desk import Worker, make_runtime
+from tests.unit.test_desk import Worker, make_runtime
 
 DUE = 1_700_000_000_000_000
 

@@ -48,7 +48,7 @@ class _Shown:
 
     def __call__(self, state: Any, **options: Any) -> Any:
         answer = self._celerys_own(state, **options)
-        runtime = getattr(getattr(state.consumer, "controller", None), "delays_desk", None)
+        runtime = getattr(getattr(state.consumer, "controller", None), "delays_runtime", None)
         if runtime is None:
             return answer
         return [*answer, *(found for found in self._show(runtime) if found not in answer)]

@@ -43,7 +43,7 @@ class ReconnectStep(bootsteps.Step):
         self, consumer: Any, ensure_connected: Callable[[Any], Any], connection: Any
     ) -> Any:
         # The pool has just been made to forget jobs, and turning the event loop may read the result of one of them.
-        runtime = getattr(getattr(consumer, "controller", None), "delays_desk", None)
+        runtime = getattr(getattr(consumer, "controller", None), "delays_runtime", None)
         if runtime is not None:
             runtime.recall()
         if self._lacks_queue:
