@@ -128,6 +128,10 @@ class BulkResult:
     missing: tuple[int, ...] = ()
 
 
+#: Is called with the counts so far.
+OnProgress = Callable[[BulkResult], object]
+
+
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
     """A bulk operation, as its database remembers it."""

@@ -7,6 +7,7 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from datetime import datetime
+from enum import Enum
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from delaytasks.core.durations import parse_duration, show_duration
@@ -15,6 +16,15 @@ from delaytasks.core.inputs import check_queue, check_tag
 from delaytasks.core.text import shown
 
 Kind = Literal["tag", "queue"]
+
+
+class Unchanged(Enum):
+    """The default of a limit that a call does not change."""
+
+    UNCHANGED = "unchanged"
+
+
+UNCHANGED = Unchanged.UNCHANGED
 K = TypeVar("K", bound=Hashable)
 MAX_LIMIT = 1_000_000_000
 MAX_PERIOD_S = 31 * 86_400.0

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 from delaytasks.core.current_run import Current, current_run
 from delaytasks.core.encryption import decoded, is_encrypted, placeholder
-from delaytasks.core.errors import NotRunningError
+from delaytasks.core.errors import InvalidScheduleError, NotRunningError
 from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import MAX_DEPTH
 from delaytasks.core.retry_schedule import RetrySchedule
 from delaytasks.core.states import FINISHED, Status
+from delaytasks.core.text import shown
 
 #: Where rows wait that say nothing of a queue, as those of other programs.
 DEFAULT_QUEUE = "default"
@@ -198,6 +199,18 @@ class NewTask(NamedTuple):
     expires: Any = None
     max_wait: Any = None
     concurrency_key: str | None = None
+
+
+def new_task_of(item: object) -> NewTask:
+    """Return the task to schedule that `schedule_many` was given."""
+    if isinstance(item, NewTask):
+        return item
+    if isinstance(item, tuple) and len(item) == 3:
+        tag, body, at = item
+        return NewTask(tag, body, when=at) if isinstance(at, datetime) else NewTask(tag, body, at)
+    raise InvalidScheduleError(
+        f"schedule_many takes NewTask, or (tag, body, delay or instant), not {shown(item)}"
+    )
 
 
 @dataclass(frozen=True, slots=True)

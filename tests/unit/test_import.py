@@ -30,7 +30,12 @@ OTHERS = (
     "delaytasks.execution.runner",
 )
 #: What is loaded with the first call that schedules, or looks something up.
-WITH_THE_FIRST_CALL = ("delaytasks.wiring", "delaytasks.sharding.router", "delaytasks.storage")
+WITH_THE_FIRST_CALL = (
+    "delaytasks.composition",
+    "delaytasks.operations",
+    "delaytasks.sharding",
+    "delaytasks.storage",
+)
 SCHEDULE = """
 from celery import Celery
 from delaytasks import DelayTasks
@@ -55,7 +60,7 @@ def loaded_by(code: str, others: tuple[str, ...] = OTHERS) -> set[str]:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
     )
     names = run.stdout.split()
-    assert "delaytasks.app" in names
+    assert "delaytasks.client" in names
     return {
         other
         for other in others

@@ -1,4 +1,4 @@
-"""For who receives callbacks in Django."""
+"""Verifies the callbacks that a Django project receives."""
 
 from __future__ import annotations
 
