@@ -15,7 +15,7 @@ from delaytasks.embedded import use_embedded_broker
 
 def _make_app() -> Celery:
     made = Celery("delaytasks", set_as_current=False)
-    # As the command `celery` does: a celeryconfig.py in the current directory is found.
+    # The command `celery` too finds a celeryconfig.py in the current directory.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     module = os.environ.get("CELERY_CONFIG_MODULE", "celeryconfig")

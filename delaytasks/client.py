@@ -144,12 +144,12 @@ class DelayTasks:
         key
             A name for the task within its tag. At most one live task of a tag has a key.
         on_conflict
-            What happens if a live task has the key. `"reject"` raises `DuplicateTaskError`,
+            The rule for a key that a live task has. `"reject"` raises `DuplicateTaskError`,
             `"keep"` returns the existing task, and `"replace"` gives the existing task the new
             body and due time.
         max_wait
-            With `on_conflict="replace"`: the longest time from the first call to the due time,
-            however often the task is replaced. Seconds, text such as `"10m"`, or a timedelta.
+            With `on_conflict="replace"`: the longest time from the first call to the due time, no
+            matter how many calls replace the task. Seconds, text such as `"10m"`, or a timedelta.
         queue
             The queue. By default the queue of the processor, or of the setting `queues`.
         priority
@@ -229,11 +229,11 @@ class DelayTasks:
         Parameters
         ----------
         tag, body
-            As in `schedule_delay`.
+            See `schedule_delay`.
         when
             An aware datetime. An instant in the past means now.
         key, on_conflict, max_wait, queue, priority, id, retry, expires, concurrency_key, session
-            As in `schedule_delay`.
+            See `schedule_delay`.
 
         Returns
         -------
@@ -243,7 +243,7 @@ class DelayTasks:
         Raises
         ------
         DelayTaskError
-            The errors of `schedule_delay`; `InvalidDelayError` also for a naive datetime.
+            The errors of `schedule_delay`.
 
         Examples
         --------
@@ -282,9 +282,9 @@ class DelayTasks:
             `NewTask` objects, or tuples of tag, body and a delay or an instant. A generator is
             read batch by batch, so memory use does not grow.
         on_conflict
-            As in `schedule_delay`.
+            See `schedule_delay`.
         session
-            As in `schedule_delay`. Without it, each batch is one transaction in each database.
+            See `schedule_delay`. Without it, each batch is one transaction in each database.
         on_batch
             Is called with the tasks of each batch after the batch was written.
 
@@ -511,7 +511,7 @@ class DelayTasks:
         Parameters
         ----------
         task, tag, key, version, session
-            As in `cancel`.
+            See `cancel`.
         delay
             Seconds from now, or a timedelta.
         when
@@ -553,7 +553,7 @@ class DelayTasks:
         Parameters
         ----------
         task, tag, key, session
-            As in `cancel`.
+            See `cancel`.
         delay
             Seconds, or a timedelta.
 
@@ -608,7 +608,7 @@ class DelayTasks:
         tag, keys
             One tag and the keys of its tasks.
         session
-            As in `cancel`.
+            See `cancel`.
 
         Returns
         -------
@@ -641,7 +641,7 @@ class DelayTasks:
         Parameters
         ----------
         task, version, session
-            As in `cancel`.
+            See `cancel`.
         delay
             Seconds from now, or a timedelta.
 
@@ -682,7 +682,7 @@ class DelayTasks:
         Parameters
         ----------
         task, tag, key
-            As in `cancel`.
+            See `cancel`.
         session
             A SQLAlchemy Session or Connection that reads the row.
 
@@ -711,7 +711,7 @@ class DelayTasks:
         task
             The id, or a task that was read.
         session
-            As in `get`.
+            See `get`.
 
         Returns
         -------
@@ -757,7 +757,7 @@ class DelayTasks:
         newest_first
             Reverse the order.
         session
-            As in `get`.
+            See `get`.
 
         Returns
         -------
@@ -862,7 +862,7 @@ class DelayTasks:
         by
             Each task is due this time later than before; earlier, if negative.
         everything, dry_run, actor, on_progress, **filters
-            As in `cancel_many`.
+            See `cancel_many`.
 
         Returns
         -------
@@ -900,7 +900,7 @@ class DelayTasks:
         delay
             Seconds from now, or a timedelta.
         everything, dry_run, actor, on_progress, **filters
-            As in `cancel_many`. With `status="CANCELLED"`, cancelled tasks run again instead.
+            See `cancel_many`. With `status="CANCELLED"`, cancelled tasks run again instead.
 
         Returns
         -------
@@ -1003,7 +1003,7 @@ class DelayTasks:
         Parameters
         ----------
         tag, queue, actor
-            As in `pause`.
+            See `pause`.
 
         Returns
         -------
@@ -1013,7 +1013,7 @@ class DelayTasks:
         Raises
         ------
         InvalidPolicyError, StoreUnavailableError
-            As in `pause`.
+            See `pause`.
 
         Examples
         --------
@@ -1046,7 +1046,7 @@ class DelayTasks:
         rate
             The most tasks that start in a period, such as `"100/s"` or `"30/m"`.
         actor
-            As in `pause`.
+            See `pause`.
 
         Returns
         -------
@@ -1058,7 +1058,7 @@ class DelayTasks:
         InvalidPolicyError
             If a limit is wrong, or no limit is given.
         StoreUnavailableError
-            As in `pause`.
+            See `pause`.
 
         Examples
         --------
@@ -1075,7 +1075,7 @@ class DelayTasks:
         Parameters
         ----------
         tag, queue, actor
-            As in `pause`.
+            See `pause`.
 
         Returns
         -------
@@ -1085,7 +1085,7 @@ class DelayTasks:
         Raises
         ------
         InvalidPolicyError, StoreUnavailableError
-            As in `pause`.
+            See `pause`.
 
         Examples
         --------
@@ -1182,7 +1182,7 @@ class DelayTasks:
 
     @property
     def events(self) -> Events:
-        """The events of this process: `events.subscribe(f)` calls `f(name, fields)` for each event."""
+        """The events of this process. `events.subscribe(f)` calls `f(name, fields)` for each."""
         return self._events
 
     @property

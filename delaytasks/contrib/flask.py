@@ -1,5 +1,7 @@
-"""Flask: settings from the app's configuration, rows in Flask-SQLAlchemy's session, processors in
-an application context. See docs/flask.md."""
+"""Integrates with Flask: configuration, sessions of Flask-SQLAlchemy and application contexts.
+
+See docs/flask.md.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +168,7 @@ def verified(request: Request, secrets: str | Iterable[str]) -> Received:
     Raises
     ------
     werkzeug.exceptions.Unauthorized
-        If the signature is none of the secrets'.
+        If no secret matches the signature.
     werkzeug.exceptions.BadRequest
         If the body is not JSON.
 

@@ -37,7 +37,7 @@ class NamedTask(NamedTuple):
         raise TaskNotFoundError(f"there is no task {self.id}", self.id)
 
     def move(self, work: Callable[[Shard, Executor | None], T]) -> tuple[Shard, T]:
-        """As `read`, for a change: with a session, only on the shard of the session."""
+        """Call `work` like `read`, but with a session only for the shard of the session."""
         for shard in self.shards:
             if self.session_shard in (None, shard.number):
                 try:

@@ -1,4 +1,4 @@
-"""The one `DelayTasks` of a Django project, made from settings.DELAYTASKS and settings.DATABASES."""
+"""The `DelayTasks` of a Django project, from settings.DELAYTASKS and settings.DATABASES."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def project_delays() -> DjangoDelays:
 
 
 def _celery_app(path: str | None) -> Any:
-    """Return the app at `path`, else the current app, else a new app made from Django's settings."""
+    """Return the app at `path`, else the current app, else an app made from Django's settings."""
     if path is not None:
         found = import_string(path.replace(":", "."))
         if not isinstance(found, Celery):

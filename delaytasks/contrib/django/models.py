@@ -34,7 +34,8 @@ class ReadOnlyRowError(PermissionDenied, TypeError):
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise ReadOnlyRowError(
-        "rows of tasks are read only here: use schedule_delay, cancel, reschedule and retry of delaytasks"
+        "rows of tasks are read only here: use schedule_delay, cancel, reschedule and retry of "
+        "delaytasks"
     )
 
 
