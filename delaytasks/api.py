@@ -5,21 +5,21 @@ A new method of `DelayTasks` gets a line in the list below and its name in `__al
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from celery import _state
 
 from delaytasks.client import DelayTasks
 from delaytasks.core.errors import ConfigError
 from delaytasks.processors.registry import ProcessorOptions
+from delaytasks.wiring import wiring_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-P = ParamSpec("P")
-R = TypeVar("R")
+    from delaytasks.wiring import Wiring
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _default: DelayTasks | None = None
@@ -77,41 +77,45 @@ def _current_app() -> Any:
     return current
 
 
-def _of_default(method: Callable[Concatenate[DelayTasks, P], R]) -> Callable[P, R]:
-    @functools.wraps(method)
-    def function(*args: P.args, **kwargs: P.kwargs) -> R:
-        return method(default(), *args, **kwargs)
+class _Default(DelayTasks):
+    """The methods of `DelayTasks` on the wiring of the default instance."""
 
-    return function
+    def __init__(self) -> None:
+        """Make an object without state, registry and Celery app of its own."""
 
-
-schedule_delay = _of_default(DelayTasks.schedule_delay)
-schedule_at = _of_default(DelayTasks.schedule_at)
-schedule_many = _of_default(DelayTasks.schedule_many)
-schedule_callback = _of_default(DelayTasks.schedule_callback)
-schedule_message = _of_default(DelayTasks.schedule_message)
-new_id = _of_default(DelayTasks.new_id)
-shard_for = _of_default(DelayTasks.shard_for)
-cancel = _of_default(DelayTasks.cancel)
-reschedule = _of_default(DelayTasks.reschedule)
-touch = _of_default(DelayTasks.touch)
-touch_many = _of_default(DelayTasks.touch_many)
-retry = _of_default(DelayTasks.retry)
-get = _of_default(DelayTasks.get)
-attempts = _of_default(DelayTasks.attempts)
-find = _of_default(DelayTasks.find)
-cancel_many = _of_default(DelayTasks.cancel_many)
-reschedule_many = _of_default(DelayTasks.reschedule_many)
-retry_many = _of_default(DelayTasks.retry_many)
-audit = _of_default(DelayTasks.audit)
-policies = _of_default(DelayTasks.policies)
-pause = _of_default(DelayTasks.pause)
-resume = _of_default(DelayTasks.resume)
-set_policy = _of_default(DelayTasks.set_policy)
-clear_policy = _of_default(DelayTasks.clear_policy)
+    @property
+    def _wiring(self) -> Wiring:
+        return wiring_of(default())
 
 
-# Not made by `_of_default`, with which mypy would lose the types of the decorated function.
+_methods = _Default()
+schedule_delay = _methods.schedule_delay
+schedule_at = _methods.schedule_at
+schedule_many = _methods.schedule_many
+schedule_callback = _methods.schedule_callback
+schedule_message = _methods.schedule_message
+new_id = _methods.new_id
+shard_for = _methods.shard_for
+cancel = _methods.cancel
+reschedule = _methods.reschedule
+touch = _methods.touch
+touch_many = _methods.touch_many
+retry = _methods.retry
+get = _methods.get
+attempts = _methods.attempts
+find = _methods.find
+cancel_many = _methods.cancel_many
+reschedule_many = _methods.reschedule_many
+retry_many = _methods.retry_many
+audit = _methods.audit
+policies = _methods.policies
+pause = _methods.pause
+resume = _methods.resume
+set_policy = _methods.set_policy
+clear_policy = _methods.clear_policy
+
+
+# Registering a processor makes no wiring.
 def processor(tag: str, **options: Unpack[ProcessorOptions]) -> Callable[[F], F]:
     return default().processor(tag, **options)
 

@@ -753,7 +753,7 @@ class DelayTasks:
         cursor
             The `cursor` of the page before, to read the next page.
         limit
-            The most tasks of a page, 1 to 10,000.
+            The most tasks of a page, 1 to 1,000.
         newest_first
             Reverse the order.
         session
@@ -925,7 +925,7 @@ class DelayTasks:
         Parameters
         ----------
         limit
-            The most entries to return.
+            The most entries to return, 1 to 1,000.
 
         Returns
         -------

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 from delaytasks.core.clock import Clock, from_us, to_us
 from delaytasks.core.errors import (
@@ -26,7 +26,12 @@ from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask, NewTask
 from delaytasks.processors.registry import Registry
 from delaytasks.scheduling.queue_routing import QueueRouting
-from delaytasks.scheduling.task_builder import TaskBuilder, check_on_conflict
+from delaytasks.scheduling.task_builder import (
+    RowBatch,
+    TaskBuilder,
+    check_on_conflict,
+    drained,
+)
 
 #: Producers arm a little beyond the horizon. A row that is committed while a sweep reads is then
 #: armed by the producer or found by the sweep.
@@ -44,20 +49,6 @@ ID_TRIES = 5
 Notify = Callable[[Sequence[Entry], int, Executor], None]
 #: Is called with the tasks of each batch that was written.
 OnBatch = Callable[[Sequence[DelayTask]], None]
-
-
-class RowBatch(NamedTuple):
-    """Tasks that are written in one transaction."""
-
-    #: Tasks that one statement inserts.
-    plain: list[DelayTask]
-    #: Tasks with a key or with the caller's id, which are inserted one by one; the flag says that
-    #: the id is the caller's.
-    named: list[tuple[DelayTask, bool]]
-
-    @property
-    def first(self) -> DelayTask:
-        return self.plain[0] if self.plain else self.named[0][0]
 
 
 class Producer:
@@ -154,26 +145,13 @@ class Producer:
         total = 0
         source = iter(items)
         while batch := list(itertools.islice(source, BULK)):
-            rows = self.make_batch(_drained(batch), on_conflict)
+            rows = self.make_batch(drained(batch), on_conflict)
             total += self.schedule_batch(rows, on_conflict, transaction, on_batch)
         return total
 
     def make_batch(self, asked: Iterable[NewTask], on_conflict: OnConflict) -> RowBatch:
         """Return the checked tasks; write nothing."""
-        now, named = self._clock.certain_now(), list[NewTask]()
-
-        def unnamed() -> Iterator[NewTask]:
-            for new in asked:
-                if new.key is None and new.id is None:
-                    yield new
-                else:
-                    named.append(new)
-
-        plain = self._builder.many(unnamed(), on_conflict, now)
-        tasks = self._builder.many(named, on_conflict, now)
-        return RowBatch(
-            plain, [(task, new.id is not None) for task, new in zip(tasks, named, strict=True)]
-        )
+        return self._builder.batch(asked, on_conflict, self._clock.certain_now())
 
     def schedule_batch(
         self,
@@ -307,13 +285,6 @@ def _to_arm(tasks: Sequence[DelayTask], until_us: int | None) -> Sequence[DelayT
         return tasks
     until = from_us(until_us)
     return [task for task in tasks if task.expected_time <= until or task.version > 0]
-
-
-def _drained(items: list[NewTask]) -> Iterator[NewTask]:
-    """Drop each item from the list: with fewer live objects, garbage collections are rarer."""
-    items.reverse()
-    while items:
-        yield items.pop()
 
 
 def _is_same(existing: DelayTask, task: DelayTask) -> bool:

@@ -22,7 +22,8 @@ from delaytasks.core.errors import (
 from delaytasks.core.interfaces import Executor, OnConflict, Transaction
 from delaytasks.core.task import DelayTask, NewTask, Page, id_of
 from delaytasks.core.text import shown
-from delaytasks.scheduling.producer import BULK, OnBatch, RowBatch
+from delaytasks.scheduling.producer import BULK, OnBatch
+from delaytasks.scheduling.task_builder import RowBatch
 from delaytasks.sharding.named_task import Name, NamedTask, refuse_elsewhere
 from delaytasks.sharding.selection import ShardSelection
 from delaytasks.sharding.shard import EACH_SHARD_S, Shard

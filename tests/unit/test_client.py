@@ -138,14 +138,17 @@ def own_frames() -> list[str]:
 
 
 @pytest.mark.parametrize("session", [False, True], ids=["alone", "in_a_session"])
+@pytest.mark.parametrize("is_of_module", [False, True], ids=["method", "module"])
 def test_a_call_reaches_the_insert_statement_within_six_frames(
-    tmp_path: Path, session: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session: bool, is_of_module: bool
 ) -> None:
     delays = delays_on(f"sqlite:///{tmp_path / 'shop.sqlite3'}")
     record(delays)
     database = wiring_of(delays).store.database
     with database.begin() as connection:
         delays.create_tables(connection)
+    monkeypatch.setattr(api, "_default", delays)
+    schedule_delay = delaytasks.schedule_delay if is_of_module else delays.schedule_delay
     seen: list[list[str]] = []
 
     def note(_c: Any, _cursor: Any, statement: str, *_: Any) -> None:
@@ -155,7 +158,7 @@ def test_a_call_reaches_the_insert_statement_within_six_frames(
     for engine in (database.auto, database.tx):
         event.listen(engine, "before_cursor_execute", note)
     with database.begin() if session else nullcontext() as connection:
-        task = delays.schedule_delay("a", {}, 60, session=connection)
+        task = schedule_delay("a", {}, 60, session=connection)
     assert delays.get(task).tag == "a"
     [frames] = seen
     assert len(frames) <= 6, frames
