@@ -78,8 +78,8 @@ class DelayTasks:
         Without it, the setting `delaytasks_database_url` or the variable
         `DELAYTASKS_DATABASE_URL` names the database, else an SQLite file is used.
     **settings
-        Any setting of docs/configuration.md, without the prefix `delaytasks_`. These values take
-        precedence over the Celery configuration and the environment.
+        Any setting, without the prefix `delaytasks_`. These values take precedence over the Celery
+        configuration and the environment.
 
     Raises
     ------
@@ -178,7 +178,7 @@ class DelayTasks:
         InvalidInputError
             If an argument is wrong. The subclass names the argument, such as `InvalidTagError`.
         DuplicateTaskError
-            If a live task has the key and `on_conflict` is `"reject"`, or the id is taken.
+            If a live task has the key and `on_conflict` is `"reject"`.
         StoreUnavailableError
             If the database cannot be reached. Nothing was written.
         OutcomeUnknownError
