@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from delaytasks.core.clock import Clock, Measure, wall_ms
 from delaytasks.core.events import Events
@@ -69,36 +69,13 @@ def build_wiring(
     clocks = [clock, *(Clock(store.tasks.now) for store in stores[1:])]
 
     publisher = Publisher(celery_app, settings.namespace, settings.publish_limit_s, events)
-    eta = EtaTimer(publisher, clock)
-    redis_timer = direct_timer = None
-    if settings.timer == "redis":
-        redis_timer = _redis_timer(celery_app, settings, eta, clocks, events)
-    elif settings.timer == "direct":
-        direct_timer = DirectTimer([store.notices for store in stores], clock)
-    inline_timer: Timer = direct_timer or redis_timer or eta
-    background = BackgroundTimer(inline_timer, clock) if settings.arm == "background" else None
-    timer: Timer = background or inline_timer
-
+    timers = _make_timers(celery_app, settings, publisher, stores, clocks, events)
     queues = QueueRouting(settings, registry)
     registry.give_places(CALLBACK, settings.callback_in_flight)
     http_callbacks = HttpCallbacks(settings, Guard(settings.callback_allow), clock)
-    limit_s, broker_url = settings.callback_connect_s, settings.callback_broker_url
-    connect = functools.partial(
-        bounded_connection, celery_app, limit_s, broker_url, confirm_publish=True
-    )
-    queue_messages = QueueMessages(connect, limit_s)
-
-    factory = _ShardFactory(settings, registry, events, queues, timer, inline_timer, direct_timer)
-    router = factory.router(stores, clocks)
+    queue_messages = _make_queue_messages(celery_app, settings)
+    router = _ShardFactory(settings, registry, events, queues, timers).router(stores, clocks)
     transactions = CallerTransactions(ambient_transaction)
-    closables: list[Closable | None] = [
-        background,
-        None if redis_timer is None else redis_timer.link,
-        http_callbacks,
-        queue_messages,
-        publisher,
-        *stores,
-    ]
     return Wiring(
         celery=celery_app,
         registry=registry,
@@ -109,10 +86,10 @@ def build_wiring(
         router=router,
         queues=queues,
         publisher=publisher,
-        inline_timer=inline_timer,
-        timer=timer,
-        direct_timer=direct_timer,
-        redis_timer=redis_timer,
+        inline_timer=timers.inline,
+        timer=timers.producers,
+        direct_timer=timers.direct,
+        redis_timer=timers.redis,
         http_callbacks=http_callbacks,
         queue_messages=queue_messages,
         transactions=transactions,
@@ -120,8 +97,8 @@ def build_wiring(
         single=SingleTasks(router, transactions, events),
         bulk=BulkOperations(router, events),
         policies=PolicyOperations(router, events),
-        checks=StartChecks(celery_app, settings, registry, events, router, redis_timer),
-        closables=[closable for closable in closables if closable is not None],
+        checks=StartChecks(celery_app, settings, registry, events, router, timers.redis),
+        closables=[*timers.closables, http_callbacks, queue_messages, publisher, *stores],
     )
 
 
@@ -134,22 +111,19 @@ class _ShardFactory:
         registry: Registry,
         events: Events,
         queues: QueueRouting,
-        timer: Timer,
-        inline_timer: Timer,
-        direct_timer: DirectTimer | None,
+        timers: _Timers,
     ) -> None:
         self._settings = settings
         self._registry = registry
         self._events = events
         self._queues = queues
-        self._timer = timer
-        self._inline_timer = inline_timer
-        self._notify: Notify | None = None if direct_timer is None else direct_timer.tell
+        self._timers = timers
+        self._notify: Notify | None = None if timers.direct is None else timers.direct.tell
 
     def router(self, stores: Sequence[Store], clocks: Sequence[Clock]) -> Router:
         if len(stores) == 1:
             [store], [clock] = stores, clocks
-            tasks, timer = store.tasks, self._inline_timer
+            tasks, timer = store.tasks, self._timers.inline
             return SingleRouter(
                 self._shard(store, clock, tasks, tasks.retry, timer, self._events, lambda: None)
             )
@@ -165,7 +139,7 @@ class _ShardFactory:
                 clock,
                 ShardTasks(databases, store.shard),
                 functools.partial(databases.retry, store.shard),
-                ShardTimer(self._inline_timer, store.shard),
+                ShardTimer(self._timers.inline, store.shard),
                 self._events.about(shard=store.shard),
                 functools.partial(databases.store, store.shard),
             )
@@ -195,7 +169,7 @@ class _ShardFactory:
             tasks,
             clock,
             new_id,
-            self._timer,
+            self._timers.producers,
             self._registry,
             self._queues,
             events,
@@ -208,13 +182,48 @@ class _ShardFactory:
         )
 
 
-def _redis_timer(
-    celery_app: Any, settings: Settings, eta: EtaTimer, clocks: Sequence[Clock], events: Events
-) -> RedisTimer:
-    # Imported here: other deployments need no Redis client.
-    from delaytasks.timers.redis import RedisTimer
-    from delaytasks.timers.redis_location import redis_location
+class _Timers(NamedTuple):
+    #: Arms in the calling thread.
+    inline: Timer
+    #: Arms for producers; with `arm="background"`, in a thread of its own.
+    producers: Timer
+    direct: DirectTimer | None
+    redis: RedisTimer | None
+    closables: Sequence[Closable]
 
-    conf = celery_app.conf
-    location = redis_location(settings.redis_url, conf.broker_url, conf.broker_transport_options)
-    return RedisTimer(location, settings, eta, clocks, events)
+
+def _make_timers(
+    celery_app: Any,
+    settings: Settings,
+    publisher: Publisher,
+    stores: Sequence[Store],
+    clocks: Sequence[Clock],
+    events: Events,
+) -> _Timers:
+    closables: list[Closable] = []
+    redis = direct = None
+    eta = EtaTimer(publisher, clocks[0])
+    if settings.timer == "direct":
+        direct = DirectTimer([store.notices for store in stores], clocks[0])
+    elif settings.timer == "redis":
+        # Imported here: other deployments need no Redis client.
+        from delaytasks.timers.redis import RedisTimer
+        from delaytasks.timers.redis_location import redis_location
+
+        conf = celery_app.conf
+        location = redis_location(
+            settings.redis_url, conf.broker_url, conf.broker_transport_options
+        )
+        redis = RedisTimer(location, settings, eta, clocks, events)
+        closables.append(redis.link)
+    inline: Timer = direct or redis or eta
+    if settings.arm != "background":
+        return _Timers(inline, inline, direct, redis, closables)
+    background = BackgroundTimer(inline, clocks[0])
+    return _Timers(inline, background, direct, redis, [background, *closables])
+
+
+def _make_queue_messages(celery_app: Any, settings: Settings) -> QueueMessages:
+    limit_s, url = settings.callback_connect_s, settings.callback_broker_url
+    connect = functools.partial(bounded_connection, celery_app, limit_s, url, confirm_publish=True)
+    return QueueMessages(connect, limit_s)
