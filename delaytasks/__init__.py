@@ -3,14 +3,17 @@
 from delaytasks import api
 from delaytasks.api import *  # noqa: F403 - the list of functions is in api.py only
 from delaytasks.client import DelayTasks
+from delaytasks.core.attempt import Attempt
 from delaytasks.core.bulk import AuditEntry, BulkResult
 from delaytasks.core.cancel_result import CancelResult
 from delaytasks.core.errors import DelayTaskError
+from delaytasks.core.new_task import NewTask
 from delaytasks.core.outcomes import Cancel, Done, Fail, Retry, Snooze
+from delaytasks.core.page import Page
 from delaytasks.core.policies import Policy
 from delaytasks.core.retry_schedule import LEVELS, NOTIFY, RetrySchedule
 from delaytasks.core.states import Status
-from delaytasks.core.task import Attempt, DelayTask, NewTask, Page
+from delaytasks.core.task import DelayTask
 
 __all__ = [
     "LEVELS",

@@ -12,15 +12,18 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
 from delaytasks.attachment import attach
+from delaytasks.core.attempt import Attempt
 from delaytasks.core.bulk import AuditEntry, BulkResult, Filters, OnProgress
 from delaytasks.core.cancel_result import CancelResult
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import OnConflict
+from delaytasks.core.new_task import NewTask, new_task_of
+from delaytasks.core.page import Page
 from delaytasks.core.policies import UNCHANGED, Policy, Unchanged
 from delaytasks.core.retry_schedule import RetrySchedule
 from delaytasks.core.settings import hide_secrets
 from delaytasks.core.states import Status
-from delaytasks.core.task import Attempt, DelayTask, NewTask, Page, new_task_of
+from delaytasks.core.task import DelayTask
 from delaytasks.processors.registry import Registry
 from delaytasks.webhooks.http import CALLBACK, RETRY_SCHEDULE, Callback
 from delaytasks.webhooks.queue import MESSAGE, Message

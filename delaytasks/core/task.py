@@ -1,4 +1,4 @@
-"""Tasks, new tasks, failed attempts and pages of tasks."""
+"""A task as callers and processors read it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import json
 import math
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 from delaytasks.core.current_run import Current, current_run
 from delaytasks.core.encryption import decoded, is_encrypted, placeholder
-from delaytasks.core.errors import InvalidScheduleError, NotRunningError
+from delaytasks.core.errors import NotRunningError
 from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import MAX_DEPTH
 from delaytasks.core.retry_schedule import RetrySchedule
 from delaytasks.core.states import FINISHED, Status
-from delaytasks.core.text import shown
 
 #: The queue of rows without one, such as rows of other programs.
 DEFAULT_QUEUE = "default"
@@ -260,112 +259,6 @@ class DelayTask:
             "concurrency_key": self.concurrency_key,
             "result": None if self.result_json is None else _shown(self.result_json),
         }
-
-
-class Attempt(NamedTuple):
-    """A failed run of a task.
-
-    Attributes
-    ----------
-    number
-        The number of the run, from 1.
-    began, ended
-        The start, if it is known, and the end.
-    worker
-        The name of the worker.
-    error
-        The traceback, or the reason that the processor returned.
-
-    Examples
-    --------
-    >>> [(attempt.number, attempt.ended) for attempt in delays.attempts(task)]
-    """
-
-    number: int
-    began: datetime | None
-    ended: datetime
-    worker: str | None
-    error: str | None
-
-    def as_json(self) -> dict[str, Any]:
-        return {**self._asdict(), "began": _iso(self.began), "ended": _iso(self.ended)}
-
-
-# A tuple, because a frozen dataclass takes four times as long to make.
-class NewTask(NamedTuple):
-    """One task for `schedule_many`.
-
-    Parameters
-    ----------
-    tag, body
-        See `schedule_delay`.
-    delay
-        Seconds, or a timedelta. Give either `delay` or `when`.
-    when
-        An aware datetime.
-    key, queue, priority, id, retry, expires, max_wait, concurrency_key
-        See `schedule_delay`.
-
-    Examples
-    --------
-    >>> delays.schedule_many(NewTask("mail.send", {"to": user}, 60, key=user) for user in users)
-    """
-
-    tag: str
-    body: Any
-    delay: Any = None
-    when: datetime | None = None
-    key: str | None = None
-    queue: str | None = None
-    priority: int = 0
-    id: int | None = None
-    retry: RetrySchedule | str | int | None = None
-    expires: Any = None
-    max_wait: Any = None
-    concurrency_key: str | None = None
-
-
-def new_task_of(item: object) -> NewTask:
-    """Return the task to schedule that `schedule_many` was given."""
-    if isinstance(item, NewTask):
-        return item
-    if isinstance(item, tuple) and len(item) == 3:
-        tag, body, at = item
-        return NewTask(tag, body, when=at) if isinstance(at, datetime) else NewTask(tag, body, at)
-    raise InvalidScheduleError(
-        f"schedule_many takes NewTask, or (tag, body, delay or instant), not {shown(item)}"
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """A page of the tasks that `find` found. Iterating over it yields the tasks.
-
-    Attributes
-    ----------
-    tasks
-        The tasks.
-    cursor
-        The argument of `find` for the next page; None on the last page.
-    missing
-        The numbers of the shards that could not be reached. Their tasks are not in the page.
-
-    Examples
-    --------
-    >>> page = delays.find(status="FAILED")
-    >>> if page.cursor is not None:
-    ...     page = delays.find(status="FAILED", cursor=page.cursor)
-    """
-
-    tasks: list[DelayTask]
-    cursor: str | None
-    missing: tuple[int, ...] = ()
-
-    def __iter__(self) -> Any:
-        return iter(self.tasks)
-
-    def __len__(self) -> int:
-        return len(self.tasks)
 
 
 def id_of(name: object) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from delaytasks.core.attempt import Attempt
 from delaytasks.core.inputs import check_instant, check_key, check_limit, check_status, check_tag
+from delaytasks.core.page import Page
 from delaytasks.core.states import Status
-from delaytasks.core.task import Attempt, DelayTask, Page
+from delaytasks.core.task import DelayTask
 from delaytasks.operations.transactions import CallerTransactions
 from delaytasks.sharding.named_task import name_of
 

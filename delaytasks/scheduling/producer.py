@@ -21,9 +21,10 @@ from delaytasks.core.errors import (
 from delaytasks.core.events import Events
 from delaytasks.core.inputs import check_delay, check_due, check_instant
 from delaytasks.core.interfaces import Entry, Executor, OnConflict, TaskStore, Timer, Transaction
+from delaytasks.core.new_task import NewTask
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask, NewTask
+from delaytasks.core.task import DelayTask
 from delaytasks.processors.registry import Registry
 from delaytasks.scheduling.queue_routing import QueueRouting
 from delaytasks.scheduling.task_builder import (

@@ -24,9 +24,10 @@ from delaytasks.core.inputs import (
     encode_body,
 )
 from delaytasks.core.interfaces import OnConflict
+from delaytasks.core.new_task import NewTask
 from delaytasks.core.retry_schedule import MAX_RETRY_DELAY_S, retry_schedule_of
 from delaytasks.core.settings import Settings
-from delaytasks.core.task import DelayTask, NewTask
+from delaytasks.core.task import DelayTask
 from delaytasks.core.text import shown
 from delaytasks.processors.registry import Processor, Registry
 from delaytasks.scheduling.queue_routing import QueueRouting

@@ -20,7 +20,9 @@ from delaytasks.core.errors import (
     TaskNotFoundError,
 )
 from delaytasks.core.interfaces import Executor, OnConflict, Transaction
-from delaytasks.core.task import DelayTask, NewTask, Page, id_of
+from delaytasks.core.new_task import NewTask
+from delaytasks.core.page import Page
+from delaytasks.core.task import DelayTask, id_of
 from delaytasks.core.text import shown
 from delaytasks.scheduling.producer import BULK, OnBatch
 from delaytasks.scheduling.task_builder import RowBatch

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from delaytasks.core.errors import InvalidScheduleError, TaskNotFoundError
 from delaytasks.core.inputs import check_key, check_tag
 from delaytasks.core.interfaces import Executor, Transaction
-from delaytasks.core.task import DelayTask, Page, id_of
+from delaytasks.core.page import Page
+from delaytasks.core.task import DelayTask, id_of
 from delaytasks.core.text import shown
 from delaytasks.sharding.named_task import Name, NamedTask
 from delaytasks.sharding.shard import Shard

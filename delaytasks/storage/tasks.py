@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Connection, exc, select
 
+from delaytasks.core.attempt import Attempt
 from delaytasks.core.errors import DuplicateTaskError, TaskNotFoundError
 from delaytasks.core.interfaces import Executor, OnConflict
+from delaytasks.core.page import Page
 from delaytasks.core.states import Status
-from delaytasks.core.task import Attempt, DelayTask, Page
+from delaytasks.core.task import DelayTask
 from delaytasks.storage import pages
 from delaytasks.storage.attempts import Attempts
 from delaytasks.storage.database import Database

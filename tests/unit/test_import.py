@@ -44,10 +44,11 @@ ONLY_WITH_SEVERAL_DATABASES = (
 SCHEDULE = """
 from celery import Celery
 from delaytasks import DelayTasks
+from delaytasks.wiring import wiring_of
 delays = DelayTasks(Celery("shop", broker="memory://"), "sqlite:///{path}")
-with delays.store.database.begin() as connection:
-    delays.store.schema.metadata.create_all(connection)
-delays.check_ready()
+with wiring_of(delays).store.database.begin() as connection:
+    delays.create_tables(connection)
+wiring_of(delays).checks.check_ready()
 assert delays.cancel(delays.schedule_delay("mail", {{}}, 3600))
 """
 READ = """
