@@ -1,41 +1,19 @@
-"""Durable delayed tasks on Celery: the database is the truth, the broker makes it fast."""
+"""Durable delayed tasks on Celery: tasks are rows of a database, and the broker makes them fast."""
 
-from delaytasks.api import (
-    attempts,
-    audit,
-    cancel,
-    cancel_many,
-    clear_policy,
-    find,
-    get,
-    new_id,
-    pause,
-    policies,
-    processor,
-    reschedule,
-    reschedule_many,
-    resume,
-    retry,
-    retry_many,
-    schedule_at,
-    schedule_callback,
-    schedule_delay,
-    schedule_many,
-    schedule_message,
-    set_policy,
-    shard_for,
-    touch,
-    touch_many,
-)
-from delaytasks.app import DelayTasks
+from delaytasks import api
+from delaytasks.api import *  # noqa: F403 - the list of functions is in api.py only
+from delaytasks.client import DelayTasks
+from delaytasks.core.attempt import Attempt
 from delaytasks.core.bulk import AuditEntry, BulkResult
 from delaytasks.core.cancel_result import CancelResult
 from delaytasks.core.errors import DelayTaskError
+from delaytasks.core.new_task import NewTask
 from delaytasks.core.outcomes import Cancel, Done, Fail, Retry, Snooze
+from delaytasks.core.page import Page
 from delaytasks.core.policies import Policy
 from delaytasks.core.retry_schedule import LEVELS, NOTIFY, RetrySchedule
 from delaytasks.core.states import Status
-from delaytasks.core.task import Attempt, DelayTask, NewTask, Page
+from delaytasks.core.task import DelayTask
 
 __all__ = [
     "LEVELS",
@@ -57,29 +35,5 @@ __all__ = [
     "RetrySchedule",
     "Snooze",
     "Status",
-    "attempts",
-    "audit",
-    "cancel",
-    "cancel_many",
-    "clear_policy",
-    "find",
-    "get",
-    "new_id",
-    "pause",
-    "policies",
-    "processor",
-    "reschedule",
-    "reschedule_many",
-    "resume",
-    "retry",
-    "retry_many",
-    "schedule_at",
-    "schedule_callback",
-    "schedule_delay",
-    "schedule_many",
-    "schedule_message",
-    "set_policy",
-    "shard_for",
-    "touch",
-    "touch_many",
 ]
+__all__ += api.__all__

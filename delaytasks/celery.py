@@ -1,4 +1,4 @@
-"""The Celery app that `celery -A delaytasks worker` finds: configured by `celeryconfig.py`, if there is one."""
+"""The standalone Celery app, for `celery -A delaytasks worker`, configured by `celeryconfig.py`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 
 from celery import Celery
 
-from delaytasks.app import DelayTasks
+from delaytasks.client import DelayTasks
 from delaytasks.core.settings import load_settings
 from delaytasks.embedded import use_embedded_broker
 
 
 def _make_app() -> Celery:
     made = Celery("delaytasks", set_as_current=False)
-    # As `celery` itself does: a celeryconfig.py where the command is started counts.
+    # The command `celery` too finds a celeryconfig.py in the current directory.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     module = os.environ.get("CELERY_CONFIG_MODULE", "celeryconfig")
@@ -25,8 +25,8 @@ def _make_app() -> Celery:
 
 
 app = _make_app()
-#: What the module-level functions of `delaytasks` use.
+#: The instance behind the module-level functions of `delaytasks`.
 delays = DelayTasks(app)
 if not app.conf.broker_url:
-    # Not by `delays.settings`: a timer may be made with them, and needs a broker.
+    # Not `delays.settings`, which would make a timer, and that needs a broker.
     use_embedded_broker(app, load_settings(app.conf, os.environ).data_dir)

@@ -8,7 +8,7 @@ from benchmarks.figures import Target, percentile
 from benchmarks.machine import load
 from benchmarks.stage import Stage
 from benchmarks.waiting import instant, sleep_until, wait_until, wall
-from delaytasks.core.task import NewTask
+from delaytasks.core.new_task import NewTask
 
 FEW = 50
 #: Two processes run a thousand of them in a second.

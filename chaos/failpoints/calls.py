@@ -19,7 +19,7 @@ from chaos.project import notebook, now_us
 from delaytasks import DelayTask, DelayTasks
 from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import OnConflict
-from delaytasks.core.task import NewTask
+from delaytasks.core.new_task import NewTask
 from delaytasks.scheduling import producer
 
 RETRY_SCHEDULE_RUNS = 3

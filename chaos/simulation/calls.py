@@ -11,7 +11,7 @@ from chaos.simulation.world import Dead
 from delaytasks.core.clock import to_us
 from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError
 from delaytasks.core.events import Events
-from delaytasks.core.task import NewTask
+from delaytasks.core.new_task import NewTask
 from delaytasks.scheduling.producer import Producer
 from delaytasks.scheduling.queue_routing import QueueRouting
 

@@ -26,7 +26,8 @@ from delaytasks.core.errors import (
 )
 from delaytasks.core.ids import check_id
 from delaytasks.core.interfaces import OnConflict
-from delaytasks.core.task import DelayTask, NewTask
+from delaytasks.core.new_task import NewTask
+from delaytasks.core.task import DelayTask
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -1,18 +1,22 @@
-"""Flask: settings from the app's configuration, rows in Flask-SQLAlchemy's session, processors in an application
-context. See docs/flask.md."""
+"""Integrates with Flask: configuration, sessions of Flask-SQLAlchemy and application contexts.
+
+See docs/flask.md.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from celery import Celery
 from flask import Flask, Request, abort, current_app, has_app_context
 from sqlalchemy import URL, make_url
 
 from delaytasks import api
-from delaytasks.app import DelayTasks
+from delaytasks.attachment import attach
+from delaytasks.client import DelayTasks
 from delaytasks.core.errors import (
     BodyNotJSONError,
     ConfigError,
@@ -21,15 +25,34 @@ from delaytasks.core.errors import (
 )
 from delaytasks.core.interfaces import Transaction
 from delaytasks.core.masking import Secret
+from delaytasks.core.settings import load_settings
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.transactions import _PENDING, transaction_of
 from delaytasks.webhooks import Received, verify
-from delaytasks.wiring import Wiring
+from delaytasks.wiring import ProcessorContext, Wiring, wiring_of
+
+if TYPE_CHECKING:
+    from delaytasks.core.settings import Settings
 
 
 class FlaskDelays(DelayTasks):
     """Delayed tasks of one Flask app.
 
+    Parameters
+    ----------
+    app
+        The Flask app. Without it, call `init_app` later.
+    celery_app
+        The Celery app. By default the app in `app.extensions["celery"]`, else one that is made
+        from `app.config["CELERY"]`.
+    default
+        Whether the module-level functions of `delaytasks` use this object too.
+    join_session
+        Whether calls without `session=` write in `db.session` of Flask-SQLAlchemy. If False, each
+        call is a transaction of its own.
+
+    Examples
+    --------
     >>> delays = FlaskDelays()
     >>> @delays.processor("order.close")
     ... def close_order(body): ...
@@ -38,10 +61,6 @@ class FlaskDelays(DelayTasks):
     ...     db.init_app(app)
     ...     delays.init_app(app)
     ...     return app
-
-    The Celery app is the one given, else the one in `app.extensions["celery"]`, else one made from
-    `app.config["CELERY"]`. Unless `default` is False the functions of `delaytasks` itself are this object's too.
-    With `join_session=False` calls never use `db.session`, and each is a transaction of its own.
     """
 
     def __init__(
@@ -54,77 +73,109 @@ class FlaskDelays(DelayTasks):
     ) -> None:
         super().__init__(None)
         self._flask: Flask | None = None
-        self._given = celery_app
-        self._joins = join_session
-        self.ambient_transaction = self._unit_of_session
-        self.around.append(self._app_context)
+        self._given_celery = celery_app
+        self._joins_session = join_session
         if default:
             api.set_default(self)
         if app is not None:
             self.init_app(app)
 
     def init_app(self, app: Flask) -> None:
-        """Belongs to `app` from now on. A test that makes a new app calls it again."""
+        """Belong to `app` from now on. A test that makes a new app calls `init_app` again.
+
+        Parameters
+        ----------
+        app
+            The Flask app. `app.config["DELAYTASKS"]` is a dict of settings.
+
+        Raises
+        ------
+        ConfigError
+            If a setting is wrong.
+
+        Examples
+        --------
+        >>> delays.init_app(app)
+        """
         options = app.config.get("DELAYTASKS", {})
         if not isinstance(options, dict):
             raise ConfigError(
                 f"app.config['DELAYTASKS'] is a dict of settings, not {type(options).__name__}"
             )
         with self._lock:
-            self.close()
-            self._parts = None
+            self._rewire()
             self._flask = app
             self._arguments = dict(options)
-            celery_app = self._given or app.extensions.get("celery") or _make_celery_app(app)
+            celery_app = self._given_celery or app.extensions.get("celery") or _make_celery(app)
             app.extensions["celery"] = celery_app
             app.extensions["delaytasks"] = self
-            if celery_app is not self.celery:
-                self._attach(celery_app)
+            if celery_app is not self._celery:
+                self._celery = celery_app
+                attach(self, celery_app)
         app.teardown_appcontext(_warn_of_uncommitted)
-        _ = self.settings  # what is wrong with them is said here
+        wiring_of(self)  # raises the errors of wrong settings
 
-    @property
-    def _made(self) -> Wiring:
-        if self._parts is not None:
-            return self._parts
+    def _make_wiring(self) -> Wiring:
         if self._flask is None:
             raise ConfigError("FlaskDelays has no app yet: call init_app(app)")
-        with self._lock:
-            parts = super()._made
-            if not parts.settings.database_url:
-                url = _url_of(self._flask)
-                if url is not None:
-                    parts.close()
-                    self._parts = None
-                    self._arguments["database_url"] = Secret(
-                        url.render_as_string(hide_password=False)
-                    )
-        return super()._made
+        settings: Settings = load_settings(self._celery.conf, os.environ, **self._arguments)
+        url = None if settings.database_url else _url_of(self._flask)
+        if url is not None:
+            self._arguments["database_url"] = Secret(url.render_as_string(hide_password=False))
+        return super()._make_wiring()
 
-    def _unit_of_session(self) -> Transaction | None:
-        """The request's transaction, when it is on the database that the tables are in."""
-        if not self._joins or not has_app_context():
+    def _ambient_transaction(self) -> Transaction | None:
+        """Return the request's transaction if it is on the database of the tables."""
+        if not self._joins_session or not has_app_context():
             return None
         url = _session_url()
-        if url is None or not self.routes.databases.has(url):
+        if url is None or not wiring_of(self).router.has_database(url):
             return None
         return transaction_of(current_app.extensions["sqlalchemy"].session)
+
+    def _processor_contexts(self) -> Sequence[ProcessorContext]:
+        return [self._app_context]
 
     @contextmanager
     def _app_context(self, task: DelayTask) -> Iterator[None]:
         assert self._flask is not None
         with self._flask.app_context():
             yield
-            forgotten = _uncommitted()
-            if forgotten:
+            uncommitted = _uncommitted()
+            if uncommitted:
                 raise SessionUnusableError(
-                    f"the processor of {task.tag!r} scheduled {forgotten} task(s) in db.session and ended without "
-                    "db.session.commit(), so they are rolled back; commit, or roll back yourself"
+                    f"the processor of {task.tag!r} scheduled {uncommitted} task(s) in db.session "
+                    "and ended without db.session.commit(), so they are rolled back; commit, or "
+                    "roll back yourself"
                 )
 
 
 def verified(request: Request, secrets: str | Iterable[str]) -> Received:
-    """The callback that a request is, for who receives them; 401 unless it is signed by one of the secrets."""
+    """Return the callback in a request, for an app that receives callbacks.
+
+    Parameters
+    ----------
+    request
+        Flask's request.
+    secrets
+        The secret, or the secrets while they are rotated, that sign callbacks.
+
+    Returns
+    -------
+    Received
+        The id and the body of the callback.
+
+    Raises
+    ------
+    werkzeug.exceptions.Unauthorized
+        If no secret matches the signature.
+    werkzeug.exceptions.BadRequest
+        If the body is not JSON.
+
+    Examples
+    --------
+    >>> callback = verified(request, app.config["CALLBACK_SECRET"])
+    """
     try:
         return verify(request.get_data(), dict(request.headers), secrets)
     except InvalidSignatureError as error:
@@ -133,22 +184,25 @@ def verified(request: Request, secrets: str | Iterable[str]) -> Received:
         abort(400, str(error))
 
 
-def _make_celery_app(app: Flask) -> Celery:
+def _make_celery(app: Flask) -> Celery:
     made = Celery(app.name)
     made.config_from_object(app.config.get("CELERY", {}))
-    made.set_default()  # shared tasks are its tasks
+    made.set_default()  # shared tasks belong to this app
     return made
 
 
 def _session_url() -> URL | None:
-    """Where db.session writes; None without Flask-SQLAlchemy, or without a default database of its."""
+    """Return the URL of db.session; None without Flask-SQLAlchemy or without a default database."""
     database = current_app.extensions.get("sqlalchemy")
     engine = None if database is None else database.engines.get(None)
     return None if engine is None else engine.url
 
 
 def _url_of(app: Flask) -> URL | None:
-    """That of Flask-SQLAlchemy, which knows where a relative SQLite file is, or the one in the configuration."""
+    """Return the URL of Flask-SQLAlchemy, else the URL in the app's configuration.
+
+    Only Flask-SQLAlchemy knows the folder of a relative SQLite file.
+    """
     with app.app_context():
         url = _session_url()
     if url is None:
@@ -157,27 +211,27 @@ def _url_of(app: Flask) -> URL | None:
         url = make_url(app.config["SQLALCHEMY_DATABASE_URI"])
         if url.get_backend_name() == "sqlite" and not str(url.database or "").startswith("/"):
             raise ConfigError(
-                "SQLALCHEMY_DATABASE_URI is a relative SQLite file: call db.init_app(app) before delays.init_app(app), "
-                "or give app.config['DELAYTASKS'] a 'database_url'"
+                "SQLALCHEMY_DATABASE_URI is a relative SQLite file: call db.init_app(app) before "
+                "delays.init_app(app), or give app.config['DELAYTASKS'] a 'database_url'"
             )
-    # Workers use the driver that delaytasks comes with, whichever the app has.
-    return (
-        url.set(drivername="postgresql+psycopg2") if url.get_backend_name() == "postgresql" else url
-    )
+    # Workers use the driver that delaytasks depends on, whichever driver the app uses.
+    is_postgresql = url.get_backend_name() == "postgresql"
+    return url.set(drivername="postgresql+psycopg2") if is_postgresql else url
 
 
 def _uncommitted() -> int:
-    """How many tasks wait in db.session for a commit."""
+    """Return the number of tasks that are written in db.session and not committed."""
     database = current_app.extensions.get("sqlalchemy")
     if database is None or not database.session.registry.has():
         return 0
-    return sum(len(waiting[-2]) for waiting in database.session().info.get(_PENDING, ()))
+    return sum(len(pending[-2]) for pending in database.session().info.get(_PENDING, ()))
 
 
 def _warn_of_uncommitted(error: BaseException | None) -> None:
-    forgotten = 0 if error is not None else _uncommitted()
-    if forgotten:
+    uncommitted = 0 if error is not None else _uncommitted()
+    if uncommitted:
         current_app.logger.warning(
-            "%d delayed task(s) scheduled in db.session, which was not committed: they are rolled back",
-            forgotten,
+            "%d delayed task(s) scheduled in db.session, which was not committed: they are rolled "
+            "back",
+            uncommitted,
         )

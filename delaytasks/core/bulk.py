@@ -1,4 +1,4 @@
-"""Many tasks moved at once: which ones, what became of them, and what is kept of it."""
+"""Bulk operations: the filter, the result and the audit entry."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from delaytasks.core.errors import InvalidQueryError
 from delaytasks.core.inputs import check_instant, check_key, check_queue, check_status, check_tag
 from delaytasks.core.states import LIVE, MOVES, Status
 
-#: All others are instants.
+#: The checks of filters that are not instants.
 _CHECKS: dict[str, Callable[[object], Any]] = {
     "tag": check_tag,
     "key_prefix": check_key,
@@ -21,25 +21,25 @@ _CHECKS: dict[str, Callable[[object], Any]] = {
 
 
 class Filters(TypedDict, total=False):
-    """What tasks have in common. Each of them narrows; times are from `since` on and before `until`."""
+    """Conditions that a task must all match. Times are at or after `since` and before `until`."""
 
     tag: str | None
     key_prefix: str | None
     status: Status | str | None
     queue: str | None
-    #: When they are due.
+    #: The due time.
     since: datetime | None
     until: datetime | None
-    #: When they were scheduled.
+    #: The time of the call that scheduled the task.
     created_since: datetime | None
     created_until: datetime | None
-    #: When they last moved.
+    #: The time of the last change.
     updated_until: datetime | None
 
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """`Filters`, checked, for one move."""
+    """The checked `Filters` of one operation."""
 
     move: str
     tag: str | None = None
@@ -58,13 +58,16 @@ class Filter:
 
     @property
     def looked_at(self) -> frozenset[Status]:
-        """A task that runs is met, and refused. What was cancelled runs again only if that is asked for."""
+        """The statuses of the tasks to find. A running task is found in order to be refused.
+
+        A retry finds cancelled tasks only with `status="CANCELLED"`.
+        """
         if self.status is not None:
             return frozenset({self.status})
         return LIVE if _moves_live(self.move) else frozenset({Status.FAILED})
 
     def as_json(self) -> dict[str, Any]:
-        """What was named."""
+        """Return the conditions that were given."""
         named = {
             name: value
             for name, value in asdict(self).items()
@@ -75,7 +78,7 @@ class Filter:
 
 
 def filter_of(move: str, filters: Mapping[str, Any], everything: bool) -> Filter:
-    """`InvalidQueryError` when it names nothing, and nobody said that everything is meant."""
+    """Check the filters; raise `InvalidQueryError` without any, unless `everything` is True."""
     unknown = filters.keys() - Filters.__annotations__.keys()
     if unknown:
         known = ", ".join(Filters.__annotations__)
@@ -113,30 +116,77 @@ def _shown(value: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class BulkResult:
-    """What became of many tasks: so far, or at the end."""
+    """The counts of a bulk operation, so far or at its end.
 
-    #: Those that the filter named when it began.
+    Attributes
+    ----------
+    matched
+        The number of tasks that matched the filter at the start.
+    changed
+        The number of tasks that were changed.
+    refused
+        The number of tasks that were left as they were. They run, changed in the meantime, are
+        locked by another transaction, or another task has their key.
+    started
+        The start of the operation, by the clock of the database.
+    runs
+        The ids of the audit entries, one for each database. Empty after a dry run.
+    missing
+        The numbers of the shards that could not be reached, or became unreachable before the end.
+
+    Examples
+    --------
+    >>> result = delays.cancel_many(tag="mail.send")
+    >>> result.changed, result.refused
+    (1200, 3)
+    """
+
     matched: int
     changed: int
-    #: They run, had moved on when their turn came, are locked by somebody, or another task has their key.
     refused: int
-    #: By the database's clock.
     started: datetime
-    #: Ids of the rows in the audit table, one for each database; none for a dry run.
     runs: tuple[int, ...] = ()
-    #: The shards that could not be reached, or not until the end.
     missing: tuple[int, ...] = ()
+
+
+#: Is called with the counts so far.
+OnProgress = Callable[[BulkResult], object]
 
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """A bulk operation, as its database remembers it."""
+    """A bulk operation in the audit table of its database.
+
+    Attributes
+    ----------
+    id
+        The id of the entry.
+    action
+        `"cancel"`, `"reschedule"` or `"retry"`.
+    filter
+        The conditions of the call, as a JSON value.
+    actor
+        The user of the process, or the `actor` of the call.
+    state
+        `"running"`, `"done"`, `"stopped"` or `"failed"`. If the process died, the state stays
+        `"running"` and `seen_at` no longer changes.
+    started_at, seen_at, finished_at
+        The start, the last step and the end, by the clock of the database.
+    matched, changed, refused
+        The counts of `BulkResult`.
+    shard
+        The number of the database.
+
+    Examples
+    --------
+    >>> [(entry.actor, entry.action, entry.changed) for entry in delays.audit()]
+    [('maria', 'cancel', 1200)]
+    """
 
     id: int
     action: str
     filter: dict[str, Any]
     actor: str
-    #: "running", "done", "stopped" or "failed"; one that died says "running", and is seen no more.
     state: str
     started_at: datetime
     seen_at: datetime

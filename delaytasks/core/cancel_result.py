@@ -1,4 +1,4 @@
-"""What a call of `cancel` did, and why it did nothing."""
+"""The result of `cancel`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,31 @@ from delaytasks.core.errors import InvalidStatusError, TaskNotFoundError, TaskSt
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 
-#: A task with one of these statuses leaves nothing to cancel. A status of another program's is not among them, since
-#: nobody knows what it means.
+#: A task with one of these statuses cannot be cancelled any more. A status that another program
+#: wrote is not among them, because its meaning is unknown.
 _NOTHING_TO_CANCEL = (Status.RUNNING, Status.DONE, Status.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
 class CancelResult:
-    """The answer of `cancel`: true only if this call cancelled the task, which then never starts.
+    """The result of `cancel`: true only if this call cancelled the task, which then never starts.
 
-    `status` is the status of the task after the call, and None if no task was found. `id` is None only if no task was
-    found by its key. `reason` says in words what happened.
+    Attributes
+    ----------
+    is_cancelled
+        Whether this call cancelled the task; also the truth value of the result.
+    reason
+        The outcome in words.
+    id
+        The id of the task. None only if no task was found by its key.
+    status
+        The status of the task after the call. None if no task was found.
+
+    Examples
+    --------
+    >>> result = delays.cancel(tag="order.close", key="7")
+    >>> if not result:
+    ...     print(result.reason)
     """
 
     is_cancelled: bool
@@ -39,7 +53,7 @@ class CancelResult:
 
     @classmethod
     def of_refusal(cls, error: TaskStateError) -> CancelResult | None:
-        """The result for an error which means that nothing is left to cancel; None for any other error."""
+        """Return the result for an error that means "nothing to cancel"; None for another error."""
         if isinstance(error, TaskNotFoundError):
             return cls(False, str(error), error.id)
         if isinstance(error, InvalidStatusError) and error.status in _NOTHING_TO_CANCEL:

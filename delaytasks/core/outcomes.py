@@ -1,4 +1,4 @@
-"""What a processor may return instead of nothing: how its task is to end, or go on."""
+"""Values that a processor returns to say how its task ends or continues."""
 
 from __future__ import annotations
 
@@ -9,14 +9,37 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Success, as any other return value is. `result` is kept where the processor says `keep_result=True`."""
+    """The task is DONE. Any other return value means the same, without a result to keep.
+
+    Parameters
+    ----------
+    result
+        A JSON value, which is stored if the processor was registered with `keep_result=True`.
+
+    Examples
+    --------
+    >>> return Done({"receipt": 7})
+    """
 
     result: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """A failed attempt: run again after `after`, or after the ladder's next wait. Past the last rung it is FAILED."""
+    """The attempt failed, and the task runs again; after its last retry it is FAILED.
+
+    Parameters
+    ----------
+    after
+        The time until the next attempt: seconds, text such as `"5m"`, or a timedelta. By default
+        the next delay of the retry schedule.
+    reason
+        The text that is stored as the error of the attempt.
+
+    Examples
+    --------
+    >>> return Retry(after="5m", reason="the partner is busy")
+    """
 
     after: float | str | timedelta | None = None
     reason: str = ""
@@ -24,21 +47,51 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class Snooze:
-    """Not now: run again after `after`, as if this run had not been."""
+    """The task runs again after `after`. This run does not count as an attempt.
+
+    Parameters
+    ----------
+    after
+        Seconds, text such as `"5m"`, or a timedelta.
+
+    Examples
+    --------
+    >>> return Snooze("1h")
+    """
 
     after: float | str | timedelta
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Not needed any more: CANCELLED."""
+    """The task is CANCELLED, because its work is no longer needed.
+
+    Parameters
+    ----------
+    reason
+        The text that is stored as the error of the task.
+
+    Examples
+    --------
+    >>> return Cancel("the order was paid")
+    """
 
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """FAILED, whatever rungs the ladder has left."""
+    """The task is FAILED, even if its retry schedule has retries left.
+
+    Parameters
+    ----------
+    reason
+        The text that is stored as the error of the task.
+
+    Examples
+    --------
+    >>> return Fail("there is no such order")
+    """
 
     reason: str = ""
 

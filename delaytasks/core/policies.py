@@ -1,4 +1,4 @@
-"""What is paused, and what limits there are: of tags and queues, kept in the database, changeable while all runs."""
+"""Policies: pauses and limits of tags and queues, stored in the database."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from datetime import datetime
+from enum import Enum
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from delaytasks.core.durations import parse_duration, show_duration
@@ -15,6 +16,15 @@ from delaytasks.core.inputs import check_queue, check_tag
 from delaytasks.core.text import shown
 
 Kind = Literal["tag", "queue"]
+
+
+class Unchanged(Enum):
+    """The default of a limit that a call does not change."""
+
+    UNCHANGED = "unchanged"
+
+
+UNCHANGED = Unchanged.UNCHANGED
 K = TypeVar("K", bound=Hashable)
 MAX_LIMIT = 1_000_000_000
 MAX_PERIOD_S = 31 * 86_400.0
@@ -23,27 +33,51 @@ _RATE = re.compile(r"\s*([0-9]{1,10})\s*/\s*(.{1,40}?)\s*", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What holds for a tag or a queue."""
+    """The pause and the limits of a tag or a queue. Limits hold for all workers together.
+
+    Attributes
+    ----------
+    kind, name
+        `"tag"` or `"queue"`, and its name.
+    is_paused
+        Whether no task of the tag or queue starts.
+    concurrency
+        The most tasks that run simultaneously. None means no limit.
+    key_concurrency
+        The most tasks of one concurrency key that run simultaneously.
+    rate, rate_period_s
+        The most tasks that start in a period, and the period.
+    version
+        The number of changes of this policy.
+    applied_version
+        The version for which all rows have been paused or resumed.
+    update_time, updated_by
+        The time and the actor of the last change.
+    held, running
+        The numbers of HELD and RUNNING tasks, if they were counted.
+    missing
+        The numbers of the shards that have another policy or could not be reached.
+
+    Examples
+    --------
+    >>> [policy] = delays.policies(tag="mail.send")
+    >>> policy.is_paused, policy.held
+    (True, 120)
+    """
 
     kind: Kind
     name: str
     is_paused: bool = False
-    #: The most rows that run at once, of all workers together; and of each concurrency key.
     concurrency: int | None = None
     key_concurrency: int | None = None
-    #: The most rows that begin in a period.
     rate: int | None = None
     rate_period_s: float | None = None
     version: int = 0
-    #: The version of which all rows are held or released.
     applied_version: int | None = None
     update_time: datetime | None = None
     updated_by: str | None = None
-    #: How many rows are held now, where somebody counted.
     held: int | None = None
-    #: And how many run.
     running: int | None = None
-    #: The databases where it is not so, or that could not be asked.
     missing: tuple[int, ...] = ()
 
     @property
@@ -60,7 +94,7 @@ class Policy:
 
     @property
     def has_places_only(self) -> bool:
-        """Whether a task that runs may hand its place over, whoever is next."""
+        """Whether the only limit is `concurrency`, so a slot can go to any task of the tag."""
         return (
             self.concurrency is not None and self.limits[1:] == (None,) * 3 and not self.is_paused
         )
@@ -71,7 +105,7 @@ class Policy:
 
     @property
     def rate_text(self) -> str | None:
-        """In the form that `parse_rate` reads."""
+        """The rate in the form that `parse_rate` reads."""
         if self.rate is None or self.rate_period_s is None:
             return None
         period = show_duration(self.rate_period_s)
@@ -96,31 +130,32 @@ class Policy:
 
 
 class Stamp(NamedTuple):
-    """Tells what some process knows of the policies from what another one knows."""
+    """Identifies a state of the policy table, to find out whether a process knows it."""
 
-    #: Of the last change that was read.
+    #: The number of the last change.
     number: int = 0
-    #: How many policies there are, and the sum of their versions. These differ also after a change that an older
-    #: release made, which counts no changes.
+    #: The number of policies, and the sum of their versions. They show changes that an older
+    #: release made, which does not number changes.
     policies: int = 0
     versions: int = 0
-    #: The time of the newest change. After a failover two servers with different changes may agree in all of the above.
+    #: The time of the last change. After a failover, two servers with different changes may have
+    #: the same values above.
     changed_at: datetime | None = None
 
 
 class Changes(NamedTuple):
-    """What was read of the policies of a database."""
+    """Policies that were read from a database."""
 
     number: int
     policies: Sequence[Policy]
-    #: Whether these are all policies; else they are those that changed after some number.
+    #: Whether these are all policies, or only those that changed after the number asked for.
     is_whole: bool
-    #: What the whole table had at this number, if that was asked.
+    #: The stamp of the whole table at this number, if it was read.
     stamp: Stamp | None = None
 
 
 class Policies:
-    """Those of one database, as they were when they were read. An object never changes."""
+    """The policies of one database as they were read. Immutable."""
 
     def __init__(self, all: Iterable[Policy] = (), number: int = 0) -> None:
         self.number = number
@@ -129,9 +164,9 @@ class Policies:
         self._changed_at: datetime | None = None
         self.paused_tags: set[str] = set()
         self.paused_queues: set[str] = set()
-        #: By tag, of those that have limits.
+        #: The policies with limits, by tag.
         self.limited: dict[str, Policy] = {}
-        #: Those whose rows are not all held or released yet.
+        #: The policies whose rows are not all paused or resumed yet.
         self.unapplied: dict[tuple[Kind, str], Policy] = {}
         self._add(all)
 
@@ -189,7 +224,7 @@ NO_POLICIES = Policies()
 
 
 def named(tag: object, queue: object) -> tuple[Kind, str]:
-    """What a call names: a tag or a queue."""
+    """Return the kind and the name of the tag or queue of a call."""
     if (tag is None) == (queue is None):
         raise InvalidPolicyError("name a tag or a queue, one of the two")
     return ("queue", check_queue(queue)) if tag is None else ("tag", check_tag(tag))
@@ -200,14 +235,14 @@ def check_limit(limit: object, what: str) -> int | None:
         return None
     if not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= MAX_LIMIT:
         raise InvalidPolicyError(
-            f"{what} is an integer from 1 to {MAX_LIMIT:,}, or None for no limit, not {shown(limit)}; "
-            "to run nothing at all, pause it"
+            f"{what} is an integer from 1 to {MAX_LIMIT:,}, or None for no limit, not "
+            f"{shown(limit)}; to run nothing at all, pause it"
         )
     return int(limit)
 
 
 def parse_rate(text: object) -> tuple[int | None, float | None]:
-    """`"100/s"`, `"30/m"` or `"1000/1h30m"` as a number and seconds; None is no limit."""
+    """Parse `"100/s"`, `"30/m"` or `"1000/1h30m"` into a number and seconds; None is no limit."""
     if text is None:
         return None, None
     rule = "a rate is a number of starts and a period, as 100/s, 30/m or 1000/1h30m"

@@ -1,4 +1,4 @@
-"""Ladders: how long to wait before each further run of a task that failed."""
+"""Retry schedules: the delays between a failed run of a task and the next one."""
 
 from __future__ import annotations
 
@@ -12,17 +12,34 @@ from delaytasks.core.errors import InvalidRetryScheduleError
 from delaytasks.core.inputs import check_wait
 from delaytasks.core.text import shown
 
-#: More than anybody climbs, and a row that names its own ladder stays small.
+#: A row with a retry schedule of its own stays small.
 MAX_RETRY_DELAYS = 1000
 MAX_RETRY_DELAY_S = 366 * 86400.0
 
 
 @dataclass(frozen=True, slots=True)
 class RetrySchedule:
-    """`RetrySchedule("15s 3m 10m")` has three rungs: a task runs once, and up to three times more.
+    """The delays before the retries of a task.
 
-    Each rung is the time from a failed run to the next one. `jitter=0.1` draws each from 90% to 110% of it, so that
-    what failed together does not come back together.
+    With `RetrySchedule("15s 3m 10m")`, a task runs once and is retried up to three times.
+
+    Parameters
+    ----------
+    retry_delays
+        The time from each failed run to the next one: text such as `"15s 3m 10m"`, or a list of
+        texts, seconds and timedeltas. At most 1,000 delays.
+    jitter
+        `jitter=0.1` draws each delay from 90% to 110% of its value, so that tasks that failed
+        simultaneously are retried at different times.
+
+    Raises
+    ------
+    InvalidRetryScheduleError
+        If there are no delays or too many, or `jitter` is not between 0 and 1.
+
+    Examples
+    --------
+    >>> delays.schedule_delay("mail.send", {}, 60, retry=RetrySchedule("15s 3m", jitter=0.1))
     """
 
     retry_delays_s: tuple[float, ...]
@@ -33,7 +50,8 @@ class RetrySchedule:
     ) -> None:
         if isinstance(retry_delays, (bytes, Mapping)) or not isinstance(retry_delays, Iterable):
             raise InvalidRetryScheduleError(
-                f"a ladder is made of text such as '15s 3m', or of a list, not of {shown(retry_delays)}"
+                "a retry schedule is made of text such as '15s 3m', or of a list, not of "
+                f"{shown(retry_delays)}"
             )
         items: Iterable[object] = (
             retry_delays.split()
@@ -43,7 +61,7 @@ class RetrySchedule:
         retry_delays_s = tuple(check_wait(item, MAX_RETRY_DELAY_S) for item in items)
         if not 0 < len(retry_delays_s) <= MAX_RETRY_DELAYS:
             raise InvalidRetryScheduleError(
-                f"a ladder has 1 to {MAX_RETRY_DELAYS} rungs, not {len(retry_delays_s)}"
+                f"a retry schedule has 1 to {MAX_RETRY_DELAYS} delays, not {len(retry_delays_s)}"
             )
         if isinstance(jitter, bool) or not isinstance(jitter, (int, float)) or not 0 <= jitter <= 1:
             raise InvalidRetryScheduleError(f"jitter is a number from 0 to 1, not {shown(jitter)}")
@@ -54,7 +72,26 @@ class RetrySchedule:
     def fixed(
         cls, wait: str | float | timedelta, *, times: int, jitter: float = 0.0
     ) -> RetrySchedule:
-        """The same wait before each of `times` further runs."""
+        """Return a schedule with the same delay before each retry.
+
+        Parameters
+        ----------
+        wait
+            The delay: seconds, text such as `"5m"`, or a timedelta.
+        times
+            The number of retries.
+        jitter
+            See the class.
+
+        Returns
+        -------
+        RetrySchedule
+            The schedule.
+
+        Examples
+        --------
+        >>> RetrySchedule.fixed("30s", times=10)
+        """
         return cls([wait] * _checked(times), jitter=jitter)
 
     @classmethod
@@ -67,7 +104,30 @@ class RetrySchedule:
         cap: str | float | timedelta = "1d",
         jitter: float = 0.1,
     ) -> RetrySchedule:
-        """Each wait is `factor` times the one before it, up to `cap`."""
+        """Return a schedule whose delays grow by a factor.
+
+        Parameters
+        ----------
+        first
+            The delay before the first retry.
+        times
+            The number of retries.
+        factor
+            The ratio of each delay to the one before, 1 to 100.
+        cap
+            The longest delay.
+        jitter
+            See the class.
+
+        Returns
+        -------
+        RetrySchedule
+            The schedule.
+
+        Examples
+        --------
+        >>> RetrySchedule.exponential("5s", times=8, cap="1h")
+        """
         if (
             isinstance(factor, bool)
             or not isinstance(factor, (int, float))
@@ -84,26 +144,26 @@ class RetrySchedule:
         return cls(retry_delays, jitter=jitter)
 
     def has_retry_delay(self, failures: int) -> bool:
-        """Whether it goes on after so many failed runs."""
+        """Return whether a task is retried after this number of failed runs."""
         return failures <= len(self.retry_delays_s)
 
     def wait_s(self, failures: int) -> float | None:
-        """The wait after so many failed runs; None when no rung is left."""
+        """Return the delay after this number of failed runs; None if no retry is left."""
         if not self.has_retry_delay(failures):
             return None
-        wait = self.retry_delays_s[max(failures, 1) - 1]  # another program may count from anywhere
+        wait = self.retry_delays_s[max(failures, 1) - 1]  # another program may write any count
         return wait * random.uniform(1 - self.jitter, 1 + self.jitter) if self.jitter else wait
 
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """Which ladder a tag's failures climb, by the kind of error; None for those that are FAILED at once."""
+    """The retry schedule of a tag for each exception type; None means that the task is FAILED."""
 
     by_error: Mapping[type[BaseException], RetrySchedule | None]
 
     @classmethod
     def of(cls, retry: RetryRule) -> Retries:
-        """A ladder (or the text of one) for all errors, or a mapping of exception types to ladders."""
+        """Read the option `retry`: one schedule, or a mapping of exception types to schedules."""
         if retry is None:
             return cls({})
         if not isinstance(retry, Mapping):
@@ -111,7 +171,7 @@ class Retries:
         for kind in retry:
             if not (isinstance(kind, type) and issubclass(kind, BaseException)):
                 raise InvalidRetryScheduleError(
-                    f"retry maps exception types to ladders; {shown(kind)} is none"
+                    f"retry maps exception types to retry schedules; {shown(kind)} is none"
                 )
         return cls(
             {
@@ -123,8 +183,11 @@ class Retries:
     def retry_schedule_for(
         self, kind: type[BaseException], own: RetrySchedule | None = None
     ) -> RetrySchedule | None:
-        """By the nearest class; a task's own ladder takes the place of its tag's, but makes nothing worth another try
-        that the tag says is not."""
+        """Return the schedule of the nearest base class of `kind`.
+
+        The schedule of the task (`own`) replaces the one of the tag, unless the tag says that such
+        an error is not retried.
+        """
         for base in kind.__mro__:
             if base in self.by_error:
                 retry_schedule = self.by_error[base]
@@ -132,7 +195,7 @@ class Retries:
         return own
 
 
-#: Of the source designs: levels of a delay queue, and how often a partner is notified.
+#: The retry delays of task processing, and of notifications to partners.
 LEVELS = RetrySchedule("5s 30s 1m 10m 30m 1h 6h 1d 2d")
 NOTIFY = RetrySchedule("15s 3m 10m 30m 30m 1h 2h 6h 15h")
 
@@ -140,16 +203,18 @@ NOTIFY = RetrySchedule("15s 3m 10m 30m 30m 1h 2h 6h 15h")
 def retry_schedule_of(
     retry: RetrySchedule | str | int | Iterable[str | float | timedelta],
 ) -> RetrySchedule:
-    """The retry schedule that `retry=` means. An integer is a number of retries with the delays of `LEVELS`, of which
-    the last one repeats."""
+    """Return the retry schedule that the option `retry` means.
+
+    An integer is a number of retries with the delays of `LEVELS`, whose last delay is repeated.
+    """
     if isinstance(retry, RetrySchedule):
         return retry
     if isinstance(retry, (str, Iterable)):
         return RetrySchedule(retry)
     if isinstance(retry, bool) or not isinstance(retry, int) or not 0 < retry <= MAX_RETRY_DELAYS:
         raise InvalidRetryScheduleError(
-            f"retry is a number of retries from 1 to {MAX_RETRY_DELAYS}, delays such as '15s 3m', or a RetrySchedule, not "
-            f"{shown(retry)}; leave it out where there is nothing to retry"
+            f"retry is a number of retries from 1 to {MAX_RETRY_DELAYS}, delays such as '15s 3m', "
+            f"or a RetrySchedule, not {shown(retry)}; leave it out where there is nothing to retry"
         )
     delays_s = LEVELS.retry_delays_s[:retry]
     return RetrySchedule(delays_s + delays_s[-1:] * (retry - len(delays_s)))

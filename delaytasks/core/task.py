@@ -1,4 +1,4 @@
-"""A task as callers and processors see it."""
+"""A task as callers and processors read it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import math
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 from delaytasks.core.current_run import Current, current_run
 from delaytasks.core.encryption import decoded, is_encrypted, placeholder
@@ -17,15 +17,65 @@ from delaytasks.core.inputs import MAX_DEPTH
 from delaytasks.core.retry_schedule import RetrySchedule
 from delaytasks.core.states import FINISHED, Status
 
-#: Where rows wait that say nothing of a queue, as those of other programs.
+#: The queue of rows without one, such as rows of other programs.
 DEFAULT_QUEUE = "default"
 
 
-# Not frozen: a worker makes one for each row, and that would take five times as long.
+# Not frozen: workers make one for each row, and a frozen one takes five times as long to make.
 @dataclass(slots=True, unsafe_hash=True)
 class DelayTask:
-    """A row of `yb_delay_task_message`, as it was when it was read. It is for reading only: a change does not reach the
-    row, and takes a task that runs from its worker."""
+    """A row of `yb_delay_task_message` as it was when it was read.
+
+    The object is for reading only. A changed attribute does not change the row, and a processor
+    that changes its task loses the lease.
+
+    Attributes
+    ----------
+    id
+        The id.
+    tag
+        The tag, which names the processor.
+    body_json
+        The body as it is stored. `body` decodes it.
+    expected_time
+        The time of the next run.
+    status
+        The status.
+    version
+        The number of changes of the row.
+    queue, priority
+        The queue and the priority, 0 to 9.
+    key
+        The key, or None.
+    delay_s
+        The delay in seconds when the task was scheduled.
+    attempts
+        The number of runs that have started.
+    lapses
+        The number of leases that were lost, because a worker died or hung.
+    headers_json
+        The options that differ from the processor's, as they are stored.
+    concurrency_key
+        The concurrency key, or None.
+    create_time, update_time, execution_time
+        The times of the first call, the last change and the start of the last run.
+    due_time
+        The due time, if a deferral has moved `expected_time`; else None. `due` is always set.
+    lease_until, worker, ip
+        The end of the lease, the name of the worker and its IPv4 address as a number.
+    error
+        The traceback of the last failed attempt, or the reason of the status.
+    result_json
+        The result as it is stored. `result` decodes it.
+    shard
+        The number of the database in `delaytasks_database_url`.
+
+    Examples
+    --------
+    >>> task = delays.get(tag="order.close", key="7")
+    >>> task.status, task.body
+    (<Status.NOT_COMPLETE: 0>, {'order': 7})
+    """
 
     id: int
     tag: str
@@ -42,7 +92,6 @@ class DelayTask:
     headers_json: str | None = None
     concurrency_key: str | None = None
     create_time: datetime | None = None
-    #: When the task was due, if a deferral has moved `expected_time`; None if `expected_time` is the due time.
     due_time: datetime | None = None
     update_time: datetime | None = None
     execution_time: datetime | None = None
@@ -51,30 +100,73 @@ class DelayTask:
     ip: int | None = None
     error: str | None = None
     result_json: str | None = None
-    #: The database that it is in, by its place in `delaytasks_database_url`.
     shard: int = 0
 
     @property
     def due(self) -> datetime:
-        """When the task is due, or was. `expected_time` is later while the task waits for a worker that can run it;
-        lateness and `expires` count from `due`."""
+        """The due time. Lateness and `expires` count from it.
+
+        `expected_time` is later while the task is deferred until a worker can run it.
+        """
         return self.due_time or self.expected_time
 
     @property
     def body(self) -> Any:
-        """The body, decoded; `ValueError` when another program stored something that is not JSON, and its subclass
-        `BodyEncryptedError` when no key here opens it."""
+        """The decoded body.
+
+        Raises
+        ------
+        BodyEncryptedError
+            If no encryption key of this process decrypts the body.
+        ValueError
+            If another program stored a body that is not JSON.
+        """
         return decoded(self.body_json, f"the body of task {self.id}")
 
     def complete(self, session: Any = None, *, result: Any = None) -> None:
-        """Called by the task's processor: makes the task DONE in the transaction of `session` (a SQLAlchemy Session or
-        Connection; with Django that of the current connection), so that it commits together with what the processor
-        wrote there, or not at all. Commit before you return."""
+        """Make the task DONE in a transaction of its processor, which must commit it.
+
+        The status and the processor's own changes are then committed together or not at all.
+
+        Parameters
+        ----------
+        session
+            A SQLAlchemy Session or Connection. With Django, the current connection by default.
+        result
+            A JSON value to store, as in `Done`.
+
+        Raises
+        ------
+        NotRunningError
+            If the call is not made by the processor of this task.
+        LeaseLostError
+            If the worker has lost the task's lease. The transaction must be rolled back.
+
+        Examples
+        --------
+        >>> with Session.begin() as session:
+        ...     session.add(Payment(order=task.body["order"]))
+        ...     task.complete(session)
+        """
         self._run("complete").complete(self.id, session, result)
 
     def check_lease(self) -> None:
-        """Called by the task's processor wherever it can break off: `LeaseLostError` if its lease could not be renewed
-        and is about to end. Then the task runs elsewhere; let the error out."""
+        """Check, in a long run of the processor, that this worker still has the task's lease.
+
+        Raises
+        ------
+        LeaseLostError
+            If the lease could not be renewed and is about to end. The task will run on another
+            worker, so the processor must not catch the error.
+        NotRunningError
+            If the call is not made by the processor of this task.
+
+        Examples
+        --------
+        >>> for page in pages:
+        ...     task.check_lease()
+        ...     export(page)
+        """
         self._run("check_lease").check_lease(self.id)
 
     def _run(self, what: str) -> Current:
@@ -87,7 +179,7 @@ class DelayTask:
 
     @property
     def retry_schedule(self) -> RetrySchedule | None:
-        """The task's own, which takes the place of its tag's."""
+        """The task's own retry schedule, which replaces the one of its tag; None without one."""
         retry_delays = self._headers().get("retry")
         try:
             return (
@@ -95,22 +187,22 @@ class DelayTask:
                 if retry_delays is None
                 else RetrySchedule(retry_delays["rungs_s"], jitter=retry_delays["jitter"])
             )
-        except (ValueError, TypeError, KeyError):  # another program's
+        except (ValueError, TypeError, KeyError):  # written by another program
             return None
 
     @property
     def expires_s(self) -> float | None:
-        """Later than so it is not worth running any more."""
+        """The lateness in seconds after which the task is CANCELLED instead of run."""
         return self._seconds("expires_s")
 
     @property
     def max_wait_s(self) -> float | None:
-        """Replacing tasks puts them off for so long at most."""
+        """The longest time in seconds for which replacements may postpone the task."""
         return self._seconds("max_wait_s")
 
     @property
     def result(self) -> Any:
-        """What its processor returned, where the processor keeps that."""
+        """The result of the processor, if it was registered with `keep_result=True`."""
         return (
             None
             if self.result_json is None
@@ -119,7 +211,7 @@ class DelayTask:
 
     def _seconds(self, header: str) -> float | None:
         seconds: Any = self._headers().get(header)
-        # Else another program's; an integer may be longer than any float.
+        # Other programs may write any value, also an integer that no float can represent.
         return float(seconds) if type(seconds) in (int, float) and 0 <= seconds < 1e15 else None
 
     def _headers(self) -> dict[str, Any]:
@@ -138,10 +230,10 @@ class DelayTask:
         try:
             return None if self.ip is None else str(ipaddress.IPv4Address(self.ip))
         except ValueError:
-            return str(self.ip)  # another program's
+            return str(self.ip)  # written by another program
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json` and APIs. Ids are strings, since JavaScript rounds integers above 2^53."""
+        """Return a JSON value. Ids are strings, since JavaScript rounds integers above 2^53."""
         return {
             "id": str(self.id),
             "tag": self.tag,
@@ -169,55 +261,8 @@ class DelayTask:
         }
 
 
-class Attempt(NamedTuple):
-    """A run that failed."""
-
-    number: int
-    began: datetime | None
-    ended: datetime
-    worker: str | None
-    error: str | None
-
-    def as_json(self) -> dict[str, Any]:
-        return {**self._asdict(), "began": _iso(self.began), "ended": _iso(self.ended)}
-
-
-# A tuple, and no frozen dataclass, which takes four times as long to make.
-class NewTask(NamedTuple):
-    """One task to schedule, for `schedule_many`: give `delay` or `when`."""
-
-    tag: str
-    body: Any
-    delay: Any = None
-    when: datetime | None = None
-    key: str | None = None
-    queue: str | None = None
-    priority: int = 0
-    id: int | None = None
-    retry: RetrySchedule | str | int | None = None
-    expires: Any = None
-    max_wait: Any = None
-    concurrency_key: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """Some of the tasks that `find` was asked for; `cursor` gets the next ones, None at the end."""
-
-    tasks: list[DelayTask]
-    cursor: str | None
-    #: The shards that could not be asked: their tasks are not among these.
-    missing: tuple[int, ...] = ()
-
-    def __iter__(self) -> Any:
-        return iter(self.tasks)
-
-    def __len__(self) -> int:
-        return len(self.tasks)
-
-
 def id_of(name: object) -> int:
-    """The id of a task that a call names by the task or by its id."""
+    """Return the id of a task that was given as a task or as an id."""
     return name.id if isinstance(name, DelayTask) else check_id(name)
 
 
@@ -226,17 +271,20 @@ def _iso(instant: datetime | None) -> str | None:
 
 
 def _shown(text: str | None) -> Any:
-    """The value, if JSON can say it again; else its text. Python also reads NaN and 1e400, and any depth."""
+    """Return the decoded value if JSON can represent it, else the text.
+
+    Python also decodes NaN, 1e400 and values of any depth.
+    """
     if text is not None and is_encrypted(text):
         return placeholder(text)
     value = _lenient(text or "null")
-    return value if _can_be_said(value, MAX_DEPTH) else text
+    return value if _is_json(value, MAX_DEPTH) else text
 
 
-def _can_be_said(value: Any, depth: int) -> bool:
+def _is_json(value: Any, depth: int) -> bool:
     if isinstance(value, (dict, list)):
         inner = value.values() if isinstance(value, dict) else value
-        return depth > 0 and all(_can_be_said(item, depth - 1) for item in inner)
+        return depth > 0 and all(_is_json(item, depth - 1) for item in inner)
     return not isinstance(value, float) or math.isfinite(value)
 
 

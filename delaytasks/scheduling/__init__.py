@@ -1,1 +1,1 @@
-"""Checks what callers ask for, writes the rows, and arms the timer for rows that are due soon."""
+"""Checks the input of calls, writes the rows, and arms the timer for rows that are due soon."""

@@ -1,4 +1,4 @@
-"""Many tasks cancelled, rescheduled or retried in one database: found first, then moved in small steps."""
+"""Cancels, reschedules or retries many tasks of one database in small steps."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from delaytasks.core.interfaces import BulkStore, Entry, To
 from delaytasks.core.task import DelayTask
 from delaytasks.scheduling.producer import Producer
 
-#: Rows in one step's transaction: nobody waits for their locks.
+#: Rows in one transaction: few enough that locks on them are short.
 STEP = 500
-#: Rows that somebody has locked get another chance after so long.
+#: Rows that other transactions have locked are tried again after this time.
 BUSY_S = 1.0
 EVENTS = {"cancel": "task.cancelled", "reschedule": "task.rescheduled", "retry": "task.retried"}
-#: Retries one task that must have its key again: (id, due time, version).
+#: Retries a task that must take its key again: (id, due time, version).
 RetryKeyed = Callable[[int, datetime, int], DelayTask]
 
 
 class BulkRun:
-    """One run, on one database."""
+    """One bulk operation in one database."""
 
     def __init__(
         self,
@@ -48,8 +48,9 @@ class BulkRun:
         self._id: int | None = None
         self.matched = self._changed = self._refused = 0
         self.started = store.now()
-        self._asked = which
-        # A task is shifted once: what moved since the start is left, were it by a step of ours whose answer was lost.
+        self._filter_as_given = which
+        # Each task is shifted once. Tasks that changed since the start are left out, because one of
+        # our own steps may have changed them and its answer was lost.
         if isinstance(to, timedelta):
             which = replace(
                 which, updated_until=min(which.updated_until or self.started, self.started)
@@ -57,7 +58,7 @@ class BulkRun:
         self._which = which
 
     def find(self) -> None:
-        """Which tasks are meant. Those that run are counted, and left alone."""
+        """Find the tasks. Running tasks are counted as refused."""
         for rows in self._store.matching(self._which):
             self._ids.extend(id for id, status in rows if status in self._which.movable)
             self._refused += sum(status not in self._which.movable for _, status in rows)
@@ -68,13 +69,16 @@ class BulkRun:
         runs = () if self._id is None else (self._id,)
         return BulkResult(self.matched, self._changed, self._refused, self.started, runs)
 
-    def move(self, id: int, actor: str, tell: Callable[[], object]) -> None:
-        """In steps; `tell` is called after each. The audit row `id` says how far it came, whatever happens."""
+    def move(self, id: int, actor: str, report: Callable[[], object]) -> None:
+        """Change the tasks step by step, and call `report` after each step.
+
+        The audit row `id` has the counts of each step, also after a crash.
+        """
         self._begin(id, actor)
         state = "failed"
         try:
             for _ in self._steps():
-                tell()
+                report()
             state = "done"
         except (KeyboardInterrupt, SystemExit):
             state = "stopped"
@@ -83,7 +87,7 @@ class BulkRun:
             self._end(id, state)
 
     def _begin(self, id: int, actor: str) -> None:
-        which = self._asked.as_json()
+        which = self._filter_as_given.as_json()
         if self._to is not None:
             shift = self._to
             which["to"] = (
@@ -98,12 +102,12 @@ class BulkRun:
 
     def _end(self, id: int, state: str) -> None:
         try:
-            # What the steps have counted is true, whatever happened before we counted it as well.
+            # After a failure, the counts that the steps stored are right, and ours may not be.
             self._store.end(id, state, self._done if state == "done" else None)
         except StoreUnavailableError:
             if state == "done":
                 raise
-            # Else there is an error already; the row says "running", and nobody sees it move.
+            # Otherwise another error is being raised already, and the row stays "running".
 
     @property
     def _done(self) -> tuple[int, int]:
@@ -113,57 +117,57 @@ class BulkRun:
 
     def _steps(self) -> Iterator[None]:
         busy: list[int] = []
-        for ids in _lots(self._ids):
+        for ids in _batches(self._ids):
             busy += self._step(ids)
             yield
         if busy:
             time.sleep(BUSY_S)
         still_busy = 0
-        for ids in _lots(busy):
+        for ids in _batches(busy):
             still_busy += len(self._step(ids))
             yield
         self._refused += still_busy
 
     def _step(self, ids: Sequence[int]) -> list[int]:
-        """Those that somebody has locked."""
+        """Change the tasks with these ids; return the ids that other transactions have locked."""
         assert self._id is not None
         step = self._store.step(self._id, self._which, ids, self._to, self._done)
         self._changed += len(step.moved)
         self._refused += step.refused
-        self._tell_timer(step.moved)
+        self._update_timer(step.moved)
         if step.moved:
             self._events.emit(EVENTS[self._which.move], count=len(step.moved))
         if step.keyed:
-            self._retry_those(step.keyed)
+            self._retry_keyed_tasks(step.keyed)
             self._store.note(self._id, self._done)
         return step.busy
 
-    def _tell_timer(self, moved: Sequence[Entry]) -> None:
+    def _update_timer(self, moved: Sequence[Entry]) -> None:
         if moved and self._which.move == "cancel":
             self._producer.disarm_entries(moved)
         elif moved:
             self._producer.arm_entries(moved)
 
-    def _retry_those(self, keyed: Iterable[tuple[int, int]]) -> None:
-        """One by one: each must have its key again, for which another database may have to be asked."""
+    def _retry_keyed_tasks(self, keyed: Iterable[tuple[int, int]]) -> None:
+        """Retry tasks with a key one by one; another database may decide about the key."""
         assert isinstance(self._to, datetime)
         retried: list[DelayTask] = []
         for id, version in keyed:
             try:
                 retried.append(self._retry_keyed(id, self._to, version))
-            except TaskStateError:  # another task has its key, or it moved on
+            except TaskStateError:  # another task has the key, or this task has changed
                 self._refused += 1
             except StoreUnavailableError as error:
                 if error.shard in (None, self._shard):
                     raise
-                self._refused += 1  # who decides about its key is down
+                self._refused += 1  # the shard that decides about the key is down
         self._changed += len(retried)
         if retried:
             self._producer.arm(retried)
             self._events.emit(EVENTS["retry"], count=len(retried))
 
 
-def _lots(ids: Sequence[int]) -> Iterator[list[int]]:
+def _batches(ids: Sequence[int]) -> Iterator[list[int]]:
     each = iter(ids)
     while batch := list(itertools.islice(each, STEP)):
         yield batch

@@ -1,15 +1,15 @@
-"""The way of a task, part 1: schedule. Check, write the row, and arm it after its commit when it is near."""
+"""Schedules tasks: check the input, write the row, and arm the timer if the row is due soon."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 from delaytasks.core.clock import Clock, from_us, to_us
 from delaytasks.core.errors import (
@@ -21,36 +21,35 @@ from delaytasks.core.errors import (
 from delaytasks.core.events import Events
 from delaytasks.core.inputs import check_delay, check_due, check_instant
 from delaytasks.core.interfaces import Entry, Executor, OnConflict, TaskStore, Timer, Transaction
+from delaytasks.core.new_task import NewTask
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask, NewTask
+from delaytasks.core.task import DelayTask
 from delaytasks.processors.registry import Registry
 from delaytasks.scheduling.queue_routing import QueueRouting
-from delaytasks.scheduling.task_builder import TaskBuilder, check_on_conflict
+from delaytasks.scheduling.task_builder import (
+    RowBatch,
+    TaskBuilder,
+    check_on_conflict,
+    drained,
+)
 
-#: Producers arm a little beyond the horizon, so that a row committed while a sweep reads falls to one of the two.
+#: Producers arm a little beyond the horizon. A row that is committed while a sweep reads is then
+#: armed by the producer or found by the sweep.
 SLACK_US = 1_000_000
-#: Nothing due later than so after the horizon is kept for its transaction's commit: if that is later, a sweep finds it.
+#: A row in a caller's transaction is kept for arming if it is due within the horizon and this time.
+#: If the commit comes even later, the sweep finds the row.
 TRANSACTION_US = 3_600_000_000
-#: What is armed just before its commit is due no earlier than so: a worker that looks before the commit finds nothing.
+#: A row that is armed just before its commit is due no earlier than this. Otherwise a worker could
+#: look for the row before the commit.
 COMMIT_US = 50_000
+#: Rows in one batch of `schedule_many`.
 BULK = 5000
-#: Tells workers of a shard's entries at the commit of a transaction.
-Tell = Callable[[Sequence[Entry], int, Executor], None]
 ID_TRIES = 5
-
-
-class RowBatch(NamedTuple):
-    """What is written together."""
-
-    #: All in one go.
-    plain: list[DelayTask]
-    #: Their keys may be held, or their ids there, so each has its own answer; and whether the id is the caller's.
-    named: list[tuple[DelayTask, bool]]
-
-    @property
-    def first(self) -> DelayTask:
-        return self.plain[0] if self.plain else self.named[0][0]
+#: Notifies workers of a shard's entries when a transaction is committed.
+Notify = Callable[[Sequence[Entry], int, Executor], None]
+#: Is called with the tasks of each batch that was written.
+OnBatch = Callable[[Sequence[DelayTask]], None]
 
 
 class Producer:
@@ -65,7 +64,7 @@ class Producer:
         queues: QueueRouting,
         events: Events,
         shard: int = 0,
-        tell: Tell | None = None,
+        notify: Notify | None = None,
     ) -> None:
         self._settings = settings
         self._store = store
@@ -74,7 +73,7 @@ class Producer:
         self._timer = timer
         self._events = events
         self._shard = shard
-        self._tell = tell
+        self._notify = notify
         self._builder = TaskBuilder(settings, make_id, registry, queues, shard)
 
     # -- one --------------------------------------------------------------------------------------
@@ -84,35 +83,45 @@ class Producer:
     ) -> DelayTask:
         (task,), has_own_id = self.build([new], on_conflict), new.id is not None
         with transaction.guard(task.id) if transaction is not None else nullcontext() as on:
-            task, is_new = self._write(task, on_conflict, has_own_id, on)
+            is_new = task.key is None and self._store.insert(task, on)
+            if not is_new:
+                is_id_taken = task.key is None
+                task, is_new = self._write(task, on_conflict, has_own_id, on, is_id_taken)
         if is_new:
             self._events.emit("task.scheduled", id=task.id, tag=task.tag)
         if is_new or (has_own_id and task.status is Status.NOT_COMPLETE):
-            # The first call with this id may have got as far as the row.
+            # An earlier call with this id may have written the row and not have armed it.
             self.arm_after_commit([task], transaction)
         return task
 
     def build(self, asked: Iterable[NewTask], on_conflict: OnConflict) -> list[DelayTask]:
-        """The tasks that are asked for, checked; nothing is written."""
+        """Return the checked tasks; write nothing."""
         return self._builder.many(asked, on_conflict, self._clock.certain_now())
 
     def _write(
-        self, task: DelayTask, on_conflict: OnConflict, has_own_id: bool, on: Executor | None
+        self,
+        task: DelayTask,
+        on_conflict: OnConflict,
+        has_own_id: bool,
+        on: Executor | None,
+        is_id_taken: bool = False,
     ) -> tuple[DelayTask, bool]:
-        """The task that is there afterwards, and whether it is new."""
+        """Return the task that is stored afterwards, and whether it is new."""
         for _ in range(ID_TRIES):
             try:
                 if task.key is not None:
-                    there, is_new = self._store.insert_keyed(task, on_conflict, on)
-                    return there, is_new or (there.id == task.id and not has_own_id)
-                if self._store.insert(task, on):
+                    stored, is_new = self._store.insert_keyed(task, on_conflict, on)
+                    return stored, is_new or (stored.id == task.id and not has_own_id)
+                if not is_id_taken and self._store.insert(task, on):
                     return task, True
             except DuplicateTaskError as error:
                 if error.id != task.id:
                     raise
-            existing = self._taken(task.id, on)
+            is_id_taken = False
+            existing = self._existing(task.id, on)
             if existing is not None and (has_own_id or _is_same(existing, task)):
-                # The caller schedules again after an unknown outcome, or the store's retry found its first try's row.
+                # The caller repeats a call whose outcome is unknown, or the storage repeated a
+                # statement whose answer was lost.
                 return existing, not has_own_id
             if has_own_id:
                 raise DuplicateTaskError(
@@ -130,48 +139,32 @@ class Producer:
         items: Iterable[NewTask],
         on_conflict: OnConflict,
         transaction: Transaction | None,
-        on_batch: Callable[[Sequence[DelayTask]], None] | None,
+        on_batch: OnBatch | None,
     ) -> int:
-        """Rows in bulk, a few thousand at a time, so that memory stays flat. Returns their number."""
+        """Write the tasks in batches of `BULK` and return their number."""
         check_on_conflict(on_conflict)
         total = 0
         source = iter(items)
         while batch := list(itertools.islice(source, BULK)):
-            total += self.schedule_batch(
-                self.make_batch(_drained(batch), on_conflict), on_conflict, transaction, on_batch
-            )
+            rows = self.make_batch(drained(batch), on_conflict)
+            total += self.schedule_batch(rows, on_conflict, transaction, on_batch)
         return total
 
     def make_batch(self, asked: Iterable[NewTask], on_conflict: OnConflict) -> RowBatch:
-        """The tasks that are asked for, checked; nothing is written."""
-        now, named = self._clock.certain_now(), list[NewTask]()
-
-        def others() -> Iterator[NewTask]:
-            for new in asked:
-                if new.key is None and new.id is None:
-                    yield new
-                else:
-                    named.append(new)
-
-        plain = self._builder.many(others(), on_conflict, now)
-        tasks = self._builder.many(named, on_conflict, now)
-        return RowBatch(
-            plain, [(task, new.id is not None) for task, new in zip(tasks, named, strict=True)]
-        )
+        """Return the checked tasks; write nothing."""
+        return self._builder.batch(asked, on_conflict, self._clock.certain_now())
 
     def schedule_batch(
         self,
-        row_batch: RowBatch,
+        rows: RowBatch,
         on_conflict: OnConflict,
         transaction: Transaction | None,
-        on_batch: Callable[[Sequence[DelayTask]], None] | None,
+        on_batch: OnBatch | None,
     ) -> int:
-        """Writes its tasks together, and arms those that are near."""
-        write, id = functools.partial(self._write_batch, row_batch, on_conflict), row_batch.first.id
+        """Write the tasks of a batch in one transaction, and arm those that are due soon."""
+        write, id = functools.partial(self._write_batch, rows, on_conflict), rows.first.id
         with transaction.guard(id) if transaction is not None else nullcontext() as on:
-            written = (
-                self._store.together(write, id) if on is None and row_batch.named else write(on)
-            )
+            written = self._store.together(write, id) if on is None and rows.named else write(on)
         self._events.emit("task.scheduled", count=len(written))
         self.arm_after_commit(written, transaction)
         if on_batch is not None:
@@ -179,34 +172,33 @@ class Producer:
         return len(written)
 
     def _write_batch(
-        self, row_batch: RowBatch, on_conflict: OnConflict, on: Executor | None
+        self, rows: RowBatch, on_conflict: OnConflict, on: Executor | None
     ) -> list[DelayTask]:
-        """The new ones of its tasks."""
-        plain, there = row_batch.plain, 0
+        """Write the tasks of a batch and return those that are new."""
+        plain, stored = rows.plain, 0
         for _ in range(ID_TRIES):
-            if there == len(plain) or self._store.insert_many(plain[there:], on):
+            if stored == len(plain) or self._store.insert_many(plain[stored:], on):
                 break
-            # The store's retry may have found its first try's rows; and where each statement stands alone, those before
-            # the one that failed are there. Rows go in order.
-            there = bisect_left(plain, True, there, key=lambda task: not self._is_there(task, on))
-            # In the row_batch itself: if its transaction is tried again, they are these.
-            plain[there:] = [replace(task, id=self._make_id()) for task in plain[there:]]
+            # The storage may have repeated a statement whose answer was lost. Where each statement
+            # is a transaction, the rows before the failed statement are stored. Rows are written
+            # in order.
+            stored = bisect_left(plain, True, stored, key=lambda task: not self._is_there(task, on))
+            # The new ids go into the batch itself, which counts if the transaction is repeated.
+            plain[stored:] = [replace(task, id=self._make_id()) for task in plain[stored:]]
         else:
-            if there < len(plain):
+            if stored < len(plain):
                 raise DuplicateTaskError(
                     f"{ID_TRIES} times ids were taken; is another program writing ids?"
                 )
-        named = [
-            self._write(task, on_conflict, has_own_id, on) for task, has_own_id in row_batch.named
-        ]
+        named = [self._write(task, on_conflict, has_own_id, on) for task, has_own_id in rows.named]
         return [*plain, *(task for task, is_new in named if is_new)]
 
     def _is_there(self, task: DelayTask, on: Executor | None) -> bool:
-        existing = self._taken(task.id, on)
+        existing = self._existing(task.id, on)
         return existing is not None and _is_same(existing, task)
 
-    def _taken(self, id: int, on: Executor | None) -> DelayTask | None:
-        """The row that has an id of ours: it may be a try of the store's, whose answer was lost."""
+    def _existing(self, id: int, on: Executor | None) -> DelayTask | None:
+        """Return the row with an id of ours; an earlier try may have written it."""
         try:
             return self._store.get(id, on)
         except StoreUnavailableError as error:
@@ -219,18 +211,17 @@ class Producer:
     def arm_after_commit(self, tasks: Sequence[DelayTask], transaction: Transaction | None) -> None:
         if transaction is None:
             self.arm(tasks)
-        elif self._tell is not None and not transaction.stands_alone:
+        elif self._notify is not None and not transaction.stands_alone:
             with transaction.guard() as on:
-                self._tell([Entry.of(task, to_us) for task in tasks], self._shard, on)
+                self._notify([Entry.of(task, to_us) for task in tasks], self._shard, on)
         elif kept := _to_arm(tasks, self._near_until_us(TRANSACTION_US)):
             transaction.after_commit(kept, self.arm)
 
     def arm(self, tasks: Sequence[DelayTask], is_committed: bool = True) -> None:
-        """Hands near tasks to the timer. Its failure is nobody's: the sweep finds the row."""
+        """Arm the timer for tasks that are due soon. If that fails, the sweep finds the rows."""
         until_us = self._near_until_us()
-        self._arm(
-            [Entry.of(task, to_us) for task in _to_arm(tasks, until_us)], until_us, is_committed
-        )
+        entries = [Entry.of(task, to_us) for task in _to_arm(tasks, until_us)]
+        self._arm(entries, until_us, is_committed)
 
     def arm_entries(self, entries: Sequence[Entry]) -> None:
         self._arm(entries, self._near_until_us())
@@ -242,24 +233,23 @@ class Producer:
         if not is_committed:
             soonest_us = self._clock.now_us() + COMMIT_US
             near = [entry._replace(due_us=max(entry.due_us, soonest_us)) for entry in near]
-        elif any(
-            entry.version > 0 for entry in entries
-        ):  # else what is armed may be right, after all
-            self.disarm_entries([entry for entry in entries if entry.version > 0])
+        elif moved := [entry for entry in entries if entry.version > 0]:
+            # Only after the commit: before it, the armed entries may still be right.
+            self.disarm_entries(moved)
         if near:
             self._timer.arm(near)
 
     def _near_until_us(self, slack_us: int = SLACK_US) -> int | None:
-        """What is due later is the sweep's business; None if nothing is."""
+        """Return the latest due time that a producer arms; None if it arms all tasks."""
         horizon_s = self._settings.horizon_s
         return None if horizon_s is None else self._clock.now_us() + int(horizon_s * 1e6) + slack_us
 
     def disarm_entries(self, entries: Sequence[Entry]) -> None:
-        """These moved on: what was armed for them before comes out of the timer."""
+        """Remove the entries of the versions before these from the timer."""
         self._timer.disarm([entry._replace(version=entry.version - 1) for entry in entries])
 
     def disarm_after_commit(self, task: DelayTask, transaction: Transaction | None) -> None:
-        """The task moved on and waits no more: what was armed for it comes out of the timer."""
+        """Remove the entry of a task that no longer waits from the timer."""
 
         def disarm(tasks: Sequence[DelayTask], is_committed: bool = True) -> None:
             if is_committed:
@@ -271,14 +261,14 @@ class Producer:
             transaction.after_commit([task], disarm)
 
     def due_of(self, delay: Any, when: datetime | None = None) -> datetime:
-        """The instant that a delay or an instant means."""
+        """Return the due time that a delay or an instant means."""
         check_due(delay, when)
         if when is not None:
             return max(check_instant(when), self._clock.certain_now())
         return self._clock.certain_now() + check_delay(delay, self._settings.max_delay_s)
 
     def shift_of(self, by: Any) -> timedelta:
-        """So much later, or earlier."""
+        """Return the checked shift of due times; a negative shift means earlier."""
         is_earlier = (
             by < timedelta()
             if isinstance(by, timedelta)
@@ -291,18 +281,11 @@ class Producer:
 
 
 def _to_arm(tasks: Sequence[DelayTask], until_us: int | None) -> Sequence[DelayTask]:
-    """Without those that are due later, unless they moved and are to be disarmed."""
+    """Return the tasks that are due until then or have moved, and so need arming or disarming."""
     if until_us is None:
         return tasks
     until = from_us(until_us)
     return [task for task in tasks if task.expected_time <= until or task.version > 0]
-
-
-def _drained(items: list[NewTask]) -> Iterator[NewTask]:
-    """Lets go of each: the fewer objects live at a time, the less often Python looks through all that there are."""
-    items.reverse()
-    while items:
-        yield items.pop()
 
 
 def _is_same(existing: DelayTask, task: DelayTask) -> bool:

@@ -1,4 +1,4 @@
-"""Which queue the tasks of a tag wait in."""
+"""Selects the queue of a tag."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ _WILDCARD = re.compile(r"\[.*?\]|[*?]")
 
 
 class QueueRouting:
-    """That of the tag's processor, if this process knows it; else what the setting `queues` says of the tag itself;
-    else of the pattern that says most of it, in letters that are no wildcards; else the default one."""
+    """The queue of the tag's processor, else of the setting `queues`, else the default queue.
+
+    The setting maps tags and patterns to queues. A tag goes before patterns, and a pattern with
+    more characters that are no wildcards goes before one with fewer.
+    """
 
     def __init__(self, settings: Settings, registry: Registry) -> None:
         self._registry = registry
@@ -35,5 +38,5 @@ class QueueRouting:
         )
 
     def all(self) -> set[str]:
-        """Those that some tag may have."""
+        """Return the queues that a tag can have."""
         return {self._default, *self._named.values(), *self._registry.queues()}

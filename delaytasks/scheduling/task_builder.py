@@ -1,10 +1,10 @@
-"""What callers ask for, checked and made into tasks; nothing is written yet."""
+"""Checks the arguments of a call and builds the tasks. Nothing is written here."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -24,29 +24,44 @@ from delaytasks.core.inputs import (
     encode_body,
 )
 from delaytasks.core.interfaces import OnConflict
+from delaytasks.core.new_task import NewTask
 from delaytasks.core.retry_schedule import MAX_RETRY_DELAY_S, retry_schedule_of
 from delaytasks.core.settings import Settings
-from delaytasks.core.task import DelayTask, NewTask
+from delaytasks.core.task import DelayTask
 from delaytasks.core.text import shown
 from delaytasks.processors.registry import Processor, Registry
 from delaytasks.scheduling.queue_routing import QueueRouting
 
 
 class Tag(NamedTuple):
-    """What a tag that was found good says of its tasks."""
+    """A checked tag, with the queue and the processor of its tasks."""
 
     name: str
     queue: str
     processor: Processor | None
 
 
-class Known:
-    """What was found out for tasks that are scheduled together."""
+class RowBatch(NamedTuple):
+    """Tasks that are written in one transaction."""
+
+    #: Tasks that one statement inserts.
+    plain: list[DelayTask]
+    #: Tasks with a key or with the caller's id, which are inserted one by one; the flag says that
+    #: the id is the caller's.
+    named: list[tuple[DelayTask, bool]]
+
+    @property
+    def first(self) -> DelayTask:
+        return self.plain[0] if self.plain else self.named[0][0]
+
+
+class BuildCache:
+    """Checked values that tasks of the same call share."""
 
     def __init__(self, now: datetime) -> None:
         self.now = now
         self.tags: dict[str, Tag] = {}
-        #: By delay: when it is over, and in whole seconds.
+        #: For each delay, the due time and the delay in whole seconds.
         self.delays: dict[float, tuple[datetime, int]] = {}
 
 
@@ -68,20 +83,36 @@ class TaskBuilder:
     def many(
         self, asked: Iterable[NewTask], on_conflict: OnConflict, now: datetime
     ) -> list[DelayTask]:
-        """As if all of them were scheduled at this instant."""
+        """Build the tasks as if all of them were scheduled at `now`."""
         check_on_conflict(on_conflict)
-        known = Known(now)
-        return [self._build(new, on_conflict, known) for new in asked]
+        cache = BuildCache(now)
+        return [self._build(new, on_conflict, cache) for new in asked]
 
-    def _build(self, new: NewTask, on_conflict: OnConflict, known: Known) -> DelayTask:
-        tag = known.tags.get(new.tag) if type(new.tag) is str else None
+    def batch(self, asked: Iterable[NewTask], on_conflict: OnConflict, now: datetime) -> RowBatch:
+        """Build the tasks that are written in one transaction."""
+        named: list[NewTask] = []
+
+        def unnamed() -> Iterator[NewTask]:
+            for new in asked:
+                if new.key is None and new.id is None:
+                    yield new
+                else:
+                    named.append(new)
+
+        plain = self.many(unnamed(), on_conflict, now)
+        tasks = self.many(named, on_conflict, now)
+        has_own_id = (new.id is not None for new in named)
+        return RowBatch(plain, list(zip(tasks, has_own_id, strict=True)))
+
+    def _build(self, new: NewTask, on_conflict: OnConflict, cache: BuildCache) -> DelayTask:
+        tag = cache.tags.get(new.tag) if type(new.tag) is str else None
         if tag is None:
             tag = self._tag(new.tag)
-            known.tags[tag.name] = tag
-        due, delay_s = self._due(new, known)
+            cache.tags[tag.name] = tag
+        due, delay_s = self._due(new, cache)
         max_wait_s = _max_wait_s(new, on_conflict, self._settings.max_delay_s)
         if max_wait_s is not None:
-            due = min(due, known.now + timedelta(seconds=max_wait_s))
+            due = min(due, cache.now + timedelta(seconds=max_wait_s))
         body = plain(new.body)
         body_json = encode_body(body, self._settings.max_body_bytes)
         concurrency_key, processor = new.concurrency_key, tag.processor
@@ -89,7 +120,7 @@ class TaskBuilder:
             if concurrency_key is None and processor.concurrency_key is not None:
                 concurrency_key = processor.concurrency_key(body)
             if processor.schema is not None:
-                processor.schema(json.loads(body_json))  # as the worker will read it
+                processor.schema(json.loads(body_json))  # the value that the worker will read
         return DelayTask(
             id=self._make_id() if new.id is None else check_id(new.id),
             tag=tag.name,
@@ -103,25 +134,25 @@ class TaskBuilder:
             concurrency_key=None
             if concurrency_key is None
             else check_concurrency_key(concurrency_key),
-            create_time=known.now,
+            create_time=cache.now,
             shard=self._shard,
         )
 
-    def _due(self, new: NewTask, known: Known) -> tuple[datetime, int]:
-        """When it is due, and in how many seconds."""
+    def _due(self, new: NewTask, cache: BuildCache) -> tuple[datetime, int]:
+        """Return the due time, and the seconds until then."""
         check_due(new.delay, new.when)
         if new.when is not None:
-            due = max(check_instant(new.when), known.now)
+            due = max(check_instant(new.when), cache.now)
             return due, math.ceil(
-                check_delay(due - known.now, self._settings.max_delay_s).total_seconds()
+                check_delay(due - cache.now, self._settings.max_delay_s).total_seconds()
             )
         is_number = type(new.delay) in (int, float)
-        found = known.delays.get(new.delay) if is_number else None
+        found = cache.delays.get(new.delay) if is_number else None
         if found is None:
             delay = check_delay(new.delay, self._settings.max_delay_s)
-            found = known.now + delay, math.ceil(delay.total_seconds())
+            found = cache.now + delay, math.ceil(delay.total_seconds())
             if is_number:
-                known.delays[new.delay] = found
+                cache.delays[new.delay] = found
         return found
 
     def _tag(self, asked: object) -> Tag:
@@ -129,6 +160,13 @@ class TaskBuilder:
         if self._settings.strict_tags:
             self._registry.demand(name)
         return Tag(name, self._queues.of(name), self._registry.get(name))
+
+
+def drained(items: list[NewTask]) -> Iterator[NewTask]:
+    """Drop each item from the list: with fewer live objects, garbage collections are rarer."""
+    items.reverse()
+    while items:
+        yield items.pop()
 
 
 def check_on_conflict(on_conflict: object) -> None:
@@ -143,7 +181,7 @@ def _max_wait_s(new: NewTask, on_conflict: OnConflict, longest_s: float) -> floa
         return None
     if new.key is None or on_conflict != "replace":
         raise InvalidScheduleError(
-            "max_wait is for a key= with on_conflict='replace': nothing else is put off"
+            "max_wait is for a key= with on_conflict='replace': no other call defers a task"
         )
     seconds = check_wait(new.max_wait, longest_s, "max_wait")
     if seconds == 0:
@@ -152,7 +190,7 @@ def _max_wait_s(new: NewTask, on_conflict: OnConflict, longest_s: float) -> floa
 
 
 def _headers(new: NewTask, max_wait_s: float | None) -> str | None:
-    """What a task says of itself, beyond its tag's processor."""
+    """Return the column `headers`: the options that differ from the processor's."""
     if new.retry is None and new.expires is None and max_wait_s is None:
         return None
     headers: dict[str, Any] = {}

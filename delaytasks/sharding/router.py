@@ -1,6 +1,7 @@
-"""Which of a deployment's databases a call goes to.
+"""The shard router of a deployment with several databases.
 
-With several a key has a home, an id names its shard, a session is on one, and all else goes to any shard that is up.
+A key has a home shard, an id contains the number of its shard, and a session is on one shard.
+Every other task goes to any shard that can be reached.
 """
 
 from __future__ import annotations
@@ -10,88 +11,47 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from threading import Thread
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING
 
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import (
     InvalidScheduleError,
-    ShardMismatchError,
     StoreUnavailableError,
     TaskNotFoundError,
 )
 from delaytasks.core.interfaces import Executor, OnConflict, Transaction
-from delaytasks.core.task import DelayTask, NewTask, Page, id_of
+from delaytasks.core.new_task import NewTask
+from delaytasks.core.page import Page
+from delaytasks.core.task import DelayTask, id_of
 from delaytasks.core.text import shown
-from delaytasks.scheduling.producer import BULK, RowBatch
+from delaytasks.scheduling.producer import BULK, OnBatch
+from delaytasks.scheduling.task_builder import RowBatch
+from delaytasks.sharding.named_task import Name, NamedTask, refuse_elsewhere
 from delaytasks.sharding.selection import ShardSelection
-from delaytasks.sharding.shard import Shard
+from delaytasks.sharding.shard import EACH_SHARD_S, Shard
 from delaytasks.storage.shards import By, Shards
 
-T = TypeVar("T")
-#: A task as a call names it: as it was read, by its id, by its tag and key.
-Name = DelayTask | int | tuple[str, str]
-#: What all shards do side by side may take so long.
-EACH_S = 10.0
-Written = Callable[[Sequence[DelayTask]], None]
-
-
-class Named(NamedTuple):
-    """A task that a call names, and the call's transaction."""
-
-    id: int
-    #: Where it may be, the likeliest first.
-    shards: Sequence[Shard]
-    transaction: Transaction | None
-    #: The shard that the session is on; None without a session, and where there is one shard.
-    session: int | None
-
-    def read(self, work: Callable[[Shard, Executor | None], T]) -> T:
-        """Of the shard that has the task: with the session, if it is there."""
-        for shard in self.shards:
-            try:
-                return work(shard, self._on(shard))
-            except TaskNotFoundError:
-                continue
-        raise TaskNotFoundError(f"there is no task {self.id}", self.id)
-
-    def move(self, work: Callable[[Shard, Executor | None], T]) -> tuple[Shard, T]:
-        """In the session's transaction, if there is a session."""
-        for shard in self.shards:
-            if self.session in (None, shard.number):
-                try:
-                    return shard, work(shard, self._on(shard))
-                except TaskNotFoundError:
-                    continue
-        if self.session is not None:
-            refuse_elsewhere(
-                self.id,
-                [shard for shard in self.shards if shard.number != self.session],
-                self.session,
-            )
-        raise TaskNotFoundError(f"there is no task {self.id}", self.id)
-
-    def _on(self, shard: Shard) -> Executor | None:
-        return (
-            self.transaction.executor
-            if self.transaction is not None and self.session in (None, shard.number)
-            else None
-        )
+if TYPE_CHECKING:
+    from sqlalchemy import URL
 
 
 class ShardRouter:
+    """Sends each call to the shard that it is for. Has the methods of `SingleRouter`."""
+
     def __init__(
-        self, shards: Sequence[Shard], databases: Shards, shard_selection: ShardSelection
+        self, shards: Sequence[Shard], databases: Shards, selection: ShardSelection
     ) -> None:
         self.shards = shards
         self.databases = databases
-        self._shard_selection = shard_selection
-        self._is_one = len(shards) == 1
+        self.stores = databases.stores
+        self._selection = selection
 
     def each(self, work: Callable[[Shard], object]) -> list[Shard]:
-        """`work` for every shard, side by side; returns those that took too long, which nobody waits for any more."""
-        if self._is_one:
-            work(self.shards[0])
-            return []
+        """Call `work` for every shard, concurrently.
+
+        Return the shards that have not answered within `EACH_SHARD_S`; their calls go on, but no
+        caller waits for them.
+        """
         errors: list[Exception] = []
 
         def call(shard: Shard) -> None:
@@ -106,7 +66,7 @@ class ShardRouter:
         ]
         for thread in threads:
             thread.start()
-        ends = monotonic() + EACH_S
+        ends = monotonic() + EACH_SHARD_S
         for thread in threads:
             thread.join(max(ends - monotonic(), 0))
         if errors:
@@ -120,11 +80,8 @@ class ShardRouter:
     def schedule(
         self, new: NewTask, on_conflict: OnConflict, transaction: Transaction | None
     ) -> DelayTask:
-        if self._is_one:
-            return self.shards[0].producer.schedule(new, on_conflict, transaction)
-        numbers = self._shard_selection.of(new, self._session(transaction))
-        return self._shard_selection.run(
-            numbers,
+        return self._selection.run(
+            self._selection.of(new, self._session_shard(transaction)),
             lambda number: self.shards[number].producer.schedule(new, on_conflict, transaction),
         )
 
@@ -133,76 +90,72 @@ class ShardRouter:
         tasks: Iterable[NewTask],
         on_conflict: OnConflict,
         transaction: Transaction | None,
-        on_batch: Written | None,
+        on_batch: OnBatch | None,
     ) -> int:
-        if self._is_one:
-            return self.shards[0].producer.schedule_many(tasks, on_conflict, transaction, on_batch)
-        total, source, session = 0, iter(tasks), self._session(transaction)
+        total, source, session_shard = 0, iter(tasks), self._session_shard(transaction)
         while batch := list(itertools.islice(source, BULK)):
-            parts: dict[tuple[int, ...], list[NewTask]] = {}
-            anywhere = self._shard_selection.any()
+            by_shards: dict[tuple[int, ...], list[NewTask]] = {}
+            any_shard = self._selection.any()
             for new in batch:
-                parts.setdefault(self._shard_selection.of(new, session, anywhere), []).append(new)
-            # All are checked before one is written.
+                numbers = self._selection.of(new, session_shard, any_shard)
+                by_shards.setdefault(numbers, []).append(new)
+            # All tasks are checked before one of them is written.
             built = [
-                (numbers, some, self._build(numbers, some, on_conflict))
-                for numbers, some in parts.items()
+                (numbers, part, self._build(numbers, part, on_conflict))
+                for numbers, part in by_shards.items()
             ]
-            for numbers, some, row_batch in built:
-                total += self._shard_selection.run(
-                    numbers,
-                    partial(self._write, some, row_batch, on_conflict, transaction, on_batch),
-                )
+            for numbers, part, rows in built:
+                write = partial(self._write, part, rows, on_conflict, transaction, on_batch)
+                total += self._selection.run(numbers, write)
         return total
 
     def _build(
-        self, numbers: Sequence[int], some: Sequence[NewTask], on_conflict: OnConflict
+        self, numbers: Sequence[int], part: Sequence[NewTask], on_conflict: OnConflict
     ) -> RowBatch:
-        return self._shard_selection.run(
-            numbers, lambda number: self.shards[number].producer.make_batch(some, on_conflict)
+        return self._selection.run(
+            numbers, lambda number: self.shards[number].producer.make_batch(part, on_conflict)
         )
 
     def _write(
         self,
-        some: Sequence[NewTask],
-        row_batch: RowBatch,
+        part: Sequence[NewTask],
+        rows: RowBatch,
         on_conflict: OnConflict,
         transaction: Transaction | None,
-        on_batch: Written | None,
+        on_batch: OnBatch | None,
         number: int,
     ) -> int:
         producer = self.shards[number].producer
-        if row_batch.first.shard != number:  # the one that it was made for is down
-            row_batch = producer.make_batch(some, on_conflict)
-        return producer.schedule_batch(row_batch, on_conflict, transaction, on_batch)
+        if rows.first.shard != number:  # the shard that the rows were built for is down
+            rows = producer.make_batch(part, on_conflict)
+        return producer.schedule_batch(rows, on_conflict, transaction, on_batch)
 
     def shard_for(self, tag: str, key: str) -> Shard:
-        return self.shards[self._shard_selection.home(tag, key)]
+        return self.shards[self._selection.home(tag, key)]
 
     def new_id(self, tag: str | None, key: str | None) -> int:
-        if (tag is None) != (key is None):
+        if tag is not None and key is not None:
+            return self.shard_for(tag, key).new_id()
+        if tag is not None or key is not None:
             raise InvalidScheduleError("new_id() takes a tag and a key, or neither")
-        number = (
-            self._shard_selection.any()[0]
-            if tag is None or key is None
-            else self._shard_selection.home(tag, key)
-        )
-        return self.shards[number].new_id()
+        return self.shards[self._selection.any()[0]].new_id()
 
-    # -- find -------------------------------------------------------------------------------------
+    # -- look up ----------------------------------------------------------------------------------
 
-    def named(self, name: Name, transaction: Transaction | None) -> Named:
-        """What a call names."""
-        session = self._session(transaction)
-        if isinstance(name, tuple):
-            number, id = self._held(*name, transaction, session)
-            return Named(id, [self.shards[number]], transaction, session)
-        return Named(
-            id_of(name),
-            [self.shards[number] for number in self._likely(name)],
-            transaction,
-            session,
-        )
+    def named(self, name: Name, transaction: Transaction | None) -> NamedTask:
+        """Return the task that a call names; look a key up."""
+        session_shard = self._session_shard(transaction)
+        if not isinstance(name, tuple):
+            numbers = self._likely(name)
+            return NamedTask(
+                id_of(name), [self.shards[n] for n in numbers], transaction, session_shard
+            )
+        tag, key = name
+        found = self.databases.named(tag, key, _own(transaction, session_shard))
+        if found is None:
+            raise TaskNotFoundError(f"no live task of tag {shown(tag)} has the key {shown(key)}")
+        number, id = found
+        return NamedTask(id, [self.shards[number]], transaction, session_shard)
 
     def find(
         self,
@@ -212,41 +165,19 @@ class ShardRouter:
         transaction: Transaction | None,
         newest_first: bool,
     ) -> Page:
-        if self._is_one:
-            return self.shards[0].store.tasks.find(
-                *by, cursor, limit, _executor(transaction), newest_first
-            )
-        return self.databases.find(
-            by, cursor, limit, self._own(transaction, self._session(transaction)), newest_first
-        )
-
-    def _held(
-        self, tag: str, key: str, transaction: Transaction | None, session: int | None
-    ) -> tuple[int, int]:
-        """The shard and the id of a key's task."""
-        if self._is_one:
-            id = self.shards[0].store.tasks.id_of_key(tag, key, _executor(transaction))
-            found = None if id is None else (0, id)
-        else:
-            found = self.databases.named(tag, key, self._own(transaction, session))
-        if found is None:
-            raise TaskNotFoundError(f"no live task of tag {shown(tag)} has the key {shown(key)}")
-        return found
+        own = _own(transaction, self._session_shard(transaction))
+        return self.databases.find(by, cursor, limit, own, newest_first)
 
     # -- touch ------------------------------------------------------------------------------------
 
     def touch(
         self, name: Name, delay: float | timedelta | None, transaction: Transaction | None
     ) -> bool:
-        if isinstance(name, tuple) and self._is_one:
-            shard = self.shards[0]
-            return shard.store.touches.touch_key(
-                *name, shard.producer.due_of(delay), _executor(transaction)
-            )
         named = self.named(name, transaction)
-        return named.move(
+        _, waits = named.move(
             lambda at, on: at.store.touches.touch(named.id, at.producer.due_of(delay), on)
-        )[1]
+        )
+        return waits
 
     def touch_many(
         self,
@@ -254,33 +185,34 @@ class ShardRouter:
         delay: float | timedelta | None,
         transaction: Transaction | None,
     ) -> set[int]:
-        """The ids of those that wait."""
-        session = self._session(transaction)
-        if session is not None or self._is_one:
-            shards = {id_of(name): [session or 0] for name in names}
+        """Return the ids of the tasks that still wait."""
+        session_shard = self._session_shard(transaction)
+        if session_shard is None:
+            candidates = {id_of(name): self._likely(name) for name in names}
         else:
-            shards = {id_of(name): self._likely(name) for name in names}
+            candidates = {id_of(name): [session_shard] for name in names}
         touched: set[int] = set()
         down: StoreUnavailableError | None = None
-        for turn in range(len(self.shards)):  # first where they should be
-            asked: dict[int, list[int]] = {}
-            for id, numbers in shards.items():
+        for turn in range(len(self.shards)):  # the most likely shard of each task first
+            by_shard: dict[int, list[int]] = {}
+            for id, numbers in candidates.items():
                 if turn < len(numbers) and id not in touched:
-                    asked.setdefault(numbers[turn], []).append(id)
-            for number, ids in asked.items():
+                    by_shard.setdefault(numbers[turn], []).append(id)
+            for number, ids in by_shard.items():
                 shard = self.shards[number]
+                on = None if transaction is None else transaction.executor
                 try:
-                    touched |= shard.store.touches.touch_many(
-                        ids, shard.producer.due_of(delay), _executor(transaction)
-                    )
+                    touched |= shard.store.touches.touch_many(ids, shard.producer.due_of(delay), on)
                 except StoreUnavailableError as error:
-                    down = error  # told when the others are done: their timeouts must not run out for it
+                    # Raised after the other shards: one outage must not end their timeouts.
+                    down = error
         if down is not None:
             raise down
-        if session is not None:
-            for id in shards.keys() - touched:
+        if session_shard is not None:
+            for id in candidates.keys() - touched:
                 number = self.databases.likely(id)[0]
-                refuse_elsewhere(id, [self.shards[number]] if number != session else [], session)
+                if number != session_shard:
+                    refuse_elsewhere(id, [self.shards[number]], session_shard)
         return touched
 
     def touch_keys(
@@ -290,51 +222,39 @@ class ShardRouter:
         delay: float | timedelta | None,
         transaction: Transaction | None,
     ) -> set[str]:
-        """Those whose tasks wait."""
-        down: StoreUnavailableError | None = None
-        if self._is_one:
-            ids = self.shards[0].store.touches.ids_of_keys(tag, keys, _executor(transaction))
-        else:
-            ids, down = self.databases.ids_of_keys(
-                tag, keys, self._own(transaction, self._session(transaction))
-            )
+        """Return the keys whose tasks still wait."""
+        own = _own(transaction, self._session_shard(transaction))
+        ids, down = self.databases.ids_of_keys(tag, keys, own)
         touched = self.touch_many(ids.values(), delay, transaction)
         if down is not None:
             raise down
         return {key for key, id in ids.items() if id in touched}
+
+    # -- sessions ---------------------------------------------------------------------------------
+
+    def check_shard(self, task: DelayTask, transaction: Transaction | None) -> None:
+        """Raise `ShardMismatchError` if the session is not on the shard of `task`."""
+        session_shard = self._session_shard(transaction)
+        if session_shard is not None and session_shard != task.shard:
+            refuse_elsewhere(task.id, [self.shards[task.shard]], session_shard)
+
+    def has_database(self, url: URL) -> bool:
+        """Return whether `url` leads to one of the databases."""
+        return self.databases.has(url)
 
     def _likely(self, name: int | DelayTask) -> list[int]:
         if isinstance(name, DelayTask) and name.shard < len(self.shards):
             return [name.shard]
         return self.databases.likely(id_of(name))
 
-    def same(self, task: DelayTask, transaction: Transaction | None) -> None:
-        """`ShardMismatchError` when the session is elsewhere than a task that was read."""
-        session = self._session(transaction)
-        if session not in (None, task.shard):
-            refuse_elsewhere(task.id, [self.shards[task.shard]], session)
-
-    def _session(self, transaction: Transaction | None) -> int | None:
-        """The shard that the caller's session is on; with one shard nobody asks."""
-        if transaction is None or self._is_one:
+    def _session_shard(self, transaction: Transaction | None) -> int | None:
+        if transaction is None:
             return None
         with transaction.guard() as on:
             return self.databases.of(on)
 
-    @staticmethod
-    def _own(transaction: Transaction | None, session: int | None) -> tuple[int, Executor] | None:
-        return None if transaction is None or session is None else (session, transaction.executor)
 
-
-def refuse_elsewhere(id: int, shards: Iterable[Shard], session: int) -> None:
-    """If the task is in one of these shards, none of which the session is on."""
-    for shard in shards:
-        if shard.store.tasks.get(id) is not None:
-            raise ShardMismatchError(
-                f"task {id} is in shard {shard.number}, and the session is on shard {session}; open one on that "
-                "database, or call without session="
-            )
-
-
-def _executor(transaction: Transaction | None) -> Executor | None:
-    return None if transaction is None else transaction.executor
+def _own(transaction: Transaction | None, session_shard: int | None) -> tuple[int, Executor] | None:
+    if transaction is None or session_shard is None:
+        return None
+    return session_shard, transaction.executor

@@ -66,9 +66,22 @@ class Insert:
                 return bool(on.exec_driver_sql(self._written, values).rowcount)
             return bool(on.execute(self._statement, values).rowcount)
         except exc.IntegrityError as error:
-            if self._db.can.insert_or_skip or not is_duplicate(error):
-                raise
+            self._check_duplicate(error)
             return False
+
+    def alone(self, values: dict[str, Any]) -> bool:
+        """As a call, on a connection of our own where each statement is a transaction."""
+        with self._db.auto.connect() as connection:
+            try:
+                return bool(self._prepared(connection, values).met)
+            except exc.IntegrityError as error:
+                self._check_duplicate(error)
+                return False
+
+    def _check_duplicate(self, error: exc.IntegrityError) -> None:
+        """Raise `error` again unless it is how this database reports a row that exists."""
+        if self._db.can.insert_or_skip or not is_duplicate(error):
+            raise error
 
     @functools.cached_property
     def _written(self) -> str:

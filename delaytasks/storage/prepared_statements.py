@@ -40,16 +40,10 @@ class Prepared:
         self._is_on = is_planned_once and database.can.prepare
 
     def __call__(self, on: Connection, values: Mapping[str, Any]) -> Answer:
-        if self._is_on and on.dialect.driver == "psycopg2":
-            link: Any = on.connection
-            driver = link.driver_connection
-            # The driver tells instants in the session's time zone, and nothing of ours makes them UTC here.
-            if driver.get_parameter_status("TimeZone") in _UTC:
-                return self._execute(on, link, values)
-        result = on.execute(self._statement, values)
-        return Answer(result.all() if result.returns_rows else (), result.rowcount)
-
-    def _execute(self, on: Connection, link: Any, values: Mapping[str, Any]) -> Answer:
+        link = self._link(on)
+        if link is None:
+            result = on.execute(self._statement, values)
+            return Answer(result.all() if result.returns_rows else (), result.rowcount)
         prepare, execute, names, constants = self._texts
         given = {**constants, **values}
         driver: Any = on.dialect.dbapi
@@ -65,6 +59,15 @@ class Prepared:
             if self._is_on or not link.driver_connection.autocommit:
                 raise told(on, "EXECUTE", error) from error
         return self(on, values)
+
+    def _link(self, on: Connection) -> Any:
+        """Return the pool's connection if the statement can be prepared on it, else None."""
+        if not self._is_on or on.dialect.driver != "psycopg2":
+            return None
+        link: Any = on.connection
+        # The driver returns instants in the session's time zone, which only SQLAlchemy converts.
+        is_utc = link.driver_connection.get_parameter_status("TimeZone") in _UTC
+        return link if is_utc else None
 
     @cached_property
     def _texts(self) -> tuple[str, str, Sequence[str], dict[str, Any]]:

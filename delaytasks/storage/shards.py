@@ -22,9 +22,10 @@ from delaytasks.core.errors import ShardMismatchError, StoreUnavailableError
 from delaytasks.core.ids import shard_of
 from delaytasks.core.interfaces import Executor, OnConflict
 from delaytasks.core.masking import mask_url
+from delaytasks.core.page import Page
 from delaytasks.core.shards import home_of
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask, Page
+from delaytasks.core.task import DelayTask
 from delaytasks.storage import pages
 from delaytasks.storage.database_addresses import addresses_of
 from delaytasks.storage.driver_errors import REMEDY, TRIES

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
+from functools import partial
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, exc, select
 
+from delaytasks.core.attempt import Attempt
 from delaytasks.core.errors import DuplicateTaskError, TaskNotFoundError
 from delaytasks.core.interfaces import Executor, OnConflict
+from delaytasks.core.page import Page
 from delaytasks.core.states import Status
-from delaytasks.core.task import Attempt, DelayTask, Page
+from delaytasks.core.task import DelayTask
 from delaytasks.storage import pages
 from delaytasks.storage.attempts import Attempts
 from delaytasks.storage.database import Database
@@ -46,14 +49,11 @@ class Tasks:
     # -- schedule ---------------------------------------------------------------------------------
 
     def insert(self, task: DelayTask, on: Executor | None = None) -> bool:
-        """True if the row is new; False if a row with this id exists."""
+        """Insert one row; return False if a row with this id exists."""
+        values = values_of(task, self._schema)
         if on is not None:
-            return self._insert(on, values_of(task, self._schema))
-        return self._db.run(lambda: self._insert_alone(task), unknown_id=task.id)
-
-    def _insert_alone(self, task: DelayTask) -> bool:
-        with self._db.auto.connect() as connection:
-            return self._insert(connection, values_of(task, self._schema))
+            return self._insert(on, values)
+        return self._db.run(partial(self._insert.alone, values), unknown_id=task.id)
 
     def insert_many(self, tasks: Sequence[DelayTask], on: Executor | None = None) -> bool:
         """All rows in one go; False (and no row) if one of the ids exists."""

@@ -137,7 +137,7 @@ def test_no_other_timer_costs_a_notice(
     other = delays_on(postgresql_url, table_prefix="n_")
     try:
         producer = other.shards[0].producer
-        assert producer._tell is None
+        assert producer._notify is None
         assert other.direct_timer is None
     finally:
         other.close()

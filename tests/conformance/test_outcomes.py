@@ -9,10 +9,11 @@ import pytest
 from sqlalchemy import update
 
 from delaytasks.core.errors import DuplicateTaskError, TaskNotFoundError
+from delaytasks.core.new_task import NewTask
 from delaytasks.core.outcomes import Cancel, Done, Fail, Retry, Snooze
 from delaytasks.core.retry_schedule import RetrySchedule
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask, NewTask
+from delaytasks.core.task import DelayTask
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now
 from tests.benches import Bench

@@ -1566,7 +1566,7 @@ def analysed(database_url: str) -> Iterator[Store]:
     store.close()
 
 
-run_prepared = Prepared._execute
+run_prepared = Prepared.__call__
 
 
 def plans(store: Store, work: Callable[[], object]) -> str:
@@ -1579,14 +1579,15 @@ def plans(store: Store, work: Callable[[], object]) -> str:
         if statement.lstrip().upper().startswith(("SELECT", "UPDATE", "WITH")):
             seen.append((statement, parameters))
 
-    def note_prepared(self: Prepared, on: Connection, link: Any, values: Mapping[str, Any]) -> Any:
-        _, execute, names, constants = self._texts
-        seen.append((execute, tuple({**constants, **values}[name] for name in names)))
-        return run_prepared(self, on, link, values)
+    def note_prepared(self: Prepared, on: Connection, values: Mapping[str, Any]) -> Any:
+        if self._link(on) is not None:
+            _, execute, names, constants = self._texts
+            seen.append((execute, tuple({**constants, **values}[name] for name in names)))
+        return run_prepared(self, on, values)
 
     for engine in (store.database.auto, store.database.tx):
         event.listen(engine, "before_cursor_execute", note)
-    with mock.patch.object(Prepared, "_execute", note_prepared):
+    with mock.patch.object(Prepared, "__call__", note_prepared):
         work()
     for engine in (store.database.auto, store.database.tx):
         event.remove(engine, "before_cursor_execute", note)

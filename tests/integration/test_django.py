@@ -564,7 +564,7 @@ def test_it_follows_the_test_runner_to_its_database(tmp_path: Any) -> None:
         ({"database": "orders"}, r"'orders' is not in settings.DATABASES \('default'"),
         ({"database": ["default", "orders"]}, "not one alias .* several databases need"),
         ({"database_url": "sqlite://"}, "name an alias"),
-        ({"celery_app": "delaytasks.app.DelayTasks"}, "not a Celery app"),
+        ({"celery_app": "delaytasks.client.DelayTasks"}, "not a Celery app"),
         ([("horizon_s", 30)], "is a dict"),
     ],
 )

@@ -70,7 +70,7 @@ def test_a_call_outside_of_atomic_says_that_the_database_is_away(
 ) -> None:
     for _ in range(2):
         with pytest.raises(
-            StoreUnavailableError, match=f"database '{away.alias}' can not be used: "
+            StoreUnavailableError, match=f"database '{away.alias}' cannot be used: "
         ) as caught:
             CALLS[name](away)
         assert "atomic" not in str(caught.value)

@@ -297,7 +297,7 @@ def test_the_celery_app_is_the_one_given_or_the_apps_or_made_from_its_configurat
     assert made.celery.conf.broker_url == "memory://made"
     assert app.extensions["celery"] is made.celery
     assert app.extensions["delaytasks"] is made
-    assert "delaytasks.run" in made.celery.tasks
+    assert "delaytasks.run" in app.extensions["celery"].tasks
 
 
 def test_the_module_level_functions_are_the_extensions_unless_told_otherwise(

@@ -61,7 +61,7 @@ def make_delays(**settings: Any) -> DelayTasks:
 
 def test_the_call_wins_over_the_processor_and_the_processor_over_the_mapping() -> None:
     delays = make_delays(queues={"mail.*": "mail", "mail.send": "sending"})
-    from delaytasks.core.task import NewTask
+    from delaytasks.core.new_task import NewTask
 
     def queue_of(**options: Any) -> str:
         return delays.producer.build([NewTask("mail.send", {}, 0, **options)], "reject")[0].queue

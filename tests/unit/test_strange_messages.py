@@ -26,6 +26,7 @@ from delaytasks.core.ids import MAX_ID
 from delaytasks.core.interfaces import Entry
 from delaytasks.timers.direct import read_notice
 from delaytasks.timers.eta import RUN
+from delaytasks.wiring import wiring_of
 from delaytasks.worker.celery_compat.message_guard import GuardStep
 from delaytasks.worker.celery_compat.redis_guard import RedisGuard
 from delaytasks.worker.celery_tasks import SWEEP
@@ -259,7 +260,7 @@ def test_a_worker_says_that_the_app_accepts_what_can_run_code(
     reader.runtime.delays.events.subscribe(
         lambda name, fields: seen.append(fields) if name == "content.unsafe" else None
     )
-    reader.runtime.delays._made.check_broker()
+    wiring_of(reader.runtime.delays).checks.check_broker()
     assert [fields["accepts"] for fields in seen] == ["pickle"] * told
     reader.runtime.delays.close()
 

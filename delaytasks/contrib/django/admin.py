@@ -1,4 +1,4 @@
-"""Tasks in Django's admin, to look at. Nothing is registered here, so that a project decides what its admin shows."""
+"""Tasks in Django's admin, read-only. The project registers the model if it wants that."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from django.contrib import admin
 
 
 class DelayTaskRowAdmin(admin.ModelAdmin):
-    """Lists and shows tasks; nobody adds, changes or deletes them, not even a superuser.
+    """Lists and shows tasks. Even a superuser cannot add, change or delete them.
 
+    Examples
+    --------
     >>> admin.site.register(DelayTaskRow, DelayTaskRowAdmin)
     """
 
     list_display = ("id", "tag", "status", "expected_time", "queue", "attempts")
     list_filter = ("status", "queue")
-    show_full_result_count = False  # a count of the whole table at each look
+    show_full_result_count = False  # which would count the whole table for each page
 
     def has_add_permission(self, *_: Any, **__: Any) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""What INSTALLED_APPS finds."""
+"""The app configuration for INSTALLED_APPS."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DelayTasksConfig(AppConfig):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        # Before any models.py is imported: one that registers a processor must find this instance.
+        # Before Django imports any models.py, which may register processors.
         api.set_default(project_delays())
 
     def ready(self) -> None:

@@ -1,4 +1,4 @@
-"""For who receives callbacks in Django."""
+"""Verifies the callbacks that a Django project receives."""
 
 from __future__ import annotations
 
@@ -17,8 +17,25 @@ from delaytasks.webhooks import verify
 def verified(
     secrets: str | Iterable[str],
 ) -> Callable[[Callable[..., HttpResponse]], Callable[..., HttpResponse]]:
-    """For a view `f(request, callback)`, which is called for what is signed by one of the secrets; 401 for all else.
-    The signature takes the place of Django's token against forged requests."""
+    """Decorate a view `f(request, callback)` so that only signed callbacks reach it.
+
+    Other requests are answered with 401. The signature replaces Django's CSRF token.
+
+    Parameters
+    ----------
+    secrets
+        The secret, or the secrets while they are rotated, that sign callbacks.
+
+    Returns
+    -------
+    callable
+        The decorator.
+
+    Examples
+    --------
+    >>> @verified(settings.CALLBACK_SECRET)
+    ... def order_closed(request, callback): ...
+    """
 
     def decorate(view: Callable[..., HttpResponse]) -> Callable[..., HttpResponse]:
         @functools.wraps(view)

@@ -1,11 +1,14 @@
-"""For projects without a Celery app of their own: `celery -A delaytasks.contrib.django worker`, where
-DJANGO_SETTINGS_MODULE names the project's settings."""
+"""The Celery app of projects that do not define one: `celery -A delaytasks.contrib.django worker`.
+
+DJANGO_SETTINGS_MODULE names the project's settings.
+"""
 
 from __future__ import annotations
 
 import django
 
 from delaytasks.contrib.django.instance import project_delays
+from delaytasks.wiring import wiring_of
 
 django.setup()
-app = project_delays().celery
+app = wiring_of(project_delays()).celery

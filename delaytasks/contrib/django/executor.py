@@ -1,4 +1,4 @@
-"""Runs delaytasks' statements on a connection of Django's: same transaction, same log, same query counts."""
+"""Runs the statements of delaytasks on a Django connection, in its transaction and query log."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from sqlalchemy.types import TypeEngine
 
 from delaytasks.storage.types import UTCDateTime
 
-TablePoller = Callable[[Any], Any]
+ReadValue = Callable[[Any], Any]
 
 
 class DjangoExecutor:
-    """What the store needs of a SQLAlchemy connection: `execute` and `begin_nested`."""
+    """Has the methods that the storage calls on a caller's SQLAlchemy connection."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
         self._dialect = dialect_of(connection)
-        #: The id of the row that was written last, if the outcome of its transaction should be unknown.
+        #: The id of the last written row, for an error that says that its outcome is unknown.
         self.written_id: int | None = None
 
     def begin_nested(self) -> AbstractContextManager[Any]:
@@ -45,7 +45,7 @@ class DjangoExecutor:
             return self._result(cursor, statement, sql, values)
 
     def peek(self, statement: Any) -> Result:
-        """As `execute`, unseen by Django's query log, and so by `assertNumQueries`."""
+        """Execute a SELECT that Django's query log and `assertNumQueries` do not see."""
         sql, values = self._compile(statement, None)
         self._connection.ensure_connection()
         with (
@@ -59,7 +59,7 @@ class DjangoExecutor:
     ) -> tuple[str, list[Any]]:
         if parameters:
             compiled = _compile_template(statement, self._dialect, tuple(parameters))
-        else:  # its values are part of it: nobody sends it twice
+        else:  # a statement with its values in it is executed once, so it is not cached
             compiled = statement.compile(dialect=self._dialect)
         state = compiled.construct_expanded_state(parameters or {})
         values = []
@@ -77,7 +77,7 @@ class DjangoExecutor:
 
     def _result(self, cursor: Any, statement: Any, sql: str, values: list[Any]) -> Result:
         try:
-            # A list even when it is empty: only then do cursors take a doubled percent sign for one.
+            # Also an empty list: only with parameters do cursors read "%%" as one percent sign.
             cursor.execute(sql, values)
         except IntegrityError as error:
             raise self._integrity_error(sql, error) from error
@@ -87,20 +87,20 @@ class DjangoExecutor:
         return Result([column.key for column in columns], rows, cursor.rowcount)
 
     def _integrity_error(self, sql: str, error: IntegrityError) -> exc.IntegrityError:
-        """The store tells a duplicate by the driver's error, which Django keeps as the cause."""
+        """Return SQLAlchemy's error for the driver's error, which identifies a duplicate."""
         cause: Any = error.__cause__ or error
         if self._connection.vendor == "postgresql" and not hasattr(cause, "pgcode"):
             cause.pgcode = cause.sqlstate  # psycopg 3
         return exc.IntegrityError(sql, None, cause)
 
     @staticmethod
-    def _read(readers: Sequence[TablePoller | None], row: Sequence[Any]) -> tuple[Any, ...]:
+    def _read(readers: Sequence[ReadValue | None], row: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(
             read(value) if read else value for read, value in zip(readers, row, strict=True)
         )
 
-    def _reader(self, kind: TypeEngine[Any]) -> TablePoller | None:
-        process: TablePoller | None = kind.dialect_impl(self._dialect).result_processor(
+    def _reader(self, kind: TypeEngine[Any]) -> ReadValue | None:
+        process: ReadValue | None = kind.dialect_impl(self._dialect).result_processor(
             self._dialect, None
         )
         if not isinstance(kind, UTCDateTime):
@@ -109,7 +109,7 @@ class DjangoExecutor:
         def read(value: Any) -> Any:
             if not isinstance(value, datetime):
                 return value if process is None else process(value)
-            # Django's driver made it. Without USE_TZ, PostgreSQL's instants come in the session's zone, unnamed.
+            # Without USE_TZ, psycopg returns naive datetimes in the time zone of the session.
             if value.tzinfo is None and self._connection.vendor == "postgresql":
                 value = value.replace(tzinfo=ZoneInfo(self._connection.timezone_name))
             return kind.process_result_value(value, self._dialect)
@@ -118,7 +118,7 @@ class DjangoExecutor:
 
 
 class Result(IteratorResult[Any]):
-    """SQLAlchemy's own kind of result, over rows that are fetched already, so that the cursor is free."""
+    """A SQLAlchemy result of rows that are fetched already, so that the cursor is free."""
 
     def __init__(
         self, names: Sequence[str], rows: Sequence[tuple[Any, ...]], rowcount: int
@@ -128,7 +128,7 @@ class Result(IteratorResult[Any]):
 
 
 def dialect_of(connection: Any) -> Dialect:
-    """SQLAlchemy's dialect for what Django's cursor takes."""
+    """Return the SQLAlchemy dialect whose statements Django's cursor accepts."""
     is_psycopg3 = connection.vendor == "postgresql" and connection.Database.__name__ == "psycopg"
     return _dialect("psycopg" if is_psycopg3 else connection.vendor)
 
@@ -145,5 +145,5 @@ def _dialect(name: str) -> Dialect:
 
 @lru_cache(maxsize=64)
 def _compile_template(statement: Any, dialect: Dialect, names: tuple[str, ...]) -> Any:
-    """The store keeps its statements, so most are compiled once."""
+    """Compile a statement of the storage, which is the same object each time."""
     return statement.compile(dialect=dialect, column_keys=names)

@@ -1,4 +1,4 @@
-"""The task table for queries: `DelayTaskRow.objects.filter(tag="order.close")`. Read only."""
+"""The task table as a read-only model: `DelayTaskRow.objects.filter(tag="order.close")`."""
 
 from __future__ import annotations
 
@@ -12,26 +12,30 @@ from delaytasks.core.encryption import decoded
 from delaytasks.core.inputs import KEY_LENGTH, QUEUE_LENGTH, TAG_LENGTH
 from delaytasks.core.states import Status
 from delaytasks.storage.cipher import BODY
+from delaytasks.wiring import wiring_of
 
 
 def table_name() -> str:
-    """With the prefix and schema that the settings say."""
+    """Return the name with the prefix and the schema of the settings."""
     settings = project_delays().settings
     name = f"{settings.table_prefix}yb_delay_task_message"
     if not settings.table_schema:
         return name
     # Django quotes a name unless it is quoted already.
-    mark = "`" if project_delays().store.database.url.get_backend_name() == "mysql" else '"'
+    mark = (
+        "`" if wiring_of(project_delays()).store.database.url.get_backend_name() == "mysql" else '"'
+    )
     return f"{mark}{settings.table_schema}{mark}.{mark}{name}{mark}"
 
 
 class ReadOnlyRowError(PermissionDenied, TypeError):
-    """A row is not written through its model. Django's admin answers 403."""
+    """Raised for a write through the model. Django's admin answers 403."""
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise ReadOnlyRowError(
-        "rows of tasks are read only here: use schedule_delay, cancel, reschedule and retry of delaytasks"
+        "rows of tasks are read only here: use schedule_delay, cancel, reschedule and retry of "
+        "delaytasks"
     )
 
 
@@ -81,8 +85,8 @@ class DelayTaskRow(models.Model):
 
     @property
     def body(self) -> Any:
-        """What the processor gets."""
-        cipher = project_delays().store.schema.cipher
+        """The body, decrypted and decoded."""
+        cipher = wiring_of(project_delays()).store.schema.cipher
         text = (
             self.message_body
             if cipher is None

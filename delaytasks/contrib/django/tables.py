@@ -1,4 +1,4 @@
-"""The tables, as Django's `migrate` makes them: the same ones as `delaytasks db upgrade`, and both know it."""
+"""Makes the tables with Django's `migrate`. They are the tables of `delaytasks db upgrade`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from sqlalchemy.schema import CreateTable
 from delaytasks.contrib.django.executor import DjangoExecutor, dialect_of
 from delaytasks.contrib.django.instance import DjangoDelays, project_delays
 from delaytasks.storage import migrations
+from delaytasks.wiring import wiring_of
 
 
 def upgrade(_apps: Any, schema_editor: Any) -> None:
@@ -21,7 +22,7 @@ def upgrade(_apps: Any, schema_editor: Any) -> None:
 
 
 def downgrade(_apps: Any, schema_editor: Any) -> None:
-    """As Alembic's downgrade: a task table that has rows stays."""
+    """Run Alembic's downgrade, which keeps a task table that has rows."""
     delays = project_delays()
     if schema_editor.connection.alias == delays.alias:
         _run_alembic(delays, migrations.downgrade, "base")
@@ -30,13 +31,13 @@ def downgrade(_apps: Any, schema_editor: Any) -> None:
 def make(delays: DjangoDelays, schema_editor: Any) -> None:
     prefix, schema = delays.settings.table_prefix, delays.settings.table_schema or None
     connection = schema_editor.connection
-    ours = {table.name for table in delays.store.schema.metadata.tables.values()} | {
+    ours = {table.name for table in wiring_of(delays).store.schema.metadata.tables.values()} | {
         migrations.version_table(prefix)
     }
     with connection.cursor() as cursor:
         is_new = schema is None and ours.isdisjoint(connection.introspection.table_names(cursor))
     if not is_new:
-        # Alembic knows how to go on from what is there: to adopt a table, or to stop at once.
+        # Alembic continues from the existing tables: it adopts a table, or refuses it.
         _run_alembic(delays, migrations.upgrade, "head")
         return
     with (
@@ -45,12 +46,12 @@ def make(delays: DjangoDelays, schema_editor: Any) -> None:
         else nullcontext()
     ):
         for statement in migrations.ddl(connection.vendor, prefix, schema):
-            schema_editor.execute(statement, None)  # a percent sign is one
+            schema_editor.execute(statement, None)  # a percent sign is not a placeholder
         _stamp(schema_editor, prefix)
 
 
 def _stamp(schema_editor: Any, prefix: str) -> None:
-    """What Alembic itself would write after the same work."""
+    """Write the version that Alembic would write."""
     name = migrations.version_table(prefix)
     table = Table(
         name,
@@ -67,6 +68,7 @@ def _stamp(schema_editor: Any, prefix: str) -> None:
 
 
 def _run_alembic(delays: DjangoDelays, command: Any, revision: str) -> None:
-    database, settings = delays.store.database, delays.settings
+    database, settings = wiring_of(delays).store.database, delays.settings
     command(database, settings.table_prefix, settings.table_schema or None, revision)
-    database.dispose()  # or Django's test runner could not copy or drop the database
+    # Otherwise Django's test runner could not copy or drop the database.
+    database.dispose()

@@ -1,4 +1,4 @@
-"""Django's transaction of the moment, as the unit that rows are written in."""
+"""The current transaction of a Django connection, in which rows are written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Action = Callable[[Sequence[DelayTask]], None]
 
 
 class DjangoTransaction:
-    """Inside `atomic` the caller's transaction; outside of it a transaction of each call's own."""
+    """Inside `atomic`, the caller's transaction; outside, one transaction for each call."""
 
     def __init__(self, alias: str) -> None:
         self._connection = connections[alias]
@@ -42,7 +42,7 @@ class DjangoTransaction:
         connection = self._connection
         if connection.in_atomic_block or self.stands_alone:
             transaction.on_commit(partial(action, tasks), using=connection.alias, robust=True)
-        # Else the caller commits by hand, which Django tells nobody of: the sweep finds the row.
+        # Otherwise the caller commits without a hook of Django: the sweep finds the row.
 
     @property
     def stands_alone(self) -> bool:
@@ -65,7 +65,7 @@ class DjangoTransaction:
                 yield self.executor
                 is_written = True
         except SessionUnusableError as error:
-            # A guard inside this one took the transaction that this one began for the caller's.
+            # An inner guard mistook the transaction of this guard for the caller's.
             if is_alone and isinstance(error.__cause__, (Error, exc.DBAPIError)):
                 raise self._typed(error.__cause__, None) from error.__cause__
             raise
@@ -75,40 +75,43 @@ class DjangoTransaction:
                     error, (self.executor.written_id or unknown_id) if is_written else None
                 ) from error
             if connection.in_atomic_block:
-                # PostgreSQL answers COMMIT with a silent ROLLBACK now, so nobody may go on and believe in a commit.
+                # PostgreSQL would now answer COMMIT with a ROLLBACK and no error.
                 transaction.set_rollback(True, using=connection.alias)
             raise SessionUnusableError(
-                f"the transaction on database {connection.alias!r} can not be used: {_reason(error)}; leave the atomic "
-                "block by an exception, nothing was sent"
+                f"the transaction on database {connection.alias!r} cannot be used: "
+                f"{_reason(error)}; leave the atomic block by an exception, nothing was sent"
             ) from error
 
     def _typed(self, error: Exception, unknown_id: int | None) -> StoreError:
         alias, reason = self._connection.alias, _reason(error)
-        # Django checks its connections between two requests only; a program without requests would keep a broken one.
+        # Django checks its connections only between requests, and a script has no requests.
         self._connection.close_if_unusable_or_obsolete()
         is_read_only = is_demoted(error.__cause__ or error)
         if is_read_only:
-            self._connection.close()  # the next one may lead to the new primary
+            self._connection.close()  # a new connection may reach the new primary
         if not is_read_only and not isinstance(error, (OperationalError, InterfaceError)):
             return StoreError(f"database {alias!r} refused: {reason}")
         if unknown_id is not None and not is_read_only:
             return OutcomeUnknownError(
-                f"the connection to database {alias!r} broke before the answer came ({reason}); scheduling again with "
-                f"id={unknown_id} is safe",
+                f"the connection to database {alias!r} broke before the answer came ({reason}); "
+                f"scheduling again with id={unknown_id} is safe",
                 unknown_id,
             )
-        return StoreUnavailableError(f"database {alias!r} can not be used: {reason}")
+        return StoreUnavailableError(f"database {alias!r} cannot be used: {reason}")
 
 
-#: PyMySQL's words for a connection that is closed already.
+#: The texts of PyMySQL's error for a closed connection.
 _SAYS_NOTHING = ("", "(0, '')")
 
 
 def _reason(error: Any) -> str:
-    """The first line only: what follows may show values, and those may be secrets. Where a value is to blame, even
-    that line may quote it."""
+    """Return the first line of the error, without values.
+
+    Further lines may show values of the row, which may be secrets. If a value caused the error,
+    even the first line may quote it.
+    """
     if isinstance(error, (IntegrityError, DataError)):
-        return f"a value can not be stored ({type(error).__name__})"
+        return f"a value cannot be stored ({type(error).__name__})"
     text = (str(getattr(error, "orig", None) or error).strip().splitlines() or [""])[0]
     text = f"{type(error).__name__} {text}".rstrip() if text in _SAYS_NOTHING else text
     is_missing = "yb_delay_" in text and ("no such table" in text or "exist" in text)

@@ -1,4 +1,4 @@
-"""A SQLAlchemy URL for a database of Django's, so that workers reach the tables that `migrate` made."""
+"""Makes the SQLAlchemy URL of a Django database, by which workers reach its tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sqlalchemy import URL
 
 from delaytasks.core.errors import ConfigError
 
-#: Django's own options, and those of psycopg 3, which psycopg2 does not know.
+#: Options of Django and of psycopg 3 that psycopg2 does not know.
 _NOT_LIBPQ = {
     "assume_role",
     "context",
@@ -20,7 +20,7 @@ _NOT_LIBPQ = {
     "row_factory",
     "server_side_binding",
 }
-#: What both MySQL drivers take in a URL; character set and isolation level are the store's own.
+#: Options that both MySQL drivers accept in a URL. The storage sets character set and isolation.
 _MYSQL_OPTIONS = {
     "connect_timeout",
     "init_command",
@@ -38,18 +38,18 @@ _TLS_FILES = {
     "key": "ssl_key",
     "cipher": "ssl_cipher",
 }
-#: MySQL's `ssl_mode`: is TLS used, and is the server's name compared with its certificate?
+#: For each `ssl_mode` that requires TLS, whether the server name is checked.
 _TLS_MODES = {"REQUIRED": "false", "VERIFY_CA": "false", "VERIFY_IDENTITY": "true"}
 
 
 def database_url(vendor: str, database: Mapping[str, Any]) -> str:
-    """The URL of one entry of settings.DATABASES, as a connection of Django's has it in `settings_dict`."""
+    """Return the URL of an entry of settings.DATABASES (`settings_dict` of a connection)."""
     try:
         make = _BY_VENDOR[vendor]
     except KeyError:
         raise ConfigError(
-            f"settings.DATABASES: delaytasks can not use a {vendor!r} database (only {', '.join(_BY_VENDOR)}); name "
-            "another alias in settings.DELAYTASKS['database']"
+            f"settings.DATABASES: delaytasks cannot use a {vendor!r} database (only "
+            f"{', '.join(_BY_VENDOR)}); name another alias in settings.DELAYTASKS['database']"
         ) from None
     return make(database).render_as_string(hide_password=False)
 

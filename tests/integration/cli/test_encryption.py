@@ -14,6 +14,7 @@ from delaytasks.core.encryption import key_name, new_key
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.storage import key_rotation as rotation
 from delaytasks.storage.key_rotation import Rotation
+from delaytasks.wiring import rewire
 from tests.integration.cli.project import Project
 
 OLD, NEW = new_key(), new_key()
@@ -23,8 +24,7 @@ VARIABLE = "DELAYTASKS_ENCRYPTION_KEYS"
 def reopen(project: Project, monkeypatch: pytest.MonkeyPatch, *keys: str) -> None:
     """As if each command were a process of its own, with these keys."""
     monkeypatch.setenv(VARIABLE, " ".join(keys))
-    project.delays.close()
-    project.delays._parts = None
+    rewire(project.delays)
 
 
 def test_a_new_key_is_another_one_each_time_and_is_taken(
@@ -186,8 +186,7 @@ def test_a_wrong_key_ends_each_command_with_2_and_is_not_shown(
     shop: Project, monkeypatch: pytest.MonkeyPatch, keys: str
 ) -> None:
     monkeypatch.setenv(VARIABLE, keys)
-    shop.delays.close()
-    shop.delays._parts = None
+    rewire(shop.delays)
     for words in (["check"], ["encryption", "status"], ["config"]):
         said = shop.error(*words, exit_code=2)["error"]
         assert "delaytasks_encryption_keys = *** (from environment)" in said

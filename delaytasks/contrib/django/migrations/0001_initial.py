@@ -1,4 +1,4 @@
-"""The tables of delaytasks. Django's state knows a model for reading; the definition is SQLAlchemy's."""
+"""The tables of delaytasks. SQLAlchemy defines them; Django has a read-only model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from delaytasks.contrib.django.models import table_name
 
 class Migration(migrations.Migration):
     initial = True
-    # A table that exists is adopted by Alembic, on a connection of its own, which must find nothing locked.
+    # Alembic adopts an existing table on another connection, so no lock may be held here.
     atomic = False
     dependencies: list[tuple[str, str]] = []
     operations = [

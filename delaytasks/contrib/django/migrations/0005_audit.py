@@ -1,4 +1,4 @@
-"""What came to the tables since: nothing, where they were made by this version or a later one."""
+"""Upgrades tables of an earlier version; the first migration makes tables of this version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What came to the tables since: nothing, where they were made by this version or a later one."""
+"""Upgrades tables of an earlier version; the first migration makes tables of this version."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ class Migration(migrations.Migration):
     dependencies: list[tuple[str, str]] = [("delaytasks", "0007_finding")]
     operations = [
         migrations.RunPython(tables.upgrade, migrations.RunPython.noop, elidable=False),
-        # Django's model of the table is for reading only: nothing is changed in the database for it.
+        # Changes only the model, which Django does not manage in the database.
         migrations.AddField("delaytaskrow", "due_time", models.DateTimeField(null=True)),
     ]

@@ -1,35 +1,32 @@
-"""The verbs for policies: pause, resume, limit. With several databases each of them has the policy."""
+"""Pauses, resumes and limits tags and queues. Each database has every policy."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from delaytasks.core.actors import actor_of
 from delaytasks.core.errors import InvalidPolicyError, StoreUnavailableError
 from delaytasks.core.events import Events
-from delaytasks.core.policies import Kind, Policy, check_limit, named, parse_rate
+from delaytasks.core.policies import (
+    UNCHANGED,
+    Kind,
+    Policy,
+    Unchanged,
+    check_limit,
+    named,
+    parse_rate,
+)
+from delaytasks.sharding.shard import EACH_SHARD_S, Shard
 
 if TYPE_CHECKING:
-    from delaytasks.sharding.router import ShardRouter
-    from delaytasks.sharding.shard import Shard
     from delaytasks.storage.policies import PolicyTable
+    from delaytasks.wiring import Router
 
 T = TypeVar("T")
-
-
-class Unchanged(Enum):
-    """What a call does not mention stays as it is."""
-
-    UNCHANGED = "unchanged"
-
-
-UNCHANGED = Unchanged.UNCHANGED
-_NOTHING: dict[str, Any] = {
+_EMPTY: dict[str, Any] = {
     "is_paused": False,
     "concurrency": None,
     "key_concurrency": None,
@@ -38,20 +35,12 @@ _NOTHING: dict[str, Any] = {
 }
 
 
-class PolicyVerbs(ABC):
-    """The verbs, for a class that brings their parts."""
+class PolicyOperations:
+    def __init__(self, router: Router, events: Events) -> None:
+        self._router = router
+        self._events = events
 
-    events: Events
-
-    @property
-    @abstractmethod
-    def routes(self) -> ShardRouter: ...
-
-    def policies(self, *, tag: str | None = None, queue: str | None = None) -> list[Policy]:
-        """Return the tags and queues that are paused or limited, and how many of their tasks are held and run.
-
-        With `tag` or `queue` the list has the policy of that one, if there is one.
-        """
+    def read(self, tag: str | None, queue: str | None) -> list[Policy]:
         only = () if tag is None and queue is None else named(tag, queue)
 
         def read(shard: Shard) -> list[Policy]:
@@ -71,32 +60,20 @@ class PolicyVerbs(ABC):
         )
         return [policy for policy in merged if not policy.is_empty or policy.held]
 
-    def pause(
-        self, *, tag: str | None = None, queue: str | None = None, actor: str | None = None
-    ) -> Policy:
-        """Nothing more of the tag or queue begins, within about a second; what runs may finish. Tasks that wait are
-        HELD until `resume`. `actor` is who did it, if not the
-        user of this process."""
+    def pause(self, tag: str | None, queue: str | None, actor: str | None) -> Policy:
         return self._set(*named(tag, queue), {"is_paused": True}, actor)
 
-    def resume(
-        self, *, tag: str | None = None, queue: str | None = None, actor: str | None = None
-    ) -> Policy:
-        """What was held of the tag or queue waits again, in the order of its due times, unless something else holds
-        it: its tag and its queue may both be paused."""
+    def resume(self, tag: str | None, queue: str | None, actor: str | None) -> Policy:
         return self._set(*named(tag, queue), {"is_paused": False}, actor)
 
-    def set_policy(
+    def set_limits(
         self,
         tag: str,
-        *,
-        concurrency: int | Unchanged | None = UNCHANGED,
-        key_concurrency: int | Unchanged | None = UNCHANGED,
-        rate: str | Unchanged | None = UNCHANGED,
-        actor: str | None = None,
+        concurrency: int | Unchanged | None,
+        key_concurrency: int | Unchanged | None,
+        rate: str | Unchanged | None,
+        actor: str | None,
     ) -> Policy:
-        """Limits a tag: `concurrency` of its tasks run at once, of all workers together; `key_concurrency` of each
-        `concurrency_key`; `rate` ("100/s", "30/m") begin. None takes a limit away; what is not mentioned stays."""
         changes: dict[str, Any] = {}
         if concurrency is not UNCHANGED:
             changes["concurrency"] = check_limit(concurrency, "concurrency")
@@ -108,49 +85,39 @@ class PolicyVerbs(ABC):
             raise InvalidPolicyError("say what is limited: concurrency, key_concurrency or rate")
         return self._set(*named(tag, None), changes, actor)
 
-    def clear_policy(
-        self, *, tag: str | None = None, queue: str | None = None, actor: str | None = None
-    ) -> Policy:
-        """The tag or queue is neither paused nor limited any more."""
-        return self._set(*named(tag, queue), _NOTHING, actor)
-
-    # -- inside -----------------------------------------------------------------------------------
+    def clear(self, tag: str | None, queue: str | None, actor: str | None) -> Policy:
+        return self._set(*named(tag, queue), _EMPTY, actor)
 
     def _set(self, kind: Kind, name: str, changes: dict[str, Any], actor: str | None) -> Policy:
         who = actor_of(actor)
-
-        def change(shard: Shard) -> tuple[Policy, bool]:
-            return shard.store.policies.set(kind, name, changes, who)
-
-        answers, down = self._ask(change)
-        if any(is_new for _, is_new in answers.values()):
-            policy = next(policy for policy, is_new in answers.values() if is_new)
-            said = {field: getattr(policy, field) for field in changes}
-            self.events.emit(
-                "policy.changed", kind=kind, policy=name, changes=repr(said), actor=who
+        answers, down = self._ask(lambda shard: shard.store.policies.set(kind, name, changes, who))
+        changed = [policy for policy, is_new in answers.values() if is_new]
+        if changed:
+            new_values = {field: getattr(changed[0], field) for field in changes}
+            self._events.emit(
+                "policy.changed", kind=kind, policy=name, changes=repr(new_values), actor=who
             )
         if down:
-            self._refuse_half(kind, name, list(answers), down)
+            self._refuse_incomplete(kind, name, list(answers), down)
         return _merged({number: policy for number, (policy, _) in answers.items()}, {})
 
-    def _refuse_half(
+    def _refuse_incomplete(
         self, kind: Kind, name: str, done: list[int], down: dict[int, StoreUnavailableError]
     ) -> None:
+        """Raise the error for a policy that some shards do not have now."""
         error = next(iter(down.values()))
-        if len(self.routes.shards) == 1:
+        if len(self._router.shards) == 1:
             raise error
         where = f"it is so in shard {', '.join(map(str, done))}" if done else "it is so nowhere"
         raise StoreUnavailableError(
-            f"the policy of {kind} {name!r} could not be set in shard {', '.join(map(str, down))}, {where}; "
-            f"do it again when all are back ({error})"
+            f"the policy of {kind} {name!r} could not be set in shard "
+            f"{', '.join(map(str, down))}, {where}; do it again when all are back ({error})"
         ) from error
 
     def _ask(
         self, work: Callable[[Shard], T]
     ) -> tuple[dict[int, T], dict[int, StoreUnavailableError]]:
-        """What each shard answers, by its number; and why some of them do not."""
-        from delaytasks.sharding.router import EACH_S
-
+        """Return the answers and the errors of the shards, by their numbers."""
         answers: dict[int, T] = {}
         down: dict[int, StoreUnavailableError] = {}
 
@@ -160,9 +127,9 @@ class PolicyVerbs(ABC):
             except StoreUnavailableError as error:
                 down[shard.number] = error
 
-        for silent in self.routes.each(ask):
+        for silent in self._router.each(ask):
             down[silent.number] = StoreUnavailableError(
-                f"{silent} has not answered for {EACH_S:g} s"
+                f"{silent} has not answered for {EACH_SHARD_S:g} s"
             )
         return dict(sorted(answers.items())), dict(sorted(down.items()))
 
@@ -180,7 +147,7 @@ def _counted(policies: list[Policy], table: PolicyTable) -> list[Policy]:
 
 
 def _by_policy(counts: dict[tuple[str, str], int]) -> Counter[tuple[Kind, str]]:
-    """How many rows each tag, and each queue, has."""
+    """Return the number of rows of each tag and of each queue."""
     found: Counter[tuple[Kind, str]] = Counter()
     for (tag, queue), count in counts.items():
         found["tag", tag] += count
@@ -194,16 +161,14 @@ def _total(counts: Iterable[int | None]) -> int | None:
 
 
 def _merged(found: dict[int, Policy | None], down: dict[int, StoreUnavailableError]) -> Policy:
-    """One policy of all shards: as it was set last, and where it is not so."""
+    """Return the policy as it was set last, with the shards where it differs or is unknown."""
     known = [policy for policy in found.values() if policy is not None]
     last = max(
         known,
         key=lambda policy: (policy.update_time is not None, policy.update_time, policy.version),
     )
     others = [
-        number
-        for number, policy in found.items()
-        if policy is None or not _says_the_same(policy, last)
+        number for number, policy in found.items() if policy is None or not _is_equal(policy, last)
     ]
     unapplied = [policy for policy in known if not policy.is_applied]
     return replace(
@@ -214,5 +179,5 @@ def _merged(found: dict[int, Policy | None], down: dict[int, StoreUnavailableErr
     )
 
 
-def _says_the_same(one: Policy, other: Policy) -> bool:
+def _is_equal(one: Policy, other: Policy) -> bool:
     return (one.is_paused, one.limits) == (other.is_paused, other.limits)

@@ -1,0 +1,44 @@
+"""The entries of Celery beat's schedule that make it sweep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from delaytasks.core.errors import ConfigError
+from delaytasks.core.settings import Settings
+from delaytasks.core.text import shown
+from delaytasks.timers.publisher import Publisher
+from delaytasks.worker.celery_tasks import SWEEP
+
+
+def add_sweeps(celery_app: Any, settings: Settings, publisher: Publisher) -> None:
+    """Complete the sweep entries of the schedule; without any, add one for each sweep partition."""
+    schedule = celery_app.conf.beat_schedule
+    entries = [entry for entry in schedule.values() if entry.get("task") == SWEEP]
+    if not entries:
+        for partition in range(settings.houses):
+            entry = {"task": SWEEP, "schedule": settings.sweep_s, "args": (partition,)}
+            schedule[f"delaytasks-sweep-{partition}"] = entry
+            entries.append(entry)
+    queue = publisher.queue(settings.default_queue)
+    # Otherwise Celery would declare a queue of another type by this name.
+    celery_app.amqp.queues.add(queue)
+    for entry in entries:
+        entry["options"] = {
+            "queue": queue.name,
+            "expires": settings.sweep_s,
+            **(entry.get("options") or {}),
+        }
+
+
+def check_sweeps(celery_app: Any, settings: Settings) -> None:
+    """Raise `ConfigError` if an entry sweeps a partition that does not exist."""
+    count = settings.houses
+    for name, entry in (celery_app.conf.beat_schedule or {}).items():
+        partition, *_ = entry.get("args") or (0,)
+        if entry.get("task") == SWEEP and not settings.has_house(partition):
+            raise ConfigError(
+                f"beat_schedule[{name!r}] sweeps house {shown(partition)}, and "
+                f"delaytasks_houses = {count}: houses are 0 to {count - 1}; correct its args, or "
+                "leave the entries to delaytasks"
+            )

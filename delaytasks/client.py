@@ -1,0 +1,1359 @@
+"""`DelayTasks`, the public API: schedule, look up, change and limit the tasks of one Celery app.
+
+Each method calls an object of the `Wiring` (`delaytasks/wiring.py`), which is made with the first
+call. This module is longer than 300 lines only because every method has a complete docstring.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
+
+from delaytasks.attachment import attach
+from delaytasks.core.attempt import Attempt
+from delaytasks.core.bulk import AuditEntry, BulkResult, Filters, OnProgress
+from delaytasks.core.cancel_result import CancelResult
+from delaytasks.core.events import Events
+from delaytasks.core.interfaces import OnConflict
+from delaytasks.core.new_task import NewTask, new_task_of
+from delaytasks.core.page import Page
+from delaytasks.core.policies import UNCHANGED, Policy, Unchanged
+from delaytasks.core.retry_schedule import RetrySchedule
+from delaytasks.core.settings import hide_secrets
+from delaytasks.core.states import Status
+from delaytasks.core.task import DelayTask
+from delaytasks.processors.registry import Registry
+from delaytasks.webhooks.http import CALLBACK, RETRY_SCHEDULE, Callback
+from delaytasks.webhooks.queue import MESSAGE, Message
+from delaytasks.worker.processes import Processes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from delaytasks.core.clock import Clock
+    from delaytasks.core.interfaces import Timer, Transaction
+    from delaytasks.core.outcomes import Outcome
+    from delaytasks.core.settings import Settings
+    from delaytasks.execution.runner import Runner
+    from delaytasks.maintenance.deploy_check import Finding
+    from delaytasks.maintenance.sweeper import Sweeper
+    from delaytasks.processors.registry import ProcessorOptions
+    from delaytasks.scheduling.producer import Producer
+    from delaytasks.scheduling.queue_routing import QueueRouting
+    from delaytasks.sharding.shard import Shard
+    from delaytasks.storage.store import Store
+    from delaytasks.timers.direct import DirectTimer
+    from delaytasks.timers.publisher import Publisher
+    from delaytasks.timers.redis import RedisTimer
+    from delaytasks.wiring import ProcessorContext, Router, Wiring
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class ScheduleOptions(TypedDict, total=False):
+    """The options of `DelayTasks.schedule_delay` that callbacks and messages take too."""
+
+    key: str | None
+    on_conflict: OnConflict
+    max_wait: float | str | timedelta | None
+    queue: str | None
+    priority: int
+    id: int | None
+    retry: RetrySchedule | str | int | None
+    expires: float | str | timedelta | None
+    concurrency_key: str | None
+    session: Any
+
+
+class DelayTasks:
+    """Delayed tasks for one Celery app.
+
+    After this, `celery -A proj worker` runs due tasks and `celery -A proj beat` sweeps the table.
+
+    Parameters
+    ----------
+    celery_app
+        The Celery app that serves the tasks. A Celery app has at most one `DelayTasks`.
+    database_url
+        The SQLAlchemy URL of the database, or a list of URLs of several databases (shards).
+        Without it, the setting `delaytasks_database_url` or the variable
+        `DELAYTASKS_DATABASE_URL` names the database, else an SQLite file is used.
+    **settings
+        Any setting, without the prefix `delaytasks_`. These values take precedence over the Celery
+        configuration and the environment.
+
+    Raises
+    ------
+    ConfigError
+        If the Celery app has a `DelayTasks` already. Wrong settings raise it with the first call
+        that needs them.
+
+    Examples
+    --------
+    >>> delays = DelayTasks(celery_app, database_url="postgresql://localhost/shop")
+    >>> @delays.processor("order.close")
+    ... def close_order(body): ...
+    >>> delays.schedule_delay("order.close", {"order": 7}, 1800)
+    """
+
+    def __init__(
+        self, celery_app: Any, database_url: str | Sequence[str] | None = None, **settings: Any
+    ) -> None:
+        if database_url is not None:
+            settings["database_url"] = database_url
+        self._arguments = hide_secrets(settings)
+        self._celery = celery_app
+        self._registry = Registry()
+        self._events = Events()
+        self._lock = threading.RLock()
+        self._made: Wiring | None = None
+        self._processes = Processes(self)
+        self.processor(CALLBACK, retry=RETRY_SCHEDULE, schema=Callback)(self._call_back)
+        self.processor(MESSAGE, retry=RETRY_SCHEDULE, schema=Message)(self._send_message)
+        if celery_app is not None:
+            attach(self, celery_app)
+
+    # -- schedule ---------------------------------------------------------------------------------
+
+    def schedule_delay(
+        self,
+        tag: str,
+        body: Any,
+        delay: float | timedelta,
+        *,
+        key: str | None = None,
+        on_conflict: OnConflict = "reject",
+        max_wait: float | str | timedelta | None = None,
+        queue: str | None = None,
+        priority: int = 0,
+        id: int | None = None,
+        retry: RetrySchedule | str | int | None = None,
+        expires: float | str | timedelta | None = None,
+        concurrency_key: str | None = None,
+        session: Any = None,
+    ) -> DelayTask:
+        """Schedule a task: run the processor of `tag` with `body`, `delay` from now.
+
+        Parameters
+        ----------
+        tag
+            The name of the processor.
+        body
+            The argument of the processor: any value that JSON can represent.
+        delay
+            Seconds, or a timedelta.
+        key
+            A name for the task within its tag. At most one live task of a tag has a key.
+        on_conflict
+            The rule for a key that a live task has. `"reject"` raises `DuplicateTaskError`,
+            `"keep"` returns the existing task, and `"replace"` gives the existing task the new
+            body and due time.
+        max_wait
+            With `on_conflict="replace"`: the longest time from the first call to the due time, no
+            matter how many calls replace the task. Seconds, text such as `"10m"`, or a timedelta.
+        queue
+            The queue. By default the queue of the processor, or of the setting `queues`.
+        priority
+            0 to 9; tasks with a higher priority run first.
+        id
+            An id from `new_id`. Scheduling again with the same id does not add a task.
+        retry
+            A retry schedule, text such as `"15s 3m"`, or a number of retries. By default the
+            retry schedule of the processor.
+        expires
+            The task is CANCELLED instead of run if a worker gets to it later than this after its
+            due time. By default the value of the processor.
+        concurrency_key
+            The customer, host or other entity that limits per key count. By default the value
+            that the processor computes.
+        session
+            A SQLAlchemy Session or Connection. The row becomes part of its transaction.
+
+        Returns
+        -------
+        DelayTask
+            The task as it is stored.
+
+        Raises
+        ------
+        InvalidInputError
+            If an argument is wrong. The subclass names the argument, such as `InvalidTagError`.
+        DuplicateTaskError
+            If a live task has the key and `on_conflict` is `"reject"`.
+        StoreUnavailableError
+            If the database cannot be reached. Nothing was written.
+        OutcomeUnknownError
+            If the connection broke before the answer came. Schedule again with `error.id`.
+        SessionUnusableError
+            If the transaction of `session` cannot be used.
+
+        Examples
+        --------
+        >>> delays.schedule_delay("order.close", {"order": 7}, 1800, key="7")
+        """
+        new = NewTask(
+            tag,
+            body,
+            delay,
+            None,
+            key,
+            queue,
+            priority,
+            id,
+            retry,
+            expires,
+            max_wait,
+            concurrency_key,
+        )
+        w = self._wiring
+        return w.router.schedule(new, on_conflict, w.transactions.of(session))
+
+    def schedule_at(
+        self,
+        tag: str,
+        body: Any,
+        when: datetime,
+        *,
+        key: str | None = None,
+        on_conflict: OnConflict = "reject",
+        max_wait: float | str | timedelta | None = None,
+        queue: str | None = None,
+        priority: int = 0,
+        id: int | None = None,
+        retry: RetrySchedule | str | int | None = None,
+        expires: float | str | timedelta | None = None,
+        concurrency_key: str | None = None,
+        session: Any = None,
+    ) -> DelayTask:
+        """Schedule a task for an instant.
+
+        Parameters
+        ----------
+        tag, body
+            See `schedule_delay`.
+        when
+            An aware datetime. An instant in the past means now.
+        key, on_conflict, max_wait, queue, priority, id, retry, expires, concurrency_key, session
+            See `schedule_delay`.
+
+        Returns
+        -------
+        DelayTask
+            The task as it is stored.
+
+        Raises
+        ------
+        DelayTaskError
+            The errors of `schedule_delay`.
+
+        Examples
+        --------
+        >>> delays.schedule_at("order.close", {"order": 7}, datetime(2027, 1, 1, tzinfo=UTC))
+        """
+        new = NewTask(
+            tag,
+            body,
+            None,
+            when,
+            key,
+            queue,
+            priority,
+            id,
+            retry,
+            expires,
+            max_wait,
+            concurrency_key,
+        )
+        w = self._wiring
+        return w.router.schedule(new, on_conflict, w.transactions.of(session))
+
+    def schedule_many(
+        self,
+        tasks: Iterable[NewTask | tuple[str, Any, float | timedelta | datetime]],
+        *,
+        on_conflict: OnConflict = "reject",
+        session: Any = None,
+        on_batch: Callable[[Sequence[DelayTask]], None] | None = None,
+    ) -> int:
+        """Schedule many tasks in batches of a few thousand.
+
+        Parameters
+        ----------
+        tasks
+            `NewTask` objects, or tuples of tag, body and a delay or an instant. A generator is
+            read batch by batch, so memory use does not grow.
+        on_conflict
+            See `schedule_delay`.
+        session
+            See `schedule_delay`. Without it, each batch is one transaction in each database.
+        on_batch
+            Is called with the tasks of each batch after the batch was written.
+
+        Returns
+        -------
+        int
+            The number of new tasks.
+
+        Raises
+        ------
+        DelayTaskError
+            The errors of `schedule_delay`. Batches before the failed batch stay written.
+
+        Examples
+        --------
+        >>> delays.schedule_many(("mail.send", {"to": user}, 60) for user in users)
+        10000
+        """
+        w, new = self._wiring, map(new_task_of, tasks)
+        return w.router.schedule_many(new, on_conflict, w.transactions.of(session), on_batch)
+
+    def schedule_callback(
+        self,
+        url: str,
+        body: Any,
+        delay: float | timedelta,
+        *,
+        headers: Mapping[str, str] | None = None,
+        **options: Unpack[ScheduleOptions],
+    ) -> DelayTask:
+        """Schedule a POST of `body` as JSON to `url`, repeated until the answer is 2xx.
+
+        An attempt that fails is retried by the retry schedule `NOTIFY`, unless `retry` is given.
+        The answer 410 ends the task.
+
+        Parameters
+        ----------
+        url
+            An https URL of a public host, or a URL that the setting `callback_allow` allows.
+        body
+            Any value that JSON can represent.
+        delay
+            Seconds, or a timedelta.
+        headers
+            Additional HTTP headers.
+        **options
+            The options of `schedule_delay`. All callbacks share one set of keys.
+
+        Returns
+        -------
+        DelayTask
+            The task as it is stored.
+
+        Raises
+        ------
+        ForbiddenURLError
+            If callbacks may not go to the URL.
+        DelayTaskError
+            The errors of `schedule_delay`.
+
+        Examples
+        --------
+        >>> delays.schedule_callback("https://partner.example/paid", {"order": 7}, 60)
+        """
+        content = self._wiring.http_callbacks.content(url, body, headers)
+        return self.schedule_delay(CALLBACK, content, delay, **options)
+
+    def schedule_message(
+        self,
+        to: str,
+        body: Any,
+        delay: float | timedelta,
+        *,
+        exchange: str = "",
+        headers: Mapping[str, str | int | float | bool] | None = None,
+        **options: Unpack[ScheduleOptions],
+    ) -> DelayTask:
+        """Schedule a message to a broker queue, repeated until the broker has accepted it.
+
+        Parameters
+        ----------
+        to
+            The queue, or with `exchange` the routing key.
+        body
+            Any value that JSON can represent.
+        delay
+            Seconds, or a timedelta.
+        exchange
+            An AMQP exchange. By default the message goes directly to the queue.
+        headers
+            Message headers.
+        **options
+            The options of `schedule_delay`; `queue` is the queue of the task itself. All messages
+            share one set of keys.
+
+        Returns
+        -------
+        DelayTask
+            The task as it is stored.
+
+        Raises
+        ------
+        DelayTaskError
+            The errors of `schedule_delay`.
+
+        See Also
+        --------
+        The setting `callback_broker_url` names another broker than that of the Celery app.
+
+        Examples
+        --------
+        >>> delays.schedule_message("invoices", {"order": 7}, 60)
+        """
+        content = self._wiring.queue_messages.content(to, body, exchange, headers)
+        return self.schedule_delay(MESSAGE, content, delay, **options)
+
+    def new_id(self, tag: str | None = None, key: str | None = None) -> int:
+        """Return an unused id, to schedule a task whose id is known in advance.
+
+        Parameters
+        ----------
+        tag, key
+            The tag and key of the task, if it will have a key. With several databases the id must
+            name the shard of the key.
+
+        Returns
+        -------
+        int
+            The id.
+
+        Raises
+        ------
+        InvalidScheduleError
+            If only one of `tag` and `key` is given.
+
+        Examples
+        --------
+        >>> id = delays.new_id()
+        >>> delays.schedule_delay("order.close", {"order": 7}, 1800, id=id)
+        """
+        return self._wiring.router.new_id(tag, key)
+
+    def shard_for(self, tag: str, key: str) -> Shard:
+        """Return the database that the tasks of a key belong to.
+
+        Parameters
+        ----------
+        tag, key
+            The tag and key.
+
+        Returns
+        -------
+        Shard
+            Its `url` is where a session must be open to schedule tasks with the key.
+
+        Examples
+        --------
+        >>> delays.shard_for("order.close", "7").number
+        0
+        """
+        return self._wiring.router.shard_for(tag, key)
+
+    # -- change one task --------------------------------------------------------------------------
+
+    def cancel(
+        self,
+        task: int | str | DelayTask | None = None,
+        *,
+        tag: str | None = None,
+        key: str | None = None,
+        version: int | None = None,
+        strict: bool = False,
+        session: Any = None,
+    ) -> CancelResult:
+        """Cancel a task that waits.
+
+        Parameters
+        ----------
+        task
+            The id, or a task that was read. Alternatively give `tag` and `key`.
+        tag, key
+            The tag and key of a live task.
+        version
+            Cancel the task only if it still has this version.
+        strict
+            Raise an error if there is nothing to cancel.
+        session
+            A SQLAlchemy Session or Connection whose transaction the change becomes part of.
+
+        Returns
+        -------
+        CancelResult
+            True if this call cancelled the task. The task then never starts; with `session`, from
+            the commit on. False if there is no such task, or it runs, has ended or was cancelled
+            before. `result.reason` and `result.status` tell which.
+
+        Raises
+        ------
+        StaleVersionError
+            If the task has another version than `version`.
+        TaskNotFoundError, CancelTooLateError, InvalidStatusError
+            With `strict`: if there is no such task, while it runs, and after it has ended.
+
+        Examples
+        --------
+        >>> if not delays.cancel(tag="order.close", key="7"):
+        ...     return "too late to pay"
+        """
+        return self._wiring.single.cancel(task, tag, key, version, strict, session)
+
+    def reschedule(
+        self,
+        task: int | str | DelayTask | None = None,
+        delay: float | timedelta | None = None,
+        *,
+        when: datetime | None = None,
+        tag: str | None = None,
+        key: str | None = None,
+        version: int | None = None,
+        session: Any = None,
+    ) -> DelayTask:
+        """Give a task that waits another due time.
+
+        Parameters
+        ----------
+        task, tag, key, version, session
+            See `cancel`.
+        delay
+            Seconds from now, or a timedelta.
+        when
+            An aware datetime, instead of `delay`.
+
+        Returns
+        -------
+        DelayTask
+            The task with its new due time.
+
+        Raises
+        ------
+        TaskNotFoundError
+            If there is no such task.
+        InvalidStatusError
+            If the task does not wait.
+        StaleVersionError
+            If the task has another version than `version`.
+
+        Examples
+        --------
+        >>> delays.reschedule(tag="order.close", key="7", delay=3600)
+        """
+        return self._wiring.single.reschedule(task, delay, when, tag, key, version, session)
+
+    def touch(
+        self,
+        task: int | str | DelayTask | None = None,
+        delay: float | timedelta | None = None,
+        *,
+        tag: str | None = None,
+        key: str | None = None,
+        session: Any = None,
+    ) -> bool:
+        """Postpone a timeout: the task is due `delay` from now, unless it is due later already.
+
+        One row is updated and no message is sent, so `touch` suits frequent heartbeats.
+
+        Parameters
+        ----------
+        task, tag, key, session
+            See `cancel`.
+        delay
+            Seconds, or a timedelta.
+
+        Returns
+        -------
+        bool
+            False if the task no longer waits.
+
+        Raises
+        ------
+        TaskNotFoundError
+            If there is no such task.
+
+        Examples
+        --------
+        >>> delays.touch(tag="device.offline", key="d-17", delay=90)
+        True
+        """
+        return self._wiring.single.touch(task, delay, tag, key, session)
+
+    @overload
+    def touch_many(
+        self,
+        tasks: Iterable[int | str | DelayTask],
+        delay: float | timedelta,
+        *,
+        session: Any = None,
+    ) -> list[int]: ...
+
+    @overload
+    def touch_many(
+        self, *, tag: str, keys: Iterable[str], delay: float | timedelta, session: Any = None
+    ) -> list[str]: ...
+
+    def touch_many(
+        self,
+        tasks: Iterable[int | str | DelayTask] | None = None,
+        delay: float | timedelta | None = None,
+        *,
+        tag: str | None = None,
+        keys: Iterable[str] | None = None,
+        session: Any = None,
+    ) -> list[int] | list[str]:
+        """Postpone many timeouts, a few thousand tasks in one statement.
+
+        Parameters
+        ----------
+        tasks
+            Ids, or tasks that were read. Alternatively give `tag` and `keys`.
+        delay
+            Seconds, or a timedelta, as in `touch`.
+        tag, keys
+            One tag and the keys of its tasks.
+        session
+            See `cancel`.
+
+        Returns
+        -------
+        list of int or list of str
+            The ids, or the keys, of the tasks that no longer wait or do not exist.
+
+        Raises
+        ------
+        InvalidScheduleError
+            If neither or both of `tasks` and `keys` are given.
+
+        Examples
+        --------
+        >>> delays.touch_many(tag="device.offline", keys=["d-17", "d-18"], delay=90)
+        ['d-18']
+        """
+        single = self._wiring.single
+        return single.touch_many(tasks, delay, tag, keys, session)
+
+    def retry(
+        self,
+        task: int | str | DelayTask | None = None,
+        delay: float | timedelta = 0,
+        *,
+        version: int | None = None,
+        session: Any = None,
+    ) -> DelayTask:
+        """Run a FAILED or CANCELLED task again. Its attempts are counted from 0.
+
+        Parameters
+        ----------
+        task, version, session
+            See `cancel`.
+        delay
+            Seconds from now, or a timedelta.
+
+        Returns
+        -------
+        DelayTask
+            The task, which waits again.
+
+        Raises
+        ------
+        TaskNotFoundError
+            If there is no such task.
+        InvalidStatusError
+            If the task is neither FAILED nor CANCELLED.
+        DuplicateTaskError
+            If another live task has the key of the task.
+        StaleVersionError
+            If the task has another version than `version`.
+
+        Examples
+        --------
+        >>> delays.retry(task.id, delay=60)
+        """
+        return self._wiring.single.retry(task, delay, version, session)
+
+    # -- look up ----------------------------------------------------------------------------------
+
+    def get(
+        self,
+        task: int | str | DelayTask | None = None,
+        *,
+        tag: str | None = None,
+        key: str | None = None,
+        session: Any = None,
+    ) -> DelayTask:
+        """Read a task.
+
+        Parameters
+        ----------
+        task, tag, key
+            See `cancel`.
+        session
+            A SQLAlchemy Session or Connection that reads the row.
+
+        Returns
+        -------
+        DelayTask
+            The task as it is now.
+
+        Raises
+        ------
+        TaskNotFoundError
+            If there is no such task.
+
+        Examples
+        --------
+        >>> delays.get(tag="order.close", key="7").status
+        <Status.NOT_COMPLETE: 0>
+        """
+        return self._wiring.lookup.get(task, tag, key, session)
+
+    def attempts(self, task: int | str | DelayTask, *, session: Any = None) -> list[Attempt]:
+        """Read the failed attempts of a task.
+
+        Parameters
+        ----------
+        task
+            The id, or a task that was read.
+        session
+            See `get`.
+
+        Returns
+        -------
+        list of Attempt
+            The last 50 failed attempts, the oldest first.
+
+        Raises
+        ------
+        TaskNotFoundError
+            If there is no such task.
+
+        Examples
+        --------
+        >>> [attempt.error for attempt in delays.attempts(task)]
+        """
+        return self._wiring.lookup.attempts(task, session)
+
+    def find(
+        self,
+        *,
+        tag: str | None = None,
+        status: Status | str | None = None,
+        key: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        cursor: str | None = None,
+        limit: int = 100,
+        newest_first: bool = False,
+        session: Any = None,
+    ) -> Page:
+        """Read a page of the tasks that match all given conditions, in the order of due times.
+
+        Parameters
+        ----------
+        tag, status, key
+            Conditions on the columns of these names.
+        since, until
+            The due time (`expected_time`) is at or after `since` and before `until`.
+        cursor
+            The `cursor` of the page before, to read the next page.
+        limit
+            The most tasks of a page, 1 to 1,000.
+        newest_first
+            Reverse the order.
+        session
+            See `get`.
+
+        Returns
+        -------
+        Page
+            The tasks; `page.cursor` is None on the last page.
+
+        Raises
+        ------
+        InvalidQueryError
+            If the cursor or the limit is wrong.
+
+        Examples
+        --------
+        >>> for task in delays.find(tag="order.close", status="FAILED"):
+        ...     print(task.id, task.error)
+        """
+        return self._wiring.lookup.find(
+            tag=tag,
+            status=status,
+            key=key,
+            since=since,
+            until=until,
+            cursor=cursor,
+            limit=limit,
+            newest_first=newest_first,
+            session=session,
+        )
+
+    # -- change many tasks ------------------------------------------------------------------------
+
+    def cancel_many(
+        self,
+        *,
+        everything: bool = False,
+        dry_run: bool = False,
+        actor: str | None = None,
+        on_progress: OnProgress | None = None,
+        **filters: Unpack[Filters],
+    ) -> BulkResult:
+        """Cancel the waiting tasks that match a filter.
+
+        The tasks are found first and then cancelled in steps of some hundred rows, each a short
+        transaction. Tasks that a worker or another caller changes in the meantime are left as they
+        are and counted as refused. After an interruption, the same call continues.
+
+        Parameters
+        ----------
+        everything
+            Must be True if no filter is given.
+        dry_run
+            Only count the tasks.
+        actor
+            The name in the audit table. By default the user of this process.
+        on_progress
+            Is called after each step with the `BulkResult` so far.
+        **filters
+            `tag`, `key_prefix`, `status`, `queue`, `since` and `until` (due times),
+            `created_since`, `created_until` and `updated_until`. A task must match all of them.
+
+        Returns
+        -------
+        BulkResult
+            How many tasks matched, were changed and were refused.
+
+        Raises
+        ------
+        InvalidQueryError
+            If there is no filter and `everything` is False, or a filter is wrong.
+        StoreUnavailableError
+            If no database can be reached. `result.missing` lists some that cannot.
+
+        Examples
+        --------
+        >>> delays.cancel_many(tag="mail.send", key_prefix="eu-").changed
+        1200
+        """
+        return self._wiring.bulk.cancel(filters, everything, dry_run, actor, on_progress)
+
+    def reschedule_many(
+        self,
+        delay: float | timedelta | None = None,
+        *,
+        when: datetime | None = None,
+        by: float | timedelta | None = None,
+        everything: bool = False,
+        dry_run: bool = False,
+        actor: str | None = None,
+        on_progress: OnProgress | None = None,
+        **filters: Unpack[Filters],
+    ) -> BulkResult:
+        """Give the waiting tasks that match a filter another due time. See also `cancel_many`.
+
+        To continue an interrupted call with `by`, pass `updated_until=result.started`. Otherwise
+        tasks that were shifted already are shifted again.
+
+        Parameters
+        ----------
+        delay
+            All tasks are due this time from now: seconds, or a timedelta.
+        when
+            All tasks are due at this instant.
+        by
+            Each task is due this time later than before; earlier, if negative.
+        everything, dry_run, actor, on_progress, **filters
+            See `cancel_many`.
+
+        Returns
+        -------
+        BulkResult
+            How many tasks matched, were changed and were refused.
+
+        Raises
+        ------
+        InvalidScheduleError
+            Unless exactly one of `delay`, `when` and `by` is given.
+        DelayTaskError
+            The errors of `cancel_many`.
+
+        Examples
+        --------
+        >>> delays.reschedule_many(by=3600, tag="mail.send")
+        """
+        bulk = self._wiring.bulk
+        return bulk.reschedule(filters, delay, when, by, everything, dry_run, actor, on_progress)
+
+    def retry_many(
+        self,
+        delay: float | timedelta = 0,
+        *,
+        everything: bool = False,
+        dry_run: bool = False,
+        actor: str | None = None,
+        on_progress: OnProgress | None = None,
+        **filters: Unpack[Filters],
+    ) -> BulkResult:
+        """Run the FAILED tasks that match a filter again. See also `cancel_many`.
+
+        Parameters
+        ----------
+        delay
+            Seconds from now, or a timedelta.
+        everything, dry_run, actor, on_progress, **filters
+            See `cancel_many`. With `status="CANCELLED"`, cancelled tasks run again instead.
+
+        Returns
+        -------
+        BulkResult
+            How many tasks matched, were changed and were refused. A task is refused if another
+            live task has its key.
+
+        Raises
+        ------
+        DelayTaskError
+            The errors of `cancel_many`.
+
+        Examples
+        --------
+        >>> delays.retry_many(tag="mail.send", since=yesterday)
+        """
+        return self._wiring.bulk.retry(filters, delay, everything, dry_run, actor, on_progress)
+
+    def audit(self, *, limit: int = 100) -> list[AuditEntry]:
+        """Read what `cancel_many`, `reschedule_many` and `retry_many` have done.
+
+        Parameters
+        ----------
+        limit
+            The most entries to return, 1 to 1,000.
+
+        Returns
+        -------
+        list of AuditEntry
+            The newest first: the actor, the filter, the counts and the state.
+
+        Examples
+        --------
+        >>> delays.audit(limit=1)[0].actor
+        'maria'
+        """
+        return self._wiring.bulk.audit(limit)
+
+    # -- pause and limit --------------------------------------------------------------------------
+
+    def policies(self, *, tag: str | None = None, queue: str | None = None) -> list[Policy]:
+        """Read the pauses and limits, with the numbers of paused and running tasks.
+
+        Parameters
+        ----------
+        tag, queue
+            Read only the policy of this tag or queue.
+
+        Returns
+        -------
+        list of Policy
+            The tags and queues that are paused or limited, or still have HELD tasks.
+
+        Examples
+        --------
+        >>> [policy.name for policy in delays.policies() if policy.is_paused]
+        ['mail.send']
+        """
+        return self._wiring.policies.read(tag, queue)
+
+    def pause(
+        self, *, tag: str | None = None, queue: str | None = None, actor: str | None = None
+    ) -> Policy:
+        """Stop starting tasks of a tag or queue, within about a second.
+
+        Running tasks finish. Waiting tasks are HELD until `resume`.
+
+        Parameters
+        ----------
+        tag, queue
+            The tag or the queue.
+        actor
+            The name in the policy's history. By default the user of this process.
+
+        Returns
+        -------
+        Policy
+            The policy of the tag or queue.
+
+        Raises
+        ------
+        InvalidPolicyError
+            Unless exactly one of `tag` and `queue` is given.
+        StoreUnavailableError
+            If a database cannot be reached. The message names the shards that have the policy.
+
+        Examples
+        --------
+        >>> delays.pause(tag="mail.send")
+        """
+        return self._wiring.policies.pause(tag, queue, actor)
+
+    def resume(
+        self, *, tag: str | None = None, queue: str | None = None, actor: str | None = None
+    ) -> Policy:
+        """End a pause: HELD tasks wait again, in the order of their due times.
+
+        A task whose tag and queue were both paused waits until both are resumed.
+
+        Parameters
+        ----------
+        tag, queue, actor
+            See `pause`.
+
+        Returns
+        -------
+        Policy
+            The policy of the tag or queue.
+
+        Raises
+        ------
+        InvalidPolicyError, StoreUnavailableError
+            See `pause`.
+
+        Examples
+        --------
+        >>> delays.resume(tag="mail.send")
+        """
+        return self._wiring.policies.resume(tag, queue, actor)
+
+    def set_policy(
+        self,
+        tag: str,
+        *,
+        concurrency: int | Unchanged | None = UNCHANGED,
+        key_concurrency: int | Unchanged | None = UNCHANGED,
+        rate: str | Unchanged | None = UNCHANGED,
+        actor: str | None = None,
+    ) -> Policy:
+        """Limit how many tasks of a tag run simultaneously or start in a period.
+
+        Each limit holds for all workers together. None removes a limit; an argument that is left
+        out does not change its limit.
+
+        Parameters
+        ----------
+        tag
+            The tag.
+        concurrency
+            The most tasks that run simultaneously.
+        key_concurrency
+            The most tasks of one concurrency key that run simultaneously.
+        rate
+            The most tasks that start in a period, such as `"100/s"` or `"30/m"`.
+        actor
+            See `pause`.
+
+        Returns
+        -------
+        Policy
+            The policy of the tag.
+
+        Raises
+        ------
+        InvalidPolicyError
+            If a limit is wrong, or no limit is given.
+        StoreUnavailableError
+            See `pause`.
+
+        Examples
+        --------
+        >>> delays.set_policy("mail.send", concurrency=10, rate="100/s")
+        """
+        policies = self._wiring.policies
+        return policies.set_limits(tag, concurrency, key_concurrency, rate, actor)
+
+    def clear_policy(
+        self, *, tag: str | None = None, queue: str | None = None, actor: str | None = None
+    ) -> Policy:
+        """Remove the pause and all limits of a tag or queue.
+
+        Parameters
+        ----------
+        tag, queue, actor
+            See `pause`.
+
+        Returns
+        -------
+        Policy
+            The empty policy of the tag or queue.
+
+        Raises
+        ------
+        InvalidPolicyError, StoreUnavailableError
+            See `pause`.
+
+        Examples
+        --------
+        >>> delays.clear_policy(tag="mail.send")
+        """
+        return self._wiring.policies.clear(tag, queue, actor)
+
+    # -- run --------------------------------------------------------------------------------------
+
+    def processor(self, tag: str, **options: Unpack[ProcessorOptions]) -> Callable[[F], F]:
+        """Register the decorated function as the processor of a tag.
+
+        Parameters
+        ----------
+        tag
+            The tag. A tag has one processor: `f(body)`, or `f(body, task)`.
+        queue : str, optional
+            The queue of tasks that are scheduled without one.
+        retry : RetrySchedule, str, int or dict, optional
+            A retry schedule such as `"15s 3m 10m"`, a number of retries, or a dict with one of
+            these for each exception type. By default a task that fails is FAILED.
+        expires : float, str or timedelta, optional
+            A task that a worker gets to later than this after its due time is CANCELLED.
+        keep_result : bool, optional
+            Store what the function returns, as JSON.
+        batch : int, optional
+            Call the function with up to this number of tasks: `f(tasks)`, or `f(bodies, tasks)`.
+        in_flight : int, optional
+            The number of calls that run concurrently in each process; 100 for `async def`.
+        schema : callable, optional
+            A dataclass, a pydantic model or a function. Its result for the body is the argument of
+            the function; bodies that it refuses are not scheduled, and FAILED if they were stored.
+        concurrency_key : callable, optional
+            A function that returns the concurrency key of a body, for `set_policy`.
+        soft_time_limit, time_limit : float, str or timedelta, optional
+            A longer run gets Celery's `SoftTimeLimitExceeded`, or is killed. Only with the prefork
+            pool.
+
+        Returns
+        -------
+        callable
+            A decorator that returns the function unchanged.
+
+        Raises
+        ------
+        DuplicateProcessorError
+            If the tag has another processor.
+        TypeError, ValueError
+            If an option is unknown or wrong, or the function takes other arguments.
+
+        Examples
+        --------
+        >>> @delays.processor("order.close", retry="15s 3m 10m")
+        ... def close_order(body): ...
+        """
+        return self._registry.processor(tag, **options)
+
+    def check(self) -> Iterator[Finding]:
+        """Find waiting tasks that this code cannot run, before it is deployed.
+
+        Yields
+        ------
+        Finding
+            A tag without a processor, bodies that the schema of the tag refuses, or rows of other
+            programs that no worker will run as they are.
+
+        Examples
+        --------
+        >>> for finding in delays.check():
+        ...     print(finding.tag, finding.problem)
+        """
+        return self._wiring.checks.findings()
+
+    def runner(self, shard: int = 0, sends_events: bool = False) -> Runner:
+        """Return the object that runs tasks in this process, for tests and scripts.
+
+        Parameters
+        ----------
+        shard
+            The number of the database.
+        sends_events
+            Send Celery task events for each row.
+
+        Returns
+        -------
+        Runner
+            `runner.drain(queue, priorities, limit)` runs up to `limit` due tasks.
+
+        Examples
+        --------
+        >>> delays.runner().drain("default", range(10), limit=100)
+        """
+        return self._processes.runner(shard, sends_events)
+
+    @property
+    def events(self) -> Events:
+        """The events of this process. `events.subscribe(f)` calls `f(name, fields)` for each."""
+        return self._events
+
+    @property
+    def settings(self) -> Settings:
+        """The settings, read from the arguments, the Celery configuration and the environment."""
+        return self._wiring.settings
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        """The databases, in the order of `delaytasks_database_url`."""
+        return self._wiring.shards
+
+    def create_tables(self, connection: Any) -> None:
+        """Create the tables that do not exist, without migrations: for tests.
+
+        Parameters
+        ----------
+        connection
+            A SQLAlchemy Connection. Its transaction is not committed.
+
+        Examples
+        --------
+        >>> delays.create_tables(db.session.connection())
+        """
+        self._wiring.store.schema.metadata.create_all(connection)
+
+    def close(self) -> None:
+        """Arm what waits to be armed, and close all connections. A later call opens them again.
+
+        Examples
+        --------
+        >>> delays.close()
+        """
+        if self._made is not None:
+            self._made.close()
+
+    # -- wiring -----------------------------------------------------------------------------------
+
+    @property
+    def _wiring(self) -> Wiring:
+        if self._made is None:
+            with self._lock:
+                if self._made is None:
+                    self._made = self._make_wiring()
+        return self._made
+
+    def _make_wiring(self) -> Wiring:
+        # Imported here: a process that only registers processors does not need it.
+        from delaytasks.composition import build_wiring
+
+        return build_wiring(
+            self._celery,
+            self._arguments,
+            self._registry,
+            self._events,
+            self._processes,
+            self._database_now,
+            self._ambient_transaction,
+            self._processor_contexts(),
+        )
+
+    def _rewire(self, **settings: Any) -> None:
+        with self._lock:
+            self.close()
+            self._made = None
+            self._arguments.update(settings)
+
+    def _call_back(self, callback: Callback, task: DelayTask) -> Outcome:
+        return self._wiring.http_callbacks(callback, task)
+
+    def _send_message(self, message: Message, task: DelayTask) -> Outcome:
+        return self._wiring.queue_messages(message, task)
+
+    # The integrations with web frameworks override these three.
+
+    def _database_now(self, insists: bool) -> datetime:
+        """Read the time of the first database; `insists` repeats a failed statement."""
+        return self._wiring.store.tasks.now(insists)
+
+    def _ambient_transaction(self) -> Transaction | None:
+        """Return the transaction of a call without `session=`."""
+        return None
+
+    def _processor_contexts(self) -> Sequence[ProcessorContext]:
+        """Return the contexts that surround each call of a processor, the outermost first."""
+        return ()
+
+    # -- Internal names that delaytasks/worker still uses -----------------------------------------
+    # `wiring_of(delays)` has all of them.
+
+    @property
+    def celery(self) -> Any:
+        return self._celery
+
+    @property
+    def registry(self) -> Registry:
+        return self._registry
+
+    @property
+    def processes(self) -> Processes:
+        return self._processes
+
+    @property
+    def around(self) -> Sequence[ProcessorContext]:
+        return self._wiring.processor_contexts
+
+    @property
+    def routes(self) -> Router:
+        return self._wiring.router
+
+    @property
+    def store(self) -> Store:
+        return self._wiring.store
+
+    @property
+    def clock(self) -> Clock:
+        return self._wiring.clock
+
+    @property
+    def timer(self) -> Timer:
+        return self._wiring.timer
+
+    @property
+    def inline_timer(self) -> Timer:
+        return self._wiring.inline_timer
+
+    @property
+    def direct_timer(self) -> DirectTimer | None:
+        return self._wiring.direct_timer
+
+    @property
+    def redis_timer(self) -> RedisTimer | None:
+        return self._wiring.redis_timer
+
+    @property
+    def publisher(self) -> Publisher:
+        return self._wiring.publisher
+
+    @property
+    def queues(self) -> QueueRouting:
+        return self._wiring.queues
+
+    @property
+    def sweeper(self) -> Sweeper:
+        return self._wiring.sweeper
+
+    @property
+    def producer(self) -> Producer:
+        return self._wiring.producer
+
+    @property
+    def transaction_for(self) -> Callable[[Any, DelayTask], Transaction | None]:
+        return self._wiring.transaction_for
+
+    @property
+    def own_queues(self) -> Callable[[Iterable[str]], list[str]]:
+        return self._wiring.own_queues
+
+    @property
+    def check_ready(self) -> Callable[[], None]:
+        return self._wiring.checks.check_ready
+
+    @property
+    def check_settings(self) -> Callable[[], None]:
+        return self._wiring.checks.check_settings
+
+    @property
+    def go_direct(self) -> Callable[[], None]:
+        from delaytasks.wiring import use_direct_timer
+
+        return lambda: use_direct_timer(self)

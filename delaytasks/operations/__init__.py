@@ -1,0 +1,1 @@
+"""The operations behind `DelayTasks`: lookups, changes of single and of many tasks, policies."""

@@ -1,0 +1,59 @@
+"""Reads tasks and their failed attempts."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from delaytasks.core.attempt import Attempt
+from delaytasks.core.inputs import check_instant, check_key, check_limit, check_status, check_tag
+from delaytasks.core.page import Page
+from delaytasks.core.states import Status
+from delaytasks.core.task import DelayTask
+from delaytasks.operations.transactions import CallerTransactions
+from delaytasks.sharding.named_task import name_of
+
+if TYPE_CHECKING:
+    from delaytasks.wiring import Router
+
+
+class Lookup:
+    def __init__(self, router: Router, transactions: CallerTransactions) -> None:
+        self._router = router
+        self._transactions = transactions
+
+    def get(self, task: object, tag: str | None, key: str | None, session: Any) -> DelayTask:
+        name = name_of(task, tag, key)
+        with self._transactions.guard(session) as transaction:
+            named = self._router.named(name, transaction)
+            return named.read(lambda at, on: at.store.tasks.read(named.id, on))
+
+    def attempts(self, task: object, session: Any) -> list[Attempt]:
+        name = name_of(task, None, None)
+        with self._transactions.guard(session) as transaction:
+            named = self._router.named(name, transaction)
+            return named.read(lambda at, on: at.store.tasks.attempts(named.id, on))
+
+    def find(
+        self,
+        *,
+        tag: str | None,
+        status: Status | str | None,
+        key: str | None,
+        since: datetime | None,
+        until: datetime | None,
+        cursor: str | None,
+        limit: int,
+        newest_first: bool,
+        session: Any,
+    ) -> Page:
+        check_limit(limit)
+        by = (
+            None if tag is None else check_tag(tag),
+            None if status is None else check_status(status),
+            None if key is None else check_key(key),
+            None if since is None else check_instant(since),
+            None if until is None else check_instant(until),
+        )
+        with self._transactions.guard(session) as transaction:
+            return self._router.find(by, cursor, limit, transaction, newest_first)

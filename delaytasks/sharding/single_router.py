@@ -1,0 +1,124 @@
+"""The shard router of a deployment with one database."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from delaytasks.core.errors import InvalidScheduleError, TaskNotFoundError
+from delaytasks.core.inputs import check_key, check_tag
+from delaytasks.core.interfaces import Executor, Transaction
+from delaytasks.core.page import Page
+from delaytasks.core.task import DelayTask, id_of
+from delaytasks.core.text import shown
+from delaytasks.sharding.named_task import Name, NamedTask
+from delaytasks.sharding.shard import Shard
+from delaytasks.storage.database_addresses import addresses_of
+
+if TYPE_CHECKING:
+    from sqlalchemy import URL
+
+    from delaytasks.storage.shards import By, Shards
+
+
+class SingleRouter:
+    """Sends every call to the only database."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._store = shard.store
+        self.shards: Sequence[Shard] = [shard]
+        self.stores = [shard.store]
+        # The methods of the producer themselves, so that no frame lies between.
+        self.schedule = shard.producer.schedule
+        self.schedule_many = shard.producer.schedule_many
+
+    @cached_property
+    def databases(self) -> Shards:
+        """The database as a list of shards, for the command that adds shards."""
+        from delaytasks.storage.shards import Shards
+
+        return Shards(self.stores, None)
+
+    def each(self, work: Callable[[Shard], object]) -> list[Shard]:
+        """Call `work` for the shard; no shard is left unanswered."""
+        work(self._shard)
+        return []
+
+    def shard_for(self, tag: str, key: str) -> Shard:
+        check_tag(tag)
+        check_key(key)
+        return self._shard
+
+    def new_id(self, tag: str | None, key: str | None) -> int:
+        if (tag is None) != (key is None):
+            raise InvalidScheduleError("new_id() takes a tag and a key, or neither")
+        if tag is not None and key is not None:
+            self.shard_for(tag, key)
+        return self._shard.new_id()
+
+    def named(self, name: Name, transaction: Transaction | None) -> NamedTask:
+        """Return the task that a call names; look a key up."""
+        if isinstance(name, tuple):
+            tag, key = name
+            id = self._store.tasks.id_of_key(tag, key, _executor(transaction))
+            if id is None:
+                raise TaskNotFoundError(
+                    f"no live task of tag {shown(tag)} has the key {shown(key)}"
+                )
+        else:
+            id = id_of(name)
+        return NamedTask(id, self.shards, transaction, None)
+
+    def find(
+        self,
+        by: By,
+        cursor: str | None,
+        limit: int,
+        transaction: Transaction | None,
+        newest_first: bool,
+    ) -> Page:
+        return self._store.tasks.find(*by, cursor, limit, _executor(transaction), newest_first)
+
+    def touch(
+        self, name: Name, delay: float | timedelta | None, transaction: Transaction | None
+    ) -> bool:
+        due, on = self._shard.producer.due_of(delay), _executor(transaction)
+        if isinstance(name, tuple):
+            return self._store.touches.touch_key(*name, due, on)
+        return self._store.touches.touch(id_of(name), due, on)
+
+    def touch_many(
+        self,
+        names: Iterable[int | DelayTask],
+        delay: float | timedelta | None,
+        transaction: Transaction | None,
+    ) -> set[int]:
+        """Return the ids of the tasks that still wait."""
+        due = self._shard.producer.due_of(delay)
+        return self._store.touches.touch_many(map(id_of, names), due, _executor(transaction))
+
+    def touch_keys(
+        self,
+        tag: str,
+        keys: Sequence[str],
+        delay: float | timedelta | None,
+        transaction: Transaction | None,
+    ) -> set[str]:
+        """Return the keys whose tasks still wait."""
+        ids = self._store.touches.ids_of_keys(tag, keys, _executor(transaction))
+        touched = self.touch_many(ids.values(), delay, transaction)
+        return {key for key, id in ids.items() if id in touched}
+
+    def check_shard(self, task: DelayTask, transaction: Transaction | None) -> None:
+        """Do nothing: a session is on the only database."""
+
+    def has_database(self, url: URL) -> bool:
+        """Return whether `url` leads to the database."""
+        return bool(addresses_of(self._store.database.url) & addresses_of(url))
+
+
+def _executor(transaction: Transaction | None) -> Executor | None:
+    return None if transaction is None else transaction.executor

@@ -1,0 +1,229 @@
+"""The public API: its names, its docstrings, and the way from a call to the INSERT statement."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import event
+
+import delaytasks
+from delaytasks import DelayTasks, api
+from delaytasks.contrib.flask import FlaskDelays
+from delaytasks.wiring import wiring_of
+from tests.recording import delays_on, record
+from tests.unit.test_docs import blocks
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+#: Names that delaytasks/worker and delaytasks/cli still use; `wiring_of(delays)` has all of them.
+INTERNAL = {
+    "around",
+    "celery",
+    "check_ready",
+    "check_settings",
+    "clock",
+    "direct_timer",
+    "go_direct",
+    "inline_timer",
+    "own_queues",
+    "processes",
+    "producer",
+    "publisher",
+    "queues",
+    "redis_timer",
+    "registry",
+    "routes",
+    "store",
+    "sweeper",
+    "timer",
+    "transaction_for",
+}
+
+
+def public_names(kind: type = DelayTasks) -> set[str]:
+    instance = kind.__new__(kind)
+    instance.__init__(None)  # type: ignore[misc]
+    return {name for name in dir(instance) if not name.startswith("_")} - INTERNAL
+
+
+def test_delaytasks_is_one_class_with_at_most_32_public_names() -> None:
+    assert DelayTasks.__bases__ == (object,)
+    assert len(public_names()) <= 32, sorted(public_names())
+    assert set(api.__all__) < public_names()
+
+
+def test_the_module_has_each_function_of_the_list_and_its_docstring() -> None:
+    assert set(api.__all__) < set(delaytasks.__all__)
+    for name in api.__all__:
+        assert getattr(delaytasks, name).__doc__ == getattr(DelayTasks, name).__doc__
+
+
+def _documented() -> Iterator[Any]:
+    for name in sorted(public_names()):
+        if inspect.isfunction(member := getattr(DelayTasks, name)):
+            yield pytest.param(member, id=name)
+
+
+@pytest.mark.parametrize("method", list(_documented()))
+def test_a_docstring_names_each_parameter_and_has_an_example(method: Callable[..., Any]) -> None:
+    documentation = inspect.getdoc(method) or ""
+    summary, *_ = documentation.split("\n\n")
+    assert summary.endswith("."), summary
+    assert "\nExamples\n--------\n>>> " in documentation
+    signature = inspect.signature(method)
+    if signature.return_annotation != "None":
+        assert re.search(r"\n(Returns|Yields)\n-+\n\S", documentation)
+    for name in list(signature.parameters)[1:]:
+        is_options = method is DelayTasks.processor
+        assert is_options or re.search(rf"^\*{{0,2}}.*\b{name}\b", documentation, re.MULTILINE), (
+            name
+        )
+
+
+# -- the documentation ----------------------------------------------------------------------------
+
+
+def _used_names(page: Path) -> Iterator[tuple[int, str, str]]:
+    """Yield the line, the object and the attribute for each use of the API in a page's code."""
+    for block in blocks(page):
+        if block.language != "python":
+            continue
+        try:
+            tree = ast.parse(block.text)
+        except SyntaxError:  # an excerpt; other tests of the documentation report wrong code
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module == "delaytasks":
+                for alias in node.names:
+                    yield block.line + node.lineno - 1, "delaytasks", alias.name
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                yield block.line + node.lineno - 1, node.value.id, node.attr
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])
+def test_the_documentation_uses_public_names_only(page: Path) -> None:
+    known = {
+        "delays": public_names() | public_names(FlaskDelays),
+        "delaytasks": {*delaytasks.__all__, "contrib"},
+    }
+    wrong = [
+        f"{page.name}:{line}: {name}.{attribute}"
+        for line, name, attribute in _used_names(page)
+        if name in known and attribute not in known[name]
+    ]
+    assert not wrong
+
+
+# -- the way to the INSERT statement --------------------------------------------------------------
+
+
+def own_frames() -> list[str]:
+    """The functions of delaytasks on the stack, the outermost first."""
+    found: list[str] = []
+    frame = inspect.currentframe()
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith("delaytasks."):
+            found.insert(0, f"{frame.f_globals['__name__']}.{frame.f_code.co_name}")
+        frame = frame.f_back
+    return found
+
+
+@pytest.mark.parametrize("session", [False, True], ids=["alone", "in_a_session"])
+@pytest.mark.parametrize("is_of_module", [False, True], ids=["method", "module"])
+def test_a_call_reaches_the_insert_statement_within_six_frames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session: bool, is_of_module: bool
+) -> None:
+    delays = delays_on(f"sqlite:///{tmp_path / 'shop.sqlite3'}")
+    record(delays)
+    database = wiring_of(delays).store.database
+    with database.begin() as connection:
+        delays.create_tables(connection)
+    monkeypatch.setattr(api, "_default", delays)
+    schedule_delay = delaytasks.schedule_delay if is_of_module else delays.schedule_delay
+    seen: list[list[str]] = []
+
+    def note(_c: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if statement.startswith("INSERT"):
+            seen.append(own_frames())
+
+    for engine in (database.auto, database.tx):
+        event.listen(engine, "before_cursor_execute", note)
+    with database.begin() if session else nullcontext() as connection:
+        task = schedule_delay("a", {}, 60, session=connection)
+    assert delays.get(task).tag == "a"
+    [frames] = seen
+    assert len(frames) <= 6, frames
+    delays.close()
+
+
+# -- the module-level functions -------------------------------------------------------------------
+
+STANDALONE = """
+import os
+os.chdir({folder!r})
+from celery import Celery
+import delaytasks
+from delaytasks.core.errors import ConfigError
+"""
+
+
+def run(folder: Path, code: str) -> str:
+    script = STANDALONE.format(folder=str(folder)) + code
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+
+
+def test_a_module_level_call_is_refused_if_the_celery_app_has_an_instance_of_its_own(
+    tmp_path: Path,
+) -> None:
+    code = """
+delays = delaytasks.DelayTasks(Celery("shop", broker="memory://"), "sqlite:///shop.sqlite3")
+import threading
+def schedule():
+    try:
+        delaytasks.schedule_delay("mail", {}, 60)
+    except ConfigError as error:
+        print(error)
+schedule()
+threads = [threading.Thread(target=schedule)]
+for thread in threads:
+    thread.start()
+    thread.join()
+print(os.listdir("."))
+"""
+    message, in_thread, files = run(tmp_path, code).splitlines()
+    assert "'shop' has a DelayTasks of its own: call the methods of that object" in message
+    assert "delays.schedule_delay(...)" in message
+    assert in_thread == message
+    assert files == "[]"
+
+
+def test_a_module_level_call_uses_the_instance_that_was_set_as_the_default(tmp_path: Path) -> None:
+    code = """
+delays = delaytasks.DelayTasks(Celery("shop", broker="memory://"), "sqlite:///shop.sqlite3")
+delaytasks.api.set_default(delays)
+with delays.shards[0].store.database.begin() as connection:
+    delays.create_tables(connection)
+print(delays.get(delaytasks.schedule_delay("mail", {}, 60)).tag)
+"""
+    assert run(tmp_path, code) == "mail\n"
+
+
+def test_a_celery_app_without_an_instance_does_not_hinder_module_level_calls(
+    tmp_path: Path,
+) -> None:
+    code = """
+app = Celery("shop", broker="memory://")
+print(delaytasks.api.default() is __import__("delaytasks.celery", fromlist=["delays"]).delays)
+"""
+    assert run(tmp_path, code) == "True\n"
