@@ -131,11 +131,20 @@ def has(*names: str) -> Shape:
     return lambda found: all(hasattr(found, name) for name in names)
 
 
+class Records(logging.Handler):
+    """Keeps the records of a logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
 def logs_the_task(apply_entry: Callable[..., Any]) -> bool:
     entry = ScheduleEntry("entry", "a.task", schedule=schedule(timedelta(1)), app=app())
-    records: list[logging.LogRecord] = []
-    logger, handler = logging.getLogger("celery.beat"), logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
+    logger, handler = logging.getLogger("celery.beat"), Records()
     logger.addHandler(handler)
     before = logger.level
     logger.setLevel(logging.INFO)
@@ -144,7 +153,7 @@ def logs_the_task(apply_entry: Callable[..., Any]) -> bool:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
-    return any("a.task" in (record.args or ()) for record in records)
+    return any("a.task" in (record.args or ()) for record in handler.records)
 
 
 def hides_what_matches(pattern: re.Pattern[str]) -> bool:

@@ -12,6 +12,7 @@ from celery import signals
 
 from delaytasks.core.errors import ConfigError
 from delaytasks.worker.celery_compat.versions import NEWEST_TESTED_CELERY, OLDEST_CELERY
+from tests.celery_shapes import Records
 from tests.recording import delays_on
 
 ROOT = Path(__file__).parents[2]
@@ -49,9 +50,7 @@ def test_the_package_asks_for_the_same_version() -> None:
 def warnings_at_start(version: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(celery, "VERSION", version)
     monkeypatch.setattr(celery, "__version__", ".".join(map(str, version)))
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = records.append  # type: ignore[method-assign]
+    handler = Records()
     logger = logging.getLogger("delaytasks.worker.celery_compat.celery_version")
     logger.addHandler(handler)
     try:
@@ -59,7 +58,7 @@ def warnings_at_start(version: tuple[object, ...], monkeypatch: pytest.MonkeyPat
         signals.celeryd_after_setup.send(sender="worker", instance=None, conf=None)
     finally:
         logger.removeHandler(handler)
-    return [record.getMessage() for record in records]
+    return [record.getMessage() for record in handler.records]
 
 
 @pytest.mark.parametrize("newer", [(0, 1), (1, 0)])

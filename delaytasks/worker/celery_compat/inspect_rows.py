@@ -26,7 +26,7 @@ INSPECT_LIMIT_S = 0.5
 
 def show_rows() -> None:
     """Replace Celery's commands, once per process. Other apps' workers answer as before."""
-    commands = {
+    commands: dict[str, Callable[[WorkerRuntime], list[Any]]] = {
         "active": running,
         "dump_active": running,
         "scheduled": held,
