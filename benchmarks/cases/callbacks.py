@@ -11,8 +11,8 @@ from benchmarks.processes import Process
 from benchmarks.stage import Stage
 from benchmarks.waiting import BenchError, instant, sleep_until, wait_until, wall
 from delaytasks import NewTask
+from delaytasks.core.callbacks import CALLBACK
 from delaytasks.core.states import Status
-from delaytasks.webhooks.http import CALLBACK
 
 ANSWERS_AFTER_MS = 50
 DEADLINE_S = 120.0

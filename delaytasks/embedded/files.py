@@ -1,7 +1,7 @@
-"""kombu's filesystem transport, safe between processes.
+"""kombu's filesystem transport, made safe between processes.
 
-kombu's own shows a message to its readers while it is still being written, and a half-read one ends the worker.
-Here files appear under their names whole or not at all, and a reader takes one by renaming it.
+With kombu's own transport, a reader may find a message that is still being written, which ends the
+worker. Here a file gets its name when it is complete, and a reader takes a file by renaming it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from delaytasks.core.private_files import make_file, make_folder, write_file
 
 
 class Channel(filesystem.Channel):
-    """Its folders and files are its owner's alone: messages hold what tasks were called with."""
+    """A channel whose folders and files only their owner can read: messages contain arguments of
+    tasks.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -31,7 +33,7 @@ class Channel(filesystem.Channel):
             make_folder(folder)
 
     def _put(self, queue: str, payload: Any, **_: Any) -> None:  # type: ignore[override]  # kombu names it twice
-        # The time first: a folder's files are read in the order of their names.
+        # The name begins with the time, since files are read in the order of their names.
         name = f"{monotonic_ns():020}_{uuid.uuid4()}.{queue}.msg"
         _write(Path(self.data_folder_out) / name, payload)
 
@@ -40,20 +42,20 @@ class Channel(filesystem.Channel):
         for name in sorted(os.listdir(folder)):
             if name.partition(".")[2] != ending:
                 continue
-            mine = folder / f"{name}.taken"
+            taken = folder / f"{name}.taken"
             try:
-                os.rename(folder / name, mine)  # one reader succeeds
+                os.rename(folder / name, taken)  # one reader succeeds
             except FileNotFoundError:
                 continue
-            text = mine.read_bytes()
-            mine.unlink()
+            text = taken.read_bytes()
+            taken.unlink()
             return loads(text)
         raise Empty
 
-    # -- which queues an exchange has -------------------------------------------------------------
+    # -- the queues of exchanges ------------------------------------------------------------------
 
     def _exchange_file(self, exchange: str) -> Path:
-        # kombu has a method like this since 5.7 only.
+        # kombu has such a method since 5.7.
         file: Path = self.control_folder / f"{exchange}.exchange"
         if file.parent != self.control_folder:
             raise ChannelError(f"the exchange name {exchange!r:.200} is not the name of a file")
@@ -83,11 +85,11 @@ class Channel(filesystem.Channel):
 
     @contextmanager
     def _changing(self, exchange: str) -> Iterator[list[list[str]]]:
-        """The rows of an exchange, written back when they have changed; one process at a time."""
+        """Yield the rows of an exchange, and write them if they changed; one process at a time."""
         file = self._exchange_file(exchange)
         make_file(self.control_folder / "lock")
         with open(self.control_folder / "lock", "w") as lock:
-            filesystem.lock(lock, filesystem.LOCK_EX)  # ends with the file
+            filesystem.lock(lock, filesystem.LOCK_EX)  # closing the file unlocks it
             rows = [list(row) for row in self.get_table(exchange)]
             before = [list(row) for row in rows]
             yield rows

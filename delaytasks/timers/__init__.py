@@ -1,1 +1,1 @@
-"""Where near tasks wait until they are due."""
+"""Timers: they hold the tasks that are due within the horizon, and hand them to workers in time."""

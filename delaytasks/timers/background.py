@@ -1,4 +1,4 @@
-"""Arming in a thread of the producer's, for callers who want the shortest call."""
+"""Arms entries in a thread of the producer, which makes the call of the producer shorter."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from delaytasks.core.forks import reset_in_child
 from delaytasks.core.interfaces import Entry, Timer
 
 logger = logging.getLogger("delaytasks")
-#: More than this many entries waiting are dropped: they are rows, and the sweep finds them.
-MOST = 100_000
-#: Entries are gathered for so long at most, and never for more than half of the time that the nearest one has.
-GATHER_S = 0.05
+#: The number of entries that wait for the thread. Further ones are not armed: the sweep finds their
+#: rows.
+MAX_WAITING_ENTRIES = 100_000
+#: Entries wait for others this long, and not longer than half of the time until the first is due.
+ARM_DELAY_S = 0.05
 
 
 class BackgroundTimer:
-    """What is armed within a moment travels together: a thread that woke for each entry would take more of the
-    caller's time than it saves."""
+    """Arms together the entries of several calls.
+
+    A thread that wakes for each entry would cost the caller more time than it saves.
+    """
 
     def __init__(self, timer: Timer, clock: Clock) -> None:
         self._timer = timer
@@ -30,7 +33,7 @@ class BackgroundTimer:
         atexit.register(self.flush)
 
     def after_fork(self) -> None:
-        """What waits belongs to the parent, whose thread sends it."""
+        """Forget the entries of the parent process, whose thread arms them."""
         self._changed = threading.Condition()
         self._waiting: list[Entry] = []
         self._send_at: float | None = None
@@ -46,9 +49,9 @@ class BackgroundTimer:
         if not entries:
             return True
         left_s = (min(entry.due_us for entry in entries) - self._clock.now_us()) / 1e6
-        send_at = monotonic() + min(max(left_s / 2, 0), GATHER_S)
+        send_at = monotonic() + min(max(left_s / 2, 0), ARM_DELAY_S)
         with self._changed:
-            if len(self._waiting) > MOST:
+            if len(self._waiting) > MAX_WAITING_ENTRIES:
                 return False
             if self._has_thread():
                 self._waiting.extend(entries)
@@ -59,7 +62,11 @@ class BackgroundTimer:
         return self._timer.arm(entries)
 
     def _has_thread(self) -> bool:
-        """False where none can be started: at the system's limit, or while the interpreter ends."""
+        """Start the thread if necessary.
+
+        Return False if no thread can be started: at the system's limit, or while the interpreter
+        ends.
+        """
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._send, name="delaytasks-arm", daemon=True)
             try:
@@ -83,7 +90,10 @@ class BackgroundTimer:
         return self._timer.drain(queue, priorities, tokens, expires_s, shard)
 
     def flush(self, timeout_s: float = 2.0) -> bool:
-        """Waits until all is sent; at exit the process waits a little, then leaves the rest to the sweep."""
+        """Wait until all entries are armed, and return False after `timeout_s`.
+
+        At exit the process waits as well, and leaves the other entries to the sweep.
+        """
         with self._changed:
             if self._waiting:
                 self._send_at = monotonic()
@@ -93,7 +103,7 @@ class BackgroundTimer:
             )
 
     def close(self) -> None:
-        """Sends what waits, and is forgotten; at exit nobody needs to wait for it any more."""
+        """Arm the waiting entries. The end of the process no longer waits for this timer."""
         self.flush()
         atexit.unregister(self.flush)
 
@@ -106,7 +116,7 @@ class BackgroundTimer:
                 self._send_at, self._is_sending = None, True
             try:
                 self._timer.arm(entries)
-            except Exception:  # a thread that ends would leave the next ones unsent
+            except Exception:  # the thread has to arm the next entries
                 logger.exception("arming %d tasks failed; the sweep will find them", len(entries))
             finally:
                 with self._changed:

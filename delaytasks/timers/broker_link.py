@@ -13,11 +13,12 @@ from kombu.messaging import Producer
 from kombu.utils.uuid import uuid
 
 from delaytasks.core.clock import monotonic
+from delaytasks.timers.connection_limits import CONNECT_STEP_S, is_quick
 
-#: One step of connecting may take this long: a healthy broker may be far away, and the process busy with its imports.
-CONNECT_STEP_S = 2.0
-#: Sending a message in less than this part of the time limit shows that the caller itself can send the next one.
-QUICK = 0.1
+#: The names of the errors with which Redis refuses each write: it is full, or not a primary.
+_REFUSES_ALL_WRITES = {"OutOfMemoryError", "ReadOnlyError", "MasterDownError"}
+#: Redis's error for a key that is not a list.
+WRONG_TYPE = "WRONGTYPE"
 
 
 def bounded_connection(
@@ -25,8 +26,18 @@ def bounded_connection(
 ) -> Any:
     """Return an open connection on which a step of sending takes at most `limit_s`.
 
-    `connect_step_s` bounds each step of connecting, and is `limit_s` by default. The connection is to the app's broker
-    with the app's options, or to `url`; `more` are options of its transport.
+    Parameters
+    ----------
+    app
+        The Celery app. Without `url`, the connection goes to its broker, with its options.
+    limit_s
+        The time limit for each step of sending.
+    url
+        The broker, if it is not the app's one.
+    connect_step_s
+        The time limit for each step of connecting, by default `limit_s`.
+    more
+        More options of the transport.
     """
     step_s = limit_s if connect_step_s is None else connect_step_s
     make = functools.partial(Connection, url) if url else app.connection_for_write
@@ -34,12 +45,12 @@ def bounded_connection(
     is_confirmed = {**options, **more}.get("confirm_publish")
     bounds = {
         "redis": {"socket_timeout": limit_s, "socket_connect_timeout": step_s},
-        # Sending reads nothing, unless each message is confirmed; declaring a queue does.
+        # Sending reads only if each message is confirmed. Declaring a queue reads too.
         "amqp": {"read_timeout": limit_s if is_confirmed else step_s, "write_timeout": limit_s},
     }.get(make(connect_timeout=step_s).transport.driver_type, {})
     connection = make(connect_timeout=step_s, transport_options={**options, **bounds, **more})
-    # Said in full, since `default_channel` would try for ever, and `connect` rests 2 s between its two tries. Each of
-    # several URLs is tried once.
+    # `default_channel` would retry forever, and `connect` pauses for 2 s between its two attempts.
+    # Here each of several URLs is tried once.
     urls = max(len(connection.alt or ()), 1)
     connection.ensure_connection(
         max_retries=urls - 1, interval_start=0, interval_step=0, timeout=step_s * urls
@@ -47,31 +58,28 @@ def bounded_connection(
     return connection
 
 
-#: What Redis answers to whatever is written: it is full, or no primary.
-_NOT_OF_THE_QUEUE = {"OutOfMemoryError", "ReadOnlyError", "MasterDownError"}
-#: What Redis answers if the queue's key is not a list.
-WRONG_TYPE = "WRONGTYPE"
-
-
 def is_home_node_down(error: BaseException | str) -> bool:
-    """Whether RabbitMQ says that a classic queue is on a node of its cluster that is down: the queue is there again
-    when that node is."""
+    """Return whether RabbitMQ's error is that a classic queue is on a node of its cluster that is
+    down.
+
+    The queue is available again when the node is.
+    """
     return "NOT_FOUND" in str(error) and "home node" in str(error)
 
 
 class RefusedError(Exception):
-    """The broker works, but will not have this queue."""
+    """The broker works, but refuses this queue."""
 
 
 class BlockedError(Exception):
-    """RabbitMQ takes nothing from those who publish, as long as it lacks memory or disk."""
+    """RabbitMQ accepts no messages while it lacks memory or disk space."""
 
     def __init__(self) -> None:
-        super().__init__("the broker blocks those who publish (its alarm for memory or disk)")
+        super().__init__("the broker blocks publishers (its alarm for memory or disk)")
 
 
-class Letter(NamedTuple):
-    """Messages of one Celery task to one queue, as (args, options) each."""
+class MessageGroup(NamedTuple):
+    """Messages of one Celery task to one queue, each as (args, options)."""
 
     name: str
     target: Queue
@@ -79,7 +87,10 @@ class Letter(NamedTuple):
 
 
 class BrokerLink:
-    """A connection, and what has been declared on it. Not thread-safe: `Publisher` lets one thread at a time use it."""
+    """A connection, and the queues that were declared on it.
+
+    Not thread-safe: `Publisher` ensures that one thread at a time uses it.
+    """
 
     def __init__(self, app: Any, limit_s: float) -> None:
         self._app = app
@@ -94,56 +105,63 @@ class BrokerLink:
         return self._producer is not None
 
     def is_quick_for(self, target: Queue) -> bool:
-        """Whether sending to `target` is a single step, and took little time before."""
+        """Return whether sending to `target` is a single step, and the last one was quick."""
         return self._is_quick and target.name in self._declared
 
     def is_lost(self, error: BaseException) -> bool:
-        """Whether `error` says that the connection has broken, not what the broker answered."""
+        """Return whether `error` means that the connection broke, and is not an answer of the
+        broker.
+        """
         return self._connection is None or isinstance(error, self._connection.connection_errors)
 
     def declare(self, target: Queue) -> None:
-        """Declare `target`, connecting first if necessary; `RefusedError` if the broker will not have this queue."""
+        """Declare `target`, and connect first if necessary.
+
+        Raises `RefusedError` if the broker refuses this queue.
+        """
         channel = (self._producer or self._connect()).channel
         if target.name in self._declared:
             return
         try:
             target(channel).declare()
         except self._connection.channel_errors as error:
-            if type(error).__name__ in _NOT_OF_THE_QUEUE:
+            if type(error).__name__ in _REFUSES_ALL_WRITES:
                 raise
-            # Only here: what AMQP refuses of a message it says later, while another queue's is sent.
+            # Only a declaration shows this: AMQP refuses a message later, while another one is
+            # sent.
             raise RefusedError(f"{type(error).__name__}: {error}") from error
         self._declared.add(target.name)
 
-    def send(self, letters: Sequence[Letter], until: float) -> None:
-        """Send to queues that have been declared. On Redis all messages travel in one round trip.
+    def send(self, groups: Sequence[MessageGroup], until: float) -> None:
+        """Send to queues that were declared. On Redis all messages are sent in one round trip.
 
-        `RefusedError` if the broker will not have one of the queues; the messages to others may have arrived.
+        Raises `RefusedError` if the broker refuses one of the queues. The messages to the others
+        may have arrived.
         """
-        began, count = monotonic(), sum(len(letter.messages) for letter in letters)
-        self._is_quick = False  # until it is seen
-        self._demand_unblocked()
+        began, count = monotonic(), sum(len(group.messages) for group in groups)
+        self._is_quick = False  # until the messages are sent
+        self._check_unblocked()
         try:
-            # Kombu has batches since 5.7. For one message they would only cost time.
+            # kombu has batches since 5.7. For one message a batch only costs time.
             with (
                 self._producer.batch()
                 if count > 1 and hasattr(self._producer, "batch")
                 else nullcontext()
             ):
-                for letter in letters:
-                    for args, options in letter.messages:
+                for group in groups:
+                    for args, options in group.messages:
                         if monotonic() > until:
                             raise TimeoutError("the broker is too slow")
-                        self._send_one(letter.name, letter.target, args, options)
+                        self._send_one(group.name, group.target, args, options)
         except Exception as error:
-            # The cause is what Redis answered, or what happened to the connection.
+            # The cause is Redis's answer, or the error of the connection.
             cause = (type(error).__name__ == "BatchPublishError" and error.__cause__) or error
             if WRONG_TYPE in str(cause):
                 raise RefusedError(f"{type(cause).__name__}: {cause}") from error
             raise cause from None
-        if self._is_blocked:  # which it said on the way: what is sent now waits in the socket
+        if self._is_blocked:  # since this call began: the messages are still in the socket
             raise BlockedError
-        self._is_quick = monotonic() - began < self._limit_s * QUICK * count
+        self._is_quick = is_quick(monotonic() - began, self._limit_s, count)
 
     def close(self) -> None:
         connection, self._connection, self._producer = self._connection, None, None
@@ -153,7 +171,7 @@ class BrokerLink:
             try:
                 connection.release()
             except Exception:
-                pass  # it is broken: that is why it is closed
+                pass  # a broken connection
 
     def _send_one(
         self, name: str, target: Queue, args: list[Any], options: Mapping[str, Any]
@@ -168,7 +186,7 @@ class BrokerLink:
         )
         self._producer.publish(
             message.body,
-            # By the default exchange: no look-up of bindings, and the queue is there, since it was declared.
+            # The default exchange needs no bindings, and the queue exists, since it was declared.
             exchange="",
             routing_key=target.name,
             serializer="json",
@@ -179,22 +197,22 @@ class BrokerLink:
         )
 
     def _connect(self) -> Any:
-        # The caller's own step on AMQP is a write; on Redis it is the one round trip of a batch.
+        # A caller that sends itself writes once on AMQP, and waits for one round trip on Redis.
         self._connection = bounded_connection(
             self._app, self._limit_s, connect_step_s=CONNECT_STEP_S, write_timeout=self._limit_s / 2
         )
         if self._connection.transport.driver_type == "amqp":
-            place = self._connection.connection
-            place.on_blocked, place.on_unblocked = self._blocked, self._unblocked
+            amqp = self._connection.connection
+            amqp.on_blocked, amqp.on_unblocked = self._blocked, self._unblocked
         self._producer = Producer(self._connection.channel(), auto_declare=False)
         return self._producer
 
-    def _demand_unblocked(self) -> None:
+    def _check_unblocked(self) -> None:
         if self._is_blocked:
             try:
                 self._connection.drain_events(timeout=0)
             except TimeoutError:
-                pass  # it has nothing to say
+                pass  # the broker has sent nothing
             if self._is_blocked:
                 raise BlockedError
 

@@ -1,5 +1,6 @@
-"""The way of a task, part 2: arm. With the `eta` timer near tasks wait as Celery messages, many to a message, and
-in the wheel of the worker that took them in."""
+"""The `eta` timer: tasks wait as Celery messages, and in the timing wheel of the worker that
+received them.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +16,18 @@ from delaytasks.core.interfaces import Entry
 from delaytasks.timers.publisher import Publisher
 
 RUN = "delaytasks.run"
-#: Ids in one message: it costs the same to send as one with a single id.
-PER_MESSAGE = 100
-#: Year 10000, which no datetime can say.
+#: The entries in one message, which costs as much as a message with one entry.
+ENTRIES_PER_MESSAGE = 100
+#: The beginning of the year 10000, which no `datetime` can represent.
 MAX_DUE_US = 253_402_300_800_000_000
 
 
 class EtaTimer:
-    """A message is `delaytasks.run([[id, version, due, priority], …])`, its eta the first due time. The worker
-    acknowledges it on receipt and holds each entry until its own due time, so none is ever early."""
+    """Sends messages of the form `delaytasks.run([[id, version, due, priority], …])`.
+
+    The eta of a message is the first due time. The worker acknowledges the message when it receives
+    it, and holds each entry until its own due time, so that no entry is early.
+    """
 
     def __init__(self, publisher: Publisher, clock: Clock) -> None:
         self._publisher = publisher
@@ -37,20 +41,21 @@ class EtaTimer:
         queues: dict[str, list[Entry]] = {}
         for entry in entries:
             if entry.id <= 0 or entry.version < 0 or entry.due_us < 0:
-                continue  # another program's; workers refuse a message with it, and find the row in the table
+                continue  # another program's row: workers refuse its message, and find the row
             queues.setdefault(entry.queue, []).append(entry)
-        # No broker need know the queues that only another program can have written into a row.
+        # Only another program can have written other queue names. The broker gets no queue for
+        # them.
         named = ((queue, some) for queue, some in queues.items() if is_queue(queue))
         results = [self._publisher.send(RUN, queue, list(_messages(some))) for queue, some in named]
         return all(results)
 
     def disarm(self, entries: Iterable[Entry]) -> None:
-        """What is in a broker stays there: the claim finds that its version is over."""
+        """Do nothing: the message stays in the broker, and the claim refuses its old version."""
 
     def drain(
         self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0
     ) -> bool:
-        """Asks workers to claim by themselves what is overdue in `queue`, and what waits in line there."""
+        """Ask workers to claim the overdue rows of `queue`, and those on its waitlists."""
         if not is_queue(queue):
             return False
         expires = self._clock.now() + timedelta(seconds=expires_s)
@@ -61,15 +66,15 @@ class EtaTimer:
 
 def _messages(entries: list[Entry]) -> Iterator[tuple[list[Any], dict[str, Any]]]:
     entries.sort(key=lambda entry: entry.due_us)
-    for start in range(0, len(entries), PER_MESSAGE):
-        some = entries[start : start + PER_MESSAGE]
+    for start in range(0, len(entries), ENTRIES_PER_MESSAGE):
+        some = entries[start : start + ENTRIES_PER_MESSAGE]
         args = [[[entry.id, entry.version, entry.due_us, entry.priority] for entry in some]]
         eta: datetime = from_us(some[0].due_us)
         yield args, {"eta": eta, "repr": f"({len(some)} tasks)"}
 
 
 class TimerMessage(NamedTuple):
-    """Entries; or a drain token: the priorities and the shard whose overdue tasks are to be claimed."""
+    """Entries, or a drain token: the priorities and the shard whose overdue tasks to claim."""
 
     entries: list[Entry]
     priorities: list[int] | None = None
@@ -77,15 +82,17 @@ class TimerMessage(NamedTuple):
 
 
 def read_message(args: Any, queue: str) -> TimerMessage:
-    """Anybody may have written the message: what is not of our form raises `ValueError`, and what is says nothing that
-    the row does not check again."""
+    """Return what a message asks for, or raise `ValueError` if it is malformed.
+
+    Any client of the broker can send messages, so each claim checks the row again.
+    """
     if (
         not isinstance(args, (list, tuple))
         or not 1 <= len(args) <= 2
         or not isinstance(args[0], list)
     ):
         raise ValueError("not a list of entries")
-    if len(args[0]) > 10 * PER_MESSAGE:
+    if len(args[0]) > 10 * ENTRIES_PER_MESSAGE:
         raise ValueError("too many entries")
     entries = []
     for item in args[0]:
@@ -118,5 +125,5 @@ def read_message(args: Any, queue: str) -> TimerMessage:
 
 
 def _is_priority(value: Any) -> bool:
-    """Any that the column can hold: other programs write rows too."""
+    """Return whether the column can hold this priority: other programs write rows too."""
     return type(value) is int and -(2**15) <= value < 2**15

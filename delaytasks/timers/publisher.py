@@ -1,4 +1,4 @@
-"""Sends Celery messages in bounded time, whichever thread asks, and knows whether the broker takes them."""
+"""Sends Celery messages within a time limit, and records whether the broker accepts them."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from delaytasks.timers.broker_link import (
     WRONG_TYPE,
     BlockedError,
     BrokerLink,
-    Letter,
+    MessageGroup,
     RefusedError,
     is_home_node_down,
 )
 
-#: A queue that the broker refuses is left alone for so long; others are not.
-REFUSED_REST_S = 5.0
-#: Each message after the first one adds this part of the time limit.
-PER_MESSAGE = 0.1
-#: More messages than this do not wait for a connection: they are rows, and the sweep finds them.
-MOST_WAITING = 10_000
+#: Nothing is sent to a queue for this time after the broker has refused it.
+REFUSED_QUEUE_REST_S = 5.0
+#: Each message after the first one extends the time limit by this part of it.
+LIMIT_PART_PER_MESSAGE = 0.1
+#: The number of messages that wait for a connection. The sweep finds the rows of further ones.
+MAX_WAITING_MESSAGES = 10_000
 
 
-class Sending:
-    """A letter on its way, and the caller who waits for it."""
+class SendRequest:
+    """A message group to send, and its result. A caller may wait for the result."""
 
-    def __init__(self, queue: str, letter: Letter) -> None:
+    def __init__(self, queue: str, group: MessageGroup) -> None:
         self.queue = queue
-        self.letter = letter
+        self.group = group
         self.is_sent = False
-        #: Only for callers who wait: it takes longer to make than all the rest.
+        #: Only for a caller that waits: creating it takes longer than everything else here.
         self._is_over: threading.Event | None = None
 
     def leave_to_sender(self) -> None:
@@ -50,16 +50,18 @@ class Sending:
             self._is_over.set()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it ended within that time."""
+        """Return whether the request ended within this time."""
         return self._is_over is None or self._is_over.wait(max(seconds, 0))
 
 
 class Publisher:
-    """Thread-safe, and made anew after a fork. The database is the truth, so nothing is kept for a broker that is away.
+    """Sends messages for any thread, and is reset after a fork.
 
-    While the broker is quick and no other thread sends, the caller sends its own letter. Otherwise one thread connects
-    and sends all letters that have gathered, and callers wait for it as long as the time limit allows. A caller that
-    stops waiting takes nothing back: its rows are committed, and the thread sends the letter as soon as it can.
+    While the broker is quick and no other thread sends, the caller sends its own messages.
+    Otherwise one thread, the sender, connects and sends the messages of all callers, and each
+    caller waits up to its time limit. The sender still sends the messages of a caller that no
+    longer waits, since their rows are committed. If the broker is unavailable, nothing is kept for
+    it: the sweep finds the rows.
     """
 
     def __init__(self, app: Any, namespace: str, limit_s: float, events: Events) -> None:
@@ -71,20 +73,21 @@ class Publisher:
             lambda error: events.emit("timer.down", error=error), lambda: events.emit("timer.up")
         )
         self._targets: dict[str, Queue] = {}
-        #: Until when queues that were refused rest.
+        #: By refused queue: the time until which nothing is sent to it.
         self._refused: dict[str, float] = {}
         self.after_fork()
         reset_in_child(self)
 
     def after_fork(self) -> None:
-        """Letters that wait belong to the parent, whose thread sends them."""
+        """Forget the requests of the parent process, whose sender sends them."""
         self._lock = threading.Lock()
         self._link = BrokerLink(self._app, self._limit_s)
-        self._waiting: list[Sending] = []
+        self._waiting: list[SendRequest] = []
         self._waiting_messages = 0
-        #: Whether a thread uses the link; it alone may until it sets this to False.
+        #: Whether a thread uses the link. Only that thread sets this to False.
         self._is_sending = False
-        #: A caller has waited in vain for the sender, which goes on: until that gets somewhere nobody else waits.
+        #: Whether a caller reached its time limit. Until the sender succeeds or fails, no caller
+        #: waits.
         self._is_late = False
 
     @property
@@ -92,7 +95,7 @@ class Publisher:
         return self._broker.is_up and not self._is_late
 
     def queue(self, name: str) -> Queue:
-        """The broker's queue for one of our logical queues."""
+        """Return the broker's queue for a logical queue."""
         full = f"{self._namespace}.{name}"
         kind = self._app.conf.get("task_default_queue_type", "classic")
         arguments = None if kind == "classic" else {"x-queue-type": kind}
@@ -105,53 +108,53 @@ class Publisher:
     ) -> bool:
         """Send one message of the Celery task `name` per (args, options).
 
-        False if the broker is away, refuses the queue, or has not taken the messages within the time limit: the sweep
-        looks after the rows.
+        Return False if the broker is unavailable, refuses the queue, or does not accept the
+        messages within the time limit. The sweep then finds the rows.
         """
         began = monotonic()
         if self._broker.is_resting or began < self._refused.get(queue, 0):
             return False
         target = self._targets.get(queue) or self._targets.setdefault(queue, self.queue(queue))
-        sending = Sending(queue, Letter(name, target, messages))
-        limit_s = self._limit_s * (1 + (len(messages) - 1) * PER_MESSAGE)
+        request = SendRequest(queue, MessageGroup(name, target, messages))
+        limit_s = self._limit_s * (1 + (len(messages) - 1) * LIMIT_PART_PER_MESSAGE)
         with self._lock:
             is_own = not self._is_sending and self._link.is_quick_for(target)
             if is_own:
                 self._is_sending = True
-            elif not self._add(sending):
+            elif not self._add(request):
                 return False
-        if is_own and self._send_own(sending, began, began + limit_s):
-            return sending.is_sent
+        if is_own and self._send_own(request, began, began + limit_s):
+            return request.is_sent
         if self._is_late:
             return False
-        if not sending.wait(began + limit_s - monotonic()):
+        if not request.wait(began + limit_s - monotonic()):
             with self._lock:
                 self._is_late = self._is_sending
             return False
-        return sending.is_sent
+        return request.is_sent
 
     def rest(self, queue: str, seconds: float) -> None:
-        """Send nothing to `queue` for a while: a worker has found that it cannot read what is there."""
+        """Send nothing to `queue` for `seconds`: a worker found that it cannot read the queue."""
         self._refused[queue] = monotonic() + seconds
 
     def close(self) -> None:
         """Close the connection, unless a thread is using it."""
         with self._lock:
             if self._is_sending:
-                return  # it waits for the broker, and ends by itself
+                return  # that thread waits for the broker, and ends by itself
             self._is_sending = True
         self._link.close()
         self._stop_sending()
 
-    # -- who sends --------------------------------------------------------------------------------
+    # -- sending ----------------------------------------------------------------------------------
 
-    def _add(self, sending: Sending) -> bool:
-        """Leave it to the sender. The caller holds the lock."""
-        if self._waiting_messages > MOST_WAITING:
+    def _add(self, request: SendRequest) -> bool:
+        """Give a request to the sender. The caller holds the lock."""
+        if self._waiting_messages > MAX_WAITING_MESSAGES:
             return False
-        sending.leave_to_sender()
-        self._waiting.append(sending)
-        self._waiting_messages += len(sending.letter.messages)
+        request.leave_to_sender()
+        self._waiting.append(request)
+        self._waiting_messages += len(request.group.messages)
         if not self._is_sending:
             self._begin_sending()
         return True
@@ -172,123 +175,133 @@ class Publisher:
             if self._waiting:
                 self._begin_sending()
 
-    def _send_own(self, sending: Sending, began: float, until: float) -> bool:
-        """Send in the caller's thread. False if a connection broke and the sender tries again with a new one."""
+    def _send_own(self, request: SendRequest, began: float, until: float) -> bool:
+        """Send in the caller's thread.
+
+        Return False if the connection broke, and the sender tries again with a new one.
+        """
         try:
             if not self._is_refused(
-                sending, lambda one: self._link.send([one.letter], until - self._limit_s / 2)
+                request, lambda one: self._link.send([one.group], until - self._limit_s / 2)
             ):
-                self._succeeded([sending])
-        except (
-            SoftTimeLimitExceeded
-        ):  # the caller's own, which struck in here: it says nothing about the broker
+                self._succeeded([request])
+        except SoftTimeLimitExceeded:
+            # The time limit of the caller's own task, which says nothing about the broker.
             self._link.close()
-            sending.end(is_sent=False)
+            request.end(is_sent=False)
             raise
-        except Exception as error:  # each transport has errors of its own, and none of them is the caller's business
-            # A black hole takes its time; a connection that was closed meanwhile does not.
+        except Exception as error:  # each transport has errors of its own
+            # A connection that was closed meanwhile fails early; a broker that does not answer
+            # fails late.
             if self._link.is_lost(error) and monotonic() - began < self._limit_s / 2:
                 self._link.close()
                 with self._lock:
-                    self._add(sending)
+                    self._add(request)
                 return False
-            self._failed([sending], error)
+            self._failed([request], error)
         finally:
             self._stop_sending()
         return True
 
     def _send_waiting(self) -> None:
-        """Send what waits, until nothing does."""
+        """Send all requests, until none waits."""
         while True:
             with self._lock:
-                sendings, self._waiting, self._waiting_messages = self._waiting, [], 0
-                if not sendings:
+                requests, self._waiting, self._waiting_messages = self._waiting, [], 0
+                if not requests:
                     self._is_sending = self._is_late = False
                     return
             is_used = self._link.is_open
             try:
                 try:
-                    self._send_all(sendings)
+                    self._send_all(requests)
                 except Exception as error:
                     if not is_used or not self._link.is_lost(error):
                         raise
-                    self._link.close()  # it was closed while nobody used it: that says nothing about a new one
-                    self._send_all(sendings)
+                    # It was closed while it was idle, so a new connection may work.
+                    self._link.close()
+                    self._send_all(requests)
             except Exception as error:  # each transport has errors of its own
-                with self._lock:  # the rest may not begin before callers see it
-                    sendings += self._waiting
+                with self._lock:  # no request may begin before callers see the failure
+                    requests += self._waiting
                     self._waiting, self._waiting_messages = [], 0
-                self._failed(sendings, error)
+                self._failed(requests, error)
 
-    def _send_all(self, sendings: list[Sending]) -> None:
-        left = [sending for sending in sendings if not self._is_refused(sending, self._declare)]
-        for sending in left:
-            self._link.declare(sending.letter.target)  # again, if a refusal has cost the channel
+    def _send_all(self, requests: list[SendRequest]) -> None:
+        left = [request for request in requests if not self._is_refused(request, self._declare)]
+        for request in left:
+            self._link.declare(request.group.target)  # again, if a refusal closed the channel
         try:
             self._send(left)
-        except RefusedError:  # of one of the queues, and nobody says which
+        except RefusedError:  # of one of the queues, and the error does not name it
             left = [
-                sending
-                for sending in left
-                if not self._is_refused(sending, lambda one: self._send([one]))
+                request
+                for request in left
+                if not self._is_refused(request, lambda one: self._send([one]))
             ]
         self._succeeded(left)
 
-    def _declare(self, sending: Sending) -> None:
+    def _declare(self, request: SendRequest) -> None:
         try:
-            self._link.declare(sending.letter.target)
+            self._link.declare(request.group.target)
         except RefusedError:
             self._link.close()  # the broker has closed the channel
             raise
 
-    def _send(self, sendings: list[Sending]) -> None:
-        if sendings:
-            self._link.send([sending.letter for sending in sendings], float("inf"))
+    def _send(self, requests: list[SendRequest]) -> None:
+        if requests:
+            self._link.send([request.group for request in requests], float("inf"))
 
-    def _is_refused(self, sending: Sending, step: Callable[[Sending], None]) -> bool:
+    def _is_refused(self, request: SendRequest, step: Callable[[SendRequest], None]) -> bool:
         try:
-            step(sending)
+            step(request)
         except RefusedError as error:
             self._broker.answered()
-            self._tell_refused(sending.queue, sending.letter.target, str(error))
-            sending.end(is_sent=False)
+            self._report_refused(request.queue, request.group.target, str(error))
+            request.end(is_sent=False)
             return True
         return False
 
-    # -- what became of it ------------------------------------------------------------------------
+    # -- results ----------------------------------------------------------------------------------
 
-    def _succeeded(self, sendings: list[Sending]) -> None:
+    def _succeeded(self, requests: list[SendRequest]) -> None:
         self._is_late = False
         self._broker.answered()
-        for sending in sendings:
-            self._refused.pop(sending.queue, None)
-            sending.end(is_sent=True)
+        for request in requests:
+            self._refused.pop(request.queue, None)
+            request.end(is_sent=True)
 
-    def _failed(self, sendings: list[Sending], error: Exception) -> None:
-        if not isinstance(
-            error, BlockedError
-        ):  # on another connection it would say so only after the next message
+    def _failed(self, requests: list[SendRequest], error: Exception) -> None:
+        is_blocked = isinstance(error, BlockedError)
+        # On another connection RabbitMQ reports that it blocks publishers only after the next
+        # message.
+        if not is_blocked:
             self._link.close()
         self._is_late = False
-        self._broker.failed(
-            str(error) if isinstance(error, BlockedError) else f"{type(error).__name__}: {error}"
-        )
-        for sending in sendings:
-            sending.end(is_sent=False)
+        self._broker.failed(str(error) if is_blocked else f"{type(error).__name__}: {error}")
+        for request in requests:
+            request.end(is_sent=False)
 
-    def _tell_refused(self, queue: str, target: Queue, error: str) -> None:
+    def _report_refused(self, queue: str, target: Queue, error: str) -> None:
         is_new = queue not in self._refused
-        self._refused[queue] = monotonic() + REFUSED_REST_S
+        self._refused[queue] = monotonic() + REFUSED_QUEUE_REST_S
         if is_new:
-            remedy = (
-                f"the broker's queue {target.name} is not what task_default_queue_type says, or not ours to use: "
-                "correct the setting, or delete the queue while no worker runs; meanwhile its tasks run late"
-            )
             if is_home_node_down(error):
                 remedy = (
-                    f"bring the RabbitMQ node of the queue {target.name} back, or use quorum queues "
-                    "(task_default_queue_type), which outlive a node; meanwhile workers find its tasks in the table"
+                    f"bring the RabbitMQ node of the queue {target.name} back, or use quorum "
+                    "queues (task_default_queue_type), which survive the loss of a node; meanwhile "
+                    "workers find its tasks in the table"
                 )
             elif WRONG_TYPE in error:
-                remedy = f"the key {target.name} in Redis is not a list: delete it; meanwhile its tasks run late"
+                remedy = (
+                    f"the key {target.name} in Redis is not a list: delete it; meanwhile its tasks "
+                    "run late"
+                )
+            else:
+                remedy = (
+                    f"the broker's queue {target.name} is not of the type that "
+                    "task_default_queue_type specifies, or its user may not use it: correct the "
+                    "setting, or delete the queue while no worker runs; meanwhile its tasks run "
+                    "late"
+                )
             self._events.emit("queue.refused", queue=queue, error=error, remedy=remedy)

@@ -1,5 +1,6 @@
-"""The `redis` timer: near tasks wait in sorted sets of Redis, where every worker sees them, and movers in the workers
-take what falls due."""
+"""The `redis` timer: tasks wait in sorted sets of Redis, from which the workers' Redis pollers take
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +22,25 @@ from delaytasks.timers.redis_link import RedisLink, call, execute, is_wrong_type
 from delaytasks.timers.redis_location import RedisLocation
 from delaytasks.timers.redis_scripts import ARM, BATCH_ROWS, TAKE
 
-#: What a mover took and has not handed on for so long goes back: the mover is dead.
+#: An entry that a poller took and did not hand on within this time returns: the poller has died.
 RETURN_S = 2.0
-#: Movers take entries so long before they are due, and wait for the rest of the time themselves: nothing has to be
-#: brought at the moment when it is due.
+#: Pollers take entries this long before they are due, and hold them until then. No entry travels at
+#: the moment when it is due.
 AHEAD_MS = 100
-#: It is told so often that a slot's key is something else.
-BLOCKED_S = 60.0
-#: A member and its score, as TAKE answers; of no more digits than the table's columns can hold.
+#: The event about a slot whose key has another type is emitted at most this often.
+BLOCKED_EVENT_S = 60.0
+#: A member and its score in an answer of `TAKE`. The table's columns cannot hold more digits.
 _ENTRY = re.compile(
     rb"(?<!\S)(\d{1,19}):(\d{1,18})(?::(-?\d{1,4}))? (\d{1,14}(?:\.\d{1,9})?)(?!\S)"
 )
 
 
 class Slot(NamedTuple):
-    """A part of a queue's near tasks; in a cluster each may be on another node. Ordinary ones are spread by their ids;
-    those of a higher priority have a slot of their own, which is emptied first."""
+    """A part of the entries of a queue. In a cluster each slot may be on another node.
+
+    Entries without a priority are distributed by their ids. Each higher priority has a slot of its
+    own, which is emptied first.
+    """
 
     queue: str
     name: str
@@ -44,54 +48,55 @@ class Slot(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a mover has to hand on; then it is deleted by its ticket."""
+    """The result of `take`. The poller hands the entries on, and deletes them by the ticket."""
 
     slot: Slot
     entries: list[Entry]
-    #: The score of its entries in `prepare`, which no other taking has; 0 if there is nothing.
+    #: The score of the entries in `prepare`, which no other call has; 0 without entries.
     ticket: float
-    #: Entries that were not of our form.
+    #: The number of malformed entries.
     refused: int
-    #: How many were too late, and their priorities: the table's business.
+    #: The number of entries that were too late, and their priorities. The table has their rows.
     dropped: int
     priorities: list[int]
-    #: How many another mover had taken and not handed on.
+    #: The number of entries that another poller had taken and not handed on.
     returned: int
-    #: The slot was empty in a way that it never is: Redis lost it.
+    #: Whether Redis had lost the slot.
     was_lost: bool
-    #: When there is something to take next, in milliseconds; infinite if there is nothing.
+    #: The time of the next entry in milliseconds, or infinity.
     next_ms: float
 
 
 class RedisTimer:
-    """Thread-safe. What fails is not tried again: the database is the truth."""
+    """Thread-safe. A call that fails is not repeated, since the sweep finds the rows."""
 
     def __init__(
         self,
-        place: RedisLocation,
+        location: RedisLocation,
         settings: Settings,
         eta: EtaTimer,
         clocks: Sequence[Clock],
         events: Events,
     ) -> None:
-        self.link = RedisLink(place, settings.publish_limit_s, events)
+        self.link = RedisLink(location, settings.publish_limit_s, events)
         self._settings = settings
         self._eta = eta
-        #: Of each shard's database; slots go by the first one.
+        #: The clocks of the databases, by shard. Scores are times of the first one.
         self._clocks = clocks
         self._slots: dict[str, list[Slot]] = {}
         self._events = events
-        #: Makes tickets unique: this process numbers the takings of a millisecond, and other processes begin at another
-        #: number. A taking whose entries were all armed again leaves its ticket free in Redis; if another taking got
-        #: the same ticket, the first mover's late deletion would delete what the second one took.
-        self._takings = itertools.count(random.randrange(1000))
-        self._blocked_told_at = float("-inf")
+        #: Makes tickets unique: this process numbers the calls of a millisecond, and other
+        #: processes begin at another number. If all entries of a call are armed again, its ticket
+        #: is free in Redis. If another call got the same ticket, the late deletion of the first
+        #: poller would delete the entries of the second one.
+        self._ticket_numbers = itertools.count(random.randrange(1000))
+        self._blocked_event_at = float("-inf")
 
     @property
     def is_up(self) -> bool:
         return self.link.is_up
 
-    # -- where things are -------------------------------------------------------------------------
+    # -- keys -------------------------------------------------------------------------------------
 
     def slots(self, queue: str) -> list[Slot]:
         found = self._slots.get(queue)
@@ -110,24 +115,26 @@ class RedisTimer:
         return slots[crc32(b"%d" % entry.id) & self._settings.redis_slots - 1]
 
     def keys(self, slot: Slot) -> tuple[str, str]:
-        """Of what waits and of what is on its way. In a cluster one hash tag keeps both on one node."""
+        """Return the keys of `store` and `prepare`. Their hash tag keeps both on one node."""
         tag = f"{{{self._settings.namespace}.{slot.queue}.{slot.name}}}"
         return f"{tag}.store", f"{tag}.prepare"
 
     def channel(self, queue: str) -> str:
-        """Where movers hear of entries that are due before all others of their slot."""
+        """Return the channel that announces entries which are due first in their slot."""
         return f"{self._settings.namespace}.{queue}.earlier"
 
     def _by_slot(self, entries: Iterable[Entry]) -> dict[Slot, list[Entry]]:
         found: dict[Slot, list[Entry]] = {}
         for entry in entries:
-            # Others are another program's: no worker would take them, and the table has their rows.
+            # Another program wrote the other rows: no worker would accept their entries.
             if entry.id > 0 and entry.version >= 0 and entry.due_us >= 0 and is_queue(entry.queue):
                 found.setdefault(self.slot(entry), []).append(entry)
         return found
 
     def shifted(self, entries: Iterable[Entry], sign: int) -> Iterable[Entry]:
-        """Due by the first shard's clock (1) instead of their own one's, or the other way round (-1)."""
+        """Convert due times from the clock of each entry's shard to the first shard's (1), or back
+        (-1).
+        """
         if len(self._clocks) == 1:
             return entries
         now_us = self._clocks[0].now_us()
@@ -154,7 +161,7 @@ class RedisTimer:
                         words += (entry.due_us / 1000, _member(entry))
                     pipe.execute_command(*call(client, ARM), 2, *self.keys(slot), *words)
                     asked.append(slot)
-            return not self._tell_blocked(asked, execute(pipe))
+            return not self._report_blocked(asked, execute(pipe))
 
         return not slots or bool(self.link.attempt(work))
 
@@ -177,7 +184,7 @@ class RedisTimer:
     ) -> bool:
         return self._eta.drain(queue, priorities, tokens, expires_s, shard)
 
-    # -- for movers -------------------------------------------------------------------------------
+    # -- for Redis pollers ------------------------------------------------------------------------
 
     def take(
         self,
@@ -185,17 +192,31 @@ class RedisTimer:
         handed_on: Iterable[Taken] = (),
         grace_of: Callable[[str], float] | None = None,
     ) -> list[Taken] | None:
-        """What is due in each slot or is soon to be, so many entries at most: they are this mover's until it has handed
-        them on, or RETURN_S is over. What it has handed on is deleted, and so is what is later than the grace of its
-        queue. None while Redis is away."""
+        """Take the entries of each slot that are due, or will be within `AHEAD_MS`.
+
+        Parameters
+        ----------
+        most
+            The largest number of entries to take, by slot.
+        handed_on
+            The results of earlier calls, whose entries are deleted now.
+        grace_of
+            Returns the grace period of a queue. Entries that are later are deleted.
+
+        Returns
+        -------
+        list of Taken
+            The entries belong to the caller until it hands them on, or for `RETURN_S`. None if
+            Redis is unavailable.
+        """
         now_us = self._clocks[0].now_us()
-        now = now_us / 1000  # to the microsecond, as movers wake for it
+        now = now_us / 1000  # pollers wake to the microsecond
 
         def work(client: Any) -> list[Taken]:
             pipe = client.pipeline(transaction=False)
             for slot, count in most.items():
                 grace_s = self._settings.grace_s if grace_of is None else grace_of(slot.queue)
-                ticket = int(now) + RETURN_S * 1000 - next(self._takings) % 1000 / 1000
+                ticket = int(now) + RETURN_S * 1000 - next(self._ticket_numbers) % 1000 / 1000
                 times = now, int(now) - int(grace_s * 1000), now + AHEAD_MS, ticket
                 pipe.execute_command(
                     *call(client, TAKE), 2, *self.keys(slot), *times, min(count, BATCH_ROWS)
@@ -203,36 +224,41 @@ class RedisTimer:
             for some in handed_on:
                 pipe.zremrangebyscore(self.keys(some.slot)[1], some.ticket, some.ticket)
             answers = execute(pipe)
-            self._tell_blocked(most, answers)
+            self._report_blocked(most, answers)
             pairs = zip(most, answers, strict=False)
             taken = [_taken(slot, answer) for slot, answer in pairs if not is_wrong_type(answer)]
             return [some._replace(entries=list(self.shifted(some.entries, -1))) for some in taken]
 
         return self.link.attempt(work)
 
-    def _tell_blocked(self, slots: Iterable[Slot], answers: Iterable[Any]) -> bool:
-        """Whether somebody has put something else in a slot's place. What is ours there is left to the sweep."""
+    def _report_blocked(self, slots: Iterable[Slot], answers: Iterable[Any]) -> bool:
+        """Return whether the key of a slot has another type. The sweep finds the rows of such a
+        slot.
+        """
         blocked = [
             slot for slot, answer in zip(slots, answers, strict=False) if is_wrong_type(answer)
         ]
-        if blocked and monotonic() > self._blocked_told_at + BLOCKED_S:
-            self._blocked_told_at = monotonic()
+        if blocked and monotonic() > self._blocked_event_at + BLOCKED_EVENT_S:
+            self._blocked_event_at = monotonic()
             for slot in blocked:
                 keys = " or ".join(self.keys(slot))
-                remedy = f"delete {keys}, whichever is no sorted set; until then the sweep sends what is due"
+                remedy = (
+                    f"delete the key that is not a sorted set ({keys}); until then the sweep sends "
+                    "the tasks that are due"
+                )
                 self._events.emit("timer.blocked", key=keys, remedy=remedy)
         return bool(blocked)
 
     def listen(self, queues: Iterable[str]) -> Any:
-        """A subscription to what is armed in these queues before all that waits."""
+        """Return a subscription to the channels of these queues."""
         listener = self.link.connect().pubsub(ignore_subscribe_messages=True)
         listener.subscribe(*map(self.channel, queues))
         return listener
 
-    # -- for people -------------------------------------------------------------------------------
+    # -- statistics -------------------------------------------------------------------------------
 
     def counts(self, queues: Sequence[str]) -> dict[str, tuple[int, int]] | None:
-        """By queue: how many entries wait, and how many are on their way. None while Redis is away."""
+        """Return, by queue, the numbers of waiting and of taken entries; None if Redis is down."""
 
         def work(client: Any) -> dict[str, tuple[int, int]]:
             pipe = client.pipeline(transaction=False)

@@ -1,4 +1,4 @@
-"""The connection of the `redis` timer: in bounded time, to servers and clusters, with an eye on what is wrong."""
+"""The connection of the `redis` timer to a server or a cluster, with time limits."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.events import Events
 from delaytasks.core.forks import reset_in_child
+from delaytasks.timers.broker_link import WRONG_TYPE
+from delaytasks.timers.connection_limits import CONNECT_STEP_S, is_quick
 from delaytasks.timers.redis_location import FAILURES, RedisLocation
 from delaytasks.timers.redis_scripts import ARM, TAKE
 
@@ -26,41 +28,42 @@ T = TypeVar("T")
 
 
 class RestingError(redis.ConnectionError):
-    """Nothing is tried for a while, since Redis has just not answered."""
+    """Another thread has just failed to reach Redis, so nothing is tried now."""
 
 
-#: A call that takes less than this part of the time limit says that all is well.
-QUICK = 0.1
-#: A connection that was idle for so long is tried first.
-CHECK_S = 15
-#: The first step of connecting may take this long, as to the broker.
-CONNECT_STEP_S = 2.0
-#: So many calls that nobody waits for any more may be under way.
-MOST_IN_BACKGROUND = 50
-OLDEST = (6, 2)
+#: redis-py sends a PING on a connection that was idle for this time before it uses the connection.
+IDLE_CHECK_S = 15
+#: The number of calls that may go on after their callers reached the time limit.
+MAX_BACKGROUND_CALLS = 50
+#: The oldest supported release of Redis.
+OLDEST_SERVER = (6, 2)
+#: The name of each script in Redis.
 _NAMES = {
     script: sha1(script.encode(), usedforsecurity=False).hexdigest() for script in (ARM, TAKE)
 }
 
 
 def call(client: Any, script: str) -> tuple[str, str]:
-    """The beginning of a command. By the script's name, since to send its text takes longer than to run it; but
-    pipelines of redis-py's cluster client refuse that."""
+    """Return the first words of a command that runs `script`.
+
+    The command contains the script's name, since sending its text takes longer than running it. The
+    pipelines of redis-py's cluster client refuse names, and get the text.
+    """
     return ("EVAL", script) if isinstance(client, RedisCluster) else ("EVALSHA", _NAMES[script])
 
 
 class RedisLink:
-    """Thread-safe, and made anew after a fork."""
+    """A connection for all threads, which is reset after a fork."""
 
-    def __init__(self, place: RedisLocation, limit_s: float, events: Events) -> None:
-        self._place = place
+    def __init__(self, location: RedisLocation, limit_s: float, events: Events) -> None:
+        self._location = location
         self._limit_s = limit_s
         self._events = events
         self._redis = Availability(
             lambda error: events.emit("timer.down", timer="redis", error=error),
             lambda: events.emit("timer.up", timer="redis"),
         )
-        #: How often it failed: whoever listens on a connection of its own hears nothing of that.
+        #: The number of failures, for subscribers: they have connections of their own.
         self.failures = 0
         self.after_fork()
         reset_in_child(self)
@@ -69,38 +72,39 @@ class RedisLink:
         self._lock = threading.Lock()
         self._connecting = threading.Lock()
         self._client: Any = None
-        #: Nodes of a cluster, as its last client found them: any of them leads to the others.
+        #: The nodes of a cluster that its last client found. Each of them knows the others.
         self._known: list[ClusterNode] = []
         self._in_background = 0
         self._is_quick = False
-        #: A caller has waited in vain for work that goes on: until some of it is over nobody else waits.
+        #: Whether a caller reached its time limit. Until a call in the background ends, no caller
+        #: waits.
         self._is_late = False
 
     @property
     def url(self) -> str:
-        return ";".join(self._place.urls)
+        return ";".join(self._location.urls)
 
     @property
     def is_up(self) -> bool:
         return self._redis.is_up and not self._is_late
 
     def attempt(self, work: Callable[[Any], T]) -> T | None:
-        """What `work(client)` answers; None if Redis is away, or does not answer within the time limit.
+        """Return `work(client)`, or None if Redis does not answer within the time limit.
 
-        While all is well each step is bounded by its socket, and the caller takes them. Otherwise a thread does, and
-        finishes the work even when the caller no longer waits: what it sends is as good as before.
+        While Redis is quick, the caller does the work, and its socket limits each step. Otherwise a
+        thread does the work, and finishes it even if the caller no longer waits.
         """
         if self._redis.is_resting:
             return None
         if self._is_quick and self._client is not None:
             return self._try(work)
         with self._lock:
-            if self._in_background >= MOST_IN_BACKGROUND:
+            if self._in_background >= MAX_BACKGROUND_CALLS:
                 return None
             self._in_background += 1
-            patience_s = 0 if self._is_late else self._limit_s
+            wait_s = 0 if self._is_late else self._limit_s
         try:
-            return within(patience_s, lambda: self._try_in_background(work), is_kept=True)
+            return within(wait_s, lambda: self._try_in_background(work), is_kept=True)
         except TimeoutError:
             with self._lock:
                 self._is_late = self._in_background > 0
@@ -128,12 +132,15 @@ class RedisLink:
             self.failures += 1
             self._redis.failed(f"{type(error).__name__}: {error}")
             return None
-        self._is_quick = monotonic() - began < self._limit_s * QUICK
+        self._is_quick = is_quick(monotonic() - began, self._limit_s)
         self._redis.answered()
         return answer
 
     def connect(self) -> Any:
-        """The client; a new one if there is none. `RestingError` if another thread has just failed to make one."""
+        """Return the client, after connecting if necessary.
+
+        Raises `RestingError` if another thread has just failed to connect.
+        """
         if self._client is None:
             with self._connecting:
                 if self._redis.is_resting:
@@ -143,18 +150,23 @@ class RedisLink:
         return self._client
 
     def check(self) -> None:
-        """For a worker that starts: `ConfigError` if this Redis is too old; an event if it may drop what waits."""
+        """Raise `ConfigError` if this Redis is too old, and emit an event if it may evict entries.
+
+        A worker calls this at start.
+        """
         for info in self.attempt(_infos) or ():
             version = str(info["redis_version"])
-            if tuple(map(int, version.split(".")[:2])) < OLDEST:
-                needed = ".".join(map(str, OLDEST))
+            if tuple(map(int, version.split(".")[:2])) < OLDEST_SERVER:
+                needed = ".".join(map(str, OLDEST_SERVER))
                 raise ConfigError(
-                    f"delaytasks_timer = 'redis' needs Redis {needed} or Valkey, and this one is {version}"
+                    f"delaytasks_timer = 'redis' needs Redis {needed} or Valkey, and this one is "
+                    f"{version}"
                 )
             policy = str(info["maxmemory_policy"])
             if info["maxmemory"] and policy.startswith("allkeys"):
                 remedy = (
-                    "set maxmemory-policy to noeviction, or to volatile-…: our keys never expire"
+                    "set maxmemory-policy to noeviction, or to volatile-…, since the timer's keys "
+                    "never expire"
                 )
                 self._events.emit("timer.evicts", policy=policy, remedy=remedy)
 
@@ -168,29 +180,36 @@ class RedisLink:
             "socket_timeout": self._limit_s,
             "socket_connect_timeout": max(CONNECT_STEP_S, self._limit_s),
             "retry": Retry(NoBackoff(), 0),
-            "health_check_interval": CHECK_S,  # a subscription whose other end is gone hears nothing of that
+            "health_check_interval": IDLE_CHECK_S,  # for subscriptions, which send nothing else
             "protocol": 2,
         }
         try:
-            client = self._place.connect(options, self._known)
+            client = self._location.connect(options, self._known)
         except FAILURES:
             if not self._known:
                 raise
-            client = self._place.connect(options)  # the cluster may have moved to other nodes
+            client = self._location.connect(options)  # the cluster may have moved to other nodes
         if isinstance(client, RedisCluster):
             self._known = client.get_nodes()
         return client
 
     def _drop(self, client: Any) -> None:
-        """After a failure. A cluster's client finds the nodes that are left, and a Sentinel's the new primary."""
+        """Prepare for another attempt after a failure.
+
+        A cluster's client finds the other nodes by itself, and a Sentinel's client the new primary.
+        """
         if isinstance(client, RedisCluster):
-            client.replace_default_node()  # which is asked where the keys of each script are, and may be the one away
-        elif not self._place.primary:
+            # The default node locates the keys of scripts, and may be the one that is down.
+            client.replace_default_node()
+        elif not self._location.primary:
             self._client = None
 
 
 def execute(pipe: Any) -> list[Any]:
-    """The answers. A key that is of another type is no reason to give up on all others: its answer is the error."""
+    """Return the answers, where the answer for a key of another type is an error.
+
+    Other errors are raised.
+    """
     answers: list[Any] = pipe.execute(raise_on_error=False)
     for answer in answers:
         if isinstance(answer, Exception) and not is_wrong_type(answer):
@@ -199,11 +218,11 @@ def execute(pipe: Any) -> list[Any]:
 
 
 def is_wrong_type(answer: object) -> bool:
-    return isinstance(answer, ResponseError) and "WRONGTYPE" in str(answer)
+    return isinstance(answer, ResponseError) and WRONG_TYPE in str(answer)
 
 
 def _with_scripts(client: Any, work: Callable[[Any], T]) -> T:
-    """`work(client)`, once more with the scripts if they are not known there."""
+    """Return `work(client)`, after loading the scripts if Redis does not have them."""
     try:
         return work(client)
     except NoScriptError:

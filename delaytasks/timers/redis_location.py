@@ -1,4 +1,4 @@
-"""Where the Redis of the `redis` timer is: a server, the nodes of a cluster, or Sentinels that know the primary."""
+"""The location of the timer's Redis: a server, a cluster, or a primary that Sentinels know."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from delaytasks.core.errors import ConfigError
 from delaytasks.core.masking import Secret, mask_secret
 
 FAILURES = (RedisError, RedisClusterException, OSError)
-#: How many more nodes of a cluster a command may be tried on.
-NODES_ASKED = 2
+#: The number of further nodes of a cluster on which a command is tried.
+CLUSTER_RETRIES = 2
 SENTINEL = "sentinel://"
 _SCHEMES = ("redis://", "rediss://", "unix://")
 _SENTINEL_PORT = 26379
 
 
 class RedisLocation(NamedTuple):
-    """With several URLs these are nodes of one cluster, or with a `primary`, Sentinels."""
+    """One or more URLs. Several URLs are nodes of one cluster, or with a `primary`, Sentinels."""
 
     urls: tuple[str, ...]
-    #: The name that Sentinels know the primary by.
+    #: The name of the primary at the Sentinels.
     primary: str = ""
     #: Options of the connections to Sentinels, such as a password.
     sentinel_options: Mapping[str, Any] = {}
 
     def connect(self, options: Mapping[str, Any], known: Iterable[ClusterNode] = ()) -> Any:
-        """A client; `known` are nodes that a cluster had before."""
+        """Return a client. `known` are the nodes that a cluster had before."""
         if self.primary:
             return self._ask_sentinels(options)
         if seeds := [ClusterNode(node.host, node.port) for node in known]:
@@ -58,8 +58,8 @@ class RedisLocation(NamedTuple):
             else:
                 if url == self.urls[0]:
                     return client
-                # All processes must use the same server, so a server that is no node of a cluster is used only if its
-                # URL is the first one.
+                # All processes must use the same server. A server that is not a node of a cluster
+                # is used only if its URL is the first one.
             client.close()
         raise failure or redis.ConnectionError("the first Redis does not answer")
 
@@ -68,7 +68,7 @@ class RedisLocation(NamedTuple):
             parse_url(url.partition("?")[0].replace(SENTINEL, "redis://", 1)) for url in self.urls
         ]
         nodes = [(one.get("host", "localhost"), one.get("port", _SENTINEL_PORT)) for one in read]
-        # As Celery has it: user, password and number of the database are the server's.
+        # As in Celery, the user, the password and the number of the database apply to the server.
         own = {
             name: value
             for one in reversed(read)
@@ -82,9 +82,9 @@ class RedisLocation(NamedTuple):
 
 
 def _cluster(url: str, seeds: list[ClusterNode], options: Mapping[str, Any]) -> RedisCluster:
-    """A client that asks other nodes when the one it happens to ask first is down."""
+    """Return a client that tries other nodes if the first one is down."""
     return RedisCluster(
-        url=url, startup_nodes=seeds, **{**options, "retry": Retry(NoBackoff(), NODES_ASKED)}
+        url=url, startup_nodes=seeds, **{**options, "retry": Retry(NoBackoff(), CLUSTER_RETRIES)}
     )
 
 
@@ -98,7 +98,10 @@ def broker_urls(broker_url: Any) -> list[str]:
 def redis_location(
     given: str, broker_url: Any, transport_options: Mapping[str, Any] | None = None
 ) -> RedisLocation:
-    """Read `delaytasks_redis_url`, or else the broker's URL; `ConfigError` if it is not a Redis."""
+    """Return the location in `delaytasks_redis_url`, or else in the broker's URL.
+
+    Raises `ConfigError` if it is not a Redis.
+    """
     where = "delaytasks_redis_url" if given else "the broker's URL"
     urls = tuple(_readable(url) for url in broker_urls(given or broker_url))
     is_sentinel = bool(urls) and all(url.startswith(SENTINEL) for url in urls)
@@ -106,19 +109,21 @@ def redis_location(
         found = ";".join(map(mask_secret, urls)) or "empty"
         raise ConfigError(
             f"delaytasks_timer = 'redis' needs a Redis, and {where} is {found}: set "
-            "delaytasks_redis_url to redis://…, rediss://…, unix://… or sentinel://…, with ';' between several URLs"
+            "delaytasks_redis_url to redis://…, rediss://…, unix://… or sentinel://…, with ';' "
+            "between several URLs"
         )
     for url in urls:
         try:
-            # Which reads the URL, and connects to nothing.
+            # This reads the URL without connecting.
             pool = ConnectionPool.from_url(
                 url.partition("?")[0].replace(SENTINEL, "redis://") if is_sentinel else url
             )
             pool.make_connection()
-        except (ValueError, TypeError, RedisError):  # these may quote a password
+        except (ValueError, TypeError, RedisError):  # their messages may quote a password
             raise ConfigError(
-                f"delaytasks_timer = 'redis' can not read {where}: it is redis://user:password@host:6379/0, the "
-                "password's special characters written as %…, with options that redis-py knows"
+                f"delaytasks_timer = 'redis' cannot read {where}: the form is "
+                "redis://user:password@host:6379/0, with the password's special characters written "
+                "as %…, and with options of redis-py"
             ) from None
     if not is_sentinel:
         return RedisLocation(urls)
@@ -129,14 +134,14 @@ def redis_location(
     primary = str((named or [options.get("master_name") or ""])[0])
     if not primary:
         raise ConfigError(
-            f"delaytasks_timer = 'redis' does not know which server to ask the Sentinels of {where} for: add "
-            "?master_name=… to the URL, or master_name to broker_transport_options"
+            f"delaytasks_timer = 'redis' needs the name of the primary at the Sentinels of "
+            f"{where}: add ?master_name=… to the URL, or master_name to broker_transport_options"
         )
     return RedisLocation(urls, primary, options.get("sentinel_kwargs") or {})
 
 
 def _readable(url: str) -> str:
-    """In the form that redis-py reads, where it is Kombu's."""
+    """Return a URL in the form of redis-py, which differs from kombu's for sockets and TLS."""
     if url.startswith("redis+socket://"):
         url = url.replace("redis+socket://", "unix://").replace("virtual_host=", "db=")
     return Secret(re.sub(r"(?<=ssl_cert_reqs=)CERT_(\w+)", lambda found: found[1].lower(), url))

@@ -9,8 +9,11 @@ from delaytasks.core.interfaces import Entry, Timer
 
 
 class ShardTimer:
-    """Workers find an entry's shard by its id. Rows of other programs, whose ids say nothing true, are left to the slow
-    path, whose tokens name the shard."""
+    """Arms the entries whose ids contain the number of this shard.
+
+    Workers find the shard of an entry by its id. The ids of rows that other programs wrote may
+    contain another number: these rows wait for a drain, whose tokens name the shard.
+    """
 
     def __init__(self, timer: Timer, shard: int) -> None:
         self._timer = timer

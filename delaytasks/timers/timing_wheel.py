@@ -1,6 +1,7 @@
-"""A hashed timing wheel: slots of one tick each, and in each slot the entries of every round.
+"""A hashed timing wheel: each slot is one tick, and has the entries of all rounds.
 
-Adding, cancelling and moving an entry costs the same however many are held, and so does a tick.
+The costs of a tick, and of adding, cancelling and moving an entry, do not depend on the number of
+entries.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ E = TypeVar("E")
 
 SLOTS = 8192
 TICK_US = 250
-#: What falls due one after the other is brought out together, once in so long: each turn costs a claim and a settling.
-GATHER_S = 0.005
-#: Not so after a rest: what falls due now and then comes out at once. So long a rest allows `LONE_S / GATHER_S` turns.
-LONE_S = 0.05
+#: The average time between two turns. Entries that are due in between are processed together, since
+#: each turn costs a claim and a settlement.
+TURN_INTERVAL_S = 0.005
+#: After a pause, turns that were not used follow each other immediately, so that a single entry is
+#: not late: `SAVED_TURNS_S / TURN_INTERVAL_S` turns.
+SAVED_TURNS_S = 0.05
 
 
 class TimingWheel(Generic[E]):
-    """Entries by name, each due at a tick. It has no clock: `advance` says what tick it is.
+    """Entries by name, each due at a tick. The wheel has no clock: `advance` sets the tick.
 
-    Tick 10,000 of a wheel of 8,192 slots is round 1 of slot 1808. What is due later in the same slot belongs to later
-    rounds and is not looked at, so a tick finds all that is due, and nothing else, in one place. Not safe for threads:
-    `WheelThread` is.
+    In a wheel of 8,192 slots, tick 10,000 is round 1 of slot 1808. Later entries of the same slot
+    belong to later rounds, so that a tick reads only the entries that are due. Not thread-safe,
+    unlike `WheelThread`.
     """
 
     def __init__(self, slots: int = SLOTS, now: int = 0) -> None:
@@ -47,7 +50,11 @@ class TimingWheel(Generic[E]):
         return name in self._ticks
 
     def add(self, name: Hashable, tick: int, entry: E) -> int:
-        """Holds `entry` until `tick`; one that is over already comes out at the next. Moves it if it is held."""
+        """Hold `entry` until `tick`, or until the next tick if `tick` has passed, and return that
+        tick.
+
+        An entry of this name moves.
+        """
         if name in self._ticks:
             self.cancel(name)
         if tick <= self._now:
@@ -62,11 +69,13 @@ class TimingWheel(Generic[E]):
         return tick
 
     def go_back(self, tick: int) -> None:
-        """When the clock did: else what is added now would wait until it is again as late as it was."""
+        """Set the wheel back, as the clock was. Otherwise new entries would wait until the old
+        time.
+        """
         self._now = min(self._now, tick)
 
     def cancel(self, name: Hashable) -> E | None:
-        """The entry, if it was held."""
+        """Remove an entry and return it, or return None if the wheel does not hold it."""
         tick = self._ticks.pop(name, None)
         if tick is None:
             return None
@@ -78,11 +87,10 @@ class TimingWheel(Generic[E]):
         return entry
 
     def advance(self, tick: int) -> list[E]:
-        """All entries due up to `tick`, in the order of their ticks."""
+        """Remove and return the entries that are due up to `tick`, in the order of their ticks."""
         passed: Iterable[int] = range(self._now + 1, tick + 1)
-        if (
-            tick - self._now >= self._size
-        ):  # the machine slept: each slot is looked into once, not once a round
+        if tick - self._now >= self._size:
+            # The machine slept: read each entry once, instead of each slot once a round.
             passed = sorted(at for at in self._held_ticks() if at <= tick)
         self._now = tick
         due: list[E] = []
@@ -95,13 +103,12 @@ class TimingWheel(Generic[E]):
         return due
 
     def next_tick(self) -> int | None:
-        """When to look again: the next entry's tick, at most one turn of the wheel ahead; None when empty."""
+        """Return the next entry's tick, at most one round ahead; None if the wheel is empty."""
         if not self._ticks:
             return None
         latest = self._now + self._size
-        if (
-            len(self._ticks) < self._size // 16
-        ):  # to compare so few is quicker than to look into each slot
+        if len(self._ticks) < self._size // 16:
+            # Comparing a few ticks is quicker than reading each slot.
             return min(latest, *self._ticks.values())
         coming = range(self._now + 1, latest)
         return next(
@@ -109,7 +116,7 @@ class TimingWheel(Generic[E]):
         )
 
     def soonest(self, count: int) -> list[E]:
-        """The first `count` entries in the order of their ticks, which stay held."""
+        """Return the first `count` entries in the order of their ticks, without removing them."""
         ticks = sorted(set(nsmallest(count, self._ticks.values())))
         found = [self._slots[at % self._size][at // self._size].values() for at in ticks]
         return list(islice(chain.from_iterable(found), count))
@@ -130,7 +137,7 @@ class TimingWheel(Generic[E]):
 
 
 class WheelThread(Generic[E]):
-    """Turns a wheel: one loop that rests until the next entry is due, and for good when none is held."""
+    """Turns a wheel in a loop, which sleeps until the next entry is due, or one is added."""
 
     def __init__(
         self,
@@ -144,9 +151,10 @@ class WheelThread(Generic[E]):
         self._lock = threading.Lock()
         self._wheel: TimingWheel[E] = TimingWheel(now=self._tick())
         self._wakes_at: int | None = None
-        #: It may turn again then. As far as that is past, turns are saved up: those of `LONE_S` at most.
+        #: The time of the next turn. If it has passed, it has saved turns, up to those of
+        #: `SAVED_TURNS_S`.
         self._rests_until = 0.0
-        #: What it holds outlives a thread of it that dies.
+        #: The wheel keeps its entries if the loop's thread dies.
         self.loop = Loop("wheel", self._turn, events, stuck_s)
 
     def __len__(self) -> int:
@@ -154,30 +162,30 @@ class WheelThread(Generic[E]):
 
     @property
     def late_s(self) -> float:
-        """How long the next entry has waited in vain."""
+        """The time since the next entry should have been processed."""
         wakes_at = self._wakes_at
         return 0.0 if wakes_at is None else max(self._clock.now_us() - wakes_at * TICK_US, 0) / 1e6
 
     def stop(self) -> list[E]:
-        """Waits for the thread, and returns what is still held."""
+        """Wait for the thread, and return the entries that the wheel still holds."""
         self.loop.stop()
         with self._lock:
-            self._wakes_at = None  # nothing is late any more
+            self._wakes_at = None  # no entry is late now
             return self._wheel.take_all()
 
     def add(self, entries: Iterable[tuple[Hashable, int, E]]) -> None:
-        """(name, due in microseconds, entry) each."""
+        """Add entries, each as (name, due time in microseconds, entry)."""
         with self._lock:
             self._wheel.go_back(self._tick())
             for name, due_us, entry in entries:
-                # Rounded up: a tick comes out when it has begun, and that must not be before the due time.
+                # Rounded up, since a tick is processed at its beginning, and no entry may be early.
                 tick = self._wheel.add(name, -(-due_us // TICK_US), entry)
                 if self._wakes_at is None or tick < self._wakes_at:
                     self._wakes_at = tick
                     self.loop.wake()
 
     def soonest(self, count: int) -> list[E]:
-        """The first `count` entries in the order of their due times, which stay held."""
+        """Return the first `count` entries by their due times, without removing them."""
         with self._lock:
             return self._wheel.soonest(count)
 
@@ -191,8 +199,10 @@ class WheelThread(Generic[E]):
         with self._lock:
             due = self._wheel.advance(self._tick())
         if due:
-            self._rests_until = max(self._rests_until, monotonic() - LONE_S) + GATHER_S
-            self._on_due(due)  # what it fails with, or is stuck in, is found by the sweep
+            self._rests_until = (
+                max(self._rests_until, monotonic() - SAVED_TURNS_S) + TURN_INTERVAL_S
+            )
+            self._on_due(due)  # if it fails or is stuck, the sweep finds the rows
         with self._lock:
             self._wakes_at = self._wheel.next_tick()
             if self._wakes_at is None:

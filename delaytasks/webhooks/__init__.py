@@ -1,4 +1,4 @@
-"""Tasks whose work is somebody else's: a POST to a URL, a message to a queue. See docs/callbacks.md."""
+"""Callbacks: tasks that POST to a URL or send a message to a queue. See docs/callbacks.md."""
 
 from delaytasks.webhooks.signatures import Received, verify
 

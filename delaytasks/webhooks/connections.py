@@ -1,7 +1,7 @@
-"""Connections to strangers: to the address that was checked, in bounded time whatever the other side does.
+"""HTTP connections to untrusted servers: to the address that was checked, and with time limits.
 
-A URL given here has an address in the place of its host, and the Host header names the host: by that name the server
-is asked for its certificate, and by that name the certificate is checked.
+The host of a URL is replaced by its address here, and the `Host` header has the name. TLS asks the
+server for the certificate of that name, and checks the certificate against it.
 """
 
 from __future__ import annotations
@@ -24,25 +24,29 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from delaytasks.core.clock import monotonic
 
-#: Connections kept: to so many addresses, and so many to each, or as many as are used at once.
-KEPT = 100
-#: A receiver may send up to so many interim answers (status 1xx) before its final one.
-INTERIM_MAX = 10
-#: When the exchange under way in this thread must be over.
+#: The number of addresses to which connections stay open, and of open connections to each of them.
+#: The latter is higher if `callback_in_flight` is higher.
+MAX_OPEN_CONNECTIONS = 100
+#: A receiver may send this number of interim responses (status 1xx) before the final one.
+MAX_INTERIM_RESPONSES = 10
+#: The time at which the current exchange of this thread must have ended.
 ends: ContextVar[float] = ContextVar("ends")
 
 
 def left_s() -> float:
-    """Of the time for the exchange under way."""
+    """Return the time left for the current exchange."""
     left = ends.get() - monotonic()
     if left <= 0:
-        raise TimeoutError("the whole took too long")
+        raise TimeoutError("the request took too long")
     return left
 
 
 class _InTime(io.RawIOBase):
-    """What a socket brings until time is up: each wait is bounded by what is left for all of them, or who sends a byte
-    now and then, in headers or body, would keep us for ever."""
+    """Reads a socket until the exchange must have ended.
+
+    The time left for the exchange limits each wait. A time limit for each wait alone would let a
+    server that sends a byte from time to time continue forever.
+    """
 
     def __init__(self, raw: io.RawIOBase, sock: socket.socket) -> None:
         self._raw = raw
@@ -65,8 +69,12 @@ class _InTime(io.RawIOBase):
 
 
 class _Reader(io.BufferedReader):
-    """Reads one answer. If bytes after the answer's end are in the buffer, they would be lost with it, and the rest of
-    them would be taken for the answer to the next request: the socket is shut down, so that nobody uses it again."""
+    """Reads one response.
+
+    Bytes after the response's end may be in the buffer. They would be lost with the buffer, and the
+    following bytes would be taken for the response to the next request. The socket is shut down
+    then, so that it is not used again.
+    """
 
     raw: _InTime
 
@@ -85,14 +93,19 @@ class _Response(http.client.HTTPResponse):
         self.fp = _Reader(_InTime(self.fp.detach(), sock))
 
     def _read_status(self) -> tuple[str, int, str]:
-        """The final answer's status line. `http.client` itself skips status 100 only, and without a bound: any other
-        interim answer would be the result of this request, and the final answer that of the next one."""
-        for _ in range(INTERIM_MAX + 1):
+        """Return the status line of the final response.
+
+        `http.client` skips only status 100, and without a limit. Another interim response would be
+        the result of this request, and the final response the result of the next request.
+        """
+        for _ in range(MAX_INTERIM_RESPONSES + 1):
             version, status, reason = super()._read_status()  # type: ignore[misc]
             if not 100 <= status < 200 or status == http.client.SWITCHING_PROTOCOLS:
                 return version, status, reason
             http.client.parse_headers(self.fp)
-        raise http.client.HTTPException(f"more than {INTERIM_MAX} interim answers (status 1xx)")
+        raise http.client.HTTPException(
+            f"more than {MAX_INTERIM_RESPONSES} interim responses (status 1xx)"
+        )
 
     def begin(self) -> None:
         super().begin()
@@ -103,7 +116,7 @@ class _Response(http.client.HTTPResponse):
         )
 
     def _is_framed(self) -> bool:
-        """Whether the headers say in one way only where the answer ends."""
+        """Return whether the headers state in exactly one way where the response ends."""
         codings, lengths = (
             self.headers.get_all(name, []) for name in ("Transfer-Encoding", "Content-Length")
         )
@@ -115,7 +128,7 @@ class _Response(http.client.HTTPResponse):
 
 
 class _Unused:
-    """A connection is used again only if nothing came on it since the last answer, not even inside TLS."""
+    """Reuses a connection only if nothing arrived after the last response, not even inside TLS."""
 
     @property
     def is_connected(self) -> bool:
@@ -141,13 +154,19 @@ class _TLSPool(HTTPSConnectionPool):
 
 
 class Adapter(HTTPAdapter):
-    """The kept connections of a process. Used without a `requests.Session`, which would add cookies, .netrc, proxies of
-    the environment, and read redirects to their end."""
+    """The open connections of a process.
 
-    def __init__(self, ca_file: str, at_once: int) -> None:
-        # One for all connections: to read the authorities takes as long as forty callbacks.
+    It is used without a `requests.Session`, which would add cookies, .netrc and the environment's
+    proxies, and read redirects to their end.
+    """
+
+    def __init__(self, ca_file: str, in_flight: int) -> None:
+        # All connections share it: reading the certificate authorities takes as long as 40
+        # callbacks.
         self._tls = ssl.create_default_context(cafile=ca_file or DEFAULT_CA_BUNDLE_PATH)
-        super().__init__(pool_connections=KEPT, pool_maxsize=max(KEPT, at_once))
+        super().__init__(
+            pool_connections=MAX_OPEN_CONNECTIONS, pool_maxsize=max(MAX_OPEN_CONNECTIONS, in_flight)
+        )
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
         super().init_poolmanager(*args, **kwargs)
@@ -156,10 +175,11 @@ class Adapter(HTTPAdapter):
     def build_connection_pool_key_attributes(
         self, request: PreparedRequest, verify: Any, cert: Any = None
     ) -> Any:
-        place, _ = super().build_connection_pool_key_attributes(request, verify, cert)
-        # Without TLS the name only keeps apart hosts that share an address: no connection is used for two of them.
+        host, _ = super().build_connection_pool_key_attributes(request, verify, cert)
+        # Without TLS the name only separates hosts that share an address: each has connections of
+        # its own.
         kind = {"server_hostname": urlsplit(f"//{request.headers['Host']}").hostname}
-        return place, {**kind, "ssl_context": self._tls} if place["scheme"] == "https" else kind
+        return host, {**kind, "ssl_context": self._tls} if host["scheme"] == "https" else kind
 
     def cert_verify(self, *_: Any) -> None:
-        """The context knows whom to trust."""
+        """Do nothing: the TLS context has the certificate authorities."""

@@ -1,4 +1,4 @@
-"""Signatures of callbacks, as Standard Webhooks has them: made by who sends, checked by who receives."""
+"""Signatures of callbacks, as specified by Standard Webhooks."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from delaytasks.core.errors import BodyNotJSONError, ConfigError, InvalidSignatu
 from delaytasks.core.masking import SecretBytes
 
 ID, TIMESTAMP, SIGNATURE = "webhook-id", "webhook-timestamp", "webhook-signature"
-#: A callback that is older, or from the future by more, may be a recording.
+#: A callback is refused if its timestamp differs by more than this: it may be a replay.
 TOLERANCE_S = 300.0
-#: By which secrets are known, so that they are not shown.
+#: Secrets begin with this prefix, by which tools recognize and hide them.
 _PREFIX = "whsec_"
-#: The standard's bounds.
+#: The lengths that the standard allows.
 _KEY_BYTES = range(24, 65)
 
 
 class Received(NamedTuple):
-    """A callback whose signature is right. A callback may come several times, each time with the same id."""
+    """A callback with a valid signature.
+
+    A callback may arrive several times, each time with the same `id`.
+    """
 
     id: str
     body: Any
 
 
 class SigningKeys:
-    """Secrets of the form `whsec_…`. Several of them overlap while one takes the place of another."""
+    """Secrets of the form `whsec_…`. While one replaces another, both are valid."""
 
     def __init__(self, secrets: str | Iterable[str]) -> None:
         secrets = secrets.split() if isinstance(secrets, str) else list(secrets)
@@ -40,16 +43,16 @@ class SigningKeys:
         return len(self._keys)
 
     def sign(self, id: str, timestamp: str, payload: bytes) -> str:
-        """With all keys, of which the receiver needs to know one."""
+        """Return a signature by each key. The receiver needs one of the keys."""
         return " ".join(self._signatures(id.encode(), timestamp.encode(), payload))
 
     def match(self, id: bytes, timestamp: bytes, payload: bytes, given: bytes) -> bool:
-        """Whether one of the signatures given is by one of the keys, in a time that does not tell how near it came."""
+        """Return whether `given` has a signature by one of the keys, in constant time."""
         right = [signature.encode() for signature in self._signatures(id, timestamp, payload)]
         found = False
         for signature in given.split():
-            for each in right:
-                found |= hmac.compare_digest(signature, each)
+            for expected in right:
+                found |= hmac.compare_digest(signature, expected)
         return found
 
     def _signatures(self, id: bytes, timestamp: bytes, payload: bytes) -> list[str]:
@@ -67,20 +70,49 @@ def verify(
     *,
     tolerance_s: float = TOLERANCE_S,
 ) -> Received:
-    """The callback in a request: `payload` is the request's body as it came, byte for byte.
+    """Check the signature of a callback, and return the callback.
 
-    `InvalidSignatureError` (answer 401) if it is not signed by one of the secrets, or not now; `BodyNotJSONError`
-    (answer 400) if it is not JSON.
+    Parameters
+    ----------
+    payload
+        The body of the request, exactly as it arrived.
+    headers
+        The headers of the request.
+    secrets
+        The secrets of the form `whsec_…`, as a list or separated by spaces. The callback must be
+        signed by one of them.
+    tolerance_s
+        The largest allowed difference between the callback's timestamp and this host's clock.
+
+    Returns
+    -------
+    Received
+        The callback's id and its body.
+
+    Raises
+    ------
+    InvalidSignatureError
+        The callback is not signed by one of the secrets, or its timestamp is too old or too new.
+        Answer with status 401.
+    BodyNotJSONError
+        The body is not JSON. Answer with status 400.
+    ConfigError
+        `secrets` is empty, or has a secret that is not of the form `whsec_…`.
+
+    Examples
+    --------
+    >>> received = verify(request.get_data(), request.headers, secrets)
+    >>> ship(received.body["order"])
     """
     keys = SigningKeys(secrets)
     if not keys:
-        raise ConfigError("without a secret no signature can be checked")
+        raise ConfigError("no signature can be checked without a secret")
     lowered = {name.lower(): value for name, value in headers.items()}
     id, timestamp, given = (
         lowered.get(name, "").encode(errors="replace") for name in (ID, TIMESTAMP, SIGNATURE)
     )
     if not (id and timestamp and given):
-        raise InvalidSignatureError(f"the headers {ID}, {TIMESTAMP} and {SIGNATURE} are needed")
+        raise InvalidSignatureError(f"the headers {ID}, {TIMESTAMP} and {SIGNATURE} are required")
     if not keys.match(id, timestamp, payload, given):
         raise InvalidSignatureError("no signature is by one of the secrets")
     if not timestamp.isdigit() or abs(wall_ms() / 1000 - int(timestamp[:12])) > tolerance_s:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from delaytasks import Done, Retry
-from delaytasks.webhooks.connections import INTERIM_MAX
+from delaytasks.webhooks.connections import MAX_INTERIM_RESPONSES
 from tests.certificates import self_signed
 from tests.integration.test_http_callbacks import Caller
 from tests.waiting import wait_until
@@ -83,12 +83,12 @@ def test_a_final_answer_that_comes_long_after_its_interim_answer_is_not_the_next
 
 @pytest.mark.parametrize("status", [100, 103])
 def test_interim_answers_are_bounded_in_number(web: WebServer, caller: Caller, status: int) -> None:
-    web.answers["/few"] = raw(interim(status) * INTERIM_MAX, TAKEN)
+    web.answers["/few"] = raw(interim(status) * MAX_INTERIM_RESPONSES, TAKEN)
     assert caller.post(web.url("/few")) == Done()
-    web.answers["/many"] = raw(interim(status) * (INTERIM_MAX + 1), TAKEN)
+    web.answers["/many"] = raw(interim(status) * (MAX_INTERIM_RESPONSES + 1), TAKEN)
     outcome = caller.post(web.url("/many"))
     assert isinstance(outcome, Retry)
-    assert f"more than {INTERIM_MAX} interim answers" in outcome.reason
+    assert f"more than {MAX_INTERIM_RESPONSES} interim responses" in outcome.reason
     assert caller.post(web.url("/taken")) == Done()
 
 

@@ -22,6 +22,7 @@ from standardwebhooks import Webhook
 
 from delaytasks import DelayTask, DelayTasks, Done, Fail, Retry, RetrySchedule, Status
 from delaytasks.core.bounded_calls import within
+from delaytasks.core.callbacks import CALLBACK, Callback
 from delaytasks.core.clock import Clock
 from delaytasks.core.errors import (
     BodyNotJSONError,
@@ -33,7 +34,7 @@ from delaytasks.core.settings import load_settings
 from delaytasks.storage import migrations
 from delaytasks.webhooks import addresses
 from delaytasks.webhooks.addresses import Guard
-from delaytasks.webhooks.http import CALLBACK, Callback, HttpCallbacks, retry_after_s
+from delaytasks.webhooks.http import HttpCallbacks, retry_after_s
 from tests.recording import delays_on, record, run_now
 from tests.services import free_port
 from tests.webserver import WebServer, answer, drip, hang, pour, reset
@@ -392,7 +393,7 @@ def test_the_address_that_was_checked_is_the_one_that_is_connected_to(web: WebSe
 def test_a_name_that_means_something_else_a_moment_later_leads_nowhere(
     web: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(addresses, "KNOWN_S", 0)
+    monkeypatch.setattr(addresses, "RESOLVED_FOR_S", 0)
     answers = iter([["127.0.0.1"], ["127.0.0.2"], ["169.254.169.254"], ["127.0.0.1", "10.0.0.1"]])
     caller = Caller(lambda host: next(answers))
     url = web.url("/", "partner.example")

@@ -16,6 +16,7 @@ from kombu import Connection, Exchange, Queue
 from redis import Redis
 
 from delaytasks import DelayTask, DelayTasks, Status
+from delaytasks.core.callbacks import MESSAGE, Message
 from delaytasks.core.errors import (
     BodyRefusedError,
     InvalidHeaderError,
@@ -23,7 +24,6 @@ from delaytasks.core.errors import (
     InvalidQueueError,
 )
 from delaytasks.storage import migrations
-from delaytasks.webhooks.queue import MESSAGE, Message
 from tests.proxy import Proxy, proxy_to
 from tests.recording import delays_on, record, run_now
 from tests.running import Deployment
@@ -154,7 +154,7 @@ def test_exchanges_are_amqps(make: Make, redis_url: str, name: str) -> None:
     failed = send(delays, "key", BODY, exchange=name)
     assert (failed.status, failed.error) == (
         Status.FAILED,
-        "exchanges are AMQP's: on redis a message goes to a queue",
+        "redis has no exchanges: on it a message goes to a queue",
     )
     with Redis.from_url(redis_url) as client:
         assert client.exists("key", name) == 0

@@ -162,7 +162,7 @@ def test_a_rabbitmq_that_blocks_those_who_publish_makes_tasks_late_and_loses_non
         wait_until(
             lambda: counted(d.store)[Status.NOT_COMPLETE] == 0, 20, "sweeps to have them run", 0.1
         )
-        assert "the broker blocks those who publish" in worker.log()
+        assert "the broker blocks publishers" in worker.log()
     finally:
         own_rabbitmq.alarm(False)
     wait_until(lambda: is_on_time(d), 15, "the fast path again", 0.2)

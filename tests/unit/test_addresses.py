@@ -69,10 +69,10 @@ def test_public_https_is_open(url: str) -> None:
 def test_addresses_that_are_not_public_are_forbidden_as_text_and_as_what_a_name_means(
     host: str,
 ) -> None:
-    with pytest.raises(ForbiddenURLError, match="is no public address"):
+    with pytest.raises(ForbiddenURLError, match="is not a public address"):
         guard().check(f"https://{host}/")
     named = guard(partner_example=[host.strip("[]")])
-    with pytest.raises(ForbiddenURLError, match="is no public address"):
+    with pytest.raises(ForbiddenURLError, match="is not a public address"):
         named.address(named.check("https://partner.example/"), 0, 5)
 
 
@@ -106,7 +106,7 @@ def test_each_turn_takes_the_next_address() -> None:
     target = several.check("https://partner.example/")
     found = [str(several.address(target, turn, 5)) for turn in range(3)]
     assert found == ["93.184.216.34", "2606:2800::1", "93.184.216.34"]
-    assert target.at(several.address(target, 1, 5)) == "https://[2606:2800::1]:443/"
+    assert target.url_at(several.address(target, 1, 5)) == "https://[2606:2800::1]:443/"
 
 
 def test_a_name_is_not_looked_up_for_each_of_many_calls_nor_trusted_for_long(
@@ -120,7 +120,7 @@ def test_a_name_is_not_looked_up_for_each_of_many_calls_nor_trusted_for_long(
     with pytest.raises(ForbiddenURLError):
         changing.address(changing.check("https://partner.example:444/"), 0, 5)
     now = addresses.monotonic()
-    monkeypatch.setattr(addresses, "monotonic", lambda: now + addresses.KNOWN_S + 1)
+    monkeypatch.setattr(addresses, "monotonic", lambda: now + addresses.RESOLVED_FOR_S + 1)
     answers.append(["169.254.169.254"])
     with pytest.raises(ForbiddenURLError):
         changing.address(target, 0, 5)

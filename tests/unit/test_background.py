@@ -95,7 +95,7 @@ def test_what_comes_while_the_thread_sends_travels_in_its_next_call(
 def test_what_is_due_now_is_not_held_back(
     slow: SlowTimer, timer: BackgroundTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "GATHER_S", 30.0)
+    monkeypatch.setattr(background, "ARM_DELAY_S", 30.0)
     timer.arm([entry(1, 60)])
     timer.arm([entry(2, 0)])
     wait_until(lambda: slow.ids == [1, 2], 2, "both, at once")
@@ -104,7 +104,7 @@ def test_what_is_due_now_is_not_held_back(
 def test_gathering_takes_half_of_the_time_there_is_at_most(
     slow: SlowTimer, timer: BackgroundTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "GATHER_S", 30.0)
+    monkeypatch.setattr(background, "ARM_DELAY_S", 30.0)
     began = time.monotonic()
     timer.arm([entry(1, 0.4)])
     wait_until(lambda: slow.calls, 2, "the call")
@@ -114,7 +114,7 @@ def test_gathering_takes_half_of_the_time_there_is_at_most(
 def test_flush_waits_until_all_is_sent_and_not_for_ever(
     slow: SlowTimer, timer: BackgroundTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "GATHER_S", 30.0)
+    monkeypatch.setattr(background, "ARM_DELAY_S", 30.0)
     assert timer.flush(0.01), "nothing waits"
     slow.gate.clear()
     timer.arm([entry(1, 100)])
@@ -140,7 +140,7 @@ def test_it_is_as_up_as_what_stands_behind_it(slow: SlowTimer, timer: Background
 def test_memory_is_bounded_while_the_broker_is_away(
     slow: SlowTimer, timer: BackgroundTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "MOST", 10)
+    monkeypatch.setattr(background, "MAX_WAITING_ENTRIES", 10)
     slow.gate.clear()
     timer.arm([entry(0, 0)])
     wait_until(lambda: slow.calls, 2, "the first call")
@@ -229,7 +229,7 @@ def in_child(work: Callable[[], bool]) -> int:
 def test_a_forked_child_sends_its_own_and_not_its_parents(
     slow: SlowTimer, timer: BackgroundTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "GATHER_S", 30.0)
+    monkeypatch.setattr(background, "ARM_DELAY_S", 30.0)
     timer.arm([entry(1, 100)])
 
     def work() -> bool:
@@ -293,7 +293,7 @@ def test_a_fork_while_another_thread_holds_the_lock_leaves_the_child_a_working_t
 def test_what_is_disarmed_before_it_is_sent_is_not_sent(
     slow: SlowTimer, timer: BackgroundTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "GATHER_S", 30.0)
+    monkeypatch.setattr(background, "ARM_DELAY_S", 30.0)
     first, second, other = (Entry(id, version, 0) for id, version in ((1, 0), (1, 1), (2, 0)))
     timer.arm([one._replace(due_us=entry(1, 100).due_us) for one in (first, second, other)])
     timer.disarm([first])

@@ -1,15 +1,18 @@
-"""An installed Celery that is too old is named, with the versions that work."""
+"""An installed Celery that is too old or not tested is reported, with the versions that work."""
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 
 import celery
 import pytest
+from celery import signals
 
 from delaytasks.core.errors import ConfigError
-from delaytasks.worker.celery_compat.celery_version import OLDEST_CELERY
+from delaytasks.worker.celery_compat.versions import NEWEST_TESTED_CELERY, OLDEST_CELERY
+from tests.celery_shapes import Records
 from tests.recording import delays_on
 
 ROOT = Path(__file__).parents[2]
@@ -42,3 +45,41 @@ def test_the_package_asks_for_the_same_version() -> None:
     asked = re.search(r'"celery\[redis\]>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
     assert asked is not None
     assert asked[1] == ".".join(map(str, OLDEST_CELERY))
+
+
+def warnings_at_start(version: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(celery, "VERSION", version)
+    monkeypatch.setattr(celery, "__version__", ".".join(map(str, version)))
+    handler = Records()
+    logger = logging.getLogger("delaytasks.worker.celery_compat.celery_version")
+    logger.addHandler(handler)
+    try:
+        delays_on("sqlite://").close()
+        signals.celeryd_after_setup.send(sender="worker", instance=None, conf=None)
+    finally:
+        logger.removeHandler(handler)
+    return [record.getMessage() for record in handler.records]
+
+
+@pytest.mark.parametrize("newer", [(0, 1), (1, 0)])
+def test_a_worker_warns_of_a_celery_that_is_newer_than_the_newest_tested_one(
+    newer: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    major, minor = NEWEST_TESTED_CELERY
+    version = (major + newer[0], minor + newer[1], 3)
+    [warning] = warnings_at_start(version, monkeypatch)
+    assert f"Celery {'.'.join(map(str, version))} is installed" in warning
+    assert f"pip install 'celery~={major}.{minor}.0'" in warning
+
+
+@pytest.mark.parametrize("version", [(*OLDEST_CELERY, 0), (*NEWEST_TESTED_CELERY, 9)])
+def test_a_worker_does_not_warn_of_a_celery_in_the_tested_range(
+    version: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert warnings_at_start(version, monkeypatch) == []
+
+
+def test_the_docs_state_the_tested_range() -> None:
+    page = (ROOT / "docs/operations.md").read_text()
+    stated = [".".join(map(str, version)) for version in (OLDEST_CELERY, NEWEST_TESTED_CELERY)]
+    assert f"| Celery | {' to '.join(stated)} |" in page

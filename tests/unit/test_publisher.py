@@ -80,12 +80,12 @@ def test_a_refused_queue_is_tried_again_after_its_rest_and_told_once(
     assert not runtime.sends_to("bad")
     monkeypatch.setattr(WorkerRuntime, "refused", frozenset[str]())
     assert not runtime.sends_to("bad"), "it rests"
-    WorkerRuntime.now += publisher_module.REFUSED_REST_S + 0.1
+    WorkerRuntime.now += publisher_module.REFUSED_QUEUE_REST_S + 0.1
     assert runtime.sends_to("bad")
     monkeypatch.setattr(WorkerRuntime, "refused", frozenset({"refusal.bad"}))
     runtime.close()  # so that it is declared again
     assert not runtime.sends_to("bad")
-    WorkerRuntime.now += publisher_module.REFUSED_REST_S + 0.1
+    WorkerRuntime.now += publisher_module.REFUSED_QUEUE_REST_S + 0.1
     assert not runtime.sends_to("bad")
     assert runtime.events_told == ["queue.refused", "queue.refused"], (
         "once when it begins, not at each try"

@@ -1,4 +1,4 @@
-"""How often a worker looks for its broker, and for how long."""
+"""A worker tries often, and for long enough, to reach its broker."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kombu.exceptions import OperationalError
 from kombu.utils import functional
 
 from delaytasks.worker.celery_compat.broker_outage import meanwhile, rest
-from delaytasks.worker.celery_compat.reconnecting import PAUSE_S, ReconnectStep
+from delaytasks.worker.celery_compat.reconnecting import RECONNECT_PAUSE_S, ReconnectStep
 from tests.waiting import wait_until
 
 NOWHERE = "redis://127.0.0.1:{port}/0"
 
 
 class Clock:
-    """Stands still but for sleep."""
+    """Stands still, except in `sleep`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -45,13 +45,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    with socket.socket() as bound:  # but nobody listens
+    with socket.socket() as bound:  # bound, but not listening
         bound.bind(("127.0.0.1", 0))
         yield bound.getsockname()[1]
 
 
 class Looking(Consumer):  # type: ignore[misc]
-    """A worker's consumer with nothing but what connects it."""
+    """A worker's consumer with only the attributes that connecting needs."""
 
     def __init__(self, url: str, retries: int | None) -> None:
         self.app = Celery(set_as_current=False, broker=url)
@@ -63,7 +63,7 @@ class Looking(Consumer):  # type: ignore[misc]
 
 
 def tries_of(consumer: Looking, clock: Clock, most: int = 1000) -> list[float]:
-    """When it tried, until it gave up."""
+    """Return the times at which the consumer tried to connect, until it gave up."""
     tries: list[float] = []
     connection = consumer.app.connection_for_read()
     connect = connection._connection_factory
@@ -91,7 +91,7 @@ def test_a_broker_is_looked_for_every_few_seconds_however_long_it_is_away(
 ) -> None:
     tries = tries_of(ours(NOWHERE.format(port=port), None), clock, most=300)
     assert len(tries) == 300
-    assert max(later - earlier for earlier, later in pairwise(tries)) == PAUSE_S
+    assert max(later - earlier for earlier, later in pairwise(tries)) == RECONNECT_PAUSE_S
 
 
 @pytest.mark.parametrize("retries", [0, 1, 5, 100])
@@ -100,7 +100,7 @@ def test_it_is_given_up_when_celery_would_have(clock: Clock, port: int, retries:
     celerys = tries_of(Looking(url, retries), clock)
     began, clock.now = clock.now, 0.0
     tries = tries_of(ours(url, retries), clock)
-    assert began <= tries[-1] <= began + PAUSE_S
+    assert began <= tries[-1] <= began + RECONNECT_PAUSE_S
     assert (len(celerys) == 1) is (len(tries) == 1)
 
 
@@ -134,7 +134,7 @@ def test_what_the_pool_forgot_with_the_broker_is_recalled_before_the_event_loop_
 
 
 class HubPool:
-    """Registers what Celery's prefork pool does: a timer."""
+    """Registers a timer, as Celery's prefork pool does."""
 
     def __init__(self, fails: bool = False) -> None:
         self.fails = fails

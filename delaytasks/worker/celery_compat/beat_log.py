@@ -1,4 +1,4 @@
-"""Beat's line about each sweep, every few seconds for ever, is for debugging."""
+"""Logs the sweeps that Celery beat sends, every few seconds, at the level DEBUG."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from delaytasks.worker.celery_tasks import SWEEP
 
 
 class SweepsAtDebug(logging.Filter):
-    """Turns `Scheduler: Sending due task … (delaytasks.sweep)` into a DEBUG line; all others stay as they are."""
+    """Changes the level of `Scheduler: Sending due task … (delaytasks.sweep)` to DEBUG.
+
+    `celery.beat.Scheduler.apply_entry` logs this message at INFO. All other records stay as they
+    are.
+    """
 
     def __init__(self, logger: logging.Logger) -> None:
         super().__init__()
@@ -35,6 +39,6 @@ def quiet_beat(**_: Any) -> None:
 
 
 def quiet_beats() -> None:
-    """A beat of its own, and one inside a worker (-B)."""
+    """Add the filter to a beat process and to a beat inside a worker (`celery worker -B`)."""
     for starting in (signals.beat_init, signals.beat_embedded_init):
         starting.connect(quiet_beat, weak=False, dispatch_uid="delaytasks.quiet_beat")

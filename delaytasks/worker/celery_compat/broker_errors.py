@@ -1,15 +1,18 @@
-"""Tells errors of the broker from errors that a strange message causes."""
+"""Tells errors of the broker from errors that a malformed message causes."""
 
 from __future__ import annotations
 
 from redis.exceptions import DataError
 
-#: The errors of reading a strange message, or of using its fields: its delivery tag may be a list, for example.
+#: Errors from reading a malformed message or using its fields, such as a list as delivery tag.
 OF_DATA = (LookupError, TypeError, ValueError, DataError)
 
 
 def is_the_brokers(error: Exception, kinds: tuple[type[Exception], ...]) -> bool:
-    """Celery takes a message without properties for a lost connection, too."""
+    """Return whether `error` is an error of the broker, where `kinds` are the transport's errors.
+
+    Celery counts a `KeyError` from a message without properties among the connection errors.
+    """
     return isinstance(error, OSError) or (
         isinstance(error, kinds) and not isinstance(error, OF_DATA)
     )

@@ -1,7 +1,8 @@
-"""A worker whose broker is away or hangs goes on with the table.
+"""Keeps a worker running rows from the table while its broker is unavailable or does not answer.
 
-Celery's main thread connects to the broker, and it alone may use the pool. Here another thread connects, and the main
-thread turns the event loop meanwhile, so that sweeps and drains, which run in threads of their own, find a pool.
+Celery's main thread connects to the broker, and only the main thread may use the pool. Here another
+thread connects while the main thread turns the event loop, so that sweeps and drains, which run in
+threads of their own, can use the pool.
 """
 
 from __future__ import annotations
@@ -20,51 +21,55 @@ from delaytasks.core.clock import monotonic
 from delaytasks.worker.celery_compat.versions import timer_entries
 
 logger = get_logger(__name__)
-#: A connection that is made within this time is waited for: to turn the event loop is not worth it.
-SOON_S = 0.2
-#: How often the main thread looks for a signal to shut down.
-LOOK_S = 0.5
-#: What a broker may take for one step, and how long a peer may leave sent data unconfirmed, unless the user says so.
-STEP_S, SILENT_MS = 5.0, 10_000
-#: Where Celery has its pools, and we what wakes the event loop.
-KEPT_TICKS = ("celery.concurrency", "delaytasks.worker")
+#: The main thread waits this long for a connection before it turns the event loop.
+CONNECT_WAIT_S = 0.2
+#: While it turns the event loop, the main thread checks this often for a signal to shut down.
+SIGNAL_CHECK_S = 0.5
+#: The time limit for one step of the broker, unless `broker_transport_options` has another one.
+BROKER_STEP_S = 5.0
+#: TCP closes a connection if the broker does not acknowledge sent data within this time.
+TCP_USER_TIMEOUT_MS = 10_000
+#: Callbacks of the event loop from these modules are called while there is no broker: Celery's
+#: pools, and the function that wakes the event loop.
+BROKERLESS_MODULES = ("celery.concurrency", "delaytasks.worker")
 
 
 def bound_connections(app: Any) -> None:
-    """Give the worker's broker connections time limits where `broker_transport_options` has none: a broker that hangs
-    would stop the main thread for as long as it likes."""
+    """Give the worker's broker connections the time limits that the app does not set.
+
+    Otherwise a broker that does not answer would stop the main thread indefinitely.
+    """
     options = dict(app.conf.broker_transport_options or {})
     kind = app.connection_for_read().transport.driver_type
     defaults: dict[str, Any] = {}
     if kind == "redis":
-        polls_s = float(
-            options.get("polling_interval") or 0
-        )  # Redis does not answer earlier when there is no message
+        # Without a message, Redis answers only after the polling interval.
+        polling_s = float(options.get("polling_interval") or 0)
         defaults = {
-            "socket_timeout": polls_s + STEP_S,
-            "socket_connect_timeout": STEP_S,
+            "socket_timeout": polling_s + BROKER_STEP_S,
+            "socket_connect_timeout": BROKER_STEP_S,
             "socket_keepalive": True,
         }
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux
-            defaults["socket_keepalive_options"] = {socket.TCP_USER_TIMEOUT: SILENT_MS}
+            defaults["socket_keepalive_options"] = {socket.TCP_USER_TIMEOUT: TCP_USER_TIMEOUT_MS}
     elif kind == "amqp":
-        defaults = {"read_timeout": STEP_S, "write_timeout": STEP_S}
+        defaults = {"read_timeout": BROKER_STEP_S, "write_timeout": BROKER_STEP_S}
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            defaults["socket_settings"] = {socket.TCP_USER_TIMEOUT: SILENT_MS}
+            defaults["socket_settings"] = {socket.TCP_USER_TIMEOUT: TCP_USER_TIMEOUT_MS}
     app.conf.broker_transport_options = {**defaults, **options}
 
 
 def lose_the_broker_with_heartbeats(app: Any) -> None:
-    """Events that a worker can not send mean that it has lost its broker.
+    """Make an event that the worker cannot send end its connection to the broker.
 
-    Celery's dispatcher tries for ever to send a heartbeat again, in the main thread.
+    Otherwise Celery's dispatcher retries a heartbeat forever, in the main thread.
     """
     events = app.events
     make = events.Dispatcher
 
     def dispatcher(*args: Any, **options: Any) -> Any:
         made = make(*args, **options)
-        if "on_send_buffered" in options:  # the one of the worker's consumer
+        if "on_send_buffered" in options:  # the dispatcher of the worker's consumer
             made.send = partial(_send_once, made.send)
             made.buffer_while_offline = False
         return made
@@ -77,11 +82,15 @@ def _send_once(send: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def meanwhile(consumer: Any, work: Callable[[], Any]) -> Any:
-    """What `work` returns or raises; another thread does it while this one, the main thread, turns the event loop."""
+    """Call `work` in another thread while this one, the main thread, turns the event loop.
+
+    Return or raise what `work` returns or raises. Without an event loop, `work` runs in this
+    thread, since another thread uses the pool then.
+    """
     answer: Future[Any] = Future()
     hub = getattr(consumer, "hub", None)
     if hub is None:
-        return work()  # and the pool is used from a thread of ours
+        return work()
 
     def run() -> None:
         try:
@@ -92,21 +101,22 @@ def meanwhile(consumer: Any, work: Callable[[], Any]) -> Any:
 
     thread = threading.Thread(target=run, name="delaytasks-connect", daemon=True)
     thread.start()
-    thread.join(SOON_S)
+    thread.join(CONNECT_WAIT_S)
     if thread.is_alive():
         _turn(consumer, thread.is_alive)
     return answer.result()
 
 
 def close_meanwhile(consumer: Any, close: Callable[..., Any], error: BaseException) -> Any:
-    """Close what is left of a lost connection, which takes its time if the broker hangs."""
+    """Close a lost connection in another thread: it takes long if the broker does not answer."""
     if getattr(consumer, "hub", None) is not None:
-        consumer.hub.reset()  # the connection's sockets leave the event loop before another thread closes them
+        # The sockets leave the event loop before another thread closes them.
+        consumer.hub.reset()
     return meanwhile(consumer, partial(close, error))
 
 
 def rest(consumer: Any, seconds: float) -> None:
-    """Turn the event loop for so long, without a broker."""
+    """Turn the event loop for `seconds`, without a broker."""
     until = monotonic() + seconds
     if getattr(consumer, "hub", None) is not None:
         _turn(consumer, lambda: monotonic() < until)
@@ -116,10 +126,10 @@ def _turn(consumer: Any, goes_on: Callable[[], bool]) -> None:
     hub, ticks = consumer.hub, consumer.hub.on_tick
     before, added = timer_entries(hub.timer), set[Any]()
     try:
-        # A transport's callback would use, or reconnect, what is broken; the others are needed.
-        hub.on_tick = {tick for tick in ticks if tick.__module__.startswith(KEPT_TICKS)}
+        # A transport's callback would use the broken connection, or connect again.
+        hub.on_tick = {tick for tick in ticks if tick.__module__.startswith(BROKERLESS_MODULES)}
         consumer.pool.register_with_event_loop(hub)
-        hub.call_repeatedly(LOOK_S, _nothing)
+        hub.call_repeatedly(SIGNAL_CHECK_S, _nothing)
         added = timer_entries(hub.timer) - before
         loop = hub.create_loop()
         while goes_on():
@@ -138,4 +148,4 @@ def _turn(consumer: Any, goes_on: Callable[[], bool]) -> None:
 
 
 def _nothing() -> None:
-    """The event loop looks at its other duties whenever it has run a callback."""
+    """Do nothing: the event loop looks at its other duties after it has called a function."""

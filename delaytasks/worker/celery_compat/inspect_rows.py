@@ -1,4 +1,4 @@
-"""Shows rows in the answers to `celery inspect active`, `scheduled` and `registered`, after Celery's own tasks."""
+"""Adds rows to the answers of `celery inspect active`, `scheduled` and `registered`."""
 
 from __future__ import annotations
 
@@ -17,33 +17,37 @@ if TYPE_CHECKING:
     from delaytasks.worker.runtime import WorkerRuntime
 
 logger = get_logger(__name__)
-#: Rows in one answer.
-MOST_ROWS = 100
-#: The longest time to wait for the database: `celery inspect` waits one second by default, and the worker's main thread
-#: waits too.
-LIMIT_S = 0.5
+#: The rows in one answer.
+MAX_INSPECTED_ROWS = 100
+#: The time limit for the database. `celery inspect` waits for one second by default, and the
+#: worker's main thread waits for the answer too.
+INSPECT_LIMIT_S = 0.5
 
 
 def show_rows() -> None:
-    """Add rows to Celery's commands, once per process. Workers without delayed tasks answer as before."""
-    for name, show in (("active", running), ("scheduled", held), ("registered", tags)):
-        for command in (
-            name,
-            {"active": "dump_active", "scheduled": "dump_schedule", "registered": "dump_tasks"}[
-                name
-            ],
-        ):
-            celerys_own = Panel.data.get(command)
-            if celerys_own is not None and not isinstance(celerys_own, _Shown):
-                Panel.data[command] = _Shown(celerys_own, show)
+    """Replace Celery's commands, once per process. Other apps' workers answer as before."""
+    commands: dict[str, Callable[[WorkerRuntime], list[Any]]] = {
+        "active": running,
+        "dump_active": running,
+        "scheduled": held,
+        "dump_schedule": held,
+        "registered": tags,
+        "dump_tasks": tags,
+    }
+    for command, rows_of in commands.items():
+        celerys_own = Panel.data.get(command)
+        if celerys_own is not None and not isinstance(celerys_own, _WithRows):
+            Panel.data[command] = _WithRows(celerys_own, rows_of)
 
 
-class _Shown:
+class _WithRows:
+    """A command whose answer is Celery's own answer, followed by rows."""
+
     def __init__(
-        self, celerys_own: Callable[..., Any], show: Callable[[WorkerRuntime], list[Any]]
+        self, celerys_own: Callable[..., Any], rows_of: Callable[[WorkerRuntime], list[Any]]
     ) -> None:
         self._celerys_own = celerys_own
-        self._show = show
+        self._rows_of = rows_of
         self.__doc__ = celerys_own.__doc__
 
     def __call__(self, state: Any, **options: Any) -> Any:
@@ -51,7 +55,7 @@ class _Shown:
         runtime = getattr(getattr(state.consumer, "controller", None), "delays_runtime", None)
         if runtime is None:
             return answer
-        return [*answer, *(found for found in self._show(runtime) if found not in answer)]
+        return [*answer, *(found for found in self._rows_of(runtime) if found not in answer)]
 
 
 def running(runtime: WorkerRuntime) -> list[dict[str, Any]]:
@@ -62,20 +66,19 @@ def running(runtime: WorkerRuntime) -> list[dict[str, Any]]:
     workers = [delays.processes.name(pid) for pid in runtime.pids()]
     found: list[dict[str, Any]] = []
     for shard in delays.shards:
-        read = partial(shard.store.inspection.running, workers, MOST_ROWS - len(found))
+        left = MAX_INSPECTED_ROWS - len(found)
+        read = partial(shard.store.inspection.running, workers, left)
         found += [_request(runtime, row, row.worker) for row in _read(read) or ()]
     return found
 
 
 def held(runtime: WorkerRuntime) -> list[dict[str, Any]]:
-    """Return what the wheel holds, in the order of due times."""
-    entries = runtime.wheel.soonest(MOST_ROWS)
+    """Return the entries of the timing wheel in the order of their due times."""
+    entries = runtime.wheel.soonest(MAX_INSPECTED_ROWS)
     rows: dict[int, Any] = {}
-    for shard, some in by_shard(entries, len(runtime.delays.shards)).items():
-        read = partial(
-            runtime.delays.shards[shard].store.inspection.named, [entry.id for entry in some]
-        )
-        rows |= _read(read) or {}
+    for number, some in by_shard(entries, len(runtime.delays.shards)).items():
+        inspection = runtime.delays.shards[number].store.inspection
+        rows |= _read(partial(inspection.named, [entry.id for entry in some])) or {}
     return [
         {
             "eta": from_us(entry.due_us).isoformat(),
@@ -89,12 +92,12 @@ def held(runtime: WorkerRuntime) -> list[dict[str, Any]]:
 
 
 def tags(runtime: WorkerRuntime) -> list[str]:
-    """Return the tags that have a processor here."""
+    """Return the tags that have a processor in this worker."""
     return sorted(processor.tag for processor in runtime.delays.registry)
 
 
 def _request(runtime: WorkerRuntime, row: Any, worker: str | None = None) -> dict[str, Any]:
-    """Return what Celery says about a request. The body is not shown: `delaytasks show` has it."""
+    """Return a row in Celery's form of a request. `delaytasks show` prints its body."""
     pid = (worker or "").rpartition("/")[2].partition("-")[0]
     return {
         "id": str(row.id),
@@ -116,9 +119,9 @@ def _request(runtime: WorkerRuntime, row: Any, worker: str | None = None) -> dic
 
 
 def _read(read: Callable[[], Any]) -> Any:
-    """Return what the database answers; None if it does not answer in time."""
+    """Return the database's answer, or None if it does not answer in time."""
     try:
-        return within(LIMIT_S, read)
-    except Exception:  # whoever asks gets what this process knows by itself
+        return within(INSPECT_LIMIT_S, read)
+    except Exception:  # the answer has the facts that this process knows by itself
         logger.warning("delaytasks: an inspection had no answer from the database", exc_info=True)
         return None

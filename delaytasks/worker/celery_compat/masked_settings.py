@@ -1,5 +1,8 @@
-"""`celery inspect conf`, `celery report` and Flower show an app's settings, without those that Celery knows to be
-secret. Ours it can not know: URLs with passwords in them, by names that do not say so."""
+"""Masks the secret settings of delaytasks in `celery inspect conf`, `celery report` and Flower.
+
+Celery masks the settings whose names match a pattern. It does not know the settings of delaytasks,
+of which some are URLs with passwords.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from delaytasks.core.settings import PREFIX, secret_names
 
 
 def mask_settings() -> None:
-    """Adds to what Celery leaves out, for all apps of this process."""
+    """Extend Celery's pattern of hidden settings, for all apps of this process."""
     known: re.Pattern[str] = utils.HIDDEN_SETTINGS
     names = [PREFIX + name for name in secret_names() if not known.search(PREFIX + name)]
     if names:

@@ -1,5 +1,8 @@
-"""Messages that Celery, or its transport, can not take in: anybody who can write to the broker may send them, and they
-must not end the worker, fill its memory or fill its log."""
+"""Refuses messages that Celery or its transport cannot handle.
+
+Any client that can write to the broker can send them. They must not end the worker, fill its memory
+or fill its log.
+"""
 
 from __future__ import annotations
 
@@ -18,44 +21,51 @@ from delaytasks.worker.celery_compat.versions import keep_polling
 from delaytasks.worker.message_strategy import JSON, MOST_BYTES
 
 logger = get_logger(__name__)
-#: What Celery calls for messages that it does not accept, and which argument of each call is the message. Each of them
-#: logs the whole message, and may write to the result backend.
-CELERYS_REFUSALS = {
+#: The methods that Celery's consumer calls for a message that it does not accept, with the position
+#: of the message among their arguments. They log the whole message, and may write to the result
+#: backend.
+REFUSING_METHODS = {
     "on_unknown_message": 1,
     "on_unknown_task": 1,
     "on_invalid_task": 1,
     "on_decode_error": 0,
 }
 
-#: AMQP: the type of a frame that has a message's properties, and the length of what comes before them.
-HEADER_FRAME, FIXED_HEADER = 2, 12
-#: How the names of remote control's queues end.
-PIDBOX = ".celery.pidbox"
+#: AMQP's type of the frames that have a message's properties.
+HEADER_FRAME = 2
+#: The length of the part of such a frame before the properties.
+HEADER_FRAME_BYTES = 12
+#: The names of the queues of remote control end like this.
+PIDBOX_SUFFIX = ".celery.pidbox"
 
-Defuse = Callable[[Any, float], str | None]
+Strip = Callable[[Any, float], str | None]
 
 
 class GuardStep(bootsteps.Step):
-    """Stands between the broker and Celery's own handling, which ends the worker on what it did not think of (a task
-    name that is a list, in Redis text that is no JSON)."""
+    """Looks at each message before Celery, which ends the worker after some malformed messages.
+
+    Examples are a task name that is a list, and in Redis a text that is not JSON.
+    """
 
     label = "Guard"
 
     def __init__(self, consumer: Any, **kwargs: Any) -> None:
         super().__init__(consumer, **kwargs)
         self._consumer = consumer
-        #: The queue from which the message comes that is being taken in, and why it is refused.
+        #: The queue of delaytasks from which the current message comes.
         self._queue: str | None = None
+        #: The reason why the current message is refused.
         self._reason: str | None = None
         self._redis: RedisGuard | None = None
-        # Not as a step that starts after the connection: Celery's own, which declare queues, may start before it.
+        # A step that starts after the connection would be too late: Celery's steps that declare
+        # queues may start before it.
         connect = consumer.connect
         consumer.connect = lambda: self._guard_connection(connect())
         make = consumer.create_task_handler
         consumer.create_task_handler = lambda *args, **options: self._guarded(
             make(*args, **options)
         )
-        for name, position in CELERYS_REFUSALS.items():
+        for name, position in REFUSING_METHODS.items():
             setattr(
                 consumer, name, partial(self._refuse_for_celery, getattr(consumer, name), position)
             )
@@ -77,9 +87,10 @@ class GuardStep(bootsteps.Step):
         return connection
 
     def _guard_frames(self, amqp: Any) -> None:
-        """Deliver a message without properties if py-amqp cannot read them (a table of 1,000 levels, a strange time).
+        """Deliver a message without its properties if py-amqp cannot read them.
 
-        Otherwise the worker ends or reconnects, RabbitMQ delivers the message again, and every worker ends likewise.
+        Examples are a table with 1,000 levels, and a time out of range. Otherwise the worker ends
+        or reconnects, RabbitMQ delivers the message again, and each worker ends in turn.
         """
         handle = getattr(amqp, "on_inbound_frame", None)
         if handle is None:
@@ -95,7 +106,7 @@ class GuardStep(bootsteps.Step):
                 self._runtime.refuse(
                     "message", ValueError(f"unreadable properties: {type(error).__name__}")
                 )
-                return handle((kind, channel, bytes(content[:FIXED_HEADER]) + b"\0\0"))
+                return handle((kind, channel, bytes(content[:HEADER_FRAME_BYTES]) + b"\0\0"))
 
         amqp.on_inbound_frame = careful
 
@@ -110,38 +121,43 @@ class GuardStep(bootsteps.Step):
     def _consume(
         self, channel: Any, consume: Callable[..., Any], queue: str, *args: Any, **options: Any
     ) -> Any:
-        """Look at each message of one of our queues while it is raw: making kombu's own message of it decompresses its
-        body, however large the body becomes."""
+        """Check each message of a queue of delaytasks before kombu makes a `Message` of it.
+
+        kombu decompresses the body for that, without a limit for its size.
+        """
         take_in: Callable[..., Any]
         if queue.startswith(self._runtime.delays.settings.namespace + "."):
             take_in = partial(self._take_in, queue)
-        elif queue.endswith(PIDBOX):
+        elif queue.endswith(PIDBOX_SUFFIX):
             take_in = self._take_in_control
         else:
             return consume(queue, *args, **options)
         if isinstance(channel, virtual.Channel):
             answer = consume(queue, *args, **options)
             callbacks = channel.connection._callbacks
-            callbacks[queue] = partial(take_in, _defuse_virtual, callbacks[queue])
+            callbacks[queue] = partial(take_in, _strip_virtual, callbacks[queue])
             return answer
-        callback = partial(take_in, _defuse_amqp, options.pop("callback"))
+        callback = partial(take_in, _strip_amqp, options.pop("callback"))
         return consume(queue, *args, callback=callback, **options)
 
-    def _take_in(self, queue: str, defuse: Defuse, callback: Callable[[Any], Any], raw: Any) -> Any:
-        self._queue, self._reason = queue, defuse(raw, MOST_BYTES)
+    def _take_in(self, queue: str, strip: Strip, callback: Callable[[Any], Any], raw: Any) -> Any:
+        self._queue, self._reason = queue, strip(raw, MOST_BYTES)
         try:
             return callback(raw)
         finally:
             self._queue = self._reason = None
 
-    def _take_in_control(self, defuse: Defuse, callback: Callable[[Any], Any], raw: Any) -> Any:
-        """Remote control never compresses what it sends, and its messages need no acknowledgement."""
-        reason = defuse(raw, math.inf)
+    def _take_in_control(self, strip: Strip, callback: Callable[[Any], Any], raw: Any) -> Any:
+        """Refuse a compressed message of remote control, which never compresses its own.
+
+        Messages of remote control need no acknowledgement.
+        """
+        reason = strip(raw, math.inf)
         if reason is None:
             return callback(raw)
         return self._runtime.refuse("control", ValueError(reason))
 
-    # -- after it ---------------------------------------------------------------------------------
+    # -- after the transport has decoded a message ------------------------------------------------
 
     @property
     def _runtime(self) -> Any:
@@ -164,7 +180,7 @@ class GuardStep(bootsteps.Step):
         return on_message
 
     def _check(self, message: Any) -> None:
-        """Before anything of it is decoded, whatever the app's `accept_content` says: our messages are JSON."""
+        """Raise `ValueError` unless the content is JSON, which `accept_content` may not require."""
         if self._reason is not None:
             raise ValueError(self._reason)
         if message.content_type != JSON:
@@ -176,7 +192,7 @@ class GuardStep(bootsteps.Step):
     def _refuse_for_celery(
         self, celerys_own: Callable[..., Any], position: int, *args: Any
     ) -> None:
-        """In place of what Celery does with a message that it does not accept, for messages of our queues."""
+        """Refuse a message of a queue of delaytasks; Celery handles the other ones itself."""
         message = args[position]
         if not self._is_ours(message):
             celerys_own(*args)
@@ -192,8 +208,11 @@ class GuardStep(bootsteps.Step):
             message.ack_log_error(logger, (*passed_on, *OF_DATA))
 
     def _is_ours(self, message: Any) -> bool:
-        """Whether it was in one of our queues. In Redis the message itself says where it was, so a worker that serves
-        our queues alone does not ask it."""
+        """Return whether the message was in a queue of delaytasks.
+
+        In Redis the name of the queue is a field of the message, which its sender can choose. A
+        worker that serves only queues of delaytasks does not read this field.
+        """
         prefix = self._runtime.delays.settings.namespace + "."
         if self._queue is not None:
             return True
@@ -203,28 +222,33 @@ class GuardStep(bootsteps.Step):
         return str((message.delivery_info or {}).get("routing_key")).startswith(prefix)
 
 
-def _defuse_virtual(raw: Any, most: float) -> str | None:
-    """Why this message is refused, if it is: then nothing is left of it that kombu would decode. `raw` is what kombu's
-    own transports read from a broker."""
+def _strip_virtual(raw: Any, max_bytes: float) -> str | None:
+    """Return why a message of kombu's own transports is refused, or None if it is accepted.
+
+    A refused message loses its headers and its body, so that kombu decodes nothing of it.
+    """
     if not isinstance(raw, dict):
-        return None  # kombu does not take it for a message
+        return None  # kombu refuses it
     headers, body = raw.get("headers"), raw.get("body")
     size = len(body) if isinstance(body, (str, bytes)) else 0
-    reason = _why_not(headers, size, most * 4 / 3 + 4)  # it may be base64
+    # The body may be base64, which is longer by a third.
+    reason = _reason_to_refuse(headers, size, max_bytes * 4 / 3 + 4)
     if reason is not None:
         raw["headers"], raw["body"] = {}, ""
     return reason
 
 
-def _defuse_amqp(raw: Any, most: float) -> str | None:
-    """The same for a message of py-amqp."""
-    reason = _why_not(raw.properties.get("application_headers"), len(raw.body or b""), most)
+def _strip_amqp(raw: Any, max_bytes: float) -> str | None:
+    """Do the same as `_strip_virtual` for a message of py-amqp."""
+    reason = _reason_to_refuse(
+        raw.properties.get("application_headers"), len(raw.body or b""), max_bytes
+    )
     if reason is not None:
         raw.properties["application_headers"], raw.body = {}, b""
     return reason
 
 
-def _why_not(headers: Any, size: int, most: float) -> str | None:
+def _reason_to_refuse(headers: Any, size: int, max_bytes: float) -> str | None:
     if isinstance(headers, dict) and headers.get("compression"):
         return f"compressed ({headers['compression']!r:.40})"
-    return "too long" if size > most else None
+    return "too long" if size > max_bytes else None

@@ -1,4 +1,7 @@
-"""A worker that loses its broker finds it again soon after it is back, and works from the table until then."""
+"""Reconnects a worker soon after its broker is back.
+
+Until then the worker runs rows from the table.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,14 @@ from delaytasks.worker.celery_compat.versions import LONGEST_PAUSE_S, PAUSE_STEP
 
 logger = get_logger(__name__)
 
-#: Between two tries. kombu's own pauses, which Celery does not set, grow by two seconds each time, to thirty.
-PAUSE_S = 4
+#: The pause between two attempts to connect. Celery leaves the pauses to kombu, which lets them
+#: grow by two seconds each time, up to thirty.
+RECONNECT_PAUSE_S = 4
 
 
 class ReconnectStep(bootsteps.Step):
+    """Replaces the methods of Celery's consumer that start it and that connect to the broker."""
+
     label = "Reconnect"
 
     def __init__(self, consumer: Any, **kwargs: Any) -> None:
@@ -42,36 +48,39 @@ class ReconnectStep(bootsteps.Step):
     def _connect(
         self, consumer: Any, ensure_connected: Callable[[Any], Any], connection: Any
     ) -> Any:
-        # The pool has just been made to forget jobs, and turning the event loop may read the result of one of them.
+        # Celery has just made the pool forget jobs, and the event loop may read the result of one.
         runtime = getattr(getattr(consumer, "controller", None), "delays_runtime", None)
         if runtime is not None:
             runtime.recall()
         if self._lacks_queue:
             self._lacks_queue = False
-            rest(consumer, PAUSE_S)
-        return meanwhile(consumer, partial(_look_often, ensure_connected, connection))
+            rest(consumer, RECONNECT_PAUSE_S)
+        return meanwhile(consumer, partial(_retry_often, ensure_connected, connection))
 
     def _start(self, consumer: Any, start: Callable[[Any], None], parent: Any) -> None:
-        """Everything that a consumer does, from connecting on."""
+        """Start the consumer's steps, from connecting on."""
         for step in consumer.steps:
             if type(step).__name__ == "DelayedDelivery" and not isinstance(step.start, partial):
-                step.start = partial(_set_up_beside, step, step.start)
+                step.start = partial(_set_up_in_background, step, step.start)
         try:
             start(parent)
         except consumer.channel_errors as error:
             if not is_home_node_down(error):
                 raise
-            # Nothing is wrong with the queue, and it comes back with its node. For Celery any error of this kind would
-            # be the end of the worker; a lost connection is not.
+            # The queue is intact, and it comes back with its node. Celery ends the worker after an
+            # error of this kind, but not after a lost connection.
             self._lacks_queue = True
             raise ConnectionResetError(
                 f"{error}; until then this worker works from the table"
             ) from error
 
 
-def _set_up_beside(step: Any, start: Callable[[Any], None], consumer: Any) -> None:
-    """Celery's step for native delayed delivery, which our messages do not need, sets up the broker of each URL, and
-    tries for many seconds where nobody answers: not before this worker takes in messages."""
+def _set_up_in_background(step: Any, start: Callable[[Any], None], consumer: Any) -> None:
+    """Set up native delayed delivery, which delaytasks does not need, in another thread.
+
+    Celery's step connects to the broker of each URL, and retries for many seconds if a broker does
+    not answer. The worker takes in messages meanwhile.
+    """
     step._validate_configuration(consumer.app)
 
     def set_up() -> None:
@@ -83,23 +92,23 @@ def _set_up_beside(step: Any, start: Callable[[Any], None], consumer: Any) -> No
     in_background(set_up, "delivery", is_kept=False)
 
 
-def _look_often(ensure_connected: Callable[[Any], Any], connection: Any) -> Any:
-    """For the consumer's connections only: all others have their own patience."""
+def _retry_often(ensure_connected: Callable[[Any], Any], connection: Any) -> Any:
+    """Connect the consumer with pauses of `RECONNECT_PAUSE_S`; other connections keep theirs."""
     ensure = connection.ensure_connection
 
-    def ensure_soon(errback: Any, max_retries: int | None, **options: Any) -> Any:
+    def ensure_with_short_pauses(errback: Any, max_retries: int | None, **options: Any) -> Any:
         return ensure(
             errback,
-            max_retries and as_patient(max_retries),
-            interval_max=interval_max(PAUSE_S),
+            max_retries and retries_as_long_as(max_retries),
+            interval_max=interval_max(RECONNECT_PAUSE_S),
             **options,
         )
 
-    connection.ensure_connection = ensure_soon
+    connection.ensure_connection = ensure_with_short_pauses
     return ensure_connected(connection)
 
 
-def as_patient(retries: int) -> int:
-    """How many of our retries last as long as so many of Celery's."""
+def retries_as_long_as(retries: int) -> int:
+    """Return how many retries with our pauses last as long as `retries` with kombu's pauses."""
     lasts_s = sum(min(PAUSE_STEP_S * n, LONGEST_PAUSE_S) for n in range(1, retries + 1))
-    return -(-lasts_s // PAUSE_S) + 1  # the first pause is half as long
+    return -(-lasts_s // RECONNECT_PAUSE_S) + 1  # the first pause is half as long

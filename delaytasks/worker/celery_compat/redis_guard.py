@@ -1,5 +1,8 @@
-"""A Redis that refuses what kombu asks: a key holds something else, a right or memory is missing, it is a replica.
-Celery ends the worker then. With this guard the worker lives on, finds its tasks in the table, and tries again."""
+"""Keeps a worker running if Redis refuses a command of kombu, which would end a Celery worker.
+
+Reasons are a key of another type, a missing permission, full memory, and a server that is a
+replica. The worker runs its tasks from the table, and tries again.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +21,36 @@ from delaytasks.worker.celery_compat.broker_errors import is_the_brokers
 from delaytasks.worker.celery_compat.versions import brpop_s
 from delaytasks.worker.message_strategy import MOST_BYTES
 
-#: A queue that could not be read is left alone for so long.
-RETRY_S = 2.0
-#: A longer message of our queues is not decoded: its body is base64, and its headers are few.
-MOST_RAW = 2 * MOST_BYTES
+#: A key that Redis refused is not read for this time.
+BLOCKED_KEY_REST_S = 2.0
+#: A longer message of a queue of delaytasks is not decoded. Its body is base64, and its headers are
+#: short.
+MAX_RAW_BYTES = 2 * MOST_BYTES
 WRONG_TYPE_REMEDY = "delete or rename this key, which does not hold what Celery keeps there"
-REFUSED_REMEDY = "see to it that the broker's user may read and write this key, that Redis has memory, and that it is a primary"
+REFUSED_REMEDY = (
+    "check that the broker's user may read and write this key, that Redis has memory, and that it "
+    "is a primary"
+)
 MEANWHILE = "; until then workers run what is due from the table"
 
 
 class RedisGuard:
-    """For the channels of one connection of a worker's consumer. Used in the consumer's thread only."""
+    """Guards the channels of one connection of a worker's consumer, in the consumer's thread."""
 
     def __init__(self, consumer: Any) -> None:
         self._consumer = consumer
-        #: By channel, the keys that are not read for a while, and their queues.
+        #: By channel: the keys that are not read now, each with its queue.
         self._blocked: dict[Any, dict[str, str]] = {}
-        #: Keys that were blocked and are asked for again, and when that began.
-        self._tried_again: dict[str, float] = {}
+        #: When reading began again, by key that was blocked.
+        self._retried: dict[str, float] = {}
         self._asked_at = 0.0
 
     def guard(self, channel: Any) -> None:
-        """Replace the functions by which kombu reads this channel: `BRPOP` for queues, `LISTEN` for broadcasts.
+        """Replace the functions with which kombu reads this channel.
 
-        Several broadcasts may arrive together. After one that fails, the rest has to be read immediately, since kombu
-        looks again only when the next one arrives.
+        `BRPOP` reads queues, and `LISTEN` reads broadcasts. Several broadcasts may arrive together.
+        After one that fails, the rest is read immediately, since kombu reads again only when the
+        next one arrives.
         """
 
         def has_more() -> bool:
@@ -55,8 +63,8 @@ class RedisGuard:
         channel._brpop_start = partial(self._ask, channel, channel._brpop_start)
         client = channel.client
         client.parse_response = partial(self._parse, channel, client.parse_response)
-        # A worker can do without both: bindings are for producers that use an exchange, and Celery ignores the length
-        # that a declaration returns.
+        # A worker needs neither: only producers that use an exchange read bindings, and Celery
+        # ignores the length that a declaration returns.
         channel._queue_bind = partial(self._attempt, "_kombu.binding.*", channel._queue_bind)
         channel._size = partial(self._attempt, "", channel._size, fallback=0)
         self._guard_acknowledgements(channel)
@@ -66,9 +74,9 @@ class RedisGuard:
     def _parse(
         self, channel: Any, parse: Callable[..., Any], connection: Any, command: str, **options: Any
     ) -> Any:
-        """Refuse what is too long for one of our queues before it is decoded."""
+        """Refuse a message that is too long for a queue of delaytasks before it is decoded."""
         answer = parse(connection, command, **options)
-        if command == "BRPOP" and answer and len(answer[1]) > MOST_RAW:
+        if command == "BRPOP" and answer and len(answer[1]) > MAX_RAW_BYTES:
             queue = bytes_to_str(answer[0]).rsplit(channel.sep, 1)[0]
             if queue.startswith(self._runtime.delays.settings.namespace + "."):
                 self._runtime.refuse("message", ValueError(f"{len(answer[1])} bytes are too long"))
@@ -78,7 +86,7 @@ class RedisGuard:
     def read(
         self, read: Callable[..., Any], has_more: Callable[[], bool], *args: Any, **options: Any
     ) -> Any:
-        """Refuse a message that cannot be read. It has left its list already."""
+        """Refuse a message that cannot be read. Redis has already removed it from its list."""
         passed_on = self._consumer.connection_errors + self._consumer.channel_errors
         while True:
             try:
@@ -87,7 +95,7 @@ class RedisGuard:
                 if not has_more():
                     raise
             except ResponseError as error:
-                self._tell("", error)
+                self._report("", error)
                 return None
             except Exception as error:
                 if is_the_brokers(error, passed_on):
@@ -99,7 +107,7 @@ class RedisGuard:
     def _read_queues(
         self, channel: Any, read: Callable[..., Any], *args: Any, **options: Any
     ) -> Any:
-        def careful(*args: Any, **options: Any) -> Any:
+        def read_or_block(*args: Any, **options: Any) -> Any:
             try:
                 return read(*args, **options)
             except ResponseError as error:
@@ -107,24 +115,22 @@ class RedisGuard:
                 return None
 
         try:
-            return self.read(careful, lambda: False, *args, **options)
+            return self.read(read_or_block, lambda: False, *args, **options)
         finally:
-            for key, since in list(self._tried_again.items()):
+            for key, since in list(self._retried.items()):
                 if self._asked_at > since and key not in self._blocked.get(channel, ()):
-                    del self._tried_again[key]
+                    del self._retried[key]
                     self._runtime.delays.events.emit("queue.unblocked", key=key)
 
     # -- queues -----------------------------------------------------------------------------------
 
-    def _ask(
-        self, channel: Any, kombus_own: Callable[..., None], timeout: float | None = None
-    ) -> None:
-        """Ask for the next message as kombu does, but not at the keys that are blocked."""
+    def _ask(self, channel: Any, start: Callable[..., None], timeout: float | None = None) -> None:
+        """Ask for the next message as kombu does, but leave out the keys that are blocked."""
         self._asked_at = monotonic()
         blocked = self._blocked.get(channel)
         if not blocked:
-            # Before kombu 5.6 the default is not None, which would wait for ever.
-            kombus_own() if timeout is None else kombus_own(timeout)
+            # Before kombu 5.6 a timeout of None would wait forever.
+            start() if timeout is None else start(timeout)
             return
         queues = channel._queue_cycle.consume(len(channel.active_queues))
         keys = [
@@ -140,44 +146,47 @@ class RedisGuard:
             channel.client.connection.send_command(*command)
 
     def _block(self, channel: Any, error: ResponseError) -> None:
-        """Find the keys that made Redis refuse the whole command, and leave them out of the next ones. If each key can
-        be read by itself, all of them rest."""
+        """Find the keys that made Redis refuse the command, and leave them out of the next
+        commands.
+
+        If Redis refuses no key by itself, all of them are left out.
+        """
         keys = self._keys(channel)
         wrong = self._wrong(channel, keys)
         if not wrong:
             wrong = dict.fromkeys(keys, str(error))
-            # The address may lead to another server now, since a former primary answers as a replica.
+            # A former primary answers as a replica, and its address may lead to another server now.
             channel.client.connection.disconnect()
         if not self._blocked.get(channel):
-            self._try_again_soon(channel)
+            self._schedule_retry(channel)
         self._blocked.setdefault(channel, {}).update({key: keys[key] for key in wrong})
         for key, reason in wrong.items():
-            self._tried_again.pop(key, None)
-            self._tell_blocked(key, keys[key], reason)
+            self._retried.pop(key, None)
+            self._report_blocked(key, keys[key], reason)
 
-    def _try_again(self, channel: Any) -> None:
+    def _retry(self, channel: Any) -> None:
         blocked = self._blocked.pop(channel, {})
         if channel.closed or channel.connection is None:
-            return  # the consumer has another connection by now
+            return  # the consumer has another connection now
         try:
             wrong = self._wrong(channel, blocked)
         except self._consumer.connection_errors:
-            wrong = {}  # reading finds out, too
+            wrong = {}  # reading has this error too
         for key, queue in blocked.items():
             if key in wrong:
                 self._blocked.setdefault(channel, {})[key] = queue
-                self._tell_blocked(key, queue, wrong[key])
+                self._report_blocked(key, queue, wrong[key])
             else:
-                self._tried_again[key] = monotonic()
+                self._retried[key] = monotonic()
         if wrong:
-            self._try_again_soon(channel)
+            self._schedule_retry(channel)
 
-    def _try_again_soon(self, channel: Any) -> None:
-        self._consumer.timer.call_after(RETRY_S, self._try_again, (channel,))
+    def _schedule_retry(self, channel: Any) -> None:
+        self._consumer.timer.call_after(BLOCKED_KEY_REST_S, self._retry, (channel,))
 
     @staticmethod
     def _keys(channel: Any) -> dict[str, str]:
-        """Return the queue of each key that is read. A queue has one list for each priority."""
+        """Return each key that is read, with its queue. A queue has one list for each priority."""
         return {
             channel._q_for_pri(queue, step): queue
             for step in channel.priority_steps
@@ -186,7 +195,7 @@ class RedisGuard:
 
     @staticmethod
     def _wrong(channel: Any, keys: Iterable[str]) -> dict[str, str]:
-        """Return the keys that Redis does not let us read as lists, with its error for each."""
+        """Return the keys that Redis refuses to read as lists, each with its error."""
         keys = list(keys)
         with channel.conn_or_acquire() as client, client.pipeline(transaction=False) as pipe:
             for key in keys:
@@ -198,8 +207,11 @@ class RedisGuard:
     # -- acknowledgements -------------------------------------------------------------------------
 
     def _guard_acknowledgements(self, channel: Any) -> None:
-        """kombu writes down each message of Celery's own queues until it is acknowledged. If Redis does not take that,
-        the message is handed on all the same, as it has left its queue: it is lost if the worker is killed."""
+        """Handle messages of Celery's own queues although Redis refuses to record them.
+
+        kombu records each message in Redis until it is acknowledged. A message that is not recorded
+        is lost if the worker is killed, since it has left its queue.
+        """
         qos = channel.qos
         if not hasattr(qos, "restore_by_tag"):
             return  # ack_emulation is off
@@ -241,23 +253,24 @@ class RedisGuard:
         try:
             return work(*args, **options)
         except ResponseError as error:
-            self._tell(key, error)
+            self._report(key, error)
             return fallback if instead is None else instead()
 
-    # -- telling ----------------------------------------------------------------------------------
+    # -- events -----------------------------------------------------------------------------------
 
     @property
     def _runtime(self) -> Any:
         return self._consumer.controller.delays_runtime
 
-    def _tell(self, key: str, error: object) -> None:
+    def _report(self, key: str, error: object) -> None:
         remedy = (WRONG_TYPE_REMEDY if WRONG_TYPE in str(error) else REFUSED_REMEDY) + MEANWHILE
         self._runtime.delays.events.emit("queue.blocked", key=key, error=str(error), remedy=remedy)
 
-    def _tell_blocked(self, key: str, queue: str, reason: str) -> None:
-        self._tell(key, reason)
+    def _report_blocked(self, key: str, queue: str, reason: str) -> None:
+        self._report(key, reason)
         delays = self._runtime.delays
         prefix = delays.settings.namespace + "."
         if key == queue and queue.startswith(prefix):
-            # Drain tokens would wait there unread. A sweep that cannot send any drains the queue in its own worker.
-            delays.publisher.rest(queue.removeprefix(prefix), 2 * RETRY_S)
+            # Drain tokens would stay there unread. A sweep that cannot send them drains the queue
+            # in its own worker.
+            delays.publisher.rest(queue.removeprefix(prefix), 2 * BLOCKED_KEY_REST_S)

@@ -1,7 +1,8 @@
-"""What differs between the versions of Celery that a worker may run, 5.5 to 5.7, and of kombu with them.
+"""Hides the differences between the releases of Celery and kombu from the other modules.
 
-Each constant and function hides one difference from the other modules, and its comment names the version that brought
-the difference. When support for that version ends, its part here is deleted.
+delaytasks is tested with Celery 5.5 to 5.7, and with the releases of kombu that these require. The
+comment of each constant and function names the release that brought the difference. When delaytasks
+no longer supports the releases before it, delete the constant or function.
 """
 
 from __future__ import annotations
@@ -12,32 +13,42 @@ from typing import Any
 
 import kombu
 
+#: The oldest release of Celery that delaytasks supports and is tested with.
+OLDEST_CELERY = (5, 5)
+#: The newest release of Celery that delaytasks is tested with. A worker with a newer one logs a
+#: warning.
+NEWEST_TESTED_CELERY = (5, 7)
+
 _KOMBU = tuple(kombu.VERSION[:2])
-#: kombu's pauses between two tries to connect begin with so many seconds, and grow by as many.
+#: The first pause between two of kombu's attempts to connect, and the difference between two
+#: pauses.
 PAUSE_STEP_S = 2
-#: Before kombu 5.7 `interval_max` did not include the first pause, so the longest pause was two seconds longer.
+#: Before kombu 5.7 `interval_max` did not include the first pause: the longest pause was longer by
+#: it.
 _BEYOND_MAX_S = 0 if _KOMBU >= (5, 7) else PAUSE_STEP_S
-#: The longest pause when nobody sets `interval_max`.
+#: The longest pause without `interval_max`.
 LONGEST_PAUSE_S = 30 + _BEYOND_MAX_S
-#: Before kombu 5.6 a Redis channel has no `brpop_timeout`: it always asked Redis to wait for one second.
+#: Before kombu 5.6 a Redis channel has no `brpop_timeout`: each request waited for one second.
 _BRPOP_S = 1
 
 
 def interval_max(pause_s: float) -> float:
-    """Return the option `interval_max` of `ensure_connection` that gives pauses of at most `pause_s`."""
+    """Return the option `interval_max` of `ensure_connection` that gives pauses of at most
+    `pause_s`.
+    """
     return pause_s - _BEYOND_MAX_S
 
 
 def brpop_s(channel: Any) -> float:
-    """Return how long Redis waits for a message before it answers a channel that there is none."""
+    """Return how long Redis waits for a message before it answers a channel without one."""
     return float(getattr(channel, "brpop_timeout", _BRPOP_S))
 
 
 def mark_busy(pool: Any, processes: Iterable[Any]) -> None:
-    """Make a prefork pool send its next jobs to other processes than these as long as there are idle ones.
+    """Make a prefork pool send jobs to `processes` only when it has no idle process.
 
-    Before Celery 5.7 the pool forgets which processes are at work when the worker loses its broker, and could send a
-    job to a process that runs a long one while others are idle.
+    Before Celery 5.7 a pool forgets which processes are busy when the worker loses its broker. It
+    could then send a job to a process that runs a long job while other processes are idle.
     """
     busy = getattr(getattr(pool, "_pool", None), "_busy_workers", None)
     if busy is not None:
@@ -45,7 +56,7 @@ def mark_busy(pool: Any, processes: Iterable[Any]) -> None:
 
 
 class _Waker:
-    """The function `call_soon` of an event loop, which wakes the loop when another thread calls it."""
+    """A `call_soon` for an event loop that wakes the loop if another thread calls it."""
 
     def __init__(self, hub: Any) -> None:
         self._hub = hub
@@ -60,11 +71,11 @@ class _Waker:
         try:
             self._writer.send(b"\0")
         except BlockingIOError:
-            pass  # it is full, so the loop wakes anyway
+            pass  # the socket is full, so the loop wakes anyway
         return promised
 
     def watch(self) -> None:
-        """Called in each turn of the loop, since a loop that is reset forgets what it watches."""
+        """Watch the socket again. The loop calls this in each turn, since a reset removes readers."""
         if self._reader.fileno() not in self._hub.readers:
             self._hub.add_reader(self._reader, self._read)
 
@@ -76,24 +87,25 @@ class _Waker:
 
 
 def let_threads_wake(hub: Any) -> None:
-    """Make the event loop call what other threads give to `call_soon` immediately.
+    """Make `call_soon` wake the event loop if another thread calls it.
 
-    Before kombu 5.7 the loop finds it when its next timer is due or its next message arrives, a second later or more.
+    Before kombu 5.7 the loop calls the function when its next timer is due or its next message
+    arrives, which may be a second later or more.
     """
     if hub is not None and _KOMBU < (5, 7) and not isinstance(hub.call_soon, _Waker):
         hub.call_soon = _Waker(hub)
 
 
 def timer_entries(timer: Any) -> set[Any]:
-    """Return what the event loop's timer is to call. Celery has such a function of its own since 5.7."""
+    """Return the entries of the event loop's timer. Celery 5.7 has such a function of its own."""
     return {scheduled.entry for scheduled in timer.queue}
 
 
 def keep_polling(transport: Any, loop: Any) -> None:
-    """Make the event loop go on to read from Redis when one of the connections of this transport is closed.
+    """Make the event loop read from the other Redis connections after one of them is closed.
 
-    Before kombu 5.7 the loop then reads from none of them any more: after one broken command for remote control, for
-    example, the worker takes in no message.
+    Before kombu 5.7 the loop stops reading from all connections of this transport: after one
+    malformed command for remote control, for example, the worker takes in no message.
     """
     if loop is None or _KOMBU >= (5, 7):
         return
