@@ -125,16 +125,14 @@ def all_errors(
 @pytest.mark.parametrize("kind", list(all_errors()), ids=lambda kind: kind.__name__)
 def test_what_the_caller_wrote_wrong_ends_with_2_and_all_other_errors_with_1(kind: type) -> None:
     is_callers = issubclass(kind, (errors.InvalidInputError, errors.ConfigError))
-    assert output.failure_of(kind("no"), is_json=False).exit_code == (2 if is_callers else 1)
+    assert output.Failure(kind("no"), is_json=False).exit_code == (2 if is_callers else 1)
 
 
 def failing_group(error: Exception) -> click.Group:
     @click.group(cls=type(main))
-    @click.option("--json", is_flag=True, expose_value=False)
     def group() -> None: ...
 
     @group.command()
-    @click.option("--json", is_flag=True, expose_value=False)
     def fail() -> None:
         raise error
 
@@ -184,7 +182,7 @@ def test_an_error_with_strangers_text_stays_one_harmless_line() -> None:
 
 def test_a_piped_table_has_one_plain_line_for_each_row(capsys: pytest.CaptureFixture[str]) -> None:
     output.print_table(
-        ("tag", "n"), [(output.cell(HOSTILE), ("1", "red")), ("long " * 60, "22")], right="n"
+        ("tag", "n"), [(output.cell(HOSTILE), ("1", "red")), ("long " * 60, "22")], right=["n"]
     )
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
@@ -242,7 +240,7 @@ def listed(error: str, tag: str = "newsletter.send", rows: int = 2) -> None:
     row = [*ROW[:2], tag, *ROW[3:], (error, "red")]
     extra = "due queue attempts key"
     output.print_table(
-        LIST, [row] * rows, right="attempts", folded="tag key", extra=extra, below="error"
+        LIST, [row] * rows, right=["attempts"], folded="tag key", extra=extra, below="error"
     )
 
 

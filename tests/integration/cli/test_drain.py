@@ -139,7 +139,7 @@ def test_a_second_ctrl_c_gives_up_the_task_that_runs(shop: Project) -> None:
     tasks = [shop.schedule("stop", body=2)] + [shop.schedule("ok") for _ in range(3)]
     said = shop("drain")
     assert said.exit_code == 1
-    assert "once more to stop at once" in said.stderr
+    assert "once more to stop immediately" in said.stderr
     assert "stopped; there may be more" in said.stdout
     given_up = shop.delays.get(tasks[0].id)
     assert (given_up.status, given_up.lapses, given_up.error) == (Status.NOT_COMPLETE, 1, None)

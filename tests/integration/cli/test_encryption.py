@@ -172,7 +172,7 @@ def test_each_database_is_rotated_and_one_that_is_down_keeps_no_other_from_it(
         patched.setattr(two.delays.shards[0].store.bulk, "having", is_down)
         found = two.json("encryption", "rotate", exit_code=1)
         assert (found["changed"], found["missing"], found["keys"][0]["live"]) == (2, [0], 2)
-        assert "shard 0 can not be reached" in two("encryption", "status").stderr
+        assert "shard 0 cannot be reached" in two("encryption", "status").stderr
     assert two.json("encryption", "rotate")["changed"] == 1
     assert [task.body for task in two.delays.find()] == ["cAnArY"] * 3
     assert len(stored(two)) == 3
