@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from delaytasks.cli.context import Cli
-from delaytasks.cli.output import Failure, count, print_json, say
+from delaytasks.cli.output import Failure, count, print_json
 from delaytasks.cli.progress import moved_bar, stopping_between_steps
 from delaytasks.cli.times import PAST
 from delaytasks.core.bulk import BulkResult
@@ -19,30 +19,25 @@ from delaytasks.core.ids import check_id
 from delaytasks.core.states import Status
 
 _STATUS = click.Choice([s.name for s in Status], case_sensitive=False)
-_SINCE = "due at this time or later, as 2030-01-31T18:00:00Z, or 1h for an hour ago."
-_FILTERS = {
-    "tag": click.option("--tag", help="Many: of this tag."),
-    "key_prefix": click.option(
-        "--key-prefix", metavar="TEXT", help="Many: with a key that begins with this text."
-    ),
-    "status": click.option("--status", type=_STATUS, help="Many: of this status."),
-    "queue": click.option("--queue", help="Many: of this queue."),
-    "since": click.option("--since", type=PAST, help=f"Many: {_SINCE}"),
-    "until": click.option("--until", type=PAST, help="Many: due before this time."),
-    "created_since": click.option(
-        "--created-since", type=PAST, help="Many: scheduled at this time or later."
-    ),
-    "created_until": click.option(
-        "--created-until", type=PAST, help="Many: scheduled before this time."
-    ),
-    "updated_until": click.option(
-        "--updated-until", type=PAST, help="Many: not moved since this time."
-    ),
+#: The options that select many tasks: the names are those of `core.bulk.Filters`.
+_FILTERS: dict[str, dict[str, Any]] = {
+    "tag": {"help": "of this tag."},
+    "key_prefix": {"metavar": "TEXT", "help": "with a key that begins with this text."},
+    "status": {"type": _STATUS, "help": "of this status."},
+    "queue": {"help": "of this queue."},
+    "since": {
+        "type": PAST,
+        "help": "due at this time or later, as 2030-01-31T18:00:00Z, or 1h for an hour ago.",
+    },
+    "until": {"type": PAST, "help": "due before this time."},
+    "created_since": {"type": PAST, "help": "scheduled at this time or later."},
+    "created_until": {"type": PAST, "help": "scheduled before this time."},
+    "updated_until": {"type": PAST, "help": "not moved since this time."},
 }
-_FLAGS = {
-    "everything": click.option("--everything", is_flag=True, help="Many: all tasks."),
-    "dry_run": click.option("--dry-run", is_flag=True, help="Many: only count them."),
-    "yes": click.option("--yes", is_flag=True, help="Many: do not ask."),
+_FLAGS: dict[str, dict[str, Any]] = {
+    "everything": {"is_flag": True, "help": "all tasks."},
+    "dry_run": {"is_flag": True, "help": "only count them."},
+    "yes": {"is_flag": True, "help": "do not ask."},
 }
 
 
@@ -81,8 +76,11 @@ def takes_many(command: Callable[..., Any]) -> Callable[..., Any]:
         flags = {name: options.pop(name) for name in _FLAGS}
         return command(*args, many=Many(filters, **flags), **options)
 
-    for option in reversed([*_FILTERS.values(), *_FLAGS.values()]):
-        with_many = option(with_many)
+    for name, option in reversed([*_FILTERS.items(), *_FLAGS.items()]):
+        text = f"Many: {option['help']}"
+        with_many = click.option(f"--{name.replace('_', '-')}", **{**option, "help": text})(
+            with_many
+        )
     return with_many
 
 
@@ -185,23 +183,19 @@ def _how_far(so_far: BulkResult, done: str) -> str:
 
 
 def _report(cli: Cli, result: BulkResult, sentence: str, state: str) -> None:
-    if cli.is_json:
-        print_json(
-            {
-                "matched": result.matched,
-                "changed": result.changed,
-                "refused": result.refused,
-                "state": state,
-                "runs": [str(id) for id in result.runs],
-                "missing": result.missing,
-            }
-        )
-    else:
-        say(sentence)
-        if result.refused:
-            moved = "they run or moved on, are locked, or another task has their key"
-            why = "they run" if state == "dry run" else moved
-            cli.note(f"left as they are: {count(result.refused, 'task')} ({why})")
-        cli.note_missing(result.missing)
+    document = {
+        "matched": result.matched,
+        "changed": result.changed,
+        "refused": result.refused,
+        "state": state,
+        "runs": [str(id) for id in result.runs],
+        "missing": result.missing,
+    }
+    cli.answer(document, sentence)
+    if result.refused:
+        moved = "they run or moved on, are locked, or another task has their key"
+        why = "they run" if state == "dry run" else moved
+        cli.note(f"left as they are: {count(result.refused, 'task')} ({why})")
+    cli.note_missing(result.missing)
     if result.missing:
         raise SystemExit(1)

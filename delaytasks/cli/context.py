@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from delaytasks.cli.output import Failure, shards_text
+from delaytasks.cli.output import Failure, print_json, say, sentence, shards_text, task_json
 from delaytasks.core.bounded_calls import wait_for_unfinished
 from delaytasks.core.errors import ConfigError, DelayTaskError
 from delaytasks.core.masking import mask_url
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
+    from delaytasks.core.task import DelayTask
     from delaytasks.storage.database import Database
     from delaytasks.storage.store import Store
 
@@ -118,6 +119,17 @@ class Cli:
         if not is_confirmed:
             click.confirm(question, abort=True, err=True)
 
+    def answer(self, document: Any, text: str) -> None:
+        """Print the JSON document if the user asked for it, or else the text."""
+        if self.is_json:
+            print_json(document)
+        else:
+            say(text)
+
+    def answer_task(self, task: DelayTask, done: str) -> None:
+        """Print the task, or a sentence such as "scheduled task 7 (mail): due …"."""
+        self.answer(task_json(task), sentence(task, done, self.delays.clock.now()))
+
     def note(self, text: str) -> None:
         """Print a line on stderr, unless JSON is asked for."""
         if not self.is_json:
@@ -128,6 +140,9 @@ class Cli:
             self.note(f"Not all tasks: {shards_text(shards)} cannot be reached.")
 
     def note_broker_away(self) -> None:
+        """Print a note if the broker does not answer. JSON documents have no notes."""
+        if self.is_json:
+            return
         wait_for_unfinished()  # the connection to a distant broker may still be in progress
         if not self.delays.timer.is_up:
             self.note(

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import click
 from celery.exceptions import WorkerTerminate
 
 from delaytasks.cli.context import Cli, Command, pass_cli
-from delaytasks.cli.output import cell, count, print_json, say
+from delaytasks.cli.output import cell, count
 from delaytasks.cli.progress import progress_bar
 from delaytasks.core.clock import monotonic
 from delaytasks.core.durations import show_duration
@@ -84,10 +85,8 @@ def drain(
     text = "{task.completed:,} ran, {task.fields[failed]:,} failed"
     with cli.guarded_stdout(), progress_bar(cli, text) as progress:
         run.until_empty(cli, progress)
-    if cli.is_json:
-        print_json(run.summary())
-    else:
-        _say_summary(run.summary())
+    summary = run.summary()
+    cli.answer(summary, _text(summary))
     if run.is_stopped:
         raise SystemExit(1)
 
@@ -120,14 +119,14 @@ class DrainCommand:
         self._claimed = self._errors = 0
         self._error = ""
         self._process_lost_at = float("-inf")
-        self._progress: tuple[Progress, Any] | None = None
+        self._show: Callable[..., None] = lambda **_: None
         self.is_stopped = False
         self.counts: Counter[str] = Counter()
         self.unknown_tags: set[str] = set()
         delays.events.subscribe(self._on_event)
 
     def until_empty(self, cli: Cli, progress: Progress) -> None:
-        self._progress = progress, progress.add_task("", failed=0)
+        self._show = partial(progress.update, progress.add_task("", failed=0))
         passes = self._passes()
 
         def is_over() -> bool:
@@ -202,11 +201,6 @@ class DrainCommand:
                 self.unknown_tags.add(tag)
         self._show(advance=report.ran, failed=self.counts["task.failed"])
 
-    def _show(self, **numbers: Any) -> None:
-        if self._progress is not None:
-            progress, bar = self._progress
-            progress.update(bar, **numbers)
-
     def _on_event(self, name: str, fields: dict[str, Any]) -> None:
         if name == "task.recovered":
             self.counts[name] += fields.get("count", 1)
@@ -223,16 +217,18 @@ def overdue(shard: Shard) -> int:
     return Stats(shard.store.database, shard.store.schema).overdue(0).tasks
 
 
-def _say_summary(found: dict[str, Any]) -> None:
+def _text(found: dict[str, Any]) -> str:
     ran, took = count(found["ran"], "task"), show_duration(found["seconds"])
-    say(f"ran {ran} in {took}: {found['succeeded']:,} DONE, {found['failed']:,} FAILED")
+    lines = [f"ran {ran} in {took}: {found['succeeded']:,} DONE, {found['failed']:,} FAILED"]
     if found["lapsed"]:
-        say(f"{count(found['lapsed'], 'task')} had lost their worker")
+        lines.append(f"{count(found['lapsed'], 'task')} had lost their worker")
     if found["without_processor"]:
         tasks, tags = count(found["without_processor"], "task"), map(cell, found["unknown_tags"])
-        say(f"{tasks} without processor, tried again later: {', '.join(tags)}", fg="yellow")
+        text = f"{tasks} without processor, tried again later: {', '.join(tags)}"
+        lines.append(click.style(text, fg="yellow"))
     if found["is_stopped"]:
-        say("stopped; there may be more", fg="yellow")
+        lines.append(click.style("stopped; there may be more", fg="yellow"))
+    return "\n".join(lines)
 
 
 # -- processes ------------------------------------------------------------------------------------

@@ -49,10 +49,7 @@ def key(cli: Cli) -> None:
     delaytasks encryption key
     """
     made = new_key()
-    if cli.is_json:
-        print_json({"key": made, "name": key_name(made)})
-    else:
-        say(made)
+    cli.answer({"key": made, "name": key_name(made)}, made)
 
 
 @encryption.command(epilog=_CODES)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 import click
 
 from delaytasks.cli.context import Cli, Command, pass_cli
-from delaytasks.cli.output import count, print_json, say, sentence, task_json
+from delaytasks.cli.output import count
 from delaytasks.cli.progress import moved_bar
 from delaytasks.cli.times import at_option, delay_option, parse_instant
 from delaytasks.core.durations import parse_duration
@@ -113,10 +113,7 @@ def schedule(
         task = delays.schedule_delay(tag, content, delay, **options)
     else:
         task = delays.schedule_at(tag, content, cast(datetime, when), **options)
-    if cli.is_json:
-        print_json(task_json(task))
-        return
-    say(sentence(task, "scheduled", delays.clock.now()))
+    cli.answer_task(task, "scheduled")
     meant = delays.registry.meant_by(task.tag)
     if meant is not None:
         cli.note(
@@ -160,10 +157,7 @@ def _schedule_many(cli: Cli, file: BinaryIO, on_conflict: OnConflict, **defaults
             delays.schedule_many(lines, on_conflict=on_conflict, on_batch=lines.written)
         except DelayTaskError as error:
             raise lines.located(error, delays, on_conflict) from error
-    if cli.is_json:
-        print_json({"scheduled": lines.scheduled})
-        return
-    say(f"scheduled {count(lines.scheduled, 'task')}")
+    cli.answer({"scheduled": lines.scheduled}, f"scheduled {count(lines.scheduled, 'task')}")
     cli.note_broker_away()
 
 

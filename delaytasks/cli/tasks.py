@@ -11,7 +11,7 @@ import click
 
 from delaytasks.cli.bulk import Many, move_each, move_many, takes_many
 from delaytasks.cli.context import Cli, Command, pass_cli
-from delaytasks.cli.output import count, print_json, say, sentence, task_json
+from delaytasks.cli.output import count, say, sentence, task_json
 from delaytasks.cli.times import DURATION, SHIFT, at_option, delay_option
 from delaytasks.core.ids import check_id
 from delaytasks.core.task import DelayTask
@@ -90,10 +90,7 @@ def reschedule(
     if is_many or by is not None:
         raise click.UsageError("--version is for one task, --by for many.")
     task = delays.reschedule(id, delay, when=when, version=version, tag=many.tag, key=key)
-    if cli.is_json:
-        print_json(task_json(task))
-        return
-    say(sentence(task, "rescheduled", delays.clock.now()))
+    cli.answer_task(task, "rescheduled")
     cli.note_broker_away()
 
 
@@ -126,12 +123,9 @@ def touch(
     else:
         named, gone = list(dict.fromkeys(keys)), delays.touch_many(tag=tag, keys=keys, delay=delay)
     touched = [name for name in named if name not in gone]
-    if cli.is_json:
-        print_json({"touched": touched, "gone": gone})
-    else:
-        say(f"touched {count(len(touched), 'task')}")
-        for name in gone:
-            cli.note(f"does not wait any more: {name}")
+    cli.answer({"touched": touched, "gone": gone}, f"touched {count(len(touched), 'task')}")
+    for name in gone:
+        cli.note(f"does not wait any more: {name}")
     if gone:
         raise SystemExit(1)
 

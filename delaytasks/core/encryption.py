@@ -1,4 +1,4 @@
-"""The form of encrypted bodies and the names of keys. Encryption itself is in the storage package."""
+"""The form of encrypted bodies and the names of keys. `Cipher` encrypts and decrypts."""
 
 from __future__ import annotations
 

@@ -110,7 +110,10 @@ class ShardMismatchError(InvalidInputError):
 
 
 class ForbiddenURLError(InvalidInputError):
-    """The URL of a callback is not https, not public or ambiguous. `callback_allow` can permit it."""
+    """The URL of a callback is not https, not public or ambiguous.
+
+    The setting `callback_allow` permits hosts and networks.
+    """
 
 
 class InvalidHeaderError(InvalidInputError):

@@ -14,8 +14,8 @@ from delaytasks.core.forks import reset_in_child
 QUIET_S = 60.0
 #: The number of subjects of one event that have a line each; all others share one line.
 MOST_SUBJECTS = 20
-#: The events that occur for each row or each try, and the field with the subject of each. The failure
-#: of a task is not among them, because each failure has its own reason.
+#: The events that occur for each row or each try, and the field with the subject of each. The
+#: failure of a task is not among them, because each failure has its own reason.
 SUBJECTS = {
     "task.no_processor": "tag",
     "task.no_key": "tag",

@@ -1,7 +1,7 @@
 """Task ids. The producer makes them, so that they are known before the insert.
 
-An id has 63 bits: 41 for milliseconds since 2020, 5 for the shard, and 17 for a counter with a random
-start. Ids of other programs or of a database default are small numbers, which are valid as well.
+An id has 63 bits: 41 for milliseconds since 2020, 5 for the shard, and 17 for a counter with a
+random start. Ids of other programs or of a database default are small numbers, which are valid too.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def _without_user(url: str) -> str:
 
 
 def mask_secret(value: str) -> str:
-    """Return a secret setting as it is shown: a URL without its password, or else only asterisks."""
+    """Return a secret setting as it is shown: a URL without its password, or only asterisks."""
     if "://" in value or not value:
         return mask_url(value)
     return "whsec_***" if value.startswith("whsec_") else "***"

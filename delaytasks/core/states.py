@@ -31,7 +31,7 @@ class Status(IntEnum):
         return self.name
 
     def __format__(self, spec: str) -> str:
-        # Because of `__str__`, Python 3.10 would format the name and refuse the `d` of our SQL texts.
+        # Because of `__str__`, Python 3.10 would format the name, and refuse `d` in SQL texts.
         return int.__format__(self, spec)
 
 

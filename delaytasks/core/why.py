@@ -304,11 +304,8 @@ def _clock(facts: Facts) -> Iterator[Reason]:
     offset_s = facts.clock_offset_s
     if abs(offset_s) > CLOCK_TOLERANCE_S:
         ahead = "ahead of" if offset_s > 0 else "behind"
-        text = (
-            f"The clock of this machine is {show_duration(offset_s)} {ahead} the clock of the database, "
-            "which decides what is due."
-        )
-        yield Reason("clock", text)
+        text = f"The clock of this machine is {show_duration(offset_s)} {ahead} "
+        yield Reason("clock", f"{text}the clock of the database, which decides what is due.")
 
 
 def _times(attempts: int) -> str:
