@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
@@ -20,6 +19,8 @@ from delaytasks.core.errors import ConfigError
 from delaytasks.core.ids import MAX_SHARDS
 from delaytasks.core.inputs import is_queue
 from delaytasks.core.masking import hide, mask_secret
+from delaytasks.core.setting_types import convert
+from delaytasks.core.text import shown
 
 PREFIX = "delaytasks_"
 
@@ -145,8 +146,8 @@ class Settings:
         for name, is_right, rule in _RULES:
             value = getattr(self, name)
             if not is_right(self, value):
-                shown = "***" if _SPECS[name].metadata["secret"] else repr(value)
-                raise ConfigError(f"{PREFIX}{name} = {shown} (from {self.origin(name)}): {rule}")
+                text = "***" if _SPECS[name].metadata["secret"] else repr(value)
+                raise ConfigError(f"{PREFIX}{name} = {text} (from {self.origin(name)}): {rule}")
 
     def has_house(self, number: object) -> bool:
         """Return whether the number of a message or of beat's schedule is a sweep partition."""
@@ -196,9 +197,6 @@ def secret_names() -> list[str]:
 
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
-_BLANKS = re.compile(r"\s+")
-#: Separates URLs. A URL may contain blanks itself.
-_NEXT_URL = re.compile(r"\s+(?=[\w+]+://)")
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_]*")
 
 
@@ -309,8 +307,14 @@ def load_settings(
                 close = difflib.get_close_matches(name, _SPECS, n=1, cutoff=0.5)
                 hint = f"; did you mean {PREFIX}{close[0]}?" if close else ""
                 raise ConfigError(f"unknown setting {PREFIX}{name} (from {origin}){hint}")
-            converted = _convert(name, value, origin)
-            values[name] = hide(converted) if _SPECS[name].metadata["secret"] else converted
+            kind, is_secret = str(_SPECS[name].type), _SPECS[name].metadata["secret"]
+            try:
+                converted = convert(name, kind, value)
+            except ValueError:
+                text = "***" if is_secret else shown(value)
+                fact = f"{PREFIX}{name} = {text} (from {origin}) is not of type {kind}"
+                raise ConfigError(fact) from None
+            values[name] = hide(converted) if is_secret else converted
             origins[name] = origin
     return Settings(**values, origins=origins)
 
@@ -319,63 +323,3 @@ def _ours(variable: str) -> bool:
     """Return whether a variable belongs to the tests, the benchmarks or the command line."""
     others = ("DELAYTASKS_TEST_", "DELAYTASKS_BENCH_")
     return variable.startswith(others) or variable == "DELAYTASKS_APP"
-
-
-def _convert(name: str, value: Any, origin: str) -> Any:
-    kind = str(_SPECS[name].type)
-    if value is None or (isinstance(value, str) and value.lower() == "none"):
-        if "None" in kind:
-            return None
-    elif kind == "str" and isinstance(value, str):
-        return value
-    elif (
-        name == "redis_url"
-        and isinstance(value, (list, tuple))
-        and all(isinstance(url, str) for url in value)
-    ):
-        return ";".join(value)
-    elif kind == "Mapping[str, str]":
-        mapping = _mapping(value)
-        if mapping is not None:
-            return mapping
-    elif kind == "tuple[str, ...]":
-        if isinstance(value, str):
-            between = _NEXT_URL if name == "database_url" else _BLANKS
-            return tuple(between.split(value.strip())) if value.strip() else ()
-        if isinstance(value, (list, tuple)) and all(
-            isinstance(each, str) and each for each in value
-        ):
-            return tuple(value)
-    elif kind == "bool":
-        text = str(value).lower()
-        if text in ("true", "1", "yes", "on", "false", "0", "no", "off"):
-            return text in ("true", "1", "yes", "on")
-    elif kind.startswith("int") and not isinstance(value, bool):
-        try:
-            if float(value) == int(value):
-                return int(value)
-        except (TypeError, ValueError, OverflowError):
-            pass
-    elif "float" in kind and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if math.isfinite(number):
-            return number
-    shown = "***" if _SPECS[name].metadata["secret"] else f"{value!r:.60}"
-    raise ConfigError(f"{PREFIX}{name} = {shown} (from {origin}) is not of type {kind}")
-
-
-def _mapping(value: Any) -> dict[str, str] | None:
-    """Return a mapping of names to names, or None if the value is not one."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return None
-    if not isinstance(value, Mapping) or not all(
-        isinstance(name, str) and name for pair in value.items() for name in pair
-    ):
-        return None
-    return dict(value)

@@ -514,6 +514,8 @@ PREFIXED = "delaytasks_"
         ("pool_size", 0),
         ("lease_s", "nan"),
         ("lease_s", float("inf")),
+        ("lease_s", 10**400),
+        ("pool_size", 10**400),
         ("lease_s", None),
         ("lease_s", -1),
         ("lease_s", 0.05),  # shorter than two time boxes of a chunk
