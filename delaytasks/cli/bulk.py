@@ -76,11 +76,9 @@ def takes_many(command: Callable[..., Any]) -> Callable[..., Any]:
         flags = {name: options.pop(name) for name in _FLAGS}
         return command(*args, many=Many(filters, **flags), **options)
 
-    for name, option in reversed([*_FILTERS.items(), *_FLAGS.items()]):
-        text = f"Many: {option['help']}"
-        with_many = click.option(f"--{name.replace('_', '-')}", **{**option, "help": text})(
-            with_many
-        )
+    for name, attributes in reversed([*_FILTERS.items(), *_FLAGS.items()]):
+        attributes = {**attributes, "help": f"Many: {attributes['help']}"}
+        with_many = click.option(f"--{name.replace('_', '-')}", **attributes)(with_many)
     return with_many
 
 

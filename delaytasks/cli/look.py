@@ -138,8 +138,8 @@ def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
     shown: list[tuple[str, Cell]] = [("id", str(task.id)), ("status", coloured(task.status))]
     for name, value in document.items():
         if name not in ("id", "status", "body", "error"):
-            instant = task.due if name == "due_time" else getattr(task, name, None)
-            if name in INSTANTS and isinstance(instant, datetime):
+            if value is not None and name in INSTANTS:
+                instant = task.due if name == "due_time" else getattr(task, name)
                 value = f"{value} ({show_from_now(instant, now)})"
             shown.append((name, value))
     shown.append(("moves", ", ".join(moves)))

@@ -21,7 +21,7 @@ VARIABLE = "DELAYTASKS_ENCRYPTION_KEYS"
 
 
 def reopen(project: Project, monkeypatch: pytest.MonkeyPatch, *keys: str) -> None:
-    """As if each command were a process of its own, with these keys."""
+    """Let the next command read the keys again, like a new process."""
     monkeypatch.setenv(VARIABLE, " ".join(keys))
     project.delays.close()
     project.delays._parts = None
@@ -105,7 +105,7 @@ def change_all(project: Project, body: str) -> None:
         connection.execute(update(project.delays.store.schema.tasks).values(message_body=body))
 
 
-def test_what_can_not_be_read_is_told(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_bodies_are_counted(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     shop.schedule("ok", 60)
     change_all(shop, "fernet:0123abcd:gAAAAA")
     reopen(shop, monkeypatch, NEW)
