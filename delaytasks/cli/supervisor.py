@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import IO, Any
 
 from rich.console import Console
@@ -72,7 +72,11 @@ class Child:
     started_at: float = 0.0
     start_at: float | None = None
     rest_s: float = FIRST_REST_S
-    said_ready: threading.Event = field(default_factory=threading.Event)
+    #: Whether it has logged its `ready_line`, if it has one.
+    has_logged_ready: bool = False
+
+    def __post_init__(self) -> None:
+        self.has_logged_ready = self.spec.ready_line is None
 
 
 class Log:
@@ -103,16 +107,16 @@ class Log:
 class Supervisor:
     """Starts, restarts and stops the children, in the main thread."""
 
-    def __init__(
-        self, specs: Sequence[Spec], console: Console, environ: dict[str, str] | None = None
-    ) -> None:
+    def __init__(self, specs: Sequence[Spec], console: Console) -> None:
         self.log = Log(console, ["up", *(spec.name for spec in specs)])
-        self.children = [Child(spec) for spec in specs]
-        self._environ = {**(os.environ if environ is None else environ), "PYTHONUNBUFFERED": "1"}
+        self._stages: dict[int, list[Child]] = {}
+        for spec in sorted(specs, key=lambda spec: spec.stage):
+            self._stages.setdefault(spec.stage, []).append(Child(spec))
+        self._children = [child for stage in self._stages.values() for child in stage]
         self._signals = 0
 
-    def run(self, on_ready: Callable[[], None]) -> int:
-        """Run the children until SIGINT, SIGTERM or SIGHUP, and return the exit code.
+    def run(self, on_ready: Callable[[], None]) -> None:
+        """Run the children until SIGINT, SIGTERM or SIGHUP.
 
         `on_ready` is called when every child with a `ready_line` has logged it.
         """
@@ -120,13 +124,11 @@ class Supervisor:
         before = {number: signal.signal(number, self._on_signal) for number in numbers}
         is_announced = False
         try:
-            for stage in sorted({child.spec.stage for child in self.children}):
-                self._start_stage([child for child in self.children if child.spec.stage == stage])
+            for children in self._stages.values():
+                self._start_stage(children)
             while not self._signals:
                 self._look()
-                if not is_announced and all(
-                    c.said_ready.is_set() or not c.spec.ready_line for c in self.children
-                ):
+                if not is_announced and all(child.has_logged_ready for child in self._children):
                     is_announced = True
                     on_ready()
                 time.sleep(LOOK_S)
@@ -134,7 +136,6 @@ class Supervisor:
             self._stop()
             for number, handler in before.items():
                 signal.signal(number, handler)
-        return 0
 
     # -- start ------------------------------------------------------------------------------------
 
@@ -155,7 +156,7 @@ class Supervisor:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=self._environ,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
             pass_fds=child.spec.pass_fds,
             umask=child.spec.umask,
             # Ctrl-C in a terminal reaches only this process, which stops the children in order.
@@ -171,14 +172,14 @@ class Supervisor:
         for line in lines:
             text = line.decode(errors="replace")
             self.log.line(child.spec, text)
-            if child.spec.ready_line is not None and child.spec.ready_line in text:
-                child.said_ready.set()
+            if not child.has_logged_ready and str(child.spec.ready_line) in text:
+                child.has_logged_ready = True
 
     # -- look after -------------------------------------------------------------------------------
 
     def _look(self) -> None:
         now = time.monotonic()
-        for child in self.children:
+        for child in self._children:
             if child.process is not None and child.process.poll() is not None:
                 self._schedule_restart(child, now)
             if child.start_at is not None and now >= child.start_at:
@@ -205,12 +206,8 @@ class Supervisor:
     def _stop(self) -> None:
         self.log.say("stopping; once more Ctrl-C does not wait for running tasks")
         self._signals = 0
-        for stage in sorted({child.spec.stage for child in self.children}, reverse=True):
-            stopping = [
-                child
-                for child in self.children
-                if child.spec.stage == stage and child.process is not None
-            ]
+        for stage in reversed(self._stages.values()):
+            stopping = [child for child in stage if child.process is not None]
             for child in stopping:
                 _kill(child.process, signal.SIGTERM)
             for child in stopping:

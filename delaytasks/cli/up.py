@@ -85,9 +85,8 @@ def up(cli: Cli, concurrency: int | None, pool: str, port: int | None, no_flower
         for name, text in _what_to_open(cli, broker, flower_port):
             console.print(Text.assemble((f"  {name:12}", "bold"), text), soft_wrap=True)
 
-    code = supervisor.run(announce)
+    supervisor.run(announce)
     embedded.leave(settings.data_dir)
-    sys.exit(code)
 
 
 def _app_name() -> str:

@@ -137,7 +137,7 @@ def test_audit_lists_the_actor_the_action_and_the_progress(
 def at_terminal(
     name: str, *arguments: str
 ) -> tuple[subprocess.Popen[bytes], Callable[[str], str], int]:
-    """Start the command on a terminal; return it, a function that reads to a text, and the input."""
+    """Start the command on a terminal; return it, a function that awaits a text, and the input."""
     ours, theirs = pty.openpty()
     running = subprocess.Popen(
         [sys.executable, "-c", RUN, "-A", name, *arguments],
