@@ -29,7 +29,7 @@ def audit(cli: Cli, limit: int) -> None:
         print_json([entry.as_json() for entry in entries])
         return
     if not entries:
-        cli.note("Nothing yet.")
+        cli.note("No actions yet.")
         return
     now = cli.delays.clock.now()
     print_table(

@@ -62,7 +62,7 @@ class Many:
         has_tag, has_key = self.tag is not None, key is not None
         if (ids and (has_filter or has_tag or has_key)) or (has_key and has_filter):
             raise click.UsageError(
-                "Give ids, or --tag and --key, or what many tasks have in common; one of the three."
+                "Name the tasks by ids, by --tag and --key, or by filters, and use only one of the three."
             )
         return has_filter or (has_tag and not has_key)
 
@@ -93,7 +93,7 @@ def move_each(
 ) -> None:
     """Call `move` for each id, even if another id fails. A text that is no id prevents all."""
     if not ids:
-        raise click.UsageError("Give an id, or --tag and more.")
+        raise click.UsageError("Name the tasks by ids or by filters.")
     failures: list[tuple[int, DelayTaskError]] = []
     for id in [check_id(text) for text in ids]:
         try:

@@ -46,7 +46,7 @@ def check(cli: Cli) -> None:
             tasks = count(sum(finding.tasks for finding in found), "task")
             say(f"{tasks} would not run well with this code")
         else:
-            say("every task that waits has a processor, and a body that it takes")
+            say("every waiting task has a processor that accepts its body")
         print_warnings(warnings)
     if found:
         sys.exit(1)

@@ -73,7 +73,7 @@ def drain(
     if there may be more tasks). A second signal also gives up the running tasks.
     """
     if forever and limit is not None:
-        raise click.UsageError("--forever has no end, so no --limit")
+        raise click.UsageError("--forever and --limit exclude each other")
     cli.import_processors()
     processes = concurrency or ((os.cpu_count() or 1) if forever else None)
     if processes is not None:

@@ -140,8 +140,8 @@ def maintain(
     found, purge_after_s = _partitions(cli, shard), cli.delays.settings.purge_after_s
     if older_than is not None and (purge_after_s or math.inf) <= older_than.total_seconds():
         cli.note(
-            "The sweep deletes tasks before their partition is old: "
-            "delaytasks_purge_after_s is the shorter time."
+            "The sweep deletes tasks before their partition is old, "
+            "because delaytasks_purge_after_s is the shorter time."
         )
     made = found.extend(every, ahead)
     pruned: list[Pruned] = []

@@ -96,14 +96,15 @@ def schedule(
         shared = {name: options.pop(name) for name in ("on_conflict", "queue", "priority")}
         if any(given is not None for given in (tag, delay, when, *options.values())):
             raise click.UsageError(
-                "--many takes all but --queue, --priority and --on-conflict from its file"
+                "With --many, only --queue, --priority and --on-conflict may be options; "
+                "the file contains everything else."
             )
         _schedule_many(cli, many, **shared)
         return
     if tag is None:
         raise click.UsageError("Missing argument 'TAG'.")
     if (delay is None) == (when is None):
-        raise click.UsageError("Give --delay or --at, one of the two.")
+        raise click.UsageError("Give either --delay or --at.")
     if options["id"] is not None:
         options["id"] = check_id(options["id"])
     content = _body(body)
@@ -118,7 +119,7 @@ def schedule(
     if meant is not None:
         cli.note(
             f"No processor here has the tag {task.tag!r}; did you mean {meant!r}? "
-            f"To take it back: {cli.command} cancel {task.id}"
+            f"To cancel it: {cli.command} cancel {task.id}"
         )
     cli.note_broker_away()
 

@@ -98,4 +98,4 @@ def _print(found: list[dict[str, Any]], finish: bool) -> None:
     if unknown:
         done = "know now" if finish else "do not know"
         keys = count(unknown, "key")
-        say(f"{keys} of live tasks whose shards {done} where the task is", fg="yellow")
+        say(f"{keys} of live tasks: their shards {done} where the tasks are", fg="yellow")

@@ -204,7 +204,7 @@ class Supervisor:
         self._signals += 1
 
     def _stop(self) -> None:
-        self.log.say("stopping; once more Ctrl-C does not wait for running tasks")
+        self.log.say("stopping; a second Ctrl-C does not wait for running tasks")
         self._signals = 0
         for stage in reversed(self._stages.values()):
             stopping = [child for child in stage if child.process is not None]

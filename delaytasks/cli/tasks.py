@@ -82,13 +82,13 @@ def reschedule(
     """
     delays, is_many = cli.delays, many.is_meant(() if id is None else (id,), key)
     if [delay, when, by].count(None) != 2:
-        raise click.UsageError("Give --delay, --at or --by, one of the three.")
+        raise click.UsageError("Give exactly one of --delay, --at and --by.")
     if is_many and version is None:
         reschedule_many = partial(delays.reschedule_many, delay, when=when, by=by)
         move_many(cli, "rescheduled", many, reschedule_many, is_shift=by is not None)
         return
     if is_many or by is not None:
-        raise click.UsageError("--version is for one task, --by for many.")
+        raise click.UsageError("--version applies to one task, --by to many.")
     task = delays.reschedule(id, delay, when=when, version=version, tag=many.tag, key=key)
     cli.answer_task(task, "rescheduled")
     cli.note_broker_away()
@@ -114,7 +114,7 @@ def touch(
     if delay is None:
         raise click.UsageError("Give --delay.")
     if bool(ids) == bool(keys) or bool(keys) != (tag is not None):
-        raise click.UsageError("Give ids, or --tag and --key.")
+        raise click.UsageError("Name the tasks by ids, or by --tag and --key.")
     delays = cli.delays
     gone: Sequence[Any]
     if tag is None:

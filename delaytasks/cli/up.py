@@ -63,7 +63,7 @@ def up(cli: Cli, concurrency: int | None, pool: str, port: int | None, no_flower
     """
     if os.name != "posix":
         raise click.UsageError(
-            "up runs on Linux and macOS; on Windows use WSL, or start the lines of the Procfile"
+            "up requires Linux or macOS; on Windows use WSL, or run the commands of the Procfile"
         )
     has_flower = not no_flower and importlib.util.find_spec("flower") is not None
     flower_port = _free_port(port) if has_flower else None

@@ -110,7 +110,7 @@ def test_options_that_name_nothing_or_contradict_each_other_exit_with_2(
 def test_audit_lists_the_actor_the_action_and_the_progress(
     shop: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert shop("audit").stderr == "Nothing yet.\n"
+    assert shop("audit").stderr == "No actions yet.\n"
     monkeypatch.setenv("LOGNAME", f"ann{HOSTILE}")
     shop.schedule(delay=60)
     shop("cancel", "--tag", "ok", "--yes")

@@ -292,7 +292,7 @@ def test_an_unknown_revision_exits_with_2(bare: Project, command: list[str]) -> 
 def test_check_finds_tasks_that_would_not_run_with_this_code(shop: Project) -> None:
     assert shop.json("check") == {"findings": [], "warnings": []}
     shop.schedule("ok", 60)
-    assert "every task that waits has a processor" in shop("check").stdout
+    assert "every waiting task has a processor" in shop("check").stdout
     shop.schedule("gone", 60)
     shop.schedule("gone", 90)
     [finding] = shop.json("check", exit_code=1)["findings"]
