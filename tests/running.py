@@ -35,7 +35,7 @@ QUICK: dict[str, Any] = {
 #: Of the bounds in docs/reliability.md.
 DISPATCH_S = 2
 #: What `delaytasks drain --forever` says at its start.
-STARTED = "Runs what falls due"
+STARTED = "Runs tasks as they fall due"
 #: Where each broker is (a fixture of that name), and what Celery is told of it.
 BROKERS: dict[str, tuple[str, dict[str, Any]]] = {
     "redis": ("redis_url", {}),

@@ -1,4 +1,4 @@
-"""`audit`: what was done to many tasks at once."""
+"""`audit`: list the actions on many tasks."""
 
 from __future__ import annotations
 
@@ -6,47 +6,48 @@ import json
 
 import click
 
-from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli
-from delaytasks.cli.output import Cell, cell, print_json, print_table
-from delaytasks.cli.times import show_from_now, show_instant
-from delaytasks.core.bulk import AuditEntry
+from delaytasks.cli.context import Cli, Command, pass_cli
+from delaytasks.cli.output import BAD, GOOD, print_json, print_table
+from delaytasks.cli.times import show_from_now
 
-_COLOURS = {"done": "green", "failed": "red", "stopped": "yellow", "running": "cyan"}
+_COLOURS = {"done": GOOD, "failed": BAD, "stopped": "yellow", "running": "cyan"}
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command(cls=Command)
 @click.option("--limit", type=int, default=20, show_default=True, help="1 to 1000.")
 @pass_cli
 def audit(cli: Cli, limit: int) -> None:
-    """List what was done to many tasks at once, the newest first: who, which ones, and how far it came.
+    """List the actions on many tasks, the newest first: the actor, the filter and the counts.
 
     \b
     delaytasks audit --limit 5
 
-    A run that died says `running`, and is not seen any more.
+    If the process of an action died, its state stays `running`, and its time of `seen` stops.
     """
     entries = cli.delays.audit(limit=limit)
     if cli.is_json:
         print_json([entry.as_json() for entry in entries])
         return
     if not entries:
-        cli.note("Nothing yet.")
+        cli.note("No actions yet.")
         return
     now = cli.delays.clock.now()
     print_table(
         ("started", "actor", "action", "filter", "state", "seen", "matched", "changed", "refused"),
-        ([*_row(entry), show_from_now(entry.seen_at, now), *_counts(entry)] for entry in entries),
-        right="matched changed refused",
+        [
+            [
+                entry.started_at,
+                entry.actor,
+                entry.action,
+                json.dumps(entry.filter, ensure_ascii=False),
+                (entry.state, _COLOURS.get(entry.state, "")),
+                show_from_now(entry.seen_at, now),
+                entry.matched,
+                entry.changed,
+                entry.refused,
+            ]
+            for entry in entries
+        ],
         folded="actor filter",
         extra="seen",
     )
-
-
-def _row(entry: AuditEntry) -> list[Cell]:
-    named = cell(json.dumps(entry.filter, ensure_ascii=False))
-    state = (entry.state, _COLOURS.get(entry.state, ""))
-    return [show_instant(entry.started_at), cell(entry.actor), cell(entry.action), named, state]
-
-
-def _counts(entry: AuditEntry) -> list[Cell]:
-    return [f"{number:,}" for number in (entry.matched, entry.changed, entry.refused)]

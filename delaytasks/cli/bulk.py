@@ -1,57 +1,49 @@
-"""The options by which many tasks are named, and the way from their count to their move."""
+"""The commands on one, a few or many tasks: their options, and the two ways of moving tasks."""
 
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import click
 
 from delaytasks.cli.context import Cli
-from delaytasks.cli.output import count, print_json, say
-from delaytasks.cli.progress import progress_bar, stopping_between_steps
-from delaytasks.cli.times import to_past
+from delaytasks.cli.output import Failure, count, print_json
+from delaytasks.cli.progress import moved_bar, stopping_between_steps
+from delaytasks.cli.times import PAST
 from delaytasks.core.bulk import BulkResult
-from delaytasks.core.errors import StoreError
+from delaytasks.core.errors import DelayTaskError, StoreError
+from delaytasks.core.ids import check_id
 from delaytasks.core.states import Status
 
-
-def _instant(name: str, about: str) -> Callable[[Any], Any]:
-    return click.option(name, callback=to_past, metavar="TIME", help=f"Many: {about}")
-
-
-_FILTERS = {
-    "tag": click.option("--tag", help="Many: of this tag."),
-    "key_prefix": click.option("--key-prefix", metavar="TEXT", help="Many: whose key begins so."),
-    "status": click.option(
-        "--status",
-        type=click.Choice([s.name for s in Status], case_sensitive=False),
-        help="Many: that have it.",
-    ),
-    "queue": click.option("--queue", help="Many: of this queue."),
-    "since": _instant(
-        "--since", "due at this time or later, as 2030-01-31T18:00:00Z, or 1h for an hour ago."
-    ),
-    "until": _instant("--until", "due before this time."),
-    "created_since": _instant("--created-since", "scheduled at this time or later."),
-    "created_until": _instant("--created-until", "scheduled before it."),
-    "updated_until": _instant("--updated-until", "not moved since this time."),
+_STATUS = click.Choice([s.name for s in Status], case_sensitive=False)
+#: The options that select many tasks: the names are those of `core.bulk.Filters`.
+_FILTERS: dict[str, dict[str, Any]] = {
+    "tag": {"help": "of this tag."},
+    "key_prefix": {"metavar": "TEXT", "help": "with a key that begins with this text."},
+    "status": {"type": _STATUS, "help": "of this status."},
+    "queue": {"help": "of this queue."},
+    "since": {
+        "type": PAST,
+        "help": "due at this time or later, as 2030-01-31T18:00:00Z, or 1h for an hour ago.",
+    },
+    "until": {"type": PAST, "help": "due before this time."},
+    "created_since": {"type": PAST, "help": "scheduled at this time or later."},
+    "created_until": {"type": PAST, "help": "scheduled before this time."},
+    "updated_until": {"type": PAST, "help": "not moved since this time."},
 }
-_HOW = {
-    "everything": click.option(
-        "--everything", is_flag=True, help="Many: all tasks that there are."
-    ),
-    "dry_run": click.option("--dry-run", is_flag=True, help="Many: only count them."),
-    "yes": click.option("--yes", is_flag=True, help="Many: do not ask."),
+_FLAGS: dict[str, dict[str, Any]] = {
+    "everything": {"is_flag": True, "help": "all tasks."},
+    "dry_run": {"is_flag": True, "help": "only count them."},
+    "yes": {"is_flag": True, "help": "do not ask."},
 }
 
 
 @dataclass(frozen=True)
 class Many:
-    """What was said of many tasks."""
+    """The filters of a command on many tasks, and how to go about it."""
 
     filters: dict[str, Any]
     everything: bool
@@ -64,79 +56,115 @@ class Many:
         return tag
 
     def is_meant(self, ids: tuple[str, ...] = (), key: str | None = None) -> bool:
-        """Whether many tasks are named, and not some by their ids or one by its key."""
-        says_more = any(value is not None for name, value in self.filters.items() if name != "tag")
-        says_more = says_more or self.everything or self.dry_run or self.yes
-        if (ids and (says_more or self.tag is not None or key is not None)) or (
-            key is not None and says_more
-        ):
+        """Return whether the options name many tasks, instead of some by id or one by key."""
+        has_filter = any(value is not None for n, value in self.filters.items() if n != "tag")
+        has_filter = has_filter or self.everything or self.dry_run or self.yes
+        has_tag, has_key = self.tag is not None, key is not None
+        if (ids and (has_filter or has_tag or has_key)) or (has_key and has_filter):
             raise click.UsageError(
-                "Give ids, or --tag and --key, or what many tasks have in common; one of the three."
+                "Name the tasks by ids, by --tag and --key, or by filters, and use only one of the three."
             )
-        return says_more or (self.tag is not None and key is None)
+        return has_filter or (has_tag and not has_key)
 
 
 def takes_many(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a command these options, as its argument `many`."""
+    """Add the options of many tasks to a command, which receives them as its argument `many`."""
 
     @functools.wraps(command)
     def with_many(*args: Any, **options: Any) -> Any:
         filters = {name: options.pop(name) for name in _FILTERS}
-        return command(*args, many=Many(filters, *(options.pop(name) for name in _HOW)), **options)
+        flags = {name: options.pop(name) for name in _FLAGS}
+        return command(*args, many=Many(filters, **flags), **options)
 
-    for option in reversed([*_FILTERS.values(), *_HOW.values()]):
-        with_many = option(with_many)
+    for name, attributes in reversed([*_FILTERS.items(), *_FLAGS.items()]):
+        attributes = {**attributes, "help": f"Many: {attributes['help']}"}
+        with_many = click.option(f"--{name.replace('_', '-')}", **attributes)(with_many)
     return with_many
+
+
+# -- a few tasks ----------------------------------------------------------------------------------
+
+
+def move_each(
+    cli: Cli,
+    ids: Sequence[str],
+    move: Callable[[int], None],
+    moved: Callable[[], dict[str, Any]],
+) -> None:
+    """Call `move` for each id, even if another id fails. A text that is no id prevents all."""
+    if not ids:
+        raise click.UsageError("Name the tasks by ids or by filters.")
+    failures: list[tuple[int, DelayTaskError]] = []
+    for id in [check_id(text) for text in ids]:
+        try:
+            move(id)
+        except DelayTaskError as error:
+            failures.append((id, error))
+            if isinstance(error, StoreError):
+                break  # the next id would wait as long, for the same answer
+    if cli.is_json:
+        failed = [
+            {"id": str(id), "error": str(error), "type": type(error).__name__}
+            for id, error in failures
+        ]
+        print_json({**moved(), "failed": failed})
+    if failures:
+        if not cli.is_json:
+            for _, earlier in failures[:-1]:
+                Failure(earlier, cli.is_json).show()
+        raise failures[-1][1]
+
+
+# -- many tasks -----------------------------------------------------------------------------------
 
 
 def move_many(
     cli: Cli, done: str, many: Many, move: Callable[..., BulkResult], is_shift: bool = False
 ) -> None:
-    """Counted, asked for, moved in steps. `move` is a verb such as `cancel_many`; `done` is what it did."""
-    if not (many.yes or many.dry_run) and (cli.is_json or not sys.stdin.isatty()):
-        raise click.UsageError(
-            "Many tasks would be moved: count them with --dry-run, then say --yes."
-        )
+    """Count the tasks, ask the user, and move them in steps.
+
+    Parameters
+    ----------
+    done
+        What `move` does to a task, as a participle: "cancelled".
+    move
+        A method such as `cancel_many`.
+    is_shift
+        Whether a second call would move the tasks again, so that it needs one more filter.
+    """
+    if not many.dry_run:
+        cli.require_terminal(many.yes, "Count the tasks with --dry-run, then use --yes.")
     move = functools.partial(move, everything=many.everything, **many.filters)
     found = move(dry_run=True)
     would = f"{count(found.matched - found.refused, 'task')} would be {done}"
     if many.dry_run:
-        _tell(cli, found, would, "dry run")
+        _report(cli, found, would, "dry run")
         return
-    if not many.yes:
-        running = f" ({found.refused:,} run now, and are left alone)" if found.refused else ""
-        click.confirm(f"{would}{running}. Go on?", abort=True, err=True)
+    running = f" ({found.refused:,} run now, and are left alone)" if found.refused else ""
+    cli.confirm(many.yes, f"{would}{running}. Go on?")
     result, is_stopped = _moved(cli, done, found, move)
     if is_stopped:
         again = f", with --updated-until {found.started.isoformat()}" if is_shift else ""
-        _tell(
-            cli,
-            result,
-            f"stopped: {_how_far(result, done)}; to go on run it again{again}",
-            "stopped",
-        )
+        how_far = _how_far(result, done)
+        _report(cli, result, f"stopped: {how_far}; to go on run it again{again}", "stopped")
         raise SystemExit(1)
-    _tell(cli, result, f"{done} {count(result.changed, 'task')}", "done")
+    _report(cli, result, f"{done} {count(result.changed, 'task')}", "done")
     cli.note_broker_away()
 
 
 def _moved(
     cli: Cli, done: str, found: BulkResult, move: Callable[..., BulkResult]
 ) -> tuple[BulkResult, bool]:
-    """What became of them, and whether somebody stopped it."""
+    """Return the result, and whether Ctrl-C stopped the action."""
     so_far = found
-    with progress_bar(cli, done) as progress, stopping_between_steps() as check:
+    with moved_bar(cli, done) as progress, stopping_between_steps() as check:
         bar = progress.add_task("", total=found.matched, moved=0)
 
         def on_progress(result: BulkResult) -> None:
             nonlocal so_far
             so_far = result
-            progress.update(
-                bar,
-                total=result.matched,
-                completed=result.changed + result.refused,
-                moved=result.changed,
-            )
+            completed = result.changed + result.refused
+            progress.update(bar, total=result.matched, completed=completed, moved=result.changed)
             check()
 
         try:
@@ -152,23 +180,20 @@ def _how_far(so_far: BulkResult, done: str) -> str:
     return f"{done} {so_far.changed:,} of {count(so_far.matched, 'task')}"
 
 
-def _tell(cli: Cli, result: BulkResult, sentence: str, state: str) -> None:
-    if cli.is_json:
-        counts = {"matched": result.matched, "changed": result.changed, "refused": result.refused}
-        runs = [str(id) for id in result.runs]
-        print_json({**counts, "state": state, "runs": runs, "missing": result.missing})
-    else:
-        say(sentence)
-        if result.refused:
-            why = (
-                "they run"
-                if state == "dry run"
-                else "they run or moved on, are locked, or another task has their key"
-            )
-            cli.note(f"left as they are: {count(result.refused, 'task')} ({why})")
-        if result.missing:
-            cli.note(
-                f"Not all tasks: {', '.join(f'shard {number}' for number in result.missing)} can not be reached."
-            )
+def _report(cli: Cli, result: BulkResult, sentence: str, state: str) -> None:
+    document = {
+        "matched": result.matched,
+        "changed": result.changed,
+        "refused": result.refused,
+        "state": state,
+        "runs": [str(id) for id in result.runs],
+        "missing": result.missing,
+    }
+    cli.answer(document, sentence)
+    if result.refused:
+        moved = "they run or moved on, are locked, or another task has their key"
+        why = "they run" if state == "dry run" else moved
+        cli.note(f"left as they are: {count(result.refused, 'task')} ({why})")
+    cli.note_missing(result.missing)
     if result.missing:
         raise SystemExit(1)

@@ -1,4 +1,4 @@
-"""`config`: the settings that are in effect, and where each of them comes from."""
+"""`config`: the effective settings and their origins."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from typing import Any
 
 import click
 
-from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli
-from delaytasks.cli.output import NOTHING, Cell, cell, print_fields, print_json, print_table, say
+from delaytasks.cli.context import Cli, Command, pass_cli
+from delaytasks.cli.output import GOOD, NOTHING, cell, print_fields, print_json, print_table, say
 from delaytasks.core.masking import mask_url
 
 _BROKER_VARIABLES = ("CELERY_BROKER_WRITE_URL", "CELERY_BROKER_URL")
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command(cls=Command)
 @pass_cli
 def config(cli: Cli) -> None:
-    """Print the settings and where each comes from.
+    """Print the settings and the origin of each.
 
     \b
     delaytasks config
 
-    Passwords are masked. Later ones win: Celery's configuration, the environment, arguments of DelayTasks(...).
+    Passwords are masked. Celery's configuration is overridden by the environment, and both by the
+    arguments of DelayTasks(...).
     """
     settings = cli.delays.settings
     places = {
@@ -33,28 +34,27 @@ def config(cli: Cli) -> None:
     }
     rows = settings.effective()
     if cli.is_json:
+        document: dict[str, Any] = {n: {"value": v, "origin": o} for n, (v, o) in places.items()}
         names = ("name", "value", "origin", "about")
-        listed = [dict(zip(names, row, strict=True)) for row in rows]
-        print_json(
-            {**{n: {"value": v, "origin": o} for n, (v, o) in places.items()}, "settings": listed}
-        )
+        document["settings"] = [dict(zip(names, row, strict=True)) for row in rows]
+        print_json(document)
         return
-    print_fields(
-        [(name, f"{cell(value, 1000)} (from {origin})") for name, (value, origin) in places.items()]
-    )
+    print_fields((n, f"{cell(v, 1000)} (from {origin})") for n, (v, origin) in places.items())
     say("")
-    table: list[list[Cell]] = [
-        [name, cell(value), (origin, "" if origin == "default" else "green"), about]
-        for name, value, origin, about in rows
-    ]
     print_table(
-        ("setting", "value", "origin", "meaning"), table, folded="value meaning", extra="meaning"
+        ("setting", "value", "origin", "meaning"),
+        [
+            [name, value, (origin, "" if origin == "default" else GOOD), about]
+            for name, value, origin, about in rows
+        ],
+        folded="value meaning",
+        extra="meaning",
     )
 
 
 def broker_url(app: Any) -> str:
-    """The broker's URL without its password; several URLs if the broker has several."""
-    # Celery has a default too, which its configuration does not say.
+    """Return the broker's URL, or several, without passwords."""
+    # Celery's default URL is not in its configuration.
     url = app.conf.broker_write_url or app.connection_for_write().as_uri()
     return ";".join(mask_url(part) for part in re.split(r";(?=[a-z0-9+.-]+://)", str(url)))
 
@@ -64,9 +64,5 @@ def _broker_origin(cli: Cli) -> str:
 
     if any(os.environ.get(variable) for variable in _BROKER_VARIABLES):
         return "environment"
-    configured = cli.app.conf.broker_url
-    return (
-        "default"
-        if configured in (None, broker_of(cli.delays.settings.data_dir).url)
-        else "celery configuration"
-    )
+    defaults = (None, broker_of(cli.delays.settings.data_dir).url)
+    return "default" if cli.app.conf.broker_url in defaults else "celery configuration"

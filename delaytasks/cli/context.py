@@ -1,4 +1,4 @@
-"""What every command needs: the Celery app, its delayed tasks, and how to tell of errors."""
+"""The parts of every command: the Celery app, its delayed tasks, --json and errors."""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from delaytasks.cli.output import failure_of
+from delaytasks.cli.output import Failure, print_json, say, sentence, shards_text, task_json
 from delaytasks.core.bounded_calls import wait_for_unfinished
 from delaytasks.core.errors import ConfigError, DelayTaskError
 from delaytasks.core.masking import mask_url
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
+    from delaytasks.core.task import DelayTask
+    from delaytasks.storage.database import Database
     from delaytasks.storage.store import Store
 
 R = TypeVar("R")
-_CLI = "delaytasks.cli"
 _JSON = "delaytasks.json"
-EXIT_CODES = "Exit codes: 0 it worked; 1 it did not (no such task, too late, database away); 2 wrong usage or settings."
+EXIT_CODES = (
+    "Exit codes: 0 it worked; 1 it did not (no such task, too late, database unavailable); "
+    "2 wrong usage or settings."
+)
 
 
 class Cli:
@@ -40,11 +44,11 @@ class Cli:
         self._ctx = ctx
         self._find = find
         self.app_origin = app_origin
-        #: How the commands are called here, for hints that can be copied.
+        #: The beginning of a command line that the user can copy from a hint.
         self.command = command
-        self.is_json = bool(ctx.meta.get(_JSON))
+        self.is_json = is_json(ctx)
         if self.is_json:
-            # Nobody reads our log there, and stderr is for one JSON document.
+            # stderr is for one JSON document, so the log must not be printed there.
             logger, silent = logging.getLogger("delaytasks"), logging.NullHandler()
             logger.addHandler(silent)
             ctx.call_on_close(lambda: logger.removeHandler(silent))
@@ -56,10 +60,10 @@ class Cli:
 
     @functools.cached_property
     def delays(self) -> DelayTasks:
-        """The `DelayTasks` of the app: what its `delaytasks.run` task belongs to."""
+        """The `DelayTasks` to which the app's `delaytasks.run` task belongs."""
         found = self._delays_of_app()
         if found is None:
-            self.import_processors()  # it may be made in a module that only workers import
+            self.import_processors()  # a module that only workers import may make it
             found = self._delays_of_app()
         if found is None:
             raise ConfigError(
@@ -73,43 +77,76 @@ class Cli:
 
     @property
     def stores(self) -> Sequence[Store]:
-        """Of all databases, also of those that do not know their number yet."""
+        """The stores of all databases, including those that have no shard number yet."""
         return self.delays.routes.databases.stores
 
     @property
     def database_url(self) -> str:
-        """Those of all, without passwords, which may stand among their options too."""
+        """The URLs of all databases, without passwords."""
         return ", ".join(map(shown_url, self.stores))
+
+    def tables(self, store: Store) -> tuple[Database, str, str | None]:
+        """Return the database of a store, and the prefix and the schema of its tables."""
+        settings = self.delays.settings
+        return store.database, settings.table_prefix, settings.table_schema or None
 
     def _delays_of_app(self) -> DelayTasks | None:
         return getattr(self.app.tasks.get("delaytasks.run"), "delays", None)
 
     def import_processors(self) -> None:
-        """As a worker does at its start: processors bring their queues, and are what `drain` runs."""
+        """Import the app's modules, as a worker does at its start.
+
+        The processors name the queues of their tags, and `drain` runs them.
+        """
         modules: set[str] = set()
         with (
-            _telling_of_imports("what the app's imports and include name", modules),
+            _import_errors("what the app's imports and include name", modules),
             self.guarded_stdout(),
         ):
-            modules.update(
-                self.app.loader.default_modules
-            )  # in here, since it reads the app's configuration
+            modules.update(self.app.loader.default_modules)  # this reads the app's configuration
             self.app.loader.import_default_modules()
 
     def guarded_stdout(self) -> AbstractContextManager[Any]:
-        """Other people's code may print, and stdout is for one JSON document."""
+        """Redirect what the user's code prints to stderr where stdout is for one JSON document."""
         return redirect_stdout(sys.stderr) if self.is_json else nullcontext()
 
+    def require_terminal(self, is_confirmed: bool, reason: str) -> None:
+        """Raise a usage error unless the user has confirmed, or can be asked."""
+        if not is_confirmed and (self.is_json or not sys.stdin.isatty()):
+            raise click.UsageError(reason)
+
+    def confirm(self, is_confirmed: bool, question: str) -> None:
+        if not is_confirmed:
+            click.confirm(question, abort=True, err=True)
+
+    def answer(self, document: Any, text: str) -> None:
+        """Print the JSON document if the user asked for it, or else the text."""
+        if self.is_json:
+            print_json(document)
+        else:
+            say(text)
+
+    def answer_task(self, task: DelayTask, done: str) -> None:
+        """Print the task, or a sentence such as "scheduled task 7 (mail): due …"."""
+        self.answer(task_json(task), sentence(task, done, self.delays.clock.now()))
+
     def note(self, text: str) -> None:
-        """For people only."""
+        """Print a line on stderr, unless JSON is asked for."""
         if not self.is_json:
             click.secho(text, fg="yellow", err=True)
 
+    def note_missing(self, shards: Sequence[int]) -> None:
+        if shards:
+            self.note(f"Not all tasks: {shards_text(shards)} cannot be reached.")
+
     def note_broker_away(self) -> None:
-        wait_for_unfinished()  # the connection to a broker that is far away may still be under way
+        """Print a note if the broker does not answer. JSON documents have no notes."""
+        if self.is_json:
+            return
+        wait_for_unfinished()  # the connection to a distant broker may still be in progress
         if not self.delays.timer.is_up:
             self.note(
-                "The broker can not be reached: the database has the task, and a sweep will send it."
+                "The broker cannot be reached: the database has the task, and a sweep will send it."
             )
 
 
@@ -117,15 +154,19 @@ def shown_url(store: Store) -> str:
     return mask_url(store.database.url.render_as_string(hide_password=True))
 
 
+def is_json(ctx: click.Context) -> bool:
+    return bool(ctx.meta.get(_JSON))
+
+
 def find_app(name: str) -> Any:
-    """The Celery app that `celery -A name` finds."""
+    """Return the Celery app that `celery -A name` finds."""
     from celery import Celery
     from celery.app.utils import find_app as find
 
-    # As `celery` itself does: modules where the command is started count.
+    # Like `celery`, find modules in the current folder.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    with _telling_of_imports(f"the app {name!r}", [name.partition(":")[0]]):
+    with _import_errors(f"the app {name!r}", [name.partition(":")[0]]):
         try:
             found = find(name)
         except AttributeError as error:
@@ -133,72 +174,86 @@ def find_app(name: str) -> Any:
                 f"{name!r} has no Celery app: {error}; name it, as -A package.module:app"
             ) from None
     if not isinstance(found, Celery):
+        kind = type(found).__name__
         raise ConfigError(
-            f"{name!r} is no Celery app but a {type(found).__name__}; name it, as -A package.module:app"
+            f"{name!r} is no Celery app but a {kind}; name it, as -A package.module:app"
         )
     return found
 
 
 @contextmanager
-def _telling_of_imports(what: str, modules: Iterable[str]) -> Iterator[None]:
-    """An error in somebody's module ends the command like a wrong setting, and says where it happened."""
+def _import_errors(what: str, modules: Iterable[str]) -> Iterator[None]:
+    """Report an error in a module of the user as a `ConfigError`, with its traceback."""
     try:
         yield
     except DelayTaskError:
         raise
     except Exception as error:
         message = f"importing {what} failed: {type(error).__name__}: {error}"
-        # Where the name of a module, or of its package, is mistyped, a traceback would tell nothing.
+        # If the name of the module or of its package is mistyped, a traceback adds nothing.
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         is_name_wrong = any(f"{module}.".startswith(f"{missing}.") for module in modules)
-        is_json = bool(click.get_current_context().meta.get(_JSON))
-        raise failure_of(
-            ConfigError(message), is_json, "" if is_name_wrong else traceback.format_exc()
-        ) from error
+        details = "" if is_name_wrong else traceback.format_exc()
+        ctx = click.get_current_context()
+        raise Failure(ConfigError(message), is_json(ctx), details) from error
 
 
-class Commands(click.Group):
-    """A group whose errors are all told in the same way, by exit code and in JSON where that is asked for."""
+class Command(click.Command):
+    """A command with the option --json, whose help ends with its exit codes."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"epilog": EXIT_CODES, **options})
+        self.params.append(_json_option())
+
+
+class Group(click.Group):
+    """A group of such commands."""
+
+    command_class = Command
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"epilog": EXIT_CODES, **options})
+
+
+class RootGroup(Group):
+    """A group that reports all errors in the same way, by exit code and in JSON if asked for."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.params.append(_json_option())
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        # Looked for here, since an error may come before the command's own options are read.
+        # An error may come before click has read the options of the command.
         ctx.meta[_JSON] = "--json" in (args[: args.index("--")] if "--" in args else args)
-        with _telling_of_errors(ctx):
+        with _reported_errors(ctx):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        with _telling_of_errors(ctx):
+        with _reported_errors(ctx):
             return super().invoke(ctx)
 
 
 @contextmanager
-def _telling_of_errors(ctx: click.Context) -> Iterator[None]:
-    is_json = bool(ctx.meta.get(_JSON))
+def _reported_errors(ctx: click.Context) -> Iterator[None]:
     try:
         yield
-    except DelayTaskError as error:
-        raise failure_of(error, is_json) from error
     except click.UsageError as error:
-        if not is_json:
+        if not is_json(ctx):
             raise
-        raise failure_of(error, is_json) from error
+        raise Failure(error, True) from error
+    except DelayTaskError as error:
+        raise Failure(error, is_json(ctx)) from error
 
 
-json_option = click.option(
-    "--json", is_flag=True, expose_value=False, help="Print one JSON document."
-)
+def _json_option() -> click.Option:
+    return click.Option(
+        ["--json"], is_flag=True, expose_value=False, help="Print one JSON document."
+    )
 
 
-def pass_cli(function: Callable[..., R]) -> Callable[..., R]:
-    """Gives a command the `Cli` as its first argument, and the option --json."""
-
-    @json_option
-    @click.pass_context
-    @functools.wraps(function)
-    def with_cli(ctx: click.Context, /, *args: Any, **kwargs: Any) -> R:
-        return function(cli_of(ctx), *args, **kwargs)
-
-    return with_cli
+def pass_cli(command: Callable[..., R]) -> Callable[..., R]:
+    """Pass the `Cli` to a command as its first argument."""
+    return click.make_pass_decorator(Cli)(command)
 
 
 _ORIGINS: dict[ParameterSource | None, str] = {
@@ -208,33 +263,27 @@ _ORIGINS: dict[ParameterSource | None, str] = {
 
 
 def _program() -> str:
-    """What a shell needs to call this program again: its name, or its path if the name is not on the PATH."""
+    """Return this program's name, or its path if the shell would not find the name on the PATH."""
     path = sys.argv[0]
     if os.path.basename(path) != "delaytasks":  # a test, or `python -m delaytasks`
         return "delaytasks"
     found = shutil.which("delaytasks")
-    return (
-        "delaytasks" if found is not None and os.path.samefile(found, path) else shlex.quote(path)
-    )
+    is_on_path = found is not None and os.path.samefile(found, path)
+    return "delaytasks" if is_on_path else shlex.quote(path)
 
 
 def open_cli(ctx: click.Context, app: str) -> None:
-    """For `delaytasks -A app …`."""
+    """Prepare `delaytasks -A app …`."""
     origin = _ORIGINS.get(ctx.get_parameter_source("app"), "default")
     command = f"{_program()} -A {shlex.quote(app)}" if origin == "command line" else _program()
-    ctx.meta[_CLI] = Cli(ctx, lambda: find_app(app), command, origin)
+    ctx.obj = Cli(ctx, lambda: find_app(app), command, origin)
 
 
 def open_cli_under_celery(ctx: click.Context) -> None:
-    """For `celery -A proj delays …`: Celery has found the app."""
+    """Prepare `celery -A proj delays …`, for which Celery has found the app."""
     if ctx.obj.no_color:
         ctx.color = False
     app = ctx.obj.app
     name = ctx.parent.params.get("app") if ctx.parent is not None else None
     command = f"celery -A {shlex.quote(name)} delays" if isinstance(name, str) else "celery delays"
-    ctx.meta[_CLI] = Cli(ctx, lambda: app, command, "celery")
-
-
-def cli_of(ctx: click.Context) -> Cli:
-    cli: Cli = ctx.meta[_CLI]
-    return cli
+    ctx.obj = Cli(ctx, lambda: app, command, "celery")

@@ -1,4 +1,4 @@
-"""`drain`: what is overdue, or all there is for good, run straight from the table and without a broker."""
+"""`drain`: run tasks straight from the table, without a broker."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 from celery.exceptions import WorkerTerminate
 
-from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli
-from delaytasks.cli.output import cell, count, print_json, say
+from delaytasks.cli.context import Cli, Command, pass_cli
+from delaytasks.cli.output import cell, count
+from delaytasks.cli.progress import progress_bar
 from delaytasks.core.clock import monotonic
 from delaytasks.core.durations import show_duration
 from delaytasks.core.errors import StoreError
@@ -28,51 +30,50 @@ if TYPE_CHECKING:
     from delaytasks.execution.runner import Report
     from delaytasks.sharding.shard import Shard
 
-#: Rows in one step of lapsing.
-LAPSE_STEP = 500
-#: What a process held that died is released within so long, and to be run.
+#: Abandoned rows that one statement recovers.
+RECOVER_STEP = 500
+#: Seconds within which the rows of a dead pool process are released.
 LOST_S = 1.5
-#: So many chunks in a row may fail as a whole.
+#: Consecutive chunks that may fail as a whole.
 MOST_ERRORS = 3
 
 
 class _Abandon(WorkerTerminate):  # type: ignore[misc]  # Celery ships no types
-    """Ctrl-C for the second time. Pool and runner take it for the end of the process, not for a task's failure."""
+    """The second Ctrl-C. Pool and runner treat it as the end of the process, not as a failure."""
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command(cls=Command)
 @click.option(
-    "--queue", "queues", multiple=True, metavar="QUEUE", help="Only this queue; may be given again."
+    "--queue", "queues", multiple=True, metavar="QUEUE", help="Only this queue. Repeatable."
 )
-@click.option("--limit", type=click.IntRange(min=1), help="Stop after so many tasks.")
+@click.option("--limit", type=click.IntRange(min=1), help="Stop after this number of tasks.")
 @click.option(
-    "--forever",
-    is_flag=True,
-    help="Go on with what falls due, as a worker does, until it is stopped.",
+    "--forever", is_flag=True, help="Run tasks as they fall due, like a worker, until stopped."
 )
 @click.option(
     "-c",
     "--concurrency",
     type=click.IntRange(min=1),
-    help="Processes that run tasks [with --forever the CPUs; else tasks run in this one].",
+    help="Processes that run tasks [with --forever the CPUs; else tasks run in this process].",
 )
 @pass_cli
 def drain(
     cli: Cli, queues: tuple[str, ...], limit: int | None, forever: bool, concurrency: int | None
 ) -> None:
-    """Run what is overdue, here and without a broker.
+    """Run overdue tasks here, without a broker.
 
     \b
     delaytasks drain
     celery -A proj delays drain --queue mail --limit 1000
     delaytasks drain --forever
 
-    Goes on until nothing is overdue, or with --forever until it is stopped. Workers may run at the same time, and as
-    many of these as you like. A task that fails is FAILED, which is no error of this command. Ctrl-C and SIGTERM give
-    back what did not begin and wait for what runs (exit code 1 if there may be more), a second one gives that up, too.
+    Ends when no task is overdue, or with --forever when it is stopped. Workers and other drains may
+    run at the same time. A task that fails becomes FAILED, which is no error of this command. After
+    Ctrl-C or SIGTERM, tasks that have not begun are given back, and running tasks end (exit code 1
+    if there may be more tasks). A second signal also gives up the running tasks.
     """
     if forever and limit is not None:
-        raise click.UsageError("--forever has no end, so no --limit")
+        raise click.UsageError("--forever and --limit exclude each other")
     cli.import_processors()
     processes = concurrency or ((os.cpu_count() or 1) if forever else None)
     if processes is not None:
@@ -81,29 +82,28 @@ def drain(
         _serve(cli, queues, processes)
         return
     run = DrainCommand(cli.delays, queues, limit, processes)
-    with cli.guarded_stdout(), _progress(cli) as progress:
+    text = "{task.completed:,} ran, {task.fields[failed]:,} failed"
+    with cli.guarded_stdout(), progress_bar(cli, text) as progress:
         run.until_empty(cli, progress)
-    if cli.is_json:
-        print_json(run.summary())
-    else:
-        _say_summary(run)
+    summary = run.summary()
+    cli.answer(summary, _text(summary))
     if run.is_stopped:
         raise SystemExit(1)
 
 
 def _serve(cli: Cli, queues: tuple[str, ...], processes: int | None) -> None:
     alone = StandaloneWorker(cli.delays, queues, processes, looks=True)
+    note = "Waiting for running tasks; once more to give them up."
     with cli.guarded_stdout():
-        cli.note(f"Runs what falls due, with concurrency {alone.pool.limit}; Ctrl-C ends it.")
-        if (
-            _served(alone, cli, "Waiting for what runs; once more to give it up.", lambda: False)
-            > 1
-        ):
+        cli.note(
+            f"Runs tasks as they fall due, with concurrency {alone.pool.limit}; Ctrl-C ends it."
+        )
+        if _run(alone, cli, note, lambda: False) > 1:
             raise SystemExit(1)
 
 
 class DrainCommand:
-    """Has what is overdue run, shard after shard, and counts what became of the tasks."""
+    """Runs the overdue tasks of each shard, and counts the outcomes."""
 
     def __init__(
         self, delays: DelayTasks, queues: tuple[str, ...], limit: int | None, processes: int | None
@@ -118,26 +118,26 @@ class DrainCommand:
         self._down: StoreError | None = None
         self._claimed = self._errors = 0
         self._error = ""
-        self._lost_at = float("-inf")
-        self._progress: tuple[Progress, Any] | None = None
+        self._process_lost_at = float("-inf")
+        self._show: Callable[..., None] = lambda **_: None
         self.is_stopped = False
         self.counts: Counter[str] = Counter()
         self.unknown_tags: set[str] = set()
-        delays.events.subscribe(self._note)
+        delays.events.subscribe(self._on_event)
 
     def until_empty(self, cli: Cli, progress: Progress) -> None:
-        self._progress = progress, progress.add_task("", failed=0)
+        self._show = partial(progress.update, progress.add_task("", failed=0))
         passes = self._passes()
 
         def is_over() -> bool:
             if self._dispatcher.budget == 0:
                 return not self._dispatcher.in_flight
-            if self._dispatcher.is_busy or monotonic() - self._lost_at < LOST_S:
+            if self._dispatcher.is_busy or monotonic() - self._process_lost_at < LOST_S:
                 return False
             return next(passes, None) is None
 
-        note = "Stopping after the current chunk; once more to stop at once."
-        self.is_stopped = _served(self._alone, cli, note, is_over) > 0
+        note = "Stopping after the current chunk; once more to stop immediately."
+        self.is_stopped = _run(self._alone, cli, note, is_over) > 0
         if self._down is not None:
             raise self._down
 
@@ -153,34 +153,32 @@ class DrainCommand:
             "is_stopped": self.is_stopped,
         }
 
-    # -- what is overdue --------------------------------------------------------------------------
+    # -- overdue tasks ----------------------------------------------------------------------------
 
     def _passes(self) -> Iterator[bool]:
-        """Each one asks for all that is overdue in a shard, until a pass brings nothing."""
+        """Dispatch the overdue tasks of each shard, until a pass claims none."""
         total = 0
         for shard in self._delays.shards:
             try:
                 total += overdue(shard)
                 self._show(total=total)
-                self._lapse(shard)
-                while self._ask(shard):
+                self._recover(shard)
+                while self._dispatch(shard):
                     claimed = self._claimed
                     yield True
                     if self._errors > MOST_ERRORS:
                         raise StoreError(self._error)
                     if self._claimed == claimed:
                         break
-            except StoreError as error:  # the tasks of the others need not wait for it
+            except StoreError as error:  # go on with the tasks of the other shards
                 self._down = error
 
-    def _lapse(self, shard: Shard) -> None:
-        delays = self._delays
-        while (
-            lapsed := shard.store.sweeps.lapse(delays.settings.max_lost_leases, LAPSE_STEP)
-        ).total:
-            tell_lapsed(delays.events, lapsed)
+    def _recover(self, shard: Shard) -> None:
+        sweeps, most = shard.store.sweeps, self._delays.settings.max_lost_leases
+        while (recovered := sweeps.lapse(most, RECOVER_STEP)).total:
+            tell_lapsed(self._delays.events, recovered)
 
-    def _ask(self, shard: Shard) -> bool:
+    def _dispatch(self, shard: Shard) -> bool:
         by_queue: dict[str, list[int]] = {}
         for level in shard.store.sweeps.levels(0):
             if not self._queues or level.queue in self._queues:
@@ -189,7 +187,7 @@ class DrainCommand:
             self._dispatcher.drain(queue, priorities, shard.number)
         return bool(by_queue)
 
-    # -- what became of it ------------------------------------------------------------------------
+    # -- outcomes ---------------------------------------------------------------------------------
 
     def _add(self, report: Report) -> None:
         self._claimed += report.claimed
@@ -203,19 +201,14 @@ class DrainCommand:
                 self.unknown_tags.add(tag)
         self._show(advance=report.ran, failed=self.counts["task.failed"])
 
-    def _show(self, **numbers: Any) -> None:
-        if self._progress is not None:
-            progress, bar = self._progress
-            progress.update(bar, **numbers)
-
-    def _note(self, name: str, fields: dict[str, Any]) -> None:
+    def _on_event(self, name: str, fields: dict[str, Any]) -> None:
         if name == "task.recovered":
             self.counts[name] += fields.get("count", 1)
         elif name == "task.worker_lost":
             self.counts["task.failed"] += 1
         elif name == "chunk.failed":
-            self._claimed += 1  # there was something
-            self._lost_at = monotonic()
+            self._claimed += 1  # the chunk had tasks, so another pass is needed
+            self._process_lost_at = monotonic()
 
 
 def overdue(shard: Shard) -> int:
@@ -224,29 +217,25 @@ def overdue(shard: Shard) -> int:
     return Stats(shard.store.database, shard.store.schema).overdue(0).tasks
 
 
-def _say_summary(run: DrainCommand) -> None:
-    found = run.summary()
-    took = show_duration(found["seconds"])
-    say(
-        f"ran {count(found['ran'], 'task')} in {took}: {found['succeeded']:,} DONE, {found['failed']:,} FAILED"
-    )
+def _text(found: dict[str, Any]) -> str:
+    ran, took = count(found["ran"], "task"), show_duration(found["seconds"])
+    lines = [f"ran {ran} in {took}: {found['succeeded']:,} DONE, {found['failed']:,} FAILED"]
     if found["lapsed"]:
-        say(f"{count(found['lapsed'], 'task')} had lost their worker")
+        lines.append(f"{count(found['lapsed'], 'task')} had lost their worker")
     if found["without_processor"]:
-        tags = ", ".join(cell(tag) for tag in found["unknown_tags"])
-        say(
-            f"{count(found['without_processor'], 'task')} without processor, tried again later: {tags}",
-            fg="yellow",
-        )
-    if run.is_stopped:
-        say("stopped; there may be more", fg="yellow")
+        tasks, tags = count(found["without_processor"], "task"), map(cell, found["unknown_tags"])
+        text = f"{tasks} without processor, tried again later: {', '.join(tags)}"
+        lines.append(click.style(text, fg="yellow"))
+    if found["is_stopped"]:
+        lines.append(click.style("stopped; there may be more", fg="yellow"))
+    return "\n".join(lines)
 
 
 # -- processes ------------------------------------------------------------------------------------
 
 
-def _served(alone: StandaloneWorker, cli: Cli, note: str, is_over: Callable[[], bool]) -> int:
-    """Runs it to its end; returns how many signals wanted that."""
+def _run(alone: StandaloneWorker, cli: Cli, note: str, is_over: Callable[[], bool]) -> int:
+    """Run the worker until `is_over` or a signal; return the number of signals."""
     signalled: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -275,24 +264,8 @@ def _served(alone: StandaloneWorker, cli: Cli, note: str, is_over: Callable[[], 
 
 
 def _set_up_logging(cli: Cli, forever: bool) -> None:
-    """As a worker has it. The processes that are forked have it as well."""
+    """Set up the log of a worker, also for the processes that are forked later."""
     if cli.is_json:
         cli.app.log.already_setup = True  # stderr is for one JSON document
     else:
         cli.app.log.setup(loglevel="INFO" if forever else "WARNING", redirect_stdouts=False)
-
-
-def _progress(cli: Cli) -> Progress:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    return Progress(
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[failed]:,} failed"),
-        TimeElapsedColumn(),
-        console=console,
-        disable=cli.is_json or not console.is_terminal,
-        transient=True,
-    )

@@ -1,6 +1,6 @@
-"""The embedded database and broker in the foreground, for a Procfile: `python -m delaytasks.cli.embedded`.
+"""Run the embedded database and broker for a Procfile: `python -m delaytasks.cli.embedded`.
 
-Where a database and a broker are configured there is nothing to run, and it only waits, since a process supervisor
+If a database and a broker are configured, this process only waits, because a process supervisor
 stops everything when one of its processes ends.
 """
 

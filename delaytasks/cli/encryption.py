@@ -1,4 +1,4 @@
-"""`encryption`: a new key, which keys the tasks need, and how they come to need the first one alone."""
+"""`encryption`: make a key, count the tasks of each key, and encrypt all with the first key."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli
-from delaytasks.cli.output import NOTHING, Cell, count, print_json, print_table, say
-from delaytasks.cli.progress import progress_bar, stopping_between_steps
+from delaytasks.cli.context import Cli, Group, pass_cli
+from delaytasks.cli.output import BAD, GOOD, count, print_json, print_table, say
+from delaytasks.cli.progress import moved_bar, stopping_between_steps
 from delaytasks.core.encryption import PLAIN, UNBOUND_PREFIX, key_name, names_of, new_key
 from delaytasks.core.errors import ConfigError, StoreUnavailableError
 from delaytasks.core.states import LIVE, Status
@@ -19,10 +19,10 @@ from delaytasks.core.states import LIVE, Status
 if TYPE_CHECKING:
     from delaytasks.storage.key_rotation import Rotation
 
-_COLOURS = {"first": "green", "old form": "yellow", "missing": "red"}
+_COLOURS = {"first": GOOD, "old form": "yellow", "missing": BAD}
 
 
-@click.group(epilog=EXIT_CODES)
+@click.group(cls=Group)
 def encryption() -> None:
     """Keys of bodies that are stored encrypted (delaytasks_encryption_keys).
 
@@ -32,52 +32,56 @@ def encryption() -> None:
 
 
 _all = click.option(
-    "--all", "is_all", is_flag=True, help="Finished tasks as well; that reads the whole table."
+    "--all", "is_all", is_flag=True, help="Finished tasks as well; this reads the whole table."
 )
-_CODES = "Exit codes: 0 it worked; 1 there are tasks that no key here reads, or a database is away; 2 wrong usage."
+_CODES = (
+    "Exit codes: 0 it worked; 1 no key here reads some of the tasks, or a database is unavailable; "
+    "2 wrong usage."
+)
 
 
-@encryption.command(epilog=EXIT_CODES)
+@encryption.command()
 @pass_cli
 def key(cli: Cli) -> None:
-    """Print a new key, for delaytasks_encryption_keys. It is kept nowhere.
+    """Print a new key for delaytasks_encryption_keys, without storing it.
 
     \b
     delaytasks encryption key
     """
     made = new_key()
-    if cli.is_json:
-        print_json({"key": made, "name": key_name(made)})
-    else:
-        say(made)
+    cli.answer({"key": made, "name": key_name(made)}, made)
 
 
 @encryption.command(epilog=_CODES)
 @_all
 @pass_cli
 def status(cli: Cli, is_all: bool) -> None:
-    """Print how many tasks need each key. One that none of them needs can leave delaytasks_encryption_keys.
+    """Print how many tasks need each key.
+
+    A key that no task needs can be removed from delaytasks_encryption_keys.
 
     \b
     delaytasks encryption status --all
     """
-    rotations, missing = _rotations(cli), list[int]()
-    keys = _look(cli, rotations, is_all, missing)
+    tasks = _Tasks(cli, is_all)
+    keys = tasks.keys()
     if cli.is_json:
-        print_json({"keys": keys, "missing": missing})
+        print_json({"keys": keys, "missing": tasks.missing})
     else:
-        _print(cli, keys, missing)
-    _end(keys, missing)
+        _print(cli, keys, tasks.missing)
+    if tasks.missing or _has_missing_key(keys):
+        sys.exit(1)
 
 
 @encryption.command(epilog=_CODES)
 @_all
 @pass_cli
 def rotate(cli: Cli, is_all: bool) -> None:
-    """Encrypt with the first key the tasks that are plain, need another one or are not bound to their row; with 'plain'
-    as the first, decrypt them.
+    """Encrypt with the first key all tasks that are plain, that need another key, or whose text is
+    not bound to their row. If the first key is 'plain', decrypt them.
 
-    Workers and producers may go on meanwhile. Ctrl-C lets the step end that is under way; run again it goes on.
+    Workers and producers may run meanwhile. After Ctrl-C the current step ends; the next call
+    continues.
 
     \b
     delaytasks encryption rotate
@@ -86,133 +90,122 @@ def rotate(cli: Cli, is_all: bool) -> None:
     if not names:
         raise ConfigError("delaytasks_encryption_keys is empty: there is no key to encrypt with")
     done = "decrypted" if names[0] == PLAIN else "encrypted"
-    rotations, missing = _rotations(cli), list[int]()
-    is_stopped = _rotate(cli, rotations, is_all, missing, done)
-    changed, unreadable = (
-        sum(getattr(each, name) for each in rotations) for name in ("changed", "unreadable")
-    )
-    keys = [] if is_stopped else _look(cli, rotations, is_all, missing)
+    tasks = _Tasks(cli, is_all)
+    is_stopped = tasks.rotate(done)
+    keys = [] if is_stopped else tasks.keys()
     if cli.is_json:
-        state = "stopped" if is_stopped else "done"
         print_json(
             {
-                "changed": changed,
-                "unreadable": unreadable,
-                "state": state,
+                "changed": tasks.changed,
+                "unreadable": tasks.unreadable,
+                "state": "stopped" if is_stopped else "done",
                 "keys": keys,
-                "missing": missing,
+                "missing": tasks.missing,
             }
         )
     else:
-        say(f"{'stopped: ' if is_stopped else ''}{done} {count(changed, 'task')}")
-        if unreadable:
-            cli.note(f"left as they are: {count(unreadable, 'task')} (no key here reads them)")
+        say(f"{'stopped: ' if is_stopped else ''}{done} {count(tasks.changed, 'task')}")
+        if tasks.unreadable:
+            left = count(tasks.unreadable, "task")
+            cli.note(f"left as they are: {left} (no key here reads them)")
         if not is_stopped:
-            _print(cli, keys, missing)
-    if is_stopped:
+            _print(cli, keys, tasks.missing)
+    if is_stopped or tasks.missing or tasks.unreadable or _has_missing_key(keys):
         sys.exit(1)
-    _end(keys, missing, unreadable)
 
 
-# -- inside ---------------------------------------------------------------------------------------
+class _Tasks:
+    """The tasks of all databases, by the keys that they need."""
 
+    def __init__(self, cli: Cli, is_all: bool) -> None:
+        from delaytasks.storage.key_rotation import Rotation
 
-def _rotations(cli: Cli) -> list[Rotation]:
-    from delaytasks.storage.key_rotation import Rotation
+        self._cli = cli
+        self._is_all = is_all
+        self._statuses = frozenset(Status) if is_all else LIVE
+        self._rotations = [Rotation(s.database, s.schema, s.bulk) for s in cli.stores]
+        #: The numbers of the databases that cannot be reached.
+        self.missing: list[int] = []
 
-    return [Rotation(store.database, store.schema, store.bulk) for store in cli.stores]
+    @property
+    def changed(self) -> int:
+        return sum(rotation.changed for rotation in self._rotations)
 
+    @property
+    def unreadable(self) -> int:
+        return sum(rotation.unreadable for rotation in self._rotations)
 
-def _each(
-    rotations: Sequence[Rotation], work: Callable[[Rotation], object], missing: list[int]
-) -> None:
-    """Shard by shard: one that is down is told, and the others are done."""
-    for number, rotation in enumerate(rotations):
-        if number not in missing:
+    def rotate(self, done: str) -> bool:
+        """Encrypt with the first key; return whether Ctrl-C stopped it."""
+        with moved_bar(self._cli, done) as progress, stopping_between_steps() as check:
+            bar = progress.add_task("", total=None, moved=0)
+
+            def on_step() -> None:
+                completed = self.changed + self.unreadable
+                found = sum(rotation.found for rotation in self._rotations)
+                progress.update(bar, total=found, completed=completed, moved=self.changed)
+                check()
+
             try:
-                work(rotation)
-            except StoreUnavailableError:
-                if len(rotations) == 1:
-                    raise
-                missing.append(number)
+                self._each(lambda rotation: rotation.rotate(self._statuses, on_step))
+            except KeyboardInterrupt:
+                return True
+        return False
 
+    def keys(self) -> list[dict[str, Any]]:
+        """Return the number of tasks of each key, the configured keys first."""
+        live, finished = Counter[str](), Counter[str]()
 
-def _rotate(
-    cli: Cli, rotations: Sequence[Rotation], is_all: bool, missing: list[int], done: str
-) -> bool:
-    """Whether somebody stopped it."""
-    with progress_bar(cli, done) as progress, stopping_between_steps() as check:
-        bar = progress.add_task("", total=None, moved=0)
+        def look(rotation: Rotation) -> None:
+            needs = rotation.needs(self._statuses)
+            for counts, found in ((live, needs.live), (finished, needs.finished)):
+                counts.update({name or PLAIN: number for name, number in found.items()})
 
-        def tell() -> None:
-            found, changed = (
-                sum(each.found for each in rotations),
-                sum(each.changed for each in rotations),
-            )
-            completed = changed + sum(each.unreadable for each in rotations)
-            progress.update(bar, total=found, completed=completed, moved=changed)
-            check()
+        self._each(look)
+        first, *others = names_of(self._cli.delays.settings.encryption_keys) or [PLAIN]
+        kinds = {first: "first", **dict.fromkeys(others, "reads")}
+        # Texts that are not bound to their task are counted separately: `rotate` binds them.
+        unbound = [name for name in map(UNBOUND_PREFIX.__add__, kinds) if name in live | finished]
+        kinds |= dict.fromkeys(unbound, "old form")
+        for name in sorted((live | finished).keys() - kinds.keys()):
+            kinds[name] = "no key" if name == PLAIN else "missing"
+        return [
+            {
+                "key": name,
+                "is": kind,
+                "live": live[name],
+                "finished": finished[name] if self._is_all else None,
+            }
+            for name, kind in kinds.items()
+        ]
 
-        try:
-            _each(rotations, lambda rotation: rotation.rotate(_statuses(is_all), tell), missing)
-        except KeyboardInterrupt:
-            return True
-    return False
-
-
-def _statuses(is_all: bool) -> frozenset[Status]:
-    return frozenset(Status) if is_all else LIVE
-
-
-def _look(
-    cli: Cli, rotations: Sequence[Rotation], is_all: bool, missing: list[int]
-) -> list[dict[str, Any]]:
-    live, finished = Counter[str](), Counter[str]()
-
-    def look(rotation: Rotation) -> None:
-        needs = rotation.needs(_statuses(is_all))
-        live.update(needs.live)
-        finished.update(needs.finished)
-
-    _each(rotations, look, missing)
-    first, *others = names_of(cli.delays.settings.encryption_keys) or [PLAIN]
-    kinds = {first: "first", **dict.fromkeys(others, "reads")}
-    # Texts that are not bound to their task have a line of their own: `rotate` binds them.
-    kinds |= {
-        UNBOUND_PREFIX + name: "old form"
-        for name in kinds
-        if UNBOUND_PREFIX + name in live | finished
-    }
-    found = {name or PLAIN: (live[name], finished[name]) for name in live | finished}
-    names = dict.fromkeys([*kinds, *sorted(found.keys() - kinds.keys())])
-    return [
-        {
-            "key": name,
-            "is": kinds.get(name, "no key" if name == PLAIN else "missing"),
-            "live": found.get(name, (0, 0))[0],
-            "finished": found.get(name, (0, 0))[1] if is_all else None,
-        }
-        for name in names
-    ]
+    def _each(self, work: Callable[[Rotation], object]) -> None:
+        """Call `work` for each database. Of several, one that cannot be reached is skipped."""
+        for number, rotation in enumerate(self._rotations):
+            if number not in self.missing:
+                try:
+                    work(rotation)
+                except StoreUnavailableError:
+                    if len(self._rotations) == 1:
+                        raise
+                    self.missing.append(number)
 
 
 def _print(cli: Cli, keys: Sequence[dict[str, Any]], missing: Sequence[int]) -> None:
-    rows: list[list[Cell]] = [
+    print_table(
+        ("key", "is", "live tasks", "finished"),
         [
-            each["key"],
-            (each["is"], _COLOURS.get(each["is"], "")),
-            f"{each['live']:,}",
-            NOTHING if each["finished"] is None else f"{each['finished']:,}",
-        ]
-        for each in keys
-    ]
-    print_table(("key", "is", "live tasks", "finished"), rows, right="live tasks finished")
-    if missing:
-        cli.note(
-            f"Not all tasks: {', '.join(f'shard {number}' for number in missing)} can not be reached."
-        )
+            [
+                each["key"],
+                (each["is"], _COLOURS.get(each["is"], "")),
+                each["live"],
+                each["finished"],
+            ]
+            for each in keys
+        ],
+    )
+    cli.note_missing(missing)
 
 
-def _end(keys: Sequence[dict[str, Any]], missing: Sequence[int], unreadable: int = 0) -> None:
-    if missing or unreadable or any(each["is"] == "missing" for each in keys):
-        sys.exit(1)
+def _has_missing_key(keys: Sequence[dict[str, Any]]) -> bool:
+    return any(each["is"] == "missing" for each in keys)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shlex
 from datetime import datetime
+from typing import Any
 
 import click
 
-from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli
+from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.cli.output import (
+    BAD,
     LONGEST,
-    NOTHING,
     Cell,
     block,
     cell,
@@ -23,7 +24,7 @@ from delaytasks.cli.output import (
     say,
     task_json,
 )
-from delaytasks.cli.times import show_from_now, show_instant, to_past
+from delaytasks.cli.times import PAST, show_from_now
 from delaytasks.core.states import Status, moves_from
 from delaytasks.core.task import DelayTask
 from delaytasks.core.why import Reason, as_json, why
@@ -31,114 +32,75 @@ from delaytasks.core.why import Reason, as_json, why
 # -- list -----------------------------------------------------------------------------------------
 
 
-@click.command("list", epilog=EXIT_CODES)
+@click.command("list", cls=Command)
 @click.option("--tag", help="Only tasks of this tag.")
 @click.option(
     "--status",
     type=click.Choice([s.name for s in Status], case_sensitive=False),
-    help="Only these.",
+    help="Only tasks of this status.",
 )
 @click.option("--key", help="Only tasks with this key.")
 @click.option(
     "--since",
-    callback=to_past,
-    metavar="TIME",
+    type=PAST,
     help="Due at this time or later: 2030-01-31T18:00:00Z, or 1h, which means an hour ago.",
 )
-@click.option(
-    "--until", callback=to_past, metavar="TIME", help="Due before this time, in the same forms."
-)
-@click.option("--oldest-first", is_flag=True, help="What was due first comes first.")
+@click.option("--until", type=PAST, help="Due before this time, in the same forms.")
+@click.option("--oldest-first", is_flag=True, help="Begin with the earliest due time.")
 @click.option("--limit", type=int, default=100, show_default=True, help="1 to 1000.")
-@click.option("--cursor", help="Go on where the last page ended; it says how.")
+@click.option("--cursor", help="Continue after the page that printed this cursor.")
 @pass_cli
-def list_(
-    cli: Cli,
-    tag: str | None,
-    status: str | None,
-    key: str | None,
-    since: datetime | None,
-    until: datetime | None,
-    oldest_first: bool,
-    limit: int,
-    cursor: str | None,
-) -> None:
-    """List tasks in the order of their due times, the newest first.
+def list_(cli: Cli, oldest_first: bool, limit: int, cursor: str | None, **filters: Any) -> None:
+    """List tasks in the order of their due times, the latest first.
 
-    The place of a task that no worker could run yet is that of its next try.
+    A task that no worker could run yet is listed at the time of its next try.
 
     \b
     delaytasks list --status FAILED --since 1h
     """
-    page = cli.delays.find(
-        tag=tag,
-        status=status,
-        key=key,
-        since=since,
-        until=until,
-        limit=limit,
-        cursor=cursor,
-        newest_first=not oldest_first,
-    )
+    page = cli.delays.find(**filters, limit=limit, cursor=cursor, newest_first=not oldest_first)
     if cli.is_json:
-        print_json(
-            {
-                "tasks": [task_json(task) for task in page],
-                "cursor": page.cursor,
-                "missing": page.missing,
-            }
-        )
+        tasks = [task_json(task) for task in page]
+        print_json({"tasks": tasks, "cursor": page.cursor, "missing": page.missing})
         return
-    if page.missing:
-        cli.note(
-            f"Not all tasks: {', '.join(f'shard {number}' for number in page.missing)} can not be reached."
-        )
+    cli.note_missing(page.missing)
     if not page.tasks:
         cli.note("No tasks.")
         return
     now = cli.delays.clock.now()
-    headings = ("id", "status", "tag", "key", "when", "due", "queue", "attempts", "error")
-    rows = (_row(task, now) for task in page)
     print_table(
-        headings,
-        rows,
-        right="attempts",
+        ("id", "status", "tag", "key", "when", "due", "queue", "attempts", "error"),
+        [_row(task, now) for task in page],
         folded="tag key",
         extra="due queue attempts key",
         below="error",
     )
     if page.cursor is not None:
-        given = {"--tag": tag, "--status": status, "--key": key, "--since": since, "--until": until}
-        words = [
-            f"{name} {shlex.quote(_as_typed(value))}"
-            for name, value in given.items()
-            if value is not None
-        ]
+        words = [cli.command, "list"]
+        for name, value in filters.items():
+            if value is not None:
+                typed = value.isoformat() if isinstance(value, datetime) else value
+                words.append(f"--{name} {shlex.quote(typed)}")
         words += ["--oldest-first"] if oldest_first else []
-        # On stderr, so that a pipe gets tasks only.
-        cli.note(
-            f"More: {' '.join([cli.command, 'list', *words, f'--limit {limit}', f'--cursor {page.cursor}'])}"
-        )
-
-
-def _as_typed(value: str | datetime) -> str:
-    return value.isoformat() if isinstance(value, datetime) else value
+        # On stderr, so that a pipe receives tasks only.
+        cli.note(f"More: {' '.join(words)} --limit {limit} --cursor {page.cursor}")
 
 
 def _row(task: DelayTask, now: datetime) -> list[Cell]:
-    due = task.due
     return [
         str(task.id),
         coloured(task.status),
-        cell(task.tag),
-        cell(task.key),
-        show_from_now(due, now),
-        show_instant(due),
-        cell(task.queue),
-        str(task.attempts),
-        (reason(task.error), "red"),
+        task.tag,
+        task.key,
+        show_from_now(task.due, now),
+        task.due,
+        task.queue,
+        task.attempts,
+        (reason(task.error), BAD),
     ]
 
+
+# -- show -----------------------------------------------------------------------------------------
 
 #: Fields that are times.
 INSTANTS = (
@@ -150,62 +112,54 @@ INSTANTS = (
     "lease_until",
 )
 
-# -- show -----------------------------------------------------------------------------------------
 
-
-@click.command(epilog=EXIT_CODES)
+@click.command(cls=Command)
 @click.argument("id", required=False)
 @click.option("--tag", help="With --key: the task of this tag that has the key.")
 @click.option("--key", help="With --tag: the task that has this key.")
 @pass_cli
 def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
-    """Show one task: fields, body, error, what may happen next, and why it has not run.
+    """Show one task: its fields, body and error, its possible moves, and why it has not run.
 
     \b
     delaytasks show 2305843009213693952
     """
     task = cli.delays.get(id, tag=tag, key=key)
-    moves = moves_from(task.status)
-    attempts = cli.delays.attempts(task)
-    reasons = _reasons(cli, task)
+    moves, document = moves_from(task.status), task_json(task)
+    attempts, reasons = cli.delays.attempts(task), _reasons(cli, task)
     if cli.is_json:
-        found = {
-            "moves": moves,
-            "why": as_json(reasons),
-            "failed_attempts": [one.as_json() for one in attempts],
-        }
-        print_json({**task_json(task), **found})
+        failed_attempts = [one.as_json() for one in attempts]
+        reasons_json = as_json(reasons)
+        print_json(
+            {**document, "moves": moves, "why": reasons_json, "failed_attempts": failed_attempts}
+        )
         return
     now = cli.delays.clock.now()
     shown: list[tuple[str, Cell]] = [("id", str(task.id)), ("status", coloured(task.status))]
-    for name, value in task_json(task).items():
+    for name, value in document.items():
         if name not in ("id", "status", "body", "error"):
-            instant = (
-                (task.due if name == "due_time" else getattr(task, name))
-                if name in INSTANTS
-                else None
-            )
-            if isinstance(instant, datetime):
+            if value is not None and name in INSTANTS:
+                instant = task.due if name == "due_time" else getattr(task, name)
                 value = f"{value} ({show_from_now(instant, now)})"
-            shown.append((name, cell(value, LONGEST)))
-    shown.append(("moves", ", ".join(moves) or NOTHING))
-    shown.extend(
-        ("why" if number == 0 else "", cell(each.text, LONGEST))
-        for number, each in enumerate(reasons)
-    )
-    print_fields(shown)
+            shown.append((name, value))
+    shown.append(("moves", ", ".join(moves)))
+    shown += [("" if number else "why", each.text) for number, each in enumerate(reasons)]
+    print_fields((name, v if isinstance(v, tuple) else _field(v)) for name, v in shown)
     say("body")
     say(block(pretty_body(task)))
     if task.error:
-        say("error", fg="red")
+        say("error", fg=BAD)
         say(block(task.error))
     if attempts:
         say("failed attempts")
-        rows: list[list[Cell]] = [
-            [str(one.number), show_instant(one.ended), cell(one.worker), reason(one.error)]
-            for one in attempts
-        ]
-        print_table(["attempt", "ended", "worker", "error"], rows)
+        print_table(
+            ["attempt", "ended", "worker", "error"],
+            [[one.number, one.ended, one.worker, reason(one.error)] for one in attempts],
+        )
+
+
+def _field(value: object) -> str:
+    return cell(None if value is None else str(value), LONGEST)
 
 
 def _reasons(cli: Cli, task: DelayTask) -> list[Reason]:

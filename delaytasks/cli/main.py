@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from importlib import import_module, metadata
+from importlib import import_module
+from typing import Any
 
 import click
 
 from delaytasks.cli.audit import audit
 from delaytasks.cli.check import check
 from delaytasks.cli.config import config
-from delaytasks.cli.context import (
-    EXIT_CODES,
-    Commands,
-    json_option,
-    open_cli,
-    open_cli_under_celery,
-)
+from delaytasks.cli.context import RootGroup, open_cli, open_cli_under_celery
 from delaytasks.cli.database import db
 from delaytasks.cli.drain import drain
 from delaytasks.cli.encryption import encryption
@@ -25,9 +20,15 @@ from delaytasks.cli.schedule import schedule
 from delaytasks.cli.stats import stats
 from delaytasks.cli.tasks import cancel, reschedule, retry, touch
 
+_TASKS = [schedule, list_, show, cancel, reschedule, retry, touch, drain]
+_DEPLOYMENT = [audit, check, config, db, encryption, pause, policy, resume, stats]
 
-class AllCommands(Commands):
-    """`up` brings a supervisor along, which the other commands do without."""
+
+class AllCommands(RootGroup):
+    """All commands. `up` is imported when it is called, because only it needs the supervisor."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(commands=[*_TASKS, *_DEPLOYMENT], **options)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted([*super().list_commands(ctx), "up"])
@@ -39,22 +40,7 @@ class AllCommands(Commands):
         return super().get_command(ctx, name)
 
 
-def _print_version(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
-    if is_asked and not ctx.resilient_parsing:
-        click.echo(f"delaytasks {version()}")
-        ctx.exit()
-
-
-def version() -> str:
-    try:
-        return metadata.version("delaytasks")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
-
-
-@click.group(
-    cls=AllCommands, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]}
-)
+@click.group(cls=AllCommands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "-A",
     "--app",
@@ -65,15 +51,7 @@ def version() -> str:
     show_envvar=True,
     help="The Celery app, as celery -A takes it.",
 )
-@json_option
-@click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_print_version,
-    help="Print it.",
-)
+@click.version_option(package_name="delaytasks", message="delaytasks %(version)s")
 @click.pass_context
 def main(ctx: click.Context, app: str) -> None:
     """Durable delayed tasks on Celery.
@@ -86,33 +64,12 @@ def main(ctx: click.Context, app: str) -> None:
     open_cli(ctx, app)
 
 
-@click.group(cls=AllCommands, epilog=EXIT_CODES)
-@json_option
+@click.group(cls=AllCommands)
 @click.pass_context
 def delays(ctx: click.Context) -> None:
-    """Delayed tasks: schedule, look at, cancel, move and run them.
+    """Delayed tasks: schedule, show, cancel, move and run them.
 
     \b
     celery -A proj delays list --status FAILED
     """
     open_cli_under_celery(ctx)
-
-
-for _group in (main, delays):
-    for _command in (
-        audit,
-        cancel,
-        check,
-        config,
-        db,
-        drain,
-        list_,
-        pause,
-        policy,
-        reschedule,
-        resume,
-        retry,
-    ):
-        _group.add_command(_command)
-    for _command in (encryption, schedule, show, stats, touch):
-        _group.add_command(_command)

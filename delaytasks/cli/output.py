@@ -1,9 +1,9 @@
-"""What commands print: one JSON document, or text and tables in which strangers' text can do no harm."""
+"""Print one JSON document, or text and tables in which untrusted text cannot do harm."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -11,6 +11,7 @@ import click
 
 from delaytasks.cli.table import NOTHING as NOTHING
 from delaytasks.cli.table import Cell as Cell
+from delaytasks.cli.table import cell as cell
 from delaytasks.cli.table import print_table as print_table
 from delaytasks.cli.times import show_from_now, show_instant
 from delaytasks.core.encryption import placeholder
@@ -25,25 +26,28 @@ from delaytasks.core.task import DelayTask
 from delaytasks.core.text import last_line, one_line
 
 LONGEST = 10_000
+BAD, GOOD = "red", "green"
 _COLOURS = {
-    "DONE": "green",
-    "FAILED": "red",
+    "DONE": GOOD,
+    "FAILED": BAD,
     "RUNNING": "cyan",
     "CANCELLED": "bright_black",
     "HELD": "yellow",
-    "NOT_COMPLETE": "",
 }
 
 
 class Failure(click.ClickException):
-    """An error as the command line tells it: one line in red, or {"error": …, "type": …}."""
+    """An error of a command: one red line, or {"error": …, "type": …} where JSON is asked for."""
+
+    exit_code: int  # type: ignore[misc]
 
     def __init__(
         self, error: DelayTaskError | click.UsageError, is_json: bool, details: str = ""
     ) -> None:
-        super().__init__(
-            error.format_message() if isinstance(error, click.UsageError) else str(error)
-        )
+        is_usage = isinstance(error, click.UsageError)
+        super().__init__(error.format_message() if is_usage else str(error))  # type: ignore[union-attr]
+        is_callers = is_usage or isinstance(error, (InvalidInputError, ConfigError))
+        self.exit_code = 2 if is_callers else 1
         self._type = type(error).__name__
         self._is_json = is_json
         self._details = details
@@ -54,24 +58,7 @@ class Failure(click.ClickException):
             return
         if self._details:
             click.echo(self._details.rstrip(), err=True)
-        click.secho(f"Error: {one_line(self.message, LONGEST)}", fg="red", err=True)
-
-
-class Refusal(Failure):
-    """The caller must write something else."""
-
-    exit_code = 2
-
-
-def failure_of(
-    error: DelayTaskError | click.UsageError, is_json: bool, details: str = ""
-) -> Failure:
-    kind = (
-        Refusal
-        if isinstance(error, (InvalidInputError, ConfigError, click.UsageError))
-        else Failure
-    )
-    return kind(error, is_json, details)
+        click.secho(f"Error: {one_line(self.message, LONGEST)}", fg=BAD, err=True)
 
 
 # -- JSON -----------------------------------------------------------------------------------------
@@ -82,7 +69,10 @@ def print_json(document: Any) -> None:
 
 
 def task_json(task: DelayTask) -> dict[str, Any]:
-    """As `DelayTask.as_json`; a body that another program wrote, and that JSON can not say, stays text."""
+    """Return `DelayTask.as_json()`.
+
+    The body stays text if another program wrote it and it cannot be expressed in JSON.
+    """
     document = task.as_json()
     try:
         json.dumps(document["body"], allow_nan=False)
@@ -95,17 +85,12 @@ def task_json(task: DelayTask) -> dict[str, Any]:
 
 
 def say(text: str, **style: Any) -> None:
-    # click would end even a plain line with a reset.
+    # click.secho would end even a plain line with a reset.
     click.echo(click.style(text, **style) if style else text)
 
 
-def cell(value: object, longest: int = 200) -> str:
-    """One line of any value."""
-    return NOTHING if value is None or value == "" else one_line(str(value), longest)
-
-
 def reason(error: str | None) -> str:
-    """The line of a traceback that says what happened."""
+    """Return the line of a traceback that names the error."""
     return last_line(error, 80) or NOTHING
 
 
@@ -113,8 +98,12 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {plural or noun + 's'}"
 
 
+def shards_text(numbers: Sequence[int]) -> str:
+    return ", ".join(f"shard {number}" for number in numbers)
+
+
 def block(text: str, indent: str = "  ") -> str:
-    """Text of several lines, each of them made harmless."""
+    """Return text of several lines, each indented and without control characters."""
     return "\n".join(indent + one_line(line, LONGEST) for line in text.rstrip("\n").split("\n"))
 
 
@@ -128,8 +117,9 @@ def pretty_body(task: DelayTask) -> str:
 
 
 def sentence(task: DelayTask, done: str, now: datetime) -> str:
-    due = task.due
-    return f"{done} task {task.id} ({cell(task.tag)}): due {show_instant(due)}, {show_from_now(due, now)}"
+    """Return, for example, "scheduled task 7 (mail): due 2030-01-31T18:00:00Z, in 1h"."""
+    due, tag = task.due, cell(task.tag)
+    return f"{done} task {task.id} ({tag}): due {show_instant(due)}, {show_from_now(due, now)}"
 
 
 def coloured(status: Status) -> tuple[str, str]:
@@ -137,9 +127,9 @@ def coloured(status: Status) -> tuple[str, str]:
 
 
 def print_fields(fields: Iterable[tuple[str, Cell]]) -> None:
-    """name  value, one a line."""
+    """Print one line for each name and value."""
     pairs = list(fields)
     width = max(len(name) for name, _ in pairs)
     for name, value in pairs:
-        text, colour = (value, "") if isinstance(value, str) else value
+        text, colour = value if isinstance(value, tuple) else (value, "")
         click.echo(f"{name:{width}}  {click.style(text, fg=colour) if colour else text}")

@@ -2,56 +2,42 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 import click
 
-from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli, shown_url
-from delaytasks.cli.output import NOTHING, cell, count, print_json, print_table, say
-from delaytasks.cli.times import show_instant, to_duration
-from delaytasks.core.durations import parse_duration
+from delaytasks.cli.context import Cli, Group, pass_cli, shown_url
+from delaytasks.cli.output import count, print_json, print_table, say
+from delaytasks.cli.times import DAYS, DURATION, show_instant
 
 if TYPE_CHECKING:
     from delaytasks.storage.partitions import Partitions
     from delaytasks.storage.pruning import Pruned
 
 
-@click.group(epilog=EXIT_CODES)
+@click.group(cls=Group)
 def partitions() -> None:
-    """Keep the task table in partitions by time, so that old tasks go as a whole. PostgreSQL only.
+    """Keep the task table in partitions by time, and drop old tasks by whole partitions. PostgreSQL
+    only.
 
     \b
     delaytasks db partitions list
     """
 
 
-def _to_days(_ctx: click.Context, _option: click.Parameter, typed: str) -> timedelta:
-    every = parse_duration(typed)
-    if not every or every % timedelta(days=1):
-        raise click.UsageError(
-            f"--every is a whole number of days, such as 1d or 7d, and not {typed}"
-        )
-    return every
-
-
 def _periods(command: Callable[..., None]) -> Callable[..., None]:
     every = click.option(
-        "--every",
-        callback=_to_days,
-        default="7d",
-        show_default=True,
-        metavar="DAYS",
-        help="The time that each covers.",
+        "--every", type=DAYS, default="7d", show_default=True, help="The time of one partition."
     )
     ahead = click.option(
         "--ahead",
         type=click.IntRange(1, 100),
         default=4,
         show_default=True,
-        help="How many begin after now.",
+        help="The number of partitions that begin after now.",
     )
     return every(ahead(command))
 
@@ -61,15 +47,15 @@ _of_shard = click.option(
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="With several databases: that of this number.",
+    help="With several databases: the number of the database.",
 )
 
 
-@partitions.command("list", epilog=EXIT_CODES)
+@partitions.command("list")
 @_of_shard
 @pass_cli
 def list_(cli: Cli, shard: int) -> None:
-    """Print the partitions: when their tasks were scheduled, how large they are, what waits or runs in them.
+    """Print the partitions: the scheduling times of their tasks, their sizes, and their live tasks.
 
     \b
     delaytasks db partitions list
@@ -94,30 +80,23 @@ def list_(cli: Cli, shard: int) -> None:
         return
     print_table(
         ("partition", "since", "until", "rows", "MB", "live"),
-        (
-            (
-                part.name,
-                cell(_shown(part.since)),
-                cell(_shown(part.until)),
-                NOTHING if part.rows is None else f"{part.rows:,}",
-                f"{part.bytes / 1e6:,.1f}",
-                f"{live.get(part.name, 0):,}",
-            )
-            for part in parts
-        ),
-        right="rows MB live",
+        [
+            [p.name, p.since, p.until, p.rows, f"{p.bytes / 1e6:,.1f}", live.get(p.name, 0)]
+            for p in parts
+        ],
+        right=["MB"],
     )
 
 
-@partitions.command(epilog=EXIT_CODES)
+@partitions.command()
 @_of_shard
 @_periods
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @pass_cli
 def convert(cli: Cli, shard: int, every: timedelta, ahead: int, yes: bool) -> None:
-    """Make the task table the first of its partitions. Workers and producers may go on meanwhile.
+    """Make the task table the first of its partitions. Workers and producers may run meanwhile.
 
-    Wants to be the tables' owner. There is no command that takes it back.
+    The database user must own the tables. A conversion cannot be undone.
 
     \b
     delaytasks db partitions convert --every 7d --yes
@@ -125,40 +104,33 @@ def convert(cli: Cli, shard: int, every: timedelta, ahead: int, yes: bool) -> No
     from delaytasks.storage.partitioning import convert
 
     found = _partitions(cli, shard)
-    if not yes:
-        if cli.is_json or not sys.stdin.isatty():
-            raise click.UsageError("A conversion can not be taken back; say --yes.")
-        click.confirm(
-            f"Convert {found.tasks.fullname} in {shown_url(cli.stores[shard])} to partitions?",
-            abort=True,
-            err=True,
-        )
+    name = found.tasks.fullname
+    cli.require_terminal(yes, "A conversion cannot be undone; use --yes.")
+    cli.confirm(yes, f"Convert {name} in {shown_url(cli.stores[shard])} to partitions?")
     made = convert(found, every, ahead)
     if cli.is_json:
         print_json({"made": made})
-    else:
-        say(f"{found.tasks.fullname} has {count(len(made), 'partition')} now: {', '.join(made)}")
-        which = f" --shard {shard}" if shard else ""
-        say(f"from now on run this each day: {cli.command} db partitions maintain{which}")
+        return
+    say(f"{name} has {count(len(made), 'partition')} now: {', '.join(made)}")
+    which = f" --shard {shard}" if shard else ""
+    say(f"from now on run this each day: {cli.command} db partitions maintain{which}")
 
 
-@partitions.command(epilog=EXIT_CODES)
+@partitions.command()
 @_of_shard
 @_periods
 @click.option(
     "--older-than",
-    callback=to_duration,
-    metavar="DURATION",
-    help="Drop partitions whose tasks are older; those that wait, run or ended later are moved. Without: drop none.",
+    type=DURATION,
+    help="Drop partitions whose tasks are older. Tasks that wait, run or ended later are moved "
+    "first. Without it no partition is dropped.",
 )
-@click.option(
-    "--detach", is_flag=True, help="Leave them as tables of their own, instead of dropping them."
-)
+@click.option("--detach", is_flag=True, help="Keep old partitions as separate tables.")
 @pass_cli
 def maintain(
     cli: Cli, shard: int, every: timedelta, ahead: int, older_than: timedelta | None, detach: bool
 ) -> None:
-    """Make the partitions that come next, and drop old ones. May run as often as you like; cron is the place.
+    """Make the next partitions, and drop old ones. Run it at least daily, for example with cron.
 
     \b
     delaytasks db partitions maintain --older-than 30d
@@ -166,13 +138,10 @@ def maintain(
     from delaytasks.storage.pruning import prune
 
     found, purge_after_s = _partitions(cli, shard), cli.delays.settings.purge_after_s
-    if (
-        older_than is not None
-        and purge_after_s is not None
-        and purge_after_s <= older_than.total_seconds()
-    ):
+    if older_than is not None and (purge_after_s or math.inf) <= older_than.total_seconds():
         cli.note(
-            "The sweep deletes tasks before their partition is old: delaytasks_purge_after_s is the shorter time."
+            "The sweep deletes tasks before their partition is old, "
+            "because delaytasks_purge_after_s is the shorter time."
         )
     made = found.extend(every, ahead)
     pruned: list[Pruned] = []
@@ -199,10 +168,7 @@ def _partitions(cli: Cli, shard: int) -> Partitions:
         raise click.UsageError(
             f"There is no shard {shard}: delaytasks_database_url has {len(cli.stores)}."
         )
-    settings = cli.delays.settings
-    return Partitions(
-        cli.stores[shard].database, settings.table_prefix, settings.table_schema or None
-    )
+    return Partitions(*cli.tables(cli.stores[shard]))
 
 
 def _shown(instant: datetime | None) -> str | None:

@@ -1,4 +1,4 @@
-"""How far a command has come, for people at a terminal."""
+"""The progress of a command on a terminal, and Ctrl-C between two steps."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from delaytasks.cli.context import Cli
 
 
-def progress_bar(cli: Cli, done: str) -> Progress:
-    """A task of it has a field `moved`: how many tasks were `done`."""
+def progress_bar(cli: Cli, text: str) -> Progress:
+    """Return a progress bar on stderr, followed by `text`, a template of the task's fields."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -22,7 +22,7 @@ def progress_bar(cli: Cli, done: str) -> Progress:
     return Progress(
         BarColumn(),
         TaskProgressColumn(),
-        TextColumn(f"{{task.fields[moved]:,}} tasks {done}"),
+        TextColumn(text),
         TimeElapsedColumn(),
         console=console,
         disable=cli.is_json or not console.is_terminal,
@@ -30,21 +30,28 @@ def progress_bar(cli: Cli, done: str) -> Progress:
     )
 
 
+def moved_bar(cli: Cli, done: str) -> Progress:
+    """Return a progress bar whose task has a field `moved`, the number of tasks `done`."""
+    return progress_bar(cli, f"{{task.fields[moved]:,}} tasks {done}")
+
+
 @contextmanager
 def stopping_between_steps() -> Iterator[Callable[[], None]]:
-    """Ctrl-C lets the step end that is under way: what is yielded raises `KeyboardInterrupt` then. A second Ctrl-C
-    waits for nothing."""
-    is_stopped = False
+    """Let the current step end after Ctrl-C; a second Ctrl-C ends it immediately.
 
-    def stop(_number: int, _frame: Any) -> None:
-        nonlocal is_stopped
-        if is_stopped:
-            raise KeyboardInterrupt
-        is_stopped = True
+    The command calls the yielded function after each step. It raises `KeyboardInterrupt` after
+    Ctrl-C.
+    """
+    is_stopped = False
 
     def check() -> None:
         if is_stopped:
             raise KeyboardInterrupt
+
+    def stop(_number: int, _frame: Any) -> None:
+        nonlocal is_stopped
+        check()
+        is_stopped = True
 
     before = signal.signal(signal.SIGINT, stop)
     try:

@@ -1,4 +1,4 @@
-"""`db shards`: the databases, and what adding one has left to do."""
+"""`db shards`: list the databases, and finish adding one."""
 
 from __future__ import annotations
 
@@ -7,32 +7,30 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli, shown_url
-from delaytasks.cli.output import NOTHING, Cell, cell, count, print_json, print_table, say
+from delaytasks.cli.context import Cli, Command, pass_cli, shown_url
+from delaytasks.cli.output import BAD, GOOD, cell, count, print_json, print_table, say
 from delaytasks.core.errors import StoreError
 from delaytasks.core.states import Status
 
 if TYPE_CHECKING:
     from delaytasks.storage.shard_growth import Growth
 
-BAD, GOOD = "red", "green"
 
-
-@click.command(epilog=EXIT_CODES)
+@click.command(cls=Command)
 @click.option(
     "--finish",
     is_flag=True,
-    help="A shard was added: tell the new homes of keys what stays in the old ones.",
+    help="After a shard was added: record in the new shards of keys which tasks stay in the old.",
 )
 @pass_cli
 def shards(cli: Cli, finish: bool) -> None:
-    """Print the databases: what waits in each, and whether a shard is still being added.
+    """Print the databases with their waiting tasks, and whether a shard is still being added.
 
     \b
     delaytasks db shards
     delaytasks db shards --finish
 
-    Exits with 1 while a database is away, or has keys that their new homes do not know of.
+    Exits with 1 while a database is unavailable, or has keys that their new shards do not know.
     """
     from delaytasks.storage.shard_growth import Growth
 
@@ -43,7 +41,11 @@ def shards(cli: Cli, finish: bool) -> None:
     if cli.is_json:
         print_json({"shards": found, "is_growing": is_growing, "is_finished": is_finished})
     else:
-        _print(cli, found, is_growing, is_finished, finish)
+        _print(found, finish)
+        if is_growing and is_finished:
+            say("Once every process has this list, delaytasks_shards_before can be removed.")
+        elif is_growing:
+            say(f"Once every process has this list, run: {cli.command} db shards --finish")
     if not is_finished:
         sys.exit(1)
 
@@ -52,21 +54,21 @@ def _look(cli: Cli, growth: Growth, number: int, finish: bool) -> dict[str, Any]
     from delaytasks.storage import migrations
     from delaytasks.storage.stats import Stats
 
-    store, settings = cli.stores[number], cli.delays.settings
+    store = cli.stores[number]
     found: dict[str, Any] = {
         "shard": number,
         "url": shown_url(store),
         "revision": None,
         "waiting": None,
+        "is_estimate": False,
+        "unknown_keys": None,
+        "dead_keys": None,
+        "error": None,
     }
-    found |= {"is_estimate": False, "unknown_keys": None, "dead_keys": None, "error": None}
     try:
-        found["revision"] = migrations.current(
-            store.database, settings.table_prefix, settings.table_schema or None
-        )
-        found["waiting"], found["is_estimate"] = Stats(store.database, store.schema).counts()[
-            Status.NOT_COMPLETE
-        ]
+        found["revision"] = migrations.current(*cli.tables(store))
+        counts = Stats(store.database, store.schema).counts()
+        found["waiting"], found["is_estimate"] = counts[Status.NOT_COMPLETE]
         left = growth.finish(number) if finish else growth.left(number)
         found |= {"unknown_keys": len(left.unknown), "dead_keys": len(left.dead)}
     except StoreError as error:
@@ -74,33 +76,26 @@ def _look(cli: Cli, growth: Growth, number: int, finish: bool) -> dict[str, Any]
     return found
 
 
-def _print(
-    cli: Cli, found: list[dict[str, Any]], is_growing: bool, is_finished: bool, finish: bool
-) -> None:
-    rows: list[list[Cell]] = [
+def _print(found: list[dict[str, Any]], finish: bool) -> None:
+    print_table(
+        ("shard", "database", "is", "revision", "waiting"),
         [
-            str(each["shard"]),
-            cell(each["url"]),
-            ("down", BAD) if each["error"] else ("up", GOOD),
-            each["revision"] or NOTHING,
-            NOTHING
-            if each["waiting"] is None
-            else f"{'about ' if each['is_estimate'] else ''}{each['waiting']:,}",
-        ]
-        for each in found
-    ]
-    print_table(("shard", "database", "is", "revision", "waiting"), rows, right="waiting")
+            [
+                each["shard"],
+                each["url"],
+                ("down", BAD) if each["error"] else ("up", GOOD),
+                each["revision"],
+                f"{'about ' if each['is_estimate'] else ''}{cell(each['waiting'])}",
+            ]
+            for each in found
+        ],
+        right=["waiting"],
+    )
     for each in found:
         if each["error"]:
             say(each["error"], fg=BAD)
     unknown = sum(each["unknown_keys"] or 0 for each in found)
     if unknown:
         done = "know now" if finish else "do not know"
-        say(
-            f"{count(unknown, 'key')} of live tasks whose homes {done} where the task is",
-            fg="yellow",
-        )
-    if is_growing and is_finished:
-        say("Once every process has this list, delaytasks_shards_before can be removed.")
-    elif is_growing:
-        say(f"Once every process has this list, run: {cli.command} db shards --finish")
+        keys = count(unknown, "key")
+        say(f"{keys} of live tasks: their shards {done} where the tasks are", fg="yellow")

@@ -1,4 +1,8 @@
-"""Child processes that belong together: one log, started again when they die, stopped in order, none left behind."""
+"""Run a group of child processes with one log.
+
+A child that dies is started again. At the end the children are stopped in order, and no process is
+left behind. Honcho cannot be used for this: its manager stops all processes as soon as one ends.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +15,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import IO, Any
 
 from rich.console import Console
 from rich.text import Text
 
-#: A child that dies is started again after this, and each time it dies soon again after twice as long.
+#: Seconds before a dead child is started again. The time doubles each time it dies soon again.
 FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
-#: A child that lived for so long did start well.
+#: A child that lived for this time started well.
 SETTLED_S = 20.0
-#: How long a child's last lines are waited for once it has ended.
+#: The longest wait for the last lines of a child that has ended.
 LAST_WORDS_S = 2.0
-#: How often children are looked at.
+#: Seconds between two checks of the children.
 LOOK_S = 0.1
 
 _LEVELS = {"D": "dim", "W": "yellow", "E": "bold red", "C": "bold red"}
-#: How Celery's, Flower's and Redis' lines begin; only the level is of interest, since each line gets our own time.
+#: The heads of the log lines of Celery, Flower and Redis. Only the level is kept, because each line
+#: gets our own time.
 _HEADS = re.compile(
     r"\[[\d-]+ [\d:,]+: (?P<celery>[A-Z])[A-Z]*/\S+\] |"
     r"\[(?P<flower>[A-Z]) \d+ [\d:]+ \S+\] |"
@@ -38,23 +43,24 @@ _CONTROLS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0a-\x1f\x7f]")
 
 @dataclass(frozen=True)
 class Spec:
-    """What to run, and how to stop it."""
+    """The command of a child, and how to start and stop it."""
 
     name: str
     command: Sequence[str]
     color: str
-    #: Children of one stage are stopped together; a lower stage is started earlier and stopped later.
+    #: The children of one stage are stopped together. Stages start in ascending order and stop in
+    #: descending order.
     stage: int
-    #: How long it may take to stop by itself.
+    #: The time that it may take to stop after SIGTERM.
     patience_s: float = 10.0
-    #: Asked before the next stage starts.
+    #: The next stage starts when this returns True.
     is_ready: Callable[[], bool] | None = None
-    #: Part of the line by which it says that it serves.
+    #: Part of the line that it logs when it is ready.
     ready_line: str | None = None
-    #: Lines that tell nobody anything.
+    #: Lines that are left out of the log.
     noise: re.Pattern[str] | None = None
     pass_fds: tuple[int, ...] = ()
-    #: Of the files that it makes; -1: ours. Processors of a worker may make files for others.
+    #: The umask of the child; -1: ours, because a worker's processors may make files for others.
     umask: int = -1
 
 
@@ -66,11 +72,15 @@ class Child:
     started_at: float = 0.0
     start_at: float | None = None
     rest_s: float = FIRST_REST_S
-    said_ready: threading.Event = field(default_factory=threading.Event)
+    #: Whether it has logged its `ready_line`, if it has one.
+    has_logged_ready: bool = False
+
+    def __post_init__(self) -> None:
+        self.has_logged_ready = self.spec.ready_line is None
 
 
 class Log:
-    """One line per line, with the time and the name of who says it."""
+    """Prints each line of the children with the time and the name of the child."""
 
     def __init__(self, console: Console, names: Sequence[str]) -> None:
         self._console = console
@@ -87,39 +97,38 @@ class Log:
         self._line(spec.name, spec.color, text if head is None else text[head.end() :], style)
 
     def _line(self, name: str, color: str, text: str, style: str) -> None:
-        text = _CONTROLS.sub(
-            "", text.rstrip()
-        )  # a log line must not move the cursor, nor pass for another one
+        # A log line must not move the cursor or imitate another line.
+        text = _CONTROLS.sub("", text.rstrip())
         if text:
             prefix = (f"{time.strftime('%H:%M:%S')} ", "dim"), (f"{name:<{self._width}} │ ", color)
             self._console.print(Text.assemble(*prefix, (text, style)), soft_wrap=True)
 
 
 class Supervisor:
-    """`run` returns when everything has stopped; it belongs to the main thread."""
+    """Starts, restarts and stops the children, in the main thread."""
 
-    def __init__(
-        self, specs: Sequence[Spec], console: Console, environ: dict[str, str] | None = None
-    ) -> None:
+    def __init__(self, specs: Sequence[Spec], console: Console) -> None:
         self.log = Log(console, ["up", *(spec.name for spec in specs)])
-        self.children = [Child(spec) for spec in specs]
-        self._environ = {**(os.environ if environ is None else environ), "PYTHONUNBUFFERED": "1"}
+        self._stages: dict[int, list[Child]] = {}
+        for spec in sorted(specs, key=lambda spec: spec.stage):
+            self._stages.setdefault(spec.stage, []).append(Child(spec))
+        self._children = [child for stage in self._stages.values() for child in stage]
         self._signals = 0
 
-    def run(self, on_ready: Callable[[], None]) -> int:
-        """Starts all, calls `on_ready` when those with a `ready_line` have said it, and looks after them until a
-        signal comes. The answer is the exit code."""
+    def run(self, on_ready: Callable[[], None]) -> None:
+        """Run the children until SIGINT, SIGTERM or SIGHUP.
+
+        `on_ready` is called when every child with a `ready_line` has logged it.
+        """
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, self._on_signal) for number in numbers}
         is_announced = False
         try:
-            for stage in sorted({child.spec.stage for child in self.children}):
-                self._start_stage([child for child in self.children if child.spec.stage == stage])
+            for children in self._stages.values():
+                self._start_stage(children)
             while not self._signals:
                 self._look()
-                if not is_announced and all(
-                    c.said_ready.is_set() or not c.spec.ready_line for c in self.children
-                ):
+                if not is_announced and all(child.has_logged_ready for child in self._children):
                     is_announced = True
                     on_ready()
                 time.sleep(LOOK_S)
@@ -127,7 +136,6 @@ class Supervisor:
             self._stop()
             for number, handler in before.items():
                 signal.signal(number, handler)
-        return 0
 
     # -- start ------------------------------------------------------------------------------------
 
@@ -148,10 +156,10 @@ class Supervisor:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=self._environ,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
             pass_fds=child.spec.pass_fds,
             umask=child.spec.umask,
-            # Ctrl-C in a terminal is for us alone, so that the order of stopping is ours.
+            # Ctrl-C in a terminal reaches only this process, which stops the children in order.
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
@@ -164,21 +172,21 @@ class Supervisor:
         for line in lines:
             text = line.decode(errors="replace")
             self.log.line(child.spec, text)
-            if child.spec.ready_line is not None and child.spec.ready_line in text:
-                child.said_ready.set()
+            if not child.has_logged_ready and str(child.spec.ready_line) in text:
+                child.has_logged_ready = True
 
     # -- look after -------------------------------------------------------------------------------
 
     def _look(self) -> None:
         now = time.monotonic()
-        for child in self.children:
+        for child in self._children:
             if child.process is not None and child.process.poll() is not None:
-                self._bury(child, now)
+                self._schedule_restart(child, now)
             if child.start_at is not None and now >= child.start_at:
                 self._start(child)
 
-    def _bury(self, child: Child, now: float) -> None:
-        """What a dead child leaves behind (a worker's pool) goes with it, and it is started again later."""
+    def _schedule_restart(self, child: Child, now: float) -> None:
+        """Kill the processes that a dead child left behind, such as a worker's pool."""
         assert child.process is not None
         _kill_group(child.process, signal.SIGKILL)
         if now - child.started_at > SETTLED_S:
@@ -196,14 +204,10 @@ class Supervisor:
         self._signals += 1
 
     def _stop(self) -> None:
-        self.log.say("stopping; once more Ctrl-C does not wait for running tasks")
+        self.log.say("stopping; a second Ctrl-C does not wait for running tasks")
         self._signals = 0
-        for stage in sorted({child.spec.stage for child in self.children}, reverse=True):
-            stopping = [
-                child
-                for child in self.children
-                if child.spec.stage == stage and child.process is not None
-            ]
+        for stage in reversed(self._stages.values()):
+            stopping = [child for child in stage if child.process is not None]
             for child in stopping:
                 _kill(child.process, signal.SIGTERM)
             for child in stopping:
@@ -227,7 +231,7 @@ class Supervisor:
         process.wait()
         child.process = None
         if child.reader is not None:
-            child.reader.join(LAST_WORDS_S)  # not for ever: a grandchild may keep the pipe open
+            child.reader.join(LAST_WORDS_S)  # a grandchild may keep the pipe open for longer
         self.log.say(f"{child.spec.name} stopped", "")
 
 
@@ -246,7 +250,7 @@ def _kill_group(process: subprocess.Popen[bytes], number: int) -> None:
     try:
         os.killpg(process.pid, number)
     except (ProcessLookupError, PermissionError):
-        pass  # nobody is left in it
+        pass  # the group has no process any more
 
 
 _PR_SET_PDEATHSIG = 1
@@ -254,6 +258,6 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 def die_with_parent() -> None:
-    """Runs in the child: whatever kills us, even -9, the kernel then tells the child to end."""
+    """In the child: have the kernel send SIGTERM when the parent dies, even by SIGKILL."""
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

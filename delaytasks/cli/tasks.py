@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
 
 import click
 
-from delaytasks.cli.bulk import Many, move_many, takes_many
-from delaytasks.cli.context import EXIT_CODES, Cli, pass_cli
-from delaytasks.cli.output import count, failure_of, print_json, say, sentence, task_json
-from delaytasks.cli.times import at_option, delay_option, to_duration, to_shift
-from delaytasks.core.errors import DelayTaskError, StoreError
+from delaytasks.cli.bulk import Many, move_each, move_many, takes_many
+from delaytasks.cli.context import Cli, Command, pass_cli
+from delaytasks.cli.output import count, say, sentence, task_json
+from delaytasks.cli.times import DURATION, SHIFT, at_option, delay_option
 from delaytasks.core.ids import check_id
 from delaytasks.core.task import DelayTask
 
-_KEY = click.option("--key", help="With --tag: the one task that has this key.")
+_ids = click.argument("ids", nargs=-1, metavar="[ID]...")
+_key = click.option("--key", help="With --tag: the one task that has this key.")
 
 
-@click.command(epilog=EXIT_CODES)
-@click.argument("ids", nargs=-1, metavar="[ID]...")
-@_KEY
+@click.command(cls=Command)
+@_ids
+@_key
 @takes_many
 @pass_cli
 def cancel(cli: Cli, ids: tuple[str, ...], key: str | None, many: Many) -> None:
-    """Cancel tasks that wait: by their ids, by tag and key, or many by what they have in common.
+    """Cancel waiting tasks: by their ids, by tag and key, or many that match filters.
 
     \b
     delaytasks cancel 2305843009213693952 2305843009213693953
     delaytasks cancel --tag order.close --key order-7
     delaytasks cancel --tag newsletter.send --key-prefix eu- --dry-run
 
-    A task that was cancelled before, named by its id, stays so, which is no error. A task that runs, has ended or was
-    never there is reported, and the exit code is 1.
+    It is no error if a task named by its id was cancelled before. A task that runs, has ended or
+    does not exist is reported, and the exit code is 1.
     """
     delays = cli.delays
     if many.is_meant(ids, key):
@@ -44,7 +44,7 @@ def cancel(cli: Cli, ids: tuple[str, ...], key: str | None, many: Many) -> None:
     unchanged: list[str] = []
 
     def cancel_one(id: int) -> None:
-        # Strict, since a script has to learn from the exit code that a task may have run.
+        # With `strict`, the exit code tells a script that the task may have run.
         is_new = bool(delays.cancel(id, strict=True))
         (cancelled if is_new else unchanged).append(str(id))
         if not cli.is_json:
@@ -52,21 +52,16 @@ def cancel(cli: Cli, ids: tuple[str, ...], key: str | None, many: Many) -> None:
 
     if key is not None:
         ids = (str(delays.get(tag=many.tag, key=key).id),)
-    _each(cli, ids, cancel_one, lambda: {"cancelled": cancelled, "unchanged": unchanged})
+    move_each(cli, ids, cancel_one, lambda: {"cancelled": cancelled, "unchanged": unchanged})
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command(cls=Command)
 @click.argument("id", required=False)
 @delay_option
 @at_option
-@click.option(
-    "--by",
-    callback=to_shift,
-    metavar="DURATION",
-    help="Many: so much later than now, or with a minus earlier.",
-)
-@click.option("--version", type=int, help="Only if nobody moved it since it had this version.")
-@_KEY
+@click.option("--by", type=SHIFT, help="Many: this much later, or with a minus sign earlier.")
+@click.option("--version", type=int, help="Only if the task still has this version.")
+@_key
 @takes_many
 @pass_cli
 def reschedule(
@@ -79,7 +74,7 @@ def reschedule(
     key: str | None,
     many: Many,
 ) -> None:
-    """Give a task that waits another time: by its id, by tag and key, or many by what they have in common.
+    """Give a waiting task another time: by its id, by tag and key, or many that match filters.
 
     \b
     delaytasks reschedule 2305843009213693952 --delay 2h
@@ -87,36 +82,30 @@ def reschedule(
     """
     delays, is_many = cli.delays, many.is_meant(() if id is None else (id,), key)
     if [delay, when, by].count(None) != 2:
-        raise click.UsageError("Give --delay, --at or --by, one of the three.")
+        raise click.UsageError("Give exactly one of --delay, --at and --by.")
     if is_many and version is None:
         reschedule_many = partial(delays.reschedule_many, delay, when=when, by=by)
         move_many(cli, "rescheduled", many, reschedule_many, is_shift=by is not None)
         return
     if is_many or by is not None:
-        raise click.UsageError("--version is for one task, --by for many.")
+        raise click.UsageError("--version applies to one task, --by to many.")
     task = delays.reschedule(id, delay, when=when, version=version, tag=many.tag, key=key)
-    if cli.is_json:
-        print_json(task_json(task))
-        return
-    say(sentence(task, "rescheduled", delays.clock.now()))
+    cli.answer_task(task, "rescheduled")
     cli.note_broker_away()
 
 
-@click.command(epilog=EXIT_CODES)
-@click.argument("ids", nargs=-1, metavar="[ID]...")
+@click.command(cls=Command)
+@_ids
 @delay_option
 @click.option("--tag", help="With --key: the tag of these tasks.")
 @click.option(
-    "--key",
-    "keys",
-    multiple=True,
-    help="With --tag: the task that has this key; as often as you like.",
+    "--key", "keys", multiple=True, help="With --tag: the task that has this key. Repeatable."
 )
 @pass_cli
 def touch(
     cli: Cli, ids: tuple[str, ...], delay: timedelta | None, tag: str | None, keys: tuple[str, ...]
 ) -> None:
-    """Push timeouts away: by ids, or by tag and keys. No task gets earlier.
+    """Postpone timeouts: by ids, or by tag and keys. No task becomes due earlier.
 
     \b
     delaytasks touch 2305843009213693952 2305843009213693953 --delay 2h
@@ -125,7 +114,7 @@ def touch(
     if delay is None:
         raise click.UsageError("Give --delay.")
     if bool(ids) == bool(keys) or bool(keys) != (tag is not None):
-        raise click.UsageError("Give ids, or --tag and --key.")
+        raise click.UsageError("Name the tasks by ids, or by --tag and --key.")
     delays = cli.delays
     gone: Sequence[Any]
     if tag is None:
@@ -134,35 +123,26 @@ def touch(
     else:
         named, gone = list(dict.fromkeys(keys)), delays.touch_many(tag=tag, keys=keys, delay=delay)
     touched = [name for name in named if name not in gone]
-    if cli.is_json:
-        print_json({"touched": touched, "gone": gone})
-    else:
-        say(f"touched {count(len(touched), 'task')}")
-        for name in gone:
-            cli.note(f"does not wait any more: {name}")
+    cli.answer({"touched": touched, "gone": gone}, f"touched {count(len(touched), 'task')}")
+    for name in gone:
+        cli.note(f"does not wait any more: {name}")
     if gone:
         raise SystemExit(1)
 
 
-@click.command(epilog=EXIT_CODES)
-@click.argument("ids", nargs=-1, metavar="[ID]...")
-@click.option(
-    "--delay",
-    callback=to_duration,
-    metavar="DURATION",
-    default="0",
-    help="Not at once, but so much later.",
-)
+@click.command(cls=Command)
+@_ids
+@click.option("--delay", type=DURATION, default="0", help="Run after this time [now].")
 @takes_many
 @pass_cli
 def retry(cli: Cli, ids: tuple[str, ...], delay: timedelta, many: Many) -> None:
-    """Run FAILED or CANCELLED tasks again: by their ids, or many FAILED ones by what they have in common.
+    """Run FAILED or CANCELLED tasks again: by their ids, or many FAILED ones that match filters.
 
     \b
     delaytasks retry 2305843009213693952
     delaytasks retry --tag pay.notify --since 2030-01-31T00:00:00Z --dry-run
 
-    CANCELLED ones are among many only with --status CANCELLED.
+    Filters match CANCELLED tasks only with --status CANCELLED.
     """
     delays = cli.delays
     if many.is_meant(ids):
@@ -175,32 +155,5 @@ def retry(cli: Cli, ids: tuple[str, ...], delay: timedelta, many: Many) -> None:
         if not cli.is_json:
             say(sentence(retried[-1], "retried", delays.clock.now()))
 
-    _each(cli, ids, retry_one, lambda: {"retried": [task_json(task) for task in retried]})
+    move_each(cli, ids, retry_one, lambda: {"retried": [task_json(task) for task in retried]})
     cli.note_broker_away()
-
-
-def _each(
-    cli: Cli, ids: Sequence[str], move: Callable[[int], None], done: Callable[[], dict[str, Any]]
-) -> None:
-    """The move for every id, whatever becomes of the others; an id that can not be one stops it before anything."""
-    if not ids:
-        raise click.UsageError("Give an id, or --tag and more.")
-    failures: list[tuple[int, DelayTaskError]] = []
-    for id in [check_id(text) for text in ids]:
-        try:
-            move(id)
-        except DelayTaskError as error:
-            failures.append((id, error))
-            if isinstance(error, StoreError):
-                break  # the next one would wait as long, for the same answer
-    if cli.is_json:
-        failed = [
-            {"id": str(id), "error": str(error), "type": type(error).__name__}
-            for id, error in failures
-        ]
-        print_json({**done(), "failed": failed})
-    if failures:
-        if not cli.is_json:
-            for _, earlier in failures[:-1]:
-                failure_of(earlier, cli.is_json).show()
-        raise failures[-1][1]

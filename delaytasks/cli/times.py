@@ -1,9 +1,11 @@
-"""Instants, as people type them and as tables show them, and the options that take a time."""
+"""Instants and durations, as people type them and as tables show them."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from datetime import datetime, timedelta
+from typing import Any
 
 import click
 
@@ -13,86 +15,93 @@ from delaytasks.core.errors import InvalidDelayError, InvalidScheduleError, Naiv
 
 
 def parse_instant(text: str) -> datetime:
-    """An ISO 8601 instant with its time zone."""
+    """Return the instant of an ISO 8601 text with a time zone."""
     # Python 3.10 does not know Z.
     typed = re.sub(r"[zZ]$", "+00:00", text.strip())
     try:
         instant = datetime.fromisoformat(typed)
     except ValueError:
         raise InvalidScheduleError(
-            f"{text!r:.40} is not an instant; write it as 2030-01-31T18:00:00Z or 2030-01-31T18:00:00+02:00"
+            f"{text!r:.40} is not an instant; "
+            "write it as 2030-01-31T18:00:00Z or 2030-01-31T18:00:00+02:00"
         ) from None
     if instant.tzinfo is None:
         raise NaiveDatetimeError(
-            f"{text!r:.40} has no time zone; end it with Z for UTC, or with an offset (2030-01-31T18:00:00+02:00)"
+            f"{text!r:.40} has no time zone; "
+            "end it with Z for UTC, or with an offset (2030-01-31T18:00:00+02:00)"
         )
     return instant
 
 
+def parse_shift(text: str) -> timedelta:
+    """Return a duration, which is negative if it begins with a minus sign."""
+    typed = text.strip()
+    return -parse_duration(typed[1:]) if typed.startswith("-") else parse_duration(typed)
+
+
+def parse_days(text: str) -> timedelta:
+    """Return a duration of whole days."""
+    days = parse_duration(text)
+    if not days or days % timedelta(days=1):
+        raise click.UsageError(
+            f"--every is a whole number of days, such as 1d or 7d, and not {text}"
+        )
+    return days
+
+
 def show_from_now(instant: datetime, now: datetime) -> str:
-    """in 1h30m, or 5s ago."""
+    """Return, for example, "in 1h30m" or "5s ago"."""
     seconds = (instant - now).total_seconds()
     return f"in {show_duration(seconds)}" if seconds > 0 else f"{show_duration(seconds)} ago"
 
 
 def show_instant(instant: datetime) -> str:
-    """UTC to the second, in the form that `parse_instant` reads."""
+    """Return the instant in UTC to the second, in the form that `parse_instant` reads."""
     return instant.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
-def to_duration(
-    _ctx: click.Context, _option: click.Parameter, typed: str | None
-) -> timedelta | None:
-    """An option's callback: unlike a type's, its error keeps its own class."""
-    return None if typed is None else parse_duration(typed)
+class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic only in later versions
+    """A type of option that one function parses, whose errors keep their own class."""
+
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return self._parse(value) if isinstance(value, str) else value
 
 
-def to_instant(_ctx: click.Context, _option: click.Parameter, typed: str | None) -> datetime | None:
-    return None if typed is None else parse_instant(typed)
-
-
-def to_past(ctx: click.Context, _option: click.Parameter, typed: str | None) -> datetime | None:
+class Past(click.ParamType):  # type: ignore[type-arg]  # generic only in later versions
     """An instant, or a duration that counts back from now."""
-    if typed is None:
-        return None
-    try:
-        ago = parse_duration(typed)
-    except InvalidDelayError:
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, datetime):
+            return value
         try:
-            return parse_instant(typed)
-        except InvalidScheduleError as error:
-            raise InvalidScheduleError(f"{error}; or as 1h, which means an hour ago") from None
-    from delaytasks.cli.context import cli_of
+            ago = parse_duration(value)
+        except InvalidDelayError:
+            try:
+                return parse_instant(value)
+            except InvalidScheduleError as error:
+                raise InvalidScheduleError(f"{error}; or as 1h, which means an hour ago") from None
+        assert ctx is not None
+        try:
+            return ctx.obj.delays.clock.now() - ago
+        except OverflowError:
+            raise InvalidScheduleError(f"{value!r:.40} ago is before the year 1") from None
 
-    try:
-        return cli_of(ctx).delays.clock.now() - ago
-    except OverflowError:
-        raise InvalidScheduleError(
-            f"{typed!r:.40} ago is before the first year that there is"
-        ) from None
 
-
-def to_shift(_ctx: click.Context, _option: click.Parameter, typed: str | None) -> timedelta | None:
-    """A duration, or one with a minus sign."""
-    if typed is None:
-        return None
-    return (
-        -parse_duration(typed.strip()[1:])
-        if typed.strip().startswith("-")
-        else parse_duration(typed)
-    )
-
+DURATION = Parsed("duration", parse_duration)
+SHIFT = Parsed("duration", parse_shift)
+DAYS = Parsed("days", parse_days)
+INSTANT = Parsed("instant", parse_instant)
+PAST = Past()
 
 delay_option = click.option(
-    "--delay",
-    callback=to_duration,
-    metavar="DURATION",
-    help="From now: 90 (seconds), 30m, 1h30m, 2d, 500ms.",
+    "--delay", type=DURATION, help="From now: 90 (seconds), 30m, 1h30m, 2d, 500ms."
 )
 at_option = click.option(
-    "--at",
-    "when",
-    callback=to_instant,
-    metavar="INSTANT",
-    help="As 2030-01-31T18:00:00Z. The past means now.",
+    "--at", "when", type=INSTANT, help="As 2030-01-31T18:00:00Z. A time in the past means now."
 )

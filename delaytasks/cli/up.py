@@ -1,4 +1,4 @@
-"""`delaytasks up`: the database, the broker, a worker, beat and Flower, with one log."""
+"""`delaytasks up`: run the database, the broker, a worker, beat and Flower with one log."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from delaytasks.core.masking import mask_url
 from delaytasks.core.private_files import make_folder
 
 FLOWER_PORT = 5555
-#: How long a worker may go on with what it runs, once it is told to stop.
+#: The time that a worker may take to finish its running tasks when it is stopped.
 WORKER_PATIENCE_S = 60.0
-#: What Redis says at each start and stop.
+#: Lines that Redis logs at each start and stop.
 _REDIS_NOISE = re.compile(
-    "oO0Oo|Redis version=|Configuration loaded|Server initialized|overcommit|signal-handler|User requested|bye bye"
+    "oO0Oo|Redis version=|Configuration loaded|Server initialized|overcommit|signal-handler|"
+    "User requested|bye bye"
 )
-#: What a worker says of root, for which we have one line, and of files, which have no host.
+#: Lines of a worker about root, which `up` replaces by one line, and about a broker without a host.
 _WORKER_NOISE = re.compile(
     "No hostname was supplied|"
     "SecurityWarning: You're running|absolutely not recommended!|Please specify a different user|"
@@ -57,12 +58,12 @@ _WORKER_NOISE = re.compile(
 def up(cli: Cli, concurrency: int | None, pool: str, port: int | None, no_flower: bool) -> None:
     """Start everything here: database tables, broker, worker, beat and Flower, with one log.
 
-    What is not configured is embedded: SQLite and a private Redis, kept in .delaytasks/.
-    A process that dies is started again. Ctrl-C stops everything.
+    If no database or broker is configured, SQLite and a private Redis are used, kept in
+    .delaytasks/. A process that dies is started again. Ctrl-C stops everything.
     """
     if os.name != "posix":
         raise click.UsageError(
-            "up runs on Linux and macOS; on Windows use WSL, or start the lines of the Procfile"
+            "up requires Linux or macOS; on Windows use WSL, or run the commands of the Procfile"
         )
     has_flower = not no_flower and importlib.util.find_spec("flower") is not None
     flower_port = _free_port(port) if has_flower else None
@@ -76,27 +77,26 @@ def up(cli: Cli, concurrency: int | None, pool: str, port: int | None, no_flower
     if broker == embedded.FILES_NOTE:
         supervisor.log.say(broker, "yellow")
     if os.geteuid() == 0:
-        supervisor.log.say("running as root; a user of its own is safer", "yellow")
+        supervisor.log.say("running as root; a separate user is safer", "yellow")
     for store in cli.stores:
-        store.close()  # the children have connections of their own
+        store.close()  # the children make their own connections
 
     def announce() -> None:
         for name, text in _what_to_open(cli, broker, flower_port):
             console.print(Text.assemble((f"  {name:12}", "bold"), text), soft_wrap=True)
 
-    code = supervisor.run(announce)
+    supervisor.run(announce)
     embedded.leave(settings.data_dir)
-    sys.exit(code)
 
 
 def _app_name() -> str:
-    """What the children are to be given as `celery -A`: what this command was given."""
+    """Return the app for the children's `celery -A`, which is the app of this command."""
     given = click.get_current_context().find_root().params
     return str(given.get("app_name") or given.get("app") or "delaytasks.celery")
 
 
 def _broker(cli: Cli) -> tuple[str, list[Spec]]:
-    """What people are told about the broker, and the server to run for it, if it is the embedded one."""
+    """Return the broker's description, and the child that runs it if the broker is embedded."""
     url, data_dir = cli.app.conf.broker_url, cli.delays.settings.data_dir
     if url != embedded.broker_of(data_dir).url:
         return mask_url(url), []
@@ -120,13 +120,13 @@ def _celery(
     app: str, data_dir: str, concurrency: int | None, pool: str, flower_port: int | None
 ) -> list[Spec]:
     celery = [sys.executable, "-m", "celery", "--quiet", "-A", app]
-    # There is one worker, so there is nobody to mingle or gossip with, which saves a second at start.
+    # With one worker, mingle and gossip would only cost a second at the start.
     worker = ["worker", "--loglevel=INFO", f"--pool={pool}", "--without-mingle", "--without-gossip"]
     worker += [f"--concurrency={concurrency}"] if concurrency else []
     worker += ["--task-events"] if flower_port else []
     folder = Path(data_dir).absolute()
     make_folder(folder)
-    # At INFO beat would say every five seconds that it sweeps.
+    # At INFO, beat would log each sweep.
     beat = ["beat", "--loglevel=WARNING", f"--schedule={folder / 'celerybeat-schedule'}"]
     specs = [
         Spec(
@@ -141,7 +141,7 @@ def _celery(
         Spec("beat", celery + beat, "magenta", stage=2, umask=0o077),
     ]
     if flower_port:
-        # At WARNING it would say that the worker, which is just starting, does not answer yet.
+        # At WARNING, Flower would log that the starting worker does not answer yet.
         flower = ["flower", "--address=127.0.0.1", f"--port={flower_port}", "--logging=error"]
         specs.append(Spec("flower", celery + flower, "green", stage=2))
     return specs
@@ -157,7 +157,7 @@ def _free_port(wanted: int | None) -> int:
             except OSError:
                 continue
     raise click.UsageError(
-        f"port {wanted or FLOWER_PORT} is in use; choose another one by --port, or use --no-flower"
+        f"port {wanted or FLOWER_PORT} is in use; choose another with --port, or use --no-flower"
     )
 
 
@@ -176,9 +176,7 @@ def _what_to_open(cli: Cli, broker: str, flower_port: int | None) -> Iterator[tu
         yield "", 'and into celeryconfig.py here: imports = ["tasks"]'
     tag = tags[0] if tags else "hello"
     body = '{"order": 7}' if tag == "order.close" else "{}"
-    yield (
-        "try",
-        f"in another shell like this one, in this folder: {cli.command} schedule {tag} '{body}' --delay 5",
-    )
+    example = f"{cli.command} schedule {tag} '{body}' --delay 5"
+    yield "try", f"in another shell like this one, in this folder: {example}"
     yield "", f"then: {cli.command} list"
     yield "stop", "Ctrl-C"

@@ -1,10 +1,10 @@
-"""What `stats` and `check` say about tasks that should have begun, and about databases that can lose tasks."""
+"""The part of `stats` and `check` about late tasks, and about databases that can lose tasks."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from delaytasks.cli.output import Cell, cell, print_table, say
+from delaytasks.cli.output import cell, print_table, say
 from delaytasks.cli.times import show_instant
 from delaytasks.core.durations import show_duration
 from delaytasks.core.errors import StoreError
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
     from delaytasks.sharding.shard import Shard
 
-#: Queues and tags that are named, those with the most tasks.
+#: Groups of late tasks (by queue and tag) in the result, those with the most tasks.
 MOST = 20
 
 
 def late_tasks(delays: DelayTasks, shard: Shard) -> list[dict[str, Any]]:
-    """Return the tasks of a shard that should have begun, by queue and tag, and why they have not."""
+    """Return the late tasks of a shard by queue and tag, with the reason for the delay."""
     from delaytasks.core.why import why_late
     from delaytasks.maintenance.sweeper import SILENT_SWEEPS
     from delaytasks.storage.facts import FactReader
@@ -50,20 +50,9 @@ def late_tasks(delays: DelayTasks, shard: Shard) -> list[dict[str, Any]]:
 
 
 def print_late(found: list[dict[str, Any]]) -> None:
-    rows: list[list[Cell]] = [
-        [
-            cell(each["queue"]),
-            cell(each["tag"]),
-            f"{each['tasks']:,}",
-            show_duration(each["late_s"]),
-            cell(each["why"]),
-        ]
-        for each in found
-    ]
     print_table(
         ["queue", "tag", "late tasks", "by", "why"],
-        rows,
-        right="late tasks",
+        [[f["queue"], f["tag"], f["tasks"], show_duration(f["late_s"]), f["why"]] for f in found],
         folded="queue tag why",
     )
 
@@ -77,21 +66,21 @@ def replication_of(shard: Shard) -> dict[str, Any] | None:
 
 
 def warnings_of(delays: DelayTasks) -> list[str]:
-    """Return the problems that are no reason to stop a deploy."""
+    """Return the problems that do not prevent a deployment."""
     warnings = []
     for shard in delays.shards:
         where = f"shard {shard.number}: " if len(delays.shards) > 1 else ""
         try:
             found_late = late_tasks(delays, shard)
-        except (
-            StoreError
-        ) as error:  # a role that reads tasks may lack the tables of workers and policies
-            found_late = []
+        except StoreError as error:
+            found_late = []  # the role may read tasks, but not the tables of workers and policies
             warnings.append(f"{where}late tasks are unknown: {error}")
         for late in found_late:
             if late["code"] not in ("due", "limit", "paused"):
-                named = f"{late['tasks']:,} late tasks of the tag {late['tag']} in the queue {late['queue']}"
-                warnings.append(f"{where}{named}: {late['why']}")
+                warnings.append(
+                    f"{where}{late['tasks']:,} late tasks of the tag {late['tag']} "
+                    f"in the queue {late['queue']}: {late['why']}"
+                )
         try:
             found = replication_of(shard)
         except StoreError as error:

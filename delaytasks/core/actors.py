@@ -1,4 +1,4 @@
-"""Who does something, where the caller does not say it."""
+"""The name of the person or program that changes many tasks or a policy."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from delaytasks.core.text import one_line
 
 
 def actor_of(given: object) -> str:
-    """The name that a call gives, or who runs this process, and where."""
+    """Return the given name, or the user and host of this process."""
     if given is not None:
         return check_actor(given)
     try:
         name = getpass.getuser()
-    except (OSError, KeyError):  # a container's user without a name
+    except (OSError, KeyError):  # a container's user may have no name
         name = f"uid {os.getuid()}"
     return one_line(f"{name}@{socket.gethostname()}", ACTOR_LENGTH - 1)

@@ -1,4 +1,4 @@
-"""Whether something that may be away is there: told when that changes, and left alone for a while after a failure."""
+"""The availability of a service, with a rest after each failure and a callback for each change."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 from delaytasks.core.clock import monotonic
 from delaytasks.core.forks import reset_in_child
 
-#: After a failure nothing is tried for this long: callers must not wait for what is away.
+#: Seconds after a failure in which callers do not try, so that they do not wait for the service.
 REST_S = 1.0
 
 
 class Availability:
-    """Thread-safe. However many threads find out, each change is told once: `tell_down(error)`, `tell_up()`."""
+    """Calls `tell_down(error)` or `tell_up()` once for each change. Thread-safe."""
 
     def __init__(
         self,

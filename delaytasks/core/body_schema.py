@@ -1,4 +1,4 @@
-"""What a body must be, as a processor's `schema` says: a dataclass, a pydantic model, or any callable."""
+"""The schema of a processor's bodies: a dataclass, a pydantic model, or any callable."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 from delaytasks.core.errors import BodyRefusedError
 from delaytasks.core.text import shown
 
-#: Of the schema's own words; a pydantic error about a long list would fill a page.
+#: Characters of the schema's error text. A pydantic error about a long list fills a page.
 LONGEST = 500
 
 
 class BodySchema:
-    """Makes of a body, as it stands in the row, what the processor wants to be given."""
+    """Converts a stored body into the type that the processor receives."""
 
     def __init__(self, tag: str, kind: Callable[..., Any]) -> None:
         self._tag = tag
         self._kind = kind
 
     def __call__(self, body: Any) -> Any:
-        """`BodyRefusedError` says what is wrong with the body."""
+        """Return the converted body, or raise `BodyRefusedError` with the reason."""
         kind = self._kind
         try:
             if hasattr(kind, "model_validate"):
@@ -31,7 +31,7 @@ class BodySchema:
                     raise TypeError(f"an object is needed, not {shown(body)}")
                 return kind(**body)
             return kind(body)
-        except Exception as error:  # whatever a schema raises is its way to refuse
+        except Exception as error:  # a schema may raise any exception
             name, why = (
                 getattr(kind, "__qualname__", repr(kind)),
                 f"{type(error).__name__}: {error}",
@@ -41,8 +41,8 @@ class BodySchema:
 
 
 def plain(body: Any) -> Any:
-    """A body that is a dataclass or a pydantic model, as JSON says it; any other is left as it is."""
-    if type(body) is dict:  # as most are
+    """Convert a dataclass or a pydantic model to JSON types; return any other body unchanged."""
+    if type(body) is dict:  # as most bodies are
         return body
     if dataclasses.is_dataclass(body) and not isinstance(body, type):
         return dataclasses.asdict(body)

@@ -1,4 +1,4 @@
-"""Calls that may have to wait for a network, for callers who must not."""
+"""Calls that may wait for a network, for callers that must not wait."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from delaytasks.core.clock import monotonic
 
 T = TypeVar("T")
 
-#: A process that ends waits this long, in total, for work that its callers no longer wait for: without it the first
-#: message of a short-lived process would be lost whenever the broker is further away than the caller's patience.
+#: Seconds, in total, for which an ending process waits for unfinished work. Without this wait, the
+#: first message of a short-lived process would be lost if the broker answers slowly.
 EXIT_S = 5.0
 _unfinished: set[threading.Thread] = set()
 
 
 def in_background(work: Callable[[], object], name: str, is_kept: bool = True) -> bool:
-    """Run `work` in a thread of its own, for which a process that ends waits if `is_kept`.
+    """Run `work` in a new thread, for which an ending process waits if `is_kept`.
 
-    False if no thread can be started, because the interpreter is about to end.
+    Return False if no thread can be started, because the interpreter is ending.
     """
 
     def run() -> None:
@@ -45,8 +45,8 @@ def in_background(work: Callable[[], object], name: str, is_kept: bool = True) -
 def within(limit_s: float, work: Callable[[], T], is_kept: bool = False) -> T:
     """Return what `work` returns, or raise `TimeoutError` if that takes longer than `limit_s`.
 
-    A thread does the work, and goes on with it when the caller no longer waits; with `is_kept`, a process that ends
-    waits for the thread. If no thread can be started, the caller does the work.
+    A thread does the work, and continues after the timeout. With `is_kept`, an ending process waits
+    for the thread. If no thread can be started, the caller does the work.
     """
     answers: SimpleQueue[Future[T]] = SimpleQueue()
 

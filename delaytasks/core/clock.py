@@ -1,8 +1,8 @@
-"""The one place that asks what time it is.
+"""The only module that reads the time.
 
-The database's clock decides when a task is due. A `Clock` follows it: it measures the database's time
-now and then, and counts on with the machine's monotonic clock, so a host whose wall clock is an hour off,
-or is stepped while we run, or that slept for a night, makes no difference.
+The database's clock decides when a task is due. A `Clock` follows it: it measures the database's
+time once in a while, and continues with the machine's monotonic clock in between. A wall clock that
+is wrong, that is set, or that stands still while the host sleeps therefore makes no difference.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from delaytasks.core.forks import reset_in_child
 UTC = timezone.utc
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
-#: After the database did not answer it is asked again this soon.
+#: Seconds after which the clock asks a database again that did not answer.
 RETRY_S = 1.0
-#: When the host's two clocks have moved apart by more than this, one of them can not be believed.
+#: Clock tolerance: if the wall clock and the monotonic clock of the host have moved apart by more
+#: seconds than this, one of them is wrong, and the clock measures again.
 JUMP_S = 0.5
-#: Asks the database what time it is; True if it is to be tried again like any statement.
+#: Returns the database's time. With True, a failed statement is tried again.
 Measure = Callable[[bool], datetime]
 
 
@@ -31,12 +32,12 @@ def monotonic() -> float:
 
 
 def wall_ms() -> int:
-    """Milliseconds since 1970 by this host's clock: for ids and file names, never for deadlines."""
+    """Return milliseconds since 1970 by the host's clock, for ids and file names only."""
     return time.time_ns() // 1_000_000
 
 
 def to_us(instant: datetime) -> int:
-    """Microseconds since 1970."""
+    """Return microseconds since 1970."""
     return (instant - _EPOCH) // _MICROSECOND
 
 
@@ -45,7 +46,7 @@ def from_us(microseconds: int) -> datetime:
 
 
 class Base(NamedTuple):
-    """What three clocks said at one moment: one value, so that no thread reads half of a new one."""
+    """The times of three clocks at one moment, in one value that threads read atomically."""
 
     database_us: int
     monotonic: float
@@ -55,10 +56,17 @@ class Base(NamedTuple):
 class Clock:
     """The database's time as far as this process knows it.
 
-    `measure` asks the database, and tries again only if it is told to insist. Without it the host's clock is used.
-    Nobody waits for a measurement who can go on with the last one: one thread makes it, in passing. Not even that
-    where `refreshes_inline` is off, as in a worker's main process, which calls `refresh_if_due` now and then from a
-    thread that may wait for the database.
+    One thread at a time measures; the others continue with the last measurement.
+
+    Parameters
+    ----------
+    measure
+        Asks the database for its time. Without it, the host's clock is used.
+    refresh_s
+        Seconds after which a measurement is old.
+    refreshes_inline
+        Whether a call of `now` measures if the last measurement is old. A worker's main process
+        must not wait for the database, and calls `refresh_if_due` in another thread instead.
     """
 
     def __init__(
@@ -70,20 +78,22 @@ class Clock:
         self._lock = threading.Lock()
         self._base: Base | None = None
         self._stale_at = self._rests_until = float("-inf")
-        #: When somebody last insisted in vain, and what came of it.
+        #: The time and the error of the last measurement that failed in `certain_now`.
         self._insisted_at = float("-inf")
         self._error: Exception | None = None
-        #: Seconds that the host's clock is ahead of the database's, when last measured.
+        #: Seconds by which the host's clock was ahead of the database's at the last measurement.
         self.offset_s = 0.0
         reset_in_child(self)
 
     def after_fork(self) -> None:
         self._lock = threading.Lock()
-        self.refreshes_inline = True  # the parent's thread is not here
+        self.refreshes_inline = True  # the child does not have the parent's thread
 
     def now_us(self) -> int:
-        """Never fails: as long as nothing could be measured it is the host's time. For what is compared and waited
-        for, where a wrong answer costs another look at most."""
+        """Return the time in microseconds; the host's time until a measurement succeeds.
+
+        It never fails. Use it for comparisons and waits, where a wrong time costs one more check.
+        """
         if self.refreshes_inline:
             self.refresh_if_due()
         base = self._base
@@ -95,29 +105,32 @@ class Clock:
         return from_us(self.now_us())
 
     def certain_now(self) -> datetime:
-        """For what makes a row due: the database's time, or the error that keeps us from knowing it."""
+        """Return the database's time, or raise the error that prevents measuring it.
+
+        Use it for the due times of rows.
+        """
         if self._is_unknown():
             asked_at = time.monotonic()
             with self._lock:
                 if self._is_unknown():
                     if self._error is not None and self._insisted_at > asked_at:
-                        raise self._error  # it was asked while we waited: threads would fail one after the other
+                        raise self._error  # another thread asked in vain while this one waited
                     self._insist()
         return self.now()
 
     def forget(self) -> None:
-        """Measure again at the next look, because the last answer was found to be wrong."""
+        """Have the next call measure again, because the last measurement was wrong."""
         self._stale_at = float("-inf")
 
     def refresh_if_due(self) -> None:
-        """Measures if the last answer is old. Who finds another thread at it goes on with what is known."""
+        """Measure if the last measurement is old, unless another thread is measuring."""
         if not self._is_due() or not self._lock.acquire(blocking=self._base is None):
             return
         try:
             if self._is_due():
                 self._refresh(insists=False)
         except Exception:
-            pass  # what was learned before is better than the host's clock, and either is good for a moment
+            pass  # the last measurement, or else the host's clock, is used until RETRY_S has passed
         finally:
             self._lock.release()
 
@@ -126,15 +139,12 @@ class Clock:
         return at >= self._rests_until and (at >= self._stale_at or self._is_unknown())
 
     def _is_unknown(self) -> bool:
-        """Never measured; or the host slept, and its monotonic clock with it; or its wall clock was set, which can not
-        be told apart."""
+        """Return whether the clock never measured, or the host slept, or its wall clock was set."""
         base = self._base
         if base is None:
             return True
-        return (
-            abs((time.time_ns() - base.wall_ns) / 1e9 - (time.monotonic() - base.monotonic))
-            > JUMP_S
-        )
+        elapsed_s = time.monotonic() - base.monotonic
+        return abs((time.time_ns() - base.wall_ns) / 1e9 - elapsed_s) > JUMP_S
 
     def _insist(self) -> None:
         try:
@@ -155,19 +165,15 @@ class Clock:
         self._stale_at = base.monotonic + self._refresh_s
 
     def _ask(self, insists: bool) -> Base:
-        """The best of three: the shorter the round trip, the less the answer can be wrong."""
-        best: tuple[float, Base] | None = None
+        """Measure three times; the answer with the shortest round trip is the most exact one."""
+        answers: list[tuple[float, Base]] = []
         for _ in range(3):
             before, wall_before = time.monotonic(), time.time_ns()
-            told = to_us(self._measure(insists))
+            database_us = to_us(self._measure(insists))
             after, wall_after = time.monotonic(), time.time_ns()
-            if best is None or after - before < best[0]:
-                best = (
-                    after - before,
-                    Base(told, (before + after) / 2, (wall_before + wall_after) // 2),
-                )
-        assert best is not None
-        return best[1]
+            middle = Base(database_us, (before + after) / 2, (wall_before + wall_after) // 2)
+            answers.append((after - before, middle))
+        return min(answers)[1]
 
 
 class ManualClock(Clock):

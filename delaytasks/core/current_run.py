@@ -1,4 +1,4 @@
-"""The run that is under way, for `task.complete` and `task.check_lease`: what a processor is given is a plain value."""
+"""The current run, for `task.complete` and `task.check_lease`. A task itself is a plain value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Durations as people write them: 90, 1h30m, 2d, 500ms."""
+"""Durations as users type them: 90, 1h30m, 2d, 500ms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from delaytasks.core.errors import InvalidDelayError
 
 _UNITS = {"w": 604_800.0, "d": 86_400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
-#: Each unit at most once, the largest first: "30m1h" is a slip more often than it is meant.
+#: Each unit at most once, the largest first, because "30m1h" is usually a mistake.
 _PARTS = re.compile(
     r"\s*".join(rf"(?:({_NUMBER})\s*{unit}(?![a-z]))?" for unit in _UNITS), re.ASCII
 )
@@ -17,7 +17,13 @@ _RULE = "write seconds (90, 0.5), or w, d, h, m, s, ms with the largest first (1
 
 
 def parse_duration(text: str) -> timedelta:
-    """`"90"`, `"1h30m"`, `"2d"` or `"500ms"` as a timedelta; `InvalidDelayError` says what else it may be."""
+    """Convert a text such as "90", "1h30m", "2d" or "500ms" to a timedelta.
+
+    Raises
+    ------
+    InvalidDelayError
+        If the text is not a duration, is negative or is too long.
+    """
     typed = text.strip().lower()
     if typed.startswith("-"):
         raise InvalidDelayError(f"a delay is not negative, as {text!r:.40} is; {_RULE}")
@@ -36,7 +42,7 @@ def parse_duration(text: str) -> timedelta:
 
 
 def show_duration(seconds: float) -> str:
-    """The two largest units, in the form that `parse_duration` reads: 1h30m, 2d, 5s."""
+    """Return the two largest units, in the form that `parse_duration` reads: 1h30m, 2d, 5s."""
     left = round(abs(seconds))
     if left == 0:
         return f"{round(abs(seconds) * 1000)}ms" if seconds else "0s"

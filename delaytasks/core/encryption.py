@@ -1,4 +1,4 @@
-"""How a body looks that is stored encrypted, and the names of keys. The keys themselves do their work in the store."""
+"""The form of encrypted bodies and the names of keys. `Cipher` encrypts and decrypts."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from typing import Any
 
 from delaytasks.core.errors import BodyEncryptedError
 
-#: In the place of the first key: what is new is stored as it is, and the others read what they have encrypted.
+#: As the first key: new bodies are stored unencrypted, and the other keys only read.
 PLAIN = "plain"
-#: Then comes the name of the key, a colon, and a token that is bound to its place in the table. No JSON begins so.
+#: The beginning of an encrypted text. The name of the key, a colon and a token follow. The token is
+#: bound to its place in the table. No JSON text begins like this.
 PREFIX = "aesgcm:"
-#: The earlier form, as long as `PREFIX`: its token is Fernet's, and can be read in the row of any task.
+#: The beginning of the earlier form, whose Fernet token can be read in the row of any task.
 UNBOUND_PREFIX = "fernet:"
 PREFIXES = (PREFIX, UNBOUND_PREFIX)
 NAME_LENGTH = 8
-#: Up to the second colon, and without it.
+#: The length of the text before the second colon.
 MARK_LENGTH = len(PREFIX) + NAME_LENGTH
-#: Instead of a name where none can be told.
+#: The name of a key that the text does not show.
 NO_NAME = "?"
 _MARK = re.compile(rf"(?:{'|'.join(PREFIXES)})[0-9a-f]{{{NAME_LENGTH}}}:")
 _KEY = re.compile(r"[A-Za-z0-9_-]{43}=")
@@ -33,19 +34,19 @@ def new_key() -> str:
 
 
 def key_name(key: str) -> str:
-    """By which a key can be told from others, and not found out."""
+    """Return the name of a key, which identifies the key and does not reveal it."""
     return hashlib.sha256(b"delaytasks key\0" + base64.urlsafe_b64decode(key)).hexdigest()[
         :NAME_LENGTH
     ]
 
 
 def names_of(keys: Iterable[str]) -> list[str]:
-    """Of keys that may begin with `PLAIN`."""
+    """Return the names of keys, the first of which may be `PLAIN`."""
     return [key if key == PLAIN else key_name(key) for key in keys]
 
 
 def are_keys(keys: Sequence[str]) -> bool:
-    """Whether they are what the setting takes: Fernet keys, or `PLAIN` and then some."""
+    """Return whether a value of the setting is valid: different keys, optionally after `PLAIN`."""
     real = keys[1:] if keys[:1] == (PLAIN,) else keys
     if not all(map(_KEY.fullmatch, real)) or (keys and not real):
         return False
@@ -57,35 +58,35 @@ def is_encrypted(text: object) -> bool:
 
 
 def mark_of(name: str) -> str:
-    """How a text begins that is encrypted with this key now."""
+    """Return the beginning of texts that are encrypted with the key of this name."""
     return PREFIX + name
 
 
 def marks_of(names: Iterable[str]) -> list[str]:
-    """How all texts begin that one of these keys reads, with the colon."""
+    """Return the beginnings of all texts that these keys read, with the colon."""
     return [f"{prefix}{name}:" for name in names for prefix in PREFIXES]
 
 
 def is_bound(text: str) -> bool:
-    """Whether an encrypted text is bound to its place in the table."""
+    """Return whether an encrypted text is bound to its place in the table."""
     return text.startswith(PREFIX)
 
 
 def name_in(text: str) -> str:
-    """That of the key which an encrypted text needs; `NO_NAME` if it does not begin as we write it."""
+    """Return the name of the key of an encrypted text; `NO_NAME` if the text is malformed."""
     return text[len(PREFIX) : MARK_LENGTH] if _MARK.match(text) else NO_NAME
 
 
 def decoded(text: str, what: str) -> Any:
-    """The value of a text that was read with the keys that are here."""
+    """Return the value of a JSON text, or raise `BodyEncryptedError` if no key could decrypt it."""
     if is_encrypted(text):
         raise BodyEncryptedError(
-            f"{what} is encrypted with key {name_in(text)}, which delaytasks_encryption_keys does not have here, or "
-            "was changed since, or belongs to another task"
+            f"{what} is encrypted with key {name_in(text)}, which delaytasks_encryption_keys "
+            "does not have here, or was changed since, or belongs to another task"
         )
     return json.loads(text)
 
 
 def placeholder(text: str) -> str:
-    """What is shown of a text that can not be read."""
+    """Return the text that is shown instead of an unreadable one."""
     return f"(encrypted with key {name_in(text)}, which can not read it here)"

@@ -1,11 +1,11 @@
-"""Every error that delaytasks raises.
+"""The errors that delaytasks raises.
 
 DelayTaskError
 ├── InvalidInputError (also a ValueError)      the caller's arguments
 │   ├── InvalidDelayError, NaiveDatetimeError, InvalidScheduleError
 │   ├── BodyNotJSONError, BodyTooLargeError, BodyNotStorableError, BodyRefusedError
 │   ├── InvalidTagError, InvalidKeyError, InvalidQueueError, InvalidIdError, InvalidPriorityError
-│   ├── InvalidQueryError, InvalidLadderError, InvalidPolicyError, ShardMismatchError
+│   ├── InvalidQueryError, InvalidRetryScheduleError, InvalidPolicyError, ShardMismatchError
 │   ├── ForbiddenURLError, InvalidHeaderError
 │   └── UnknownTagError
 ├── TaskStateError                             the task is not in a state that allows it
@@ -15,9 +15,9 @@ DelayTaskError
 ├── StoreError                                 the database
 │   ├── StoreUnavailableError, OutcomeUnknownError, SessionUnusableError
 ├── ConfigError
-├── BodyEncryptedError (also a ValueError)      no key here opens what is stored
-├── InvalidSignatureError                      a callback that was received
-├── InvalidOutcomesError                       how a processor said that its task ends
+├── BodyEncryptedError (also a ValueError)     no key of this process decrypts a stored text
+├── InvalidSignatureError                      a received callback
+├── InvalidOutcomesError                       the outcome that a processor returned or raised
 ├── TaskFailedError                            for Celery's signals: the processor returned Fail()
 └── DuplicateProcessorError
 """
@@ -31,95 +31,101 @@ if TYPE_CHECKING:
 
 
 class DelayTaskError(Exception):
-    """Root of all errors raised by delaytasks."""
+    """The base class of all errors that delaytasks raises."""
 
 
 class DelayTaskWarning(UserWarning):
-    """Root of all warnings issued by delaytasks."""
+    """The base class of all warnings that delaytasks issues."""
 
 
 class InvalidInputError(DelayTaskError, ValueError):
-    """An argument can not be accepted; nothing was done."""
+    """An argument is invalid. Nothing was done; correct the argument."""
 
 
 class InvalidDelayError(InvalidInputError):
-    """The delay is negative, not finite, not a number, or above `max_delay_s`."""
+    """A delay is negative, not finite, not a number, or above `max_delay_s`."""
 
 
 class NaiveDatetimeError(InvalidInputError):
-    """An instant has no time zone."""
+    """An instant has no time zone. Use, for example, `datetime.now(timezone.utc)`."""
 
 
 class InvalidScheduleError(InvalidInputError):
-    """The arguments contradict each other."""
+    """Arguments contradict each other, such as a delay and an instant. Give one of them."""
 
 
 class BodyNotJSONError(InvalidInputError):
-    """The body holds something that JSON can not say."""
+    """A body contains a value without a JSON form. The message has its path."""
 
 
 class BodyTooLargeError(InvalidInputError):
-    """The body is longer than `max_body_bytes`."""
+    """A body is longer than `max_body_bytes`. Store it elsewhere and schedule its name."""
 
 
 class BodyNotStorableError(InvalidInputError):
-    """The text holds NUL or a lone surrogate, which no database here can store."""
+    """A text contains NUL or a lone surrogate, which the databases cannot store. Remove it."""
 
 
 class BodyRefusedError(InvalidInputError):
-    """The schema of the tag's processor does not take the body."""
+    """The schema of the tag's processor refuses the body. The message has the schema's reason."""
 
 
 class InvalidTagError(InvalidInputError):
-    """The tag is empty, blank, too long, or has control characters."""
+    """A tag is empty, blank, too long, or contains control characters."""
 
 
 class InvalidKeyError(InvalidInputError):
-    """The key is empty, blank, too long, or has control characters."""
+    """A key is empty, blank, too long, or contains control characters."""
 
 
 class InvalidQueueError(InvalidInputError):
-    """The queue is empty, blank, too long, or has control characters."""
+    """A queue name is empty, too long, or contains other characters than letters, digits, _.-"""
 
 
 class InvalidIdError(InvalidInputError):
-    """Not an integer from 1 to 2^63 − 1, or of no shard that there is."""
+    """A task id is not an integer from 1 to 2^63 - 1, or names a shard that does not exist."""
 
 
 class InvalidPriorityError(InvalidInputError):
-    """Not an integer from 0 to 9."""
+    """A priority is not an integer from 0 to 9."""
 
 
 class InvalidQueryError(InvalidInputError):
-    """A page size or cursor can not be used."""
+    """A filter, a page size or a cursor of a query is invalid."""
 
 
 class InvalidRetryScheduleError(InvalidInputError):
-    """A ladder, or one of its rungs, is not of a form that can be climbed."""
+    """A retry schedule is empty or too long, or one of its delays is invalid."""
 
 
 class InvalidPolicyError(InvalidInputError):
-    """A limit or a rate is not of a form that can be kept, or neither a tag nor a queue is named."""
+    """A limit or a rate is invalid, or the call names neither a tag nor a queue, or both."""
 
 
 class ShardMismatchError(InvalidInputError):
-    """With several databases: the session, the id and the key of a call belong to different ones."""
+    """The session, the id and the key of one call belong to different databases.
+
+    Use the session of the database to which the id or the key belongs.
+    """
 
 
 class ForbiddenURLError(InvalidInputError):
-    """Callbacks may not go there: not https, not public, or spelled so that it can be read in two ways."""
+    """The URL of a callback is not https, not public or ambiguous.
+
+    The setting `callback_allow` permits hosts and networks.
+    """
 
 
 class InvalidHeaderError(InvalidInputError):
-    """A callback's header has a name or value that can not be sent, or is the sender's own."""
+    """A header of a callback cannot be sent, or is one that the sender itself sets."""
 
 
 class UnknownTagError(InvalidInputError):
-    """Nobody registered a processor for the tag (only raised with `strict_tags`)."""
+    """The tag has no processor in this process. Raised only with `strict_tags`."""
 
 
 class TaskStateError(DelayTaskError):
-    """The task does not allow this move now; `id` names it."""
+    """The state of the task does not allow the move. `id` is the id of the task."""
 
     def __init__(self, message: str, id: int | None = None) -> None:
         super().__init__(message)
@@ -127,15 +133,18 @@ class TaskStateError(DelayTaskError):
 
 
 class TaskNotFoundError(TaskStateError, LookupError):
-    """There is no such task."""
+    """The task does not exist, or was purged."""
 
 
 class DuplicateTaskError(TaskStateError):
-    """A live task has this key, or another task has this id; `id` is the one that exists."""
+    """Another task has the id, or a live task has the key. `id` is the id of that task.
+
+    Use `on_conflict="keep"` or `"replace"` if the key may be in use.
+    """
 
 
 class InvalidStatusError(TaskStateError):
-    """The task's status does not allow the move; `status` is the one that the task has."""
+    """The status of the task does not allow the move. `status` is the status of the task."""
 
     def __init__(self, message: str, id: int | None = None, status: Status | None = None) -> None:
         super().__init__(message, id)
@@ -143,29 +152,40 @@ class InvalidStatusError(TaskStateError):
 
 
 class CancelTooLateError(InvalidStatusError):
-    """The task is running already."""
+    """`cancel(strict=True)` was called for a running task. Let the task finish."""
 
 
 class StaleVersionError(TaskStateError):
-    """Somebody else moved the task since it was read."""
+    """The task was moved since it was read. Read it again, and decide again."""
 
 
 class NotRunningError(TaskStateError):
-    """`complete` is for the processor that runs the task, while it does."""
+    """`task.complete` was called outside the processor that runs the task."""
 
 
 class LeaseLostError(TaskStateError):
-    """The task was taken from this run, whose worker was silent for too long, or soon will be: undo what it did."""
+    """The run lost its lease, or soon will, because its worker was silent for too long.
+
+    Another worker may run the task again: undo the work of this run.
+    """
 
 
 class StoreError(DelayTaskError):
-    """The database did not do what was asked."""
+    """The database could not do the work. The message names the reason, such as missing tables."""
 
 
 class StoreUnavailableError(StoreError):
-    """The database can not be reached, or stays busy; nothing was done. Of several, `shard` is the one that is down.
-    With `is_locked` it answers, but some open transaction has locked what was to be changed. With `is_unable` it
-    answers, but cannot do what was asked: its disk is full, or it takes no writes."""
+    """The database cannot be reached or stays busy. Nothing was done; try again later.
+
+    Attributes
+    ----------
+    shard
+        With several databases: the number of the database.
+    is_locked
+        The database answers, but an open transaction has locked the rows.
+    is_unable
+        The database answers, but is read-only or its disk is full.
+    """
 
     def __init__(
         self,
@@ -181,9 +201,9 @@ class StoreUnavailableError(StoreError):
 
 
 class OutcomeUnknownError(StoreError):
-    """The connection broke before the answer came: it may be done or not.
+    """The connection broke before the database answered, so the work may be done or not.
 
-    Scheduling again with `id=error.id` is safe either way.
+    It is safe to schedule again with `id=error.id`.
     """
 
     def __init__(self, message: str, id: int | None = None) -> None:
@@ -192,28 +212,34 @@ class OutcomeUnknownError(StoreError):
 
 
 class SessionUnusableError(StoreError):
-    """The caller's session or connection is closed, aborted or read-only; nothing was sent."""
+    """The session or connection is closed, aborted or read-only. Nothing was sent; roll back."""
 
 
 class ConfigError(DelayTaskError):
-    """A setting is wrong; the message names it and the remedy."""
+    """A setting is wrong. The message names the setting and the remedy."""
 
 
 class BodyEncryptedError(DelayTaskError, ValueError):
-    """A stored body or result is encrypted with a key that this process does not have, or was changed since."""
+    """A stored body or result cannot be decrypted.
+
+    Its key is not in `encryption_keys` of this process, or the text was changed or copied.
+    """
 
 
 class InvalidSignatureError(DelayTaskError):
-    """A callback that was received is not signed, not by a known secret, or not now; answer 401."""
+    """A received callback has no signature, an unknown one or an old one. Answer 401."""
 
 
 class InvalidOutcomesError(DelayTaskError):
-    """A processor returned or raised something that does not say how its task ends, or each task of its batch."""
+    """A processor returned or raised a value that is no outcome for its task or its batch."""
 
 
 class TaskFailedError(DelayTaskError):
-    """Celery's `task_failure` signal has it when a processor returned `Fail()`, or `Retry()` without a delay left, and
-    its `task_postrun` also for `Cancel()`. Nobody raises it. `id` names the task."""
+    """The error in Celery's signals for a task that ended without an exception; it is never raised.
+
+    `task_failure` receives it for `Fail()`, and for `Retry()` when no retry delay is left.
+    `task_postrun` receives it for `Cancel()` as well. `id` is the id of the task.
+    """
 
     def __init__(self, message: str, id: int | None = None) -> None:
         super().__init__(message)
@@ -221,4 +247,4 @@ class TaskFailedError(DelayTaskError):
 
 
 class DuplicateProcessorError(DelayTaskError):
-    """The tag has a processor already."""
+    """The tag has a processor already. Register each tag once."""

@@ -1,4 +1,4 @@
-"""Logs an event that comes with each row, or with each message, once a minute with a count."""
+"""Log an event that occurs for each row or message once a minute, with a count."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from delaytasks.core.forks import reset_in_child
 QUIET_S = 60.0
 #: The number of subjects of one event that have a line each; all others share one line.
 MOST_SUBJECTS = 20
-#: The events that come with each row or each try, and the field that holds the subject of each. The failure of a task
-#: is not among them, since each failure has a reason of its own.
+#: The events that occur for each row or each try, and the field with the subject of each. The
+#: failure of a task is not among them, because each failure has its own reason.
 SUBJECTS = {
     "task.no_processor": "tag",
     "task.no_key": "tag",
@@ -30,7 +30,7 @@ SUBJECTS = {
     "queue.blocked": "key",
     "queue.unblocked": "key",
 }
-#: Each of these makes what the other one said of its subject untrue.
+#: Each of these events ends the state that the other one reports.
 OPPOSITES = {"queue.blocked": "queue.unblocked", "queue.unblocked": "queue.blocked"}
 _OTHERS = object()
 
@@ -39,7 +39,7 @@ Log = Callable[[str, dict[str, Any]], None]
 
 @dataclass
 class _Quiet:
-    """A subject about which something was logged a moment ago."""
+    """A subject with a log line less than a minute ago, and the events that were counted since."""
 
     until: float
     count: int = 0
@@ -47,8 +47,11 @@ class _Quiet:
 
 
 class Repeats:
-    """Passes an event on to `log`, or counts it. When the minute is over, one line has the fields of the last event and
-    the number of events that were counted. Thread-safe; each process counts for itself."""
+    """Passes an event on to `log`, or counts it.
+
+    After a minute, one line has the fields of the last event and the number of counted events.
+    Thread-safe; each process counts its own events.
+    """
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -89,7 +92,7 @@ class Repeats:
             return False
 
     def flush(self) -> None:
-        """Log what was counted by the subjects whose minute is over."""
+        """Log the counts of the subjects whose minute is over."""
         now, due = monotonic(), []
         with self._lock:
             for key, quiet in list(self._quiet.items()):

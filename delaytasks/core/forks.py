@@ -1,4 +1,4 @@
-"""After a fork the child must not use what the parent's threads held: sockets, locks, threads."""
+"""Reset objects in forked children, which must not use sockets, locks and threads of the parent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _watched: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def reset_in_child(thing: Any) -> None:
-    """Calls `thing.after_fork()` in every child that is forked while `thing` lives."""
+    """Call `thing.after_fork()` in every child that is forked while `thing` exists."""
     _watched.add(thing)
 
 

@@ -1,7 +1,7 @@
-"""Task ids: made by the producer, so that they are known before the insert.
+"""Task ids. The producer makes them, so that they are known before the insert.
 
-63 bits: 41 of milliseconds since 2020, 5 of shard, 17 of a counter that starts at random.
-Ids from elsewhere (a database default, an older program) are small numbers and just as good.
+An id has 63 bits: 41 for milliseconds since 2020, 5 for the shard, and 17 for a counter with a
+random start. Ids of other programs or of a database default are small numbers, which are valid too.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ SHARD_BITS = 5
 COUNTER_BITS = 17
 MAX_SHARDS = 1 << SHARD_BITS
 MAX_ID = 2**63 - 1
-#: We have made none below: of January 2020.
+#: Smaller ids were made elsewhere, because ours would be from January 2020.
 _FIRST_ID = 1 << 52
 _COUNTER_MASK = (1 << COUNTER_BITS) - 1
 
 
 class IdMaker:
-    """Thread-safe; a forked child starts its counter anew, so parent and child do not walk in step."""
+    """Makes ids. Thread-safe; a forked child starts its counter at a new random number."""
 
     def __init__(self, wall_ms: Callable[[], int], shard: int = 0) -> None:
         self._wall_ms = wall_ms
@@ -48,23 +48,22 @@ class IdMaker:
 
 
 def shard_of(id: int) -> int:
-    """What the id says. Ids from elsewhere say nothing true; of the small ones, as databases make them, the first
-    shard is as good a guess as any."""
+    """Return the shard that an id names; 0 for the small ids that databases make."""
     return 0 if id < _FIRST_ID else id >> COUNTER_BITS & MAX_SHARDS - 1
 
 
 def first_id(instant: datetime) -> int:
-    """The least id that is made in that millisecond."""
+    """Return the smallest id that can be made in the millisecond of `instant`."""
     return (to_us(instant) // 1000 - EPOCH_MS) << (SHARD_BITS + COUNTER_BITS)
 
 
 def made_at(id: int) -> datetime:
-    """When an id of ours was made."""
+    """Return when one of our ids was made."""
     return from_us(((id >> (SHARD_BITS + COUNTER_BITS)) + EPOCH_MS) * 1000)
 
 
 def check_id(value: object) -> int:
-    """`value` as a task id, from an integer or its decimal text."""
+    """Convert an integer or its decimal text to a task id, or raise `InvalidIdError`."""
     if (
         isinstance(value, str)
         and value.isascii()
@@ -74,4 +73,4 @@ def check_id(value: object) -> int:
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_ID:
         raise InvalidIdError(f"a task id is an integer from 1 to 2^63 - 1, not {shown(value)}")
-    return int(value)  # a plain one: drivers write subclasses (enums) as they say themselves
+    return int(value)  # an int itself, because drivers may write a subclass (an enum) as text

@@ -1,4 +1,4 @@
-"""What callers hand in, checked before anything is written: tags, keys, delays, instants, bodies."""
+"""Validate the arguments of callers: tags, keys, delays, instants and bodies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ACTOR_LENGTH = 255
 MAX_DEPTH = 100
 PAGE_MAX = 1000
 MAX_PRIORITY = 9
-#: Python reads no integers of more than 4,300 digits.
+#: Python does not read integers of more than 4,300 digits.
 _INTEGER_BITS = 14_280
 _LARGE = 1 << 63
 _PLAIN = frozenset({str, int, float, bool, type(None), dict, list, tuple})
@@ -59,14 +59,14 @@ def check_actor(actor: object) -> str:
 
 
 def check_status(status: object) -> Status:
-    """Of a name or a number."""
+    """Convert the name or the number of a status."""
     try:
         if isinstance(status, str):
             return Status[status.upper()]
         if isinstance(status, int) and not isinstance(status, bool):
             return Status(status)
     except (KeyError, ValueError):
-        pass  # said below
+        pass
     raise InvalidQueryError(
         f"status is one of {', '.join(s.name for s in Status)}, not {shown(status)}"
     )
@@ -79,7 +79,7 @@ def check_limit(limit: object) -> int:
 
 
 def check_queue(queue: object) -> str:
-    """Brokers make more of it than text: RabbitMQ counts its bytes, the filesystem transport takes it for a path."""
+    """Check a queue name. RabbitMQ limits its bytes, and the filesystem transport uses it in paths."""
     name = _check_name(queue, "queue", QUEUE_LENGTH, InvalidQueueError)
     if not is_queue(name):
         raise InvalidQueueError(
@@ -93,24 +93,22 @@ def _check_name(value: object, what: str, longest: int, error: type[InvalidInput
         raise error(f"a {what} is a string, not {type(value).__name__}")
     if not value.strip():
         raise error(f"a {what} must not be empty or blank")
-    if value != value.strip():  # MySQL takes 'a' and 'a ' for the same
+    if value != value.strip():  # MySQL treats 'a' and 'a ' as equal
         raise error(f"a {what} must not begin or end with a blank: {shown(value)}")
     if len(value) > longest:
         raise error(
             f"a {what} has at most {longest} characters, this one has {len(value)}: {value[:40]!r}…"
         )
     if value.isprintable():
-        return str.__str__(
-            value
-        )  # a plain one: drivers write subclasses (enums) as they say themselves
+        return str.__str__(value)  # a str itself, because drivers write an enum by its own rules
     if "\x00" in value or any("\ud800" <= c <= "\udfff" for c in value):
         raise BodyNotStorableError(
-            f"the {what} {shown(value)} holds NUL or a lone surrogate, which can not be stored"
+            f"the {what} {shown(value)} holds NUL or a lone surrogate, which cannot be stored"
         )
     raise error(f"the {what} {shown(value)} holds control or unprintable characters")
 
 
-#: What a worker says that it serves, if it serves whatever queue there is.
+#: The queue name of workers that serve all queues.
 ALL_QUEUES = "*"
 
 
@@ -125,22 +123,24 @@ def check_priority(priority: object) -> int:
         or not 0 <= priority <= MAX_PRIORITY
     ):
         raise InvalidPriorityError(
-            f"a priority is an integer from 0 to {MAX_PRIORITY} (higher first), not {shown(priority)}"
+            f"a priority is an integer from 0 to {MAX_PRIORITY} (higher first), "
+            f"not {shown(priority)}"
         )
     return int(priority)
 
 
 def check_delay(delay: object, max_delay_s: float, what: str = "a delay") -> timedelta:
-    """Seconds or a timedelta, as a timedelta."""
+    """Convert seconds or a timedelta to a timedelta from 0 to `max_delay_s`."""
     if isinstance(delay, timedelta):
         seconds = delay.total_seconds()
     elif isinstance(delay, int) and not isinstance(delay, bool):
-        seconds = min(max(delay, -1), 2**53)  # integers may be longer than any float
+        seconds = min(max(delay, -1), 2**53)  # an integer may be too large for a float
     elif isinstance(delay, float):
         seconds = delay
     else:
         raise InvalidDelayError(
-            f"{what} is a number of seconds or a timedelta, not {type(delay).__name__} ({shown(delay)})"
+            f"{what} is a number of seconds or a timedelta, "
+            f"not {type(delay).__name__} ({shown(delay)})"
         )
     if not math.isfinite(seconds) or seconds < 0:
         raise InvalidDelayError(f"{what} is finite and not negative, not {shown(delay)}")
@@ -152,20 +152,19 @@ def check_delay(delay: object, max_delay_s: float, what: str = "a delay") -> tim
 
 
 def check_wait(wait: object, max_s: float, what: str = "a delay") -> float:
-    """Seconds, a timedelta or text ("1h30m"), as seconds."""
-    return check_delay(
-        parse_duration(wait) if isinstance(wait, str) else wait, max_s, what
-    ).total_seconds()
+    """Convert seconds, a timedelta or a text such as "1h30m" to seconds."""
+    delay = parse_duration(wait) if isinstance(wait, str) else wait
+    return check_delay(delay, max_s, what).total_seconds()
 
 
 def check_due(delay: object, when: object) -> None:
-    """That one of the two is given, and not both."""
+    """Check that either a delay or an instant is given."""
     if (delay is None) == (when is None):
         raise InvalidScheduleError("give a delay or an instant (when), one of the two")
 
 
 def check_instant(when: object) -> datetime:
-    """An aware datetime, in UTC; the past is fine and means now."""
+    """Convert an aware datetime to UTC. An instant in the past is valid and means now."""
     if not isinstance(when, datetime):
         raise InvalidScheduleError(
             f"an instant is an aware datetime, not {type(when).__name__} ({shown(when)})"
@@ -177,11 +176,11 @@ def check_instant(when: object) -> datetime:
     try:
         return when.astimezone(UTC)
     except OverflowError:
-        raise InvalidScheduleError(f"{when.isoformat()} can not be said in UTC") from None
+        raise InvalidScheduleError(f"{when.isoformat()} cannot be converted to UTC") from None
 
 
 def encode_body(body: Any, max_bytes: int) -> str:
-    """The body as compact JSON, or an error that names the place that is wrong."""
+    """Return the body as compact JSON, or raise an error with the path of the invalid value."""
     flat = dump_flat(body)
     if flat is not None and len(flat) * 4 <= max_bytes:
         return flat
@@ -189,15 +188,12 @@ def encode_body(body: Any, max_bytes: int) -> str:
     check.size(body, ("$",), 0)
     try:
         text = dump_json(body) if check.is_plain else dump_any(body)
-    except (
-        TypeError,
-        ValueError,
-        RecursionError,
-    ) as error:  # types that show one content here and another one there
+    except (TypeError, ValueError, RecursionError) as error:
+        # A subclass of a JSON type may show another content to the encoder than to the check.
         raise BodyNotJSONError(
-            f"$: {type(body).__name__} can not be said in JSON ({type(error).__name__})"
+            f"$: {type(body).__name__} cannot be expressed in JSON ({type(error).__name__})"
         ) from None
-    # A character is at most 4 bytes: only texts near the limit have to be encoded to be measured.
+    # A character has at most 4 bytes, so only texts near the limit must be encoded to be measured.
     if len(text) * 4 > max_bytes and (size := len(text.encode())) > max_bytes:
         raise _too_large(max_bytes, f": {size:,}")
     return text
@@ -210,22 +206,22 @@ def _too_large(max_bytes: int, size: str = "") -> BodyTooLargeError:
     )
 
 
-#: Where a value is: the names and places of all that it is in, put into words when something is wrong.
+#: The path of a value in the body: the path of its container, and its key or index.
 _Path = tuple[Any, ...]
 
 
 class _Check:
-    """Of one body. One that holds a part millions of times is found too large long before all of it is looked at."""
+    """Checks one body. If it contains a value many times, it fails before all of it is visited."""
 
     __slots__ = ("is_plain", "room")
 
     def __init__(self, room: int) -> None:
         self.room = room
-        #: All of it is of JSON's own types, and of no subclass of them.
+        #: Whether all values are of JSON's own types, without subclasses.
         self.is_plain = True
 
     def size(self, value: Any, path: _Path, depth: int) -> int:
-        """The number of bytes that the JSON has at least."""
+        """Return a lower bound of the length of the JSON."""
         kind = type(value)
         if kind not in _PLAIN:
             self.is_plain = False
@@ -234,20 +230,21 @@ class _Check:
         if value is None or isinstance(value, int):
             if value is not None and value.bit_length() > _INTEGER_BITS:
                 raise BodyNotJSONError(
-                    f"{_at(path)}: an integer so long (more than 4,300 digits) can not be read back"
+                    f"{_at(path)}: an integer of more than 4,300 digits cannot be read back"
                 )
             return 1
         if isinstance(value, float):
             if not math.isfinite(value):
-                raise BodyNotJSONError(f"{_at(path)}: {value!r} can not be said in JSON")
+                raise BodyNotJSONError(f"{_at(path)}: {value!r} cannot be expressed in JSON")
             return 3
         if not isinstance(value, (dict, list, tuple)):
             raise BodyNotJSONError(
-                f"{_at(path)}: {kind.__name__} can not be said in JSON; convert it first (str(value), list(value), …)"
+                f"{_at(path)}: {kind.__name__} cannot be expressed in JSON; "
+                "convert it first (str(value), list(value), …)"
             )
         if depth >= MAX_DEPTH:
             raise BodyNotJSONError(
-                f"{_at(path, 80)}… is nested deeper than {MAX_DEPTH}, or holds itself"
+                f"{_at(path, 80)}… is nested deeper than {MAX_DEPTH}, or contains itself"
             )
         return (
             self._of_items(value, path, depth)
@@ -278,7 +275,7 @@ class _Check:
 
 
 def _plain_size(value: Any) -> int:
-    """Of what is mostly met, and has nothing to be said against it; else 0."""
+    """Return a lower bound of the size of a valid value of the usual types; 0 for all others."""
     kind = type(value)
     if kind is str:
         return len(value) + 2 if value.isascii() and "\x00" not in value else 0
@@ -290,18 +287,18 @@ def _plain_size(value: Any) -> int:
 def _check_storable(text: str, path: _Path) -> int:
     if not text.isascii() or "\x00" in text:
         if "\x00" in text:
-            raise BodyNotStorableError(f"{_at(path)} holds NUL (\\u0000), which can not be stored")
+            raise BodyNotStorableError(f"{_at(path)} holds NUL (\\u0000), which cannot be stored")
         try:
             text.encode()
         except UnicodeEncodeError:
             raise BodyNotStorableError(
-                f"{_at(path)} holds a lone surrogate, which can not be stored"
+                f"{_at(path)} holds a lone surrogate, which cannot be stored"
             ) from None
     return len(text) + 2
 
 
 def _at(path: _Path, longest: int = 200) -> str:
-    """As in $.items[3].name."""
+    """Return a path as text, such as $.items[3].name."""
     names: list[str] = []
     while len(path) == 2:
         path, name = path

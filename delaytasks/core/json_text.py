@@ -1,4 +1,4 @@
-"""JSON in its compact form, by orjson where that is installed."""
+"""Compact JSON, made by orjson if it is installed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 try:
     import orjson
 except ImportError:
-    orjson = None  # type: ignore[assignment]  # so is the name known
+    orjson = None  # type: ignore[assignment]  # the name must exist
 
 dump_any = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 def dump_json(value: Any) -> str:
-    """Of what is known to be of JSON's own types, subclasses of them left aside: of others orjson has its own views."""
+    """Return the JSON of a value of JSON's own types. orjson treats other types differently."""
     if orjson is not None:
         try:
             return orjson.dumps(value).decode()
@@ -24,13 +24,13 @@ def dump_json(value: Any) -> str:
     return dump_any(value)
 
 
-#: More values or longer texts are looked at first: a body may hold one text a million times.
+#: Limits of `dump_flat`. Larger bodies are measured first: they may contain one text many times.
 _MOST_VALUES, _MOST_CHARACTERS = 32, 128
 _PLAIN = frozenset({int, bool, type(None)})
 
 
 def dump_flat(value: Any) -> str | None:
-    """Of what most bodies are, a small object with plain values and nothing to be said against it; else None."""
+    """Return the JSON of a small object with plain, storable values; None for all other bodies."""
     if orjson is None or type(value) is not dict or len(value) > _MOST_VALUES:
         return None
     for each in value.values():
@@ -41,7 +41,7 @@ def dump_flat(value: Any) -> str | None:
         elif kind not in _PLAIN and (kind is not float or not math.isfinite(each)):
             return None
     try:
-        said: bytes = orjson.dumps(value, option=orjson.OPT_PASSTHROUGH_SUBCLASS)
+        text: bytes = orjson.dumps(value, option=orjson.OPT_PASSTHROUGH_SUBCLASS)
     except TypeError:
         return None
-    return None if b"\\" in said else said.decode()  # some characters can not be stored
+    return None if b"\\" in text else text.decode()  # an escaped character may not be storable

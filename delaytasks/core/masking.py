@@ -1,44 +1,48 @@
-"""Passwords and keys where people look: masked in URLs, and in what Python shows of an object."""
+"""Mask passwords and keys in URLs and in the `repr` of objects."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-#: Options of a URL whose values are hidden.
+#: Options of a URL whose values are masked.
 _OPTION = re.compile(
     r"(?i)([\w.-]*(?:pass|pwd|secret|token|key|credential|signature)[\w.-]*=)[^&]*"
 )
-#: User and password after any scheme; up to the last @, since a password may have some.
+#: User and password after any scheme, up to the last @, which a password may contain.
 _PASSWORD = re.compile(r"(?s)(?<=://)([^/@:\s]*):.*@")
 _SCHEME = re.compile(r"[A-Za-z][\w+.-]*://")
 
 
 class Secret(str):
-    """A text that is used like any other. `repr`, and so `vars`, tracebacks with local variables and most error
-    reporters, show it masked; `str` does not."""
+    """A text whose `repr` is masked, and so in `vars`, tracebacks and most error reporters.
+
+    `str` is not masked, and the text is used like any other.
+    """
 
     def __repr__(self) -> str:
         return repr(mask_secret(self))
 
 
 class SecretBytes(bytes):
-    """As `Secret`, for the bytes of a key."""
+    """The bytes of a key, with a masked `repr`."""
 
     def __repr__(self) -> str:
         return "b'***'"
 
 
 def mask_url(url: str) -> str:
-    """A URL, or a part of one, without its password, wherever it stands: before the host or among the options; or a key
-    for signing."""
+    """Mask the password of a URL or a part of one, before the host or among the options.
+
+    Keys for signing are masked as well.
+    """
     url = ";".join(map(_without_user, _PASSWORD.sub(r"\1:***@", url).split(";")))
     url = re.sub(r"whsec_\S+", "whsec_***", url)
     return _OPTION.sub(r"\1***", url)
 
 
 def _without_user(url: str) -> str:
-    """One of several URLs. Without a scheme nobody can tell the name of a user from a password."""
+    """Mask the user of a URL without a scheme, because it may be a password."""
     before, at, after = url.rpartition("@")
     if not at or _SCHEME.match(url):
         return url
@@ -47,14 +51,14 @@ def _without_user(url: str) -> str:
 
 
 def mask_secret(value: str) -> str:
-    """What is shown of a secret setting: a URL without its password, and nothing of what is no URL."""
+    """Return a secret setting as it is shown: a URL without its password, or only asterisks."""
     if "://" in value or not value:
         return mask_url(value)
     return "whsec_***" if value.startswith("whsec_") else "***"
 
 
 def hide(value: Any) -> Any:
-    """The same value, or the same list of values, that shows nothing. What is no text is refused later."""
+    """Return the same text, bytes or list of texts with a masked `repr`; other types unchanged."""
     if isinstance(value, str):
         return Secret(value)
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Folders and files that nobody but their owner can read."""
+"""Folders and files that only their owner can read."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import stat
 from pathlib import Path
 
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
-#: How the names of our files begin in a data folder, SQLite's own ones (-wal, -shm, -journal) and beat's among them.
+#: Beginnings of the names of our files in a data folder, including the files that SQLite (-wal,
+#: -shm, -journal) and beat make.
 _OURS = ("delays.sqlite3", "broker", ".broker.", "celerybeat-schedule")
 
 
 def make_folder(folder: Path) -> None:
-    """Make `folder` with access for its owner only, whether it exists or not."""
+    """Make `folder` if it is missing, and give only its owner access."""
     for missing in reversed([each for each in folder.absolute().parents if not each.exists()]):
         missing.mkdir(mode=FOLDER_MODE, exist_ok=True)
     folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
@@ -20,7 +21,7 @@ def make_folder(folder: Path) -> None:
 
 
 def make_file(path: Path) -> None:
-    """Make an empty file unless it exists. It is never open to others, not even for a moment."""
+    """Make an empty file unless it exists. Other users never have access, not even briefly."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), FILE_MODE))
 
 
@@ -39,14 +40,16 @@ def tighten_data_folder(folder: Path) -> None:
     try:
         found = [entry for entry in folder.iterdir() if entry.name.startswith(_OURS)]
     except OSError:
-        return  # there is none, or it is not ours
+        return  # the folder is missing, or belongs to another user
     for path in found:
         _tighten(path)
 
 
 def tighten_folder(folder: Path) -> None:
-    """Take other users' access away, unless the folder is one that belongs to more than us: the project's folder, the
-    home folder, one above them, or one like /tmp."""
+    """Take other users' access away, except from shared folders.
+
+    Shared folders are the current folder, the home folder, their parents, and folders like /tmp.
+    """
     folder = folder.absolute()
     if folder not in {
         each for start in (Path.cwd(), Path.home()) for each in (start, *start.parents)
@@ -67,4 +70,4 @@ def _tighten(path: Path) -> None:
         ):
             path.chmod(stat.S_IMODE(found.st_mode) & ~others)
     except OSError:
-        pass  # it has just gone, or its file system knows no modes
+        pass  # the file was just deleted, or its file system has no modes

@@ -1,14 +1,14 @@
-"""All settings: one frozen object, read once, validated once.
+"""The settings: one frozen object, read and validated once.
 
-They come from Celery's configuration (`delaytasks_*` keys), then from the environment (`DELAYTASKS_*`),
-then from arguments of `DelayTasks(...)`; the later one wins.
+They come from Celery's configuration (`delaytasks_*` keys), the environment (`DELAYTASKS_*`) and
+the arguments of `DelayTasks(...)`. The environment overrides the configuration, and arguments
+override both.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
@@ -19,6 +19,8 @@ from delaytasks.core.errors import ConfigError
 from delaytasks.core.ids import MAX_SHARDS
 from delaytasks.core.inputs import is_queue
 from delaytasks.core.masking import hide, mask_secret
+from delaytasks.core.setting_types import convert
+from delaytasks.core.text import shown
 
 PREFIX = "delaytasks_"
 
@@ -30,81 +32,90 @@ def _setting(default: Any, about: str, secret: bool = False) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Durations end in `_s` and are seconds."""
+    """The settings of one `DelayTasks`. Durations are in seconds and end in `_s`."""
 
     database_url: tuple[str, ...] = _setting(
         (),
-        "SQLAlchemy URL, or a list of them, one for each shard; empty: SQLite in data_dir",
+        "SQLAlchemy URL, or a list of URLs, one for each shard; empty: SQLite in data_dir",
         secret=True,
     )
     shards_before: int | None = _setting(
-        None, "while a shard is being added: how many there were before it"
+        None, "while a shard is being added: the previous number of shards"
     )
     data_dir: str = _setting(".delaytasks", "folder of the embedded database and broker")
     namespace: str = _setting(
-        "delaytasks", "prefix of our queues, so that deployments can share a broker"
+        "delaytasks", "prefix of the queues, so that deployments can share a broker"
     )
     table_prefix: str = _setting(
-        "", "prefix of our tables, so that deployments can share a database"
+        "", "prefix of the tables, so that deployments can share a database"
     )
     table_schema: str = _setting(
-        "", "schema of our tables (PostgreSQL, MySQL); empty: the connection's own"
+        "", "schema of the tables (PostgreSQL, MySQL); empty: the connection's default"
     )
-    pool_size: int = _setting(5, "database connections kept by each process")
+    pool_size: int = _setting(5, "database connections that each process keeps")
 
     timer: str = _setting(
-        "eta", "where near tasks wait: broker and workers (eta), Redis (redis), the table (direct)"
+        "eta",
+        "where rows due within the horizon wait: broker and workers (eta), Redis "
+        "(redis), or the table (direct)",
     )
     redis_url: str = _setting(
-        "", "Redis of the redis timer; empty: the broker's, when that is Redis", secret=True
+        "", "Redis of the redis timer; empty: the broker's, if it is Redis", secret=True
     )
-    redis_slots: int = _setting(8, "parts of a queue in the redis timer; the same in all processes")
+    redis_slots: int = _setting(
+        8, "slots of a queue in the redis timer; must be the same in all processes"
+    )
     arm: str = _setting(
-        "inline", "who sends near tasks to the broker: the call (inline) or a thread (background)"
+        "inline",
+        "what sends tasks due within the horizon to the broker: the call (inline) or a "
+        "thread (background)",
     )
     horizon_s: float | None = _setting(
-        30.0, "only tasks due within it are sent to the broker; none: all of them"
+        30.0, "only tasks due within this time are sent to the broker; none: all tasks"
     )
     publish_limit_s: float = _setting(
-        0.5, "longest time that sending may take; after it the sweep sends"
+        0.5, "longest time for sending a message; after it the sweep sends it"
     )
-    default_queue: str = _setting("default", "queue of tasks for which nothing names another one")
+    default_queue: str = _setting("default", "queue of tasks for which no other queue is set")
     queues: Mapping[str, str] = _setting(
         {}, "queues of tags, and of patterns such as mail.*; in the environment as JSON"
     )
     strict_tags: bool = _setting(
-        False, "refuse to schedule tags that this process has no processor for"
+        False, "refuse to schedule tags without a processor in this process"
     )
     max_delay_s: float = _setting(10 * 366 * 86400.0, "longest delay")
     event_bodies: bool = _setting(
         True, "Flower and other monitors see bodies and results, as they see Celery's"
     )
-    log_successes: bool = _setting(False, "each task that succeeded is logged at INFO (task.done)")
+    log_successes: bool = _setting(False, "log each successful task at INFO (task.done)")
     max_body_bytes: int = _setting(256 * 1024, "longest body, as JSON")
-    max_error_bytes: int = _setting(64 * 1024, "longest error text kept")
+    max_error_bytes: int = _setting(64 * 1024, "longest error text that is stored")
     encryption_keys: tuple[str, ...] = _setting(
         (),
-        "bodies and results are encrypted with the first and read with all; 'plain' as the first: no more",
+        "bodies and results are encrypted with the first key and decrypted with all; "
+        "'plain' as the first: new ones are not encrypted",
         secret=True,
     )
 
     chunk_time_box_s: float = _setting(
-        0.05, "rows of a chunk that did not start by then are given back"
+        0.05, "time budget of a chunk; rows that have not started by then are given back"
     )
     chunk_max: int = _setting(200, "most rows in one chunk")
     grace_s: float = _setting(
-        1.0, "a task that is later than this is left to the table, where all workers help"
+        1.0, "a task that is later than this is found through the table, where all workers help"
     )
     lease_s: float = _setting(
-        60.0, "a running task belongs to its worker for so long; renewed at a third"
+        60.0, "time for which a running task belongs to its worker; renewed after a third of it"
     )
-    max_lost_leases: int = _setting(5, "a task whose worker died so many times in a row is FAILED")
+    max_lost_leases: int = _setting(
+        5, "a task that loses its worker this many times in a row is FAILED"
+    )
 
     sweep_s: float = _setting(5.0, "time between sweeps")
     self_sweep_s: float = _setting(
-        10.0, "a worker that saw no sweep for so long sweeps by itself, within a second"
+        10.0, "time without a sweep after which a worker sweeps by itself, within a second"
     )
-    houses: int = _setting(1, "number of sweeps that share the table (house numbers)")
+    houses: int = _setting(1, "number of sweep partitions, each with its own share of the table")
     drain_tokens: int = _setting(
         2, "drain messages per worker and queue at each sweep, and per queue that a worker leaves"
     )
@@ -113,21 +124,21 @@ class Settings:
     )
 
     callback_secrets: tuple[str, ...] = _setting(
-        (), "HTTP callbacks are signed with these (whsec_…)", secret=True
+        (), "keys that sign HTTP callbacks (whsec_…)", secret=True
     )
     callback_allow: tuple[str, ...] = _setting(
-        (), "hosts and networks that callbacks may reach besides public https"
+        (), "hosts and networks that callbacks may reach in addition to public https"
     )
     callback_ca_file: str = _setting(
         "", "CA certificates that callbacks trust, as PEM; empty: the public ones"
     )
     callback_broker_url: str = _setting(
-        "", "where queue callbacks go; empty: the app's own broker", secret=True
+        "", "broker of queue callbacks; empty: the app's own broker", secret=True
     )
     callback_connect_s: float = _setting(5.0, "longest time for each step of sending a callback")
-    callback_read_s: float = _setting(10.0, "longest silence of who receives a callback")
+    callback_read_s: float = _setting(10.0, "longest silence of a callback's receiver")
     callback_total_s: float = _setting(30.0, "longest time for a whole callback")
-    callback_in_flight: int = _setting(100, "callbacks that each process sends side by side")
+    callback_in_flight: int = _setting(100, "callbacks that each process sends simultaneously")
 
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
@@ -135,30 +146,27 @@ class Settings:
         for name, is_right, rule in _RULES:
             value = getattr(self, name)
             if not is_right(self, value):
-                shown = "***" if _SPECS[name].metadata["secret"] else repr(value)
-                raise ConfigError(f"{PREFIX}{name} = {shown} (from {self.origin(name)}): {rule}")
+                text = "***" if _SPECS[name].metadata["secret"] else repr(value)
+                raise ConfigError(f"{PREFIX}{name} = {text} (from {self.origin(name)}): {rule}")
 
     def has_house(self, number: object) -> bool:
-        """Whether a message or a schedule names one that there is."""
+        """Return whether the number of a message or of beat's schedule is a sweep partition."""
         return type(number) is int and 0 <= number < self.houses
 
     def origin(self, name: str) -> str:
         return self.origins.get(name, "default")
 
     def effective(self) -> list[tuple[str, str, str, str]]:
-        """(name, value, origin, meaning) of each setting, secrets masked."""
-        rows = []
-        for spec in _SPECS.values():
-            value = getattr(self, spec.name)
-            rows.append(
-                (
-                    PREFIX + spec.name,
-                    _shown(spec, value),
-                    self.origin(spec.name),
-                    str(spec.metadata["about"]),
-                )
+        """Return the name, value, origin and meaning of each setting, with secrets masked."""
+        return [
+            (
+                PREFIX + name,
+                _shown(spec, getattr(self, name)),
+                self.origin(name),
+                str(spec.metadata["about"]),
             )
-        return rows
+            for name, spec in _SPECS.items()
+        ]
 
 
 def _shown(spec: Field[Any], value: Any) -> str:
@@ -177,21 +185,18 @@ _SPECS = {spec.name: spec for spec in fields(Settings) if spec.metadata}
 
 
 def hide_secrets(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments for settings, of which Python shows no secret."""
+    """Return the arguments with secrets whose `repr` is masked."""
     return {
         name: hide(value) if name in secret_names() else value for name, value in arguments.items()
     }
 
 
 def secret_names() -> list[str]:
-    """Settings that hold passwords or keys."""
+    """Return the names of the settings that contain passwords or keys."""
     return [name for name, spec in _SPECS.items() if spec.metadata["secret"]]
 
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
-_BLANKS = re.compile(r"\s+")
-#: URLs are separated by blanks, which a URL may have inside too.
-_NEXT_URL = re.compile(r"\s+(?=[\w+]+://)")
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_]*")
 
 
@@ -246,7 +251,7 @@ _RULES: list[tuple[str, Callable[[Settings, Any], bool], str]] = [
     (
         "encryption_keys",
         lambda s, v: are_keys(v),
-        "each is a key as `delaytasks encryption key` prints it, none twice; before them may stand 'plain'",
+        "each is a different key from `delaytasks encryption key`; 'plain' may precede them",
     ),
     ("chunk_max", lambda s, v: v <= 1000, "is at most 1000"),
     ("callback_in_flight", lambda s, v: v <= 1000, "is at most 1000"),
@@ -272,7 +277,13 @@ _RULES: list[tuple[str, Callable[[Settings, Any], bool], str]] = [
 def load_settings(
     conf: Mapping[str, Any], environ: Mapping[str, str], **arguments: Any
 ) -> Settings:
-    """Settings from Celery's configuration, the environment and arguments; the last one wins."""
+    """Read the settings from Celery's configuration, the environment and arguments.
+
+    Raises
+    ------
+    ConfigError
+        If a setting is unknown, has the wrong type, or violates a rule.
+    """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     sources: list[tuple[str, dict[str, Any]]] = [
@@ -296,76 +307,19 @@ def load_settings(
                 close = difflib.get_close_matches(name, _SPECS, n=1, cutoff=0.5)
                 hint = f"; did you mean {PREFIX}{close[0]}?" if close else ""
                 raise ConfigError(f"unknown setting {PREFIX}{name} (from {origin}){hint}")
-            converted = _convert(name, value, origin)
-            values[name] = hide(converted) if _SPECS[name].metadata["secret"] else converted
+            kind, is_secret = str(_SPECS[name].type), _SPECS[name].metadata["secret"]
+            try:
+                converted = convert(name, kind, value)
+            except ValueError:
+                text = "***" if is_secret else shown(value)
+                fact = f"{PREFIX}{name} = {text} (from {origin}) is not of type {kind}"
+                raise ConfigError(fact) from None
+            values[name] = hide(converted) if is_secret else converted
             origins[name] = origin
     return Settings(**values, origins=origins)
 
 
 def _ours(variable: str) -> bool:
-    """Variables that are not settings: where tests and benchmarks find their services, and which app the command line
-    uses."""
-    return (
-        variable.startswith(("DELAYTASKS_TEST_", "DELAYTASKS_BENCH_"))
-        or variable == "DELAYTASKS_APP"
-    )
-
-
-def _convert(name: str, value: Any, origin: str) -> Any:
-    kind = str(_SPECS[name].type)
-    if value is None or (isinstance(value, str) and value.lower() == "none"):
-        if "None" in kind:
-            return None
-    elif kind == "str" and isinstance(value, str):
-        return value
-    elif (
-        name == "redis_url"
-        and isinstance(value, (list, tuple))
-        and all(isinstance(url, str) for url in value)
-    ):
-        return ";".join(value)
-    elif kind == "Mapping[str, str]":
-        mapping = _mapping(value)
-        if mapping is not None:
-            return mapping
-    elif kind == "tuple[str, ...]":
-        if isinstance(value, str):
-            between = _NEXT_URL if name == "database_url" else _BLANKS
-            return tuple(between.split(value.strip())) if value.strip() else ()
-        if isinstance(value, (list, tuple)) and all(
-            isinstance(each, str) and each for each in value
-        ):
-            return tuple(value)
-    elif kind == "bool":
-        text = str(value).lower()
-        if text in ("true", "1", "yes", "on", "false", "0", "no", "off"):
-            return text in ("true", "1", "yes", "on")
-    elif kind.startswith("int") and not isinstance(value, bool):
-        try:
-            if float(value) == int(value):
-                return int(value)
-        except (TypeError, ValueError, OverflowError):
-            pass
-    elif "float" in kind and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if math.isfinite(number):
-            return number
-    shown = "***" if _SPECS[name].metadata["secret"] else f"{value!r:.60}"
-    raise ConfigError(f"{PREFIX}{name} = {shown} (from {origin}) is not of type {kind}")
-
-
-def _mapping(value: Any) -> dict[str, str] | None:
-    """None if it is none, with names on both sides."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return None
-    if not isinstance(value, Mapping) or not all(
-        isinstance(name, str) and name for pair in value.items() for name in pair
-    ):
-        return None
-    return dict(value)
+    """Return whether a variable belongs to the tests, the benchmarks or the command line."""
+    others = ("DELAYTASKS_TEST_", "DELAYTASKS_BENCH_")
+    return variable.startswith(others) or variable == "DELAYTASKS_APP"

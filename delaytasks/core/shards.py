@@ -1,4 +1,4 @@
-"""Which of several databases a task belongs to."""
+"""The shard of a key."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from hashlib import blake2b
 
 
 def home_of(tag: str, key: str, shards: int) -> int:
-    """The shard where a key's tasks are scheduled: the one whose number and the key have the highest hash together. A
-    new shard takes keys from each of the others, and no key moves between those."""
+    """Return the shard in which the tasks of a key are scheduled, by rendezvous hashing.
+
+    A new shard takes keys from every other shard, and no key moves between the others.
+    """
     if shards == 1:
         return 0
     name = f"{tag}\0{key}".encode(errors="surrogatepass")

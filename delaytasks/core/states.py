@@ -1,4 +1,4 @@
-"""The life of a task: its statuses, and every move between them. Nothing else decides about statuses."""
+"""The statuses of a task, and every move between them. No other module decides about statuses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Status(IntEnum):
-    """Values of the `status` column. 0 to 3 are a contract with other programs that read the table."""
+    """Values of the `status` column. Other programs that read the table know 0 to 3."""
 
     NOT_COMPLETE = 0
     DONE = 1
@@ -18,11 +18,11 @@ class Status(IntEnum):
 
     @classmethod
     def of(cls, number: int) -> Status:
-        """The status of a row. A number that only another program knows is shown, and allows no move."""
+        """Return the status of a row. A status of another program is kept, and allows no move."""
         try:
             return cls(number)
         except ValueError:
-            # SQLite's columns take text as well.
+            # SQLite's columns accept text as well.
             unknown = int.__new__(cls, number if isinstance(number, int) else -1)
             unknown._name_, unknown._value_ = f"UNKNOWN_{number!r:.20}", int(unknown)
             return unknown
@@ -31,7 +31,7 @@ class Status(IntEnum):
         return self.name
 
     def __format__(self, spec: str) -> str:
-        # Python 3.10 would format the name, since there is a `__str__`, and refuse the `d` of our SQL texts.
+        # Because of `__str__`, Python 3.10 would format the name, and refuse `d` in SQL texts.
         return int.__format__(self, spec)
 
 
@@ -70,21 +70,22 @@ MOVES: dict[str, Move] = dict(
     ]
 )
 
-#: Beyond it versions are another program's, and are counted from 0 again: no database counts beyond 2^63.
+#: Greater versions were written by another program. Counting starts at 0 again behind them, because
+#: databases cannot store more than 2^63.
 MOST_VERSIONS = 2**62
 
 
 def following(version: int) -> int:
-    """The version that the next move gives a row."""
+    """Return the version that the next move gives a row."""
     return version + 1 if version < MOST_VERSIONS else 0
 
 
-#: Statuses that nothing but an operator's `retry` leaves.
+#: Statuses that only `retry` leaves.
 FINISHED = frozenset({Status.DONE, Status.FAILED, Status.CANCELLED})
 #: Statuses in which a task may still run.
 LIVE = frozenset(Status) - FINISHED
 
 
 def moves_from(status: Status) -> list[str]:
-    """The names of the moves that `status` allows, for buttons and messages."""
+    """Return the names of the moves that `status` allows, for buttons and messages."""
     return [move.name for move in MOVES.values() if status in move.sources]

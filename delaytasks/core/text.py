@@ -1,4 +1,4 @@
-"""Text from processors and strangers, made fit to store and to show."""
+"""Make text of processors and other programs storable and printable."""
 
 from __future__ import annotations
 
@@ -11,32 +11,27 @@ _CUT = "\n… {n:,} characters left out …\n"
 
 
 def storable(text: str, max_bytes: int) -> str:
-    """`text` without what databases refuse, its middle left out when it is too long."""
+    """Replace characters that databases refuse, and leave out the middle of a long text."""
     text = _UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", text)
     if len(text.encode()) <= max_bytes:
         return text
-    # At most four bytes a character, and the end of a traceback says more than its start.
+    # A character has at most four bytes. The end of a traceback is more useful than its start.
     keep = max(max_bytes - 64, 0) // 4
     head = keep // 4
     return text[:head] + _CUT.format(n=len(text) - keep) + text[len(text) - (keep - head) :]
 
 
-#: How the error of a row begins whose tag nobody here had a processor for.
+#: The beginning of a deferred row's error if the worker had no processor for the tag.
 NO_PROCESSOR = "no such processor, tag="
-
-
-#: How the error of a row begins whose body is encrypted with a key that was not there; the key's name follows.
+#: The same if the worker did not have the encryption key of the body. The key's name follows.
 NO_KEY = "no such encryption key, key="
-
-#: How the error of a row begins whose tag has time limits that the worker's pool could not keep.
+#: The same if the worker's pool could not keep the time limits of the tag.
 NO_TIME_LIMITS = "this worker's pool can not keep time limits, tag="
-
-
-#: The codes of these reasons, as programs read them.
+#: The codes of these reasons, for programs.
 DEFERRALS = {NO_PROCESSOR: "no_processor", NO_KEY: "no_key", NO_TIME_LIMITS: "no_time_limits"}
 
-
-#: A task that cannot run here is tried again after a tenth of the time that it has waited, within these bounds.
+#: A task that cannot run here is tried again after a tenth of the time that it has waited, within
+#: these bounds.
 DEFER_MIN_S, DEFER_MAX_S = 5.0, 600.0
 
 
@@ -45,12 +40,12 @@ def defer_until(why: str, due: datetime) -> str:
 
 
 def is_deferred_until(text: str, due: datetime) -> bool:
-    """Whether that, and nothing since, is why a row is due then."""
+    """Return whether an error text was written by the deferral until `due`."""
     return text.endswith(defer_until("", due))
 
 
 def traceback_text(error: BaseException, max_bytes: int) -> str:
-    """The full traceback from the processor's frame on; survives errors that can not say themselves."""
+    """Return the traceback from the processor's frame on, even if `str(error)` fails."""
     frames = error.__traceback__
     while frames is not None and str(frames.tb_frame.f_globals.get("__name__")).startswith(
         "delaytasks."
@@ -60,13 +55,13 @@ def traceback_text(error: BaseException, max_bytes: int) -> str:
         text = "".join(
             traceback.format_exception(type(error), error, frames or error.__traceback__)
         )
-    except Exception as unsayable:
-        text = f"{type(error).__name__} (its text can not be made: {type(unsayable).__name__})"
+    except Exception as failure:
+        text = f"{type(error).__name__} (its text can not be made: {type(failure).__name__})"
     return storable(text, max_bytes)
 
 
 def last_line(error: str | None, longest: int = 200) -> str:
-    """Return the line of a traceback that says what happened: the first one after its frames."""
+    """Return the line of a traceback that names the error: the first one after its frames."""
     lines = (error or "").strip().split("\n")
     last_frame = max((n for n, line in enumerate(lines) if line.startswith('  File "')), default=-1)
     after = [line for line in lines[last_frame + 1 :] if line and not line.startswith(" ")]
@@ -74,7 +69,7 @@ def last_line(error: str | None, longest: int = 200) -> str:
 
 
 def shown(value: object, longest: int = 60) -> str:
-    """`repr` for messages: short, and there even for what can not say itself (strangers' objects, huge integers)."""
+    """Return a short `repr` for messages, also of objects whose `repr` fails."""
     try:
         text = repr(value)
     except Exception:
@@ -83,7 +78,7 @@ def shown(value: object, longest: int = 60) -> str:
 
 
 def one_line(text: str, longest: int = 200) -> str:
-    """For logs and tables: control characters escaped, so that nobody forges a line or colours a terminal."""
+    """Return a text as one line for logs and tables, with control characters escaped."""
     shown = "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:longest]
     )

@@ -1,4 +1,4 @@
-"""Why a task has not run: reasons in words, from facts that somebody else has gathered. Nothing here reads a store."""
+"""Explain why a task has not run, from facts that `storage/facts.py` has read."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import DEFERRALS, last_line
 
-#: A clock that is off by less needs no mention.
+#: A clock offset up to this many seconds is not mentioned.
 CLOCK_TOLERANCE_S = 1.0
-#: Names that one sentence lists.
+#: Names in one sentence.
 MOST_NAMES = 5
 
 
@@ -43,49 +43,51 @@ class WorkerFacts(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """All that the reasons for one task depend on."""
+    """The facts on which the reasons for one task depend."""
 
     task: DelayTask
     #: The time of the database, whose clock decides what is due.
     now: datetime
-    #: Seconds that the clock of this machine is ahead of the database's.
+    #: Seconds by which the clock of this machine is ahead of the database's clock.
     clock_offset_s: float
     workers: Sequence[WorkerFacts]
     #: The policies of the task's tag and queue.
     policies: Sequence[Policy] = ()
     #: Whether the task is in the waitlist of its tag's limit.
     is_in_waitlist: bool = False
-    #: Tasks of the tag that run, and of those the ones with the task's concurrency key.
+    #: Running tasks of the tag.
     running: int = 0
+    #: Running tasks of the tag with the task's concurrency key.
     running_of_key: int = 0
     #: Seconds since the last sweep; None if there was none.
     swept_s: float | None = None
-    #: A task that is later than this is no longer on its normal way.
+    #: Seconds after the due time from which the sweep takes care of a task.
     grace_s: float = 1.0
-    #: A sweep that is older than this is late.
+    #: Seconds after which a sweep is late.
     self_sweep_s: float = 10.0
     #: The names of the encryption keys that this process has.
     keys: Sequence[str] = ()
 
 
 def why(facts: Facts) -> list[Reason]:
-    """Return the reasons why the task has not run, the most important one first. A task that has ended, or runs, has
-    one reason, that state."""
+    """Return the reasons why the task has not run, the most important one first.
+
+    For a task that runs or has ended, the only reason is its status.
+    """
     task = facts.task
     if task.status in _ENDED:
         return [_ENDED[task.status](facts)]
     if task.status is Status.RUNNING:
         return [_running(facts)]
     if task.status not in (Status.NOT_COMPLETE, Status.HELD):
-        text = (
-            f"Its status is {task.status.name}, which delaytasks does not know: no worker takes it."
-        )
+        name = task.status.name
+        text = f"Its status is {name}, which delaytasks does not know: no worker takes it."
         return [Reason("unknown_status", text)]
     waits = list(_not_due(facts))
     reasons = [*_paused(facts), *_limited(facts), *waits]
-    nobody = unserved(task.queue, task.tag, facts.workers)
-    if nobody is not None and nobody.code not in {reason.code for reason in waits}:
-        reasons.append(nobody)
+    no_worker = unserved(task.queue, task.tag, facts.workers)
+    if no_worker is not None and no_worker.code not in {reason.code for reason in waits}:
+        reasons.append(no_worker)
     reasons += _key(facts)
     if not reasons:
         reasons = [_due(facts)]
@@ -105,8 +107,8 @@ def _done(facts: Facts) -> Reason:
 
 def _failed(facts: Facts) -> Reason:
     task = facts.task
-    text = f"It failed{_times(task.attempts)}: {last_line(task.error)}. To run it again: delaytasks retry {task.id}"
-    return Reason("failed", text)
+    error, again = last_line(task.error), f"delaytasks retry {task.id}"
+    return Reason("failed", f"It failed{_times(task.attempts)}: {error}. To run it again: {again}")
 
 
 def _cancelled(facts: Facts) -> Reason:
@@ -134,11 +136,9 @@ def _begun(task: DelayTask) -> str:
         return ""
     late_s = (began - task.due).total_seconds()
     where = f" on {task.worker}" if task.worker else ""
-    return (
-        f"{where} since {_instant(began)}, {show_duration(late_s)} after it was due"
-        if late_s > 0
-        else where
-    )
+    if late_s <= 0:
+        return where
+    return f"{where} since {_instant(began)}, {show_duration(late_s)} after it was due"
 
 
 # -- held -----------------------------------------------------------------------------------------
@@ -157,25 +157,20 @@ def _paused(facts: Facts) -> Iterator[Reason]:
 
 
 def _limited(facts: Facts) -> Iterator[Reason]:
-    task, is_due = facts.task, facts.task.expected_time <= facts.now
-    limits = [policy for policy in facts.policies if policy.kind == "tag" and policy.has_limits]
-    if facts.is_in_waitlist:
-        limit = _limits(limits[0], facts) if limits else "the limit was removed a moment ago"
+    task, policies = facts.task, facts.policies
+    limited = next((each for each in policies if each.kind == "tag" and each.has_limits), None)
+    if facts.is_in_waitlist or (limited is not None and _is_at_limit(facts, limited)):
+        limit = _limits(limited, facts) if limited else "the limit was removed a moment ago"
         yield Reason("limit", f"It waits for the limit of the tag {task.tag}: {limit}.")
-    elif (
-        limits
-        and is_due
-        and task.status is Status.NOT_COMPLETE
-        and facts.running >= (limits[0].concurrency or 2**63)
-    ):
-        yield Reason(
-            "limit", f"It waits for the limit of the tag {task.tag}: {_limits(limits[0], facts)}."
-        )
-    elif task.status is Status.HELD and not any(policy.is_paused for policy in facts.policies):
-        yield Reason(
-            "held",
-            "It is HELD, and nothing holds it any more. A sweep releases it within about a minute.",
-        )
+    elif task.status is Status.HELD and not any(policy.is_paused for policy in policies):
+        text = "It is HELD, and nothing holds it. A sweep releases it within about a minute."
+        yield Reason("held", text)
+
+
+def _is_at_limit(facts: Facts, limited: Policy) -> bool:
+    task = facts.task
+    is_due = task.status is Status.NOT_COMPLETE and task.expected_time <= facts.now
+    return is_due and facts.running >= (limited.concurrency or 2**63)
 
 
 def _limits(policy: Policy, facts: Facts) -> str:
@@ -189,7 +184,7 @@ def _limits(policy: Policy, facts: Facts) -> str:
         )
     if policy.rate is not None:
         texts.append(f"its rate is {policy.rate_text}")
-    return "; ".join(texts) or "its places are taken"
+    return "; ".join(texts) or "its capacity is used"
 
 
 # -- not due, or deferred -------------------------------------------------------------------------
@@ -203,39 +198,46 @@ def _not_due(facts: Facts) -> Iterator[Reason]:
     if task.due <= facts.now:
         late = show_duration((facts.now - task.due).total_seconds())
         cause = deferral_of(task.error) or "deferred"
-        text = f"It was due {late} ago, and no worker could run it: {last_line(task.error)}. The next try is at {at}."
-        yield Reason(cause, text)
+        text = f"It was due {late} ago, and no worker could run it: {last_line(task.error)}."
+        yield Reason(cause, f"{text} The next try is at {at}.")
     elif task.attempts and task.error:
-        text = f"Attempt {task.attempts} failed: {last_line(task.error)}. Retry {task.attempts} is due at {at}."
-        yield Reason("retry", text)
+        text = f"Attempt {task.attempts} failed: {last_line(task.error)}."
+        yield Reason("retry", f"{text} Retry {task.attempts} is due at {at}.")
     else:
         yield Reason("future", f"It is due at {at}, by the clock of the database.")
 
 
 def deferral_of(error: str | None) -> str | None:
-    """Return the code of the reason for which a worker has deferred a task, from the error that the worker left."""
+    """Return the code of the reason for a deferral, from the error that the worker wrote."""
     return next(
         (code for begin, code in DEFERRALS.items() if error and error.startswith(begin)), None
     )
 
 
 _DEFERRED = {
-    "no_processor": "No worker that tried them has a processor for the tag {tag}; is its module imported?",
-    "no_key": "No worker that tried them has the encryption key of their bodies (delaytasks_encryption_keys).",
-    "no_time_limits": "The tag {tag} has time limits, which need a worker with -P prefork on the queue {queue}.",
+    "no_processor": (
+        "No worker that tried them has a processor for the tag {tag}; is its module imported?"
+    ),
+    "no_key": (
+        "No worker that tried them has the encryption key of their bodies "
+        "(delaytasks_encryption_keys)."
+    ),
+    "no_time_limits": (
+        "The tag {tag} has time limits, which need a worker with -P prefork on the queue {queue}."
+    ),
     "deferred": "A worker could not run them, and deferred them.",
 }
 
 
 def why_late(late: Late, workers: Sequence[WorkerFacts], policies: Sequence[Policy]) -> Reason:
-    """Return the most important reason why tasks of a queue and a tag have not begun."""
+    """Return the most important reason why the tasks of a queue and a tag have not begun."""
     queue, tag = late.queue, late.tag
     for policy in policies:
         if policy.is_paused and (policy.kind, policy.name) in (("tag", tag), ("queue", queue)):
             return Reason("paused", f"The {policy.kind} {policy.name} is paused.")
-    nobody = unserved(queue, tag, workers)
-    if nobody is not None:
-        return nobody
+    no_worker = unserved(queue, tag, workers)
+    if no_worker is not None:
+        return no_worker
     if late.cause is not None:
         return Reason(late.cause, _DEFERRED[late.cause].format(tag=tag, queue=queue))
     if any(
@@ -249,7 +251,7 @@ def why_late(late: Late, workers: Sequence[WorkerFacts], policies: Sequence[Poli
 
 
 def unserved(queue: str, tag: str, workers: Sequence[WorkerFacts]) -> Reason | None:
-    """Return why no live worker can run the tasks of this queue and tag; None if one can, as far as is known."""
+    """Return why no live worker can run tasks of this queue and tag; None if one probably can."""
     serving = [worker for worker in workers if worker.serves(queue)]
     alive = [worker for worker in serving if worker.is_alive]
     if not alive:
@@ -264,8 +266,8 @@ def unserved(queue: str, tag: str, workers: Sequence[WorkerFacts]) -> Reason | N
         return Reason("no_worker", text + ". Start a worker that serves it (-Q).")
     if all(worker.tags is not None and tag not in worker.tags for worker in alive):
         names = _names([worker.name for worker in alive])
-        text = f"No worker of the queue {queue} has a processor for the tag {tag} ({names}); is its module imported?"
-        return Reason("no_processor", text)
+        text = f"No worker of the queue {queue} has a processor for the tag {tag} ({names})"
+        return Reason("no_processor", f"{text}; is its module imported?")
     return None
 
 
@@ -279,9 +281,8 @@ def _key(facts: Facts) -> Iterator[Reason]:
     if is_encrypted(body) and deferral_of(facts.task.error) != "no_key":
         name = name_in(body)
         if name not in facts.keys:
-            begin = body[: len(PREFIX)]
-            text = f"Its body begins with {begin} and needs the key {name}, which this process does not have."
-            yield Reason("no_key_here", text)
+            text = f"Its body begins with {body[: len(PREFIX)]} and needs the key {name}"
+            yield Reason("no_key_here", f"{text}, which this process does not have.")
 
 
 def _due(facts: Facts) -> Reason:
@@ -295,9 +296,7 @@ def _due(facts: Facts) -> Reason:
             if facts.swept_s is None
             else f"the last was {show_duration(facts.swept_s)} ago"
         )
-        return Reason(
-            "no_sweep", f"{text}; but nobody sweeps: {swept}. Do celery beat and a worker run?"
-        )
+        return Reason("no_sweep", f"{text}; but no sweep runs: {swept}. Do beat and a worker run?")
     return Reason("due", text + ".")
 
 
@@ -305,11 +304,8 @@ def _clock(facts: Facts) -> Iterator[Reason]:
     offset_s = facts.clock_offset_s
     if abs(offset_s) > CLOCK_TOLERANCE_S:
         ahead = "ahead of" if offset_s > 0 else "behind"
-        text = (
-            f"The clock of this machine is {show_duration(offset_s)} {ahead} the clock of the database, "
-            "which decides what is due."
-        )
-        yield Reason("clock", text)
+        text = f"The clock of this machine is {show_duration(offset_s)} {ahead} "
+        yield Reason("clock", f"{text}the clock of the database, which decides what is due.")
 
 
 def _times(attempts: int) -> str:

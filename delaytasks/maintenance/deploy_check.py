@@ -1,4 +1,4 @@
-"""Before a deploy: tasks that wait for what this code does not have, or can not read."""
+"""Before a deployment: find the waiting tasks that the new code could not run."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from delaytasks.core.errors import BodyRefusedError
 from delaytasks.core.interfaces import Pending, UntrustedInput
 from delaytasks.processors.registry import Registry
 
-#: Ids that a finding names.
+#: Ids that one finding lists.
 EXAMPLES = 5
 
 
 class Finding(NamedTuple):
-    """Tasks that would not run well with this code."""
+    """Tasks of one tag that this code could not run, and the reason."""
 
     tag: str
     tasks: int
     first_due: datetime
     problem: str
-    #: Some of them; none where all tasks of the tag are meant.
+    #: Some of the tasks; empty if the finding is about all tasks of the tag.
     ids: list[int]
-    #: Where they wait, if that is known.
+    #: The queues of the tasks, if known.
     queues: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
@@ -43,31 +43,61 @@ def check(
     strange: Iterable[UntrustedInput] = (),
     keys: Collection[str] = (),
 ) -> Iterator[Finding]:
-    """`bodies(tag)` are (id, body, due) of tasks that wait, read with the keys of these names; it is asked where the
-    tag's processor has a schema."""
-    for some in pending:
-        processor = registry.get(some.tag)
+    """Compare the waiting tasks with the registered processors.
+
+    Parameters
+    ----------
+    pending
+        The waiting tasks, summed up by tag.
+    bodies
+        Returns `(id, body, due)` of the waiting tasks of a tag. It is called only for tags whose
+        processor has a schema.
+    registry
+        The processors of this code.
+    strange
+        Rows of other programs that no worker can run.
+    keys
+        The names of the encryption keys with which the bodies were read.
+
+    Yields
+    ------
+    Finding
+        One for each tag, and each problem of untrusted rows.
+    """
+    for waiting in pending:
+        tag, queues = waiting.tag, waiting.queues
+        processor = registry.get(tag)
         if processor is None:
-            yield Finding(some.tag, some.tasks, some.first_due, "no processor", [], some.queues)
+            yield Finding(tag, waiting.tasks, waiting.first_due, "no processor", [], queues)
         elif processor.schema is not None:
-            refused: list[tuple[int, str, datetime]] = []
-            count = 0
-            for id, body, due in bodies(some.tag):
-                if (problem := _problem(processor.schema, body, keys)) is not None:
-                    count += 1
-                    if len(refused) < EXAMPLES:
-                        refused.append((id, problem, due))
-            if refused:
-                ids, problems, dues = zip(*refused, strict=True)
-                yield Finding(some.tag, count, min(dues), problems[0], list(ids), some.queues)
+            refused = _refused(processor.schema, bodies(tag), keys)
+            count, examples = 0, list[tuple[int, datetime, str]]()
+            for count, found in enumerate(refused, 1):
+                if count <= EXAMPLES:
+                    examples.append(found)
+            if examples:
+                ids, dues, problems = zip(*examples, strict=True)
+                yield Finding(tag, count, min(dues), problems[0], list(ids), queues)
     for row in strange:
         yield Finding(row.tag, row.tasks, row.first_due, row.problem, sorted(set(row.ids)))
+
+
+def _refused(
+    schema: Callable[[Any], Any],
+    bodies: Iterable[tuple[int, str, datetime]],
+    keys: Collection[str],
+) -> Iterator[tuple[int, datetime, str]]:
+    """Yield the id, the due time and the problem of each task whose body the schema refuses."""
+    for id, body, due in bodies:
+        problem = _problem(schema, body, keys)
+        if problem is not None:
+            yield id, due, problem
 
 
 def _problem(schema: Callable[[Any], Any], body: str, keys: Collection[str]) -> str | None:
     if is_encrypted(body):
         name = name_in(body)
-        # One whose key is not here is among those that are strange.
+        # A body whose key is missing is reported among the rows of other programs.
         problem = f"encrypted with key {name}, which is here, and changed since, or another task's"
         return problem if name in keys else None
     try:

@@ -1,4 +1,4 @@
-"""Finds the queues that have overdue tasks, at a cost that does not grow with the number of queue names."""
+"""Find the queues that have overdue tasks, at a cost independent of the number of queue names."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from itertools import islice
 
 from delaytasks.core.interfaces import QueuePlace, SweepStore
 
-#: Queues that workers name, and all other queues, that one look asks about. The next look goes on behind them.
+#: Queues of live workers, and other queues, that one call checks. The next call continues after
+#: them.
 MOST_NAMED, MOST_OTHERS = 1000, 100
-#: Queues in one call of the store: after each call the caller's loop shows that it goes on.
+#: Queues in one query.
 STEP = 50
 
+#: Called after each step of a sweep, so that the caller can show that the sweep makes progress.
 Beat = Callable[[], None]
-#: Maps each queue to the priorities that have overdue tasks. A queue that only has a waitlist has priority 0.
+#: The priorities that have overdue tasks, by queue. A queue with only a waitlist has priority 0.
 Late = dict[str, list[int]]
 
 
 class OverdueQueues:
-    """Looks for overdue tasks. Each queue has its turn, and no number of queues makes a look long."""
+    """Looks for overdue tasks in a bounded number of queues at a time, in turn."""
 
     def __init__(self, sweeps: SweepStore, late_s: float) -> None:
         self._sweeps = sweeps
@@ -27,7 +29,7 @@ class OverdueQueues:
         self._place = QueuePlace()
 
     def of(self, queues: Iterable[str], beat: Beat = lambda: None) -> Late:
-        """Return what is overdue in these queues."""
+        """Return the overdue levels of these queues."""
         late: Late = {}
         remaining = iter(queues)
         while some := list(islice(remaining, STEP)):
@@ -37,18 +39,18 @@ class OverdueQueues:
         return late
 
     def of_named(self, queues: Collection[str], beat: Beat = lambda: None) -> Late:
-        """Return what is overdue in queues that workers name: in all of them, or in the next `MOST_NAMED`."""
+        """Return the overdue levels of the queues that workers name, of at most `MOST_NAMED`."""
         names: Sequence[str] = sorted(queues)
         if len(names) > MOST_NAMED:
-            behind = [name for name in names if name > self._named_after]
-            names = [*behind, *names][:MOST_NAMED]
+            next_names = [name for name in names if name > self._named_after]
+            names = [*next_names, *names][:MOST_NAMED]
             self._named_after = names[-1]
         return self.of(names, beat)
 
     def of_others(
         self, named: Collection[str], beat: Beat = lambda: None, most: int = MOST_OTHERS
     ) -> Late:
-        """Return what is overdue in the next queues of the table that are not among those named."""
+        """Return the overdue levels of the next `most` queues of the table, except those named."""
         if most <= 0:
             return {}
         queues, self._place = self._sweeps.next_queues(self._place, most)

@@ -1,13 +1,14 @@
-"""What pausing does to rows that wait: the sweep holds them, and releases them afterwards, in steps.
+"""Hold the waiting rows of paused tags and queues, and release them after the pause, in steps.
 
-Each change of a policy begins a walk over the rows that wait (or are held), level by level; what is due comes first.
-A walk takes a part of each sweep only, and goes on where it was; whoever dies in it leaves the policy unapplied, and
-the next worker walks. What comes to wait behind a walk is met when it is near, or when it is claimed.
+Each change of a policy starts a walk over the waiting rows (or the held ones), level by level, with
+the due rows first. A walk takes only a part of each sweep and continues in the next one. If its
+worker dies, the policy stays unapplied, and the next worker starts a new walk. A row that is
+scheduled behind a walk is held when it comes within the horizon, or when a worker claims it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import TypeVar
 
@@ -18,25 +19,29 @@ from delaytasks.core.policies import Policies, Policy
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.execution.policy_cache import PolicyCache
+from delaytasks.maintenance.overdue_queues import Beat
 
+#: Rows that one statement holds or releases.
 STEP = 500
-#: No instant comes after it.
+#: The last instant that a row can have as its due time.
 LATEST = datetime.max.replace(tzinfo=UTC)
-#: The part of a sweep's interval that a walk may take.
+#: The part of a sweep interval that a walk may take.
 SHARE = 0.4
-#: How often it is made sure that nothing is held that nobody pauses: by a worker that was frozen in the middle.
+#: Seconds between two checks for rows that are held although nothing pauses them. A worker that was
+#: suspended in the middle of a step leaves such rows.
 STRAYS_S = 60.0
-
-#: How often a worker deletes policies that have said nothing for long. Whoever knows of them then reads all policies.
+#: Seconds after which a worker deletes policies without content again. Each process that has read
+#: such a policy then reads all policies anew.
 FORGET_S = 3600.0
-#: Policies that are marked as applied in one transaction.
+#: Policies that one transaction marks as applied.
 APPLIED = 200
 
-Beat = Callable[[], None]
 T = TypeVar("T")
 
 
 class PauseSweeper:
+    """Applies the pauses of one database's policies to its rows, as a part of each sweep."""
+
     def __init__(
         self,
         settings: Settings,
@@ -55,120 +60,139 @@ class PauseSweeper:
         self._events = events
         self._horizon = timedelta(seconds=settings.horizon_s or 0)
         self._budget_s = settings.sweep_s * SHARE
+        #: The walk in progress, and the policies for which it was started.
         self._walk: Iterator[None] | None = None
-        self._of: Sequence[Policy] = ()
-        self._is_whole = True
-        self._strays_at = float("-inf")
-        self._forgets_at = monotonic() + FORGET_S
+        self._walk_policies: Sequence[Policy] = ()
+        #: False if the walk could not release a row, because another transaction had locked it.
+        self._is_complete = True
+        self._strays_checked_at = float("-inf")
+        self._forget_at = monotonic() + FORGET_S
 
     def policies(self) -> Policies:
-        """As they are now."""
+        """Read the current policies."""
         return self._cache.refresh()
 
     def hold_near(self, policies: Policies, since: datetime, until: datetime, beat: Beat) -> None:
-        """Rows that came near while they are paused, as far as there is time: else claims hold them."""
-        ends = monotonic() + self._budget_s
-        while policies.has_pauses and monotonic() < ends:
+        """Hold paused rows that came within the horizon, until the time budget is used up.
+
+        Claims hold the remaining rows.
+        """
+        deadline = monotonic() + self._budget_s
+        while policies.has_pauses and monotonic() < deadline:
             beat()
             ids = self._rows.near(since, until)
             if not ids or not self._hold(ids):
                 return
 
     def walk(self, policies: Policies, beat: Beat) -> None:
-        """Goes on holding and releasing what changed policies say."""
-        todo = list(policies.unapplied.values())
-        releases = any(not policy.is_paused for policy in todo) or self._has_strays(policies)
-        if self._walk is None and not todo and not releases:
+        """Continue the walk that holds and releases rows, or start one if policies have changed."""
+        unapplied = list(policies.unapplied.values())
+        releases = any(not policy.is_paused for policy in unapplied) or self._has_strays(policies)
+        if self._walk is None and not unapplied and not releases:
             return
-        if self._walk is None or self._of != todo:
-            self._walk, self._of, self._is_whole = self._steps(policies, todo, releases), todo, True
-        ends = monotonic() + self._budget_s
+        if self._walk is None or self._walk_policies != unapplied:
+            self._walk = self._steps(policies, unapplied, releases)
+            self._walk_policies, self._is_complete = unapplied, True
+        deadline = monotonic() + self._budget_s
         for _ in self._walk:
             beat()
-            if monotonic() > ends:
+            if monotonic() > deadline:
                 return
         self._walk = None
-        if monotonic() > self._forgets_at:
-            self._forgets_at = monotonic() + FORGET_S
-            self._table.forget()
-        if self._is_whole:
-            for some in _lots(todo, APPLIED):
-                self._table.applied(some)
+        self._forget_empty_policies()
+        if self._is_complete:
+            for batch in _batches(unapplied, APPLIED):
+                self._table.applied(batch)
                 beat()
 
     def _has_strays(self, policies: Policies) -> bool:
-        if self._walk is not None or monotonic() < self._strays_at + STRAYS_S:
+        """Check, once in a while, for held rows that no policy holds."""
+        if self._walk is not None or monotonic() < self._strays_checked_at + STRAYS_S:
             return False
-        self._strays_at = monotonic()
-        held = self._table.held()
+        self._strays_checked_at = monotonic()
         return any(
-            not policies.pauses(tag, queue) and tag not in policies.limited for tag, queue in held
+            not policies.pauses(tag, queue) and tag not in policies.limited
+            for tag, queue in self._table.held()
         )
 
-    # -- steps ------------------------------------------------------------------------------------
+    def _forget_empty_policies(self) -> None:
+        if monotonic() > self._forget_at:
+            self._forget_at = monotonic() + FORGET_S
+            self._table.forget()
 
-    def _steps(self, policies: Policies, todo: Sequence[Policy], releases: bool) -> Iterator[None]:
-        near = self._clock.certain_now() + self._horizon
-        for until in (near, None):
+    # -- the steps of a walk ----------------------------------------------------------------------
+
+    def _steps(
+        self, policies: Policies, unapplied: Sequence[Policy], releases: bool
+    ) -> Iterator[None]:
+        """Release and hold rows, first those due within the horizon, then all."""
+        pauses = [policy for policy in unapplied if policy.is_paused]
+        for until in (self._clock.certain_now() + self._horizon, None):
             if releases:
                 yield from self._release_all(policies, until)
-            if pauses := [policy for policy in todo if policy.is_paused]:
+            if pauses:
                 yield from self._hold_all(policies, pauses, until)
 
     def _hold_all(
         self, policies: Policies, pauses: Sequence[Policy], until: datetime | None
     ) -> Iterator[None]:
         queues = {policy.name for policy in pauses if policy.kind == "queue"}
-        has_tags = any(policy.kind == "tag" for policy in pauses)
+        pauses_tags = any(policy.kind == "tag" for policy in pauses)
         for level in self._levels(Status.NOT_COMPLETE):
             yield
-            if not has_tags and level.queue not in queues:
+            if not pauses_tags and level.queue not in queues:
                 continue
-            for seen in self._look(Status.NOT_COMPLETE, level, until):
+            for rows in self._rows_of(Status.NOT_COMPLETE, level, until):
                 yield
-                for batch in _lots(
-                    [row.id for row in seen if policies.pauses(row.tag, level.queue)]
-                ):
+                ids = [row.id for row in rows if policies.pauses(row.tag, level.queue)]
+                for batch in _batches(ids):
                     self._hold(batch)
                     yield
 
     def _release_all(self, policies: Policies, until: datetime | None) -> Iterator[None]:
         for level in self._levels(Status.HELD):
             yield
-            for seen in self._look(Status.HELD, level, until):
+            for rows in self._rows_of(Status.HELD, level, until):
                 yield
-                for batch in _lots(
-                    [row.id for row in seen if not policies.pauses(row.tag, level.queue)]
-                ):
+                ids = [row.id for row in rows if not policies.pauses(row.tag, level.queue)]
+                for batch in _batches(ids):
                     self._release(batch)
                     yield
 
     def _levels(self, status: Status) -> Iterator[Level]:
-        """The levels of all queues, read for some queues at a time: a sweep has other work besides."""
-        some, after = self._rows.levels(status, None)
+        """Yield the levels of all queues, with one query for every few queues."""
+        levels, after = self._rows.levels(status, None)
         while True:
-            yield from some
+            yield from levels
             if after is None:
                 return
-            some, after = self._rows.levels(status, after)
+            levels, after = self._rows.levels(status, after)
 
-    def _look(self, status: Status, level: Level, until: datetime | None) -> Iterator[list[Seen]]:
+    def _rows_of(
+        self, status: Status, level: Level, until: datetime | None
+    ) -> Iterator[list[Seen]]:
+        """Yield the rows of a level in batches, in the order of their due times."""
         since: datetime | None = None
-        while seen := self._rows.look(status, level, since, until):
-            yield seen
-            since = seen[-1].due
-            if (
-                since == seen[0].due
-            ):  # all of one instant: they are counted by their ids, and come no more
-                last = 0
-                while crowd := self._rows.crowd(status, level, since, last):
-                    yield crowd
-                    last = crowd[-1].id
-                if since == LATEST:
-                    return
-                since += timedelta(microseconds=1)
+        while rows := self._rows.look(status, level, since, until):
+            yield rows
+            since = rows[-1].due
+            if since != rows[0].due:
+                continue
+            # The batch has one due time only: read all rows of that instant in the order of their
+            # ids, then continue behind it.
+            after_id = 0
+            while rows := self._rows.crowd(status, level, since, after_id):
+                yield rows
+                after_id = rows[-1].id
+            if since == LATEST:
+                return
+            since += timedelta(microseconds=1)
 
     def _hold(self, ids: Sequence[int]) -> int:
+        """Hold the rows among `ids` that wait and are paused; return their number.
+
+        The statement checks the policy again. A row whose pause has ended meanwhile is not counted.
+        """
         held = self._rows.hold(ids)
         if held:
             self._events.emit("task.held", count=held)
@@ -177,18 +201,18 @@ class PauseSweeper:
     def _release(self, ids: Sequence[int]) -> None:
         released = self._rows.release(ids)
         if len(released) < len(ids):
-            self._is_whole = False  # somebody has locked some of them: the next walk comes by again
+            self._is_complete = False  # another transaction has locked a row: walk again
         if not released:
             return
         self._events.emit("task.released", count=len(released))
-        now = self._clock.now_us()
+        now_us = self._clock.now_us()
         horizon_us = self._horizon.total_seconds() * 1e6 or 1e15
-        near = [entry for entry in released if now < entry.due_us <= now + horizon_us]
-        if near:  # what is overdue, the sweep drains
+        near = [entry for entry in released if now_us < entry.due_us <= now_us + horizon_us]
+        if near:  # the sweep drains the overdue ones
             self._timer.arm(near)
 
 
-def _lots(some: Sequence[T], size: int | None = None) -> Iterator[Sequence[T]]:
+def _batches(items: Sequence[T], size: int | None = None) -> Iterator[Sequence[T]]:
     size = size or STEP
-    for start in range(0, len(some), size):
-        yield some[start : start + size]
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

@@ -1,4 +1,9 @@
-"""The way of a task, part 4: the sweep finds what the fast path missed, and prepares what is near."""
+"""The sweep: find what the fast path missed, and arm the rows due within the horizon.
+
+Celery beat starts a sweep of every sweep partition each `sweep_s` seconds. If beat is silent, the
+workers sweep by themselves. Each partition arms its share of the rows; partition 0 also does the
+work that concerns the whole table.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +11,38 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
-from functools import partial
 
 from delaytasks.core.clock import Clock, from_us, monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.inputs import ALL_QUEUES
-from delaytasks.core.interfaces import Lapsed, SweepStore, Timer, WorkerStore
+from delaytasks.core.interfaces import Entry, Lapsed, SweepStore, Timer, WorkerStore
 from delaytasks.core.policies import NO_POLICIES
 from delaytasks.core.settings import Settings
-from delaytasks.maintenance.overdue_queues import Late, OverdueQueues
+from delaytasks.maintenance.overdue_queues import Beat, Late, OverdueQueues
 from delaytasks.maintenance.pause_sweeper import PauseSweeper
 
-#: Rows in one step of lapsing and purging: small enough that nobody waits for their locks.
+#: Rows that one statement recovers or purges. Other transactions wait for their locks only briefly.
 STEP = 500
-#: Steps of purging in one sweep.
+#: Statements that purge rows in one sweep.
 PURGE_STEPS = 20
-#: A worker that said nothing for so many sweeps is dead.
+#: A worker counts as dead if it was silent for this many sweep intervals.
 SILENT_SWEEPS = 3
-#: Drain tokens for one queue in one sweep, however many workers serve the queue.
+#: Most drain messages for one queue in one sweep, for any number of workers.
 MOST_TOKENS = 500
-#: Names that one line of the log lists.
+#: Names that one log line lists.
 NAMES = 5
-#: Seconds between two looks at the partitions, and how long before the end of the last one somebody should know.
-PARTITIONS_S, WARN_BEFORE_S = 3600.0, 2 * 86400.0
-
-
-#: Of the names of pools, in the table of workers: who has one of them takes no messages, who has the first looks for
-#: near tasks.
+#: Seconds between two checks of the table's partitions.
+PARTITIONS_S = 3600.0
+#: Seconds before the end of the last partition at which the log warns.
+WARN_BEFORE_S = 2 * 86400.0
+#: Prefixes of the pool names of workers that receive no messages from the broker. Only a worker
+#: with the `DIRECT` prefix polls the table for rows due within the horizon.
 DIRECT, DRAIN = "direct/", "drain/"
 
 
 class Sweeper:
+    """Sweeps the tables of one database."""
+
     def __init__(
         self,
         settings: Settings,
@@ -45,7 +51,7 @@ class Sweeper:
         clock: Clock,
         timer: Timer,
         events: Events,
-        holding: PauseSweeper | None = None,
+        pause_sweeper: PauseSweeper | None = None,
     ) -> None:
         self._settings = settings
         self._sweeps = sweeps
@@ -53,171 +59,237 @@ class Sweeper:
         self._clock = clock
         self._timer = timer
         self._events = events
-        self._holding = holding
-        #: Has this process drain a queue itself; False if it does not serve it.
+        self._holding = pause_sweeper
+        #: Drains a queue in this process. Returns False if this process does not serve the queue.
         self.drain_here: Callable[[str, Sequence[int]], bool] = lambda queue, priorities: False
         self._policies = NO_POLICIES
         self._overdue = OverdueQueues(sweeps, settings.grace_s)
-        self._partitions_at = float("-inf")
+        self._partitions_checked_at = float("-inf")
 
     def sweep(
-        self, house: int = 0, beat: Callable[[], None] = lambda: None, contact_s: float = math.inf
+        self, partition: int = 0, beat: Beat = lambda: None, contact_s: float = math.inf
     ) -> bool:
-        """One sweep of one house number; False if another worker just did it. A stage that fails, be it for one row
-        that can not be read, keeps no other one from its work. `beat` is called at each step forward. `contact_s` is
-        how long the caller has reached this database without an interruption."""
-        settings, attempt = self._settings, partial(self._events.attempt, "sweep")
-        silent_s = SILENT_SWEEPS * settings.sweep_s
-        # An outage silences every worker. Only a caller that reached the database for all of this time may judge.
-        if house == 0 and contact_s >= silent_s:
-            attempt("bury", partial(self._bury_dead_workers, silent_s))
-        armed_until = self._sweeps.begin_sweep(house, settings.houses, settings.sweep_s * 0.8)
+        """Sweep one partition, unless another worker has just done so.
+
+        A stage that fails, for example on a row that cannot be read, is logged and does not stop
+        the following stages.
+
+        Parameters
+        ----------
+        partition
+            The number of the sweep partition. Partition 0 also does the work for the whole table.
+        beat
+            Called after each step, so that the caller can show that the sweep makes progress.
+        contact_s
+            Seconds for which the caller has reached this database without an interruption.
+
+        Returns
+        -------
+        bool
+            False if another worker has just swept the partition.
+        """
+        is_first = partition == 0
+        if is_first:
+            self._attempt("bury", lambda: self._expire_silent_workers(contact_s))
+        partitions, interval_s = self._settings.houses, self._settings.sweep_s * 0.8
+        armed_until = self._sweeps.begin_sweep(partition, partitions, interval_s)
         if armed_until is None:
             return False
-        knows_policies = attempt("policies", self._read_policies)
-        if (
-            settings.horizon_s is not None and settings.timer != "direct"
-        ):  # for which each worker looks itself
-            attempt("near", partial(self._arm_near, house, armed_until, settings.horizon_s, beat))
-        if house == 0:
-            attempt("lapsed", partial(self._lapse, beat))
-            if knows_policies:  # or all that is paused would be released
-                attempt("hold", partial(self._hold, beat))
-            attempt("overdue", partial(self._drain_overdue, beat))
-            attempt("purge", partial(self._purge, beat))
-            if settings.purge_after_s is not None:
-                attempt("audit", partial(self._sweeps.purge_audit, settings.purge_after_s))
-            attempt("partitions", self._check_partitions)
-        self._events.emit("sweep.done", house=house)
+        knows_policies = self._attempt("policies", self._read_policies)
+        self._attempt("near", lambda: self._arm_due_within_horizon(partition, armed_until, beat))
+        if is_first:
+            self._attempt("lapsed", lambda: self._recover_abandoned(beat))
+            if knows_policies:  # without them, every paused row would be released
+                self._attempt("hold", lambda: self._hold_and_release_paused(beat))
+            self._attempt("overdue", lambda: self._drain_overdue(beat))
+            self._attempt("purge", lambda: self._purge_finished(beat))
+            self._attempt("audit", self._purge_audit)
+            self._attempt("partitions", self._check_table_partitions)
+        self._events.emit("sweep.done", house=partition)
         return True
 
-    def _arm_near(
-        self, house: int, armed_until: datetime, horizon_s: float, beat: Callable[[], None]
-    ) -> None:
-        now = self._clock.certain_now()
-        until = now + timedelta(seconds=horizon_s)
-        armed, ends = 0, monotonic() + self._settings.sweep_s
-        since, policies = max(armed_until, now), self._policies
-        for entries in self._sweeps.near(since, until, house, self._settings.houses, policies):
-            beat()
-            if self._timer.arm(entries):
-                armed += len(entries)
-            elif not self._timer.is_up:
-                return  # the broker is away: the next sweep begins here again
-            # Else it refuses a queue, whose rows are found when they are overdue: all others must not wait for them.
-            last_us = max(entry.due_us for entry in entries)
-            if monotonic() > ends and last_us > min(entry.due_us for entry in entries):
-                # Each queue takes a message of its own. What is overdue must not wait for thousands of them, so that
-                # the next sweep goes on here, with the rows of this last instant again.
-                until = from_us(last_us - 1)
-                break
-        # Moved only now: a crash before it costs duplicate messages, which are harmless; never a gap.
-        self._sweeps.mark_armed(house, self._settings.houses, armed_until, until)
-        if armed:
-            self._events.emit("sweep.armed", count=armed)
-        if self._holding is not None:
-            self._holding.hold_near(policies, since, until, beat)
+    def begin(self, queues: Sequence[str]) -> None:
+        """Drain the overdue rows of a starting worker's queues.
+
+        The next sweep may be seconds away.
+        """
+        self._read_policies()
+        for queue, priorities in self._not_paused(self._overdue.of_named(queues)).items():
+            self.drain_here(queue, priorities)
+
+    def _attempt(self, stage: str, work: Callable[[], object]) -> bool:
+        return self._events.attempt("sweep", stage, work)
+
+    # -- workers and policies ---------------------------------------------------------------------
+
+    def _expire_silent_workers(self, contact_s: float) -> None:
+        """Delete dead workers' rows, and have all rows due within the horizon armed again.
+
+        A dead worker may have held armed rows in memory. Arming all of them again costs duplicate
+        messages, which the claims refuse.
+        """
+        silent_s = SILENT_SWEEPS * self._settings.sweep_s
+        # An outage silences every worker. Only a caller that reached the database during the whole
+        # time can tell a dead worker from an outage.
+        if contact_s < silent_s:
+            return
+        names = self._workers.bury(silent_s)
+        if names:
+            self._sweeps.forget_armed()
+            self._events.emit("worker.lost", count=len(names), worker=_first(names))
 
     def _read_policies(self) -> None:
         if self._holding is not None:
             self._policies = self._holding.policies()
 
-    def _hold(self, beat: Callable[[], None]) -> None:
+    # -- rows due within the horizon --------------------------------------------------------------
+
+    def _arm_due_within_horizon(self, partition: int, armed_until: datetime, beat: Beat) -> None:
+        """Arm the rows that came within the horizon since the last sweep, up to `armed_until`."""
+        horizon_s = self._settings.horizon_s
+        if horizon_s is None or self._settings.timer == "direct":
+            return  # every row was armed when it was scheduled, or each worker polls the table
+        now = self._clock.certain_now()
+        since, until = max(armed_until, now), now + timedelta(seconds=horizon_s)
+        armed = self._arm(partition, since, until, beat)
+        if armed is None:
+            return
+        count, end = armed
+        # This is written last. A crash before it costs duplicate messages, but leaves no gap.
+        self._sweeps.mark_armed(partition, self._settings.houses, armed_until, end)
+        if count:
+            self._events.emit("sweep.armed", count=count)
+        if self._holding is not None:
+            self._holding.hold_near(self._policies, since, end, beat)
+
+    def _arm(
+        self, partition: int, since: datetime, until: datetime, beat: Beat
+    ) -> tuple[int, datetime] | None:
+        """Arm the partition's rows due after `since` and up to `until`, within one sweep interval.
+
+        Returns
+        -------
+        tuple or None
+            The number of armed rows and the due time up to which all rows are armed. None if the
+            broker is unavailable: the next sweep starts at the same row.
+        """
+        count, deadline = 0, monotonic() + self._settings.sweep_s
+        partitions = self._settings.houses
+        for entries in self._sweeps.near(since, until, partition, partitions, self._policies):
+            beat()
+            if self._timer.arm(entries):
+                count += len(entries)
+            elif not self._timer.is_up:
+                return None
+            # Otherwise the broker refuses one queue. Its rows are drained when they are overdue,
+            # and the rows of the other queues do not wait for them.
+            if monotonic() > deadline and (end := _before_last_instant(entries)) is not None:
+                # Each queue needs a message of its own, and overdue rows must not wait for
+                # thousands of messages. The next sweep continues with the last due time.
+                return count, end
+        return count, until
+
+    # -- rows of dead workers, paused rows, overdue rows ------------------------------------------
+
+    def _recover_abandoned(self, beat: Beat) -> None:
+        """Make the rows whose lease is over ready to run again, or FAILED after too many losses."""
+        while True:
+            beat()
+            recovered = self._sweeps.lapse(self._settings.max_lost_leases, STEP)
+            tell_lapsed(self._events, recovered)
+            if recovered.total < STEP:
+                return
+
+    def _hold_and_release_paused(self, beat: Beat) -> None:
         if self._holding is not None:
             self._holding.walk(self._policies, beat)
 
-    def _lapse(self, beat: Callable[[], None]) -> None:
-        while True:
-            beat()
-            lapsed = self._sweeps.lapse(self._settings.max_lost_leases, STEP)
-            tell_lapsed(self._events, lapsed)
-            if lapsed.total < STEP:
-                return
+    def _drain_overdue(self, beat: Beat) -> None:
+        """Send drain messages, upon which workers claim overdue rows by themselves.
 
-    def _drain_overdue(self, beat: Callable[[], None]) -> None:
-        """Nothing is listed or rewritten: a few tokens let the workers claim what is late by themselves.
-
-        The queues that live workers name come first. Of all other queues each sweep looks at some.
+        The queues that live workers name come first. Each sweep looks at a part of the others.
         """
-        is_direct, alive = self._settings.timer == "direct", self._workers.alive()
-        takers = [
-            worker
-            for worker in alive
-            if is_direct or not worker["pool"].startswith((DIRECT, DRAIN))
-        ]
-        serving = Counter(queue for worker in takers for queue in worker["queues"])
+        serving = self._workers_by_queue()
         named = serving.keys() - {ALL_QUEUES}
-        self._drain(self._overdue.of_named(named, beat), serving, beat)
+        self._send_drains(self._overdue.of_named(named, beat), serving, beat)
         others = self._not_paused(self._overdue.of_others(named, beat))
         if serving[ALL_QUEUES]:
-            self._drain(others, serving, beat)
-        elif others:  # tokens that nobody takes would pile up
+            self._send_drains(others, serving, beat)
+        elif others:  # no worker would receive the messages, and they would accumulate
             remedy = "start a worker that serves it (-Q)"
             self._events.emit(
-                "queue.unserved", count=len(others), queue=_names(list(others)), remedy=remedy
+                "queue.unserved", count=len(others), queue=_first(list(others)), remedy=remedy
             )
 
-    def _drain(self, late: Late, serving: Counter[str], beat: Callable[[], None]) -> None:
+    def _workers_by_queue(self) -> Counter[str]:
+        """Return the number of live workers that receive drain messages, for each queue."""
+        is_direct = self._settings.timer == "direct"
+        return Counter(
+            queue
+            for worker in self._workers.alive()
+            if is_direct or not worker["pool"].startswith((DIRECT, DRAIN))
+            for queue in worker["queues"]
+        )
+
+    def _send_drains(self, late: Late, serving: Counter[str], beat: Beat) -> None:
         for queue, priorities in self._not_paused(late).items():
-            tokens = min(
-                self._settings.drain_tokens * (serving[queue] + serving[ALL_QUEUES]), MOST_TOKENS
-            )
+            workers = serving[queue] + serving[ALL_QUEUES]
+            tokens = min(self._settings.drain_tokens * workers, MOST_TOKENS)
             if self._timer.drain(queue, priorities, tokens, self._settings.sweep_s):
                 self._events.emit("sweep.drain", queue=queue, tokens=tokens)
-            elif self.drain_here(
-                queue, priorities
-            ):  # a broker that takes nothing must not keep us from working
+            elif self.drain_here(queue, priorities):  # the broker takes no messages
                 self._events.emit("sweep.drain_here", queue=queue)
             beat()
 
-    def begin(self, queues: Sequence[str]) -> None:
-        """A worker that begins takes part in what is overdue in its queues at once: the next sweep may be seconds
-        away."""
-        self._read_policies()
-        for queue, priorities in self._not_paused(self._overdue.of_named(queues)).items():
-            self.drain_here(queue, priorities)
-
     def _not_paused(self, late: Late) -> Late:
-        return {
-            queue: some for queue, some in late.items() if queue not in self._policies.paused_queues
-        }
+        paused = self._policies.paused_queues
+        return {queue: priorities for queue, priorities in late.items() if queue not in paused}
 
-    def _bury_dead_workers(self, silent_s: float) -> None:
-        """What a dead worker held in memory is armed again, in time, at the price of duplicates."""
-        names = self._workers.bury(silent_s)
-        if names:
-            self._sweeps.forget_armed()
-            self._events.emit("worker.lost", count=len(names), worker=_names(names))
+    # -- finished rows and table partitions -------------------------------------------------------
 
-    def _purge(self, beat: Callable[[], None]) -> None:
-        age = self._settings.purge_after_s
-        if age is None:
+    def _purge_finished(self, beat: Beat) -> None:
+        age_s = self._settings.purge_after_s
+        if age_s is None:
             return
         for _ in range(PURGE_STEPS):
             beat()
-            purged = self._sweeps.purge(age, STEP)
+            purged = self._sweeps.purge(age_s, STEP)
             if purged:
                 self._events.emit("task.purged", count=purged)
             if purged < STEP:
                 return
 
-    def _check_partitions(self) -> None:
-        """New ones are made by a command, whose role may change tables; here it is told when nobody ran it."""
-        if monotonic() < self._partitions_at + PARTITIONS_S:
+    def _purge_audit(self) -> None:
+        if self._settings.purge_after_s is not None:
+            self._sweeps.purge_audit(self._settings.purge_after_s)
+
+    def _check_table_partitions(self) -> None:
+        """Warn before the last partition of the table ends.
+
+        The sweep does not make partitions itself, because its role may not change tables.
+        """
+        if monotonic() < self._partitions_checked_at + PARTITIONS_S:
             return
-        self._partitions_at = monotonic()
+        self._partitions_checked_at = monotonic()
         end = self._sweeps.partitions_end()
         if end is not None and (end - self._clock.now()).total_seconds() < WARN_BEFORE_S:
             remedy = "run: delaytasks db partitions maintain"
             self._events.emit("partitions.ending", until=end.isoformat(), remedy=remedy)
 
 
-def _names(names: Sequence[str]) -> str:
-    """The first ones, for one line of the log; the event's count says how many there are."""
+def _before_last_instant(entries: Sequence[Entry]) -> datetime | None:
+    """Return the instant just before the last due time of a batch; None if it has only one."""
+    times = [entry.due_us for entry in entries]
+    return from_us(max(times) - 1) if max(times) > min(times) else None
+
+
+def _first(names: Sequence[str]) -> str:
+    """Return the first names for one log line; the event's count is the number of all names."""
     return ", ".join(names[:NAMES])
 
 
 def tell_lapsed(events: Events, lapsed: Lapsed, **fields: object) -> None:
+    """Emit the events of rows that were recovered, timed out, or failed as worker-lost."""
     if lapsed.total:
         events.emit("task.recovered", count=lapsed.total, **fields)
     for id, tag in lapsed.timed_out:

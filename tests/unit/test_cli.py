@@ -76,7 +76,7 @@ def test_celery_offers_the_same_commands() -> None:
     assert [path for path, _ in commands(delays)] == [path for path, _ in commands(main)]
 
 
-def test_the_mission_s_commands_are_all_there() -> None:
+def test_all_documented_commands_exist() -> None:
     wanted = [
         "up",
         "config",
@@ -102,9 +102,11 @@ def test_the_version_is_printed() -> None:
     assert shown.output.startswith("delaytasks ")
 
 
-def test_help_does_not_wait_for_what_only_some_commands_need() -> None:
-    code = "import sys, delaytasks; before = set(sys.modules); import delaytasks.cli.main; " + (
-        "print({'rich', 'alembic.command', 'delaytasks.celery', 'delaytasks.cli.up'} & (set(sys.modules) - before))"
+def test_help_imports_no_module_that_only_some_commands_need() -> None:
+    code = (
+        "import sys, delaytasks; before = set(sys.modules); import delaytasks.cli.main; "
+        "others = {'rich', 'alembic.command', 'delaytasks.celery', 'delaytasks.cli.up'}; "
+        "print(others & (set(sys.modules) - before))"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "set()"
@@ -123,18 +125,16 @@ def all_errors(
 
 
 @pytest.mark.parametrize("kind", list(all_errors()), ids=lambda kind: kind.__name__)
-def test_what_the_caller_wrote_wrong_ends_with_2_and_all_other_errors_with_1(kind: type) -> None:
+def test_errors_of_the_caller_exit_with_2_and_all_others_with_1(kind: type) -> None:
     is_callers = issubclass(kind, (errors.InvalidInputError, errors.ConfigError))
-    assert output.failure_of(kind("no"), is_json=False).exit_code == (2 if is_callers else 1)
+    assert output.Failure(kind("no"), is_json=False).exit_code == (2 if is_callers else 1)
 
 
 def failing_group(error: Exception) -> click.Group:
     @click.group(cls=type(main))
-    @click.option("--json", is_flag=True, expose_value=False)
     def group() -> None: ...
 
     @group.command()
-    @click.option("--json", is_flag=True, expose_value=False)
     def fail() -> None:
         raise error
 
@@ -149,7 +149,7 @@ def test_an_error_is_one_line_on_stderr_without_a_traceback() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["fail", "--json"], ["--json", "fail"]])
-def test_an_error_is_a_json_document_where_json_is_asked_for(arguments: list[str]) -> None:
+def test_an_error_is_a_json_document_if_json_is_asked_for(arguments: list[str]) -> None:
     shown = CliRunner().invoke(failing_group(errors.InvalidDelayError("no\nsuch delay")), arguments)
     assert (shown.exit_code, shown.stdout) == (2, "")
     assert json.loads(shown.stderr) == {"error": "no\nsuch delay", "type": "InvalidDelayError"}
@@ -158,19 +158,19 @@ def test_an_error_is_a_json_document_where_json_is_asked_for(arguments: list[str
 @pytest.mark.parametrize(
     "arguments", [["fial", "--json"], ["fail", "--json", "--bogus"], ["--json", "--bogus"]]
 )
-def test_wrong_usage_is_told_in_json_too(arguments: list[str]) -> None:
+def test_wrong_usage_is_reported_in_json_too(arguments: list[str]) -> None:
     shown = CliRunner().invoke(failing_group(Exception()), arguments)
     assert (shown.exit_code, shown.stdout) == (2, "")
     assert json.loads(shown.stderr)["type"].startswith("NoSuch")
 
 
-def test_json_after_two_dashes_is_somebody_s_argument() -> None:
+def test_json_after_two_dashes_is_an_argument() -> None:
     shown = CliRunner().invoke(failing_group(Exception()), ["fail", "--", "--json"])
     assert shown.exit_code == 2
     assert shown.stderr.startswith("Usage:")
 
 
-def test_an_error_with_strangers_text_stays_one_harmless_line() -> None:
+def test_an_error_with_untrusted_text_stays_one_harmless_line() -> None:
     shown = CliRunner().invoke(
         failing_group(errors.InvalidStatusError(HOSTILE)), ["fail"], color=True
     )
@@ -184,7 +184,7 @@ def test_an_error_with_strangers_text_stays_one_harmless_line() -> None:
 
 def test_a_piped_table_has_one_plain_line_for_each_row(capsys: pytest.CaptureFixture[str]) -> None:
     output.print_table(
-        ("tag", "n"), [(output.cell(HOSTILE), ("1", "red")), ("long " * 60, "22")], right="n"
+        ("tag", "n"), [(output.cell(HOSTILE), ("1", "red")), ("long " * 60, "22")], right=["n"]
     )
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
@@ -204,7 +204,7 @@ def test_a_terminal_s_table_has_our_colours_only(terminal: Callable[[], Terminal
     assert "\u202e" not in shown
 
 
-def test_a_narrow_terminal_leaves_out_what_is_empty_or_extra(
+def test_a_narrow_terminal_leaves_out_empty_and_extra_columns(
     terminal: Callable[[], Terminal],
 ) -> None:
     screen = terminal()
@@ -217,7 +217,7 @@ def test_a_narrow_terminal_leaves_out_what_is_empty_or_extra(
     assert "tag" not in screen.getvalue()
 
 
-def test_a_terminal_that_has_room_leaves_out_nothing_extra(
+def test_a_wide_terminal_shows_extra_columns(
     terminal: Callable[[], Terminal],
 ) -> None:
     screen = terminal()
@@ -242,7 +242,7 @@ def listed(error: str, tag: str = "newsletter.send", rows: int = 2) -> None:
     row = [*ROW[:2], tag, *ROW[3:], (error, "red")]
     extra = "due queue attempts key"
     output.print_table(
-        LIST, [row] * rows, right="attempts", folded="tag key", extra=extra, below="error"
+        LIST, [row] * rows, right=["attempts"], folded="tag key", extra=extra, below="error"
     )
 
 
@@ -259,7 +259,7 @@ def test_no_line_is_longer_than_the_terminal_and_no_tag_is_broken(
     assert sum("ValueError: the customer" in line for line in lines) == 2
 
 
-def test_an_error_has_lines_of_its_own_where_its_column_would_be_narrow(
+def test_a_terminal_prints_an_error_below_its_row(
     terminal: Callable[[], Terminal],
 ) -> None:
     screen = terminal()
@@ -310,7 +310,10 @@ def test_a_block_keeps_its_lines_and_escapes_each() -> None:
     assert output.block("a\x1b[1m\n\tb\n") == "  a\\x1b[1m\n  \\tb"
 
 
-TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 8, in bad\n    raise\nValueError: boom\nsecond line\n'
+TRACEBACK = (
+    'Traceback (most recent call last):\n  File "a.py", line 8, in bad\n    raise\n'
+    "ValueError: boom\nsecond line\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +331,7 @@ def test_the_reason_is_the_first_line_after_the_frames(error: str | None, shown:
 
 
 @pytest.mark.parametrize("body", ["NaN", "[" * 200_000, "not json", "[Infinity]"])
-def test_a_body_that_json_can_not_say_is_shown_as_its_text(body: str) -> None:
+def test_a_body_without_a_json_form_is_shown_as_its_text(body: str) -> None:
     task = DelayTask(7, "t", body, NOON)
     document = output.task_json(task)
     assert document["body"] == body

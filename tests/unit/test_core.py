@@ -73,7 +73,7 @@ def _make_some(_: int) -> list[int]:
     return [_shared() for _ in range(100)]
 
 
-def test_a_forked_child_does_not_walk_in_step_with_its_parent() -> None:
+def test_a_forked_child_makes_other_ids_than_its_parent() -> None:
     _shared()
     with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
         shares = pool.map(_make_some, range(4), chunksize=1)
@@ -93,7 +93,7 @@ def test_an_id_may_be_an_integer_or_its_decimal_text(given: Any) -> None:
     "given",
     [0, -1, 2**63, 2**64, True, 1.0, "1 OR 1=1", "", "-1", " 1", "٣", None, b"1", [1], "9" * 20],
 )
-def test_what_is_no_id_is_refused_by_name(given: Any) -> None:
+def test_an_invalid_id_is_refused(given: Any) -> None:
     with pytest.raises(InvalidIdError, match="1 to 2\\^63 - 1"):
         check_id(given)
 
@@ -158,7 +158,7 @@ def apart(clock: Clock, host: FakeTime) -> float:
     return abs((clock.now() - right(host)).total_seconds())
 
 
-def test_the_clock_follows_the_database_whatever_the_host_thinks(host: FakeTime) -> None:
+def test_the_clock_follows_the_database_and_not_the_host(host: FakeTime) -> None:
     clock = Clock(FakeDatabase(host).now)
     assert apart(clock, host) < 1e-5
     host.advance(30)
@@ -178,7 +178,9 @@ def test_a_step_of_the_hosts_clock_makes_no_difference(host: FakeTime, step: flo
     assert apart(clock, host) < 1e-5
 
 
-def test_the_database_is_asked_now_and_then_and_the_fastest_answer_counts(host: FakeTime) -> None:
+def test_the_database_is_asked_once_in_a_while_and_the_fastest_answer_counts(
+    host: FakeTime,
+) -> None:
     database = FakeDatabase(host)
     database.trips = [0.4, 0.3, 0.002]
     clock = Clock(database.now, refresh_s=60)
@@ -195,7 +197,9 @@ def test_the_database_is_asked_now_and_then_and_the_fastest_answer_counts(host: 
     assert database.asked == 9
 
 
-def test_while_the_database_is_away_the_clock_goes_on_and_asks_again_soon(host: FakeTime) -> None:
+def test_while_the_database_is_unavailable_the_clock_continues_and_asks_again(
+    host: FakeTime,
+) -> None:
     database = FakeDatabase(host)
     clock = Clock(database.now, refresh_s=60)
     clock.now_us()
@@ -226,7 +230,7 @@ def test_a_failure_that_took_long_is_followed_by_a_rest_too(host: FakeTime) -> N
     assert database.asked == 3 + 1
 
 
-def test_nobody_waits_while_another_thread_measures(host: FakeTime) -> None:
+def test_no_thread_waits_while_another_thread_measures(host: FakeTime) -> None:
     database = FakeDatabase(host)
     clock = Clock(database.now, refresh_s=60)
     clock.now_us()
@@ -250,7 +254,7 @@ def test_nobody_waits_while_another_thread_measures(host: FakeTime) -> None:
     assert database.asked == 6
 
 
-def test_where_nobody_may_wait_only_the_one_who_is_told_to_measures(host: FakeTime) -> None:
+def test_without_inline_refreshes_only_refresh_if_due_measures(host: FakeTime) -> None:
     database = FakeDatabase(host)
     clock = Clock(database.now, refresh_s=60, refreshes_inline=False)
     assert clock.now_us() == int(host.wall * 1e6), "until something is known"
@@ -280,7 +284,7 @@ def test_a_forked_child_measures_for_itself(host: FakeTime) -> None:
 
 
 @pytest.mark.parametrize("refreshes_inline", [True, False])
-def test_after_the_host_slept_what_makes_rows_due_is_measured_again(
+def test_after_the_host_slept_the_certain_time_is_measured_again(
     host: FakeTime, refreshes_inline: bool
 ) -> None:
     database = FakeDatabase(host)
@@ -314,7 +318,7 @@ def test_no_row_is_made_due_by_the_hosts_clock_because_the_database_did_not_answ
     database = FakeDatabase(host)
     clock = Clock(database.now)
     database.is_up = False
-    assert clock.now_us() == int(host.wall * 1e6)  # no rest for who must know
+    assert clock.now_us() == int(host.wall * 1e6)  # `certain_now` asks without a rest
     for _ in range(2):
         with pytest.raises(ConnectionError):
             clock.certain_now()
@@ -323,7 +327,7 @@ def test_no_row_is_made_due_by_the_hosts_clock_because_the_database_did_not_answ
     assert clock.certain_now() == right(host)
 
 
-def test_threads_that_must_know_do_not_fail_one_after_the_other(host: FakeTime) -> None:
+def test_threads_that_need_the_certain_time_fail_together(host: FakeTime) -> None:
     database = FakeDatabase(host)
     clock = Clock(database.now)
 
@@ -402,7 +406,7 @@ def test_a_traceback_is_whole_and_storable() -> None:
     assert shown.rstrip().endswith("ValueError: the reason \ufffd")
 
 
-def test_an_error_that_can_not_say_itself_still_has_a_text() -> None:
+def test_an_error_whose_str_fails_still_has_a_text() -> None:
     class Mute(Exception):
         def __str__(self) -> str:
             raise RuntimeError("no")
@@ -420,7 +424,7 @@ def test_one_line_forges_no_second_one() -> None:
 # -- settings -------------------------------------------------------------------------------------
 
 
-def test_without_any_word_the_defaults_hold() -> None:
+def test_without_settings_the_defaults_hold() -> None:
     settings = load_settings({}, {})
     assert settings == Settings()
     assert settings.origin("lease_s") == "default"
@@ -514,6 +518,8 @@ PREFIXED = "delaytasks_"
         ("pool_size", 0),
         ("lease_s", "nan"),
         ("lease_s", float("inf")),
+        ("lease_s", 10**400),
+        ("pool_size", 10**400),
         ("lease_s", None),
         ("lease_s", -1),
         ("lease_s", 0.05),  # shorter than two time boxes of a chunk

@@ -60,7 +60,7 @@ def test_a_duration_is_read_as_people_write_it(text: str, seconds: float) -> Non
         "1 2",
     ],
 )
-def test_what_is_no_duration_is_refused_with_the_forms_that_are(text: str) -> None:
+def test_an_invalid_duration_is_refused_with_the_valid_forms(text: str) -> None:
     with pytest.raises(InvalidDelayError, match="1h30m"):
         parse_duration(text)
 
@@ -90,7 +90,7 @@ def test_an_instant_without_a_zone_is_refused() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "tomorrow", "2030-02-31T00:00:00Z", "Z"])
-def test_what_is_no_instant_is_refused_with_an_example(text: str) -> None:
+def test_an_invalid_instant_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(InvalidScheduleError, match="2030-01-31T18:00:00Z"):
         parse_instant(text)
 
@@ -113,9 +113,9 @@ def test_a_duration_is_shown_by_its_two_largest_units(seconds: float, shown: str
 
 
 @given(st.integers(0, 10**9))
-def test_what_is_shown_can_be_typed_again(seconds: int) -> None:
+def test_a_shown_duration_can_be_typed_again(seconds: int) -> None:
     again = parse_duration(show_duration(seconds)).total_seconds()
-    # What is left out is less than one of the second unit: less than a day of a week, at worst.
+    # The omitted rest is less than one of the second unit, for example less than a day of 1w.
     assert again <= seconds <= again * 8 / 7
 
 

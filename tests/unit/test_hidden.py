@@ -1,4 +1,4 @@
-"""No password and no key is shown by URLs, errors, or what Python shows of our objects."""
+"""URLs, errors and the `repr` of our objects show no password and no key."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_no_url_and_no_part_of_one_shows_a_secret(url: str) -> None:
         assert not any(secret in shown for secret in SECRETS), shown
 
 
-def test_what_is_no_secret_can_be_read() -> None:
+def test_a_text_without_a_secret_is_not_masked() -> None:
     for url in (
         "redis://h:6379/0",
         "https://h/path?mail=a@b",
@@ -79,7 +79,7 @@ def test_a_secret_is_a_text_like_any_other() -> None:
     "url", [f":{WORD}@h:6379/0", WORD, f"redi://:{WORD}@h", f"redis://:{WORD}@h:x/0"]
 )
 def test_a_redis_url_that_is_wrong_is_not_shown(url: str) -> None:
-    """Neither by the error, nor by its traceback with the local variables, as error reporters send it."""
+    """Error reporters send the error and its traceback with the local variables."""
     for given, broker in ((url, ""), ("", url)):
         with pytest.raises(ConfigError) as caught:
             redis_location(given, broker)

@@ -1,4 +1,4 @@
-"""The data folder and what is in it can be read by their owner only, whatever the umask says."""
+"""Only the owner can read the data folder and its files, whatever the umask is."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def test_the_embedded_database_is_made_private_with_all_its_files(
     assert mode(data / "delays.sqlite3") == 0o600
 
 
-def test_what_an_earlier_version_left_open_is_closed(open_umask: None, data: Path) -> None:
+def test_files_that_an_earlier_version_left_open_are_made_private(
+    open_umask: None, data: Path
+) -> None:
     data.mkdir(parents=True, mode=0o755)
     opened(data).close()
     for name in (
@@ -118,9 +120,7 @@ def test_nothing_is_made_by_importing_an_app_whose_broker_is_embedded(
     assert not data.exists()
 
 
-def test_a_folder_that_belongs_to_more_than_us_keeps_its_mode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shared_folder_keeps_its_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project, shared, linked = tmp_path / "project", tmp_path / "shared", tmp_path / "linked"
     for folder, given in ((tmp_path, 0o755), (project, 0o755), (shared, 0o1777)):
         folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""An event that comes with each row is logged once a minute, with a count of those that were not logged."""
+"""An event that occurs for each row is logged once a minute, with the number of repetitions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_tag_is_logged_once_a_minute_with_a_count(log: Log) -> None:
     assert sum(fields.get("count", 1) for _, fields in log.lines) == 1006, "none is left out"
 
 
-def test_what_is_rare_is_logged_as_it_comes(log: Log) -> None:
+def test_a_rare_event_is_logged_immediately(log: Log) -> None:
     for _ in range(3):
         log.tell("mail")
         Log.now += QUIET_S + 1
@@ -70,7 +70,7 @@ def test_failures_are_logged_one_by_one(log: Log) -> None:
     assert len(log.lines) == 50
 
 
-def test_what_is_bounded_is_logged_at_all() -> None:
+def test_every_throttled_event_has_a_log_level() -> None:
     assert SUBJECTS.keys() <= _LEVELS.keys()
 
 

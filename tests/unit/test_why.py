@@ -73,7 +73,7 @@ def test_a_row_that_nothing_holds_any_more_is_released_soon() -> None:
     assert codes(facts(replace(TASK, status=Status.HELD))) == ["held"]
 
 
-def test_a_queue_that_nobody_serves_names_what_the_workers_serve() -> None:
+def test_an_unserved_queue_names_the_queues_that_workers_serve() -> None:
     found = facts(workers=[WORKER._replace(queues=["default", "reports"])])
     assert codes(found) == ["no_worker"]
     assert "No live worker serves the queue letters; live workers serve default, reports" in text(
@@ -164,7 +164,7 @@ def test_a_task_whose_lease_is_over_waits_for_the_sweep() -> None:
     ("status", "code"),
     [(Status.DONE, "done"), (Status.FAILED, "failed"), (Status.CANCELLED, "cancelled")],
 )
-def test_a_task_that_ended_says_so_and_nothing_else(status: Status, code: str) -> None:
+def test_a_task_that_ended_has_its_status_as_the_only_reason(status: Status, code: str) -> None:
     assert codes(facts(replace(TASK, status=status, error="x"), workers=[], clock_offset_s=9)) == [
         code
     ]
@@ -195,7 +195,7 @@ def test_a_clock_that_differs_from_the_databases_is_named(offset_s: float, word:
     assert word in reasons[1].text
 
 
-def test_all_reasons_are_told_the_first_that_an_operator_can_end_first() -> None:
+def test_all_reasons_are_listed_first_those_that_an_operator_can_end() -> None:
     task = replace(TASK, expected_time=NOW + timedelta(hours=1))
     found = facts(task, workers=[], policies=[Policy("tag", "mail.send", is_paused=True)])
     assert codes(found) == ["paused", "future", "no_worker"]

@@ -56,7 +56,7 @@ def forget(request: pytest.FixtureRequest) -> Callable[..., None]:
 @pytest.fixture
 def process(shop: Project, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
     def start(*command: str) -> subprocess.Popen[str]:
-        # As an installed package would have it, whether this one is installed or not.
+        # Register the Celery command like an installed package.
         information = tmp_path / "site" / "delaytasks-0.0.0.dist-info"
         information.mkdir(parents=True, exist_ok=True)
         (information / "METADATA").write_text(

@@ -66,18 +66,18 @@ class Project:
         return result
 
     def json(self, *arguments: str, exit_code: int = 0, typed: str | bytes | None = None) -> Any:
-        """What the command says on stdout; nothing else is there."""
+        """Return the document on stdout, which contains nothing else."""
         result = self(*arguments, "--json", typed=typed)
         assert result.exit_code == exit_code, result.output
         return json.loads(result.stdout)
 
     def error(self, *arguments: str, exit_code: int, typed: str | None = None) -> Any:
-        """What the command says on stderr; nothing else is there."""
+        """Return the document on stderr, which contains nothing else."""
         result = self(*arguments, "--json", typed=typed)
         assert result.exit_code == exit_code, result.output
         found = json.loads(result.stderr)
         assert set(found) == {"error", "type"}
-        # People are told the same.
+        # The text output reports the same error.
         plain = self(*arguments, typed=typed)
         assert plain.exit_code == exit_code
         assert "Error: " in plain.stderr

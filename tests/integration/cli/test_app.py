@@ -1,4 +1,4 @@
-"""Which app the commands are for, and what becomes of one that can not be used."""
+"""The app of the commands, and errors of an app that cannot be used."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.services import free_port
         ),
     ],
 )
-def test_an_app_that_can_not_be_used_ends_with_2_and_says_why(
+def test_an_unusable_app_exits_with_2_and_names_the_reason(
     bare: Project, request: pytest.FixtureRequest, module: str | None, says: str
 ) -> None:
     name = "absent" if module is None else write(f"app_{abs(hash(module))}", module)
@@ -61,12 +61,13 @@ def test_processors_in_modules_that_the_app_imports_bring_their_queues_and_run(
     shop: Project, forget: Callable[..., None]
 ) -> None:
     app = "from celery import Celery; from delaytasks import DelayTasks"
-    app += "; app = Celery('s', include=['split_work'], set_as_current=False); delays = DelayTasks(app)"
+    app += "; app = Celery('s', include=['split_work'], set_as_current=False)"
+    app += "; delays = DelayTasks(app)"
     work = "from split_app import delays; delays.processor('here', queue='own')(lambda body: None)"
     forget(write("split_app", app), write("split_work", work))
 
     def answer(*arguments: str, typed: str | None = None) -> Any:
-        # As in a new process.
+        # Import the modules again, like a new process.
         sys.modules.pop("split_app", None)
         sys.modules.pop("split_work", None)
         said = CliRunner().invoke(main, ["-A", "split_app", *arguments, "--json"], input=typed)
@@ -84,7 +85,8 @@ def test_an_instance_in_a_module_that_the_app_imports_is_found(
 ) -> None:
     write(
         "late_app",
-        "from celery import Celery; app = Celery('late', include=['late_delays'], set_as_current=False)",
+        "from celery import Celery\n"
+        "app = Celery('late', include=['late_delays'], set_as_current=False)",
     )
     write(
         "late_delays",
@@ -102,12 +104,15 @@ def test_an_instance_in_a_module_that_the_app_imports_is_found(
 def test_a_module_that_the_app_imports_in_vain_is_one_line_if_its_own_name_is_wrong(
     bare: Project, forget: Callable[..., None], imported: str, missing: str, is_traced: bool
 ) -> None:
-    app = f"from celery import Celery; app = Celery('late', include=['{imported}'], set_as_current=False)"
+    app = "from celery import Celery\n"
+    app += f"app = Celery('late', include=['{imported}'], set_as_current=False)"
     forget(write("late_app", app), write("late_work", "import requsts"))
     said = CliRunner().invoke(main, ["-A", "late_app", "list"])
     assert said.exit_code == 2
-    fact = f"importing what the app's imports and include name failed: ModuleNotFoundError: No module named '{missing}'"
-    assert said.stderr.endswith(f"Error: {fact}\n")
+    fact = f"failed: ModuleNotFoundError: No module named '{missing}'"
+    assert said.stderr.endswith(
+        f"Error: importing what the app's imports and include name {fact}\n"
+    )
     assert ("Traceback" in said.stderr) is is_traced
     assert is_traced or len(said.stderr.splitlines()) == 1
 

@@ -23,7 +23,7 @@ from tests.waiting import wait_until
 ALL = {"refused": 0, "missing": [], "state": "done"}
 
 
-def test_cancel_counts_first_and_cancels_when_told_so(shop: Project) -> None:
+def test_cancel_counts_first_and_cancels_with_yes(shop: Project) -> None:
     tasks = [shop.schedule(delay=60, key=f"eu-{n}") for n in range(3)]
     other = shop.schedule("mail", 60)
     counted = shop.json("cancel", "--tag", "ok", "--dry-run")
@@ -40,7 +40,7 @@ def test_cancel_counts_first_and_cancels_when_told_so(shop: Project) -> None:
     assert (again["matched"], again["changed"], len(again["runs"])) == (0, 0, 1)
 
 
-def test_what_runs_is_left_and_told(shop: Project) -> None:
+def test_running_tasks_are_left_and_reported(shop: Project) -> None:
     for _ in range(3):
         shop.schedule()
     shop.delays.store.claims("w", None).claim_due("default", [0], 1)
@@ -98,7 +98,7 @@ def test_retry_runs_many_failed_ones_again(shop: Project) -> None:
         ["audit", "--limit", "0"],
     ],
 )
-def test_what_names_nothing_or_contradicts_itself_ends_with_2(
+def test_options_that_name_nothing_or_contradict_each_other_exit_with_2(
     shop: Project, arguments: list[str]
 ) -> None:
     task = shop.schedule(delay=60, key="k")
@@ -107,10 +107,10 @@ def test_what_names_nothing_or_contradicts_itself_ends_with_2(
     assert shop.json("audit") == []
 
 
-def test_audit_tells_who_did_what_and_how_far_it_came(
+def test_audit_lists_the_actor_the_action_and_the_progress(
     shop: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert shop("audit").stderr == "Nothing yet.\n"
+    assert shop("audit").stderr == "No actions yet.\n"
     monkeypatch.setenv("LOGNAME", f"ann{HOSTILE}")
     shop.schedule(delay=60)
     shop("cancel", "--tag", "ok", "--yes")
@@ -137,7 +137,7 @@ def test_audit_tells_who_did_what_and_how_far_it_came(
 def at_terminal(
     name: str, *arguments: str
 ) -> tuple[subprocess.Popen[bytes], Callable[[str], str], int]:
-    """The command with a terminal for stdin and stderr; what it says until some text, and where to type."""
+    """Start the command on a terminal; return it, a function that awaits a text, and the input."""
     ours, theirs = pty.openpty()
     running = subprocess.Popen(
         [sys.executable, "-c", RUN, "-A", name, *arguments],

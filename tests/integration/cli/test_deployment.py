@@ -73,7 +73,7 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
     assert re.search(r"^fresh .* default, letters +\+1\.5ms$", said, re.MULTILINE)
 
 
-def test_stats_sums_up_all_databases_and_names_the_one_that_is_away(
+def test_stats_sums_up_all_databases_and_names_the_unavailable_one(
     two: Project, tmp_path: Path
 ) -> None:
     tasks = [two.delays.schedule_delay("ok", {}, 60, key=f"k{number}") for number in range(20)]
@@ -141,7 +141,7 @@ def test_an_estimate_is_shown_as_one(shop: Project, monkeypatch: pytest.MonkeyPa
     assert shop.json("stats")["estimated"] == ["NOT_COMPLETE"]
 
 
-def test_only_what_is_later_than_the_grace_is_overdue(shop: Project) -> None:
+def test_only_tasks_later_than_the_grace_period_are_overdue(shop: Project) -> None:
     store = shop.delays.store
     shop.schedule()
     with store.database.begin() as connection:
@@ -161,7 +161,9 @@ def test_stats_counts_runs_whose_lease_is_over(shop: Project) -> None:
     assert shop.json("stats")["lapsed"] == 1
 
 
-def test_stats_says_that_the_broker_is_away(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stats_reports_an_unavailable_broker(
+    shop: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CELERY_BROKER_URL", f"redis://:canary@127.0.0.1:{free_port()}/0")
     found = shop("stats", "--json")
     assert found.exit_code == 0
@@ -280,17 +282,17 @@ def test_a_downgrade_is_never_done_unasked(bare: Project) -> None:
 
 
 @pytest.mark.parametrize("command", [["upgrade"], ["downgrade", "--yes"]])
-def test_a_revision_that_is_not_there_ends_with_2(bare: Project, command: list[str]) -> None:
+def test_an_unknown_revision_exits_with_2(bare: Project, command: list[str]) -> None:
     bare("db", "upgrade")
     error = bare.error("db", *command, "nowhere", exit_code=2)
     assert error["type"] == "ConfigError"
     assert "nowhere" in error["error"]
 
 
-def test_check_finds_what_would_not_run_with_this_code(shop: Project) -> None:
+def test_check_finds_tasks_that_would_not_run_with_this_code(shop: Project) -> None:
     assert shop.json("check") == {"findings": [], "warnings": []}
     shop.schedule("ok", 60)
-    assert "every task that waits has a processor" in shop("check").stdout
+    assert "every waiting task has a processor" in shop("check").stdout
     shop.schedule("gone", 60)
     shop.schedule("gone", 90)
     [finding] = shop.json("check", exit_code=1)["findings"]

@@ -1,4 +1,4 @@
-"""`drain`: what is overdue runs in this process."""
+"""`drain` runs overdue tasks in this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.integration.cli.project import Project
 from tests.services import free_port
 
 
-def test_drain_runs_what_is_overdue_and_leaves_the_rest(shop: Project) -> None:
+def test_drain_runs_overdue_tasks_and_leaves_the_rest(shop: Project) -> None:
     overdue = [shop.schedule("ok", priority=number % 3) for number in range(30)] + [
         shop.schedule("mail")
     ]
@@ -41,7 +41,7 @@ def test_drain_runs_what_is_overdue_and_leaves_the_rest(shop: Project) -> None:
     assert shop.status(later) is Status.NOT_COMPLETE
 
 
-def test_drain_runs_what_is_overdue_in_all_databases_that_answer(
+def test_drain_runs_overdue_tasks_in_all_databases_that_answer(
     two: Project, tmp_path: Path
 ) -> None:
     made = [two.delays.schedule_delay("ok", {}, 0, key=f"k{number}") for number in range(40)]
@@ -56,7 +56,7 @@ def test_drain_runs_what_is_overdue_in_all_databases_that_answer(
     }
 
 
-def test_drain_tells_people_what_it_ran(shop: Project) -> None:
+def test_drain_prints_a_summary(shop: Project) -> None:
     shop.schedule("bad")
     shop.schedule("nobody's")
     said = shop("drain").stdout.splitlines()
@@ -71,7 +71,7 @@ def test_drain_needs_no_broker(shop: Project, monkeypatch: pytest.MonkeyPatch) -
     assert {shop.status(task) for task in tasks} == {Status.DONE}
 
 
-def test_drain_takes_only_the_queues_and_the_number_that_it_is_told(shop: Project) -> None:
+def test_drain_runs_only_the_given_queues_and_number(shop: Project) -> None:
     for _ in range(3):
         shop.schedule("ok")
         shop.schedule("mail")
@@ -82,11 +82,11 @@ def test_drain_takes_only_the_queues_and_the_number_that_it_is_told(shop: Projec
     assert shop.error("drain", "--limit", "0", exit_code=2)["type"] == "BadParameter"
 
 
-def test_drain_gives_a_database_up_that_takes_no_claims(shop: Project) -> None:
+def test_drain_gives_up_a_database_that_refuses_claims(shop: Project) -> None:
     task = shop.schedule()
     store = shop.delays.store
-    refuse = f"""CREATE TRIGGER refuse BEFORE UPDATE ON {store.schema.tasks.name} WHEN NEW.status = {Status.RUNNING:d}
-        BEGIN SELECT RAISE(ABORT, 'not today'); END"""
+    refuse = f"""CREATE TRIGGER refuse BEFORE UPDATE ON {store.schema.tasks.name}
+        WHEN NEW.status = {Status.RUNNING:d} BEGIN SELECT RAISE(ABORT, 'not today'); END"""
     with store.database.begin() as connection:
         connection.execute(text(refuse))
     assert "the database refused" in shop.error("drain", exit_code=1)["error"]
@@ -96,7 +96,7 @@ def test_drain_gives_a_database_up_that_takes_no_claims(shop: Project) -> None:
     assert shop.status(task) is Status.DONE
 
 
-def test_drain_recovers_what_a_dead_worker_held(shop: Project) -> None:
+def test_drain_recovers_rows_of_a_dead_worker(shop: Project) -> None:
     task = shop.schedule()
     store = shop.delays.store
     store.claims("dead", None).claim_due("default", [0], 1)
@@ -107,7 +107,7 @@ def test_drain_recovers_what_a_dead_worker_held(shop: Project) -> None:
     assert shop.status(task) is Status.DONE
 
 
-def test_drain_renews_the_lease_of_what_runs_long(
+def test_drain_renews_the_lease_of_a_long_task(
     shop: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DELAYTASKS_LEASE_S", "0.9")
@@ -116,7 +116,7 @@ def test_drain_renews_the_lease_of_what_runs_long(
     assert shop.json("drain")["succeeded"] == 1
 
 
-def test_what_processors_print_does_not_spoil_the_json_document(shop: Project) -> None:
+def test_output_of_processors_is_not_in_the_json_document(shop: Project) -> None:
     shop.schedule("noisy")
     assert shop.json("drain")["succeeded"] == 1
 
@@ -139,7 +139,7 @@ def test_a_second_ctrl_c_gives_up_the_task_that_runs(shop: Project) -> None:
     tasks = [shop.schedule("stop", body=2)] + [shop.schedule("ok") for _ in range(3)]
     said = shop("drain")
     assert said.exit_code == 1
-    assert "once more to stop at once" in said.stderr
+    assert "once more to stop immediately" in said.stderr
     assert "stopped; there may be more" in said.stdout
     given_up = shop.delays.get(tasks[0].id)
     assert (given_up.status, given_up.lapses, given_up.error) == (Status.NOT_COMPLETE, 1, None)

@@ -22,7 +22,7 @@ VARIABLE = "DELAYTASKS_ENCRYPTION_KEYS"
 
 
 def reopen(project: Project, monkeypatch: pytest.MonkeyPatch, *keys: str) -> None:
-    """As if each command were a process of its own, with these keys."""
+    """Let the next command read the keys again, like a new process."""
     monkeypatch.setenv(VARIABLE, " ".join(keys))
     rewire(project.delays)
 
@@ -105,7 +105,7 @@ def change_all(project: Project, body: str) -> None:
         connection.execute(update(project.delays.store.schema.tasks).values(message_body=body))
 
 
-def test_what_can_not_be_read_is_told(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_bodies_are_counted(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     shop.schedule("ok", 60)
     change_all(shop, "fernet:0123abcd:gAAAAA")
     reopen(shop, monkeypatch, NEW)
@@ -172,7 +172,7 @@ def test_each_database_is_rotated_and_one_that_is_down_keeps_no_other_from_it(
         patched.setattr(two.delays.shards[0].store.bulk, "having", is_down)
         found = two.json("encryption", "rotate", exit_code=1)
         assert (found["changed"], found["missing"], found["keys"][0]["live"]) == (2, [0], 2)
-        assert "shard 0 can not be reached" in two("encryption", "status").stderr
+        assert "shard 0 cannot be reached" in two("encryption", "status").stderr
     assert two.json("encryption", "rotate")["changed"] == 1
     assert [task.body for task in two.delays.find()] == ["cAnArY"] * 3
     assert len(stored(two)) == 3

@@ -1,4 +1,4 @@
-"""A command in a folder without a database says so, and leaves nothing there."""
+"""A command in a folder without a database exits with an error, and makes no files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 
 READING = [
     ["list"], ["stats"], ["check"], ["show", "7"], ["config"], ["db", "current"], ["audit"],
-    ["policy", "list"], ["encryption", "status"], ["cancel", "7"], ["retry", "7"], ["reschedule", "7", "--delay", "5"],
+    ["policy", "list"], ["encryption", "status"], ["cancel", "7"], ["retry", "7"],
+    ["reschedule", "7", "--delay", "5"],
     ["schedule", "hello", "{}", "--delay", "5"], ["db", "downgrade", "--yes"],
 ]  # fmt: skip
 

@@ -76,7 +76,7 @@ def test_limits_stay_unless_they_are_mentioned_and_none_takes_one_away(shop: Pro
 
 
 def _put(shop: Project, task: DelayTask, status: Status) -> None:
-    """As if workers had brought it there."""
+    """Set the status of a row, as workers would."""
     store = shop.delays.store
     t = store.schema.tasks
     store.database.alone(
@@ -110,12 +110,12 @@ def test_of_a_limited_tag_it_is_shown_how_many_run_and_how_many_wait(shop: Proje
         (["policy", "set", "--tag", "mail", "--rate", "fast"], "InvalidPolicyError"),
     ],
 )
-def test_what_makes_no_policy_ends_with_2(shop: Project, arguments: list[str], kind: str) -> None:
+def test_an_invalid_policy_exits_with_2(shop: Project, arguments: list[str], kind: str) -> None:
     assert shop.error(*arguments, exit_code=2)["type"] == kind
     assert shop.json("policy", "list") == NO_POLICIES
 
 
-def test_stats_tell_what_is_paused(shop: Project) -> None:
+def test_stats_list_paused_tags_and_queues(shop: Project) -> None:
     assert "\npaused " not in shop("stats").stdout
     shop.schedule("mail", 3600)
     shop("pause", "--tag", "mail")
@@ -166,7 +166,7 @@ def test_many_policies_are_shown_page_by_page_and_counted(shop: Project) -> None
     assert shop.delays.policies(queue="t0007") == []
 
 
-def test_a_policy_that_one_of_two_databases_lacks_is_told(
+def test_a_policy_that_one_of_two_databases_lacks_is_reported(
     two: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (shard.store.policies for shard in two.delays.shards)

@@ -32,13 +32,13 @@ def test_schedule_takes_an_instant(shop: Project) -> None:
     assert task["expected_time"] == "2030-01-01T00:00:00+00:00"
 
 
-def test_schedule_tells_people_what_it_did(shop: Project) -> None:
+def test_schedule_prints_a_sentence(shop: Project) -> None:
     said = shop("schedule", "ok", "--delay", "30m", "--id", "42")
     assert said.exit_code == 0
     assert re.fullmatch(r"scheduled task 42 \(ok\): due \S+Z, in (30m|29m59s)\n", said.stdout)
 
 
-def test_a_tag_that_looks_mistyped_is_accepted_and_told(shop: Project) -> None:
+def test_a_tag_that_looks_mistyped_is_accepted_and_reported(shop: Project) -> None:
     said = shop("schedule", "mial", "--delay", "30m", "--id", "42")
     assert said.exit_code == 0
     assert "'mial'; did you mean 'mail'?" in said.stderr
@@ -59,7 +59,7 @@ def test_a_body_comes_from_a_file_or_from_stdin(shop: Project, tmp_path: Path) -
     assert shop.json("schedule", "ok", "--delay", "1h")["body"] is None
 
 
-def test_a_key_that_is_taken_is_refused_kept_or_replaced_as_one_says(shop: Project) -> None:
+def test_a_key_in_use_is_refused_kept_or_replaced(shop: Project) -> None:
     first = shop.json("schedule", "ok", "1", "--delay", "1h", "--key", "k")
     again = ["schedule", "ok", "2", "--delay", "2h", "--key", "k"]
     assert shop.error(*again, exit_code=1)["type"] == "DuplicateTaskError"
@@ -106,14 +106,14 @@ def test_a_key_that_is_taken_is_refused_kept_or_replaced_as_one_says(shop: Proje
         (["--many", "nowhere.jsonl"], "BadParameter"),
     ],
 )
-def test_what_can_not_be_scheduled_ends_with_2_and_leaves_nothing(
+def test_an_invalid_task_exits_with_2_and_leaves_nothing(
     shop: Project, arguments: list[str], error: str
 ) -> None:
     assert shop.error("schedule", *arguments, exit_code=2)["type"] == error
     assert len(shop.delays.find()) == 0
 
 
-def test_a_broker_that_is_away_is_said_and_does_no_harm(
+def test_an_unavailable_broker_is_reported_and_does_no_harm(
     shop: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CELERY_BROKER_URL", f"redis://127.0.0.1:{free_port()}/0")
@@ -140,7 +140,7 @@ def test_many_tasks_come_from_a_file(shop: Project, tmp_path: Path) -> None:
     assert (shop.delays.get(42).priority, shop.delays.get(42).queue) == (5, "q")
 
 
-def test_many_tasks_come_from_stdin_and_share_what_the_command_says(shop: Project) -> None:
+def test_many_tasks_come_from_stdin_and_share_options(shop: Project) -> None:
     text = lines(
         {"tag": "ok", "delay": 90}, {"tag": "ok", "delay": 90, "queue": "own", "priority": 1}
     )
@@ -179,7 +179,7 @@ def test_many_tasks_with_keys_may_be_kept(shop: Project) -> None:
         ),
     ],
 )
-def test_a_wrong_line_is_named_and_nothing_of_its_lot_is_written(
+def test_a_wrong_line_is_named_and_nothing_of_its_batch_is_written(
     shop: Project, line: str, error: str, says: str
 ) -> None:
     text = lines({"tag": "ok", "delay": 90}) + line + "\n" + lines({"tag": "ok", "delay": 90})
@@ -196,7 +196,7 @@ def test_a_line_that_is_not_utf8_is_named(shop: Project) -> None:
     assert "line 1: the line is not UTF-8" in json.loads(said.stderr)["error"]
 
 
-def test_an_error_in_a_later_lot_says_what_is_done(
+def test_an_error_in_a_later_batch_counts_the_scheduled_tasks(
     shop: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(producer, "BULK", 2)
@@ -209,7 +209,7 @@ def test_an_error_in_a_later_lot_says_what_is_done(
     assert len(shop.delays.find()) == 4
 
 
-def test_a_conflict_among_many_says_what_may_be_done(shop: Project) -> None:
+def test_a_conflict_among_many_names_the_uncertain_lines(shop: Project) -> None:
     text = lines(*[{"tag": "ok", "delay": 90, "key": "k"}] * 2)
     said = shop("schedule", "--many", "-", "--json", typed=text)
     assert said.exit_code == 1

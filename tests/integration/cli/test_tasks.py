@@ -185,7 +185,7 @@ def test_cancel_answers_for_each_task(shop: Project) -> None:
     assert shop.error("cancel", "5", exit_code=1)["type"] == "TaskNotFoundError"
 
 
-def test_people_are_told_every_failure_of_a_cancel(shop: Project) -> None:
+def test_each_failure_of_a_cancel_is_printed(shop: Project) -> None:
     task = shop.schedule(delay=60)
     said = shop("cancel", "5", str(task.id), "6")
     assert said.exit_code == 1
@@ -209,13 +209,13 @@ def test_a_cancel_that_names_no_task_ends_with_2(shop: Project, arguments: list[
     shop.error("cancel", *arguments, exit_code=2)
 
 
-def test_an_id_that_can_not_be_one_stops_the_whole_command(shop: Project) -> None:
+def test_an_invalid_id_stops_the_whole_command(shop: Project) -> None:
     task = shop.schedule(delay=60)
     assert shop.error("cancel", str(task.id), "x", exit_code=2)["type"] == "InvalidIdError"
     assert shop.status(task) is Status.NOT_COMPLETE
 
 
-def test_a_task_that_runs_or_is_done_can_not_be_cancelled(shop: Project) -> None:
+def test_a_task_that_runs_or_is_done_cannot_be_cancelled(shop: Project) -> None:
     task = shop.schedule()
     shop.delays.store.claims("w", None).claim_due("default", [0], 1)
     assert shop.error("cancel", str(task.id), exit_code=1)["type"] == "CancelTooLateError"
@@ -224,7 +224,7 @@ def test_a_task_that_runs_or_is_done_can_not_be_cancelled(shop: Project) -> None
     assert shop.error("cancel", str(done.id), exit_code=1)["type"] == "InvalidStatusError"
 
 
-def test_reschedule_moves_a_task_unless_somebody_else_did(shop: Project) -> None:
+def test_reschedule_moves_a_task_unless_its_version_changed(shop: Project) -> None:
     task = shop.schedule(delay=60)
     moved = shop.json("reschedule", str(task.id), "--at", "2030-01-01T00:00:00Z", "--version", "0")
     assert moved["expected_time"] == "2030-01-01T00:00:00+00:00"

@@ -1,0 +1,221 @@
+"""The document that `stats` prints."""
+
+from __future__ import annotations
+
+import platform
+from datetime import datetime
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from delaytasks.cli.config import broker_url
+from delaytasks.cli.context import Cli, shown_url
+from delaytasks.cli.times import show_instant
+from delaytasks.cli.waiting import late_tasks, replication_of
+from delaytasks.core.errors import StoreError
+from delaytasks.core.masking import mask_url
+from delaytasks.core.states import Status
+
+if TYPE_CHECKING:
+    from delaytasks.app import DelayTasks
+    from delaytasks.core.policies import Policy
+    from delaytasks.sharding.shard import Shard
+
+#: Policies in the document. `policy list` lists all of them.
+POLICIES = 100
+
+
+def gather(cli: Cli) -> dict[str, Any]:
+    from delaytasks.storage import migrations
+
+    delays, head = cli.delays, migrations.head()
+    found, databases = list[dict[str, Any]](), list[dict[str, Any]]()
+    for shard in delays.shards:
+        database: dict[str, Any] = {
+            "url": shown_url(shard.store),
+            "server": None,
+            "revision": None,
+            "head": head,
+            "replication": None,
+            "error": None,
+        }
+        databases.append(database)
+        try:
+            found.append(_numbers(delays, shard))
+            database |= _answers(cli, shard)
+        except StoreError as error:
+            if len(delays.shards) == 1:
+                raise
+            database["error"] = str(error)
+
+    def all_of(name: str) -> list[Any]:
+        return [each for numbers in found for each in numbers[name]]
+
+    # Each worker is known in each database.
+    workers = list({worker["name"]: worker for worker in all_of("workers")}.values())
+    broker, policies = _broker(delays), _policies(delays)
+    return {
+        "now": show_instant(delays.clock.now()),
+        **_counts(found),
+        "late": sorted(all_of("late"), key=lambda late: -late["tasks"]),
+        "overdue": _overdue(found),
+        "lapsed": sum(numbers["lapsed"] for numbers in found),
+        "workers": workers,
+        "sweeps": all_of("sweeps"),
+        "policies": [policy.as_json() for policy in policies[:POLICIES]],
+        "policy_counts": {
+            "all": len(policies),
+            "paused": sum(policy.is_paused for policy in policies),
+            "limited": sum(policy.has_limits for policy in policies),
+        },
+        "broker": broker,
+        "timer": _timer(delays, workers, broker),
+        "databases": databases,
+        "versions": {
+            **{name: _version(name) for name in ("delaytasks", "celery", "sqlalchemy")},
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _counts(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the number of tasks of each status, and the statuses whose number is an estimate."""
+    counts = {status: [numbers["counts"][status] for numbers in found] for status in Status}
+    return {
+        "counts": {s.name: sum(each.rows for each in counts[s]) for s in Status},
+        "estimated": [s.name for s in Status if any(each.is_estimate for each in counts[s])],
+    }
+
+
+def _overdue(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the sum of the overdue tasks, and the oldest one of all databases."""
+    overdue = [numbers["overdue"] for numbers in found if numbers["overdue"]["count"]]
+    nothing = {"oldest": None, "late_s": None}
+    oldest = max(overdue, key=lambda each: float(each["late_s"]), default=nothing)
+    return {**oldest, "count": sum(each["count"] for each in overdue)}
+
+
+def _numbers(delays: DelayTasks, shard: Shard) -> dict[str, Any]:
+    """Return the counts, workers and sweeps of one database."""
+    from delaytasks.maintenance.sweeper import SILENT_SWEEPS
+    from delaytasks.storage.stats import Stats
+
+    settings, store = delays.settings, shard.store
+    numbers, now = Stats(store.database, store.schema), store.tasks.now()
+    is_armed = delays.direct_timer is None  # a direct timer arms no rows
+
+    def age(instant: datetime) -> float:
+        return round(max((now - instant).total_seconds(), 0.0), 3)
+
+    overdue = numbers.overdue(settings.grace_s)
+    return {
+        "counts": numbers.counts(),
+        "late": late_tasks(delays, shard) if overdue.tasks else [],
+        "overdue": {
+            "count": overdue.tasks,
+            "oldest": overdue.oldest and show_instant(overdue.oldest),
+            "late_s": overdue.oldest and age(overdue.oldest),
+        },
+        "lapsed": numbers.lapsed(settings.lease_s),
+        "workers": [
+            {
+                "name": worker["name"],
+                "age_s": age(worker["seen_at"]),
+                "is_alive": age(worker["seen_at"]) <= SILENT_SWEEPS * settings.sweep_s,
+                "up_s": age(worker["started_at"]),
+                "pool": worker["pool"],
+                "concurrency": worker["concurrency"],
+                "queues": worker["queues"],
+                "tags": worker["tags"] and sorted(worker["tags"]),
+                "clock_offset_s": worker["clock_offset_us"] / 1e6,
+            }
+            for worker in store.workers.alive()
+        ],
+        "sweeps": [
+            {
+                "shard": shard.number,
+                "house": swept.house,
+                "age_s": swept.at and age(swept.at),
+                "is_late": swept.at is None or age(swept.at) > settings.self_sweep_s,
+                "armed_until": show_instant(swept.armed_until)
+                if swept.armed_until and is_armed
+                else None,
+            }
+            for swept in numbers.sweeps(settings.houses)
+        ],
+    }
+
+
+def _policies(delays: DelayTasks) -> list[Policy]:
+    """Return the policies, the paused ones first."""
+    try:
+        return sorted(delays.policies(), key=lambda policy: not policy.is_paused)
+    except StoreError:
+        return []  # no database answers, and each one's error is in the document
+
+
+def _answers(cli: Cli, shard: Shard) -> dict[str, Any]:
+    """Return what the database itself reports."""
+    from delaytasks.storage import migrations
+    from delaytasks.storage.stats import Stats
+
+    return {
+        "server": Stats(shard.store.database, shard.store.schema).server(),
+        "revision": migrations.current(*cli.tables(shard.store)),
+        "replication": replication_of(shard),
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _broker(delays: DelayTasks) -> dict[str, Any]:
+    """Ask the broker whether it answers. The timer knows only about its own last message."""
+    from delaytasks.timers.broker_link import bounded_connection
+
+    app, error = delays.celery, None
+    if delays.direct_timer is not None:
+        return {"url": broker_url(app), "is_up": None, "error": None}  # this deployment has no use
+    try:
+        with bounded_connection(app, delays.settings.publish_limit_s) as connection:
+            error = _lost_queue(delays, connection)
+    except Exception as reason:  # each transport has its own errors, and all mean the same
+        error = f"{type(reason).__name__}: {reason}"
+    return {"url": broker_url(app), "is_up": error is None, "error": error}
+
+
+def _lost_queue(delays: DelayTasks, connection: Any) -> str | None:
+    """Return the broker's error if the node of the default queue is down."""
+    from delaytasks.timers.broker_link import is_home_node_down
+
+    try:
+        name = delays.publisher.queue(delays.settings.default_queue).name
+        connection.default_channel.queue_declare(queue=name, passive=True)
+    except connection.channel_errors as reason:  # usually: the queue is not declared yet
+        return f"{type(reason).__name__}: {reason}" if is_home_node_down(reason) else None
+    return None
+
+
+def _timer(
+    delays: DelayTasks, workers: list[dict[str, Any]], broker: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the timer. For `redis`, it counts the tasks of each queue that wait or were taken."""
+    if delays.direct_timer is not None:
+        return {"name": "direct", "url": None, "is_up": True, "queues": {}}
+    timer = delays.redis_timer
+    if timer is None:
+        return {"name": "eta", "url": broker["url"], "is_up": broker["is_up"], "queues": {}}
+    served = {queue for worker in workers for queue in worker["queues"]}
+    counts = timer.counts(sorted({delays.settings.default_queue, *served}))
+    return {
+        "name": "redis",
+        "url": mask_url(timer.link.url),
+        "is_up": counts is not None,
+        "queues": {
+            name: {"waiting": waiting, "taken": taken}
+            for name, (waiting, taken) in (counts or {}).items()
+        },
+    }
