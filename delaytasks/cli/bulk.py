@@ -62,7 +62,7 @@ class Many:
         has_tag, has_key = self.tag is not None, key is not None
         if (ids and (has_filter or has_tag or has_key)) or (has_key and has_filter):
             raise click.UsageError(
-                "Name the tasks by ids, by --tag and --key, or by filters. These exclude each other."
+                "Name the tasks by ids, by --tag and --key, or by filters; not by several."
             )
         return has_filter or (has_tag and not has_key)
 
