@@ -1,4 +1,4 @@
-"""Between claim and run: which of the claimed rows the policies let begin."""
+"""Holds the claimed rows of paused tags and queues before they run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from delaytasks.core.task import DelayTask
 from delaytasks.execution.policy_cache import PolicyCache
 
 
-class Admission:
+class PauseFilter:
     def __init__(self, policies: PolicyCache, holds: HoldStore, events: Events) -> None:
-        self.policies = policies
+        self._policies = policies
         self._holds = holds
         self._events = events
 
-    def admit(self, tasks: Sequence[DelayTask]) -> tuple[Sequence[DelayTask], Sequence[Settlement]]:
-        """Those that may run, and the ends of those that may not. What is paused is HELD from now on."""
-        policies = self.policies.current()
+    def hold_paused(
+        self, tasks: Sequence[DelayTask]
+    ) -> tuple[Sequence[DelayTask], Sequence[Settlement]]:
+        """Hold the paused tasks; return the tasks to run, and settlements of paused ones that could not be held."""
+        policies = self._policies.current()
         if not policies.has_pauses:
             return tasks, ()
         paused = [task for task in tasks if policies.pauses(task.tag, task.queue)]
@@ -33,5 +35,5 @@ class Admission:
             return allowed, [Settlement(task, "give_back") for task in paused]
         if held:
             self._events.emit("task.held", count=len(held))
-        # What is not held was resumed a moment ago.
+        # A paused task that was not held has been resumed since the policies were read, so it runs.
         return [task for task in tasks if task.id not in held], ()
