@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 #: The number of slots, or of starts, of a tag without that limit.
 UNLIMITED = 1_000_000_000
-#: One start in `BURST_SHARE` may follow another without a distance, so that a late worker can catch up.
+#: One start in `BURST_SHARE` may follow another without a distance, for late workers.
 BURST_SHARE = 10
-#: Distances are longer by this factor than the rate requires, since a start may come a little later than it was
-#: allowed.
+#: Distances are longer by this factor than the rate requires, since a start may come a little later
+#: than it was allowed.
 DISTANCE_FACTOR = 1.03
 #: The number of processes that a process leaves slots for.
 SHARING_PROCESSES = 8
-#: A worker looks again after this time at a waitlist whose tag has no free slot: a worker that stopped, or a raised
-#: limit, frees slots without a message.
+#: A worker looks again after this time at a waitlist whose tag has no free slot: a worker that
+#: stopped, or a raised limit, frees slots without a message.
 LOOK_S = 1.0
 
 
@@ -25,7 +25,7 @@ class WaitlistState(NamedTuple):
 
     queue: str
     tag: str
-    #: The number of waiting tasks that may start now, as far as it is known; None if no process has looked.
+    #: The number of tasks that may start now, as far as known; None if no process has looked.
     open: int | None = 1
     #: The time after which a process should look again.
     look_s: float = LOOK_S
@@ -34,7 +34,8 @@ class WaitlistState(NamedTuple):
 class StartPace(NamedTuple):
     """A rate limit as a distance between starts, and the number of starts that need no distance.
 
-    A window of `period_s` has at most `rate` starts: those of one burst, and the others at their distances.
+    A window of `period_s` has at most `rate` starts: those of one burst, and the others at their
+    distances.
     """
 
     interval_s: float
@@ -83,8 +84,8 @@ class Capacity:
     def share(self, wanted: int, parallel: int = 1) -> int:
         """Return how many tasks one process may take.
 
-        Beyond the `parallel` tasks that the process starts simultaneously, its tasks run one after another, so it
-        leaves the other slots to processes that may be idle.
+        Beyond the `parallel` tasks that the process starts simultaneously, its tasks run one after
+        another, so it leaves the other slots to processes that may be idle.
         """
         if self.slots <= 0:
             return 0

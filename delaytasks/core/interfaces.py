@@ -1,4 +1,4 @@
-"""The values and protocols that scheduling, execution and maintenance share with the storage and the timers."""
+"""Values and protocols between the packages above the storage and the timers, and these two."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ class Entry(NamedTuple):
 
 
 def by_shard(entries: Sequence[Entry], shards: int) -> dict[int, Sequence[Entry]]:
-    """Return the entries of each shard; entries of a shard that this process does not know yet are left out."""
+    """Return the entries of each shard.
+
+    Entries of a shard that this process does not know yet are left out.
+    """
     if shards == 1:
         return {0: entries} if entries else {}
     parts: dict[int, list[Entry]] = {}
@@ -121,9 +124,9 @@ class Level(NamedTuple):
 
 
 class QueuePlace(NamedTuple):
-    """The position of a walk through all queues: the last queue with tasks, and the last one with waitlists.
+    """The position of a walk through all queues; None is the beginning.
 
-    None is the beginning.
+    The fields are the last queue with tasks, and the last one with waitlists.
     """
 
     tasks: str | None = None
@@ -201,7 +204,10 @@ class Transaction(Protocol):
         ...
 
     def after_commit(self, tasks: Sequence[DelayTask], action: Callable[..., None]) -> None:
-        """Call `action(tasks)` after the commit, or `action(tasks, is_committed=False)` just before it."""
+        """Call `action(tasks)` after the commit.
+
+        If only the moment before it is known, call `action(tasks, is_committed=False)` then.
+        """
         ...
 
     def guard(self, unknown_id: int | None = None) -> AbstractContextManager[Executor]:
@@ -341,7 +347,10 @@ class Timer(Protocol):
     def arm(self, entries: Iterable[Entry]) -> bool: ...
 
     def disarm(self, entries: Iterable[Entry]) -> None:
-        """Forget exactly these versions if possible; the claim refuses an entry that is sent nevertheless."""
+        """Forget exactly these versions if possible.
+
+        The claim refuses an entry that is sent nevertheless.
+        """
 
     def drain(
         self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0

@@ -59,7 +59,7 @@ class Batch:
         return awaited(self.processor.function(tasks))
 
 
-#: What the executor calls.
+#: A processor, or a batch in its place.
 Work = Processor | Batch
 
 
@@ -87,8 +87,8 @@ class BatchRun:
 def outcomes_of(value: object, tasks: Sequence[DelayTask]) -> list[object]:
     """Return the outcome of each task from what the batch's processor returned.
 
-    A list has the outcomes in the order of the tasks, a mapping has them by id, and a single outcome is for all tasks.
-    A task without an outcome has succeeded.
+    A list has the outcomes in the order of the tasks, a mapping has them by id, and a single
+    outcome is for all tasks. A task without an outcome has succeeded.
     """
     if value is None or isinstance(value, _OUTCOMES):
         return [value] * len(tasks)
@@ -96,18 +96,18 @@ def outcomes_of(value: object, tasks: Sequence[DelayTask]) -> list[object]:
         unknown = value.keys() - {task.id for task in tasks}
         if unknown:
             raise InvalidOutcomesError(
-                f"the batch's processor returned outcomes for {len(unknown)} ids that are not in the batch, such "
-                f"as {shown(next(iter(unknown)))}: the keys are task.id"
+                f"the batch's processor returned outcomes for {len(unknown)} ids that are not in "
+                f"the batch, such as {shown(next(iter(unknown)))}: the keys are task.id"
             )
         return [value.get(task.id) for task in tasks]
     if not isinstance(value, (list, tuple)):
         raise InvalidOutcomesError(
-            f"the batch's processor returned a {type(value).__name__}: it is None, a list with an outcome for each "
-            "task, or a dict of outcomes by task.id"
+            f"the batch's processor returned a {type(value).__name__}: it is None, a list with an "
+            "outcome for each task, or a dict of outcomes by task.id"
         )
     if len(value) != len(tasks):
         raise InvalidOutcomesError(
-            f"the batch's processor returned {len(value)} outcomes for {len(tasks)} tasks: one for each, in their "
-            "order, or a dict of outcomes by task.id"
+            f"the batch's processor returned {len(value)} outcomes for {len(tasks)} tasks: one for "
+            "each, in their order, or a dict of outcomes by task.id"
         )
     return list(value)

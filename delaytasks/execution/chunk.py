@@ -16,7 +16,8 @@ from delaytasks.core.task import DelayTask
 FIRST_SIZE = 10
 #: Rows that a process gets before that, so that it stays busy until the first chunks are measured.
 FIRST_BROUGHT = 100
-#: The weight of the last chunk in the estimate, if it was as small as the first; a larger chunk weighs more.
+#: The weight of the last chunk in the estimate, if it was as small as the first; a larger chunk
+#: weighs more.
 LEARNING = 0.3
 #: The most full chunks in one time box, since claims and settlements take time as well.
 MOST_CHUNKS = 5
@@ -41,7 +42,7 @@ class Chunk:
         self.settling = threading.Lock()
 
     def next(self) -> DelayTask | None:
-        """Return the next row, or None if no row waits, the time box is over, or the leases may be over."""
+        """Return the next row, or None if no row waits or the leases may be over."""
         try:
             first = self._waiting[0]
         except IndexError:  # the time box may take all of them meanwhile
@@ -49,7 +50,10 @@ class Chunk:
         return first if monotonic() <= self._good_until else None
 
     def start(self, first: DelayTask, most: int = 1) -> list[DelayTask]:
-        """Start that row and further ones of its tag; return none if the time box has taken the row."""
+        """Start that row and further ones of its tag.
+
+        Return none if the time box has taken the row.
+        """
         with self._lock:
             if not self._waiting or self._waiting[0] is not first:
                 return []
@@ -128,7 +132,10 @@ class ChunkSize:
         self._wanted = 0
 
     def learn(self, ran: int, seconds: float, wanted: int = 0) -> None:
-        """Learn from a chunk; `wanted` is the number of rows that its processors can start simultaneously."""
+        """Learn from a chunk.
+
+        `wanted` is the number of rows that its processors can start simultaneously.
+        """
         if ran or wanted:
             self._wanted = min(wanted, self._most)
         if ran:
@@ -167,8 +174,9 @@ class ChunkSize:
 class TimeBudget:
     """A thread that calls `expire(chunk)` for each chunk that is open after its time box.
 
-    The thread that runs the chunk may be in a processor for minutes, so it takes no part in this. While chunks are
-    opened and closed, this thread wakes once in a time box by itself, and no runner spends time on waking it.
+    The thread that runs the chunk may be in a processor for minutes, so it takes no part in this.
+    While chunks are opened and closed, this thread wakes once in a time box by itself, and no
+    runner spends time on waking it.
     """
 
     def __init__(
@@ -213,9 +221,8 @@ class TimeBudget:
                 chunk, deadline = min(self._open.items(), key=itemgetter(1))
                 left = deadline - monotonic()
                 if left > 0:
-                    self._changed.wait(
-                        min(left, self._box_s)
-                    )  # a chunk that is opened meanwhile may expire earlier
+                    # A chunk that is opened meanwhile may expire earlier.
+                    self._changed.wait(min(left, self._box_s))
                     continue
                 del self._open[chunk]
             try:

@@ -1,7 +1,8 @@
-"""Runs the rows of a chunk and settles them: one after another, as batches, or concurrently in threads.
+"""Runs the rows of a chunk one after another, as batches, or in threads, and settles them.
 
-A chunk waits for its rows no longer than its time box. Concurrent rows that still run then go on, and the runner takes
-the next chunk as soon as there are free slots. The time box settles them when they end.
+A chunk waits for its rows no longer than its time box. Concurrent rows that still run then go on,
+and the runner takes the next chunk as soon as there are free slots. The time box settles them when
+they end.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class ChunkRunner:
             self._close(chunk, settle)
 
     def run_alone(self, tasks: Sequence[DelayTask], claimed_at: float, tally: Tally) -> None:
-        """Run a recovered row, which may kill this process, after the rows of other chunks have ended."""
+        """Run a recovered row after other chunks have ended, since it may kill this process."""
         if not tasks:
             return
         self._wait_until_alone(lambda: not self._left)
@@ -156,7 +157,7 @@ class ChunkRunner:
         self._thread_slots.wait(lambda: not self._left)
 
     def ended(self) -> tuple[int, float]:
-        """Return the concurrent rows that ended since the last call, and the time that they took."""
+        """Return the concurrent rows that ended since the last call, and their time."""
         return self._thread_slots.ended()
 
     # -- the start and the end of a chunk ---------------------------------------------------------
@@ -190,8 +191,8 @@ class ChunkRunner:
     def _in_order(self, tasks: Sequence[DelayTask]) -> Sequence[DelayTask]:
         """Order the tasks of a chunk.
 
-        Concurrent rows that have a slot are first, since they wait while the others run. Rows with a hard time limit
-        are last, since they may end the process.
+        Concurrent rows that have a slot are first, since they wait while the others run. Rows with
+        a hard time limit are last, since they may end the process.
         """
         if not any(self._is_special(tag) for tag in {task.tag for task in tasks}):
             return tasks
@@ -224,7 +225,7 @@ class ChunkRunner:
         claimed: datetime,
         tally: Tally,
     ) -> float | None:
-        """Start a concurrent row; return the time that this took, or None if the time box is over."""
+        """Start a concurrent row; return the time this took, or None after the time box."""
         began = monotonic()
         rows = self._concurrent_calls.start(chunk, processor, first, claimed)
         if rows is None:
@@ -263,7 +264,7 @@ class ChunkRunner:
     # -- the time box -----------------------------------------------------------------------------
 
     def _expire(self, chunk: Chunk) -> None:
-        """After the time box, settle what has ended, and give the waiting rows back to other workers."""
+        """After the time box, settle the ended rows and give back the waiting ones."""
         waiting = chunk.take_waiting()
         chunk.keep(Settlement(task, "give_back", error=None) for task in waiting)
         if waiting:
@@ -274,7 +275,8 @@ class ChunkRunner:
         except (StoreUnavailableError, OutcomeUnknownError):
             if not chunk.is_left:
                 raise
-            # Without a limit: if the leases end meanwhile, the fence refuses a settlement that is too late.
+            # Without a limit: if the leases end meanwhile, the fence refuses a settlement that is
+            # too late.
             self._time_budget.open(chunk, rest_s=RETRY_S)
         except BaseException:
             if chunk.is_left:

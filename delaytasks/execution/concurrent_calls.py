@@ -1,4 +1,4 @@
-"""Runs the rows of processors with `in_flight` in threads, concurrently with the chunk's other rows."""
+"""Runs the rows of processors with `in_flight` in threads, beyond the runner's own thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from delaytasks.processors.thread_slots import ThreadSlots
 
 
 class ConcurrentCalls:
-    """`on_end` gets a chunk in which a call has ended, `on_error` an error that no task can have."""
+    """`on_end` gets a chunk in which a call has ended, `on_error` an error outside of a task."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class ConcurrentCalls:
     ) -> None:
         """Wait until all rows of the chunk have ended.
 
-        With `may_leave_s`, wait no longer than the time box, and then until another chunk has free slots: for
-        `may_leave_s` half of them, or else it would get only a few rows, and then any.
+        With `may_leave_s`, wait no longer than the time box, and then until another chunk has free
+        slots: for `may_leave_s` half of them, or else it would get only a few rows, and then any.
         """
 
         def is_run() -> bool:

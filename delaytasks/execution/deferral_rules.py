@@ -1,4 +1,4 @@
-"""Rules for claimed rows that this process does not run: expired ones, and ones that another process has to run."""
+"""Rules for claimed rows that this process does not run: they have expired, or are deferred."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class DeferralRules:
     def _lacks_key(self, task: DelayTask) -> bool:
         """Whether another process may be able to decrypt the body.
 
-        A body without a key's name was changed, and so was one that a key of this process cannot decrypt. No process
-        can read them, so their tasks run and fail.
+        A body without a key's name was changed, and so was one that a key of this process cannot
+        decrypt. No process can read them, so their tasks run and fail.
         """
         return is_encrypted(task.body_json) and name_in(task.body_json) not in self._readable
 

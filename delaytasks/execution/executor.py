@@ -24,22 +24,22 @@ _EXITS = (SystemExit, KeyboardInterrupt)
 
 
 class Ended(NamedTuple):
-    """The settlement of one task, and what its processor returned or raised."""
+    """The settlement of one task, with the value or the error of its processor."""
 
     settlement: Settlement
     value: object = None
     error: BaseException | None = None
 
 
-#: Settles the tasks of one call by what their processor returned or raised.
+#: Returns the settlements of one call from its value or its error.
 End = Callable[[object, BaseException | None], Sequence[Ended]]
-#: Calls the processor, and then `End`, in the context that the processor expects. An exception that it raises before
-#: it has called `End` counts as the processor's.
+#: Calls the processor, and then `End`, in the context that the processor expects. An exception that
+#: it raises before it has called `End` counts as the processor's.
 Execute = Callable[[Work, DelayTask, End], object]
 
 
 def ends_process(error: BaseException) -> bool:
-    """Whether the error is Celery's WorkerShutdown or WorkerTerminate, which end the worker and not the task."""
+    """Whether the error is Celery's WorkerShutdown or WorkerTerminate, which end the worker."""
     return isinstance(error, _EXITS) and type(error) not in _EXITS
 
 

@@ -46,13 +46,16 @@ class OutcomeRules:
                 error = raised
         if run.is_certain or run.is_left_open:
             return self._of_completed(run, began, error), error
-        # If the processor's transaction was committed nevertheless, the fence refuses this settlement.
+        # If that transaction was committed nevertheless, the fence refuses this settlement.
         return self.of_error(processor, run.task, began, error), error
 
     def of_error(
         self, processor: Processor, task: DelayTask, began: datetime, error: BaseException
     ) -> Settlement:
-        """Schedule a retry or fail the task; if its lease was about to end, run it again immediately."""
+        """Schedule a retry or fail the task.
+
+        If its lease was about to end, run it again immediately.
+        """
         if isinstance(error, LeaseEndsError):  # the worker's fault, and not the task's
             self._events.emit("task.broke_off", id=task.id, tag=task.tag, error=error)
             return Settlement(task, "snooze", began, due=self._clock.now(), due_time=task.due)
@@ -89,8 +92,11 @@ class OutcomeRules:
         """Return the settlement that the processor has made itself with `complete()`."""
         task = run.task
         if not run.is_committed:
-            # The open transaction has locked the row. If it is never committed, the row is abandoned.
-            why = "complete() was called, and its transaction was still open when the processor ended: end it first"
+            # The open transaction has locked the row. Without a commit the row is abandoned.
+            why = (
+                "complete() was called, and its transaction was still open when the processor "
+                "ended: end it first"
+            )
             self._events.emit("task.left_open", id=task.id, tag=task.tag, remedy=why, error=error)
             return Settlement(task, "fail", began, why, is_made=True)
         if error is not None:
@@ -100,12 +106,12 @@ class OutcomeRules:
     def _of_rolled_back(
         self, processor: Processor, task: DelayTask, began: datetime, value: object
     ) -> Settlement:
-        """Return the settlement of a run that has rolled its `complete()` back, which is no success."""
+        """Return the settlement of a run that rolled its `complete()` back, which is no success."""
         if isinstance(value, (Retry, Snooze, Cancel, Fail)):
             return self._of_value(processor, task, began, value)
         raise TaskStateError(
-            "complete() was called, its transaction was rolled back, and the processor returned as if all were well: "
-            "let the error out of it, or return Retry() or another outcome",
+            "complete() was called, its transaction was rolled back, and the processor returned as "
+            "if all were well: let the error out of it, or return Retry() or another outcome",
             task.id,
         )
 

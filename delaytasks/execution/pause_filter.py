@@ -20,7 +20,10 @@ class PauseFilter:
     def hold_paused(
         self, tasks: Sequence[DelayTask]
     ) -> tuple[Sequence[DelayTask], Sequence[Settlement]]:
-        """Hold the paused tasks; return the tasks to run, and settlements of paused ones that could not be held."""
+        """Hold the paused tasks.
+
+        Return the tasks to run, and settlements of paused tasks that could not be held.
+        """
         policies = self._policies.current()
         if not policies.has_pauses:
             return tasks, ()

@@ -1,9 +1,10 @@
 """The policies that a process applies, read about once a second.
 
-A read costs one row while nothing changes, and otherwise the changed policies. A worker's main process reads in a
-thread, and each job for the pool carries the stamp of the policies that it knows. A pool process reads only if it
-knows other policies, or if the main process has read none yet. Other processes, such as commands, read when they use
-the policies and the last read is older than a second. Without policies no pool process reads anything.
+A read costs one row while nothing changes, and otherwise the changed policies. A worker's main
+process reads in a thread, and each job for the pool carries the stamp of the policies that it
+knows. A pool process reads only if it knows other policies, or if the main process has read none
+yet. Other processes, such as commands, read when they use the policies and the last read is older
+than a second. Without policies no pool process reads anything.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from delaytasks.core.errors import StoreError
 from delaytasks.core.policies import NO_POLICIES, Changes, Policies, Stamp
 
 REFRESH_S = 1.0
-#: The time between two comparisons of the whole table with the known policies. Processes of a release before
-#: migration 0010, and people who write SQL, change policies without counting the change.
+#: The time between two comparisons of the whole table with the known policies. Processes of a
+#: release before migration 0010, and people who write SQL, change policies without counting the
+#: change.
 CHECK_S = 10.0
 
 
@@ -24,7 +26,7 @@ class PolicyCache:
     """The policies of one database."""
 
     def __init__(self, read: Callable[[int | None, bool], Changes]) -> None:
-        """`read(number, checks)` returns what changed after that number, or all policies if the number is None."""
+        """`read(number, checks)` returns the changes after `number`; for None, all policies."""
         self._read = read
         self.known = NO_POLICIES
         self._read_at = self._checked_at = float("-inf")
@@ -69,7 +71,10 @@ class PolicyCache:
         return self.known
 
     def follow(self, stamp: Stamp | None) -> None:
-        """Read the policies unless they have this stamp, which the main process sent; None if it has read none."""
+        """Read the policies unless they have this stamp, which the main process sent.
+
+        The stamp is None if the main process has read none.
+        """
         self.is_led = True
         if stamp is None or stamp != self.known.stamp:
             self.refresh(checks=True)

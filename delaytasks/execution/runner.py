@@ -1,4 +1,4 @@
-"""Claims rows and runs them as chunks: the third part of the path of a task, from RUNNING to DONE."""
+"""Claims rows and runs them as chunks: the part of a task's path from RUNNING to DONE."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from delaytasks.processors.thread_slots import ThreadSlots
 CLOCK_TOLERANCE_US = 50_000
 #: The additional wait, since some databases return the time in whole milliseconds.
 CLOCK_TOLERANCE_SLACK_US = 2_000
-#: During a backlog, abandoned rows are looked for again after this time, and after the look's duration times
-#: `ABANDONED_SHARE`, since a look reads the whole backlog.
+#: During a backlog, abandoned rows are looked for again after this time, and after the look's
+#: duration times `ABANDONED_SHARE`, since a look reads the whole backlog.
 ABANDONED_S, ABANDONED_SHARE = 1.0, 20
 
 
@@ -67,10 +67,11 @@ class Report(NamedTuple):
 class Runner:
     """Runs chunks in one process.
 
-    `execute` calls a processor in the context that it expects, and `kept` holds this context between rows that a
-    thread runs one after another. With `may_leave`, concurrent rows may go on while the next chunk runs: another
-    process has to renew their leases, and `finish` has to be called at the end. `renewed_at` returns when leases were
-    renewed last, by the monotonic clock, and `watcher` the watcher of the moment.
+    `execute` calls a processor in the context that it expects, and `kept` holds this context
+    between rows that a thread runs one after another. With `may_leave`, concurrent rows may go on
+    while the next chunk runs: another process has to renew their leases, and `finish` has to be
+    called at the end. `renewed_at` returns when leases were renewed last, by the monotonic clock,
+    and `watcher` the watcher of the moment.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Runner:
         )
         self._may_leave = may_leave
         self._waitlist_runner = WaitlistRunner(settings, claims, registry, self._chunks)
-        #: By queue, when abandoned rows have the next turn; they get at most half of the time.
+        #: The next time for abandoned rows of each queue; they get at most half of the time.
         self._abandoned_at: dict[str, float] = {}
 
     def run(self, entries: Sequence[Entry], for_s: float = 0) -> Report:
@@ -139,7 +140,7 @@ class Runner:
         return self._report(tally, len(claimed), early, lines=states)
 
     def drain(self, queue: str, priorities: Sequence[int], limit: int, for_s: float = 0) -> Report:
-        """Run due rows straight from the table, an abandoned one, and then the waitlists of the queue."""
+        """Run due rows straight from the table, an abandoned row, and the queue's waitlists."""
         claimed_at, tally = monotonic(), Tally()
         is_turn_of_abandoned = claimed_at >= self._abandoned_at.setdefault(
             queue, claimed_at + ABANDONED_S
@@ -159,7 +160,8 @@ class Runner:
         waitlists = seen.waitlists
         if not is_full or is_turn_of_abandoned:
             waitlists = waitlists | self._claims.waitlists.in_queue(queue)
-        # During a backlog, waitlists that no claim has seen get chunks of their own, or they would delay the backlog.
+        # During a backlog, waitlists that no claim has seen get chunks of their own, or they would
+        # delay the backlog.
         later = waitlists - seen.waitlists if is_full else set()
         states = self._waitlist_runner.run(waitlists - later, limit, for_s, tally)
         states += tuple(WaitlistState(*waitlist, None) for waitlist in sorted(later))
@@ -221,10 +223,11 @@ class Runner:
     def _run_missing(
         self, missing: dict[tuple[int, int], Entry], tally: Tally
     ) -> tuple[tuple[Entry, ...], WaitlistsSeen]:
-        """Run the missing entries (by id and version) that can run now, and return those that are early.
+        """Run the missing entries (by id and version) that can run now, and return the early ones.
 
-        An entry that is early within the clock tolerance is waited for, and a recovered row is claimed alone. All
-        other entries are dropped: they were cancelled or moved, or another process has them.
+        An entry that is early within the clock tolerance is waited for, and a recovered row is
+        claimed alone. All other entries are dropped: they were cancelled or moved, or another
+        process has them.
         """
         soon, early, recovered = self._sort_missing(missing)
         dropped = len(missing) - len(soon) - len(early) - len(recovered)

@@ -1,4 +1,4 @@
-"""Writes the settlements of a chunk, repeats them while the database is unavailable, and arms tasks that run again."""
+"""Writes the settlements of a chunk, with retries, and arms the tasks that run again."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Settler:
     def settle(self, chunk: Chunk, patience_s: float, settle: Settle | None = None) -> bool:
         """Settle the ended rows, and give back the waiting ones.
 
-        Without patience, one try is made and then left to the runner; if the runner settles now, return False.
-        `settle` is tried before the store's own function.
+        Without patience, one try is made and then left to the runner; if the runner settles now,
+        return False. `settle` is tried before the store's own function.
         """
         chunk.keep(Settlement(task, "give_back") for task in chunk.take_waiting())
         return self.settle_finished(chunk, patience_s, settle)
@@ -75,13 +75,13 @@ class Settler:
             chunk.keep(settlements)
             raise
         except StoreError:
-            # The database refused one of them: the others are settled nevertheless, and do not run again.
+            # The database refused one of them. The others are settled and do not run again.
             self._settle_each(chunk, settlements, deadline)
 
     def _settle_each(
         self, chunk: Chunk, settlements: Sequence[Settlement], deadline: float
     ) -> None:
-        """Settle one row after another; locked rows come last, so that no other row waits for them."""
+        """Settle each row by itself; locked rows come last, so that no other row waits for them."""
         refusal: StoreError | None = None
         locked: list[Settlement] = []
         untried: list[Settlement] = []
@@ -112,7 +112,7 @@ class Settler:
     def _repeat(
         self, settlements: Sequence[Settlement], deadline: float, settle: Settle
     ) -> set[int]:
-        """Write settlements, and repeat this until the deadline; the fence makes a repetition safe."""
+        """Write settlements, with retries until the deadline; the fence makes retries safe."""
         while True:
             try:
                 return self._write(settlements, settle)
@@ -129,7 +129,7 @@ class Settler:
 
     @staticmethod
     def _write(settlements: Sequence[Settlement], settle: Settle) -> set[int]:
-        """Write settlements; if the database refuses the characters of an error, write it in ASCII."""
+        """Write settlements; an error with characters that the database refuses becomes ASCII."""
         try:
             return settle(settlements)
         except (StoreUnavailableError, OutcomeUnknownError):
@@ -149,8 +149,8 @@ class Settler:
             return
         self._reported_locked = task.id, task.version
         remedy = (
-            "an open transaction has locked this task's row (with SQLite: the database); if its processor began the "
-            "transaction, commit it or roll it back before the processor returns"
+            "an open transaction has locked this task's row (with SQLite: the database); if its "
+            "processor began the transaction, commit or roll back before the processor returns"
         )
         self._events.emit("task.row_locked", id=task.id, tag=task.tag, remedy=remedy)
 

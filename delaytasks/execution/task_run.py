@@ -14,7 +14,8 @@ from delaytasks.core.task import DelayTask
 
 #: The longest result of a task. Results are for inspection; data belongs elsewhere.
 MAX_RESULT_BYTES = 16 * 1024
-#: `check_lease` raises if less than this part of the lease is left. If renewals succeed, more than half is left.
+#: `check_lease` raises if less than this part of the lease is left. If renewals succeed, more than
+#: half is left.
 LAST_PART = 1 / 3
 #: Returns the transaction of a caller's `session=`.
 TransactionOf = Callable[[Any, DelayTask], Transaction | None]
@@ -50,9 +51,10 @@ class TaskRun:
         self._began = monotonic()
         #: The processor has settled the row as DONE in its own transaction.
         self.is_written = False
-        #: That transaction is committed, or was about to be.
+        #: The transaction is committed, or was about to be.
         self.is_committed = False
-        #: The commit is confirmed. SQLAlchemy reports the commit of a plain connection before it happens.
+        #: The commit is confirmed. SQLAlchemy reports the commit of a plain connection before it
+        #: happens.
         self.is_certain = False
         self._executor: Executor | None = None
 

@@ -1,4 +1,4 @@
-"""Runs the tasks of waitlists: when one ends, its slot goes to the next one, which the same process runs."""
+"""Runs the tasks of waitlists: when one ends, the same process runs the next one in its slot."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from delaytasks.execution.chunk import ChunkSize
 from delaytasks.execution.chunk_runner import ChunkRunner, Tally
 from delaytasks.processors.registry import Registry
 
-#: If a claim of more than `MANY` rows held most of them, there is an overdue backlog, which one chunk helps to hold
-#: for `HOLD_S`.
+#: If a claim of more than `MANY` rows held most of them, there is an overdue backlog, which one
+#: chunk helps to hold for `HOLD_S`.
 MANY, HOLD_S = 5, 0.2
 
 
 class _SlotTransfer:
-    """Settles tasks of one waitlist, and admits the next ones to their slots while there is time."""
+    """Settles tasks of one waitlist, and admits the next ones to their slots until the end."""
 
     def __init__(
         self, claims: ClaimStore, queue: str, tag: str, until: float, wanted: int, is_scarce: bool
@@ -51,13 +51,13 @@ class WaitlistRunner:
         self._waitlists = claims.waitlists
         self._registry = registry
         self._chunks = chunks
-        #: By tag: rows beyond the time box would occupy slots without running.
+        #: The chunk size of each tag. Rows beyond the time box would occupy slots without running.
         self._sizes: dict[str, ChunkSize] = {}
 
     def hold_backlog(self, seen: WaitlistsSeen, asked: int, levels: Set[tuple[str, int]]) -> None:
         """If a claim of `asked` rows held most of them, hold further overdue rows of the tags.
 
-        Otherwise a row far behind in the backlog would not get its key's turn before a claim finds it.
+        Otherwise a row far behind in the backlog would miss its key's turn until a claim finds it.
         """
         if not 2 * seen.held > asked > MANY:
             return
@@ -70,7 +70,7 @@ class WaitlistRunner:
     def run(
         self, waitlists: Set[tuple[str, str]], limit: int, for_s: float, tally: Tally
     ) -> tuple[WaitlistState, ...]:
-        """Run tasks of these waitlists for `for_s`, and return the waitlists that a process should go on with."""
+        """Run tasks of these waitlists for `for_s`, and return the waitlists to go on with."""
         until, states = monotonic() + for_s, list[WaitlistState | None]()
         for number, (queue, tag) in enumerate(sorted(waitlists)):
             if number and monotonic() >= until:
@@ -97,7 +97,8 @@ class WaitlistRunner:
                 time.sleep(state.look_s)
                 continue
             if is_first:
-                # The wait for the lock does not count. Processes that began together end at different times.
+                # The wait for the lock does not count. Processes that began together end at
+                # different times.
                 until, is_first = monotonic() + for_s * random.uniform(0.5, 1), False
             is_scarce = state is not None and not state.open
             while tasks:

@@ -12,7 +12,7 @@ from typing import Any
 
 from delaytasks.core.forks import reset_in_child
 
-#: What a coroutine returned, or what it raised.
+#: The value of a coroutine, or its error.
 Result = tuple[Any, BaseException | None]
 
 
@@ -32,7 +32,7 @@ class EventLoop:
         self._running: set[asyncio.Task[None]] = set()
 
     def result_of(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run the coroutine with the caller's context variables, and return its result or raise its error."""
+        """Run the coroutine with the caller's context variables, and return its result."""
         answer: Future[Result] = Future()
 
         def start() -> None:

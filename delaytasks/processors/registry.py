@@ -39,8 +39,8 @@ class ProcessorOptions(TypedDict, total=False):
 
     #: The queue of tasks that name none.
     queue: str | None
-    #: A retry schedule or its delays ("15s 3m 10m"), for all exceptions or by type. Without one the first failure is
-    #: final.
+    #: A retry schedule or its delays ("15s 3m 10m"), for all exceptions or by type. Without one the
+    #: first failure is final.
     retry: RetryRule
     #: A task that would start later than this after its due time is CANCELLED instead.
     expires: float | str | timedelta | None
@@ -48,13 +48,15 @@ class ProcessorOptions(TypedDict, total=False):
     keep_result: bool
     #: One call gets at most this number of tasks: `f(tasks)`, or `f(bodies, tasks)`.
     batch: int | None
-    #: The number of concurrent calls in each process; the default is 100 for `async def` functions and otherwise 1.
+    #: The number of concurrent calls in each process; the default is 100 for `async def` functions
+    #: and otherwise 1.
     in_flight: int | None
     #: Checks the bodies: a dataclass, a pydantic model, or a callable that takes the body.
     schema: Callable[..., Any] | None
     #: Returns the concurrency key of a body, for limits per key; a task may have its own.
     concurrency_key: Callable[[Any], str | None] | None
-    #: A longer run gets Celery's `SoftTimeLimitExceeded`; a run that is longer than `time_limit` is killed.
+    #: A longer run gets Celery's `SoftTimeLimitExceeded`; a run that is longer than `time_limit` is
+    #: killed.
     soft_time_limit: float | str | timedelta | None
     time_limit: float | str | timedelta | None
 
@@ -101,11 +103,11 @@ class Processor:
 class Registry:
     def __init__(self) -> None:
         self._processors: dict[str, Processor] = {}
-        #: By tag, the hard time limit in seconds.
+        #: The hard time limit of each tag in seconds.
         self.time_limits: dict[str, float] = {}
 
     def processor(self, tag: str, **options: Unpack[ProcessorOptions]) -> Callable[[F], F]:
-        """Register the decorated function for `tag`: `f(body)`, or `f(body, task)` to see the whole task."""
+        """Register the decorated function, `f(body)` or `f(body, task)`, for `tag`."""
         unknown = options.keys() - ProcessorOptions.__annotations__.keys()
         if unknown:
             known = ", ".join(ProcessorOptions.__annotations__)
@@ -133,7 +135,8 @@ class Registry:
             known = self._processors.get(tag)
             if known is not None and not _is_same(known.function, function):
                 raise DuplicateProcessorError(
-                    f"tag {tag!r} has the processor {_name(known.function)} already; give {_name(function)} another"
+                    f"tag {tag!r} has the processor {_name(known.function)} already; give "
+                    f"{_name(function)} another"
                 )
             slots = _slots(function, in_flight, soft_s is not None or hard_s is not None)
             wants_task = _wants_task(function, options.get("batch") is not None)
@@ -188,7 +191,8 @@ def _time_limits(options: ProcessorOptions) -> tuple[float | None, float | None]
     hard_s = _time_limit(options.get("time_limit"))
     if soft_s is not None and hard_s is not None and soft_s >= hard_s:
         raise InvalidDelayError(
-            f"a soft_time_limit of {soft_s:g} s comes too late for a time_limit of {hard_s:g} s: make it shorter"
+            f"a soft_time_limit of {soft_s:g} s comes too late for a time_limit of {hard_s:g} s: "
+            "make it shorter"
         )
     return soft_s, hard_s
 
@@ -215,7 +219,8 @@ def _slots(
     if has_time_limits and (is_async or in_flight is not None):
         kind = "is async" if is_async else "has in_flight"
         raise ValueError(
-            f"time limits are for processors that run alone, and {_name(function)} {kind}: use timeouts instead"
+            f"time limits are for processors that run alone, and {_name(function)} {kind}: "
+            "use timeouts instead"
         )
     return ASYNC_SLOTS if is_async and in_flight is None else in_flight
 
@@ -239,7 +244,7 @@ def _wants_task(function: Callable[..., Any], is_batch: bool) -> bool:
 
 
 def _is_same(known: Callable[..., Any], function: Callable[..., Any]) -> bool:
-    """Whether both are the same function, which a module registers twice if it is run as __main__ and imported."""
+    """Whether both are one function of a module that is run as __main__ and imported as well."""
     if known is function:
         return True
     here, there = getattr(known, "__code__", None), getattr(function, "__code__", None)
@@ -260,4 +265,5 @@ def _listed(tags: list[str]) -> str:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
+    module = getattr(function, "__module__", "?")
+    return f"{module}.{getattr(function, '__qualname__', repr(function))}"

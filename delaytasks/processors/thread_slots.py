@@ -17,7 +17,10 @@ MAX_SLOTS = 1000
 
 
 class ThreadSlots:
-    """The slots of a process, which its chunks share. A call that finds no idle thread starts one, which stays."""
+    """The slots of a process, which its chunks share.
+
+    A call that finds no idle thread starts one, which stays.
+    """
 
     def __init__(self) -> None:
         self.after_fork()
@@ -32,7 +35,10 @@ class ThreadSlots:
         self._ended, self._seconds = 0, 0.0
 
     def take(self, tag: str, slots: int, until: float) -> bool:
-        """Take one of the tag's slots when one is free; return False if this takes longer than `until`."""
+        """Take one of the tag's slots when one is free.
+
+        Return False if this takes longer than `until`.
+        """
         with self._changed:
             if not self._wait(lambda: self._is_free(tag, slots), until):
                 return False
@@ -49,7 +55,10 @@ class ThreadSlots:
     def start(
         self, tag: str, slots: int, rows: int, call: Callable[[], T], done: Callable[[T], None]
     ) -> None:
-        """Run `call` in a thread for which a slot was taken; `done` gets the result after the slot is free."""
+        """Run `call` in a thread for which a slot was taken.
+
+        `done` gets the result after the slot is free.
+        """
         self._threads.submit(self._run, tag, slots, rows, call, done)
 
     def free(self, tag: str, slots: int) -> int:
@@ -57,7 +66,10 @@ class ThreadSlots:
             return min(slots - self._taken[tag], MAX_SLOTS - self._all_taken)
 
     def wait(self, is_so: Callable[[], bool], until: float | None = None) -> bool:
-        """Wait until `is_so` returns True, tested whenever a call has ended; return False after `until`."""
+        """Wait until `is_so` returns True, tested whenever a call has ended.
+
+        Return False after `until`.
+        """
         with self._changed:
             return self._wait(is_so, until)
 
@@ -67,7 +79,7 @@ class ThreadSlots:
             self._changed.notify_all()
 
     def ended(self) -> tuple[int, float]:
-        """Return the rows that ended since the last call, and the time that they took, divided by the slots."""
+        """Return the rows that ended since the last call, and their time divided by the slots."""
         with self._changed:
             ended, self._ended, self._seconds = (self._ended, self._seconds), 0, 0.0
             return ended

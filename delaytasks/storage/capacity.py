@@ -1,6 +1,7 @@
 """Measures the free capacity of a limited tag.
 
-Running rows are counted at each measurement, so the slot of a dead worker is free as soon as its row is recovered.
+Running rows are counted at each measurement, so the slot of a dead worker is free as soon as its
+row is recovered.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class CapacityQueries:
         self._now = select(db_now())
 
     def lock_policy(self, on: Any, tag: str) -> Any:
-        """Lock and return the tag's policy: no other worker measures its capacity before this transaction ends."""
+        """Return the tag's policy, locked: meanwhile no other worker measures its capacity."""
         return on.execute(self._lock, {"tag": tag}).first()
 
     def measure(self, on: Any, policy: Any) -> Capacity:
@@ -53,7 +54,7 @@ class CapacityQueries:
     def record_starts(
         self, on: Any, policy: Any, capacity: Capacity, count: int, turn: str | None
     ) -> None:
-        """Write into the locked policy when the next start is due, and the last key in the fair order."""
+        """Write the time of the next start and the last key of the fair order into the policy."""
         if policy is None:
             return
         values: dict[str, Any] = {}
@@ -66,7 +67,7 @@ class CapacityQueries:
 
     def _pace(self, on: Any, policy: Any) -> tuple[StartPace, float]:
         pace = StartPace.of(policy.rate, policy.rate_period_s)
-        # In a statement of its own: one that waited for the lock would return the time before its wait.
+        # The statement that waited for the lock would return the time before its wait.
         now = on.execute(self._now).scalar_one()
         ahead_s = 0.0
         if policy.next_start is not None:

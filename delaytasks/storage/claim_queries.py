@@ -1,4 +1,4 @@
-"""The queries of claims: choose rows that are named or due, and claim them, in one statement if the database can."""
+"""The queries of claims: they choose named or due rows, and claim them in one statement."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class ClaimQueries:
         lapses: int = 0,
         status: Status = Status.NOT_COMPLETE,
     ) -> tuple[ClaimQuery, dict[str, Any]]:
-        """Choose those of these ids and versions that are due, with at most `lapses` lost leases."""
+        """Choose the ids and versions that are due, with at most `lapses` lost leases."""
         pairs = sorted(set(pairs))  # a row that is named twice would be found twice
         ids, shared = [id for id, _ in pairs], {"status": int(status), "lapses": lapses}
         if self._listed is not None and len({version for _, version in pairs}) == 1:
@@ -131,8 +131,8 @@ class ClaimQueries:
 
     def _by_rows(self) -> Select[Any]:
         t = self._t
-        # Columns, although most have the same value in all rows: with constants planners would expect one row, and
-        # compare all rows with each other.
+        # Columns, although most have the same value in all rows: with constants planners would
+        # expect one row, and compare all rows with each other.
         w = json_rows(self._db.url.get_backend_name(), ("id", "version", "status", "lapses"))
         pick = self._fenced(w.c.version, t.c.status == w.c.status, w.c.lapses).join(
             w, t.c.id == w.c.id
@@ -168,7 +168,8 @@ class ClaimQueries:
     def _is_due(self, since: ColumnElement[datetime] | None) -> ColumnElement[bool]:
         t, until = self._t, once(db_now())
         if self._db.can.row_ranges:
-            # Only the index of live rows has this range. The other index begins with all rows that ran before.
+            # Only the index of live rows has this range. The other index begins with all rows that
+            # ran before.
             level, first = (
                 tuple_(t.c.status, t.c.queue, t.c.priority, t.c.expected_time),
                 self._level,

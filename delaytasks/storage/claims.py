@@ -89,7 +89,7 @@ class Claims:
         return self._claim(*self._claim_queries.named(pairs))
 
     def claim_alone(self, id: int, version: int) -> Claimed:
-        """Claim one row, which may be a recovered one: a row that kills its worker then has no neighbours."""
+        """Claim one row, even a recovered one, which may kill its worker."""
         return self._claim(*self._claim_queries.named([(id, version)], ANY_LAPSES))
 
     def claim_due(self, queue: str, priorities: Sequence[int], limit: int) -> Claimed:
@@ -117,10 +117,10 @@ class Claims:
     def claim_abandoned(
         self, queue: str, priorities: Sequence[int] = range(MAX_PRIORITY + 1)
     ) -> Claimed:
-        """Claim the due row of the highest priority that lost the fewest leases, of these the oldest.
+        """Claim the due row of the highest priority that lost the fewest leases.
 
-        Each priority has a query of its own. One query for all would read the index of all rows that wait in the
-        queue, however far in the future.
+        Each priority has a query of its own. One query for all would read the index of all rows
+        that wait in the queue, however far in the future.
         """
         seen = NO_WAITLISTS
         for priority in sorted(priorities, reverse=True):
@@ -140,7 +140,7 @@ class Claims:
         return Claimed(self._tasks(rows, is_claimed=False))
 
     def _claim_locked(self, query: Prepared, parameters: dict[str, Any]) -> Sequence[Any]:
-        """Return the rows as they were before: they are locked, so that they need not be read again."""
+        """Claim the rows, and return them as they were before, which saves another read."""
         with self._db.begin() as connection:
             rows = query(connection, parameters).rows
             if rows:
@@ -204,7 +204,10 @@ class Claims:
         return self._settlements.settle(settlements)
 
     def complete(self, task: DelayTask, result: str | None, on: Executor) -> bool:
-        """Settle a running task in its processor's own transaction; return False if its lease was lost."""
+        """Settle a running task in its processor's own transaction.
+
+        Return False if its lease was lost.
+        """
         return self._settlements.complete(task, result, on)
 
     def settle_and_admit(
@@ -212,8 +215,8 @@ class Claims:
     ) -> tuple[set[int], Sequence[DelayTask]]:
         """Settle tasks of a limited tag, and transfer their slots to the next ones of the waitlist.
 
-        One transaction does both. The number of running tasks stays the same for every other worker, so the
-        capacity need not be measured.
+        One transaction does both. The number of running tasks stays the same for every other
+        worker, so the capacity need not be measured.
         """
 
         def work() -> tuple[set[int], Sequence[DelayTask]]:

@@ -1,4 +1,4 @@
-"""The fair order of a waitlist: concurrency keys take turns, and each key's rows start by priority and due time."""
+"""The fair order of a waitlist: keys take turns, and each starts by priority and due time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from delaytasks.storage.rows import listed, listing, next_version
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.types import db_now
 
-#: Entries that are read beyond those that may start, since other transactions may have locked the first ones.
+#: Entries that are read beyond those that may start, since other transactions may have locked the
+#: first ones.
 EXTRA_ENTRIES = 20
 #: Admits those of the ids and versions of held rows that no other transaction has locked.
 Admit = Callable[[Any, Sequence[tuple[int, int]]], list[DelayTask]]
@@ -31,7 +32,7 @@ class Admitted(NamedTuple):
 
 
 class _Removed(NamedTuple):
-    """What became of some entries of a waitlist."""
+    """The result of removing entries from a waitlist."""
 
     tasks: list[DelayTask]
     #: The number of entries whose row no longer waits here.
@@ -41,7 +42,7 @@ class _Removed(NamedTuple):
 
 
 class FairOrder:
-    """Takes rows off a waitlist. The column `lane` of the waitlist holds the concurrency key."""
+    """Admits rows of a waitlist, whose column `lane` holds the concurrency key."""
 
     def __init__(self, database: Database, schema: Schema, admit: Admit) -> None:
         self._admit = admit
@@ -74,7 +75,7 @@ class FairOrder:
         self._first = first.where(entry.c.lane == bindparam("lane"))
         self._delete = delete(entry).where(in_waitlist, tuple_(*position).in_(listing("places")))
         keys = select(entry.c.lane).where(in_waitlist).order_by(entry.c.lane).limit(1)
-        # By whether there was a turn before, and whether some keys have reached their limit.
+        # The keys: whether there was a turn before, and whether some keys have reached their limit.
         after, not_full = entry.c.lane > bindparam("after"), entry.c.lane.not_in(listing("full"))
         conditions: dict[tuple[bool, bool], list[Any]] = {
             (False, False): [],
@@ -171,12 +172,12 @@ class FairOrder:
             admitted += self._admit(on, [(entry.task_id, entry.version) for entry in some])
         ids = {task.id for task in admitted}
         if done := stale + [entry for entry in entries if entry.task_id in ids]:
-            # The row count is not checked, since another transaction may have removed a stale entry.
+            # No check of the row count: another transaction may have removed a stale entry.
             on.execute(self._delete, {**where, "places": [tuple(entry[:5]) for entry in done]})
         return _Removed(admitted, len(stale), is_alone and bool(admitted))
 
     def _release_postponed(self, on: Any, entries: list[Any]) -> list[Any]:
-        """Release rows that are no longer due, and return their entries; the sweep finds the rows."""
+        """Release rows that are no longer due, for the sweep, and return their entries."""
         if not entries:
             return []
         ids = {"ids": [entry.task_id for entry in entries]}

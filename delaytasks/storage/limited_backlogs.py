@@ -1,6 +1,6 @@
-"""Holds overdue backlogs of limited tags, many rows in one step, so that their keys take turns fairly.
+"""Holds overdue backlogs of limited tags, many rows in one step, so that keys take turns.
 
-A backlog of one key may be far longer than those of other keys. Their rows are held before the rest of it.
+If one key has a long backlog, the rows of other keys are held before the rest of it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from delaytasks.storage.types import db_now, is_past
 STEP = 1000
 #: A key with more than this share of a step has a backlog.
 BACKLOG_SHARE = 0.1
-#: Rows of other keys are looked for at most once in `LOOK_S`, and at most for a twentieth of the time,
-#: among the `LOOK_AMONG` oldest rows.
+#: Rows of other keys are looked for at most once in `LOOK_S`, and at most for a twentieth of the
+#: time, among the `LOOK_AMONG` oldest rows.
 LOOK_S, LOOK_SHARE, LOOK_AMONG = 1.0, 20, 100_000
 
 
@@ -37,7 +37,7 @@ class LimitedBacklogs:
         self._db = database
         self._hold = hold
         self._lock = threading.Lock()
-        #: By queue and priority: tags and keys with a backlog, and when to look for rows of other keys.
+        #: For each queue and priority: tags and keys with a backlog, and when to look for others.
         self._backlogs: dict[tuple[str, int], set[tuple[str, str]]] = {}
         self._looks_at: dict[tuple[str, int], float] = {}
         t = schema.tasks

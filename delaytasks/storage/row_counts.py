@@ -6,9 +6,9 @@ from delaytasks.core.errors import StoreError
 
 
 def check_row_count(changed: int, locked: int, what: str) -> None:
-    """Raise `StoreError`, which rolls the transaction back, if `changed` is not the number of rows that are locked."""
+    """Raise `StoreError`, which rolls the transaction back, if not all locked rows were changed."""
     if changed != locked:
         raise StoreError(
-            f"{what}: {changed} of {locked} locked rows were changed, so the transaction is rolled back; look for a "
-            "trigger or another program that changes rows which it has not locked"
+            f"{what}: {changed} of {locked} locked rows were changed, so the transaction is rolled "
+            "back; look for a trigger or another program that changes rows which it has not locked"
         )

@@ -1,4 +1,4 @@
-"""Settles rows that have run: one statement for many rows, or one row in its processor's own transaction."""
+"""Settles rows that have run, many in one statement, or one in its processor's transaction."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import TaskKeys
 from delaytasks.storage.types import db_now
 
-#: Moves after which a row looks as if it was never claimed, and moves that do not count as an attempt.
+#: Moves after which a row looks as if it was never claimed, and moves that are no attempt.
 NEVER_RAN = frozenset({"give_back", "expire"})
 RETURNS_ATTEMPT = NEVER_RAN | {"snooze"}
 #: Moves that record a failed attempt.
 MISSES = frozenset({"fail", "schedule_retry"})
-#: The columns that a row must match. They are columns of the parameter `rows` even if all rows have the same value,
-#: since constants would lead planners to the index of all running rows.
+#: The columns that a row must match. They are columns of the parameter `rows` even if all rows have
+#: the same value, since constants would lead planners to the index of all running rows.
 _FENCE = ("id", "version", "was")
 #: The columns with new values.
 _NEW = ("status", "error", "result", "began", "due", "due_time", "returned", "never_ran")
@@ -109,7 +109,10 @@ class Settlements:
         return accepted
 
     def complete(self, task: DelayTask, result: str | None, on: Executor) -> bool:
-        """Settle a running task in its processor's own transaction; return False if its lease was lost."""
+        """Settle a running task in its processor's own transaction.
+
+        Return False if its lease was lost.
+        """
         t, move = self._t, MOVES["succeed"]
         self._keys.release(on, task)  # keys before tasks
         done = {
@@ -164,11 +167,12 @@ class Settlements:
 
     @staticmethod
     def _unless_replaced(settlement: Settlement, held: set[int]) -> Settlement:
-        """Return the settlement, or a failure if the task would run again and its key belongs to another one now."""
+        """Return the settlement; a task that would run again fails if it has lost its key."""
         task, again = settlement.task, settlement.move in ("schedule_retry", "snooze")
         if not again or task.key is None or task.id in held:
             return settlement
-        error = f"{settlement.error or settlement.move}\nNot run again: its key {task.key!r} went to another task."
+        why = f"Not run again: its key {task.key!r} went to another task."
+        error = f"{settlement.error or settlement.move}\n{why}"
         return replace(settlement, move="fail", error=error, due=None)
 
     def _new_values(self, settlement: Settlement) -> tuple[Any, ...]:
@@ -181,7 +185,7 @@ class Settlements:
             self._kept(settlement.result, settlement.task),
             settlement.began,
             settlement.due,
-            # No other move changes a running row, so its due time is the one that the claim returned.
+            # No other move changes a running row, so its due time is still the claimed one.
             settlement.due_time if settlement.due is not None else settlement.task.due_time,
             int(settlement.move in RETURNS_ATTEMPT),
             int(settlement.move in NEVER_RAN),
@@ -217,7 +221,8 @@ class Settlements:
             parameters |= {shared_name(name): columns[name][0] for name in shared}
         if statement(connection, parameters).met == len(ordered):
             return set(columns["id"])
-        # Some leases were lost, or an earlier try of the same settlement was committed and its answer was lost.
+        # Some leases were lost, or an earlier try of the same settlement was committed and its
+        # answer was lost.
         expected = {s.task.id: self._after(s) for s in ordered}
         t = self._t
         query = select(t.c.id, t.c.version, t.c.status, t.c.lapses).where(
@@ -227,7 +232,10 @@ class Settlements:
 
     @staticmethod
     def _after(settlement: Settlement) -> tuple[int, int, int]:
-        """Return the version, status and lapses that this settlement leaves; a lost lease leaves other ones."""
+        """Return the version, status and lapses that this settlement leaves.
+
+        A lost lease leaves other ones.
+        """
         task, never_ran = settlement.task, settlement.move in NEVER_RAN
         return (
             following(task.version),
@@ -237,7 +245,10 @@ class Settlements:
 
 
 def _is_shared(values: Sequence[Any]) -> bool:
-    """Whether all are None or the same number. Texts are not shared: MariaDB would use a temporary table on disk."""
+    """Whether all are None or the same number.
+
+    Texts are not shared, since MariaDB would use a temporary table on disk.
+    """
     first = values[0]
     return (first is None or isinstance(first, int)) and values.count(first) == len(values)
 

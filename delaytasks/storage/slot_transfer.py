@@ -1,4 +1,4 @@
-"""The slot transfer: a slot goes from a settled task to the next one of the waitlist, in one statement."""
+"""The slot transfer: one statement gives a settled task's slot to the next waiting one."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class SlotTransfer:
         self._admit_first, self._admit_next = admit(first), admit(first.where(after))
 
     def admit(self, on: Connection, queue: str, tag: str, after: str | None) -> DelayTask | None:
-        """Admit the first row of the key after `after`; locked rows and recovered rows are skipped."""
+        """Admit the first row of the key after `after`, except locked and recovered rows."""
         where = {"of_queue": queue, "of_tag": tag}
         rows = () if after is None else self._admit_next(on, {**where, "after": after}).rows
         rows = rows or self._admit_first(on, where).rows

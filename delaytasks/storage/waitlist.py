@@ -1,7 +1,8 @@
 """Waitlists of limited tags: rows without capacity are held, and wait until a slot is free.
 
-A lock on the tag's policy keeps two workers from measuring its capacity simultaneously. The transaction that has this
-lock waits for no other one: it skips the rows that other transactions have locked.
+A lock on the tag's policy keeps two workers from measuring its capacity simultaneously. The
+transaction that has this lock waits for no other one: it skips the rows that other transactions
+have locked.
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ class Waitlist:
         entry = self._entry
         self._capacity = CapacityQueries(schema)
         self._fair_order = FairOrder(database, schema, admit)
-        #: By queue and tag, the concurrency key of the last row that this process admitted.
+        #: The concurrency key of the last row of each waitlist that this process admitted.
         self._turns: dict[tuple[str, str], str | None] = {}
-        #: By queue, the tag after which the next call of `in_queue` goes on.
+        #: The tag of each queue after which the next call of `in_queue` goes on.
         self._after: dict[str, str] = {}
         #: Waitlists that were empty when this process looked last.
         self._empty: set[tuple[str, str]] = set()
@@ -98,7 +99,7 @@ class Waitlist:
         self._any = select(literal(1)).select_from(entry).where(of_waitlist).limit(1)
 
     def in_queue(self, queue: str) -> set[tuple[str, str]]:
-        """Return at most `MAX_WAITLISTS` waitlists of a queue; the next call returns the next ones."""
+        """Return `MAX_WAITLISTS` waitlists of a queue; the next call returns the next ones."""
         entry, after = self._entry, self._after.get(queue)
         here = entry.c.queue == queue
         later = here if after is None else and_(here, entry.c.tag > after)
@@ -116,7 +117,8 @@ class Waitlist:
     ) -> tuple[list[int], WaitlistsSeen]:
         """Return the ids of those of these locked rows that may start, and hold the other ones.
 
-        A row of a tag whose waitlist is not empty is held as well, so that it starts after the waiting rows.
+        A row of a tag whose waitlist is not empty is held as well, so that it starts after the
+        waiting rows.
         """
         limited, due = self.limited(), dict[tuple[str, str], list[tuple[int, str]]]()
         if limited:
@@ -170,7 +172,9 @@ class Waitlist:
     def admit(
         self, queue: str, tag: str, limit: int, parallel: int = 1
     ) -> tuple[Sequence[DelayTask], WaitlistState | None]:
-        """Admit waiting rows for which there is capacity; the state is None if the waitlist is empty.
+        """Admit waiting rows for which there is capacity.
+
+        The state is None if the waitlist is empty.
 
         `parallel` is the number of the tag's tasks that this process starts simultaneously.
         """
@@ -217,7 +221,8 @@ class Waitlist:
     def admit_to_slots(self, on: Any, queue: str, tag: str, slots: int) -> Sequence[DelayTask]:
         """Admit waiting rows to slots that become free in the same transaction.
 
-        Returns no rows if the tag has limits other than the concurrency limit, which a free slot does not satisfy.
+        Returns no rows if the tag has limits other than the concurrency limit, which a free slot
+        does not satisfy.
         """
         policy = self.limited().get(tag)
         if policy is None or not policy.has_places_only or slots <= 0:

@@ -404,7 +404,7 @@ def test_rows_that_lapsed_have_a_share_of_a_backlog(
     assert drain(2) == [7, 8]
 
 
-def test_one_that_lapsed_and_must_wait_in_line_is_not_counted_for_the_next_chunk(
+def test_a_recovered_row_that_is_held_is_not_counted_for_the_next_chunk(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passed = 0.0
@@ -420,6 +420,7 @@ def test_one_that_lapsed_and_must_wait_in_line_is_not_counted_for_the_next_chunk
     passed += runner.ABANDONED_S
     assert bench.runner.drain("default", [0], 2).is_full
     assert bench.statuses([lapsed]) == ["HELD"]
+    assert not bench.runner.drain("default", [0], 2).is_full, "one row was left"
 
 
 def test_draining_takes_the_oldest_of_the_highest_priority_and_suspects_alone(bench: Bench) -> None:
