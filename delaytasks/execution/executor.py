@@ -6,18 +6,21 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import copy_context
 from datetime import datetime
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from delaytasks.core.clock import Clock
 from delaytasks.core.current_run import Current, current_run
 from delaytasks.core.errors import InvalidOutcomesError
-from delaytasks.core.interfaces import ClaimStore, Settlement
+from delaytasks.core.interfaces import Settlement
 from delaytasks.core.task import DelayTask
 from delaytasks.execution.batch import Batch, BatchRun, Work, outcomes_of
 from delaytasks.execution.deferral_rules import DeferralRules
 from delaytasks.execution.outcome_rules import OutcomeRules
 from delaytasks.execution.task_run import Lease, TaskRun, TransactionOf
 from delaytasks.processors.registry import Processor
+
+if TYPE_CHECKING:
+    from delaytasks.storage.claims import Claims
 
 logger = logging.getLogger("delaytasks")
 _EXITS = (SystemExit, KeyboardInterrupt)
@@ -67,7 +70,7 @@ class TaskExecutor:
 
     def __init__(
         self,
-        claims: ClaimStore,
+        claims: Claims,
         clock: Clock,
         deferral_rules: DeferralRules,
         outcome_rules: OutcomeRules,

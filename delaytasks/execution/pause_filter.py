@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from delaytasks.core.errors import StoreError
 from delaytasks.core.events import Events
-from delaytasks.core.interfaces import HoldStore, Settlement
+from delaytasks.core.interfaces import Settlement
 from delaytasks.core.task import DelayTask
 from delaytasks.execution.policy_cache import PolicyCache
 
+if TYPE_CHECKING:
+    from delaytasks.storage.paused_rows import PausedRows
+
 
 class PauseFilter:
-    def __init__(self, policies: PolicyCache, holds: HoldStore, events: Events) -> None:
+    def __init__(self, policies: PolicyCache, paused_rows: PausedRows, events: Events) -> None:
         self._policies = policies
-        self._holds = holds
+        self._paused_rows = paused_rows
         self._events = events
 
     def hold_paused(
@@ -31,7 +35,7 @@ class PauseFilter:
         if not paused:
             return tasks, ()
         try:
-            held = self._holds.hold_claimed(paused)
+            held = self._paused_rows.hold_claimed(paused)
         except StoreError as error:
             self._events.emit("chunk.failed", error=str(error), cause=error)
             allowed = [task for task in tasks if not policies.pauses(task.tag, task.queue)]

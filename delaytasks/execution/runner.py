@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from delaytasks.core.capacity import WaitlistState
 from delaytasks.core.clock import Clock, monotonic
@@ -15,7 +15,6 @@ from delaytasks.core.events import Events
 from delaytasks.core.interfaces import (
     NO_WAITLISTS,
     Claimed,
-    ClaimStore,
     Entry,
     Timer,
     WaitlistsSeen,
@@ -32,6 +31,9 @@ from delaytasks.execution.task_run import Lease, TransactionOf
 from delaytasks.execution.waitlist_runner import WaitlistRunner
 from delaytasks.processors.registry import Registry
 from delaytasks.processors.thread_slots import ThreadSlots
+
+if TYPE_CHECKING:
+    from delaytasks.storage.claims import Claims
 
 #: A message that is early by less than this is waited for: clocks differ by a fraction of it.
 CLOCK_TOLERANCE_US = 50_000
@@ -77,7 +79,7 @@ class Runner:
     def __init__(
         self,
         settings: Settings,
-        claims: ClaimStore,
+        claims: Claims,
         clock: Clock,
         registry: Registry,
         timer: Timer,

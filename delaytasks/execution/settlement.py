@@ -5,15 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from delaytasks.core.clock import Clock, monotonic, to_us
 from delaytasks.core.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
 from delaytasks.core.events import Events
-from delaytasks.core.interfaces import ClaimStore, Entry, Settlement, Timer
+from delaytasks.core.interfaces import Entry, Settlement, Timer
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import MOVES, Status, following
 from delaytasks.core.task import DelayTask
 from delaytasks.execution.chunk import Chunk
+
+if TYPE_CHECKING:
+    from delaytasks.storage.claims import Claims
 
 #: After this number of locked rows the other rows are settled first, since each try takes seconds.
 MAX_LOCKED = 3
@@ -30,7 +34,7 @@ def is_locked(error: StoreError) -> bool:
 
 class Settler:
     def __init__(
-        self, settings: Settings, claims: ClaimStore, clock: Clock, timer: Timer, events: Events
+        self, settings: Settings, claims: Claims, clock: Clock, timer: Timer, events: Events
     ) -> None:
         self._settings = settings
         self._claims = claims

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import InvalidScheduleError, LeaseLostError, NotRunningError
 from delaytasks.core.inputs import encode_body
-from delaytasks.core.interfaces import ClaimStore, Executor, Transaction
+from delaytasks.core.interfaces import Executor, Transaction
 from delaytasks.core.task import DelayTask
+
+if TYPE_CHECKING:
+    from delaytasks.storage.claims import Claims
 
 #: The longest result of a task. Results are for inspection; data belongs elsewhere.
 MAX_RESULT_BYTES = 16 * 1024
@@ -42,7 +45,7 @@ class Lease:
 
 class TaskRun:
     def __init__(
-        self, task: DelayTask, claims: ClaimStore, transaction_of: TransactionOf, lease: Lease
+        self, task: DelayTask, claims: Claims, transaction_of: TransactionOf, lease: Lease
     ) -> None:
         self.task = task
         self._claims = claims

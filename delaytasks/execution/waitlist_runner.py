@@ -5,15 +5,19 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING
 
 from delaytasks.core.capacity import WaitlistState
 from delaytasks.core.clock import monotonic
-from delaytasks.core.interfaces import ClaimStore, Settlement, WaitlistsSeen
+from delaytasks.core.interfaces import Settlement, WaitlistsSeen
 from delaytasks.core.settings import Settings
 from delaytasks.core.task import DelayTask
 from delaytasks.execution.chunk import ChunkSize
 from delaytasks.execution.chunk_runner import ChunkRunner, Tally
 from delaytasks.processors.registry import Registry
+
+if TYPE_CHECKING:
+    from delaytasks.storage.claims import Claims
 
 #: If a claim of more than `MANY` rows held most of them, there is an overdue backlog, which one
 #: chunk helps to hold for `HOLD_S`.
@@ -24,7 +28,7 @@ class _SlotTransfer:
     """Settles tasks of one waitlist, and admits the next ones to their slots until the end."""
 
     def __init__(
-        self, claims: ClaimStore, queue: str, tag: str, until: float, wanted: int, is_scarce: bool
+        self, claims: Claims, queue: str, tag: str, until: float, wanted: int, is_scarce: bool
     ) -> None:
         self._claims = claims
         self._waitlist = (queue, tag)
@@ -44,7 +48,7 @@ class _SlotTransfer:
 
 class WaitlistRunner:
     def __init__(
-        self, settings: Settings, claims: ClaimStore, registry: Registry, chunks: ChunkRunner
+        self, settings: Settings, claims: Claims, registry: Registry, chunks: ChunkRunner
     ) -> None:
         self._settings = settings
         self._claims = claims

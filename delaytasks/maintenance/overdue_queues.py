@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
+from typing import TYPE_CHECKING
 
-from delaytasks.core.interfaces import QueuePlace, SweepStore
+from delaytasks.core.interfaces import QueuePlace
+
+if TYPE_CHECKING:
+    from delaytasks.storage.sweep_queries import SweepQueries
 
 #: Queues that workers name, and all other queues, that one look asks about. The next look goes on behind them.
 MOST_NAMED, MOST_OTHERS = 1000, 100
@@ -20,7 +24,7 @@ Late = dict[str, list[int]]
 class OverdueQueues:
     """Looks for overdue tasks. Each queue has its turn, and no number of queues makes a look long."""
 
-    def __init__(self, sweeps: SweepStore, late_s: float) -> None:
+    def __init__(self, sweeps: SweepQueries, late_s: float) -> None:
         self._sweeps = sweeps
         self._late_s = late_s
         self._named_after = ""

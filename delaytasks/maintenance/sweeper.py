@@ -7,15 +7,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from functools import partial
+from typing import TYPE_CHECKING
 
 from delaytasks.core.clock import Clock, from_us, monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.inputs import ALL_QUEUES
-from delaytasks.core.interfaces import Lapsed, SweepStore, Timer, WorkerStore
+from delaytasks.core.interfaces import Lapsed, Timer
 from delaytasks.core.policies import NO_POLICIES
 from delaytasks.core.settings import Settings
 from delaytasks.maintenance.overdue_queues import Late, OverdueQueues
 from delaytasks.maintenance.pause_sweeper import PauseSweeper
+
+if TYPE_CHECKING:
+    from delaytasks.storage.sweep_queries import SweepQueries
+    from delaytasks.storage.worker_table import WorkerTable
 
 #: Rows in one step of lapsing and purging: small enough that nobody waits for their locks.
 STEP = 500
@@ -40,8 +45,8 @@ class Sweeper:
     def __init__(
         self,
         settings: Settings,
-        sweeps: SweepStore,
-        workers: WorkerStore,
+        sweeps: SweepQueries,
+        workers: WorkerTable,
         clock: Clock,
         timer: Timer,
         events: Events,
