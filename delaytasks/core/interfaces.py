@@ -1,4 +1,4 @@
-"""Values and protocols between the packages above the storage and the timers, and these two."""
+"""Values and protocols that the packages share with the storage and the timers."""
 
 from __future__ import annotations
 

@@ -104,11 +104,13 @@ class ChunkRunner:
 
         `settle` writes the settlements, if another function than the store's should do it.
         """
+        if not tasks:
+            return
         tally.claimed += len(tasks)
+        claimed, concurrent = self._clock.now(), dict[str, Processor]()
         chunk = self._open(tasks, claimed_at)
         if chunk is None:
             return
-        claimed, concurrent = self._clock.now(), dict[str, Processor]()
         try:
             began, waited_s = monotonic(), 0.0
             with self._kept():
@@ -142,9 +144,8 @@ class ChunkRunner:
 
     def run_alone(self, tasks: Sequence[DelayTask], claimed_at: float, tally: Tally) -> None:
         """Run a recovered row after other chunks have ended, since it may kill this process."""
-        if not tasks:
-            return
-        self._wait_until_alone(lambda: not self._left)
+        if tasks:
+            self._wait_until_alone(lambda: not self._left)
         self.run(tasks, claimed_at, tally, may_leave=False)
 
     @property
@@ -165,7 +166,7 @@ class ChunkRunner:
     def _open(self, tasks: Sequence[DelayTask], claimed_at: float) -> Chunk | None:
         """Hold the paused tasks, and return a chunk of the others; None if there are no others."""
         refused: Sequence[Settlement] = ()
-        if self._pause_filter is not None and tasks:
+        if self._pause_filter is not None:
             tasks, refused = self._pause_filter.hold_paused(tasks)
         if not tasks and not refused:
             return None

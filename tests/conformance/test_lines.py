@@ -15,6 +15,7 @@ from sqlalchemy import select
 
 from delaytasks import DelayTask
 from delaytasks.core.capacity import WaitlistState
+from delaytasks.core.errors import StoreError
 from delaytasks.core.interfaces import Level, Settlement
 from delaytasks.core.states import Status
 from delaytasks.execution import runner
@@ -71,6 +72,19 @@ def test_who_comes_later_waits_behind_those_in_line(bench: LimitedBench) -> None
     assert bench.claim(bench.schedule(body=4)) == [], "there would be room"
     assert [task.body for task in bench.admit()] == [3, 2], "by priority and time"
     assert [task.body for task in bench.admit()] == [4]
+
+
+def test_a_claim_that_holds_fewer_rows_than_it_has_locked_is_rolled_back(
+    bench: LimitedBench,
+) -> None:
+    bench.limit(concurrency=1)
+    tasks = [bench.schedule(body=n) for n in range(3)]
+    waitlists, t = bench.claims.waitlists, bench.store.schema.tasks
+    waitlists._to_held = waitlists._to_held.where(t.c.id != tasks[2].id)
+    with pytest.raises(StoreError, match="rows to hold: 1 of 2 locked rows were changed"):
+        bench.claim(*tasks)
+    assert bench.statuses(tasks) == ["NOT_COMPLETE"] * 3
+    assert bench.in_line() == 0
 
 
 def test_a_runner_takes_the_next_one_in_line_when_one_ends(bench: LimitedBench) -> None:
