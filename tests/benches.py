@@ -12,7 +12,7 @@ from delaytasks import DelayTask
 from delaytasks.core.clock import Clock, to_us
 from delaytasks.core.events import Events
 from delaytasks.core.ids import IdMaker
-from delaytasks.core.interfaces import Entry, Settlement
+from delaytasks.core.interfaces import Claimed, Entry, Settlement
 from delaytasks.core.new_task import NewTask
 from delaytasks.core.policies import Policies, Policy
 from delaytasks.execution.batch import Work
@@ -36,7 +36,7 @@ class Disturbed:
         self.after_claim: Callable[[], None] = lambda: None
         self.before_settle: Callable[[Sequence[Settlement]], None] = lambda settlements: None
 
-    def claim(self, entries: Sequence[Entry]) -> list[DelayTask]:
+    def claim(self, entries: Sequence[Entry]) -> Claimed:
         claimed = self._claims.claim(entries)
         self.after_claim()
         return claimed

@@ -176,13 +176,13 @@ PLACES = [
     DatabaseAddress(
         "claimed alone", "pool", "after", ("storage.claims:Claims.claim_abandoned",), "R2", "fatal"
     ),
-    DatabaseAddress("running", "pool", "before", ("execution.executor:TaskExecutor._call",), "R2"),
-    DatabaseAddress("ran", "pool", "after", ("execution.executor:TaskExecutor._call",), "R2"),
+    DatabaseAddress("running", "pool", "before", ("execution.executor:TaskExecutor.run",), "R2"),
+    DatabaseAddress("ran", "pool", "after", ("execution.executor:TaskExecutor.run",), "R2"),
     DatabaseAddress(
         "ran side by side",
         "pool",
         "after",
-        ("execution.executor:TaskExecutor._call",),
+        ("execution.executor:TaskExecutor.run",),
         "R2",
         "side by side",
     ),
@@ -195,31 +195,36 @@ PLACES = [
     DatabaseAddress("settling", "pool", "before", ("storage.claims:Claims.settle",), "R2"),
     DatabaseAddress("settled", "pool", "after", ("storage.claims:Claims.settle",), "R1"),
     DatabaseAddress(
-        "arming again", "pool", "before", ("execution.settler:Settler._arm_again",), "R1"
+        "arming again", "pool", "before", ("execution.settlement:Settler._arm_again",), "R1"
     ),
     DatabaseAddress(
         "giving back",
         "pool",
         "before",
-        ("execution.chunk_run:ChunkRun._look_after",),
+        ("execution.chunk_runner:ChunkRunner._expire",),
         "R2",
         "crowd",
     ),
     DatabaseAddress(
-        "gave back", "pool", "after", ("execution.chunk_run:ChunkRun._look_after",), "R2", "crowd"
+        "gave back", "pool", "after", ("execution.chunk_runner:ChunkRunner._expire",), "R2", "crowd"
     ),
     # lines
     DatabaseAddress(
-        "lined up", "pool", "after", ("storage.waitlist:Waitlist.let_in",), "R1", "limited"
+        "lined up", "pool", "after", ("storage.waitlist:Waitlist.hold_excess",), "R1", "limited"
     ),
     DatabaseAddress(
         "admitted", "pool", "after", ("storage.waitlist:Waitlist.admit",), "R2", "limited"
     ),
     DatabaseAddress(
-        "handing over", "pool", "before", ("storage.claims:Claims.hand_over",), "R2", "limited"
+        "handing over",
+        "pool",
+        "before",
+        ("storage.claims:Claims.settle_and_admit",),
+        "R2",
+        "limited",
     ),
     DatabaseAddress(
-        "handed over", "pool", "after", ("storage.claims:Claims.hand_over",), "R2", "limited"
+        "handed over", "pool", "after", ("storage.claims:Claims.settle_and_admit",), "R2", "limited"
     ),
     # sweep
     DatabaseAddress(

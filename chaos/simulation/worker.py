@@ -56,7 +56,7 @@ class Child(Host):
             may_leave=True,
             renewed_at=lambda: worker.processes.renewals.last(0),
         )
-        self._boxes = self._runner._chunks._time_box = Boxes(play, self, self._runner)  # type: ignore[assignment]
+        self._boxes = self._runner._chunks._time_budget = Boxes(play, self, self._runner)  # type: ignore[assignment]
         self.skew_us = worker.skew_us
         self.actor = play.world.start(self, self._serve)
 
@@ -93,7 +93,7 @@ class Boxes:
 
     def __init__(self, play: Play, host: Host, runner: Runner) -> None:
         self._play = play
-        self._expire = runner._chunks._look_after
+        self._expire = runner._chunks._expire
         self._open: dict[Any, float] = {}
         self._actor = play.world.start(host, self._watch)
 

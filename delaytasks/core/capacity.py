@@ -1,4 +1,4 @@
-"""Lines of limited tags: how many of those who wait may start now."""
+"""The capacity of a limited tag: how many of its waiting tasks may start now."""
 
 from __future__ import annotations
 
@@ -6,92 +6,101 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-#: Without a limit.
-ANY = 1_000_000_000
-#: One start in so many may come with others, all else keeps its distance: who is late for a moment can catch up.
-BUNCH = 10
-#: Distances are longer by this than the rate needs: a start may come a little after it was allowed.
-ROOM_TO_MOVE = 1.03
-#: So many processes may have free hands.
-HANDS = 8
-#: A line whose tag has no free place is looked at again after this time: a place that nobody hands on became free
-#: when a worker stopped, or when a limit was raised.
+#: The number of slots, or of starts, of a tag without that limit.
+UNLIMITED = 1_000_000_000
+#: One start in `BURST_SHARE` may follow another without a distance, for late workers.
+BURST_SHARE = 10
+#: Distances are longer by this factor than the rate requires, since a start may come a little later
+#: than it was allowed.
+DISTANCE_FACTOR = 1.03
+#: The number of processes that a process leaves slots for.
+SHARING_PROCESSES = 8
+#: A worker looks again after this time at a waitlist whose tag has no free slot: a worker that
+#: stopped, or a raised limit, frees slots without a message.
 LOOK_S = 1.0
 
 
 class WaitlistState(NamedTuple):
-    """The line of a limited tag in a queue, as somebody left it."""
+    """The waitlist of a limited tag in a queue, as a process left it."""
 
     queue: str
     tag: str
-    #: So many of those who wait may start now, as far as it is known; None if nobody has looked.
+    #: The number of tasks that may start now, as far as known; None if no process has looked.
     open: int | None = 1
-    #: Somebody should look again after this time.
+    #: The time after which a process should look again.
     look_s: float = LOOK_S
 
 
 class StartPace(NamedTuple):
-    """A rate as a distance between starts, and how many may come without it. In no time of `period_s` are there more
-    than `rate`: those of a bunch, and the others at their distances."""
+    """A rate limit as a distance between starts, and the number of starts that need no distance.
+
+    A window of `period_s` has at most `rate` starts: those of one burst, and the others at their
+    distances.
+    """
 
     interval_s: float
-    bunch: int
+    burst: int
 
     @classmethod
     def of(cls, rate: int, period_s: float) -> StartPace:
-        bunch = 1 + rate // BUNCH
-        return cls(period_s * ROOM_TO_MOVE / (rate - bunch + 1), bunch)
+        burst = 1 + rate // BURST_SHARE
+        return cls(period_s * DISTANCE_FACTOR / (rate - burst + 1), burst)
 
     @property
-    def most_ahead_s(self) -> float:
-        """Further ahead only another pace can have been."""
-        return self.bunch * self.interval_s
+    def max_ahead_s(self) -> float:
+        """The largest value of `ahead_s` at this pace; a larger one comes from an earlier rate."""
+        return self.burst * self.interval_s
 
     def starts(self, ahead_s: float) -> int:
-        """How many may start now; `ahead_s` is how long the next one's instant is ahead."""
-        return max(int(self.bunch - ahead_s / self.interval_s + 1e-6), 0)
+        """Return how many tasks may start now, if the next start is due in `ahead_s`."""
+        return max(int(self.burst - ahead_s / self.interval_s + 1e-6), 0)
 
     def wait_s(self, ahead_s: float) -> float:
-        """Until one may."""
-        return max(ahead_s - (self.bunch - 1) * self.interval_s, 0.0)
+        """Return the time until one task may start."""
+        return max(ahead_s - (self.burst - 1) * self.interval_s, 0.0)
 
 
 @dataclass
-class Room:
+class Capacity:
     """What the limits of a tag leave free."""
 
-    places: int = ANY
-    #: For each key; tasks without a key are not counted.
-    per_key: int | None = None
-    #: How many run, by their keys.
+    #: Free slots of the concurrency limit.
+    slots: int = UNLIMITED
+    #: The concurrency limit of each key; tasks without a key are not counted.
+    key_limit: int | None = None
+    #: The number of running tasks of each key.
     running: Mapping[str, int] = field(default_factory=dict)
     look_s: float = LOOK_S
     pace: StartPace | None = None
-    starts: int = ANY
-    #: By what the next start's instant is ahead of now.
+    #: Starts that the rate limit allows now.
+    starts: int = UNLIMITED
+    #: The time until the next start is due.
     ahead_s: float = 0.0
 
     @property
-    def left(self) -> int:
-        return min(self.places, self.starts)
+    def free(self) -> int:
+        return min(self.slots, self.starts)
 
-    def share(self, wanted: int, at_once: int = 1) -> int:
-        """How many one process takes together. Beyond those that it starts at once they run one after another, while
-        others may have free hands."""
-        return (
-            min(wanted, self.starts, self.places, max(self.places // HANDS, at_once))
-            if self.places > 0
-            else 0
-        )
+    def share(self, wanted: int, parallel: int = 1) -> int:
+        """Return how many tasks one process may take.
+
+        Beyond the `parallel` tasks that the process starts simultaneously, its tasks run one after
+        another, so it leaves the other slots to processes that may be idle.
+        """
+        if self.slots <= 0:
+            return 0
+        return min(wanted, self.starts, self.slots, max(self.slots // SHARING_PROCESSES, parallel))
 
     def for_key(self, key: str) -> int:
-        return ANY if self.per_key is None or not key else self.per_key - self.running.get(key, 0)
+        if self.key_limit is None or not key:
+            return UNLIMITED
+        return self.key_limit - self.running.get(key, 0)
 
     @property
     def full_keys(self) -> list[str]:
         return [key for key in self.running if self.for_key(key) <= 0]
 
-    def keep_pace(self, pace: StartPace, ahead_s: float) -> None:
+    def limit_rate(self, pace: StartPace, ahead_s: float) -> None:
         self.pace, self.ahead_s = pace, max(ahead_s, 0.0)
         self.starts = pace.starts(self.ahead_s)
         if not self.starts:

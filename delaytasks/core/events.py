@@ -148,8 +148,7 @@ def log_event(name: str, fields: dict[str, Any]) -> None:
         if isinstance(value, _SHOWN) and key not in ("cause", "is_logged")
     }
     shown = " ".join(f"{key}={_repr(value)}" for key, value in said.items())
-    # Where the database fails does not say why, and it fails again and again.
-    if not isinstance(cause, BaseException) or isinstance(cause, OUTAGES):
+    if not isinstance(cause, BaseException) or _is_repeated_outage(name, cause):
         logger.log(level, "%s %s", name, shown)
         return
     info = (type(cause), cause, cause.__traceback__)
@@ -160,6 +159,24 @@ def log_event(name: str, fields: dict[str, Any]) -> None:
         cause
     )  # what formatters show; trackers such as Sentry take the exception itself
     logger.handle(record)
+
+
+#: The text of the last error of the database that each of `_BY_OUTAGE` was logged with.
+_outage_texts: dict[str, str] = {}
+
+
+def _is_repeated_outage(name: str, cause: BaseException) -> bool:
+    """Whether the event was logged with the same error of the database last.
+
+    Such an error comes again with each turn of a loop and with each chunk, so only the first one
+    has its traceback.
+    """
+    if name not in _BY_OUTAGE or not isinstance(cause, OUTAGES):
+        return False
+    text = f"{type(cause).__name__}: {cause}"
+    is_repeated = _outage_texts.get(name) == text
+    _outage_texts[name] = text
+    return is_repeated
 
 
 def is_outage(error: object) -> bool:

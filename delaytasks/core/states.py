@@ -40,6 +40,12 @@ class Move(NamedTuple):
     sources: frozenset[Status]
     target: Status
 
+    @property
+    def source(self) -> Status:
+        """The status from which the move starts, of a move that has only one."""
+        (source,) = self.sources
+        return source
+
 
 def _move(name: str, sources: tuple[Status, ...], target: Status) -> tuple[str, Move]:
     return name, Move(name, frozenset(sources), target)

@@ -1,1 +1,1 @@
-"""Claims rows, runs their processors and settles what came of them."""
+"""Claims rows, runs their processors, and settles the outcomes."""

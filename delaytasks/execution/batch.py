@@ -1,4 +1,4 @@
-"""Tasks of one tag that their processor gets together."""
+"""Batches: tasks of one tag that their processor gets in one call."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from delaytasks.core.outcomes import Outcome
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import shown
 from delaytasks.execution.task_run import TaskRun
+from delaytasks.processors.event_loop import awaited
 from delaytasks.processors.registry import Processor
 
 _OUTCOMES = get_args(Outcome)
@@ -18,12 +19,12 @@ _OUTCOMES = get_args(Outcome)
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Called in a processor's place, for many tasks at once."""
+    """Has the interface of a processor, and calls it for all tasks of the batch."""
 
     processor: Processor
     tasks: Sequence[DelayTask]
     bodies: Sequence[Any]
-    #: Why the processor can not be called: its one task has no body that it could be given.
+    #: Why the processor's schema refused the body of the only task.
     refusal: Exception | None = None
 
     @property
@@ -53,18 +54,16 @@ class Batch:
 
     def __call__(self, first: DelayTask, bodies: list[Any]) -> Any:
         tasks = list(self.tasks)
-        return (
-            self.processor.call(bodies, tasks)
-            if self.processor.wants_task
-            else self.processor.call(tasks)
-        )
+        if self.processor.wants_task:
+            return awaited(self.processor.function(bodies, tasks))
+        return awaited(self.processor.function(tasks))
 
 
-#: What is called for a task.
+#: A processor, or a batch in its place.
 Work = Processor | Batch
 
 
-class Runs:
+class BatchRun:
     """The runs of a batch, each of which its processor may complete."""
 
     def __init__(self, runs: Sequence[TaskRun]) -> None:
@@ -80,32 +79,35 @@ class Runs:
         run = self._runs.get(id)
         if run is None:
             raise NotRunningError(
-                f"task {id} does not run here: it is none of this batch's {len(self._runs)}", id
+                f"task {id} does not run here: it is not in this batch of {len(self._runs)}", id
             )
         return run
 
 
 def outcomes_of(value: object, tasks: Sequence[DelayTask]) -> list[object]:
-    """For each task what its batch's processor returned: a list says it in their order, a mapping for those that it
-    names by their ids, a single outcome for all of them. Who says nothing means success."""
+    """Return the outcome of each task from what the batch's processor returned.
+
+    A list has the outcomes in the order of the tasks, a mapping has them by id, and a single
+    outcome is for all tasks. A task without an outcome has succeeded.
+    """
     if value is None or isinstance(value, _OUTCOMES):
         return [value] * len(tasks)
     if isinstance(value, Mapping):
-        strangers = value.keys() - {task.id for task in tasks}
-        if strangers:
+        unknown = value.keys() - {task.id for task in tasks}
+        if unknown:
             raise InvalidOutcomesError(
-                f"the batch's processor returned outcomes for {len(strangers)} ids of none of its tasks, such as "
-                f"{shown(next(iter(strangers)))}: the keys are task.id"
+                f"the batch's processor returned outcomes for {len(unknown)} ids that are not in "
+                f"the batch, such as {shown(next(iter(unknown)))}: the keys are task.id"
             )
         return [value.get(task.id) for task in tasks]
     if not isinstance(value, (list, tuple)):
         raise InvalidOutcomesError(
-            f"the batch's processor returned a {type(value).__name__}: it is None, a list with an outcome for each "
-            "task, or a dict of outcomes by task.id"
+            f"the batch's processor returned a {type(value).__name__}: it is None, a list with an "
+            "outcome for each task, or a dict of outcomes by task.id"
         )
     if len(value) != len(tasks):
         raise InvalidOutcomesError(
-            f"the batch's processor returned {len(value)} outcomes for {len(tasks)} tasks: one for each, in their "
-            "order, or a dict of outcomes by task.id"
+            f"the batch's processor returned {len(value)} outcomes for {len(tasks)} tasks: one for "
+            "each, in their order, or a dict of outcomes by task.id"
         )
     return list(value)

@@ -1,4 +1,4 @@
-"""Rows claimed together and settled together; how many they are, and the box of time they share."""
+"""Chunks: rows that are claimed and settled together, within one time box."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from delaytasks.core.forks import reset_in_child
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.task import DelayTask
 
-#: Rows in the first chunk, before anything is known about the processors.
+#: Rows of the first chunk, before the speed of the processors is known.
 FIRST_SIZE = 10
-#: Rows that are brought to a process before that: they keep it at work until the first chunks have told.
+#: Rows that a process gets before that, so that it stays busy until the first chunks are measured.
 FIRST_BROUGHT = 100
-#: How much the last chunk says about the next one, if it was as small as the first; a larger one says more.
+#: The weight of the last chunk in the estimate, if it was as small as the first; a larger chunk
+#: weighs more.
 LEARNING = 0.3
-#: In a time box, however quick their processors: to claim and settle them takes time as well.
+#: The most full chunks in one time box, since claims and settlements take time as well.
 MOST_CHUNKS = 5
 
 
 class Chunk:
-    """Who starts a row owns it: the runner that takes the next ones, or the time box that takes the rest."""
+    """Rows that wait, run or have ended.
+
+    Both the runner and the time box take waiting rows; the one that takes a row settles it.
+    """
 
     def __init__(self, tasks: Sequence[DelayTask], good_for_s: float, box_s: float) -> None:
         self._lock = threading.Lock()
@@ -34,19 +38,22 @@ class Chunk:
         self._good_until = now + good_for_s
         self.box_ends = now + box_s
         self._is_left = False
-        #: Held by who settles what is finished.
+        #: Held while the ended rows are settled.
         self.settling = threading.Lock()
 
     def next(self) -> DelayTask | None:
-        """The next row, or None: at the end, after the time box, and when our leases may be over."""
+        """Return the next row, or None if no row waits or the leases may be over."""
         try:
             first = self._waiting[0]
-        except IndexError:  # the time box takes all of them at once
+        except IndexError:  # the time box may take all of them meanwhile
             return None
         return first if monotonic() <= self._good_until else None
 
     def start(self, first: DelayTask, most: int = 1) -> list[DelayTask]:
-        """That row, and further ones of its tag; none if the time box has taken them meanwhile."""
+        """Start that row and further ones of its tag.
+
+        Return none if the time box has taken the row.
+        """
         with self._lock:
             if not self._waiting or self._waiting[0] is not first:
                 return []
@@ -60,26 +67,26 @@ class Chunk:
             return started
 
     def end(self, settlements: Iterable[Settlement]) -> None:
-        """Of rows that were started."""
+        """Record the settlements of started rows."""
         with self._lock:
             for settlement in settlements:
                 self._running.remove(settlement.task.id)
                 self._finished.append(settlement)
 
     def forget(self, tasks: Iterable[DelayTask]) -> None:
-        """Started, and never to end."""
+        """Remove started rows that get no settlement."""
         with self._lock:
             for task in tasks:
                 self._running.discard(task.id)
 
     def keep(self, settlements: Iterable[Settlement]) -> None:
-        """For who takes what is finished next."""
+        """Add settlements for the next call of `take_finished`."""
         with self._lock:
             self._finished.extend(settlements)
 
     @property
     def is_run(self) -> bool:
-        """No row of it runs, or waits to be run."""
+        """Whether no row runs or waits."""
         return not self._running and not self._waiting
 
     @property
@@ -88,7 +95,7 @@ class Chunk:
             return self.is_run and not self._finished
 
     def leave(self) -> bool:
-        """Its runner goes, with rows still running; False if there are none."""
+        """Record that the runner goes on to another chunk; return whether rows still run."""
         with self._lock:
             self._is_left = bool(self._running)
             return self._is_left
@@ -115,7 +122,7 @@ class Chunk:
 
 
 class ChunkSize:
-    """How many rows a chunk is to have: as many as fit the time box, as far as the chunks before it tell."""
+    """Estimates from past chunks how many rows fit the time box."""
 
     def __init__(self, time_box_s: float, most: int, first: int = FIRST_SIZE) -> None:
         self._time_box_s = time_box_s
@@ -125,7 +132,10 @@ class ChunkSize:
         self._wanted = 0
 
     def learn(self, ran: int, seconds: float, wanted: int = 0) -> None:
-        """`wanted` is how many rows the processors could start at once, however long they take for it."""
+        """Learn from a chunk.
+
+        `wanted` is the number of rows that its processors can start simultaneously.
+        """
         if ran or wanted:
             self._wanted = min(wanted, self._most)
         if ran:
@@ -139,35 +149,34 @@ class ChunkSize:
 
     @property
     def in_time(self) -> int:
-        """What one process runs in a time box, in several chunks if they are quick."""
+        """The rows that one process runs in a time box, in several chunks if they are short."""
         fitting = self._first if self._row_s is None else self._time_box_s / max(self._row_s, 1e-6)
         return int(min(max(fitting, self._wanted, 1), self._most * MOST_CHUNKS))
 
     @property
     def brought(self) -> int:
-        """How many rows a process is to have at hand."""
+        """The rows that a process should have at hand."""
         if self._row_s is not None:
             return self.in_time
         return max(self.in_time, min(FIRST_BROUGHT, self._most * MOST_CHUNKS))
 
     @property
     def least(self) -> int:
-        """So many rows stay together, though other processes may be free."""
+        """The rows that stay together although other processes may be idle."""
         return max(self._wanted, 1)
 
     @property
     def fits(self) -> bool:
-        """Whether even one row does; before any ran that is hoped for."""
+        """Whether one row fits the time box; assumed until the first row has run."""
         return self._row_s is None or self._row_s < self._time_box_s
 
 
 class TimeBudget:
-    """One thread that calls `expire(chunk)` for each chunk that is open past its time, and again as often as it is
-    opened again.
+    """A thread that calls `expire(chunk)` for each chunk that is open after its time box.
 
-    It needs nothing of the thread that runs the chunk, which may sit in a processor for minutes. While chunks come and
-    go it looks once a box whether one is left over, so that nobody has to wake it, and it does not get into the way of
-    a processor that is about to begin.
+    The thread that runs the chunk may be in a processor for minutes, so it takes no part in this.
+    While chunks are opened and closed, this thread wakes once in a time box by itself, and no
+    runner spends time on waking it.
     """
 
     def __init__(
@@ -187,7 +196,7 @@ class TimeBudget:
         self._thread: threading.Thread | None = None
 
     def open(self, chunk: Chunk, rest_s: float = 0.0) -> None:
-        """If it is open already, its box stays."""
+        """Open a chunk; a chunk that is open keeps its time box."""
         with self._changed:
             self._open.setdefault(chunk, monotonic() + self._box_s + rest_s)
             self._opened += 1
@@ -212,19 +221,18 @@ class TimeBudget:
                 chunk, deadline = min(self._open.items(), key=itemgetter(1))
                 left = deadline - monotonic()
                 if left > 0:
-                    self._changed.wait(
-                        min(left, self._box_s)
-                    )  # what is opened meanwhile may be earlier
+                    # A chunk that is opened meanwhile may expire earlier.
+                    self._changed.wait(min(left, self._box_s))
                     continue
                 del self._open[chunk]
             try:
                 self._expire(chunk)
-            except Exception as error:  # other chunks need this thread
+            except Exception as error:  # the thread goes on for the other chunks
                 self._on_error(error)
 
     def _rest(self) -> None:
         opened = self._opened
-        self._changed.wait(self._box_s)  # what is opened meanwhile is not over before
+        self._changed.wait(self._box_s)  # a chunk that is opened meanwhile does not expire earlier
         if self._opened == opened:
             self._is_asleep = True
             self._changed.wait()

@@ -1,250 +1,212 @@
-"""How rows are run: their processor is called, for one or for a batch, and what it returns or raises is their end."""
+"""Calls processors for one task or for a batch, and turns each call into settlements."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import copy_context
 from datetime import datetime
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from delaytasks.core.clock import Clock
 from delaytasks.core.current_run import Current, current_run
 from delaytasks.core.errors import InvalidOutcomesError
-from delaytasks.core.interfaces import ClaimStore, Settlement
+from delaytasks.core.interfaces import Settlement
 from delaytasks.core.task import DelayTask
-from delaytasks.execution.batch import Batch, Runs, Work, outcomes_of
+from delaytasks.execution.batch import Batch, BatchRun, Work, outcomes_of
+from delaytasks.execution.deferral_rules import DeferralRules
 from delaytasks.execution.outcome_rules import OutcomeRules
-from delaytasks.execution.task_run import LeaseOf, TaskRun, UnitOf
-from delaytasks.processors.registry import Processor, Registry
+from delaytasks.execution.task_run import Lease, TaskRun, TransactionOf
+from delaytasks.processors.registry import Processor
+
+if TYPE_CHECKING:
+    from delaytasks.storage.claims import Claims
 
 logger = logging.getLogger("delaytasks")
+_EXITS = (SystemExit, KeyboardInterrupt)
 
 
 class Ended(NamedTuple):
-    """How the run of one task ended, and what its processor returned or raised."""
+    """The settlement of one task, with the value or the error of its processor."""
 
     settlement: Settlement
     value: object = None
     error: BaseException | None = None
 
 
-#: Makes the ends of the tasks of one call from what their processor returned or raised.
+#: Returns the settlements of one call from its value or its error.
 End = Callable[[object, BaseException | None], Sequence[Ended]]
-#: Calls the processor, and then `End` where everybody who watches still sees the task as running. What it raises
-#: before it has called `End` is taken for the processor's error.
+#: Calls the processor, and then `End`, in the context that the processor expects. An exception that
+#: it raises before it has called `End` counts as the processor's.
 Execute = Callable[[Work, DelayTask, End], object]
-_EXITS = (SystemExit, KeyboardInterrupt)
 
 
 def ends_process(error: BaseException) -> bool:
-    """Celery's WorkerShutdown and WorkerTerminate: they end the worker, and are no end of a task."""
+    """Whether the error is Celery's WorkerShutdown or WorkerTerminate, which end the worker."""
     return isinstance(error, _EXITS) and type(error) not in _EXITS
 
 
 class Watcher(Protocol):
-    """Sees every row's run, and is told when to pass on what it saw. It must not raise."""
+    """Observes the run of each row; its methods must not raise."""
 
     def started(self, task: DelayTask, claimed: datetime, began: datetime) -> None: ...
     def ended(self, ending: Settlement, ended: datetime, error: BaseException | None) -> None: ...
     def expired(self, ending: Settlement, claimed: datetime) -> None: ...
     def defer(self, task: DelayTask, claimed: datetime, why: str) -> None: ...
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        """Send what was observed."""
+
+
+class _Call(NamedTuple):
+    """One call of a processor, for the tasks of `runs`."""
+
+    work: Work
+    runs: Sequence[TaskRun]
+    current: Current
 
 
 class TaskExecutor:
-    """`execute` calls the processor in the surroundings that it expects."""
+    """Runs tasks. `watcher` returns the watcher of the moment, or None."""
 
     def __init__(
         self,
-        claims: ClaimStore,
+        claims: Claims,
         clock: Clock,
-        registry: Registry,
+        deferral_rules: DeferralRules,
         outcome_rules: OutcomeRules,
         execute: Execute,
-        transaction_of: UnitOf,
-        keeps_time_limits: bool,
-        lease: LeaseOf,
+        transaction_of: TransactionOf,
+        lease: Lease,
+        watcher: Callable[[], Watcher | None],
     ) -> None:
         self._claims = claims
         self._clock = clock
-        self._registry = registry
+        self._deferral_rules = deferral_rules
         self._outcome_rules = outcome_rules
         self._execute = execute
-        self._unit_of = transaction_of
-        #: Else rows whose tag has time limits are left to processes that can.
-        self._keeps_time_limits = keeps_time_limits
+        self._transaction_of = transaction_of
         self._lease = lease
-        #: With nobody watching, a row pays a test for it.
-        self.watcher: Watcher | None = None
+        self._watcher = watcher
 
     def run(
         self, processor: Processor | None, tasks: Sequence[DelayTask], claimed: datetime
     ) -> list[Settlement]:
-        """One task, or as many of the tag as its processor takes at once."""
+        """Run tasks of one tag, one or as many as its processor takes in one call."""
+        watcher, began = self._watcher(), self._clock.now()
+        settlements, ready = self._defer(processor, tasks, claimed, watcher)
         if processor is None:
-            return [
-                self._defer(self._outcome_rules.no_processor(task, self._registry), claimed)
-                for task in tasks
-            ]
-        if any(map(self._outcome_rules.lacks_key, tasks)):
-            return self._run_readable(processor, tasks, claimed)
-        if processor.has_time_limits and not self._keeps_time_limits:
-            return [
-                self._too_late(processor, task, claimed)
-                or self._defer(self._outcome_rules.no_time_limits(task), claimed)
-                for task in tasks
-            ]
-        if processor.batch is None:
-            task = tasks[0]
-            late = self._outcome_rules.too_late(processor, task)
-            return [
-                self._run_one(processor, task, claimed)
-                if late is None
-                else self._put_aside(late, claimed)
-            ]
-        return self._run_batch(processor, tasks, claimed)
+            return settlements
+        for call in self._calls(processor, ready):
+            if watcher is not None:
+                for run in call.runs:
+                    watcher.started(run.task, claimed, began)
+            ended: list[Ended] = []
+            context, end = copy_context(), self._end(call, began, ended, watcher)
+            context.run(current_run.set, call.current)
+            try:
+                context.run(self._execute, call.work, call.runs[0].task, end)
+            except BaseException as error:
+                if ends_process(error):
+                    raise
+                self._raised(call, error, ended, end)
+            settlements += [one.settlement for one in ended]
+        return settlements
 
     def failed(
         self, processor: Processor, tasks: Sequence[DelayTask], error: BaseException
     ) -> list[Settlement]:
-        """The ends of tasks whose run had none."""
+        """Return the settlements of tasks for which `run` itself has raised."""
         began = self._clock.now()
         return [self._outcome_rules.of_error(processor, task, began, error) for task in tasks]
 
-    def _run_readable(
-        self, processor: Processor, tasks: Sequence[DelayTask], claimed: datetime
-    ) -> list[Settlement]:
-        """Those of them whose body can be read; the others wait for a worker that has their key."""
-        ends, readable = list[Settlement](), list[DelayTask]()
-        for task in tasks:
-            if not self._outcome_rules.lacks_key(task):
-                readable.append(task)
-            else:
-                late = self._too_late(processor, task, claimed)
-                ends.append(late or self._defer(self._outcome_rules.no_key(task), claimed))
-        return ends + (self.run(processor, readable, claimed) if readable else [])
-
-    def _run_one(self, processor: Processor, task: DelayTask, claimed: datetime) -> Settlement:
-        began, watcher = self._clock.now(), self.watcher
+    def flush(self) -> None:
+        """Let the watcher send what it has observed."""
+        watcher = self._watcher()
         if watcher is not None:
-            watcher.started(task, claimed, began)
-        run = TaskRun(task, self._claims, self._unit_of, self._lease)
+            watcher.flush()
 
-        def end(value: object, error: BaseException | None) -> Sequence[Ended]:
-            return [self._end(processor, run, began, value, error, watcher)]
+    # -- calls ------------------------------------------------------------------------------------
 
-        return self._call(processor, task, run, end)[0].settlement
+    def _defer(
+        self,
+        processor: Processor | None,
+        tasks: Sequence[DelayTask],
+        claimed: datetime,
+        watcher: Watcher | None,
+    ) -> tuple[list[Settlement], list[DelayTask]]:
+        """Return the settlements of the tasks that do not run here, and the tasks that do."""
+        settlements: list[Settlement] = []
+        ready: list[DelayTask] = []
+        for task in tasks:
+            settlement = self._deferral_rules.settlement(processor, task)
+            if settlement is None:
+                ready.append(task)
+                continue
+            settlements.append(settlement)
+            if watcher is not None and settlement.move == "expire":
+                watcher.expired(settlement, claimed)
+            elif watcher is not None:
+                watcher.defer(task, claimed, settlement.error or "")
+        return settlements, ready
 
-    def _run_batch(
-        self, processor: Processor, tasks: Sequence[DelayTask], claimed: datetime
-    ) -> list[Settlement]:
-        began, watcher, ends = self._clock.now(), self.watcher, list[Settlement]()
+    def _calls(self, processor: Processor, tasks: Sequence[DelayTask]) -> Iterator[_Call]:
+        if processor.batch is None:
+            for task in tasks:
+                run = self._run(task)
+                yield _Call(processor, [run], run)
+            return
         runs: list[TaskRun] = []
         bodies: list[Any] = []
         for task in tasks:
-            late = self._too_late(processor, task, claimed)
-            if late is not None:
-                ends.append(late)
-                continue
-            if watcher is not None:
-                watcher.started(task, claimed, began)
-            run = TaskRun(task, self._claims, self._unit_of, self._lease)
+            run = self._run(task)
             try:
-                bodies.append(processor.given(task.body))
-            except Exception as error:  # its neighbours must not suffer
-                ends += self._run_together(
-                    processor, [run], Batch(processor, [task], [], error), began
-                )
+                bodies.append(processor.checked(task.body))
+            except Exception as error:  # fails this task alone, with this traceback
+                yield _Call(Batch(processor, [task], [], error), [run], BatchRun([run]))
             else:
                 runs.append(run)
         if runs:
-            ends += self._run_together(
-                processor, runs, Batch(processor, [run.task for run in runs], bodies), began
-            )
-        return ends
+            batch = Batch(processor, [run.task for run in runs], bodies)
+            yield _Call(batch, runs, BatchRun(runs))
 
-    def _run_together(
-        self, processor: Processor, runs: Sequence[TaskRun], batch: Batch, began: datetime
-    ) -> list[Settlement]:
-        watcher = self.watcher
+    def _run(self, task: DelayTask) -> TaskRun:
+        return TaskRun(task, self._claims, self._transaction_of, self._lease)
 
-        def end(value: object, error: BaseException | None) -> Sequence[Ended]:
-            values: list[object] = [None] * len(runs)
-            if error is None:
-                try:
-                    values = outcomes_of(value, batch.tasks)
-                except InvalidOutcomesError as refusal:
-                    error = refusal
-            pairs = zip(runs, values, strict=True)
-            return [self._end(processor, run, began, one, error, watcher) for run, one in pairs]
-
-        return [ended.settlement for ended in self._call(batch, batch.tasks[0], Runs(runs), end)]
-
-    def _call(self, work: Work, task: DelayTask, run: Current, end: End) -> list[Ended]:
-        ends: list[Ended] = []
-
-        def end_all(value: object, error: BaseException | None) -> Sequence[Ended]:
-            ends.extend(end(value, error))
-            return ends
-
-        token = current_run.set(run)
-        try:
-            self._execute(work, task, end_all)
-        except BaseException as error:
-            if ends_process(error):
-                raise
-            if not ends:
-                end_all(None, error)
-            else:
-                logger.exception(
-                    "delaytasks: an error after the end of task %s (tag %r)", task.id, task.tag
-                )
-        finally:
-            current_run.reset(token)
-        return ends
+    # -- ends -------------------------------------------------------------------------------------
 
     def _end(
-        self,
-        processor: Processor,
-        run: TaskRun,
-        began: datetime,
-        value: object,
-        error: BaseException | None,
-        watcher: Watcher | None,
-    ) -> Ended:
-        ending = None
-        if error is None:
-            try:
-                if run.is_rolled_back:
-                    ending = self._outcome_rules.of_rolled_back(processor, run.task, began, value)
-                elif run.is_written:
-                    ending = self._outcome_rules.of_completed(run, began, None)
-                else:
-                    ending = self._outcome_rules.of_value(processor, run.task, began, value)
-            except Exception as raised:
-                error = raised
-        if ending is None and error is not None:
-            if run.is_certain or run.is_left_open:
-                ending = self._outcome_rules.of_completed(run, began, error)
-            else:  # if its commit came through nonetheless, what we make of the row is refused
-                ending = self._outcome_rules.of_error(processor, run.task, began, error)
-        assert ending is not None
-        if watcher is not None:
-            watcher.ended(ending, self._clock.now(), error)
-        return Ended(ending, value, error)
+        self, call: _Call, began: datetime, ended: list[Ended], watcher: Watcher | None
+    ) -> End:
+        """Return the function that fills `ended` from what the processor returned or raised."""
+        processor = call.work.processor if isinstance(call.work, Batch) else call.work
 
-    def _too_late(
-        self, processor: Processor, task: DelayTask, claimed: datetime
-    ) -> Settlement | None:
-        late = self._outcome_rules.too_late(processor, task)
-        return None if late is None else self._put_aside(late, claimed)
+        def end(value: object, error: BaseException | None) -> Sequence[Ended]:
+            values = [value] * len(call.runs)
+            if isinstance(call.work, Batch) and error is None:
+                try:
+                    values = outcomes_of(value, call.work.tasks)
+                except InvalidOutcomesError as refusal:
+                    error = refusal
+            for run, one in zip(call.runs, values, strict=True):
+                settlement, raised = self._outcome_rules.settlement(
+                    processor, run, began, one, error
+                )
+                if watcher is not None:
+                    watcher.ended(settlement, self._clock.now(), raised)
+                ended.append(Ended(settlement, one, raised))
+            return ended
 
-    def _put_aside(self, late: Settlement, claimed: datetime) -> Settlement:
-        if self.watcher is not None:
-            self.watcher.expired(late, claimed)
-        return late
+        return end
 
-    def _defer(self, ending: Settlement, claimed: datetime) -> Settlement:
-        if self.watcher is not None:
-            self.watcher.defer(ending.task, claimed, ending.error or "")
-        return ending
+    def _raised(self, call: _Call, error: BaseException, ended: list[Ended], end: End) -> None:
+        """Settle a call whose `execute` has raised, or log the error if the call is settled."""
+        if not ended:
+            end(None, error)
+            return
+        task = call.runs[0].task
+        logger.error(
+            "delaytasks: an error after the end of task %s (tag %r)",
+            task.id,
+            task.tag,
+            exc_info=error,
+        )

@@ -1,4 +1,4 @@
-"""The way of a task, part 3: claim, run, settle. Here a row goes from RUNNING to DONE."""
+"""Claims rows and runs them as chunks: the part of a task's path from RUNNING to DONE."""
 
 from __future__ import annotations
 
@@ -7,181 +7,197 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from delaytasks.core.capacity import WaitlistState
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.events import Events
-from delaytasks.core.interfaces import ClaimStore, Entry, Timer, WaitlistsSeen
+from delaytasks.core.interfaces import (
+    NO_WAITLISTS,
+    Claimed,
+    Entry,
+    Timer,
+    WaitlistsSeen,
+)
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask
-from delaytasks.execution.admission import Admission
-from delaytasks.execution.chunk_run import ChunkRun, Kept, Tally
+from delaytasks.execution.chunk_runner import ChunkRunner, Kept, Tally
+from delaytasks.execution.deferral_rules import DeferralRules
 from delaytasks.execution.executor import Execute, TaskExecutor, Watcher
 from delaytasks.execution.outcome_rules import OutcomeRules
-from delaytasks.execution.settler import Settler
-from delaytasks.execution.task_run import LeaseOf, UnitOf
+from delaytasks.execution.pause_filter import PauseFilter
+from delaytasks.execution.settlement import Settler
+from delaytasks.execution.task_run import Lease, TransactionOf
 from delaytasks.execution.waitlist_runner import WaitlistRunner
 from delaytasks.processors.registry import Registry
 from delaytasks.processors.thread_slots import ThreadSlots
 
-#: A message that is early by less is worth waiting for: clocks agree to a fraction of it.
+if TYPE_CHECKING:
+    from delaytasks.storage.claims import Claims
+
+#: A message that is early by less than this is waited for: clocks differ by a fraction of it.
 CLOCK_TOLERANCE_US = 50_000
-#: Slept beyond it, since some databases tell the time in whole milliseconds.
+#: The additional wait, since some databases return the time in whole milliseconds.
 CLOCK_TOLERANCE_SLACK_US = 2_000
-#: While a backlog is worked off, so long passes before rows that lapsed are looked for again, when there were none; and
-#: so many times as long as the look took, since it passes over the whole backlog.
-SUSPECTS_S, SUSPECTS_SHARE = 1.0, 20
+#: During a backlog, abandoned rows are looked for again after this time, and after the look's
+#: duration times `ABANDONED_SHARE`, since a look reads the whole backlog.
+ABANDONED_S, ABANDONED_SHARE = 1.0, 20
 
 
 class Report(NamedTuple):
-    """What became of a chunk, as the worker's main process wants to know it."""
+    """The result of a chunk for the worker's main process."""
 
     claimed: int = 0
     ran: int = 0
     seconds: float = 0.0
     early: tuple[Entry, ...] = ()
     is_full: bool = False
-    #: Rows that the next chunk should have at least, as far as this one's processors tell.
+    #: The least number of rows for the next chunk, as this chunk's processors require it.
     wanted: int = 0
-    #: This process, and the rows that still run in it though their chunk is over.
+    #: This process, and its rows that still run although their chunk is over.
     pid: int = 0
     left: tuple[int, ...] = ()
-    #: Why the chunk failed as a whole, and whether that was the database.
+    #: Why the chunk failed as a whole, and whether the database was the reason.
     error: str = ""
     is_stores_error: bool = False
-    #: Lines of limited tags that somebody should go on with.
+    #: The waitlists that a process should go on with.
     lines: tuple[WaitlistState, ...] = ()
-    #: Events, tags and numbers, for who asked to have them counted.
+    #: Events, tags and numbers, if the job asked for counts.
     counts: tuple[tuple[str, str, int], ...] = ()
 
 
 class Runner:
-    """Runs chunks in one process. `execute` calls the processor in the surroundings that it expects; between rows that
-    a thread runs one after another they are `kept`.
+    """Runs chunks in one process.
 
-    With `may_leave` rows that run side by side may go on while the next chunk runs: somebody has to renew their leases,
-    and to call `finish` at the end. `renewed_at` is when leases were renewed last, by the monotonic clock.
+    `execute` calls a processor in the context that it expects, and `kept` holds this context
+    between rows that a thread runs one after another. With `may_leave`, concurrent rows may go on
+    while the next chunk runs: another process has to renew their leases, and `finish` has to be
+    called at the end. `renewed_at` returns when leases were renewed last, by the monotonic clock,
+    and `watcher` the watcher of the moment.
     """
 
     def __init__(
         self,
         settings: Settings,
-        claims: ClaimStore,
+        claims: Claims,
         clock: Clock,
         registry: Registry,
         timer: Timer,
         events: Events,
         execute: Execute,
-        transaction_of: UnitOf,
-        admission: Admission | None = None,
+        transaction_of: TransactionOf,
+        pause_filter: PauseFilter | None = None,
         keeps_time_limits: bool = True,
         thread_slots: ThreadSlots | None = None,
         may_leave: bool = False,
         renewed_at: Callable[[], float] = lambda: float("-inf"),
         kept: Kept = nullcontext,
+        watcher: Callable[[], Watcher | None] = lambda: None,
     ) -> None:
         self._settings = settings
         self._claims = claims
-        self._lines = claims.lines
         self._clock = clock
         self._events = events
-        outcome_rules = OutcomeRules(settings, clock, events)
-        lease = LeaseOf(settings.lease_s, settings.chunk_time_box_s, renewed_at)
-        self._running = TaskExecutor(
+        executor = TaskExecutor(
             claims,
             clock,
-            registry,
-            outcome_rules,
+            DeferralRules(settings, clock, events, registry, keeps_time_limits),
+            OutcomeRules(settings, clock, events),
             execute,
             transaction_of,
-            keeps_time_limits,
-            lease,
+            Lease(settings.lease_s, settings.chunk_time_box_s, renewed_at),
+            watcher,
         )
-        settling = Settler(settings, claims, clock, timer, events)
-        self._chunks = ChunkRun(
+        self._chunks = ChunkRunner(
             settings,
             clock,
             registry,
-            self._running,
-            settling,
+            executor,
+            Settler(settings, claims, clock, timer, events),
             thread_slots or ThreadSlots(),
-            admission,
+            pause_filter,
             events,
             kept,
         )
         self._may_leave = may_leave
         self._waitlist_runner = WaitlistRunner(settings, claims, registry, self._chunks)
-        #: By queue, when rows that lapsed have a turn though others wait: they get half of the time at most.
-        self._suspects_at: dict[str, float] = {}
+        #: The next time for abandoned rows of each queue; they get at most half of the time.
+        self._abandoned_at: dict[str, float] = {}
 
     def run(self, entries: Sequence[Entry], for_s: float = 0) -> Report:
-        """The fast path: the entries of messages that fell due. Lines of limited tags that it met it goes on with
-        `for_s` seconds."""
+        """Run the entries of messages that fell due, and then their waitlists for `for_s`."""
         claimed_at, tally = monotonic(), Tally()
-        tasks = self._claims.claim(entries)
-        met = self._lines.met()
-        self._run_chunk(tasks, claimed_at, tally)
-        early: list[Entry] = []
-        if (claimed := len(tasks)) + met.held < len(entries):
-            found = {task.id for task in tasks}
-            early = self._look_after(
-                {entry[:2]: entry for entry in entries if entry.id not in found}, tally
-            )
-        self._waitlist_runner.gather(met, len(entries), {entry[3:] for entry in entries})
-        openings = self._waitlist_runner.go_on(
-            met.lines | self._lines.met().lines, len(entries), for_s, tally
+        claimed = self._claims.claim(entries)
+        self._chunks.run(claimed, claimed_at, tally, self._may_leave)
+        early, seen = tuple[Entry, ...](), claimed.seen
+        if len(claimed) + seen.held < len(entries):
+            got = {task.id for task in claimed}
+            missing = {entry[:2]: entry for entry in entries if entry.id not in got}
+            early, more_seen = self._run_missing(missing, tally)
+            seen = WaitlistsSeen(seen.waitlists | more_seen.waitlists, seen.held)
+        self._waitlist_runner.hold_backlog(
+            claimed.seen, len(entries), {entry[3:] for entry in entries}
         )
-        return self._report(tally, claimed, tuple(early), lines=openings)
+        states = self._waitlist_runner.run(seen.waitlists, len(entries), for_s, tally)
+        return self._report(tally, len(claimed), early, lines=states)
 
     def drain(self, queue: str, priorities: Sequence[int], limit: int, for_s: float = 0) -> Report:
-        """The slow path: whatever is due, straight from the table; and what waits in line."""
+        """Run due rows straight from the table, an abandoned row, and the queue's waitlists."""
         claimed_at, tally = monotonic(), Tally()
-        is_suspects_turn = claimed_at >= self._suspects_at.setdefault(
-            queue, claimed_at + SUSPECTS_S
+        is_turn_of_abandoned = claimed_at >= self._abandoned_at.setdefault(
+            queue, claimed_at + ABANDONED_S
         )
-        most = limit - 1 if is_suspects_turn else limit
-        tasks = self._claims.claim_due(queue, priorities, most) if most else []
-        met = self._lines.met()
-        is_full = len(tasks) + met.held >= most
-        self._run_chunk(tasks, claimed_at, tally)
-        if is_suspects_turn or not is_full:
-            is_full = self._run_suspect(queue, priorities, tally) or is_full
-            met = WaitlistsSeen(met.lines | self._lines.met().lines, met.held)
-        self._waitlist_runner.gather(met, limit, {(queue, priority) for priority in priorities})
-        lines = met.lines if is_full and not is_suspects_turn else met.lines | self._lines.of(queue)
-        # Those that wait behind a backlog have a chunk of their own, or they would keep it waiting.
-        later = lines - met.lines if is_full else set()
-        openings = self._waitlist_runner.go_on(lines - later, limit, for_s, tally)
-        openings += tuple(WaitlistState(*line, None) for line in sorted(later))
-        return self._report(tally, tally.claimed, is_full=is_full, lines=openings)
+        most = limit - 1 if is_turn_of_abandoned else limit
+        claimed = self._claims.claim_due(queue, priorities, most) if most else Claimed()
+        seen = claimed.seen
+        is_full = len(claimed) + seen.held >= most
+        self._chunks.run(claimed, claimed_at, tally, self._may_leave)
+        if is_turn_of_abandoned or not is_full:
+            abandoned = self._run_abandoned(queue, priorities, tally)
+            is_full = bool(abandoned) or is_full
+            # Held abandoned rows are no sign of a backlog.
+            seen = WaitlistsSeen(seen.waitlists | abandoned.seen.waitlists, seen.held)
+        levels = {(queue, priority) for priority in priorities}
+        self._waitlist_runner.hold_backlog(seen, limit, levels)
+        waitlists = seen.waitlists
+        if not is_full or is_turn_of_abandoned:
+            waitlists = waitlists | self._claims.waitlists.in_queue(queue)
+        # During a backlog, waitlists that no claim has seen get chunks of their own, or they would
+        # delay the backlog.
+        later = waitlists - seen.waitlists if is_full else set()
+        states = self._waitlist_runner.run(waitlists - later, limit, for_s, tally)
+        states += tuple(WaitlistState(*waitlist, None) for waitlist in sorted(later))
+        return self._report(tally, tally.claimed, is_full=is_full, lines=states)
 
-    def _run_suspect(self, queue: str, priorities: Sequence[int], tally: Tally) -> bool:
-        """A row that lapsed, if there is one: last, since it may kill this process."""
-        claimed_at, rests_s = monotonic(), 0.0
-        self._suspects_at[queue] = math.inf  # for this process' other threads
+    def _run_abandoned(self, queue: str, priorities: Sequence[int], tally: Tally) -> Claimed:
+        """Claim and run one abandoned row; it runs alone, since it may kill this process."""
+        claimed_at, rest_s = monotonic(), 0.0
+        self._abandoned_at[queue] = math.inf  # keeps the other threads of this process from it
         try:
-            abandoned_row = self._claims.claim_abandoned(queue, priorities)
-            if abandoned_row is None:
-                rests_s = max(SUSPECTS_S, SUSPECTS_SHARE * (monotonic() - claimed_at))
-                return False
-            self._chunks.run_alone(abandoned_row, claimed_at, tally)
-            rests_s = monotonic() - claimed_at
-            return True
+            claimed = self._claims.claim_abandoned(queue, priorities)
+            if claimed:
+                self._chunks.run_alone(claimed, claimed_at, tally)
+                rest_s = monotonic() - claimed_at
+            else:
+                rest_s = max(ABANDONED_S, ABANDONED_SHARE * (monotonic() - claimed_at))
+            return claimed
         finally:
-            self._suspects_at[queue] = monotonic() + rests_s
+            self._abandoned_at[queue] = monotonic() + rest_s
 
     def work_off(self, queue: str, tag: str, limit: int, for_s: float) -> Report:
-        """Those who wait in line for a limited tag, as long as there is room for them."""
+        """Run tasks of one waitlist as long as there is capacity for them."""
         tally = Tally()
-        openings = self._waitlist_runner.go_on({(queue, tag)}, limit, for_s, tally)
-        return self._report(tally, tally.claimed, lines=openings)
+        state = self._waitlist_runner.run_one(queue, tag, limit, for_s, tally)
+        return self._report(tally, tally.claimed, lines=() if state is None else (state,))
 
     @property
     def left(self) -> tuple[int, ...]:
-        """The ids of rows that run on in this process, though their chunks are over."""
+        """The ids of rows that still run in this process although their chunks are over."""
         return self._chunks.left
+
+    def finish(self) -> None:
+        """Wait until the concurrent rows of past chunks have ended and are settled."""
+        self._chunks.finish()
 
     def _report(
         self,
@@ -192,74 +208,68 @@ class Runner:
         lines: tuple[WaitlistState, ...] = (),
     ) -> Report:
         tally.add(*self._chunks.ended())
-        wanted = tally.wanted if 2 * tally.wanting >= tally.started else 0
-        ran, seconds = tally.ran, tally.seconds
         return Report(
             claimed,
-            ran,
-            seconds,
+            tally.ran,
+            tally.seconds,
             early,
             is_full,
-            wanted,
-            os.getpid(),
-            self._chunks.left,
+            wanted=tally.wanted if 2 * tally.wanting >= tally.started else 0,
+            pid=os.getpid(),
+            left=self._chunks.left,
             lines=lines,
         )
 
-    def _run_chunk(self, tasks: Sequence[DelayTask], claimed_at: float, tally: Tally) -> None:
-        self._chunks.run(tasks, claimed_at, tally, self._may_leave)
+    # -- entries that the claim did not get -------------------------------------------------------
 
-    def _look_after(self, missing: dict[tuple[int, int], Entry], tally: Tally) -> list[Entry]:
-        """The entries that the claim did not get, by id and version. Those that were early by a blink are waited for,
-        other early ones go back to the wheel, those that lapsed before are claimed alone; all others are not ours:
-        cancelled, moved, or somebody else's already."""
-        now = self._clock.now_us()
-        horizon_s = self._settings.horizon_s
+    def _run_missing(
+        self, missing: dict[tuple[int, int], Entry], tally: Tally
+    ) -> tuple[tuple[Entry, ...], WaitlistsSeen]:
+        """Run the missing entries (by id and version) that can run now, and return the early ones.
+
+        An entry that is early within the clock tolerance is waited for, and a recovered row is
+        claimed alone. All other entries are dropped: they were cancelled or moved, or another
+        process has them.
+        """
+        soon, early, recovered = self._sort_missing(missing)
+        dropped = len(missing) - len(soon) - len(early) - len(recovered)
+        if dropped:
+            self._events.emit("entry.dropped", count=dropped)
+        seen = NO_WAITLISTS
+        if soon or recovered:
+            # The process's time differs from the database's, or a row was locked for a moment.
+            self._clock.forget()
+            now = self._clock.now_us()
+            early += [entry for entry in soon if entry.due_us > now + CLOCK_TOLERANCE_US]
+            soon = [entry for entry in soon if entry.due_us <= now + CLOCK_TOLERANCE_US]
+            last_us = max((entry.due_us for entry in soon + recovered), default=now)
+            wait_us = max(min(last_us - now, CLOCK_TOLERANCE_US), 0) + CLOCK_TOLERANCE_SLACK_US
+            time.sleep(wait_us / 1e6)
+            claimed_at = monotonic()
+            claimed = self._claims.claim(soon)
+            self._chunks.run(claimed, claimed_at, tally, self._may_leave)
+            seen = seen.merge(claimed.seen)
+        for entry in recovered:
+            claimed_at = monotonic()
+            claimed = self._claims.claim_alone(entry.id, entry.version)
+            self._chunks.run_alone(claimed, claimed_at, tally)
+            seen = seen.merge(claimed.seen)
+        return tuple(early), seen
+
+    def _sort_missing(
+        self, missing: dict[tuple[int, int], Entry]
+    ) -> tuple[list[Entry], list[Entry], list[Entry]]:
+        """Return the missing entries that are due soon, that are early, and that were recovered."""
+        now, horizon_s = self._clock.now_us(), self._settings.horizon_s
         soon: list[Entry] = []
         early: list[Entry] = []
-        abandoned: list[Entry] = []
+        recovered: list[Entry] = []
         for miss in self._claims.misses({id for id, _ in missing}):
             if miss.status is not Status.NOT_COMPLETE or miss[:2] not in missing:
                 continue
             entry = missing[miss[:2]]._replace(due_us=miss.due_us)
-            if miss.lapses and miss.due_us <= now + CLOCK_TOLERANCE_US:
-                abandoned.append(entry)
-            elif miss.due_us <= now + CLOCK_TOLERANCE_US:
-                soon.append(entry)
+            if miss.due_us <= now + CLOCK_TOLERANCE_US:
+                (recovered if miss.lapses else soon).append(entry)
             elif horizon_s is None or miss.due_us <= now + horizon_s * 1e6:
                 early.append(entry)
-        dropped = len(missing) - len(soon) - len(early) - len(abandoned)
-        if dropped:
-            self._events.emit("entry.dropped", count=dropped)
-        if soon or abandoned:
-            self._clock.forget()  # either it is wrong about the database's, or a row was locked for a moment
-            now = self._clock.now_us()
-            early += [entry for entry in soon if entry.due_us > now + CLOCK_TOLERANCE_US]
-            soon = [entry for entry in soon if entry.due_us <= now + CLOCK_TOLERANCE_US]
-            tolerance_us = min(
-                max((entry.due_us for entry in soon + abandoned), default=now) - now,
-                CLOCK_TOLERANCE_US,
-            )
-            time.sleep((max(tolerance_us, 0) + CLOCK_TOLERANCE_SLACK_US) / 1e6)
-            claimed_at = monotonic()
-            self._run_chunk(self._claims.claim(soon), claimed_at, tally)
-        for entry in abandoned:
-            claimed_at = monotonic()
-            task = self._claims.claim_alone(entry.id, entry.version)
-            if task is not None:
-                self._chunks.run_alone(task, claimed_at, tally)
-        return early
-
-    # -- rows that run on ---------------------------------------------------------------------------
-
-    def finish(self) -> None:
-        """Waits for rows that run side by side with others, and whose chunks are over."""
-        self._chunks.finish()
-
-    @property
-    def watcher(self) -> Watcher | None:
-        return self._running.watcher
-
-    @watcher.setter
-    def watcher(self, watcher: Watcher | None) -> None:
-        self._running.watcher = watcher
+        return soon, early, recovered

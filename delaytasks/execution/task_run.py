@@ -1,80 +1,87 @@
-"""One run of one task, which its processor may complete in a transaction of its own."""
+"""One run of one task: its lease, and its completion in the processor's own transaction."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import InvalidScheduleError, LeaseLostError, NotRunningError
 from delaytasks.core.inputs import encode_body
-from delaytasks.core.interfaces import ClaimStore, Executor, Transaction
+from delaytasks.core.interfaces import Executor, Transaction
 from delaytasks.core.task import DelayTask
 
-#: A result is for looking at, not a place to keep data.
+if TYPE_CHECKING:
+    from delaytasks.storage.claims import Claims
+
+#: The longest result of a task. Results are for inspection; data belongs elsewhere.
 MAX_RESULT_BYTES = 16 * 1024
-UnitOf = Callable[[Any, DelayTask], Transaction | None]
-#: What is left of a lease, as a part of it, when the processor is told. As long as all is well more than half is left.
+#: `check_lease` raises if less than this part of the lease is left. If renewals succeed, more than
+#: half is left.
 LAST_PART = 1 / 3
+#: Returns the transaction of a caller's `session=`.
+TransactionOf = Callable[[Any, DelayTask], Transaction | None]
 
 
 class LeaseEndsError(LeaseLostError):
-    """It is not lost yet, but soon will be, by no fault of the processor's."""
+    """The lease is about to end, because the worker could not renew it."""
 
 
 @dataclass(frozen=True)
-class LeaseOf:
-    """How long this process's rows are its own, as far as it knows without asking the database."""
+class Lease:
+    """How long this process owns its rows, as far as it knows without a query."""
 
-    lasts_s: float
-    #: A row begins no later than so after its claim.
-    box_s: float
-    #: When the last renewal that came through was asked for, by the monotonic clock.
+    duration_s: float
+    #: The longest time from the claim of a row to the start of its run.
+    time_box_s: float
+    #: Returns when the last successful renewal was sent, by the monotonic clock.
     renewed_at: Callable[[], float]
 
     def left_s(self, began: float) -> float:
-        """Of a row that began then."""
-        return max(began - self.box_s, self.renewed_at()) + self.lasts_s - monotonic()
+        """Return how long the lease of a row lasts whose run began at `began`."""
+        return max(began - self.time_box_s, self.renewed_at()) + self.duration_s - monotonic()
 
 
 class TaskRun:
     def __init__(
-        self, task: DelayTask, claims: ClaimStore, transaction_of: UnitOf, lease: LeaseOf
+        self, task: DelayTask, claims: Claims, transaction_of: TransactionOf, lease: Lease
     ) -> None:
         self.task = task
         self._claims = claims
-        self._unit_of = transaction_of
+        self._transaction_of = transaction_of
         self._lease = lease
         self._began = monotonic()
-        #: The row is DONE in a transaction of the processor's.
+        #: The processor has settled the row as DONE in its own transaction.
         self.is_written = False
-        #: That transaction is committed, or was about to be.
+        #: The transaction is committed, or was about to be.
         self.is_committed = False
-        #: Nobody can say of a plain connection that its commit came through.
+        #: The commit is confirmed. SQLAlchemy reports the commit of a plain connection before it
+        #: happens.
         self.is_certain = False
-        self._on: Executor | None = None
+        self._executor: Executor | None = None
 
     @property
     def is_left_open(self) -> bool:
-        """That transaction goes on, and has the row locked."""
-        return not self.is_committed and self._on is not None and self._on.in_transaction()
+        """Whether the processor's transaction has not ended, so that the row is still locked."""
+        if self.is_committed or self._executor is None:
+            return False
+        return self._executor.in_transaction()
 
     @property
     def is_rolled_back(self) -> bool:
-        """It was written, and is not there."""
         return self.is_written and not self.is_committed and not self.is_left_open
 
     def complete(self, id: int, session: Any, result: Any) -> None:
-        task = self._named(id)
+        task = self._checked(id)
         kept = None if result is None else encode_body(result, MAX_RESULT_BYTES)
-        transaction = self._unit_of(session, task)
+        transaction = self._transaction_of(session, task)
         if transaction is None:
             raise InvalidScheduleError(
                 "complete() takes the session that the effect is written in: session=…"
             )
-        with transaction.guard() as self._on:
-            if not self._claims.complete(task, kept, self._on):
+        with transaction.guard() as self._executor:
+            if not self._claims.complete(task, kept, self._executor):
                 raise LeaseLostError(
                     f"task {id} ({task.tag}) is no longer this run's: roll back what it did", id
                 )
@@ -82,12 +89,15 @@ class TaskRun:
         transaction.after_commit([task], self._committed)
 
     def check_lease(self, id: int) -> None:
-        task, left_s = self._named(id), self._lease.left_s(self._began)
-        if left_s < self._lease.lasts_s * LAST_PART:
-            fact = f"the lease of task {id} ({task.tag}) could not be renewed and ends in {max(left_s, 0):.1f} s"
-            raise LeaseEndsError(f"{fact}: break off", id)
+        task, left_s = self._checked(id), self._lease.left_s(self._began)
+        if left_s < self._lease.duration_s * LAST_PART:
+            raise LeaseEndsError(
+                f"the lease of task {id} ({task.tag}) could not be renewed and ends in "
+                f"{max(left_s, 0):.1f} s: break off",
+                id,
+            )
 
-    def _named(self, id: int) -> DelayTask:
+    def _checked(self, id: int) -> DelayTask:
         if id != self.task.id:
             raise NotRunningError(
                 f"task {id} does not run here: this is a run of task {self.task.id}", id

@@ -1,102 +1,125 @@
-"""Lines of limited tags, worked off: a row that ends makes room for the next one, which its process takes at once."""
+"""Runs the tasks of waitlists: when one ends, the same process runs the next one in its slot."""
 
 from __future__ import annotations
 
 import random
 import time
 from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING
 
 from delaytasks.core.capacity import WaitlistState
 from delaytasks.core.clock import monotonic
-from delaytasks.core.interfaces import ClaimStore, Settlement, WaitlistsSeen
+from delaytasks.core.interfaces import Settlement, WaitlistsSeen
 from delaytasks.core.settings import Settings
 from delaytasks.core.task import DelayTask
 from delaytasks.execution.chunk import ChunkSize
-from delaytasks.execution.chunk_run import ChunkRun, Tally
+from delaytasks.execution.chunk_runner import ChunkRunner, Tally
 from delaytasks.processors.registry import Registry
 
-#: A claim of more rows, of which most had to be held, tells of a crowd; how long one chunk helps it to get in line.
-MANY, GATHER_S = 5, 0.2
+if TYPE_CHECKING:
+    from delaytasks.storage.claims import Claims
+
+#: If a claim of more than `MANY` rows held most of them, there is an overdue backlog, which one
+#: chunk helps to hold for `HOLD_S`.
+MANY, HOLD_S = 5, 0.2
+
+
+class _SlotTransfer:
+    """Settles tasks of one waitlist, and admits the next ones to their slots until the end."""
+
+    def __init__(
+        self, claims: Claims, queue: str, tag: str, until: float, wanted: int, is_scarce: bool
+    ) -> None:
+        self._claims = claims
+        self._waitlist = (queue, tag)
+        self._until = until
+        self._wanted = wanted
+        self._is_scarce = is_scarce
+        self.admitted: list[DelayTask] = []
+
+    def settle(self, settlements: Sequence[Settlement]) -> set[int]:
+        is_worth_it = self._is_scarce or len(settlements) >= self._wanted
+        if monotonic() >= self._until or not is_worth_it:
+            return self._claims.settle(settlements)
+        accepted, admitted = self._claims.settle_and_admit(settlements, *self._waitlist)
+        self.admitted.extend(admitted)
+        return accepted
 
 
 class WaitlistRunner:
     def __init__(
-        self, settings: Settings, claims: ClaimStore, registry: Registry, chunks: ChunkRun
+        self, settings: Settings, claims: Claims, registry: Registry, chunks: ChunkRunner
     ) -> None:
         self._settings = settings
         self._claims = claims
-        self._lines = claims.lines
+        self._waitlists = claims.waitlists
         self._registry = registry
         self._chunks = chunks
-        #: By limited tags: what does not fit the time box would hold places for nothing.
+        #: The chunk size of each tag. Rows beyond the time box would occupy slots without running.
         self._sizes: dict[str, ChunkSize] = {}
 
-    def gather(self, met: WaitlistsSeen, asked: int, levels: Set[tuple[str, int]]) -> None:
-        """A crowd for which there is no room gets in line: whoever is in it must not wait until a claim comes by."""
-        if not 2 * met.held > asked > MANY:
+    def hold_backlog(self, seen: WaitlistsSeen, asked: int, levels: Set[tuple[str, int]]) -> None:
+        """If a claim of `asked` rows held most of them, hold further overdue rows of the tags.
+
+        Otherwise a row far behind in the backlog would miss its key's turn until a claim finds it.
+        """
+        if not 2 * seen.held > asked > MANY:
             return
-        until = monotonic() + GATHER_S
+        until = monotonic() + HOLD_S
         for queue, priority in levels:
-            tags = {tag for of, tag in met.lines if of == queue}
-            while monotonic() < until and self._lines.gather(queue, priority, tags):
+            tags = {tag for of, tag in seen.waitlists if of == queue}
+            while monotonic() < until and self._waitlists.hold_overdue(queue, priority, tags):
                 pass
 
-    def go_on(
-        self, lines: Set[tuple[str, str]], limit: int, for_s: float, tally: Tally
+    def run(
+        self, waitlists: Set[tuple[str, str]], limit: int, for_s: float, tally: Tally
     ) -> tuple[WaitlistState, ...]:
-        """Returns what somebody should go on with. Lines for which there is no time are among that."""
-        until, openings = monotonic() + for_s, list[WaitlistState | None]()
-        for number, (queue, tag) in enumerate(sorted(lines)):
+        """Run tasks of these waitlists for `for_s`, and return the waitlists to go on with."""
+        until, states = monotonic() + for_s, list[WaitlistState | None]()
+        for number, (queue, tag) in enumerate(sorted(waitlists)):
             if number and monotonic() >= until:
-                openings.append(WaitlistState(queue, tag, None))
+                states.append(WaitlistState(queue, tag, None))
             else:
-                openings.append(self._work_off(queue, tag, limit, for_s, tally))
-        return tuple(opening for opening in openings if opening is not None)
+                states.append(self.run_one(queue, tag, limit, for_s, tally))
+        return tuple(state for state in states if state is not None)
 
-    def _work_off(
+    def run_one(
         self, queue: str, tag: str, limit: int, for_s: float, tally: Tally
     ) -> WaitlistState | None:
+        """Run tasks of one waitlist; return None if it is empty."""
         until, is_first = monotonic() + for_s, True
-        following: list[DelayTask] = []
+        settings, parallel = self._settings, self._parallel(tag)
         size = self._sizes.setdefault(
-            tag, ChunkSize(self._settings.chunk_time_box_s, self._settings.chunk_max, 1)
+            tag, ChunkSize(settings.chunk_time_box_s, settings.chunk_max, 1)
         )
-        at_once = self._at_once(tag)
-
-        def settle(settlements: Sequence[Settlement]) -> set[int]:
-            is_scarce = opening is not None and not opening.open
-            if monotonic() >= until or not (is_scarce or len(settlements) >= min(size.rows, limit)):
-                return self._claims.settle(settlements)
-            accepted, next = self._claims.hand_over(settlements, queue, tag)
-            following.extend(next)
-            return accepted
-
         while True:
-            claimed_at = monotonic()
-            tasks, opening = self._lines.admit(
-                queue, tag, max(min(size.rows, limit), at_once), at_once
-            )
-            if tasks and is_first:
-                # Who waited for the lock has his time nonetheless; those who began together do not end together.
+            claimed_at, most = monotonic(), max(min(size.rows, limit), parallel)
+            tasks, state = self._waitlists.admit(queue, tag, most, parallel)
+            if not tasks and (state is None or state.look_s > until - monotonic()):
+                return state
+            if not tasks and state is not None:
+                time.sleep(state.look_s)
+                continue
+            if is_first:
+                # The wait for the lock does not count. Processes that began together end at
+                # different times.
                 until, is_first = monotonic() + for_s * random.uniform(0.5, 1), False
-            next: Sequence[DelayTask] = tasks
-            while next:
-                following = []
-                batch_tally = Tally()
-                self._chunks.run(next, claimed_at, batch_tally, may_leave=False, settle=settle)
-                batch_tally.add(*self._chunks.ended())
-                size.learn(batch_tally.ran, batch_tally.seconds)
-                tally.claimed += batch_tally.claimed
-                tally.add(batch_tally.ran, batch_tally.seconds)
-                next, claimed_at = following, monotonic()
-            if tasks and opening is not None and monotonic() >= until:
-                return opening._replace(open=opening.open or 1)
-            if not tasks:
-                if opening is None or opening.look_s > until - monotonic():
-                    return opening
-                time.sleep(opening.look_s)
+            is_scarce = state is not None and not state.open
+            while tasks:
+                transfer = _SlotTransfer(
+                    self._claims, queue, tag, until, min(size.rows, limit), is_scarce
+                )
+                of_chunk = Tally()
+                self._chunks.run(tasks, claimed_at, of_chunk, False, transfer.settle)
+                of_chunk.add(*self._chunks.ended())
+                size.learn(of_chunk.ran, of_chunk.seconds)
+                tally.claimed += of_chunk.claimed
+                tally.add(of_chunk.ran, of_chunk.seconds)
+                tasks, claimed_at = transfer.admitted, monotonic()
+            if state is not None and monotonic() >= until:
+                return state._replace(open=state.open or 1)
 
-    def _at_once(self, tag: str) -> int:
-        """How many rows of the tag this process starts at once."""
+    def _parallel(self, tag: str) -> int:
+        """Return how many tasks of the tag this process starts simultaneously."""
         processor = self._registry.get(tag)
         return 1 if processor is None else (processor.in_flight or 1) * (processor.batch or 1)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
+from typing import TYPE_CHECKING
 
-from delaytasks.core.interfaces import QueuePlace, SweepStore
+from delaytasks.core.interfaces import QueuePlace
+
+if TYPE_CHECKING:
+    from delaytasks.storage.sweep_queries import SweepQueries
 
 #: Queues of live workers, and other queues, that one call checks. The next call continues after
 #: them.
@@ -22,7 +26,7 @@ Late = dict[str, list[int]]
 class OverdueQueues:
     """Looks for overdue tasks in a bounded number of queues at a time, in turn."""
 
-    def __init__(self, sweeps: SweepStore, late_s: float) -> None:
+    def __init__(self, sweeps: SweepQueries, late_s: float) -> None:
         self._sweeps = sweeps
         self._late_s = late_s
         self._named_after = ""

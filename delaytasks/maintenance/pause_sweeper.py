@@ -10,16 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from delaytasks.core.clock import UTC, Clock, monotonic
 from delaytasks.core.events import Events
-from delaytasks.core.interfaces import HoldStore, Level, PolicyStore, Seen, Timer
+from delaytasks.core.interfaces import Level, Seen, Timer
 from delaytasks.core.policies import Policies, Policy
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.execution.policy_cache import PolicyCache
 from delaytasks.maintenance.overdue_queues import Beat
+
+if TYPE_CHECKING:
+    from delaytasks.storage.paused_rows import PausedRows
+    from delaytasks.storage.policies import PolicyTable
 
 #: Rows that one statement holds or releases.
 STEP = 500
@@ -46,8 +50,8 @@ class PauseSweeper:
         self,
         settings: Settings,
         cache: PolicyCache,
-        table: PolicyStore,
-        rows: HoldStore,
+        table: PolicyTable,
+        rows: PausedRows,
         clock: Clock,
         timer: Timer,
         events: Events,

@@ -11,15 +11,20 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
 
 from delaytasks.core.clock import Clock, from_us, monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.inputs import ALL_QUEUES
-from delaytasks.core.interfaces import Entry, Lapsed, SweepStore, Timer, WorkerStore
+from delaytasks.core.interfaces import Entry, Lapsed, Timer
 from delaytasks.core.policies import NO_POLICIES
 from delaytasks.core.settings import Settings
 from delaytasks.maintenance.overdue_queues import Beat, Late, OverdueQueues
 from delaytasks.maintenance.pause_sweeper import PauseSweeper
+
+if TYPE_CHECKING:
+    from delaytasks.storage.sweep_queries import SweepQueries
+    from delaytasks.storage.worker_table import WorkerTable
 
 #: Rows that one statement recovers or purges. Other transactions wait for their locks only briefly.
 STEP = 500
@@ -46,8 +51,8 @@ class Sweeper:
     def __init__(
         self,
         settings: Settings,
-        sweeps: SweepStore,
-        workers: WorkerStore,
+        sweeps: SweepQueries,
+        workers: WorkerTable,
         clock: Clock,
         timer: Timer,
         events: Events,

@@ -1,1 +1,1 @@
-"""The registered processors, and the threads and the event loop that call them."""
+"""The registered processors, and the threads and the event loop in which they run."""

@@ -1,4 +1,4 @@
-"""The event loop of a process, for processors that are `async def`."""
+"""The event loop of a process, in which processors that are `async def` run."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ import contextvars
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from types import CoroutineType
 from typing import Any
 
 from delaytasks.core.forks import reset_in_child
 
-Ending = tuple[Any, BaseException | None]
+#: The value of a coroutine, or its error.
+Result = tuple[Any, BaseException | None]
 
 
 class EventLoop:
-    """In a thread of its own, started by the first coroutine: all that run share its clients and connections."""
+    """An event loop in a thread of its own, which the first coroutine starts.
+
+    All processors share one loop, and thus its clients and connections.
+    """
 
     def __init__(self) -> None:
         self.after_fork()
@@ -27,8 +32,8 @@ class EventLoop:
         self._running: set[asyncio.Task[None]] = set()
 
     def result_of(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """What it returns or raises. It runs with the context variables of the caller, who waits meanwhile."""
-        answer: Future[Ending] = Future()
+        """Run the coroutine with the caller's context variables, and return its result."""
+        answer: Future[Result] = Future()
 
         def start() -> None:
             task = asyncio.ensure_future(_into(answer, coroutine))
@@ -51,8 +56,8 @@ class EventLoop:
             return self._loop
 
 
-async def _into(answer: Future[Ending], coroutine: Coroutine[Any, Any, Any]) -> None:
-    """Nothing gets past, or an exit would end the loop, and with it all others that run."""
+async def _into(answer: Future[Result], coroutine: Coroutine[Any, Any, Any]) -> None:
+    """Pass on every exception, since an exit would end the loop and all coroutines in it."""
     try:
         answer.set_result((await coroutine, None))
     except BaseException as error:
@@ -61,3 +66,8 @@ async def _into(answer: Future[Ending], coroutine: Coroutine[Any, Any, Any]) -> 
 
 _of_process = EventLoop()
 result_of = _of_process.result_of
+
+
+def awaited(value: Any) -> Any:
+    """Return what a processor returned; if this is a coroutine, run it and return its result."""
+    return result_of(value) if type(value) is CoroutineType else value

@@ -1,4 +1,4 @@
-"""Which function processes which tag."""
+"""The registry: which function processes which tag."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from types import CoroutineType
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from delaytasks.core.body_schema import BodySchema
@@ -22,39 +21,42 @@ from delaytasks.core.inputs import check_queue, check_tag, check_wait
 from delaytasks.core.retry_schedule import MAX_RETRY_DELAY_S, Retries, RetryRule, RetrySchedule
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import shown
-from delaytasks.processors.event_loop import result_of
-from delaytasks.processors.thread_slots import MOST_PLACES
+from delaytasks.processors.event_loop import awaited
+from delaytasks.processors.thread_slots import MAX_SLOTS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 F = TypeVar("F", bound=Callable[..., Any])
-#: A chunk has no more rows.
-MOST_IN_BATCH = 1000
-#: Of `async def` functions that do not say.
-ASYNC_PLACES = 100
+#: The most rows of a batch, since a chunk has at most as many.
+MAX_BATCH = 1000
+#: The slots of an `async def` function without `in_flight`.
+ASYNC_SLOTS = 100
 
 
 class ProcessorOptions(TypedDict, total=False):
-    """What `@processor(tag, …)` may say about its tag."""
+    """The options of `@processor(tag, …)`."""
 
-    #: Where its tasks go unless they name a queue.
+    #: The queue of tasks that name none.
     queue: str | None
-    #: A ladder or its rungs ("15s 3m 10m"), for all exceptions or for each type; none: FAILED at once.
+    #: A retry schedule or its delays ("15s 3m 10m"), for all exceptions or by type. Without one the
+    #: first failure is final.
     retry: RetryRule
-    #: A run that would begin later than this after its due time is CANCELLED instead.
+    #: A task that would start later than this after its due time is CANCELLED instead.
     expires: float | str | timedelta | None
-    #: Keep what the processor returns, as JSON.
+    #: Whether to store what the processor returns, as JSON.
     keep_result: bool
-    #: It is called for up to so many tasks at once: `f(tasks)`, or `f(bodies, tasks)`.
+    #: One call gets at most this number of tasks: `f(tasks)`, or `f(bodies, tasks)`.
     batch: int | None
-    #: So many calls run side by side in each process; `async def` functions have a hundred places without it.
+    #: The number of concurrent calls in each process; the default is 100 for `async def` functions
+    #: and otherwise 1.
     in_flight: int | None
-    #: What its bodies must be: a dataclass, a pydantic model, or a callable that takes the body.
+    #: Checks the bodies: a dataclass, a pydantic model, or a callable that takes the body.
     schema: Callable[..., Any] | None
-    #: Whom a body is for, where limits are counted for each; a task may say it itself.
+    #: Returns the concurrency key of a body, for limits per key; a task may have its own.
     concurrency_key: Callable[[Any], str | None] | None
-    #: A run that takes longer gets Celery's `SoftTimeLimitExceeded`; one that takes longer than `time_limit` is killed.
+    #: A longer run gets Celery's `SoftTimeLimitExceeded`; a run that is longer than `time_limit` is
+    #: killed.
     soft_time_limit: float | str | timedelta | None
     time_limit: float | str | timedelta | None
 
@@ -82,37 +84,30 @@ class Processor:
     def __call__(self, task: DelayTask, body: Any) -> Any:
         if self.schema is not None:
             body = self.schema(body)
-        result = self.function(body, task) if self.wants_task else self.function(body)
-        return result_of(result) if type(result) is CoroutineType else result
+        return awaited(self.function(body, task) if self.wants_task else self.function(body))
 
-    def given(self, body: Any) -> Any:
-        """What the function is given for a body."""
+    def checked(self, body: Any) -> Any:
+        """Return the body as the schema made it."""
         return body if self.schema is None else self.schema(body)
-
-    def call(self, *arguments: Any) -> Any:
-        result = self.function(*arguments)
-        return result_of(result) if type(result) is CoroutineType else result
 
     def body_of(self, task: DelayTask) -> Any:
         return task.body
 
     def retry_schedule_for(self, error: BaseException, task: DelayTask) -> RetrySchedule | None:
-        """What a task climbs whose run ended in `error`. A body that is refused now is refused on each rung."""
-        return (
-            None
-            if isinstance(error, BodyRefusedError)
-            else self.retries.retry_schedule_for(type(error), task.retry_schedule)
-        )
+        """Return the retry schedule of a task whose run ended in `error`."""
+        if isinstance(error, BodyRefusedError):  # the next run would refuse it as well
+            return None
+        return self.retries.retry_schedule_for(type(error), task.retry_schedule)
 
 
 class Registry:
     def __init__(self) -> None:
         self._processors: dict[str, Processor] = {}
-        #: Tags whose runs may be killed, and after how many seconds.
+        #: The hard time limit of each tag in seconds.
         self.time_limits: dict[str, float] = {}
 
     def processor(self, tag: str, **options: Unpack[ProcessorOptions]) -> Callable[[F], F]:
-        """Registers the decorated function for `tag`: `f(body)`, or `f(body, task)` to see the whole task."""
+        """Register the decorated function, `f(body)` or `f(body, task)`, for `tag`."""
         unknown = options.keys() - ProcessorOptions.__annotations__.keys()
         if unknown:
             known = ", ".join(ProcessorOptions.__annotations__)
@@ -130,22 +125,23 @@ class Registry:
             keep_result=bool(options.get("keep_result")),
             schema=None if schema is None else BodySchema(tag, schema),
             concurrency_key=options.get("concurrency_key"),
-            batch=_bounded("batch", options.get("batch"), MOST_IN_BATCH),
+            batch=_bounded("batch", options.get("batch"), MAX_BATCH),
             soft_time_limit_s=soft_s,
             time_limit_s=hard_s,
         )
-        in_flight = _bounded("in_flight", options.get("in_flight"), MOST_PLACES)
+        in_flight = _bounded("in_flight", options.get("in_flight"), MAX_SLOTS)
 
         def register(function: F) -> F:
             known = self._processors.get(tag)
             if known is not None and not _is_same(known.function, function):
                 raise DuplicateProcessorError(
-                    f"tag {tag!r} has the processor {_name(known.function)} already; give {_name(function)} another"
+                    f"tag {tag!r} has the processor {_name(known.function)} already; give "
+                    f"{_name(function)} another"
                 )
-            places = _places(function, in_flight, soft_s is not None or hard_s is not None)
+            slots = _slots(function, in_flight, soft_s is not None or hard_s is not None)
             wants_task = _wants_task(function, options.get("batch") is not None)
             self._processors[tag] = describe(
-                function=function, wants_task=wants_task, in_flight=places
+                function=function, wants_task=wants_task, in_flight=slots
             )
             if hard_s is not None:
                 self.time_limits[tag] = hard_s
@@ -154,7 +150,7 @@ class Registry:
         return register
 
     def give_places(self, tag: str, in_flight: int) -> None:
-        """To a processor of our own, once settings are known."""
+        """Set `in_flight` of a processor of this package after the settings are known."""
         self._processors[tag] = replace(self._processors[tag], in_flight=in_flight)
 
     def get(self, tag: str) -> Processor | None:
@@ -170,7 +166,7 @@ class Registry:
         return processor
 
     def meant_by(self, tag: str) -> str | None:
-        """The tag that an unknown one may be a slip of."""
+        """Return the registered tag of which an unknown one may be a misspelling."""
         close = (
             []
             if tag in self._processors
@@ -190,14 +186,13 @@ class Registry:
 
 
 def _time_limits(options: ProcessorOptions) -> tuple[float | None, float | None]:
-    """The soft one and the hard one, in seconds."""
-    soft_s, hard_s = (
-        _time_limit(options.get("soft_time_limit")),
-        _time_limit(options.get("time_limit")),
-    )
+    """Return the soft and the hard time limit in seconds."""
+    soft_s = _time_limit(options.get("soft_time_limit"))
+    hard_s = _time_limit(options.get("time_limit"))
     if soft_s is not None and hard_s is not None and soft_s >= hard_s:
         raise InvalidDelayError(
-            f"a soft_time_limit of {soft_s:g} s comes too late for a time_limit of {hard_s:g} s: make it shorter"
+            f"a soft_time_limit of {soft_s:g} s comes too late for a time_limit of {hard_s:g} s: "
+            "make it shorter"
         )
     return soft_s, hard_s
 
@@ -217,20 +212,21 @@ def _bounded(option: str, number: int | None, most: int) -> int | None:
     raise ValueError(f"{option}={shown(number)}: it is a number from 1 to {most}")
 
 
-def _places(
+def _slots(
     function: Callable[..., Any], in_flight: int | None, has_time_limits: bool
 ) -> int | None:
     is_async = inspect.iscoroutinefunction(function)
     if has_time_limits and (is_async or in_flight is not None):
         kind = "is async" if is_async else "has in_flight"
         raise ValueError(
-            f"time limits are for what runs alone, and {_name(function)} {kind}: give what it waits for a timeout"
+            f"time limits are for processors that run alone, and {_name(function)} {kind}: "
+            "use timeouts instead"
         )
-    return ASYNC_PLACES if is_async and in_flight is None else in_flight
+    return ASYNC_SLOTS if is_async and in_flight is None else in_flight
 
 
 def _wants_task(function: Callable[..., Any], is_batch: bool) -> bool:
-    """True for `f(body, task)`. Arguments with defaults are the function's own business."""
+    """Whether the function is `f(body, task)`; arguments with defaults do not count."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [
         parameter
@@ -248,7 +244,7 @@ def _wants_task(function: Callable[..., Any], is_batch: bool) -> bool:
 
 
 def _is_same(known: Callable[..., Any], function: Callable[..., Any]) -> bool:
-    """A module that is run as __main__ and imported as well registers its functions twice."""
+    """Whether both are one function of a module that is run as __main__ and imported as well."""
     if known is function:
         return True
     here, there = getattr(known, "__code__", None), getattr(function, "__code__", None)
@@ -269,4 +265,5 @@ def _listed(tags: list[str]) -> str:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
+    module = getattr(function, "__module__", "?")
+    return f"{module}.{getattr(function, '__qualname__', repr(function))}"

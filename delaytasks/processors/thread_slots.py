@@ -1,4 +1,4 @@
-"""Calls of processors that run side by side: threads of this process, and for each tag a number of places."""
+"""Threads for concurrent calls of processors; each tag has a limited number of slots."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from delaytasks.core.clock import monotonic
 from delaytasks.core.forks import reset_in_child
 
 T = TypeVar("T")
-#: Places of one tag, and threads of one process.
-MOST_PLACES = 1000
+#: The most slots of one tag, and the most threads of one process.
+MAX_SLOTS = 1000
 
 
 class ThreadSlots:
-    """One for a process, whose chunks share the places. A thread is made when a call finds none idle, and stays."""
+    """The slots of a process, which its chunks share.
+
+    A call that finds no idle thread starts one, which stays.
+    """
 
     def __init__(self) -> None:
         self.after_fork()
@@ -27,58 +30,68 @@ class ThreadSlots:
         self._changed = threading.Condition()
         self._taken: Counter[str] = Counter()
         self._all_taken = 0
-        self._threads = ThreadPoolExecutor(MOST_PLACES, "delaytasks-row")
-        #: Of those that ended since somebody asked.
+        self._threads = ThreadPoolExecutor(MAX_SLOTS, "delaytasks-row")
+        #: The calls that ended since the last call of `ended`.
         self._ended, self._seconds = 0, 0.0
 
-    def take(self, tag: str, places: int, until: float) -> bool:
-        """One of the tag's places, as soon as one is free; False if none is until then."""
+    def take(self, tag: str, slots: int, until: float) -> bool:
+        """Take one of the tag's slots when one is free.
+
+        Return False if this takes longer than `until`.
+        """
         with self._changed:
-            if not self._wait(lambda: self._is_free(tag, places), until):
+            if not self._wait(lambda: self._is_free(tag, slots), until):
                 return False
             self._taken[tag] += 1
             self._all_taken += 1
             return True
 
     def give_back(self, tag: str) -> None:
-        """A place that was taken for nothing."""
+        """Free a slot in which no call was started."""
         with self._changed:
             self._leave(tag)
             self._changed.notify_all()
 
     def start(
-        self, tag: str, places: int, rows: int, call: Callable[[], T], done: Callable[[T], None]
+        self, tag: str, slots: int, rows: int, call: Callable[[], T], done: Callable[[T], None]
     ) -> None:
-        """Runs `call` in a thread, on a place that was taken for it; its place is free when `done` gets the answer."""
-        self._threads.submit(self._run, tag, places, rows, call, done)
+        """Run `call` in a thread for which a slot was taken.
 
-    def free(self, tag: str, places: int) -> int:
+        `done` gets the result after the slot is free.
+        """
+        self._threads.submit(self._run, tag, slots, rows, call, done)
+
+    def free(self, tag: str, slots: int) -> int:
         with self._changed:
-            return min(places - self._taken[tag], MOST_PLACES - self._all_taken)
+            return min(slots - self._taken[tag], MAX_SLOTS - self._all_taken)
 
     def wait(self, is_so: Callable[[], bool], until: float | None = None) -> bool:
-        """Asks again whenever a call has ended or somebody `told`; False when time is up before."""
+        """Wait until `is_so` returns True, tested whenever a call has ended.
+
+        Return False after `until`.
+        """
         with self._changed:
             return self._wait(is_so, until)
 
     def tell(self) -> None:
+        """Let the callers of `wait` test again."""
         with self._changed:
             self._changed.notify_all()
 
     def ended(self) -> tuple[int, float]:
-        """Rows whose calls ended since this was asked last, and what they took: of the places' time, one's share."""
+        """Return the rows that ended since the last call, and their time divided by the slots."""
         with self._changed:
             ended, self._ended, self._seconds = (self._ended, self._seconds), 0, 0.0
             return ended
 
     def _run(
-        self, tag: str, places: int, rows: int, call: Callable[[], T], done: Callable[[T], None]
+        self, tag: str, slots: int, rows: int, call: Callable[[], T], done: Callable[[T], None]
     ) -> None:
         began = monotonic()
         answer = call()
         with self._changed:
             self._ended += rows
-            self._seconds += (monotonic() - began) / places
+            self._seconds += (monotonic() - began) / slots
             self._leave(tag)
         done(answer)
         self.tell()
@@ -87,8 +100,8 @@ class ThreadSlots:
         self._taken[tag] -= 1
         self._all_taken -= 1
 
-    def _is_free(self, tag: str, places: int) -> bool:
-        return self._taken[tag] < places and self._all_taken < MOST_PLACES
+    def _is_free(self, tag: str, slots: int) -> bool:
+        return self._taken[tag] < slots and self._all_taken < MAX_SLOTS
 
     def _wait(self, is_so: Callable[[], bool], until: float | None) -> bool:
         while not is_so():

@@ -8,13 +8,17 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
 
 from delaytasks.core.bulk import AuditEntry, BulkResult, Filter
 from delaytasks.core.errors import StoreUnavailableError, TaskStateError
 from delaytasks.core.events import Events
-from delaytasks.core.interfaces import BulkStore, Entry, To
+from delaytasks.core.interfaces import Entry, To
 from delaytasks.core.task import DelayTask
 from delaytasks.scheduling.producer import Producer
+
+if TYPE_CHECKING:
+    from delaytasks.storage.bulk import Bulk
 
 #: Rows in one transaction: few enough that locks on them are short.
 STEP = 500
@@ -30,7 +34,7 @@ class BulkRun:
 
     def __init__(
         self,
-        store: BulkStore,
+        store: Bulk,
         producer: Producer,
         events: Events,
         shard: int,

@@ -1,4 +1,4 @@
-"""How a claim chooses rows, by name or because they are due, and takes them: by one statement, where that can be."""
+"""The queries of claims: they choose named or due rows, and claim them in one statement."""
 
 from __future__ import annotations
 
@@ -41,20 +41,21 @@ from delaytasks.storage.schema import Schema
 from delaytasks.storage.types import UTCDateTime, db_now, earliest, is_past, once
 from delaytasks.storage.waitlist import Candidate
 
-#: More than any row has.
+#: No row has more lapses.
 ANY_LAPSES = MOST
 
 
 class ClaimQuery(NamedTuple):
-    """A way to choose rows: the candidates alone, and the statement that chooses, takes and returns them at once, or
-    where there is none locks them as a whole."""
+    """A way to choose rows."""
 
+    #: Locks the rows, and returns what a waitlist has to know of them.
     candidates: Prepared
+    #: Claims and returns the rows. Without `UPDATE … RETURNING` it only locks and returns them.
     take: Prepared
 
 
 class ClaimQueries:
-    """`claimed` is what a row becomes when it is taken, `whole` what is returned of it."""
+    """`claimed` has the new values of a claimed row, `whole` the columns to return."""
 
     def __init__(
         self,
@@ -75,18 +76,18 @@ class ClaimQueries:
         )
         self._level = waiting, queue, priority
         self._named = self._pick(self._by_rows(), is_planned_once=True)
-        #: For rows whose versions are the same.
+        #: For rows that have the same version.
         self._listed = (
             self._pick(self._by_list(), is_planned_once=True)
             if database.can.looks_up_lists
             else None
         )
-        # Planned each time: how many of them to expect is to be known, not guessed.
+        # Planned at each execution, because a kept plan would guess the number of due rows.
         self._due, self._due_since = (
             self._pick(self._in_time(since))
             for since in (None, bindparam("due_since", type_=UTCDateTime()))
         )
-        self._suspect = self._pick(self._lapsed())
+        self._abandoned = self._pick(self._least_lapses())
 
     # -- which and how ----------------------------------------------------------------------------
 
@@ -96,7 +97,7 @@ class ClaimQueries:
         lapses: int = 0,
         status: Status = Status.NOT_COMPLETE,
     ) -> tuple[ClaimQuery, dict[str, Any]]:
-        """Of these ids and versions, those that are due and lapsed no more often."""
+        """Choose the ids and versions that are due, with at most `lapses` lost leases."""
         pairs = sorted(set(pairs))  # a row that is named twice would be found twice
         ids, shared = [id for id, _ in pairs], {"status": int(status), "lapses": lapses}
         if self._listed is not None and len({version for _, version in pairs}) == 1:
@@ -114,7 +115,7 @@ class ClaimQueries:
     def due(
         self, queue: str, priority: int, since: datetime | None, limit: int
     ) -> tuple[ClaimQuery, dict[str, Any]]:
-        """The oldest that are due, of those that never lapsed."""
+        """Choose the oldest due rows that have lost no lease."""
         level = {"due_queue": queue, "due_priority": priority, "due_limit": limit}
         return (
             (self._due, level)
@@ -122,16 +123,16 @@ class ClaimQueries:
             else (self._due_since, {**level, "due_since": since})
         )
 
-    def lapsed(self, queue: str, priority: int) -> tuple[ClaimQuery, dict[str, Any]]:
-        """The due row that lapsed least, and is oldest."""
-        return self._suspect, {"due_queue": queue, "due_priority": priority}
+    def abandoned(self, queue: str, priority: int) -> tuple[ClaimQuery, dict[str, Any]]:
+        """Choose the due row that lost the fewest leases, of these the oldest."""
+        return self._abandoned, {"due_queue": queue, "due_priority": priority}
 
     # -- statements -------------------------------------------------------------------------------
 
     def _by_rows(self) -> Select[Any]:
         t = self._t
-        # All are columns there, though most are the same for all: of constants planners would expect one row, and
-        # compare each with each.
+        # Columns, although most have the same value in all rows: with constants planners would
+        # expect one row, and compare all rows with each other.
         w = json_rows(self._db.url.get_backend_name(), ("id", "version", "status", "lapses"))
         pick = self._fenced(w.c.version, t.c.status == w.c.status, w.c.lapses).join(
             w, t.c.id == w.c.id
@@ -143,7 +144,7 @@ class ClaimQueries:
             self._t,
             *map(shared_parameter, ("version", "status", "lapses")),
         )
-        # `+ 0`: the status must not be a way in, through an index of all rows that wait.
+        # `+ 0` keeps planners from the index of all rows that wait.
         pick = self._fenced(version, t.c.status + 0 == status, lapses)
         return by_id(pick.where(each_listed(self._db, t.c.id)), t)
 
@@ -167,7 +168,8 @@ class ClaimQueries:
     def _is_due(self, since: ColumnElement[datetime] | None) -> ColumnElement[bool]:
         t, until = self._t, once(db_now())
         if self._db.can.row_ranges:
-            # A range that only the index of live rows knows. In the other one all that ran before comes first.
+            # Only the index of live rows has this range. The other index begins with all rows that
+            # ran before.
             level, first = (
                 tuple_(t.c.status, t.c.queue, t.c.priority, t.c.expected_time),
                 self._level,
@@ -178,10 +180,10 @@ class ClaimQueries:
             t.c.expected_time <= until if since is None else t.c.expected_time.between(since, until)
         )
 
-    def _lapsed(self) -> Select[Any]:
+    def _least_lapses(self) -> Select[Any]:
         t = self._t
         pick = self._waiting().where(is_past(t.c.expected_time, db_now()), t.c.lapses > 0)
-        # By lapses first, also because in the order of time alone MySQL would walk the index of all past rows.
+        # In the order of time alone MySQL would also read the index of all past rows.
         return pick.order_by(t.c.lapses, t.c.expected_time).limit(1)
 
     def _waiting(self) -> Select[Any]:
@@ -201,7 +203,7 @@ class ClaimQueries:
         picked = candidates.cte("picked")
         mine: ColumnElement[bool] = t.c.id.in_(select(picked.c.id))
         if self._db.can.array_parameters:
-            # A list that is made first: the planner can only look each id up.
+            # The array is made first, so that the planner can only look up each id.
             mine = t.c.id == any_(func.array(select(picked.c.id).scalar_subquery()))
             if is_planned_once:
                 mine = and_(mine, within_list(t.c.id))

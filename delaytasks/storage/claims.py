@@ -1,4 +1,4 @@
-"""Rows as workers see them: claimed, one statement for many rows."""
+"""Claims due rows for one process, and settles the rows that it has run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,22 @@ from sqlalchemy import select, update
 
 from delaytasks.core.clock import to_us
 from delaytasks.core.inputs import MAX_PRIORITY
-from delaytasks.core.interfaces import Entry, Executor, Miss, Settlement
+from delaytasks.core.interfaces import (
+    NO_WAITLISTS,
+    Claimed,
+    Entry,
+    Executor,
+    Miss,
+    Settlement,
+    WaitlistsSeen,
+)
 from delaytasks.core.states import MOVES, Status, following
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.backlog import Backlog
 from delaytasks.storage.claim_queries import ANY_LAPSES, ClaimQueries, ClaimQuery
 from delaytasks.storage.database import Database
 from delaytasks.storage.prepared_statements import Prepared
+from delaytasks.storage.row_counts import check_row_count
 from delaytasks.storage.rows import (
     CLAIMED,
     MOST,
@@ -35,7 +44,7 @@ from delaytasks.storage.waitlist import Candidate, Limited, Waitlist
 
 
 class Claims:
-    """Claims for one worker process, whose name and address its rows carry."""
+    """The claims of one process; `worker` and `ip` are written into the rows."""
 
     def __init__(
         self,
@@ -60,104 +69,114 @@ class Claims:
             "worker": worker,
             "ip_address": ip,
         }
+        #: An admitted row gets the same values as a claimed one.
+        admitted = {**self._claimed, "status": int(MOVES["admit"].target)}
         self._claim_queries = ClaimQueries(database, schema, self._claimed, self._columns)
-        taking = update(t).where(each_listed(database, t.c.id)).values(self._claimed)
-        self._taking = Prepared(database, taking.returning(*self._columns))
+        take = update(t).where(each_listed(database, t.c.id)).values(self._claimed)
+        self._take_listed = Prepared(database, take.returning(*self._columns))
         self._backlog = Backlog()
-        slot_transfer = SlotTransfer(database, schema, self._claimed, self._columns)
-        self.ends = Settlements(database, schema, worker)
-        self.lines = Waitlist(database, schema, self._take_held, slot_transfer, limited)
+        self._settlements = Settlements(database, schema, worker)
+        slot_transfer = SlotTransfer(database, schema, admitted, self._columns)
+        self.waitlists = Waitlist(database, schema, self._admit, slot_transfer, limited)
 
     # -- claim ------------------------------------------------------------------------------------
 
-    def claim(self, entries: Sequence[Entry]) -> list[DelayTask]:
-        """Those of the entries that are due, unchanged, and nobody else's. Rows that lapsed are left out."""
+    def claim(self, entries: Sequence[Entry]) -> Claimed:
+        """Claim the entries that are due, unchanged and not locked. Recovered rows are left out."""
         if not entries:
-            return []
-        return self._claim(
-            *self._claim_queries.named([(entry.id, entry.version) for entry in entries])
-        )
+            return Claimed()
+        pairs = [(entry.id, entry.version) for entry in entries]
+        return self._claim(*self._claim_queries.named(pairs))
 
-    def claim_alone(self, id: int, version: int) -> DelayTask | None:
-        """One row, whether it lapsed before or not: a row that kills its worker harms no neighbour."""
-        rows = self._claim(*self._claim_queries.named([(id, version)], ANY_LAPSES))
-        return rows[0] if rows else None
+    def claim_alone(self, id: int, version: int) -> Claimed:
+        """Claim one row, even a recovered one, which may kill its worker."""
+        return self._claim(*self._claim_queries.named([(id, version)], ANY_LAPSES))
 
-    def claim_due(self, queue: str, priorities: Sequence[int], limit: int) -> list[DelayTask]:
-        """The oldest due rows of the highest priority: the slow path, which needs no message."""
-        claimed: list[DelayTask] = []
+    def claim_due(self, queue: str, priorities: Sequence[int], limit: int) -> Claimed:
+        """Claim the oldest due rows of the highest priorities, without messages."""
+        claimed = Claimed()
         for priority in sorted(priorities, reverse=True):
-            claimed += self._claim_level(queue, priority, limit - len(claimed))
+            claimed.add(self._claim_level(queue, priority, limit - len(claimed)))
             if len(claimed) >= limit:
                 break
         return claimed
 
-    def _claim_level(self, queue: str, priority: int, limit: int) -> list[DelayTask]:
-        def claim(since: datetime | None, most: int) -> list[DelayTask]:
+    def _claim_level(self, queue: str, priority: int, limit: int) -> Claimed:
+        def claim(since: datetime | None, most: int) -> Claimed:
             return self._claim(*self._claim_queries.due(queue, priority, since, most))
 
-        if self.lines.limited():  # which holds some of what it finds
+        if self.waitlists.limited():  # the claim holds some of the rows that it finds
             return claim(None, limit)
         since = self._backlog.since(queue, priority)
         claimed = claim(since, limit)
         if since is not None and len(claimed) < limit:
-            claimed = [*claim(None, limit - len(claimed)), *claimed]
+            claimed = Claimed([*claim(None, limit - len(claimed)), *claimed])
         self._backlog.reach(queue, priority, claimed, len(claimed) >= limit)
         return claimed
 
     def claim_abandoned(
         self, queue: str, priorities: Sequence[int] = range(MAX_PRIORITY + 1)
-    ) -> DelayTask | None:
-        """The due row that lapsed least and is oldest, of the highest priority. Each priority is asked for by itself:
-        else the index would be walked through all rows that wait in the queue, however far in the future."""
+    ) -> Claimed:
+        """Claim the due row of the highest priority that lost the fewest leases.
+
+        Each priority has a query of its own. One query for all would read the index of all rows
+        that wait in the queue, however far in the future.
+        """
+        seen = NO_WAITLISTS
         for priority in sorted(priorities, reverse=True):
-            rows = self._claim(*self._claim_queries.lapsed(queue, priority))
-            if rows:
-                return rows[0]
-        return None
+            claimed = self._claim(*self._claim_queries.abandoned(queue, priority))
+            seen = seen.merge(claimed.seen)
+            if claimed:
+                return Claimed(claimed, seen)
+        return Claimed((), seen)
 
-    def _claim(self, pick: ClaimQuery, parameters: dict[str, Any]) -> list[DelayTask]:
-        if self.lines.limited():
-            return self._tasks(
-                self._db.run(lambda: self._claim_in_two(pick.candidates, parameters))
-            )
+    def _claim(self, query: ClaimQuery, parameters: dict[str, Any]) -> Claimed:
+        if self.waitlists.limited():
+            rows, seen = self._db.run(lambda: self._claim_limited(query.candidates, parameters))
+            return Claimed(self._tasks(rows), seen)
         if self._db.can.update_returning:
-            return self._tasks(self._db.alone(lambda c: pick.take(c, parameters).rows))
-        return self._tasks(
-            self._db.run(lambda: self._claim_locked(pick.take, parameters)), is_claimed=False
-        )
+            return Claimed(self._tasks(self._db.alone(lambda c: query.take(c, parameters).rows)))
+        rows = self._db.run(lambda: self._claim_locked(query.take, parameters))
+        return Claimed(self._tasks(rows, is_claimed=False))
 
-    def _claim_locked(self, pick: Prepared, parameters: dict[str, Any]) -> Sequence[Any]:
-        """The rows as they were before: nobody else could change them, so they need not be read again."""
+    def _claim_locked(self, query: Prepared, parameters: dict[str, Any]) -> Sequence[Any]:
+        """Claim the rows, and return them as they were before, which saves another read."""
         with self._db.begin() as connection:
-            rows = pick(connection, parameters).rows
+            rows = query(connection, parameters).rows
             if rows:
                 self._mark(connection, [row[0] for row in rows])
             return rows
 
-    def _claim_in_two(self, pick: Prepared, parameters: dict[str, Any]) -> Sequence[Any]:
+    def _claim_limited(
+        self, query: Prepared, parameters: dict[str, Any]
+    ) -> tuple[Sequence[Any], WaitlistsSeen]:
         with self._db.begin() as connection:
-            candidates = [Candidate(*row) for row in pick(connection, parameters).rows]
-            return self._take(connection, self.lines.let_in(connection, candidates))
+            candidates = [Candidate(*row) for row in query(connection, parameters).rows]
+            starting, seen = self.waitlists.hold_excess(connection, candidates)
+            return self._take(connection, starting), seen
 
     def _take(self, on: Any, ids: Sequence[int]) -> Sequence[Any]:
-        """Rows that this transaction has locked."""
+        """Claim or admit rows that this transaction has locked."""
         if not ids:
             return []
         if self._db.can.update_returning:
-            return self._taking(on, list_of(self._db, sorted(ids))).rows
+            rows = self._take_listed(on, list_of(self._db, sorted(ids))).rows
+            check_row_count(len(rows), len(ids), "rows to claim")
+            return rows
         self._mark(on, ids)
         return list(on.execute(select(*self._columns).where(self._t.c.id.in_(ids))).all())
 
     def _mark(self, on: Any, ids: Sequence[int]) -> None:
-        on.execute(update(self._t).where(self._t.c.id.in_(ids)).values(self._claimed))
+        claimed = on.execute(update(self._t).where(self._t.c.id.in_(ids)).values(self._claimed))
+        check_row_count(claimed.rowcount, len(ids), "rows to claim")
 
-    def _take_held(self, on: Any, pairs: Sequence[tuple[int, int]]) -> list[DelayTask]:
-        """Those of these ids and versions that wait in line; what somebody has locked is passed over."""
-        pick, parameters = self._claim_queries.named(pairs, ANY_LAPSES, Status.HELD)
+    def _admit(self, on: Any, pairs: Sequence[tuple[int, int]]) -> list[DelayTask]:
+        """Admit those held rows (id and version) that no other transaction has locked."""
+        query, parameters = self._claim_queries.named(pairs, ANY_LAPSES, MOVES["admit"].source)
         if self._db.can.update_returning:
-            return self._tasks(pick.take(on, parameters).rows)
-        return self._tasks(self._take(on, [row[0] for row in pick.candidates(on, parameters).rows]))
+            return self._tasks(query.take(on, parameters).rows)
+        held = query.candidates(on, parameters).rows
+        return self._tasks(self._take(on, [row[0] for row in held]))
 
     def _tasks(self, rows: Iterable[Any], is_claimed: bool = True) -> list[DelayTask]:
         tasks = [task_of(row, self._schema) for row in rows]
@@ -168,6 +187,7 @@ class Claims:
         return sorted(tasks, key=lambda task: (-task.priority, task.expected_time, task.id))
 
     def misses(self, ids: Iterable[int]) -> list[Miss]:
+        """Return the present state of rows that a claim did not get."""
         t, wanted = self._t, list(ids)
         if not wanted:
             return []
@@ -180,22 +200,29 @@ class Claims:
     # -- settle -----------------------------------------------------------------------------------
 
     def settle(self, settlements: Sequence[Settlement]) -> set[int]:
-        """The ids whose end was accepted; the others were no longer ours."""
-        return self.ends.settle(settlements)
+        """Return the ids that were accepted; this process had lost the leases of the other ones."""
+        return self._settlements.settle(settlements)
 
     def complete(self, task: DelayTask, result: str | None, on: Executor) -> bool:
-        """The end of a task that runs, as a part of its processor's own transaction; False if it was taken from it."""
-        return self.ends.complete(task, result, on)
+        """Settle a running task in its processor's own transaction.
 
-    def hand_over(
+        Return False if its lease was lost.
+        """
+        return self._settlements.complete(task, result, on)
+
+    def settle_and_admit(
         self, settlements: Sequence[Settlement], queue: str, tag: str
     ) -> tuple[set[int], Sequence[DelayTask]]:
-        """Settles them, and their places go to the next ones in line. That is one step: as many run as before, whoever
-        counts them meanwhile, so nobody needs to count here."""
+        """Settle tasks of a limited tag, and transfer their slots to the next ones of the waitlist.
+
+        One transaction does both. The number of running tasks stays the same for every other
+        worker, so the capacity need not be measured.
+        """
 
         def work() -> tuple[set[int], Sequence[DelayTask]]:
             with self._db.begin() as connection:
-                accepted = self.ends.settle_together(connection, settlements)
-                return accepted, self.lines.next(connection, queue, tag, len(accepted))
+                accepted = self._settlements.settle_together(connection, settlements)
+                slots = len(accepted)
+                return accepted, self.waitlists.admit_to_slots(connection, queue, tag, slots)
 
         return self._db.run(work)

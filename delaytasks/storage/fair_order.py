@@ -1,4 +1,4 @@
-"""Whose turn it is in a line: keys take turns, and those of one key come by priority and time."""
+"""The fair order of a waitlist: keys take turns, and each starts by priority and due time."""
 
 from __future__ import annotations
 
@@ -9,163 +9,180 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import and_, bindparam, delete, select, tuple_, update
 
-from delaytasks.core.capacity import Room
-from delaytasks.core.states import MOVES, Status
+from delaytasks.core.capacity import Capacity
+from delaytasks.core.states import MOVES
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.database import Database
+from delaytasks.storage.row_counts import check_row_count
 from delaytasks.storage.rows import listed, listing, next_version
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.types import db_now
 
-#: Rows that are looked at beyond those that are wanted, since somebody may have locked the first ones.
-BEYOND = 20
-#: Of the ids and versions of held rows, those that could be taken.
-Take = Callable[[Any, Sequence[tuple[int, int]]], list[DelayTask]]
+#: Entries that are read beyond those that may start, since other transactions may have locked the
+#: first ones.
+EXTRA_ENTRIES = 20
+#: Admits those of the ids and versions of held rows that no other transaction has locked.
+Admit = Callable[[Any, Sequence[tuple[int, int]]], list[DelayTask]]
 
 
-class Next(NamedTuple):
+class Admitted(NamedTuple):
     tasks: list[DelayTask]
-    #: The lane of the last one.
+    #: The key of the last one, after which the next turn goes on.
     turn: str | None
 
 
-class _Left(NamedTuple):
+class _Removed(NamedTuple):
+    """The result of removing entries from a waitlist."""
+
     tasks: list[DelayTask]
-    #: How many others did not wait there any more.
-    others: int
-    #: It is one that lapsed before, which runs by itself.
+    #: The number of entries whose row no longer waits here.
+    stale: int
+    #: The only task is a recovered one, which runs alone because it may kill its worker.
     is_alone: bool
 
 
 class FairOrder:
-    def __init__(self, database: Database, schema: Schema, take: Take) -> None:
-        self._take = take
-        t, line, held = schema.tasks, schema.lines, int(Status.HELD)
-        place = (line.c.lane, line.c.place, line.c.due, line.c.task_id, line.c.version)
+    """Admits rows of a waitlist, whose column `lane` holds the concurrency key."""
+
+    def __init__(self, database: Database, schema: Schema, admit: Admit) -> None:
+        self._admit = admit
+        t, entry, held = schema.tasks, schema.lines, int(MOVES["admit"].source)
+        position = (entry.c.lane, entry.c.place, entry.c.due, entry.c.task_id, entry.c.version)
         named = listed(database, t.c.id, "ids")
-        waiting, version = int(MOVES["release"].target), next_version(t.c.version)
-        release = {"status": waiting, "version": version, "update_time": db_now()}
-        self._release = update(t).values(release).where(named)
-        # Not one whose transaction may still push it further away: it waits for nobody.
+        released = {
+            "status": int(MOVES["release"].target),
+            "version": next_version(t.c.version),
+            "update_time": db_now(),
+        }
+        self._release = update(t).values(released).where(named)
+        # A locked row is skipped: its transaction may postpone it further.
         free = select(t.c.id).where(named, t.c.status + 0 == held).with_for_update(skip_locked=True)
-        self._pick_free = free
+        self._lock_held = free
         # `+ 0` keeps planners from looking for one row among all that are held.
         waits = and_(
-            t.c.id == line.c.task_id, t.c.version == line.c.version, t.c.status + 0 == held
+            t.c.id == entry.c.task_id, t.c.version == entry.c.version, t.c.status + 0 == held
         )
-        in_line = and_(line.c.queue == bindparam("queue"), line.c.tag == bindparam("tag"))
-        is_gone, is_later = (
-            t.c.id.is_(None).label("is_gone"),
-            (t.c.expected_time > db_now()).label("is_later"),
-        )
+        in_waitlist = and_(entry.c.queue == bindparam("queue"), entry.c.tag == bindparam("tag"))
+        is_gone = t.c.id.is_(None).label("is_gone")
+        is_later = (t.c.expected_time > db_now()).label("is_later")
         first = (
-            select(*place, is_gone, is_later, t.c.lapses)
-            .select_from(line.outerjoin(t, waits))
-            .where(in_line)
-            .order_by(line.c.lane, line.c.place, line.c.due, line.c.task_id)
+            select(*position, is_gone, is_later, t.c.lapses)
+            .select_from(entry.outerjoin(t, waits))
+            .where(in_waitlist)
+            .order_by(entry.c.lane, entry.c.place, entry.c.due, entry.c.task_id)
             .limit(bindparam("most"))
         )
-        self._first = first.where(line.c.lane == bindparam("lane"))
-        self._delete = delete(line).where(in_line, tuple_(*place).in_(listing("places")))
-        lanes = select(line.c.lane).where(in_line).order_by(line.c.lane).limit(1)
-        # By whether there was a turn before, and whether some keys have all that they may have.
-        after, others = line.c.lane > bindparam("after"), line.c.lane.not_in(listing("full"))
+        self._first = first.where(entry.c.lane == bindparam("lane"))
+        self._delete = delete(entry).where(in_waitlist, tuple_(*position).in_(listing("places")))
+        keys = select(entry.c.lane).where(in_waitlist).order_by(entry.c.lane).limit(1)
+        # The keys: whether there was a turn before, and whether some keys have reached their limit.
+        after, not_full = entry.c.lane > bindparam("after"), entry.c.lane.not_in(listing("full"))
         conditions: dict[tuple[bool, bool], list[Any]] = {
             (False, False): [],
-            (False, True): [others],
+            (False, True): [not_full],
             (True, False): [after],
-            (True, True): [after, others],
+            (True, True): [after, not_full],
         }
-        self._next_lane = {which: lanes.where(*some) for which, some in conditions.items()}
-        self._first_lane = {which: first.where(*some) for which, some in conditions.items()}
+        self._next_key = {which: keys.where(*some) for which, some in conditions.items()}
+        self._first_of_next = {which: first.where(*some) for which, some in conditions.items()}
 
-    def next(self, on: Any, queue: str, tag: str, share: int, room: Room, turn: str | None) -> Next:
-        """So many, who leave the line and run now; `turn` is the lane of the last one before."""
+    def admit(
+        self, on: Any, queue: str, tag: str, share: int, capacity: Capacity, turn: str | None
+    ) -> Admitted:
+        """Take the next `share` rows off the waitlist; `turn` is the key of the last row before."""
         if share <= 0:
-            return Next([], turn)
-        where = {"queue": queue, "tag": tag, "full": room.full_keys}
-        return (
-            self._one(on, where, turn) if share == 1 else self._some(on, where, share, room, turn)
-        )
+            return Admitted([], turn)
+        where = {"queue": queue, "tag": tag, "full": capacity.full_keys}
+        if share == 1:
+            return self._admit_one(on, where, turn)
+        return self._admit_several(on, where, share, capacity, turn)
 
-    def _one(self, on: Any, where: dict[str, Any], turn: str | None) -> Next:
-        """The first one of the lane whose turn it is."""
+    def _admit_one(self, on: Any, where: dict[str, Any], turn: str | None) -> Admitted:
+        """Take the first row of the key after `turn`."""
         for after in (None,) if turn is None else (turn, None):
-            query = self._first_lane[after is not None, bool(where["full"])]
+            query = self._first_of_next[after is not None, bool(where["full"])]
             is_new = True
             while is_new:
-                rows = on.execute(query, {**where, "after": after, "most": 1 + BEYOND}).all()
+                rows = on.execute(query, {**where, "after": after, "most": 1 + EXTRA_ENTRIES}).all()
                 is_new = False
-                for lane, some in groupby(rows, attrgetter("lane")):
-                    left = self._leave(on, where, list(some), 1, True)
-                    if left.tasks:
-                        return Next(left.tasks, lane)
-                    is_new = is_new or left.others > 0
-        return Next([], turn)
+                for key, entries in groupby(rows, attrgetter("lane")):
+                    removed = self._remove(on, where, list(entries), 1, True)
+                    if removed.tasks:
+                        return Admitted(removed.tasks, key)
+                    is_new = is_new or removed.stale > 0
+        return Admitted([], turn)
 
-    def _some(
-        self, on: Any, where: dict[str, Any], share: int, room: Room, turn: str | None
-    ) -> Next:
-        """As many from each lane, from the one on whose turn it is."""
-        taken: list[DelayTask] = []
-        lanes = self._lanes(on, where, share, turn)
-        for number, lane in enumerate(lanes):
-            quota = min(-(-(share - len(taken)) // (len(lanes) - number)), room.for_key(lane))
-            while rows := on.execute(
-                self._first, {**where, "lane": lane, "most": quota + BEYOND}
-            ).all():
-                left = self._leave(on, where, rows, quota, not taken)
-                taken += left.tasks
-                if left.is_alone:
-                    return Next(taken, lane)
-                if left.tasks or not left.others:
+    def _admit_several(
+        self,
+        on: Any,
+        where: dict[str, Any],
+        share: int,
+        capacity: Capacity,
+        turn: str | None,
+    ) -> Admitted:
+        """Take the same number of rows of each key, from the key after `turn` on."""
+        admitted: list[DelayTask] = []
+        keys = self._keys(on, where, share, turn)
+        for number, key in enumerate(keys):
+            quota = -(-(share - len(admitted)) // (len(keys) - number))
+            quota = min(quota, capacity.for_key(key))
+            first = {**where, "lane": key, "most": quota + EXTRA_ENTRIES}
+            while entries := on.execute(self._first, first).all():
+                removed = self._remove(on, where, entries, quota, not admitted)
+                admitted += removed.tasks
+                if removed.is_alone:
+                    return Admitted(admitted, key)
+                if removed.tasks or not removed.stale:
                     break
-            turn = lane
-        return Next(taken, turn)
+            turn = key
+        return Admitted(admitted, turn)
 
-    def _lanes(self, on: Any, where: dict[str, Any], most: int, turn: str | None) -> list[str]:
-        lanes: list[str] = []
+    def _keys(self, on: Any, where: dict[str, Any], most: int, turn: str | None) -> list[str]:
+        """Return at most `most` keys whose turn is next."""
+        keys: list[str] = []
 
-        def next(after: str | None) -> str | None:
-            query = self._next_lane[after is not None, bool(where["full"])]
+        def next_key(after: str | None) -> str | None:
+            query = self._next_key[after is not None, bool(where["full"])]
             found: str | None = on.execute(query, {**where, "after": after}).scalar()
             return found
 
-        while len(lanes) < most:
-            lane = next(turn)
-            if lane is None and turn is not None:
-                lane = next(None)
-            if lane is None or lane in lanes:
+        while len(keys) < most:
+            key = next_key(turn)
+            if key is None and turn is not None:
+                key = next_key(None)
+            if key is None or key in keys:
                 break
-            lanes.append(lane)
-            turn = lane
-        return lanes
+            keys.append(key)
+            turn = key
+        return keys
 
-    def _leave(
-        self, on: Any, where: dict[str, Any], rows: Sequence[Any], quota: int, may_be_alone: bool
-    ) -> _Left:
-        """Who of these leaves the line: so many of them to run, and those who do not wait any more."""
-        over = [row for row in rows if row.is_gone] + self._pushed_away(
-            on, [row for row in rows if row.is_later]
-        )
-        ready = [row for row in rows if not row.is_gone and not row.is_later]
-        is_alone = bool(ready) and ready[0].lapses > 0 and may_be_alone  # it may kill its worker
-        ready = ready[:1] if is_alone else [row for row in ready if not row.lapses]
-        taken: list[DelayTask] = []
-        while ready and len(taken) < quota:
-            wanted = quota - len(taken)
+    def _remove(
+        self, on: Any, where: dict[str, Any], entries: Sequence[Any], quota: int, may_be_alone: bool
+    ) -> _Removed:
+        """Admit at most `quota` of these entries, and remove their entries and the stale ones."""
+        stale = [entry for entry in entries if entry.is_gone]
+        stale += self._release_postponed(on, [entry for entry in entries if entry.is_later])
+        ready = [entry for entry in entries if not entry.is_gone and not entry.is_later]
+        is_alone = bool(ready) and ready[0].lapses > 0 and may_be_alone
+        ready = ready[:1] if is_alone else [entry for entry in ready if not entry.lapses]
+        admitted: list[DelayTask] = []
+        while ready and len(admitted) < quota:
+            wanted = quota - len(admitted)
             some, ready = ready[:wanted], ready[wanted:]
-            taken += self._take(on, [(row.task_id, row.version) for row in some])
-        ids = {task.id for task in taken}
-        if left := over + [row for row in rows if row.task_id in ids]:
-            on.execute(self._delete, {**where, "places": [tuple(row[:5]) for row in left]})
-        return _Left(taken, len(over), is_alone and bool(taken))
+            admitted += self._admit(on, [(entry.task_id, entry.version) for entry in some])
+        ids = {task.id for task in admitted}
+        if done := stale + [entry for entry in entries if entry.task_id in ids]:
+            # No check of the row count: another transaction may have removed a stale entry.
+            on.execute(self._delete, {**where, "places": [tuple(entry[:5]) for entry in done]})
+        return _Removed(admitted, len(stale), is_alone and bool(admitted))
 
-    def _pushed_away(self, on: Any, rows: list[Any]) -> list[Any]:
-        """They are not due any more, and wait elsewhere: the sweep finds them."""
-        if not rows:
+    def _release_postponed(self, on: Any, entries: list[Any]) -> list[Any]:
+        """Release rows that are no longer due, for the sweep, and return their entries."""
+        if not entries:
             return []
-        free = set(on.execute(self._pick_free, {"ids": [row.task_id for row in rows]}).scalars())
-        if free:
-            on.execute(self._release, {"ids": sorted(free)})
-        return [row for row in rows if row.task_id in free]
+        ids = {"ids": [entry.task_id for entry in entries]}
+        locked = set(on.execute(self._lock_held, ids).scalars())
+        if locked:
+            released = on.execute(self._release, {"ids": sorted(locked)})
+            check_row_count(released.rowcount, len(locked), "rows to release from a waitlist")
+        return [entry for entry in entries if entry.task_id in locked]

@@ -1,4 +1,4 @@
-"""How runs end: settled, one statement for many rows, or by their processor in a transaction of its own."""
+"""Settles rows that have run, many in one statement, or one in its processor's transaction."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import TaskKeys
 from delaytasks.storage.types import db_now
 
-#: Moves after which nobody can tell that the task was claimed, and those that do not count as an attempt.
+#: Moves after which a row looks as if it was never claimed, and moves that are no attempt.
 NEVER_RAN = frozenset({"give_back", "expire"})
 RETURNS_ATTEMPT = NEVER_RAN | {"snooze"}
-#: Failed attempts, which are kept.
+#: Moves that record a failed attempt.
 MISSES = frozenset({"fail", "schedule_retry"})
-#: What is said of each row: who it has to be, as columns of the table of rows even where it is the same for all
-#: (constants would be a way in through an index of all that runs), and what it gets.
+#: The columns that a row must match. They are columns of the parameter `rows` even if all rows have
+#: the same value, since constants would lead planners to the index of all running rows.
 _FENCE = ("id", "version", "was")
-_SAID = ("status", "error", "result", "began", "due", "due_time", "returned", "never_ran")
+#: The columns with new values.
+_NEW = ("status", "error", "result", "began", "due", "due_time", "returned", "never_ran")
 _INSTANTS = ("began", "due", "due_time")
 
 
 class Settlements:
-    """Of one worker process."""
+    """The settlements of one process."""
 
     def __init__(self, database: Database, schema: Schema, worker: str) -> None:
         self._db = database
@@ -55,60 +56,63 @@ class Settlements:
         self._attempts = Attempts(database, schema)
         self._worker = worker
         self._dialect = database.url.get_backend_name()
-        #: For rows that end alike but for when they began, and for any.
-        self._alike, self._any = (self._by_rows(own) for own in (("began",), _SAID))
-        #: For those of the first kind whose versions are the same too.
+        #: For rows that differ only in the time when they began, and for any rows.
+        self._alike, self._any = (self._by_rows(own) for own in (("began",), _NEW))
+        #: For rows of the first kind that also have the same version.
         self._listed = self._by_list() if database.can.looks_up_lists else None
 
     def _by_rows(self, own: Sequence[str]) -> Prepared:
         t = self._t
         w = json_rows(self._dialect, (*_FENCE, *own))
-        said = {name: w.c[name] if name in own else shared_parameter(name) for name in _SAID}
-        statement = self._ended(said).where(
+        new = {name: w.c[name] if name in own else shared_parameter(name) for name in _NEW}
+        statement = self._ended(new).where(
             t.c.id == w.c.id, t.c.version == w.c.version, t.c.status == w.c.was
         )
-        # Without it MySQL reads a small table from end to end, and waits for each row in it that somebody has locked.
+        # Without the list MySQL reads all rows of a small table, and waits for each locked one.
         return Prepared(self._db, statement.where(each_listed(self._db, t.c.id)))
 
     def _by_list(self) -> Prepared:
         t = self._t
-        said: dict[str, Any] = {name: shared_parameter(name) for name in _SAID}
-        said["began"] = at_place(self._db, t.c.id, "began")
+        new: dict[str, Any] = {name: shared_parameter(name) for name in _NEW}
+        new["began"] = at_place(self._db, t.c.id, "began")
         is_ours = t.c.version == shared_parameter("version"), t.c.status + 0 == int(Status.RUNNING)
         return Prepared(
-            self._db, by_id(self._ended(said).where(each_listed(self._db, t.c.id), *is_ours), t)
+            self._db, by_id(self._ended(new).where(each_listed(self._db, t.c.id), *is_ours), t)
         )
 
-    def _ended(self, said: Mapping[str, ColumnElement[Any]]) -> Update:
-        t, never_ran = self._t, said["never_ran"] == 1
+    def _ended(self, new: Mapping[str, ColumnElement[Any]]) -> Update:
+        t, never_ran = self._t, new["never_ran"] == 1
         return update(t).values(
-            status=said["status"],
+            status=new["status"],
             version=next_version(t.c.version),
-            error_stack=said["error"],
-            result=said["result"],
-            # Given back, it never ran: nobody did, anywhere.
+            error_stack=new["error"],
+            result=new["result"],
+            # A row that is given back never ran, on any worker.
             execution_time=case(
-                (never_ran, None), else_=func.coalesce(said["began"], t.c.execution_time)
+                (never_ran, None), else_=func.coalesce(new["began"], t.c.execution_time)
             ),
             worker=case((never_ran, None), else_=t.c.worker),
             ip_address=case((never_ran, None), else_=t.c.ip_address),
-            expected_time=func.coalesce(said["due"], t.c.expected_time),
-            due_time=said["due_time"],
-            attempts=t.c.attempts - said["returned"],
+            expected_time=func.coalesce(new["due"], t.c.expected_time),
+            due_time=new["due_time"],
+            attempts=t.c.attempts - new["returned"],
             lapses=case((never_ran, t.c.lapses), else_=0),
             lease_until=None,
             update_time=db_now(),
         )
 
     def settle(self, settlements: Sequence[Settlement]) -> set[int]:
-        """The ids whose end was accepted; the others were no longer ours."""
+        """Return the ids that were accepted; this process had lost the leases of the other ones."""
         accepted: set[int] = set()
         for part in _parts(settlements):
             accepted |= self._settle_part(part)
         return accepted
 
     def complete(self, task: DelayTask, result: str | None, on: Executor) -> bool:
-        """The end of a task that runs, as a part of its processor's own transaction; False if it was taken from it."""
+        """Settle a running task in its processor's own transaction.
+
+        Return False if its lease was lost.
+        """
         t, move = self._t, MOVES["succeed"]
         self._keys.release(on, task)  # keys before tasks
         done = {
@@ -140,11 +144,11 @@ class Settlements:
         return self._db.run(together)
 
     def settle_together(self, on: Any, settlements: Sequence[Settlement]) -> set[int]:
-        """In a transaction of ours."""
+        """Settle all of them in the transaction that has begun."""
         return set().union(*(self._together(on, part) for part in _parts(settlements)))
 
     def _together(self, on: Any, ordered: Sequence[Settlement]) -> set[int]:
-        # Keys before tasks, as those who replace a task do it: the other way round they would deadlock.
+        # Keys before tasks, in the order of a replacement: the other order would lead to deadlocks.
         held = self._lock_keys(on, ordered)
         settlements = [self._unless_replaced(s, held) for s in ordered]
         accepted = self._settled(on, settlements)
@@ -157,20 +161,21 @@ class Settlements:
         return accepted
 
     def _lock_keys(self, on: Any, settlements: Sequence[Settlement]) -> set[int]:
-        """The ids of those that still have their key."""
+        """Lock the keys, and return the ids of the tasks that still own theirs."""
         named = [_named(s) for s in settlements if s.task.key is not None and s.move != "give_back"]
         return {row[0] for row in self._keys.lock_all(on, named, skip_locked=False)}
 
     @staticmethod
     def _unless_replaced(settlement: Settlement, held: set[int]) -> Settlement:
-        """A task whose key went to another one while it ran may finish, but not run again."""
+        """Return the settlement; a task that would run again fails if it has lost its key."""
         task, again = settlement.task, settlement.move in ("schedule_retry", "snooze")
         if not again or task.key is None or task.id in held:
             return settlement
-        error = f"{settlement.error or settlement.move}\nNot run again: its key {task.key!r} went to another task."
+        why = f"Not run again: its key {task.key!r} went to another task."
+        error = f"{settlement.error or settlement.move}\n{why}"
         return replace(settlement, move="fail", error=error, due=None)
 
-    def _said(self, settlement: Settlement) -> tuple[Any, ...]:
+    def _new_values(self, settlement: Settlement) -> tuple[Any, ...]:
         return (
             settlement.task.id,
             settlement.task.version,
@@ -180,7 +185,7 @@ class Settlements:
             self._kept(settlement.result, settlement.task),
             settlement.began,
             settlement.due,
-            # Nobody moves a row that runs, so the due time is still the one that the claim returned.
+            # No other move changes a running row, so its due time is still the claimed one.
             settlement.due_time if settlement.due is not None else settlement.task.due_time,
             int(settlement.move in RETURNS_ATTEMPT),
             int(settlement.move in NEVER_RAN),
@@ -193,10 +198,10 @@ class Settlements:
 
     def _settled(self, connection: Any, ordered: Sequence[Settlement]) -> set[int]:
         columns = dict(
-            zip((*_FENCE, *_SAID), zip(*map(self._said, ordered), strict=True), strict=True)
+            zip((*_FENCE, *_NEW), zip(*map(self._new_values, ordered), strict=True), strict=True)
         )
-        shared = [name for name in _SAID if name != "began" and _is_shared(columns[name])]
-        are_alike = len(shared) == len(_SAID) - 1
+        shared = [name for name in _NEW if name != "began" and _is_shared(columns[name])]
+        are_alike = len(shared) == len(_NEW) - 1
         parameters = list_of(self._db, list(columns["id"]))
         if are_alike and self._listed is not None and _is_shared(columns["version"]):
             statement = self._listed
@@ -204,7 +209,7 @@ class Settlements:
             parameters["began"] = list(columns["began"])
         else:
             statement, own = (
-                (self._alike, (*_FENCE, "began")) if are_alike else (self._any, (*_FENCE, *_SAID))
+                (self._alike, (*_FENCE, "began")) if are_alike else (self._any, (*_FENCE, *_NEW))
             )
             columns |= {
                 name: tuple(instant_text(self._dialect, at) for at in columns[name])
@@ -216,7 +221,8 @@ class Settlements:
             parameters |= {shared_name(name): columns[name][0] for name in shared}
         if statement(connection, parameters).met == len(ordered):
             return set(columns["id"])
-        # Some were not ours any more, or the same settlement came through before its answer was lost.
+        # Some leases were lost, or an earlier try of the same settlement was committed and its
+        # answer was lost.
         expected = {s.task.id: self._after(s) for s in ordered}
         t = self._t
         query = select(t.c.id, t.c.version, t.c.status, t.c.lapses).where(
@@ -226,7 +232,10 @@ class Settlements:
 
     @staticmethod
     def _after(settlement: Settlement) -> tuple[int, int, int]:
-        """Version, status and lapses of a row that this settlement left; a lapse leaves other ones."""
+        """Return the version, status and lapses that this settlement leaves.
+
+        A lost lease leaves other ones.
+        """
         task, never_ran = settlement.task, settlement.move in NEVER_RAN
         return (
             following(task.version),
@@ -236,7 +245,10 @@ class Settlements:
 
 
 def _is_shared(values: Sequence[Any]) -> bool:
-    """None or the same number in all. Of texts there is no need: MariaDB would have a table on a disk for the list."""
+    """Whether all are None or the same number.
+
+    Texts are not shared, since MariaDB would use a temporary table on disk.
+    """
     first = values[0]
     return (first is None or isinstance(first, int)) and values.count(first) == len(values)
 
@@ -246,6 +258,6 @@ def _named(settlement: Settlement) -> tuple[int, str, str | None]:
 
 
 def _parts(settlements: Sequence[Settlement]) -> Iterator[list[Settlement]]:
-    """In the order of their ids."""
+    """Split the settlements in the order of their ids."""
     ordered = sorted(settlements, key=lambda settlement: settlement.task.id)
     return parts(ordered, lambda s: len(s.error.encode(errors="replace")) if s.error else 0)

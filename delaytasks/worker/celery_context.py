@@ -3,7 +3,6 @@ Celery's signals, so that what hangs on them (Django's connections, Sentry, Open
 
 from __future__ import annotations
 
-import contextvars
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -119,10 +118,7 @@ class CeleryTaskContext:
             stage.clear()
 
     def __call__(self, work: Work, task: DelayTask, end: End) -> None:
-        """For a batch, `task` is the first of its tasks."""
-        contextvars.copy_context().run(self._run, work, task, end)
-
-    def _run(self, work: Work, task: DelayTask, end: End) -> None:
+        """Call the processor, and then `end`; `task` is the first one of a batch."""
         sender = self._tasks.get(task.tag) or self._make_task(work)
         error: BaseException | None
         body, error = _body_of(work, task)
@@ -142,7 +138,15 @@ class CeleryTaskContext:
                     kwargs=request.kwargs,
                 )
             if error is None:
-                value, error = self._called(work, task, body)
+                try:
+                    if self._around or (self._keeps_time_limits and work.has_time_limits):
+                        value = self._call_within(work, task, body)
+                    else:
+                        value = work(task, body)
+                    if isinstance(value, TaskPredicate):
+                        raise value
+                except BaseException as raised:
+                    value, error = self._meaning_of(raised, work)
             ends = end(value, error)
             self._tell(stage, sender, request, ends)
         finally:
@@ -161,34 +165,29 @@ class CeleryTaskContext:
                 if stage is not kept:
                     stage.clear()
 
-    def _called(
-        self, work: Work, task: DelayTask, body: Any
-    ) -> tuple[object, BaseException | None]:
-        """What the processor returned, or what it raised."""
-        try:
-            if self._keeps_time_limits and work.has_time_limits:
-                value = limited(work, partial(self._call, work, task, body))
-            else:
-                value = self._call(work, task, body) if self._around else work(task, body)
-            if isinstance(value, TaskPredicate):
-                raise value
-            return value, None
-        except Retry as asked:
-            return retry_of(asked, self._app, self._clock), None
-        except TaskPredicate as raised:  # Ignore and Reject
-            refusal = refusal_of(raised, work.tag)
-            refusal.__cause__ = raised
-            return None, refusal
-        except BaseException as error:
-            if ends_process(error):
-                raise
-            return None, error
+    def _call_within(self, work: Work, task: DelayTask, body: Any) -> object:
+        """Call a processor within its time limits, or within the context managers of `around`."""
+        if self._keeps_time_limits and work.has_time_limits:
+            return limited(work, partial(self._call, work, task, body))
+        return self._call(work, task, body)
 
     def _call(self, work: Work, task: DelayTask, body: Any) -> Any:
         with ExitStack() as stack:
             for surround in self._around:
                 stack.enter_context(surround(task))
             return work(task, body)
+
+    def _meaning_of(self, raised: BaseException, work: Work) -> tuple[object, BaseException | None]:
+        """Return the outcome or the error that an exception of a processor means."""
+        if isinstance(raised, Retry):
+            return retry_of(raised, self._app, self._clock), None
+        if isinstance(raised, TaskPredicate):  # Ignore and Reject
+            refusal = refusal_of(raised, work.tag)
+            refusal.__cause__ = raised
+            return None, refusal
+        if ends_process(raised):
+            raise raised
+        return None, raised
 
     def _tell(self, stage: Stage, sender: Any, request: RowRequest, ends: Sequence[Ended]) -> None:
         """Each task of a batch has a signal of its own, with a request of its own."""

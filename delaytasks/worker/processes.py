@@ -44,6 +44,7 @@ class Processes:
         self._lock = threading.Lock()
         self._runners: dict[int, Runner] = {}
         self._rows: TaskEvents | None = None
+        self._sends_events = False
         self._thread_slots = ThreadSlots()
         self._counting: Counting | None = None
 
@@ -70,7 +71,7 @@ class Processes:
             runner = self._runners.get(shard) or self._runners.setdefault(
                 shard, self._make_runner(shard)
             )
-            runner.watcher = self._rows if sends_events else None
+            self._sends_events = sends_events
             return runner
 
     def counting(self) -> Counting:
@@ -94,7 +95,7 @@ class Processes:
 
     def _make_runner(self, number: int) -> Runner:
         # Most producers run no tasks, so they do not import what runs them.
-        from delaytasks.execution.admission import Admission
+        from delaytasks.execution.pause_filter import PauseFilter
         from delaytasks.execution.runner import Runner
         from delaytasks.worker.celery_context import CeleryTaskContext
 
@@ -116,7 +117,7 @@ class Processes:
             delays.events,
             task_context,
             delays.transaction_for,
-            Admission(shard.policies, shard.store.holding, delays.events),
+            PauseFilter(shard.policies, shard.store.holding, delays.events),
             # Who runs tasks without a worker runs them without limits.
             keeps_time_limits=self.keeps_time_limits or not self.is_worker,
             thread_slots=self._thread_slots,
@@ -124,6 +125,7 @@ class Processes:
             may_leave=self.is_worker
             and self.leaves_rows,  # a worker's main process renews their leases
             kept=task_context.kept,
+            watcher=lambda: self._rows if self._sends_events else None,
         )
 
 

@@ -15,6 +15,7 @@ from sqlalchemy import select
 
 from delaytasks import DelayTask
 from delaytasks.core.capacity import WaitlistState
+from delaytasks.core.errors import StoreError
 from delaytasks.core.interfaces import Level, Settlement
 from delaytasks.core.states import Status
 from delaytasks.execution import runner
@@ -30,12 +31,10 @@ class LimitedBench(Bench):
 
     def claim(self, *tasks: DelayTask) -> list[DelayTask]:
         """As a worker that runs them for a while."""
-        claimed = self.claims.claim([self.entry(task) for task in tasks])
-        self.claims.lines.met()
-        return claimed
+        return self.claims.claim([self.entry(task) for task in tasks])
 
     def admit(self, limit: int = 100, tag: str = "note") -> list[DelayTask]:
-        return list(self.claims.lines.admit("default", tag, limit)[0])
+        return list(self.claims.waitlists.admit("default", tag, limit)[0])
 
     def in_line(self) -> int:
         with self.store.database.begin() as connection:
@@ -73,6 +72,19 @@ def test_who_comes_later_waits_behind_those_in_line(bench: LimitedBench) -> None
     assert bench.claim(bench.schedule(body=4)) == [], "there would be room"
     assert [task.body for task in bench.admit()] == [3, 2], "by priority and time"
     assert [task.body for task in bench.admit()] == [4]
+
+
+def test_a_claim_that_holds_fewer_rows_than_it_has_locked_is_rolled_back(
+    bench: LimitedBench,
+) -> None:
+    bench.limit(concurrency=1)
+    tasks = [bench.schedule(body=n) for n in range(3)]
+    waitlists, t = bench.claims.waitlists, bench.store.schema.tasks
+    waitlists._to_held = waitlists._to_held.where(t.c.id != tasks[2].id)
+    with pytest.raises(StoreError, match="rows to hold: 1 of 2 locked rows were changed"):
+        bench.claim(*tasks)
+    assert bench.statuses(tasks) == ["NOT_COMPLETE"] * 3
+    assert bench.in_line() == 0
 
 
 def test_a_runner_takes_the_next_one_in_line_when_one_ends(bench: LimitedBench) -> None:
@@ -119,7 +131,7 @@ def test_a_line_that_this_process_never_met_is_found_behind_a_backlog(
     bench.registry.processor("other")(bench.ran.append)
     for _ in range(20):
         bench.schedule("other", body="other")
-    monkeypatch.setattr(runner, "SUSPECTS_S", 0)  # else a second passes first
+    monkeypatch.setattr(runner, "ABANDONED_S", 0)  # else a second passes first
     report = bench.runner.drain("default", [0], 5)
     assert (report.is_full, report.lines) == (True, (WaitlistState("default", "note", None),))
     assert bench.statuses([second]) == ["HELD"], "the backlog goes on"
@@ -184,8 +196,8 @@ def test_one_that_lapsed_waits_in_line_and_runs_alone(bench: LimitedBench) -> No
     bench.change(lapsed, lapses=1)
     blocking = bench.schedule(body="blocking")
     bench.claim(blocking)
-    assert bench.claims.claim_alone(lapsed.id, lapsed.version) is None
-    assert bench.claims.claim_abandoned("default") is None
+    assert bench.claims.claim_alone(lapsed.id, lapsed.version) == []
+    assert bench.claims.claim_abandoned("default") == []
     assert bench.claim(*others) == []
     assert bench.statuses([lapsed, *others]) == ["HELD"] * 3
     bench.limit(concurrency=100)
@@ -203,7 +215,7 @@ def test_a_rate_is_kept_whoever_asks(bench: LimitedBench) -> None:
     def take() -> None:
         claims = bench.store.claims("other", None)
         while not over.wait(0.002):
-            for task in claims.lines.admit("default", "note", 10)[0]:
+            for task in claims.waitlists.admit("default", "note", 10)[0]:
                 assert task.update_time is None
                 began.append(task.id)
 
@@ -227,12 +239,12 @@ def test_a_slow_rate_says_when_to_look_again(bench: LimitedBench) -> None:
     bench.limit(rate=5, rate_period_s=60.0)
     tasks = [bench.schedule(body=n) for n in range(3)]
     assert len(bench.claim(*tasks)) == 1
-    assert bench.claims.lines.admit("default", "note", 10) == (
+    assert bench.claims.waitlists.admit("default", "note", 10) == (
         [],
         WaitlistState("default", "note", 0, 1.0),
     )
     bench.limit(rate=5, rate_period_s=3.0)
-    opening = bench.claims.lines.admit("default", "note", 10)[1]
+    opening = bench.claims.waitlists.admit("default", "note", 10)[1]
     assert opening is not None
     assert 0.1 < opening.look_s < 0.62
     assert bench.runner.work_off("default", "note", 10, 2).ran == 2
@@ -336,8 +348,8 @@ def test_a_sweep_finds_queues_with_lines(bench: LimitedBench) -> None:
     assert [level.queue for level in bench.store.sweeps.levels(0)] == ["slow"]
     bench.claim(*tasks)
     assert [level.queue for level in bench.store.sweeps.levels(0)] == ["slow"]
-    assert bench.claims.lines.of("slow") == {("slow", "note")}
-    assert bench.claims.lines.of("default") == set()
+    assert bench.claims.waitlists.in_queue("slow") == {("slow", "note")}
+    assert bench.claims.waitlists.in_queue("default") == set()
 
 
 def test_what_is_in_line_is_held(bench: LimitedBench) -> None:
@@ -353,7 +365,7 @@ def test_who_has_run_hands_its_place_over_as_it_is_settled(bench: LimitedBench) 
     tasks = [bench.schedule(body=n) for n in range(4)]
     places: list[int] = []
     seen: list[tuple[str, ...]] = []
-    next = bench.claims.lines.next
+    next = bench.claims.waitlists.admit_to_slots
 
     def handing(on: Any, queue: str, tag: str, count: int) -> Any:
         following = next(on, queue, tag, count)
@@ -361,7 +373,7 @@ def test_who_has_run_hands_its_place_over_as_it_is_settled(bench: LimitedBench) 
         seen.append(tuple(bench.statuses(tasks)))
         return following
 
-    bench.claims.lines.next = handing
+    bench.claims.waitlists.admit_to_slots = handing
     bench.runner.run([bench.entry(task) for task in tasks], for_s=20)
     assert bench.ran == [0, 1, 2, 3]
     assert places == [1, 1, 1]
@@ -377,7 +389,7 @@ def test_a_place_is_handed_over_together_with_all_that_a_settlement_does(
     failing, other = bench.schedule(body=0, key="k"), bench.schedule(body=1)
     [running] = bench.claim(failing, other)
     settlement = Settlement(running, "fail", error="oh")
-    accepted, following = bench.claims.hand_over([settlement], "default", "note")
+    accepted, following = bench.claims.settle_and_admit([settlement], "default", "note")
     assert (accepted, [task.id for task in following]) == ({failing.id}, [other.id])
     assert bench.statuses([failing, other]) == ["FAILED", "RUNNING"]
     assert len(bench.store.tasks.attempts(failing.id)) == 1
@@ -388,7 +400,10 @@ def test_a_place_that_was_lost_is_not_handed_over(bench: LimitedBench) -> None:
     tasks = [bench.schedule(body=n) for n in range(2)]
     [running] = bench.claim(*tasks)
     lost = replace(running, version=running.version + 5)
-    assert bench.claims.hand_over([Settlement(lost, "succeed")], "default", "note") == (set(), [])
+    assert bench.claims.settle_and_admit([Settlement(lost, "succeed")], "default", "note") == (
+        set(),
+        [],
+    )
     assert bench.statuses(tasks) == ["RUNNING", "HELD"]
 
 
@@ -403,7 +418,7 @@ def test_a_place_is_not_handed_over_where_it_is_not_all_that_a_task_needs(
     assert len(bench.claim(*tasks)) == 1
     bench.limit(**limits)
     with bench.store.database.begin() as connection:
-        assert bench.claims.lines.next(connection, "default", "note", 1) == []
+        assert bench.claims.waitlists.admit_to_slots(connection, "default", "note", 1) == []
 
 
 def test_keys_take_turns_when_places_are_handed_over(bench: LimitedBench) -> None:
@@ -440,13 +455,13 @@ def test_who_is_behind_a_crowd_gets_in_line_before_all_of_it(
     large = [bench.schedule(body=n, concurrency_key="large") for n in range(40)]
     small = [bench.schedule(body=n, concurrency_key=f"small {n}") for n in range(3)]
     later, free = bench.schedule(delay=60), bench.schedule("free")
-    lines, tags = bench.claims.lines, {"note", "other"}
-    assert lines.gather("default", 0, {"note"})
+    lines, tags = bench.claims.waitlists, {"note", "other"}
+    assert lines.hold_overdue("default", 0, {"note"})
     assert bench.statuses(small) == ["NOT_COMPLETE"] * 3, "the first step takes the oldest"
-    assert lines.gather("default", 0, {"note"})
+    assert lines.hold_overdue("default", 0, {"note"})
     assert bench.statuses(small) == ["HELD"] * 3
     assert Counter(bench.statuses(large)) == {"HELD": 8, "NOT_COMPLETE": 32}
-    while lines.gather("default", 0, tags):
+    while lines.hold_overdue("default", 0, tags):
         pass
     assert bench.statuses(large) == ["HELD"] * 40
     assert bench.statuses([later, free]) == ["NOT_COMPLETE"] * 2
@@ -461,9 +476,9 @@ def test_tasks_without_keys_are_no_crowd_of_other_tags(
     for _ in range(40):
         bench.schedule()
     other = bench.schedule("other")
-    lines = bench.claims.lines
+    lines = bench.claims.waitlists
     for _ in range(2):
-        assert lines.gather("default", 0, {"note", "other"})
+        assert lines.hold_overdue("default", 0, {"note", "other"})
     assert bench.statuses([other]) == ["HELD"]
 
 
@@ -476,13 +491,13 @@ def test_rows_that_somebody_has_do_not_keep_a_crowd_from_getting_in_line(
     bench = LimitedBench(bench.store)
     large = [bench.schedule(body=n, concurrency_key="large") for n in range(12)]
     small = [bench.schedule(body=n, concurrency_key=f"small {n}") for n in range(6)]
-    t, lines = bench.store.schema.tasks, bench.claims.lines
+    t, lines = bench.store.schema.tasks, bench.claims.waitlists
     with bench.store.database.begin() as somebody:
         somebody.execute(
             select(t.c.id).where(t.c.id.in_([task.id for task in small])).with_for_update()
         )
         for _ in range(6):
-            lines.gather("default", 0, {"note"})
+            lines.hold_overdue("default", 0, {"note"})
         assert bench.statuses(large) == ["HELD"] * 12
 
 
@@ -506,7 +521,7 @@ def test_who_starts_several_at_once_takes_as_many(bench: LimitedBench) -> None:
     bench.limit(concurrency=10)
     tasks = [bench.schedule(body=n) for n in range(20)]
     assert len(bench.claim(*tasks)) == 1
-    assert len(bench.claims.lines.admit("default", "note", 50, 6)[0]) == 6
-    assert len(bench.claims.lines.admit("default", "note", 50, 6)[0]) == 3, (
+    assert len(bench.claims.waitlists.admit("default", "note", 50, 6)[0]) == 6
+    assert len(bench.claims.waitlists.admit("default", "note", 50, 6)[0]) == 3, (
         "never more than there is room for"
     )

@@ -22,7 +22,7 @@ from delaytasks.storage import paused_rows as store_holding
 from delaytasks.storage import worker_table as store_workers
 from delaytasks.storage.store import Store
 from delaytasks.storage.sweep_queries import MOST_PRIORITIES
-from delaytasks.storage.waitlist import LINES
+from delaytasks.storage.waitlist import MAX_WAITLISTS
 from delaytasks.timers.eta import read_message
 from tests.conftest import settings_for
 from tests.recording import RecordingTimer
@@ -197,16 +197,20 @@ def test_waitlists_of_thousands_of_tags_are_looked_at_some_at_a_time(site: Site)
         "version": 1,
     }
     with site.store.database.begin() as connection:
-        connection.execute(insert(line), [{**values, "tag": tag} for tag in names(2 * LINES + 50)])
-    waitlists, found = site.store.claims("w", None).lines, list[str]()
+        connection.execute(
+            insert(line), [{**values, "tag": tag} for tag in names(2 * MAX_WAITLISTS + 50)]
+        )
+    waitlists, found = site.store.claims("w", None).waitlists, list[str]()
     for _ in range(3):
         with site.counted() as seen:
-            some = waitlists.of("default")
-        assert len(some) <= LINES
-        assert len(seen) <= LINES + 1
+            some = waitlists.in_queue("default")
+        assert len(some) <= MAX_WAITLISTS
+        assert len(seen) <= MAX_WAITLISTS + 1
         found += sorted(tag for _, tag in some)
-    assert found == names(2 * LINES + 50)
-    assert min(waitlists.of("default")) == ("default", "q000000"), "and again from the beginning"
+    assert found == names(2 * MAX_WAITLISTS + 50)
+    assert min(waitlists.in_queue("default")) == ("default", "q000000"), (
+        "and again from the beginning"
+    )
 
 
 def test_a_queue_with_hundreds_of_priorities_makes_tokens_that_workers_accept(site: Site) -> None:

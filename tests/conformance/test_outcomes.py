@@ -192,7 +192,7 @@ def test_retry_without_time_and_ladder_is_a_mistake_that_is_told(bench: Bench) -
     task = bench.schedule("pay")
     bench.run(task)
     assert bench.now(task).status is Status.FAILED
-    assert "needs a ladder" in (bench.now(task).error or "")
+    assert "needs a retry schedule" in (bench.now(task).error or "")
 
 
 def test_snooze_uses_no_attempt(bench: Bench) -> None:

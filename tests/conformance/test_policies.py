@@ -230,10 +230,9 @@ def test_a_worker_that_lost_its_lease_holds_nothing(field: Field) -> None:
         )
     field.store.sweeps.lapse(5, 10)
     lapsed = field.delays.get(task)
-    again = field.store.claims("other", None).claim_alone(lapsed.id, lapsed.version)
+    [again] = field.store.claims("other", None).claim_alone(lapsed.id, lapsed.version)
     assert field.store.holding.hold_claimed([mine]) == set()
     assert field.delays.get(task).status is Status.RUNNING
-    assert again is not None
     assert field.store.holding.hold_claimed([again]) == {task.id}
 
 

@@ -755,11 +755,10 @@ def test_a_row_that_lapsed_is_claimed_alone(store: Store, claims: Claims) -> Non
     assert (bad.status, bad.lapses, bad.version) == (Status.NOT_COMPLETE, 1, 2)
     assert [one.id for one in claims.claim([entry(bad), entry(good)])] == [good.id]
     assert claims.claim_due("default", [0], 10) == []
-    assert claims.claim_alone(bad.id, 1) is None
-    alone = claims.claim_alone(bad.id, bad.version)
-    assert alone is not None
+    assert claims.claim_alone(bad.id, 1) == []
+    [alone] = claims.claim_alone(bad.id, bad.version)
     assert (alone.id, alone.lapses, alone.attempts) == (bad.id, 1, 2)
-    assert claims.claim_alone(bad.id, bad.version) is None
+    assert claims.claim_alone(bad.id, bad.version) == []
 
 
 def test_suspects_come_one_by_one_from_their_queue(store: Store, claims: Claims) -> None:
@@ -768,7 +767,7 @@ def test_suspects_come_one_by_one_from_their_queue(store: Store, claims: Claims)
     lapse_all(store, claims.claim([entry(one) for one in (*made, other)]))
     add(store)
     abandoned = [claims.claim_abandoned("default") for _ in range(3)]
-    assert [one.id if one else None for one in abandoned] == [made[0].id, made[1].id, None]
+    assert [[task.id for task in some] for some in abandoned] == [[made[0].id], [made[1].id], []]
 
 
 def test_many_workers_share_a_backlog_and_each_row_runs_once(store: Store) -> None:
@@ -931,7 +930,7 @@ def test_runs_that_end_differently_are_settled_the_same_together_and_one_by_one(
         made = [
             put(store, Status.NOT_COMPLETE, expected_time=seconds(now, -5), lapses=2) for _ in ends
         ]
-        claimed = [row for one in made if (row := claims.claim_alone(one.id, 0)) is not None]
+        claimed = [row for one in made for row in claims.claim_alone(one.id, 0)]
         settle([Settlement(one, **end) for one, end in zip(claimed, ends, strict=True)])
         rows = [read(store, one.id) for one in made]
         # Where nobody says when it began, it is the moment of its claim.
@@ -996,8 +995,7 @@ def test_a_stale_worker_cannot_settle_a_reclaimed_task(store: Store, claims: Cla
     lapse_all(store, [made])
     assert claims.settle([Settlement(old, "succeed")]) == set()
     assert read(store, made.id).status is Status.NOT_COMPLETE
-    new = store.claims("worker-2", None).claim_alone(made.id, 2)
-    assert new is not None
+    assert len(store.claims("worker-2", None).claim_alone(made.id, 2)) == 1
     for move in ("succeed", "fail", "give_back"):
         assert claims.settle([Settlement(old, move)]) == set()
     found = read(store, made.id)
@@ -1047,8 +1045,7 @@ def test_succeeding_ends_the_row_of_lapses_and_giving_back_does_not(
     lapse_all(store, claims.claim([entry(made)]))
     for move, lapses in (("give_back", 1), ("succeed", 0)):
         found = read(store, made.id)
-        claimed = claims.claim_alone(found.id, found.version)
-        assert claimed is not None
+        [claimed] = claims.claim_alone(found.id, found.version)
         assert claims.settle([Settlement(claimed, move)]) == {made.id}  # type: ignore[arg-type]
         assert read(store, made.id).lapses == lapses
 
@@ -1190,7 +1187,7 @@ def test_a_task_that_lapses_too_often_in_a_row_is_failed(store: Store, claims: C
     made = add(store)
     for lapses in (1, 2, 3):
         found = read(store, made.id)
-        assert claims.claim_alone(found.id, found.version) is not None
+        assert claims.claim_alone(found.id, found.version) != []
         assert lapse_all(store, [made], max_lost_leases=3) == 1
         found = read(store, made.id)
         assert found.lapses == lapses

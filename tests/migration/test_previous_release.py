@@ -72,7 +72,7 @@ def work(store: Store) -> None:
         )
     )
     assert sweeps.lapse(5, 100).total == 3
-    assert claims.claim_abandoned("default", [0]) is not None
+    assert claims.claim_abandoned("default", [0])
     tasks.retry(2, DUE)
     tasks.read(1)
     store.policies.read()

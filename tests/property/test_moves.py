@@ -67,9 +67,9 @@ class Moves(Producers):
     @rule(id=tasks)
     def claim_alone(self, id: int) -> None:
         known = self.known[id]
-        task = self.claims.claim_alone(id, known.version)
-        assert (task is not None) == self.can_run(known)
-        self.took([task] if task is not None else [])
+        claimed = self.claims.claim_alone(id, known.version)
+        assert bool(claimed) == self.can_run(known)
+        self.took(claimed)
 
     @precondition(lambda self: any(map(self.can_run, self.known.values())))
     @rule(limit=st.integers(1, 3))
@@ -82,12 +82,12 @@ class Moves(Producers):
     @precondition(lambda self: any(known.lapses for known in self.known.values()))
     @rule()
     def claim_abandoned(self) -> None:
-        task = self.claims.claim_abandoned("default")
+        claimed = self.claims.claim_abandoned("default")
         abandoned = [
             known for known in self.known.values() if self.can_run(known) and known.lapses > 0
         ]
-        assert (task is not None) == bool(abandoned)
-        self.took([task] if task is not None else [])
+        assert bool(claimed) == bool(abandoned)
+        self.took(claimed)
 
     def running(self) -> list[int]:
         """By workers that live."""

@@ -187,9 +187,10 @@ def poison(stage: Stage) -> None:
     task = stage.schedule()
     for version in range(0, 20, 2):
         since_us = stage.now_us()
-        claimed = stage.store.claims("worker-2", None).claim_alone(task.id, version)
-        if claimed is None:
+        found = stage.store.claims("worker-2", None).claim_alone(task.id, version)
+        if not found:
             return
+        [claimed] = found
         stage.history.ran.append(Ran(claimed.id, claimed.version, "worker-2", stage.now_us()))
         stage.lease_ends()
         stage.fault("abort", since_us, "dead")
@@ -295,7 +296,7 @@ def unsanitised_error_text(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 
 def failed_instead_of_run(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    running = stage.bench.runner._running
+    running = stage.bench.runner._chunks._executor
     patch.setattr(
         running, "run", lambda processor, tasks, claimed: [Settlement(t, "fail") for t in tasks]
     )

@@ -13,6 +13,7 @@ from chaos.simulation.clock import Times
 from chaos.simulation.script import script
 from chaos.simulation.stage import Stage, stage
 from delaytasks.core import text
+from delaytasks.core.interfaces import Claimed
 from delaytasks.core.states import MOVES, Status
 from delaytasks.execution.chunk import Chunk
 from delaytasks.maintenance.sweeper import Sweeper
@@ -57,9 +58,8 @@ def test_a_seed_is_played_the_same_again(here: Stage) -> None:
 def no_version_check_on_claim(patch: pytest.MonkeyPatch) -> None:
     def claim(self: Claims, entries: Any) -> Any:
         ids = [entry.id for entry in entries]
-        return self._tasks(
-            self._db.alone(lambda c: self._taking(c, list_of(self._db, sorted(ids))).rows)
-        )
+        listed = list_of(self._db, sorted(ids))
+        return Claimed(self._tasks(self._db.alone(lambda c: self._take_listed(c, listed).rows)))
 
     patch.setattr(Claims, "claim", claim)
 

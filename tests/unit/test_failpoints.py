@@ -9,7 +9,7 @@ import pytest
 
 from chaos.failpoints.orders import FailpointError, Orders, give
 from chaos.failpoints.places import BY_NAME, PLACES, DatabaseAddress
-from delaytasks.execution.settler import Settler
+from delaytasks.execution.settlement import Settler
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)

@@ -1,4 +1,4 @@
-"""Lines of limited tags: rates as distances, room, and which line a worker's processes look at."""
+"""Lines of limited tags: rates as distances, capacity, and which line a worker's processes look at."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delaytasks.core.capacity import ANY, LOOK_S, Room, StartPace, WaitlistState
+from delaytasks.core.capacity import LOOK_S, UNLIMITED, Capacity, StartPace, WaitlistState
 from delaytasks.worker import waitlists as lines
 from delaytasks.worker.waitlists import AGAIN_S, Key, Turn, Waitlists
 
@@ -37,29 +37,40 @@ def test_no_window_has_more_starts_than_the_rate_says(
 def test_a_rate_is_reached_to_a_tenth_and_a_little(rate: int, period_s: float) -> None:
     pace = StartPace.of(rate, period_s)
     assert 0.86 * rate <= period_s / pace.interval_s <= rate
-    assert pace.starts(0.0) == pace.bunch >= 1
-    assert pace.starts(pace.most_ahead_s) == 0
+    assert pace.starts(0.0) == pace.burst >= 1
+    assert pace.starts(pace.max_ahead_s) == 0
     assert pace.wait_s(0.0) == 0.0
-    wait_s = pace.wait_s(pace.most_ahead_s)
-    assert pace.starts(pace.most_ahead_s - wait_s) == 1
-    assert pace.starts(pace.most_ahead_s - wait_s * 0.99) == 0
+    wait_s = pace.wait_s(pace.max_ahead_s)
+    assert pace.starts(pace.max_ahead_s - wait_s) == 1
+    assert pace.starts(pace.max_ahead_s - wait_s * 0.99) == 0
 
 
 def test_one_process_takes_a_part_of_the_room() -> None:
-    assert [Room(places=places).share(100) for places in (0, 1, 2, 10, 1000)] == [0, 1, 1, 1, 100]
-    assert Room().share(7) == 7
-    room = Room(places=8, per_key=3, running={"a": 3, "b": 1, "": 5})
-    assert (room.for_key("a"), room.for_key("b"), room.for_key("c"), room.for_key("")) == (
+    assert [Capacity(slots=places).share(100) for places in (0, 1, 2, 10, 1000)] == [
+        0,
+        1,
+        1,
+        1,
+        100,
+    ]
+    assert Capacity().share(7) == 7
+    capacity = Capacity(slots=8, key_limit=3, running={"a": 3, "b": 1, "": 5})
+    assert (
+        capacity.for_key("a"),
+        capacity.for_key("b"),
+        capacity.for_key("c"),
+        capacity.for_key(""),
+    ) == (
         0,
         2,
         3,
-        ANY,
+        UNLIMITED,
     )
-    assert room.full_keys == ["a"]
-    room.keep_pace(StartPace(1.0, 2), 0.5)
-    assert (room.left, room.share(100), room.look_s) == (1, 1, LOOK_S)
-    room.keep_pace(StartPace(1.0, 2), 1.25)
-    assert (room.left, room.share(100), room.look_s) == (0, 0, 0.25)
+    assert capacity.full_keys == ["a"]
+    capacity.limit_rate(StartPace(1.0, 2), 0.5)
+    assert (capacity.free, capacity.share(100), capacity.look_s) == (1, 1, LOOK_S)
+    capacity.limit_rate(StartPace(1.0, 2), 1.25)
+    assert (capacity.free, capacity.share(100), capacity.look_s) == (0, 0, 0.25)
 
 
 class Time:

@@ -20,7 +20,7 @@ from delaytasks.core.errors import NotRunningError, StoreError, StoreUnavailable
 from delaytasks.core.interfaces import Settlement
 from delaytasks.execution.chunk import ChunkSize
 from delaytasks.processors.event_loop import EventLoop
-from delaytasks.processors.thread_slots import MOST_PLACES, ThreadSlots
+from delaytasks.processors.thread_slots import MAX_SLOTS, ThreadSlots
 from tests.benches import Bench
 from tests.unit.conftest import Make
 from tests.waiting import wait_until
@@ -107,8 +107,8 @@ def test_a_number_that_is_none_is_refused_where_it_is_written(
 def test_all_tags_together_have_no_more_places_than_a_process_has_threads() -> None:
     thread_slots = ThreadSlots()
     for tag in ("a", "b"):
-        for _ in range(MOST_PLACES // 2):
-            assert thread_slots.take(tag, MOST_PLACES, 0)
+        for _ in range(MAX_SLOTS // 2):
+            assert thread_slots.take(tag, MAX_SLOTS, 0)
     assert not thread_slots.take("c", 5, monotonic() + 0.01)
     assert thread_slots.free("c", 5) == 0
     thread_slots.give_back("a")
@@ -289,12 +289,12 @@ def test_a_row_whose_end_can_not_even_be_told_lapses_and_frees_its_place(
     bench.registry.processor("wait", in_flight=1)(lambda body: None)
     first, second = bench.schedule("wait"), bench.schedule("wait")
     with monkeypatch.context() as patch:
-        patch.setattr(bench.runner._running, "run", broken)
-        patch.setattr(bench.runner._running, "failed", broken)
+        patch.setattr(bench.runner._chunks._executor, "run", broken)
+        patch.setattr(bench.runner._chunks._executor, "failed", broken)
         bench.run(first)
     bench.run(second)
     assert bench.statuses([first, second]) == ["RUNNING", "DONE"]
-    assert [fields["loop"] for fields in bench.named("loop.failed")] == ["side by side"]
+    assert [fields["loop"] for fields in bench.named("loop.failed")] == ["concurrent calls"]
 
 
 # -- how many a chunk has -------------------------------------------------------------------------
@@ -433,7 +433,7 @@ def test_a_task_that_is_too_late_is_not_run_side_by_side_either(bench: Bench) ->
 def test_time_limits_are_refused_for_what_does_not_run_alone(bench: Bench) -> None:
     async def work(body: Any) -> None: ...
 
-    with pytest.raises(ValueError, match=r"work is async: give what it waits for a timeout"):
+    with pytest.raises(ValueError, match=r"work is async: use timeouts instead"):
         bench.registry.processor("wait", time_limit=5)(work)
     with pytest.raises(ValueError, match="has in_flight"):
         bench.registry.processor("wait", soft_time_limit=5, in_flight=5)(lambda body: None)

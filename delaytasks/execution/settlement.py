@@ -1,46 +1,55 @@
-"""The end of a chunk's rows: their settlements, made and repeated, and what is armed again."""
+"""Writes the settlements of a chunk, with retries, and arms the tasks that run again."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from delaytasks.core.clock import Clock, monotonic, to_us
 from delaytasks.core.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
 from delaytasks.core.events import Events
-from delaytasks.core.interfaces import ClaimStore, Entry, Settlement, Timer
+from delaytasks.core.interfaces import Entry, Settlement, Timer
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import MOVES, Status, following
 from delaytasks.core.task import DelayTask
 from delaytasks.execution.chunk import Chunk
 
-#: Rows that are tried one by one although some transaction may have locked them; each try takes seconds.
-MOST_LOCKED = 3
-#: Makes settlements, and returns the ids of those that were accepted.
+if TYPE_CHECKING:
+    from delaytasks.storage.claims import Claims
+
+#: After this number of locked rows the other rows are settled first, since each try takes seconds.
+MAX_LOCKED = 3
+#: The time between two tries while the database is unavailable.
+RETRY_S = 0.5
+#: Writes settlements, and returns the ids that were accepted.
 Settle = Callable[[Sequence[Settlement]], set[int]]
 
 
 def is_locked(error: StoreError) -> bool:
-    """Whether the database answers, and some open transaction is in the way."""
+    """Whether the database answers, and an open transaction has locked a row."""
     return isinstance(error, StoreUnavailableError) and error.is_locked
 
 
 class Settler:
     def __init__(
-        self, settings: Settings, claims: ClaimStore, clock: Clock, timer: Timer, events: Events
+        self, settings: Settings, claims: Claims, clock: Clock, timer: Timer, events: Events
     ) -> None:
         self._settings = settings
         self._claims = claims
         self._clock = clock
         self._timer = timer
         self._events = events
-        #: Id and version of the row that was found to be locked last.
-        self._told_locked: tuple[int, int] | None = None
+        #: Id and version of the last locked row that was reported.
+        self._reported_locked: tuple[int, int] | None = None
 
     def settle(self, chunk: Chunk, patience_s: float, settle: Settle | None = None) -> bool:
-        """What is finished, and what will not be started. Without patience, one try: then it is the runner's again, as
-        it is (False) while somebody settles. `settle` is tried first, as the way to do it."""
+        """Settle the ended rows, and give back the waiting ones.
+
+        Without patience, one try is made and then left to the runner; if the runner settles now,
+        return False. `settle` is tried before the store's own function.
+        """
         chunk.keep(Settlement(task, "give_back") for task in chunk.take_waiting())
         return self.settle_finished(chunk, patience_s, settle)
 
@@ -57,33 +66,33 @@ class Settler:
 
     def _settle_finished(self, chunk: Chunk, patience_s: float, settle: Settle) -> None:
         finished = chunk.take_finished()
-        self._tell([s for s in finished if s.is_made], {s.task.id for s in finished})
+        self._report([s for s in finished if s.is_made], {s.task.id for s in finished})
         settlements = [s for s in finished if not s.is_made]
         deadline = monotonic() + patience_s
         try:
             if settlements:
-                self._tell(settlements, self._settled(settlements, deadline, settle))
+                self._report(settlements, self._repeat(settlements, deadline, settle))
         except (StoreUnavailableError, OutcomeUnknownError) as error:
             if len(settlements) > 1 and is_locked(error):
-                self._settle_singly(chunk, settlements, deadline)
+                self._settle_each(chunk, settlements, deadline)
                 return
             chunk.keep(settlements)
             raise
         except StoreError:
-            # Refused, because of one of them: the others must not suffer, nor run again.
-            self._settle_singly(chunk, settlements, deadline)
+            # The database refused one of them. The others are settled and do not run again.
+            self._settle_each(chunk, settlements, deadline)
 
-    def _settle_singly(
+    def _settle_each(
         self, chunk: Chunk, settlements: Sequence[Settlement], deadline: float
     ) -> None:
-        """Those that are refused or locked come last, so that no other one waits for them."""
+        """Settle each row by itself; locked rows come last, so that no other row waits for them."""
         refusal: StoreError | None = None
         locked: list[Settlement] = []
         untried: list[Settlement] = []
         for number, one in enumerate(settlements):
             try:
-                if len(locked) < MOST_LOCKED:
-                    self._tell([one], self._claims_settle([one]))
+                if len(locked) < MAX_LOCKED:
+                    self._report([one], self._write([one], self._claims.settle))
                 else:
                     untried.append(one)
             except (StoreUnavailableError, OutcomeUnknownError) as error:
@@ -97,37 +106,34 @@ class Settler:
         later = [*untried, *locked]
         for number, one in enumerate(later):
             try:
-                self._tell([one], self._settled([one], deadline, self._claims.settle))
+                self._report([one], self._repeat([one], deadline, self._claims.settle))
             except StoreError:
                 chunk.keep(later[number:])
                 raise
         if refusal is not None:
             raise refusal
 
-    def _settled(
+    def _repeat(
         self, settlements: Sequence[Settlement], deadline: float, settle: Settle
     ) -> set[int]:
-        """A settlement is fenced and can be repeated, so it is, for as long as the leases may be ours."""
+        """Write settlements, with retries until the deadline; the fence makes retries safe."""
         while True:
             try:
-                return self._storable_settled(settlements, settle)
+                return self._write(settlements, settle)
             except (StoreUnavailableError, OutcomeUnknownError) as error:
                 if is_locked(error) and len(settlements) > 1:
                     raise
                 if is_locked(error):
-                    self._tell_locked(settlements[0].task)
+                    self._report_locked(settlements[0].task)
                 self._events.emit("settle.waits", error=str(error), cause=error)
                 if monotonic() > deadline:
                     raise
-                time.sleep(0.5)
+                time.sleep(RETRY_S)
                 settle = self._claims.settle
 
-    def _claims_settle(self, settlements: Sequence[Settlement]) -> set[int]:
-        return self._storable_settled(settlements, self._claims.settle)
-
     @staticmethod
-    def _storable_settled(settlements: Sequence[Settlement], settle: Settle) -> set[int]:
-        """Some databases refuse characters of an error's text, which is then written in ASCII."""
+    def _write(settlements: Sequence[Settlement], settle: Settle) -> set[int]:
+        """Write settlements; an error with characters that the database refuses becomes ASCII."""
         try:
             return settle(settlements)
         except (StoreUnavailableError, OutcomeUnknownError):
@@ -139,53 +145,54 @@ class Settler:
             plain = text.encode("ascii", "backslashreplace").decode()
             return settle([replace(settlements[0], error=plain)])
 
-    def _tell_locked(self, task: DelayTask) -> None:
-        """Once: each try to settle the row finds it again."""
-        if self._told_locked == (task.id, task.version):
+    # -- reports ----------------------------------------------------------------------------------
+
+    def _report_locked(self, task: DelayTask) -> None:
+        """Report a locked row once, not at each try."""
+        if self._reported_locked == (task.id, task.version):
             return
-        self._told_locked = task.id, task.version
+        self._reported_locked = task.id, task.version
         remedy = (
-            "an open transaction has locked this task's row (with SQLite: the database); if its processor began the "
-            "transaction, commit it or roll it back before the processor returns"
+            "an open transaction has locked this task's row (with SQLite: the database); if its "
+            "processor began the transaction, commit or roll back before the processor returns"
         )
         self._events.emit("task.row_locked", id=task.id, tag=task.tag, remedy=remedy)
 
-    def _tell(self, settlements: Sequence[Settlement], accepted: Container[int]) -> None:
-        """What became of them, and their rows' next time."""
-        done = sum(s.move == "succeed" and s.task.id in accepted for s in settlements)
+    def _report(self, settlements: Sequence[Settlement], accepted: Container[int]) -> None:
+        """Report which settlements were accepted, and arm the tasks that run again."""
+        done = [s for s in settlements if s.move == "succeed" and s.task.id in accepted]
         if done:
-            self._events.emit("task.succeeded", count=done)
+            self._events.emit("task.succeeded", count=len(done))
             if self._settings.log_successes:
-                self._tell_done(settlements, accepted)
+                self._report_each(done)
         for s in settlements:
             if s.task.id not in accepted:
                 self._events.emit("task.lease_lost", id=s.task.id, tag=s.task.tag)
-        waits = (s for s in settlements if MOVES[s.move].target is Status.NOT_COMPLETE)
-        self._arm_again([s for s in waits if s.task.id in accepted])
+        again = (s for s in settlements if MOVES[s.move].target is Status.NOT_COMPLETE)
+        self._arm_again([s for s in again if s.task.id in accepted])
 
-    def _tell_done(self, settlements: Sequence[Settlement], accepted: Container[int]) -> None:
-        for s in settlements:
-            if s.move == "succeed" and s.task.id in accepted:
-                late_s = ((s.began or s.task.due) - s.task.due).total_seconds()
-                self._events.emit(
-                    "task.done",
-                    id=s.task.id,
-                    tag=s.task.tag,
-                    attempt=s.task.attempts,
-                    late_s=late_s,
-                )
+    def _report_each(self, done: Sequence[Settlement]) -> None:
+        for s in done:
+            self._events.emit(
+                "task.done",
+                id=s.task.id,
+                tag=s.task.tag,
+                attempt=s.task.attempts,
+                late_s=((s.began or s.task.due) - s.task.due).total_seconds(),
+            )
 
     def _arm_again(self, settlements: Sequence[Settlement]) -> None:
+        """Arm the tasks that are due within the horizon."""
         horizon = self._clock.now_us() + (self._settings.horizon_s or 1e9) * 1e6
         entries = [
             Entry(
-                task.id,
-                following(task.version),
-                to_us(s.due or task.expected_time),
-                task.queue,
-                task.priority,
+                s.task.id,
+                following(s.task.version),
+                to_us(s.due or s.task.expected_time),
+                s.task.queue,
+                s.task.priority,
             )
-            for s, task in ((s, s.task) for s in settlements)
+            for s in settlements
         ]
         near = [entry for entry in entries if entry.due_us <= horizon]
         if near:

@@ -1,0 +1,295 @@
+"""Runs the rows of a chunk one after another, as batches, or in threads, and settles them.
+
+A chunk waits for its rows no longer than its time box. Concurrent rows that still run then go on,
+and the runner takes the next chunk as soon as there are free slots. The time box settles them when
+they end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+
+from delaytasks.core.clock import Clock, monotonic
+from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
+from delaytasks.core.events import Events
+from delaytasks.core.interfaces import Settlement
+from delaytasks.core.settings import Settings
+from delaytasks.core.task import DelayTask
+from delaytasks.execution.chunk import Chunk, TimeBudget
+from delaytasks.execution.concurrent_calls import ConcurrentCalls
+from delaytasks.execution.executor import TaskExecutor
+from delaytasks.execution.pause_filter import PauseFilter
+from delaytasks.execution.settlement import Settle, Settler
+from delaytasks.processors.registry import Processor, Registry
+from delaytasks.processors.thread_slots import ThreadSlots
+
+#: Holds the context of the rows that one thread runs one after another.
+Kept = Callable[[], AbstractContextManager[object]]
+#: A row that may kill this process waits for other rows to end, at most for this part of the lease.
+ALONE = 0.25
+#: The time between two tries to settle while the database is unavailable.
+RETRY_S = 1.0
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts the rows of one or several chunks."""
+
+    claimed: int = 0
+    #: The rows that ended, and the time that the process spent on them.
+    ran: int = 0
+    seconds: float = 0.0
+    #: The rows that the next chunk should have, for processors that start several rows together.
+    wanted: int = 0
+    #: The started rows of such processors, and all started rows.
+    wanting: int = 0
+    started: int = 0
+
+    def start(self, rows: int, wanted: int = 0) -> None:
+        self.started += rows
+        if wanted:
+            self.wanted, self.wanting = max(self.wanted, wanted), self.wanting + rows
+
+    def add(self, ran: int, seconds: float) -> None:
+        self.ran += ran
+        self.seconds += seconds
+
+
+class ChunkRunner:
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Clock,
+        registry: Registry,
+        executor: TaskExecutor,
+        settler: Settler,
+        thread_slots: ThreadSlots,
+        pause_filter: PauseFilter | None,
+        events: Events,
+        kept: Kept,
+    ) -> None:
+        self._kept = kept
+        self._lease_s = settings.lease_s
+        self._box_s = settings.chunk_time_box_s
+        self._clock = clock
+        self._registry = registry
+        self._executor = executor
+        self._settler = settler
+        self._thread_slots = thread_slots
+        self._pause_filter = pause_filter
+        self._events = events
+        self._time_budget = TimeBudget(self._box_s, self._expire, partial(self._failed, "time box"))
+        self._concurrent_calls = ConcurrentCalls(
+            thread_slots,
+            executor,
+            self._time_budget.open,
+            partial(self._failed, "concurrent calls"),
+        )
+        #: Chunks whose runner has gone on, although some of their rows still run.
+        self._left: set[Chunk] = set()
+
+    def run(
+        self,
+        tasks: Sequence[DelayTask],
+        claimed_at: float,
+        tally: Tally,
+        may_leave: bool,
+        settle: Settle | None = None,
+    ) -> None:
+        """Run claimed tasks until all have ended, or with `may_leave` all except concurrent ones.
+
+        `settle` writes the settlements, if another function than the store's should do it.
+        """
+        if not tasks:
+            return
+        tally.claimed += len(tasks)
+        claimed, concurrent = self._clock.now(), dict[str, Processor]()
+        chunk = self._open(tasks, claimed_at)
+        if chunk is None:
+            return
+        try:
+            began, waited_s = monotonic(), 0.0
+            with self._kept():
+                while (first := chunk.next()) is not None:
+                    processor = self._registry.get(first.tag)
+                    if processor is not None and processor.in_flight is not None:
+                        concurrent[first.tag] = processor
+                        took_s = self._start_concurrent(chunk, processor, first, claimed, tally)
+                        if took_s is None:
+                            break
+                        waited_s += took_s
+                        continue
+                    most = 1 if processor is None else processor.batch or 1
+                    started = chunk.start(first, most)
+                    if not started:
+                        continue
+                    if first.tag in self._registry.time_limits:
+                        waited_s += self._prepare_for_kill(chunk, started)
+                    try:
+                        chunk.end(self._executor.run(processor, started, claimed))
+                    except BaseException:
+                        chunk.forget(started)  # the process ends, and the rows are abandoned
+                        raise
+                    tally.start(len(started), most if most > 1 else 0)
+                    tally.ran += len(started)
+            tally.seconds += monotonic() - began - waited_s
+            if concurrent:
+                self._wait(chunk, concurrent.values(), tally, may_leave)
+        finally:
+            self._close(chunk, settle)
+
+    def run_alone(self, tasks: Sequence[DelayTask], claimed_at: float, tally: Tally) -> None:
+        """Run a recovered row after other chunks have ended, since it may kill this process."""
+        if tasks:
+            self._wait_until_alone(lambda: not self._left)
+        self.run(tasks, claimed_at, tally, may_leave=False)
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """The ids of rows that run although their chunk's runner has gone on."""
+        return tuple(id for chunk in list(self._left) for id in chunk.running)
+
+    def finish(self) -> None:
+        """Wait until these rows have ended and are settled."""
+        self._thread_slots.wait(lambda: not self._left)
+
+    def ended(self) -> tuple[int, float]:
+        """Return the concurrent rows that ended since the last call, and their time."""
+        return self._thread_slots.ended()
+
+    # -- the start and the end of a chunk ---------------------------------------------------------
+
+    def _open(self, tasks: Sequence[DelayTask], claimed_at: float) -> Chunk | None:
+        """Hold the paused tasks, and return a chunk of the others; None if there are no others."""
+        refused: Sequence[Settlement] = ()
+        if self._pause_filter is not None:
+            tasks, refused = self._pause_filter.hold_paused(tasks)
+        if not tasks and not refused:
+            return None
+        self._events.emit("chunk.claimed", count=len(tasks))
+        lease_left_s = self._lease_s - (monotonic() - claimed_at)
+        chunk = Chunk(self._in_order(tasks), lease_left_s, self._box_s)
+        chunk.keep(refused)
+        self._time_budget.open(chunk)
+        return chunk
+
+    def _close(self, chunk: Chunk, settle: Settle | None) -> None:
+        """Settle what has ended; the time box settles the rows that still run."""
+        if chunk.leave():
+            self._left.add(chunk)
+            self._time_budget.open(chunk)
+        else:
+            self._time_budget.close(chunk)
+        try:
+            self._settler.settle(chunk, self._lease_s, settle)
+        finally:
+            self._executor.flush()
+
+    def _in_order(self, tasks: Sequence[DelayTask]) -> Sequence[DelayTask]:
+        """Order the tasks of a chunk.
+
+        Concurrent rows that have a slot are first, since they wait while the others run. Rows with
+        a hard time limit are last, since they may end the process.
+        """
+        if not any(self._is_special(tag) for tag in {task.tag for task in tasks}):
+            return tasks
+        free: dict[str, int] = {}
+        concurrent: list[DelayTask] = []
+        others: list[DelayTask] = []
+        limited: list[DelayTask] = []
+        for task in tasks:
+            processor = self._registry.get(task.tag)
+            if processor is None or processor.in_flight is None:
+                (limited if task.tag in self._registry.time_limits else others).append(task)
+                continue
+            if task.tag not in free:
+                free[task.tag] = self._concurrent_calls.free_rows(processor)
+            free[task.tag] -= 1
+            (concurrent if free[task.tag] >= 0 else others).append(task)
+        return [*concurrent, *others, *limited]
+
+    def _is_special(self, tag: str) -> bool:
+        processor = self._registry.get(tag)
+        return processor is not None and (
+            processor.in_flight is not None or processor.has_time_limits
+        )
+
+    def _start_concurrent(
+        self,
+        chunk: Chunk,
+        processor: Processor,
+        first: DelayTask,
+        claimed: datetime,
+        tally: Tally,
+    ) -> float | None:
+        """Start a concurrent row; return the time this took, or None after the time box."""
+        began = monotonic()
+        rows = self._concurrent_calls.start(chunk, processor, first, claimed)
+        if rows is None:
+            return None
+        if rows:
+            tally.start(rows, processor.batch or 1)
+        return monotonic() - began
+
+    # -- waiting ----------------------------------------------------------------------------------
+
+    def _wait(
+        self, chunk: Chunk, processors: Collection[Processor], tally: Tally, may_leave: bool
+    ) -> None:
+        """Wait for the concurrent rows; then as many rows as have free slots are wanted next."""
+        self._concurrent_calls.wait(chunk, processors, self._box_s if may_leave else None)
+        free = (self._concurrent_calls.free_rows(processor) for processor in processors)
+        tally.wanted = max(tally.wanted, *free)
+
+    def _wait_until_alone(self, is_alone: Callable[[], bool]) -> None:
+        self._thread_slots.wait(is_alone, monotonic() + ALONE * self._lease_s)
+
+    def _prepare_for_kill(self, chunk: Chunk, tasks: list[DelayTask]) -> float:
+        """Before rows that may end the process, wait for other rows and settle what has ended.
+
+        Returns the time that this took.
+        """
+        began = monotonic()
+        try:
+            self._wait_until_alone(lambda: not self._left and len(chunk.running) == len(tasks))
+            self._settler.settle_finished(chunk, patience_s=self._lease_s)
+        except BaseException:
+            chunk.end(Settlement(task, "give_back") for task in tasks)
+            raise
+        return monotonic() - began
+
+    # -- the time box -----------------------------------------------------------------------------
+
+    def _expire(self, chunk: Chunk) -> None:
+        """After the time box, settle the ended rows and give back the waiting ones."""
+        waiting = chunk.take_waiting()
+        chunk.keep(Settlement(task, "give_back", error=None) for task in waiting)
+        if waiting:
+            self._events.emit("chunk.gave_back", count=len(waiting))
+        try:
+            if not self._settler.settle(chunk, patience_s=0):
+                self._time_budget.open(chunk)
+        except (StoreUnavailableError, OutcomeUnknownError):
+            if not chunk.is_left:
+                raise
+            # Without a limit: if the leases end meanwhile, the fence refuses a settlement that is
+            # too late.
+            self._time_budget.open(chunk, rest_s=RETRY_S)
+        except BaseException:
+            if chunk.is_left:
+                chunk.take_finished()  # the settlements are refused, so the rows are abandoned
+            raise
+        finally:
+            if chunk.is_over and chunk.is_left:
+                self._left.discard(chunk)
+                self._thread_slots.tell()
+            self._executor.flush()  # a monitor sees the rows that still run
+
+    def _failed(self, loop: str, error: Exception) -> None:
+        self._events.emit(
+            "loop.failed", loop=loop, error=f"{type(error).__name__}: {error}", cause=error
+        )

@@ -1,0 +1,79 @@
+"""The path of a task from a job of the pool to its processor is short enough to read."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import delaytasks
+from delaytasks import DelayTask, DelayTasks, Status
+from delaytasks.core.clock import to_us
+from delaytasks.core.interfaces import Entry
+from delaytasks.worker import job as jobs
+from delaytasks.worker.job import Job, run_job
+from tests.conftest import open_store
+from tests.recording import delays_on
+
+MAX_FRAMES = 6
+PACKAGE = str(Path(delaytasks.__file__).parent)
+Frames = list[str]
+
+
+def own_frames() -> Frames:
+    """Return the functions of the package that have led here."""
+    return [
+        f"{Path(frame.filename).stem}.{frame.name}"
+        for frame in traceback.extract_stack()
+        if frame.filename.startswith(PACKAGE)
+    ]
+
+
+@pytest.fixture
+def delays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DelayTasks]:
+    url = f"sqlite:///{tmp_path / 'frames.sqlite3'}"
+    open_store(url).close()
+    made = delays_on(url)
+    monkeypatch.setattr(jobs, "current_app", made.celery)
+    yield made
+    made.close()
+
+
+def job_of(kind: str, task: DelayTask) -> Job:
+    if kind == "message":
+        return Job((Entry.of(task, to_us),), for_s=1)
+    return Job((), drain=task.queue, priorities=(task.priority,), limit=10, for_s=1)
+
+
+@pytest.mark.parametrize("kind", ["message", "drain"])
+@pytest.mark.parametrize("mode", ["single", "batch", "in_flight"])
+def test_a_job_calls_a_processor_within_six_frames(
+    delays: DelayTasks, kind: str, mode: str
+) -> None:
+    seen: list[Frames] = []
+    options: dict[str, Any] = {"batch": {"batch": 10}, "in_flight": {"in_flight": 2}}.get(mode, {})
+    delays.processor("look", **options)(lambda given: seen.append(own_frames()))
+    task = delays.schedule_delay("look", None, 0)
+    report = run_job(job_of(kind, task))
+    assert report.error == ""
+    assert delays.get(task).status is Status.DONE
+    [frames] = seen
+    assert len(frames) <= MAX_FRAMES, frames
+    if mode != "in_flight":  # which begins in a thread of its own
+        assert frames[0] == "job.run_job"
+
+
+def test_a_waitlist_adds_one_frame(delays: DelayTasks) -> None:
+    seen: list[Frames] = []
+    delays.set_policy(tag="look", concurrency=1)
+    delays.processor("look")(lambda body: seen.append(own_frames()))
+    tasks = [delays.schedule_delay("look", None, 0) for _ in range(3)]
+    run_job(Job(tuple(Entry.of(task, to_us) for task in tasks), policies=None))
+    assert len(seen) == 2, "the last one waits, since the job had no time for it"
+    seen.clear()
+    assert run_job(Job((), line=("default", "look"), limit=10, for_s=1, policies=None)).ran == 1
+    [frames] = seen
+    assert len(frames) <= MAX_FRAMES + 1, frames
