@@ -1,4 +1,4 @@
-"""Looks after the loops of a worker's main process."""
+"""Restarts the loops of a worker's main process that are dead or stuck."""
 
 from __future__ import annotations
 
@@ -9,35 +9,38 @@ from delaytasks.core.clock import monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.loop import Loop
 
-LOOK_S = 1.0
-#: A look that comes so late says that the whole process stood still, and nothing about a single loop.
-STOOD_STILL_S = 3 * LOOK_S
+#: How often the watchdog checks the loops.
+WATCHDOG_S = 1.0
+#: A check that comes this much later shows that the whole process was suspended. It proves nothing
+#: about a single loop.
+SUSPENDED_S = 3 * WATCHDOG_S
 
 
 class Watchdog:
-    """Once a second it restarts what is dead or stuck. It waits for nothing itself, neither database nor broker.
+    """Checks all loops once a second. It waits for neither the database nor the broker.
 
-    Its own loop is looked at by the desk's watch, which it looks at: it would take both to die within a second.
+    The watch loop of the worker runtime calls `check` too, so that the two restart each other. Both
+    would have to die within a second.
     """
 
     def __init__(self, events: Events, loops: Iterable[Loop]) -> None:
         self._events = events
-        self.loop = Loop("watchdog", self.look, events, stuck_s=10 * LOOK_S)
+        self.loop = Loop("watchdog", self.check, events, stuck_s=10 * WATCHDOG_S)
         self.loops = [*loops, self.loop]
-        self._looked_at = monotonic()
+        self._checked_at = monotonic()
 
     def start(self) -> None:
         for loop in self.loops:
             loop.start()
 
-    def look(self) -> float:
+    def check(self) -> float:
         now = monotonic()
-        stood_still, self._looked_at = now - self._looked_at > STOOD_STILL_S, now
-        if not stood_still:
+        was_suspended, self._checked_at = now - self._checked_at > SUSPENDED_S, now
+        if not was_suspended:
             for loop in self.loops:
                 self._events.attempt("watchdog", loop.name, loop.look)
-        return LOOK_S
+        return WATCHDOG_S
 
     def info(self) -> dict[str, Any]:
-        """By the name of each loop."""
+        """Return the state of each loop by its name."""
         return {loop.name: loop.info() for loop in self.loops}

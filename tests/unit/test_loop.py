@@ -12,7 +12,7 @@ from delaytasks.core import loop as loop_module
 from delaytasks.core.events import Events
 from delaytasks.core.loop import Loop
 from delaytasks.worker import watchdog as watchdog_module
-from delaytasks.worker.watchdog import LOOK_S, STOOD_STILL_S, Watchdog
+from delaytasks.worker.watchdog import SUSPENDED_S, WATCHDOG_S, Watchdog
 from tests.waiting import wait_until
 
 
@@ -226,11 +226,11 @@ def test_a_loop_that_was_stopped_stays_so(work: Work) -> None:
 def test_nobody_is_stuck_because_the_whole_process_stood_still(work: Work, time: Time) -> None:
     watchdog = Watchdog(work.events, [work.loop])
     work.take_turn(work.hang)
-    time.at += STOOD_STILL_S + 100
-    watchdog.look()
+    time.at += SUSPENDED_S + 100
+    watchdog.check()
     assert work.told == []
-    time.at += LOOK_S
-    watchdog.look()
+    time.at += WATCHDOG_S
+    watchdog.check()
     assert [fields["reason"] for fields in work.told] == ["stuck"], (
         "it is, if it does not go on now"
     )

@@ -58,10 +58,9 @@ def running(runtime: WorkerRuntime) -> list[dict[str, Any]]:
     """Return the rows that this worker's processes have claimed and not settled yet."""
     if not runtime.dispatcher.is_at_work:
         return []
-    delays = runtime.delays
-    workers = [delays.processes.name(pid) for pid in runtime.pids()]
+    workers = [runtime.processes.name(pid) for pid in runtime.pids()]
     found: list[dict[str, Any]] = []
-    for shard in delays.shards:
+    for shard in runtime.shards:
         read = partial(shard.store.inspection.running, workers, MOST_ROWS - len(found))
         found += [_request(runtime, row, row.worker) for row in _read(read) or ()]
     return found
@@ -69,12 +68,10 @@ def running(runtime: WorkerRuntime) -> list[dict[str, Any]]:
 
 def held(runtime: WorkerRuntime) -> list[dict[str, Any]]:
     """Return what the wheel holds, in the order of due times."""
-    entries = runtime.wheel.soonest(MOST_ROWS)
+    entries = runtime.near_entries.wheel.soonest(MOST_ROWS)
     rows: dict[int, Any] = {}
-    for shard, some in by_shard(entries, len(runtime.delays.shards)).items():
-        read = partial(
-            runtime.delays.shards[shard].store.inspection.named, [entry.id for entry in some]
-        )
+    for shard, some in by_shard(entries, len(runtime.shards)).items():
+        read = partial(runtime.shards[shard].store.inspection.named, [entry.id for entry in some])
         rows |= _read(read) or {}
     return [
         {
@@ -90,7 +87,7 @@ def held(runtime: WorkerRuntime) -> list[dict[str, Any]]:
 
 def tags(runtime: WorkerRuntime) -> list[str]:
     """Return the tags that have a processor here."""
-    return sorted(processor.tag for processor in runtime.delays.registry)
+    return sorted(processor.tag for processor in runtime.registry)
 
 
 def _request(runtime: WorkerRuntime, row: Any, worker: str | None = None) -> dict[str, Any]:
@@ -102,7 +99,7 @@ def _request(runtime: WorkerRuntime, row: Any, worker: str | None = None) -> dic
         "args": [],
         "kwargs": {"attempt": row.attempts},
         "type": row.tag,
-        "hostname": runtime.delays.processes.hostname,
+        "hostname": runtime.processes.hostname,
         "time_start": row.update_time.timestamp() if worker else None,
         "acknowledged": True,
         "delivery_info": {

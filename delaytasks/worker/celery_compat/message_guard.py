@@ -15,7 +15,7 @@ from kombu.transport import virtual
 from delaytasks.worker.celery_compat.broker_errors import OF_DATA, is_the_brokers
 from delaytasks.worker.celery_compat.redis_guard import RedisGuard
 from delaytasks.worker.celery_compat.versions import keep_polling
-from delaytasks.worker.message_strategy import JSON, MOST_BYTES
+from delaytasks.worker.message_strategy import JSON, MAX_MESSAGE_BYTES
 
 logger = get_logger(__name__)
 #: What Celery calls for messages that it does not accept, and which argument of each call is the message. Each of them
@@ -92,7 +92,7 @@ class GuardStep(bootsteps.Step):
                 kind, channel, content = frame
                 if kind != HEADER_FRAME:
                     raise
-                self._runtime.refuse(
+                self._runtime.refused_messages.refuse(
                     "message", ValueError(f"unreadable properties: {type(error).__name__}")
                 )
                 return handle((kind, channel, bytes(content[:FIXED_HEADER]) + b"\0\0"))
@@ -113,7 +113,7 @@ class GuardStep(bootsteps.Step):
         """Look at each message of one of our queues while it is raw: making kombu's own message of it decompresses its
         body, however large the body becomes."""
         take_in: Callable[..., Any]
-        if queue.startswith(self._runtime.delays.settings.namespace + "."):
+        if queue.startswith(self._runtime.settings.namespace + "."):
             take_in = partial(self._take_in, queue)
         elif queue.endswith(PIDBOX):
             take_in = self._take_in_control
@@ -128,7 +128,7 @@ class GuardStep(bootsteps.Step):
         return consume(queue, *args, callback=callback, **options)
 
     def _take_in(self, queue: str, defuse: Defuse, callback: Callable[[Any], Any], raw: Any) -> Any:
-        self._queue, self._reason = queue, defuse(raw, MOST_BYTES)
+        self._queue, self._reason = queue, defuse(raw, MAX_MESSAGE_BYTES)
         try:
             return callback(raw)
         finally:
@@ -139,7 +139,7 @@ class GuardStep(bootsteps.Step):
         reason = defuse(raw, math.inf)
         if reason is None:
             return callback(raw)
-        return self._runtime.refuse("control", ValueError(reason))
+        return self._runtime.refused_messages.refuse("control", ValueError(reason))
 
     # -- after it ---------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class GuardStep(bootsteps.Step):
             raise ValueError(self._reason)
         if message.content_type != JSON:
             raise ValueError(f"content type {message.content_type!r:.40}")
-        if message.body is not None and len(message.body) > MOST_BYTES:
+        if message.body is not None and len(message.body) > MAX_MESSAGE_BYTES:
             raise ValueError("too long")
         message.accept = {JSON}
 
@@ -186,7 +186,7 @@ class GuardStep(bootsteps.Step):
         self._refuse(message, ValueError(reason))
 
     def _refuse(self, message: Any, error: Exception) -> None:
-        self._runtime.refuse("message", error)
+        self._runtime.refused_messages.refuse("message", error)
         if not message.acknowledged:
             passed_on = self._consumer.connection_errors + self._consumer.channel_errors
             message.ack_log_error(logger, (*passed_on, *OF_DATA))
@@ -194,7 +194,7 @@ class GuardStep(bootsteps.Step):
     def _is_ours(self, message: Any) -> bool:
         """Whether it was in one of our queues. In Redis the message itself says where it was, so a worker that serves
         our queues alone does not ask it."""
-        prefix = self._runtime.delays.settings.namespace + "."
+        prefix = self._runtime.settings.namespace + "."
         if self._queue is not None:
             return True
         tasks = self._consumer.task_consumer

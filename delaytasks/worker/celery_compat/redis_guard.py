@@ -16,12 +16,12 @@ from delaytasks.core.clock import monotonic
 from delaytasks.timers.broker_link import WRONG_TYPE
 from delaytasks.worker.celery_compat.broker_errors import is_the_brokers
 from delaytasks.worker.celery_compat.versions import brpop_s
-from delaytasks.worker.message_strategy import MOST_BYTES
+from delaytasks.worker.message_strategy import MAX_MESSAGE_BYTES
 
 #: A queue that could not be read is left alone for so long.
 RETRY_S = 2.0
 #: A longer message of our queues is not decoded: its body is base64, and its headers are few.
-MOST_RAW = 2 * MOST_BYTES
+MOST_RAW = 2 * MAX_MESSAGE_BYTES
 WRONG_TYPE_REMEDY = "delete or rename this key, which does not hold what Celery keeps there"
 REFUSED_REMEDY = "see to it that the broker's user may read and write this key, that Redis has memory, and that it is a primary"
 MEANWHILE = "; until then workers run what is due from the table"
@@ -70,8 +70,9 @@ class RedisGuard:
         answer = parse(connection, command, **options)
         if command == "BRPOP" and answer and len(answer[1]) > MOST_RAW:
             queue = bytes_to_str(answer[0]).rsplit(channel.sep, 1)[0]
-            if queue.startswith(self._runtime.delays.settings.namespace + "."):
-                self._runtime.refuse("message", ValueError(f"{len(answer[1])} bytes are too long"))
+            if queue.startswith(self._runtime.settings.namespace + "."):
+                error = ValueError(f"{len(answer[1])} bytes are too long")
+                self._runtime.refused_messages.refuse("message", error)
                 return None
         return answer
 
@@ -92,7 +93,7 @@ class RedisGuard:
             except Exception as error:
                 if is_the_brokers(error, passed_on):
                     raise
-                self._runtime.refuse("message", error)
+                self._runtime.refused_messages.refuse("message", error)
                 if not has_more():
                     return None
 
@@ -112,7 +113,7 @@ class RedisGuard:
             for key, since in list(self._tried_again.items()):
                 if self._asked_at > since and key not in self._blocked.get(channel, ()):
                     del self._tried_again[key]
-                    self._runtime.delays.events.emit("queue.unblocked", key=key)
+                    self._runtime.events.emit("queue.unblocked", key=key)
 
     # -- queues -----------------------------------------------------------------------------------
 
@@ -252,12 +253,12 @@ class RedisGuard:
 
     def _tell(self, key: str, error: object) -> None:
         remedy = (WRONG_TYPE_REMEDY if WRONG_TYPE in str(error) else REFUSED_REMEDY) + MEANWHILE
-        self._runtime.delays.events.emit("queue.blocked", key=key, error=str(error), remedy=remedy)
+        self._runtime.events.emit("queue.blocked", key=key, error=str(error), remedy=remedy)
 
     def _tell_blocked(self, key: str, queue: str, reason: str) -> None:
         self._tell(key, reason)
-        delays = self._runtime.delays
-        prefix = delays.settings.namespace + "."
+        runtime = self._runtime
+        prefix = runtime.settings.namespace + "."
         if key == queue and queue.startswith(prefix):
             # Drain tokens would wait there unread. A sweep that cannot send any drains the queue in its own worker.
-            delays.publisher.rest(queue.removeprefix(prefix), 2 * RETRY_S)
+            runtime.publisher.rest(queue.removeprefix(prefix), 2 * RETRY_S)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from delaytasks.core.events import Events
-from delaytasks.worker import sweep_loop as sweeping_module
+from delaytasks.worker import sweep_loop as sweep_loop_module
 from delaytasks.worker.sweep_loop import SweepLoop
 
 
@@ -53,7 +53,17 @@ class DatabaseAddress:
         )
         worker: Any = SimpleNamespace(hostname="w1", pool=SimpleNamespace(limit=2))
         here: Any = self
-        self.sweeping = SweepLoop(here, shard, worker)
+        self.loop = SweepLoop(
+            shard,
+            here.settings,
+            here.events,
+            here.processes,
+            here.registry,
+            here.inline_timer,
+            worker.pool,
+            worker.hostname,
+            polls_table=True,
+        )
 
     def seen(
         self, _name: str, _queues: Any, _pool: str, _size: int, _offset_us: int, tags: list[str]
@@ -78,7 +88,7 @@ class DatabaseAddress:
 
     def turn(self) -> list[str]:
         del self.done[:]
-        self.sweeping._turn()
+        self.loop._turn()
         return list(self.done)
 
 
@@ -89,7 +99,7 @@ class Time:
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     time = Time()
-    monkeypatch.setattr(sweeping_module, "monotonic", lambda: time.now)
+    monkeypatch.setattr(sweep_loop_module, "monotonic", lambda: time.now)
     return time
 
 
@@ -114,16 +124,16 @@ def test_a_worker_that_can_not_say_that_it_lives_sweeps_all_the_same(
     place: DatabaseAddress,
 ) -> None:
     place.fails = {"seen"}
-    place.sweeping.request(1)
+    place.loop.request(1)
     assert place.turn() == ["begin", "sweep 1", "stale"]
     assert [(f["loop"], f["stage"], f["error"]) for f in place.told] == [
-        ("sweep", "seen", "OSError: seen failed")
+        ("sweep", "report", "OSError: seen failed")
     ]
     assert place.turn() == ["seen"], "and says it at the next turn"
 
 
 def test_a_worker_publishes_the_tags_that_it_has_processors_for(place: DatabaseAddress) -> None:
-    place.sweeping._turn()
+    place.loop._turn()
     assert place.published == ["mail"]
 
 
@@ -156,9 +166,9 @@ def test_what_others_put_off_is_brought_forward_when_workers_come_or_go(
 
 def test_a_house_that_was_asked_for_is_kept_until_it_is_swept(place: DatabaseAddress) -> None:
     place.fails = {"sweep 0"}
-    place.sweeping.request(None)
+    place.loop.request(None)
     assert place.turn() == ["seen", "begin", "sweep 1", "sweep 2", "stale"]
-    assert [f["stage"] for f in place.told] == ["house 0"]
+    assert [f["stage"] for f in place.told] == ["partition 0"]
     assert place.turn() == ["sweep 0"]
     assert place.turn() == []
 
@@ -167,8 +177,8 @@ def test_a_broker_that_was_away_is_not_forgotten_because_the_database_is(
     place: DatabaseAddress,
 ) -> None:
     place.fails = {"forget"}
-    place.sweeping.forget()
-    place.sweeping.request(2)
+    place.loop.forget_armed()
+    place.loop.request(2)
     assert place.turn() == ["seen", "begin", "sweep 2", "stale"]
     assert place.turn() == ["forget"]
     assert place.turn() == []

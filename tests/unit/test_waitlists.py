@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delaytasks.core.capacity import ANY, LOOK_S, Room, StartPace, WaitlistState
-from delaytasks.worker import waitlists as lines
-from delaytasks.worker.waitlists import AGAIN_S, Key, Turn, Waitlists
+from delaytasks.worker import waitlists
+from delaytasks.worker.waitlists import PROBE_S, WaitlistName, Waitlists, WaitlistVisit
 
 MAIL, SLOW = ("default", "mail"), ("slow", "mail")
 
@@ -69,97 +69,97 @@ class Time:
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     time = Time()
-    monkeypatch.setattr(lines, "monotonic", lambda: time.now)
+    monkeypatch.setattr(waitlists, "monotonic", lambda: time.now)
     return time
 
 
-def line(of: Waitlists) -> Key | None:
-    """The line that a free process is sent to."""
-    turn = of.next()
-    return None if turn is None else turn.line
+def visited(of: Waitlists) -> WaitlistName | None:
+    """Return the waitlist that a free process is sent to."""
+    visit = of.next_visit()
+    return None if visit is None else visit.waitlist
 
 
 def test_as_many_processes_look_at_a_line_as_would_find_somebody(time: Time) -> None:
     found = Waitlists()
-    assert line(found) is None
-    assert found.heard([WaitlistState(*MAIL, 2), WaitlistState(*SLOW, 1)]) == LOOK_S
-    assert sorted([line(found), line(found), line(found)]) == [MAIL, MAIL, SLOW]
-    assert line(found) is None
+    assert visited(found) is None
+    assert found.update([WaitlistState(*MAIL, 2), WaitlistState(*SLOW, 1)]) == LOOK_S
+    assert sorted([visited(found), visited(found), visited(found)]) == [MAIL, MAIL, SLOW]
+    assert visited(found) is None
 
 
 def test_each_process_that_ends_leaves_a_place_of_its_own(time: Time) -> None:
     found = Waitlists()
-    found.heard([WaitlistState(*MAIL, 2)])
-    assert [line(found), line(found)] == [MAIL, MAIL]
-    found.heard([WaitlistState(*MAIL, 1)], MAIL)
-    found.heard([WaitlistState(*MAIL, 1)], MAIL)
-    assert [line(found), line(found), line(found)] == [MAIL, MAIL, None]
+    found.update([WaitlistState(*MAIL, 2)])
+    assert [visited(found), visited(found)] == [MAIL, MAIL]
+    found.update([WaitlistState(*MAIL, 1)], MAIL)
+    found.update([WaitlistState(*MAIL, 1)], MAIL)
+    assert [visited(found), visited(found), visited(found)] == [MAIL, MAIL, None]
 
 
-def test_a_full_line_is_looked_at_again_later(time: Time) -> None:
+def test_a_full_line_is_probeed_at_again_later(time: Time) -> None:
     found = Waitlists()
-    assert found.heard([WaitlistState(*MAIL, 0)]) == LOOK_S
-    assert found.heard([WaitlistState(*MAIL, 0)]) is None, "somebody will look already"
-    assert found.heard([WaitlistState(*MAIL, 0, 0.1)]) == 0.1
-    assert line(found) is None
+    assert found.update([WaitlistState(*MAIL, 0)]) == LOOK_S
+    assert found.update([WaitlistState(*MAIL, 0)]) is None, "somebody will look already"
+    assert found.update([WaitlistState(*MAIL, 0, 0.1)]) == 0.1
+    assert visited(found) is None
     time.now += 0.2
-    assert line(found) == MAIL
-    assert line(found) is None
+    assert visited(found) == MAIL
+    assert visited(found) is None
     waits = []
     for _ in range(8):
-        waits.append(found.heard([WaitlistState(*MAIL, 0)], MAIL))
-        assert line(found) is None
+        waits.append(found.update([WaitlistState(*MAIL, 0)], MAIL))
+        assert visited(found) is None
         time.now += LOOK_S
-        assert line(found) == MAIL
+        assert visited(found) == MAIL
     assert waits == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, LOOK_S, LOOK_S], (
         "soon, then less and less often"
     )
-    found.heard([WaitlistState(*MAIL, 1)], MAIL)
-    assert line(found) == MAIL
-    assert found.heard([WaitlistState(*MAIL, 0)], MAIL) == 0.02
+    found.update([WaitlistState(*MAIL, 1)], MAIL)
+    assert visited(found) == MAIL
+    assert found.update([WaitlistState(*MAIL, 0)], MAIL) == 0.02
 
 
 def test_while_processes_run_long_rows_more_and_more_others_look_for_places(time: Time) -> None:
     """A limit may have been raised, and whoever runs a row for minutes says nothing meanwhile."""
     found = Waitlists()
-    found.heard([WaitlistState(*MAIL, 1)])
-    assert found.next() == Turn(MAIL, is_look=False)
+    found.update([WaitlistState(*MAIL, 1)])
+    assert found.next_visit() == WaitlistVisit(MAIL, is_probe=False)
     sent = []
     for _ in range(5):
-        assert found.look_s == pytest.approx(AGAIN_S)
-        time.now += AGAIN_S
-        turns = [found.next() for _ in range(40)]
-        assert set(turns) <= {Turn(MAIL, is_look=True), None}
+        assert found.next_check_s == pytest.approx(PROBE_S)
+        time.now += PROBE_S
+        turns = [found.next_visit() for _ in range(40)]
+        assert set(turns) <= {WaitlistVisit(MAIL, is_probe=True), None}
         sent.append(len(turns) - turns.count(None))
     assert sent == [2, 4, 8, 16, 32]
 
 
 def test_looks_in_vain_come_less_and_less_often_and_end_at_one_a_second(time: Time) -> None:
     found = Waitlists()
-    found.heard([WaitlistState(*MAIL, 1)])
-    assert line(found) == MAIL
-    time.now += AGAIN_S
-    assert [line(found), line(found), line(found)] == [MAIL, MAIL, None]
-    found.heard([WaitlistState(*MAIL, 0)], MAIL, is_look=True)
+    found.update([WaitlistState(*MAIL, 1)])
+    assert visited(found) == MAIL
+    time.now += PROBE_S
+    assert [visited(found), visited(found), visited(found)] == [MAIL, MAIL, None]
+    found.update([WaitlistState(*MAIL, 0)], MAIL, is_probe=True)
     waits = []
     for _ in range(5):
-        waits.append(found.heard([WaitlistState(*MAIL, 0)], MAIL, is_look=True))
-        assert line(found) is None
+        waits.append(found.update([WaitlistState(*MAIL, 0)], MAIL, is_probe=True))
+        assert visited(found) is None
         time.now += waits[-1] or 0
-        assert [line(found), line(found)] == [MAIL, None]
+        assert [visited(found), visited(found)] == [MAIL, None]
     assert waits == [0.4, 0.8, LOOK_S, LOOK_S, LOOK_S]
 
 
 def test_a_look_that_finds_many_places_calls_as_many_processes(time: Time) -> None:
     found = Waitlists()
-    found.heard([WaitlistState(*MAIL, 1)])
-    assert line(found) == MAIL
-    time.now += AGAIN_S
-    assert line(found) == MAIL
-    found.heard([WaitlistState(*MAIL, 3)], MAIL, is_look=True)
-    assert [found.next(), found.next(), found.next()] == [
-        Turn(MAIL, False),
-        Turn(MAIL, False),
+    found.update([WaitlistState(*MAIL, 1)])
+    assert visited(found) == MAIL
+    time.now += PROBE_S
+    assert visited(found) == MAIL
+    found.update([WaitlistState(*MAIL, 3)], MAIL, is_probe=True)
+    assert [found.next_visit(), found.next_visit(), found.next_visit()] == [
+        WaitlistVisit(MAIL, False),
+        WaitlistVisit(MAIL, False),
         None,
     ]
 
@@ -167,60 +167,60 @@ def test_a_look_that_finds_many_places_calls_as_many_processes(time: Time) -> No
 def test_a_look_that_took_the_last_place_for_a_moment_calls_nobody(time: Time) -> None:
     """One process is enough for quick rows of a tag with a rate: it waits for the next start."""
     found = Waitlists()
-    found.heard([WaitlistState(*MAIL, 1)])
-    assert line(found) == MAIL
-    time.now += AGAIN_S
-    assert line(found) == MAIL
-    assert found.heard([WaitlistState(*MAIL, 1)], MAIL, is_look=True) == AGAIN_S
-    assert line(found) is None
+    found.update([WaitlistState(*MAIL, 1)])
+    assert visited(found) == MAIL
+    time.now += PROBE_S
+    assert visited(found) == MAIL
+    assert found.update([WaitlistState(*MAIL, 1)], MAIL, is_probe=True) == PROBE_S
+    assert visited(found) is None
 
 
-def test_a_line_that_somebody_saw_in_passing_is_looked_at_unless_it_is_known(time: Time) -> None:
+def test_a_line_that_somebody_saw_in_passing_is_probeed_at_unless_it_is_known(time: Time) -> None:
     found, seen = Waitlists(), [WaitlistState(*MAIL, None)]
-    assert found.heard(seen) == LOOK_S
-    assert line(found) == MAIL
-    assert found.heard(seen) is None
-    assert line(found) is None, "somebody is at it"
+    assert found.update(seen) == LOOK_S
+    assert visited(found) == MAIL
+    assert found.update(seen) is None
+    assert visited(found) is None, "somebody is at it"
     waits = []
     for _ in range(3):
-        waits.append(found.heard([WaitlistState(*MAIL, 0)], MAIL))
-        assert found.heard(seen) is None
-        assert line(found) is None, "somebody will look"
+        waits.append(found.update([WaitlistState(*MAIL, 0)], MAIL))
+        assert found.update(seen) is None
+        assert visited(found) is None, "somebody will look"
         time.now += LOOK_S
-        assert line(found) == MAIL
+        assert visited(found) == MAIL
     assert waits == [0.02, 0.04, 0.08], "less and less often"
 
 
 def test_a_line_in_which_nobody_waits_is_forgotten(time: Time) -> None:
     found = Waitlists()
-    found.heard([WaitlistState(*MAIL, 3)])
-    assert line(found) == MAIL
-    assert found.heard([], MAIL) is None
+    found.update([WaitlistState(*MAIL, 3)])
+    assert visited(found) == MAIL
+    assert found.update([], MAIL) is None
     assert not found
-    assert line(found) is None
+    assert visited(found) is None
 
 
-def test_a_line_whose_process_failed_is_looked_at_again(time: Time) -> None:
+def test_a_line_whose_process_failed_is_probeed_at_again(time: Time) -> None:
     found = Waitlists()
-    found.heard([WaitlistState(*MAIL)])
-    assert line(found) == MAIL
-    assert found.failed(MAIL) == 0.02
+    found.update([WaitlistState(*MAIL)])
+    assert visited(found) == MAIL
+    assert found.visit_failed(MAIL) == 0.02
     time.now += LOOK_S
-    assert line(found) == MAIL
+    assert visited(found) == MAIL
 
 
 def test_thousands_of_lines_are_looked_at_less_often_and_never_all_at_once(
     time: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lines, "MOST_LINES", 30)
-    monkeypatch.setattr(lines, "MOST_LOOKS", 6)
-    found, met, looks = Waitlists(), set[Key](), 0
-    found.heard([WaitlistState("default", f"t{number:05}", 0) for number in range(90)])
+    monkeypatch.setattr(waitlists, "MAX_WAITLISTS", 30)
+    monkeypatch.setattr(waitlists, "MAX_CHECKS_PER_S", 6)
+    found, met, looks = Waitlists(), set[WaitlistName](), 0
+    found.update([WaitlistState("default", f"t{number:05}", 0) for number in range(90)])
     for _ in range(100):
         time.now += LOOK_S / 2
-        while (key := line(found)) is not None:
+        while (key := visited(found)) is not None:
             met.add(key)
             looks += 1
-            found.heard([WaitlistState(*key, 0)], key)
+            found.update([WaitlistState(*key, 0)], key)
     assert len(met) == 30, "the sweep comes by the others"
     assert looks <= 6 * 50 + 5 * 30, "six a second, and the first ones sooner"

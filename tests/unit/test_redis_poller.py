@@ -23,10 +23,10 @@ from delaytasks.storage.database import Database
 from delaytasks.timers import redis
 from delaytasks.timers.redis import RedisTimer
 from delaytasks.worker import redis_poller as redis_poller
-from delaytasks.worker.runtime import WorkerRuntime
+from delaytasks.worker.building import build_runtime
 from tests.proxy import Proxy, proxy_to
-from tests.unit.test_desk import Worker
 from tests.unit.test_dispatcher import Pool
+from tests.unit.test_runtime import Worker
 from tests.waiting import wait_until
 
 
@@ -60,9 +60,9 @@ class Post:
         self.worker = Worker()
         self.pool = self.worker.pool = Pool()  # type: ignore[assignment, misc]
         self.delays.processes.queues = ["default"]
-        self.runtime = WorkerRuntime(self.delays, self.worker)
+        self.runtime = build_runtime(self.delays, self.worker)
         self.forgotten = 0
-        self.runtime.forget_armed = self._forget  # type: ignore[method-assign]
+        self.runtime.sweep_loops.forget_armed = self._forget  # type: ignore[method-assign]
         self.seen: list[str] = []
         self.delays.events.subscribe(lambda name, _: self.seen.append(name))
 
@@ -74,10 +74,10 @@ class Post:
         wait_until(lambda: self.forgotten, 10, "the mover's first look")
 
     def look(self) -> None:
-        redis_poller = self.runtime._redis_poller
+        redis_poller = self.runtime.redis_poller
         assert redis_poller is not None
-        redis_poller._look_at_all()
-        redis_poller._redis_poller.wake()
+        redis_poller._read_all_soon()
+        redis_poller._poll_loop.wake()
 
     def arm(self, ids: range, in_s: float = 0, **fields: Any) -> None:
         due = self.delays.clock.now_us() + int(in_s * 1e6)
@@ -158,7 +158,7 @@ def test_what_is_soon_due_is_brought_ahead_as_far_as_there_is_room_and_starts_on
         monkeypatch.setattr(module, "AHEAD_MS", ahead_ms)
     brought: list[tuple[int, int]] = []
     began: list[int] = []
-    hold, take = post.runtime.hold, post.runtime.dispatcher.take
+    hold, take = post.runtime.near_entries.hold, post.runtime.dispatcher.take
 
     def note_hold(entries: Sequence[Entry]) -> None:
         brought.append((post.delays.clock.now_us(), len(entries)))
@@ -168,7 +168,7 @@ def test_what_is_soon_due_is_brought_ahead_as_far_as_there_is_room_and_starts_on
         began.append(post.delays.clock.now_us())
         take(entries)
 
-    post.runtime.hold, post.runtime.dispatcher.take = note_hold, note_take  # type: ignore[method-assign]
+    post.runtime.near_entries.hold, post.runtime.dispatcher.take = note_hold, note_take  # type: ignore[method-assign]
     post.start()
     due = post.delays.clock.now_us() + 1_500_000
     post.arm(range(1, 201), in_s=1.5)
@@ -217,7 +217,9 @@ def test_what_waits_for_longer_again_since_the_clock_was_set_back_takes_no_room(
     try:
         post.start()
         post.arm(range(1, 201), in_s=4)
-        wait_until(lambda: len(post.runtime.wheel) >= 40, 5, "what is taken ahead of its time")
+        wait_until(
+            lambda: len(post.runtime.near_entries.wheel) >= 40, 5, "what is taken ahead of its time"
+        )
         clock.back_us = 3_600_000_000
         post.arm(range(201, 211))
         wait_until(lambda: post.here() == 10, 5, "what is due now")
@@ -250,11 +252,11 @@ def test_it_begins_with_the_highest_priority(post: Post) -> None:
 def test_it_hears_of_an_entry_that_comes_before_all_others(post: Post) -> None:
     post.arm(range(1, 101), 100)
     post.start()
-    wait_until(lambda: post.runtime.watchdog.info()["ear"]["is_alive"], 5, "the ear")
+    wait_until(lambda: post.runtime.watchdog.info()["redis-listener"]["is_alive"], 5, "the ear")
     wait_until(
         lambda: (
-            len(post.runtime._redis_poller._next) > 0
-            and min(post.runtime._redis_poller._next.values()) > 0
+            len(post.runtime.redis_poller._read_at) > 0
+            and min(post.runtime.redis_poller._read_at.values()) > 0
         ),
         5,
         "it to rest",
@@ -309,13 +311,13 @@ def test_a_worker_that_stops_puts_back_what_waits_in_it(post: Post) -> None:
 
 def test_what_a_stopping_worker_has_just_handed_on_is_deleted(post: Post) -> None:
     post.start()
-    redis_poller = post.runtime._redis_poller
+    redis_poller = post.runtime.redis_poller
     assert redis_poller is not None
-    redis_poller._redis_poller.stop()
+    redis_poller._poll_loop.stop()
     post.arm(range(1, 11))
     taken = post.timer.take(dict.fromkeys(post.timer.slots("default"), 10))
     assert post.left() == (0, 10)
-    redis_poller._handed_on = taken or []
+    redis_poller._passed_on = taken or []
     post.runtime.stop()
     assert post.left() == (0, 0)
 
@@ -332,10 +334,10 @@ def test_a_mover_is_not_woken_where_there_is_no_room(post: Post) -> None:
     post.start()
     post.arm(range(1, 101))
     wait_until(lambda: post.here() >= 40 and len(post.pool.jobs) == 2, 5, "the first ones")
-    redis_poller = post.runtime._redis_poller
+    redis_poller = post.runtime.redis_poller
     assert redis_poller is not None
-    redis_poller._redis_poller.wake = lambda: post.seen.append("woken")  # type: ignore[method-assign]
-    redis_poller._is_starved = True
+    redis_poller._poll_loop.wake = lambda: post.seen.append("woken")  # type: ignore[method-assign]
+    redis_poller._needs_capacity = True
     post.runtime.dispatcher.pump()
     assert "woken" not in post.seen
     while post.pool.jobs:
@@ -345,14 +347,14 @@ def test_a_mover_is_not_woken_where_there_is_no_room(post: Post) -> None:
 
 def test_what_could_not_be_handed_on_comes_again(post: Post) -> None:
     post.start()
-    hold, failures = post.runtime.hold, [OSError("as asked")]
+    hold, failures = post.runtime.near_entries.hold, [OSError("as asked")]
 
     def hold_or_fail(entries: Any) -> None:
         if entries and failures:
             raise failures.pop()
         hold(entries)
 
-    post.runtime.hold = hold_or_fail  # type: ignore[method-assign]
+    post.runtime.near_entries.hold = hold_or_fail  # type: ignore[method-assign]
     post.arm(range(1, 2))
     wait_until(lambda: not failures, 5, "the failure")
     wait_until(lambda: post.here() == 1, 10, "what was taken before it")
@@ -439,7 +441,7 @@ def test_nobody_is_asked_again_and_again_when_nothing_is_due(post: Post) -> None
     post.delays.redis_timer.take = counted  # type: ignore[union-attr, method-assign]
     post.start()
     rests: Callable[[], bool] = lambda: (  # noqa: E731
-        post.runtime.watchdog.info()["ear"]["is_alive"] and turns > 0
+        post.runtime.watchdog.info()["redis-listener"]["is_alive"] and turns > 0
     )
     wait_until(rests, 5, "the first looks")
     post.arm(range(1, 2), 0.5)
