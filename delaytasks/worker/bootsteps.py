@@ -133,7 +133,7 @@ def shut_down_coldly(worker: Any, wait_for_soft_shutdown: Callable[[], None]) ->
 
 
 def add_queues(app: Any, names: Collection[str], publisher: Publisher) -> Collection[str]:
-    """Add our queues to those that the app's worker consumes; return all that it consumes.
+    """Add our queues to those that the app's worker consumes; return all of its queues.
 
     A worker that was started without -Q serves all our queues. Otherwise it serves those that -Q
     names, with our prefix or without it. Without the prefix it also serves Celery's queue of that

@@ -15,7 +15,7 @@ Call = Callable[[], None]
 
 
 class CallThread:
-    """Takes the place of the event loop if the broker's transport has none.
+    """Takes the place of the event loop if the broker's transport has no event loop.
 
     A solo pool runs its chunks in this thread. There must be no second thread of this kind, so
     the watchdog never takes it for stuck.

@@ -221,7 +221,7 @@ class CeleryTaskContext:
             stack.show(sender, request)
 
     def _make_task(self, work: Work) -> Any:
-        """Make the Celery task of a tag. No message can call it: it is not in the app's registry."""
+        """Make the Celery task of a tag. No message can call it: the app's registry lacks it."""
         body = {
             "name": work.tag,
             "run": staticmethod(work.function),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
 
 SWEEP = "delaytasks.sweep"
-#: These hold whatever the app's configuration says. The row is the truth, so a message may get lost.
+#: These override the app's configuration. The row is the truth, so a message may get lost.
 _TASK_OPTIONS = {
     "shared": False,  # or all Celery apps of the process would have a task of this instance
     "ignore_result": True,

@@ -36,7 +36,7 @@ class ChunkQueue:
         self._pool_size = pool_size
         #: How many more rows may be claimed.
         self.row_budget = row_budget
-        #: By shard number.
+        #: The queue of each shard, by its number.
         self.shard_queues = [
             ShardQueue(number, clock, len(clocks) == 1) for number, clock in enumerate(clocks)
         ]
@@ -70,11 +70,12 @@ class ChunkQueue:
         return self._pool_size() - sum(len(one.in_flight) for one in self.shard_queues)
 
     def capacity(self, coming: int) -> int:
-        """Return how many more entries can run in time, in addition to `coming` ones on their way.
+        """Return how many more entries can run in time.
 
-        This is one time budget of tasks for each free process, and another one for each process
-        that will probably end its chunk soon. Other entries are left to other workers. The result
-        is 0 while less than half is free, since few entries cost as much to bring as many.
+        `coming` entries are on their way already. The capacity is one time budget of tasks for each
+        free process, and another one for each process that will probably end its chunk soon. Other
+        entries are left to other workers. The result is 0 while less than half of the capacity is
+        free, since it costs as much to bring few entries as to bring many.
         """
         budgets = free = self.free_processes
         if self._size.fits:
@@ -101,7 +102,7 @@ class ChunkQueue:
                 self._events.emit("entry.late", count=dropped)
 
     def next_job(self, sends_events: bool) -> tuple[int, Job] | None:
-        """Return the next chunk and its number, or None if nothing may be sent. Shards take turns."""
+        """Return the next chunk and its number, or None if none may be sent. Shards take turns."""
         free, budget = self.free_processes, self.row_budget
         size = self._size.rows if budget is None else min(self._size.rows, budget)
         if free <= 0 or size <= 0:

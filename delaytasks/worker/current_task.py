@@ -96,6 +96,6 @@ def retry_of(retry: Retry, app: Any, clock: Clock) -> outcomes.Retry:
 
 def refusal_of(raised: TaskPredicate, tag: str) -> InvalidOutcomesError:
     return InvalidOutcomesError(
-        f"the processor of {tag!r} raised celery.exceptions.{type(raised).__name__}, which does not "
-        f"say how a delayed task ends: {_INSTEAD}"
+        f"the processor of {tag!r} raised celery.exceptions.{type(raised).__name__}, which does "
+        f"not say how a delayed task ends: {_INSTEAD}"
     )

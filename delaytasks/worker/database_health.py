@@ -1,4 +1,4 @@
-"""What a worker's main process knows about its connection to each database."""
+"""The health of the connection from a worker's main process to each database."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DatabaseOutages:
     def __init__(self, events: Events) -> None:
         self._events = events
         self._lock = threading.Lock()
-        #: By shard, when its database was found unavailable, and when it was asked a question
+        #: When each shard's database was found unavailable, and when it was asked a question
         #: that it has not answered yet.
         self._down_since: dict[int, float] = {}
         self._asked_at: dict[int, float] = {}

@@ -1,7 +1,7 @@
 """Makes chunks of due entries and sends them to the pool.
 
 A chunk has as many rows as fit its time budget, and there are never more chunks than processes.
-What waits meanwhile becomes part of the next chunk.
+Entries that wait meanwhile become part of the next chunk.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Dispatcher:
         self._on_report = on_report
         self._lock = threading.RLock()
         self._queue = ChunkQueue(settings, clocks, events, lambda: self._pool.size, row_budget)
-        #: By shard number.
+        #: The queue of each shard, by its number.
         self.shard_queues = self._queue.shard_queues
         self.shard_health = ShardHealth(self.shard_queues, self._lock, events, self._pump_soon)
         self._is_pumping = False
@@ -141,7 +141,7 @@ class Dispatcher:
         return self._queue.row_budget
 
     def capacity(self, coming: int = 0) -> int:
-        """Return how many more entries can run in time, in addition to `coming` ones on their way."""
+        """Return how many more entries can run in time, while `coming` others are on their way."""
         with self._lock:
             return self._queue.capacity(coming) if self._is_open else 0
 

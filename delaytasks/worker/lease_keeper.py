@@ -104,8 +104,8 @@ class LeaseKeeper:
         if not (has_old_rows and is_due):
             return
         names = [self._processes.name(pid) for pid in alive]
-        # Rows are renewed that were claimed up to one lease before the oldest chunk began, since
-        # clocks agree better than that. A row that got lost on the way is recovered one lease later.
+        # This includes rows that were claimed up to one lease before the oldest chunk began, since
+        # clocks differ by less. A row that got lost on the way is recovered one lease later.
         since = from_us(int(oldest - self._lease_s * 1e6))
         asked_at = monotonic()
         self._shard.store.leases.renew(names, since, left)

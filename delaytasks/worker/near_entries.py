@@ -39,9 +39,9 @@ class NearEntries:
         """Hold the entries until they are due. Any thread may call this."""
         shard_queues = self._dispatcher.shard_queues
         for shard, some in by_shard(entries, len(shard_queues)).items():
-            self._hold(shard_queues[shard], some)
+            self._hold_of_shard(shard_queues[shard], some)
 
-    def _hold(self, shard_queue: ShardQueue, entries: Sequence[Entry]) -> None:
+    def _hold_of_shard(self, shard_queue: ShardQueue, entries: Sequence[Entry]) -> None:
         now = shard_queue.clock.now_us()
         if self._horizon_s is not None:
             # No timer arms what is due later: such a message is forged, or very old.

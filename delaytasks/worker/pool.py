@@ -83,7 +83,7 @@ class Pool:
         return int(getattr(pool, "num_processes", None) or pool.limit or 1)
 
     def send(self, job: Job, done: Callable[[Any], None], lost: Callable[[Any], None]) -> Sent:
-        """Send a chunk. A solo pool runs it within this call, and other pools may end it as soon."""
+        """Send a chunk. A solo pool runs it within this call; other pools may be as quick."""
         pids = self._processes()
         result = self._celery_pool.apply_async(
             run_job, args=(job,), callback=done, error_callback=lost

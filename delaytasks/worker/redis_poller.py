@@ -71,7 +71,7 @@ class RedisPoller:
         #: The due times of entries that were taken before these times, in microseconds of `clock`.
         self._ahead: list[int] = []
         self._queues: list[str] = []
-        #: What Redis should delete, and when at the latest.
+        #: The entries that Redis should delete, and the latest time for it.
         self._passed_on: list[Taken] = []
         self._delete_at = 0.0
         self._read_all_at = 0.0

@@ -1,4 +1,4 @@
-"""What the worker's main process does for delayed tasks, from its start to its stop."""
+"""The runtime of delayed tasks in the worker's main process, from its start to its stop."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class WorkerRuntime:
         waiting = self.near_entries.wheel.stop()  # before the dispatcher, which takes what is due
         unfinished = self.dispatcher.close()
         waiting += unfinished.entries
-        waiting += self.near_entries.wheel.stop()  # what a chunk brought back meanwhile
+        waiting += self.near_entries.wheel.stop()  # for entries that a chunk found early meanwhile
         if is_warm:
             waiting += self.dispatcher.recall()
         self.work_sender.send_back(UnfinishedWork(waiting, unfinished.queues))
@@ -121,12 +121,12 @@ class WorkerRuntime:
         if late_s > self.settings.grace_s:
             self.events.emit("wheel.late", seconds=late_s)
         if state.should_terminate is not None:
-            # A cold shutdown waits for the pool first. What is held must not wait with it.
+            # A cold shutdown waits for the pool first. The held entries must not wait with it.
             self.stop()
         return WATCHDOG_S
 
     def connected(self) -> None:
-        """Called when the worker begins to receive messages, and again after each lost connection."""
+        """Prepare for messages. Celery calls this at the start and after each lost connection."""
         if self._was_connected:
             self.recall()
             self.sweep_loops.forget_armed()
@@ -139,7 +139,7 @@ class WorkerRuntime:
             self.dispatcher.take(lost)
 
     def pids(self) -> set[int]:
-        """Return the pool's processes, and this one, which runs tasks if the pool has none."""
+        """Return the pool's processes and this one, which runs the tasks of a pool of threads."""
         info = getattr(self.celery_worker.pool, "info", None) or {}
         return {os.getpid(), *(info.get("processes") or ())}
 
@@ -153,7 +153,7 @@ class WorkerRuntime:
             "chunks": len(in_flight),
             "timer": self.settings.timer,
             "timer_is_up": self.timer.is_up,
-            # As text: `celery inspect` prints the answer with the standard library's JSON.
+            # `celery inspect` prints the answer as JSON, so it is text.
             "oldest_chunk": from_us(min(map(int, began))).isoformat() if began else None,
             "shards": {
                 str(shard): info for shard, info in self.dispatcher.shard_health.info().items()

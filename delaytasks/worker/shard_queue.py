@@ -1,4 +1,4 @@
-"""What waits in a worker for the tasks of one shard: due entries, queue drains and waitlists."""
+"""The queue of one shard in a worker: entries that are due, drains of queues, and waitlists."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ShardQueue:
         #: The start of each chunk in the pool, by the clock of the database. The leases of the
         #: rows that such a chunk claimed are renewed.
         self.in_flight: dict[int, float] = {}
-        #: By process, the ids of the rows that still run there although their chunk has ended.
+        #: The ids of the rows that still run in each process although their chunk has ended.
         self.running_on: dict[int, Sequence[int]] = {}
 
     # -- what waits -------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ class ShardQueue:
         drain.requests += 1
 
     def drop_late(self, grace_s: float) -> int:
-        """Leave late entries to the table, where every worker can claim them; return their number."""
+        """Leave late entries to the table, where all workers can claim them. Return how many."""
         late_before, dropped = self.clock.now_us() - int(grace_s * 1e6), 0
         for priority, ready in self._ready.items():
             kept: list[Entry] = []
@@ -103,7 +103,7 @@ class ShardQueue:
 
     @property
     def unfinished_queues(self) -> dict[str, set[int]]:
-        """By queue, the priorities of its drain. The set is empty if it only has waitlists."""
+        """The priorities of each queue's drain. The set is empty if it only has waitlists."""
         priorities: dict[str, set[int]] = {queue: set() for queue in self.waitlists.queues}
         return priorities | {queue: drain.priorities for queue, drain in self._drains.items()}
 
@@ -185,7 +185,7 @@ class ShardQueue:
         The `free` processes share the waiting entries, but no chunk gets less than `at_least`.
         """
         waiting = self.waiting
-        # If both wait they take turns: neither a backlog nor a stream of new tasks starves the other.
+        # If both wait they take turns, so that neither starves the other.
         if self._is_tables_turn or not waiting:
             job = self._next_table_job(number, size, sends_events)
             if job is not None:

@@ -186,7 +186,7 @@ class SweepLoop:
 
 
 class SweepLoops:
-    """Those of all shards."""
+    """The sweep loops of all shards."""
 
     def __init__(self, sweep_loops: Sequence[SweepLoop]) -> None:
         self._sweep_loops = sweep_loops

@@ -52,7 +52,7 @@ def wants_task_events(consumer: Any) -> bool:
 
 
 class TaskEvents:
-    """A runner's `Watcher`. The events of a chunk are sent together, and a failure only loses them."""
+    """A runner's `Watcher`. The events of a chunk are sent together; a failure only loses them."""
 
     def __init__(self, app: Any, hostname: str, limit_s: float, shows_bodies: bool = True) -> None:
         self._app = app

@@ -1,7 +1,7 @@
 """Celery's signals about the end of a task's run.
 
-They follow the move of the row, whatever its processor returned or raised. So the receivers (Sentry,
-OpenTelemetry, metrics) and the row agree.
+They follow the move of the row, whatever its processor returned or raised. So the row agrees with
+the receivers (Sentry, OpenTelemetry, metrics).
 """
 
 from __future__ import annotations

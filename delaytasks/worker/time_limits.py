@@ -94,8 +94,8 @@ def _soft_limited(limit_s: float | None, call: Callable[[], T]) -> T:
 def without_celerys_limits(result: Any) -> None:
     """Remove the app's `task_time_limit` from a job that has not begun.
 
-    That setting is for messages. A chunk has many tasks, and the limit would end all of them. A
-    pool with such a limit applies it to every job that it accepts.
+    The setting is for messages. A chunk has many tasks, and the limit would end all of them. A pool
+    with such a limit applies it to every job that it accepts.
     """
     if hasattr(result, "_on_timeout_set"):
         result._on_timeout_set = None

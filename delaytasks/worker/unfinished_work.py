@@ -18,7 +18,7 @@ logger = get_logger(__name__)
 
 
 class UnfinishedWork(NamedTuple):
-    """What a worker held when it stopped."""
+    """The entries and queues that a worker held when it stopped."""
 
     entries: list[Entry]
     #: Queues that it was draining, with their priorities (none if only their waitlists were

@@ -28,7 +28,7 @@ WaitlistName = tuple[str, str]
 
 
 class WaitlistVisit(NamedTuple):
-    """What a free process should do."""
+    """The next work of a free process."""
 
     waitlist: WaitlistName
     #: Other processes serve the waitlist. This one starts what may start now and does not wait.
@@ -37,7 +37,7 @@ class WaitlistVisit(NamedTuple):
 
 @dataclass
 class TrackedWaitlist:
-    """What the worker knows about the waitlist of one tag in one queue."""
+    """The state of the waitlist of one tag in one queue, as far as the worker knows it."""
 
     #: How many more processes would find a task that may start.
     wanted: int = 0
@@ -125,7 +125,7 @@ class Waitlists:
         """Return in how many seconds the waitlist should be checked again."""
         if state.open:
             known.misses = 0
-            # A process that comes back frees one slot, in addition to those that were free.
+            # A process that comes back frees one more slot.
             known.wanted = max(known.wanted + (1 if was_visited else 0), state.open)
             return state.look_s
         known.wanted = 0

@@ -22,7 +22,7 @@ class WorkerShares:
     def __init__(self, hostname: str) -> None:
         self._hostname = hostname
         self._workers: Sequence[tuple[str, int, Sequence[str]]] = ()
-        #: By queue, the number of parts, and which of them are this worker's.
+        #: The number of parts of each queue, and which of them are this worker's.
         self._parts: dict[str, tuple[int, range]] = {}
 
     def learn(self, workers: Sequence[Mapping[str, Any]], now: datetime, sweep_s: float) -> None:

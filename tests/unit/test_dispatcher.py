@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from types import SimpleNamespace
 from typing import Any
@@ -502,6 +503,40 @@ def test_what_a_chunk_found_after_all_was_closed_is_left_to_others(bench: Bench)
     )
     assert bench.sent_back == [UnfinishedWork([early], [("default", set(), 0)])]
     assert not bench.held, "the wheel has stopped"
+
+
+def test_entries_that_a_chunk_found_early_are_held_before_a_dispatcher_can_close(
+    bench: Bench,
+) -> None:
+    """Otherwise they would reach a timing wheel that has been emptied and does not turn any more."""
+    closed: list[bool] = []
+    closing: list[threading.Thread] = []
+
+    def close() -> None:
+        bench.dispatcher.close()
+        closed.append(True)
+
+    def hold(entries: Sequence[Entry]) -> None:
+        closing.append(threading.Thread(target=close))
+        closing[0].start()
+        closing[0].join(0.2)  # it waits for the chunk's end
+        bench.held += entries
+        assert not closed, "what is held now would be lost"
+
+    bench.dispatcher._hold = hold
+    bench.dispatcher.take(bench.entries(1))
+    early = Entry(7, 0, bench.clock.now_us() + 1_000_000)
+    bench.pool.end(Report(0, early=(early,)))
+    closing[0].join(10)
+    assert (bench.held, closed, bench.sent_back) == ([early], [True], [])
+
+
+def test_entries_that_come_due_after_the_close_are_sent_back(bench: Bench) -> None:
+    bench.dispatcher.close()
+    late = bench.entries(2)
+    bench.dispatcher.take(late)
+    assert bench.sent_back == [UnfinishedWork(late, [])]
+    assert (bench.dispatcher.waiting, bench.pool.jobs) == (0, [])
 
 
 # -- several shards -------------------------------------------------------------------------------
