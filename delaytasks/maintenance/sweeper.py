@@ -34,6 +34,12 @@ PARTITIONS_S, WARN_BEFORE_S = 3600.0, 2 * 86400.0
 #: Of the names of pools, in the table of workers: who has one of them takes no messages, who has the first looks for
 #: near tasks.
 DIRECT, DRAIN = "direct/", "drain/"
+#: Drains a queue in this worker; returns False if the worker does not serve the queue.
+DrainHere = Callable[[str, Sequence[int]], bool]
+
+
+def _drain_nothing(queue: str, priorities: Sequence[int]) -> bool:
+    return False
 
 
 class Sweeper:
@@ -54,18 +60,21 @@ class Sweeper:
         self._timer = timer
         self._events = events
         self._holding = holding
-        #: Has this process drain a queue itself; False if it does not serve it.
-        self.drain_here: Callable[[str, Sequence[int]], bool] = lambda queue, priorities: False
         self._policies = NO_POLICIES
         self._overdue = OverdueQueues(sweeps, settings.grace_s)
         self._partitions_at = float("-inf")
 
     def sweep(
-        self, house: int = 0, beat: Callable[[], None] = lambda: None, contact_s: float = math.inf
+        self,
+        house: int = 0,
+        beat: Callable[[], None] = lambda: None,
+        contact_s: float = math.inf,
+        drain_here: DrainHere = _drain_nothing,
     ) -> bool:
         """One sweep of one house number; False if another worker just did it. A stage that fails, be it for one row
         that can not be read, keeps no other one from its work. `beat` is called at each step forward. `contact_s` is
-        how long the caller has reached this database without an interruption."""
+        how long the caller has reached this database without an interruption. `drain_here` is called for a queue whose
+        drain tokens the broker does not accept."""
         settings, attempt = self._settings, partial(self._events.attempt, "sweep")
         silent_s = SILENT_SWEEPS * settings.sweep_s
         # An outage silences every worker. Only a caller that reached the database for all of this time may judge.
@@ -83,7 +92,7 @@ class Sweeper:
             attempt("lapsed", partial(self._lapse, beat))
             if knows_policies:  # or all that is paused would be released
                 attempt("hold", partial(self._hold, beat))
-            attempt("overdue", partial(self._drain_overdue, beat))
+            attempt("overdue", partial(self._drain_overdue, beat, drain_here))
             attempt("purge", partial(self._purge, beat))
             if settings.purge_after_s is not None:
                 attempt("audit", partial(self._sweeps.purge_audit, settings.purge_after_s))
@@ -134,7 +143,7 @@ class Sweeper:
             if lapsed.total < STEP:
                 return
 
-    def _drain_overdue(self, beat: Callable[[], None]) -> None:
+    def _drain_overdue(self, beat: Callable[[], None], drain_here: DrainHere) -> None:
         """Nothing is listed or rewritten: a few tokens let the workers claim what is late by themselves.
 
         The queues that live workers name come first. Of all other queues each sweep looks at some.
@@ -147,35 +156,41 @@ class Sweeper:
         ]
         serving = Counter(queue for worker in takers for queue in worker["queues"])
         named = serving.keys() - {ALL_QUEUES}
-        self._drain(self._overdue.of_named(named, beat), serving, beat)
+        self._drain(self._overdue.of_named(named, beat), serving, beat, drain_here)
         others = self._not_paused(self._overdue.of_others(named, beat))
         if serving[ALL_QUEUES]:
-            self._drain(others, serving, beat)
+            self._drain(others, serving, beat, drain_here)
         elif others:  # tokens that nobody takes would pile up
             remedy = "start a worker that serves it (-Q)"
             self._events.emit(
                 "queue.unserved", count=len(others), queue=_names(list(others)), remedy=remedy
             )
 
-    def _drain(self, late: Late, serving: Counter[str], beat: Callable[[], None]) -> None:
+    def _drain(
+        self,
+        late: Late,
+        serving: Counter[str],
+        beat: Callable[[], None],
+        drain_here: DrainHere,
+    ) -> None:
         for queue, priorities in self._not_paused(late).items():
             tokens = min(
                 self._settings.drain_tokens * (serving[queue] + serving[ALL_QUEUES]), MOST_TOKENS
             )
             if self._timer.drain(queue, priorities, tokens, self._settings.sweep_s):
                 self._events.emit("sweep.drain", queue=queue, tokens=tokens)
-            elif self.drain_here(
+            elif drain_here(
                 queue, priorities
             ):  # a broker that takes nothing must not keep us from working
                 self._events.emit("sweep.drain_here", queue=queue)
             beat()
 
-    def begin(self, queues: Sequence[str]) -> None:
+    def begin(self, queues: Sequence[str], drain_here: DrainHere) -> None:
         """A worker that begins takes part in what is overdue in its queues at once: the next sweep may be seconds
         away."""
         self._read_policies()
         for queue, priorities in self._not_paused(self._overdue.of_named(queues)).items():
-            self.drain_here(queue, priorities)
+            drain_here(queue, priorities)
 
     def _not_paused(self, late: Late) -> Late:
         return {

@@ -1,4 +1,7 @@
-"""Receives our messages. They are acknowledged on receipt, since the database is the truth."""
+"""Receives our messages, and refuses those of another form.
+
+Messages are acknowledged on receipt, since the database is the truth.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from celery.utils.log import get_logger
 
+from delaytasks.core.clock import monotonic
+from delaytasks.core.events import Events
 from delaytasks.timers.eta import read_message
 
 if TYPE_CHECKING:
@@ -19,6 +24,23 @@ Handler = Callable[..., None]
 MAX_MESSAGE_BYTES = 256 * 1024
 #: The only content type that is decoded.
 JSON = "application/json"
+#: At most one refused message is logged in this time, since any client of the broker can send them.
+REFUSAL_LOG_S = 60.0
+
+
+class RefusedMessages:
+    """Counts the messages that a worker drops, and logs one from time to time."""
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self._logged_at = -REFUSAL_LOG_S
+
+    def refuse(self, kind: str, error: Exception) -> None:
+        if monotonic() - self._logged_at < REFUSAL_LOG_S:
+            self._events.counts["message.refused"] += 1
+            return
+        self._logged_at = monotonic()
+        self._events.emit("message.refused", task=kind, reason=str(error)[:200])
 
 
 def run_strategy(task: Any, app: Any, consumer: Any) -> Handler:

@@ -9,7 +9,7 @@ from delaytasks.core.interfaces import Entry, by_shard
 from delaytasks.core.settings import Settings
 from delaytasks.timers.timing_wheel import WheelThread
 from delaytasks.worker.dispatcher import Dispatcher
-from delaytasks.worker.refused_messages import RefusedMessages
+from delaytasks.worker.message_strategy import RefusedMessages
 from delaytasks.worker.shard_queue import ShardQueue
 
 #: Producers and workers may have different horizons for a while.

@@ -1,14 +1,16 @@
-"""The processes of a worker: their names, what they serve, and the runners of this process."""
+"""The processes of a worker: their names, their queues, and the runners of this process."""
 
 from __future__ import annotations
 
 import atexit
 import mmap
+import os
 import secrets
 import socket
 import threading
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import signals
@@ -77,23 +79,23 @@ class Processes:
 
     def runner(self, shard: int, sends_events: bool) -> Runner:
         """Return this process's runner for a shard."""
-        from delaytasks.worker.runners import build_runner
-
         with self._lock:
             if self._task_events is None:
                 self._task_events = self.task_events()
             runner = self._runners.get(shard)
             if runner is None:
-                runner = build_runner(self._delays, shard, self._thread_slots)
+                runner = self._build_runner(shard)
                 self._runners[shard] = runner
             runner.watcher = self._task_events if sends_events else None
             return runner
 
     def task_events(self) -> TaskEvents:
         """Return what sends Celery events for the tasks of this process."""
-        from delaytasks.worker.runners import build_task_events
+        from delaytasks.worker.task_events import TaskEvents
 
-        return build_task_events(self._delays, self.hostname)
+        app, settings = self._delays.celery, self._delays.settings
+        shows_bodies = settings.event_bodies and not settings.encryption_keys
+        return TaskEvents(app, self.hostname, settings.publish_limit_s, shows_bodies)
 
     def count_outcomes(self) -> None:
         """Count from now on the outcomes of the tasks that this process runs."""
@@ -104,6 +106,40 @@ class Processes:
     def take_counts(self) -> tuple[tuple[str, str, int], ...]:
         """Return (event, tag, number) of each outcome since the last call."""
         return self._outcome_counts.take() if self._outcome_counts is not None else ()
+
+    def _build_runner(self, number: int) -> Runner:
+        from delaytasks.execution.admission import Admission
+        from delaytasks.execution.runner import Runner
+        from delaytasks.worker.celery_context import CeleryTaskContext
+
+        delays = self._delays
+        shard = delays.shards[number]
+        claims = shard.store.claims(
+            self.name(os.getpid()),
+            own_address(shard.store.database.url.host),
+            lambda: shard.policies.current().limited,
+        )
+        task_context = CeleryTaskContext(
+            delays.celery, self.hostname, shard.clock, delays.around, self.keeps_time_limits
+        )
+        return Runner(
+            delays.settings,
+            claims,
+            shard.clock,
+            delays.registry,
+            delays.inline_timer,
+            delays.events,
+            task_context,
+            delays.transaction_for,
+            Admission(shard.policies, shard.store.holding, delays.events),
+            # A process that runs tasks without a worker runs them without limits.
+            keeps_time_limits=self.keeps_time_limits or not self.is_worker,
+            thread_slots=self._thread_slots,
+            renewed_at=partial(self.renewals.last, number),
+            # The main process of a worker renews the leases of the rows that are left.
+            may_leave=self.is_worker and self.leaves_rows,
+            kept=task_context.kept,
+        )
 
     def _finish(self, **_: Any) -> None:
         """Wait for the tasks that still run although all chunks have ended."""
@@ -150,3 +186,14 @@ def logical_queues(names: Iterable[str], namespace: str) -> list[str]:
     """Return our logical queues among a broker's queues."""
     prefix = namespace + "."
     return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+
+def own_address(toward: str | None) -> int | None:
+    """Return this host's IPv4 address as the database sees it, as a number; None with IPv6 only."""
+    try:
+        # A connected datagram socket sends nothing. It only finds the route of the packets.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((toward or "127.0.0.1", 9))
+            return int.from_bytes(socket.inet_aton(probe.getsockname()[0]), "big")
+    except OSError:
+        return None

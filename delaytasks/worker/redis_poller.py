@@ -21,9 +21,9 @@ from delaytasks.timers.redis import AHEAD_MS, RETURN_S, RedisTimer, Slot, Taken
 from delaytasks.timers.redis_location import FAILURES
 from delaytasks.timers.redis_scripts import BATCH_ROWS
 from delaytasks.worker.dispatcher import Dispatcher
+from delaytasks.worker.message_strategy import RefusedMessages
 from delaytasks.worker.near_entries import NearEntries
 from delaytasks.worker.processes import Processes
-from delaytasks.worker.refused_messages import RefusedMessages
 from delaytasks.worker.sweep_loop import SweepLoops
 
 #: All slots are read this often, whatever was published: a message may be lost, a worker may die.

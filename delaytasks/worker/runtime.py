@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from celery.worker import state
 
-from delaytasks.core.clock import Clock, from_us
+from delaytasks.core.clock import Clock, from_us, monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Timer
 from delaytasks.core.loop import Loop
@@ -17,14 +17,13 @@ from delaytasks.core.settings import Settings
 from delaytasks.processors.registry import Registry
 from delaytasks.worker.celery_compat.versions import brpop_s
 from delaytasks.worker.dispatcher import Dispatcher
+from delaytasks.worker.message_strategy import RefusedMessages
 from delaytasks.worker.near_entries import NearEntries
 from delaytasks.worker.processes import Processes, logical_queues
-from delaytasks.worker.refused_messages import RefusedMessages
 from delaytasks.worker.sweep_loop import SweepLoops
 from delaytasks.worker.table_poller import TablePollers
 from delaytasks.worker.task_events import WorkerLostEvents
 from delaytasks.worker.unfinished_work import UnfinishedWork, WorkSender
-from delaytasks.worker.watchdog import WATCHDOG_S, Watchdog
 
 if TYPE_CHECKING:
     from delaytasks.sharding.router import ShardRouter
@@ -32,6 +31,11 @@ if TYPE_CHECKING:
     from delaytasks.timers.publisher import Publisher
     from delaytasks.worker.redis_poller import RedisPoller
 
+#: How often the watchdog checks the loops.
+WATCHDOG_S = 1.0
+#: A check that comes this much later shows that the whole process was suspended. It proves nothing
+#: about a single loop.
+SUSPENDED_S = 3 * WATCHDOG_S
 #: A turn of the watch loop that takes longer is stuck. It may wait for broker and database.
 WATCH_STUCK_S = 30.0
 #: Redis answers a pending BRPOP at most this long after its timeout.
@@ -161,6 +165,36 @@ class WorkerRuntime:
             "loops": self.watchdog.info(),
             "events": dict(self.events.counts),
         }
+
+
+class Watchdog:
+    """Checks all loops once a second. It waits for neither the database nor the broker.
+
+    The watch loop of the runtime checks the watchdog's own loop, so both would have to die within
+    a second.
+    """
+
+    def __init__(self, events: Events, loops: Iterable[Loop]) -> None:
+        self._events = events
+        self.loop = Loop("watchdog", self.check, events, stuck_s=10 * WATCHDOG_S)
+        self.loops = [*loops, self.loop]
+        self._checked_at = monotonic()
+
+    def start(self) -> None:
+        for loop in self.loops:
+            loop.start()
+
+    def check(self) -> float:
+        now = monotonic()
+        was_suspended, self._checked_at = now - self._checked_at > SUSPENDED_S, now
+        if not was_suspended:
+            for loop in self.loops:
+                self._events.attempt("watchdog", loop.name, loop.look)
+        return WATCHDOG_S
+
+    def info(self) -> dict[str, Any]:
+        """Return the state of each loop by its name."""
+        return {loop.name: loop.info() for loop in self.loops}
 
 
 def stop_reading(consumer: Any) -> None:

@@ -23,6 +23,7 @@ from delaytasks.worker.database_health import DatabaseContact, DatabasePace
 
 if TYPE_CHECKING:
     from delaytasks.sharding.shard import Shard
+    from delaytasks.worker.dispatcher import Dispatcher
     from delaytasks.worker.processes import Processes
 
 #: How often a worker looks for partitions that no worker swept. Without beat a sweep comes at most
@@ -47,6 +48,7 @@ class SweepLoop:
         processes: Processes,
         registry: Registry,
         timer: Timer,
+        dispatcher: Dispatcher,
         pool: Any,
         hostname: str,
         polls_table: bool,
@@ -57,6 +59,7 @@ class SweepLoop:
         self._processes = processes
         self._registry = registry
         self._timer = timer
+        self._dispatcher = dispatcher
         self._pool = pool
         self._hostname = hostname
         self._lock = threading.Lock()
@@ -104,7 +107,7 @@ class SweepLoop:
             self._contact.mark_failed()
         if not self._has_begun:
             # A worker that polls the table, or drains it, looks for overdue tasks anyway.
-            begin = partial(self._shard.sweeper.begin, self._processes.queues)
+            begin = partial(self._shard.sweeper.begin, self._processes.queues, self._drain_here)
             self._has_begun = bool(self._kind) or attempt("begin", begin)
         if self._must_forget.is_set():
             attempt("forget", self._forget_armed_rows)
@@ -121,7 +124,16 @@ class SweepLoop:
         return min(self._settings.sweep_s, MAX_REST_S)
 
     def _sweep(self, partition: int) -> None:
-        self._shard.sweeper.sweep(partition, self._note_answer, self._contact.seconds)
+        self._shard.sweeper.sweep(
+            partition, self._note_answer, self._contact.seconds, self._drain_here
+        )
+
+    def _drain_here(self, queue: str, priorities: Sequence[int]) -> bool:
+        """Drain a queue in this worker; return False if the worker does not serve it."""
+        is_served = queue in self._processes.queues
+        if is_served:
+            self._dispatcher.drain(queue, priorities, self._shard.number)
+        return is_served
 
     def _note_answer(self) -> None:
         """Called at each step of a sweep, after the database has answered."""

@@ -22,9 +22,9 @@ from delaytasks.maintenance.overdue_queues import MOST_OTHERS, OverdueQueues
 from delaytasks.scheduling.queue_routing import QueueRouting
 from delaytasks.timers.direct import LOOK_S, SLACK_S, DirectTimer
 from delaytasks.worker.dispatcher import Dispatcher
+from delaytasks.worker.message_strategy import RefusedMessages
 from delaytasks.worker.near_entries import NearEntries
 from delaytasks.worker.notify_listener import NotifyListener
-from delaytasks.worker.refused_messages import RefusedMessages
 from delaytasks.worker.worker_shares import WorkerShares, serves
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import pytest
 from delaytasks.core import loop as loop_module
 from delaytasks.core.events import Events
 from delaytasks.core.loop import Loop
-from delaytasks.worker import watchdog as watchdog_module
-from delaytasks.worker.watchdog import SUSPENDED_S, WATCHDOG_S, Watchdog
+from delaytasks.worker import runtime as runtime_module
+from delaytasks.worker.runtime import SUSPENDED_S, WATCHDOG_S, Watchdog
 from tests.waiting import wait_until
 
 
@@ -71,7 +71,7 @@ class Work:
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     time = Time()
-    for module in (loop_module, watchdog_module):
+    for module in (loop_module, runtime_module):
         monkeypatch.setattr(module, "monotonic", time)
     return time
 

@@ -35,6 +35,7 @@ class DatabaseAddress:
         self.registry = [SimpleNamespace(tag="mail")]
         self.defer: list[Any] = []
         self.brought: list[Any] = []
+        self.dispatcher = SimpleNamespace()
         self.inline_timer = SimpleNamespace(arm=self.brought.append)
         deferred_rows = SimpleNamespace(bring_forward=self.bring_forward)
         sweeps = SimpleNamespace(
@@ -47,7 +48,7 @@ class DatabaseAddress:
             clock=SimpleNamespace(offset_s=0.0),
             sweeper=SimpleNamespace(
                 sweep=lambda house, *_: self.note(f"sweep {house}"),
-                begin=lambda _: self.note("begin"),
+                begin=lambda *_: self.note("begin"),
             ),
             named=lambda what: what,
         )
@@ -60,6 +61,7 @@ class DatabaseAddress:
             here.processes,
             here.registry,
             here.inline_timer,
+            here.dispatcher,
             worker.pool,
             worker.hostname,
             polls_table=True,

@@ -323,11 +323,10 @@ def test_a_broker_that_takes_no_tokens_has_the_sweeping_worker_drain_what_it_ser
         here.append((queue, priorities))
         return queue == "default"
 
-    sweeper.drain_here = drain
     for is_up in (True, False):
         field.timer.is_up = is_up
         field.let_pass()
-        assert sweeper.sweep()
+        assert sweeper.sweep(drain_here=drain)
     assert here == [("default", [0]), ("mail", [0])]
     assert field.count("sweep.drain_here") == 1
 
@@ -340,12 +339,14 @@ def test_a_worker_that_begins_drains_what_is_overdue_without_a_sweep(field: Fiel
     field.row(-0.5)
     field.row(60, queue="later")
     sweeper, here = field.sweeper(), list[tuple[str, Sequence[int]]]()
-    sweeper.drain_here = lambda queue, priorities: here.append((queue, priorities)) or True
     paused: Any = SimpleNamespace(
         policies=lambda: Policies((Policy("queue", "paused", is_paused=True),))
     )
     sweeper._holding = paused
-    sweeper.begin(["default", "mail", "paused", "later"])
+    sweeper.begin(
+        ["default", "mail", "paused", "later"],
+        lambda queue, priorities: here.append((queue, priorities)) or True,
+    )
     assert sorted((queue, sorted(priorities)) for queue, priorities in here) == [
         ("default", [0, 9]),
         ("mail", [0]),
