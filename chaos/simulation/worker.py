@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 CHILDREN = 2
 #: Loops of a desk that have something to do here.
-DRIVEN = frozenset({"wheel", "leases", "sweep", "redis-poller", "redis-listener"})
+DRIVEN = frozenset({"wheel", "leases", "sweep", "redis_poller", "redis_listener"})
 #: With which a loop may fail.
 EXPECTED = ("StoreUnavailableError: ", "OutcomeUnknownError: ")
 

@@ -54,7 +54,7 @@ class NotifyListener:
         self._is_failure_reported = False
         #: Whether all notices arrive.
         self.is_listening = False
-        name = shard.named("notify-listener")
+        name = shard.named("notify_listener")
         self.loop = Loop(name, self._turn, events, LISTEN_STUCK_S, self._disconnect)
 
     def stop(self) -> None:

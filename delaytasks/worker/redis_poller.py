@@ -76,9 +76,9 @@ class RedisPoller:
         self._delete_at = 0.0
         self._read_all_at = 0.0
         self._needs_capacity = self._was_down = False
-        self._poll_loop = Loop("redis-poller", self._poll, events, REDIS_STUCK_S, self._reconnect)
+        self._poll_loop = Loop("redis_poller", self._poll, events, REDIS_STUCK_S, self._reconnect)
         self._listen_loop = Loop(
-            "redis-listener", self._listen, events, REDIS_STUCK_S, self._reconnect
+            "redis_listener", self._listen, events, REDIS_STUCK_S, self._reconnect
         )
         self.loops = [self._poll_loop, self._listen_loop]
 

@@ -70,7 +70,7 @@ class TablePoller:
         self._rest_s = MIN_REST_S
         self._overdue_check_at = 0.0
         self._overdue = OverdueQueues(shard.store.sweeps, settings.grace_s)
-        self.loop = Loop(shard.named("table-poller"), self._turn, events, POLL_STUCK_S, shard.close)
+        self.loop = Loop(shard.named("table_poller"), self._turn, events, POLL_STUCK_S, shard.close)
         refuse = partial(refused_messages.refuse, "notice")
         self.listener = NotifyListener(shard, events, self.take, self.wake, refuse)
         self.loops = [self.loop, self.listener.loop]

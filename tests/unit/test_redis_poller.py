@@ -252,7 +252,7 @@ def test_it_begins_with_the_highest_priority(post: Post) -> None:
 def test_it_hears_of_an_entry_that_comes_before_all_others(post: Post) -> None:
     post.arm(range(1, 101), 100)
     post.start()
-    wait_until(lambda: post.runtime.watchdog.info()["redis-listener"]["is_alive"], 5, "the ear")
+    wait_until(lambda: post.runtime.watchdog.info()["redis_listener"]["is_alive"], 5, "the ear")
     wait_until(
         lambda: (
             len(post.runtime.redis_poller._read_at) > 0
@@ -441,7 +441,7 @@ def test_nobody_is_asked_again_and_again_when_nothing_is_due(post: Post) -> None
     post.delays.redis_timer.take = counted  # type: ignore[union-attr, method-assign]
     post.start()
     rests: Callable[[], bool] = lambda: (  # noqa: E731
-        post.runtime.watchdog.info()["redis-listener"]["is_alive"] and turns > 0
+        post.runtime.watchdog.info()["redis_listener"]["is_alive"] and turns > 0
     )
     wait_until(rests, 5, "the first looks")
     post.arm(range(1, 2), 0.5)

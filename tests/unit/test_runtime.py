@@ -136,8 +136,8 @@ LOOPS = [
     "policies",
     "watch",
     "calls",
-    "redis-poller",
-    "redis-listener",
+    "redis_poller",
+    "redis_listener",
     "watchdog",
 ]
 
@@ -165,8 +165,8 @@ BOUNDS = {
     "leases": 10,
     "sweep": 20,
     "watch": 30,
-    "redis-poller": 5,
-    "redis-listener": 5,
+    "redis_poller": 5,
+    "redis_listener": 5,
     "watchdog": 10,
 }
 
@@ -246,7 +246,7 @@ def test_a_mover_that_was_stuck_hands_on_nothing_of_what_it_had_taken(
     try:
         timer.arm([Entry(1, 0, runtime.clock.now_us())])
         wait_until(lambda: stuck, 10, "the mover to take the entry")
-        monkeypatch.setattr(loop_module, "monotonic", lambda: monotonic() + BOUNDS["redis-poller"])
+        monkeypatch.setattr(loop_module, "monotonic", lambda: monotonic() + BOUNDS["redis_poller"])
         wait_until(lambda: came, 15, "another thread to bring it")
         at_work.held_up.set()
         stuck[0].join(10)
