@@ -198,7 +198,7 @@ def test_a_drain_that_a_slow_row_holds_up_goes_on_in_the_free_processes_without_
     assert bench.pool.jobs == []
 
 
-def test_an_empty_queue_behind_a_slow_row_is_looked_at_once(hands: Hands) -> None:
+def test_an_empty_queue_behind_a_slow_task_is_read_once(hands: Hands) -> None:
     bench = Bench()
     bench.pool.limit = 8
     bench.dispatcher.drain("default", [0])
@@ -430,7 +430,7 @@ def test_early_entries_go_back_to_the_wheel(bench: Bench) -> None:
     assert bench.held == [early]
 
 
-def test_there_is_room_for_a_chunk_and_the_next_one_of_each_process(bench: Bench) -> None:
+def test_the_capacity_is_a_chunk_and_the_next_one_of_each_process(bench: Bench) -> None:
     assert bench.dispatcher.capacity() == 400, "two processes, of which nothing is known yet"
     bench.dispatcher.take(bench.entries(20))
     bench.pool.end(Report(10, 10, 10 * 0.005))
@@ -463,7 +463,7 @@ def test_chunks_are_made_in_the_order_in_which_rows_were_written(bench: Bench) -
     assert ran[20:] == [200, *ids, 90, 1]
 
 
-def test_a_process_that_will_be_busy_for_long_makes_no_room(bench: Bench) -> None:
+def test_a_process_that_will_be_busy_for_long_adds_no_capacity(bench: Bench) -> None:
     bench.dispatcher.take(bench.entries(20))
     bench.clock.advance(0.5)
     assert bench.dispatcher.capacity() == 0, "its chunk takes longer than the time box"
@@ -475,7 +475,7 @@ def test_a_process_that_will_be_busy_for_long_makes_no_room(bench: Bench) -> Non
     assert bench.dispatcher.capacity() == 0
 
 
-def test_whoever_waits_for_room_is_told_when_a_chunk_ends(bench: Bench) -> None:
+def test_new_capacity_is_reported_when_a_chunk_ends(bench: Bench) -> None:
     bench.dispatcher.take(bench.entries(40))
     bench.capacities.clear()
     bench.pool.end(Report(10, 10, 0.01))
@@ -489,7 +489,7 @@ def test_a_closed_dispatcher_hands_out_what_waits_and_starts_no_more(bench: Benc
     assert len(bench.pool.jobs) == 1
 
 
-def test_what_a_chunk_found_after_all_was_closed_is_left_to_others(bench: Bench) -> None:
+def test_work_that_a_chunk_found_after_the_close_is_left_to_others(bench: Bench) -> None:
     bench.dispatcher.take(bench.entries(12))
     bench.pool.end(Report(10, 10, 0.001, lines=(WaitlistState("default", "test.first"),)))
     assert not bench.sent_back, "this worker continues with them"
@@ -634,7 +634,7 @@ def test_a_shard_that_answers_has_the_last_process_too_when_its_chunks_take_long
     assert [job.shard for job, _, _ in bench.pool.jobs] == [0, 0]
 
 
-def test_with_one_shard_nobody_asks_and_no_process_is_left(hands: Hands, bench: Bench) -> None:
+def test_a_single_shard_is_not_asked_and_may_use_all_processes(hands: Hands, bench: Bench) -> None:
     def fail() -> None:
         raise AssertionError("it was asked")
 
@@ -663,7 +663,7 @@ def test_entries_of_a_shard_that_is_not_known_yet_are_left_to_others() -> None:
 # -- processors that take many rows at once -------------------------------------------------------
 
 
-def test_rows_that_a_processor_takes_at_once_stay_together_though_other_processes_are_free(
+def test_rows_of_one_batch_stay_together_although_other_processes_are_free(
     bench: Bench,
 ) -> None:
     bench.dispatcher.take(bench.entries(10))
@@ -678,7 +678,7 @@ def test_rows_that_a_processor_takes_at_once_stay_together_though_other_processe
     assert bench.sizes() == [30, 30], "others came meanwhile, who are shared"
 
 
-def test_a_chunk_has_as_many_rows_as_can_start_at_once_though_one_takes_longer_than_the_time_box(
+def test_a_chunk_has_all_rows_that_can_start_together_even_beyond_the_time_budget(
     bench: Bench,
 ) -> None:
     bench.dispatcher.take(bench.entries(10))

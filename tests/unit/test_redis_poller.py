@@ -1,4 +1,4 @@
-"""The mover of a worker, on a real Redis, with a pool whose chunks end when the test says so."""
+"""The Redis poller of a worker, on a real Redis, with a pool whose chunks the test ends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.waiting import wait_until
 
 
 class Post:
-    """A worker's desk, and another process's way to its timer."""
+    """A worker's runtime, and the timer of another process."""
 
     def __init__(self, folder: Path, url: str, proxy: Proxy, clocks: Sequence[Clock] = ()) -> None:
         """On one database, or on one for each of these clocks."""
@@ -71,7 +71,7 @@ class Post:
 
     def start(self) -> None:
         self.runtime.start()
-        wait_until(lambda: self.forgotten, 10, "the mover's first look")
+        wait_until(lambda: self.forgotten, 10, "the first read of all slots")
 
     def look(self) -> None:
         redis_poller = self.runtime.redis_poller
@@ -150,7 +150,7 @@ def post(tmp_path: Path, redis_url: str, proxy: Proxy) -> Iterator[Post]:
     post.close()
 
 
-def test_what_is_soon_due_is_brought_ahead_as_far_as_there_is_room_and_starts_on_time(
+def test_entries_are_taken_ahead_of_time_up_to_the_capacity_and_start_on_time(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead_ms = 1000  # for machines that are busy
@@ -181,7 +181,7 @@ def test_what_is_soon_due_is_brought_ahead_as_far_as_there_is_room_and_starts_on
     assert min(began) >= due - 1000
 
 
-def test_it_takes_what_there_is_room_for_and_more_when_chunks_end(post: Post) -> None:
+def test_entries_are_taken_up_to_the_capacity_and_more_when_chunks_end(post: Post) -> None:
     post.arm(range(1, 201))
     post.start()
     wait_until(lambda: post.here() >= 40 and post.left()[1] == 0, 5, "the first ones")
@@ -207,7 +207,7 @@ def test_it_brings_as_much_from_a_database_whose_clock_is_an_hour_ahead(
         post.close()
 
 
-def test_what_waits_for_longer_again_since_the_clock_was_set_back_takes_no_room(
+def test_entries_that_wait_longer_since_the_clock_was_set_back_use_no_capacity(
     tmp_path: Path, redis_url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (redis_poller, redis):
@@ -227,7 +227,7 @@ def test_what_waits_for_longer_again_since_the_clock_was_set_back_takes_no_room(
         post.close()
 
 
-def test_it_leaves_to_others_what_it_can_not_run_soon(post: Post) -> None:
+def test_entries_that_cannot_run_soon_are_left_to_other_workers(post: Post) -> None:
     post.start()
     post.arm(range(1, 3))
     wait_until(lambda: len(post.pool.jobs) == 2, 5, "both processes to be busy")
@@ -249,10 +249,12 @@ def test_it_begins_with_the_highest_priority(post: Post) -> None:
     assert {entry.priority for entry in first} == {9}
 
 
-def test_it_hears_of_an_entry_that_comes_before_all_others(post: Post) -> None:
+def test_an_entry_that_is_due_before_all_others_is_published(post: Post) -> None:
     post.arm(range(1, 101), 100)
     post.start()
-    wait_until(lambda: post.runtime.watchdog.info()["redis_listener"]["is_alive"], 5, "the ear")
+    wait_until(
+        lambda: post.runtime.watchdog.info()["redis_listener"]["is_alive"], 5, "the listener"
+    )
     wait_until(
         lambda: (
             len(post.runtime.redis_poller._read_at) > 0
@@ -280,7 +282,7 @@ def test_what_others_publish_there_is_ignored_and_counted(post: Post) -> None:
         f"{slot} nan",
         f"{slot} -inf",
     ]
-    wait_until(lambda: client.publish(channel, garbage[0]), 5, "the ear to listen")
+    wait_until(lambda: client.publish(channel, garbage[0]), 5, "the listener to subscribe")
     for other in garbage[1:]:
         assert client.publish(channel, other) == 1
     counts = post.delays.events.counts
@@ -330,7 +332,7 @@ def test_what_was_handed_on_is_deleted_though_nothing_follows(post: Post) -> Non
     assert "entry.returned" not in post.seen
 
 
-def test_a_mover_is_not_woken_where_there_is_no_room(post: Post) -> None:
+def test_a_redis_poller_is_not_woken_without_capacity(post: Post) -> None:
     post.start()
     post.arm(range(1, 101))
     wait_until(lambda: post.here() >= 40 and len(post.pool.jobs) == 2, 5, "the first ones")
@@ -342,7 +344,7 @@ def test_a_mover_is_not_woken_where_there_is_no_room(post: Post) -> None:
     assert "woken" not in post.seen
     while post.pool.jobs:
         post.end_chunk(0.001)
-    wait_until(lambda: "woken" in post.seen, 5, "the mover to be woken")
+    wait_until(lambda: "woken" in post.seen, 5, "the poller to be woken")
 
 
 def test_what_could_not_be_handed_on_comes_again(post: Post) -> None:
@@ -409,10 +411,12 @@ def test_near_rows_are_armed_again_when_redis_is_back(post: Post, proxy: Proxy, 
     assert post.seen.count("timer.down") == post.seen.count("timer.up") == 1
     post.end_chunk(0.001)
     post.arm(range(3, 4), 0.2)
-    wait_until(lambda: post.here() == 1, 5, "the ear to be back")
+    wait_until(lambda: post.here() == 1, 5, "the listener to be back")
 
 
-def test_while_redis_is_away_the_mover_rests_between_two_tries(post: Post, proxy: Proxy) -> None:
+def test_while_redis_is_down_the_poller_rests_between_two_attempts(
+    post: Post, proxy: Proxy
+) -> None:
     tries: list[float] = []
     take = post.delays.redis_timer.take  # type: ignore[union-attr]
 
@@ -429,7 +433,7 @@ def test_while_redis_is_away_the_mover_rests_between_two_tries(post: Post, proxy
     assert tries[2] - tries[0] > REST_S
 
 
-def test_nobody_is_asked_again_and_again_when_nothing_is_due(post: Post) -> None:
+def test_redis_is_not_read_repeatedly_while_nothing_is_due(post: Post) -> None:
     turns = 0
     take = post.delays.redis_timer.take  # type: ignore[union-attr]
 
@@ -451,7 +455,7 @@ def test_nobody_is_asked_again_and_again_when_nothing_is_due(post: Post) -> None
     )
 
 
-def test_who_listens_begins_anew_when_a_call_failed_though_nothing_was_heard_of_it(
+def test_the_listener_subscribes_again_after_a_failed_call(
     post: Post,
 ) -> None:
     post.start()

@@ -1,4 +1,4 @@
-"""What the worker's main process looks after."""
+"""The loops of the worker's main process, and the entries that it holds."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def runtime_of(delays: DelayTasks) -> WorkerRuntime:
 
 
 class AtWork:
-    """A desk that has started, and what became of its loops."""
+    """A runtime that has started, and the restarts of its loops."""
 
     def __init__(self, runtime: WorkerRuntime) -> None:
         self.runtime = runtime
@@ -223,10 +223,10 @@ def test_a_wheel_that_is_behind_is_told_of(at_work: AtWork) -> None:
     assert runtime.events.counts["loop.restarted"] == 1
 
 
-def test_a_mover_that_was_stuck_hands_on_nothing_of_what_it_had_taken(
+def test_a_redis_poller_that_was_stuck_passes_on_none_of_its_entries(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = "desk" + secrets.token_hex(4)
+    name = "runtime" + secrets.token_hex(4)
     runtime = make_runtime(tmp_path, timer="redis", redis_url=redis_url, namespace=name, grace_s=60)
     timer, came, stuck = runtime.celery_worker.delays.redis_timer, [], []
     assert timer is not None
@@ -245,7 +245,7 @@ def test_a_mover_that_was_stuck_hands_on_nothing_of_what_it_had_taken(
     at_work = AtWork(runtime)
     try:
         timer.arm([Entry(1, 0, runtime.clock.now_us())])
-        wait_until(lambda: stuck, 10, "the mover to take the entry")
+        wait_until(lambda: stuck, 10, "the poller to take the entry")
         monkeypatch.setattr(loop_module, "monotonic", lambda: monotonic() + BOUNDS["redis_poller"])
         wait_until(lambda: came, 15, "another thread to bring it")
         at_work.held_up.set()
@@ -260,7 +260,7 @@ def test_a_mover_that_was_stuck_hands_on_nothing_of_what_it_had_taken(
 
 
 def test_a_sweep_whose_connections_went_silent_goes_on_with_fresh_ones(postgresql_url: str) -> None:
-    proxy, prefix = proxy_to(postgresql_url), f"desk{secrets.token_hex(4)}_"
+    proxy, prefix = proxy_to(postgresql_url), f"runtime{secrets.token_hex(4)}_"
     at_work = AtWork(
         make_runtime(proxy.url(postgresql_url), table_prefix=prefix, sweep_s=1, self_sweep_s=2)
     )

@@ -1,4 +1,4 @@
-"""The worker's sweep thread: what fails is tried again, and keeps nothing else from being done."""
+"""The worker's sweep loop: a stage that fails is repeated, and stops no other stage."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_without_beat_a_worker_asks_every_second_whether_somebody_swept(
     assert max(later - earlier for earlier, later in itertools.pairwise(asked_at)) == 1.0
 
 
-def test_a_worker_that_can_not_say_that_it_lives_sweeps_all_the_same(
+def test_a_worker_that_cannot_report_sweeps_nevertheless(
     place: DatabaseAddress,
 ) -> None:
     place.fails = {"seen"}
@@ -146,7 +146,7 @@ def test_a_worker_that_begins_looks_for_what_is_overdue_once(place: DatabaseAddr
     assert place.turn() == []
 
 
-def test_what_others_put_off_is_brought_forward_when_workers_come_or_go(
+def test_deferred_rows_are_brought_forward_when_workers_come_or_go(
     place: DatabaseAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(place.settings, "sweep_s", 0)
@@ -166,7 +166,7 @@ def test_what_others_put_off_is_brought_forward_when_workers_come_or_go(
     assert place.asked == (["mail"], ["default"], 600.0)
 
 
-def test_a_house_that_was_asked_for_is_kept_until_it_is_swept(place: DatabaseAddress) -> None:
+def test_a_requested_partition_is_kept_until_it_is_swept(place: DatabaseAddress) -> None:
     place.fails = {"sweep 0"}
     place.loop.request(None)
     assert place.turn() == ["seen", "begin", "sweep 1", "sweep 2", "stale"]
@@ -186,7 +186,7 @@ def test_a_broker_that_was_away_is_not_forgotten_because_the_database_is(
     assert place.turn() == []
 
 
-def test_houses_that_nobody_sweeps_are_looked_for_until_the_look_succeeds(
+def test_stale_partitions_are_looked_for_until_the_query_succeeds(
     place: DatabaseAddress,
 ) -> None:
     place.fails, place.stale = {"stale"}, [2]

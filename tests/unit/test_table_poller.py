@@ -1,4 +1,4 @@
-"""How often a worker without a broker looks at its table, and what it takes from there."""
+"""How often a worker without a broker reads its table, and which entries it takes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from delaytasks.worker.table_poller import MAX_REST_S, MIN_REST_S, REST_GROWTH, 
 
 
 class Bench:
-    """A reader of a table in which are `rows`; what it hands on is `held`."""
+    """A poller of a table that contains `rows`. The entries that it passes on are in `held`."""
 
     def __init__(self) -> None:
         self.clock = ManualClock(datetime(2030, 1, 1, tzinfo=timezone.utc))
@@ -85,7 +85,7 @@ def rests(bench: Bench, count: int) -> list[float]:
     return [bench.poller._turn() for _ in range(count)]
 
 
-def test_a_table_that_tells_nothing_is_looked_at_more_rarely_while_nothing_is_late(
+def test_a_table_without_notices_is_read_more_rarely_while_nothing_is_late(
     bench: Bench,
 ) -> None:
     found = rests(bench, 20)
@@ -105,12 +105,12 @@ def test_and_often_again_once_something_was_found_late(bench: Bench) -> None:
     assert len(bench.held) == 1
 
 
-def test_a_table_that_tells_is_looked_at_once_a_second(bench: Bench) -> None:
+def test_a_table_with_notices_is_read_once_a_second(bench: Bench) -> None:
     bench.poller.listener.is_listening = True
     assert rests(bench, 3) == [LOOK_S] * 3
 
 
-def test_where_more_is_near_than_one_look_takes_the_next_comes_before_it_is_due(
+def test_if_one_read_is_too_small_the_next_one_comes_before_the_rest_is_due(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(table_poller, "MAX_READ_ROWS", 10)
@@ -129,7 +129,7 @@ def test_what_is_late_is_asked_for_once_a_second_by_queue_and_priority(bench: Be
     assert len(bench.asked) == 2
 
 
-def test_who_serves_all_queues_asks_for_a_few_of_the_unknown_ones_and_always_for_those_it_knows(
+def test_a_worker_of_all_queues_drains_known_queues_always_and_few_unknown_ones(
     bench: Bench,
 ) -> None:
     bench.processes.queues = ["*"]

@@ -1,4 +1,4 @@
-"""Lines of limited tags: rates as distances, room, and which line a worker's processes look at."""
+"""Waitlists of limited tags: rates, capacity, and which waitlist a free process visits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAIL, SLOW = ("default", "mail"), ("slow", "mail")
 def test_no_window_has_more_starts_than_the_rate_says(
     rate: int, period_s: float, seed: int
 ) -> None:
-    """Whenever somebody asks, and however many he takes."""
+    """Whenever a process asks, and however many starts it takes."""
     pace, chance = StartPace.of(rate, period_s), random.Random(seed)
     now, next_start, starts = 0.0, 0.0, list[float]()
     while now < 2.5 * period_s:
@@ -45,7 +45,7 @@ def test_a_rate_is_reached_to_a_tenth_and_a_little(rate: int, period_s: float) -
     assert pace.starts(pace.most_ahead_s - wait_s * 0.99) == 0
 
 
-def test_one_process_takes_a_part_of_the_room() -> None:
+def test_one_process_takes_a_share_of_the_capacity() -> None:
     assert [Room(places=places).share(100) for places in (0, 1, 2, 10, 1000)] == [0, 1, 1, 1, 100]
     assert Room().share(7) == 7
     room = Room(places=8, per_key=3, running={"a": 3, "b": 1, "": 5})
@@ -79,7 +79,7 @@ def visited(of: Waitlists) -> WaitlistName | None:
     return None if visit is None else visit.waitlist
 
 
-def test_as_many_processes_look_at_a_line_as_would_find_somebody(time: Time) -> None:
+def test_as_many_processes_visit_a_waitlist_as_would_find_a_task(time: Time) -> None:
     found = Waitlists()
     assert visited(found) is None
     assert found.update([WaitlistState(*MAIL, 2), WaitlistState(*SLOW, 1)]) == LOOK_S
@@ -87,7 +87,7 @@ def test_as_many_processes_look_at_a_line_as_would_find_somebody(time: Time) -> 
     assert visited(found) is None
 
 
-def test_each_process_that_ends_leaves_a_place_of_its_own(time: Time) -> None:
+def test_each_process_that_ends_frees_a_slot(time: Time) -> None:
     found = Waitlists()
     found.update([WaitlistState(*MAIL, 2)])
     assert [visited(found), visited(found)] == [MAIL, MAIL]
@@ -96,7 +96,7 @@ def test_each_process_that_ends_leaves_a_place_of_its_own(time: Time) -> None:
     assert [visited(found), visited(found), visited(found)] == [MAIL, MAIL, None]
 
 
-def test_a_full_line_is_probeed_at_again_later(time: Time) -> None:
+def test_a_full_waitlist_is_checked_again_later(time: Time) -> None:
     found = Waitlists()
     assert found.update([WaitlistState(*MAIL, 0)]) == LOOK_S
     assert found.update([WaitlistState(*MAIL, 0)]) is None, "somebody will look already"
@@ -119,8 +119,8 @@ def test_a_full_line_is_probeed_at_again_later(time: Time) -> None:
     assert found.update([WaitlistState(*MAIL, 0)], MAIL) == 0.02
 
 
-def test_while_processes_run_long_rows_more_and_more_others_look_for_places(time: Time) -> None:
-    """A limit may have been raised, and whoever runs a row for minutes says nothing meanwhile."""
+def test_while_processes_run_long_tasks_more_and_more_others_probe(time: Time) -> None:
+    """A limit may have been raised, and a process that runs a long task reports nothing."""
     found = Waitlists()
     found.update([WaitlistState(*MAIL, 1)])
     assert found.next_visit() == WaitlistVisit(MAIL, is_probe=False)
@@ -134,7 +134,7 @@ def test_while_processes_run_long_rows_more_and_more_others_look_for_places(time
     assert sent == [2, 4, 8, 16, 32]
 
 
-def test_looks_in_vain_come_less_and_less_often_and_end_at_one_a_second(time: Time) -> None:
+def test_probes_without_success_become_rarer_down_to_one_a_second(time: Time) -> None:
     found = Waitlists()
     found.update([WaitlistState(*MAIL, 1)])
     assert visited(found) == MAIL
@@ -150,7 +150,7 @@ def test_looks_in_vain_come_less_and_less_often_and_end_at_one_a_second(time: Ti
     assert waits == [0.4, 0.8, LOOK_S, LOOK_S, LOOK_S]
 
 
-def test_a_look_that_finds_many_places_calls_as_many_processes(time: Time) -> None:
+def test_a_probe_that_finds_many_free_slots_calls_as_many_processes(time: Time) -> None:
     found = Waitlists()
     found.update([WaitlistState(*MAIL, 1)])
     assert visited(found) == MAIL
@@ -164,7 +164,7 @@ def test_a_look_that_finds_many_places_calls_as_many_processes(time: Time) -> No
     ]
 
 
-def test_a_look_that_took_the_last_place_for_a_moment_calls_nobody(time: Time) -> None:
+def test_a_probe_that_took_the_last_slot_briefly_calls_no_process(time: Time) -> None:
     """One process is enough for quick rows of a tag with a rate: it waits for the next start."""
     found = Waitlists()
     found.update([WaitlistState(*MAIL, 1)])
@@ -175,7 +175,7 @@ def test_a_look_that_took_the_last_place_for_a_moment_calls_nobody(time: Time) -
     assert visited(found) is None
 
 
-def test_a_line_that_somebody_saw_in_passing_is_probeed_at_unless_it_is_known(time: Time) -> None:
+def test_a_waitlist_that_a_chunk_met_is_visited_unless_it_is_known(time: Time) -> None:
     found, seen = Waitlists(), [WaitlistState(*MAIL, None)]
     assert found.update(seen) == LOOK_S
     assert visited(found) == MAIL
@@ -191,7 +191,7 @@ def test_a_line_that_somebody_saw_in_passing_is_probeed_at_unless_it_is_known(ti
     assert waits == [0.02, 0.04, 0.08], "less and less often"
 
 
-def test_a_line_in_which_nobody_waits_is_forgotten(time: Time) -> None:
+def test_an_empty_waitlist_is_forgotten(time: Time) -> None:
     found = Waitlists()
     found.update([WaitlistState(*MAIL, 3)])
     assert visited(found) == MAIL
@@ -200,7 +200,7 @@ def test_a_line_in_which_nobody_waits_is_forgotten(time: Time) -> None:
     assert visited(found) is None
 
 
-def test_a_line_whose_process_failed_is_probeed_at_again(time: Time) -> None:
+def test_a_waitlist_whose_process_failed_is_visited_again(time: Time) -> None:
     found = Waitlists()
     found.update([WaitlistState(*MAIL)])
     assert visited(found) == MAIL
@@ -209,7 +209,7 @@ def test_a_line_whose_process_failed_is_probeed_at_again(time: Time) -> None:
     assert visited(found) == MAIL
 
 
-def test_thousands_of_lines_are_looked_at_less_often_and_never_all_at_once(
+def test_thousands_of_waitlists_are_checked_more_rarely_and_never_all_together(
     time: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waitlists, "MAX_WAITLISTS", 30)
