@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 #: this much later than `self_sweep_s`.
 STALE_CHECK_S = 1.0
 #: The longest rest between two turns of the loop.
-MAX_REST_S = 1.0
+SWEEP_LOOP_REST_S = 1.0
 
 
 class SweepLoop:
@@ -70,7 +70,7 @@ class SweepLoop:
         self._has_begun = False
         self._pace = DatabasePace(events, shard.number)
         # The loop asks the database about once in `sweep_s`, and rests for up to a second more.
-        self._contact = DatabaseContact(SILENT_SWEEPS * settings.sweep_s / 2 + MAX_REST_S)
+        self._contact = DatabaseContact(SILENT_SWEEPS * settings.sweep_s / 2 + SWEEP_LOOP_REST_S)
         self._workers: set[tuple[str, object]] = set()
         is_direct = settings.timer == "direct"
         self._polls_table = is_direct and polls_table
@@ -121,7 +121,7 @@ class SweepLoop:
         is_due = monotonic() - self._checked_at >= min(STALE_CHECK_S, self._patience_s / 2)
         if is_due and not attempt("stale", self._sweep_stale):
             self._contact.mark_failed()
-        return min(self._settings.sweep_s, MAX_REST_S)
+        return min(self._settings.sweep_s, SWEEP_LOOP_REST_S)
 
     def _sweep(self, partition: int) -> None:
         self._shard.sweeper.sweep(
