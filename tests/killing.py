@@ -14,7 +14,7 @@ from delaytasks.worker.redis_poller import RedisPoller
 STEP = os.environ["DELAYTASKS_TEST_KILL"]
 #: So many at once are a burst.
 MANY = 5
-take, hand_on = RedisTimer.take, RedisPoller._hand_on
+take, hand_on = RedisTimer.take, RedisPoller._pass_on
 
 
 def die_if(step: str, taken: Sequence[Taken] | None) -> None:
@@ -37,5 +37,5 @@ def hand_on_and_die(redis_poller: RedisPoller, taken: list[Taken]) -> None:
 
 
 redis_pollers.DELETE_S = 0.0  # at once: nothing of the burst has begun when it dies
-RedisPoller._hand_on = hand_on_and_die  # type: ignore[method-assign]
+RedisPoller._pass_on = hand_on_and_die  # type: ignore[method-assign]
 RedisTimer.take = take_and_die  # type: ignore[method-assign, assignment]

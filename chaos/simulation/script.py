@@ -82,7 +82,7 @@ class Script:
             workers = self._alive()
             if workers and self._chance.random() < 0.9:
                 worker = self._chance.choice(workers)
-                worker.soon(lambda worker=worker: worker.runtime.sweep(None))  # type: ignore[misc]
+                worker.soon(lambda worker=worker: worker.runtime.sweep_loops.request(None))  # type: ignore[misc]
 
     def _supervise(self) -> None:
         workers = self._play.workers
@@ -232,7 +232,7 @@ class Script:
         self._world.pause(seconds)
         broker.is_up = True
         for worker in self._alive():
-            worker.soon(worker.runtime.forget_armed)
+            worker.soon(worker.runtime.sweep_loops.forget_armed)
 
     def _break_redis(self) -> None:
         """Emptied, or away and then empty or as it was."""

@@ -163,7 +163,7 @@ def stage() -> Iterator[Stage]:
         threads = SimpleNamespace(
             Lock=Lock, Condition=threading.Condition, RLock=threading.RLock, Timer=Timer
         )
-        modules = ("execution.chunk", "worker.dispatcher", "worker.delayed_calls")
+        modules = ("execution.chunk", "worker.dispatcher", "worker.calls")
         others = {f"delaytasks.{name}": {"threading": threads} for name in modules}
         others["delaytasks.timers.redis_link"] = {"within": lambda _limit_s, work, **_: work()}
         # No process has a number of the play's; the pool of the play tells who died.

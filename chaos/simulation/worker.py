@@ -20,8 +20,9 @@ from delaytasks.execution.runner import Report, Runner
 from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.timers.eta import read_message
 from delaytasks.timers.redis import RedisTimer
+from delaytasks.worker.building import build_runtime
 from delaytasks.worker.job import Job
-from delaytasks.worker.renewals import Renewals
+from delaytasks.worker.processes import Renewals
 from delaytasks.worker.runtime import WorkerRuntime
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 CHILDREN = 2
 #: Loops of a desk that have something to do here.
-DRIVEN = frozenset({"wheel", "leases", "sweep", "mover", "ear"})
+DRIVEN = frozenset({"wheel", "leases", "sweep", "redis_poller", "redis_listener"})
 #: With which a loop may fail.
 EXPECTED = ("StoreUnavailableError: ", "OutcomeUnknownError: ")
 
@@ -78,11 +79,11 @@ class Child(Host):
 
     def _run(self, job: Job) -> Report:
         try:
-            if job.line is not None:
-                return self._runner.work_off(*job.line, job.limit, job.for_s)
+            if job.waitlist is not None:
+                return self._runner.work_off(*job.waitlist, job.limit, job.serve_s)
             if job.drain is not None:
-                return self._runner.drain(job.drain, job.priorities, job.limit, job.for_s)
-            return self._runner.run(job.entries, job.for_s)
+                return self._runner.drain(job.drain, job.priorities, job.limit, job.serve_s)
+            return self._runner.run(job.entries, job.serve_s)
         except Exception as error:
             said, is_stores = f"{type(error).__name__}: {error}", isinstance(error, StoreError)
             return Report(left=self._runner.left, error=said, is_stores_error=is_stores)
@@ -163,18 +164,18 @@ class Worker(Host):
         self.processes = SimpleNamespace(
             name=lambda pid: f"{self.name}/{pid}",
             queues=["default"],
-            row_events=lambda: None,
+            task_events=lambda: None,
             renewals=Renewals(),
         )
         redis_timer = self.timer if isinstance(self.timer, RedisTimer) else None
         delays: Any = SimpleNamespace(
             settings=play.settings, events=self.events, registry=play.registry, clock=self.clock, shards=[shard],
             processes=self.processes, redis_timer=redis_timer, direct_timer=None, inline_timer=self.timer,
-            timer=self.timer,
-            routes=SimpleNamespace(each=lambda work: work(shard)),
+            timer=self.timer, queues=None, publisher=None,
+            routes=SimpleNamespace(shards=[shard], each=lambda work: work(shard)),
         )  # fmt: skip
         hub = SimpleNamespace(call_soon=self.soon)
-        return WorkerRuntime(
+        return build_runtime(
             delays, SimpleNamespace(hub=hub, pool=self, consumer=None, hostname=self.name)
         )
 
@@ -207,7 +208,7 @@ class Worker(Host):
         asked = read_message(message.read(), message.queue)
         self.play.hazards.pass_by("receive", "before")
         if asked.entries:
-            self.runtime.hold(asked.entries)
+            self.runtime.near_entries.hold(asked.entries)
         if asked.priorities is not None:
             self.runtime.dispatcher.drain(message.queue, asked.priorities, asked.shard)
         self.play.hazards.pass_by("receive", "after")

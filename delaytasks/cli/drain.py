@@ -92,7 +92,7 @@ def drain(
 
 
 def _serve(cli: Cli, queues: tuple[str, ...], processes: int | None) -> None:
-    alone = StandaloneWorker(cli.delays, queues, processes, looks=True)
+    alone = StandaloneWorker(cli.delays, queues, processes, polls_table=True)
     note = "Waiting for running tasks; once more to give them up."
     with cli.guarded_stdout():
         cli.note(
@@ -108,12 +108,17 @@ class DrainCommand:
     def __init__(
         self, delays: DelayTasks, queues: tuple[str, ...], limit: int | None, processes: int | None
     ) -> None:
-        self._alone = StandaloneWorker(delays, queues, processes, looks=False)
+        self._alone = StandaloneWorker(
+            delays,
+            queues,
+            processes,
+            polls_table=False,
+            on_report=self._add,
+            row_budget=limit,
+        )
         self._delays = delays
         self._queues = frozenset(queues)
         self._dispatcher = self._alone.runtime.dispatcher
-        self._dispatcher.budget = limit
-        self._dispatcher.on_report = self._add
         self._began_at = monotonic()
         self._down: StoreError | None = None
         self._claimed = self._errors = 0
@@ -130,7 +135,7 @@ class DrainCommand:
         passes = self._passes()
 
         def is_over() -> bool:
-            if self._dispatcher.budget == 0:
+            if self._dispatcher.row_budget == 0:
                 return not self._dispatcher.in_flight
             if self._dispatcher.is_busy or monotonic() - self._process_lost_at < LOST_S:
                 return False

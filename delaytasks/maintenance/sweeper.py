@@ -43,6 +43,12 @@ WARN_BEFORE_S = 2 * 86400.0
 #: Prefixes of the pool names of workers that receive no messages from the broker. Only a worker
 #: with the `DIRECT` prefix polls the table for rows due within the horizon.
 DIRECT, DRAIN = "direct/", "drain/"
+#: Drains a queue in this worker; returns False if the worker does not serve the queue.
+DrainHere = Callable[[str, Sequence[int]], bool]
+
+
+def _drain_nothing(queue: str, priorities: Sequence[int]) -> bool:
+    return False
 
 
 class Sweeper:
@@ -65,14 +71,16 @@ class Sweeper:
         self._timer = timer
         self._events = events
         self._holding = pause_sweeper
-        #: Drains a queue in this process. Returns False if this process does not serve the queue.
-        self.drain_here: Callable[[str, Sequence[int]], bool] = lambda queue, priorities: False
         self._policies = NO_POLICIES
         self._overdue = OverdueQueues(sweeps, settings.grace_s)
         self._partitions_checked_at = float("-inf")
 
     def sweep(
-        self, partition: int = 0, beat: Beat = lambda: None, contact_s: float = math.inf
+        self,
+        partition: int = 0,
+        beat: Beat = lambda: None,
+        contact_s: float = math.inf,
+        drain_here: DrainHere = _drain_nothing,
     ) -> bool:
         """Sweep one partition, unless another worker has just done so.
 
@@ -87,6 +95,8 @@ class Sweeper:
             Called after each step, so that the caller can show that the sweep makes progress.
         contact_s
             Seconds for which the caller has reached this database without an interruption.
+        drain_here
+            Called for a queue for which the broker accepts no drain messages.
 
         Returns
         -------
@@ -106,21 +116,21 @@ class Sweeper:
             self._attempt("lapsed", lambda: self._recover_abandoned(beat))
             if knows_policies:  # without them, every paused row would be released
                 self._attempt("hold", lambda: self._hold_and_release_paused(beat))
-            self._attempt("overdue", lambda: self._drain_overdue(beat))
+            self._attempt("overdue", lambda: self._drain_overdue(beat, drain_here))
             self._attempt("purge", lambda: self._purge_finished(beat))
             self._attempt("audit", self._purge_audit)
             self._attempt("partitions", self._check_table_partitions)
         self._events.emit("sweep.done", house=partition)
         return True
 
-    def begin(self, queues: Sequence[str]) -> None:
+    def begin(self, queues: Sequence[str], drain_here: DrainHere) -> None:
         """Drain the overdue rows of a starting worker's queues.
 
         The next sweep may be seconds away.
         """
         self._read_policies()
         for queue, priorities in self._not_paused(self._overdue.of_named(queues)).items():
-            self.drain_here(queue, priorities)
+            drain_here(queue, priorities)
 
     def _attempt(self, stage: str, work: Callable[[], object]) -> bool:
         return self._events.attempt("sweep", stage, work)
@@ -209,17 +219,17 @@ class Sweeper:
         if self._holding is not None:
             self._holding.walk(self._policies, beat)
 
-    def _drain_overdue(self, beat: Beat) -> None:
+    def _drain_overdue(self, beat: Beat, drain_here: DrainHere) -> None:
         """Send drain messages, upon which workers claim overdue rows by themselves.
 
         The queues that live workers name come first. Each sweep looks at a part of the others.
         """
         serving = self._workers_by_queue()
         named = serving.keys() - {ALL_QUEUES}
-        self._send_drains(self._overdue.of_named(named, beat), serving, beat)
+        self._send_drains(self._overdue.of_named(named, beat), serving, beat, drain_here)
         others = self._not_paused(self._overdue.of_others(named, beat))
         if serving[ALL_QUEUES]:
-            self._send_drains(others, serving, beat)
+            self._send_drains(others, serving, beat, drain_here)
         elif others:  # no worker would receive the messages, and they would accumulate
             remedy = "start a worker that serves it (-Q)"
             self._events.emit(
@@ -236,13 +246,15 @@ class Sweeper:
             for queue in worker["queues"]
         )
 
-    def _send_drains(self, late: Late, serving: Counter[str], beat: Beat) -> None:
+    def _send_drains(
+        self, late: Late, serving: Counter[str], beat: Beat, drain_here: DrainHere
+    ) -> None:
         for queue, priorities in self._not_paused(late).items():
             workers = serving[queue] + serving[ALL_QUEUES]
             tokens = min(self._settings.drain_tokens * workers, MOST_TOKENS)
             if self._timer.drain(queue, priorities, tokens, self._settings.sweep_s):
                 self._events.emit("sweep.drain", queue=queue, tokens=tokens)
-            elif self.drain_here(queue, priorities):  # the broker takes no messages
+            elif drain_here(queue, priorities):  # the broker takes no messages
                 self._events.emit("sweep.drain_here", queue=queue)
             beat()
 

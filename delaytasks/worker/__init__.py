@@ -1,1 +1,1 @@
-"""Celery's side: the message handlers, what the worker's main process does, and the surroundings of a row."""
+"""The Celery worker: its main process, and the context in which the pool's processes run tasks."""

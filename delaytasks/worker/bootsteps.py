@@ -1,11 +1,11 @@
-"""The worker's bootstep, and the queues that a worker serves."""
+"""The bootstep of Celery's worker, and the queues that a worker serves."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -17,24 +17,26 @@ from celery.worker import state
 from delaytasks.core.task import DEFAULT_QUEUE
 from delaytasks.core.text import one_line
 from delaytasks.timers.eta import RUN
+from delaytasks.worker.building import build_runtime
 from delaytasks.worker.celery_compat.broker_outage import bound_connections
 from delaytasks.worker.celery_compat.inspect_rows import show_rows
 from delaytasks.worker.celery_compat.versions import let_threads_wake
-from delaytasks.worker.heap import keep_what_is_loaded
-from delaytasks.worker.runtime import WorkerRuntime
+from delaytasks.worker.pool import freeze_loaded_objects
+from delaytasks.worker.processes import logical_queues
 from delaytasks.worker.time_limits import check_time_limits
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
-
+    from delaytasks.timers.publisher import Publisher
+    from delaytasks.worker.runtime import WorkerRuntime
 
 logger = get_logger(__name__)
-#: Tags and queues in one line of the log.
-MOST_TAGS = 50
+#: The first log line names at most this many tags and queues.
+MAX_LOGGED_NAMES = 50
 
 
 class DelaysStep(bootsteps.StartStopStep):
-    """Runs the desk while the worker runs: started after the pool has forked, stopped before it is joined."""
+    """Runs the worker runtime. It starts after the pool has forked, and stops before the pool."""
 
     label = "Delays"
     requires = ("celery.worker.components:Pool",)
@@ -44,29 +46,35 @@ class DelaysStep(bootsteps.StartStopStep):
         worker.delays_runtime = None
 
     def create(self, worker: Any) -> Any:
-        delays: DelayTasks = worker.app.tasks[RUN].delays
-        delays.processes.serve(worker.hostname, worker.pool)
-        add_queues(worker.app, delays)
-        bound_connections(worker.app)
+        app = worker.app
+        self._delays: DelayTasks = app.tasks[RUN].delays
+        processes = self._delays.processes
+        processes.serve(worker.hostname, worker.pool)
+        queues = add_queues(app, self._delays.queues.all(), self._delays.publisher)
+        processes.queues = logical_queues(queues, self._delays.settings.namespace)
+        bound_connections(app)
         let_threads_wake(worker.hub)
-        worker.delays_runtime = WorkerRuntime(delays, worker)
+        worker.delays_runtime = runtime = build_runtime(self._delays, worker)
         worker.wait_for_soft_shutdown = partial(
             shut_down_coldly, worker, worker.wait_for_soft_shutdown
         )
         show_rows()
-        # Before the pool forks: its processes have what is read here, and need not read it again.
-        delays.events.attempt(
-            "start", "policies", lambda: delays.routes.each(lambda shard: shard.policies.refresh())
+        # Before the pool forks: its processes inherit the policies and need not read them again.
+        runtime.events.attempt(
+            "start",
+            "policies",
+            lambda: runtime.router.each(lambda shard: shard.policies.refresh()),
         )
-        keep_what_is_loaded()
+        freeze_loaded_objects()
         return self
 
     def start(self, worker: Any) -> None:
-        delays: DelayTasks = worker.delays_runtime.delays
-        delays.check_ready()
-        check_time_limits(delays, worker.pool)
-        tell_tags(delays)
-        worker.delays_runtime.start()
+        runtime: WorkerRuntime = worker.delays_runtime
+        self._delays.check_ready()
+        queues = runtime.processes.queues
+        check_time_limits(runtime.registry, self._delays.queues, queues, worker.pool)
+        log_tags((processor.tag for processor in runtime.registry), queues)
+        runtime.start()
 
     def stop(self, worker: Any) -> None:
         worker.delays_runtime.stop(is_warm=True)
@@ -75,40 +83,47 @@ class DelaysStep(bootsteps.StartStopStep):
         worker.delays_runtime.stop()
 
     def info(self, worker: Any) -> dict[str, Any]:
-        """For `celery inspect stats`."""
+        """Return what `celery inspect stats` shows."""
         return {"delaytasks": worker.delays_runtime.info()}
 
 
-def tell_tags(delays: DelayTasks) -> None:
-    """What this worker runs, since Celery's banner shows no tags."""
-    tags = sorted(processor.tag for processor in delays.registry)
-    more = f" and {len(tags) - MOST_TAGS} more" if len(tags) > MOST_TAGS else ""
-    shown = ", ".join(map(one_line, tags[:MOST_TAGS])) + more
-    queues = ", ".join(map(one_line, sorted(delays.processes.queues)[:MOST_TAGS]))
+def log_tags(tags: Iterable[str], queues: Iterable[str]) -> None:
+    """Log which tags this worker runs, since Celery's banner shows no tags."""
+    tags = sorted(tags)
+    more = f" and {len(tags) - MAX_LOGGED_NAMES} more" if len(tags) > MAX_LOGGED_NAMES else ""
+    shown_tags = ", ".join(map(one_line, tags[:MAX_LOGGED_NAMES])) + more
+    shown_queues = ", ".join(map(one_line, sorted(queues)[:MAX_LOGGED_NAMES]))
     if tags:
         logger.info(
-            "delaytasks: %d tags have a processor here: %s; queues: %s", len(tags), shown, queues
+            "delaytasks: %d tags have a processor here: %s; queues: %s",
+            len(tags),
+            shown_tags,
+            shown_queues,
         )
     else:
         logger.warning(
-            "delaytasks: no tag has a processor here, so that no task can run: name their modules in the setting "
-            "`imports`; queues: %s",
-            queues,
+            "delaytasks: no tag has a processor here, so that no task can run: name their modules "
+            "in the setting `imports`; queues: %s",
+            shown_queues,
         )
 
 
-def shut_down_coldly(worker: Any, celerys_own: Callable[[], None]) -> None:
-    """In place of `worker.wait_for_soft_shutdown`, which is how a cold shutdown begins, in a signal handler. Celery
-    gives what runs the time that `worker_soft_shutdown_timeout` says and then ends it; but it does not know of our
-    chunks, and would wait for them for ever. What they ran lapses."""
-    runtime, conf = worker.delays_runtime, worker.app.conf
-    # In a thread of its own: this one may be in the middle of what it waits for.
+def shut_down_coldly(worker: Any, wait_for_soft_shutdown: Callable[[], None]) -> None:
+    """Replace `worker.wait_for_soft_shutdown`, the signal handler that begins a cold shutdown.
+
+    Celery gives running tasks the time of `worker_soft_shutdown_timeout` and then ends them. It
+    does not know our chunks and would wait for them forever, so their processes are killed here.
+    Other workers recover the rows.
+    """
+    runtime: WorkerRuntime = worker.delays_runtime
+    conf = worker.app.conf
+    # In a thread of its own, since this one may hold what `stop` waits for.
     Thread(target=runtime.stop, name="delaytasks-stop", daemon=True).start()
     seconds = conf.worker_soft_shutdown_timeout
     if state.active_requests or conf.worker_enable_soft_shutdown_on_idle:
-        celerys_own()
+        wait_for_soft_shutdown()
     elif seconds > 0 and runtime.dispatcher.is_at_work:
-        logger.warning("delaytasks: soft shutdown, what runs has %g seconds", seconds)
+        logger.warning("delaytasks: soft shutdown, running tasks have %g seconds", seconds)
         time.sleep(seconds)
     for pid in runtime.dispatcher.pids():
         try:
@@ -117,18 +132,23 @@ def shut_down_coldly(worker: Any, celerys_own: Callable[[], None]) -> None:
             pass
 
 
-def add_queues(app: Any, delays: DelayTasks) -> None:
-    """A worker started without -Q serves all our queues; one with -Q those that it names, with our prefix or without
-    it. Without it Celery's own queue of that name is served as well, which we can not know to be unwanted."""
+def add_queues(app: Any, names: Collection[str], publisher: Publisher) -> Collection[str]:
+    """Add our queues to those that the app's worker consumes; return all of its queues.
+
+    A worker that was started without -Q serves all our queues. Otherwise it serves those that -Q
+    names, with our prefix or without it. Without the prefix it also serves Celery's queue of that
+    name, which may be intended.
+    """
     queues = app.amqp.queues
     chosen = queues._consume_from
-    # Redis: kombu writes down each message that is not acknowledged yet, two round trips and two fifths of what taking
-    # in a message costs. Ours are acknowledged on receipt, and the row is the truth. Not so on AMQP, where what lies in
-    # this worker's socket would be lost at every stop, instead of going to another worker.
+    # On Redis, kombu stores each message that is not acknowledged yet. This costs two round trips,
+    # and two fifths of the time to receive a message. Ours are acknowledged on receipt. On AMQP,
+    # the messages in this worker's socket would be lost at every stop without acknowledgements.
     needs_no_acks = app.connection_for_read().transport.driver_type == "redis"
-    for name in {DEFAULT_QUEUE, *delays.queues.all()}:
-        queue = delays.publisher.queue(name)
+    for name in {DEFAULT_QUEUE, *names}:
+        queue = publisher.queue(name)
         if chosen is None or queue.name in chosen or name in chosen:
             queue.no_ack = needs_no_acks
             queues.select_add(queue)
-    delays.processes.queues = delays.own_queues(queues.consume_from)
+    consumed: Collection[str] = queues.consume_from
+    return consumed

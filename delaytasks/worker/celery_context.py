@@ -1,5 +1,9 @@
-"""A processor's surroundings: fresh context variables, a current Celery task with a request of its own, and
-Celery's signals, so that what hangs on them (Django's connections, Sentry, OpenTelemetry) works for each row."""
+"""The Celery task context in which a processor runs.
+
+Each task has fresh context variables, a current Celery task with a request of its own, and Celery's
+signals. So the receivers of these signals (Django's connections, Sentry, OpenTelemetry) work for
+each task.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +23,15 @@ from delaytasks.core.task import DelayTask
 from delaytasks.execution.batch import Batch, Work
 from delaytasks.execution.executor import End, Ended, ends_process
 from delaytasks.worker.current_task import CurrentTask, refusal_of, retry_of
-from delaytasks.worker.task_signals import has_receivers, result_of, state_of, tell_end
+from delaytasks.worker.task_signals import has_receivers, result_of, send_end, state_of
 from delaytasks.worker.time_limits import limited
 
 
 class RowRequest(Context):
-    """What `current_task.request` is while a row runs. Few look at it, so some of it is made when somebody does."""
+    """The value of `current_task.request` while a task runs.
+
+    Few processors read it, so some attributes are computed when they are read.
+    """
 
     called_directly = False
 
@@ -58,16 +65,19 @@ class RowRequest(Context):
         }
 
 
-class Stage:
-    """A thread's current Celery task, with the request of one row after the other."""
+class CurrentStack:
+    """The current Celery task of a thread, with the request of one task after another."""
 
     def __init__(self) -> None:
         self._sender: Any = None
         self._requests: list[Any] = []
 
     def show(self, sender: Any, request: RowRequest) -> None:
-        """Celery's stacks look for their thread at every step: for the next row of a tag it is enough to replace what
-        is on top."""
+        """Make this the current task and request.
+
+        Celery's stacks search for their thread in every operation. For the next task of the same
+        tag it is enough to replace the top element.
+        """
         if sender is self._sender:
             self._requests[-1] = request
             return
@@ -83,12 +93,17 @@ class Stage:
             self._sender = None
 
 
-class _Stages(threading.local):
-    kept: Stage | None = None
+class _ThreadStacks(threading.local):
+    kept: CurrentStack | None = None
 
 
 class CeleryTaskContext:
-    """Calls processors. The Celery task that a row's signals see is named by its tag, and made once per tag."""
+    """Calls processors.
+
+    The Celery task in the signals is named after the tag, and made once per tag. `around` are
+    context managers that are entered around each call. With `keeps_time_limits` this process is of
+    a pool that can keep time limits.
+    """
 
     def __init__(
         self,
@@ -104,18 +119,18 @@ class CeleryTaskContext:
         self._around = around
         self._keeps_time_limits = keeps_time_limits
         self._tasks: dict[str, Any] = {}
-        self._stages = _Stages()
+        self._stacks = _ThreadStacks()
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """For rows that this thread runs one after another."""
-        before, stage = self._stages.kept, Stage()
-        self._stages.kept = stage
+        """Keep the stack for the tasks that this thread runs one after another."""
+        before, stack = self._stacks.kept, CurrentStack()
+        self._stacks.kept = stack
         try:
             yield
         finally:
-            self._stages.kept = before
-            stage.clear()
+            self._stacks.kept = before
+            stack.clear()
 
     def __call__(self, work: Work, task: DelayTask, end: End) -> None:
         """Call the processor, and then `end`; `task` is the first one of a batch."""
@@ -123,9 +138,9 @@ class CeleryTaskContext:
         error: BaseException | None
         body, error = _body_of(work, task)
         request = RowRequest(task, body, self._hostname)
-        kept = self._stages.kept
-        stage = kept or Stage()
-        stage.show(sender, request)
+        kept = self._stacks.kept
+        stack = kept or CurrentStack()
+        stack.show(sender, request)
         value: object = None
         ends: Sequence[Ended] = ()
         try:
@@ -148,7 +163,7 @@ class CeleryTaskContext:
                 except BaseException as raised:
                     value, error = self._meaning_of(raised, work)
             ends = end(value, error)
-            self._tell(stage, sender, request, ends)
+            self._send_ends(stack, sender, request, ends)
         finally:
             try:
                 if signals.task_postrun.receivers:
@@ -162,8 +177,8 @@ class CeleryTaskContext:
                         state=state_of(ends[0]) if ends else "FAILURE",
                     )
             finally:
-                if stage is not kept:
-                    stage.clear()
+                if stack is not kept:
+                    stack.clear()
 
     def _call_within(self, work: Work, task: DelayTask, body: Any) -> object:
         """Call a processor within its time limits, or within the context managers of `around`."""
@@ -173,8 +188,8 @@ class CeleryTaskContext:
 
     def _call(self, work: Work, task: DelayTask, body: Any) -> Any:
         with ExitStack() as stack:
-            for surround in self._around:
-                stack.enter_context(surround(task))
+            for make_context in self._around:
+                stack.enter_context(make_context(task))
             return work(task, body)
 
     def _meaning_of(self, raised: BaseException, work: Work) -> tuple[object, BaseException | None]:
@@ -189,21 +204,23 @@ class CeleryTaskContext:
             raise raised
         return None, raised
 
-    def _tell(self, stage: Stage, sender: Any, request: RowRequest, ends: Sequence[Ended]) -> None:
-        """Each task of a batch has a signal of its own, with a request of its own."""
+    def _send_ends(
+        self, stack: CurrentStack, sender: Any, request: RowRequest, ends: Sequence[Ended]
+    ) -> None:
+        """Send one signal for each task of a batch, each with a request of its own."""
         for ended in ends:
             if not has_receivers(state_of(ended)):
                 continue
-            task, of_task = ended.settlement.task, request
+            task, own_request = ended.settlement.task, request
             if task is not request.delay_task:
-                of_task = RowRequest(task, _body_or_none(task), self._hostname)
-                stage.show(sender, of_task)
-            tell_end(sender, of_task, ended, result_of(ended))
+                own_request = RowRequest(task, _body_or_none(task), self._hostname)
+                stack.show(sender, own_request)
+            send_end(sender, own_request, ended, result_of(ended))
         if len(ends) > 1:
-            stage.show(sender, request)
+            stack.show(sender, request)
 
     def _make_task(self, work: Work) -> Any:
-        """Not in the app's registry: nobody can call it by a message."""
+        """Make the Celery task of a tag. No message can call it: the app's registry lacks it."""
         body = {
             "name": work.tag,
             "run": staticmethod(work.function),
@@ -217,7 +234,7 @@ class CeleryTaskContext:
 
 
 def _body_of(work: Work, task: DelayTask) -> tuple[Any, Exception | None]:
-    """What the processor is given; or why it can not be called."""
+    """Return the processor's argument, or the reason why it cannot be called."""
     try:
         return work.body_of(task), None
     except Exception as error:
@@ -227,5 +244,5 @@ def _body_of(work: Work, task: DelayTask) -> tuple[Any, Exception | None]:
 def _body_or_none(task: DelayTask) -> Any:
     try:
         return task.body
-    except Exception:  # its end says so
+    except Exception:  # the task has failed for this reason, which its signal reports
         return None

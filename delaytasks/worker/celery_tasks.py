@@ -1,4 +1,4 @@
-"""The two Celery tasks. Their messages never reach Celery's own task machinery: a strategy takes them in."""
+"""The two Celery tasks. A strategy receives their messages in place of Celery's own machinery."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
 
 SWEEP = "delaytasks.sweep"
-#: Whatever the app's own configuration says: the row is the truth, so the message needs no care.
-_OURS = {
-    "shared": False,  # or every other Celery app of the process would have it, working for this instance
+#: These override the app's configuration. The row is the truth, so a message may get lost.
+_TASK_OPTIONS = {
+    "shared": False,  # or all Celery apps of the process would have a task of this instance
     "ignore_result": True,
     "acks_late": False,
     "serializer": "json",
@@ -30,19 +30,22 @@ _OURS = {
 }
 
 
-class Carrier(Task):
-    """Monitors hear of rows, not of what carries them: with `task_send_sent_event` in the app's configuration beat's
-    sweeps would fill their lists. Nor are our messages compressed when `task_compression` says so: workers refuse to
-    decompress what anybody may have sent."""
+class CarrierTask(Task):
+    """Sends its messages without an event and without compression.
+
+    Monitors show rows. With `task_send_sent_event` in the app's configuration they would list the
+    sweeps of beat as well. `task_compression` has no effect either, since workers refuse to
+    decompress untrusted input.
+    """
 
     def apply_async(self, *args: Any, producer: Any = None, **options: Any) -> Any:
         with self.app.producer_or_acquire(producer) as sender:
-            options |= {"event_dispatcher": _Silence, "producer": _Uncompressed(sender)}
+            options |= {"event_dispatcher": _NoEvents, "producer": _Uncompressed(sender)}
             return super().apply_async(*args, **options)
 
 
 class _Uncompressed:
-    """A producer that does as it is told, except that it compresses nothing."""
+    """A producer that compresses nothing."""
 
     def __init__(self, producer: Any) -> None:
         self._producer = producer
@@ -54,26 +57,30 @@ class _Uncompressed:
         return self._producer.publish(*args, **{**options, "compression": ""})
 
 
-class _Silence:
+class _NoEvents:
     @staticmethod
     def publish(*args: Any, **options: Any) -> None: ...
 
 
 def register_tasks(delays: DelayTasks) -> None:
-    """Puts our tasks on the instance's Celery app. Called without a worker (task_always_eager), they do their
-    work on the spot."""
+    """Add our tasks to the instance's Celery app.
+
+    If they are called without a worker (task_always_eager), they do their work within the call.
+    """
 
     def run(entries: list[Any], options: Any = None) -> None:
         args = [entries] if options is None else [entries, options]
         queue, shards = delays.settings.default_queue, delays.shards
-        asked = read_message(args, queue)
-        for number, some in by_shard(asked.entries, len(shards)).items():
+        content = read_message(args, queue)
+        for number, some in by_shard(content.entries, len(shards)).items():
             delays.runner(number).run(some)
-        if asked.priorities and asked.shard < len(shards):
-            delays.runner(asked.shard).drain(queue, asked.priorities, delays.settings.chunk_max)
+        if content.priorities and content.shard < len(shards):
+            runner = delays.runner(content.shard)
+            runner.drain(queue, content.priorities, delays.settings.chunk_max)
 
-    def sweep(house: int | None = None) -> None:
-        for number in range(delays.settings.houses) if house is None else [house]:
+    def sweep(partition: int | None = None) -> None:
+        every = range(delays.settings.houses)
+        for number in every if partition is None else [partition]:
             for shard in delays.shards:
                 shard.sweeper.sweep(number)
 
@@ -82,6 +89,6 @@ def register_tasks(delays: DelayTasks) -> None:
 
 
 def _register(delays: DelayTasks, function: Callable[..., None], name: str, strategy: str) -> None:
-    task = delays.celery.task(function, name=name, base=Carrier, **_OURS)
+    task = delays.celery.task(function, name=name, base=CarrierTask, **_TASK_OPTIONS)
     task.Strategy = strategy
     task.delays = delays

@@ -1,4 +1,4 @@
-"""What `celery.current_task` is while a row runs, and Celery's own ways for a task to say how it ends."""
+"""The value of `celery.current_task` while a task runs, and Celery's own ways to end a task."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ from delaytasks.core.clock import Clock
 from delaytasks.core.errors import InvalidOutcomesError, InvalidScheduleError
 from delaytasks.core.text import traceback_text
 
-#: Of the error that a retry is for; the row's own limit comes on top.
-MOST_BYTES = 64 * 1024
-_INSTEAD = "return Retry(after=…), Snooze(after), Cancel(reason), Fail(reason) or Done(result) of delaytasks instead"
+#: The longest traceback of the error that caused a retry. The row has a limit of its own.
+MAX_REASON_BYTES = 64 * 1024
+_INSTEAD = (
+    "return Retry(after=…), Snooze(after), Cancel(reason), Fail(reason) or Done(result) of "
+    "delaytasks instead"
+)
 
 
 class CurrentTask(Task):
-    """Not in the app's registry: no message can call it. `retry` works as in Celery as far as a row allows it; what
-    would send a message raises an error that says what to do instead."""
+    """The Celery task of one tag. It is not in the app's registry, so no message can call it.
+
+    `retry` works as in Celery as far as a row allows it. A method that would send a message raises
+    an error with a remedy.
+    """
 
     abstract = True
     processor: Any = None
@@ -37,61 +43,59 @@ class CurrentTask(Task):
         max_retries: int | None = None,
         **options: Any,
     ) -> Any:
-        """Without `eta` and `countdown` the row waits for the next delay of its retry schedule, which also says how
-        often. A tag without one has Celery's defaults: 180 seconds, three times."""
+        """Retry the task. Without `eta` and `countdown` its retry schedule says when and how often.
+
+        A tag without a retry schedule has Celery's defaults: 180 seconds, three times.
+        """
         refused = [
             name for name, value in (("args", args), ("kwargs", kwargs)) if value is not None
         ]
         if refused := [*refused, *options]:
             raise InvalidOutcomesError(
-                f"retry({', '.join(refused)}=…) can not change task {self.request.id} ({self.name}): retry() takes "
-                "exc, eta, countdown and max_retries; to run other work use schedule_delay"
+                f"retry({', '.join(refused)}=…) cannot change task {self.request.id} "
+                f"({self.name}): retry() takes exc, eta, countdown and max_retries; to run other "
+                "work use schedule_delay"
             )
         if not throw:
             raise InvalidOutcomesError(
-                f"retry(throw=False) has no effect on task {self.request.id} ({self.name}): raise self.retry(), or "
-                "return Retry(after=…) of delaytasks"
+                f"retry(throw=False) has no effect on task {self.request.id} ({self.name}): raise "
+                "self.retry(), or return Retry(after=…) of delaytasks"
             )
-        has_schedule = (
-            self.processor.retries.retry_schedule_for(
-                Exception, self.request.delay_task.retry_schedule
-            )
-            is not None
-        )
-        if not has_schedule:
+        own_schedule = self.request.delay_task.retry_schedule
+        if self.processor.retries.retry_schedule_for(Exception, own_schedule) is None:
             max_retries = self.max_retries if max_retries is None else max_retries
             countdown = self.default_retry_delay if eta is None and countdown is None else countdown
         if max_retries is not None and self.request.retries >= max_retries:
             raise exc or MaxRetriesExceededError(
-                f"can not retry task {self.request.id} ({self.name}): it was retried {self.request.retries} times, and "
-                f"max_retries is {max_retries}"
+                f"cannot retry task {self.request.id} ({self.name}): it was retried "
+                f"{self.request.retries} times, and max_retries is {max_retries}"
             )
         raise Retry(None, exc, countdown if eta is None else eta)
 
     def apply_async(self, *_: Any, **__: Any) -> Any:
-        """`delay` and signatures end here, too."""
+        """Raise an error. `delay` and signatures call this method, too."""
         raise InvalidScheduleError(
-            f"{self.name!r} is the tag of a delayed task, and no Celery task that a message can call: use "
-            f"schedule_delay({self.name!r}, body, delay)"
+            f"{self.name!r} is the tag of a delayed task, and no Celery task that a message can "
+            f"call: use schedule_delay({self.name!r}, body, delay)"
         )
 
 
-def retry_of(asked: Retry, app: Any, clock: Clock) -> outcomes.Retry:
-    """What Celery's exception means for a row."""
-    when = asked.when
+def retry_of(retry: Retry, app: Any, clock: Clock) -> outcomes.Retry:
+    """Return the outcome that Celery's exception stands for."""
+    when = retry.when
     if isinstance(when, datetime):
         when = max((maybe_make_aware(when, app.timezone) - clock.now()).total_seconds(), 0)
-    error = asked.exc
+    error = retry.exc
     reason = (
-        traceback_text(error, MOST_BYTES)
+        traceback_text(error, MAX_REASON_BYTES)
         if isinstance(error, BaseException)
-        else str(asked.message or "")
+        else str(retry.message or "")
     )
     return outcomes.Retry(after=when, reason=reason)
 
 
 def refusal_of(raised: TaskPredicate, tag: str) -> InvalidOutcomesError:
     return InvalidOutcomesError(
-        f"the processor of {tag!r} raised celery.exceptions.{type(raised).__name__}, which does not say how a delayed "
-        f"task ends: {_INSTEAD}"
+        f"the processor of {tag!r} raised celery.exceptions.{type(raised).__name__}, which does "
+        f"not say how a delayed task ends: {_INSTEAD}"
     )

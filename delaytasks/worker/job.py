@@ -1,4 +1,4 @@
-"""What crosses into the pool's processes."""
+"""The chunk that the main process sends to a process of the pool, and the function that runs it."""
 
 from __future__ import annotations
 
@@ -13,61 +13,67 @@ from delaytasks.core.interfaces import Entry
 from delaytasks.core.policies import Stamp
 from delaytasks.execution.runner import Report, Runner
 from delaytasks.timers.eta import RUN
-from delaytasks.worker.chunk_counts import Counting
 
 
 class Job(NamedTuple):
-    """A chunk of one shard: entries that fell due, or (`drain`) a queue whose oldest rows are to be claimed, or
-    (`line`) the queue and the tag of those who wait in line."""
+    """A chunk of one shard: due entries, or a queue to drain, or a waitlist to serve."""
 
     entries: tuple[Entry, ...]
+    #: The queue whose oldest overdue rows are claimed, and the priorities of these rows.
     drain: str | None = None
     priorities: tuple[int, ...] = ()
+    #: How many rows the chunk may claim.
     limit: int = 0
-    events: bool = False
+    sends_events: bool = False
     shard: int = 0
-    #: The stamp of the shard's policies; none if the main process has read none yet.
+    #: The stamp of the shard's policies, or None if the main process has read none yet.
     policies: Stamp | None = Stamp()
-    line: tuple[str, str] | None = None
-    #: Others go on with the line: take what may start now, and come back.
-    is_look: bool = False
-    #: How long it may go on with lines.
-    for_s: float = 0.0
-    #: Whether to tell what became of the tasks.
-    counts: bool = False
+    #: The queue and the tag of a waitlist.
+    waitlist: tuple[str, str] | None = None
+    #: Other processes serve the waitlist: start what may start now, and return.
+    is_probe: bool = False
+    #: How long the process may continue with waitlists.
+    serve_s: float = 0.0
+    #: Whether the report should count the outcomes of the tasks.
+    counts_outcomes: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Entries travel as plain tuples, which take the main process a seventh of the time."""
-        return _arrived, (tuple(map(tuple, self.entries)), *self[1:])
+        """Pickle entries as plain tuples, which takes the main process a seventh of the time."""
+        return _unpickle, (tuple(map(tuple, self.entries)), *self[1:])
 
 
-def _arrived(entries: tuple[Any, ...], *others: Any) -> Job:
+def _unpickle(entries: tuple[Any, ...], *others: Any) -> Job:
     return Job(tuple(map(Entry._make, entries)), *others)
 
 
 def run_job(job: Job) -> Report:
-    """In a pool process, thread, or inline; the current app is the worker's. A failure is returned as text, since
-    not every pool tells of exceptions."""
+    """Run a chunk in a pool process, in a thread, or inline. The current app is the worker's.
+
+    A failure is returned as text, since not every pool reports exceptions.
+    """
     runner: Runner | None = None
-    counting: Counting | None = None
     report: Report
+    delays: Any = None
     try:
         delays = current_app.tasks[RUN].delays
-        counting = delays.processes.counting() if job.counts else None
+        if job.counts_outcomes:
+            delays.processes.count_outcomes()
         delays.shards[job.shard].policies.follow(job.policies)
-        runner = delays.runner(job.shard, job.events)
-        if job.line is not None:
-            report = runner.work_off(*job.line, job.limit, job.for_s)
+        runner = delays.runner(job.shard, job.sends_events)
+        if job.waitlist is not None:
+            report = runner.work_off(*job.waitlist, job.limit, job.serve_s)
         elif job.drain is not None:
-            report = runner.drain(job.drain, job.priorities, job.limit, job.for_s)
+            report = runner.drain(job.drain, job.priorities, job.limit, job.serve_s)
         else:
-            report = runner.run(job.entries, job.for_s)
+            report = runner.run(job.entries, job.serve_s)
     except Exception as error:
-        # Not as an event, which would be counted twice where the main process runs the chunk.
+        # Not as an event, which would be counted twice if the main process runs the chunk.
         log_event("chunk.failed", {"shard": job.shard, "error": error})
         text = f"{type(error).__name__}: {error}"
         left = runner.left if runner is not None else ()
         report = Report(
             pid=os.getpid(), left=left, error=text, is_stores_error=isinstance(error, StoreError)
         )
-    return report._replace(counts=counting.take()) if counting is not None else report
+    if not job.counts_outcomes or delays is None:
+        return report
+    return report._replace(counts=delays.processes.take_counts())

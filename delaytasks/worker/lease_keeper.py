@@ -1,6 +1,9 @@
-"""Keeps in touch with a shard: follows its clock, and renews the leases of what the pool runs. From the main process: a
-processor that holds the GIL for minutes, or sits in C, is alive as long as its process is. What a dead process held is
-released at once, and run again by the others."""
+"""Renews the leases of the rows that the pool runs, and follows the clock of a shard's database.
+
+This happens in the main process: a processor that holds the GIL for minutes, or runs C code, is
+alive as long as its process is. The rows of a process that died are released immediately, and
+other processes run them again.
+"""
 
 from __future__ import annotations
 
@@ -8,102 +11,134 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.clock import from_us, monotonic
+from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Lapsed
 from delaytasks.core.loop import Loop
+from delaytasks.core.settings import Settings
 from delaytasks.maintenance.sweeper import tell_lapsed
+from delaytasks.processors.registry import Registry
 from delaytasks.worker.worker_shares import serves
 
 if TYPE_CHECKING:
-    from delaytasks.app import DelayTasks
     from delaytasks.sharding.shard import Shard
     from delaytasks.worker.dispatcher import Dispatcher
+    from delaytasks.worker.processes import Processes
 
-#: How often the pool's processes are counted, at least.
-LOOK_S = 1.0
+#: The longest time between two checks of the pool's processes.
+PROCESS_CHECK_S = 1.0
 
 
 class LeaseKeeper:
     def __init__(
-        self, delays: DelayTasks, shard: Shard, worker: Any, dispatcher: Dispatcher
+        self,
+        shard: Shard,
+        settings: Settings,
+        events: Events,
+        processes: Processes,
+        registry: Registry,
+        dispatcher: Dispatcher,
+        pool: Any,
+        hub: Any,
     ) -> None:
-        self._delays = delays
         self._shard = shard
-        self._hub = worker.hub
-        self._pool = worker.pool
+        self._settings = settings
+        self._events = events
+        self._processes = processes
+        self._registry = registry
         self._dispatcher = dispatcher
-        self._lease_s = delays.settings.lease_s
-        self._known: set[int] = set()
+        self._pool = pool
+        self._hub = hub
+        self._known_pids: set[int] = set()
+        #: The names of processes that died, whose rows have yet to be released.
         self._dead: set[str] = set()
         self._renewed_at = monotonic()
-        self._look_s = min(LOOK_S, self._lease_s / 6)
-        # Renewed after a third of it: when a thread is stuck then, and the next one too, there is still time.
-        self.loop = Loop(
-            shard.named("leases"), self._turn, delays.events, self._lease_s / 6, shard.close
-        )
+        self._lease_s = settings.lease_s
+        self._check_s = min(PROCESS_CHECK_S, self._lease_s / 6)
+        # Leases are renewed after a third of their time. If that thread is stuck, and the next
+        # one is stuck as well, there is still time for a third one.
+        self.loop = Loop(shard.named("leases"), self._turn, events, self._lease_s / 6, shard.close)
 
     def _turn(self) -> float:
-        delays = self._delays
-        alive, lane = self._alive(), self._dispatcher.lanes[self._shard.number]
-        for pid in self._known - alive:
-            self._dead.add(delays.processes.name(pid))
-            lane.left(pid, ())
-        self._known = alive
-        if not self._dispatcher.shard_health.hear(
-            self._shard.number, lambda: self._shard.store.tasks.now()
-        ):
-            return self._look_s
-        if dead := sorted(self._dead):
-            lapsed = self._shard.store.leases.release(
-                dead, delays.settings.max_lost_leases, delays.registry.time_limits
-            )
-            self._dead.difference_update(dead)
-            tell_lapsed(delays.events, lapsed, reason="a pool process died")
-            self._run_again(lapsed)
-        now = self._shard.clock.now_us()
-        oldest = min(list(lane.in_flight.values()), default=now)
-        left = [id for pid, ids in list(lane.running_on.items()) if pid in alive for id in ids]
-        is_old = left or now - oldest > self._lease_s * 0.25e6
-        if is_old and monotonic() - self._renewed_at >= self._lease_s / 3 - LOOK_S:
-            names = [delays.processes.name(pid) for pid in alive]
-            # A lease's time of slack: clocks agree better than that, and what was lost on the way lapses a lease later.
-            asked_at = monotonic()
-            self._shard.store.leases.renew(names, from_us(int(oldest - self._lease_s * 1e6)), left)
-            self._renewed_at = monotonic()
-            delays.processes.renewals.tell(self._shard.number, asked_at)
+        number, store = self._shard.number, self._shard.store
+        alive = self._find_dead()
+        if not self._dispatcher.shard_health.check(number, lambda: store.tasks.now()):
+            return self._check_s
+        if self._dead:
+            self._release_dead()
+        self._renew(alive)
         self._shard.clock.refresh_if_due()
-        return self._look_s
+        return self._check_s
+
+    def _find_dead(self) -> set[int]:
+        """Return the processes that are alive, and note those that died."""
+        alive = self._alive_pids()
+        for pid in self._known_pids - alive:
+            self._dead.add(self._processes.name(pid))
+            self._dispatcher.shard_queues[self._shard.number].set_running(pid, ())
+        self._known_pids = alive
+        return alive
+
+    def _release_dead(self) -> None:
+        dead = sorted(self._dead)
+        lapsed = self._shard.store.leases.release(
+            dead, self._settings.max_lost_leases, self._registry.time_limits
+        )
+        self._dead.difference_update(dead)
+        tell_lapsed(self._events, lapsed, reason="a pool process died")
+        self._run_again(lapsed)
 
     def _run_again(self, lapsed: Lapsed) -> None:
-        """Here and now, instead of at the next sweep."""
-        served = self._delays.processes.queues
+        """Run released rows here now, and not only after the next sweep."""
         for queue, priority in lapsed.levels:
-            if serves(served, queue):
+            if serves(self._processes.queues, queue):
                 self._dispatcher.drain(queue, (priority,), self._shard.number)
 
-    def _alive(self) -> set[int]:
+    def _renew(self, alive: set[int]) -> None:
+        shard_queue = self._dispatcher.shard_queues[self._shard.number]
+        now = self._shard.clock.now_us()
+        oldest = min(list(shard_queue.in_flight.values()), default=now)
+        running = list(shard_queue.running_on.items())
+        left = [id for pid, ids in running if pid in alive for id in ids]
+        has_old_rows = left or now - oldest > self._lease_s * 0.25e6
+        is_due = monotonic() - self._renewed_at >= self._lease_s / 3 - PROCESS_CHECK_S
+        if not (has_old_rows and is_due):
+            return
+        names = [self._processes.name(pid) for pid in alive]
+        # This includes rows that were claimed up to one lease before the oldest chunk began, since
+        # clocks differ by less. A row that got lost on the way is recovered one lease later.
+        since = from_us(int(oldest - self._lease_s * 1e6))
+        asked_at = monotonic()
+        self._shard.store.leases.renew(names, since, left)
+        self._renewed_at = monotonic()
+        self._processes.renewals.record(self._shard.number, asked_at)
+
+    def _alive_pids(self) -> set[int]:
         try:
-            known = set((self._pool.info or {}).get("processes") or [os.getpid()])
+            pids = set((self._pool.info or {}).get("processes") or [os.getpid()])
         except AttributeError:
-            return set()  # a prefork pool that has stopped knows nothing any more
-        dead = set(filter(has_exited, known))
+            return set()  # a prefork pool that has stopped has no information
+        dead = set(filter(has_exited, pids))
         if dead and self._hub is not None:
-            # It looks when the process closes its pipe, which may be too early by a moment; and then after 5 s.
+            # Celery checks the pool when a process closes its pipe, which may be a moment too
+            # early, and then only after 5 s.
             self._hub.call_soon(self._pool.maintain_pool)
-        return known - dead
+        return pids - dead
 
 
 def has_exited(pid: int) -> bool:
-    """Whether a child of ours is dead, which its parent's pool may not know yet."""
+    """Return whether a child process is dead, which its parent's pool may not know yet."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except AttributeError:  # older macOS
         return False
     except ChildProcessError:
-        # This process itself, for threads run in it; or a child that was waited for, as each start of another one does.
+        # It is this process, in which a pool of threads runs tasks. Or it is a child that was
+        # waited for already, as happens whenever Python starts another child.
         return not is_there(pid)
 
 
 def is_there(pid: int) -> bool:
+    """Return whether a process with this id exists."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

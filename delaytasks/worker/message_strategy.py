@@ -1,27 +1,53 @@
-"""Takes in our messages: acknowledged on receipt, since the row is the truth, and handed to what holds them."""
+"""Receives our messages, and refuses those of another form.
+
+Messages are acknowledged on receipt, since the database is the truth.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from celery.utils.log import get_logger
 
+from delaytasks.core.clock import monotonic
+from delaytasks.core.events import Events
 from delaytasks.timers.eta import read_message
+
+if TYPE_CHECKING:
+    from delaytasks.worker.runtime import WorkerRuntime
 
 logger = get_logger(__name__)
 Handler = Callable[..., None]
-#: Longer ones are not ours: 1,000 entries of four 64-bit numbers fit.
-MOST_BYTES = 256 * 1024
-#: The only content that is decoded.
+#: Longer messages are not ours: 1,000 entries of four 64-bit numbers fit.
+MAX_MESSAGE_BYTES = 256 * 1024
+#: The only content type that is decoded.
 JSON = "application/json"
+#: At most one refused message is logged in this time, since any client of the broker can send them.
+REFUSAL_LOG_S = 60.0
+
+
+class RefusedMessages:
+    """Counts the messages that a worker drops, and logs one from time to time."""
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self._logged_at = -REFUSAL_LOG_S
+
+    def refuse(self, kind: str, error: Exception) -> None:
+        if monotonic() - self._logged_at < REFUSAL_LOG_S:
+            self._events.counts["message.refused"] += 1
+            return
+        self._logged_at = monotonic()
+        self._events.emit("message.refused", task=kind, reason=str(error)[:200])
 
 
 def run_strategy(task: Any, app: Any, consumer: Any) -> Handler:
-    runtime = consumer.controller.delays_runtime
+    """Return Celery's handler of messages with entries or drain tokens."""
+    runtime: WorkerRuntime = consumer.controller.delays_runtime
     runtime.connected()
-    prefix = runtime.delays.settings.namespace + "."
+    prefix = runtime.settings.namespace + "."
     acknowledge = _acknowledger(app, consumer.connection_errors)
 
     def on_message(
@@ -30,25 +56,25 @@ def run_strategy(task: Any, app: Any, consumer: Any) -> Handler:
         acknowledge(message)
         try:
             queue = ((message.delivery_info or {}).get("routing_key") or "").removeprefix(prefix)
-            asked = read_message(_arguments(message, body), queue)
-            is_over = asked.priorities is not None and _is_expired(message, runtime)
-            if asked.priorities is not None and queue not in runtime.delays.processes.queues:
+            content = read_message(_arguments(message, body), queue)
+            is_token = content.priorities is not None
+            is_expired = is_token and _is_expired(message, runtime.clock.now())
+            if is_token and queue not in runtime.processes.queues:
                 raise ValueError(f"a drain token for {queue!r:.100}, which is not served here")
-        except (
-            Exception
-        ) as error:  # whatever may come of strangers' data: what is done with it comes after
-            runtime.refuse("run", error)
+        except Exception as error:  # untrusted input may cause any error
+            runtime.refused_messages.refuse("run", error)
             return
-        if asked.entries:
-            runtime.hold(asked.entries)
-        if asked.priorities is not None and not is_over:
-            runtime.dispatcher.drain(queue, asked.priorities, asked.shard)
+        if content.entries:
+            runtime.near_entries.hold(content.entries)
+        if content.priorities is not None and not is_expired:
+            runtime.dispatcher.drain(queue, content.priorities, content.shard)
 
     return on_message
 
 
 def sweep_strategy(task: Any, app: Any, consumer: Any) -> Handler:
-    runtime = consumer.controller.delays_runtime
+    """Return Celery's handler of beat's messages, which request a sweep."""
+    runtime: WorkerRuntime = consumer.controller.delays_runtime
     acknowledge = _acknowledger(app, consumer.connection_errors)
 
     def on_message(
@@ -56,22 +82,20 @@ def sweep_strategy(task: Any, app: Any, consumer: Any) -> Handler:
     ) -> None:
         acknowledge(message)
         try:
-            args = _arguments(message, body)
-            house = args[0] if args else None
-            if house is not None and not runtime.delays.settings.has_house(house):
-                raise ValueError(f"house {house!r:.20} of {runtime.delays.settings.houses}")
-        except (
-            Exception
-        ) as error:  # whatever may come of strangers' data: what is done with it comes after
-            runtime.refuse("sweep", error)
+            args, settings = _arguments(message, body), runtime.settings
+            partition = args[0] if args else None
+            if partition is not None and not settings.has_house(partition):
+                raise ValueError(f"partition {partition!r:.20} of {settings.houses}")
+        except Exception as error:  # untrusted input may cause any error
+            runtime.refused_messages.refuse("sweep", error)
             return
-        runtime.sweep(house)
+        runtime.sweep_loops.request(partition)
 
     return on_message
 
 
 def _acknowledger(app: Any, connection_errors: Any) -> Callable[[Any], None]:
-    """Messages of queues that are consumed without acknowledgement have none."""
+    """Return a function that acknowledges a message, unless its queue is consumed without that."""
     unacknowledged = {name for name, queue in app.amqp.queues.items() if queue.no_ack}
 
     def acknowledge(message: Any) -> None:
@@ -84,7 +108,7 @@ def _acknowledger(app: Any, connection_errors: Any) -> Callable[[Any], None]:
 def _arguments(message: Any, body: Any) -> Any:
     if message.content_type != JSON:
         raise ValueError(f"content type {message.content_type!r:.40}")
-    if len(message.body) > MOST_BYTES:
+    if len(message.body) > MAX_MESSAGE_BYTES:
         raise ValueError("too long")
     message.accept = {JSON}  # whatever the app accepts
     payload = message.payload if body is None else body
@@ -93,6 +117,6 @@ def _arguments(message: Any, body: Any) -> Any:
     return payload[0]
 
 
-def _is_expired(message: Any, runtime: Any) -> bool:
+def _is_expired(message: Any, now: datetime) -> bool:
     expires = message.headers.get("expires")
-    return expires is not None and datetime.fromisoformat(expires) < runtime.delays.clock.now()
+    return expires is not None and datetime.fromisoformat(expires) < now

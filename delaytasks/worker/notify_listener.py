@@ -1,7 +1,8 @@
-"""Hears what a shard's database tells of tasks that are scheduled for soon, and knows whether it can hear anything.
+"""Receives the notices of a shard's database about tasks that are due soon.
 
-A pooler may take a LISTEN and tell nothing, and a connection may be dead for minutes before anybody says so. So it
-tells something itself now and then, as producers do, and hears as long as that comes back.
+A connection pooler may accept LISTEN and pass nothing on, and a broken connection may stay open for
+minutes. So the listener sends a notice to itself from time to time, in the same way as producers.
+The notices count as complete as long as these test notices arrive.
 """
 
 from __future__ import annotations
@@ -20,96 +21,106 @@ if TYPE_CHECKING:
     from delaytasks.sharding.shard import Shard
     from delaytasks.storage.notices import Listener
 
-WAIT_S = 1.0
-#: How often it makes sure that it hears, how long an answer may take, and how long it rests after it heard nothing.
-CHECK_S, ANSWER_S, REST_S = 30.0, 2.0, 5.0
-_CHECK = "check "
+#: How long one turn waits for a notice.
+NOTICE_WAIT_S = 1.0
+#: The time between two test notices, and how long a test notice may take to arrive.
+TEST_EVERY_S, TEST_ANSWER_S = 30.0, 2.0
+#: How long the listener rests after a failure.
+RECONNECT_REST_S = 5.0
+#: A turn that takes longer is stuck.
+LISTEN_STUCK_S = 10.0
+_TEST_PREFIX = "check "
 
 
 class NotifyListener:
+    """`on_entries` gets the entries of a notice, and `on_wake` is called to read the table now."""
+
     def __init__(
         self,
         shard: Shard,
         events: Events,
-        heard: Callable[[Sequence[Entry]], object],
-        look: Callable[[], None],
+        on_entries: Callable[[Sequence[Entry]], object],
+        on_wake: Callable[[], None],
         refuse: Callable[[Exception], None],
     ) -> None:
         self._shard = shard
         self._events = events
-        self._heard = heard
-        self._look = look
+        self._on_entries = on_entries
+        self._on_wake = on_wake
         self._refuse = refuse
         self._listener: Listener | None = None
-        self._check = _CHECK + secrets.token_hex(4)
-        self._checked_at = self._asked_at = float("-inf")
-        self._is_deaf = False
-        #: Whether nothing is missed.
-        self.hears = False
-        self.loop = Loop(
-            shard.named("ear"), self._turn, events, stuck_s=10.0, reconnect=self._hang_up
-        )
+        self._test_notice = _TEST_PREFIX + secrets.token_hex(4)
+        self._test_arrived_at = self._test_sent_at = float("-inf")
+        self._is_failure_reported = False
+        #: Whether all notices arrive.
+        self.is_listening = False
+        name = shard.named("notify_listener")
+        self.loop = Loop(name, self._turn, events, LISTEN_STUCK_S, self._disconnect)
 
     def stop(self) -> None:
         self.loop.stop(0)
 
     def _turn(self) -> float | None:
-        if not self._shard.store.notices.is_possible:
+        notices = self._shard.store.notices
+        if not notices.is_possible:
             return None
         try:
             if self._listener is None:
-                self._listener = self._shard.store.notices.listen()
-                self._checked_at = self._asked_at = float("-inf")
+                self._listener = notices.listen()
+                self._test_arrived_at = self._test_sent_at = float("-inf")
                 if self._listener is None:
-                    return None  # this driver can not
-            self._make_sure()
-            for payload in self._listener.wait(WAIT_S):
-                self._take_in(payload)
+                    return None  # this driver has no notices
+            self._test_connection()
+            for payload in self._listener.wait(NOTICE_WAIT_S):
+                self._receive(payload)
             if not self.loop.is_running:
-                self._hang_up()
+                self._disconnect()
             return 0
-        except Exception as error:  # each driver has errors of its own, and all mean the same
-            self._tell_deaf(f"{type(error).__name__}: {error}")
-            self._hang_up()
-            return REST_S
+        except Exception as error:  # each driver has errors of its own
+            self._report_failure(error)
+            self._disconnect()
+            return RECONNECT_REST_S
 
-    def _make_sure(self) -> None:
+    def _test_connection(self) -> None:
         now = monotonic()
-        if self._asked_at > self._checked_at:
-            if now - self._asked_at > ANSWER_S:
-                raise TimeoutError("what is told does not come back: is there a pooler in between?")
-        elif now - self._checked_at > CHECK_S:
-            self._asked_at = now
-            self._shard.store.notices.tell([self._check])
+        if self._test_sent_at > self._test_arrived_at:
+            if now - self._test_sent_at > TEST_ANSWER_S:
+                raise TimeoutError(
+                    "notices do not arrive: is there a connection pooler in between?"
+                )
+        elif now - self._test_arrived_at > TEST_EVERY_S:
+            self._test_sent_at = now
+            self._shard.store.notices.tell([self._test_notice])
 
-    def _take_in(self, payload: str) -> None:
-        if payload == self._check:
-            self._checked_at = monotonic()
-            if not self.hears:
-                self._tell_hearing()
+    def _receive(self, payload: str) -> None:
+        if payload == self._test_notice:
+            self._test_arrived_at = monotonic()
+            if not self.is_listening:
+                self._report_success()
         elif payload == LOOK:
-            self._look()
-        elif not payload.startswith(_CHECK):  # another worker's
+            self._on_wake()
+        elif not payload.startswith(_TEST_PREFIX):  # else it is another worker's test
             try:
                 entries = read_notice(payload)
-            except (ValueError, TypeError, RecursionError) as error:  # anybody may tell something
-                self._refuse(error)
+            except (ValueError, TypeError, RecursionError) as error:
+                self._refuse(error)  # any client of the database can send notices
             else:
-                self._heard(entries)
+                self._on_entries(entries)
 
-    def _tell_hearing(self) -> None:
-        self.hears, self._is_deaf = True, False
+    def _report_success(self) -> None:
+        self.is_listening, self._is_failure_reported = True, False
         self._events.emit("notices.up", shard=self._shard.number)
-        self._look()
+        self._on_wake()
 
-    def _tell_deaf(self, error: str) -> None:
-        self.hears = False
-        if not self._is_deaf:
-            self._events.emit("notices.down", shard=self._shard.number, error=error)
-        self._is_deaf = True
-        self._look()
+    def _report_failure(self, error: Exception) -> None:
+        self.is_listening = False
+        if not self._is_failure_reported:
+            text = f"{type(error).__name__}: {error}"
+            self._events.emit("notices.down", shard=self._shard.number, error=text, cause=error)
+        self._is_failure_reported = True
+        self._on_wake()
 
-    def _hang_up(self) -> None:
-        listener, self._listener, self.hears = self._listener, None, False
+    def _disconnect(self) -> None:
+        listener, self._listener, self.is_listening = self._listener, None, False
         if listener is not None:
-            self._events.attempt(self.loop.name, "hang up", listener.close)
+            self._events.attempt(self.loop.name, "disconnect", listener.close)

@@ -1,43 +1,47 @@
-"""Reads a shard's policies once a second, in a thread of its own: a sweep may take longer than a pause may."""
+"""Reads the policies of a shard once a second.
+
+The loop has a thread of its own, since a sweep may take longer than a pause should take to work.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from delaytasks.core.errors import StoreError, StoreUnavailableError
+from delaytasks.core.events import Events
 from delaytasks.core.loop import Loop
 from delaytasks.execution.policy_cache import REFRESH_S
-from delaytasks.worker.database_outages import Outages
+from delaytasks.worker.database_health import DatabaseOutages
 
 if TYPE_CHECKING:
-    from delaytasks.app import DelayTasks
     from delaytasks.sharding.shard import Shard
 
-STUCK_S = 10.0
+#: A read that takes longer is stuck, and a fresh thread with a new connection replaces it.
+POLICY_READ_S = 10.0
 
 
-def policy_loop(delays: DelayTasks, shard: Shard, outages: Outages) -> Loop:
-    """It asks each second, so it is the one that tells when the database goes away and comes back."""
-    cache = shard.policies
+def policy_loop(shard: Shard, events: Events, outages: DatabaseOutages) -> Loop:
+    """Return the loop. It asks the database each second, so it also reports its outages."""
+    cache, number = shard.policies, shard.number
 
-    def turn() -> float:
+    def read_policies() -> float:
         cache.is_led = True
-        was = cache.known.stamp
-        outages.asked(shard.number)
+        before = cache.known.stamp
+        outages.mark_asked(number)
         try:
             now = cache.refresh().stamp
         except StoreUnavailableError as error:
             if error.is_locked:
-                outages.up(shard.number)
+                outages.mark_up(number)
             else:
-                outages.down(shard.number, error)
+                outages.mark_down(number, error)
             return REFRESH_S
         except StoreError:  # the database has answered, with a refusal
-            outages.up(shard.number)
+            outages.mark_up(number)
             raise
-        outages.up(shard.number)
-        if now != was:
-            delays.events.emit("policies.read", shard=shard.number)
+        outages.mark_up(number)
+        if now != before:
+            events.emit("policies.read", shard=number)
         return REFRESH_S
 
-    return Loop(shard.named("policies"), turn, delays.events, STUCK_S, shard.close)
+    return Loop(shard.named("policies"), read_policies, events, POLICY_READ_S, shard.close)

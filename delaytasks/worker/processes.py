@@ -1,30 +1,41 @@
-"""Who runs what: the worker's processes by name, and the runner of this one."""
+"""The processes of a worker: their names, their queues, and the runners of this process."""
 
 from __future__ import annotations
 
 import atexit
+import mmap
 import os
 import secrets
 import socket
 import threading
+from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import signals
 
 from delaytasks.core.forks import reset_in_child
+from delaytasks.core.ids import MAX_SHARDS
 from delaytasks.processors.thread_slots import ThreadSlots
-from delaytasks.worker.chunk_counts import Counting
-from delaytasks.worker.renewals import Renewals
-from delaytasks.worker.task_events import TaskEvents
 from delaytasks.worker.time_limits import can_limit_time
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
     from delaytasks.execution.runner import Runner
+    from delaytasks.worker.task_events import TaskEvents
+
+#: The events that are counted, and for which of them each tag is counted.
+_COUNTED = {"task.succeeded": False, "task.failed": False, "task.no_processor": True}
 
 
 class Processes:
+    """Knows the main process and the pool's processes by name, and keeps this process's runners.
+
+    Runners and their parts are built when they are first needed: most processes only schedule, and
+    load no module that runs tasks.
+    """
+
     def __init__(self, delays: DelayTasks) -> None:
         self._delays = delays
         self.hostname = f"delaytasks@{socket.gethostname()}"
@@ -35,7 +46,7 @@ class Processes:
         self.keeps_time_limits = False
         #: The logical queues that this worker serves.
         self.queues: list[str] = []
-        #: Whether rows that run side by side may be left when their chunk is over, and others run.
+        #: Whether concurrent tasks may run on when their chunk has ended, while others run.
         self.leaves_rows = True
         self.after_fork()
         reset_in_child(self)
@@ -43,57 +54,61 @@ class Processes:
     def after_fork(self) -> None:
         self._lock = threading.Lock()
         self._runners: dict[int, Runner] = {}
-        self._rows: TaskEvents | None = None
+        self._task_events: TaskEvents | None = None
         self._sends_events = False
         self._thread_slots = ThreadSlots()
-        self._counting: Counting | None = None
+        self._outcome_counts: OutcomeCounts | None = None
 
-    def serve(self, hostname: str, pool: Any) -> None:
-        """This process is the main process of a worker; its children inherit the name."""
+    def serve(self, hostname: str, pool: Any, leaves_rows: bool = True) -> None:
+        """Make this process the main process of a worker. Its children inherit the name."""
         self.hostname = hostname
         self.is_worker = True
+        self.leaves_rows = leaves_rows
         self.renewals = Renewals()  # before the pool's processes are forked
         self.keeps_time_limits = can_limit_time(pool)
-        # Of the pool's processes; of this one, when its pool has stopped; and after a cold shutdown.
+        # For the pool's processes, for this one when its pool has stopped, and for cold shutdowns.
         signals.worker_process_shutdown.connect(self._finish, weak=False)
         signals.worker_shutdown.connect(self._finish, weak=False)
         atexit.register(self._finish)
 
     def name(self, pid: int) -> str:
-        """What the `worker` column says: the worker, and which of its processes, told apart from any earlier one."""
+        """Return the value of the `worker` column: the worker and its process.
+
+        The token distinguishes the process from an earlier one with the same id.
+        """
         return f"{self.hostname}/{pid}-{self._token}"
 
     def runner(self, shard: int, sends_events: bool) -> Runner:
-        """The one of this process for a shard."""
+        """Return this process's runner for a shard."""
         with self._lock:
-            if self._rows is None:
-                self._rows = self.row_events()
-            runner = self._runners.get(shard) or self._runners.setdefault(
-                shard, self._make_runner(shard)
-            )
+            if self._task_events is None:
+                self._task_events = self.task_events()
+            runner = self._runners.get(shard)
+            if runner is None:
+                runner = self._build_runner(shard)
+                self._runners[shard] = runner
             self._sends_events = sends_events
             return runner
 
-    def counting(self) -> Counting:
-        """Counts from now on what becomes of this process's tasks."""
-        if self._counting is None:
-            self._counting = Counting()
-            self._delays.events.subscribe(self._counting)
-        return self._counting
+    def task_events(self) -> TaskEvents:
+        """Return what sends Celery events for the tasks of this process."""
+        from delaytasks.worker.task_events import TaskEvents
 
-    def _finish(self, **_: Any) -> None:
-        """Rows that run side by side may be left when all chunks are over."""
-        for runner in list(self._runners.values()):
-            runner.finish()
-
-    def row_events(self) -> TaskEvents:
-        settings = self._delays.settings
+        app, settings = self._delays.celery, self._delays.settings
         shows_bodies = settings.event_bodies and not settings.encryption_keys
-        return TaskEvents(
-            self._delays.celery, self.hostname, settings.publish_limit_s, shows_bodies
-        )
+        return TaskEvents(app, self.hostname, settings.publish_limit_s, shows_bodies)
 
-    def _make_runner(self, number: int) -> Runner:
+    def count_outcomes(self) -> None:
+        """Count from now on the outcomes of the tasks that this process runs."""
+        if self._outcome_counts is None:
+            self._outcome_counts = OutcomeCounts()
+            self._delays.events.subscribe(self._outcome_counts)
+
+    def take_counts(self) -> tuple[tuple[str, str, int], ...]:
+        """Return (event, tag, number) of each outcome since the last call."""
+        return self._outcome_counts.take() if self._outcome_counts is not None else ()
+
+    def _build_runner(self, number: int) -> Runner:
         # Most producers run no tasks, so they do not import what runs them.
         from delaytasks.execution.pause_filter import PauseFilter
         from delaytasks.execution.runner import Runner
@@ -101,9 +116,10 @@ class Processes:
 
         delays = self._delays
         shard = delays.shards[number]
-        address = own_address(shard.store.database.url.host)
         claims = shard.store.claims(
-            self.name(os.getpid()), address, lambda: shard.policies.current().limited
+            self.name(os.getpid()),
+            own_address(shard.store.database.url.host),
+            lambda: shard.policies.current().limited,
         )
         task_context = CeleryTaskContext(
             delays.celery, self.hostname, shard.clock, delays.around, self.keeps_time_limits
@@ -118,21 +134,67 @@ class Processes:
             task_context,
             delays.transaction_for,
             PauseFilter(shard.policies, shard.store.holding, delays.events),
-            # Who runs tasks without a worker runs them without limits.
+            # A process that runs tasks without a worker runs them without limits.
             keeps_time_limits=self.keeps_time_limits or not self.is_worker,
             thread_slots=self._thread_slots,
             renewed_at=partial(self.renewals.last, number),
-            may_leave=self.is_worker
-            and self.leaves_rows,  # a worker's main process renews their leases
+            # The main process of a worker renews the leases of the rows that are left.
+            may_leave=self.is_worker and self.leaves_rows,
             kept=task_context.kept,
-            watcher=lambda: self._rows if self._sends_events else None,
+            watcher=lambda: self._task_events if self._sends_events else None,
         )
+
+    def _finish(self, **_: Any) -> None:
+        """Wait for the tasks that still run although all chunks have ended."""
+        for runner in list(self._runners.values()):
+            runner.finish()
+
+
+class Renewals:
+    """When the leases of each shard were renewed last.
+
+    The main process writes it to memory that its children share, by the monotonic clock, which all
+    processes of a host share. The number of a shard is written as a whole.
+    """
+
+    def __init__(self) -> None:
+        self._at = memoryview(mmap.mmap(-1, 8 * MAX_SHARDS)).cast("d")
+        self._at[:] = memoryview(bytearray(8 * MAX_SHARDS)).cast("d")
+
+    def record(self, shard: int, asked_at: float) -> None:
+        """Record a renewal that succeeded and was requested at `asked_at`."""
+        self._at[shard] = asked_at
+
+    def last(self, shard: int) -> float:
+        return self._at[shard]
+
+
+class OutcomeCounts:
+    """Counts the outcomes of tasks. A subscriber of the events of one process."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def __call__(self, name: str, fields: dict[str, Any]) -> None:
+        counts_tags = _COUNTED.get(name)
+        if counts_tags is not None:
+            self._counts[name, fields["tag"] if counts_tags else ""] += fields.get("count", 1)
+
+    def take(self) -> tuple[tuple[str, str, int], ...]:
+        counts, self._counts = self._counts, Counter()
+        return tuple((name, tag, count) for (name, tag), count in counts.items())
+
+
+def logical_queues(names: Iterable[str], namespace: str) -> list[str]:
+    """Return our logical queues among a broker's queues."""
+    prefix = namespace + "."
+    return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
 
 def own_address(toward: str | None) -> int | None:
-    """This host's IPv4 address as a number, as seen from the database's side; None where there is only IPv6."""
+    """Return this host's IPv4 address as the database sees it, as a number; None with IPv6 only."""
     try:
-        # A connected datagram socket sends nothing: it only asks which way the packets would go.
+        # A connected datagram socket sends nothing. It only finds the route of the packets.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((toward or "127.0.0.1", 9))
             return int.from_bytes(socket.inet_aton(probe.getsockname()[0]), "big")

@@ -1,5 +1,8 @@
-"""Brings what falls due from Redis to this worker: it takes no more than the dispatcher has room for, so that a burst
-spreads over all workers by itself."""
+"""Takes entries that are due from Redis.
+
+A worker takes no more than its dispatcher has capacity for, so that a burst spreads over all
+workers.
+"""
 
 from __future__ import annotations
 
@@ -8,168 +11,187 @@ import random
 import threading
 from collections.abc import Mapping
 from itertools import chain
-from typing import TYPE_CHECKING
+from math import inf
 
 from delaytasks.core.availability import REST_S
-from delaytasks.core.clock import monotonic
+from delaytasks.core.clock import Clock, monotonic
+from delaytasks.core.events import Events
 from delaytasks.core.loop import Loop
 from delaytasks.timers.redis import AHEAD_MS, RETURN_S, RedisTimer, Slot, Taken
 from delaytasks.timers.redis_location import FAILURES
 from delaytasks.timers.redis_scripts import BATCH_ROWS
+from delaytasks.worker.dispatcher import Dispatcher
+from delaytasks.worker.message_strategy import RefusedMessages
+from delaytasks.worker.near_entries import NearEntries
+from delaytasks.worker.processes import Processes
+from delaytasks.worker.sweep_loop import SweepLoops
 
-if TYPE_CHECKING:
-    from delaytasks.worker.runtime import WorkerRuntime
-
-#: All slots are looked at so often, whatever was or was not said: a message may be lost, a worker may die.
-LOOK_S = 15.0
-#: How often the ear looks whether the queues have changed.
+#: All slots are read this often, whatever was published: a message may be lost, a worker may die.
+READ_ALL_S = 15.0
+#: How often the listener checks whether the queues of the worker have changed.
 LISTEN_S = 1.0
-#: What was handed on is deleted on the way to what comes next, or after this time: well before it would be returned.
+#: Entries that were passed on are deleted together with the next read, or after this time. That is
+#: well before Redis would return them.
 DELETE_S = RETURN_S / 4
-NEVER, LOOK_NOW = float("inf"), 0.0
-#: Each step of theirs is bounded by its socket.
-STUCK_S = 5.0
+#: A turn that takes longer is stuck. Each of its steps is bounded by the timeout of the socket.
+REDIS_STUCK_S = 5.0
+#: A slot with this time is read in the next turn.
+READ_NOW = 0.0
 
 
 class RedisPoller:
-    """One loop that rests until shortly before the next entry is due, as far as it knows, and until there is room for
-    it; another one hears of what comes before that."""
+    """Reads slots of Redis in one loop, and listens for entries that are due earlier in another.
 
-    def __init__(self, timer: RedisTimer, runtime: WorkerRuntime) -> None:
+    The first loop rests until shortly before the next known entry is due, and until there is
+    capacity for it.
+    """
+
+    def __init__(
+        self,
+        timer: RedisTimer,
+        clock: Clock,
+        events: Events,
+        processes: Processes,
+        dispatcher: Dispatcher,
+        near_entries: NearEntries,
+        sweep_loops: SweepLoops,
+        refused_messages: RefusedMessages,
+    ) -> None:
         self._timer = timer
-        self._runtime = runtime
-        self._dispatcher = runtime.dispatcher
-        self._dispatcher.on_room = self._has_room
-        self._clock = runtime.delays.clock
-        self._events = runtime.delays.events
-        self._processes = runtime.delays.processes
+        self._clock = clock
+        self._events = events
+        self._processes = processes
+        self._dispatcher = dispatcher
+        self._near_entries = near_entries
+        self._sweep_loops = sweep_loops
+        self._refused_messages = refused_messages
         self._lock = threading.Lock()
-        #: When there is something to take from each slot, in milliseconds.
-        self._next: dict[Slot, float] = {}
-        #: When what was taken ahead of its time is due, in microseconds of our clock.
+        #: When each slot should be read, in milliseconds.
+        self._read_at: dict[Slot, float] = {}
+        #: The due times of entries that were taken before these times, in microseconds of `clock`.
         self._ahead: list[int] = []
         self._queues: list[str] = []
-        #: To be deleted in Redis, and when at the latest.
-        self._handed_on: list[Taken] = []
-        self._deletes_at = 0.0
-        self._looks_at = 0.0
-        self._is_starved = self._was_down = False
-        self._redis_poller = Loop("mover", self._move, self._events, STUCK_S, self._start_over)
-        self._listener = Loop("ear", self._hear, self._events, STUCK_S, self._start_over)
-        self.loops = [self._redis_poller, self._listener]
+        #: The entries that Redis should delete, and the latest time for it.
+        self._passed_on: list[Taken] = []
+        self._delete_at = 0.0
+        self._read_all_at = 0.0
+        self._needs_capacity = self._was_down = False
+        self._poll_loop = Loop("redis_poller", self._poll, events, REDIS_STUCK_S, self._reconnect)
+        self._listen_loop = Loop(
+            "redis_listener", self._listen, events, REDIS_STUCK_S, self._reconnect
+        )
+        self.loops = [self._poll_loop, self._listen_loop]
 
     def stop(self) -> None:
-        """Waits until what was taken is handed on. The ear ends by itself."""
-        self._listener.stop(0)
-        self._redis_poller.stop()
-        self._timer.take({}, self._handed_on)
+        """Wait until everything that was taken has been passed on. The listener ends by itself."""
+        self._listen_loop.stop(0)
+        self._poll_loop.stop()
+        self._timer.take({}, self._passed_on)
 
-    # -- move -------------------------------------------------------------------------------------
+    def wake_if_waiting(self) -> None:
+        """Take more entries if the last turn had no capacity for them and there is some now."""
+        if self._needs_capacity and self._dispatcher.capacity():
+            self._needs_capacity = False
+            self._poll_loop.wake()
 
-    def _move(self) -> float:
-        asked, rest_s = self._due()
-        if not asked:
-            deletes_in_s = self._deletes_at - monotonic() if self._handed_on else NEVER
-            if deletes_in_s > 0:
-                return min(rest_s, deletes_in_s)
-        handed_on, self._handed_on = self._handed_on, []
+    # -- polling ----------------------------------------------------------------------------------
+
+    def _poll(self) -> float:
+        wanted, rest_s = self._slots_to_read()
+        if not wanted:
+            delete_in_s = self._delete_at - monotonic() if self._passed_on else inf
+            if delete_in_s > 0:
+                return min(rest_s, delete_in_s)
+        passed_on, self._passed_on = self._passed_on, []
         try:
-            taken = self._timer.take(asked, handed_on, self._dispatcher.grace_s)
+            taken = self._timer.take(wanted, passed_on, self._dispatcher.grace_s)
             if taken is None:
                 self._was_down = True
-                self._look_at_all()
+                self._read_all_soon()
                 return REST_S
-            self._redis_poller.beat()  # what a mover that was replaced had taken goes back
+            self._poll_loop.beat()  # ends a thread that was replaced: Redis returns its entries
             with self._lock:
-                for some in taken:  # what was heard meanwhile may be earlier
-                    self._next[some.slot] = min(self._next[some.slot], some.next_ms)
-            self._hand_on(taken)
+                for some in taken:  # an earlier time may have been published meanwhile
+                    self._read_at[some.slot] = min(self._read_at[some.slot], some.next_ms)
+            self._pass_on(taken)
         except BaseException:
-            self._look_at_all()
+            self._read_all_soon()
             raise
         if self._was_down or any(some.was_lost for some in taken):
-            if self._was_down:
-                self._events.attempt(
-                    "mover", "check", self._timer.link.check
-                )  # it may be another one now
+            if self._was_down:  # it may be another server now
+                self._events.attempt(self._poll_loop.name, "check", self._timer.link.check)
             self._was_down = False
-            self._look_at_all()
-            self._runtime.forget_armed()
+            self._read_all_soon()
+            self._sweep_loops.forget_armed()
         return 0
 
-    def _due(self) -> tuple[dict[Slot, int], float]:
-        """The slots that have something to do, and how much to take of each; else how long to rest at most."""
-        self._is_starved = True  # first, or room that comes after the look would not be heard of
+    def _slots_to_read(self) -> tuple[dict[Slot, int], float]:
+        """Return how many entries to take of each slot that is due, or how long to rest at most."""
+        self._needs_capacity = True  # first, or capacity that comes meanwhile would be missed
         now_us = self._clock.now_us()
-        # What waits for hours again, since the clock was set back, takes no room.
-        self._ahead = [
-            due_us for due_us in self._ahead if now_us < due_us <= now_us + AHEAD_MS * 1000
-        ]
-        room = self._dispatcher.room(len(self._ahead))
+        # If the clock was set back, entries may wait for hours again. They use no capacity.
+        latest_us = now_us + AHEAD_MS * 1000
+        self._ahead = [due_us for due_us in self._ahead if now_us < due_us <= latest_us]
+        capacity = self._dispatcher.capacity(len(self._ahead))
         with self._lock:
             self._follow_queues()
-            left_s = self._looks_at - monotonic()
-            if left_s <= 0:
-                self._looks_at, left_s = monotonic() + LOOK_S, LOOK_S
-                self._next = dict.fromkeys(self._next, LOOK_NOW)
-            due = {slot: at for slot, at in self._next.items() if at * 1000 <= now_us}
-            if due and room:
-                asked = {slot: 0 for slot, at in due.items() if at == LOOK_NOW}
-                asked |= share(min(room, BATCH_ROWS), due)
-                self._next |= dict.fromkeys(asked, NEVER)
-                return asked, 0
+            rest_s = self._read_all_at - monotonic()
+            if rest_s <= 0:
+                self._read_all_at, rest_s = monotonic() + READ_ALL_S, READ_ALL_S
+                self._read_at = dict.fromkeys(self._read_at, READ_NOW)
+            due = {slot: at for slot, at in self._read_at.items() if at * 1000 <= now_us}
+            if due and capacity:
+                wanted = {slot: 0 for slot, at in due.items() if at == READ_NOW}
+                wanted |= share(min(capacity, BATCH_ROWS), due)
+                self._read_at |= dict.fromkeys(wanted, inf)
+                return wanted, 0
             if not due:
-                self._is_starved = False
-                left_s = min(
-                    left_s, (min(self._next.values(), default=NEVER) * 1000 - now_us) / 1e6
-                )
-            return {}, left_s
+                self._needs_capacity = False
+                next_ms = min(self._read_at.values(), default=inf)
+                rest_s = min(rest_s, (next_ms * 1000 - now_us) / 1e6)
+            return {}, rest_s
 
-    def _hand_on(self, taken: list[Taken]) -> None:
+    def _pass_on(self, taken: list[Taken]) -> None:
         entries = list(chain.from_iterable(some.entries for some in taken))
         self._ahead += [entry.due_us for entry in self._timer.shifted(entries, 1)]
-        self._runtime.hold(entries)
-        self._handed_on, self._deletes_at = (
-            [some for some in taken if some.ticket],
-            monotonic() + DELETE_S,
-        )
+        self._near_entries.hold(entries)
+        self._passed_on = [some for some in taken if some.ticket]
+        self._delete_at = monotonic() + DELETE_S
         for some in taken:
             if some.dropped:
                 self._events.emit("entry.late", count=some.dropped)
-                for lane in self._dispatcher.lanes:
-                    self._dispatcher.drain(some.slot.queue, some.priorities, lane.shard)
+                for shard_queue in self._dispatcher.shard_queues:
+                    self._dispatcher.drain(some.slot.queue, some.priorities, shard_queue.shard)
             if some.refused:
-                self._runtime.refuse(
-                    "redis", ValueError(f"{some.refused} entries are not of our form")
-                )
+                error = ValueError(f"{some.refused} entries are not of our form")
+                self._refused_messages.refuse("redis", error)
             if some.returned:
                 self._events.emit("entry.returned", count=some.returned)
 
     def _follow_queues(self) -> None:
+        """Read the slots of the queues that the worker serves now. The caller holds the lock."""
         queues = self._processes.queues
         if queues != self._queues:
             self._queues = queues
             slots = [slot for queue in queues for slot in self._timer.slots(queue)]
-            self._next = {slot: self._next.get(slot, LOOK_NOW) for slot in slots}
+            self._read_at = {slot: self._read_at.get(slot, READ_NOW) for slot in slots}
 
-    def _start_over(self) -> None:
+    def _reconnect(self) -> None:
         self._timer.link.close()
-        self._looks_at = 0.0
+        self._read_all_at = 0.0
 
-    def _look_at_all(self) -> None:
-        """At the next turn; that one is not now while Redis is away, or there would be no rest between two tries."""
+    def _read_all_soon(self) -> None:
+        """Read all slots in the next turn. While Redis is down that turn comes after a rest."""
         with self._lock:
-            self._next = dict.fromkeys(self._next, LOOK_NOW)
+            self._read_at = dict.fromkeys(self._read_at, READ_NOW)
 
-    def _has_room(self) -> None:
-        if self._is_starved and self._dispatcher.room():
-            self._is_starved = False
-            self._redis_poller.wake()
+    # -- listening --------------------------------------------------------------------------------
 
-    # -- hear -------------------------------------------------------------------------------------
+    def _listen(self) -> float:
+        """Listen until the connection breaks or the queues change.
 
-    def _hear(self) -> float:
-        """Until the connection breaks or the queues change: what is armed before all that waits in its slot."""
+        Producers publish the time of an entry that is due before all others in its slot.
+        """
         link, queues, failures = self._timer.link, self._processes.queues, self._timer.link.failures
         if not queues:
             return REST_S
@@ -182,23 +204,23 @@ class RedisPoller:
         try:
             listener = self._timer.listen(queues)
             try:
-                self._look_at_all()  # nobody told us until now
-                self._redis_poller.wake()
-                while self._listener.is_running and (queues, failures) == (
+                self._read_all_soon()  # nothing was heard until now
+                self._poll_loop.wake()
+                while self._listen_loop.is_running and (queues, failures) == (
                     self._processes.queues,
                     link.failures,
                 ):
-                    self._listener.beat()
+                    self._listen_loop.beat()
                     message = listener.get_message(timeout=LISTEN_S)
                     if message is not None:
-                        self._take_in(message, slots)
+                        self._receive(message, slots)
             finally:
                 listener.close()
-        except (*FAILURES, ValueError):  # the last one when it is closed meanwhile
-            return REST_S  # the mover tells of it
+        except (*FAILURES, ValueError):  # ValueError if the connection is closed meanwhile
+            return REST_S  # the poll loop reports that Redis is down, with the error
         return 0
 
-    def _take_in(
+    def _receive(
         self, message: Mapping[str, bytes], slots: Mapping[tuple[bytes, bytes], Slot]
     ) -> None:
         try:
@@ -206,26 +228,29 @@ class RedisPoller:
             slot, due_ms = slots[message["channel"], name], float(due)
             if not math.isfinite(due_ms):
                 raise ValueError("no time")
-            self._heard(slot, due_ms)
-        except (KeyError, ValueError):  # anybody may publish there
-            self._runtime.refuse(
-                "redis", ValueError(f"not of our form, on {message['channel']!r:.200}")
-            )
+        except (KeyError, ValueError):  # any client of Redis can publish there
+            error = ValueError(f"not of our form, on {message['channel']!r:.200}")
+            self._refused_messages.refuse("redis", error)
+        else:
+            self._plan_read(slot, due_ms)
 
-    def _heard(self, slot: Slot, due_ms: float) -> None:
-        takes_at = max(due_ms - AHEAD_MS, LOOK_NOW)
+    def _plan_read(self, slot: Slot, due_ms: float) -> None:
+        read_at = max(due_ms - AHEAD_MS, READ_NOW)
         with self._lock:
-            if takes_at >= self._next.get(slot, LOOK_NOW):
+            if read_at >= self._read_at.get(slot, READ_NOW):
                 return
-            self._next[slot] = takes_at
-        self._redis_poller.wake()
+            self._read_at[slot] = read_at
+        self._poll_loop.wake()
 
 
-def share(room: int, due: Mapping[Slot, float]) -> dict[Slot, int]:
-    """How much to take of which of the slots that are due, by their times: of the highest priority first, then of
-    those that were due first; and of no more slots than there is room for."""
-    first = max(slot.priority for slot in due)
-    slots = [slot for slot in due if slot.priority == first]
-    random.shuffle(slots)  # or all workers would come to the same one
-    slots = sorted(slots, key=due.__getitem__)[:room]
-    return dict.fromkeys(slots, -(-room // len(slots)))
+def share(capacity: int, due: Mapping[Slot, float]) -> dict[Slot, int]:
+    """Return how many entries to take of each slot that is due.
+
+    Only slots of the highest priority are read, those that were due first come first, and there
+    are no more slots than there is capacity.
+    """
+    highest = max(slot.priority for slot in due)
+    slots = [slot for slot in due if slot.priority == highest]
+    random.shuffle(slots)  # or all workers would read the same one
+    slots = sorted(slots, key=due.__getitem__)[:capacity]
+    return dict.fromkeys(slots, -(-capacity // len(slots)))

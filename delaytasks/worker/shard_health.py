@@ -1,4 +1,4 @@
-"""Shards that may be down: who asks them, and who is told."""
+"""Which shards answer. A shard that may be down is asked in a thread that can wait for it."""
 
 from __future__ import annotations
 
@@ -8,63 +8,68 @@ from typing import Any
 
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.events import Events
-from delaytasks.worker.database_outages import Outages
-from delaytasks.worker.shard_queue import SILENT_S, ShardQueue
+from delaytasks.worker.database_health import DatabaseOutages
+from delaytasks.worker.shard_queue import SHARD_ANSWER_S, ShardQueue
 
 
 class ShardHealth:
-    """Thread-safe, by the lock of the dispatcher whose lanes they are."""
+    """Thread-safe, by the lock of the dispatcher that owns the shard queues."""
 
     def __init__(
         self,
-        lanes: Sequence[ShardQueue],
+        shard_queues: Sequence[ShardQueue],
         lock: threading.RLock,
         events: Events,
-        answered: Callable[[], None],
+        on_answer: Callable[[], None],
     ) -> None:
-        self._lanes = lanes
+        self._shard_queues = shard_queues
         self._lock = lock
-        self.outages = Outages(events)
-        self._answered = answered
+        self.outages = DatabaseOutages(events)
+        self._on_answer = on_answer
 
-    def hear(self, shard: int, question: Callable[[], object]) -> bool:
-        """Asks a shard that is in doubt, in the caller's thread; False if it is down. With one shard nobody asks."""
-        lane = self._lanes[shard]
+    def check(self, shard: int, ask: Callable[[], object]) -> bool:
+        """Call `ask` in this thread if it is uncertain whether the shard answers.
+
+        Return False if the shard is down. A single shard is never asked: its chunks find out.
+        """
+        shard_queue = self._shard_queues[shard]
         with self._lock:
-            if len(self._lanes) == 1 or not lane.is_in_doubt():
+            if len(self._shard_queues) == 1 or not shard_queue.needs_question():
                 return True
-            lane.asked()
+            shard_queue.mark_asked()
         try:
-            question()
+            ask()
         except StoreUnavailableError as error:
             with self._lock:
-                lane.failed()
-            self._tell_down(lane, str(error))
+                shard_queue.mark_failed()
+            self._mark_down(shard_queue, str(error))
             return False
         with self._lock:
-            lane.is_down = False
-            lane.answered()
-        self.outages.up(shard)
-        self._answered()
+            shard_queue.is_down = False
+            shard_queue.mark_answered()
+        self.outages.mark_up(shard)
+        self._on_answer()
         return True
 
-    def tell_silent(self) -> None:
-        """Shards that owe an answer: whoever asked may be waiting for it still."""
-        for lane in self._lanes:
-            if lane.is_silent():
-                self._tell_down(lane, f"shard {lane.shard} has not answered for {SILENT_S:g} s")
+    def check_answers(self) -> None:
+        """Mark the shards that owe an answer; the thread that asked may still be waiting."""
+        for shard_queue in self._shard_queues:
+            if shard_queue.is_silent():
+                error = f"shard {shard_queue.shard} has not answered for {SHARD_ANSWER_S:g} s"
+                self._mark_down(shard_queue, error)
+        self.outages.check_answers()
 
     def info(self) -> dict[int, dict[str, Any]]:
         return {
-            lane.shard: {
-                "is_up": not lane.is_down,
-                "waiting": lane.waiting,
-                "chunks": len(lane.in_flight),
+            shard_queue.shard: {
+                "is_up": not shard_queue.is_down,
+                "waiting": shard_queue.waiting,
+                "chunks": len(shard_queue.in_flight),
             }
-            for lane in self._lanes
+            for shard_queue in self._shard_queues
         }
 
-    def _tell_down(self, lane: ShardQueue, error: str) -> None:
+    def _mark_down(self, shard_queue: ShardQueue, error: str) -> None:
         with self._lock:
-            lane.is_down = True
-        self.outages.down(lane.shard, error)
+            shard_queue.is_down = True
+        self.outages.mark_down(shard_queue.shard, error)

@@ -1,5 +1,8 @@
-"""A worker without Celery's consumer: the desk and a pool, and no broker. Its main thread is the event loop of a pool
-of processes; or it runs tasks itself, as a solo pool has it, and does in between what the desk wants done there."""
+"""A worker without a broker: it has a worker runtime and a pool, but no consumer.
+
+Its main thread is the event loop of a pool of processes. Or it runs tasks itself, like a solo pool,
+and makes the calls of the runtime in between.
+"""
 
 from __future__ import annotations
 
@@ -18,35 +21,45 @@ from kombu.asynchronous import Hub, set_event_loop
 
 from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.maintenance.sweeper import tell_lapsed
-from delaytasks.worker.heap import keep_what_is_loaded
-from delaytasks.worker.runtime import WorkerRuntime
+from delaytasks.worker.building import build_runtime
+from delaytasks.worker.pool import freeze_loaded_objects
 from delaytasks.worker.time_limits import check_time_limits
 
 if TYPE_CHECKING:
     from delaytasks.app import DelayTasks
+    from delaytasks.execution.runner import Report
     from delaytasks.sharding.shard import Shard
 
-#: How often it is asked whether all is over.
-LOOK_S = 0.1
-#: How long the last words of a process that died are waited for.
-LOST_S = 1.0
+#: How often the worker asks whether all work is done.
+DONE_CHECK_S = 0.1
+#: How long the pool waits for the last messages of a process that died.
+LOST_PROCESS_WAIT_S = 1.0
 
 
 class StandaloneWorker:
-    """What a Celery worker is to the desk. Without processes of its own it runs tasks in this one."""
+    """Takes the place of a Celery worker. Without processes of its own it runs tasks in this one.
+
+    With `polls_table` it runs until it is stopped, and takes its share of the near tasks. Otherwise
+    it only drains what it is asked to. `on_report` and `row_budget` are passed to the dispatcher.
+    """
 
     consumer = None
 
     def __init__(
-        self, delays: DelayTasks, queues: Sequence[str], processes: int | None, looks: bool
+        self,
+        delays: DelayTasks,
+        queues: Sequence[str],
+        processes: int | None,
+        polls_table: bool,
+        on_report: Callable[[Report], None] | None = None,
+        row_budget: int | None = None,
     ) -> None:
-        """With `looks` it is there for good, and takes its part of what is near; else it does what it is told to."""
         delays.go_direct()
         self._delays = delays
+        self._polls_table = polls_table
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._is_stopping = self._is_over = False
+        self._is_stopping = self._is_done = False
         self._was_current = getattr(_state._tls, "current_app", None)
-        self.looks = looks
         app = delays.celery
         app.set_current()
         self.hostname = f"drain{os.getpid()}-{secrets.token_hex(2)}@{socket.gethostname()}"
@@ -56,10 +69,11 @@ class StandaloneWorker:
         self.hub = None if processes is None else set_event_loop(Hub())
         self.pool = self._make_pool(app, processes)
         if processes is not None:
-            delays.processes.serve(self.hostname, self.pool)
-        delays.processes.leaves_rows = looks
+            delays.processes.serve(self.hostname, self.pool, leaves_rows=polls_table)
         delays.processes.queues = list(queues) or [ALL_QUEUES]
-        self.runtime = WorkerRuntime(delays, self)
+        self.runtime = build_runtime(
+            delays, self, polls_table=polls_table, on_report=on_report, row_budget=row_budget
+        )
 
     def _make_pool(self, app: Any, processes: int | None) -> Any:
         conf, kind = app.conf, get_implementation("solo" if processes is None else "prefork")
@@ -69,76 +83,79 @@ class StandaloneWorker:
             initargs=(app, self.hostname),
             maxtasksperchild=conf.worker_max_tasks_per_child,
             max_memory_per_child=conf.worker_max_memory_per_child,
-            lost_worker_timeout=LOST_S,
+            lost_worker_timeout=LOST_PROCESS_WAIT_S,
             max_restarts=100,
             threads=False,
             putlocks=False,  # the dispatcher sends no more chunks than there are processes
         )
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """As a hub has it, where there is none."""
+        """Take the place of the event loop's method if there is no event loop."""
         self._calls.put(call)
 
     def start(self) -> None:
-        """`ConfigError` if it can not do what it is for."""
-        if self.looks:
+        """Start the pool and the runtime. Raise `ConfigError` if the configuration is wrong."""
+        runtime = self.runtime
+        if self._polls_table:
             self._delays.check_ready()
-            check_time_limits(self._delays, self.pool)
+            queues = runtime.processes.queues
+            check_time_limits(runtime.registry, self._delays.queues, queues, self.pool)
         if self.hub is not None:
-            keep_what_is_loaded()
-        self.pool.start()  # forks, before there are threads
-        self.runtime.start()
+            freeze_loaded_objects()
+        self.pool.start()  # it forks, so it starts before there are threads
+        runtime.start()
 
-    def run(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Until somebody stops it, or all is over, which is asked when there is nothing else to do."""
+    def run(self, is_done: Callable[[], bool] = lambda: False) -> None:
+        """Run until `stop_soon` is called, or until `is_done` returns True in an idle moment."""
         if self.hub is not None:
-            self._run_hub(self.hub, is_over)
+            self._run_hub(self.hub, is_done)
             return
         while not self._is_stopping:
             try:
-                call = self._calls.get(timeout=LOOK_S)
+                call = self._calls.get(timeout=DONE_CHECK_S)
             except Empty:
-                if is_over():
+                if is_done():
                     return
             else:
                 call()
 
-    def _run_hub(self, hub: Hub, is_over: Callable[[], bool]) -> None:
-        def look() -> None:
-            self._is_over = is_over()
+    def _run_hub(self, hub: Hub, is_done: Callable[[], bool]) -> None:
+        def check() -> None:
+            self._is_done = is_done()
 
         self.pool.register_with_event_loop(hub)
-        hub.call_repeatedly(LOOK_S, look)
+        hub.call_repeatedly(DONE_CHECK_S, check)
         loop = hub.create_loop()
-        while not (self._is_stopping or self._is_over):
+        while not (self._is_stopping or self._is_done):
             next(loop)
 
     def stop_soon(self) -> None:
-        """Also for signal handlers."""
+        """End `run`. Signal handlers may call this."""
         self._is_stopping = True
 
     def stop(self) -> None:
-        """Gives back what is held, and waits for what runs."""
+        """Send back what is held, and wait for running tasks."""
         self.runtime.stop()
         self.pool.stop()
         self._close()
 
     def abandon(self) -> None:
-        """What runs now is given up: others may have it, as if these processes had died."""
-        self.runtime.stop()
-        delays = self._delays
+        """Kill running tasks, and release their rows as if their processes had died."""
+        runtime = self.runtime
+        runtime.stop()
         pids = self._pids()
         for pid in pids:
             if pid != os.getpid():
                 os.kill(pid, signal.SIGKILL)
         self.pool.terminate()
-        names = [delays.processes.name(pid) for pid in pids]
-        delays.routes.each(partial(self._release, names))
+        names = [runtime.processes.name(pid) for pid in pids]
+        runtime.router.each(partial(self._release, names))
         self._close()
 
     def _release(self, names: Sequence[str], shard: Shard) -> None:
-        lapsed = shard.store.leases.release(names, self._delays.settings.max_lost_leases)
-        tell_lapsed(self._delays.events, lapsed)
+        runtime = self.runtime
+        lapsed = shard.store.leases.release(names, runtime.settings.max_lost_leases)
+        tell_lapsed(runtime.events, lapsed)
 
     def _pids(self) -> Sequence[int]:
         try:
@@ -147,10 +164,10 @@ class StandaloneWorker:
             return []  # it has stopped
 
     def _close(self) -> None:
-        """The process may go on with something else."""
+        """Undo what concerns the whole process, which may continue with other work."""
         for loop in self.runtime.watchdog.loops:
             loop.stop()
-        for shard in self._delays.shards:
+        for shard in self.runtime.shards:
             shard.clock.refreshes_inline = True
             shard.policies.is_led = False
         if self.hub is not None:

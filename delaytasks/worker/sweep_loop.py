@@ -1,158 +1,218 @@
-"""Sweeps a shard in a thread of the worker's main process, never behind busy pool processes: when beat's message asks
-for it, or when nobody swept for a while."""
+"""Sweeps a shard in a thread of the worker's main process, so that no sweep waits for the pool.
+
+It sweeps when a message of beat requests it, or when no worker has swept for a while.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.clock import monotonic
+from delaytasks.core.events import Events
 from delaytasks.core.inputs import ALL_QUEUES
+from delaytasks.core.interfaces import Timer
 from delaytasks.core.loop import Loop
+from delaytasks.core.settings import Settings
 from delaytasks.core.text import DEFER_MAX_S
 from delaytasks.maintenance.sweeper import DIRECT, DRAIN, SILENT_SWEEPS
-from delaytasks.worker.contact import Contact
-from delaytasks.worker.database_pace import DatabasePace
+from delaytasks.processors.registry import Registry
+from delaytasks.worker.database_health import DatabaseContact, DatabasePace
 
 if TYPE_CHECKING:
-    from delaytasks.app import DelayTasks
     from delaytasks.sharding.shard import Shard
+    from delaytasks.worker.dispatcher import Dispatcher
+    from delaytasks.worker.processes import Processes
 
-#: How often a worker asks whether somebody swept. Without beat a sweep comes so much after `self_sweep_s` at most.
-CHECK_S = 1.0
+#: How often a worker looks for partitions that no worker swept. Without beat a sweep comes at most
+#: this much later than `self_sweep_s`.
+STALE_CHECK_S = 1.0
+#: The longest rest between two turns of the loop.
+SWEEP_LOOP_REST_S = 1.0
 
 
 class SweepLoop:
-    def __init__(self, delays: DelayTasks, shard: Shard, worker: Any) -> None:
-        self._delays = delays
+    """The sweeps of one shard.
+
+    With `polls_table` this worker looks for near tasks in the table itself, and counts as one of
+    the workers that share them.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        settings: Settings,
+        events: Events,
+        processes: Processes,
+        registry: Registry,
+        timer: Timer,
+        dispatcher: Dispatcher,
+        pool: Any,
+        hostname: str,
+        polls_table: bool,
+    ) -> None:
         self._shard = shard
-        self._worker = worker
+        self._settings = settings
+        self._events = events
+        self._processes = processes
+        self._registry = registry
+        self._timer = timer
+        self._dispatcher = dispatcher
+        self._pool = pool
+        self._hostname = hostname
         self._lock = threading.Lock()
-        self._asked: set[int] = set()
-        self._forgets = threading.Event()
-        self._seen_at = self._checked_at = float("-inf")
+        self._requested: set[int] = set()
+        self._must_forget = threading.Event()
+        self._reported_at = self._checked_at = float("-inf")
         self._started_at = monotonic()
         self._has_begun = False
-        self._pace = DatabasePace(delays.events, shard.number)
-        # The loop asks the database about once in `sweep_s`, and rests for up to a second besides.
-        self._contact = Contact(SILENT_SWEEPS * delays.settings.sweep_s / 2 + 1)
+        self._pace = DatabasePace(events, shard.number)
+        # The loop asks the database about once in `sweep_s`, and rests for up to a second more.
+        self._contact = DatabaseContact(SILENT_SWEEPS * settings.sweep_s / 2 + SWEEP_LOOP_REST_S)
         self._workers: set[tuple[str, object]] = set()
-        #: Whether this worker looks for what is near itself, and is counted among those who do.
-        self._is_direct = delays.settings.timer == "direct" and getattr(worker, "looks", True)
-        self._kind = (
-            DIRECT if self._is_direct else DRAIN if delays.settings.timer == "direct" else ""
-        )
-        #: Nobody need ask for sweeps where there is no broker.
-        self._patience_s = (
-            delays.settings.sweep_s if self._is_direct else delays.settings.self_sweep_s
-        )
-        # A statement on a big table may take its time; what consists of many says after each that it goes on.
-        stuck_s = 2 * delays.settings.self_sweep_s
-        self.loop = Loop(shard.named("sweep"), self._turn, delays.events, stuck_s, shard.close)
+        is_direct = settings.timer == "direct"
+        self._polls_table = is_direct and polls_table
+        self._kind = DIRECT if self._polls_table else DRAIN if is_direct else ""
+        #: Without a broker no message can request a sweep, so none is waited for.
+        self._patience_s = settings.sweep_s if self._polls_table else settings.self_sweep_s
+        # One statement on a large table may take long. A stage of many calls `beat` after each.
+        stuck_s = 2 * settings.self_sweep_s
+        self.loop = Loop(shard.named("sweep"), self._turn, events, stuck_s, shard.close)
 
-    def request(self, house: int | None) -> None:
+    def request(self, partition: int | None) -> None:
+        """Sweep this partition soon, or all partitions."""
+        partitions = range(self._settings.houses) if partition is None else [partition]
         with self._lock:
-            self._asked.update(range(self._delays.settings.houses) if house is None else [house])
+            self._requested.update(partitions)
         self.loop.wake()
 
-    def forget(self) -> None:
-        """The broker was away: what waited in it may be lost, and is armed again by the next sweep."""
-        self._forgets.set()
+    def forget_armed(self) -> None:
+        """Make the next sweep arm all near tasks again, since the timer may have lost some."""
+        self._must_forget.set()
         self.loop.wake()
 
     def stop(self) -> None:
         self.loop.stop()
-        try:
-            self._shard.store.workers.gone(self._worker.hostname)
-        except Exception as error:
-            self._delays.events.emit(
-                "loop.failed", loop=self.loop.name, error=str(error), cause=error
-            )
+        self._events.attempt(
+            self.loop.name, "sign off", lambda: self._shard.store.workers.gone(self._hostname)
+        )
 
     def _turn(self) -> float:
-        """What fails is told, tried again at the next turn, and keeps nothing else from being done."""
-        attempt, settings = (
-            partial(self._delays.events.attempt, self.loop.name),
-            self._delays.settings,
-        )
-        if monotonic() - self._seen_at >= settings.sweep_s and not attempt("seen", self._tell_seen):
-            self._contact.failed()
-        # Those who read by themselves begin with that.
-        begin = partial(self._shard.sweeper.begin, self._delays.processes.queues)
-        self._has_begun = self._has_begun or bool(self._kind) or attempt("begin", begin)
-        if self._forgets.is_set():
-            attempt("forget", self._forget_armed)
+        """Take one turn. A stage that fails is repeated in the next turn and stops no other one."""
+        attempt = partial(self._events.attempt, self.loop.name)
+        is_due = monotonic() - self._reported_at >= self._settings.sweep_s
+        if is_due and not attempt("report", self._report_alive):
+            self._contact.mark_failed()
+        if not self._has_begun:
+            # A worker that polls the table, or drains it, looks for overdue tasks anyway.
+            begin = partial(self._shard.sweeper.begin, self._processes.queues, self._drain_here)
+            self._has_begun = bool(self._kind) or attempt("begin", begin)
+        if self._must_forget.is_set():
+            attempt("forget", self._forget_armed_rows)
         with self._lock:
-            asked, self._asked = self._asked, set()
-        for house in sorted(asked):
-            if not attempt(f"house {house}", partial(self._sweep, house)):
-                self._contact.failed()
+            requested, self._requested = self._requested, set()
+        for partition in sorted(requested):
+            if not attempt(f"partition {partition}", partial(self._sweep, partition)):
+                self._contact.mark_failed()
                 with self._lock:
-                    self._asked.add(house)
-        is_due = monotonic() - self._checked_at >= min(CHECK_S, self._patience_s / 2)
+                    self._requested.add(partition)
+        is_due = monotonic() - self._checked_at >= min(STALE_CHECK_S, self._patience_s / 2)
         if is_due and not attempt("stale", self._sweep_stale):
-            self._contact.failed()
-        return min(settings.sweep_s, 1.0)
+            self._contact.mark_failed()
+        return min(self._settings.sweep_s, SWEEP_LOOP_REST_S)
 
-    def _sweep(self, house: int) -> None:
-        self._shard.sweeper.sweep(house, self._go_on, self._contact.seconds)
+    def _sweep(self, partition: int) -> None:
+        self._shard.sweeper.sweep(
+            partition, self._note_answer, self._contact.seconds, self._drain_here
+        )
 
-    def _go_on(self) -> None:
+    def _drain_here(self, queue: str, priorities: Sequence[int]) -> bool:
+        """Drain a queue in this worker; return False if the worker does not serve it."""
+        is_served = queue in self._processes.queues
+        if is_served:
+            self._dispatcher.drain(queue, priorities, self._shard.number)
+        return is_served
+
+    def _note_answer(self) -> None:
         """Called at each step of a sweep, after the database has answered."""
         self.loop.beat()
-        self._contact.answered()
+        self._contact.mark_answered()
 
-    def _tell_seen(self) -> None:
-        delays, pool = self._delays, self._worker.pool
-        began = monotonic()
-        self._shard.store.workers.seen(
-            self._worker.hostname,
-            delays.processes.queues,
-            self._kind + type(pool).__module__.rpartition(".")[2],
-            int(pool.limit or 1),
+    def _report_alive(self) -> None:
+        """Write this worker's row, and read which workers are alive."""
+        store, began = self._shard.store, monotonic()
+        store.workers.seen(
+            self._hostname,
+            self._processes.queues,
+            self._kind + type(self._pool).__module__.rpartition(".")[2],
+            int(self._pool.limit or 1),
             int(self._shard.clock.offset_s * 1e6),
-            [processor.tag for processor in delays.registry],
+            self._tags(),
         )
-        self._seen_at = monotonic()
-        self._contact.answered()
-        self._pace.took(self._seen_at - began)
-        workers = {
-            (worker["name"], worker["started_at"]) for worker in self._shard.store.workers.alive()
-        }
-        if (
-            workers != self._workers
-        ):  # one that begins, or is left alone, may be the first one that knows a tag
+        self._reported_at = monotonic()
+        self._contact.mark_answered()
+        self._pace.record(self._reported_at - began)
+        workers = {(worker["name"], worker["started_at"]) for worker in store.workers.alive()}
+        if workers != self._workers:
+            # A worker that begins, or that is left alone, may be the first one that knows a tag.
             self._bring_forward()
             self._workers = workers
 
-    def _bring_forward(self) -> None:
-        """What others put off since they had no processor for it need not wait for us."""
-        delays = self._delays
-        tags = [processor.tag for processor in delays.registry]
-        queues = None if ALL_QUEUES in delays.processes.queues else delays.processes.queues
-        entries = self._shard.store.deferred_rows.bring_forward(tags, queues, DEFER_MAX_S)
-        if entries:
-            delays.events.emit("task.brought_forward", count=len(entries), shard=self._shard.number)
-            delays.inline_timer.arm(entries)
+    def _tags(self) -> list[str]:
+        return [processor.tag for processor in self._registry]
 
-    def _forget_armed(self) -> None:
-        self._forgets.clear()  # first: the broker may go away again meanwhile
+    def _bring_forward(self) -> None:
+        """Bring forward the rows that other workers deferred because they had no processor."""
+        served = self._processes.queues
+        queues = None if ALL_QUEUES in served else served
+        deferred_rows = self._shard.store.deferred_rows
+        entries = deferred_rows.bring_forward(self._tags(), queues, DEFER_MAX_S)
+        if entries:
+            self._events.emit("task.brought_forward", count=len(entries), shard=self._shard.number)
+            self._timer.arm(entries)
+
+    def _forget_armed_rows(self) -> None:
+        self._must_forget.clear()  # first, since the broker may fail again meanwhile
         try:
             self._shard.store.sweeps.forget_armed()
         except Exception:
-            self._forgets.set()
+            self._must_forget.set()
             raise
 
     def _sweep_stale(self) -> None:
-        delays, settings = self._delays, self._delays.settings
-        for house in self._shard.store.sweeps.stale_houses(settings.houses, self._patience_s):
-            if not self._is_direct and monotonic() - self._started_at > settings.self_sweep_s:
-                delays.events.emit(
+        """Sweep the partitions that no worker has swept for a while."""
+        settings, sweeps = self._settings, self._shard.store.sweeps
+        has_waited = monotonic() - self._started_at > settings.self_sweep_s
+        for partition in sweeps.stale_houses(settings.houses, self._patience_s):
+            if has_waited and not self._polls_table:
+                self._events.emit(
                     "sweep.self",
-                    house=house,
+                    house=partition,
                     shard=self._shard.number,
                     remedy="is celery beat running, and does the broker answer?",
                 )
-            self._sweep(house)
+            self._sweep(partition)
         self._checked_at = monotonic()
+
+
+class SweepLoops:
+    """The sweep loops of all shards."""
+
+    def __init__(self, sweep_loops: Sequence[SweepLoop]) -> None:
+        self._sweep_loops = sweep_loops
+        self.loops = [one.loop for one in sweep_loops]
+
+    def request(self, partition: int | None) -> None:
+        """Sweep this partition of each shard soon, or all partitions."""
+        for one in self._sweep_loops:
+            one.request(partition)
+
+    def forget_armed(self) -> None:
+        """Make the next sweeps arm all near tasks again, since the timer may have lost some."""
+        for one in self._sweep_loops:
+            one.forget_armed()
+
+    def stop(self, shard: Shard) -> None:
+        self._sweep_loops[shard.number].stop()

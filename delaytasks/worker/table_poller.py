@@ -1,8 +1,9 @@
-"""With the `direct` timer near tasks wait in the table. Here a worker looks for them, shortly before they are due and
-often enough, and holds them in its wheel until then.
+"""Reads near tasks from the table, which is where they wait with the timer `direct`.
 
-Where the database tells of what is scheduled for soon, it is listened to, and looked at once a second. Elsewhere, and
-while nobody can be heard, it is looked at more often, the sooner after something was found too late.
+A worker reads the rows shortly before they are due, and holds them until then. If the database can
+send notices about tasks that are due soon, the worker listens to them and reads the table once a
+second. Otherwise, and while no notices arrive, it reads the table more often, and even more often
+after it found a task too late.
 """
 
 from __future__ import annotations
@@ -12,165 +13,166 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from delaytasks.core.clock import from_us, monotonic
+from delaytasks.core.events import Events
 from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.interfaces import Entry, by_shard
 from delaytasks.core.loop import Loop
+from delaytasks.core.settings import Settings
 from delaytasks.maintenance.overdue_queues import MOST_OTHERS, OverdueQueues
-from delaytasks.timers.direct import LOOK_S, SLACK_S
+from delaytasks.scheduling.queue_routing import QueueRouting
+from delaytasks.timers.direct import LOOK_S, SLACK_S, DirectTimer
+from delaytasks.worker.dispatcher import Dispatcher
+from delaytasks.worker.message_strategy import RefusedMessages
+from delaytasks.worker.near_entries import NearEntries
 from delaytasks.worker.notify_listener import NotifyListener
-from delaytasks.worker.worker_shares import Members, serves
+from delaytasks.worker.worker_shares import WorkerShares, serves
 
 if TYPE_CHECKING:
     from delaytasks.sharding.shard import Shard
-    from delaytasks.worker.runtime import WorkerRuntime
+    from delaytasks.worker.processes import Processes
 
-#: Between two looks at a table that tells nothing: it grows from one to the other while nothing is found late.
-LEAST_S, MOST_S = 0.02, 0.5
-GROWTH = 1.5
-#: Rows in one look; there are more, and the next look comes soon.
-MOST_ROWS = 2000
-#: How often it is looked for what is late, and for who else looks.
-LATE_S = 1.0
-#: A look waits for a database that is slow.
-STUCK_S = 10.0
+#: The rest between two reads of a table without notices. It grows from the first to the second
+#: bound, by this factor, while no task is found late.
+MIN_REST_S, MAX_REST_S = 0.02, 0.5
+REST_GROWTH = 1.5
+#: Rows in one read. If there are more, the next read comes soon.
+MAX_READ_ROWS = 2000
+#: How often the poller looks for overdue tasks, and for other workers.
+OVERDUE_CHECK_S = 1.0
+#: A turn that takes longer is stuck. A read may wait for a slow database.
+POLL_STUCK_S = 10.0
 
 
 class TablePoller:
-    """Of one shard."""
+    """The poller of one shard."""
 
-    def __init__(self, runtime: WorkerRuntime, shard: Shard, hostname: str) -> None:
-        self._runtime = runtime
+    def __init__(
+        self,
+        shard: Shard,
+        settings: Settings,
+        events: Events,
+        processes: Processes,
+        queue_routing: QueueRouting,
+        dispatcher: Dispatcher,
+        near_entries: NearEntries,
+        refused_messages: RefusedMessages,
+        hostname: str,
+    ) -> None:
         self._shard = shard
-        self._settings = runtime.delays.settings
-        self._processes = runtime.delays.processes
-        self._members = Members(hostname)
-        #: What was handed on, and when it is due: it is still there when we look again.
-        self._handed: dict[tuple[int, int], int] = {}
-        self._pause_s = LEAST_S
-        self._late_at = 0.0
-        self._overdue = OverdueQueues(shard.store.sweeps, self._settings.grace_s)
-        self.loop = Loop(
-            shard.named("reader"), self._look, runtime.delays.events, STUCK_S, shard.close
-        )
-        self.listener = NotifyListener(
-            shard,
-            runtime.delays.events,
-            self.take,
-            self.look_now,
-            partial(runtime.refuse, "notice"),
-        )
+        self._settings = settings
+        self._processes = processes
+        self._queue_routing = queue_routing
+        self._dispatcher = dispatcher
+        self._near_entries = near_entries
+        self._shares = WorkerShares(hostname)
+        #: The rows that were passed on, which the next read may find again, and their due times.
+        self._passed_on: dict[tuple[int, int], int] = {}
+        self._rest_s = MIN_REST_S
+        self._overdue_check_at = 0.0
+        self._overdue = OverdueQueues(shard.store.sweeps, settings.grace_s)
+        self.loop = Loop(shard.named("table_poller"), self._turn, events, POLL_STUCK_S, shard.close)
+        refuse = partial(refused_messages.refuse, "notice")
+        self.listener = NotifyListener(shard, events, self.take, self.wake, refuse)
         self.loops = [self.loop, self.listener.loop]
 
     def stop(self) -> None:
         self.listener.stop()
         self.loop.stop()
 
-    def look_now(self) -> None:
-        """At who looks as well, too."""
-        self._late_at = 0.0
+    def wake(self) -> None:
+        """Read the table now, as well as the list of workers."""
+        self._overdue_check_at = 0.0
         self.loop.wake()
 
     def take(self, entries: Iterable[Entry]) -> Sequence[Entry]:
-        """Of those that are near: what is ours, and was not handed on before. Any thread may call."""
+        """Hold those near entries that are this worker's and were not passed on before.
+
+        Return them. Any thread may call this.
+        """
         mine = [
             entry
             for entry in entries
-            if entry[:2] not in self._handed
+            if entry[:2] not in self._passed_on
             and serves(self._processes.queues, entry.queue)
-            and self._members.is_mine(entry)
+            and self._shares.is_mine(entry)
         ]
-        self._handed.update((entry[:2], entry.due_us) for entry in mine)
+        self._passed_on.update((entry[:2], entry.due_us) for entry in mine)
         if mine:
-            self._runtime.hold(mine)
+            self._near_entries.hold(mine)
         return mine
 
-    # -- look -------------------------------------------------------------------------------------
+    # -- reading ----------------------------------------------------------------------------------
 
-    def _look(self) -> float:
-        if not self._runtime.dispatcher.shard_health.hear(
-            self._shard.number, lambda: self._shard.store.tasks.now()
-        ):
+    def _turn(self) -> float:
+        number, store = self._shard.number, self._shard.store
+        if not self._dispatcher.shard_health.check(number, lambda: store.tasks.now()):
             return LOOK_S
-        looks_late = monotonic() >= self._late_at
-        if looks_late:
-            self._late_at = monotonic() + LATE_S
-            self._learn_members()
+        checks_overdue = monotonic() >= self._overdue_check_at
+        if checks_overdue:
+            self._overdue_check_at = monotonic() + OVERDUE_CHECK_S
+            alive, now = store.workers.alive(), self._shard.clock.now()
+            self._shares.learn(alive, now, self._settings.sweep_s)
         now_us, grace_us = self._shard.clock.now_us(), self._settings.grace_s * 1e6
-        rest_s = LOOK_S if self.listener.hears else self._pause_s
-        until_us = now_us + (rest_s + SLACK_S) * 1e6
-        found = self._shard.store.sweeps.look(
+        until_us = now_us + (self._normal_rest_s() + SLACK_S) * 1e6
+        found = store.sweeps.look(
             from_us(int(now_us - grace_us)),
             from_us(int(until_us)),
-            MOST_ROWS,
+            MAX_READ_ROWS,
             self._shard.policies.known,
         )
         mine = self.take(found)
-        if looks_late:
-            self._ask_for_late()
-        self._handed = {
-            name: due for name, due in list(self._handed.items()) if due > now_us - 2 * grace_us
-        }
-        rest_s = self._rest(mine, now_us)
-        if (
-            len(found) == MOST_ROWS
-        ):  # there are more, later than these, which are looked for before they are due
+        if checks_overdue:
+            self._drain_overdue()
+        passed_on = list(self._passed_on.items())
+        self._passed_on = {name: due for name, due in passed_on if due > now_us - 2 * grace_us}
+        self._adapt_rest(any(entry.due_us <= now_us for entry in mine))
+        rest_s = self._normal_rest_s()
+        if len(found) == MAX_READ_ROWS:
+            # There are more rows, which are due later than these. Read them before they are due.
             rest_s = min(rest_s, (found[-1].due_us - now_us) / 2e6)
-        return max(rest_s, LEAST_S)
+        return max(rest_s, MIN_REST_S)
 
-    def _rest(self, mine: Sequence[Entry], now_us: int) -> float:
-        if any(entry.due_us <= now_us for entry in mine):
-            self._pause_s = LEAST_S
-        else:
-            self._pause_s = min(self._pause_s * GROWTH, MOST_S)
-        return LOOK_S if self.listener.hears else self._pause_s
+    def _normal_rest_s(self) -> float:
+        return LOOK_S if self.listener.is_listening else self._rest_s
 
-    def _learn_members(self) -> None:
-        store, settings = self._shard.store, self._settings
-        self._members.learn(store.workers.alive(), self._shard.clock.now(), settings.sweep_s)
+    def _adapt_rest(self, was_late: bool) -> None:
+        self._rest_s = MIN_REST_S if was_late else min(self._rest_s * REST_GROWTH, MAX_REST_S)
 
-    def _ask_for_late(self) -> None:
-        """What nobody took in time, whoever's it was."""
-        dispatcher, number = self._runtime.dispatcher, self._shard.number
+    def _drain_overdue(self) -> None:
+        """Drain what no worker took in time, whichever worker's it was."""
+        number = self._shard.number
         queues = set(self._processes.queues)
         serves_all = ALL_QUEUES in queues
         if serves_all:
-            queues = self._runtime.delays.queues.all()
+            queues = self._queue_routing.all()
         late = self._overdue.of_named(queues, self.loop.beat)
-        if serves_all:  # no more than can have their turn soon: the queues that are known have theirs in between
-            late |= self._overdue.of_others(
-                queues, self.loop.beat, MOST_OTHERS - dispatcher.lanes[number].drains
-            )
+        if serves_all:
+            # No more unknown queues than can have their turn soon, in between the known ones.
+            most = MOST_OTHERS - self._dispatcher.shard_queues[number].drain_count
+            late |= self._overdue.of_others(queues, self.loop.beat, most)
         for queue, priorities in late.items():
-            dispatcher.drain(queue, priorities, number)
+            self._dispatcher.drain(queue, priorities, number)
 
 
 class TablePollers:
-    """Of all shards; told of what this process arms itself. There are none without the `direct` timer."""
+    """The pollers of all shards. They also get the entries that this process arms itself."""
 
-    def __init__(self, runtime: WorkerRuntime, hostname: str, looks: bool) -> None:
-        self._timer = timer = runtime.delays.direct_timer if looks else None
-        self.all = (
-            []
-            if timer is None
-            else [TablePoller(runtime, shard, hostname) for shard in runtime.delays.shards]
-        )
-        self.loops = [loop for reader in self.all for loop in reader.loops]
-        if timer is not None:
-            timer.take = self._take
+    def __init__(self, timer: DirectTimer, pollers: Sequence[TablePoller]) -> None:
+        self._timer = timer
+        self._pollers = pollers
+        self.loops = [loop for poller in pollers for loop in poller.loops]
+        timer.take = self._take
 
     def stop(self) -> None:
-        """First, or they would take what is sent back."""
-        if self._timer is not None:
-            self._timer.take = None
-        for reader in self.all:
-            reader.stop()
+        self._timer.take = None
+        for poller in self._pollers:
+            poller.stop()
 
-    def leave(self) -> None:
-        """Last, when we are no member any more: what was ours is looked for by the others."""
-        if self._timer is not None:
-            for number in range(len(self.all)):
-                self._timer.tell_to_look(number)
+    def wake_others(self) -> None:
+        """Make the other workers read what was this worker's, once its row has been deleted."""
+        for number in range(len(self._pollers)):
+            self._timer.tell_to_look(number)
 
     def _take(self, entries: Sequence[Entry]) -> None:
-        for shard, some in by_shard(entries, len(self.all)).items():
-            self.all[shard].take(some)
+        for shard, some in by_shard(entries, len(self._pollers)).items():
+            self._pollers[shard].take(some)

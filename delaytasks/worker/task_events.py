@@ -1,7 +1,8 @@
-"""Celery events for rows, so that Flower and other monitors show each row as a task of its own, named by its tag.
+"""Celery events for rows, so that Flower and other monitors show each row as a task.
 
-They look as a worker sends them, except that `clock` and `utcoffset` are left out: a monitor then orders them by
-arrival, since the pool's processes have no common logical clock, and takes their times as they are.
+The task has the name of the tag. The events look like those of a Celery worker, except that `clock`
+and `utcoffset` are left out. A monitor then orders them by arrival, since the pool's processes have
+no common logical clock, and uses their times unchanged.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -24,20 +26,23 @@ from delaytasks.core.text import shown, storable
 from delaytasks.timers.broker_link import bounded_connection
 
 logger = get_logger(__name__)
-#: As Celery cuts arguments.
+#: The longest representation of arguments, as in Celery.
 LONGEST_REPR = 1024
-#: The row has the whole traceback; monitors hold all that they get in memory.
+#: The row has the whole traceback. Monitors keep everything that they receive in memory.
 LONGEST_TRACEBACK = 16 * 1024
-#: Events in one message.
-MOST_EVENTS = 300
-#: After a failure nothing is sent, and nothing kept, for this long: tasks must not wait for a broker that is away.
-REST_S = 5.0
+#: How many events one message contains.
+EVENTS_PER_MESSAGE = 300
+#: After a failure no event is sent or kept for this long. Tasks must not wait for the broker.
+FAILED_SEND_PAUSE_S = 5.0
 HIDDEN = "(hidden: delaytasks_event_bodies, delaytasks_encryption_keys)"
-LAPSED = "the worker's process died, or lost its lease, while this attempt ran"
+RECOVERED = "the worker's process died, or lost its lease, while this attempt ran"
 
 
-def wants_row_events(consumer: Any) -> bool:
-    """Whether the worker sends task events now: by -E, or switched on and off by remote control, as Flower does."""
+def wants_task_events(consumer: Any) -> bool:
+    """Return whether the worker sends task events now.
+
+    The option -E switches them on, and remote control switches them on and off. Flower does so.
+    """
     dispatcher = getattr(consumer, "event_dispatcher", None)
     return bool(
         dispatcher is not None
@@ -47,7 +52,7 @@ def wants_row_events(consumer: Any) -> bool:
 
 
 class TaskEvents:
-    """A runner's `Watcher`. The events of a chunk travel together; a broker that is away harms nobody."""
+    """A runner's `Watcher`. The events of a chunk are sent together; a failure only loses them."""
 
     def __init__(self, app: Any, hostname: str, limit_s: float, shows_bodies: bool = True) -> None:
         self._app = app
@@ -58,18 +63,19 @@ class TaskEvents:
         self._sending = threading.Lock()
         self._connection: Any = None
         self._producer: Any = None
+        # Celery itself logs the lost broker with a traceback, so the text is enough here.
         self._broker = Availability(
             lambda error: logger.warning("row events are not sent, tasks run on: %s", error),
-            rest_s=REST_S,
+            rest_s=FAILED_SEND_PAUSE_S,
         )
 
-    # -- what the runner tells --------------------------------------------------------------------
+    # -- called by the runner ---------------------------------------------------------------------
 
     def started(self, task: DelayTask, claimed: datetime, began: datetime) -> None:
         self._received(task, claimed)
         self._add("task-started", task, began)
         if task.lapses:
-            self.flush()  # it may kill this process too
+            self.flush()  # first, since the task may kill this process, too
 
     def ended(
         self, ending: Settlement, ended: datetime, error: BaseException | None = None
@@ -84,8 +90,8 @@ class TaskEvents:
             kind = "task-failed" if ending.move == "fail" else "task-retried"
             why = ending.error or f"until {ending.due}"
             traceback = why if error is not None else ""
-            said = _error(why if error is None else shown(error, LONGEST_REPR), traceback)
-            self._add(kind, task, ended, runtime=runtime, **said)
+            fields = _error_fields(why if error is None else shown(error, LONGEST_REPR), traceback)
+            self._add(kind, task, ended, runtime=runtime, **fields)
 
     def expired(self, ending: Settlement, claimed: datetime) -> None:
         self._received(ending.task, claimed)
@@ -93,16 +99,22 @@ class TaskEvents:
 
     def defer(self, task: DelayTask, claimed: datetime, why: str) -> None:
         self._received(task, claimed)
-        self._add("task-retried", task, claimed, **_error(why))
+        self._add("task-retried", task, claimed, **_error_fields(why))
 
-    def gave_up(self, task: DelayTask) -> None:
-        """The row failed without a process that could tell."""
+    def worker_lost(self, task: DelayTask) -> None:
+        """Add the failure of a task whose processes died, so that none of them could report it."""
         failed = task.update_time or task.expected_time
-        self._add("task-failed", task, failed, **self._about(task), **_error(task.error or LAPSED))
+        self._add(
+            "task-failed",
+            task,
+            failed,
+            **self._about(task),
+            **_error_fields(task.error or RECOVERED),
+        )
 
     def _revoked(self, ending: Settlement, at: datetime, is_expired: bool) -> None:
-        # `exception` is not Celery's here, and shown by monitors nonetheless.
-        why = _error(ending.error or "")["exception"]
+        # Celery has no `exception` in this event, but monitors show it.
+        why = _error_fields(ending.error or "")["exception"]
         self._add(
             "task-revoked",
             ending.task,
@@ -114,11 +126,14 @@ class TaskEvents:
         )
 
     def flush(self) -> None:
-        """Sends what has gathered. A thread that finds another one at it leaves its events to that one."""
+        """Send all events. If another thread is sending, it sends those of this thread, too."""
         while self._pending and self._sending.acquire(blocking=False):
             try:
                 self._send(
-                    [self._pending.popleft() for _ in range(min(len(self._pending), MOST_EVENTS))]
+                    [
+                        self._pending.popleft()
+                        for _ in range(min(len(self._pending), EVENTS_PER_MESSAGE))
+                    ]
                 )
             finally:
                 self._sending.release()
@@ -128,10 +143,12 @@ class TaskEvents:
     def _received(self, task: DelayTask, claimed: datetime) -> None:
         if task.lapses and task.attempts > 1:
             before = replace(task, attempts=task.attempts - 1)
-            self._add("task-failed", before, claimed, **self._about(before), **_error(LAPSED))
+            self._add(
+                "task-failed", before, claimed, **self._about(before), **_error_fields(RECOVERED)
+            )
         if task.version != 2 * task.attempts - 1:
-            # More than claims and lapses happened to this row, and an operator's retry counts its attempts anew. Only
-            # a retry takes a task out of the final state in which monitors keep it; `retried` itself is not shown.
+            # The row saw more moves than claims and recoveries: for example, an operator retried
+            # it, which resets its attempts. Only this event ends a final state in monitors.
             self._add("task-retried", task, claimed, exception=None, traceback=None, retried=None)
         self._add(
             "task-received",
@@ -146,7 +163,7 @@ class TaskEvents:
         )
 
     def _add(self, kind: str, task: DelayTask, at: datetime, **fields: Any) -> None:
-        # The name is in each of them: a monitor that came after the first one shows, and counts, the tag as well.
+        # Each event has the name, so that a monitor that starts later shows and counts the tag.
         event = {
             "type": kind,
             "uuid": f"{task.id}-{task.attempts}",
@@ -177,7 +194,7 @@ class TaskEvents:
             except Exception as error:  # each transport has errors of its own
                 self._close()
                 if not is_new:
-                    continue  # it may have died while it was idle: once more, on a new one
+                    continue  # the connection may have broken while it was idle: try a new one
                 self._broker.failed(f"{type(error).__name__}: {error}")
             else:
                 self._broker.answered()
@@ -205,11 +222,28 @@ class TaskEvents:
             try:
                 connection.release()
             except Exception:
-                pass  # it is broken: that is why it is closed
+                pass  # a broken connection is the reason for closing it
 
 
-def _error(exception: str, traceback: str = "") -> dict[str, str | None]:
-    """Texts that strangers made; a monitor's page must not fail on them."""
+class WorkerLostEvents:
+    """A subscriber of `Events` that sends the failures of tasks whose workers died repeatedly.
+
+    No process of the pool is left to report them, so the main process of the worker that recovered
+    the rows does.
+    """
+
+    def __init__(self, task_events: TaskEvents, sends_events: Callable[[], bool]) -> None:
+        self._task_events = task_events
+        self._sends_events = sends_events
+
+    def __call__(self, name: str, fields: dict[str, Any]) -> None:
+        if name == "task.worker_lost" and self._sends_events():
+            self._task_events.worker_lost(fields["task"])
+            self._task_events.flush()
+
+
+def _error_fields(exception: str, traceback: str = "") -> dict[str, str | None]:
+    """Return the fields of an error, as text on which no monitor's page fails."""
     return {
         "exception": storable(exception, 4 * LONGEST_REPR),
         "traceback": storable(traceback, LONGEST_TRACEBACK) or None,

@@ -1,5 +1,8 @@
-"""Celery's signals about the end of a row's run. They follow the move of the row, whatever its processor returned or
-raised, so that what hangs on them (Sentry, OpenTelemetry, metrics) and the row say the same."""
+"""Celery's signals about the end of a task's run.
+
+They follow the move of the row, whatever its processor returned or raised. So the row agrees with
+the receivers (Sentry, OpenTelemetry, metrics).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from delaytasks.core.errors import TaskFailedError
 from delaytasks.core.outcomes import Done
 from delaytasks.execution.executor import Ended
 
-#: What Celery calls the state of a row after each move; any other one means that the row runs again.
+#: Celery's name for the state of a row after each move. After all other moves the row runs again.
 _STATES: dict[str, str] = {
     "succeed": states.SUCCESS,
     "fail": states.FAILURE,
@@ -37,19 +40,19 @@ def has_receivers(state: str) -> bool:
 
 
 def result_of(ended: Ended) -> Any:
-    """What Celery calls the return value of the run: an exception if the run did not succeed."""
+    """Return what Celery calls the return value: an exception if the run did not succeed."""
     if state_of(ended) == states.SUCCESS:
         return ended.value.result if isinstance(ended.value, Done) else ended.value
     if ended.error is not None:
         return ended.error
     why = ended.settlement.error or ""
     if state_of(ended) == states.RETRY:
-        return Retry(why or "its processor asked for another run", when=ended.settlement.due)
+        return Retry(why or "its processor requested another run", when=ended.settlement.due)
     return TaskFailedError(why, ended.settlement.task.id)
 
 
-def tell_end(sender: Any, request: Any, ended: Ended, result: Any) -> None:
-    """The signal that belongs to the end; `result` is what `result_of` says."""
+def send_end(sender: Any, request: Any, ended: Ended, result: Any) -> None:
+    """Send the signal for this end. `result` is what `result_of` returns."""
     state = state_of(ended)
     if state == states.SUCCESS:
         signals.task_success.send(sender=sender, result=result)
@@ -58,9 +61,10 @@ def tell_end(sender: Any, request: Any, ended: Ended, result: Any) -> None:
             sender=sender, request=request, terminated=False, signum=None, expired=False
         )
     elif state == states.RETRY:
-        signals.task_retry.send(sender=sender, request=request, reason=result, einfo=_info(result))
+        einfo = _exception_info(result)
+        signals.task_retry.send(sender=sender, request=request, reason=result, einfo=einfo)
     else:
-        info = _info(result)  # first, since it may give the exception its traceback
+        einfo = _exception_info(result)  # first, since it may add the exception's traceback
         signals.task_failure.send(
             sender=sender,
             task_id=request.id,
@@ -68,14 +72,13 @@ def tell_end(sender: Any, request: Any, ended: Ended, result: Any) -> None:
             args=request.args,
             kwargs={},
             traceback=result.__traceback__,
-            einfo=info,
+            einfo=einfo,
         )
 
 
-def _info(error: BaseException) -> Any:
-    if (
-        error.__traceback__ is None
-    ):  # nobody raised it, and Celery's form of a traceback has at least one frame
+def _exception_info(error: BaseException) -> Any:
+    if error.__traceback__ is None:
+        # It was never raised, and Celery's form of a traceback needs at least one frame.
         try:
             raise error
         except BaseException:

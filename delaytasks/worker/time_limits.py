@@ -1,9 +1,10 @@
-"""Time limits of a processor's runs, kept by the pool process itself: they count from the moment the processor begins,
-and hold while it sits in C or keeps the interpreter to itself.
+"""The time limits of processors, kept by the process that runs the task.
 
-A soft limit is a timer's signal, which raises in the processor. A hard one is a native thread of `faulthandler`, which
-needs nothing of the interpreter: it writes to stderr where each thread is, and ends the process. The worker's main
-process sees it die, and what it held lapses.
+They count from the start of the processor, and they hold while it runs C code or keeps the GIL.
+
+A soft limit is the signal of a timer, which raises in the processor. A hard limit is a native
+thread of `faulthandler`, which does not need the interpreter: it writes to stderr where each thread
+is, and ends the process. The worker's main process sees this, and the rows are recovered.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import faulthandler
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from celery.exceptions import SoftTimeLimitExceeded
@@ -20,38 +21,48 @@ from delaytasks.core.errors import ConfigError
 from delaytasks.execution.batch import Work
 
 if TYPE_CHECKING:
-    from delaytasks.app import DelayTasks
+    from delaytasks.processors.registry import Registry
+    from delaytasks.scheduling.queue_routing import QueueRouting
 
 T = TypeVar("T")
-#: stderr, whatever Python's may be redirected to.
+#: The file descriptor, which is stderr even if `sys.stderr` is redirected.
 STDERR = 2
 
 
 def can_limit_time(pool: Any) -> bool:
-    """Signals reach a process's main thread only, and a process that ends must have no other rows: prefork it is."""
-    from celery.concurrency import prefork  # a worker has it loaded; others need not
+    """Return whether this is a prefork pool.
+
+    Signals reach only the main thread of a process, and a process that ends must have no other
+    tasks.
+    """
+    from celery.concurrency import prefork  # loaded in workers, and other processes do not need it
 
     return isinstance(pool, prefork.TaskPool)
 
 
-def check_time_limits(delays: DelayTasks, pool: Any) -> None:
-    """A worker that can not keep the limits of what waits in its queues does not start."""
+def check_time_limits(
+    registry: Registry, queue_routing: QueueRouting, served: Collection[str], pool: Any
+) -> None:
+    """Raise `ConfigError` if the pool cannot keep the limits of a tag whose queue is served."""
     if can_limit_time(pool):
         return
-    served = delays.processes.queues
-    limited = sorted((p.tag, delays.queues.of(p.tag)) for p in delays.registry if p.has_time_limits)
-    for tag, queue in limited:
+    limited_tags = [processor.tag for processor in registry if processor.has_time_limits]
+    for tag in sorted(limited_tags):
+        queue = queue_routing.of(tag)
         if queue in served:
             name = type(pool).__module__.rpartition(".")[2]
             raise ConfigError(
-                f"the tag {tag!r} has time limits, which the pool {name!r} can not keep: start this worker with "
-                f"-P prefork, or let it serve (-Q) other queues than {queue!r}"
+                f"the tag {tag!r} has time limits, which the pool {name!r} cannot keep: start this "
+                f"worker with -P prefork, or let it serve (-Q) other queues than {queue!r}"
             )
 
 
 def limited(work: Work, call: Callable[[], T]) -> T:
-    """Calls a processor within its limits. What disarms them must not be skipped, even when the soft one strikes
-    at the last moment: so each has a `finally` of its own, and the soft one is the inner."""
+    """Call a processor within its limits.
+
+    Both limits must be disarmed, even if the soft one strikes at the last moment. So each one has a
+    `finally` of its own, and the soft one is the inner one.
+    """
     if work.time_limit_s is None:
         return _soft_limited(work.soft_time_limit_s, call)
     faulthandler.dump_traceback_later(work.time_limit_s, exit=True, file=STDERR)
@@ -76,12 +87,16 @@ def _soft_limited(limit_s: float | None, call: Callable[[], T]) -> T:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
-        signal.signal(signal.SIGALRM, before)  # here what struck before is raised at the latest
+        # A limit that struck before this statement raises here at the latest.
+        signal.signal(signal.SIGALRM, before)
 
 
 def without_celerys_limits(result: Any) -> None:
-    """The app's `task_time_limit` is for messages, and a chunk is none: it would end all rows of it, wherever they
-    are. A pool that has such limits takes no job without them, so they are taken from the job, which has not begun."""
+    """Remove the app's `task_time_limit` from a job that has not begun.
+
+    The setting is for messages. A chunk has many tasks, and the limit would end all of them. A pool
+    with such a limit applies it to every job that it accepts.
+    """
     if hasattr(result, "_on_timeout_set"):
         result._on_timeout_set = None
         result._timeout = result._soft_timeout = math.inf

@@ -1,152 +1,173 @@
-"""The lines of limited tags that a worker goes on with."""
+"""The waitlists of limited tags that the processes of one worker serve."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 from delaytasks.core.capacity import LOOK_S, WaitlistState
 from delaytasks.core.clock import monotonic
 
-#: How long a process goes on with a line before others have their turn: while there is another free one, and else.
-GO_ON_S, GO_ON_ALONE_S = 1.0, 0.05
-#: A place that seemed taken may have been on its way from one task to the next: the second look comes soon, each
-#: further one after twice the time.
-SOON_S = 0.02
-#: While processes are at a line, another free one looks at it after this time, and after twice the time whenever it
-#: looked in vain, up to `LOOK_S`. They may run rows that take minutes, and say nothing before these end.
-AGAIN_S = 0.1
-#: Lines that a worker goes on with, and looks at all of them in a second where nobody may start. The sweep's drain
-#: chunks come by the lines beyond that.
-MOST_LINES, MOST_LOOKS = 1000, 200
-NEVER = float("inf")
-Key = tuple[str, str]
+#: How long one process serves waitlists before its next chunk may be of another kind: the first
+#: bound holds while another process is free, the second one otherwise.
+SERVE_S, SERVE_ALONE_S = 1.0, 0.05
+#: A slot that seemed taken may have been on its way from one task to the next. The first recheck
+#: comes after this time, and each further one after twice the time.
+FIRST_RECHECK_S = 0.02
+#: While processes serve a waitlist, another free process probes it after this time. After each
+#: probe that finds no free slot the time doubles, up to `LOOK_S`. The processes that serve the
+#: waitlist may run tasks that take minutes, and they report nothing before these tasks end.
+PROBE_S = 0.1
+#: How many waitlists a worker tracks, and how many full ones it checks per second. The drain
+#: chunks of the sweep serve all other waitlists.
+MAX_WAITLISTS, MAX_CHECKS_PER_S = 1000, 200
+#: The queue and the tag of a waitlist.
+WaitlistName = tuple[str, str]
 
 
-class Turn(NamedTuple):
-    """What a free process should do."""
+class WaitlistVisit(NamedTuple):
+    """The next work of a free process."""
 
-    line: Key
-    #: Others are at the line: this process takes what may start now, and does not wait for more.
-    is_look: bool
+    waitlist: WaitlistName
+    #: Other processes serve the waitlist. This one starts what may start now and does not wait.
+    is_probe: bool
 
 
 @dataclass
-class Line:
-    """Of one tag in one queue."""
+class TrackedWaitlist:
+    """The state of the waitlist of one tag in one queue, as far as the worker knows it."""
 
-    #: Processes that would find somebody to run.
+    #: How many more processes would find a task that may start.
     wanted: int = 0
-    #: Processes that are at it.
-    jobs: int = 0
-    looks_at: float = NEVER
-    #: How often in a row somebody looked in vain.
+    #: How many processes serve it.
+    serving: int = 0
+    check_at: float = inf
+    #: How many checks in a row found no free slot.
     misses: int = 0
-    #: Looks that are due, and how many processes were sent here since one of them reported.
-    looks: int = 0
-    unheard: int = 0
-    again_s: float = AGAIN_S
+    #: How many checks are due, and how many processes were sent since the last report.
+    checks: int = 0
+    unreported: int = 0
+    probe_s: float = PROBE_S
 
 
 class Waitlists:
-    """Not thread-safe: the dispatcher's lock guards it."""
+    """Not thread-safe: the lock of the dispatcher guards it."""
 
     def __init__(self) -> None:
-        self._lines: dict[Key, Line] = {}
+        self._waitlists: dict[WaitlistName, TrackedWaitlist] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._lines)
+        return bool(self._waitlists)
 
     @property
     def queues(self) -> set[str]:
-        return {queue for queue, _ in self._lines}
+        return {queue for queue, _ in self._waitlists}
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether somebody could go on with one now."""
-        return any(line.wanted or line.jobs for line in self._lines.values())
+    def is_active(self) -> bool:
+        """Whether a process serves one of them, or could start a task of one of them now."""
+        return any(one.wanted or one.serving for one in self._waitlists.values())
 
     @property
-    def look_s(self) -> float:
-        """In how many seconds the next look is due."""
-        return min((line.looks_at for line in self._lines.values()), default=NEVER) - monotonic()
+    def next_check_s(self) -> float:
+        """In how many seconds the next check is due."""
+        return min((one.check_at for one in self._waitlists.values()), default=inf) - monotonic()
 
-    def heard(
-        self, openings: Sequence[WaitlistState], of: Key | None = None, is_look: bool = False
+    def update(
+        self,
+        states: Sequence[WaitlistState],
+        visited: WaitlistName | None = None,
+        is_probe: bool = False,
     ) -> float | None:
-        """What a process found, `of` being the line that it was sent to; returns when somebody should look again,
-        if nobody would. `is_look` says that the process only looked, and had no row that took its time."""
-        if of is not None and (line := self._lines.get(of)) is not None:
-            line.jobs, line.unheard, line.looks = max(line.jobs - 1, 0), 0, 0
-            if not openings:
-                line.wanted, line.looks_at = 0, NEVER
-        first = NEVER
-        patience = max(len(self._lines) / MOST_LOOKS, 1.0)
-        for opening in openings:
-            if opening[:2] not in self._lines and len(self._lines) >= MOST_LINES:
+        """Record the states that a process reports.
+
+        `visited` is the waitlist that the process was sent to. `is_probe` is true if the process
+        only probed it and ran no long task. Return the number of seconds until a further check is
+        needed, or None if an earlier one is due anyway.
+        """
+        if visited is not None and (known := self._waitlists.get(visited)) is not None:
+            known.serving, known.unreported, known.checks = max(known.serving - 1, 0), 0, 0
+            if not states:
+                known.wanted, known.check_at = 0, inf
+        first_s = inf
+        slowdown = max(len(self._waitlists) / MAX_CHECKS_PER_S, 1.0)
+        for state in states:
+            name, was_visited = state[:2], visited == state[:2]
+            known = self._waitlists.get(name)
+            if known is None and len(self._waitlists) >= MAX_WAITLISTS:
                 continue
-            if is_look and of == opening[:2] and of in self._lines and self._lines[of].jobs:
-                first = min(first, self._looked(self._lines[of], opening.open or 0))
+            if is_probe and was_visited and known is not None and known.serving:
+                first_s = min(first_s, self._update_after_probe(known, state.open or 0))
                 continue
-            if opening.open is None:
-                if opening[:2] in self._lines:
-                    continue  # somebody is at it, or looks within a second
-                opening = opening._replace(open=1)
-            line = self._lines.setdefault(opening[:2], Line())
-            look_s, is_of_it = opening.look_s, of == opening[:2]
-            # Who ends leaves a place of his own, beside those that others have left.
-            line.wanted = (
-                max(line.wanted + (1 if is_of_it else 0), opening.open) if opening.open else 0
-            )
-            if opening.open:
-                line.misses = 0
-            elif is_of_it:
-                look_s = min(look_s, SOON_S * 2 ** min(line.misses, 10))
-                line.misses += 1
-                line.looks_at = NEVER
-            look_s *= patience
-            at = monotonic() + look_s
-            if at < line.looks_at:
-                line.looks_at = at
-                first = min(first, look_s)
-        self._lines = {
-            k: line
-            for k, line in self._lines.items()
-            if line.wanted or line.jobs or line.looks_at < NEVER
+            if state.open is None:
+                if known is not None:
+                    continue  # a process serves it, or checks it within a second
+                state = state._replace(open=1)
+            known = self._waitlists.setdefault(name, TrackedWaitlist())
+            check_s = self._update_after_visit(known, state, was_visited) * slowdown
+            check_at = monotonic() + check_s
+            if check_at < known.check_at:
+                known.check_at = check_at
+                first_s = min(first_s, check_s)
+        self._waitlists = {
+            name: one
+            for name, one in self._waitlists.items()
+            if one.wanted or one.serving or one.check_at < inf
         }
-        return None if first == NEVER else first
+        return None if first_s == inf else first_s
 
-    def _looked(self, line: Line, open: int) -> float:
-        """Somebody looked at a line while others are at it, and found this many places with the one it took."""
-        line.wanted = max(line.wanted, open - 1)
-        line.again_s = AGAIN_S if open else min(2 * line.again_s, LOOK_S)
-        line.looks_at = monotonic() + line.again_s
-        return line.again_s
+    @staticmethod
+    def _update_after_visit(
+        known: TrackedWaitlist, state: WaitlistState, was_visited: bool
+    ) -> float:
+        """Return in how many seconds the waitlist should be checked again."""
+        if state.open:
+            known.misses = 0
+            # A process that comes back frees one more slot.
+            known.wanted = max(known.wanted + (1 if was_visited else 0), state.open)
+            return state.look_s
+        known.wanted = 0
+        if not was_visited:
+            return state.look_s
+        recheck_s = FIRST_RECHECK_S * 2.0 ** min(known.misses, 10)
+        known.misses += 1
+        known.check_at = inf
+        return min(state.look_s, recheck_s)
 
-    def failed(self, of: Key) -> float | None:
-        return self.heard([WaitlistState(*of, 0, LOOK_S)], of)
+    @staticmethod
+    def _update_after_probe(known: TrackedWaitlist, free: int) -> float:
+        """Record a probe of a waitlist that others serve: `free` includes the slot it took."""
+        known.wanted = max(known.wanted, free - 1)
+        known.probe_s = PROBE_S if free else min(2 * known.probe_s, LOOK_S)
+        known.check_at = monotonic() + known.probe_s
+        return known.probe_s
 
-    def next(self) -> Turn | None:
-        """The line that a free process should look at."""
+    def visit_failed(self, name: WaitlistName) -> float | None:
+        return self.update([WaitlistState(*name, 0, LOOK_S)], name)
+
+    def next_visit(self) -> WaitlistVisit | None:
+        """Return the waitlist that a free process should serve or probe."""
         now = monotonic()
-        for key, line in self._lines.items():
-            if line.looks_at <= now:
-                # Whoever did not come back found a row that takes its time. There may be as many more places.
-                line.looks = line.unheard + 1
-            if not line.wanted and not line.looks:
+        for name, one in self._waitlists.items():
+            if one.check_at <= now:
+                # Each process that has not come back found a task that takes long. There may be
+                # as many free slots again.
+                one.checks = one.unreported + 1
+            if not one.wanted and not one.checks:
                 continue
-            is_look = not line.wanted and line.jobs > 0
-            if line.wanted:
-                line.wanted -= 1
+            is_probe = not one.wanted and one.serving > 0
+            if one.wanted:
+                one.wanted -= 1
             else:
-                line.looks -= 1
-            line.jobs += 1
-            line.unheard += 1
-            line.looks_at = now + line.again_s
-            self._lines[key] = self._lines.pop(key)  # the next one's turn comes first
-            return Turn(key, is_look)
+                one.checks -= 1
+            one.serving += 1
+            one.unreported += 1
+            one.check_at = now + one.probe_s
+            self._waitlists[name] = self._waitlists.pop(name)  # to the end: they take turns
+            return WaitlistVisit(name, is_probe)
         return None
 
     def clear(self) -> None:
-        self._lines.clear()
+        self._waitlists.clear()

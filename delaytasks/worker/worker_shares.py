@@ -1,5 +1,7 @@
-"""Which of the workers that look for near tasks takes which: all look, and each task is one worker's, as long as it
-has the time. What is late is everybody's."""
+"""How workers that read the table share the near tasks: each task belongs to one of them.
+
+A task that is late may be run by any of them.
+"""
 
 from __future__ import annotations
 
@@ -14,39 +16,39 @@ from delaytasks.maintenance.sweeper import DIRECT, SILENT_SWEEPS
 _PRIME = 1_000_003
 
 
-class Members:
-    """As one of them knows them. Each one's part is as large as its pool."""
+class WorkerShares:
+    """The shares as one worker knows them. The share of each worker is as large as its pool."""
 
-    def __init__(self, me: str) -> None:
-        self._me = me
-        self._known: Sequence[tuple[str, int, Sequence[str]]] = ()
-        #: By queues: how many parts there are, and which of them are ours.
+    def __init__(self, hostname: str) -> None:
+        self._hostname = hostname
+        self._workers: Sequence[tuple[str, int, Sequence[str]]] = ()
+        #: The number of parts of each queue, and which of them are this worker's.
         self._parts: dict[str, tuple[int, range]] = {}
 
     def learn(self, workers: Sequence[Mapping[str, Any]], now: datetime, sweep_s: float) -> None:
-        """`workers` are those of the table."""
+        """Read the rows of the table of workers."""
         known = [
             (worker["name"], max(worker["concurrency"], 1), worker["queues"])
             for worker in workers
             if worker["pool"].startswith(DIRECT)
             and (now - worker["seen_at"]).total_seconds() < SILENT_SWEEPS * sweep_s
         ]
-        if known != self._known:
-            self._known, self._parts = known, {}
+        if known != self._workers:
+            self._workers, self._parts = known, {}
 
     def is_mine(self, entry: Entry) -> bool:
         parts = self._parts.get(entry.queue)
         if parts is None:
-            parts = self._parts[entry.queue] = self._count(entry.queue)
+            parts = self._parts[entry.queue] = self._parts_of(entry.queue)
         total, mine = parts
         return not mine or entry.id % _PRIME % total in mine
 
-    def _count(self, queue: str) -> tuple[int, range]:
-        """All is ours as long as nobody knows us."""
+    def _parts_of(self, queue: str) -> tuple[int, range]:
+        """Return an empty range as long as this worker has no row, so that it takes every task."""
         total, mine = 0, range(0)
-        for name, size, queues in self._known:
+        for hostname, size, queues in self._workers:
             if serves(queues, queue):
-                if name == self._me:
+                if hostname == self._hostname:
                     mine = range(total, total + size)
                 total += size
         return total, mine

@@ -15,7 +15,7 @@ from delaytasks.core.task import DelayTask
 from delaytasks.maintenance.sweeper import tell_lapsed
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now
-from delaytasks.worker.worker_lost import WorkerLostFailures
+from delaytasks.worker.task_events import WorkerLostEvents
 
 
 def _add(store: Store, **values: Any) -> None:
@@ -86,7 +86,7 @@ class Heard:
         self.rows: list[tuple[int, str | None]] = []
         self.flushed = 0
 
-    def gave_up(self, task: DelayTask) -> None:
+    def worker_lost(self, task: DelayTask) -> None:
         self.rows.append((task.id, task.error))
 
     def flush(self) -> None:
@@ -105,7 +105,7 @@ def test_those_who_watch_hear_of_each_row_that_was_given_up(
     events.subscribe(
         lambda name, fields: seen.append((name, fields.get("id") or fields.get("count")))
     )
-    events.subscribe(WorkerLostFailures(heard, lambda: sends_events))  # type: ignore[arg-type]
+    events.subscribe(WorkerLostEvents(heard, lambda: sends_events))  # type: ignore[arg-type]
     tell_lapsed(events, store.leases.release(["w/1"], 3), reason="it died")
     assert seen == [("task.recovered", 2), ("task.worker_lost", 1)]
     assert [id for id, _ in heard.rows] == ([1] if sends_events else [])

@@ -17,7 +17,7 @@ from delaytasks.core.interfaces import Entry
 from delaytasks.storage.notices import Listener, Notices
 from delaytasks.storage.store import Store
 from delaytasks.timers.direct import LOOK, payloads_of, read_notice
-from delaytasks.worker import notify_listener as ear
+from delaytasks.worker import notify_listener
 from delaytasks.worker.notify_listener import NotifyListener
 from tests.conftest import open_store
 from tests.recording import delays_on
@@ -156,10 +156,10 @@ class Hearing:
         self.told: list[str] = []
         events = Events()
         events.subscribe(lambda name, fields: self.told.append(name))
-        self.ear = NotifyListener(
+        self.listener = NotifyListener(
             delays.shards[0], events, self.entries.extend, self.look, self.refused.append
         )
-        self.ear.loop.start()
+        self.listener.loop.start()
 
     def look(self) -> None:
         self.looks += 1
@@ -167,8 +167,9 @@ class Hearing:
 
 @pytest.fixture
 def hear(delays: DelayTasks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Hearing]]:
-    for name, seconds in (("WAIT_S", 0.1), ("ANSWER_S", 1), ("REST_S", 0.1), ("CHECK_S", 0.5)):
-        monkeypatch.setattr(ear, name, seconds)
+    short = {"NOTICE_WAIT_S": 0.1, "TEST_ANSWER_S": 1, "RECONNECT_REST_S": 0.1, "TEST_EVERY_S": 0.5}
+    for name, seconds in short.items():
+        monkeypatch.setattr(notify_listener, name, seconds)
     made: list[Hearing] = []
 
     def begin() -> Hearing:
@@ -177,14 +178,14 @@ def hear(delays: DelayTasks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
     yield begin
     for hearing in made:
-        hearing.ear.loop.stop()
+        hearing.listener.loop.stop()
 
 
 def test_an_ear_hears_entries_looks_and_garbage(
     delays: DelayTasks, hear: Callable[[], Hearing]
 ) -> None:
     hearing = hear()
-    wait_until(lambda: hearing.ear.hears, 10, "it to hear")
+    wait_until(lambda: hearing.listener.is_listening, 10, "it to hear")
     before = hearing.looks
     task = delays.schedule_delay("mail", {}, 0)
     assert delays.direct_timer is not None
@@ -198,13 +199,15 @@ def test_an_ear_whose_connection_ends_says_so_and_listens_again(
     delays: DelayTasks, hear: Callable[[], Hearing]
 ) -> None:
     hearing = hear()
-    wait_until(lambda: hearing.ear.hears, 10, "it to hear")
+    wait_until(lambda: hearing.listener.is_listening, 10, "it to hear")
     query = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query = :listen"
     listen = {"listen": f'LISTEN "{delays.store.notices.channel}"'}
     with delays.store.database.auto.connect() as connection:
         assert connection.execute(text(query), listen).scalars().all() == [True]
     wait_until(
-        lambda: "notices.down" in hearing.told and hearing.ear.hears, 10, "it to listen again"
+        lambda: "notices.down" in hearing.told and hearing.listener.is_listening,
+        10,
+        "it to listen again",
     )
     task = delays.schedule_delay("mail", {}, 0)
     wait_until(lambda: hearing.entries == [entry(task)], 10, "it to hear the next one")
@@ -214,7 +217,7 @@ def test_an_ear_behind_a_pooler_that_passes_nothing_on_knows_that_it_hears_nothi
     delays: DelayTasks, hear: Callable[[], Hearing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hearing = hear()
-    wait_until(lambda: hearing.ear.hears, 10, "it to hear")
+    wait_until(lambda: hearing.listener.is_listening, 10, "it to hear")
     tell = Notices.tell
 
     def elsewhere(notices: Notices, payloads: Any, on: Any = None) -> None:
@@ -222,16 +225,16 @@ def test_an_ear_behind_a_pooler_that_passes_nothing_on_knows_that_it_hears_nothi
 
     monkeypatch.setattr(Notices, "tell", elsewhere)
     wait_until(lambda: "notices.down" in hearing.told, 10, "it to notice")
-    assert not hearing.ear.hears
+    assert not hearing.listener.is_listening
     monkeypatch.setattr(Notices, "tell", tell)
-    wait_until(lambda: hearing.ear.hears, 10, "it to hear again")
+    wait_until(lambda: hearing.listener.is_listening, 10, "it to hear again")
 
 
 def test_a_database_that_tells_nothing_needs_no_ear(sqlite_path: Callable[[str], str]) -> None:
     delays = delays_on(sqlite_path("quiet"), **NAMES)
     try:
         assert delays.store.notices.listen() is None
-        assert Hearing(delays).ear._turn() is None
+        assert Hearing(delays).listener._turn() is None
         delays.store.notices.tell(["nobody hears"])
     finally:
         delays.close()

@@ -11,7 +11,7 @@ import pytest
 from kombu import Connection, Consumer, Queue
 from redis import Redis
 
-from delaytasks.worker.runtime import hang_up
+from delaytasks.worker.runtime import stop_reading
 from tests.running import delete_keys
 from tests.waiting import wait_until
 
@@ -57,12 +57,12 @@ def test_a_message_that_redis_has_given_to_a_worker_that_stops_goes_back_to_its_
 ) -> None:
     place.publish()
     wait_until(lambda: place.waiting() == 0, 10, "Redis to give it out")
-    hang_up(SimpleNamespace(connection=place.connection))
+    stop_reading(SimpleNamespace(connection=place.connection))
     assert place.waiting() == 1
     assert place.taken == []
 
 
 def test_who_has_hung_up_is_given_nothing_more(place: DatabaseAddress) -> None:
-    hang_up(SimpleNamespace(connection=place.connection))
+    stop_reading(SimpleNamespace(connection=place.connection))
     place.publish()
     assert place.waiting() == 1

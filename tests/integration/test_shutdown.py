@@ -108,7 +108,7 @@ def test_celerys_soft_shutdown_gives_what_runs_its_time(deploy: Deploy) -> None:
     worker = d.worker(concurrency=1)
     task, held = asleep(d, 4), d.schedule(delay=3)
     quit_or_kill(worker, signal.SIGQUIT)
-    assert "soft shutdown, what runs has 6 seconds" in worker.log()
+    assert "soft shutdown, running tasks have 6 seconds" in worker.log()
     done = d.delays.get(task)
     assert (done.status, done.attempts) == (Status.DONE, 1), worker.log()
     assert d.status(held) is Status.NOT_COMPLETE, "nothing new begins meanwhile"

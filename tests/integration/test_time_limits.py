@@ -213,7 +213,7 @@ def test_a_pool_that_can_not_keep_limits_refuses_to_serve_their_queue(
     )
     name = "solo" if pool == "solo" else "thread"
     assert (
-        f"the tag 'limits.caught' has time limits, which the pool '{name}' can not keep: start this worker with "
+        f"the tag 'limits.caught' has time limits, which the pool '{name}' cannot keep: start this worker with "
         "-P prefork, or let it serve (-Q) other queues than 'limits'"
     ) in refused.log()
     # It may serve others, and leaves alone what comes there nonetheless.

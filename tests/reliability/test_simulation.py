@@ -23,8 +23,8 @@ from delaytasks.storage.leases import Leases
 from delaytasks.storage.rows import list_of
 from delaytasks.storage.tasks import Tasks
 from delaytasks.timers import redis
+from delaytasks.worker.processes import Renewals
 from delaytasks.worker.redis_poller import RedisPoller
-from delaytasks.worker.renewals import Renewals
 
 SEEDS = 120
 #: Each planted bug is found within so many; most are within twenty.
@@ -129,17 +129,17 @@ def what_a_dead_mover_had_never_comes_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_was_handed_on_is_not_deleted(patch: pytest.MonkeyPatch) -> None:
-    hand_on = RedisPoller._hand_on
+    pass_on = RedisPoller._pass_on
 
     def keep(self: RedisPoller, taken: Any) -> None:
-        hand_on(self, taken)
-        self._handed_on = []
+        pass_on(self, taken)
+        self._passed_on = []
 
-    patch.setattr(RedisPoller, "_hand_on", keep)
+    patch.setattr(RedisPoller, "_pass_on", keep)
 
 
 def notices_are_not_heard(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RedisPoller, "_take_in", lambda *_: None)
+    patch.setattr(RedisPoller, "_receive", lambda *_: None)
 
 
 def leases_are_renewed_with_an_error(patch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def leases_are_renewed_with_an_error(patch: pytest.MonkeyPatch) -> None:
     def tell(*_: object) -> None:
         raise AttributeError
 
-    patch.setattr(Renewals, "tell", tell)
+    patch.setattr(Renewals, "record", tell)
 
 
 BUGS: list[tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = [

@@ -135,8 +135,8 @@ def test_the_retry_of_a_celery_task_that_a_processor_calls_is_the_rows(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"args": (1,)}, "retry(args=…) can not change task"),
-        ({"kwargs": {}, "queue": "other"}, "retry(kwargs, queue=…) can not change task"),
+        ({"args": (1,)}, "retry(args=…) cannot change task"),
+        ({"kwargs": {}, "queue": "other"}, "retry(kwargs, queue=…) cannot change task"),
         ({"throw": False}, "retry(throw=False) has no effect on task"),
     ],
 )

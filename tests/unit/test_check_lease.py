@@ -9,7 +9,7 @@ import pytest
 from delaytasks import DelayTask, Status
 from delaytasks.core.errors import LeaseLostError, NotRunningError
 from delaytasks.execution import task_run as run_module
-from delaytasks.worker.renewals import Renewals
+from delaytasks.worker.processes import Renewals
 from tests.benches import Bench
 from tests.unit.conftest import Make
 
@@ -100,10 +100,10 @@ def test_each_task_of_a_batch_can_be_asked_about_and_no_other(bench: Bench) -> N
 def test_what_the_main_process_tells_its_children_see() -> None:
     renewals = Renewals()
     assert renewals.last(3) == 0
-    renewals.tell(3, 1.5)
+    renewals.record(3, 1.5)
     child = os.fork()
     if child == 0:
-        renewals.tell(4, 2.5)
+        renewals.record(4, 2.5)
         os._exit(0 if renewals.last(3) == 1.5 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert (renewals.last(3), renewals.last(4)) == (1.5, 2.5)

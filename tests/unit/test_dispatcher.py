@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +20,17 @@ from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.ids import COUNTER_BITS, shard_of
 from delaytasks.core.interfaces import Entry
+from delaytasks.core.policies import Stamp
 from delaytasks.core.settings import Settings
 from delaytasks.execution.runner import Report
 from delaytasks.worker import pool as pool_module
-from delaytasks.worker import shard_queue as lane
-from delaytasks.worker.dispatcher import Dispatcher, DispatcherState
-from delaytasks.worker.failing_processes import MOST_FAILURES
+from delaytasks.worker import queue_drain, shard_queue
+from delaytasks.worker.dispatcher import Dispatcher
 from delaytasks.worker.job import Job
+from delaytasks.worker.pool import MAX_FAILED_CHUNKS
+from delaytasks.worker.queue_drain import HELD_UP_S
+from delaytasks.worker.shard_queue import BACKLOG_WAIT_S
+from delaytasks.worker.unfinished_work import UnfinishedWork
 from tests.waiting import wait_until
 
 
@@ -55,15 +60,20 @@ class Bench:
         self.clock = ManualClock(datetime(2030, 1, 1, tzinfo=timezone.utc))
         self.events = Events()
         self.pool = Pool()
-        self.rearmed: list[Entry] = []
+        self.held: list[Entry] = []
+        self.sent_back: list[UnfinishedWork] = []
+        self.capacities: list[int] = []
         self.dispatcher = Dispatcher(
             Settings(**settings),
             [self.clock] * shards,
             self.events,
             self.pool,
-            soon=lambda call: call(),
-            rearm=self.rearmed.extend,
+            call_soon=lambda call: call(),
+            hold=self.held.extend,
+            send_back=self.sent_back.append,
+            policy_stamp=lambda shard: Stamp(),
             sends_events=lambda: False,
+            on_capacity=lambda: self.capacities.append(self.dispatcher.capacity()),
         )
 
     def entries(self, count: int, priority: int = 0, start: int = 1) -> list[Entry]:
@@ -127,10 +137,10 @@ def test_what_is_late_waits_longer_where_the_table_has_a_backlog_in_front_of_it(
     bench.dispatcher.drain("default", [0])
     bench.pool.end(Report(10, 10, 0.01, is_full=True))  # it is deep: both processes are at it
     grace_s = Settings().grace_s
-    assert bench.dispatcher.grace_s("default") == grace_s + lane.BACKLOG_S
+    assert bench.dispatcher.grace_s("default") == grace_s + BACKLOG_WAIT_S
     assert bench.dispatcher.grace_s("mail") == grace_s
     bench.dispatcher.take(bench.entries(5))
-    bench.clock.advance(grace_s + lane.BACKLOG_S - 0.1)
+    bench.clock.advance(grace_s + BACKLOG_WAIT_S - 0.1)
     bench.pool.end(Report(10, 10, 0.01, is_full=True))
     assert [len(job.entries) for job, _, _ in bench.pool.jobs] == [0, 5], "in turn with the backlog"
     mail = [entry._replace(queue="mail") for entry in bench.entries(3, start=200)]
@@ -140,7 +150,7 @@ def test_what_is_late_waits_longer_where_the_table_has_a_backlog_in_front_of_it(
     assert bench.events.counts["entry.late"] == 3, (
         "those of a queue without a backlog go to the table"
     )
-    bench.clock.advance(lane.BACKLOG_S)
+    bench.clock.advance(BACKLOG_WAIT_S)
     bench.dispatcher.take([])
     assert bench.events.counts["entry.late"] == 8
 
@@ -177,7 +187,7 @@ def test_a_drain_that_a_slow_row_holds_up_goes_on_in_the_free_processes_without_
     bench.dispatcher.drain("default", [0])
     assert len(bench.pool.jobs) == 1, "it is not known to be deep"
     for processes in (2, 4, 8, 8):
-        hands.at += lane.HELD_UP_S + 0.01
+        hands.at += HELD_UP_S + 0.01
         wait_until(
             lambda count=processes: len(bench.pool.jobs) == count, 5, f"{processes} processes at it"
         )  # type: ignore[misc]
@@ -188,17 +198,17 @@ def test_a_drain_that_a_slow_row_holds_up_goes_on_in_the_free_processes_without_
     assert bench.pool.jobs == []
 
 
-def test_an_empty_queue_behind_a_slow_row_is_looked_at_once(hands: Hands) -> None:
+def test_an_empty_queue_behind_a_slow_task_is_read_once(hands: Hands) -> None:
     bench = Bench()
     bench.pool.limit = 8
     bench.dispatcher.drain("default", [0])
-    hands.at += lane.HELD_UP_S + 0.01
+    hands.at += HELD_UP_S + 0.01
     bench.dispatcher.pump()
     assert len(bench.pool.jobs) == 2
     slow = bench.pool.jobs.pop(0)
     bench.pool.end(Report(0))
     for _ in range(3):
-        hands.at += lane.HELD_UP_S + 0.01
+        hands.at += HELD_UP_S + 0.01
         bench.dispatcher.pump()
     assert bench.pool.jobs == [], "there is nothing in it"
     bench.dispatcher.drain("default", [0])
@@ -213,7 +223,7 @@ def test_a_chunk_that_ends_late_does_not_end_a_drain_that_was_asked_for_after_it
 ) -> None:
     bench = Bench()
     bench.dispatcher.drain("default", [0])
-    hands.at += lane.HELD_UP_S + 0.01
+    hands.at += HELD_UP_S + 0.01
     bench.dispatcher.pump()
     slow = bench.pool.jobs.pop(0)
     bench.pool.end(Report(0))
@@ -296,7 +306,7 @@ def test_a_process_in_which_every_chunk_fails_is_replaced_unless_it_may_be_the_d
     others_succeed: bool,
 ) -> None:
     processes = Processes(bench, monkeypatch, 1, 2)
-    for _ in range(MOST_FAILURES):
+    for _ in range(MAX_FAILED_CHUNKS):
         assert processes.ended == []
         hands.at += 60
         bench.dispatcher.take(bench.entries(2))
@@ -315,17 +325,17 @@ def test_a_process_in_which_some_chunks_fail_stays(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, hands: Hands
 ) -> None:
     processes = Processes(bench, monkeypatch, 1)
-    for number in range(3 * MOST_FAILURES):
+    for number in range(3 * MAX_FAILED_CHUNKS):
         hands.at += 60
         bench.dispatcher.take(bench.entries(1))
         bench.pool.end(
-            Report(error="RecursionError: too deep" if number % MOST_FAILURES else "", pid=1)
+            Report(error="RecursionError: too deep" if number % MAX_FAILED_CHUNKS else "", pid=1)
         )
     assert processes.ended == []
 
 
 def test_a_pool_without_processes_of_its_own_ends_none(bench: Bench, hands: Hands) -> None:
-    for _ in range(2 * MOST_FAILURES):
+    for _ in range(2 * MAX_FAILED_CHUNKS):
         hands.at += 60
         bench.dispatcher.take(bench.entries(1))
         bench.pool.end(Report(error="RecursionError: too deep", pid=os.getpid()))
@@ -389,7 +399,9 @@ def test_a_chunk_that_the_pool_forgets_with_the_broker_is_remembered_or_holds_no
 
 
 def test_a_job_arrives_in_its_process_as_it_was_sent() -> None:
-    job = Job((Entry(1, 0, 5), Entry(2, 3, 6, "mail", 4)), limit=7, line=("mail", "tag"), for_s=0.5)
+    job = Job(
+        (Entry(1, 0, 5), Entry(2, 3, 6, "mail", 4)), limit=7, waitlist=("mail", "tag"), serve_s=0.5
+    )
     arrived = pickle.loads(pickle.dumps(job))
     assert arrived == job
     assert [type(entry) for entry in arrived.entries] == [Entry, Entry]
@@ -415,24 +427,24 @@ def test_early_entries_go_back_to_the_wheel(bench: Bench) -> None:
     bench.dispatcher.take(bench.entries(1))
     early = Entry(7, 0, bench.clock.now_us() + 1_000_000)
     bench.pool.end(Report(0, early=(early,)))
-    assert bench.rearmed == [early]
+    assert bench.held == [early]
 
 
-def test_there_is_room_for_a_chunk_and_the_next_one_of_each_process(bench: Bench) -> None:
-    assert bench.dispatcher.room() == 400, "two processes, of which nothing is known yet"
+def test_the_capacity_is_a_chunk_and_the_next_one_of_each_process(bench: Bench) -> None:
+    assert bench.dispatcher.capacity() == 400, "two processes, of which nothing is known yet"
     bench.dispatcher.take(bench.entries(20))
     bench.pool.end(Report(10, 10, 10 * 0.005))
     bench.pool.end(Report(10, 10, 10 * 0.005))
-    assert bench.dispatcher.room() == 40, "ten rows each in a time box"
-    assert bench.dispatcher.room(coming=15) == 25
+    assert bench.dispatcher.capacity() == 40, "ten rows each in a time box"
+    assert bench.dispatcher.capacity(coming=15) == 25
     bench.dispatcher.take(bench.entries(15, start=50))
-    assert bench.dispatcher.room() == 20, "both work, and nothing waits"
+    assert bench.dispatcher.capacity() == 20, "both work, and nothing waits"
     bench.dispatcher.take(bench.entries(5, start=100))
-    assert bench.dispatcher.room() == 15
+    assert bench.dispatcher.capacity() == 15
     bench.dispatcher.take(bench.entries(6, start=200))
-    assert bench.dispatcher.room() == 0, "not worth the way"
+    assert bench.dispatcher.capacity() == 0, "not worth the way"
     bench.dispatcher.close()
-    assert bench.dispatcher.room() == 0
+    assert bench.dispatcher.capacity() == 0
 
 
 def test_chunks_are_made_in_the_order_in_which_rows_were_written(bench: Bench) -> None:
@@ -451,24 +463,23 @@ def test_chunks_are_made_in_the_order_in_which_rows_were_written(bench: Bench) -
     assert ran[20:] == [200, *ids, 90, 1]
 
 
-def test_a_process_that_will_be_busy_for_long_makes_no_room(bench: Bench) -> None:
+def test_a_process_that_will_be_busy_for_long_adds_no_capacity(bench: Bench) -> None:
     bench.dispatcher.take(bench.entries(20))
     bench.clock.advance(0.5)
-    assert bench.dispatcher.room() == 0, "its chunk takes longer than the time box"
+    assert bench.dispatcher.capacity() == 0, "its chunk takes longer than the time box"
     bench.pool.end(Report(10, 10, 10.0))
-    assert bench.dispatcher.room() == 1, (
+    assert bench.dispatcher.capacity() == 1, (
         "a second each: the free process takes one, and the next one when that is over"
     )
     bench.dispatcher.take(bench.entries(1, start=100))
-    assert bench.dispatcher.room() == 0
+    assert bench.dispatcher.capacity() == 0
 
 
-def test_whoever_waits_for_room_is_told_when_a_chunk_ends(bench: Bench) -> None:
-    capacity: list[int] = []
+def test_new_capacity_is_reported_when_a_chunk_ends(bench: Bench) -> None:
     bench.dispatcher.take(bench.entries(40))
-    bench.dispatcher.on_room = lambda: capacity.append(bench.dispatcher.room())
+    bench.capacities.clear()
     bench.pool.end(Report(10, 10, 0.01))
-    assert capacity[-1] > 0
+    assert bench.capacities[-1] > 0
 
 
 def test_a_closed_dispatcher_hands_out_what_waits_and_starts_no_more(bench: Bench) -> None:
@@ -478,12 +489,10 @@ def test_a_closed_dispatcher_hands_out_what_waits_and_starts_no_more(bench: Benc
     assert len(bench.pool.jobs) == 1
 
 
-def test_what_a_chunk_found_after_all_was_closed_is_left_to_others(bench: Bench) -> None:
-    left: list[DispatcherState] = []
-    bench.dispatcher.on_left = left.append
+def test_work_that_a_chunk_found_after_the_close_is_left_to_others(bench: Bench) -> None:
     bench.dispatcher.take(bench.entries(12))
     bench.pool.end(Report(10, 10, 0.001, lines=(WaitlistState("default", "test.first"),)))
-    assert not left, "we go on with them"
+    assert not bench.sent_back, "this worker continues with them"
     bench.dispatcher.close()
     tags = "test.first", "test.second"
     [early] = bench.entries(1, start=50)
@@ -492,8 +501,42 @@ def test_what_a_chunk_found_after_all_was_closed_is_left_to_others(bench: Bench)
             2, 2, 0.001, early=(early,), lines=tuple(WaitlistState("default", tag) for tag in tags)
         )
     )
-    assert left == [DispatcherState([early], [("default", set(), 0)])]
-    assert not bench.rearmed, "the wheel has stopped"
+    assert bench.sent_back == [UnfinishedWork([early], [("default", set(), 0)])]
+    assert not bench.held, "the wheel has stopped"
+
+
+def test_entries_that_a_chunk_found_early_are_held_before_a_dispatcher_can_close(
+    bench: Bench,
+) -> None:
+    """Otherwise they would reach a timing wheel that has been emptied and does not turn any more."""
+    closed: list[bool] = []
+    closing: list[threading.Thread] = []
+
+    def close() -> None:
+        bench.dispatcher.close()
+        closed.append(True)
+
+    def hold(entries: Sequence[Entry]) -> None:
+        closing.append(threading.Thread(target=close))
+        closing[0].start()
+        closing[0].join(0.2)  # it waits for the chunk's end
+        bench.held += entries
+        assert not closed, "what is held now would be lost"
+
+    bench.dispatcher._hold = hold
+    bench.dispatcher.take(bench.entries(1))
+    early = Entry(7, 0, bench.clock.now_us() + 1_000_000)
+    bench.pool.end(Report(0, early=(early,)))
+    closing[0].join(10)
+    assert (bench.held, closed, bench.sent_back) == ([early], [True], [])
+
+
+def test_entries_that_come_due_after_the_close_are_sent_back(bench: Bench) -> None:
+    bench.dispatcher.close()
+    late = bench.entries(2)
+    bench.dispatcher.take(late)
+    assert bench.sent_back == [UnfinishedWork(late, [])]
+    assert (bench.dispatcher.waiting, bench.pool.jobs) == (0, [])
 
 
 # -- several shards -------------------------------------------------------------------------------
@@ -516,7 +559,8 @@ class Hands:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at = 1000.0
-        monkeypatch.setattr(lane, "monotonic", lambda: self.at)
+        for module in (queue_drain, shard_queue):
+            monkeypatch.setattr(module, "monotonic", lambda: self.at)
 
 
 @pytest.fixture
@@ -535,14 +579,14 @@ def test_a_shard_that_failed_gets_no_chunk_until_it_answers_and_others_do(hands:
     def refuse() -> None:
         raise StoreUnavailableError("shard 1 is away", 1)
 
-    assert not bench.dispatcher.shard_health.hear(1, refuse)
-    assert not bench.dispatcher.shard_health.hear(1, refuse)
+    assert not bench.dispatcher.shard_health.check(1, refuse)
+    assert not bench.dispatcher.shard_health.check(1, refuse)
     assert (
         bench.events.counts["store.down"],
         bench.dispatcher.shard_health.info()[1]["is_up"],
     ) == (1, False)
     hands.at += 1
-    assert bench.dispatcher.shard_health.hear(1, lambda: None)
+    assert bench.dispatcher.shard_health.check(1, lambda: None)
     assert (bench.events.counts["store.up"], bench.dispatcher.shard_health.info()[1]["is_up"]) == (
         1,
         True,
@@ -557,11 +601,11 @@ def test_a_shard_that_owes_an_answer_gets_no_chunk(hands: Hands) -> None:
 
     def never(waits_s: float, jobs: int) -> None:
         hands.at += waits_s
-        bench.dispatcher.shard_health.tell_silent()
+        bench.dispatcher.shard_health.check_answers()
         bench.dispatcher.take(bench.entries_of(1, 1))
         assert len(bench.pool.jobs) == jobs
 
-    assert bench.dispatcher.shard_health.hear(1, lambda: (never(1, 2), never(2, 2)))
+    assert bench.dispatcher.shard_health.check(1, lambda: (never(1, 2), never(2, 2)))
     assert (bench.events.counts["store.down"], bench.events.counts["store.up"]) == (1, 1)
     assert len(bench.pool.jobs) == 3, "it answered"
 
@@ -581,22 +625,22 @@ def test_a_shard_that_answers_has_the_last_process_too_when_its_chunks_take_long
     bench = Bench(shards=2)
     bench.dispatcher.take(bench.entries_of(0, 100))
     hands.at += 0.5
-    bench.dispatcher.shard_health.hear(0, lambda: None)
+    bench.dispatcher.shard_health.check(0, lambda: None)
     assert len(bench.pool.jobs) == 1, "it answered, but that chunk may be at its claim"
     hands.at += 1
     bench.dispatcher.take(bench.entries_of(0, 1))
     assert len(bench.pool.jobs) == 1, "nobody knows whether it answers still"
-    bench.dispatcher.shard_health.hear(0, lambda: None)
+    bench.dispatcher.shard_health.check(0, lambda: None)
     assert [job.shard for job, _, _ in bench.pool.jobs] == [0, 0]
 
 
-def test_with_one_shard_nobody_asks_and_no_process_is_left(hands: Hands, bench: Bench) -> None:
+def test_a_single_shard_is_not_asked_and_may_use_all_processes(hands: Hands, bench: Bench) -> None:
     def fail() -> None:
         raise AssertionError("it was asked")
 
     bench.dispatcher.take(bench.entries(100))
     assert len(bench.pool.jobs) == 2
-    assert bench.dispatcher.shard_health.hear(0, fail)
+    assert bench.dispatcher.shard_health.check(0, fail)
     bench.pool.end("StoreUnavailableError: away")
     hands.at += 1
     bench.dispatcher.take([])
@@ -619,7 +663,7 @@ def test_entries_of_a_shard_that_is_not_known_yet_are_left_to_others() -> None:
 # -- processors that take many rows at once -------------------------------------------------------
 
 
-def test_rows_that_a_processor_takes_at_once_stay_together_though_other_processes_are_free(
+def test_rows_of_one_batch_stay_together_although_other_processes_are_free(
     bench: Bench,
 ) -> None:
     bench.dispatcher.take(bench.entries(10))
@@ -634,7 +678,7 @@ def test_rows_that_a_processor_takes_at_once_stay_together_though_other_processe
     assert bench.sizes() == [30, 30], "others came meanwhile, who are shared"
 
 
-def test_a_chunk_has_as_many_rows_as_can_start_at_once_though_one_takes_longer_than_the_time_box(
+def test_a_chunk_has_all_rows_that_can_start_together_even_beyond_the_time_budget(
     bench: Bench,
 ) -> None:
     bench.dispatcher.take(bench.entries(10))
@@ -645,12 +689,12 @@ def test_a_chunk_has_as_many_rows_as_can_start_at_once_though_one_takes_longer_t
 
 
 def test_rows_that_run_on_are_known_until_their_process_says_otherwise(bench: Bench) -> None:
-    [lane] = bench.dispatcher.lanes
+    [shard_queue] = bench.dispatcher.shard_queues
     bench.dispatcher.take(bench.entries(400))
     bench.pool.end(Report(10, 8, 0.01, pid=1, left=(4, 5)))
     bench.pool.end(Report(10, 9, 0.01, pid=2, left=(9,)))
-    assert lane.running_on == {1: (4, 5), 2: (9,)}
+    assert shard_queue.running_on == {1: (4, 5), 2: (9,)}
     assert len(bench.pool.jobs) == 2, "and the next chunks come"
     bench.pool.end(Report(1, 3, 0.01, pid=1))
     bench.pool.end(Report(error="StoreUnavailableError: away", pid=2, left=(9, 12)))
-    assert lane.running_on == {2: (9, 12)}
+    assert shard_queue.running_on == {2: (9, 12)}

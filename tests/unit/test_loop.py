@@ -13,8 +13,8 @@ from delaytasks.core import loop as loop_module
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.events import Events, log_event
 from delaytasks.core.loop import Loop
-from delaytasks.worker import watchdog as watchdog_module
-from delaytasks.worker.watchdog import LOOK_S, STOOD_STILL_S, Watchdog
+from delaytasks.worker import runtime as runtime_module
+from delaytasks.worker.runtime import SUSPENDED_S, WATCHDOG_S, Watchdog
 from tests.waiting import wait_until
 
 
@@ -73,7 +73,7 @@ class Work:
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     time = Time()
-    for module in (loop_module, watchdog_module):
+    for module in (loop_module, runtime_module):
         monkeypatch.setattr(module, "monotonic", time)
     return time
 
@@ -228,11 +228,11 @@ def test_a_loop_that_was_stopped_stays_so(work: Work) -> None:
 def test_nobody_is_stuck_because_the_whole_process_stood_still(work: Work, time: Time) -> None:
     watchdog = Watchdog(work.events, [work.loop])
     work.take_turn(work.hang)
-    time.at += STOOD_STILL_S + 100
-    watchdog.look()
+    time.at += SUSPENDED_S + 100
+    watchdog.check()
     assert work.told == []
-    time.at += LOOK_S
-    watchdog.look()
+    time.at += WATCHDOG_S
+    watchdog.check()
     assert [fields["reason"] for fields in work.told] == ["stuck"], (
         "it is, if it does not go on now"
     )

@@ -12,6 +12,7 @@ from delaytasks.core.settings import Settings
 from delaytasks.processors.registry import Registry
 from delaytasks.scheduling.queue_routing import QueueRouting
 from delaytasks.worker.bootsteps import add_queues
+from delaytasks.worker.processes import logical_queues
 
 MAPPING = {
     "*": "rest",
@@ -76,8 +77,8 @@ def served(delays: DelayTasks, *chosen: str) -> tuple[list[str], set[str]]:
     """Our queues of a worker that was started with `-Q chosen`, and all that it consumes from."""
     if chosen:
         delays.celery.amqp.queues.select(chosen)
-    add_queues(delays.celery, delays)
-    return delays.processes.queues, set(delays.celery.amqp.queues.consume_from)
+    consumed = add_queues(delays.celery, delays.queues.all(), delays.publisher)
+    return logical_queues(consumed, delays.settings.namespace), set(consumed)
 
 
 def test_a_worker_without_a_choice_serves_all_queues_that_a_tag_may_have() -> None:

@@ -31,7 +31,7 @@ from delaytasks.worker.celery_compat.message_guard import GuardStep
 from delaytasks.worker.celery_compat.redis_guard import RedisGuard
 from delaytasks.worker.celery_tasks import SWEEP
 from tests.fuzzing import fuzz, json_like
-from tests.unit.test_desk import Worker, make_runtime
+from tests.unit.test_runtime import Worker, make_runtime
 
 DUE = 1_700_000_000_000_000
 
@@ -48,7 +48,7 @@ class TablePoller:
 
     def __init__(self, folder: Path, **conf: Any) -> None:
         self.runtime = make_runtime(folder)
-        self.app: Celery = self.runtime.delays.celery
+        self.app: Celery = self.runtime.celery_worker.delays.celery
         self.app.conf.update(conf)
         worker = Worker()
         worker.delays_runtime, worker.use_eventloop, worker.state = self.runtime, False, state  # type: ignore[attr-defined]
@@ -57,18 +57,18 @@ class TablePoller:
         )
 
         class tasks:
-            queues = [self.runtime.delays.publisher.queue("default")]
+            queues = [self.runtime.publisher.queue("default")]
 
         self.consumer.task_consumer, self.consumer.pool = tasks, worker.pool
         self.consumer.update_strategies()
         self.handle = self.consumer.create_task_handler()
-        self.runtime.delays.processes.queues = ["default"]
+        self.runtime.processes.queues = ["default"]
         self.entries: list[Entry] = []
         self.drained: list[tuple[Any, ...]] = []
         self.sweeps: list[Any] = []
-        self.runtime.hold = self.entries.extend  # type: ignore[method-assign]
+        self.runtime.near_entries.hold = self.entries.extend  # type: ignore[method-assign]
         self.runtime.dispatcher.drain = lambda *asked: self.drained.append(asked)  # type: ignore[method-assign]
-        self.runtime.sweep = self.sweeps.append  # type: ignore[method-assign]
+        self.runtime.sweep_loops.request = self.sweeps.append  # type: ignore[method-assign]
 
     def read(
         self, body: Any, headers: Any = None, kind: Any = "application/json", **more: Any
@@ -84,14 +84,14 @@ class TablePoller:
 
     @property
     def refused(self) -> int:
-        return self.runtime.delays.events.counts["message.refused"]
+        return self.runtime.events.counts["message.refused"]
 
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TablePoller]:
     made = TablePoller(tmp_path_factory.mktemp("reader"))
     yield made
-    made.runtime.delays.close()
+    made.runtime.celery_worker.delays.close()
 
 
 @pytest.fixture(autouse=True)
@@ -231,7 +231,7 @@ def test_pickle_is_not_read_from_our_queues_even_where_the_app_accepts_it(
     message = reader.read(bomb, headers, kind, delivery_info=place)
     assert message.acknowledged
     assert (ran, reader.refused) == ([], 1)
-    reader.runtime.delays.close()
+    reader.runtime.celery_worker.delays.close()
 
 
 def test_beside_queues_of_the_apps_own_theirs_are_read_as_the_app_says(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_beside_queues_of_the_apps_own_theirs_are_read_as_the_app_says(tmp_path:
     assert reader.refused == 0
     reader.read(pickle.dumps([1]), {}, "application/x-python-serialize")
     assert reader.refused == 1
-    reader.runtime.delays.close()
+    reader.runtime.celery_worker.delays.close()
 
 
 @pytest.mark.parametrize(
@@ -257,12 +257,12 @@ def test_a_worker_says_that_the_app_accepts_what_can_run_code(
 ) -> None:
     reader = TablePoller(tmp_path, accept_content=accepted)
     seen: list[dict[str, Any]] = []
-    reader.runtime.delays.events.subscribe(
+    reader.runtime.events.subscribe(
         lambda name, fields: seen.append(fields) if name == "content.unsafe" else None
     )
-    wiring_of(reader.runtime.delays).checks.check_broker()
+    wiring_of(reader.runtime.celery_worker.delays).checks.check_broker()
     assert [fields["accepts"] for fields in seen] == ["pickle"] * told
-    reader.runtime.delays.close()
+    reader.runtime.celery_worker.delays.close()
 
 
 @fuzz(200)
@@ -348,7 +348,7 @@ def test_our_queues_are_not_decompressed_on_any_transport_of_kombus_own(
     bodies = {message.delivery_info["routing_key"]: message.body for message in taken}
     assert len(bodies["delaytasks.default"]) == 0
     assert json.loads(bodies["celery"]) == [1] * 1000
-    reader.runtime.delays.close()
+    reader.runtime.celery_worker.delays.close()
 
 
 def raiser(error: Exception) -> Callable[[], Any]:

@@ -323,11 +323,10 @@ def test_if_the_broker_takes_no_messages_the_sweeping_worker_drains_its_own_queu
         here.append((queue, priorities))
         return queue == "default"
 
-    sweeper.drain_here = drain
     for is_up in (True, False):
         field.timer.is_up = is_up
         field.let_pass()
-        assert sweeper.sweep()
+        assert sweeper.sweep(drain_here=drain)
     assert here == [("default", [0]), ("mail", [0])]
     assert field.count("sweep.drain_here") == 1
 
@@ -340,12 +339,14 @@ def test_a_starting_worker_drains_overdue_rows_without_a_sweep(field: Field) -> 
     field.row(-0.5)
     field.row(60, queue="later")
     sweeper, here = field.sweeper(), list[tuple[str, Sequence[int]]]()
-    sweeper.drain_here = lambda queue, priorities: here.append((queue, priorities)) or True
     paused: Any = SimpleNamespace(
         policies=lambda: Policies((Policy("queue", "paused", is_paused=True),))
     )
     sweeper._holding = paused
-    sweeper.begin(["default", "mail", "paused", "later"])
+    sweeper.begin(
+        ["default", "mail", "paused", "later"],
+        lambda queue, priorities: here.append((queue, priorities)) or True,
+    )
     assert sorted((queue, sorted(priorities)) for queue, priorities in here) == [
         ("default", [0, 9]),
         ("mail", [0]),

@@ -155,14 +155,14 @@ def test_a_pool_refuses_the_queues_of_tags_whose_limits_it_can_not_keep(tmp_path
     delays = DelayTasks(app, f"sqlite:///{tmp_path / 'test.db'}", queues={"report.*": "reports"})
     delays.processor("report.daily", soft_time_limit="5m")(lambda body: None)
     delays.processor("report.hourly")(lambda body: None)
-    delays.processes.queues = ["default"]
-    check_time_limits(delays, thread.TaskPool(1))
-    delays.processes.queues = ["default", "reports"]
-    check_time_limits(delays, prefork.TaskPool(1))
+    parts = delays.registry, delays.queues
+    check_time_limits(*parts, ["default"], thread.TaskPool(1))
+    served = ["default", "reports"]
+    check_time_limits(*parts, served, prefork.TaskPool(1))
     with pytest.raises(
-        ConfigError, match=r"'report.daily' has time limits, which the pool 'thread' can not keep"
+        ConfigError, match=r"'report.daily' has time limits, which the pool 'thread' cannot keep"
     ):
-        check_time_limits(delays, thread.TaskPool(1))
+        check_time_limits(*parts, served, thread.TaskPool(1))
 
 
 def test_a_child_that_is_dead_is_seen_whether_or_not_anybody_has_waited_for_it() -> None:

@@ -62,10 +62,9 @@ def running(runtime: WorkerRuntime) -> list[dict[str, Any]]:
     """Return the rows that this worker's processes have claimed and not settled yet."""
     if not runtime.dispatcher.is_at_work:
         return []
-    delays = runtime.delays
-    workers = [delays.processes.name(pid) for pid in runtime.pids()]
+    workers = [runtime.processes.name(pid) for pid in runtime.pids()]
     found: list[dict[str, Any]] = []
-    for shard in delays.shards:
+    for shard in runtime.shards:
         left = MAX_INSPECTED_ROWS - len(found)
         read = partial(shard.store.inspection.running, workers, left)
         found += [_request(runtime, row, row.worker) for row in _read(read) or ()]
@@ -74,10 +73,10 @@ def running(runtime: WorkerRuntime) -> list[dict[str, Any]]:
 
 def held(runtime: WorkerRuntime) -> list[dict[str, Any]]:
     """Return the entries of the timing wheel in the order of their due times."""
-    entries = runtime.wheel.soonest(MAX_INSPECTED_ROWS)
+    entries = runtime.near_entries.wheel.soonest(MAX_INSPECTED_ROWS)
     rows: dict[int, Any] = {}
-    for number, some in by_shard(entries, len(runtime.delays.shards)).items():
-        inspection = runtime.delays.shards[number].store.inspection
+    for number, some in by_shard(entries, len(runtime.shards)).items():
+        inspection = runtime.shards[number].store.inspection
         rows |= _read(partial(inspection.named, [entry.id for entry in some])) or {}
     return [
         {
@@ -93,7 +92,7 @@ def held(runtime: WorkerRuntime) -> list[dict[str, Any]]:
 
 def tags(runtime: WorkerRuntime) -> list[str]:
     """Return the tags that have a processor in this worker."""
-    return sorted(processor.tag for processor in runtime.delays.registry)
+    return sorted(processor.tag for processor in runtime.registry)
 
 
 def _request(runtime: WorkerRuntime, row: Any, worker: str | None = None) -> dict[str, Any]:
@@ -105,7 +104,7 @@ def _request(runtime: WorkerRuntime, row: Any, worker: str | None = None) -> dic
         "args": [],
         "kwargs": {"attempt": row.attempts},
         "type": row.tag,
-        "hostname": runtime.delays.processes.hostname,
+        "hostname": runtime.processes.hostname,
         "time_start": row.update_time.timestamp() if worker else None,
         "acknowledged": True,
         "delivery_info": {

@@ -18,7 +18,7 @@ from kombu.transport import virtual
 from delaytasks.worker.celery_compat.broker_errors import OF_DATA, is_the_brokers
 from delaytasks.worker.celery_compat.redis_guard import RedisGuard
 from delaytasks.worker.celery_compat.versions import keep_polling
-from delaytasks.worker.message_strategy import JSON, MOST_BYTES
+from delaytasks.worker.message_strategy import JSON, MAX_MESSAGE_BYTES
 
 logger = get_logger(__name__)
 #: The methods that Celery's consumer calls for a message that it does not accept, with the position
@@ -103,7 +103,7 @@ class GuardStep(bootsteps.Step):
                 kind, channel, content = frame
                 if kind != HEADER_FRAME:
                     raise
-                self._runtime.refuse(
+                self._runtime.refused_messages.refuse(
                     "message", ValueError(f"unreadable properties: {type(error).__name__}")
                 )
                 return handle((kind, channel, bytes(content[:HEADER_FRAME_BYTES]) + b"\0\0"))
@@ -126,7 +126,7 @@ class GuardStep(bootsteps.Step):
         kombu decompresses the body for that, without a limit for its size.
         """
         take_in: Callable[..., Any]
-        if queue.startswith(self._runtime.delays.settings.namespace + "."):
+        if queue.startswith(self._runtime.settings.namespace + "."):
             take_in = partial(self._take_in, queue)
         elif queue.endswith(PIDBOX_SUFFIX):
             take_in = self._take_in_control
@@ -141,7 +141,7 @@ class GuardStep(bootsteps.Step):
         return consume(queue, *args, callback=callback, **options)
 
     def _take_in(self, queue: str, strip: Strip, callback: Callable[[Any], Any], raw: Any) -> Any:
-        self._queue, self._reason = queue, strip(raw, MOST_BYTES)
+        self._queue, self._reason = queue, strip(raw, MAX_MESSAGE_BYTES)
         try:
             return callback(raw)
         finally:
@@ -155,7 +155,7 @@ class GuardStep(bootsteps.Step):
         reason = strip(raw, math.inf)
         if reason is None:
             return callback(raw)
-        return self._runtime.refuse("control", ValueError(reason))
+        return self._runtime.refused_messages.refuse("control", ValueError(reason))
 
     # -- after the transport has decoded a message ------------------------------------------------
 
@@ -185,7 +185,7 @@ class GuardStep(bootsteps.Step):
             raise ValueError(self._reason)
         if message.content_type != JSON:
             raise ValueError(f"content type {message.content_type!r:.40}")
-        if message.body is not None and len(message.body) > MOST_BYTES:
+        if message.body is not None and len(message.body) > MAX_MESSAGE_BYTES:
             raise ValueError("too long")
         message.accept = {JSON}
 
@@ -202,7 +202,7 @@ class GuardStep(bootsteps.Step):
         self._refuse(message, ValueError(reason))
 
     def _refuse(self, message: Any, error: Exception) -> None:
-        self._runtime.refuse("message", error)
+        self._runtime.refused_messages.refuse("message", error)
         if not message.acknowledged:
             passed_on = self._consumer.connection_errors + self._consumer.channel_errors
             message.ack_log_error(logger, (*passed_on, *OF_DATA))
@@ -213,7 +213,7 @@ class GuardStep(bootsteps.Step):
         In Redis the name of the queue is a field of the message, which its sender can choose. A
         worker that serves only queues of delaytasks does not read this field.
         """
-        prefix = self._runtime.delays.settings.namespace + "."
+        prefix = self._runtime.settings.namespace + "."
         if self._queue is not None:
             return True
         tasks = self._consumer.task_consumer

@@ -19,13 +19,13 @@ from delaytasks.core.clock import monotonic
 from delaytasks.timers.broker_link import WRONG_TYPE
 from delaytasks.worker.celery_compat.broker_errors import is_the_brokers
 from delaytasks.worker.celery_compat.versions import brpop_s
-from delaytasks.worker.message_strategy import MOST_BYTES
+from delaytasks.worker.message_strategy import MAX_MESSAGE_BYTES
 
 #: A key that Redis refused is not read for this time.
 BLOCKED_KEY_REST_S = 2.0
 #: A longer message of a queue of delaytasks is not decoded. Its body is base64, and its headers are
 #: short.
-MAX_RAW_BYTES = 2 * MOST_BYTES
+MAX_RAW_BYTES = 2 * MAX_MESSAGE_BYTES
 WRONG_TYPE_REMEDY = "delete or rename this key, which does not hold what Celery keeps there"
 REFUSED_REMEDY = (
     "check that the broker's user may read and write this key, that Redis has memory, and that it "
@@ -78,8 +78,9 @@ class RedisGuard:
         answer = parse(connection, command, **options)
         if command == "BRPOP" and answer and len(answer[1]) > MAX_RAW_BYTES:
             queue = bytes_to_str(answer[0]).rsplit(channel.sep, 1)[0]
-            if queue.startswith(self._runtime.delays.settings.namespace + "."):
-                self._runtime.refuse("message", ValueError(f"{len(answer[1])} bytes are too long"))
+            if queue.startswith(self._runtime.settings.namespace + "."):
+                error = ValueError(f"{len(answer[1])} bytes are too long")
+                self._runtime.refused_messages.refuse("message", error)
                 return None
         return answer
 
@@ -100,7 +101,7 @@ class RedisGuard:
             except Exception as error:
                 if is_the_brokers(error, passed_on):
                     raise
-                self._runtime.refuse("message", error)
+                self._runtime.refused_messages.refuse("message", error)
                 if not has_more():
                     return None
 
@@ -120,7 +121,7 @@ class RedisGuard:
             for key, since in list(self._retried.items()):
                 if self._asked_at > since and key not in self._blocked.get(channel, ()):
                     del self._retried[key]
-                    self._runtime.delays.events.emit("queue.unblocked", key=key)
+                    self._runtime.events.emit("queue.unblocked", key=key)
 
     # -- queues -----------------------------------------------------------------------------------
 
@@ -264,13 +265,13 @@ class RedisGuard:
 
     def _report(self, key: str, error: object) -> None:
         remedy = (WRONG_TYPE_REMEDY if WRONG_TYPE in str(error) else REFUSED_REMEDY) + MEANWHILE
-        self._runtime.delays.events.emit("queue.blocked", key=key, error=str(error), remedy=remedy)
+        self._runtime.events.emit("queue.blocked", key=key, error=str(error), remedy=remedy)
 
     def _report_blocked(self, key: str, queue: str, reason: str) -> None:
         self._report(key, reason)
-        delays = self._runtime.delays
-        prefix = delays.settings.namespace + "."
+        runtime = self._runtime
+        prefix = runtime.settings.namespace + "."
         if key == queue and queue.startswith(prefix):
             # Drain tokens would stay there unread. A sweep that cannot send them drains the queue
             # in its own worker.
-            delays.publisher.rest(queue.removeprefix(prefix), 2 * BLOCKED_KEY_REST_S)
+            runtime.publisher.rest(queue.removeprefix(prefix), 2 * BLOCKED_KEY_REST_S)

@@ -1,4 +1,4 @@
-"""The mover of a worker, on a real Redis, with a pool whose chunks end when the test says so."""
+"""The Redis poller of a worker, on a real Redis, with a pool whose chunks the test ends."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from delaytasks.storage.database import Database
 from delaytasks.timers import redis
 from delaytasks.timers.redis import RedisTimer
 from delaytasks.worker import redis_poller as redis_poller
-from delaytasks.worker.runtime import WorkerRuntime
+from delaytasks.worker.building import build_runtime
 from tests.proxy import Proxy, proxy_to
-from tests.unit.test_desk import Worker
 from tests.unit.test_dispatcher import Pool
+from tests.unit.test_runtime import Worker
 from tests.waiting import wait_until
 
 
 class Post:
-    """A worker's desk, and another process's way to its timer."""
+    """A worker's runtime, and the timer of another process."""
 
     def __init__(self, folder: Path, url: str, proxy: Proxy, clocks: Sequence[Clock] = ()) -> None:
         """On one database, or on one for each of these clocks."""
@@ -60,9 +60,9 @@ class Post:
         self.worker = Worker()
         self.pool = self.worker.pool = Pool()  # type: ignore[assignment, misc]
         self.delays.processes.queues = ["default"]
-        self.runtime = WorkerRuntime(self.delays, self.worker)
+        self.runtime = build_runtime(self.delays, self.worker)
         self.forgotten = 0
-        self.runtime.forget_armed = self._forget  # type: ignore[method-assign]
+        self.runtime.sweep_loops.forget_armed = self._forget  # type: ignore[method-assign]
         self.seen: list[str] = []
         self.delays.events.subscribe(lambda name, _: self.seen.append(name))
 
@@ -71,13 +71,13 @@ class Post:
 
     def start(self) -> None:
         self.runtime.start()
-        wait_until(lambda: self.forgotten, 10, "the mover's first look")
+        wait_until(lambda: self.forgotten, 10, "the first read of all slots")
 
     def look(self) -> None:
-        redis_poller = self.runtime._redis_poller
+        redis_poller = self.runtime.redis_poller
         assert redis_poller is not None
-        redis_poller._look_at_all()
-        redis_poller._redis_poller.wake()
+        redis_poller._read_all_soon()
+        redis_poller._poll_loop.wake()
 
     def arm(self, ids: range, in_s: float = 0, **fields: Any) -> None:
         due = self.delays.clock.now_us() + int(in_s * 1e6)
@@ -150,7 +150,7 @@ def post(tmp_path: Path, redis_url: str, proxy: Proxy) -> Iterator[Post]:
     post.close()
 
 
-def test_what_is_soon_due_is_brought_ahead_as_far_as_there_is_room_and_starts_on_time(
+def test_entries_are_taken_ahead_of_time_up_to_the_capacity_and_start_on_time(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead_ms = 1000  # for machines that are busy
@@ -158,7 +158,7 @@ def test_what_is_soon_due_is_brought_ahead_as_far_as_there_is_room_and_starts_on
         monkeypatch.setattr(module, "AHEAD_MS", ahead_ms)
     brought: list[tuple[int, int]] = []
     began: list[int] = []
-    hold, take = post.runtime.hold, post.runtime.dispatcher.take
+    hold, take = post.runtime.near_entries.hold, post.runtime.dispatcher.take
 
     def note_hold(entries: Sequence[Entry]) -> None:
         brought.append((post.delays.clock.now_us(), len(entries)))
@@ -168,7 +168,7 @@ def test_what_is_soon_due_is_brought_ahead_as_far_as_there_is_room_and_starts_on
         began.append(post.delays.clock.now_us())
         take(entries)
 
-    post.runtime.hold, post.runtime.dispatcher.take = note_hold, note_take  # type: ignore[method-assign]
+    post.runtime.near_entries.hold, post.runtime.dispatcher.take = note_hold, note_take  # type: ignore[method-assign]
     post.start()
     due = post.delays.clock.now_us() + 1_500_000
     post.arm(range(1, 201), in_s=1.5)
@@ -181,7 +181,7 @@ def test_what_is_soon_due_is_brought_ahead_as_far_as_there_is_room_and_starts_on
     assert min(began) >= due - 1000
 
 
-def test_it_takes_what_there_is_room_for_and_more_when_chunks_end(post: Post) -> None:
+def test_entries_are_taken_up_to_the_capacity_and_more_when_chunks_end(post: Post) -> None:
     post.arm(range(1, 201))
     post.start()
     wait_until(lambda: post.here() >= 40 and post.left()[1] == 0, 5, "the first ones")
@@ -207,7 +207,7 @@ def test_it_brings_as_much_from_a_database_whose_clock_is_an_hour_ahead(
         post.close()
 
 
-def test_what_waits_for_longer_again_since_the_clock_was_set_back_takes_no_room(
+def test_entries_that_wait_longer_since_the_clock_was_set_back_use_no_capacity(
     tmp_path: Path, redis_url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (redis_poller, redis):
@@ -217,7 +217,9 @@ def test_what_waits_for_longer_again_since_the_clock_was_set_back_takes_no_room(
     try:
         post.start()
         post.arm(range(1, 201), in_s=4)
-        wait_until(lambda: len(post.runtime.wheel) >= 40, 5, "what is taken ahead of its time")
+        wait_until(
+            lambda: len(post.runtime.near_entries.wheel) >= 40, 5, "what is taken ahead of its time"
+        )
         clock.back_us = 3_600_000_000
         post.arm(range(201, 211))
         wait_until(lambda: post.here() == 10, 5, "what is due now")
@@ -225,7 +227,7 @@ def test_what_waits_for_longer_again_since_the_clock_was_set_back_takes_no_room(
         post.close()
 
 
-def test_it_leaves_to_others_what_it_can_not_run_soon(post: Post) -> None:
+def test_entries_that_cannot_run_soon_are_left_to_other_workers(post: Post) -> None:
     post.start()
     post.arm(range(1, 3))
     wait_until(lambda: len(post.pool.jobs) == 2, 5, "both processes to be busy")
@@ -247,14 +249,16 @@ def test_it_begins_with_the_highest_priority(post: Post) -> None:
     assert {entry.priority for entry in first} == {9}
 
 
-def test_it_hears_of_an_entry_that_comes_before_all_others(post: Post) -> None:
+def test_an_entry_that_is_due_before_all_others_is_published(post: Post) -> None:
     post.arm(range(1, 101), 100)
     post.start()
-    wait_until(lambda: post.runtime.watchdog.info()["ear"]["is_alive"], 5, "the ear")
+    wait_until(
+        lambda: post.runtime.watchdog.info()["redis_listener"]["is_alive"], 5, "the listener"
+    )
     wait_until(
         lambda: (
-            len(post.runtime._redis_poller._next) > 0
-            and min(post.runtime._redis_poller._next.values()) > 0
+            len(post.runtime.redis_poller._read_at) > 0
+            and min(post.runtime.redis_poller._read_at.values()) > 0
         ),
         5,
         "it to rest",
@@ -278,7 +282,7 @@ def test_what_others_publish_there_is_ignored_and_counted(post: Post) -> None:
         f"{slot} nan",
         f"{slot} -inf",
     ]
-    wait_until(lambda: client.publish(channel, garbage[0]), 5, "the ear to listen")
+    wait_until(lambda: client.publish(channel, garbage[0]), 5, "the listener to subscribe")
     for other in garbage[1:]:
         assert client.publish(channel, other) == 1
     counts = post.delays.events.counts
@@ -309,13 +313,13 @@ def test_a_worker_that_stops_puts_back_what_waits_in_it(post: Post) -> None:
 
 def test_what_a_stopping_worker_has_just_handed_on_is_deleted(post: Post) -> None:
     post.start()
-    redis_poller = post.runtime._redis_poller
+    redis_poller = post.runtime.redis_poller
     assert redis_poller is not None
-    redis_poller._redis_poller.stop()
+    redis_poller._poll_loop.stop()
     post.arm(range(1, 11))
     taken = post.timer.take(dict.fromkeys(post.timer.slots("default"), 10))
     assert post.left() == (0, 10)
-    redis_poller._handed_on = taken or []
+    redis_poller._passed_on = taken or []
     post.runtime.stop()
     assert post.left() == (0, 0)
 
@@ -328,31 +332,31 @@ def test_what_was_handed_on_is_deleted_though_nothing_follows(post: Post) -> Non
     assert "entry.returned" not in post.seen
 
 
-def test_a_mover_is_not_woken_where_there_is_no_room(post: Post) -> None:
+def test_a_redis_poller_is_not_woken_without_capacity(post: Post) -> None:
     post.start()
     post.arm(range(1, 101))
     wait_until(lambda: post.here() >= 40 and len(post.pool.jobs) == 2, 5, "the first ones")
-    redis_poller = post.runtime._redis_poller
+    redis_poller = post.runtime.redis_poller
     assert redis_poller is not None
-    redis_poller._redis_poller.wake = lambda: post.seen.append("woken")  # type: ignore[method-assign]
-    redis_poller._is_starved = True
+    redis_poller._poll_loop.wake = lambda: post.seen.append("woken")  # type: ignore[method-assign]
+    redis_poller._needs_capacity = True
     post.runtime.dispatcher.pump()
     assert "woken" not in post.seen
     while post.pool.jobs:
         post.end_chunk(0.001)
-    wait_until(lambda: "woken" in post.seen, 5, "the mover to be woken")
+    wait_until(lambda: "woken" in post.seen, 5, "the poller to be woken")
 
 
 def test_what_could_not_be_handed_on_comes_again(post: Post) -> None:
     post.start()
-    hold, failures = post.runtime.hold, [OSError("as asked")]
+    hold, failures = post.runtime.near_entries.hold, [OSError("as asked")]
 
     def hold_or_fail(entries: Any) -> None:
         if entries and failures:
             raise failures.pop()
         hold(entries)
 
-    post.runtime.hold = hold_or_fail  # type: ignore[method-assign]
+    post.runtime.near_entries.hold = hold_or_fail  # type: ignore[method-assign]
     post.arm(range(1, 2))
     wait_until(lambda: not failures, 5, "the failure")
     wait_until(lambda: post.here() == 1, 10, "what was taken before it")
@@ -407,10 +411,12 @@ def test_near_rows_are_armed_again_when_redis_is_back(post: Post, proxy: Proxy, 
     assert post.seen.count("timer.down") == post.seen.count("timer.up") == 1
     post.end_chunk(0.001)
     post.arm(range(3, 4), 0.2)
-    wait_until(lambda: post.here() == 1, 5, "the ear to be back")
+    wait_until(lambda: post.here() == 1, 5, "the listener to be back")
 
 
-def test_while_redis_is_away_the_mover_rests_between_two_tries(post: Post, proxy: Proxy) -> None:
+def test_while_redis_is_down_the_poller_rests_between_two_attempts(
+    post: Post, proxy: Proxy
+) -> None:
     tries: list[float] = []
     take = post.delays.redis_timer.take  # type: ignore[union-attr]
 
@@ -427,7 +433,7 @@ def test_while_redis_is_away_the_mover_rests_between_two_tries(post: Post, proxy
     assert tries[2] - tries[0] > REST_S
 
 
-def test_nobody_is_asked_again_and_again_when_nothing_is_due(post: Post) -> None:
+def test_redis_is_not_read_repeatedly_while_nothing_is_due(post: Post) -> None:
     turns = 0
     take = post.delays.redis_timer.take  # type: ignore[union-attr]
 
@@ -439,7 +445,7 @@ def test_nobody_is_asked_again_and_again_when_nothing_is_due(post: Post) -> None
     post.delays.redis_timer.take = counted  # type: ignore[union-attr, method-assign]
     post.start()
     rests: Callable[[], bool] = lambda: (  # noqa: E731
-        post.runtime.watchdog.info()["ear"]["is_alive"] and turns > 0
+        post.runtime.watchdog.info()["redis_listener"]["is_alive"] and turns > 0
     )
     wait_until(rests, 5, "the first looks")
     post.arm(range(1, 2), 0.5)
@@ -449,7 +455,7 @@ def test_nobody_is_asked_again_and_again_when_nothing_is_due(post: Post) -> None
     )
 
 
-def test_who_listens_begins_anew_when_a_call_failed_though_nothing_was_heard_of_it(
+def test_the_listener_subscribes_again_after_a_failed_call(
     post: Post,
 ) -> None:
     post.start()

@@ -8,7 +8,7 @@ from typing import Any
 
 from delaytasks.core.ids import IdMaker
 from delaytasks.core.interfaces import Entry
-from delaytasks.worker.worker_shares import Members
+from delaytasks.worker.worker_shares import WorkerShares
 
 NOW = datetime(2030, 1, 1, tzinfo=timezone.utc)
 
@@ -34,7 +34,7 @@ def entries(count: int = 4000, queue: str = "default") -> list[Entry]:
 def shares(rows: list[dict[str, Any]], names: str, queue: str = "default") -> Counter[str]:
     found: Counter[str] = Counter()
     for name in names:
-        members = Members(name)
+        members = WorkerShares(name)
         members.learn(rows, NOW, 5)
         found[name] = sum(members.is_mine(entry) for entry in entries(queue=queue))
     return found
@@ -45,7 +45,7 @@ def test_each_task_is_one_members_and_parts_are_as_large_as_pools() -> None:
     lists = []
     some = entries()
     for name in "ab":
-        members = Members(name)
+        members = WorkerShares(name)
         members.learn(rows, NOW, 5)
         lists.append({entry.id for entry in some if members.is_mine(entry)})
     assert lists[0] | lists[1] == {entry.id for entry in some}

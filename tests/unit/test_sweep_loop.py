@@ -1,4 +1,4 @@
-"""The worker's sweep thread: what fails is tried again, and keeps nothing else from being done."""
+"""The worker's sweep loop: a stage that fails is repeated, and stops no other stage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from delaytasks.core.events import Events
-from delaytasks.worker import sweep_loop as sweeping_module
+from delaytasks.worker import sweep_loop as sweep_loop_module
 from delaytasks.worker.sweep_loop import SweepLoop
 
 
@@ -35,6 +35,7 @@ class DatabaseAddress:
         self.registry = [SimpleNamespace(tag="mail")]
         self.defer: list[Any] = []
         self.brought: list[Any] = []
+        self.dispatcher = SimpleNamespace()
         self.inline_timer = SimpleNamespace(arm=self.brought.append)
         deferred_rows = SimpleNamespace(bring_forward=self.bring_forward)
         sweeps = SimpleNamespace(
@@ -47,13 +48,24 @@ class DatabaseAddress:
             clock=SimpleNamespace(offset_s=0.0),
             sweeper=SimpleNamespace(
                 sweep=lambda house, *_: self.note(f"sweep {house}"),
-                begin=lambda _: self.note("begin"),
+                begin=lambda *_: self.note("begin"),
             ),
             named=lambda what: what,
         )
         worker: Any = SimpleNamespace(hostname="w1", pool=SimpleNamespace(limit=2))
         here: Any = self
-        self.sweeping = SweepLoop(here, shard, worker)
+        self.loop = SweepLoop(
+            shard,
+            here.settings,
+            here.events,
+            here.processes,
+            here.registry,
+            here.inline_timer,
+            here.dispatcher,
+            worker.pool,
+            worker.hostname,
+            polls_table=True,
+        )
 
     def seen(
         self, _name: str, _queues: Any, _pool: str, _size: int, _offset_us: int, tags: list[str]
@@ -78,7 +90,7 @@ class DatabaseAddress:
 
     def turn(self) -> list[str]:
         del self.done[:]
-        self.sweeping._turn()
+        self.loop._turn()
         return list(self.done)
 
 
@@ -89,7 +101,7 @@ class Time:
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     time = Time()
-    monkeypatch.setattr(sweeping_module, "monotonic", lambda: time.now)
+    monkeypatch.setattr(sweep_loop_module, "monotonic", lambda: time.now)
     return time
 
 
@@ -110,20 +122,20 @@ def test_without_beat_a_worker_asks_every_second_whether_somebody_swept(
     assert max(later - earlier for earlier, later in itertools.pairwise(asked_at)) == 1.0
 
 
-def test_a_worker_that_can_not_say_that_it_lives_sweeps_all_the_same(
+def test_a_worker_that_cannot_report_sweeps_nevertheless(
     place: DatabaseAddress,
 ) -> None:
     place.fails = {"seen"}
-    place.sweeping.request(1)
+    place.loop.request(1)
     assert place.turn() == ["begin", "sweep 1", "stale"]
     assert [(f["loop"], f["stage"], f["error"]) for f in place.told] == [
-        ("sweep", "seen", "OSError: seen failed")
+        ("sweep", "report", "OSError: seen failed")
     ]
     assert place.turn() == ["seen"], "and says it at the next turn"
 
 
 def test_a_worker_publishes_the_tags_that_it_has_processors_for(place: DatabaseAddress) -> None:
-    place.sweeping._turn()
+    place.loop._turn()
     assert place.published == ["mail"]
 
 
@@ -134,7 +146,7 @@ def test_a_worker_that_begins_looks_for_what_is_overdue_once(place: DatabaseAddr
     assert place.turn() == []
 
 
-def test_what_others_put_off_is_brought_forward_when_workers_come_or_go(
+def test_deferred_rows_are_brought_forward_when_workers_come_or_go(
     place: DatabaseAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(place.settings, "sweep_s", 0)
@@ -154,11 +166,11 @@ def test_what_others_put_off_is_brought_forward_when_workers_come_or_go(
     assert place.asked == (["mail"], ["default"], 600.0)
 
 
-def test_a_house_that_was_asked_for_is_kept_until_it_is_swept(place: DatabaseAddress) -> None:
+def test_a_requested_partition_is_kept_until_it_is_swept(place: DatabaseAddress) -> None:
     place.fails = {"sweep 0"}
-    place.sweeping.request(None)
+    place.loop.request(None)
     assert place.turn() == ["seen", "begin", "sweep 1", "sweep 2", "stale"]
-    assert [f["stage"] for f in place.told] == ["house 0"]
+    assert [f["stage"] for f in place.told] == ["partition 0"]
     assert place.turn() == ["sweep 0"]
     assert place.turn() == []
 
@@ -167,14 +179,14 @@ def test_a_broker_that_was_away_is_not_forgotten_because_the_database_is(
     place: DatabaseAddress,
 ) -> None:
     place.fails = {"forget"}
-    place.sweeping.forget()
-    place.sweeping.request(2)
+    place.loop.forget_armed()
+    place.loop.request(2)
     assert place.turn() == ["seen", "begin", "sweep 2", "stale"]
     assert place.turn() == ["forget"]
     assert place.turn() == []
 
 
-def test_houses_that_nobody_sweeps_are_looked_for_until_the_look_succeeds(
+def test_stale_partitions_are_looked_for_until_the_query_succeeds(
     place: DatabaseAddress,
 ) -> None:
     place.fails, place.stale = {"stale"}, [2]

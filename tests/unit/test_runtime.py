@@ -1,4 +1,4 @@
-"""What the worker's main process looks after."""
+"""The loops of the worker's main process, and the entries that it holds."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from delaytasks.core.clock import ManualClock, monotonic
 from delaytasks.core.ids import COUNTER_BITS
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.loop import Loop
-from delaytasks.worker.dispatcher import DispatcherState
+from delaytasks.worker.building import build_runtime
 from delaytasks.worker.job import Job
 from delaytasks.worker.pool import Pool
 from delaytasks.worker.runtime import WorkerRuntime
+from delaytasks.worker.unfinished_work import UnfinishedWork
 from tests.proxy import proxy_to
 from tests.waiting import wait_until
 
 
 class Worker:
-    """As much of Celery's worker as a desk sees."""
+    """As much of Celery's worker as the runtime uses."""
 
     hostname = "w@test"
+    delays: Any = None
     hub = None
     consumer: Any = None
 
@@ -53,24 +55,30 @@ def make_runtime(place: Path | str, **settings: Any) -> WorkerRuntime:
     )
     with delays.store.database.begin() as connection:
         delays.store.schema.metadata.create_all(connection)
-    return WorkerRuntime(delays, Worker())
+    return runtime_of(delays)
 
 
 def runtime_of_two_shards(folder: Path, **settings: Any) -> WorkerRuntime:
     """On databases that have no tables."""
     app = Celery("test", broker="memory://", set_as_current=False)
-    return WorkerRuntime(
-        DelayTasks(app, [f"sqlite:///{folder / name}.db" for name in "ab"], **settings), Worker()
+    return runtime_of(
+        DelayTasks(app, [f"sqlite:///{folder / name}.db" for name in "ab"], **settings)
     )
 
 
+def runtime_of(delays: DelayTasks) -> WorkerRuntime:
+    worker = Worker()
+    worker.delays = delays
+    return build_runtime(delays, worker)
+
+
 class AtWork:
-    """A desk that has started, and what became of its loops."""
+    """A runtime that has started, and the restarts of its loops."""
 
     def __init__(self, runtime: WorkerRuntime) -> None:
         self.runtime = runtime
         self.restarts: list[dict[str, Any]] = []
-        runtime.delays.events.subscribe(lambda event, fields: self._note(event, fields))
+        runtime.events.subscribe(lambda event, fields: self._note(event, fields))
         self.held_up = threading.Event()
         runtime.start()
 
@@ -121,7 +129,17 @@ def die() -> None:
     raise SystemExit
 
 
-LOOPS = ["wheel", "leases", "sweep", "policies", "watch", "calls", "mover", "ear", "watchdog"]
+LOOPS = [
+    "wheel",
+    "leases",
+    "sweep",
+    "policies",
+    "watch",
+    "calls",
+    "redis_poller",
+    "redis_listener",
+    "watchdog",
+]
 
 
 def test_these_are_the_loops_of_a_worker(at_work: AtWork) -> None:
@@ -142,7 +160,15 @@ def test_each_loop_that_dies_is_started_again(at_work: AtWork, name: str) -> Non
 
 
 #: The longest that each may be stuck, in seconds. A lease of a minute is renewed after 20 s: time for two more tries.
-BOUNDS = {"wheel": 2, "leases": 10, "sweep": 20, "watch": 30, "mover": 5, "ear": 5, "watchdog": 10}
+BOUNDS = {
+    "wheel": 2,
+    "leases": 10,
+    "sweep": 20,
+    "watch": 30,
+    "redis_poller": 5,
+    "redis_listener": 5,
+    "watchdog": 10,
+}
 
 
 @pytest.mark.parametrize("name", BOUNDS)
@@ -164,7 +190,7 @@ def test_a_call_that_takes_long_is_not_done_twice(
     """A solo pool runs its processors in it."""
     at_work.break_loop("calls", at_work.hang)
     monkeypatch.setattr(loop_module, "monotonic", lambda: monotonic() + 100_000)
-    at_work.runtime.watchdog.look()
+    at_work.runtime.watchdog.check()
     assert {"loop": "calls", "reason": "stuck"} not in at_work.restarts
 
 
@@ -175,32 +201,34 @@ def test_leases_are_renewed_though_the_watch_waits(at_work: AtWork) -> None:
 
 def test_what_the_wheel_holds_outlives_its_thread(at_work: AtWork) -> None:
     runtime = at_work.runtime
-    due_us = runtime.delays.clock.now_us() + 3_000_000
-    runtime.hold([Entry(id, 0, due_us) for id in (1, 2)])
+    due_us = runtime.clock.now_us() + 3_000_000
+    runtime.near_entries.hold([Entry(id, 0, due_us) for id in (1, 2)])
     at_work.break_loop("wheel", die)
-    assert len(runtime.wheel) == 2
+    assert len(runtime.near_entries.wheel) == 2
     came: list[Entry] = []
     runtime.dispatcher.take = came.extend  # type: ignore[method-assign]
     wait_until(lambda: len(came) == 2, 10, "the new thread to bring them out")
-    assert runtime.delays.clock.now_us() >= due_us
-    assert runtime.delays.events.counts["loop.restarted"] == 1
+    assert runtime.clock.now_us() >= due_us
+    assert runtime.events.counts["loop.restarted"] == 1
 
 
 def test_a_wheel_that_is_behind_is_told_of(at_work: AtWork) -> None:
     runtime = at_work.runtime
     at_work.break_loop("wheel", at_work.hang)
-    runtime.hold([Entry(1, 0, runtime.delays.clock.now_us() + 1000)])
-    wait_until(lambda: runtime.delays.events.counts["wheel.late"], 10, "the alarm")
-    wait_until(lambda: len(runtime.wheel) == 0, 10, "a fresh thread to bring the entry out")
-    assert runtime.delays.events.counts["loop.restarted"] == 1
+    runtime.near_entries.hold([Entry(1, 0, runtime.clock.now_us() + 1000)])
+    wait_until(lambda: runtime.events.counts["wheel.late"], 10, "the alarm")
+    wait_until(
+        lambda: len(runtime.near_entries.wheel) == 0, 10, "a fresh thread to bring the entry out"
+    )
+    assert runtime.events.counts["loop.restarted"] == 1
 
 
-def test_a_mover_that_was_stuck_hands_on_nothing_of_what_it_had_taken(
+def test_a_redis_poller_that_was_stuck_passes_on_none_of_its_entries(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = "desk" + secrets.token_hex(4)
+    name = "runtime" + secrets.token_hex(4)
     runtime = make_runtime(tmp_path, timer="redis", redis_url=redis_url, namespace=name, grace_s=60)
-    timer, came, stuck = runtime.delays.redis_timer, [], []
+    timer, came, stuck = runtime.celery_worker.delays.redis_timer, [], []
     assert timer is not None
     take = timer.take
 
@@ -212,13 +240,13 @@ def test_a_mover_that_was_stuck_hands_on_nothing_of_what_it_had_taken(
         return taken
 
     timer.take = take_once_and_hang  # type: ignore[method-assign]
-    runtime.hold = came.extend  # type: ignore[method-assign]
-    runtime.delays.processes.queues = ["default"]
+    runtime.near_entries.hold = came.extend  # type: ignore[method-assign]
+    runtime.processes.queues = ["default"]
     at_work = AtWork(runtime)
     try:
-        timer.arm([Entry(1, 0, runtime.delays.clock.now_us())])
-        wait_until(lambda: stuck, 10, "the mover to take the entry")
-        monkeypatch.setattr(loop_module, "monotonic", lambda: monotonic() + BOUNDS["mover"])
+        timer.arm([Entry(1, 0, runtime.clock.now_us())])
+        wait_until(lambda: stuck, 10, "the poller to take the entry")
+        monkeypatch.setattr(loop_module, "monotonic", lambda: monotonic() + BOUNDS["redis_poller"])
         wait_until(lambda: came, 15, "another thread to bring it")
         at_work.held_up.set()
         stuck[0].join(10)
@@ -232,11 +260,14 @@ def test_a_mover_that_was_stuck_hands_on_nothing_of_what_it_had_taken(
 
 
 def test_a_sweep_whose_connections_went_silent_goes_on_with_fresh_ones(postgresql_url: str) -> None:
-    proxy, prefix = proxy_to(postgresql_url), f"desk{secrets.token_hex(4)}_"
+    proxy, prefix = proxy_to(postgresql_url), f"runtime{secrets.token_hex(4)}_"
     at_work = AtWork(
         make_runtime(proxy.url(postgresql_url), table_prefix=prefix, sweep_s=1, self_sweep_s=2)
     )
-    counts, database = at_work.runtime.delays.events.counts, at_work.runtime.delays.store.database
+    counts, database = (
+        at_work.runtime.events.counts,
+        at_work.runtime.celery_worker.delays.store.database,
+    )
     try:
         wait_until(lambda: counts["sweep.done"], 10, "the first sweep")
         proxy.strand()
@@ -251,26 +282,26 @@ def test_a_sweep_whose_connections_went_silent_goes_on_with_fresh_ones(postgresq
     finally:
         at_work.close()
         with database.begin() as connection:
-            at_work.runtime.delays.store.schema.metadata.drop_all(connection)
+            at_work.runtime.celery_worker.delays.store.schema.metadata.drop_all(connection)
         database.dispose()
         proxy.close()
 
 
 def test_what_fails_when_entries_fall_due_does_not_stop_the_wheel(tmp_path: Path) -> None:
     runtime = make_runtime(tmp_path)
-    runtime.wheel.loop.start()
+    runtime.near_entries.wheel.loop.start()
 
     def fail(entries: Any) -> None:
         raise RuntimeError("no")
 
     runtime.dispatcher.take = fail  # type: ignore[method-assign]
-    runtime.hold([Entry(1, 0, runtime.delays.clock.now_us() + 1000)])
-    wait_until(lambda: runtime.delays.events.counts["loop.failed"], 5, "the failure to be told")
+    runtime.near_entries.hold([Entry(1, 0, runtime.clock.now_us() + 1000)])
+    wait_until(lambda: runtime.events.counts["loop.failed"], 5, "the failure to be told")
     came: list[Entry] = []
     runtime.dispatcher.take = came.extend  # type: ignore[method-assign]
-    runtime.hold([Entry(2, 0, runtime.delays.clock.now_us() + 1000)])
+    runtime.near_entries.hold([Entry(2, 0, runtime.clock.now_us() + 1000)])
     wait_until(lambda: [entry.id for entry in came] == [2], 5, "the next entry")
-    runtime.wheel.stop()
+    runtime.near_entries.wheel.stop()
 
 
 def test_what_falls_due_while_a_worker_stops_is_sent_back(
@@ -279,14 +310,16 @@ def test_what_falls_due_while_a_worker_stops_is_sent_back(
     runtime = make_runtime(tmp_path)
     sent: list[Entry] = []
     monkeypatch.setattr(
-        runtime.delays.inline_timer, "arm", lambda entries: sent.extend(entries) or True
+        runtime.celery_worker.delays.inline_timer,
+        "arm",
+        lambda entries: sent.extend(entries) or True,
     )
     close = runtime.dispatcher.close
 
-    def close_in_its_time() -> DispatcherState:
+    def close_in_its_time() -> UnfinishedWork:
         left = close()
         wait_until(
-            lambda: len(runtime.wheel) == 0,
+            lambda: len(runtime.near_entries.wheel) == 0,
             5,
             "the wheel to bring out what it holds, if it still can",
         )
@@ -294,8 +327,8 @@ def test_what_falls_due_while_a_worker_stops_is_sent_back(
 
     monkeypatch.setattr(runtime.dispatcher, "close", close_in_its_time)
     runtime.start()
-    entry = Entry(1, 0, runtime.delays.clock.now_us() + 500_000)
-    runtime.hold([entry])
+    entry = Entry(1, 0, runtime.clock.now_us() + 500_000)
+    runtime.near_entries.hold([entry])
     runtime.stop()
     assert sent == [entry]
 
@@ -306,12 +339,14 @@ def test_what_comes_back_from_a_chunk_while_a_worker_stops_is_sent_back(
     runtime = make_runtime(tmp_path)
     sent: list[Entry] = []
     monkeypatch.setattr(
-        runtime.delays.inline_timer, "arm", lambda entries: sent.extend(entries) or True
+        runtime.celery_worker.delays.inline_timer,
+        "arm",
+        lambda entries: sent.extend(entries) or True,
     )
-    close, entry = runtime.dispatcher.close, Entry(1, 0, runtime.delays.clock.now_us() + 60_000_000)
+    close, entry = runtime.dispatcher.close, Entry(1, 0, runtime.clock.now_us() + 60_000_000)
 
-    def close_after_a_chunk() -> DispatcherState:
-        runtime.hold([entry])
+    def close_after_a_chunk() -> UnfinishedWork:
+        runtime.near_entries.hold([entry])
         return close()
 
     monkeypatch.setattr(runtime.dispatcher, "close", close_after_a_chunk)
@@ -325,7 +360,7 @@ def test_the_chunks_of_a_worker_that_has_read_no_policies_yet_say_so(
 ) -> None:
     """Or they would run what is paused."""
     runtime = make_runtime(tmp_path)
-    runtime.delays.pause(tag="test.note")
+    runtime.celery_worker.delays.pause(tag="test.note")
     sent: list[Job] = []
     pool = SimpleNamespace(
         limit=2, apply_async=lambda _run, args, **_: sent.append(args[0]) or object()
@@ -333,8 +368,8 @@ def test_the_chunks_of_a_worker_that_has_read_no_policies_yet_say_so(
     monkeypatch.setattr(runtime.dispatcher, "_pool", Pool(pool))
     for has_read in (False, True):
         if has_read:
-            runtime.delays.shards[0].policies.refresh()
-        runtime.dispatcher.take([Entry(1, 0, runtime.delays.clock.now_us())])
+            runtime.shards[0].policies.refresh()
+        runtime.dispatcher.take([Entry(1, 0, runtime.clock.now_us())])
         runtime.dispatcher.pump()
     assert [bool(job.policies) for job in sent] == [False, True]
     assert sent[0].policies is None
@@ -346,7 +381,7 @@ def test_others_are_asked_once_to_go_on_with_what_a_worker_was_working_off(
     runtime = runtime_of_two_shards(tmp_path)
     asked: list[tuple[str, list[int], int]] = []
     monkeypatch.setattr(
-        runtime.delays.inline_timer,
+        runtime.celery_worker.delays.inline_timer,
         "drain",
         lambda queue, priorities, tokens, expires_s, shard: asked.append(
             (queue, list(priorities), shard)
@@ -354,7 +389,7 @@ def test_others_are_asked_once_to_go_on_with_what_a_worker_was_working_off(
     )
     runtime.dispatcher.drain("default", [5, 0], 1)
     with runtime.dispatcher._lock:
-        runtime.dispatcher.lanes[0].lines.heard([WaitlistState("mail", "test.note", 0)])
+        runtime.dispatcher.shard_queues[0].waitlists.update([WaitlistState("mail", "test.note", 0)])
     runtime.stop()
     runtime.stop()
     assert asked == [("mail", [], 0), ("default", [0, 5], 1)]
@@ -362,43 +397,41 @@ def test_others_are_asked_once_to_go_on_with_what_a_worker_was_working_off(
 
 def test_an_entry_waits_by_the_clock_of_its_own_database(tmp_path: Path) -> None:
     runtime = runtime_of_two_shards(tmp_path)
-    delays = runtime.delays
     first, second = (ManualClock(datetime(2030, 1, 1, tzinfo=timezone.utc)) for _ in range(2))
     second.advance(3600)
-    for lane, clock in zip(runtime.dispatcher.lanes, (first, second), strict=True):
-        lane.clock = clock
-    object.__setattr__(delays.shards[0], "clock", first)
+    for shard_queue, clock in zip(runtime.dispatcher.shard_queues, (first, second), strict=True):
+        shard_queue.clock = clock
     held: list[tuple[int, int]] = []
-    runtime.wheel.add = lambda entries: held.extend(
+    runtime.near_entries.wheel.add = lambda entries: held.extend(
         (due_us, entry.due_us) for _, due_us, entry in entries
     )  # type: ignore[method-assign]
     now = [first.now_us(), second.now_us()]
     entries = [
         Entry(1 << 60 | shard << COUNTER_BITS, 0, now[shard] + 5_000_000) for shard in (0, 1)
     ]
-    runtime.hold(entries)
+    runtime.near_entries.hold(entries)
     assert [due_us for due_us, _ in held] == [now[0] + 5_000_000] * 2, (
         "both in five seconds, as the wheel counts"
     )
     assert [own for _, own in held] == [entry.due_us for entry in entries], (
         "sent back, it says what it said"
     )
-    runtime.hold([entries[1]._replace(due_us=now[0] + 5_000_000)])
+    runtime.near_entries.hold([entries[1]._replace(due_us=now[0] + 5_000_000)])
     assert runtime.dispatcher.waiting == 1, "due an hour ago"
 
 
 def test_a_sweep_is_of_every_shard(tmp_path: Path) -> None:
     runtime = runtime_of_two_shards(tmp_path, houses=2)
-    runtime.sweep(1)
-    assert [sweeping._asked for sweeping in runtime._sweepings] == [{1}, {1}]
+    runtime.sweep_loops.request(1)
+    assert [one._requested for one in runtime.sweep_loops._sweep_loops] == [{1}, {1}]
 
 
 def test_an_entry_far_beyond_the_horizon_is_not_held(tmp_path: Path) -> None:
     runtime = make_runtime(tmp_path)
-    now = runtime.delays.clock.now_us()
-    runtime.hold([Entry(1, 0, now + 20_000_000), Entry(2, 0, now + 10**13)])
-    assert len(runtime.wheel) == 1
-    assert runtime.delays.events.counts["message.refused"] == 1
+    now = runtime.clock.now_us()
+    runtime.near_entries.hold([Entry(1, 0, now + 20_000_000), Entry(2, 0, now + 10**13)])
+    assert len(runtime.near_entries.wheel) == 1
+    assert runtime.events.counts["message.refused"] == 1
 
 
 class Forgotten:
@@ -424,11 +457,13 @@ def test_a_chunk_that_the_pool_forgot_is_sent_again_and_at_a_warm_stop_to_others
         sent.append(args[0].entries)
         return Forgotten()
 
-    monkeypatch.setattr(runtime.dispatcher._pool._celerys, "apply_async", apply_async)
+    monkeypatch.setattr(runtime.dispatcher._pool._celery_pool, "apply_async", apply_async)
     monkeypatch.setattr(
-        runtime.delays.inline_timer, "arm", lambda entries: sent_back.extend(entries) or True
+        runtime.celery_worker.delays.inline_timer,
+        "arm",
+        lambda entries: sent_back.extend(entries) or True,
     )
-    entry = Entry(1, 0, runtime.delays.clock.now_us() + 60_000_000)
+    entry = Entry(1, 0, runtime.clock.now_us() + 60_000_000)
     runtime.connected()
     runtime.dispatcher.take([entry])
     wait_until(lambda: len(sent) == 1 and runtime.dispatcher._pool.sent, 5, "its chunk to be sent")

@@ -1,4 +1,4 @@
-"""How often a worker without a broker looks at its table, and what it takes from there."""
+"""How often a worker without a broker reads its table, and which entries it takes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from delaytasks.core.interfaces import Entry, Level, QueuePlace
 from delaytasks.core.settings import Settings
 from delaytasks.maintenance.overdue_queues import MOST_OTHERS
 from delaytasks.timers.direct import LOOK_S
-from delaytasks.worker import table_poller as reader_module
-from delaytasks.worker.table_poller import GROWTH, LEAST_S, MOST_S, TablePoller
+from delaytasks.worker import table_poller
+from delaytasks.worker.table_poller import MAX_REST_S, MIN_REST_S, REST_GROWTH, TablePoller
 
 
 class Bench:
-    """A reader of a table in which are `rows`; what it hands on is `held`."""
+    """A poller of a table that contains `rows`. The entries that it passes on are in `held`."""
 
     def __init__(self) -> None:
         self.clock = ManualClock(datetime(2030, 1, 1, tzinfo=timezone.utc))
@@ -37,24 +37,27 @@ class Bench:
             store=SimpleNamespace(sweeps=sweeps, workers=workers),
         )  # fmt: skip
         self.events = Events()
-        delays = SimpleNamespace(
-            settings=Settings(), events=self.events, processes=SimpleNamespace(queues=["default"])
-        )
-        delays.queues = SimpleNamespace(all=lambda: {"default", "mail"})
-        self.processes = delays.processes
-        shard_health = SimpleNamespace(hear=lambda *_: self.is_up)
-        self.lane = SimpleNamespace(drains=0)
+        self.processes = SimpleNamespace(queues=["default"])
+        shard_health = SimpleNamespace(check=lambda *_: self.is_up)
+        self.shard_queue = SimpleNamespace(drain_count=0)
         dispatcher = SimpleNamespace(
             shard_health=shard_health,
             drain=lambda *args: self.asked.append(args[:2]),
-            lanes=[self.lane],
+            shard_queues=[self.shard_queue],
         )
-        runtime: Any = SimpleNamespace(
-            delays=delays, dispatcher=dispatcher, hold=self.held.extend, refuse=print
-        )
-        made: Any = shard
-        self.reader = TablePoller(runtime, made, "me")
-        self.reader._members = SimpleNamespace(learn=lambda *_: None, is_mine=lambda entry: True)  # type: ignore[assignment]
+        near_entries = SimpleNamespace(hold=self.held.extend)
+        fakes: list[Any] = [
+            shard,
+            Settings(),
+            self.events,
+            self.processes,
+            SimpleNamespace(all=lambda: {"default", "mail"}),
+            dispatcher,
+            near_entries,
+            SimpleNamespace(refuse=print),
+        ]
+        self.poller = TablePoller(*fakes, hostname="me")
+        self.poller._shares = SimpleNamespace(learn=lambda *_: None, is_mine=lambda entry: True)  # type: ignore[assignment]
 
     def _levels_of(self, queues: list[str], late_s: float) -> list[Level]:
         return [level for level in self.late if level.queue in queues]
@@ -79,39 +82,39 @@ def bench() -> Bench:
 
 
 def rests(bench: Bench, count: int) -> list[float]:
-    return [bench.reader._look() for _ in range(count)]
+    return [bench.poller._turn() for _ in range(count)]
 
 
-def test_a_table_that_tells_nothing_is_looked_at_more_rarely_while_nothing_is_late(
+def test_a_table_without_notices_is_read_more_rarely_while_nothing_is_late(
     bench: Bench,
 ) -> None:
     found = rests(bench, 20)
-    assert found[0] == pytest.approx(LEAST_S * GROWTH)
+    assert found[0] == pytest.approx(MIN_REST_S * REST_GROWTH)
     assert found == sorted(found)
-    assert found[-1] == MOST_S
+    assert found[-1] == MAX_REST_S
 
 
 def test_and_often_again_once_something_was_found_late(bench: Bench) -> None:
     rests(bench, 20)
     bench.rows = bench.entries(1, in_s=-0.01)
-    assert rests(bench, 1) == [LEAST_S]
+    assert rests(bench, 1) == [MIN_REST_S]
     assert bench.held == bench.rows
-    assert rests(bench, 1) == [pytest.approx(LEAST_S * GROWTH)], (
+    assert rests(bench, 1) == [pytest.approx(MIN_REST_S * REST_GROWTH)], (
         "it was handed on already, and is not late again"
     )
     assert len(bench.held) == 1
 
 
-def test_a_table_that_tells_is_looked_at_once_a_second(bench: Bench) -> None:
-    bench.reader.listener.hears = True
+def test_a_table_with_notices_is_read_once_a_second(bench: Bench) -> None:
+    bench.poller.listener.is_listening = True
     assert rests(bench, 3) == [LOOK_S] * 3
 
 
-def test_where_more_is_near_than_one_look_takes_the_next_comes_before_it_is_due(
+def test_if_one_read_is_too_small_the_next_one_comes_before_the_rest_is_due(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader_module, "MOST_ROWS", 10)
-    bench.reader.listener.hears = True
+    monkeypatch.setattr(table_poller, "MAX_READ_ROWS", 10)
+    bench.poller.listener.is_listening = True
     bench.rows = bench.entries(11, in_s=0.4)
     assert rests(bench, 1) == [pytest.approx(0.2, abs=0.001)]
     assert len(bench.held) == 10
@@ -121,28 +124,28 @@ def test_what_is_late_is_asked_for_once_a_second_by_queue_and_priority(bench: Be
     bench.late = [Level("default", 0), Level("default", 9), Level("others", 0)]
     rests(bench, 5)
     assert bench.asked == [("default", [0, 9])]
-    bench.reader.look_now()
+    bench.poller.wake()
     rests(bench, 1)
     assert len(bench.asked) == 2
 
 
-def test_who_serves_all_queues_asks_for_a_few_of_the_unknown_ones_and_always_for_those_it_knows(
+def test_a_worker_of_all_queues_drains_known_queues_always_and_few_unknown_ones(
     bench: Bench,
 ) -> None:
     bench.processes.queues = ["*"]
     names = [f"q{number:04}" for number in range(3 * MOST_OTHERS)]
     bench.late = [Level("default", 0), *(Level(name, 0) for name in names)]
-    bench.lane.drains = MOST_OTHERS - 20
+    bench.shard_queue.drain_count = MOST_OTHERS - 20
     for _ in range(3):
-        bench.reader.look_now()
+        bench.poller.wake()
         rests(bench, 1)
     asked = [queue for queue, _ in bench.asked]
     assert asked.count("default") == 3
     assert len(asked) <= 3 + 3 * 20
     assert len({*asked} - {"default"}) > 40, "each has its turn"
-    bench.lane.drains = 2 * MOST_OTHERS
+    bench.shard_queue.drain_count = 2 * MOST_OTHERS
     bench.asked.clear()
-    bench.reader.look_now()
+    bench.poller.wake()
     rests(bench, 1)
     assert bench.asked == [("default", [0])], "the others wait until there is room"
 

@@ -19,8 +19,7 @@ from celery.events.state import State, Task
 from delaytasks.core import availability
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.task import DelayTask
-from delaytasks.worker import task_events as rowevents
-from delaytasks.worker.task_events import TaskEvents, wants_row_events
+from delaytasks.worker.task_events import FAILED_SEND_PAUSE_S, TaskEvents, wants_task_events
 
 NOON = datetime(2030, 1, 1, 12, tzinfo=timezone.utc)
 ROW = DelayTask(7, "order.close", '{"order": 1}', NOON, version=1, attempts=1)
@@ -173,7 +172,7 @@ def test_each_outcome_has_the_state_that_monitors_know(rows: TaskEvents, heard: 
 
 
 def test_a_row_that_was_given_up_has_failed(rows: TaskEvents, heard: Heard) -> None:
-    rows.gave_up(
+    rows.worker_lost(
         replace(ROW, attempts=5, lapses=5, error="gave up: its worker died", update_time=NOON)
     )
     rows.flush()
@@ -287,7 +286,7 @@ def test_a_broker_that_is_away_costs_little_time_and_no_memory(
     assert not rows._pending
     assert caplog.text.count("row events are not sent, tasks run on") == 1
 
-    monkeypatch.setattr(availability, "monotonic", lambda: time.monotonic() + rowevents.REST_S)
+    monkeypatch.setattr(availability, "monotonic", lambda: time.monotonic() + FAILED_SEND_PAUSE_S)
     heard = Heard(rows)
     fail(rows, ROW)
     rows.flush()
@@ -308,12 +307,12 @@ def test_row_events_follow_the_workers_own_switch(
     enabled: bool, groups: set[str], wanted: bool
 ) -> None:
     dispatcher = SimpleNamespace(enabled=enabled, groups=groups)
-    assert wants_row_events(SimpleNamespace(event_dispatcher=dispatcher)) is wanted
+    assert wants_task_events(SimpleNamespace(event_dispatcher=dispatcher)) is wanted
 
 
 @pytest.mark.parametrize("consumer", [None, SimpleNamespace(event_dispatcher=None)])
 def test_there_are_no_row_events_while_the_worker_is_not_connected(consumer: Any) -> None:
-    assert wants_row_events(consumer) is False
+    assert wants_task_events(consumer) is False
 
 
 def test_bodies_are_shown_unless_they_shall_not_be(rows: TaskEvents, heard: Heard) -> None:

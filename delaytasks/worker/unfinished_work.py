@@ -1,0 +1,52 @@
+"""Work that a stopping worker leaves to other workers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from celery.utils.log import get_logger
+
+from delaytasks.core.events import Events
+from delaytasks.core.interfaces import Entry, Timer
+from delaytasks.core.settings import Settings
+
+if TYPE_CHECKING:
+    from delaytasks.sharding.shard import Shard
+    from delaytasks.wiring import Router
+
+logger = get_logger(__name__)
+
+
+class UnfinishedWork(NamedTuple):
+    """The entries and queues that a worker held when it stopped."""
+
+    entries: list[Entry]
+    #: Queues that it was draining, with their priorities (none if only their waitlists were
+    #: served), and the shard.
+    queues: list[tuple[str, set[int], int]]
+
+
+class WorkSender:
+    """Sends unfinished work back to the timer, so that other workers get it in time."""
+
+    def __init__(self, settings: Settings, timer: Timer, router: Router, events: Events) -> None:
+        self._settings = settings
+        self._timer = timer
+        self._router = router
+        self._events = events
+
+    def send_back(self, work: UnfinishedWork) -> None:
+        if work.entries:
+            if self._timer.arm(work.entries):
+                logger.info("delaytasks: sent back %d near tasks", len(work.entries))
+            else:
+                self._router.each(self._forget_armed)
+        for queue, priorities, shard in work.queues:
+            tokens, expires_s = self._settings.drain_tokens, self._settings.sweep_s
+            self._timer.drain(queue, sorted(priorities), tokens, expires_s, shard)
+
+    def _forget_armed(self, shard: Shard) -> None:
+        """Make the next sweep arm all near tasks of the shard again."""
+        self._events.attempt(
+            "stop", shard.named("forget"), lambda: shard.store.sweeps.forget_armed()
+        )

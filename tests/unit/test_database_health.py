@@ -1,0 +1,103 @@
+"""What a worker knows of its databases: outages, uninterrupted contact, and slow writes."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from delaytasks.core.errors import StoreError, StoreUnavailableError
+from delaytasks.core.events import Events
+from delaytasks.worker import database_health
+from delaytasks.worker.database_health import (
+    DATABASE_ANSWER_S,
+    SLOW_WRITE_S,
+    DatabaseContact,
+    DatabaseOutages,
+    DatabasePace,
+)
+from delaytasks.worker.policy_loop import policy_loop
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(database_health, "monotonic", lambda: clock.now)
+    return clock
+
+
+@pytest.mark.parametrize(
+    ("error", "is_down"),
+    [
+        (StoreError("permission denied"), False),
+        (StoreUnavailableError("stayed busy", is_locked=True), False),
+        (StoreUnavailableError("connection refused"), True),
+    ],
+)
+def test_a_database_that_refuses_is_not_down(
+    time: SimpleNamespace, error: StoreError, is_down: bool
+) -> None:
+    events, told = Events(), list[str]()
+    events.subscribe(lambda name, fields: told.append(name))
+    outages = DatabaseOutages(events)
+
+    def refresh() -> Any:
+        raise error
+
+    cache = SimpleNamespace(known=SimpleNamespace(stamp=None), refresh=refresh)
+    shard: Any = SimpleNamespace(policies=cache, number=0, named=str, close=None)
+    loop = policy_loop(shard, events, outages)
+    for _ in range(3):
+        with suppress(StoreError):
+            loop._turn()
+        time.now += DATABASE_ANSWER_S + 1
+        outages.check_answers()
+    assert told == (["store.down"] if is_down else [])
+
+
+def test_a_contact_is_as_long_as_answers_come_without_a_gap(time: SimpleNamespace) -> None:
+    contact = DatabaseContact(gap_s=8)
+    assert contact.seconds == 0, "nobody has answered yet"
+    for _ in range(4):
+        contact.mark_answered()
+        time.now += 5
+    assert contact.seconds == 20
+
+
+def test_a_gap_or_a_failure_begins_the_contact_anew(time: SimpleNamespace) -> None:
+    contact = DatabaseContact(gap_s=8)
+    contact.mark_answered()
+    time.now += 5
+    contact.mark_failed()
+    assert contact.seconds == 0
+    contact.mark_answered()
+    time.now += 9
+    assert contact.seconds == 0, "this process may have stood still"
+    contact.mark_answered()
+    time.now += 1
+    assert contact.seconds == 1
+
+
+def reported(*seconds: float) -> list[str]:
+    events, names = Events(), list[str]()
+    events.subscribe(lambda name, fields: names.append(f"{name} {fields['shard']}"))
+    pace = DatabasePace(events, 2)
+    for took in seconds:
+        pace.record(took)
+    return names
+
+
+def test_one_slow_write_is_not_reported() -> None:
+    assert reported(SLOW_WRITE_S * 10, 0, SLOW_WRITE_S * 10, 0) == []
+
+
+def test_each_change_of_pace_is_reported_once() -> None:
+    slow, quick = SLOW_WRITE_S * 2, SLOW_WRITE_S / 2
+    assert reported(slow, slow, slow, slow) == ["store.slow 2"]
+    assert reported(slow, slow, quick, quick, slow, slow) == [
+        "store.slow 2",
+        "store.quick 2",
+        "store.slow 2",
+    ]

@@ -1,0 +1,237 @@
+"""Waitlists of limited tags: rates, capacity, and which waitlist a free process visits."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delaytasks.core.capacity import LOOK_S, UNLIMITED, Capacity, StartPace, WaitlistState
+from delaytasks.worker import waitlists
+from delaytasks.worker.waitlists import PROBE_S, WaitlistName, Waitlists, WaitlistVisit
+
+MAIL, SLOW = ("default", "mail"), ("slow", "mail")
+
+
+@given(st.integers(1, 300), st.sampled_from([0.5, 1.0, 60.0]), st.integers(0, 2**32))
+def test_no_window_has_more_starts_than_the_rate_says(
+    rate: int, period_s: float, seed: int
+) -> None:
+    """Whenever a process asks, and however many starts it takes."""
+    pace, chance = StartPace.of(rate, period_s), random.Random(seed)
+    now, next_start, starts = 0.0, 0.0, list[float]()
+    while now < 2.5 * period_s:
+        now += chance.choice([pace.interval_s / 7, pace.interval_s, chance.random() * period_s / 3])
+        ahead_s = max(next_start - now, 0.0)
+        taken = chance.randint(0, pace.starts(ahead_s))
+        starts += [now] * taken
+        if taken:
+            next_start = now + ahead_s + taken * pace.interval_s
+    for since in starts:
+        assert sum(since <= start < since + period_s for start in starts) <= rate
+
+
+@pytest.mark.parametrize(("rate", "period_s"), [(100, 1.0), (5, 60.0), (1, 3600.0), (10_000, 1.0)])
+def test_a_rate_is_reached_to_a_tenth_and_a_little(rate: int, period_s: float) -> None:
+    pace = StartPace.of(rate, period_s)
+    assert 0.86 * rate <= period_s / pace.interval_s <= rate
+    assert pace.starts(0.0) == pace.burst >= 1
+    assert pace.starts(pace.max_ahead_s) == 0
+    assert pace.wait_s(0.0) == 0.0
+    wait_s = pace.wait_s(pace.max_ahead_s)
+    assert pace.starts(pace.max_ahead_s - wait_s) == 1
+    assert pace.starts(pace.max_ahead_s - wait_s * 0.99) == 0
+
+
+def test_one_process_takes_a_share_of_the_capacity() -> None:
+    assert [Capacity(slots=places).share(100) for places in (0, 1, 2, 10, 1000)] == [
+        0,
+        1,
+        1,
+        1,
+        100,
+    ]
+    assert Capacity().share(7) == 7
+    capacity = Capacity(slots=8, key_limit=3, running={"a": 3, "b": 1, "": 5})
+    assert (
+        capacity.for_key("a"),
+        capacity.for_key("b"),
+        capacity.for_key("c"),
+        capacity.for_key(""),
+    ) == (
+        0,
+        2,
+        3,
+        UNLIMITED,
+    )
+    assert capacity.full_keys == ["a"]
+    capacity.limit_rate(StartPace(1.0, 2), 0.5)
+    assert (capacity.free, capacity.share(100), capacity.look_s) == (1, 1, LOOK_S)
+    capacity.limit_rate(StartPace(1.0, 2), 1.25)
+    assert (capacity.free, capacity.share(100), capacity.look_s) == (0, 0, 0.25)
+
+
+class Time:
+    now = 1000.0
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    time = Time()
+    monkeypatch.setattr(waitlists, "monotonic", lambda: time.now)
+    return time
+
+
+def visited(of: Waitlists) -> WaitlistName | None:
+    """Return the waitlist that a free process is sent to."""
+    visit = of.next_visit()
+    return None if visit is None else visit.waitlist
+
+
+def test_as_many_processes_visit_a_waitlist_as_would_find_a_task(time: Time) -> None:
+    found = Waitlists()
+    assert visited(found) is None
+    assert found.update([WaitlistState(*MAIL, 2), WaitlistState(*SLOW, 1)]) == LOOK_S
+    assert sorted([visited(found), visited(found), visited(found)]) == [MAIL, MAIL, SLOW]
+    assert visited(found) is None
+
+
+def test_each_process_that_ends_frees_a_slot(time: Time) -> None:
+    found = Waitlists()
+    found.update([WaitlistState(*MAIL, 2)])
+    assert [visited(found), visited(found)] == [MAIL, MAIL]
+    found.update([WaitlistState(*MAIL, 1)], MAIL)
+    found.update([WaitlistState(*MAIL, 1)], MAIL)
+    assert [visited(found), visited(found), visited(found)] == [MAIL, MAIL, None]
+
+
+def test_a_full_waitlist_is_checked_again_later(time: Time) -> None:
+    found = Waitlists()
+    assert found.update([WaitlistState(*MAIL, 0)]) == LOOK_S
+    assert found.update([WaitlistState(*MAIL, 0)]) is None, "somebody will look already"
+    assert found.update([WaitlistState(*MAIL, 0, 0.1)]) == 0.1
+    assert visited(found) is None
+    time.now += 0.2
+    assert visited(found) == MAIL
+    assert visited(found) is None
+    waits = []
+    for _ in range(8):
+        waits.append(found.update([WaitlistState(*MAIL, 0)], MAIL))
+        assert visited(found) is None
+        time.now += LOOK_S
+        assert visited(found) == MAIL
+    assert waits == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, LOOK_S, LOOK_S], (
+        "soon, then less and less often"
+    )
+    found.update([WaitlistState(*MAIL, 1)], MAIL)
+    assert visited(found) == MAIL
+    assert found.update([WaitlistState(*MAIL, 0)], MAIL) == 0.02
+
+
+def test_while_processes_run_long_tasks_more_and_more_others_probe(time: Time) -> None:
+    """A limit may have been raised, and a process that runs a long task reports nothing."""
+    found = Waitlists()
+    found.update([WaitlistState(*MAIL, 1)])
+    assert found.next_visit() == WaitlistVisit(MAIL, is_probe=False)
+    sent = []
+    for _ in range(5):
+        assert found.next_check_s == pytest.approx(PROBE_S)
+        time.now += PROBE_S
+        turns = [found.next_visit() for _ in range(40)]
+        assert set(turns) <= {WaitlistVisit(MAIL, is_probe=True), None}
+        sent.append(len(turns) - turns.count(None))
+    assert sent == [2, 4, 8, 16, 32]
+
+
+def test_probes_without_success_become_rarer_down_to_one_a_second(time: Time) -> None:
+    found = Waitlists()
+    found.update([WaitlistState(*MAIL, 1)])
+    assert visited(found) == MAIL
+    time.now += PROBE_S
+    assert [visited(found), visited(found), visited(found)] == [MAIL, MAIL, None]
+    found.update([WaitlistState(*MAIL, 0)], MAIL, is_probe=True)
+    waits = []
+    for _ in range(5):
+        waits.append(found.update([WaitlistState(*MAIL, 0)], MAIL, is_probe=True))
+        assert visited(found) is None
+        time.now += waits[-1] or 0
+        assert [visited(found), visited(found)] == [MAIL, None]
+    assert waits == [0.4, 0.8, LOOK_S, LOOK_S, LOOK_S]
+
+
+def test_a_probe_that_finds_many_free_slots_calls_as_many_processes(time: Time) -> None:
+    found = Waitlists()
+    found.update([WaitlistState(*MAIL, 1)])
+    assert visited(found) == MAIL
+    time.now += PROBE_S
+    assert visited(found) == MAIL
+    found.update([WaitlistState(*MAIL, 3)], MAIL, is_probe=True)
+    assert [found.next_visit(), found.next_visit(), found.next_visit()] == [
+        WaitlistVisit(MAIL, False),
+        WaitlistVisit(MAIL, False),
+        None,
+    ]
+
+
+def test_a_probe_that_took_the_last_slot_briefly_calls_no_process(time: Time) -> None:
+    """One process is enough for quick rows of a tag with a rate: it waits for the next start."""
+    found = Waitlists()
+    found.update([WaitlistState(*MAIL, 1)])
+    assert visited(found) == MAIL
+    time.now += PROBE_S
+    assert visited(found) == MAIL
+    assert found.update([WaitlistState(*MAIL, 1)], MAIL, is_probe=True) == PROBE_S
+    assert visited(found) is None
+
+
+def test_a_waitlist_that_a_chunk_met_is_visited_unless_it_is_known(time: Time) -> None:
+    found, seen = Waitlists(), [WaitlistState(*MAIL, None)]
+    assert found.update(seen) == LOOK_S
+    assert visited(found) == MAIL
+    assert found.update(seen) is None
+    assert visited(found) is None, "somebody is at it"
+    waits = []
+    for _ in range(3):
+        waits.append(found.update([WaitlistState(*MAIL, 0)], MAIL))
+        assert found.update(seen) is None
+        assert visited(found) is None, "somebody will look"
+        time.now += LOOK_S
+        assert visited(found) == MAIL
+    assert waits == [0.02, 0.04, 0.08], "less and less often"
+
+
+def test_an_empty_waitlist_is_forgotten(time: Time) -> None:
+    found = Waitlists()
+    found.update([WaitlistState(*MAIL, 3)])
+    assert visited(found) == MAIL
+    assert found.update([], MAIL) is None
+    assert not found
+    assert visited(found) is None
+
+
+def test_a_waitlist_whose_process_failed_is_visited_again(time: Time) -> None:
+    found = Waitlists()
+    found.update([WaitlistState(*MAIL)])
+    assert visited(found) == MAIL
+    assert found.visit_failed(MAIL) == 0.02
+    time.now += LOOK_S
+    assert visited(found) == MAIL
+
+
+def test_thousands_of_waitlists_are_checked_more_rarely_and_never_all_together(
+    time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waitlists, "MAX_WAITLISTS", 30)
+    monkeypatch.setattr(waitlists, "MAX_CHECKS_PER_S", 6)
+    found, met, looks = Waitlists(), set[WaitlistName](), 0
+    found.update([WaitlistState("default", f"t{number:05}", 0) for number in range(90)])
+    for _ in range(100):
+        time.now += LOOK_S / 2
+        while (key := visited(found)) is not None:
+            met.add(key)
+            looks += 1
+            found.update([WaitlistState(*key, 0)], key)
+    assert len(met) == 30, "the sweep comes by the others"
+    assert looks <= 6 * 50 + 5 * 30, "six a second, and the first ones sooner"
