@@ -1,4 +1,4 @@
-"""What delaytasks needs each undocumented name of Celery and its libraries to be."""
+"""The shape that each undocumented name of Celery and its libraries must have."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ REDIS_CHANNEL: dict[str, Shape] = {
     "_in_poll": lambda found: not found,
     "_brpop_read": takes(),
 }
-#: What each name must be, by its owner and itself. A test fails for an entry without a shape.
+#: The shapes by owner and name. A test fails for a listed name without a shape.
 SHAPES: dict[str, dict[str, Shape]] = {
     "amqp.basic_message.Message": {
         "properties": is_a(dict),
@@ -284,7 +284,7 @@ SHAPES: dict[str, dict[str, Shape]] = {
     "billiard.process.BaseProcess": {"_is_alive": lambda found: found() is True},
     "celery._state": {
         "_tls": lambda found: hasattr(found, "current_app"),
-        "default_app": lambda found: True,  # None until an app is the default one
+        "default_app": lambda found: True,  # it is None until an app is the default one
         "_set_current_app": takes("app"),
         "_task_stack": lambda found: takes("task")(found.push) and takes()(found.pop),
     },

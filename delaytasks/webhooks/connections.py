@@ -30,18 +30,18 @@ MAX_OPEN_CONNECTIONS = 100
 #: A receiver may send this number of interim responses (status 1xx) before the final one.
 MAX_INTERIM_RESPONSES = 10
 #: The time at which the current exchange of this thread must have ended.
-ends: ContextVar[float] = ContextVar("ends")
+deadline: ContextVar[float] = ContextVar("deadline")
 
 
-def left_s() -> float:
+def time_left_s() -> float:
     """Return the time left for the current exchange."""
-    left = ends.get() - monotonic()
+    left = deadline.get() - monotonic()
     if left <= 0:
         raise TimeoutError("the request took too long")
     return left
 
 
-class _InTime(io.RawIOBase):
+class _BoundedReader(io.RawIOBase):
     """Reads a socket until the exchange must have ended.
 
     The time left for the exchange limits each wait. A time limit for each wait alone would let a
@@ -60,7 +60,7 @@ class _InTime(io.RawIOBase):
     def readinto(self, buffer: Any) -> int | None:
         if self.is_over:
             return None
-        self.sock.settimeout(min(self._idle_s or left_s(), left_s()))
+        self.sock.settimeout(min(self._idle_s or time_left_s(), time_left_s()))
         return self._raw.readinto(buffer)
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class _InTime(io.RawIOBase):
         super().close()
 
 
-class _Reader(io.BufferedReader):
+class _ResponseReader(io.BufferedReader):
     """Reads one response.
 
     Bytes after the response's end may be in the buffer. They would be lost with the buffer, and the
@@ -76,7 +76,7 @@ class _Reader(io.BufferedReader):
     then, so that it is not used again.
     """
 
-    raw: _InTime
+    raw: _BoundedReader
 
     def close(self) -> None:
         if not self.closed:
@@ -90,7 +90,7 @@ class _Reader(io.BufferedReader):
 class _Response(http.client.HTTPResponse):
     def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
         super().__init__(sock, *args, **kwargs)
-        self.fp = _Reader(_InTime(self.fp.detach(), sock))
+        self.fp = _ResponseReader(_BoundedReader(self.fp.detach(), sock))
 
     def _read_status(self) -> tuple[str, int, str]:
         """Return the status line of the final response.
@@ -127,7 +127,7 @@ class _Response(http.client.HTTPResponse):
         )
 
 
-class _Unused:
+class _CheckedReuse:
     """Reuses a connection only if nothing arrived after the last response, not even inside TLS."""
 
     @property
@@ -137,11 +137,11 @@ class _Unused:
         return not has_more and super().is_connected  # type: ignore[misc]
 
 
-class _Connection(_Unused, HTTPConnection):
+class _Connection(_CheckedReuse, HTTPConnection):
     response_class = _Response
 
 
-class _TLSConnection(_Unused, HTTPSConnection):
+class _TLSConnection(_CheckedReuse, HTTPSConnection):
     response_class = _Response
 
 

@@ -1,4 +1,4 @@
-"""Where callbacks may go."""
+"""The addresses to which callbacks may go."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ NOT_PUBLIC = [
     "[fd00:ec2::254]", "[fe80::1]", "[fec0::1]", "[ff02::1]", "[100::1]", "[5f00::1]",
 ]  # fmt: skip
 ODD = [
-    # Addresses in spellings that only some programs read.
+    # Spellings of addresses that only some programs accept.
     "https://0x7f.1", "https://0x7f000001", "https://017700000001", "https://2130706433", "https://127.1",
     "https://127.0.0.01", "https://1.2.3.0x4", "https://127.0.0.1.", "https://[::1%25eth0]", "https://[127.0.0.1]",
-    # Names that are none, or not everybody's.
+    # Names that are invalid or not public.
     "https://localhost", "https://LOCALHOST:8080/", "https://foo.localhost", "https://redis", "https://partner.example.",
     "https://.example", "https://a..example", "https://-a.example", "https://" + "a" * 64 + ".example",
     "https://bücher.example", "https://①②⑦.⓪.⓪.①", "https://exa\u00admple.com",
-    # Not read by all programs alike.
+    # Programs disagree about the host.
     "https://user@partner.example/", "https://user:pw@partner.example/", "https://partner.example\\@10.0.0.1/",
     "https://partner.example#@10.0.0.1", "https:/partner.example", "https:partner.example", "//partner.example",
     "https://partner.example/a b", "https://partner.example/\r\nX: y", "https://partner.example/é", " https://a.example",
@@ -47,7 +47,7 @@ ODD = [
 
 
 def guard(*allow: str, **names: list[str]) -> Guard:
-    """A guard that knows these names only; underscores are dots."""
+    """Return a guard that resolves these names only; underscores are dots."""
     known = {name.replace("_", "."): addresses for name, addresses in names.items()}
 
     def resolve(host: str, port: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Arming in the background: what comes together travels together, nobody waits, forks and failures harm nothing."""
+"""The background timer arms entries together, without a wait, across forks and failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.waiting import wait_until
 
 
 class SlowTimer:
-    """Notes each call, and takes its time while `gate` is shut."""
+    """Records each call, and does not return while `gate` is closed."""
 
     def __init__(self) -> None:
         self.calls: list[list[Entry]] = []
@@ -256,7 +256,7 @@ def test_a_fork_while_the_thread_sends_leaves_the_child_a_working_timer(
         return timer.flush(5) and slow.ids == [
             1,
             2,
-        ]  # the first is the parent's, noted before the fork
+        ]  # the first one is the parent's, from before the fork
 
     assert in_child(work) == 0
     slow.gate.set()
@@ -279,7 +279,7 @@ def test_a_fork_while_another_thread_holds_the_lock_leaves_the_child_a_working_t
     assert has_it.wait(5)
 
     def work() -> bool:
-        signal.alarm(5)  # it would wait for ever
+        signal.alarm(5)  # otherwise a failure would wait forever
         timer.arm([entry(2, 0)])
         return timer.flush(5) and slow.ids == [2]
 

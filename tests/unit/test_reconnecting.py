@@ -15,7 +15,7 @@ from kombu.connection import Connection
 from kombu.exceptions import OperationalError
 from kombu.utils import functional
 
-from delaytasks.worker.celery_compat.broker_outage import meanwhile, rest
+from delaytasks.worker.celery_compat.broker_outage import call_in_background, turn_event_loop
 from delaytasks.worker.celery_compat.reconnecting import RECONNECT_PAUSE_S, ReconnectStep
 from tests.waiting import wait_until
 
@@ -160,7 +160,7 @@ def test_the_event_loop_turns_while_connecting_takes_long_and_is_then_as_before(
         return "connected"
 
     hub.on_tick.add(transports)
-    assert meanwhile(SimpleNamespace(hub=hub, pool=pool), connect) == "connected"
+    assert call_in_background(SimpleNamespace(hub=hub, pool=pool), connect) == "connected"
     assert hub.on_tick == {transports}
     assert all(scheduled.entry.canceled for scheduled in hub.timer.queue)
 
@@ -172,5 +172,5 @@ def test_an_event_loop_whose_pool_cannot_register_keeps_its_callbacks() -> None:
 
     hub.on_tick.add(transports)
     with pytest.raises(OSError, match="no pipe"):
-        rest(SimpleNamespace(hub=hub, pool=HubPool(fails=True)), 10)
+        turn_event_loop(SimpleNamespace(hub=hub, pool=HubPool(fails=True)), 10)
     assert hub.on_tick == {transports}

@@ -1,4 +1,4 @@
-"""The `redis` timer on a real Redis: what is armed is taken once, in time, and given back when its taker died."""
+"""The `redis` timer hands out each entry once and in time, and again if its poller died."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from delaytasks.timers.redis_location import redis_location
 
 
 class Bench:
-    """A timer with a namespace of its own, and a clock that is set."""
+    """A timer with a namespace of its own, and a clock that the test sets."""
 
     def __init__(self, url: str, options: dict[str, Any] | None = None, **settings: Any) -> None:
         self.clock = ManualClock(datetime(2030, 1, 1, tzinfo=timezone.utc))

@@ -1,4 +1,4 @@
-"""What several shards put into one timer, and how its messages name them."""
+"""Several shards share one timer, whose messages contain the shard."""
 
 from __future__ import annotations
 

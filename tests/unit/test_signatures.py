@@ -89,7 +89,7 @@ def test_a_missing_bad_or_stale_signature_is_refused(headers: dict[str, str]) ->
 
 
 def test_signatures_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with each, also behind the one that is right, by the comparison that is made for it."""
+    """All pairs are compared, even after a match, by `hmac.compare_digest`."""
     compared: list[tuple[bytes, bytes]] = []
 
     def compare(one: bytes, other: bytes) -> bool:

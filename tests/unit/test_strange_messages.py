@@ -1,5 +1,4 @@
-"""Whatever a message says, Celery's own handler and ours take it in: nothing is raised, and nothing is asked for that
-is no entry."""
+"""Malformed messages raise no exception in the worker, and have no effect but a refusal."""
 
 from __future__ import annotations
 
@@ -43,8 +42,8 @@ class Channel:
     def basic_reject(self, *_: Any, **__: Any) -> None: ...
 
 
-class TablePoller:
-    """Celery's consumer with our steps, and what it has asked of the desk."""
+class GuardedConsumer:
+    """Celery's consumer with the steps of delaytasks, and its calls of the worker runtime."""
 
     def __init__(self, folder: Path, **conf: Any) -> None:
         self.runtime = make_runtime(folder)
@@ -88,19 +87,19 @@ class TablePoller:
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TablePoller]:
-    made = TablePoller(tmp_path_factory.mktemp("reader"))
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedConsumer]:
+    made = GuardedConsumer(tmp_path_factory.mktemp("reader"))
     yield made
     made.runtime.celery_worker.delays.close()
 
 
 @pytest.fixture(autouse=True)
-def _forget(reader: TablePoller) -> None:
+def _forget(reader: GuardedConsumer) -> None:
     for asked in (reader.entries, reader.drained, reader.sweeps):
         asked.clear()
 
 
-def test_a_message_of_ours_is_taken_in(reader: TablePoller) -> None:
+def test_a_message_of_ours_is_taken_in(reader: GuardedConsumer) -> None:
     assert reader.read(json.dumps([[[[7, 1, DUE, 0]]], {}, {}])).acknowledged
     assert reader.entries == [Entry(7, 1, DUE, "default", 0)]
     reader.read(json.dumps([[[], {"drain": [0, 5]}], {}, {}]))
@@ -109,8 +108,8 @@ def test_a_message_of_ours_is_taken_in(reader: TablePoller) -> None:
     assert reader.sweeps == [0]
 
 
-def test_a_token_for_another_workers_queue_is_refused(reader: TablePoller) -> None:
-    """In Redis a message says itself in which queue it was."""
+def test_a_token_for_another_workers_queue_is_refused(reader: GuardedConsumer) -> None:
+    """In Redis the queue of a message is a field of the message."""
     before = reader.refused
     reader.read(
         json.dumps([[[], {"drain": [0]}], {}, {}]),
@@ -177,7 +176,7 @@ deliveries = st.sampled_from(
     {"routing_key": ["x"]},
 )
 def test_no_message_is_too_strange(
-    reader: TablePoller, body: Any, headers: Any, kind: Any, delivery: Any
+    reader: GuardedConsumer, body: Any, headers: Any, kind: Any, delivery: Any
 ) -> None:
     message = reader.read(body, headers, kind, delivery_info=delivery)
     assert message.acknowledged or message.errors
@@ -194,8 +193,8 @@ def test_no_message_is_too_strange(
 
 @fuzz(200)
 @given(payload)
-def test_what_is_taken_in_is_what_was_sent(reader: TablePoller, payload: Any) -> None:
-    """Nothing is made of a message that it does not say."""
+def test_what_is_taken_in_is_what_was_sent(reader: GuardedConsumer, payload: Any) -> None:
+    """The messages cause no entries, drains or sweeps but their own."""
     _forget_now(reader)
     reader.read(json.dumps(payload))
     if reader.entries:
@@ -203,11 +202,11 @@ def test_what_is_taken_in_is_what_was_sent(reader: TablePoller, payload: Any) ->
         assert [[e.id, e.version, e.due_us, e.priority] for e in reader.entries] == sent[0]
 
 
-def _forget_now(reader: TablePoller) -> None:
+def _forget_now(reader: GuardedConsumer) -> None:
     reader.entries.clear()
 
 
-# -- what could run code when it is read --------------------------------------------------------------
+# -- content that could run code when it is decoded -----------------------------------------------
 
 ran: list[str] = []
 
@@ -224,8 +223,8 @@ class Bomb:
 def test_pickle_is_not_read_from_our_queues_even_where_the_app_accepts_it(
     tmp_path: Path, headers: dict[str, Any], routing_key: str
 ) -> None:
-    """In Redis a message says itself in which queue it was."""
-    reader = TablePoller(tmp_path, accept_content=["json", "pickle"])
+    """In Redis the queue of a message is a field of the message."""
+    reader = GuardedConsumer(tmp_path, accept_content=["json", "pickle"])
     bomb = pickle.dumps({"task": RUN, "args": [[Bomb()]], "id": "x", "kwargs": {}})
     kind, place = "application/x-python-serialize", {"routing_key": routing_key}
     message = reader.read(bomb, headers, kind, delivery_info=place)
@@ -235,7 +234,7 @@ def test_pickle_is_not_read_from_our_queues_even_where_the_app_accepts_it(
 
 
 def test_beside_queues_of_the_apps_own_theirs_are_read_as_the_app_says(tmp_path: Path) -> None:
-    reader = TablePoller(tmp_path, accept_content=["json", "pickle"])
+    reader = GuardedConsumer(tmp_path, accept_content=["json", "pickle"])
     reader.consumer.task_consumer.queues.append(Queue("celery"))
     reader.read(
         pickle.dumps([1]),
@@ -255,7 +254,7 @@ def test_beside_queues_of_the_apps_own_theirs_are_read_as_the_app_says(tmp_path:
 def test_a_worker_says_that_the_app_accepts_what_can_run_code(
     tmp_path: Path, accepted: Any, told: int
 ) -> None:
-    reader = TablePoller(tmp_path, accept_content=accepted)
+    reader = GuardedConsumer(tmp_path, accept_content=accepted)
     seen: list[dict[str, Any]] = []
     reader.runtime.events.subscribe(
         lambda name, fields: seen.append(fields) if name == "content.unsafe" else None
@@ -273,18 +272,18 @@ def test_a_worker_says_that_the_app_accepts_what_can_run_code(
 @example("[" * 5000)
 @example('["default", [[[1, 0, 1e400, 0]]]]')
 def test_any_notice_is_entries_or_is_refused(payload: str) -> None:
-    """Whoever may connect to PostgreSQL may tell something on the channel."""
+    """Any client of the database can send notifications."""
     try:
         entries = read_notice(payload)
-    except (ValueError, TypeError, RecursionError):  # as the ear has it
+    except (ValueError, TypeError, RecursionError):  # as in the notify listener
         return
     assert all(0 < entry.id <= MAX_ID and 0 <= entry.version < 2**63 for entry in entries)
 
 
 def test_nothing_of_ours_goes_to_a_result_backend(tmp_path: Path) -> None:
-    """By default there is none, and one that the app has is none of ours."""
-    assert TablePoller(tmp_path).app.conf.result_backend is None
-    backend = TablePoller(tmp_path / "other", result_backend="cache+memory://")
+    """An app has no result backend by default, and our messages do not use one that it has."""
+    assert GuardedConsumer(tmp_path).app.conf.result_backend is None
+    backend = GuardedConsumer(tmp_path / "other", result_backend="cache+memory://")
     for name in (RUN, SWEEP):
         task = backend.app.tasks[name]
         assert task.ignore_result
@@ -296,25 +295,27 @@ def test_nothing_of_ours_goes_to_a_result_backend(tmp_path: Path) -> None:
     assert backend.app.backend.get_state("x") == "PENDING"
 
 
-# -- the transport --------------------------------------------------------------------------------------
+# -- the transport --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "error", [ValueError("no JSON"), KeyError("properties"), TypeError(), RecursionError()]
 )
-def test_what_the_transport_can_not_read_is_refused(reader: TablePoller, error: Exception) -> None:
+def test_what_the_transport_can_not_read_is_refused(
+    reader: GuardedConsumer, error: Exception
+) -> None:
     before = reader.refused
     assert RedisGuard(reader.consumer).read(raiser(error), lambda: False) is None
     assert reader.refused == before + 1
 
 
-def test_a_broker_that_is_away_or_has_nothing_is_told_of_as_ever(reader: TablePoller) -> None:
+def test_a_broker_that_is_away_or_has_nothing_is_told_of_as_ever(reader: GuardedConsumer) -> None:
     for error in (Empty(), reader.consumer.connection_errors[0]()):
         with pytest.raises(type(error)):
             RedisGuard(reader.consumer).read(raiser(error), lambda: False)
 
 
-def test_what_came_behind_it_is_read_as_well(reader: TablePoller) -> None:
+def test_what_came_behind_it_is_read_as_well(reader: GuardedConsumer) -> None:
     coming = [KeyError("properties"), Empty(), ValueError("no JSON"), None]
 
     def read() -> Any:
@@ -330,8 +331,8 @@ def test_what_came_behind_it_is_read_as_well(reader: TablePoller) -> None:
 def test_our_queues_are_not_decompressed_on_any_transport_of_kombus_own(
     tmp_path: Path, name: str
 ) -> None:
-    """Those of the app are."""
-    reader, taken = TablePoller(tmp_path), []
+    """The app's own messages may be compressed."""
+    reader, taken = GuardedConsumer(tmp_path), []
     ours, theirs = Queue("delaytasks.default"), Queue("celery")
     with Connection("memory://") as connection:
         GuardStep(reader.consumer)._guard_connection(connection)

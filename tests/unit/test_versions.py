@@ -32,7 +32,7 @@ def test_the_versions_in_the_docs_include_the_oldest_ones_that_are_tested() -> N
 
 
 def imported() -> Iterator[tuple[str, str, str]]:
-    """Yield each name that the package takes from Celery or one of its parts, and the module that does so."""
+    """Yield each name that a module imports from Celery or its libraries."""
     for file in sorted((ROOT / "delaytasks").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             module = node.module if isinstance(node, ast.ImportFrom) and not node.level else None
@@ -47,7 +47,7 @@ def imported() -> Iterator[tuple[str, str, str]]:
 
 
 def test_what_is_imported_from_celery_is_there_in_this_version() -> None:
-    """Some of it is imported by a function when it is called."""
+    """Some names are imported only when a function is called."""
     names = list(imported())
     assert len(names) > 30
     for file, module, name in names:

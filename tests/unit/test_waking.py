@@ -1,4 +1,4 @@
-"""An event loop does what another thread asks of it immediately, on every version of kombu."""
+"""An event loop immediately calls a function of another thread, in all releases of kombu."""
 
 from __future__ import annotations
 

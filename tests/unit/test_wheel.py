@@ -19,7 +19,7 @@ START_US = int(datetime(2030, 1, 1, tzinfo=timezone.utc).timestamp() * 1e6)
 
 
 class SetClock(Clock):
-    """Stands still until it is set; `asked` says how often somebody looked."""
+    """Stands still until a test sets it; `asked` counts the calls."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -59,7 +59,7 @@ def bound_connections(app: Any) -> None:
     app.conf.broker_transport_options = {**defaults, **options}
 
 
-def lose_the_broker_with_heartbeats(app: Any) -> None:
+def fail_on_unsent_events(app: Any) -> None:
     """Make an event that the worker cannot send end its connection to the broker.
 
     Otherwise Celery's dispatcher retries a heartbeat forever, in the main thread.
@@ -81,7 +81,7 @@ def _send_once(send: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return send(*args, **{**options, "retry": False})
 
 
-def meanwhile(consumer: Any, work: Callable[[], Any]) -> Any:
+def call_in_background(consumer: Any, work: Callable[[], Any]) -> Any:
     """Call `work` in another thread while this one, the main thread, turns the event loop.
 
     Return or raise what `work` returns or raises. Without an event loop, `work` runs in this
@@ -107,15 +107,15 @@ def meanwhile(consumer: Any, work: Callable[[], Any]) -> Any:
     return answer.result()
 
 
-def close_meanwhile(consumer: Any, close: Callable[..., Any], error: BaseException) -> Any:
+def close_in_background(consumer: Any, close: Callable[..., Any], error: BaseException) -> Any:
     """Close a lost connection in another thread: it takes long if the broker does not answer."""
     if getattr(consumer, "hub", None) is not None:
         # The sockets leave the event loop before another thread closes them.
         consumer.hub.reset()
-    return meanwhile(consumer, partial(close, error))
+    return call_in_background(consumer, partial(close, error))
 
 
-def rest(consumer: Any, seconds: float) -> None:
+def turn_event_loop(consumer: Any, seconds: float) -> None:
     """Turn the event loop for `seconds`, without a broker."""
     until = monotonic() + seconds
     if getattr(consumer, "hub", None) is not None:

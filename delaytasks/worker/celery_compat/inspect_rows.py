@@ -27,38 +27,38 @@ INSPECT_LIMIT_S = 0.5
 def show_rows() -> None:
     """Replace Celery's commands, once per process. Other apps' workers answer as before."""
     commands: dict[str, Callable[[WorkerRuntime], list[Any]]] = {
-        "active": running,
-        "dump_active": running,
-        "scheduled": held,
-        "dump_schedule": held,
-        "registered": tags,
-        "dump_tasks": tags,
+        "active": active_rows,
+        "dump_active": active_rows,
+        "scheduled": scheduled_entries,
+        "dump_schedule": scheduled_entries,
+        "registered": registered_tags,
+        "dump_tasks": registered_tags,
     }
     for command, rows_of in commands.items():
-        celerys_own = Panel.data.get(command)
-        if celerys_own is not None and not isinstance(celerys_own, _WithRows):
-            Panel.data[command] = _WithRows(celerys_own, rows_of)
+        original = Panel.data.get(command)
+        if original is not None and not isinstance(original, _WithRows):
+            Panel.data[command] = _WithRows(original, rows_of)
 
 
 class _WithRows:
     """A command whose answer is Celery's own answer, followed by rows."""
 
     def __init__(
-        self, celerys_own: Callable[..., Any], rows_of: Callable[[WorkerRuntime], list[Any]]
+        self, original: Callable[..., Any], rows_of: Callable[[WorkerRuntime], list[Any]]
     ) -> None:
-        self._celerys_own = celerys_own
+        self._original = original
         self._rows_of = rows_of
-        self.__doc__ = celerys_own.__doc__
+        self.__doc__ = original.__doc__
 
     def __call__(self, state: Any, **options: Any) -> Any:
-        answer = self._celerys_own(state, **options)
+        answer = self._original(state, **options)
         runtime = getattr(getattr(state.consumer, "controller", None), "delays_runtime", None)
         if runtime is None:
             return answer
         return [*answer, *(found for found in self._rows_of(runtime) if found not in answer)]
 
 
-def running(runtime: WorkerRuntime) -> list[dict[str, Any]]:
+def active_rows(runtime: WorkerRuntime) -> list[dict[str, Any]]:
     """Return the rows that this worker's processes have claimed and not settled yet."""
     if not runtime.dispatcher.is_at_work:
         return []
@@ -71,7 +71,7 @@ def running(runtime: WorkerRuntime) -> list[dict[str, Any]]:
     return found
 
 
-def held(runtime: WorkerRuntime) -> list[dict[str, Any]]:
+def scheduled_entries(runtime: WorkerRuntime) -> list[dict[str, Any]]:
     """Return the entries of the timing wheel in the order of their due times."""
     entries = runtime.near_entries.wheel.soonest(MAX_INSPECTED_ROWS)
     rows: dict[int, Any] = {}
@@ -90,7 +90,7 @@ def held(runtime: WorkerRuntime) -> list[dict[str, Any]]:
     ]
 
 
-def tags(runtime: WorkerRuntime) -> list[str]:
+def registered_tags(runtime: WorkerRuntime) -> list[str]:
     """Return the tags that have a processor in this worker."""
     return sorted(processor.tag for processor in runtime.registry)
 

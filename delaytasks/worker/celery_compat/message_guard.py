@@ -15,7 +15,7 @@ from celery import bootsteps
 from celery.utils.log import get_logger
 from kombu.transport import virtual
 
-from delaytasks.worker.celery_compat.broker_errors import OF_DATA, is_the_brokers
+from delaytasks.worker.celery_compat.broker_errors import DATA_ERRORS, is_broker_error
 from delaytasks.worker.celery_compat.redis_guard import RedisGuard
 from delaytasks.worker.celery_compat.versions import keep_polling
 from delaytasks.worker.message_strategy import JSON, MAX_MESSAGE_BYTES
@@ -173,7 +173,7 @@ class GuardStep(bootsteps.Step):
                     self._check(message)
                 handle(message)
             except Exception as error:
-                if is_the_brokers(error, passed_on):
+                if is_broker_error(error, passed_on):
                     raise
                 self._refuse(message, error)
 
@@ -189,13 +189,11 @@ class GuardStep(bootsteps.Step):
             raise ValueError("too long")
         message.accept = {JSON}
 
-    def _refuse_for_celery(
-        self, celerys_own: Callable[..., Any], position: int, *args: Any
-    ) -> None:
+    def _refuse_for_celery(self, original: Callable[..., Any], position: int, *args: Any) -> None:
         """Refuse a message of a queue of delaytasks; Celery handles the other ones itself."""
         message = args[position]
         if not self._is_ours(message):
-            celerys_own(*args)
+            original(*args)
             return
         error = next((arg for arg in args if isinstance(arg, Exception)), None)
         reason = self._reason or f"not a message of ours: {type(error).__name__} {error}"
@@ -205,7 +203,7 @@ class GuardStep(bootsteps.Step):
         self._runtime.refused_messages.refuse("message", error)
         if not message.acknowledged:
             passed_on = self._consumer.connection_errors + self._consumer.channel_errors
-            message.ack_log_error(logger, (*passed_on, *OF_DATA))
+            message.ack_log_error(logger, (*passed_on, *DATA_ERRORS))
 
     def _is_ours(self, message: Any) -> bool:
         """Return whether the message was in a queue of delaytasks.

@@ -15,10 +15,10 @@ from celery.utils.log import get_logger
 from delaytasks.core.bounded_calls import in_background
 from delaytasks.timers.broker_link import is_home_node_down
 from delaytasks.worker.celery_compat.broker_outage import (
-    close_meanwhile,
-    lose_the_broker_with_heartbeats,
-    meanwhile,
-    rest,
+    call_in_background,
+    close_in_background,
+    fail_on_unsent_events,
+    turn_event_loop,
 )
 from delaytasks.worker.celery_compat.versions import LONGEST_PAUSE_S, PAUSE_STEP_S, interval_max
 
@@ -42,8 +42,10 @@ class ReconnectStep(bootsteps.Step):
         if blueprint is not None:
             blueprint.start = partial(self._start, consumer, blueprint.start)
             lost = consumer.on_connection_error_after_connected
-            consumer.on_connection_error_after_connected = partial(close_meanwhile, consumer, lost)
-            lose_the_broker_with_heartbeats(consumer.app)
+            consumer.on_connection_error_after_connected = partial(
+                close_in_background, consumer, lost
+            )
+            fail_on_unsent_events(consumer.app)
 
     def _connect(
         self, consumer: Any, ensure_connected: Callable[[Any], Any], connection: Any
@@ -54,8 +56,8 @@ class ReconnectStep(bootsteps.Step):
             runtime.recall()
         if self._lacks_queue:
             self._lacks_queue = False
-            rest(consumer, RECONNECT_PAUSE_S)
-        return meanwhile(consumer, partial(_retry_often, ensure_connected, connection))
+            turn_event_loop(consumer, RECONNECT_PAUSE_S)
+        return call_in_background(consumer, partial(_retry_often, ensure_connected, connection))
 
     def _start(self, consumer: Any, start: Callable[[Any], None], parent: Any) -> None:
         """Start the consumer's steps, from connecting on."""

@@ -17,7 +17,7 @@ from redis.exceptions import ResponseError
 
 from delaytasks.core.clock import monotonic
 from delaytasks.timers.broker_link import WRONG_TYPE
-from delaytasks.worker.celery_compat.broker_errors import is_the_brokers
+from delaytasks.worker.celery_compat.broker_errors import is_broker_error
 from delaytasks.worker.celery_compat.versions import brpop_s
 from delaytasks.worker.message_strategy import MAX_MESSAGE_BYTES
 
@@ -99,7 +99,7 @@ class RedisGuard:
                 self._report("", error)
                 return None
             except Exception as error:
-                if is_the_brokers(error, passed_on):
+                if is_broker_error(error, passed_on):
                     raise
                 self._runtime.refused_messages.refuse("message", error)
                 if not has_more():

@@ -75,7 +75,7 @@ class _Waker:
         return promised
 
     def watch(self) -> None:
-        """Watch the socket again. The loop calls this in each turn, since a reset removes readers."""
+        """Watch the socket again, in each turn of the loop, since a reset removes readers."""
         if self._reader.fileno() not in self._hub.readers:
             self._hub.add_reader(self._reader, self._read)
 
