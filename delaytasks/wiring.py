@@ -23,11 +23,11 @@ from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.processors.registry import Registry
 from delaytasks.scheduling.producer import Producer
 from delaytasks.scheduling.queue_routing import QueueRouting
+from delaytasks.sharding.databases import Shards, ShardTasks
 from delaytasks.sharding.router import ShardRouter
 from delaytasks.sharding.selection import ShardSelection
 from delaytasks.sharding.shard import Shard
 from delaytasks.storage.migrations import urls_of
-from delaytasks.storage.shards import Shards, ShardTasks
 from delaytasks.storage.store import Store
 from delaytasks.timers.background import BackgroundTimer
 from delaytasks.timers.broker_link import bounded_connection

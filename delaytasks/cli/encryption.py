@@ -17,7 +17,7 @@ from delaytasks.core.errors import ConfigError, StoreUnavailableError
 from delaytasks.core.states import LIVE, Status
 
 if TYPE_CHECKING:
-    from delaytasks.storage.key_rotation import Rotation
+    from delaytasks.encryption.key_rotation import Rotation
 
 _COLOURS = {"first": "green", "old form": "yellow", "missing": "red"}
 
@@ -118,7 +118,7 @@ def rotate(cli: Cli, is_all: bool) -> None:
 
 
 def _rotations(cli: Cli) -> list[Rotation]:
-    from delaytasks.storage.key_rotation import Rotation
+    from delaytasks.encryption.key_rotation import Rotation
 
     return [Rotation(store.database, store.schema, store.bulk) for store in cli.stores]
 

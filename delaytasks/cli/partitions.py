@@ -15,8 +15,8 @@ from delaytasks.cli.times import show_instant, to_duration
 from delaytasks.core.durations import parse_duration
 
 if TYPE_CHECKING:
-    from delaytasks.storage.partitions import Partitions
-    from delaytasks.storage.pruning import Pruned
+    from delaytasks.partitions.pruning import Pruned
+    from delaytasks.partitions.table import Partitions
 
 
 @click.group(epilog=EXIT_CODES)
@@ -122,7 +122,7 @@ def convert(cli: Cli, shard: int, every: timedelta, ahead: int, yes: bool) -> No
     \b
     delaytasks db partitions convert --every 7d --yes
     """
-    from delaytasks.storage.partitioning import convert
+    from delaytasks.partitions.conversion import convert
 
     found = _partitions(cli, shard)
     if not yes:
@@ -163,7 +163,7 @@ def maintain(
     \b
     delaytasks db partitions maintain --older-than 30d
     """
-    from delaytasks.storage.pruning import prune
+    from delaytasks.partitions.pruning import prune
 
     found, purge_after_s = _partitions(cli, shard), cli.delays.settings.purge_after_s
     if (
@@ -193,7 +193,7 @@ def _outcome(pruned: Pruned, done: str) -> str:
 
 
 def _partitions(cli: Cli, shard: int) -> Partitions:
-    from delaytasks.storage.partitions import Partitions
+    from delaytasks.partitions.table import Partitions
 
     if shard >= len(cli.stores):
         raise click.UsageError(

@@ -13,7 +13,7 @@ from delaytasks.core.errors import StoreError
 from delaytasks.core.states import Status
 
 if TYPE_CHECKING:
-    from delaytasks.storage.shard_growth import Growth
+    from delaytasks.sharding.growth import Growth
 
 BAD, GOOD = "red", "green"
 
@@ -34,7 +34,7 @@ def shards(cli: Cli, finish: bool) -> None:
 
     Exits with 1 while a database is away, or has keys that their new homes do not know of.
     """
-    from delaytasks.storage.shard_growth import Growth
+    from delaytasks.sharding.growth import Growth
 
     growth = Growth(cli.delays.routes.databases)
     found = [_look(cli, growth, number, finish) for number in range(len(cli.stores))]

@@ -23,9 +23,9 @@ from delaytasks.core.interfaces import Executor, OnConflict, Transaction
 from delaytasks.core.task import DelayTask, NewTask, Page, id_of
 from delaytasks.core.text import shown
 from delaytasks.scheduling.producer import BULK, RowBatch
+from delaytasks.sharding.databases import By, Shards
 from delaytasks.sharding.selection import ShardSelection
 from delaytasks.sharding.shard import Shard
-from delaytasks.storage.shards import By, Shards
 
 T = TypeVar("T")
 #: A task as a call names it: as it was read, by its id, by its tag and key.

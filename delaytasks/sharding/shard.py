@@ -10,7 +10,7 @@ from delaytasks.core.masking import mask_url
 from delaytasks.execution.policy_cache import PolicyCache
 from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.scheduling.producer import Producer
-from delaytasks.storage.shards import Shards
+from delaytasks.sharding.databases import Shards
 from delaytasks.storage.store import Store
 
 

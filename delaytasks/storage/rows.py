@@ -38,9 +38,8 @@ from sqlalchemy.types import TypeEngine
 from delaytasks.core.clock import UTC
 from delaytasks.core.states import MOST_VERSIONS, Status
 from delaytasks.core.task import DelayTask
-from delaytasks.storage.cipher import BODY, RESULT
 from delaytasks.storage.database import Database
-from delaytasks.storage.schema import Schema
+from delaytasks.storage.schema import BODY, RESULT, Schema
 from delaytasks.storage.types import UTCDateTime
 
 T = TypeVar("T")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import (
     BigInteger,
@@ -30,8 +30,13 @@ from delaytasks.core.inputs import (
     TAG_LENGTH,
 )
 from delaytasks.core.states import Status
-from delaytasks.storage.cipher import Cipher
 from delaytasks.storage.types import LongText, UTCDateTime, db_now
+
+if TYPE_CHECKING:
+    from delaytasks.encryption.cipher import Cipher
+
+#: The columns that encryption keys encrypt.
+BODY, RESULT = "message_body", "result"
 
 #: SQLite makes ids by itself only for a column that is exactly INTEGER PRIMARY KEY.
 RowId = BigInteger().with_variant(Integer(), "sqlite")

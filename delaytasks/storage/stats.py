@@ -25,11 +25,10 @@ from delaytasks.core.states import LIVE, Status
 from delaytasks.core.text import DEFER_MAX_S, DEFERRALS, shown
 from delaytasks.storage.abandoned_rows import lease_is_over
 from delaytasks.storage.bulk import Bulk
-from delaytasks.storage.cipher import BODY
 from delaytasks.storage.database import Database
 from delaytasks.storage.estimates import estimate
 from delaytasks.storage.queue_levels import steps
-from delaytasks.storage.schema import Schema
+from delaytasks.storage.schema import BODY, Schema
 from delaytasks.storage.types import db_now_plus
 
 #: Leases are renewed long before so many of them are over.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from sqlalchemy import Connection, exc, inspect
 
 from delaytasks.core.errors import ConfigError, StoreError, StoreUnavailableError
@@ -9,7 +12,6 @@ from delaytasks.core.masking import mask_url
 from delaytasks.core.settings import Settings
 from delaytasks.storage import sqlite_file as sqlitefile
 from delaytasks.storage.bulk import Bulk
-from delaytasks.storage.cipher import cipher_of
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.database import Database
 from delaytasks.storage.deferred_rows import DeferredRows
@@ -27,6 +29,9 @@ from delaytasks.storage.touches import Touches
 from delaytasks.storage.waitlist import Limited
 from delaytasks.storage.worker_table import WorkerTable
 
+if TYPE_CHECKING:
+    from delaytasks.encryption.cipher import Cipher
+
 
 class Store:
     def __init__(self, url: str, settings: Settings, shard: int = 0) -> None:
@@ -35,7 +40,7 @@ class Store:
             url, settings.pool_size, shard if len(settings.database_url) > 1 else None
         )
         self.schema = build_schema(
-            settings.table_prefix, settings.table_schema, shard, cipher_of(settings.encryption_keys)
+            settings.table_prefix, settings.table_schema, shard, _cipher(settings.encryption_keys)
         )
         self.tasks = Tasks(self.database, self.schema)
         self.bulk = Bulk(self.database, self.schema)
@@ -88,6 +93,14 @@ class Store:
 
     def close(self) -> None:
         self.database.dispose()
+
+
+def _cipher(keys: Sequence[str]) -> Cipher | None:
+    if not keys:
+        return None
+    from delaytasks.encryption.cipher import Cipher  # loads cryptography
+
+    return Cipher(keys)
 
 
 def _column_names(connection: Connection, table: str, schema: str | None) -> set[str]:

@@ -17,7 +17,7 @@ from delaytasks.storage.abandoned_rows import AbandonedRows, lease_is_over
 from delaytasks.storage.attempts import Attempts
 from delaytasks.storage.audit import Audit
 from delaytasks.storage.database import Database
-from delaytasks.storage.partitions import end_of
+from delaytasks.storage.partition_bounds import end_of
 from delaytasks.storage.policies import is_paused
 from delaytasks.storage.queue_levels import first_levels_of, levels, queues_after, steps
 from delaytasks.storage.schema import Schema

@@ -19,11 +19,12 @@ from delaytasks.core.ids import first_id, made_at
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.states import LIVE, Status
 from delaytasks.core.task import DelayTask
-from delaytasks.storage import pruning
+from delaytasks.partitions import pruning
+from delaytasks.partitions.conversion import convert
+from delaytasks.partitions.pruning import Pruned
+from delaytasks.partitions.table import Partitions, edge_after, periods
 from delaytasks.storage.database import Database
-from delaytasks.storage.partitioning import convert
-from delaytasks.storage.partitions import CHECK, Partitions, edge_after, periods
-from delaytasks.storage.pruning import Pruned
+from delaytasks.storage.partition_bounds import CHECK
 from delaytasks.storage.rows import values_of
 from tests.conformance.test_store import entry, plans, read, seconds, task
 from tests.conftest import open_store

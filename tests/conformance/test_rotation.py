@@ -15,8 +15,8 @@ from delaytasks.core.errors import BodyEncryptedError
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.json_text import dump_json
 from delaytasks.core.states import LIVE
-from delaytasks.storage import key_rotation as rotation
-from delaytasks.storage.key_rotation import Rotation
+from delaytasks.encryption import key_rotation as rotation
+from delaytasks.encryption.key_rotation import Rotation
 from delaytasks.storage.store import Store
 from tests.conformance.test_encryption import (
     BODY,

@@ -18,9 +18,10 @@ from delaytasks.core.errors import ConfigError, StoreError, StoreUnavailableErro
 from delaytasks.core.ids import IdMaker, first_id
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.states import Status
+from delaytasks.partitions.conversion import convert
+from delaytasks.partitions.table import Partitions
 from delaytasks.storage import migrations
-from delaytasks.storage.partitioning import convert
-from delaytasks.storage.partitions import CHECK, Partitions
+from delaytasks.storage.partition_bounds import CHECK
 from delaytasks.storage.store import Store
 from tests.conformance.test_partitions import meet_others
 from tests.conformance.test_store import add, task

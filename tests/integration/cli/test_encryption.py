@@ -12,8 +12,8 @@ from sqlalchemy import text, update
 
 from delaytasks.core.encryption import key_name, new_key
 from delaytasks.core.errors import StoreUnavailableError
-from delaytasks.storage import key_rotation as rotation
-from delaytasks.storage.key_rotation import Rotation
+from delaytasks.encryption import key_rotation as rotation
+from delaytasks.encryption.key_rotation import Rotation
 from tests.integration.cli.project import Project
 
 OLD, NEW = new_key(), new_key()

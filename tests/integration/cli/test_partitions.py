@@ -8,8 +8,8 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from delaytasks.core.ids import first_id
-from delaytasks.storage import pruning
-from delaytasks.storage.partitions import Partitions
+from delaytasks.partitions import pruning
+from delaytasks.partitions.table import Partitions
 from tests.integration.cli.project import Project
 
 TASKS = "c_yb_delay_task_message"

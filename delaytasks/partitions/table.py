@@ -20,6 +20,7 @@ from delaytasks.core.ids import first_id, made_at
 from delaytasks.storage.database import Database
 from delaytasks.storage.driver_errors import REMEDY
 from delaytasks.storage.migrations import exclusively, wait_for_turn
+from delaytasks.storage.partition_bounds import CHECK
 from delaytasks.storage.schema import HOT, STORAGE, build_schema
 from delaytasks.storage.types import db_now
 
@@ -28,8 +29,6 @@ T = TypeVar("T")
 OLDEST_SERVER = 14
 #: Ids are made by the producers' clocks.
 CLOCKS_DIFFER = timedelta(hours=1)
-#: What a table is known to hold while it, or its neighbour, is attached.
-CHECK = "ck_yb_delay_partition"
 #: Ends of names.
 FIRST, DEFAULT = "_first", "_default"
 Period = tuple[datetime, datetime]
@@ -280,20 +279,6 @@ def periods(start: datetime, end: datetime, every: timedelta) -> list[Period]:
         found.append((start, edge_after(start, every)))
         start = found[-1][1]
     return found
-
-
-def end_of(connection: Connection, tasks: Table) -> datetime | None:
-    """When new ids leave the last partition, or come to what a conversion that was broken off has left behind."""
-    query = text(
-        "SELECT pg_get_expr(c.relpartbound, c.oid) FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid "
-        "WHERE i.inhparent = to_regclass(:name) UNION ALL SELECT pg_get_constraintdef(oid) FROM pg_constraint "
-        "WHERE conrelid = to_regclass(:name) AND conname = :check"
-    )
-    name = connection.dialect.identifier_preparer.format_table(tasks)
-    said = " ".join(connection.execute(query, {"name": name, "check": CHECK}).scalars())
-    return max(
-        (made_at(int(high)) for high in re.findall(r"(?:TO \(|id < )'(\d+)'", said)), default=None
-    )
 
 
 def _bound(said: str) -> tuple[int | None, int | None]:

@@ -8,7 +8,7 @@ from sqlalchemy import Connection, func, select, text
 
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.ids import first_id
-from delaytasks.storage.partitions import DEFAULT, FIRST, Partitions, edge_after, periods
+from delaytasks.partitions.table import DEFAULT, FIRST, Partitions, edge_after, periods
 
 #: What follows the table and not its name, or can not be had across partitions.
 _OBSTACLES = text(

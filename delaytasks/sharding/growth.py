@@ -10,7 +10,7 @@ from typing import NamedTuple
 from delaytasks.core.ids import shard_of
 from delaytasks.core.shards import home_of
 from delaytasks.core.states import FINISHED
-from delaytasks.storage.shards import Shards
+from delaytasks.sharding.databases import Shards
 from delaytasks.storage.task_keys import KeyRow
 
 BATCH_ROWS = 1000

@@ -25,7 +25,7 @@ from sqlalchemy import (
 
 from delaytasks.core.errors import StoreError
 from delaytasks.core.states import FINISHED
-from delaytasks.storage.partitions import Partition, Partitions
+from delaytasks.partitions.table import Partition, Partitions
 from delaytasks.storage.task_keys import TaskKeys
 
 #: A partition with more tasks that must stay is left as it is: everybody waits while they are moved.

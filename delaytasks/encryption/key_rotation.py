@@ -23,11 +23,11 @@ from delaytasks.core.encryption import (
 )
 from delaytasks.core.json_text import dump_json
 from delaytasks.core.states import LIVE, Status
+from delaytasks.encryption.cipher import Cipher
 from delaytasks.storage.bulk import Bulk
-from delaytasks.storage.cipher import BODY, RESULT, Cipher
 from delaytasks.storage.database import Database
 from delaytasks.storage.rows import json_rows, listed, parts
-from delaytasks.storage.schema import Schema
+from delaytasks.storage.schema import BODY, RESULT, Schema
 
 #: Rows that are read and encrypted at a time, and then locked for as long as one UPDATE takes.
 STEP = 100

@@ -19,8 +19,6 @@ from delaytasks.core.encryption import (
 )
 from delaytasks.core.errors import ConfigError
 
-#: The columns that are encrypted. A body cannot be read as a result.
-BODY, RESULT = "message_body", "result"
 _NONCE_BYTES = 12
 #: Keeps this use of a key apart from its use as a Fernet key, which earlier versions made of it.
 _USE = b"delaytasks aesgcm"
@@ -78,11 +76,6 @@ class Cipher:
             return opened.decode()
         except self._unreadable:
             return text
-
-
-def cipher_of(keys: Sequence[str]) -> Cipher | None:
-    """None without keys: then nobody needs cryptography."""
-    return Cipher(keys) if keys else None
 
 
 def _derived(key: str) -> bytes:
