@@ -330,14 +330,14 @@ def test_what_ended_lately_stays_as_long_as_a_purge_would_leave_it(field: Field)
 def test_a_partition_with_too_much_that_must_stay_is_kept(
     field: Field, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pruning, "MOST_MOVED", 2)
+    monkeypatch.setattr(pruning, "MAX_MOVED", 2)
     for _ in range(3):
         field.put(6 * WEEK, Status.NOT_COMPLETE)
     before = field.rows()
     kept = [each for each in field.drop() if each.moved is None]
     assert len(kept) == 1
     assert field.rows() == before
-    monkeypatch.setattr(pruning, "MOST_MOVED", 3)
+    monkeypatch.setattr(pruning, "MAX_MOVED", 3)
     assert field.drop() == [Pruned(kept[0].name, 3)]
 
 

@@ -133,7 +133,7 @@ def test_ctrl_c_ends_after_a_step_and_the_next_time_goes_on(
 ) -> None:
     tasks = [shop.schedule("ok", 60, n) for n in range(5)]
     reopen(shop, monkeypatch, NEW)
-    monkeypatch.setattr(rotation, "STEP", 2)
+    monkeypatch.setattr(rotation, "BATCH_ROWS", 2)
     step = Rotation._step
 
     def interrupted(self: Rotation, *rest: Any) -> Any:
@@ -172,7 +172,7 @@ def test_each_database_is_rotated_and_one_that_is_down_keeps_no_other_from_it(
         patched.setattr(two.delays.shards[0].store.bulk, "having", is_down)
         found = two.json("encryption", "rotate", exit_code=1)
         assert (found["changed"], found["missing"], found["keys"][0]["live"]) == (2, [0], 2)
-        assert "shard 0 can not be reached" in two("encryption", "status").stderr
+        assert "shard 0 cannot be reached" in two("encryption", "status").stderr
     assert two.json("encryption", "rotate")["changed"] == 1
     assert [task.body for task in two.delays.find()] == ["cAnArY"] * 3
     assert len(stored(two)) == 3
