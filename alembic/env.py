@@ -1,8 +1,8 @@
-"""How Alembic reaches our tables.
+"""Alembic's environment for our tables.
 
-The database (or several) is, in this order: a connection in `config.attributes` (delaytasks' own commands), `-x url=…`,
-`sqlalchemy.url` of the ini file, delaytasks' settings (environment, celeryconfig.py). `-x prefix=…` and
-`-x schema=…` likewise.
+The database, or several, is the first of these that is given: a connection in `config.attributes`
+(delaytasks' own commands), `-x url=…`, `sqlalchemy.url` in the ini file, delaytasks' settings
+(environment, celeryconfig.py). `-x prefix=…` and `-x schema=…` have the same precedence.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from alembic import context
 from sqlalchemy import Connection
 
 from delaytasks.core.settings import load_settings
-from delaytasks.storage import sqlite_file as sqlitefile
+from delaytasks.storage import sqlite_file
 from delaytasks.storage.database import Database, normalize_url
 from delaytasks.storage.migrations import comparison, exclusively, urls_of, version_table
 from delaytasks.storage.schema import build_schema
@@ -25,7 +25,7 @@ config = context.config
 
 
 def celery_configuration() -> dict[str, Any]:
-    """celeryconfig.py, where there is one beside alembic.ini, as Celery would read it."""
+    """Return the settings in celeryconfig.py as Celery would read them, if the module exists."""
     name = os.environ.get("CELERY_CONFIG_MODULE", "celeryconfig")
     return vars(importlib.import_module(name)) if importlib.util.find_spec(name) else {}
 
@@ -42,13 +42,13 @@ schema: str | None = given.get("schema", settings.table_schema) or None
 if config.config_file_name is not None:
     fileConfig(config.config_file_name, disable_existing_loggers=False)
 
-#: Of `alembic` on the command line.
+#: The subcommand of `alembic` on the command line.
 command_name: str = getattr((getattr(config.cmd_opts, "cmd", None) or [None])[0], "__name__", "")
 target = build_schema(prefix, schema).metadata
 names = {table.name for table in target.tables.values()}
 options: dict[str, Any] = {
     "target_metadata": target,
-    # A table of our own, so that the application's own Alembic in the same database never meets us.
+    # A table of our own, so that the application's Alembic in the same database does not use it.
     "version_table": version_table(prefix),
     "version_table_schema": schema,
     "include_schemas": schema is not None,
@@ -60,14 +60,17 @@ options: dict[str, Any] = {
 }
 
 
-def is_undone(connection: Connection) -> bool:
-    # Our SQLite engine says BEGIN itself, so there too a migration that fails leaves nothing behind.
+def has_transactional_ddl(connection: Connection) -> bool:
+    # Our SQLite engine sends BEGIN itself, so a failed migration leaves nothing behind there
+    # either.
     return connection.dialect.name in ("postgresql", "sqlite")
 
 
 def migrate(connection: Connection) -> None:
     compared = {**options, **comparison(connection.dialect.name)}
-    context.configure(connection=connection, transactional_ddl=is_undone(connection), **compared)
+    context.configure(
+        connection=connection, transactional_ddl=has_transactional_ddl(connection), **compared
+    )
     if context.get_context().opts.get("dont_mutate"):  # alembic current, alembic check
         context.run_migrations(prefix=prefix, schema=schema)
         return
@@ -90,7 +93,7 @@ else:
     for url in urls:
         database = Database(url)
         if command_name not in ("current", "check"):
-            sqlitefile.create(database.url)
+            sqlite_file.create(database.url)
         with database.begin() as mine:
             migrate(mine)
         database.dispose()

@@ -127,9 +127,9 @@ class _ShardFactory:
             return SingleRouter(
                 self._shard(store, clock, tasks, tasks.retry, timer, self._events, lambda: None)
             )
+        from delaytasks.sharding.databases import Shards, ShardTasks
         from delaytasks.sharding.router import ShardRouter
         from delaytasks.sharding.selection import ShardSelection
-        from delaytasks.storage.shards import Shards, ShardTasks
         from delaytasks.timers.shard_timer import ShardTimer
 
         databases = Shards(stores, self._settings.shards_before)

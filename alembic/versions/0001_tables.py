@@ -1,9 +1,10 @@
-"""The tables of delaytasks; a task table that exists is adopted.
+"""The tables of delaytasks. A task table that exists is adopted.
 
-History is frozen: nothing here follows `delaytasks/storage/schema.py` when that changes. A test holds that the newest
-revision and the metadata are the same.
+A migration is frozen: it does not follow later changes of `delaytasks/storage/schema.py`. A test
+compares the newest revision with the metadata.
 
-MySQL commits every DDL statement at once, so each step looks first and can be run again after a failure.
+MySQL commits each DDL statement by itself, so each step checks first and can run again after a
+failure.
 """
 
 from __future__ import annotations
@@ -21,24 +22,25 @@ depends_on = None
 
 INSTANT = sa.DateTime(timezone=True).with_variant(mysql.DATETIME(fsp=6), "mysql", "mariadb")
 LONG_TEXT = sa.Text().with_variant(mysql.LONGTEXT(), "mysql", "mariadb")
-#: SQLite makes ids by itself only for a column that is exactly INTEGER PRIMARY KEY.
+#: SQLite generates ids only for a column that is exactly INTEGER PRIMARY KEY.
 ROW_ID = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 NOW = {
     "postgresql": "clock_timestamp()",
     "mysql": "(UTC_TIMESTAMP(6))",
     "sqlite": "(strftime('%Y-%m-%d %H:%M:%f000', 'now'))",
 }
-#: MySQL compares text without case and trailing blanks unless told otherwise: 'a' and 'A' are two tags.
+#: MySQL's default collations ignore case and trailing blanks, but 'a' and 'A' are two tags.
 OPTIONS = {
     "mysql_charset": "utf8mb4",
     "mysql_collate": "utf8mb4_bin",
     "mariadb_charset": "utf8mb4",
     "mariadb_collate": "utf8mb4_bin",
 }
-#: Each row is written twice more after its insert, and both change an indexed column: never a HOT update. Room in
-#: the page keeps the new versions beside the old ones, and lets renewals of the lease, which touch no index, be HOT.
-#: Autovacuum's default waits until a fifth of the table is dead, which for a table that keeps its finished rows is
-#: millions of dead entries in the small hot index that every claim walks; here it comes after some thousands.
+#: Each row is written twice after its insert, and both writes change an indexed column, so they are
+#: never HOT updates. Free space in the page keeps new versions next to old ones, and makes renewals
+#: of the lease, which change no index, HOT. By default autovacuum waits until a fifth of the table
+#: is dead. In a table that keeps finished rows, that is millions of dead entries in the small hot
+#: index that every claim reads. With these values it runs after some thousands.
 STORAGE = {
     "fillfactor": "85",
     "autovacuum_vacuum_scale_factor": "0.01",
@@ -55,7 +57,7 @@ def _now() -> sa.TextClause:
 
 def _task_columns() -> list[sa.Column[object]]:
     return [
-        # The mission's columns: a row that has only these is a good task.
+        # The columns of the contract: a row with only these is a valid task.
         sa.Column("id", ROW_ID, sa.Identity(always=False), primary_key=True),
         sa.Column("tag", sa.String(128), nullable=False),
         sa.Column("message_body", LONG_TEXT, nullable=False),
@@ -68,7 +70,7 @@ def _task_columns() -> list[sa.Column[object]]:
         sa.Column("execution_time", INSTANT),
         sa.Column("create_time", INSTANT, nullable=False, server_default=_now()),
         sa.Column("update_time", INSTANT, nullable=False, server_default=_now()),
-        # Ours.
+        # Columns that delaytasks added.
         sa.Column("queue", sa.String(100), nullable=False, server_default=sa.text("'default'")),
         sa.Column("priority", sa.SmallInteger(), nullable=False, server_default=sa.text("0")),
         sa.Column("headers", LONG_TEXT),
@@ -99,8 +101,8 @@ def upgrade(prefix: str = "", schema: str | None = None) -> None:
     ddl.create_index(
         op, prefix + "idx_expectedTime_status", tasks, ["expected_time", "status"], schema
     )
-    # Only rows that wait or run: finished ones, which are most, are not in it. MySQL has no partial indexes, and
-    # SQLite does not use them for a status that comes as a parameter.
+    # Only rows that wait or run are in this index; finished ones, which are most, are not. MySQL
+    # has no partial indexes, and SQLite does not use one for a status that is a parameter.
     ddl.create_index(
         op,
         prefix + "idx_yb_delay_hot",
@@ -115,7 +117,8 @@ def upgrade(prefix: str = "", schema: str | None = None) -> None:
             sa.Column("tag", sa.String(128), nullable=False),
             sa.Column("task_key", sa.String(191), nullable=False),
             sa.Column("task_id", sa.BigInteger(), nullable=False),
-            # The key first: it tells rows apart. By their tag first, a planner may read all keys of a tag.
+            # The key comes first, since it distinguishes rows. If the tag came first, a planner
+            # might read all keys of a tag.
             sa.PrimaryKeyConstraint("task_key", "tag", name=prefix + "pk_yb_delay_task_key"),
             schema=schema,
             **OPTIONS,
@@ -152,8 +155,10 @@ def upgrade(prefix: str = "", schema: str | None = None) -> None:
 
 
 def downgrade(prefix: str = "", schema: str | None = None) -> None:
-    """Nobody's rows are dropped: the task table goes only when it is empty and was not here before us. Else it
-    keeps the mission's columns, their index and its rows; what we added to it, and our other tables, go.
+    """Drop the tables, but never rows of another program.
+
+    The task table is dropped only if it is empty and was not adopted. Else it keeps the columns of
+    the contract, their index and its rows, and loses what delaytasks added.
     """
     tasks = prefix + "yb_delay_task_message"
     existing = ddl.tables(op, schema)

@@ -1,4 +1,5 @@
-"""A sweep's row says which timer it armed: what one timer holds is of no use to another one's workers."""
+"""The row of a sweep names the timer that it armed, since workers with another timer do not receive
+those tasks."""
 
 from __future__ import annotations
 

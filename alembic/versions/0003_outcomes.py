@@ -1,4 +1,4 @@
-"""Failed attempts, and results that are kept."""
+"""Failed attempts and stored results."""
 
 from __future__ import annotations
 

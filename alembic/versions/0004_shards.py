@@ -1,4 +1,4 @@
-"""Each of several databases knows its number."""
+"""Each of several databases stores its number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies: what is paused, and what limits there are; and the key by which a task's limits are counted."""
+"""Policies (pauses and limits), and the key by which the tasks of a limit are counted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def upgrade(prefix: str = "", schema: str | None = None) -> None:
     if op.get_context().as_sql or ddl.lacks(op, tasks, schema, ["concurrency_key"]):
         op.add_column(tasks, sa.Column("concurrency_key", sa.String(255)), schema=schema)
     if dialect == "postgresql":
-        # Held rows are in no other index that is small. Elsewhere that of live rows has all.
+        # No other small index contains held rows. On other databases the index of live rows
+        # contains all.
         ddl.create_index(
             op,
             prefix + "idx_yb_delay_held",
@@ -54,7 +55,7 @@ def upgrade(prefix: str = "", schema: str | None = None) -> None:
             sa.Column("rate", sa.Integer()),
             sa.Column("rate_period_s", sa.Double()),
             sa.Column("version", sa.BigInteger(), nullable=False, server_default=sa.text("0")),
-            # The version of which all rows are held or released.
+            # The version to which all rows have been held or released.
             sa.Column("applied_version", sa.BigInteger()),
             sa.Column("update_time", INSTANT, nullable=False, server_default=now),
             sa.Column("updated_by", sa.String(255)),
@@ -65,7 +66,7 @@ def upgrade(prefix: str = "", schema: str | None = None) -> None:
 
 
 def downgrade(prefix: str = "", schema: str | None = None) -> None:
-    """Nobody would release what is held."""
+    """Release held rows, since the older release would never do it."""
     tasks = prefix + "yb_delay_task_message"
     light = sa.table(tasks, sa.column("status"), sa.column("version"), schema=schema)
     waiting = {light.c.status: 0, light.c.version: light.c.version + 1}

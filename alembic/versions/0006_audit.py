@@ -1,4 +1,4 @@
-"""Bulk operations leave a row."""
+"""Bulk operations write an audit row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines: where tasks of limited tags wait for their turn."""
+"""The waitlist, in which tasks of limited tags wait for capacity."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def upgrade(prefix: str = "", schema: str | None = None) -> None:
 
 
 def downgrade(prefix: str = "", schema: str | None = None) -> None:
-    """Nobody would release what waits in line."""
+    """Release the tasks in the waitlist, since the older release would never do it."""
     tasks, lines = (
         sa.table(prefix + name, *map(sa.column, columns), schema=schema)
         for name, columns in (
@@ -62,10 +62,10 @@ def downgrade(prefix: str = "", schema: str | None = None) -> None:
             ("yb_delay_line", ("task_id",)),
         )
     )
-    in_line = sa.and_(tasks.c.status == 5, tasks.c.id.in_(sa.select(lines.c.task_id)))
+    in_waitlist = sa.and_(tasks.c.status == 5, tasks.c.id.in_(sa.select(lines.c.task_id)))
     op.execute(
         tasks.update()
-        .where(in_line)
+        .where(in_waitlist)
         .values({tasks.c.status: 0, tasks.c.version: tasks.c.version + 1})
     )
     op.drop_table(prefix + "yb_delay_line", schema=schema)

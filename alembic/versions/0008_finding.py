@@ -1,4 +1,4 @@
-"""Indexes for who looks for tasks in a large table: by their key, and those that failed or were cancelled."""
+"""Indexes that find tasks by key, and failed or cancelled tasks, in a large table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def upgrade(prefix: str = "", schema: str | None = None) -> None:
         sqlite_where=has_key,
     )
     if op.get_context().dialect.name == "postgresql":
-        # Elsewhere the index of live rows has them.
+        # On other databases the index of live rows contains them.
         ddl.create_index(
             op,
             prefix + "idx_yb_delay_ended_badly",

@@ -1,4 +1,4 @@
-"""Facts that were lost: when a deferred task was due, and which tags a worker knows."""
+"""When a deferred task was due, and for which tags a worker has processors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG_TEXT = sa.Text().with_variant(mysql.LONGTEXT(), "mysql", "mariadb")
 
 def upgrade(prefix: str = "", schema: str | None = None) -> None:
     tasks, workers = prefix + "yb_delay_task_message", prefix + "yb_delay_worker"
-    # Nullable and without a default: no database rewrites the table for such a column.
+    # Nullable and without a default, so that no database rewrites the table for the column.
     if op.get_context().as_sql or ddl.lacks(op, tasks, schema, ["due_time"]):
         op.add_column(tasks, sa.Column("due_time", INSTANT), schema=schema)
     if op.get_context().as_sql or ddl.lacks(op, workers, schema, ["tags"]):

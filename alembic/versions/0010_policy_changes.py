@@ -1,4 +1,4 @@
-"""A number for each change of a policy, so that workers read what changed and not all policies."""
+"""A number for each change of a policy, so that workers read only policies that changed."""
 
 from __future__ import annotations
 

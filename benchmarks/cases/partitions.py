@@ -17,10 +17,10 @@ from delaytasks.core.ids import IdMaker
 from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.core.task import DelayTask
 from delaytasks.maintenance.sweeper import STEP
+from delaytasks.partitions.conversion import convert
+from delaytasks.partitions.pruning import prune
+from delaytasks.partitions.table import Partitions
 from delaytasks.storage.claims import Claims
-from delaytasks.storage.partitioning import convert
-from delaytasks.storage.partitions import Partitions
-from delaytasks.storage.pruning import prune
 from delaytasks.storage.store import Store
 
 WEEK = timedelta(days=7)

@@ -17,7 +17,7 @@ from delaytasks.core.errors import ConfigError, StoreUnavailableError
 from delaytasks.core.states import LIVE, Status
 
 if TYPE_CHECKING:
-    from delaytasks.storage.key_rotation import Rotation
+    from delaytasks.encryption.key_rotation import Rotation
 
 _COLOURS = {"first": GOOD, "old form": "yellow", "missing": BAD}
 
@@ -118,7 +118,7 @@ class _Tasks:
     """The tasks of all databases, by the keys that they need."""
 
     def __init__(self, cli: Cli, is_all: bool) -> None:
-        from delaytasks.storage.key_rotation import Rotation
+        from delaytasks.encryption.key_rotation import Rotation
 
         self._cli = cli
         self._is_all = is_all

@@ -14,8 +14,8 @@ from delaytasks.cli.output import count, print_json, print_table, say
 from delaytasks.cli.times import DAYS, DURATION, show_instant
 
 if TYPE_CHECKING:
-    from delaytasks.storage.partitions import Partitions
-    from delaytasks.storage.pruning import Pruned
+    from delaytasks.partitions.pruning import Pruned
+    from delaytasks.partitions.table import Partitions
 
 
 @click.group(cls=Group)
@@ -101,7 +101,7 @@ def convert(cli: Cli, shard: int, every: timedelta, ahead: int, yes: bool) -> No
     \b
     delaytasks db partitions convert --every 7d --yes
     """
-    from delaytasks.storage.partitioning import convert
+    from delaytasks.partitions.conversion import convert
 
     found = _partitions(cli, shard)
     name = found.tasks.fullname
@@ -135,7 +135,7 @@ def maintain(
     \b
     delaytasks db partitions maintain --older-than 30d
     """
-    from delaytasks.storage.pruning import prune
+    from delaytasks.partitions.pruning import prune
 
     found, purge_after_s = _partitions(cli, shard), cli.delays.settings.purge_after_s
     if older_than is not None and (purge_after_s or math.inf) <= older_than.total_seconds():
@@ -162,7 +162,7 @@ def _outcome(pruned: Pruned, done: str) -> str:
 
 
 def _partitions(cli: Cli, shard: int) -> Partitions:
-    from delaytasks.storage.partitions import Partitions
+    from delaytasks.partitions.table import Partitions
 
     if shard >= len(cli.stores):
         raise click.UsageError(

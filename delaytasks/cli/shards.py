@@ -13,7 +13,7 @@ from delaytasks.core.errors import StoreError
 from delaytasks.core.states import Status
 
 if TYPE_CHECKING:
-    from delaytasks.storage.shard_growth import Growth
+    from delaytasks.sharding.growth import Growth
 
 
 @click.command(cls=Command)
@@ -32,7 +32,7 @@ def shards(cli: Cli, finish: bool) -> None:
 
     Exits with 1 while a database is unavailable, or has keys that their new shards do not know.
     """
-    from delaytasks.storage.shard_growth import Growth
+    from delaytasks.sharding.growth import Growth
 
     growth = Growth(cli.delays.routes.databases)
     found = [_look(cli, growth, number, finish) for number in range(len(cli.stores))]

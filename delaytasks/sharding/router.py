@@ -26,10 +26,10 @@ from delaytasks.core.task import DelayTask, id_of
 from delaytasks.core.text import shown
 from delaytasks.scheduling.producer import BULK, OnBatch
 from delaytasks.scheduling.task_builder import RowBatch
+from delaytasks.sharding.databases import By, Shards
 from delaytasks.sharding.named_task import Name, NamedTask, refuse_elsewhere
 from delaytasks.sharding.selection import ShardSelection
 from delaytasks.sharding.shard import EACH_SHARD_S, Shard
-from delaytasks.storage.shards import By, Shards
 
 if TYPE_CHECKING:
     from sqlalchemy import URL

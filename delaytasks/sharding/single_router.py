@@ -20,7 +20,7 @@ from delaytasks.storage.database_addresses import addresses_of
 if TYPE_CHECKING:
     from sqlalchemy import URL
 
-    from delaytasks.storage.shards import By, Shards
+    from delaytasks.sharding.databases import By, Shards
 
 
 class SingleRouter:
@@ -38,7 +38,7 @@ class SingleRouter:
     @cached_property
     def databases(self) -> Shards:
         """The database as a list of shards, for the command that adds shards."""
-        from delaytasks.storage.shards import Shards
+        from delaytasks.sharding.databases import Shards
 
         return Shards(self.stores, None)
 

@@ -1,1 +1,1 @@
-"""The only room with SQL."""
+"""The core's SQL: one module for each table or purpose."""

@@ -1,4 +1,7 @@
-"""What a dead or stuck worker held goes back to the others, or is given up when that happened too often in a row."""
+"""Recovers rows whose worker died, or lost its lease, while they ran.
+
+A recovered row waits again, or fails if it has lost its lease too often in a row.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import TaskKeys
 from delaytasks.storage.types import db_now, db_now_plus
 
-LAPSED = "the worker died, or lost its lease, while this attempt ran"
-NO_LONGER_ALIVE = (
+LEASE_LOST = "the worker died, or lost its lease, while this attempt ran"
+TOO_MANY_LOST_LEASES = (
     "gave up: the worker died or lost its lease {n} times in a row while this task ran"
 )
-#: Added to these where that is why.
+#: Appended to both texts if the time limit of the task's tag was over.
 TIMED_OUT = "; its time limit of {s:g} s was over"
 
 
@@ -34,23 +37,25 @@ class AbandonedRows:
         self._attempts = Attempts(database, schema)
         self._columns = columns(schema)
 
-    def lapse(
+    def recover(
         self,
         which: ColumnElement[bool],
         max_lost_leases: int,
         limit: int | None = None,
         time_limits: Mapping[str, float] | None = None,
     ) -> Lapsed:
-        """These RUNNING rows lapse. What somebody has locked is left for the next time. `time_limits` are those of
-        tags, in seconds, where they may be what ended the runs."""
+        """Recover these RUNNING rows. Rows that another transaction has locked are left for the
+        next call.
 
-        def work() -> Lapsed:
-            with self._db.begin() as connection:
-                return self._lapse(connection, which, max_lost_leases, limit, time_limits or {})
+        `time_limits` contains the seconds by tag, for tags whose time limit may have ended the
+        runs.
+        """
 
-        return self._db.run(work)
+        return self._db.transaction(
+            lambda c: self._recover(c, which, max_lost_leases, limit, time_limits or {})
+        )
 
-    def _lapse(
+    def _recover(
         self,
         on: Any,
         which: ColumnElement[bool],
@@ -59,9 +64,10 @@ class AbandonedRows:
         time_limits: Mapping[str, float],
     ) -> Lapsed:
         t = self._t
-        # Keys before tasks, as everybody does it. A key that is missed here names a finished task: harmless.
+        # Every transaction locks keys before tasks. A key that this query misses belongs to a
+        # finished task, which is harmless.
         named = and_(which, t.c.lapses >= max_lost_leases - 1, t.c.task_key.is_not(None))
-        # `+ 0` keeps planners from walking the whole primary key in search of the few rows that run.
+        # `+ 0` prevents planners from walking the whole primary key to find the few rows that run.
         order = t.c.id + 0
         keyed = on.execute(
             select(t.c.id, t.c.tag, t.c.task_key).where(named).order_by(order).limit(limit)
@@ -77,12 +83,10 @@ class AbandonedRows:
         for row in rows:
             reasons.setdefault(_reason(time_limits.get(row[6]), row[3], row[7]), []).append(row)
         for reason, some in reasons.items():
-            on.execute(
-                lapse_statement(t, max_lost_leases, reason).where(
-                    t.c.id.in_([row[0] for row in some])
-                )
-            )
-            self._attempts.record_lapsed(on, [row[:5] for row in some], LAPSED + reason)
+            ids = t.c.id.in_([row[0] for row in some])
+            met = on.execute(recover_statement(t, max_lost_leases, reason).where(ids)).rowcount
+            assert met == len(some), "they are locked"
+            self._attempts.record_lost_leases(on, [row[:5] for row in some], LEASE_LOST + reason)
         timed_out = tuple(
             (row[0], row[6]) for reason, some in reasons.items() if reason for row in some
         )
@@ -102,19 +106,24 @@ def _reason(limit_s: float | None, began: datetime | None, now: datetime) -> str
 
 
 def lease_is_over(tasks: Any, lease_s: float) -> ColumnElement[bool]:
-    """RUNNING, and nobody renews it. Another program may have written no lease: then it lasts from the last change."""
+    """The condition for a RUNNING row whose lease is over.
+
+    A row that another program set to RUNNING may have no lease. Then it lasts from the last change.
+    """
     unleased = and_(tasks.c.lease_until.is_(None), tasks.c.update_time < db_now_plus(-lease_s))
     return and_(
         tasks.c.status == int(Status.RUNNING), or_(tasks.c.lease_until < db_now(), unleased)
     )
 
 
-def lapse_statement(tasks: Any, max_lost_leases: int, reason: str = "") -> Update:
-    """RUNNING → NOT_COMPLETE, or FAILED when it happened too often in a row. MySQL assigns from left to right,
-    so `lapses` comes last: all the others look at its old value."""
+def recover_statement(tasks: Any, max_lost_leases: int, reason: str = "") -> Update:
+    """RUNNING → NOT_COMPLETE, or FAILED after `max_lost_leases` lost leases in a row.
+
+    MySQL assigns from left to right, so `lapses` comes last: the other columns use its old value.
+    """
     is_last, error = (
         tasks.c.lapses >= max_lost_leases - 1,
-        NO_LONGER_ALIVE.format(n=max_lost_leases) + reason,
+        TOO_MANY_LOST_LEASES.format(n=max_lost_leases) + reason,
     )
     return update(tasks).ordered_values(
         (

@@ -1,7 +1,7 @@
-"""How a migration takes over a task table that some other program made, with the rows in it.
+"""How a migration adopts a task table that another program made, with its rows.
 
-The tables come from the migration that calls, which is frozen; nothing here looks at `schema.py`.
-Each step may be run again: MySQL commits every DDL statement at once, so a migration can stop half-way.
+The tables come from the migration, which is frozen, so nothing here uses `schema.py`. Each step may
+run again: MySQL commits each DDL statement by itself, so a migration can stop half-way.
 """
 
 from __future__ import annotations
@@ -33,36 +33,39 @@ from delaytasks.core.states import Status
 from delaytasks.storage.ddl import tables
 from delaytasks.storage.types import db_now, db_now_plus
 
-#: A row of the key table that no key can be: tags are never empty.
-_MARK = {"tag": "", "task_key": "the task table was here before delaytasks", "task_id": 0}
+#: A row of the key table that no task can have, since tags are never empty. It marks an adopted
+#: table.
+_ADOPTED_MARK = {"tag": "", "task_key": "the task table was here before delaytasks", "task_id": 0}
 _NEEDED = ("id", "tag", "message_body")
-#: Ids that delaytasks makes are far above, ids that a database counts are far below.
+#: Ids that delaytasks makes are far above this number, ids that a database counts are far below.
 _COUNTED_BELOW = 2**48
-#: Nobody renews a lease of a row that ran when we came: its program gets this long, then the row is run again.
+#: The lease of a row that ran when the table was adopted. No process renews it, and afterwards the
+#: row runs again.
 _RUNNING_LEASE_S = 60
 
 
 def remember(op: Operations, keys: str, schema: str | None) -> None:
-    """The table is another program's: a downgrade leaves it, even when it is empty."""
-    table = _light(keys, schema, "tag", "task_key", "task_id")
+    """Mark the table as another program's: a downgrade keeps it, even if it is empty."""
+    table = _table(keys, schema, "tag", "task_key", "task_id")
     if not op.get_bind().execute(select(table.c.tag).where(table.c.tag == "")).first():
-        op.execute(table.insert().values(**_MARK))
+        op.execute(table.insert().values(**_ADOPTED_MARK))
 
 
 def keeps_rows(op: Operations, name: str, keys: str, schema: str | None) -> bool:
+    """Whether a downgrade must keep the task table: it was adopted, or has rows."""
     if op.get_context().as_sql:
         return True
     connection, existing = op.get_bind(), tables(op, schema)
     if keys in existing:
-        table = _light(keys, schema, "tag")
+        table = _table(keys, schema, "tag")
         if connection.execute(select(table.c.tag).where(table.c.tag == "")).first():
             return True
     return name in existing and bool(
-        connection.execute(select(_light(name, schema, "id")).limit(1)).first()
+        connection.execute(select(_table(name, schema, "id")).limit(1)).first()
     )
 
 
-def _light(name: str, schema: str | None, *columns: str) -> Table:
+def _table(name: str, schema: str | None, *columns: str) -> Table:
     return Table(name, MetaData(), *(Column(column) for column in columns), schema=schema)
 
 
@@ -70,7 +73,8 @@ def _light(name: str, schema: str | None, *columns: str) -> Table:
 
 
 def adopt(op: Operations, table: Table) -> None:
-    """Missing columns are added, types widened, NULLs filled, defaults set; rows and foreign columns stay."""
+    """Add missing columns, widen types, fill NULLs and set defaults. Rows and foreign columns
+    stay."""
     connection = op.get_bind()
     _check(connection, table)
     {"postgresql": _on_postgresql, "sqlite": _on_sqlite}.get(connection.dialect.name, _on_mysql)(
@@ -79,7 +83,7 @@ def adopt(op: Operations, table: Table) -> None:
 
 
 def _check(connection: Connection, table: Table) -> None:
-    """What can not be adopted is refused before anything is changed."""
+    """Raise `ConfigError` before anything is changed if the table cannot be adopted."""
     inspector, name = inspect(connection), table.fullname
     found = {
         column["name"]: column for column in inspector.get_columns(table.name, schema=table.schema)
@@ -87,14 +91,14 @@ def _check(connection: Connection, table: Table) -> None:
     for needed in _NEEDED:
         if needed not in found:
             raise ConfigError(
-                f"{name} exists and has no column {needed!r}, so it is not a table of tasks; rename it, or give "
-                "delaytasks' tables a prefix (setting table_prefix)"
+                f"{name} exists and has no column {needed!r}, so it is not a table of tasks; "
+                "rename it, or give delaytasks' tables a prefix (setting table_prefix)"
             )
     for column in found.values():
         if column["name"] not in table.c and not column["nullable"] and column["default"] is None:
             raise ConfigError(
-                f"{name}.{column['name']} is NOT NULL without a default, so delaytasks could not insert a task; "
-                "give the column a default, or allow NULL"
+                f"{name}.{column['name']} is NOT NULL without a default, so delaytasks could not "
+                "insert a task; give the column a default, or allow NULL"
             )
     key = inspector.get_pk_constraint(table.name, schema=table.schema)["constrained_columns"]
     if key not in ([], ["id"]):
@@ -105,7 +109,8 @@ def _check(connection: Connection, table: Table) -> None:
     count = connection.execute(select(func.count()).select_from(table).where(wrong)).scalar()
     if count:
         raise ConfigError(
-            f"{name} has {count} rows whose tag is NULL or longer than 128; mend or move them, then migrate again"
+            f"{name} has {count} rows whose tag is NULL or longer than 128; "
+            "correct or move them, then migrate again"
         )
 
 
@@ -117,7 +122,8 @@ def _found(connection: Connection, table: Table) -> dict[str, Any]:
 
 
 def _fill(connection: Connection, t: Table) -> None:
-    """NULLs get what the row would have had from us. Only rows that have some are written."""
+    """Replace NULLs by the values that delaytasks would have stored. Only rows with NULLs are
+    written."""
     dialect = connection.dialect.name
 
     def after(start: Any, seconds: Any) -> Any:
@@ -146,7 +152,8 @@ def _fill(connection: Connection, t: Table) -> None:
 
 
 def _wide(column: Column[Any], found: dict[str, Any]) -> Column[Any]:
-    """The column as it can be while NULLs are filled: times that are missing are found out from the others."""
+    """Return the column without NOT NULL and default while NULLs are filled: missing times derive
+    from the others."""
     if column.name not in found and not isinstance(column.type, DateTime):
         return column
     return Column(column.name, column.type)
@@ -157,7 +164,7 @@ def _shape(connection: Connection, column: Column[Any]) -> str:
 
 
 def _alter(connection: Connection, table: Table, actions: Sequence[str]) -> None:
-    """One statement for all of them, so that the table is rewritten once."""
+    """Execute one statement for all actions, so that the table is rewritten once."""
     if actions:
         target = connection.dialect.identifier_preparer.format_table(table)
         connection.exec_driver_sql(f"ALTER TABLE {target} {', '.join(actions)}")
@@ -176,7 +183,8 @@ def _on_postgresql(op: Operations, connection: Connection, table: Table) -> None
     compiler = connection.dialect.ddl_compiler(connection.dialect, None)  # type: ignore[arg-type]
     quote = connection.dialect.identifier_preparer.quote
     zone = connection.execute(select(func.current_setting("TimeZone"))).scalar()
-    # Times without a zone are UTC; said this way, the change of their type does not even rewrite the table.
+    # Times without a zone are UTC. With this setting the change of their type does not rewrite the
+    # table.
     connection.execute(select(func.set_config("TimeZone", "UTC", True)))
     first, last = [], [] if _has_key(connection, table) else ["ADD PRIMARY KEY (id)"]
     for column in table.c:
@@ -204,7 +212,7 @@ def _on_postgresql(op: Operations, connection: Connection, table: Table) -> None
 
 
 def _count_ids_on(connection: Connection, table: Table, old: Any) -> None:
-    """The id's own sequence becomes an identity that counts on where it was."""
+    """Turn the id's own sequence into an identity that continues from its value."""
     if "identity" in old:
         _alter(connection, table, ["ALTER id SET GENERATED BY DEFAULT"])
         return
@@ -225,9 +233,8 @@ def _count_ids_on(connection: Connection, table: Table, old: Any) -> None:
 
 def _on_mysql(op: Operations, connection: Connection, table: Table) -> None:
     found = _found(connection, table)
-    options = [
-        f"DEFAULT CHARACTER SET {table.kwargs['mysql_charset']} COLLATE {table.kwargs['mysql_collate']}"
-    ]
+    charset, collate = table.kwargs["mysql_charset"], table.kwargs["mysql_collate"]
+    options = [f"DEFAULT CHARACTER SET {charset} COLLATE {collate}"]
     engine = text(
         "SELECT engine FROM information_schema.tables WHERE table_name = :t AND table_schema = :s"
     )
@@ -241,13 +248,14 @@ def _on_mysql(op: Operations, connection: Connection, table: Table) -> None:
         options.append("ADD PRIMARY KEY (id)")
     zone = connection.exec_driver_sql("SELECT @@session.time_zone").scalar_one()
     connection.exec_driver_sql("SET time_zone = '+00:00'")  # TIMESTAMPs become DATETIMEs in UTC
-    # First without NOT NULL and default, which also ends ON UPDATE: it would change times while NULLs are filled.
+    # The first change drops NOT NULL and defaults. It also drops ON UPDATE, which would change
+    # times while NULLs are filled.
     wide = [column if column.primary_key else _wide(column, found) for column in table.c]
-    verbs = ["MODIFY" if column.name in found else "ADD" for column in table.c]
+    actions = ["MODIFY" if column.name in found else "ADD" for column in table.c]
     _alter(
         connection,
         table,
-        options + [f"{v} {_shape(connection, c)}" for v, c in zip(verbs, wide, strict=True)],
+        options + [f"{v} {_shape(connection, c)}" for v, c in zip(actions, wide, strict=True)],
     )
     _fill(connection, table)
     _alter(connection, table, [f"MODIFY {_shape(connection, column)}" for column in table.c])
@@ -257,14 +265,14 @@ def _on_mysql(op: Operations, connection: Connection, table: Table) -> None:
 def _on_sqlite(op: Operations, connection: Connection, table: Table) -> None:
     found = _found(connection, table)
     if _is_same_on_sqlite(connection, table, found):
-        return  # a copy of a large table is no small thing
+        return  # a copy of a large table takes long
     for column in table.c:
         if column.name not in found:
             op.add_column(table.name, _wide(column, found)._copy())
     _fill(connection, table)
     for column in table.c:
         if isinstance(column.type, DateTime):
-            _straighten(connection, table, column)
+            _normalize_times(connection, table, column)
 
     def as_ours(_inspector: Any, _table: Any, info: Any) -> None:
         column = table.c.get(info["name"])
@@ -282,10 +290,11 @@ def _on_sqlite(op: Operations, connection: Connection, table: Table) -> None:
             batch.create_primary_key(f"pk_{table.name}", ["id"])
 
 
-def _straighten(connection: Connection, table: Table, column: Column[Any]) -> None:
-    """SQLite compares times as text, so they must be said in one way: ours, in UTC, six digits of a second."""
-    said = type_coerce(column, Text)
-    odd = or_(said.like("%T%"), said.like("%Z"), said.op("GLOB")("*[+-][0-9][0-9]:[0-9][0-9]"))
+def _normalize_times(connection: Connection, table: Table, column: Column[Any]) -> None:
+    """Rewrite times as UTC with six digits of a second: SQLite compares times as text."""
+    written = type_coerce(column, Text)
+    offset = written.op("GLOB")("*[+-][0-9][0-9]:[0-9][0-9]")
+    odd = or_(written.like("%T%"), written.like("%Z"), offset)
     plain = func.strftime("%Y-%m-%d %H:%M:%f000", column)
     short = and_(func.length(column) == 19, func.typeof(column) == "text")
     connection.execute(

@@ -1,4 +1,4 @@
-"""Failed attempts, one row each; a task that succeeds at once leaves nothing here."""
+"""Failed attempts, one row each. A task that succeeds at its first attempt has no row here."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from delaytasks.storage.inserts import skipping_insert
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.types import db_now
 
-#: The last ones of each task are kept. From one claim to the next a version grows by two at least.
-KEPT = 50
-KEPT_VERSIONS = 2 * KEPT
+#: The last attempts of each task are kept. Between two claims a version grows by two at least.
+KEPT_ATTEMPTS = 50
+KEPT_VERSIONS = 2 * KEPT_ATTEMPTS
 
 
 class Attempts:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._a = a = schema.attempts
         made = skipping_insert(database)
-        # A settlement whose answer was lost is made again, and its attempt is there already.
+        # A settlement whose answer was lost is sent again, and then its attempt exists already.
         row = made(a).on_conflict_do_nothing() if made else insert(a).prefix_with("IGNORE")
         self._add = row.values(ended=db_now())
         self._drop_old = delete(a).where(
@@ -44,8 +44,8 @@ class Attempts:
         ]
         self._write(on, rows)
 
-    def record_lapsed(self, on: Any, rows: Iterable[Any], error: str) -> None:
-        """(id, version, attempts, execution_time, worker) of each."""
+    def record_lost_leases(self, on: Any, rows: Iterable[Any], error: str) -> None:
+        """Write (id, version, attempts, execution_time, worker) of runs that lost their lease."""
         names = ("task_id", "version", "attempt", "began", "worker")
         self._write(on, [{**dict(zip(names, row, strict=True)), "error": error} for row in rows])
 
@@ -54,7 +54,7 @@ class Attempts:
         old = [
             {"of": row["task_id"], "until": row["version"] - KEPT_VERSIONS}
             for row in rows
-            if row["attempt"] > KEPT
+            if row["attempt"] > KEPT_ATTEMPTS
         ]
         if old:
             on.execute(self._drop_old, old)

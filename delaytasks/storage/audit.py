@@ -1,4 +1,4 @@
-"""Bulk operations that were begun, and how far they came."""
+"""The audit rows of bulk operations: which were started, and how far they came."""
 
 from __future__ import annotations
 
@@ -20,21 +20,19 @@ class Audit:
         self._shard = schema.shard
 
     def begin(self, entry: AuditEntry) -> None:
-        """Written before anything is moved, so that a run that dies is seen."""
+        """Write the row before any task is moved, so that an operation that dies is visible."""
         values = {column.name: getattr(entry, column.name) for column in self._a.c}
         values["filter"] = json.dumps(entry.filter, ensure_ascii=False, separators=(",", ":"))
-        self._db.run(lambda: self._insert(values))
+        exists = select(self._a.c.id).where(self._a.c.id == entry.id)
 
-    def _insert(self, values: dict[str, Any]) -> None:
-        a = self._a
-        with self._db.begin() as connection:
-            if (
-                connection.execute(select(a.c.id).where(a.c.id == values["id"])).first() is None
-            ):  # by an earlier try
-                connection.execute(insert(a).values(values))
+        def work(connection: Any) -> None:
+            if connection.execute(exists).first() is None:  # else an earlier try has written it
+                connection.execute(insert(self._a).values(values))
+
+        self._db.transaction(work)
 
     def counts(self, on: Any, id: int) -> tuple[int, int] | None:
-        """How many tasks a run has changed, and refused."""
+        """Return how many tasks an operation has changed and refused; None if its row is gone."""
         row = on.execute(
             select(self._a.c.changed, self._a.c.refused).where(self._a.c.id == id)
         ).first()
@@ -51,11 +49,9 @@ class Audit:
         self._db.alone(lambda c: c.execute(update(self._a).where(self._a.c.id == id).values(ended)))
 
     def all(self, limit: int) -> list[AuditEntry]:
-        """The newest first, as their ids tell."""
+        """Return the newest rows first, by their ids."""
         a = self._a
-        rows = self._db.alone(
-            lambda c: c.execute(select(a).order_by(a.c.id.desc()).limit(limit)).all()
-        )
+        rows = self._db.rows(select(a).order_by(a.c.id.desc()).limit(limit))
         return [
             AuditEntry(
                 **{**row._mapping, "filter": json.loads(row._mapping["filter"])}, shard=self._shard

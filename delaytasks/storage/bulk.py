@@ -1,7 +1,8 @@
-"""Many rows moved by an operator: found window by window, moved some hundreds at a time.
+"""Moves many rows for an operator: finds them window by window, and moves some hundreds at a time.
 
-Nothing here waits for a lock or reads a table as a whole. Rows are found without locks, through an index by due time;
-then each step looks its rows up by their ids, and moves those that are still what was asked for.
+Nothing here waits for a lock or reads a table as a whole. Rows are found without locks, through an
+index by due time. Then each step locks rows by their ids, and moves those that still match the
+filter.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Select, Update, case, func, literal_column, select, update
+from sqlalchemy import ColumnElement, Update, case, func, literal_column, select, update
 
 from delaytasks.core.bulk import Filter
 from delaytasks.core.clock import to_us
-from delaytasks.core.interfaces import Entry, Level, Step, To
+from delaytasks.core.interfaces import Entry, Step, To
 from delaytasks.core.json_text import dump_json
 from delaytasks.core.states import LIVE, MOVES, Status, following
 from delaytasks.storage.audit import Audit
@@ -26,16 +28,16 @@ from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import TaskKeys
 from delaytasks.storage.types import LATEST, db_now, earliest
 
-#: Rows that one statement looks at, besides those that are due at the very same time as the last of them.
+#: Rows that one statement reads, plus those with the same due time as the last of them.
 WINDOW = 20_000
-#: Names no row in particular; its move is not asked for where rows are only looked at.
-ANY = Filter("cancel")
+#: Matches every row. Its move is not used by queries that only read.
+EVERY_ROW = Filter("cancel")
 
 
 class QueueStep(NamedTuple):
-    #: Among these rows the windows are measured,
+    #: The rows among which windows are measured.
     walked: list[ColumnElement[bool]]
-    #: and these of them are looked at.
+    #: The rows of each window that are returned.
     wanted: list[ColumnElement[bool]]
 
 
@@ -50,12 +52,12 @@ class Bulk:
         self._updates = {name: self._update(name) for name in ("cancel", "reschedule", "retry")}
 
     def now(self) -> datetime:
-        return self._db.alone(lambda c: c.execute(select(db_now())).scalar_one())
+        return self._db.now()
 
     # -- find -------------------------------------------------------------------------------------
 
     def matching(self, which: Filter) -> Iterator[list[tuple[int, Status]]]:
-        """Those that the filter names, one window at a time."""
+        """Yield (id, status) of the rows that the filter names, one window at a time."""
         for rows in self._found(which, which.looked_at, [self._t.c.id, self._t.c.status]):
             yield [(row[0], Status.of(row[1])) for row in rows]
 
@@ -65,54 +67,53 @@ class Bulk:
         columns: Sequence[ColumnElement[Any]],
         *where: ColumnElement[bool],
     ) -> Iterator[Sequence[Any]]:
-        """These columns of all rows that have one of the statuses, one window at a time. A row that moves meanwhile may
-        be missed."""
-        for lane in self._lanes(statuses, None):
-            yield from self._windows(ANY, QueueStep(lane.walked, [*lane.wanted, *where]), columns)
+        """Yield these columns of all rows that have one of the statuses, one window at a time.
+
+        A row that moves meanwhile may be missed.
+        """
+        for level in self._steps(statuses, None):
+            step = QueueStep(level.walked, [*level.wanted, *where])
+            yield from self._windows(EVERY_ROW, step, columns)
 
     def _found(
         self, which: Filter, statuses: frozenset[Status], columns: Sequence[ColumnElement[Any]]
     ) -> Iterator[Sequence[Any]]:
-        for lane in self._lanes(statuses, which.queue):
-            yield from self._windows(which, lane, columns)
+        for step in self._steps(statuses, which.queue):
+            yield from self._windows(which, step, columns)
 
-    def _lanes(self, statuses: frozenset[Status], queue: str | None) -> Iterator[QueueStep]:
-        """Parts of the table that an index has in the order of due times. What waits or runs is not looked for among
-        all that ever ran."""
+    def _steps(self, statuses: frozenset[Status], queue: str | None) -> Iterator[QueueStep]:
+        """Yield the parts of the table that an index has in the order of due times.
+
+        Rows that wait or run are found without reading those that are finished.
+        """
         t = self._t.c
         for status in sorted(statuses & LIVE):
-            # Written out: what comes as a parameter may be planned without the index of these rows alone.
+            # A literal, since a parameter may be planned without the partial index of these rows.
             here = t.status == literal_column(str(int(status)))
-            for level in self._levels(status):
+            for level in self._db.alone(partial(levels, t=self._t, status=status)):
                 if queue in (None, level.queue):
-                    lane = [here, t.queue == level.queue, t.priority == level.priority]
-                    yield QueueStep(lane, lane)
+                    rows = [here, t.queue == level.queue, t.priority == level.priority]
+                    yield QueueStep(rows, rows)
         if finished := statuses - LIVE:
             yield QueueStep([], [self._is(finished)])
 
-    def _levels(self, status: Status) -> list[Level]:
-        return self._db.alone(lambda c: list(levels(c, self._t, status)))
-
     def _windows(
-        self, which: Filter, lane: QueueStep, columns: Sequence[ColumnElement[Any]]
+        self, which: Filter, step: QueueStep, columns: Sequence[ColumnElement[Any]]
     ) -> Iterator[Sequence[Any]]:
         due = self._t.c.expected_time
-        query = select(*columns).where(*lane.wanted, *self._named(which)).order_by(due)
+        query = select(*columns).where(*step.wanted, *self._named(which)).order_by(due)
         begin: ColumnElement[bool] = due >= (which.since or earliest())
         while True:
-            end = select(due).where(*lane.walked, begin).order_by(due).offset(WINDOW - 1).limit(1)
-            ends = self._rows(end if which.until is None else end.where(due < which.until))
+            end = select(due).where(*step.walked, begin).order_by(due).offset(WINDOW - 1).limit(1)
+            ends = self._db.rows(end if which.until is None else end.where(due < which.until))
             window = query.where(begin, *(due <= row[0] for row in ends))
-            yield self._rows(window)
+            yield self._db.rows(window)
             if not ends or ends[0][0] == LATEST:
                 return
             begin = due > ends[0][0]
 
-    def _rows(self, query: Select[Any]) -> Sequence[Any]:
-        return self._db.alone(lambda c: c.execute(query).all())
-
     def _is(self, statuses: frozenset[Status]) -> ColumnElement[bool]:
-        # `+ 0` keeps planners from reading all rows of these.
+        # `+ 0` prevents planners from reading all rows of these statuses.
         return (self._t.c.status + 0).in_(sorted(map(int, statuses)))
 
     def _named(self, which: Filter) -> list[ColumnElement[bool]]:
@@ -130,7 +131,7 @@ class Bulk:
             holds(column, value) for column, holds, value in limits if value is not None
         ]
         if which.key_prefix is not None:
-            # Not LIKE, which knows no case in SQLite.
+            # Not LIKE, which ignores case in SQLite.
             named.append(func.substr(t.task_key, 1, len(which.key_prefix)) == which.key_prefix)
         return named
 
@@ -139,26 +140,26 @@ class Bulk:
     def step(
         self, run: int, which: Filter, ids: Sequence[int], to: To, done: tuple[int, int]
     ) -> Step:
-        """Moves these rows, as far as they are what the filter names. `done` is what the run's audit row counts, which
-        goes on with them in the same transaction: so a step whose answer was lost is not done again."""
+        """Move these rows if they still match the filter.
+
+        `done` is what the audit row of the operation counts. It is updated in the same transaction,
+        so a step whose answer was lost is not done again.
+        """
         tried: list[Step] = []
 
-        def work() -> Step:
-            with self._db.begin() as connection:
-                counts = self._audit.counts(connection, run)
-                if tried and counts not in (None, done):
-                    return tried[-1]
-                step = self._step(connection, which, ids, to)
-                tried.append(step)
-                self._audit.note(
-                    connection, run, (done[0] + len(step.moved), done[1] + step.refused)
-                )
-                return step
+        def work(connection: Any) -> Step:
+            counts = self._audit.counts(connection, run)
+            if tried and counts not in (None, done):
+                return tried[-1]
+            step = self._step(connection, which, ids, to)
+            tried.append(step)
+            self._audit.note(connection, run, (done[0] + len(step.moved), done[1] + step.refused))
+            return step
 
-        return self._db.run(work)
+        return self._db.transaction(work)
 
     def note(self, run: int, done: tuple[int, int]) -> None:
-        """What was done outside of a step."""
+        """Count tasks that were moved outside of a step."""
         self._db.alone(lambda c: self._audit.note(c, run, done))
 
     def _step(self, on: Any, which: Filter, ids: Sequence[int], to: To) -> Step:
@@ -187,7 +188,8 @@ class Bulk:
         return Step(moved, len(ids) - len(moved) - len(busy) - len(keyed), busy, keyed)
 
     def _busy_keys(self, on: Any, move: str, with_key: Sequence[Any]) -> set[int]:
-        """Keys before tasks, as everybody does it. Tasks whose keys somebody has locked come later."""
+        """Lock keys before tasks, as every transaction does. Return tasks whose keys are locked
+        elsewhere."""
         if move != "cancel" or not with_key:
             return set()
         locked = {row[0] for row in self._keys.lock_all(on, with_key)}
@@ -207,7 +209,7 @@ class Bulk:
         return on.execute(lock.with_for_update(skip_locked=True), {"ids": ids}).all() if ids else []
 
     def _moved(self, on: Any, move: str, locked: Sequence[Any], to: To) -> list[Entry]:
-        """Fenced by the versions that were read."""
+        """Move the locked rows, fenced by the versions that were read."""
         now = on.execute(select(db_now())).scalar_one() if isinstance(to, timedelta) else None
         rows, entries = [], []
         for id, version, expected, queue, priority, due in locked:
@@ -231,7 +233,7 @@ class Bulk:
             "update_time": db_now(),
             **({"attempts": 0, "lapses": 0} if move == "retry" else {}),
         }
-        mine = listed(self._db, t.c.id, "ids")  # else a small table is read from end to end
+        mine = listed(self._db, t.c.id, "ids")  # else a small table would be scanned
         return update(t).where(mine, t.c.id == w.c.id, t.c.version == w.c.version).values(values)
 
 
@@ -239,6 +241,6 @@ def _due(due: datetime, to: To, now: datetime | None) -> datetime | None:
     if not isinstance(to, timedelta) or now is None:
         return to if isinstance(to, datetime) else None
     try:
-        return max(due + to, now)  # the past means now
-    except OverflowError:  # another program's, at the end of time
+        return max(due + to, now)  # a time in the past means now
+    except OverflowError:  # another program's row, due at the end of time
         return due

@@ -1,4 +1,4 @@
-"""Where a database is, as far as its URL says that."""
+"""The addresses that a database URL contains, to compare databases."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from typing import NamedTuple
 
 from sqlalchemy import URL
 
-SEVERAL_HOSTS = "several hosts of one PostgreSQL cluster are written as postgresql://user@/name?host=h1:5432&host=h2:5432"
-_PORTS = {"postgresql": 5432, "mysql": 3306}
+SEVERAL_HOSTS = (
+    "several hosts of one PostgreSQL cluster are written as "
+    "postgresql://user@/name?host=h1:5432&host=h2:5432"
+)
+_DEFAULT_PORTS = {"postgresql": 5432, "mysql": 3306}
 
 
 class DatabaseAddress(NamedTuple):
-    """What two URLs must share to be the same database; users and options may differ."""
+    """The parts of two URLs that are equal if they name the same database. Users and options may
+    differ."""
 
     backend: str
     host: str | None
@@ -21,23 +25,24 @@ class DatabaseAddress(NamedTuple):
 
 
 def addresses_of(url: URL) -> frozenset[DatabaseAddress]:
-    """One for each host of the URL, of which a cluster has several."""
+    """Return one address for each host in the URL. The URL of a cluster has several."""
     backend = {"mariadb": "mysql"}.get(url.get_backend_name(), url.get_backend_name())
-    default = _PORTS.get(backend)
+    default = _DEFAULT_PORTS.get(backend)
     hosts, ports = _listed(url, "host"), _listed(url, "port")
-    places = set()
+    addresses = set()
     for host, port in zip(hosts or [url.host], cycle(ports or [None])):
-        # A socket's folder and IPv6 have no port behind a colon.
+        # A socket's folder and an IPv6 address have no port after a colon.
         name, _, own = (
             (host or "").partition(":") if (host or "").count(":") == 1 else (host, "", "")
         )
         number = str(own or port or url.port or default or "")
-        places.add(DatabaseAddress(backend, name, number, url.database))
-    return frozenset(places)
+        addresses.add(DatabaseAddress(backend, name, number, url.database))
+    return frozenset(addresses)
 
 
 def _listed(url: URL, name: str) -> list[str | None]:
-    """The values in the query, which drivers take instead of those before it."""
+    """Return the values of `name` in the query. Drivers take them instead of those before the
+    query."""
     for key in (name, "unix_socket", "service") if name == "host" else (name,):
         given = url.query.get(key)
         if given:

@@ -1,4 +1,4 @@
-"""Steps of migrations that may be run again, since MySQL commits every DDL statement at once."""
+"""Steps of migrations that may run again, since MySQL commits each DDL statement by itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def quoted(op: Operations, name: str, schema: str | None) -> str:
 
 
 def is_partitioned(op: Operations, name: str, schema: str | None) -> bool:
-    """On PostgreSQL: a table in partitions has no storage of its own."""
+    """Whether the table is partitioned (PostgreSQL). Such a table has no storage of its own."""
     if op.get_context().as_sql:
         return False
     query = text("SELECT relkind = 'p' FROM pg_class WHERE oid = to_regclass(:name)")
@@ -40,7 +40,8 @@ def is_partitioned(op: Operations, name: str, schema: str | None) -> bool:
 def create_index(
     op: Operations, name: str, table: str, columns: list[str], schema: str | None, **options: Any
 ) -> None:
-    """Unless it is there; one of this name (in whatever case) over other columns is made anew."""
+    """Create an index unless it exists. Replace one of the same name, in whatever case, over other
+    columns."""
     if not op.get_context().as_sql:
         for index in inspect(op.get_bind()).get_indexes(table, schema=schema):
             if str(index["name"]).lower() == name.lower():

@@ -1,9 +1,13 @@
-"""Rows that were put off since no worker had a processor for their tag, or the key of their body, and the worker that
-has it."""
+"""Rows that were deferred because no worker had a processor for their tag, or the key of their
+body.
+
+A worker that has the processor or the key brings them forward.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from sqlalchemy import ColumnElement, and_, case, func, or_, select, update
@@ -18,7 +22,7 @@ from delaytasks.storage.rows import listing, next_version
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.types import db_now, db_now_plus, once
 
-STEP = 500
+BATCH_ROWS = 500
 
 
 class DeferredRows:
@@ -30,20 +34,24 @@ class DeferredRows:
     def bring_forward(
         self, tags: Sequence[str], queues: Sequence[str] | None, within_s: float
     ) -> list[Entry]:
-        """Those of these tags and queues (None: of all) that were put off until an instant within so many seconds are
-        due now. Who was rescheduled or touched meanwhile is due when that says."""
+        """Make deferred rows of these tags and queues due now, and return them.
+
+        Rows that are next tried within `within_s` seconds are considered. `queues` is None for all
+        queues. A row that was rescheduled or touched meanwhile keeps the due time of that call.
+        """
         t = self._t
-        # `+ 0` keeps planners from reading all rows that wait for the few that are near.
+        # `+ 0` prevents planners from reading all rows that wait to find those due within the
+        # horizon.
         is_why = or_(
             t.c.error_stack.startswith(NO_PROCESSOR),
             and_(t.c.error_stack.startswith(NO_KEY), self._is_readable()),
         )
-        defer = (t.c.status + 0 == int(Status.NOT_COMPLETE), is_why)
-        ours = [t.c.tag.in_(listing("tags"))]
-        named = {"tags": list(tags)}
+        is_deferred = (t.c.status + 0 == int(Status.NOT_COMPLETE), is_why)
+        conditions = [t.c.tag.in_(listing("tags"))]
+        parameters = {"tags": list(tags)}
         if queues is not None:
-            ours.append(t.c.queue.in_(listing("queues")))
-            named["queues"] = list(queues)
+            conditions.append(t.c.queue.in_(listing("queues")))
+            parameters["queues"] = list(queues)
         query = (
             select(
                 t.c.id,
@@ -54,9 +62,9 @@ class DeferredRows:
                 t.c.error_stack,
                 t.c.due_time,
             )
-            .where(*defer, *ours, t.c.expected_time <= once(db_now_plus(within_s)))
+            .where(*is_deferred, *conditions, t.c.expected_time <= once(db_now_plus(within_s)))
             .order_by(t.c.expected_time)
-            .limit(STEP)
+            .limit(BATCH_ROWS)
             .with_for_update(skip_locked=True)
         )
         values = {
@@ -68,30 +76,30 @@ class DeferredRows:
         }
         brought: list[Entry] = []
 
-        def step(since: Any) -> Any:
-            """Returns where the next one begins; None at the end."""
-            with self._db.begin() as connection:
-                rows = connection.execute(query.where(t.c.expected_time > since), named).all()
-                rows_deferred = [row for row in rows if is_deferred_until(row[5], row[2])]
-                if rows_deferred:
-                    ids = [row[0] for row in rows_deferred]
-                    connection.execute(
-                        update(t).where(t.c.id.in_(ids)).values(values)
-                    )  # they are locked
-                    now = connection.execute(select(db_now())).scalar_one()
-            brought.extend(
+        def step(connection: Any, since: Any) -> tuple[list[Entry], Any]:
+            """Bring a batch forward. Return its entries, and where the next one starts."""
+            rows = connection.execute(query.where(t.c.expected_time > since), parameters).all()
+            deferred = [row for row in rows if is_deferred_until(row[5], row[2])]
+            if deferred:
+                ids = t.c.id.in_([row[0] for row in deferred])
+                met = connection.execute(update(t).where(ids).values(values)).rowcount
+                assert met == len(deferred), "they are locked"
+                now = connection.execute(select(db_now())).scalar_one()
+            entries = [
                 Entry(row[0], following(row[1]), to_us(max(now, row[6] or now)), row[3], row[4])
-                for row in rows_deferred
-            )
-            return rows[-1][2] if len(rows) == STEP else None
+                for row in deferred
+            ]
+            return entries, rows[-1][2] if len(rows) == BATCH_ROWS else None
 
-        since = self._db.run(lambda: step(once(db_now())))
+        since: Any = once(db_now())
         while since is not None:
-            since = self._db.run(lambda since=since: step(since))  # type: ignore[misc]
+            entries, since = self._db.transaction(partial(step, since=since))
+            brought += entries
         return brought
 
     def _is_readable(self) -> ColumnElement[bool]:
-        """As the body says, and not as the reason did: it may have been rotated since."""
+        """Whether this process has the key that the body names now: it may have changed since the
+        deferral."""
         body = self._t.c.message_body
         is_plain = func.substr(body, 1, len(PREFIX)).not_in(PREFIXES)
         return (

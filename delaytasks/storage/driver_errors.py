@@ -1,4 +1,4 @@
-"""What a driver's error means: try again, nobody can work now, nobody knows, or refused."""
+"""Classifies driver errors: try again, unavailable, outcome unknown, refused."""
 
 from __future__ import annotations
 
@@ -17,34 +17,38 @@ from delaytasks.storage.standby_watch import explain
 TRIES = 5
 REMEDY = "run: delaytasks db upgrade (for a Celery app of your own: delaytasks -A APP db upgrade)"
 
-#: A prepared statement is not there, is there already, or is out of date: it is not used again.
+#: A prepared statement is missing, exists already or is out of date. It is not used again.
 PREPARED_IS_GONE = {"26000", "42P05", "0A000"}
-#: What databases answer when a transaction should simply be tried again.
-_RETRY_PG = {
-    "40001",
-    "40P01",
-    "55P03",
-} | PREPARED_IS_GONE  # serialization failure, deadlock, lock not available
-#: Lock wait timeout, deadlock (also Galera's certification), record has changed, rolled back by group replication.
+#: Errors after which the same transaction may simply be tried again: serialization failure,
+#: deadlock, lock not available.
+_RETRY_PG = {"40001", "40P01", "55P03"} | PREPARED_IS_GONE
+#: The same: lock wait timeout, deadlock (or a failed certification of Galera), record has changed,
+#: rolled back by group replication.
 _RETRY_MYSQL = {1205, 1213, 1020, 3101}
 
-#: A server that answers and can not work for now: out of memory, disk or connections, shutting down, failed over.
+#: A server that answers but cannot work now: out of memory, disk or connections, shutting down,
+#: failed over.
 _UNABLE_PG = ("53", "57", "58", "25006")
-#: A server that takes no writes: it was the primary, or lost its cluster. Another server may be the primary by now.
+#: A server that accepts no writes: it was the primary, or lost its cluster. Another server may be
+#: the primary now.
 _DEMOTED_PG = {"25006"}
-#: Galera's "not ready", read-only servers and sessions, read-only InnoDB, group replication without a majority.
+#: Galera's "not ready", read-only servers and sessions, read-only InnoDB, group replication without
+#: a majority.
 _DEMOTED_MYSQL = {1047, 1290, 1792, 1836, 1874, 3100}
 _UNABLE_MYSQL = {1021, 1040, 1053, 1114, 1203, 1226, 1317} | _DEMOTED_MYSQL
-#: COMMIT failed, on Galera when the node lost its cluster meanwhile: the others may have the transaction.
+#: COMMIT failed. On Galera the other nodes may have the transaction, if this node lost its cluster
+#: meanwhile.
 _UNSURE_MYSQL = {1180}
 _UNABLE_SQLITE = ("disk is full", "disk I/O error", "readonly database")
 
-#: MySQL's errors of values that its driver does not call so; they quote them.
+#: MySQL's errors about values that its driver does not classify as such. Their texts quote the
+#: values.
 _VALUES_MYSQL = {1062, 1264, 1292, 1366, 1406, 3140, 4025}
 
 
-def told(on: Connection, statement: str, error: Exception) -> BaseException:
-    """What a driver was asked past SQLAlchemy, as SQLAlchemy tells of it: a broken connection is thrown away."""
+def as_sqlalchemy_error(on: Connection, statement: str, error: Exception) -> BaseException:
+    """Wrap an error of a statement that was sent past SQLAlchemy. A broken connection is
+    invalidated."""
     dialect: Any = on.dialect
     is_broken = dialect.is_disconnect(error, on.connection.driver_connection, None)
     explain(on, error)
@@ -62,7 +66,11 @@ def told(on: Connection, statement: str, error: Exception) -> BaseException:
 
 
 def first_cause(error: exc.DBAPIError) -> exc.DBAPIError:
-    """A full disk and a deadlock end the whole transaction: that its savepoint is gone then says nothing."""
+    """Return the error that ended the transaction.
+
+    A full disk and a deadlock end the whole transaction, and then a missing savepoint is only the
+    consequence.
+    """
     before: BaseException | None = error
     while before is not None and "savepoint" in str(getattr(before, "orig", before)).lower():
         before = before.__context__
@@ -75,7 +83,7 @@ def is_disconnect(error: exc.DBAPIError) -> bool:
         and _sqlstate(error) in (None, "57P03", "53300")
         and not is_conflict(error)
         and not _is_sqlite(error)
-        and not _mysql_says(error)
+        and not _is_mysql_answer(error)
     )
 
 
@@ -87,12 +95,13 @@ def is_conflict(error: exc.DBAPIError) -> bool:
 
 
 def is_demoted(driver_error: object) -> bool:
-    """Whether the server takes no writes, so that a new connection may reach another server which does."""
+    """Whether the server accepts no writes, so that a new connection may reach a server that
+    does."""
     return _sqlstate_of(driver_error) in _DEMOTED_PG or _first_of(driver_error) in _DEMOTED_MYSQL
 
 
 def is_unsure(error: exc.DBAPIError) -> bool:
-    """Whether the statement may have been done all the same."""
+    """Whether the statement may have been executed despite the error."""
     return error.connection_invalidated or _first(error) in _UNSURE_MYSQL
 
 
@@ -101,7 +110,8 @@ def is_worth_a_retry(error: exc.DBAPIError) -> bool:
 
 
 def is_unable(error: exc.DBAPIError) -> bool:
-    """The server works for nobody now, so the same statement may well succeed later."""
+    """Whether the server cannot serve any client now, so that the same statement may succeed
+    later."""
     if (_sqlstate(error) or "").startswith(_UNABLE_PG):
         return True
     code = _first(error)
@@ -118,8 +128,8 @@ def _is_sqlite(error: exc.DBAPIError) -> bool:
     return "sqlite3" in type(error.orig).__module__
 
 
-def _mysql_says(error: exc.DBAPIError) -> bool:
-    """A MySQL server answered, so the connection works; client-side trouble has numbers from 2000 on."""
+def _is_mysql_answer(error: exc.DBAPIError) -> bool:
+    """Whether a MySQL server answered. Errors of the client have numbers from 2000 to 2999."""
     code = _first(error)
     return isinstance(code, int) and not 2000 <= code < 3000
 
@@ -138,40 +148,44 @@ def _sqlstate(error: exc.DBAPIError) -> str | None:
 
 
 def _sqlstate_of(driver_error: object) -> str | None:
-    """As psycopg2 has it, or psycopg 3 and asyncpg, which a caller's session may use."""
+    """Return the SQLSTATE, which psycopg2 and psycopg 3 or asyncpg (a caller's) name
+    differently."""
     return getattr(driver_error, "pgcode", None) or getattr(driver_error, "sqlstate", None)
 
 
 def reason_of(error: exc.DBAPIError) -> str:
-    """The first line of what the driver says: what follows may show the row. Where the values are to blame that line
-    may quote them, so only the error's kind and number are told."""
+    """Return the first line of the driver's text, since the rest may show the row.
+
+    An error about values may quote them, so its text is replaced by its type and number.
+    """
     if _is_about_values(error):
         code, first = (
             _sqlstate(error) or getattr(error.orig, "sqlite_errorname", None),
             _first(error),
         )
         number = code or (first if isinstance(first, int) else "")
-        return f"a value can not be stored, {type(error.orig).__name__} {number}".rstrip()
+        return f"a value cannot be stored, {type(error.orig).__name__} {number}".rstrip()
     return (str(error.orig).strip().splitlines() or [type(error.orig).__name__])[0]
 
 
 def forget_details(error: exc.DBAPIError) -> None:
-    """The error itself stays as the cause of ours, and is logged with it: it must not show more than `reason_of`."""
+    """Remove values from the driver's error, which stays the cause of ours and is logged with
+    it."""
     if _is_about_values(error):
         reason, number = reason_of(error), _first(error)
         if error.orig is not None:
             error.orig.args = (number, reason) if isinstance(number, int) else (reason,)
         error.args = (reason,)
         return
-    for said in (error, error.orig):
-        if said is not None and said.args and isinstance(said.args[0], str):
-            said.args = (said.args[0].strip().partition("\n")[0], *said.args[1:])
+    for each in (error, error.orig):
+        if each is not None and each.args and isinstance(each.args[0], str):
+            each.args = (each.args[0].strip().partition("\n")[0], *each.args[1:])
 
 
 def unknown_outcome(reason: str, id: int) -> OutcomeUnknownError:
     return OutcomeUnknownError(
-        f"the connection broke before the answer ({reason}), so it may be done or not: look at task {id}; "
-        f"scheduling again with id={id} is safe",
+        f"the connection broke before the answer ({reason}), so it may be done or not: "
+        f"look at task {id}; scheduling again with id={id} is safe",
         id,
     )
 
@@ -183,18 +197,19 @@ def name_of(shard: int | None) -> str:
 def translate(
     error: exc.DBAPIError, unknown_id: int | None = None, shard: int | None = None
 ) -> DelayTaskError:
-    """The typed error for a driver's error. Its own text says no values: those may be secrets."""
+    """Return the typed error for a driver's error. Its text contains no values, which may be
+    secrets."""
     reason, name = reason_of(error), name_of(shard)
     if unknown_id is not None:
         return unknown_outcome(reason, unknown_id)
     if is_disconnect(error):
-        return StoreUnavailableError(f"{name} can not be reached: {reason}", shard)
+        return StoreUnavailableError(f"{name} cannot be reached: {reason}", shard)
     if is_conflict(error):
         return StoreUnavailableError(
             f"{name} stayed busy for {TRIES} tries: {reason}", is_locked=True
         )
     if is_unable(error):
-        return StoreUnavailableError(f"{name} can not work now: {reason}", shard, is_unable=True)
+        return StoreUnavailableError(f"{name} cannot work now: {reason}", shard, is_unable=True)
     if "no such table" in reason or "does not exist" in reason or "doesn't exist" in reason:
         where = "delaytasks config says where that is"
         return StoreError(f"the tables of {name} are missing or old ({reason}); {where}; {REMEDY}")

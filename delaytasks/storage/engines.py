@@ -1,4 +1,4 @@
-"""Engines made for each database's ways."""
+"""SQLAlchemy engines with options and listeners for each database."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from delaytasks.storage.database_addresses import SEVERAL_HOSTS
 from delaytasks.storage.fork_gate import gate
 from delaytasks.storage.types import nearest
 
-#: A server that vanished without a goodbye is given up after 25 seconds, not after the two hours of TCP.
+#: The connection to a server that vanished ends after 25 seconds, not after TCP's two hours.
 _KEEPALIVES = {
     "keepalives_idle": 10,
     "keepalives_interval": 5,
@@ -37,9 +37,10 @@ _TCP_OPTIONS = {
     "TCP_KEEPCNT": 3,
     "TCP_USER_TIMEOUT": 25_000,
 }
-#: A row that some caller's open transaction has locked is waited for so long, at each of several tries.
-LOCK_TIMEOUT_S = 1
-_RESTED = "delaytasks.rested"
+#: How long a statement waits for a row that another transaction has locked. `Database.run` tries
+#: again.
+ROW_LOCK_TIMEOUT_S = 1
+_RETURNED = "delaytasks.returned"
 
 
 def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
@@ -48,8 +49,9 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
     backend = url.get_backend_name()
     if backend == "sqlite":
         options["connect_args"] = {"timeout": 30, "check_same_thread": False}
-        # Also for a database in memory, whose own pool takes no sizes. It is another one for each connection, so rows
-        # are the caller's session's alone, but the time can be asked.
+        # A database in memory needs this pool too, since its own takes no sizes. Each of its
+        # connections is another database, so rows exist in the caller's session only, but any
+        # connection can return the time.
         engine = create_engine(url, poolclass=QueuePool, hide_parameters=True, **options)
         event.listen(engine, "connect", _sqlite_connect)
         event.listen(engine, "checkout", gate.enter)
@@ -67,10 +69,11 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
     else:
         options["connect_args"] = {"connect_timeout": 5, "read_timeout": 5, "charset": "utf8mb4"}
     if autocommit:
-        # Nothing is ever open on such a connection: a ROLLBACK on return would be a round trip for nothing.
+        # No transaction is ever open on such a connection: a ROLLBACK on return would waste a round
+        # trip.
         options["pool_reset_on_return"] = None
     try:
-        # Parameters are bodies and keys: an error, its cause included, must not show them.
+        # Parameters contain bodies and keys, which an error and its cause must not show.
         engine = create_engine(
             url, isolation_level=isolation_level, hide_parameters=True, **options
         )
@@ -79,17 +82,17 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
         elif engine.dialect.driver == "psycopg2":
             event.listen(engine, "connect", _psycopg2_connect)
         event.listen(engine, "do_connect", _connect)
-        event.listen(engine, "handle_error", _tell_connecting_from_asking)
-        event.listen(engine, "checkin", _rested)
+        event.listen(engine, "handle_error", _connecting_sent_nothing)
+        event.listen(engine, "checkin", _mark_returned)
         event.listen(engine, "checkout", _check_alive)
         return engine
     except exc.NoSuchModuleError:
         raise ConfigError(
             f"SQLAlchemy has no driver {url.drivername!r}; leave it out of the URL"
         ) from None
-    except exc.ArgumentError as error:  # hosts and ports that do not fit together
+    except exc.ArgumentError as error:  # the numbers of hosts and ports differ
         raise ConfigError(
-            f"delaytasks_database_url can not be read: {error}; {SEVERAL_HOSTS}"
+            f"delaytasks_database_url cannot be read: {error}; {SEVERAL_HOSTS}"
         ) from error
     except ModuleNotFoundError as error:
         package = "psycopg2-binary" if backend == "postgresql" else "'delaytasks[mysql]'"
@@ -102,12 +105,15 @@ def _connect(dialect: Any, _record: Any, arguments: Any, options: Any) -> Any:
     try:
         return dialect.connect(*arguments, **options)
     except TypeError as error:
-        fact = f"delaytasks_database_url has an option in its query (after the ?) that {dialect.driver} does not take"
-        raise ConfigError(f"{fact}: {error}") from error
+        raise ConfigError(
+            f"delaytasks_database_url has an option in its query (after the ?) that "
+            f"{dialect.driver} does not take: {error}"
+        ) from error
 
 
 def make_plain_engine(url: URL) -> Engine:
-    """For a question now and then, beside a pool in which every connection may be in use."""
+    """Make an engine without a pool, for rare queries while each connection of a pool may be in
+    use."""
     limits = (
         {"connect_timeout": 5}
         if url.get_backend_name() == "postgresql"
@@ -123,13 +129,14 @@ def make_plain_engine(url: URL) -> Engine:
 
 
 def _postgresql_options(url: URL) -> str:
-    """What the URL asks for comes last, so that it wins."""
+    """Return libpq's `options`. Those of the URL come last, so that they win."""
     ours = {
-        "lock_timeout": f"{LOCK_TIMEOUT_S}s",
+        "lock_timeout": f"{ROW_LOCK_TIMEOUT_S}s",
         "default_transaction_isolation": r"read\ committed",
         "timezone": "UTC",
-        # Each of our statements has an index. A plan is kept while the table grows, and one that was made for a table
-        # of a few rows would read it from end to end; a plan that can not help it is not worth compiling either.
+        # Each of our statements has an index. A plan is kept while the table grows, and one made
+        # for a table of a few rows would scan all of a large one. A plan that has to scan is not
+        # worth compiling either.
         "enable_seqscan": "off",
         "jit": "off",
         "plan_cache_mode": "force_generic_plan",
@@ -146,8 +153,8 @@ def _psycopg2_connect(connection: Any, _record: Any) -> None:
 
     def instant(written: Any, cursor: Any) -> datetime | None:
         try:
-            told: datetime | None = read(written, cursor)
-            return told
+            value: datetime | None = read(written, cursor)
+            return value
         except ValueError:
             return nearest(written)
 
@@ -155,35 +162,39 @@ def _psycopg2_connect(connection: Any, _record: Any) -> None:
 
 
 def _sqlite_connect(connection: Any, _record: Any) -> None:
-    # We say BEGIN ourselves, and say it IMMEDIATE: a deferred one fails when two writers meet.
+    # We send BEGIN IMMEDIATE ourselves: a deferred transaction fails if two writers meet.
     connection.isolation_level = None
     cursor = connection.cursor()
     cursor.execute("PRAGMA busy_timeout = 30000")
     cursor.execute("PRAGMA journal_mode = WAL")
     cursor.execute("PRAGMA synchronous = NORMAL")
-    # Pages that are written again and again, as indexes' are, go to the file once for some thousand rows.
+    # Pages that are written again and again, such as those of indexes, go to the file once for some
+    # thousand rows.
     cursor.execute("PRAGMA wal_autocheckpoint = 4000")
     cursor.close()
 
 
-def _tell_connecting_from_asking(context: ExceptionContext) -> None:
-    """Where no connection came about nothing was asked, so no outcome is unknown."""
+def _connecting_sent_nothing(context: ExceptionContext) -> None:
+    """If connecting fails, no statement was sent, so no outcome is unknown."""
     if context.connection is None:
         context.is_disconnect = False
 
 
-def _rested(_connection: Any, record: Any) -> None:
-    record.info[_RESTED] = True
+def _mark_returned(_connection: Any, record: Any) -> None:
+    record.info[_RETURNED] = True
 
 
 def _check_alive(connection: Any, record: Any, _proxy: Any) -> None:
-    """A server says nothing to a connection at rest, except that it ends it: so the pool makes another one, and
-    nothing was sent whose outcome would be unknown. Costs a microsecond, not a round trip."""
-    if _RESTED in record.info and _has_something_to_say(connection):
+    """Replace a pooled connection that the server has ended, before a statement is sent on it.
+
+    The server sends nothing on an idle connection except its end. The check takes a microsecond,
+    not a round trip, and prevents errors whose outcome would be unknown.
+    """
+    if _RETURNED in record.info and _has_input(connection):
         raise exc.DisconnectionError
 
 
-def _has_something_to_say(connection: Any) -> bool:
+def _has_input(connection: Any) -> bool:
     try:
         number = (connection if hasattr(connection, "fileno") else connection._sock).fileno()
         if not hasattr(select, "poll"):
@@ -191,7 +202,7 @@ def _has_something_to_say(connection: Any) -> bool:
         poll = select.poll()
         poll.register(number, select.POLLIN)
         return bool(poll.poll(0))
-    except Exception:  # drivers say in their own ways that it is closed
+    except Exception:  # each driver has its own error for a closed connection
         return True
 
 
@@ -204,18 +215,19 @@ def _mysql_connect(connection: Any, _record: Any) -> None:
         except ValueError:
             return written  # "0000-00-00"
 
-    # Its own way is a regular expression, and each row of a chunk has two.
+    # The driver's own converter is a regular expression, and each row of a chunk has two instants.
     connection.decoders = {**connection.decoders, FIELD_TYPE.DATETIME: instant}
-    # The driver's time limit is for connecting, which would wait for ever; a statement may take its time.
+    # The time limit is for connecting only. A statement may take longer.
     connection._read_timeout = None
     if connection._sock.family != getattr(socket, "AF_UNIX", None):
         for option, value in _TCP_OPTIONS.items():
             if hasattr(socket, option):
                 connection._sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     with connection.cursor() as cursor:
-        # For statements that stand alone too: else they lock gaps in the indexes that those who schedule insert into.
+        # This applies to autocommitted statements too. At REPEATABLE READ they would lock gaps in
+        # the indexes, and block the producers' inserts.
         cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
-        cursor.execute(f"SET SESSION innodb_lock_wait_timeout = {LOCK_TIMEOUT_S}")
+        cursor.execute(f"SET SESSION innodb_lock_wait_timeout = {ROW_LOCK_TIMEOUT_S}")
 
 
 def _sqlite_begin_immediate(connection: Connection) -> None:

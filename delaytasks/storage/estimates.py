@@ -1,4 +1,4 @@
-"""How many rows a query has, by what the planner knows: it costs the same however many they are."""
+"""The planner's estimate of how many rows a query returns. Its cost does not grow with the rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from sqlalchemy import Connection, Select
 
 
 def estimate(connection: Connection, query: Select[Any]) -> int:
-    """0 where nobody knows: SQLite, whose tables are small enough to be counted."""
+    """Return the estimate. SQLite has no estimates and returns 0: its tables are small enough to
+    count."""
     dialect = connection.dialect
     if dialect.name == "sqlite":
         return 0

@@ -17,7 +17,7 @@ from delaytasks.storage.store import Store
 
 
 class FactReader:
-    """Reads one database. A worker that was not seen for `silent_s` seconds is taken for dead."""
+    """Reads one database. A worker that has been silent for `silent_s` seconds counts as dead."""
 
     def __init__(self, store: Store, settings: Settings, silent_s: float) -> None:
         self._silent_s = silent_s
@@ -26,7 +26,7 @@ class FactReader:
         self._settings = settings
 
     def of(self, task: DelayTask) -> Facts:
-        """Return what `why` needs to know about the task. Each fact is read by itself, from an index."""
+        """Return the facts that `why` needs about the task. Each is read from an index."""
         settings = self._settings
         now, offset_s = self._now()
         policies = self._store.policies.of(task.tag, task.queue)
@@ -40,8 +40,8 @@ class FactReader:
             self.workers(now),
             policies,
             is_in_waitlist=task.status is Status.HELD and self._is_in_waitlist(task),
-            running=self._running(task.tag) if limited else 0,
-            running_of_key=self._running(task.tag, task.concurrency_key)
+            running=self._running_tasks(task.tag) if limited else 0,
+            running_of_key=self._running_tasks(task.tag, task.concurrency_key)
             if limited and task.concurrency_key
             else 0,
             swept_s=None if last is None else (now - last).total_seconds(),
@@ -67,19 +67,19 @@ class FactReader:
         return now, clock.offset_s
 
     def _is_in_waitlist(self, task: DelayTask) -> bool:
-        line = self._schema.lines
-        place = and_(
-            line.c.queue == task.queue,
-            line.c.tag == task.tag,
-            line.c.lane == (task.concurrency_key or ""),
-            line.c.place == -task.priority,
-            line.c.due == task.expected_time,
-            line.c.task_id == task.id,
+        waitlist = self._schema.lines
+        entry = and_(
+            waitlist.c.queue == task.queue,
+            waitlist.c.tag == task.tag,
+            waitlist.c.lane == (task.concurrency_key or ""),
+            waitlist.c.place == -task.priority,
+            waitlist.c.due == task.expected_time,
+            waitlist.c.task_id == task.id,
         )
-        query = select(line.c.task_id).where(place).limit(1)
-        return self._db.alone(lambda c: c.execute(query).first()) is not None
+        query = select(waitlist.c.task_id).where(entry).limit(1)
+        return bool(self._db.rows(query))
 
-    def _running(self, tag: str, key: str | None = None) -> int:
+    def _running_tasks(self, tag: str, key: str | None = None) -> int:
         t = self._schema.tasks
         query = select(func.count()).where(
             t.c.status == literal_column(f"{Status.RUNNING:d}"), t.c.tag == tag

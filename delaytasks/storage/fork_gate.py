@@ -1,7 +1,8 @@
-"""No fork while a thread of this process uses SQLite.
+"""Prevents forks while a thread of this process uses SQLite.
 
-SQLite keeps books in the process about which of its connections has which lock. A child that is forked in the middle of
-a transaction inherits the page that says "locked", by a connection that is nowhere any more, and waits for ever.
+SQLite records in the process which of its connections holds which lock. A child that is forked in
+the middle of a transaction inherits the record of a lock whose connection the child does not have,
+and waits for it forever.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import os
 import threading
 from typing import Any
 
-#: A thread that forks inside a transaction of its own would wait for itself.
-LONGEST_S = 5.0
+#: A bound on the wait, since a thread that forks inside its own transaction would wait for itself.
+MAX_WAIT_S = 5.0
 
 
 class ForkGate:
-    """Open for those who use a connection, as long as nobody forks; and for who forks, once nobody uses one."""
+    """Lets threads use connections while no thread forks, and lets a thread fork while no
+    connection is used."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -28,7 +30,7 @@ class ForkGate:
 
     def enter(self, *_: Any) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_forking, LONGEST_S)
+            self._changed.wait_for(lambda: not self._is_forking, MAX_WAIT_S)
             self._inside += 1
 
     def leave(self, *_: Any) -> None:
@@ -39,7 +41,7 @@ class ForkGate:
     def _before(self) -> None:
         with self._changed:
             self._is_forking = True
-            self._changed.wait_for(lambda: not self._inside, LONGEST_S)
+            self._changed.wait_for(lambda: not self._inside, MAX_WAIT_S)
 
     def _after(self) -> None:
         with self._changed:

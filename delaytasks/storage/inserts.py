@@ -1,4 +1,4 @@
-"""INSERT in the ways that each database is best at: one row unless it exists, and many rows at once."""
+"""INSERT in the fastest way of each database: one row unless it exists, and many rows."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from sqlalchemy import Connection, Table, bindparam, exc, insert, select
 from delaytasks.core.json_text import dump_json
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.database import Database
-from delaytasks.storage.driver_errors import told
+from delaytasks.storage.driver_errors import as_sqlalchemy_error
 from delaytasks.storage.prepared_statements import Prepared
 from delaytasks.storage.rows import (
-    DIFFERING,
+    DIFFERING_COLUMNS,
     MAX_TEXT,
     NEW_COLUMNS,
     instant_text,
@@ -31,14 +31,15 @@ from delaytasks.storage.types import UTCDateTime
 
 #: Bytes of a row's other columns, with their names.
 _OTHERS = 500
-#: Rows that COPY is given at a time, and characters, since the driver keeps room for the most that it ever had.
-_AT_ONCE, _MOST_AT_ONCE = 200, 65_536
-#: Rows of a statement with a parameter for each value: more are not faster.
-_BOUND = 100
+#: Rows and characters of one part of COPY's input. The driver keeps a buffer for the largest part.
+_COPY_ROWS, _COPY_CHARACTERS = 200, 65_536
+#: Rows of a statement with a parameter for each value. More rows are not faster.
+_BOUND_ROWS = 100
 
 
 def skipping_insert(database: Database) -> Any:
-    """The INSERT that can pass over rows that exist; None on MySQL. Dialects that are not used are not imported."""
+    """Return the INSERT that skips rows which exist; None on MySQL. Unused dialects are not
+    imported."""
     backend = database.url.get_backend_name()
     if not database.can.insert_or_skip:
         return None
@@ -46,14 +47,15 @@ def skipping_insert(database: Database) -> Any:
 
 
 class Insert:
-    """INSERT into one table; a row that exists is passed over."""
+    """INSERT into one table. A row that exists is skipped."""
 
     def __init__(self, database: Database, table: Table, names: Sequence[str]) -> None:
         self._db = database
         self._names = names
         skipping = skipping_insert(database)
         statement = skipping(table).on_conflict_do_nothing() if skipping else insert(table)
-        # Without this option SQLAlchemy does not read the count on psycopg 3 and asyncpg, and says -1.
+        # Without this option SQLAlchemy does not read the count on psycopg 3 and asyncpg, and
+        # returns -1.
         self._statement = statement.execution_options(preserve_rowcount=True)
         self._prepared = Prepared(database, self._statement, names=names)
 
@@ -62,8 +64,8 @@ class Insert:
         try:
             if self._db.owns(on):
                 return bool(self._prepared(on, values).met)
-            if _is_psycopg2(on):  # a caller's, on which nothing of ours is left behind
-                return bool(on.exec_driver_sql(self._written, values).rowcount)
+            if _is_psycopg2(on):  # a caller's connection, on which we leave no prepared statement
+                return bool(on.exec_driver_sql(self._sql, values).rowcount)
             return bool(on.execute(self._statement, values).rowcount)
         except exc.IntegrityError as error:
             self._check_duplicate(error)
@@ -84,8 +86,8 @@ class Insert:
             raise error
 
     @functools.cached_property
-    def _written(self) -> str:
-        """As SQLAlchemy would write it out again for each row."""
+    def _sql(self) -> str:
+        """The SQL text, which SQLAlchemy would compile anew for each row."""
         from sqlalchemy.dialects.postgresql import psycopg2
 
         dialect: Any = psycopg2.dialect()  # type: ignore[no-untyped-call]
@@ -93,8 +95,11 @@ class Insert:
 
 
 class BulkInsert:
-    """INSERT of many new tasks: by COPY where there is one, with a parameter for each value where no server is asked,
-    else with one JSON parameter for many. What they have in common is put into words once."""
+    """INSERT of many new tasks.
+
+    PostgreSQL reads them by COPY, SQLite from a parameter for each value, and MySQL from one JSON
+    parameter for many rows. Values that all rows share are sent once.
+    """
 
     def __init__(self, database: Database, schema: Schema) -> None:
         self._dialect = database.url.get_backend_name()
@@ -102,7 +107,7 @@ class BulkInsert:
         self._binds = database.can.binds_values
         self._schema = schema
         self._table = schema.tasks
-        #: By the columns in which the rows differ.
+        #: The statement of each set of columns in which the rows differ.
         self._statements: dict[tuple[str, ...], Any] = {}
 
     def __call__(self, on: Any, tasks: Sequence[DelayTask]) -> None:
@@ -115,14 +120,17 @@ class BulkInsert:
             self._insert_all(on, rows)
 
     def _bind(self, on: Connection, rows: Iterator[tuple[Any, ...]]) -> None:
-        """By one statement alone, as the driver keeps it, with what was bound to it last: rows that are left, and those
-        that are too large for that, go the other way."""
+        """Insert by one fixed statement, since the driver keeps a statement and its last
+        parameters.
+
+        The remaining rows, and rows that are too large to be kept, are sent as JSON.
+        """
         marks = f"({', '.join('?' * len(NEW_COLUMNS))})"
-        statement = f"INSERT INTO {self._target(on)} VALUES {', '.join([marks] * _BOUND)}"
+        statement = f"INSERT INTO {self._target(on)} VALUES {', '.join([marks] * _BOUND_ROWS)}"
         bound, left = functools.cache(self._bound), list[tuple[Any, ...]]()
-        while some := list(itertools.islice(rows, _BOUND)):
+        while some := list(itertools.islice(rows, _BOUND_ROWS)):
             if (
-                len(some) < _BOUND
+                len(some) < _BOUND_ROWS
                 or sum(len(row[_BODY]) + len(row[_HEADERS] or "") for row in some) > MAX_TEXT
             ):
                 left += some
@@ -134,7 +142,7 @@ class BulkInsert:
         self._insert_all(on, left)
 
     def _bound(self, *values: Any) -> Sequence[Any]:
-        return [self._said(value) if isinstance(value, datetime) else value for value in values]
+        return [self._text(value) if isinstance(value, datetime) else value for value in values]
 
     def _insert_all(self, on: Any, rows: Iterable[tuple[Any, ...]]) -> None:
         for part in parts(rows, _size):
@@ -148,11 +156,11 @@ class BulkInsert:
             if name != "id" and len(set(values)) == 1
         }
         own = tuple(name for name in columns if name not in common)
-        said = [
-            map(self._said, columns[name]) if self._is_instant(name) else columns[name]
+        texts = [
+            map(self._text, columns[name]) if self._is_instant(name) else columns[name]
             for name in own
         ]
-        rows = [dict(zip(own, row, strict=True)) for row in zip(*said, strict=True)]
+        rows = [dict(zip(own, row, strict=True)) for row in zip(*texts, strict=True)]
         statement = self._statements.get(own)
         if statement is None:
             w = json_rows(self._dialect, own)
@@ -170,7 +178,7 @@ class BulkInsert:
     def _is_instant(self, name: str) -> bool:
         return isinstance(self._table.c[name].type, UTCDateTime)
 
-    def _said(self, instant: datetime | None) -> str | None:
+    def _text(self, instant: datetime | None) -> str | None:
         return instant_text(self._dialect, instant)
 
     def _copy(self, on: Connection, rows: Iterable[tuple[Any, ...]]) -> None:
@@ -182,7 +190,7 @@ class BulkInsert:
         except driver.Error as error:
             if text.interrupted is not None:
                 raise text.interrupted from None
-            raise told(on, "COPY", error) from error
+            raise as_sqlalchemy_error(on, "COPY", error) from error
         finally:
             cursor.close()
 
@@ -200,7 +208,7 @@ _BODY, _HEADERS = NEW_COLUMNS.index("message_body"), NEW_COLUMNS.index("headers"
 
 
 def _size(row: tuple[Any, ...]) -> int:
-    """What it adds to a statement, in bytes."""
+    """Return the bytes that the row adds to a statement."""
     return _OTHERS + _bytes(row[_BODY]) + _bytes(row[_HEADERS] or "")
 
 
@@ -219,15 +227,17 @@ _ESCAPES = str.maketrans({"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"})
 
 
 class _CopyText:
-    """What COPY reads, made while the database takes in what was read before. What rows have in common is put into
-    words once."""
+    """COPY's input, made while the database reads the part before. Values that rows share are
+    formatted once."""
 
     def __init__(self, rows: Iterable[tuple[Any, ...]]) -> None:
-        #: By Ctrl-C or a time limit, of which the driver makes an error of the database's.
+        #: The exception of Ctrl-C or of a time limit, which the driver turns into an error of the
+        #: database.
         self.interrupted: BaseException | None = None
         parts = self._parts(iter(rows))
         next(parts)
-        #: A generator's own: what waited while the driver was sending is raised inside it, and not before it.
+        #: The generator's own method: an exception that arrived while the driver was sending is
+        #: raised inside the generator, not before it.
         self.read = parts.send
 
     def _parts(self, rows: Iterator[tuple[Any, ...]]) -> Generator[str, int, None]:
@@ -242,25 +252,25 @@ class _CopyText:
 
 
 def _part(rows: Iterator[tuple[Any, ...]], known: dict[Any, str]) -> str:
-    """The next rows; nothing at their end."""
+    """Return the lines of the next rows; an empty text at their end."""
     lines: list[str] = []
     size = 0
-    for row in itertools.islice(rows, _AT_ONCE):
-        id, body, due = row[:DIFFERING]
-        common = row[DIFFERING:]
+    for row in itertools.islice(rows, _COPY_ROWS):
+        id, body, due = row[:DIFFERING_COLUMNS]
+        common = row[DIFFERING_COLUMNS:]
         if due not in known:
             known[due] = str(due)
         if common not in known:
-            known[common] = "\t".join(map(_word, common))
-        line = f"{id}\t{_word(body)}\t{known[due]}\t{known[common]}\n"
+            known[common] = "\t".join(map(_field, common))
+        line = f"{id}\t{_field(body)}\t{known[due]}\t{known[common]}\n"
         lines.append(line)
         size += len(line)
-        if size > _MOST_AT_ONCE:
+        if size > _COPY_CHARACTERS:
             break
     return "".join(lines)
 
 
-def _word(value: Any) -> str:
+def _field(value: Any) -> str:
     if value is None:
         return "\\N"
     if isinstance(value, str):

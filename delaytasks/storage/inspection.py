@@ -1,4 +1,4 @@
-"""What a worker says about its rows when somebody inspects it."""
+"""Rows that a worker shows when it is inspected."""
 
 from __future__ import annotations
 
@@ -28,18 +28,16 @@ class Inspection:
         )
 
     def running(self, workers: Iterable[str], limit: int) -> Sequence[Any]:
-        """Return up to `limit` rows that these processes have claimed, those claimed first before the others."""
+        """Return up to `limit` rows that these processes have claimed, in the order of their
+        claims."""
         t = self._t
         claimed = t.c.status == int(Status.RUNNING), t.c.worker.in_(list(workers))
         query = (
             select(*self._columns).where(*claimed).order_by(t.c.update_time, t.c.id).limit(limit)
         )
-        return self._db.alone(lambda connection: connection.execute(query).all())
+        return self._db.rows(query)
 
     def named(self, ids: Iterable[int]) -> dict[int, Any]:
         """Return the rows with these ids, by id."""
         query = select(*self._columns).where(self._t.c.id.in_(list(ids)))
-        return {
-            row.id: row
-            for row in self._db.alone(lambda connection: connection.execute(query).all())
-        }
+        return {row.id: row for row in self._db.rows(query)}

@@ -1,7 +1,9 @@
-"""Who has a key: taken, kept, replaced or passed on when another task wants it.
+"""Decides which task owns a key: takes, keeps, replaces or passes on the key that another task
+wants.
 
-Mostly the task that has a key is in the same database. With several it may be in another one: then the key's row names
-an id there, and points to the database that decides about the key (docs/decisions/0021-several-databases.md).
+Usually the task that owns a key is in the same database. With several databases it may be in
+another one. Then the key's row names an id there, and points to the database that decides about the
+key (docs/decisions/0021-several-databases.md).
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from delaytasks.storage.rows import task_of, values_of
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import Keyed, KeyRow, TaskKeys
 
-#: Does what is to be done once a task has its key.
+#: Writes the row of a task that has taken its key.
 Write = Callable[[Any, DelayTask], object]
 
 
 class HeldElsewhereError(Exception):
-    """The key's task waits in another database, where it can be replaced."""
+    """The key's owner waits in another database, where it can be replaced."""
 
     def __init__(self, owner: DelayTask) -> None:
         super().__init__(owner.id)
@@ -40,7 +42,7 @@ class HeldElsewhereError(Exception):
 
 
 class PointsElsewhereError(Exception):
-    """Another database has to be asked first about the key."""
+    """Another database has to be asked about the key first."""
 
     def __init__(self, shard: int) -> None:
         super().__init__(shard)
@@ -49,15 +51,16 @@ class PointsElsewhereError(Exception):
 
 def refuse_unknown(task: DelayTask, owner_id: int) -> NoReturn:
     raise DuplicateTaskError(
-        f"key {task.key!r} of tag {task.tag!r} belongs to task {owner_id}, which is not here: its id names shard "
-        f"{shard_of(owner_id)}, which this process does not know; give it the longer delaytasks_database_url",
+        f"key {task.key!r} of tag {task.tag!r} belongs to task {owner_id}, which is not here: "
+        f"its id names shard {shard_of(owner_id)}, which this process does not know; "
+        "give it the longer delaytasks_database_url",
         owner_id,
     )
 
 
-def restless(task: DelayTask) -> StoreUnavailableError:
+def changed_too_often(task: DelayTask) -> StoreUnavailableError:
     return StoreUnavailableError(
-        f"key {task.key!r} of tag {task.tag!r} changed hands {TRIES} times; try again"
+        f"key {task.key!r} of tag {task.tag!r} changed its owner {TRIES} times; try again"
     )
 
 
@@ -69,7 +72,7 @@ class KeyOwners:
         self._keys = keys
         self._moves = moves
         self.rows = keys.rows
-        #: What is to be done about a key whose row here names an id of another database.
+        #: Called if the key's row names an id of another database.
         self.point_elsewhere: Callable[[DelayTask, int], NoReturn] = refuse_unknown
 
     def take(
@@ -80,10 +83,13 @@ class KeyOwners:
         write: Write,
         pointing: Collection[int] = (),
     ) -> tuple[DelayTask, bool]:
-        """The task that has the key afterwards, and whether that is news: `task` itself, once `write` is done. The
-        shards that are `pointing` to the one of `task` are asked besides."""
+        """Return the task that owns the key afterwards, and whether it was written now.
+
+        If that is `task` itself, `write` has been called. `pointing` are other shards whose key
+        rows point to the shard of `task`.
+        """
         for attempt in range(TRIES):
-            # In MySQL a failed INSERT would leave a lock on the key, so a look comes first there.
+            # In MySQL a failed INSERT would leave a lock on the key, so the key is read first.
             is_free = (
                 self._db.can.insert_or_skip
                 or self._keys.id_of(on, task.tag, task.key, attempt > 0) is None
@@ -91,45 +97,47 @@ class KeyOwners:
             if is_free and self._keys.take(on, task):
                 write(on, task)
                 return task, True
-            # The key's row first, then the task's: settling and cancelling go the same way, or they would deadlock.
+            # The key's row is locked before the task's, as in settling and cancelling. Else they
+            # could deadlock.
             owner_id = self._keys.lock(on, task)
             if owner_id is not None:
-                break  # else its task has just ended
+                break  # None: the owner has just ended
         else:
-            raise restless(task)
+            raise changed_too_often(task)
         owner = self._moves.locked(on, owner_id)
         if owner is None and shard_of(owner_id) not in (self._shard, task.shard, *pointing):
             self.point_elsewhere(task, owner_id)
         if owner is None or owner.is_finished:
-            return self._take_over(
-                on, task, write
-            )  # what had the key was purged, or finished by another program
+            # The owner was purged, or another program finished it.
+            return self._take_over(on, task, write)
         if owner.id == task.id:
             return owner, False
         if on_conflict == "reject":
             raise DuplicateTaskError(
                 f"task {owner.id} ({owner.status.name}, due {owner.due.isoformat()}) has the key "
-                f"{task.key!r} of tag {task.tag!r}; on_conflict='keep' or 'replace' says what else to do",
+                f"{task.key!r} of tag {task.tag!r}; pass on_conflict='keep' or 'replace'",
                 owner.id,
             )
         if on_conflict == "keep":
             return owner, False
         if owner.status not in MOVES["replace"].sources:
-            return self._take_over(
-                on, task, write
-            )  # it runs: it may finish, the new one is the key's from now on
+            # The owner runs, and may finish. From now on the key belongs to the new task.
+            return self._take_over(on, task, write)
         if owner.shard != task.shard:
             raise HeldElsewhereError(owner)
         return self._replaced(on, owner, task), True
 
     def _take_over(self, on: Any, task: DelayTask, write: Write) -> tuple[DelayTask, bool]:
-        self._keys.pass_to(on, task)
+        if not self._keys.pass_to(on, task):
+            raise changed_too_often(
+                task
+            )  # only if each statement is a transaction, so no lock lasts
         write(on, task)
         return task, True
 
     def _replaced(self, on: Any, owner: DelayTask, task: DelayTask) -> DelayTask:
-        # The row keeps its id, for which the new body is encrypted.
-        task = replace(task, id=owner.id, expected_time=_defer(task, owner))
+        # The row keeps its id, to which the encryption of the new body is bound.
+        task = replace(task, id=owner.id, expected_time=_due_of_replacement(task, owner))
         values = values_of(task, self._schema)
         values.pop("create_time")
         self._moves.make(
@@ -143,19 +151,20 @@ class KeyOwners:
     def point(
         self, task: DelayTask, on_conflict: OnConflict, pointing: Collection[int] = ()
     ) -> tuple[DelayTask, bool] | None:
-        """From now on the key's row points to the database of `task`, and nothing else is written. Or the answer, as of
-        `take`: a task here has the key, and keeps it."""
+        """Let the key's row point to the database of `task`, and write nothing else.
 
-        def work() -> tuple[DelayTask, bool]:
-            with self._db.begin() as connection:
-                return self.take(connection, task, on_conflict, lambda *_: None, pointing)
+        Returns None, or the answer of `take` if a task here owns the key and keeps it.
+        """
 
-        answer = self._db.run(work)
+        answer = self._db.transaction(
+            lambda c: self.take(c, task, on_conflict, lambda *_: None, pointing)
+        )
         return None if answer[0] is task else answer
 
     @contextmanager
     def pointing(self, task: DelayTask) -> Iterator[bool]:
-        """Whether the key's row points to the database of `task`; what it says stays so until the end."""
+        """Whether the key's row points to the database of `task`, which stays so inside the
+        context."""
 
         def lock() -> tuple[Connection, int | None]:
             connection = self._db.tx.connect()
@@ -172,54 +181,55 @@ class KeyOwners:
             connection.close()
 
     def live(self, task: Keyed) -> DelayTask | None:
-        """The live task here that has the key of `task`; one that is about to have it is waited for."""
+        """Return the live task here that owns the key. Wait for a transaction that is about to take
+        it."""
 
         def look() -> DelayTask | None:
-            with self._db.tx.connect() as connection:  # ends without a commit
+            with self._db.tx.connect() as connection:  # never committed
                 id = self._keys.lock(connection, task)
                 if id is None and not self._keys.take(connection, task):
                     id = self._keys.lock(connection, task)
-                row = (
-                    None
-                    if id is None
-                    else connection.execute(self._moves.get, {"task_id": id}).first()
-                )
+                row = connection.execute(self._moves.get, {"task_id": id}).first()
                 found = None if row is None else task_of(row, self._schema)
                 return None if found is None or found.is_finished else found
 
         return self._db.run(look)
 
     def drop(self, pointer: KeyRow, is_dead: Callable[[], bool]) -> bool:
-        """Frees a key that points to another database, if nobody has it there. Who is about to schedule there waits."""
+        """Free a key that points to another database if no task owns it there. Returns whether it
+        was freed."""
 
-        def work() -> bool:
-            with self._db.begin() as connection:
-                if self._keys.lock(connection, pointer) != pointer.id or not is_dead():
-                    return False
-                self._keys.release(connection, pointer)
-                return True
+        def work(connection: Any) -> bool:
+            # The lock delays a task that is being scheduled with this key.
+            if self._keys.lock(connection, pointer) != pointer.id or not is_dead():
+                return False
+            self._keys.release(connection, pointer)
+            return True
 
-        return self._db.run(work)
+        return self._db.transaction(work)
 
     def replace(self, owner: DelayTask, task: DelayTask) -> DelayTask | None:
-        """What `owner`, a task here, is afterwards; None if it does not wait any more, or has lost the key."""
+        """Replace `owner`, a task here. Returns None if it no longer waits, or no longer owns the
+        key."""
 
-        def work() -> DelayTask | None:
-            with self._db.begin() as connection:
-                has_key = self._keys.lock(connection, task) == owner.id
-                found = self._moves.locked(connection, owner.id) if has_key else None
-                if found is None or found.status not in MOVES["replace"].sources:
-                    return None
-                return self._replaced(connection, found, task)
+        def work(connection: Any) -> DelayTask | None:
+            has_key = self._keys.lock(connection, task) == owner.id
+            found = self._moves.locked(connection, owner.id) if has_key else None
+            if found is None or found.status not in MOVES["replace"].sources:
+                return None
+            return self._replaced(connection, found, task)
 
-        return self._db.run(work, owner.id)
+        return self._db.transaction(work, unknown_id=owner.id)
 
 
-def _defer(task: DelayTask, owner: DelayTask) -> datetime:
-    """When the new task in a holder's place is due: whoever replaces again and again puts it off for a while only,
-    which begins with the first of them, or with a run that was to be repeated."""
+def _due_of_replacement(task: DelayTask, owner: DelayTask) -> datetime:
+    """Return when the task that replaces `owner` is due.
+
+    Repeated replacements can defer a task by at most `max_wait_s` after the first of them was
+    created, or after the last run of a task that is to run again.
+    """
     began = owner.execution_time or owner.create_time
     if task.max_wait_s is None or began is None:
         return task.expected_time
-    # As numbers: another program's row may have been made at the end of time.
+    # Computed with numbers, since another program's row may have been created at the end of time.
     return from_us(min(to_us(task.expected_time), to_us(began) + int(task.max_wait_s * 1e6)))

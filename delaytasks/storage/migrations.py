@@ -1,4 +1,4 @@
-"""The migrations, as commands of our own: they run where only the package is installed.
+"""The migrations as commands of our own, which run where only the package is installed.
 
 Alembic is imported by the functions that migrate, so that producers and workers do not load it.
 """
@@ -19,19 +19,20 @@ from sqlalchemy.schema import CreateIndex, CreateSchema, CreateTable
 from delaytasks.core.errors import ConfigError, StoreUnavailableError
 from delaytasks.core.masking import mask_url
 from delaytasks.core.settings import Settings
-from delaytasks.storage import sqlite_file as sqlitefile
+from delaytasks.storage import sqlite_file
 from delaytasks.storage.database import Database
 from delaytasks.storage.schema import STORAGE, Schema, build_schema
 
 if TYPE_CHECKING:
     from alembic.config import Config
 
-#: A migration that waits for a lock makes everybody behind it wait too: it gives up soon, and is tried again.
-LOCK_TIMEOUT_S = 2
-#: Two deployments that migrate at once do so one after the other.
+#: A migration that waits for a lock blocks every statement behind it, so it gives up soon and is
+#: tried again.
+TABLE_LOCK_TIMEOUT_S = 2
+#: Two deployments that migrate simultaneously take turns.
 _TURN_S = 60
 
-#: Alembic's `context` and `op` belong to the whole process.
+#: Alembic's `context` and `op` are global to the process.
 _alembic = threading.Lock()
 
 
@@ -42,14 +43,14 @@ def upgrade(
     revision: str = "head",
     shard: int = 0,
 ) -> None:
-    """To `revision`; and the database learns which of several it is."""
+    """Migrate to `revision`, and store the number of the shard."""
     from alembic import command
 
     def work(config: Config) -> None:
         command.upgrade(config, revision)
         _number(config.attributes["connection"], build_schema(prefix, schema), shard)
 
-    sqlitefile.create(database.url)
+    sqlite_file.create(database.url)
     _run(database, prefix, schema, work)
 
 
@@ -62,8 +63,8 @@ def downgrade(
 
 
 def current(database: Database, prefix: str = "", schema: str | None = None) -> str | None:
-    """The revision of this database; None before the first."""
-    if sqlitefile.is_missing(database.url):
+    """Return the revision of this database; None before the first."""
+    if sqlite_file.is_missing(database.url):
         return None
     name = version_table(prefix)
     revision = select(
@@ -84,7 +85,7 @@ def is_current(database: Database, prefix: str = "", schema: str | None = None) 
 
 
 def head() -> str:
-    """The newest revision of this package."""
+    """Return the newest revision of this package."""
     # The name of each file begins with its revision.
     return max(
         script.name.partition("_")[0] for script in (scripts() / "versions").glob("[0-9]*_*.py")
@@ -102,7 +103,7 @@ def urls_of(settings: Settings) -> Sequence[str]:
 
 
 def number_of(connection: Connection, schema: Schema) -> int | None:
-    """Which of several databases this is; None if nobody has told it yet."""
+    """Return the database's number among the shards; None if it has not been stored yet."""
     shards = schema.shards
     if not inspect(connection).has_table(shards.name, shards.schema):
         return None
@@ -111,17 +112,17 @@ def number_of(connection: Connection, schema: Schema) -> int | None:
 
 
 def check_number(found: int | None, shard: int, url: URL) -> None:
-    """`ConfigError` unless the database is where it stands in the list."""
+    """Raise `ConfigError` unless the database's number is its position in the list."""
     if found not in (None, shard):
         where = mask_url(url.render_as_string(hide_password=True))
         raise ConfigError(
-            f"{where} is shard {found}, and stands at place {shard} of delaytasks_database_url: a shard keeps its "
-            "place, and a new one comes last; bring the list into its old order"
+            f"{where} is shard {found}, but has position {shard} in delaytasks_database_url: "
+            "a shard keeps its position, and a new one comes last; restore the old order"
         )
 
 
 def ddl(dialect: str, prefix: str = "", schema: str | None = None) -> list[str]:
-    """The statements that make the tables, for frameworks with migrations of their own."""
+    """Return the statements that make the tables, for frameworks with migrations of their own."""
     made: Dialect = registry.load(dialect)()
     tables, statements = build_schema(prefix, schema), []
     for each in tables.metadata.sorted_tables:
@@ -137,45 +138,48 @@ def ddl(dialect: str, prefix: str = "", schema: str | None = None) -> list[str]:
 
 
 def check_charset(database: Database, schema: Schema) -> None:
-    """`ConfigError` when the task table can not hold every character; MySQL and MariaDB only."""
+    """Raise `ConfigError` if the task table cannot store every character; MySQL and MariaDB
+    only."""
     if database.url.get_backend_name() not in ("mysql", "mariadb"):
         return
-    place = "table_name = :name AND table_schema = COALESCE(:schema, DATABASE())"
     query = text(
-        f"SELECT column_name, character_set_name FROM information_schema.columns WHERE {place} "
-        "AND column_name IN ('tag', 'message_body', 'error_stack') AND character_set_name <> 'utf8mb4'"
+        "SELECT column_name, character_set_name FROM information_schema.columns "
+        "WHERE table_name = :name AND table_schema = COALESCE(:schema, DATABASE()) "
+        "AND column_name IN ('tag', 'message_body', 'error_stack') "
+        "AND character_set_name <> 'utf8mb4'"
     )
     values = {"name": schema.tasks.name, "schema": schema.tasks.schema}
     narrow = database.alone(lambda c: c.execute(query, values).all())
     if narrow:
         columns = ", ".join(f"{row[0]} is {row[1]}" for row in narrow)
         raise ConfigError(
-            f"{schema.tasks.fullname} can not store every character (emoji, for one), since {columns}; run: "
-            f"ALTER TABLE {schema.tasks.fullname} CONVERT TO CHARACTER SET utf8mb4 COLLATE utf8mb4_bin"
+            f"{schema.tasks.fullname} cannot store every character, for example emoji, since "
+            f"{columns}; run: ALTER TABLE {schema.tasks.fullname} "
+            "CONVERT TO CHARACTER SET utf8mb4 COLLATE utf8mb4_bin"
         )
 
 
 @contextmanager
 def exclusively(connection: Connection, prefix: str, schema: str | None) -> Iterator[None]:
-    """Our turn on this database, with short waits for locks; used by alembic/env.py."""
+    """Run alone on this database, with short waits for locks. alembic/env.py uses this too."""
     dialect, name = connection.dialect.name, f"{schema or ''}.{version_table(prefix)}"
     if dialect == "postgresql":
         wait_for_turn(connection, name)
-        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S}s'")
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{TABLE_LOCK_TIMEOUT_S}s'")
         if schema and schema not in inspect(connection).get_schema_names():
             connection.execute(CreateSchema(schema))
         yield
-    elif dialect == "sqlite":  # its writers take turns by themselves
+    elif dialect == "sqlite":  # SQLite's writers take turns anyway
         yield
     else:
         if not connection.execute(select(func.get_lock(name[-64:], _TURN_S))).scalar():
             raise StoreUnavailableError(
                 f"another migration of {version_table(prefix)} has run for {_TURN_S} s"
             )
-        connection.exec_driver_sql(f"SET SESSION lock_wait_timeout = {LOCK_TIMEOUT_S}")
+        connection.exec_driver_sql(f"SET SESSION lock_wait_timeout = {TABLE_LOCK_TIMEOUT_S}")
         try:
             yield
-            # The revision is written last, and who has the next turn must see it.
+            # The revision is written last, and the next migration must see it.
             connection.exec_driver_sql("COMMIT")
         finally:
             connection.exec_driver_sql("SET SESSION lock_wait_timeout = DEFAULT")
@@ -183,16 +187,17 @@ def exclusively(connection: Connection, prefix: str, schema: str | None) -> Iter
 
 
 def wait_for_turn(connection: Connection, name: str) -> None:
-    """PostgreSQL: whoever does what has this name waits for the end of our transaction, but not for long."""
+    """Take PostgreSQL's advisory lock of this name until the end of the transaction. The wait is
+    bounded."""
     connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_TURN_S}s'")
     connection.execute(select(func.pg_advisory_xact_lock(func.hashtext(name))))
 
 
 def comparison(dialect: str) -> dict[str, Any]:
-    """The options of Alembic's comparison."""
+    """Return the options of Alembic's comparison."""
     if dialect == "postgresql":
         defaults: Any = True
-    else:  # an identity is PostgreSQL's word for ids that count
+    else:  # other databases have no identity columns
         defaults = lambda _context, _found, column, *_: (  # noqa: E731
             False if column.identity is not None else None
         )
@@ -204,14 +209,14 @@ def comparison(dialect: str) -> dict[str, Any]:
 
 
 def _is_for(dialect: str, item: Any) -> bool:
-    """Whether this database has it: an index may be for one only."""
+    """Whether this database has the item: an index may be for one dialect only."""
     condition = getattr(item, "_ddl_if", None)
     return condition is None or condition.dialect == dialect
 
 
 def _number(connection: Connection, schema: Schema, shard: int) -> None:
     if not inspect(connection).has_table(schema.shards.name, schema.shards.schema):
-        return  # this revision does not know of shards
+        return  # this revision has no table of shards
     found = number_of(connection, schema)
     check_number(found, shard, connection.engine.url)
     if found is None:
@@ -228,7 +233,7 @@ def _run(
             try:
                 work(_config(connection=connection, prefix=prefix, schema=schema))
             except CommandError as error:
-                raise ConfigError(f"the migration can not run: {error}") from error
+                raise ConfigError(f"the migration cannot run: {error}") from error
 
     database.run(once)
 
@@ -244,10 +249,10 @@ def _config(**attributes: Any) -> Config:
 
 
 def scripts() -> Path:
-    """The folder `alembic`: inside the package where it is installed, beside it in the project."""
+    """Return the folder `alembic`: inside the installed package, or next to it in the project."""
     package = Path(__file__).parents[1]
     for folder in (package / "alembic", package.parent / "alembic"):
-        # Installed, the second one is Alembic itself.
+        # In an installation the second folder belongs to Alembic itself.
         if (folder / "versions" / "0001_tables.py").exists():
             return folder
     raise ConfigError(f"the migrations are missing from {package}: install delaytasks again")

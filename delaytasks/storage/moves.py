@@ -1,4 +1,4 @@
-"""One move of one row by an operator: found, checked against `MOVES`, locked, checked again, made."""
+"""A move of one row by an operator: checked, locked, checked again, and made."""
 
 from __future__ import annotations
 
@@ -30,12 +30,16 @@ class Moves:
         self.get = select(*columns(schema)).where(t.c.id == bindparam("task_id"))
 
     def take(self, on: Any, name: str, id: int, version: int | None) -> DelayTask:
-        """The task, locked for this move. What may not be moved is refused without a lock: a caller whose transaction
-        stays open would keep it, and whoever runs the row could not settle it. A task that is cancelled already comes
-        back to `cancel`, unlocked."""
+        """Return the task, locked for this move.
+
+        A move that is not allowed is refused without a lock: a caller whose transaction stays open
+        would keep the lock, and the worker that runs the row could not settle it. `cancel` returns
+        a task that is cancelled already, unlocked.
+        """
         row = on.execute(self.get, {"task_id": id}).first()
         seen = None if row is None else task_of(row, self._schema)
-        # A transaction that reads as of its start (MySQL's default) may see an older version than the one named.
+        # A transaction that reads as of its start (MySQL's default) may see an older version than
+        # `version`.
         if seen is not None and not (isinstance(version, int) and seen.version < version):
             _check(name, seen, version)
             if name == "cancel" and seen.status is Status.CANCELLED:
@@ -53,14 +57,11 @@ class Moves:
         return None if row is None else task_of(row, self._schema)
 
     def make(self, on: Any, name: str, task: DelayTask, values: dict[str, Any]) -> DelayTask:
-        """Fenced by the version that was read."""
+        """Update the row, fenced by the version that was read."""
         move, t = MOVES[name], self._t
         _check_status(name, task)
         if "expected_time" in values:
-            values = {
-                **values,
-                "due_time": None,
-            }  # what the caller names is the due time from now on
+            values = {**values, "due_time": None}  # expected_time is the due time again
         values = {
             **values,
             "status": int(move.target),

@@ -1,4 +1,4 @@
-"""What a transaction tells those who listen, at its commit; where the database can do that."""
+"""Messages that a commit sends to the connections that listen (LISTEN and NOTIFY of PostgreSQL)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from delaytasks.storage.database import Database
 from delaytasks.storage.engines import make_engine
 from delaytasks.storage.schema import Schema
 
-#: A channel's name has fewer bytes.
-MOST_NAME = 63
+#: PostgreSQL's limit for the name of a channel.
+MAX_CHANNEL_BYTES = 63
 
 
 class Notices:
-    """Of one database's tasks."""
+    """The channel of one database's tasks."""
 
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
         name = f"delaytasks.{schema.tasks.fullname}"
-        self.channel = name if len(name) <= MOST_NAME else f"delaytasks.{crc32(name.encode()):08x}"
+        self.channel = (
+            name if len(name) <= MAX_CHANNEL_BYTES else f"delaytasks.{crc32(name.encode()):08x}"
+        )
         self._tell = select(func.pg_notify(self.channel, bindparam("payload")))
 
     @property
@@ -32,25 +34,27 @@ class Notices:
         return self._db.can.notify
 
     def tell(self, payloads: Iterable[str], on: Executor | None = None) -> None:
-        """In the transaction of `on`; without one, at once."""
+        """Send the payloads at the commit of `on`, or immediately without `on`."""
 
         def work(connection: Any) -> None:
             for payload in payloads:
                 connection.execute(self._tell, {"payload": payload})
 
         if self.is_possible:
-            work(on) if on is not None else self._db.alone(work)
+            self._db.alone(work, on)
 
     def listen(self) -> Listener | None:
-        """None where the driver can not."""
+        """Return a listener; None if the driver does not support it."""
         if not self.is_possible or self._db.url.get_driver_name() != "psycopg2":
             return None
         return Listener(self._db, self.channel)
 
 
 class Listener:
-    """A connection of its own, which hears what was told since it was made. What fails raises whatever the driver
-    raises; then a new one is needed."""
+    """A connection that receives the payloads sent since it was made.
+
+    After an exception, which is the driver's own, a new listener is needed.
+    """
 
     def __init__(self, database: Database, channel: str) -> None:
         self._engine = make_engine(database.url, 1, "AUTOCOMMIT")
@@ -64,7 +68,7 @@ class Listener:
             raise
 
     def wait(self, timeout_s: float) -> Sequence[str]:
-        """What was told, as soon as there is something."""
+        """Return the payloads that have arrived, as soon as there is one."""
         if not self._driver.notifies:
             poll = io.poll()
             poll.register(self._driver.fileno(), io.POLLIN)
@@ -76,6 +80,6 @@ class Listener:
         return payloads
 
     def close(self) -> None:
-        self._connection.invalidate()  # it must not go back to a pool, where it would go on listening
+        self._connection.invalidate()  # in a pool it would continue to listen
         self._connection.close()
         self._engine.dispose()

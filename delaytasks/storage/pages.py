@@ -1,4 +1,5 @@
-"""Pages of rows in the order of their due times. A cursor stands for a place, so pages stay right while rows move."""
+"""Pages of rows in the order of their due times. A cursor is a position, so pages stay right while
+rows move."""
 
 from __future__ import annotations
 
@@ -27,26 +28,28 @@ def first(
     limit: int,
     newest_first: bool = False,
 ) -> list[Any]:
-    """The first rows of `query` by their due times, or with `newest_first` the last ones.
+    """Return the first rows of `query` by due time, or with `newest_first` the last ones.
 
-    By these alone, who looks for the few that failed, or wait, would read what millions of others left behind; so those
-    of a status are read by its index, where they are in order within each queue and priority. Not so if `is_narrow`:
-    where a key is asked for there are few, and where a tag is, most queues may have none of it."""
+    In the order of due times alone, a search for a few rows that failed or wait would read millions
+    of finished rows. Rows of one status are therefore read through the index of their status, which
+    has them in order within each queue and priority. This does not apply if `is_narrow`: few rows
+    have a given key, and a given tag may have no rows in most queues.
+    """
     t = tasks.c
     order = (t.expected_time.desc(), t.id.desc()) if newest_first else (t.expected_time, t.id)
     query = query.order_by(*order).limit(limit)
     if status is None:
         return list(connection.execute(query))
     query = query.where(t.status == literal_column(str(int(status))))
-    if is_narrow or status is Status.DONE:  # which nearly all are
+    if is_narrow or status is Status.DONE:  # nearly all rows are DONE
         return list(connection.execute(query))
     found: list[Any] = []
-    for level in list(levels(connection, tasks, status)):
+    for level in levels(connection, tasks, status):
         found += connection.execute(
             query.where(t.queue == level.queue, t.priority == level.priority)
         )
         found = sorted(found, key=attrgetter("expected_time", "id"), reverse=newest_first)[:limit]
-        if len(found) == limit:  # nothing beyond it is wanted
+        if len(found) == limit:  # later rows are not on this page
             last = found[-1].expected_time
             query = query.where(
                 t.expected_time >= last if newest_first else t.expected_time <= last
@@ -57,7 +60,7 @@ def first(
 def after(
     query: Select[Any], tasks: Table, shard: int, cursor: str, newest_first: bool = False
 ) -> Select[Any]:
-    """`query`, of this shard's tasks, from the place on that `cursor` stands for."""
+    """Limit `query`, which reads this shard's tasks, to the rows after the cursor's position."""
     due, id, last_shard = _parse_cursor(cursor)
     t = tasks.c
     if newest_first:
@@ -70,9 +73,10 @@ def after(
             t.expected_time <= due,
             or_(t.expected_time < due, and_(t.expected_time == due, is_before)),
         )
-    # Where other programs write rows, two shards may have one id.
+    # If other programs write rows, two shards may have the same id.
     is_after = t.id >= id if shard > last_shard else t.id > id
-    # What no datetime can say reads as the first or the last one: else a page would begin with itself.
+    # An instant outside of datetime's range reads as the first or the last one. Without these cases
+    # a page would begin with its own last row.
     if due == LATEST:
         return query.where(t.expected_time >= due, is_after)
     if due == EARLIEST:
@@ -83,7 +87,7 @@ def after(
 
 
 def place(task: DelayTask) -> tuple[datetime, int, int]:
-    """By which tasks are ordered."""
+    """Return the sort key of tasks."""
     return task.expected_time, task.id, task.shard
 
 
@@ -100,7 +104,7 @@ def _parse_cursor(cursor: str) -> tuple[datetime, int, int]:
         )
         due, after, last_shard = from_us(int(due_us)), int(id), int(shard)
     except (AttributeError, ValueError, OverflowError):
-        raise InvalidQueryError(f"{shown(cursor)} is not a cursor that find() gave") from None
+        raise InvalidQueryError(f"{shown(cursor)} is not a cursor that find() returned") from None
     if not -(2**63) <= after < 2**63:
-        raise InvalidQueryError(f"{shown(cursor)} is not a cursor that find() gave")
+        raise InvalidQueryError(f"{shown(cursor)} is not a cursor that find() returned")
     return due, after, last_shard

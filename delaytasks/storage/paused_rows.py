@@ -1,6 +1,7 @@
-"""Rows of paused tags and queues: out of the index of live rows, and back into it.
+"""Rows of paused tags and queues: moved out of the index of live rows, and back into it.
 
-Whether something is paused is asked in the statement that holds: who believes in a pause that is over holds nothing.
+The statement that holds rows checks the pause itself. A worker that does not know yet that a pause
+has ended holds no rows.
 """
 
 from __future__ import annotations
@@ -23,47 +24,54 @@ from delaytasks.storage.rows import json_rows, listed, next_version
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.types import db_now
 
-#: Rows that one look sees. With many more a planner that expects less would rather sort all that come after.
-LOOK = 500
+#: Rows that one query returns. With many more, planners that expect fewer would sort all later
+#: rows.
+ROWS_PER_QUERY = 500
 #: Queues whose levels one call returns.
-QUEUES = 100
+QUEUES_PER_CALL = 100
 
 
 class PausedRows:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
         self._t = t = schema.tasks
-        line = schema.lines
+        waitlist = schema.lines
         self._listed = listed(database, t.c.id, "ids")
-        # Who waits in line for a limited tag is held, too, and is not ours to release. Asked for each row by itself:
-        # as an EXISTS, MariaDB would read all lines for it.
-        place = and_(
-            line.c.queue == t.c.queue,
-            line.c.tag == t.c.tag,
-            line.c.lane == func.coalesce(t.c.concurrency_key, ""),
-            line.c.place == -t.c.priority,
-            line.c.due == t.c.expected_time,
-            line.c.task_id == t.c.id,
-            line.c.version == t.c.version,
+        # Rows in a waitlist are HELD too, but only the waitlist releases them. This is a scalar
+        # subquery for each row, since MariaDB would read the whole waitlist for an EXISTS.
+        entry = and_(
+            waitlist.c.queue == t.c.queue,
+            waitlist.c.tag == t.c.tag,
+            waitlist.c.lane == func.coalesce(t.c.concurrency_key, ""),
+            waitlist.c.place == -t.c.priority,
+            waitlist.c.due == t.c.expected_time,
+            waitlist.c.task_id == t.c.id,
+            waitlist.c.version == t.c.version,
         )
-        self._is_in_no_line = (
-            select(line.c.task_id).where(place).limit(1).correlate(t).scalar_subquery().is_(None)
+        self._is_not_in_waitlist = (
+            select(waitlist.c.task_id)
+            .where(entry)
+            .limit(1)
+            .correlate(t)
+            .scalar_subquery()
+            .is_(None)
         )
         self._is_paused = is_paused(schema)
 
     # -- look -------------------------------------------------------------------------------------
 
     def levels(self, status: Status, after: str | None = None) -> tuple[list[Level], str | None]:
-        """Return the levels of the next queues that have rows of this status, the highest priority first.
+        """Return the levels of the next queues with rows of this status, the highest priority
+        first.
 
         The second value is the `after` of the next call, or None if there are no more queues.
         """
         t = self._t
 
         def work(connection: Any) -> tuple[list[Level], str | None]:
-            queues = queues_after(connection, t, status, after, QUEUES)
+            queues = queues_after(connection, t, status, after, QUEUES_PER_CALL)
             found = [level for queue in queues for level in levels_of(connection, t, status, queue)]
-            is_last = len(queues) < QUEUES
+            is_last = len(queues) < QUEUES_PER_CALL
             return sorted(
                 found, key=lambda at: (-at.priority, at.queue)
             ), None if is_last else queues[-1]
@@ -73,15 +81,17 @@ class PausedRows:
     def look(
         self, status: Status, level: Level, since: datetime | None, until: datetime | None
     ) -> list[Seen]:
-        """The rows of a level from an instant on, in the order of their due times: so many that one look may see."""
-        # Without a second key to order by, or planners that expect few rows would sort all for the first ones.
+        """Return the first rows of a level, by due time, that are due from `since` until
+        `until`."""
+        # Without a second sort key, since planners that expect few rows would sort all of them.
         query = self._of(status, level).order_by(self._t.c.expected_time)
         if since is not None:
             query = query.where(self._t.c.expected_time >= since)
         return self._seen(query if until is None else query.where(self._t.c.expected_time <= until))
 
     def crowd(self, status: Status, level: Level, due: datetime, after: int) -> list[Seen]:
-        """Those of one instant, in the order of their ids: they may be more than one look sees."""
+        """Return rows that are due at the same instant, by id, since there may be more than one
+        query returns."""
         t = self._t
         return self._seen(
             self._of(status, level).where(t.c.expected_time == due, t.c.id > after).order_by(t.c.id)
@@ -89,23 +99,24 @@ class PausedRows:
 
     def _of(self, status: Status, level: Level) -> Select[Any]:
         t = self._t
-        # Written out: what comes as a parameter may be planned without the index of these rows alone.
+        # A literal, since a parameter may be planned without the partial index of these rows.
         here = t.c.status == literal_column(str(int(status)))
         columns = (t.c.id, t.c.tag, t.c.expected_time)
         query = select(*columns).where(
             here, t.c.queue == level.queue, t.c.priority == level.priority
         )
-        return query.where(self._is_in_no_line) if status is Status.HELD else query
+        return query.where(self._is_not_in_waitlist) if status is Status.HELD else query
 
     def _seen(self, query: Select[Any]) -> list[Seen]:
-        return self._db.alone(lambda c: [Seen(*row) for row in c.execute(query.limit(LOOK))])
+        return [Seen(*row) for row in self._db.rows(query.limit(ROWS_PER_QUERY))]
 
     def near(self, since: datetime, until: datetime) -> list[int]:
-        """Some of those that wait and are due in (since, until], and are paused."""
+        """Return the ids of some waiting rows due in (since, until] that are paused."""
         t = self._t
         query = (
             select(t.c.id)
-            # `+ 0` keeps planners from reading all rows that wait for the few that are near.
+            # `+ 0` prevents planners from reading all rows that wait to find those due within the
+            # horizon.
             .where(
                 t.c.status + 0 == int(Status.NOT_COMPLETE),
                 t.c.expected_time > since,
@@ -113,31 +124,37 @@ class PausedRows:
             )
             .where(self._is_paused)
             .order_by(t.c.expected_time)
-            .limit(LOOK)
+            .limit(ROWS_PER_QUERY)
         )
-        return self._db.alone(lambda c: list(c.execute(query).scalars()))
+        return [row.id for row in self._db.rows(query)]
 
     # -- move -------------------------------------------------------------------------------------
 
     def hold(self, ids: Sequence[int]) -> int:
-        """Of those that wait and are paused; returns how many they were. What somebody has locked is passed over."""
-        return len(self._move("hold", ids, self._is_paused))
+        """Hold the rows that wait and are paused, and return their number. Skip locked rows."""
+        # The pause may end between the two statements. Then the UPDATE meets fewer rows, or none.
+        return self._move("hold", ids, self._is_paused)[1]
 
     def release(self, ids: Sequence[int]) -> list[Entry]:
-        """Of those that are held, whatever holds them; returns them as they wait now."""
-        return self._move("release", ids)
+        """Release the held rows, whatever holds them, and return them as they wait now."""
+        entries, met = self._move("release", ids)
+        assert met == len(entries), "they are locked"
+        return entries
 
-    def _move(self, name: str, ids: Sequence[int], *where: ColumnElement[bool]) -> list[Entry]:
+    def _move(
+        self, name: str, ids: Sequence[int], *where: ColumnElement[bool]
+    ) -> tuple[list[Entry], int]:
+        """Lock the rows and move them. Return the locked rows, and how many the UPDATE has met."""
         t, move = self._t, MOVES[name]
         [source] = move.sources
-        # `+ 0` keeps planners from reading all that is held, or all that waits.
+        # `+ 0` prevents planners from reading all rows of the status.
         named = and_(self._listed, t.c.status + 0 == int(source), *where)
         pick = (
             select(t.c.id, t.c.version, t.c.expected_time, t.c.queue, t.c.priority)
             .where(named)
             .order_by(t.c.id)
         )
-        # Of the tasks only: a policy that is locked would be passed over, too.
+        # Only tasks are locked: rows of a locked policy would be skipped, too.
         locking = pick.with_for_update(
             skip_locked=True, of=t if self._db.can.update_returning else None
         )
@@ -148,19 +165,21 @@ class PausedRows:
         }
         moving = update(t).where(self._listed, *where).values(values)
 
-        def work() -> list[Entry]:
-            with self._db.begin() as connection:
-                rows = connection.execute(locking, {"ids": ids}).all()
-                if rows:
-                    connection.execute(moving, {"ids": [row.id for row in rows]})
-                return [
-                    Entry(row[0], following(row[1]), to_us(row[2]), row[3], row[4]) for row in rows
-                ]
+        def work(connection: Any) -> tuple[list[Entry], int]:
+            rows = connection.execute(locking, {"ids": ids}).all()
+            if not rows:
+                return [], 0
+            met: int = connection.execute(moving, {"ids": [row.id for row in rows]}).rowcount
+            entries = [
+                Entry(row[0], following(row[1]), to_us(row[2]), row[3], row[4]) for row in rows
+            ]
+            return entries, met
 
-        return self._db.run(work)
+        return self._db.transaction(work)
 
     def hold_claimed(self, tasks: Sequence[DelayTask]) -> set[int]:
-        """Of those that this worker has claimed and not begun; returns the ids of those that are held now."""
+        """Hold paused rows that this worker has claimed but not started. Returns the ids of the
+        held rows."""
         t, move = self._t, MOVES["hold_back"]
         w = json_rows(self._db.url.get_backend_name(), ("id", "version"))
         ordered = sorted(tasks, key=lambda task: task.id)
@@ -173,7 +192,7 @@ class PausedRows:
             t.c.status + 0 == int(source),
             self._listed,
         )
-        # As given back: it never ran, and nobody did it anywhere.
+        # The values of a row that was given back: it never ran.
         values: dict[str, Any] = {
             "status": int(move.target),
             "version": next_version(t.c.version),
@@ -188,14 +207,11 @@ class PausedRows:
         after = select(t.c.id, t.c.version).where(self._listed, t.c.status + 0 == int(move.target))
         versions = {task.id: following(task.version) for task in tasks}
 
-        def work() -> set[int]:
-            with self._db.begin() as connection:
-                connection.execute(statement, {"rows": rows, "ids": ids})
-                # Also those of an earlier try, whose answer was lost.
-                return {
-                    row[0]
-                    for row in connection.execute(after, {"ids": ids})
-                    if versions[row[0]] == row[1]
-                }
+        def work(connection: Any) -> set[int]:
+            connection.execute(statement, {"rows": rows, "ids": ids})
+            # The rows are read instead of counted: an earlier try, whose answer was lost, may have
+            # held them.
+            held = connection.execute(after, {"ids": ids})
+            return {row[0] for row in held if versions[row[0]] == row[1]}
 
-        return self._db.run(work)
+        return self._db.transaction(work)

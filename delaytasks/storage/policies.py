@@ -30,16 +30,17 @@ from delaytasks.storage.types import db_now, db_now_plus
 
 #: Seconds for which a cleared policy is kept, so that every process reads that it was cleared.
 KEPT_S = 86_400.0
-#: The only row of the table of changes.
-ROW = 1
+#: The id of the only row in the table of changes.
+CHANGE_ROW = 1
 
 
 class PolicyTable:
     """The policies of one database, and the number of the last change.
 
-    Each transaction that changes policies adds one to that number, and writes the new number into the policies. It
-    holds the lock on the number's row until it commits, so that numbers become visible in their order. A process
-    that has read number 7 has seen all changes up to 7, however long one of their transactions took.
+    Each transaction that changes policies adds one to that number, and writes the new number into
+    the policies. It holds the lock on the number's row until it commits, so that numbers become
+    visible in their order. A process that has read number 7 has seen all changes up to 7, however
+    long one of their transactions took.
     """
 
     def __init__(self, database: Database, schema: Schema) -> None:
@@ -51,11 +52,11 @@ class PolicyTable:
         self._insert_number = Insert(database, self._changes, ("id", "number"))
         self._columns = [p.c[field.name] for field in fields(Policy) if field.name in p.c]
         limits = (p.c.concurrency, p.c.key_concurrency, p.c.rate, p.c.rate_period_s)
-        says_nothing = and_(not_(p.c.is_paused), *(limit.is_(None) for limit in limits))
-        self._number = select(self._changes.c.number).where(self._changes.c.id == ROW)
+        is_empty = and_(not_(p.c.is_paused), *(limit.is_(None) for limit in limits))
+        self._number = select(self._changes.c.number).where(self._changes.c.id == CHANGE_ROW)
         #: A cleared policy, which is kept for processes that have not read yet that it was cleared.
         self._is_over = and_(
-            says_nothing, p.c.applied_version.is_not(None), p.c.applied_version == p.c.version
+            is_empty, p.c.applied_version.is_not(None), p.c.applied_version == p.c.version
         )
 
     def read(self, kind: Kind | None = None, name: str | None = None) -> list[Policy]:
@@ -69,7 +70,7 @@ class PolicyTable:
             .where(not_(self._is_over), *conditions)
             .order_by(p.c.kind, p.c.name)
         )
-        return self._db.alone(lambda c: [Policy(*row) for row in c.execute(query)])
+        return [Policy(*row) for row in self._db.rows(query)]
 
     def check(self) -> None:
         """Read what `changes` reads, of one policy at most."""
@@ -81,9 +82,11 @@ class PolicyTable:
         )
 
     def changes(self, since: int | None, checks: bool) -> Changes:
-        """Return the policies that changed after the change of this number, or all of them if it is None.
+        """Return the policies that changed after the change of this number, or all of them if it is
+        None.
 
-        A policy that says nothing any more is among them. With `checks` the stamp of the whole table is returned, too.
+        Policies that were cleared are included. With `checks` the stamp of the whole table is
+        returned.
         """
         p = self._p
         number = self._number.scalar_subquery()
@@ -92,7 +95,8 @@ class PolicyTable:
         head = select(number, *(of_all if checks else ()))
 
         def work(connection: Any) -> Changes:
-            # Read first: the next call reads a change that is committed later, since its number is higher.
+            # The number is read first. A change that commits later has a higher number, so the next
+            # call reads it.
             found = connection.execute(head).one()
             last = int(found[0] or 0)
             is_whole = (
@@ -116,39 +120,38 @@ class PolicyTable:
     def set(
         self, kind: Kind, name: str, changes: Mapping[str, Any], by: str
     ) -> tuple[Policy, bool]:
-        """As it is now, and whether that is news. One that nobody has, and that says nothing, is not written."""
+        """Return the policy after the changes, and whether it changed. An empty new policy is not
+        written."""
         p, mine = self._p, self._named(kind, name)
         query = select(*self._columns).where(mine)
 
         def is_same(known: Policy) -> bool:
             return all(getattr(known, field) == value for field, value in changes.items())
 
-        def work() -> tuple[Policy, bool]:
-            with self._db.begin() as connection:
-                row = connection.execute(query.with_for_update()).first()
-                known = Policy(kind, name) if row is None else Policy(*row)
-                if row is None and not is_same(known):
-                    self._insert(
-                        connection, {"kind": kind, "name": name, "is_paused": False, "version": 0}
-                    )
-                    known = Policy(*connection.execute(query.with_for_update()).one())
-                if is_same(known):
-                    return known, False
-                values = {
-                    **changes,
-                    "version": p.c.version + 1,
-                    "update_time": db_now(),
-                    "updated_by": by,
-                }
-                connection.execute(
-                    update(p).where(mine).values(**values, change_number=self._next(connection))
-                )
-                return Policy(*connection.execute(query).one()), True
+        def work(connection: Any) -> tuple[Policy, bool]:
+            row = connection.execute(query.with_for_update()).first()
+            known = Policy(kind, name) if row is None else Policy(*row)
+            if row is None and not is_same(known):
+                new = {"kind": kind, "name": name, "is_paused": False, "version": 0}
+                self._insert(connection, new)
+                known = Policy(*connection.execute(query.with_for_update()).one())
+            if is_same(known):
+                return known, False
+            values = {
+                **changes,
+                "version": p.c.version + 1,
+                "update_time": db_now(),
+                "updated_by": by,
+                "change_number": self._next(connection),
+            }
+            met = connection.execute(update(p).where(mine).values(**values)).rowcount
+            assert met == 1, "it is locked"
+            return Policy(*connection.execute(query).one()), True
 
-        return self._db.run(work)
+        return self._db.transaction(work)
 
     def applied(self, policies: Sequence[Policy]) -> None:
-        """All rows are held or released as these versions of the policies say."""
+        """Record that all rows are held or released as these versions of the policies require."""
         p = self._p
         ordered = sorted((policy.kind, policy.name, policy.version) for policy in policies)
         named = tuple_(p.c.kind, p.c.name, p.c.version).in_(listing("policies"))
@@ -160,17 +163,16 @@ class PolicyTable:
         )
         applying = update(p).where(named)
 
-        def work() -> None:
-            with self._db.begin() as connection:
-                found = [tuple(row) for row in connection.execute(locking, {"policies": ordered})]
-                if found:  # some may have been changed meanwhile
-                    values = {
-                        "applied_version": p.c.version,
-                        "change_number": self._next(connection),
-                    }
-                    connection.execute(applying.values(values), {"policies": found})
+        def work(connection: Any) -> None:
+            # Policies that were changed meanwhile are left out.
+            found = [tuple(row) for row in connection.execute(locking, {"policies": ordered})]
+            if found:
+                values = {"applied_version": p.c.version, "change_number": self._next(connection)}
+                statement = applying.values(values)
+                met = connection.execute(statement, {"policies": found}).rowcount
+                assert met == len(found), "they are locked"
 
-        self._db.run(work)
+        self._db.transaction(work)
 
     def forget(self, older_than_s: float = KEPT_S) -> int:
         """Delete policies that were cleared more than `older_than_s` seconds ago."""
@@ -179,22 +181,24 @@ class PolicyTable:
         return self._db.alone(lambda c: int(c.execute(delete(p).where(old)).rowcount))
 
     def _next(self, on: Any) -> int:
-        """Return the number of this transaction's change. Call it after the policies are locked, so that no two
-        transactions wait for each other."""
+        """Return the number of this transaction's change. Call it after the policies are locked, so
+        that no two transactions wait for each other."""
         changes = self._changes
-        counting = update(changes).where(changes.c.id == ROW).values(number=changes.c.number + 1)
+        counting = (
+            update(changes).where(changes.c.id == CHANGE_ROW).values(number=changes.c.number + 1)
+        )
         if not on.execute(counting).rowcount:
-            self._insert_number(on, {"id": ROW, "number": 0})
-            on.execute(counting)
+            self._insert_number(on, {"id": CHANGE_ROW, "number": 0})
+            assert on.execute(counting).rowcount == 1, "this transaction or another inserted it"
         number: int = on.execute(self._number).scalar_one()
         return number
 
     def held(self) -> dict[tuple[str, str], int]:
-        """How many rows are held, by tag and queue."""
+        """Count the held rows by tag and queue."""
         return self._count(Status.HELD)
 
     def running(self) -> dict[tuple[str, str], int]:
-        """How many rows run, by tag and queue."""
+        """Count the running rows by tag and queue."""
         return self._count(Status.RUNNING)
 
     def _count(self, status: Status) -> dict[tuple[str, str], int]:
@@ -202,7 +206,7 @@ class PolicyTable:
         query = select(t.c.tag, t.c.queue, func.count()).where(
             t.c.status == literal_column(f"{status:d}")
         )
-        rows = self._db.alone(lambda c: c.execute(query.group_by(t.c.tag, t.c.queue)).all())
+        rows = self._db.rows(query.group_by(t.c.tag, t.c.queue))
         return {(row[0], row[1]): row[2] for row in rows}
 
     def _named(self, kind: Kind, name: str) -> Any:
@@ -210,7 +214,7 @@ class PolicyTable:
 
 
 def is_paused(schema: Schema) -> ColumnElement[bool]:
-    """Whether a row's tag or queue is paused, as the table says; each policy is looked up by its name."""
+    """The condition that a row's tag or queue is paused. Each policy is found by its name."""
     t, p = schema.tasks, schema.policies
     of_tag = exists().where(p.c.is_paused, p.c.kind == "tag", p.c.name == t.c.tag)
     of_queue = exists().where(p.c.is_paused, p.c.kind == "queue", p.c.name == t.c.queue)

@@ -10,22 +10,25 @@ from zlib import crc32
 from sqlalchemy import Connection
 
 from delaytasks.storage.database import Database
-from delaytasks.storage.driver_errors import PREPARED_IS_GONE, told
+from delaytasks.storage.driver_errors import PREPARED_IS_GONE, as_sqlalchemy_error
 
-#: What we ask for, and what many a server has of itself: a pooler may leave out what we ask for.
+#: We ask for UTC, but a pooler may ignore it. Many servers use UTC anyway.
 _UTC = {"UTC", "Etc/UTC"}
 
 
 class Answer(NamedTuple):
     rows: Sequence[Sequence[Any]]
-    #: How many rows it met.
+    #: The number of rows that the statement changed or returned.
     met: int
 
 
 class Prepared:
-    """One statement for all connections; where it can not be prepared it is executed as any other. Behind a pooler that
-    gives each statement another connection of the server's that is so for good: what is prepared there is not found.
-    That ends a transaction, which is then to be tried again."""
+    """One statement for all connections. Where it cannot be prepared, it is executed normally.
+
+    Behind a pooler that gives each statement another server connection, a prepared statement is not
+    found. The first such error ends the transaction, which has to be tried again, and switches this
+    statement to normal execution for the rest of the process.
+    """
 
     def __init__(
         self,
@@ -35,7 +38,7 @@ class Prepared:
         names: Sequence[str] | None = None,
     ) -> None:
         self._statement = statement
-        #: Of the columns that an INSERT gives values to.
+        #: The columns to which an INSERT gives values.
         self._names = names
         self._is_on = is_planned_once and database.can.prepare
 
@@ -57,7 +60,7 @@ class Prepared:
         except driver.Error as error:
             self._is_on = error.pgcode not in PREPARED_IS_GONE
             if self._is_on or not link.driver_connection.autocommit:
-                raise told(on, "EXECUTE", error) from error
+                raise as_sqlalchemy_error(on, "EXECUTE", error) from error
         return self(on, values)
 
     def _link(self, on: Connection) -> Any:
@@ -71,12 +74,14 @@ class Prepared:
 
     @cached_property
     def _texts(self) -> tuple[str, str, Sequence[str], dict[str, Any]]:
-        """How to prepare and how to execute it; its parameters in their order, and those that never change."""
+        """The PREPARE and EXECUTE texts, the names of the parameters in order, and the constant
+        parameters."""
         from sqlalchemy.dialects import postgresql
 
         dialect: Any = postgresql.dialect(paramstyle="numeric_dollar")  # type: ignore[no-untyped-call]
         compiled = self._statement.compile(dialect=dialect, column_keys=self._names)
-        # By its text, or another release that shares a connection of the server's would execute ours.
+        # The name depends on the text. Else another release on the same server connection would
+        # execute our statement.
         name = f"delaytasks_{crc32(compiled.string.encode()):08x}"
         places = ", ".join(["%s"] * len(compiled.positiontup))
         execute = f"EXECUTE {name} ({places})"
@@ -89,7 +94,8 @@ class Prepared:
 
 
 def _sent(value: Any) -> Any:
-    """A list of numbers or instants as one text, which is read faster than an expression of so many constants."""
+    """Return a list of numbers or instants as one text, which PostgreSQL reads faster than an
+    expression."""
     if not isinstance(value, list):
         return value
     return "{" + ",".join(["NULL" if item is None else str(item) for item in value]) + "}"

@@ -1,4 +1,5 @@
-"""Stepping through an index from one queue and priority to the next: at the cost of their number, not of the rows'."""
+"""Steps through an index from one queue and priority to the next. The cost grows with their number,
+not with the rows."""
 
 from __future__ import annotations
 
@@ -13,26 +14,26 @@ from delaytasks.core.interfaces import Level
 from delaytasks.core.states import Status
 
 
-def levels(connection: Connection, t: Table, status: Status) -> Iterator[Level]:
-    """The queues and priorities that have rows of this status."""
-    for queue in steps(connection, t.c.queue, has_status(t, status)):
-        yield from levels_of(connection, t, status, queue)
+def levels(connection: Connection, t: Table, status: Status) -> list[Level]:
+    """Return the queues and priorities that have rows of this status."""
+    queues = steps(connection, t.c.queue, has_status(t, status))
+    return [level for queue in queues for level in levels_of(connection, t, status, queue)]
 
 
-def levels_of(connection: Connection, t: Table, status: Status, queue: str) -> Iterator[Level]:
-    """The priorities of one queue that have rows of this status."""
-    for priority in steps(
-        connection, t.c.priority, and_(has_status(t, status), t.c.queue == queue)
-    ):
-        yield Level(queue, priority)
+def levels_of(connection: Connection, t: Table, status: Status, queue: str) -> list[Level]:
+    """Return the priorities of one queue that have rows of this status."""
+    here = and_(has_status(t, status), t.c.queue == queue)
+    return [Level(queue, priority) for priority in steps(connection, t.c.priority, here)]
 
 
 def first_levels_of(
     connection: Connection, t: Table, status: Status, queue: str, most: int
 ) -> list[Level]:
-    """Return at most `most` levels of one queue, since another program may have written any number of priorities.
+    """Return at most `most` levels of one queue, since other programs may write any number of
+    priorities.
 
-    The priorities that `schedule_delay` accepts come first. The highest ones follow, and then the lowest ones.
+    The priorities that `schedule_delay` accepts come first. The highest ones follow, and then the
+    lowest ones.
     """
     here = and_(has_status(t, status), t.c.queue == queue)
     priority = t.c.priority
@@ -58,17 +59,17 @@ def queues_after(
 
 
 def has_status(t: Table, status: Status) -> ColumnElement[bool]:
-    # Written out: a parameter may be planned without the index of these rows alone.
+    # A literal, since a parameter may be planned without the partial index of these rows.
     return t.c.status == literal_column(str(int(status)))
 
 
 def steps(
     connection: Any, column: Any, where: Any = None, descending: bool = False
 ) -> Iterator[Any]:
-    """The values of an index's column, from one to the next."""
+    """Yield the distinct values of an index's column, one query for each."""
     where = true() if where is None else where
     query = select(column).where(where).order_by(column.desc() if descending else column).limit(1)
-    # Not min(): where statistics are missing, PostgreSQL reads all rows of the queue for it.
+    # Not min(): if statistics are missing, PostgreSQL reads all rows of the queue for it.
     value = connection.execute(query).scalar()
     while value is not None:
         yield value

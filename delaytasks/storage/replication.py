@@ -1,4 +1,5 @@
-"""Whether an acknowledged task can be lost: how the database replicates its commits, and writes them to disk."""
+"""Checks how the database replicates its commits and writes them to disk: can a failover lose
+tasks?"""
 
 from __future__ import annotations
 
@@ -14,29 +15,35 @@ CRASH = "a crash of the server loses tasks that were acknowledged"
 
 
 class Replication(NamedTuple):
-    """`mode` is "none", "synchronous", "asynchronous", or "stopped" (commits wait for a missing standby)."""
+    """The replication of one database.
+
+    `mode` is "none", "synchronous", "asynchronous", or "stopped" (commits wait for a missing
+    standby).
+    """
 
     mode: str
-    #: The settings and counts that the mode follows from.
+    #: The settings and counts from which the mode was derived.
     facts: str
-    #: The consequence and the remedy; None if all is well.
+    #: The consequence and the remedy; None if there is no problem.
     problem: str | None = None
 
 
 def replication(database: Database) -> Replication | None:
     """Return how this database replicates; None for a database that does not."""
-    read = _BY_NAME.get(database.url.get_backend_name())
+    read = _READERS.get(database.url.get_backend_name())
     return None if read is None else database.alone(read)
 
 
-#: A role without pg_monitor sees that a standby is connected, and NULL for how it is. Logical subscribers and
-#: pg_basebackup are connected in the same way, and nobody fails over to them.
+#: A role without pg_monitor sees each standby, with NULL for its state. Logical subscribers and
+#: pg_basebackup are connected in the same way, but are no targets of a failover.
 _STANDBYS = """
-SELECT count(*), sum(CASE WHEN sync_state IN ('sync', 'quorum') THEN 1 ELSE 0 END), count(sync_state)
+SELECT count(*), sum(CASE WHEN sync_state IN ('sync', 'quorum') THEN 1 ELSE 0 END),
+    count(sync_state)
 FROM pg_stat_replication r
 WHERE sync_state IN ('sync', 'quorum') OR COALESCE(state, '') <> 'backup' AND NOT EXISTS (
     SELECT 1 FROM pg_replication_slots s
-    WHERE s.active_pid = r.pid AND (s.slot_type = 'logical' OR left(s.slot_name, 13) = 'pg_basebackup')
+    WHERE s.active_pid = r.pid
+        AND (s.slot_type = 'logical' OR left(s.slot_name, 13) = 'pg_basebackup')
 )
 """
 
@@ -55,14 +62,15 @@ def _postgresql(on: Connection) -> Replication:
 def of_postgresql(
     names: str, commit: str, fsyncs: bool, standbys: int, synchronous: int | None
 ) -> Replication:
-    """`synchronous` is the number of connected synchronous standbys, None if this role cannot see it."""
+    """`synchronous` is the number of connected synchronous standbys, None if this role cannot see
+    it."""
     facts = (
         f"{standbys} standbys, synchronous_standby_names = '{names}', synchronous_commit = {commit}"
     )
     mode, problem = "none", None
     if names.strip() and commit in ("off", "local"):
         mode = "asynchronous"
-        problem = f"{LOST}: set synchronous_commit = on, for no commit waits for a standby now"
+        problem = f"{LOST}: set synchronous_commit = on, since no commit waits for a standby now"
     elif names.strip() and (standbys == 0 or synchronous == 0):
         mode = "stopped"
         problem = "no synchronous standby is connected, so each COMMIT waits: bring one back"
@@ -80,14 +88,14 @@ def of_postgresql(
 def _mysql(on: Connection) -> Replication:
     found: dict[str, str] = {}
     for what in ("VARIABLES", "STATUS"):
-        names = "', '".join(_NAMES[what])
+        names = "', '".join(_MYSQL_FACTS[what])
         rows = on.execute(text(f"SHOW GLOBAL {what} WHERE variable_name IN ('{names}')"))
         found.update({str(name).lower(): str(value) for name, value in rows})
     return of_mysql(found)
 
 
-#: MariaDB and MySQL below 8.0.26 say master, where newer ones say source.
-_NAMES = {
+#: MariaDB and MySQL below 8.0.26 use master in names where newer versions use source.
+_MYSQL_FACTS = {
     "VARIABLES": (
         "log_bin",
         "wsrep_on",
@@ -107,7 +115,7 @@ _NAMES = {
 
 
 def of_mysql(found: Mapping[str, str]) -> Replication:
-    """`found` are the variables and status values of `_NAMES`, with names in lower case."""
+    """`found` are the variables and status values of `_MYSQL_FACTS`, with names in lower case."""
 
     def either(name: str) -> str | None:
         return found.get(f"rpl_semi_sync_source_{name}", found.get(f"rpl_semi_sync_master_{name}"))
@@ -128,11 +136,17 @@ def of_mysql(found: Mapping[str, str]) -> Replication:
         mode, facts = "synchronous", f"Galera, {found['wsrep_cluster_size']} nodes"
     elif is_semi_sync and not is_active:
         mode = "asynchronous"
-        problem = f"{LOST}: semi-sync is enabled and has fallen back; do enough semi-sync replicas answer in time?"
+        problem = (
+            f"{LOST}: semi-sync is enabled and has fallen back; "
+            "do enough semi-sync replicas answer in time?"
+        )
     elif is_semi_sync:
         mode = "synchronous" if clients != "0" else "stopped"
         if clients == "0":
-            problem = "no semi-sync replica is connected, so each COMMIT waits for rpl_semi_sync_*_timeout"
+            problem = (
+                "no semi-sync replica is connected, "
+                "so each COMMIT waits for rpl_semi_sync_*_timeout"
+            )
     elif connected not in (None, "0"):
         mode, problem = "asynchronous", f"{LOST}: enable semi-sync replication, or use Galera"
     if (
@@ -144,7 +158,7 @@ def of_mysql(found: Mapping[str, str]) -> Replication:
     return Replication(mode, facts, problem)
 
 
-_BY_NAME: dict[str, Callable[[Connection], Replication]] = {
+_READERS: dict[str, Callable[[Connection], Replication]] = {
     "postgresql": _postgresql,
     "mysql": _mysql,
     "mariadb": _mysql,

@@ -1,4 +1,4 @@
-"""Between rows and tasks."""
+"""Converts between rows and tasks, and builds lists of rows for statements."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ from sqlalchemy.types import TypeEngine
 from delaytasks.core.clock import UTC
 from delaytasks.core.states import MOST_VERSIONS, Status
 from delaytasks.core.task import DelayTask
-from delaytasks.storage.cipher import BODY, RESULT
 from delaytasks.storage.database import Database
-from delaytasks.storage.schema import Schema
+from delaytasks.storage.schema import BODY, RESULT, Schema
 from delaytasks.storage.types import UTCDateTime
 
 T = TypeVar("T")
 S = TypeVar("S", Select[Any], Update)
-#: Bytes of texts in one statement. Quoted for JSON and then for SQL they may be several times as long, and MariaDB
-#: takes 16 MB.
+#: Bytes of texts in one statement. Quoted for JSON and then for SQL they may be several times as
+#: long, and MariaDB accepts 16 MB.
 MAX_TEXT = 2_000_000
-#: What an INTEGER column holds.
+#: The largest value of an INTEGER column.
 MOST = 2**31 - 1
-#: In the order of DelayTask's fields.
+#: The columns in the order of DelayTask's fields.
 COLUMNS = (
-    "id tag message_body expected_time status version queue priority task_key delay_time attempts lapses headers "
-    "concurrency_key create_time due_time update_time execution_time lease_until worker ip_address error_stack result"
+    "id tag message_body expected_time status version queue priority task_key delay_time attempts "
+    "lapses headers concurrency_key create_time due_time update_time execution_time lease_until "
+    "worker ip_address error_stack result"
 ).split()
-#: What a worker needs of a row it has claimed: everything before update_time.
+#: The columns that a worker reads of a row that it claims.
 CLAIMED = COLUMNS[: COLUMNS.index("update_time")]
 
 
@@ -66,15 +66,15 @@ def columns(schema: Schema, names: Sequence[str] = COLUMNS) -> list[Column[Any]]
 def task_of(row: Sequence[Any], schema: Schema) -> DelayTask:
     cipher = schema.cipher
     body = row[2] if cipher is None else cipher.read(row[2], BODY, row[0], row[1])
-    # No row is so long that it has a shard of its own, which mypy fears.
+    # mypy fears that a row has another value for `shard`.
     task = DelayTask(row[0], row[1], body, row[3], Status.of(row[4]), *row[5:], shard=schema.shard)  # type: ignore[misc]
     if cipher is not None and task.result_json is not None:
         task.result_json = cipher.read(task.result_json, RESULT, task.id, task.tag)
     return task
 
 
-#: What a row has when its task is scheduled, and where the task has it.
-_PLACES = {
+#: The columns of a new row, and the attribute of the task for each.
+_ATTRIBUTES = {
     "id": "id",
     "message_body": "body_json",
     "expected_time": "expected_time",
@@ -90,15 +90,15 @@ _PLACES = {
     "headers": "headers_json",
     "concurrency_key": "concurrency_key",
 }
-NEW_COLUMNS = tuple(_PLACES)
-#: So many of them, the first ones, differ in nearly all rows.
-DIFFERING = 3
+NEW_COLUMNS = tuple(_ATTRIBUTES)
+#: The first columns, which differ in nearly all rows.
+DIFFERING_COLUMNS = 3
 _TAG = NEW_COLUMNS.index("tag")
-_values: Callable[[DelayTask], tuple[Any, ...]] = attrgetter(*_PLACES.values())
+_values: Callable[[DelayTask], tuple[Any, ...]] = attrgetter(*_ATTRIBUTES.values())
 
 
 def new_values(tasks: Iterable[DelayTask], schema: Schema) -> Iterator[tuple[Any, ...]]:
-    """The values of those columns, as they are stored."""
+    """Yield the values of `NEW_COLUMNS` as they are stored."""
     rows, cipher = map(_values, tasks), schema.cipher
     if cipher is None:
         return rows
@@ -106,13 +106,14 @@ def new_values(tasks: Iterable[DelayTask], schema: Schema) -> Iterator[tuple[Any
 
 
 def values_of(task: DelayTask, schema: Schema) -> dict[str, Any]:
-    """The row of a task that is scheduled now."""
+    """Return the row of a new task by column."""
     row = dict(zip(NEW_COLUMNS, next(new_values([task], schema)), strict=True))
     row["status"] = int(task.status)
     return row
 
 
-#: The columns of a list of rows that travels as one JSON parameter, so that a statement's text never varies.
+#: The types of columns in a list of rows that is sent as one JSON parameter, so that a statement's
+#: text never varies.
 _TYPES: dict[str, tuple[TypeEngine[Any], str]] = {
     "id": (BigInteger(), "BIGINT"),
     "version": (BigInteger(), "BIGINT"),
@@ -143,12 +144,14 @@ def next_version(version: Column[int]) -> ColumnElement[int]:
 
 
 def one_more(count: Column[int]) -> ColumnElement[int]:
-    """Of a number that another program may have written as large as it goes: one such row must not stop all others."""
+    """Add one, but not beyond the largest integer: such a row of another program must not fail the
+    statement."""
     return case((count < MOST, count + 1), else_=count)
 
 
 def json_rows(dialect: str, names: Sequence[str]) -> FromClause:
-    """A table `w` with these columns, made by the database from the JSON array parameter `rows`."""
+    """Return a table `w` with these columns, which the database makes from the JSON array parameter
+    `rows`."""
     if dialect == "postgresql":
         shape = [column(name, _TYPES[name][0]) for name in names]
         return (
@@ -174,7 +177,7 @@ def json_rows(dialect: str, names: Sequence[str]) -> FromClause:
 
 
 def shared_name(name: str) -> str:
-    """Of the parameter that takes the place of a column which is the same in all rows."""
+    """Return the name of the parameter for a column that has one value in all rows."""
     return f"all_{name}"
 
 
@@ -183,8 +186,11 @@ def shared_parameter(name: str) -> BindParameter[Any]:
 
 
 def listed(database: Database, column: Column[Any], name: str) -> ColumnElement[bool]:
-    """Its value is in the list parameter `name`. However long the list and whatever the statistics say, each is looked
-    up by itself: PostgreSQL would rather read a middling table as a whole, unless the list is made while it asks."""
+    """The condition that a column's value is in the list parameter `name`.
+
+    The index is searched for each value, whatever the statistics contain. PostgreSQL would rather
+    scan a table of medium size, unless the list is made while the query runs.
+    """
     if not database.can.array_parameters:
         return column.in_(listing(name))
     values = select(func.unnest(bindparam(name, type_=_array(column.type))))
@@ -198,20 +204,23 @@ def _array(kind: Any) -> TypeEngine[Any]:
 
 
 def each_listed(database: Database, id: Column[int]) -> ColumnElement[bool]:
-    """It is in the list of `list_of`, which a statement that is prepared can look up. Without it a table that was never
-    analysed is read from end to end."""
+    """The condition that an id is in the list of `list_of`, for prepared statements.
+
+    Without it a table that was never analysed is scanned.
+    """
     if not database.can.array_parameters:
         return id.in_(listing("ids"))
     return and_(id == any_(bindparam("ids", type_=_array(BigInteger()))), within_list(id))
 
 
 def within_list(id: Column[int]) -> ColumnElement[bool]:
-    """The range of the ids: a plan that is kept can tell by it, and not by a list, which partitions to open."""
+    """The range of the listed ids. A kept plan can choose partitions by a range, but not by a
+    list."""
     return id.between(bindparam("first", type_=BigInteger), bindparam("last", type_=BigInteger))
 
 
 def list_of(database: Database, ids: list[int]) -> dict[str, Any]:
-    """The parameters of a sorted list."""
+    """Return the parameters of a sorted list of ids."""
     return (
         {"ids": ids, "first": ids[0], "last": ids[-1]}
         if database.can.array_parameters
@@ -220,13 +229,16 @@ def list_of(database: Database, ids: list[int]) -> dict[str, Any]:
 
 
 def listing(name: str) -> Any:
-    """A list parameter, written out."""
+    """A list parameter that is written out, one placeholder for each value."""
     return bindparam(name, expanding=True)
 
 
 def by_id(statement: S, table: Table) -> S:
-    """Tells MySQL to look up what is listed. It would rather read a small table from end to end, or go by the status,
-    and wait for each row there that somebody has locked."""
+    """Let MySQL find the listed rows by their ids.
+
+    It would rather scan a small table or use the index of the status, and wait for each locked row
+    there.
+    """
     for dialect in ("mysql", "mariadb"):
         statement = statement.with_hint(
             text="FORCE INDEX (PRIMARY)", selectable=table, dialect_name=dialect
@@ -234,39 +246,41 @@ def by_id(statement: S, table: Table) -> S:
     return statement
 
 
-class _AtPlace(FunctionElement[Any]):
+class _ValueOfId(FunctionElement[Any]):
     inherit_cache = True
 
 
 def at_place(database: Database, id: Column[int], name: str) -> ColumnElement[Any]:
-    """Of the list parameter `name`, of as many values as `list_of` has ids, the one at the place that a row's id has;
-    of rows that `each_listed` finds."""
+    """The value of a row in the list parameter `name`, for rows that `each_listed` finds.
+
+    The list has one value for each id of `list_of`, in the same order.
+    """
     kind = _TYPES[name][0]
     if not database.can.array_parameters:
-        return _AtPlace(id, listing("ids"), bindparam(name, type_=kind, expanding=True))
-    return _AtPlace(
+        return _ValueOfId(id, listing("ids"), bindparam(name, type_=kind, expanding=True))
+    return _ValueOfId(
         id, bindparam("ids", type_=_array(BigInteger())), bindparam(name, type_=_array(kind))
     )
 
 
-@compiles(_AtPlace, "postgresql")
+@compiles(_ValueOfId, "postgresql")
 def _(element: Any, compiler: Any, **kw: Any) -> str:
     id, ids, values = (compiler.process(clause, **kw) for clause in element.clauses)
-    # The ids are sorted, and a place among them is found by halves.
+    # The ids are sorted, so width_bucket finds an id's position by binary search.
     return f"({values})[width_bucket({id}, {ids})]"
 
 
-@compiles(_AtPlace, "mysql")
-@compiles(_AtPlace, "mariadb")
+@compiles(_ValueOfId, "mysql")
+@compiles(_ValueOfId, "mariadb")
 def _(element: Any, compiler: Any, **kw: Any) -> str:
     id, *lists = (compiler.process(clause, **kw) for clause in element.clauses)
-    # As IN needs them, lists have parentheses.
+    # Lists have parentheses, as IN needs them.
     ids, values = (written.removeprefix("(").removesuffix(")") for written in lists)
     return f"ELT(FIELD({id}, {ids}), {values})"
 
 
 def parts(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """In their order, so many that one statement can carry them."""
+    """Split `items` into lists that one statement can carry each, in their order."""
     part: list[T] = []
     size = 0
     for item in items:
@@ -281,7 +295,7 @@ def parts(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
 
 
 def instant_text(dialect: str, instant: datetime | None) -> str | None:
-    """An instant inside a JSON parameter."""
+    """Return an instant as text inside a JSON parameter."""
     if instant is None:
         return None
     # isoformat is several times as fast as strftime, and each row of a chunk has one.

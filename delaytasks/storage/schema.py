@@ -1,9 +1,9 @@
-"""The tables. The migrations build exactly these; a test compares them."""
+"""The tables. The migrations build exactly these, and a test compares them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import (
     BigInteger,
@@ -30,22 +30,27 @@ from delaytasks.core.inputs import (
     TAG_LENGTH,
 )
 from delaytasks.core.states import Status
-from delaytasks.storage.cipher import Cipher
 from delaytasks.storage.types import LongText, UTCDateTime, db_now
 
-#: SQLite makes ids by itself only for a column that is exactly INTEGER PRIMARY KEY.
+if TYPE_CHECKING:
+    from delaytasks.encryption.cipher import Cipher
+
+#: The columns that encryption keys encrypt.
+BODY, RESULT = "message_body", "result"
+
+#: SQLite generates ids only for INTEGER PRIMARY KEY.
 RowId = BigInteger().with_variant(Integer(), "sqlite")
 
 HOT = f"status IN ({Status.NOT_COMPLETE:d}, {Status.RUNNING:d})"
 ENDED_BADLY = f"status IN ({Status.FAILED:d}, {Status.CANCELLED:d})"
-#: MySQL compares text without case and trailing blanks unless told otherwise: 'a' and 'A' are two tags.
+#: MySQL's default collations ignore case and trailing blanks, but 'a' and 'A' are two tags.
 _MYSQL: Any = {
     "mysql_charset": "utf8mb4",
     "mysql_collate": "utf8mb4_bin",
     "mariadb_charset": "utf8mb4",
     "mariadb_collate": "utf8mb4_bin",
 }
-#: PostgreSQL: the reasons stand in the migration that sets them.
+#: PostgreSQL's storage options. The migration that sets them gives the reasons.
 STORAGE = {
     "fillfactor": "85",
     "autovacuum_vacuum_scale_factor": "0.01",
@@ -68,9 +73,9 @@ class Schema:
     policy_changes: Table
     audit: Table
     lines: Table
-    #: Which of several databases has these tables.
+    #: The number of the shard that has these tables.
     shard: int
-    #: For bodies and results; none where they are kept as they are.
+    #: Encrypts bodies and results; None if they are stored as plain text.
     cipher: Cipher | None = None
 
 
@@ -81,7 +86,7 @@ def build_schema(
     tasks = Table(
         prefix + "yb_delay_task_message",
         metadata,
-        # Columns up to update_time are a contract: a row that has only these is a good task.
+        # Columns up to update_time are a contract: a row with only these is a valid task.
         Column("id", RowId, Identity(always=False), primary_key=True),
         Column("tag", String(TAG_LENGTH), nullable=False),
         Column("message_body", LongText, nullable=False),
@@ -106,7 +111,8 @@ def build_schema(
         Column("task_key", String(KEY_LENGTH)),
         Column("result", LongText),
         Column("concurrency_key", String(CONCURRENCY_KEY_LENGTH)),
-        # The due time of a task whose expected_time a deferral has moved; NULL where expected_time is the due time.
+        # The due time of a deferred task, whose expected_time is its next try; NULL for other
+        # tasks.
         Column("due_time", UTCDateTime),
         Index(conv(prefix + "idx_expectedTime_status"), "expected_time", "status"),
         Index(
@@ -115,8 +121,8 @@ def build_schema(
             "queue",
             "priority",
             "expected_time",
-            # Whole elsewhere: MySQL has no partial indexes, and SQLite does not use one for a status that
-            # comes as a parameter.
+            # Complete on other databases: MySQL has no partial indexes, and SQLite does not use one
+            # for a status that is a parameter.
             postgresql_where=text(HOT),
         ),
         Index(
@@ -149,7 +155,8 @@ def build_schema(
         Column("tag", String(TAG_LENGTH), nullable=False),
         Column("task_key", String(KEY_LENGTH), nullable=False),
         Column("task_id", BigInteger, nullable=False),
-        # The key first: it tells rows apart. By their tag first, a planner may read all keys of a tag.
+        # The key comes first, since it distinguishes rows. If the tag came first, a planner might
+        # read all keys of a tag.
         PrimaryKeyConstraint("task_key", "tag", name=conv(prefix + "pk_yb_delay_task_key")),
         **_MYSQL,
     )
@@ -157,7 +164,8 @@ def build_schema(
         prefix + "yb_delay_attempt",
         metadata,
         Column("task_id", BigInteger, nullable=False, autoincrement=False),
-        # Of the row while it ran: attempts are counted anew when somebody retries the task, versions never are.
+        # The version of the row while it ran. Attempts are counted anew after a manual retry,
+        # versions never are.
         Column("version", BigInteger, nullable=False, autoincrement=False),
         Column("attempt", Integer, nullable=False),
         Column("began", UTCDateTime),
@@ -174,7 +182,7 @@ def build_schema(
         Column("houses", Integer, nullable=False, autoincrement=False),
         Column("swept_at", UTCDateTime, nullable=False),
         Column("armed_until", UTCDateTime, nullable=False),
-        # It means what this timer holds.
+        # The timer that holds the tasks up to armed_until.
         Column("timer", String(16), nullable=False, server_default="eta"),
         PrimaryKeyConstraint("houses", "house", name=conv(prefix + "pk_yb_delay_sweep")),
         **_MYSQL,
@@ -189,7 +197,8 @@ def build_schema(
         Column("pool", String(64), nullable=False),
         Column("concurrency", Integer, nullable=False),
         Column("clock_offset_us", BigInteger, nullable=False, server_default=text("0")),
-        # The tags that the worker has processors for, as JSON; NULL where they are not known, or too many to list.
+        # The tags for which the worker has processors, as JSON; NULL if they are unknown or too
+        # many.
         Column("tags", LongText),
         PrimaryKeyConstraint("name", name=conv(prefix + "pk_yb_delay_worker")),
         **_MYSQL,
@@ -212,14 +221,15 @@ def build_schema(
         Column("rate", Integer),
         Column("rate_period_s", Double),
         Column("version", BigInteger, nullable=False, server_default=text("0")),
-        # The version of which all rows are held or released.
+        # The version to which all rows have been held or released.
         Column("applied_version", BigInteger),
         Column("update_time", UTCDateTime, nullable=False, server_default=db_now()),
         Column("updated_by", String(255)),
-        # Of a rate: when the next start is due. And whose turn it was last, of those who wait in line.
+        # For a rate limit: when the next task may start, and the concurrency key served last in the
+        # waitlist.
         Column("next_start", UTCDateTime),
         Column("turn", String(CONCURRENCY_KEY_LENGTH)),
-        # Of the transaction that changed the policy last; counted in the next table.
+        # The number of the transaction that last changed the policy, counted in the next table.
         Column("change_number", BigInteger, nullable=False, server_default=text("0")),
         PrimaryKeyConstraint("kind", "name", name=conv(prefix + "pk_yb_delay_policy")),
         Index(conv(prefix + "idx_yb_delay_policy_change"), "change_number"),
@@ -261,7 +271,7 @@ def build_schema(
         Column("place", Integer, nullable=False, autoincrement=False),
         Column("due", UTCDateTime, nullable=False),
         Column("task_id", BigInteger, nullable=False, autoincrement=False),
-        # Of the held row. Once it has another one, nobody waits here.
+        # The version of the held row. If the row has another version, this entry is void.
         Column("version", BigInteger, nullable=False, autoincrement=False),
         PrimaryKeyConstraint(
             "queue",

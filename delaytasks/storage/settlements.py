@@ -13,7 +13,6 @@ from delaytasks.core.json_text import dump_json
 from delaytasks.core.states import FINISHED, MOVES, Status, following
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.attempts import Attempts
-from delaytasks.storage.cipher import RESULT
 from delaytasks.storage.database import Database
 from delaytasks.storage.prepared_statements import Prepared
 from delaytasks.storage.rows import (
@@ -28,7 +27,7 @@ from delaytasks.storage.rows import (
     shared_name,
     shared_parameter,
 )
-from delaytasks.storage.schema import Schema
+from delaytasks.storage.schema import RESULT, Schema
 from delaytasks.storage.task_keys import TaskKeys
 from delaytasks.storage.types import db_now
 

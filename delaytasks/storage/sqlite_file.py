@@ -1,4 +1,4 @@
-"""The file of an SQLite database, which its owner alone can read."""
+"""The file of an SQLite database, readable by its owner only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from delaytasks.core.private_files import FOLDER_MODE, make_file
 
 
 def path_of(url: URL) -> Path | None:
-    """None for other databases, and for one in memory."""
+    """Return the path; None for other databases and for a database in memory."""
     name = url.database
     if (
         url.get_backend_name() != "sqlite"
@@ -29,7 +29,8 @@ def is_missing(url: URL) -> bool:
 
 
 def create(url: URL) -> None:
-    """Make an empty database unless there is one. SQLite gives its other files (-wal, -shm, -journal) the same mode."""
+    """Make an empty database file unless it exists. SQLite gives -wal, -shm and -journal its
+    mode."""
     path = path_of(url)
     if path is not None and not path.exists():
         path.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
@@ -37,10 +38,11 @@ def create(url: URL) -> None:
 
 
 def check(url: URL) -> None:
-    """Raise `StoreError` if the file is missing: SQLite would make an empty one, in whatever folder this is."""
+    """Raise `StoreError` if the file is missing: SQLite would make an empty one in the current
+    folder."""
     if is_missing(url):
         raise StoreError(
-            f"there is no database {Path(str(url.database)).absolute()}: go to your project's folder, name your Celery "
-            "app (delaytasks -A APP …) or its database (DELAYTASKS_DATABASE_URL), or make a new one here: "
-            "delaytasks db upgrade"
+            f"there is no database {Path(str(url.database)).absolute()}: go to your project's "
+            "folder, name your Celery app (delaytasks -A APP …) or its database "
+            "(DELAYTASKS_DATABASE_URL), or make a new one here: delaytasks db upgrade"
         )

@@ -1,9 +1,10 @@
 """Ends a commit that waits too long for a standby.
 
-A COMMIT waits for as long as no synchronous standby confirms it. No timeout of the server ends that wait:
-PostgreSQL's `statement_timeout` is over before the commit, and semi-sync replication may have a timeout of years. A
-timeout of the driver would also end long statements that make progress. So a thread looks at connections that have been
-in use for a while, asks the database which of their sessions wait for a standby, and ends those that go on waiting.
+A COMMIT waits until a synchronous standby confirms it, and no timeout of the server ends that wait:
+PostgreSQL's `statement_timeout` is over before the commit, and semi-sync replication may have a
+timeout of years. A timeout of the driver would also end long statements that make progress.
+Therefore a thread checks the connections that have been in use for a while, asks the database which
+of their sessions wait for a standby, and ends those that continue to wait.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 #: A commit may wait for a standby for this long.
 COMMIT_LIMIT_S = 10.0
-#: Time between two looks; a connection that has been in use for less is not looked at.
-LOOK_S = 1.0
+#: The interval of the checks. A connection that has been in use for less is not checked.
+CHECK_S = 1.0
 #: The thread ends when no connection was in use for this long.
 IDLE_S = 10.0
 REASON = (
@@ -32,25 +33,26 @@ REASON = (
 
 @dataclass(frozen=True)
 class Sessions:
-    """The statements that tell which sessions wait for a standby, and end one."""
+    """SQL that finds the sessions which wait for a standby, and ends one."""
 
     #: Returns the session and something that differs between its statements.
     waiting: str
-    #: Where it returns rows, it has ended nothing without one.
+    #: If it is a query, it has ended a session only if it returns a row.
     end: str
 
 
 _POSTGRESQL = Sessions(
     "SELECT pid, query_start FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND pid IN :ids",
-    # Unless it has been confirmed since: the session may execute another statement by now.
+    # The condition is checked again, since the session may execute another statement by now.
     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
     "WHERE pid = :id AND wait_event = 'SyncRep' AND query_start = :statement",
 )
 _MYSQL = Sessions(
-    "SELECT id, 0 FROM information_schema.processlist WHERE state LIKE 'Waiting for semi-sync ACK%' AND id IN :ids",
+    "SELECT id, 0 FROM information_schema.processlist "
+    "WHERE state LIKE 'Waiting for semi-sync ACK%' AND id IN :ids",
     "KILL :id",
 )
-_BY_NAME = {"postgresql": _POSTGRESQL, "mysql": _MYSQL, "mariadb": _MYSQL}
+_BACKENDS = {"postgresql": _POSTGRESQL, "mysql": _MYSQL, "mariadb": _MYSQL}
 
 
 @dataclass
@@ -63,16 +65,17 @@ class _Use:
 
 
 class StandbyWatch:
-    """Watches the engines of one database. `make_engine` makes the engine that the watch itself asks with."""
+    """Watches the engines of one database. `make_engine` makes the engine for the watch's own
+    queries."""
 
     def __init__(self, backend: str, make_engine: Any) -> None:
-        self._sessions = _BY_NAME.get(backend)
+        self._sessions = _BACKENDS.get(backend)
         self._make_engine = make_engine
         self._engine: Engine | None = None
         self.after_fork()
 
     def after_fork(self) -> None:
-        """The connections of the parent, and its thread, are not ours."""
+        """Forget the parent's connections and thread."""
         self._lock = threading.Lock()
         self._uses: dict[int, _Use] = {}
         self._thread: threading.Thread | None = None
@@ -119,7 +122,7 @@ class StandbyWatch:
         used_at = monotonic()
         first_seen: dict[tuple[int, Any, float], float] = {}
         while True:
-            rest.wait(LOOK_S)
+            rest.wait(CHECK_S)
             with self._lock:
                 if self._thread is not me:
                     return
@@ -129,15 +132,15 @@ class StandbyWatch:
                 elif monotonic() - used_at > IDLE_S:
                     self._thread = None
                     return
-            old = [use for use in uses if monotonic() - use.since > LOOK_S]
+            old = [use for use in uses if monotonic() - use.since > CHECK_S]
             try:
-                first_seen = self._look(old, first_seen) if old else {}
+                first_seen = self._check(old, first_seen) if old else {}
             except exc.SQLAlchemyError as error:
                 logger.debug(
                     "cannot ask which sessions wait for a standby: %s", type(error).__name__
                 )
 
-    def _look(
+    def _check(
         self, uses: list[_Use], first_seen: dict[tuple[int, Any, float], float]
     ) -> dict[tuple[int, Any, float], float]:
         """Return the commits that wait for a standby, and when each was seen first."""
@@ -154,7 +157,7 @@ class StandbyWatch:
                 use = by_id[number]
                 name = number, statement, use.since
                 seen[name] = first_seen.get(name, monotonic())
-                if monotonic() - seen[name] < COMMIT_LIMIT_S - LOOK_S:
+                if monotonic() - seen[name] < COMMIT_LIMIT_S - CHECK_S:
                     continue
                 use.info[REASON] = True
                 ended = connection.execute(
@@ -164,14 +167,16 @@ class StandbyWatch:
                     use.info.pop(REASON, None)
                     continue
                 logger.warning(
-                    "ended a commit that waited for a standby for %g s; bring a synchronous standby back",
+                    "ended a commit that waited for a standby for %g s; "
+                    "bring a synchronous standby back",
                     COMMIT_LIMIT_S,
                 )
         return seen
 
 
 def _number(use: _Use) -> int | None:
-    """Return the session of a connection that executes something; None if it rests, or was closed."""
+    """Return the session of a connection that executes a statement; None if it is idle or
+    closed."""
     driver_connection = use.driver_connection
     try:
         if hasattr(driver_connection, "thread_id"):  # pymysql and mysqlclient
@@ -193,6 +198,7 @@ def _explain(context: ExceptionContext) -> None:
 
 
 def explain(connection: Connection, error: BaseException) -> None:
-    """Give the driver's error the reason for which the connection ended: the driver only sees its end."""
+    """Put the reason of the connection's end into the driver's error, which only reports that it
+    ended."""
     if connection.info.pop(REASON, False):
         error.args = (REASON,)

@@ -1,15 +1,14 @@
-"""The table and its surroundings in numbers, for `delaytasks stats` and the like."""
+"""Counts of tasks, sweeps and untrusted rows for `delaytasks stats` and similar commands."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sqlalchemy import (
     ColumnElement,
     Connection,
-    Select,
     and_,
     case,
     func,
@@ -25,19 +24,16 @@ from delaytasks.core.states import LIVE, Status
 from delaytasks.core.text import DEFER_MAX_S, DEFERRALS, shown
 from delaytasks.storage.abandoned_rows import lease_is_over
 from delaytasks.storage.bulk import Bulk
-from delaytasks.storage.cipher import BODY
 from delaytasks.storage.database import Database
 from delaytasks.storage.estimates import estimate
 from delaytasks.storage.queue_levels import steps
-from delaytasks.storage.schema import Schema
+from delaytasks.storage.schema import BODY, Schema
 from delaytasks.storage.types import db_now_plus
 
-#: Leases are renewed long before so many of them are over.
-LONG = 100
-
-
-#: So many rows are counted one by one.
-COUNTED = 1_000_000
+#: A lease that ends after this number of lease periods cannot be ours.
+LONG_LEASES = 100
+#: Up to this number, rows are counted exactly.
+MAX_COUNTED = 1_000_000
 
 
 class OverdueCount(NamedTuple):
@@ -48,7 +44,7 @@ class OverdueCount(NamedTuple):
 
 
 class Swept(NamedTuple):
-    """The last sweep of one house number; no time, if nobody swept it yet."""
+    """The last sweep of one sweep partition; no time if it was never swept."""
 
     house: int
     at: datetime | None
@@ -69,13 +65,15 @@ class Stats:
         self._bulk = Bulk(database, schema)
 
     def counts(self) -> dict[Status, Count]:
-        """How many rows there are of each status. In a table of millions nobody counts them all: of what is in the
-        millions, and of DONE, it is the planner's estimate."""
+        """Return the number of rows of each status.
+
+        In a table of millions of rows, large numbers and that of DONE are the planner's estimates.
+        """
         return self._db.alone(self._counts)
 
     def _counts(self, connection: Connection) -> dict[Status, Count]:
         t = self._t
-        if estimate(connection, select(t.c.id)) <= COUNTED:
+        if estimate(connection, select(t.c.id)) <= MAX_COUNTED:
             query = select(t.c.status, func.count()).group_by(t.c.status)
             found = {status: Count(rows) for status, rows in connection.execute(query)}
             return {status: found.get(int(status), Count(0)) for status in Status}
@@ -85,16 +83,18 @@ class Stats:
         t = self._t
         rows = select(t.c.id).where(t.c.status == literal_column(str(int(status))))
         guess = estimate(connection, rows)
-        if guess > COUNTED or status is Status.DONE:  # those are in no index of their own
+        if guess > MAX_COUNTED or status is Status.DONE:  # they have no index
             return Count(guess, is_estimate=True)
         counted = int(
-            connection.scalar(select(func.count()).select_from(rows.limit(COUNTED + 1).subquery()))
+            connection.scalar(
+                select(func.count()).select_from(rows.limit(MAX_COUNTED + 1).subquery())
+            )
             or 0
         )
-        return Count(counted, is_estimate=counted > COUNTED)
+        return Count(counted, is_estimate=counted > MAX_COUNTED)
 
     def overdue(self, late_s: float) -> OverdueCount:
-        """Waiting rows that are late by more than `late_s`, also those whose next try is in the future."""
+        """Count waiting rows that are late by more than `late_s`, including deferred ones."""
         due, parts = self._due, self._late_parts(late_s)
 
         def count(connection: Connection) -> OverdueCount:
@@ -109,13 +109,16 @@ class Stats:
         return self._db.alone(count)
 
     def _late_parts(self, late_s: float) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
-        """Return the condition for late rows whose next try is late too, and the one for those whose next try is not.
-        Both use the index on `expected_time`: a deferral is not longer than `DEFER_MAX_S`."""
+        """Return the conditions for late rows whose next try is late too, and for those whose is
+        not.
+
+        Both use the index on `expected_time`: a deferral is not longer than `DEFER_MAX_S`.
+        """
         t, latest = self._t, db_now_plus(-late_s)
         waits = t.c.status == int(Status.NOT_COMPLETE)
-        is_near = t.c.expected_time.between(latest, db_now_plus(DEFER_MAX_S))
+        is_deferred_soon = t.c.expected_time.between(latest, db_now_plus(DEFER_MAX_S))
         return and_(waits, t.c.expected_time <= latest), and_(
-            waits, is_near, t.c.due_time <= latest
+            waits, is_deferred_soon, t.c.due_time <= latest
         )
 
     @property
@@ -123,16 +126,16 @@ class Stats:
         return func.coalesce(self._t.c.due_time, self._t.c.expected_time)
 
     def lapsed(self, lease_s: float) -> int:
-        """Rows that seem to run, though their lease is over: the next sweep takes them back."""
+        """Count RUNNING rows whose lease is over. The next sweep recovers them."""
         query = select(func.count()).where(lease_is_over(self._t, lease_s))
         return self._db.alone(lambda c: int(c.execute(query).scalar_one()))
 
     def pending(self) -> list[Pending]:
-        """The tags that have tasks which are yet to run."""
+        """Return the tags that have tasks yet to run."""
         t = self._t
         query = select(t.c.tag, t.c.queue, func.count(), func.min(self._due)).where(self._is_live())
         found: dict[str, Pending] = {}
-        for tag, queue, tasks, due in self._rows(
+        for tag, queue, tasks, due in self._db.rows(
             query.group_by(t.c.tag, t.c.queue).order_by(t.c.tag, t.c.queue)
         ):
             seen = found.get(tag, Pending(tag, 0, due))
@@ -142,7 +145,8 @@ class Stats:
         return list(found.values())
 
     def late(self, late_s: float, most: int) -> list[Late]:
-        """Return what `overdue` counts, by queue, tag and cause of the deferral: the groups with the most tasks."""
+        """Return the largest groups of what `overdue` counts, by queue, tag and cause of the
+        deferral."""
         t, groups = self._t, list[Late]()
         is_not_deferred, is_deferred = self._late_parts(late_s)
         codes = [(t.c.error_stack.startswith(begin), code) for begin, code in DEFERRALS.items()]
@@ -158,14 +162,13 @@ class Stats:
             query = select(c.queue, c.tag, c.cause, tasks, func.min(c.due)).group_by(
                 c.queue, c.tag, c.cause
             )
-            groups += [Late(*row) for row in self._rows(query.order_by(tasks.desc()).limit(most))]
+            groups += [
+                Late(*row) for row in self._db.rows(query.order_by(tasks.desc()).limit(most))
+            ]
         return sorted(groups, key=lambda group: -group.tasks)[:most]
 
-    def _rows(self, query: Select[Any]) -> Sequence[Any]:
-        return self._db.alone(lambda c: c.execute(query).all())
-
     def bodies(self, tag: str) -> Iterator[tuple[int, str, datetime]]:
-        """(id, body, due) of those of a tag, however many there are."""
+        """Yield (id, body, due) of a tag's live tasks."""
         t = self._t
         query = select(t.c.id, t.c.message_body, t.c.expected_time).where(
             self._is_live(), t.c.tag == tag
@@ -179,7 +182,7 @@ class Stats:
                 )
 
     def strange(self, max_delay_s: float, lease_s: float) -> Iterator[UntrustedInput]:
-        """Rows that wait, or seem to, and that nobody will take."""
+        """Yield live rows that no worker will take."""
         t = self._t
         waits, runs = t.c.status == int(Status.NOT_COMPLETE), t.c.status == int(Status.RUNNING)
         queues = [
@@ -189,13 +192,15 @@ class Stats:
         ]
         is_far = t.c.expected_time > db_now_plus(max_delay_s)
         problems = {
-            "a status that nobody knows": t.c.status.not_in([int(status) for status in Status]),
+            "an unknown status": t.c.status.not_in([int(status) for status in Status]),
             f"due later than max_delay_s = {max_delay_s:g} s": and_(waits, is_far),
-            "RUNNING, with a lease longer than any": and_(
-                runs, t.c.lease_until > db_now_plus(LONG * lease_s)
+            "RUNNING, with a longer lease than any worker sets": and_(
+                runs, t.c.lease_until > db_now_plus(LONG_LEASES * lease_s)
             ),
             **{
-                f"in the queue {shown(queue)}, which is none": and_(waits, t.c.queue == queue)
+                f"in the queue {shown(queue)}, which is not a valid name": and_(
+                    waits, t.c.queue == queue
+                )
                 for queue in queues
             },
         }
@@ -204,14 +209,13 @@ class Stats:
         )
         for problem, is_so in problems.items():
             query = grouped.where(is_so).group_by(t.c.tag).order_by(t.c.tag)
-            for tag, tasks, first_due, first, last in self._db.alone(
-                lambda c, query=query: c.execute(query).all()  # type: ignore[misc]
-            ):
+            for tag, tasks, first_due, first, last in self._db.rows(query):
                 yield UntrustedInput(tag, tasks, first_due, (first, last), problem)
         yield from self._without_key()
 
     def _without_key(self) -> Iterator[UntrustedInput]:
-        """Window by window: no statement reads all bodies."""
+        """Yield live rows that no key here can decrypt, window by window: no statement reads all
+        bodies."""
         t = self._t.c
         marks = [] if self._cipher is None else marks_of(self._cipher.names)
         mark = func.substr(t.message_body, 1, MARK_LENGTH + 1)
@@ -234,7 +238,7 @@ class Stats:
         return self._t.c.status.in_([int(status) for status in LIVE])
 
     def sweeps(self, houses: int) -> list[Swept]:
-        """The last ones, be they of those who have a broker or of those who have none."""
+        """Return the last sweep of each sweep partition, with or without a broker."""
         s = self._s
         mine = s.c.houses.in_([houses, -houses])
         query = select(s.c.house, s.c.swept_at, s.c.armed_until).where(mine).order_by(s.c.swept_at)
@@ -242,7 +246,7 @@ class Stats:
         return [found.get(house, Swept(house, None, None)) for house in range(houses)]
 
     def server(self) -> str:
-        """The database's kind and version."""
+        """Return the database's kind and version."""
 
         def version(connection: Connection) -> str:
             numbers = connection.dialect.server_version_info or ()
@@ -253,7 +257,7 @@ class Stats:
 
 def _why(name: str) -> str:
     if name == NO_NAME:
-        return f"begins with {' or '.join(PREFIXES)} and names no key: nobody can read it"
+        return f"begins with {' or '.join(PREFIXES)} and names no key: no process can read it"
     return f"encrypted with key {name}, which delaytasks_encryption_keys does not have here"
 
 

@@ -1,15 +1,17 @@
-"""One database with its tables, put together."""
+"""One database with its tables: the storage objects of a process."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection, exc, inspect
 
 from delaytasks.core.errors import ConfigError, StoreError, StoreUnavailableError
 from delaytasks.core.masking import mask_url
 from delaytasks.core.settings import Settings
-from delaytasks.storage import sqlite_file as sqlitefile
+from delaytasks.storage import sqlite_file
 from delaytasks.storage.bulk import Bulk
-from delaytasks.storage.cipher import cipher_of
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.database import Database
 from delaytasks.storage.deferred_rows import DeferredRows
@@ -27,6 +29,9 @@ from delaytasks.storage.touches import Touches
 from delaytasks.storage.waitlist import Limited
 from delaytasks.storage.worker_table import WorkerTable
 
+if TYPE_CHECKING:
+    from delaytasks.encryption.cipher import Cipher
+
 
 class Store:
     def __init__(self, url: str, settings: Settings, shard: int = 0) -> None:
@@ -35,7 +40,7 @@ class Store:
             url, settings.pool_size, shard if len(settings.database_url) > 1 else None
         )
         self.schema = build_schema(
-            settings.table_prefix, settings.table_schema, shard, cipher_of(settings.encryption_keys)
+            settings.table_prefix, settings.table_schema, shard, _cipher(settings.encryption_keys)
         )
         self.tasks = Tasks(self.database, self.schema)
         self.bulk = Bulk(self.database, self.schema)
@@ -54,9 +59,10 @@ class Store:
         return Claims(self.database, self.schema, worker, ip, self._lease_s, limited)
 
     def check(self) -> None:
-        """`ConfigError` if tables are missing, older than this code, or too narrow, or the policies can not be read."""
+        """Raise `ConfigError` if tables are missing, too old or too narrow, or the policies cannot
+        be read."""
         t = self.schema.tasks
-        if sqlitefile.is_missing(self.database.url):
+        if sqlite_file.is_missing(self.database.url):
             raise ConfigError(f"there is no database {self._where()}; {REMEDY}")
         found = self.database.alone(lambda c: _column_names(c, t.name, t.schema))
         missing = [column.name for column in t.columns if column.name not in found]
@@ -65,17 +71,17 @@ class Store:
             raise ConfigError(f"table {t.fullname} {what} in {self._where()}; {REMEDY}")
         check_charset(self.database, self.schema)
         try:
-            self.policies.check()  # without which nothing runs
+            self.policies.check()  # needed by each claim
         except StoreUnavailableError:
             raise
         except StoreError as error:
             raise ConfigError(
-                f"the policies can not be read, in {self._where()}: {error}"
+                f"the policies cannot be read, in {self._where()}: {error}"
             ) from error
         self.check_number(is_needed=False)
 
     def check_number(self, is_needed: bool = True) -> None:
-        """`ConfigError` if this is another shard than the one in whose place it stands."""
+        """Raise `ConfigError` if this database is another shard than its position means."""
         found = self.database.alone(lambda c: number_of(c, self.schema))
         check_number(found, self.shard, self.database.url)
         if found is None and is_needed:
@@ -88,6 +94,14 @@ class Store:
 
     def close(self) -> None:
         self.database.dispose()
+
+
+def _cipher(keys: Sequence[str]) -> Cipher | None:
+    if not keys:
+        return None
+    from delaytasks.encryption.cipher import Cipher  # loads cryptography
+
+    return Cipher(keys)
 
 
 def _column_names(connection: Connection, table: str, schema: str | None) -> set[str]:

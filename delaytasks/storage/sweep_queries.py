@@ -1,4 +1,5 @@
-"""The table as the sweep sees it: near, overdue and lapsed rows, and old ones."""
+"""The queries of the sweep: rows due within the horizon, overdue rows, abandoned rows, and old
+ones."""
 
 from __future__ import annotations
 
@@ -17,17 +18,18 @@ from delaytasks.storage.abandoned_rows import AbandonedRows, lease_is_over
 from delaytasks.storage.attempts import Attempts
 from delaytasks.storage.audit import Audit
 from delaytasks.storage.database import Database
-from delaytasks.storage.partitions import end_of
+from delaytasks.storage.partition_bounds import end_of
 from delaytasks.storage.policies import is_paused
 from delaytasks.storage.queue_levels import first_levels_of, levels, queues_after, steps
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import TaskKeys
 from delaytasks.storage.types import db_now, db_now_plus, is_past
 
-#: Neighbouring ids go to different houses; ids of one producer differ mostly in their low bits.
-_HOUSE_PRIME = 1_000_003
-#: Priorities of one queue that a sweep looks at; a drain token holds no more.
-MOST_PRIORITIES = 100
+#: Spreads ids over the sweep partitions, since the ids of one producer differ mostly in their low
+#: bits.
+_PARTITION_PRIME = 1_000_003
+#: The number of priorities that a sweep reads per queue. A drain token holds no more.
+MAX_PRIORITIES = 100
 
 
 class SweepQueries:
@@ -35,67 +37,69 @@ class SweepQueries:
         self._db = database
         self._lease_s = lease_s
         self._timer = timer
-        #: Who works without a broker sends nothing for those who have one: its sweeps count for its kind alone.
+        #: A process without a broker arms no timer for those with one, so its sweeps have partition
+        #: counts of their own, which are negative.
         self._sign = -1 if timer == "direct" else 1
-        self._lapses = AbandonedRows(database, schema)
+        self._abandoned = AbandonedRows(database, schema)
         self._keys = TaskKeys(database, schema)
         self._attempts = Attempts(database, schema)
         self._audit = Audit(database, schema)
         self._t = schema.tasks
         self._s = schema.sweeps
-        self._l = schema.lines
+        self._waitlist = schema.lines
         self._is_paused = is_paused(schema)
 
     def begin_sweep(self, house: int, houses: int, at_least_s: float) -> datetime | None:
-        """Until when near rows were armed, if this sweep is ours to do; None if somebody just did it.
+        """Begin a sweep of one partition.
 
-        Any number of beats and workers may ask: the row's lock lets one through.
+        Returns up to which due time rows were armed, or None if another process has just swept. Any
+        number of processes may ask: the row's lock lets one sweep.
         """
         s = self._s
 
-        def work() -> datetime | None:
-            with self._db.begin() as connection:
-                mine = and_(s.c.house == house, s.c.houses == self._sign * houses)
-                found = (
-                    select(s.c.swept_at, s.c.armed_until, s.c.timer).where(mine).with_for_update()
-                )
-                row = connection.execute(found).first()
-                now: datetime = connection.execute(select(db_now())).scalar_one()
-                if row is None:
-                    new = {
-                        "house": house,
-                        "houses": self._sign * houses,
-                        "swept_at": now,
-                        "armed_until": now,
-                        "timer": self._timer,
-                    }
-                    connection.execute(insert(s).values(new))
-                    return now
-                is_set_back = row.swept_at > now  # or a server took over whose clock is behind
-                if not is_set_back and row.swept_at > now - timedelta(seconds=at_least_s):
-                    return None
-                # What another timer holds does not reach our workers: near rows are armed anew.
-                armed_until = now if is_set_back or row.timer != self._timer else row.armed_until
-                values = {"swept_at": now, "armed_until": armed_until, "timer": self._timer}
-                connection.execute(update(s).where(mine).values(values))
-                return armed_until
+        def work(connection: Any) -> datetime | None:
+            mine = and_(s.c.house == house, s.c.houses == self._sign * houses)
+            found = select(s.c.swept_at, s.c.armed_until, s.c.timer).where(mine).with_for_update()
+            row = connection.execute(found).first()
+            now: datetime = connection.execute(select(db_now())).scalar_one()
+            if row is None:
+                new = {
+                    "house": house,
+                    "houses": self._sign * houses,
+                    "swept_at": now,
+                    "armed_until": now,
+                    "timer": self._timer,
+                }
+                connection.execute(insert(s).values(new))
+                return now
+            is_set_back = row.swept_at > now  # or a server took over whose clock is behind
+            if not is_set_back and row.swept_at > now - timedelta(seconds=at_least_s):
+                return None
+            # Our workers do not receive what another timer holds, so rows are armed again.
+            armed_until = now if is_set_back or row.timer != self._timer else row.armed_until
+            values = {"swept_at": now, "armed_until": armed_until, "timer": self._timer}
+            met = connection.execute(update(s).where(mine).values(values)).rowcount
+            assert met == 1, "it is locked"
+            return armed_until
 
         try:
-            return self._db.run(work)
+            return self._db.transaction(work)
         except Exception as error:
             if isinstance(error.__cause__, exc.IntegrityError):
-                return None  # two first sweeps at once
+                return None  # another process made the first sweep
             raise
 
     def mark_armed(self, house: int, houses: int, since: datetime, until: datetime) -> None:
-        """Near rows are armed until then, unless it was forgotten meanwhile that they were until `since`."""
+        """Record that rows are armed until `until`, unless `forget_armed` was called meanwhile."""
         s = self._s
         mine = and_(s.c.house == house, s.c.houses == self._sign * houses, s.c.armed_until == since)
+        # No row matches after `forget_armed`, and then the next sweep arms again.
         statement = update(s).where(mine).values(armed_until=until)
         self._db.alone(lambda c: c.execute(statement))
 
     def forget_armed(self) -> None:
-        """What was armed may be lost with a worker or a broker: the next sweeps arm it again."""
+        """Let the next sweeps arm again, since a worker or a broker may have lost what was
+        armed."""
         s = self._s
         self._db.alone(
             lambda c: c.execute(
@@ -104,9 +108,9 @@ class SweepQueries:
         )
 
     def stale_houses(self, houses: int, age_s: float) -> list[int]:
-        """The house numbers that nobody swept for so long."""
+        """Return the sweep partitions that were not swept for `age_s` seconds."""
         s = self._s
-        # What was swept in the future was swept by a clock that is no more.
+        # A sweep in the future was made with a clock that has been corrected since.
         lately = and_(s.c.swept_at > db_now_plus(-age_s), s.c.swept_at <= db_now())
         fresh = select(s.c.house).where(s.c.houses == self._sign * houses, lately)
         swept = set(self._db.alone(lambda c: c.execute(fresh).scalars().all()))
@@ -120,25 +124,27 @@ class SweepQueries:
         houses: int,
         policies: Policies = NO_POLICIES,
     ) -> Iterator[list[Entry]]:
-        """Waiting rows due in (since, until] that are not paused, some hundreds at a time, by due time."""
+        """Yield waiting rows due in (since, until] that are not paused, by due time, in batches."""
         query = self._near(since, until, policies)
         if houses > 1:
-            query = query.where((self._t.c.id % _HOUSE_PRIME) % houses == house)
+            query = query.where((self._t.c.id % _PARTITION_PRIME) % houses == house)
         for rows in self._db.stream(query, size=1000):
             yield _entries(rows)
 
     def look(
         self, since: datetime, until: datetime, limit: int, policies: Policies = NO_POLICIES
     ) -> list[Entry]:
-        """The first ones of these, in a single statement: for who looks often."""
+        """Return the first rows that `near` yields, by a single statement. For callers that ask
+        often."""
         query = self._near(since, until, policies).limit(limit)
-        return _entries(self._db.alone(lambda c: c.execute(query).all()))
+        return _entries(self._db.rows(query))
 
     def _near(self, since: datetime, until: datetime, policies: Policies) -> Select[Any]:
         t = self._t
         query = (
             select(t.c.id, t.c.version, t.c.expected_time, t.c.queue, t.c.priority)
-            # `+ 0` keeps planners from reading all rows that wait for the few that are near.
+            # `+ 0` prevents planners from reading all rows that wait to find those due within the
+            # horizon.
             .where(
                 t.c.status + 0 == int(Status.NOT_COMPLETE),
                 t.c.expected_time > since,
@@ -151,57 +157,57 @@ class SweepQueries:
         return query
 
     def levels(self, late_s: float) -> list[Level]:
-        """The queues and priorities that have rows late by more than `late_s`, the highest priority first; and queues
-        in which tasks of limited tags wait in line.
+        """Return the levels with rows late by more than `late_s`, the highest priority first.
 
-        Its cost is the number of levels, not of rows. If that number has to be bounded, call `levels_of`.
+        Queues with tasks in a waitlist are included. The cost grows with the number of levels, not
+        of rows. If that number has to be bounded, call `levels_of`.
         """
-        line_queue = self._l.c.queue
+        waitlist_queue = self._waitlist.c.queue
 
         def work(connection: Any) -> list[Level]:
             waiting = levels(connection, self._t, Status.NOT_COMPLETE)
-            return self._late(connection, waiting, steps(connection, line_queue), late_s)
+            return self._late(connection, waiting, steps(connection, waitlist_queue), late_s)
 
         return self._db.alone(work)
 
     def levels_of(self, queues: Iterable[str], late_s: float) -> list[Level]:
-        """Return what `levels` returns for these queues: at most `MOST_PRIORITIES` levels of each queue."""
-        t, line_queue = self._t, self._l.c.queue
+        """Return what `levels` returns for these queues: at most `MAX_PRIORITIES` levels of each
+        queue."""
+        t, waitlist_queue = self._t, self._waitlist.c.queue
 
         def work(connection: Any) -> list[Level]:
             found: list[Level] = []
             for queue in queues:
-                waiting = first_levels_of(
-                    connection, t, Status.NOT_COMPLETE, queue, MOST_PRIORITIES
-                )
-                in_line = steps(connection, line_queue, line_queue == queue)
-                found += self._late(connection, waiting, in_line, late_s)
+                waiting = first_levels_of(connection, t, Status.NOT_COMPLETE, queue, MAX_PRIORITIES)
+                in_waitlist = steps(connection, waitlist_queue, waitlist_queue == queue)
+                found += self._late(connection, waiting, in_waitlist, late_s)
             return found
 
         return self._db.alone(work)
 
     def next_queues(self, after: QueuePlace, most: int) -> tuple[set[str], QueuePlace]:
-        """Return some of the queues in which tasks wait, and where the next call goes on.
+        """Return some of the queues in which tasks wait, and where the next call continues.
 
-        A call returns at most `most` queues of the tasks and `most` queues of the waitlists. A caller that passes the
-        returned place to its next call meets every queue, one part after another, and then begins again.
+        A call returns at most `most` queues of the tasks and `most` queues of the waitlists. A
+        caller that passes the returned place to its next call meets every queue, one part after
+        another, and then begins again.
         """
-        line_queue = self._l.c.queue
+        waitlist_queue = self._waitlist.c.queue
 
         def work(connection: Any) -> tuple[set[str], QueuePlace]:
             tasks = queues_after(connection, self._t, Status.NOT_COMPLETE, after.tasks, most)
-            later = None if after.lines is None else line_queue > after.lines
-            lines = list(islice(steps(connection, line_queue, later), most))
+            later = None if after.lines is None else waitlist_queue > after.lines
+            waitlists = list(islice(steps(connection, waitlist_queue, later), most))
             # A part that is not full was the last one.
             place = QueuePlace(
-                *(part[-1] if len(part) == most else None for part in (tasks, lines))
+                *(part[-1] if len(part) == most else None for part in (tasks, waitlists))
             )
-            return {*tasks, *lines}, place
+            return {*tasks, *waitlists}, place
 
         return self._db.alone(work)
 
     def _late(
-        self, on: Any, waiting: Iterable[Level], in_line: Iterable[str], late_s: float
+        self, on: Any, waiting: Iterable[Level], in_waitlist: Iterable[str], late_s: float
     ) -> list[Level]:
         t = self._t
 
@@ -216,22 +222,23 @@ class SweepQueries:
 
         found = [level for level in waiting if is_late(level)]
         known = {level.queue for level in found}
-        found += [Level(queue, 0) for queue in in_line if queue not in known]
+        found += [Level(queue, 0) for queue in in_waitlist if queue not in known]
         return sorted(found, key=lambda level: (-level.priority, level.queue))
 
     def lapse(self, max_lost_leases: int, limit: int) -> Lapsed:
-        """RUNNING rows whose lease is over: their worker is dead or stuck."""
-        return self._lapses.lapse(lease_is_over(self._t, self._lease_s), max_lost_leases, limit)
+        """Recover RUNNING rows whose lease is over: their worker is dead or stuck."""
+        return self._abandoned.recover(
+            lease_is_over(self._t, self._lease_s), max_lost_leases, limit
+        )
 
     def purge(self, older_than_s: float, limit: int) -> int:
-        """One small step: finished rows that were last touched long ago."""
+        """Delete up to `limit` finished rows that have not changed for `older_than_s` seconds."""
         t = self._t
-        is_finished = (t.c.status + 0).in_(
-            [int(s) for s in FINISHED]
-        )  # `+ 0`: to be found by time, not by status
+        # `+ 0` lets the index on times find them, not the index on statuses.
+        is_finished = (t.c.status + 0).in_([int(s) for s in FINISHED])
         old = and_(is_finished, t.c.update_time < db_now_plus(-older_than_s))
-        # The index on expected_time finds the old ones: what ran was due before. What was cancelled early counts from
-        # its due time.
+        # The index on expected_time finds old rows, since a row is due before it runs. A row that
+        # was cancelled early counts from its due time.
         query = (
             select(t.c.id, t.c.tag, t.c.task_key)
             .where(old)
@@ -239,32 +246,30 @@ class SweepQueries:
             .limit(limit)
         )
 
-        def work() -> int:
-            with self._db.begin() as connection:
-                # Asked for first: planners that know the instant know how many rows are older, mostly none.
-                since = connection.execute(select(db_now_plus(-older_than_s))).scalar_one()
-                rows = connection.execute(query.where(t.c.expected_time < since)).all()
-                if not rows:
-                    return 0
-                ids = t.c.id.in_(sorted(row[0] for row in rows))
-                # Keys whose task another program finished still name it.
-                locked = self._keys.lock_all(
-                    connection, [row for row in rows if row[2] is not None]
-                )
-                purged = int(connection.execute(delete(t).where(ids, old)).rowcount)
-                # Some may have been retried meanwhile.
-                left = set(connection.execute(select(t.c.id).where(ids)).scalars())
-                self._attempts.forget(connection, [row[0] for row in rows if row[0] not in left])
-                self._keys.release_all(connection, [row for row in locked if row[0] not in left])
-                return purged
+        def work(connection: Any) -> int:
+            # A separate query: planners that know the instant can estimate how few rows are older.
+            since = connection.execute(select(db_now_plus(-older_than_s))).scalar_one()
+            rows = connection.execute(query.where(t.c.expected_time < since)).all()
+            if not rows:
+                return 0
+            ids = t.c.id.in_(sorted(row[0] for row in rows))
+            # A task that another program finished still owns its key.
+            keyed = [row for row in rows if row[2] is not None]
+            locked = self._keys.lock_all(connection, keyed)
+            purged = int(connection.execute(delete(t).where(ids, old)).rowcount)
+            # Some may have been retried meanwhile.
+            left = set(connection.execute(select(t.c.id).where(ids)).scalars())
+            self._attempts.forget(connection, [row[0] for row in rows if row[0] not in left])
+            self._keys.release_all(connection, [row for row in locked if row[0] not in left])
+            return purged
 
-        return self._db.run(work)
+        return self._db.transaction(work)
 
     def purge_audit(self, older_than_s: float) -> None:
         self._audit.purge(older_than_s)
 
     def partitions_end(self) -> datetime | None:
-        """When the last of the table's partitions will be full, if it has any."""
+        """Return when the table's last partition will be full; None without partitions."""
         return self._db.alone(lambda c: end_of(c, self._t)) if self._db.can.partitions else None
 
 

@@ -1,14 +1,14 @@
-"""Keys of live tasks: (tag, key) names one id at a time.
+"""The keys of live tasks: (tag, key) names one id at a time.
 
-A key's row is always locked before its task's: whoever goes the other way could deadlock.
+A key's row is always locked before its task's row. The other order could deadlock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, and_, bindparam, delete, false, select, update
+from sqlalchemy import ColumnElement, Select, and_, bindparam, delete, false, select, update
 
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
@@ -19,7 +19,8 @@ from delaytasks.storage.schema import Schema
 
 
 class KeyRow(NamedTuple):
-    """A key, the id that has it, and the status of that task; None if it is not in this database."""
+    """A key, the id that owns it, and that task's status; None if the task is not in this
+    database."""
 
     id: int
     tag: str
@@ -51,51 +52,53 @@ class TaskKeys:
         return found
 
     def ids_of(self, on: Any, tag: str, keys: Sequence[str]) -> dict[str, int]:
-        """By key, of those that somebody has."""
+        """Return the owners of the keys that are taken, by key."""
         return dict(on.execute(self._of_many, {"tag": tag, "task_keys": keys}).all())
 
     def rows(self) -> Iterator[KeyRow]:
-        """All keys that are taken."""
+        """Yield all keys that are taken."""
         for rows in self._db.stream(self._rows, size=1000):
             for id, tag, key, status in rows:
                 yield KeyRow(id, tag, key, None if status is None else Status.of(status))
 
     def lock(self, on: Any, task: Keyed) -> int | None:
-        """The id that has the key of this task, and goes on having it until the transaction's end."""
+        """Return the id that owns the task's key, which stays so until the end of the
+        transaction."""
         return self.id_of(on, task.tag, task.key, is_locked=True)
 
     def take(self, on: Any, task: Keyed) -> bool:
-        """True if the key was free."""
+        """Insert the key. Returns True if it was free."""
         return self._insert(on, {"tag": task.tag, "task_key": task.key, "task_id": task.id})
 
-    def pass_to(self, on: Any, task: DelayTask) -> None:
-        """From whoever has it to this task."""
-        on.execute(update(self._k).where(self._named(task)).values(task_id=task.id))
+    def pass_to(self, on: Any, task: DelayTask) -> bool:
+        """Give a key that exists to this task. Returns False if it does not exist."""
+        passing = update(self._k).where(self._named(task)).values(task_id=task.id)
+        return bool(on.execute(passing).rowcount)
 
     def release(self, on: Any, task: Keyed) -> None:
-        """Unless it names another task by now."""
+        """Delete the key unless it names another task now."""
         if task.key is not None:
             on.execute(delete(self._k).where(self._named(task), self._k.c.task_id == task.id))
 
     def lock_all(self, on: Any, tasks: Sequence[Any], skip_locked: bool = True) -> list[Any]:
-        """Those (id, tag, key) of them that still have their key; what somebody else has locked is passed over, or
-        waited for."""
-        if not tasks:
-            return []
-        lock = (
-            select(self._k.c.task_id)
-            .where(self._named_all(tasks))
-            .order_by(self._k.c.task_key, self._k.c.tag)
-        )
-        mine = set(on.execute(lock.with_for_update(skip_locked=skip_locked)).scalars())
-        return [task for task in tasks if task[0] in mine]
+        """Lock the keys, and return the (id, tag, key) of `tasks` that still own theirs.
+
+        With `skip_locked`, keys that another transaction has locked are left out."""
+        return self._owners(on, tasks, lambda q: q.with_for_update(skip_locked=skip_locked))
 
     def held(self, on: Any, tasks: Sequence[Any]) -> list[Any]:
-        """Those (id, tag, key) of them that have their key, whoever has it locked."""
+        """Return the (id, tag, key) of `tasks` that own their key, whether it is locked or not."""
+        return self._owners(on, tasks, lambda q: q)
+
+    def _owners(
+        self, on: Any, tasks: Sequence[Any], locked: Callable[[Select[Any]], Select[Any]]
+    ) -> list[Any]:
         if not tasks:
             return []
-        mine = set(on.execute(select(self._k.c.task_id).where(self._named_all(tasks))).scalars())
-        return [task for task in tasks if task[0] in mine]
+        k = self._k.c
+        query = select(k.task_id).where(self._named_all(tasks)).order_by(k.task_key, k.tag)
+        owners = set(on.execute(locked(query)).scalars())
+        return [task for task in tasks if task[0] in owners]
 
     def release_all(self, on: Any, tasks: Sequence[Any]) -> None:
         if tasks:
@@ -103,13 +106,13 @@ class TaskKeys:
 
     def _named_all(self, tasks: Sequence[Any]) -> ColumnElement[bool]:
         ids, tags, keys = ({task[part] for task in tasks} for part in range(3))
-        # The key and the tag as well: there is no index on ids.
+        # The key and the tag are named too, since there is no index on ids.
         return and_(
             self._k.c.task_key.in_(keys), self._k.c.tag.in_(tags), self._k.c.task_id.in_(ids)
         )
 
     def write_nothing(self, on: Any) -> None:
-        """A statement that writes, so that the database begins a transaction."""
+        """Execute a statement that writes, so that SQLite's driver begins a transaction."""
         on.execute(delete(self._k).where(false()))
 
     def _named(self, task: Keyed) -> ColumnElement[bool]:

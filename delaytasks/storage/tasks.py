@@ -1,4 +1,4 @@
-"""Rows as producers and operators see them: schedule, look up, cancel, reschedule, retry."""
+"""Rows as producers and operators use them: schedule, look up, cancel, reschedule, retry."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from delaytasks.storage.moves import Moves
 from delaytasks.storage.rows import NEW_COLUMNS, columns, task_of, values_of
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import TaskKeys
-from delaytasks.storage.types import db_now
 
 T = TypeVar("T")
 
@@ -56,11 +55,11 @@ class Tasks:
         return self._db.run(partial(self._insert.alone, values), unknown_id=task.id)
 
     def insert_many(self, tasks: Sequence[DelayTask], on: Executor | None = None) -> bool:
-        """All rows in one go; False (and no row) if one of the ids exists."""
+        """Insert all rows together. Returns False, and inserts no row, if one of the ids exists."""
 
         def work(connection: Any) -> bool:
             try:
-                with self._savepoint(connection) if on is not None else nullcontext():
+                with self._savepoint(on):
                     self._insert_bulk(connection, tasks)
             except exc.IntegrityError as error:
                 if not is_duplicate(error):
@@ -70,7 +69,7 @@ class Tasks:
                 return False
             return True
 
-        return self._in_transaction(work, on, tasks[0].id)
+        return self._db.transaction(work, on, tasks[0].id)
 
     def insert_keyed(
         self,
@@ -79,19 +78,15 @@ class Tasks:
         on: Executor | None = None,
         pointing: Collection[int] = (),
     ) -> tuple[DelayTask, bool]:
-        """The task that has the key afterwards, and whether it was written now."""
+        """Return the task that owns the key afterwards, and whether it was written now."""
 
         def work(connection: Any) -> tuple[DelayTask, bool]:
-            if on is None:
-                return self.key_owners.take(
-                    connection, task, on_conflict, self._insert_own, pointing
-                )
-            with self._savepoint(connection):  # an id that exists must not leave its key behind
+            with self._savepoint(on):  # an id that exists must not leave its key behind
                 return self.key_owners.take(
                     connection, task, on_conflict, self._insert_own, pointing
                 )
 
-        return self._in_transaction(work, on, unknown_id=task.id)
+        return self._db.transaction(work, on, unknown_id=task.id)
 
     def _insert_own(self, on: Any, task: DelayTask) -> None:
         if not self._insert(on, values_of(task, self._schema)):
@@ -100,33 +95,33 @@ class Tasks:
     # -- look up ----------------------------------------------------------------------------------
 
     def get(self, id: int, on: Executor | None = None) -> DelayTask | None:
-        row = self._read(lambda c: c.execute(self._get, {"task_id": id}).first(), on)
+        row = self._db.alone(lambda c: c.execute(self._get, {"task_id": id}).first(), on)
         return None if row is None else task_of(row, self._schema)
 
     def read(self, id: int, on: Executor | None = None) -> DelayTask:
-        """As `get`, of a task that must be there."""
+        """Return the task, or raise `TaskNotFoundError`."""
         found = self.get(id, on)
         if found is None:
             raise TaskNotFoundError(f"there is no task {id}", id)
         return found
 
     def id_of_key(self, tag: str, key: str, on: Executor | None = None) -> int | None:
-        found: int | None = self._read(lambda c: self._keys.id_of(c, tag, key), on)
+        found = self._db.alone(lambda c: self._keys.id_of(c, tag, key), on)
         if on is None or not self._db.can.reads_as_of_start:
             return found
-        # Another task may have taken the key after the caller's transaction began. Whoever cancels the key's task must
-        # not be told that there is none, or that the one before has ended.
+        # Another task may have taken the key after the caller's transaction began. A caller that
+        # cancels the key's task must neither miss it nor reach the previous owner.
         current = self.id_of_key(tag, key)
         if found is None:
             return current
         if current is None or current == found:
             return found
-        # Either somebody else has passed the key on, or the caller's own transaction has, which only its connection
-        # sees. A locking read there sees both.
+        # Either another transaction has passed the key on, or the caller's own, which only its
+        # connection sees. A locking read on that connection sees both.
         return self._keys.id_of(on, tag, key, is_locked=True)
 
     def attempts(self, id: int, on: Executor | None = None) -> list[Attempt]:
-        found: list[Attempt] = self._read(lambda c: self._attempts.of(c, id), on)
+        found = self._db.alone(lambda c: self._attempts.of(c, id), on)
         if not found:
             self.read(id, on)
         return found
@@ -143,7 +138,7 @@ class Tasks:
         on: Executor | None = None,
         newest_first: bool = False,
     ) -> Page:
-        """In the order of their due times; a cursor stands for a place, so pages stay right while rows move."""
+        """Return a page of tasks in the order of their due times."""
         t = self._t
         query = select(*self._columns)
         if tag is not None:
@@ -157,32 +152,26 @@ class Tasks:
         if cursor is not None:
             query = pages.after(query, t, self._shard, cursor, newest_first)
         is_narrow = key is not None or tag is not None
-        rows = self._read(
+        rows = self._db.alone(
             lambda c: pages.first(c, query, t, status, is_narrow, limit + 1, newest_first), on
         )
         tasks = [task_of(row, self._schema) for row in rows[:limit]]
         return Page(tasks, pages.make_cursor(tasks[-1]) if len(rows) > limit else None)
 
     def now(self, insists: bool = False) -> datetime:
-        """Asked once, for who has another way and asks again soon; or as often as any statement is tried."""
-
-        def ask() -> datetime:
-            with self._db.auto.connect() as connection:
-                instant: datetime = connection.execute(select(db_now())).scalar_one()
-                return instant
-
-        return self._db.run(ask, tries=TRIES if insists else 1)
+        """Return the database's time. Unless the caller insists, an error is not tried again."""
+        return self._db.now(TRIES if insists else 1)
 
     # -- move -------------------------------------------------------------------------------------
 
     def cancel(
         self, id: int, version: int | None = None, on: Executor | None = None
     ) -> DelayTask | None:
-        """The task as it was left, or None if it was cancelled already."""
+        """Return the task as it was left, or None if it was cancelled already."""
         tried: list[DelayTask] = []
 
         def work(connection: Any) -> DelayTask | None:
-            if tried:  # by an earlier try of this call, whose answer was lost
+            if tried:  # an earlier try of this call, whose answer was lost
                 left = self.get(id, connection)
                 if left is not None and (left.status, left.version) == (
                     tried[-1].status,
@@ -196,7 +185,7 @@ class Tasks:
             self._keys.release(connection, task)
             return tried[-1]
 
-        return self._in_transaction(work, on, id)
+        return self._db.transaction(work, on, id)
 
     def reschedule(
         self, id: int, due: datetime, version: int | None = None, on: Executor | None = None
@@ -205,7 +194,7 @@ class Tasks:
             task = self._moves.take(connection, "reschedule", id, version)
             return self._moves.make(connection, "reschedule", task, {"expected_time": due})
 
-        return self._in_transaction(work, on, id)
+        return self._db.transaction(work, on, id)
 
     def retry(
         self,
@@ -216,13 +205,14 @@ class Tasks:
         pointing: Collection[int] = (),
         once_held: Callable[[], object] = lambda: None,
     ) -> DelayTask:
-        """`once_held` is called when the task has its key again, and may refuse."""
+        """Let a finished task wait again. `once_held` is called when it owns its key again, and may
+        refuse."""
 
         def work(connection: Any) -> DelayTask:
             task = self._moves.take(connection, "retry", id, version)
             if task.key is not None:
                 try:
-                    with self._savepoint(connection) if on is not None else nullcontext():
+                    with self._savepoint(on):
                         self.key_owners.take(
                             connection, task, "reject", lambda *_: once_held(), pointing
                         )
@@ -233,41 +223,23 @@ class Tasks:
                 connection, "retry", task, {"expected_time": due, "attempts": 0, "lapses": 0}
             )
 
-        return self._in_transaction(work, on, id)
+        return self._db.transaction(work, on, id)
 
     # -- connections ------------------------------------------------------------------------------
 
     def together(self, work: Callable[[Any], T], unknown_id: int) -> T:
-        """`work` with a connection whose transaction is committed after it; tried again as a whole."""
-        return self._in_transaction(work, None, unknown_id)
+        """Run `work` in a transaction, which is tried again as a whole."""
+        return self._db.transaction(work, unknown_id=unknown_id)
 
     def _savepoint(self, on: Any) -> AbstractContextManager[Any]:
-        if isinstance(on, Connection) and on._is_autocommit_isolation():
-            return nullcontext()  # the caller wants each statement to stand alone
+        """Begin a savepoint on the caller's connection.
+
+        Our own transactions, and connections that commit each statement, need no savepoint.
+        """
+        if on is None or (isinstance(on, Connection) and on._is_autocommit_isolation()):
+            return nullcontext()
         if self._db.can.begins_late:
-            # Only a statement that writes begins a transaction; without one the savepoint's end would commit.
+            # Without a statement that writes, the end of the savepoint would commit.
             self._keys.write_nothing(on)
         context: AbstractContextManager[Any] = on.begin_nested()
         return context
-
-    def _in_transaction(
-        self, work: Callable[[Any], T], on: Any, unknown_id: int | None = None
-    ) -> T:
-        if on is not None:
-            return work(on)
-
-        def alone() -> T:
-            with self._db.begin() as connection:
-                return work(connection)
-
-        return self._db.run(alone, unknown_id)
-
-    def _read(self, work: Callable[[Any], Any], on: Any) -> Any:
-        def read() -> Any:
-            context: AbstractContextManager[Any] = (
-                self._db.auto.connect() if on is None else nullcontext(on)
-            )
-            with context as connection:
-                return work(connection)
-
-        return read() if on is not None else self._db.run(read)

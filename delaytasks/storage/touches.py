@@ -1,8 +1,11 @@
-"""Timeouts pushed away: later only, and no new version. A message for the old time arrives, and the row is not due."""
+"""Touch: moves a timeout to a later due time without a new version.
+
+A message for the old time still arrives, and finds that the row is not due.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
@@ -30,11 +33,11 @@ class Touches:
         self._db = database
         self._keys = TaskKeys(database, schema)
         t, k, due = schema.tasks, schema.keys, bindparam("due", type_=UTCDateTime())
-        # `+ 0` keeps planners from reading all rows that wait.
+        # `+ 0` prevents planners from reading all rows that wait.
         waits = (t.c.status + 0).in_([int(s) for s in MOVES["reschedule"].sources])
         later = case((t.c.expected_time < due, due), else_=t.c.expected_time)
-        # Of a deferred task, whose next try may be later than its new due time. MySQL assigns from left to right, so
-        # due_time comes first, and sees the old expected_time.
+        # The next try of a deferred task may be later than its new due time. MySQL assigns from
+        # left to right, so due_time comes first and uses the old expected_time.
         later_due = case(
             (t.c.expected_time < due, None), (t.c.due_time < due, due), else_=t.c.due_time
         )
@@ -54,7 +57,7 @@ class Touches:
         self._lock_free = waiting.with_for_update(skip_locked=True)
 
     def touch(self, id: int, due: datetime, on: Executor | None = None) -> bool:
-        """False if it does not wait any more."""
+        """Move one timeout. Returns False if the task no longer waits."""
 
         def work(connection: Any) -> bool:
             if connection.execute(self._touch, {"task_id": id, "due": due}).rowcount:
@@ -63,10 +66,10 @@ class Touches:
                 raise TaskNotFoundError(f"there is no task {id}", id)
             return False
 
-        return self._alone(work, on)
+        return self._db.alone(work, on)
 
     def touch_key(self, tag: str, key: str, due: datetime, on: Executor | None = None) -> bool:
-        """As `touch`, in one statement too."""
+        """Do the same by key, in one statement."""
 
         def work(connection: Any) -> bool:
             if connection.execute(
@@ -79,45 +82,45 @@ class Touches:
                 )
             return False
 
-        return self._alone(work, on)
+        return self._db.alone(work, on)
 
     def touch_many(self, ids: Iterable[int], due: datetime, on: Executor | None = None) -> set[int]:
-        """Those of them that wait."""
+        """Move many timeouts. Returns the ids of the tasks that still wait."""
         wanted = set(ids)
         if on is not None:
             return {
                 id
-                for batch in _lots(wanted)
+                for batch in _batches(wanted)
                 for id in self._touch_batch(on, self._lock, batch, due)
             }
-        # What somebody has locked comes last, so that no other timeout has to wait for it.
+        # Rows that another transaction has locked come last, so that no other timeout waits for
+        # them.
         touched: set[int] = set()
         for lock in (self._lock_free, self._lock):
-            for batch in _lots(wanted - touched):
-                touched.update(self._db.run(partial(self._touch_batch_alone, lock, batch, due)))
+            for batch in _batches(wanted - touched):
+                work = partial(self._touch_batch, lock=lock, ids=batch, due=due)
+                touched.update(self._db.transaction(work))
         return touched
 
-    def _touch_batch_alone(self, lock: Select[Any], ids: list[int], due: datetime) -> list[int]:
-        with self._db.begin() as connection:
-            return self._touch_batch(connection, lock, ids, due)
-
     def _touch_batch(self, on: Any, lock: Select[Any], ids: list[int], due: datetime) -> list[int]:
-        """In the order of ids, as everybody locks rows: else two could deadlock."""
+        """Touch in the order of ids, in which every transaction locks rows. Else two could
+        deadlock."""
         waiting: list[int] = on.execute(lock, {"ids": ids}).scalars().all()
         if waiting:
-            on.execute(self._touch_listed, {"ids": waiting, "due": due})
+            met = on.execute(self._touch_listed, {"ids": waiting, "due": due}).rowcount
+            assert met == len(waiting), "they are locked"
         return waiting
 
     def ids_of_keys(
         self, tag: str, keys: Iterable[str], on: Executor | None = None
     ) -> dict[str, int]:
-        """By key, of those that a live task has."""
+        """Return the ids of live tasks by their keys."""
         wanted, found = set(keys), dict[str, int]()
-        for batch in _lots(wanted):
-            found.update(self._alone(partial(self._keys.ids_of, tag=tag, keys=batch), on))
+        for batch in _batches(wanted):
+            found.update(self._db.alone(partial(self._keys.ids_of, tag=tag, keys=batch), on))
         if on is not None and self._db.can.reads_as_of_start:
-            # As when one key is looked up (`Tasks.id_of_key`): other tasks may have taken keys since the caller's
-            # transaction began.
+            # Other tasks may have taken keys since the caller's transaction began (see
+            # `Tasks.id_of_key`).
             for key, id in sorted(self.ids_of_keys(tag, wanted).items()):
                 if found.setdefault(key, id) == id:
                     continue
@@ -126,11 +129,8 @@ class Touches:
                     found[key] = now
         return found
 
-    def _alone(self, work: Callable[[Any], T], on: Executor | None) -> T:
-        return work(on) if on is not None else self._db.alone(work)
 
-
-def _lots(items: Iterable[Name]) -> Iterator[list[Name]]:
+def _batches(items: Iterable[Name]) -> Iterator[list[Name]]:
     ordered = sorted(items)
     for start in range(0, len(ordered), BATCH_ROWS):
         yield ordered[start : start + BATCH_ROWS]

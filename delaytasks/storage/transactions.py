@@ -1,4 +1,4 @@
-"""A caller's transaction: rows are written in it, and armed after it is committed."""
+"""A caller's transaction: rows are written in it, and timers are armed after its commit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
 Action = Callable[..., None]
-#: What waits for a session's commit, in its `info`; a session that has it is listened to.
+#: Actions that wait for a session's commit, in its `info`. A session with this entry has our
+#: listeners.
 _PENDING = "delaytasks.pending"
 _OUTSIDE_OF_RUN_SYNC = (
     "session= is asynchronous, and this call was not made inside its run_sync(); write: "
@@ -28,7 +29,7 @@ _OUTSIDE_OF_RUN_SYNC = (
 
 
 def transaction_of(session: Any) -> Transaction:
-    """The unit for what the caller gave as `session=`."""
+    """Return the transaction of the object that the caller passed as `session=`."""
     from sqlalchemy.orm import Session  # a process without sessions does not import the ORM
 
     given = type(session).__name__
@@ -41,11 +42,12 @@ def transaction_of(session: Any) -> Transaction:
     if isinstance(session, Session):
         return SessionTransaction(session)
     raise SessionUnusableError(
-        f"session= takes a SQLAlchemy Session or Connection, or an asynchronous one inside its run_sync(), not {given}"
+        "session= takes a SQLAlchemy Session or Connection, "
+        f"or an asynchronous one inside its run_sync(), not {given}"
     )
 
 
-class _Unit:
+class _CallersTransaction:
     executor: Any
 
     @property
@@ -66,27 +68,29 @@ class _Unit:
                 raise unknown_outcome(
                     reason_of(error), unknown_id
                 ) from error  # there is nothing to roll back
-            # Never tried again by us: the transaction may be rolled back as a whole, with what the caller did.
+            # We never try again: the caller's transaction may be rolled back as a whole, with the
+            # caller's own work.
             remedy = (
                 "of many tasks the first ones may be there"
                 if stands_alone
                 else "roll it back, nothing was sent"
             )
             raise SessionUnusableError(
-                f"the caller's transaction can not be used: {reason_of(error)}; {remedy}"
+                f"the caller's transaction cannot be used: {reason_of(error)}; {remedy}"
             ) from error
         except exc.MissingGreenlet as error:
             raise SessionUnusableError(_OUTSIDE_OF_RUN_SYNC) from error
         except exc.SQLAlchemyError as error:
-            # The text of a StatementError has the statement and its parameters, which are bodies and keys.
+            # The text of a StatementError contains the statement and its parameters, which are
+            # bodies and keys.
             reason = str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
-            raise SessionUnusableError(f"the caller's session can not be used: {reason}") from error
+            raise SessionUnusableError(f"the caller's session cannot be used: {reason}") from error
         except ValueError as error:
             if isinstance(error, DelayTaskError):
                 raise
-            # Our own connections read such rows, of which other programs write some.
+            # Our own connections can read such rows, which other programs sometimes write.
             raise StoreError(
-                f"the caller's driver can not read a row of another program: {error}"
+                f"the caller's driver cannot read a row of another program: {error}"
             ) from error
 
 
@@ -94,12 +98,13 @@ def _stands_alone(executor: Any) -> bool:
     return bool(executor._is_autocommit_isolation())
 
 
-class SessionTransaction(_Unit):
-    """Entries wait in the session, each under the (nested) transaction that wrote it."""
+class SessionTransaction(_CallersTransaction):
+    """Keeps actions in the session, each under the (nested) transaction that wrote its rows."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        #: As it was asked for last, by the guard of each step: who ends a transaction in between gets another one.
+        #: The connection of the last guard. A caller that ends a transaction between two steps gets
+        #: another one.
         self._connection: Connection | None = None
 
     @property
@@ -121,13 +126,14 @@ class SessionTransaction(_Unit):
 
 
 def _on_commit(session: Session) -> None:
-    """Fires for savepoints too; only the outermost commit is one that others see."""
+    """Run the actions. SQLAlchemy calls this for savepoints too, but only the outermost commit
+    counts."""
     if session.in_nested_transaction():
         return
     pending, session.info[_PENDING] = session.info.get(_PENDING, ()), []
     for _, connection, tasks, action in pending:
         if not connection.closed and connection.in_transaction():
-            # The session joined a transaction that somebody else began, and will end.
+            # The session joined a transaction that the caller began elsewhere and will end there.
             ConnectionTransaction(connection).after_commit(tasks, action)
         else:
             action(tasks)
@@ -142,7 +148,7 @@ def _on_rollback(session: Session, ended: Any) -> None:
 
 
 def _on_end(session: Session, ended: Any) -> None:
-    """A session that is closed tells of no rollback."""
+    """Forget the actions of a session that is closed, for which SQLAlchemy reports no rollback."""
     if ended.parent is None:
         session.info[_PENDING] = []
 
@@ -155,15 +161,16 @@ def _is_inside(transaction: Any, ended: Any) -> bool:
     return False
 
 
-#: What waits for a Connection's commit: the savepoints that it was written in, tasks, action. Not in
-#: `Connection.info`, which belongs to the driver's connection, and the pool gives that to others.
+#: Actions that wait for a Connection's commit: open savepoints, tasks, action. They are not in
+#: `Connection.info`, which belongs to the driver's connection and which the pool gives to other
+#: users.
 _waiting: WeakKeyDictionary[Connection, list[tuple[set[str], Sequence[DelayTask], Action]]] = (
     WeakKeyDictionary()
 )
 
 
-class ConnectionTransaction(_Unit):
-    """SQLAlchemy tells of a Connection's commit just before it happens, so what is armed then is not there yet."""
+class ConnectionTransaction(_CallersTransaction):
+    """SQLAlchemy reports a Connection's commit just before it, so the rows are not visible yet."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -201,7 +208,7 @@ def _on_rollback_to_savepoint(connection: Connection, name: str, context: None) 
 
 
 def _savepoints(connection: Connection) -> set[str]:
-    """The names of those that are open; SQLAlchemy tells of them only when they end."""
+    """Return the names of the open savepoints, which SQLAlchemy reports only when they end."""
     names = set()
     nested = connection.get_nested_transaction()
     while nested is not None:

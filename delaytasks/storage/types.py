@@ -19,7 +19,7 @@ EARLIEST, LATEST = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo
 
 
 class _LongText(TypeDecorator[str]):
-    """LONGTEXT on MySQL. Each dialect is imported only where its database is used."""
+    """LONGTEXT on MySQL. Each dialect is imported only if its database is used."""
 
     impl = Text
     cache_ok = True
@@ -36,7 +36,7 @@ LongText = _LongText()
 
 
 class UTCDateTime(TypeDecorator[datetime]):
-    """Aware UTC with microseconds; databases that have no time zones store it naive."""
+    """Aware UTC with microseconds. Databases without time zones store it naive."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
@@ -59,7 +59,7 @@ class UTCDateTime(TypeDecorator[datetime]):
         if value is None:
             return None
         if not isinstance(value, datetime):
-            return nearest(value)  # as drivers hand out what they can not read
+            return nearest(value)  # drivers return text that they cannot read
         return value.astimezone(UTC) if value.tzinfo else value.replace(tzinfo=UTC)
 
 
@@ -68,7 +68,7 @@ def _sqlite_datetime() -> TypeEngine[Any]:
     from sqlalchemy.dialects.sqlite import DATETIME
 
     class SQLiteDateTime(DATETIME):
-        """Its columns take anything."""
+        """Reads any value, since SQLite's columns accept any value."""
 
         def result_processor(self, dialect: Dialect, coltype: object) -> Any:
             read: Any = super().result_processor(dialect, coltype)
@@ -86,8 +86,11 @@ def _sqlite_datetime() -> TypeEngine[Any]:
 
 
 def nearest(written: object) -> datetime:
-    """Another program's row may have an instant that no datetime can say: BC, year 10000, '0000-00-00', and in SQLite
-    anything at all. One such row must not keep those beside it from being read, so it is the nearest one."""
+    """Return the nearest instant that `datetime` can represent.
+
+    Rows of other programs may contain any instant: BC, year 10000, '0000-00-00', and in SQLite any
+    value at all. One such row must not prevent a query from reading the other rows.
+    """
     if not isinstance(written, str):
         return EARLIEST  # SQLite's numbers come before all text
     year = re.match(r"\d+", written)
@@ -97,7 +100,8 @@ def nearest(written: object) -> datetime:
 
 
 class db_now(functions.GenericFunction[datetime]):
-    """The database's statement clock, in UTC: not `now()`, which is the transaction's start on PostgreSQL."""
+    """The clock of the database's statement in UTC. PostgreSQL's `now()` is the transaction's
+    start."""
 
     type = UTCDateTime()
     inherit_cache = True
@@ -113,13 +117,16 @@ class db_now_plus(functions.GenericFunction[datetime]):
 
 
 def once(instant: ColumnElement[datetime]) -> ScalarSelect[datetime]:
-    """The instant, asked for once in a statement: an index can not be searched by PostgreSQL's clock_timestamp(),
-    since that may differ from row to row."""
+    """Evaluate the instant once in a statement.
+
+    PostgreSQL's clock_timestamp() may differ from row to row, and so could not be used to search an
+    index.
+    """
     return select(instant).scalar_subquery()
 
 
 class earliest(functions.GenericFunction[datetime]):
-    """Before all rows."""
+    """An instant before all rows."""
 
     type = UTCDateTime()
     inherit_cache = True
@@ -127,15 +134,19 @@ class earliest(functions.GenericFunction[datetime]):
 
 
 class is_past(functions.GenericFunction[bool]):
-    """`column <= instant`, on PostgreSQL as a range whose ends no planner knows. It expects such a one to be narrow;
-    where it is open below, a third of all rows, and so it would read a large table from end to end."""
+    """`column <= instant`, on PostgreSQL as a range with bounds that the planner does not know.
+
+    PostgreSQL estimates that such a range is narrow. It estimates a range without a lower bound as
+    a third of all rows, and would scan a large table.
+    """
 
     type = Boolean()
     inherit_cache = True
     name = "is_past"
 
     def self_group(self, against: Any = None) -> Any:
-        """As it is: where booleans are numbers it would become `(…) = 1`, by which no index can be searched."""
+        """Return the expression unchanged. As `(…) = 1`, for databases whose booleans are numbers,
+        it could not use an index."""
         return self
 
 
@@ -193,7 +204,8 @@ def _(element: Any, compiler: Any, **kw: Any) -> str:
 @compiles(db_now_plus, "mysql")
 @compiles(db_now_plus, "mariadb")
 def _(element: Any, compiler: Any, **kw: Any) -> str:
-    return f"(UTC_TIMESTAMP(6) + INTERVAL ROUND({compiler.process(element.clauses, **kw)} * 1000000) MICROSECOND)"
+    seconds = compiler.process(element.clauses, **kw)
+    return f"(UTC_TIMESTAMP(6) + INTERVAL ROUND({seconds} * 1000000) MICROSECOND)"
 
 
 @compiles(db_now_plus, "sqlite")
@@ -203,5 +215,6 @@ def _(element: Any, compiler: Any, **kw: Any) -> str:
 
 
 def _escaped(compiler: Any, text: str) -> str:
-    """Percent signs doubled for drivers whose placeholders are percent signs (Django's cursor for SQLite)."""
+    """Double the percent signs for drivers whose placeholders have them (Django's cursor for
+    SQLite)."""
     return text.replace("%", "%%") if compiler.preparer._double_percents else text

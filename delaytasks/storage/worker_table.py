@@ -1,4 +1,5 @@
-"""One row for each worker: who is alive, what it serves, and how far its clock is off."""
+"""The workers, one row each: which are alive, which queues and tags they serve, how far their
+clocks are off."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from delaytasks.storage.database import Database
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.types import db_now, db_now_plus
 
-#: Workers that one sweep declares lost; the next one goes on.
-BURIED = 100
-#: A worker with more tags than fit here publishes none.
-MOST_TAG_BYTES = 16_384
+#: The number of workers that one sweep removes.
+EXPIRED_PER_SWEEP = 100
+#: The longest list of tags. A worker with a longer list publishes none.
+MAX_TAG_BYTES = 16_384
 
 
 class WorkerTable:
@@ -34,7 +35,8 @@ class WorkerTable:
         offset_us: int,
         tags: Collection[str] | None = None,
     ) -> None:
-        """`tags` are those that the worker has processors for; None if they are not known."""
+        """Record that the worker is alive. `tags` are those with processors; None if they are not
+        known."""
         w, published = self._w, _published(tags)
         values = {
             "seen_at": db_now(),
@@ -45,7 +47,7 @@ class WorkerTable:
         }
 
         def work(connection: Any) -> None:
-            # A text that stays the same is not written again every few seconds.
+            # An unchanged text is not written again every few seconds.
             changed = {} if self._published.get(name, "") == published else {"tags": published}
             known = update(w).where(w.c.name == name).values({**values, **changed})
             if connection.execute(known).rowcount:
@@ -56,24 +58,26 @@ class WorkerTable:
                     insert(w).values(name=name, started_at=db_now(), tags=published, **values)
                 )
                 self._published[name] = published
-            except exc.IntegrityError:  # another thread of the same worker was faster
+            except exc.IntegrityError:  # another thread of the worker has inserted it
                 connection.execute(known)
 
         self._db.alone(work)
 
     def gone(self, name: str) -> None:
-        """It stopped in order, and has sent back what it held."""
+        """Remove a worker that stopped in order, after it has returned its tasks."""
         w = self._w
         self._db.alone(lambda c: c.execute(delete(w).where(w.c.name == name)))
 
     def bury(self, silent_s: float) -> list[str]:
-        """Some of the workers that were not seen for so long; each is reported once."""
+        """Remove some workers that were silent for `silent_s` seconds. Each is returned once."""
         w = self._w
 
         def work(connection: Any) -> list[str]:
             stale = w.c.seen_at < db_now_plus(-silent_s)
             names = (
-                connection.execute(select(w.c.name).where(stale).order_by(w.c.name).limit(BURIED))
+                connection.execute(
+                    select(w.c.name).where(stale).order_by(w.c.name).limit(EXPIRED_PER_SWEEP)
+                )
                 .scalars()
                 .all()
             )
@@ -87,23 +91,22 @@ class WorkerTable:
 
     def alive(self) -> list[dict[str, Any]]:
         w = self._w
-        rows = self._db.alone(lambda c: c.execute(select(w).order_by(w.c.name)).mappings().all())
         return [
-            {**row, "queues": json.loads(row["queues"]), "tags": _tags_of(row["tags"])}
-            for row in rows
+            {**row._mapping, "queues": json.loads(row.queues), "tags": _tags_of(row.tags)}
+            for row in self._db.rows(select(w).order_by(w.c.name))
         ]
 
 
 def _published(tags: Collection[str] | None) -> str | None:
-    """Return the tags as JSON, or None if that is longer than the registry takes: then nobody knows them."""
+    """Return the tags as JSON, or None if that is too long. Then readers do not know them."""
     if tags is None:
         return None
     text = json.dumps(sorted(tags), ensure_ascii=False, separators=(",", ":"))
-    return text if len(text.encode()) <= MOST_TAG_BYTES else None
+    return text if len(text.encode()) <= MAX_TAG_BYTES else None
 
 
 def _tags_of(text: str | None) -> frozenset[str] | None:
     try:
         return None if text is None else frozenset(map(str, json.loads(text)))
-    except (ValueError, TypeError, RecursionError):  # another program's
+    except (ValueError, TypeError, RecursionError):  # another program's row
         return None

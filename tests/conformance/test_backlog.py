@@ -8,7 +8,7 @@ import pytest
 
 from delaytasks.core.task import DelayTask
 from delaytasks.storage import backlog
-from delaytasks.storage.backlog import AGAIN_S
+from delaytasks.storage.backlog import RESTART_S
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.store import Store
 
@@ -55,9 +55,9 @@ def test_what_is_older_waits_for_seconds_at_most(
     make(store, *range(10, 40))
     ids(claims, 5)
     make(store, 1)
-    now += AGAIN_S / 2
+    now += RESTART_S / 2
     assert ids(claims, 5) == [15, 16, 17, 18, 19]
-    now += AGAIN_S / 2
+    now += RESTART_S / 2
     assert ids(claims, 5) == [1, 20, 21, 22, 23], "however many chunks came between"
 
 

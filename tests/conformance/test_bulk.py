@@ -672,15 +672,15 @@ def test_a_step_that_was_committed_before_somebody_stopped_us_is_counted(
     for _ in range(5):
         schedule(delays)
 
-    run = Database.run
+    transaction = Database.transaction
 
-    def stopped(database: Any, work: Any, *rest: Any) -> Any:
-        answer = run(database, work, *rest)
+    def stopped(database: Any, work: Any, *rest: Any, **options: Any) -> Any:
+        answer = transaction(database, work, *rest, **options)
         if "Bulk.step" in work.__qualname__:
             raise KeyboardInterrupt
         return answer
 
-    monkeypatch.setattr(Database, "run", stopped)
+    monkeypatch.setattr(Database, "transaction", stopped)
     with pytest.raises(KeyboardInterrupt):
         delays.cancel_many(tag="mail")
     monkeypatch.undo()

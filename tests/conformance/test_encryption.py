@@ -351,7 +351,7 @@ def test_check_tells_a_damaged_body_from_one_whose_key_is_missing(open_with: Ope
         f"encrypted with key {key_name(NEW)}, which is here, and changed since, or another task's": [
             damaged.id
         ],
-        "begins with aesgcm: or fernet: and names no key: nobody can read it": [stranger.id],
+        "begins with aesgcm: or fernet: and names no key: no process can read it": [stranger.id],
     }
 
 

@@ -12,7 +12,7 @@ from delaytasks.core.task import DelayTask
 from delaytasks.core.why import why
 from delaytasks.storage.facts import FactReader
 from delaytasks.storage.store import Store
-from delaytasks.storage.worker_table import MOST_TAG_BYTES, WorkerTable
+from delaytasks.storage.worker_table import MAX_TAG_BYTES, WorkerTable
 from tests.benches import Bench
 
 SILENT_S = 15.0
@@ -108,7 +108,7 @@ def test_a_worker_that_was_removed_publishes_its_tags_again(bench: Bench) -> Non
 
 
 def test_more_tags_than_the_registry_takes_are_not_published(bench: Bench) -> None:
-    many = [f"tag.{number}" for number in range(MOST_TAG_BYTES)]
+    many = [f"tag.{number}" for number in range(MAX_TAG_BYTES)]
     bench.store.workers.seen("w1", ["default"], "prefork", 2, 0, many)
     assert bench.store.workers.alive()[0]["tags"] is None
     assert codes(bench, bench.schedule()) == ["due"], "what is not known is no reason"
@@ -117,7 +117,7 @@ def test_more_tags_than_the_registry_takes_are_not_published(bench: Bench) -> No
 def test_a_worker_that_starts_again_replaces_the_tags_of_the_one_before(bench: Bench) -> None:
     restarted = WorkerTable(bench.store.database, bench.store.schema)
     restarted.seen(
-        "w1", ["default"], "prefork", 2, 0, [f"tag.{number}" for number in range(MOST_TAG_BYTES)]
+        "w1", ["default"], "prefork", 2, 0, [f"tag.{number}" for number in range(MAX_TAG_BYTES)]
     )
     assert restarted.alive()[0]["tags"] is None
 

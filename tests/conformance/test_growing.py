@@ -23,7 +23,7 @@ from delaytasks.core.errors import (
 )
 from delaytasks.core.ids import shard_of
 from delaytasks.core.interfaces import OnConflict
-from delaytasks.storage.shard_growth import Growth as Growing
+from delaytasks.sharding.growth import Growth as Growing
 from tests.several import TAG, Several, keys_of
 
 

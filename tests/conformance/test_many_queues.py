@@ -21,7 +21,7 @@ from delaytasks.maintenance.sweeper import MOST_TOKENS, Sweeper
 from delaytasks.storage import paused_rows as store_holding
 from delaytasks.storage import worker_table as store_workers
 from delaytasks.storage.store import Store
-from delaytasks.storage.sweep_queries import MOST_PRIORITIES
+from delaytasks.storage.sweep_queries import MAX_PRIORITIES
 from delaytasks.storage.waitlist import MAX_WAITLISTS
 from delaytasks.timers.eta import read_message
 from tests.conftest import settings_for
@@ -215,12 +215,12 @@ def test_waitlists_of_thousands_of_tags_are_looked_at_some_at_a_time(site: Site)
 
 def test_a_queue_with_hundreds_of_priorities_makes_tokens_that_workers_accept(site: Site) -> None:
     """Another program may write any number into the column; our own priorities must not wait behind those."""
-    others = [*range(100, 100 + 2 * MOST_PRIORITIES), *range(-2 * MOST_PRIORITIES, 0)]
+    others = [*range(100, 100 + 2 * MAX_PRIORITIES), *range(-2 * MAX_PRIORITIES, 0)]
     site.priorities("default", 0, 4, *others)
     site.serve("w1", "default")
     site.sweep()
     [(_, priorities, _)] = site.timer.drained
-    assert len(priorities) == MOST_PRIORITIES
+    assert len(priorities) == MAX_PRIORITIES
     assert {0, 4, max(others)} <= set(priorities)
     assert read_message([[], {"drain": list(priorities)}], "default").priorities == list(priorities)
 
@@ -244,7 +244,7 @@ def test_thousands_of_rows_of_workers_make_no_thousands_of_tokens(site: Site) ->
 def test_many_lost_workers_are_told_in_one_line_some_at_each_sweep(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_workers, "BURIED", 10)
+    monkeypatch.setattr(store_workers, "EXPIRED_PER_SWEEP", 10)
     for name in names(15):
         site.serve(name, "default")
     w = site.store.schema.workers
@@ -281,7 +281,7 @@ def test_near_rows_of_many_queues_do_not_keep_a_sweep_for_ever(
 def test_a_walk_over_many_queues_goes_step_by_step(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_holding, "QUEUES", 10)
+    monkeypatch.setattr(store_holding, "QUEUES_PER_CALL", 10)
     site.rows(*names(25), priority=2)
     site.rows("q000003", priority=7)
     rows, found, after = site.store.holding, list[Level](), None

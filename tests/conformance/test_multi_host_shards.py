@@ -72,7 +72,7 @@ def test_a_database_that_does_not_know_its_number_is_refused_with_the_remedy(
     engine = create_engine(shards.urls[1])
     with (
         Session(engine) as session,
-        pytest.raises(ShardMismatchError, match=r"number is None.*db upgrade"),
+        pytest.raises(ShardMismatchError, match=r"the number None.*db upgrade"),
     ):
         delays.schedule_delay(TAG, None, 60, session=session)
     engine.dispose()

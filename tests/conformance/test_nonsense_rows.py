@@ -228,7 +228,7 @@ def test_a_row_of_nonsense_stops_nobody_and_harms_no_neighbour(
 
     assert delays.get(tag="mail", key="of another task").id == owner.id
     kinds = {finding.problem.partition(" ")[0] for finding in delays.check() if finding.ids}
-    assert kinds == {"a", "due", "RUNNING,", "in"}, (
+    assert kinds == {"an", "due", "RUNNING,", "in"}, (
         "what nobody will ever take, somebody can know of"
     )
 

@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 
 from delaytasks.core.ids import first_id
-from delaytasks.storage.partitioning import convert
-from delaytasks.storage.partitions import Partitions
+from delaytasks.partitions.conversion import convert
+from delaytasks.partitions.table import Partitions
 from delaytasks.storage.store import Store
 from tests.conformance import test_store
 from tests.conformance.test_store import claims, owner  # noqa: F401

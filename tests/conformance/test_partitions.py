@@ -19,11 +19,12 @@ from delaytasks.core.ids import first_id, made_at
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.states import LIVE, Status
 from delaytasks.core.task import DelayTask
-from delaytasks.storage import pruning
+from delaytasks.partitions import pruning
+from delaytasks.partitions.conversion import convert
+from delaytasks.partitions.pruning import Pruned
+from delaytasks.partitions.table import Partitions, edge_after, periods
 from delaytasks.storage.database import Database
-from delaytasks.storage.partitioning import convert
-from delaytasks.storage.partitions import CHECK, Partitions, edge_after, periods
-from delaytasks.storage.pruning import Pruned
+from delaytasks.storage.partition_bounds import CHECK
 from delaytasks.storage.rows import values_of
 from tests.conformance.test_store import entry, plans, read, seconds, task
 from tests.conftest import open_store
@@ -329,14 +330,14 @@ def test_what_ended_lately_stays_as_long_as_a_purge_would_leave_it(field: Field)
 def test_a_partition_with_too_much_that_must_stay_is_kept(
     field: Field, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pruning, "MOST_MOVED", 2)
+    monkeypatch.setattr(pruning, "MAX_MOVED", 2)
     for _ in range(3):
         field.put(6 * WEEK, Status.NOT_COMPLETE)
     before = field.rows()
     kept = [each for each in field.drop() if each.moved is None]
     assert len(kept) == 1
     assert field.rows() == before
-    monkeypatch.setattr(pruning, "MOST_MOVED", 3)
+    monkeypatch.setattr(pruning, "MAX_MOVED", 3)
     assert field.drop() == [Pruned(kept[0].name, 3)]
 
 

@@ -134,7 +134,7 @@ def field(session_field: Field) -> Iterator[Field]:
 @pytest.fixture
 def small_steps(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row at a time, and one step in a sweep."""
-    monkeypatch.setattr(store_holding, "LOOK", 2)
+    monkeypatch.setattr(store_holding, "ROWS_PER_QUERY", 2)
     monkeypatch.setattr(engine_holding, "STEP", 1)
     monkeypatch.setattr(field.delays.shards[0].sweeper._holding, "_budget_s", -1)
 
@@ -326,7 +326,7 @@ def test_a_worker_that_can_not_read_the_policies_says_so_at_its_start(field: Fie
         p.drop(connection)
     try:
         with pytest.raises(
-            e.ConfigError, match=r"policies can not be read, in .*: .*delaytasks db upgrade"
+            e.ConfigError, match=r"policies cannot be read, in .*: .*delaytasks db upgrade"
         ):
             field.store.check()
     finally:
@@ -437,6 +437,24 @@ def test_who_believes_in_a_pause_that_is_over_holds_nothing(field: Field) -> Non
     field.delays.pause(queue="default")
     assert field.store.holding.hold([task.id]) == 1
     assert field.store.holding.hold([task.id]) == 0
+
+
+def test_a_resume_between_looking_and_holding_leaves_nothing_held_or_counted(field: Field) -> None:
+    if field.store.database.url.get_backend_name() == "sqlite":
+        pytest.skip("SQLite lets one writer in at a time")
+    tasks = [field.add(), field.add("sms")]
+    field.delays.pause(tag="mail")
+    field.delays.pause(tag="sms")
+    other, resumed = field.process(), list[str]()
+
+    def resume_first(*args: Any) -> None:
+        if not resumed and args[2].startswith("UPDATE") and "yb_delay_task_message" in args[2]:
+            resumed.append("mail")
+            other.resume(tag="mail")
+
+    event.listen(field.store.database.tx, "before_cursor_execute", resume_first)
+    assert field.store.holding.hold([task.id for task in tasks]) == 1
+    assert (resumed, field.statuses(*tasks)) == (["mail"], ["NOT_COMPLETE", "HELD"])
 
 
 def test_what_is_held_that_nobody_pauses_is_released(field: Field) -> None:
@@ -696,7 +714,7 @@ def test_without_policies_a_chunk_asks_nothing_more(field: Field) -> None:
 def test_a_crowd_at_one_instant_is_walked_to_its_end(
     field: Field, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_holding, "LOOK", 3)
+    monkeypatch.setattr(store_holding, "ROWS_PER_QUERY", 3)
     at = field.store.tasks.now() + timedelta(hours=1)
     rows = [NewTask("mail" if n % 3 == 0 else "sms", n, when=at) for n in range(20)]
     rows += [NewTask("mail", n, when=at + timedelta(seconds=n - 2)) for n in range(5)]

@@ -91,7 +91,7 @@ def test_an_error_of_a_prepared_statement_is_one_of_ours_and_quotes_no_values(fi
     work_through(field)
     change = f"ALTER TABLE {field.schema.tasks} ADD CHECK (version < 1) NOT VALID"
     field.database.alone(lambda c: c.exec_driver_sql(change))
-    with pytest.raises(StoreError, match="a value can not be stored") as caught:
+    with pytest.raises(StoreError, match="a value cannot be stored") as caught:
         work_through(field)
     assert "mail" not in str(caught.value)
 

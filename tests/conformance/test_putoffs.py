@@ -85,7 +85,7 @@ def test_a_climber_waits_for_its_rung_whatever_its_error_says(
 def test_however_many_they_are(
     delays: DelayTasks, timer: RecordingTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(putoffs, "STEP", 7)
+    monkeypatch.setattr(putoffs, "BATCH_ROWS", 7)
     store: Store = delays.store
     some = putoffs.DeferredRows(store.database, store.schema)
     tasks = defer(delays, 30)

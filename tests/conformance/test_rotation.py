@@ -15,8 +15,8 @@ from delaytasks.core.errors import BodyEncryptedError
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.json_text import dump_json
 from delaytasks.core.states import LIVE
-from delaytasks.storage import key_rotation as rotation
-from delaytasks.storage.key_rotation import Rotation
+from delaytasks.encryption import key_rotation as rotation
+from delaytasks.encryption.key_rotation import Rotation
 from delaytasks.storage.store import Store
 from tests.conformance.test_encryption import (
     BODY,
@@ -59,7 +59,7 @@ def moved(store: Store) -> list[Any]:
 def test_rows_go_from_plain_to_a_key_to_the_next_one_and_back(
     store: Store, open_with: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rotation, "STEP", 7)
+    monkeypatch.setattr(rotation, "BATCH_ROWS", 7)
     bodies = [{"n": n, "card": "cAnArY 😀"} for n in range(30)]
     open_with().schedule_many(
         [NewTask("mail", body, 60, priority=n % 3) for n, body in enumerate(bodies)]
@@ -138,7 +138,7 @@ def test_what_changes_while_it_is_encrypted_is_left_and_tried_once_more(
         left.append({row[0] for row, *_ in sealed} - done)
         return done
 
-    monkeypatch.setattr(rotation, "BUSY_S", 0)
+    monkeypatch.setattr(rotation, "RETRY_AFTER_S", 0)
     monkeypatch.setattr(Rotation, "_replace", change_first)
     assert rotate(delays) == (3, 0)
     assert left == [{tasks[1].id}, set()]

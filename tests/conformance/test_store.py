@@ -175,7 +175,7 @@ def test_tasks_that_differ_in_all_columns_are_the_same_together_and_one_by_one(
     if is_json:
         for way in ("_can_copy", "_binds"):
             monkeypatch.setattr(store.tasks._insert_bulk, way, False)
-    monkeypatch.setattr(store_inserts, "_BOUND", 3)
+    monkeypatch.setattr(store_inserts, "_BOUND_ROWS", 3)
     headers, long_s = '{"expires_s":5}', 3_000_000_000
     made = [
         task(store),
@@ -1771,7 +1771,7 @@ def test_in_a_large_table_counts_are_those_of_the_planner(
 ) -> None:
     stats, exact = Stats(analysed.database, analysed.schema), counted(analysed)
     assert {status: count.rows for status, count in stats.counts().items()} == exact
-    monkeypatch.setattr(stats_module, "COUNTED", 1000)
+    monkeypatch.setattr(stats_module, "MAX_COUNTED", 1000)
     found = stats.counts()
     if analysed.database.url.get_backend_name() == "sqlite":
         assert not any(count.is_estimate for count in found.values())

@@ -531,7 +531,7 @@ def test_a_database_that_went_away_between_calls_leaves_no_doubt(
     line.warm_up()
     line.database.refuse()
     for key in (None, "k"):
-        with pytest.raises(e.StoreUnavailableError, match="can not be reached"):
+        with pytest.raises(e.StoreUnavailableError, match="cannot be reached"):
             line.delays.schedule_delay("mail", {}, 60, key=key)
 
 
@@ -543,7 +543,7 @@ def test_a_connection_that_never_came_about_leaves_no_doubt(
     line.warm_up()
     line.delays.store.close()
     line.database.swallow()
-    with pytest.raises(e.StoreUnavailableError, match="can not be reached"):
+    with pytest.raises(e.StoreUnavailableError, match="cannot be reached"):
         line.delays.schedule_delay("mail", {}, 60)
 
 
@@ -585,7 +585,7 @@ def test_a_database_that_is_away_is_told_soon_and_without_secrets(
         for call in calls:
             began = time.monotonic()
             with pytest.raises(
-                e.StoreUnavailableError, match="the database can not be reached"
+                e.StoreUnavailableError, match="the database cannot be reached"
             ) as caught:
                 call()
             assert time.monotonic() - began < limit_s

@@ -159,7 +159,7 @@ def test_a_worker_does_nothing_on_a_database_that_is_another_shard(
     with engine.begin() as connection:
         connection.execute(update(numbers).values(number=7))
     site.proxy.heal()
-    wait_until(lambda: f"is shard 7, and stands at place {DOWN}" in worker.log(), 30, "its refusal")
+    wait_until(lambda: f"is shard 7, but has position {DOWN}" in worker.log(), 30, "its refusal")
     site.wait_for(site.at(0, 3, 0.5), deadline_s=30)
     assert site.status(task) is Status.NOT_COMPLETE
     with engine.begin() as connection:

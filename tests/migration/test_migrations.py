@@ -417,7 +417,7 @@ def test_a_migration_does_not_queue_behind_a_long_transaction(
     database = Database(postgresql_url)
     _drop(database, None)
     _make_foreign(database)
-    monkeypatch.setattr(migrations, "LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(migrations, "TABLE_LOCK_TIMEOUT_S", 0.05)
     with database.begin() as reader:
         reader.execute(text(f"SELECT 1 FROM {TASKS}"))
         with pytest.raises(StoreUnavailableError, match="lock timeout"):
@@ -452,7 +452,7 @@ def test_a_database_learns_its_number_once(database: Database) -> None:
     migrations.upgrade(database, PREFIX, shard=2)
     migrations.upgrade(database, PREFIX, shard=2)
     assert number() == 2
-    with pytest.raises(ConfigError, match=r"is shard 2, and stands at place 0 .*keeps its place"):
+    with pytest.raises(ConfigError, match=r"is shard 2, but has position 0 .*keeps its position"):
         migrations.upgrade(database, PREFIX)
     migrations.downgrade(database, PREFIX, None, "0003")
     assert number() is None

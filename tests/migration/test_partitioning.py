@@ -18,9 +18,10 @@ from delaytasks.core.errors import ConfigError, StoreError, StoreUnavailableErro
 from delaytasks.core.ids import IdMaker, first_id
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.states import Status
+from delaytasks.partitions.conversion import convert
+from delaytasks.partitions.table import Partitions
 from delaytasks.storage import migrations
-from delaytasks.storage.partitioning import convert
-from delaytasks.storage.partitions import CHECK, Partitions
+from delaytasks.storage.partition_bounds import CHECK
 from delaytasks.storage.store import Store
 from tests.conformance.test_partitions import meet_others
 from tests.conformance.test_store import add, task
@@ -221,7 +222,7 @@ def test_what_would_stay_behind_with_the_old_table_is_named(
     place: DatabaseAddress, made: str, named: str, dropped: str
 ) -> None:
     place.run(made.format(t=TASKS))
-    with pytest.raises(ConfigError, match=f"can not be partitioned because of: {named}. Drop"):
+    with pytest.raises(ConfigError, match=f"cannot be partitioned because of: {named}. Drop"):
         place.convert()
     place.run(dropped.format(t=TASKS))
     assert place.differences() == []
@@ -339,7 +340,7 @@ def test_nothing_is_read_while_everybody_waits(
 def test_a_long_transaction_is_not_waited_for(
     place: DatabaseAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(migrations, "LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(migrations, "TABLE_LOCK_TIMEOUT_S", 0.05)
     with place.store.database.begin() as connection:
         connection.execute(text(f"SELECT 1 FROM {TASKS}"))
         with pytest.raises(
@@ -368,7 +369,7 @@ def test_a_conversion_that_fails_leaves_nothing_behind(place: DatabaseAddress) -
 def test_what_a_conversion_could_not_take_away_is_named(
     place: DatabaseAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(migrations, "LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(migrations, "TABLE_LOCK_TIMEOUT_S", 0.05)
     database = place.store.database
     with database.tx.connect() as reader:
 

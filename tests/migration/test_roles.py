@@ -226,7 +226,7 @@ def test_a_worker_that_may_not_read_the_number_of_changes_is_refused_with_the_ca
         of = f"{make_url(place.url).database}.{table} FROM '{place.names['worker']}'@'%'"
     place.admin(f"REVOKE SELECT ON {of}")
     try:
-        with pytest.raises(ConfigError, match=rf"(?s)policies can not be read.*denied.*{table}"):
+        with pytest.raises(ConfigError, match=rf"(?s)policies cannot be read.*denied.*{table}"):
             delays.check_ready()
     finally:
         place.admin(f"GRANT SELECT ON {of.replace(' FROM ', ' TO ')}")

@@ -108,7 +108,7 @@ def test_who_works_meanwhile_sees_no_error_and_waits_for_no_lock_for_long(
         )
     assert load.errors == []
     # Behind a migration that waits for a lock itself, and then has it for a moment.
-    assert load.longest_s < migrations.LOCK_TIMEOUT_S
+    assert load.longest_s < migrations.TABLE_LOCK_TIMEOUT_S
     assert migrations.is_current(database, PREFIX)
     done = database.alone(
         lambda c: c.execute(text(f"SELECT count(*) FROM {TASKS} WHERE status = 1")).scalar_one()

@@ -160,10 +160,10 @@ def test_a_full_disk_is_told_leaves_nothing_half_done_and_passes(
         lambda: d.delays.schedule_many([("test.quiet", {"text": text}, 3600)] * 10),
     ]
     for call in calls:
-        with pytest.raises(StoreUnavailableError, match="can not work now"):
+        with pytest.raises(StoreUnavailableError, match="cannot work now"):
             call()
     assert d.delays.find(tag="test.quiet").tasks == []
-    wait_until(lambda: "can not work now" in worker.log(), 20, "the worker to meet it")
+    wait_until(lambda: "cannot work now" in worker.log(), 20, "the worker to meet it")
     ballast.unlink()
     freed = time.monotonic()
     d.wait_for([d.schedule()], deadline_s=5)

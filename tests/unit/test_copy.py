@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks.storage.inserts import _AT_ONCE, _MOST_AT_ONCE, _CopyText
+from delaytasks.storage.inserts import _COPY_CHARACTERS, _COPY_ROWS, _CopyText
 
 
 class Interruption(BaseException):
@@ -26,14 +26,14 @@ def parts(text: _CopyText) -> list[str]:
 
 
 def test_all_rows_come_in_parts_and_then_nothing() -> None:
-    text = _CopyText(rows(2 * _AT_ONCE + 1))
-    assert [part.count("\n") for part in parts(text)] == [_AT_ONCE, _AT_ONCE, 1]
+    text = _CopyText(rows(2 * _COPY_ROWS + 1))
+    assert [part.count("\n") for part in parts(text)] == [_COPY_ROWS, _COPY_ROWS, 1]
     assert text.read(8192) == ""
-    assert parts(_CopyText(rows(2 * _AT_ONCE)))[1].count("\n") == _AT_ONCE
+    assert parts(_CopyText(rows(2 * _COPY_ROWS)))[1].count("\n") == _COPY_ROWS
 
 
 def test_a_part_of_large_bodies_has_few_of_them() -> None:
-    found = parts(_CopyText(rows(10, "x" * (_MOST_AT_ONCE // 2))))
+    found = parts(_CopyText(rows(10, "x" * (_COPY_CHARACTERS // 2))))
     assert [part.count("\n") for part in found] == [2] * 5
 
 

@@ -78,7 +78,7 @@ UNABLE = [
 )
 def test_a_server_that_answers_and_can_not_work_is_unavailable(failure: exc.DBAPIError) -> None:
     assert isinstance(translate(failure), StoreUnavailableError)
-    with pytest.raises(StoreUnavailableError, match="can not work now"):
+    with pytest.raises(StoreUnavailableError, match="cannot work now"):
         Database("sqlite://").run(raising(failure))
 
 

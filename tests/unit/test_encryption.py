@@ -14,7 +14,8 @@ from delaytasks import DelayTask
 from delaytasks.core.encryption import PREFIXES, is_bound, is_encrypted, key_name, new_key
 from delaytasks.core.errors import BodyEncryptedError, ConfigError
 from delaytasks.core.settings import load_settings
-from delaytasks.storage.cipher import BODY, RESULT, Cipher, cipher_of
+from delaytasks.encryption.cipher import Cipher
+from delaytasks.storage.schema import BODY, RESULT
 from delaytasks.storage.types import LATEST
 from tests.fuzzing import json_like
 
@@ -68,8 +69,7 @@ def test_settings_show_the_names_of_keys_only() -> None:
 def test_without_the_library_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.fernet", None)
     with pytest.raises(ConfigError, match=r"pip install 'delaytasks\[encryption\]'"):
-        cipher_of([A])
-    assert cipher_of([]) is None
+        Cipher([A])
 
 
 @given(st.text(st.characters(blacklist_categories=("Cs",))))

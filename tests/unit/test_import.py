@@ -39,7 +39,7 @@ WITH_THE_FIRST_CALL = (
 ONLY_WITH_SEVERAL_DATABASES = (
     "delaytasks.sharding.router",
     "delaytasks.sharding.selection",
-    "delaytasks.storage.shards",
+    "delaytasks.sharding.databases",
 )
 SCHEDULE = """
 from celery import Celery

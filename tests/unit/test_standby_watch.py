@@ -42,7 +42,7 @@ def test_a_connection_is_handed_out_when_no_thread_can_be_started(
 def test_another_thread_watches_after_one_that_an_error_ended(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standbys, "LOOK_S", 0.01)
+    monkeypatch.setattr(standbys, "CHECK_S", 0.01)
     errors: list[object] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: errors.append(args.exc_value))
     watch = StandbyWatch("postgresql", lambda: engine)
@@ -51,11 +51,11 @@ def test_another_thread_watches_after_one_that_an_error_ended(
     def fail(*_: object) -> None:
         raise broken
 
-    monkeypatch.setattr(watch, "_look", fail)
+    monkeypatch.setattr(watch, "_check", fail)
     watch.observe(engine)
     with engine.connect():
         wait_until(lambda: errors == [broken], 10, "the end of the thread")
         wait_until(lambda: watch._thread is None, 10, "its name to be free")
-    monkeypatch.setattr(watch, "_look", lambda *_: {})
+    monkeypatch.setattr(watch, "_check", lambda *_: {})
     with engine.connect():
         assert watch._thread is not None

@@ -11,7 +11,7 @@ from delaytasks.contrib.django.instance import project_delays
 from delaytasks.core.encryption import decoded
 from delaytasks.core.inputs import KEY_LENGTH, QUEUE_LENGTH, TAG_LENGTH
 from delaytasks.core.states import Status
-from delaytasks.storage.cipher import BODY
+from delaytasks.storage.schema import BODY
 from delaytasks.wiring import wiring_of
 
 

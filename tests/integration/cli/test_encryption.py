@@ -12,8 +12,8 @@ from sqlalchemy import text, update
 
 from delaytasks.core.encryption import key_name, new_key
 from delaytasks.core.errors import StoreUnavailableError
-from delaytasks.storage import key_rotation as rotation
-from delaytasks.storage.key_rotation import Rotation
+from delaytasks.encryption import key_rotation as rotation
+from delaytasks.encryption.key_rotation import Rotation
 from delaytasks.wiring import rewire
 from tests.integration.cli.project import Project
 
@@ -133,7 +133,7 @@ def test_ctrl_c_ends_after_a_step_and_the_next_time_goes_on(
 ) -> None:
     tasks = [shop.schedule("ok", 60, n) for n in range(5)]
     reopen(shop, monkeypatch, NEW)
-    monkeypatch.setattr(rotation, "STEP", 2)
+    monkeypatch.setattr(rotation, "BATCH_ROWS", 2)
     step = Rotation._step
 
     def interrupted(self: Rotation, *rest: Any) -> Any:

@@ -8,8 +8,8 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from delaytasks.core.ids import first_id
-from delaytasks.storage import pruning
-from delaytasks.storage.partitions import Partitions
+from delaytasks.partitions import pruning
+from delaytasks.partitions.table import Partitions
 from tests.integration.cli.project import Project
 
 TASKS = "c_yb_delay_task_message"
@@ -75,7 +75,7 @@ def test_old_partitions_are_dropped_detached_or_kept(
                 connection.exec_driver_sql(
                     f"INSERT INTO {TASKS} (id, tag, message_body) VALUES {row}"
                 )
-    monkeypatch.setattr(pruning, "MOST_MOVED", 1)
+    monkeypatch.setattr(pruning, "MAX_MOVED", 1)
     nothing, *said = place(
         "db", "partitions", "maintain", "--older-than", "30d", "--detach"
     ).stdout.splitlines()
@@ -87,7 +87,7 @@ def test_old_partitions_are_dropped_detached_or_kept(
     ]
     again = place.json("db", "partitions", "maintain", "--older-than", "30d")
     assert again == {"made": [], "pruned": [{"name": second, "moved": None}]}
-    monkeypatch.setattr(pruning, "MOST_MOVED", 2)
+    monkeypatch.setattr(pruning, "MAX_MOVED", 2)
     assert (
         f"dropped {second}; 2 tasks"
         in place("db", "partitions", "maintain", "--older-than", "30d").stdout

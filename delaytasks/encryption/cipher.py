@@ -1,4 +1,5 @@
-"""Encrypts texts on their way into the table and decrypts them on their way out, if encryption keys are set."""
+"""Encrypts texts before they are stored, and decrypts them when rows are read, if encryption keys
+are set."""
 
 from __future__ import annotations
 
@@ -19,18 +20,18 @@ from delaytasks.core.encryption import (
 )
 from delaytasks.core.errors import ConfigError
 
-#: The columns that are encrypted. A body cannot be read as a result.
-BODY, RESULT = "message_body", "result"
 _NONCE_BYTES = 12
-#: Keeps this use of a key apart from its use as a Fernet key, which earlier versions made of it.
+#: Separates this use of a key from its use as a Fernet key in earlier versions.
 _USE = b"delaytasks aesgcm"
 
 
 class Cipher:
-    """The first key encrypts, all of them read. A token names the key that it needs, so none is tried in vain.
+    """Encrypts with the first key and decrypts with all keys. A token names its key, so only that
+    key is tried.
 
-    A token is bound to its column and to the id and tag of its task, which never change: in any other place it cannot
-    be read. Tokens of the earlier form, which is Fernet and not bound, are read too, and written no more.
+    A token is bound to its column and to the id and tag of its task, which never change: in any
+    other row or column it cannot be read. Tokens of the earlier form, Fernet, are not bound. They
+    are read, but no longer written.
     """
 
     def __init__(self, keys: Sequence[str]) -> None:
@@ -40,16 +41,17 @@ class Cipher:
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ImportError:
             raise ConfigError(
-                "delaytasks_encryption_keys needs cryptography: pip install 'delaytasks[encryption]'"
+                "delaytasks_encryption_keys needs cryptography: "
+                "pip install 'delaytasks[encryption]'"
             ) from None
         # binascii.Error and UnicodeDecodeError are ValueErrors.
         self._unreadable = (InvalidTag, InvalidToken, ValueError)
         real = {key_name(key): key for key in keys if key != PLAIN}
         self._ciphers = {name: AESGCM(_derived(key)) for name, key in real.items()}
         self._fernets = {name: Fernet(key) for name, key in real.items()}
-        #: Those of all keys.
+        #: The names of all keys.
         self.names = tuple(real)
-        #: The name of the key for new texts; empty if they are stored as they are.
+        #: The name of the key for new texts; empty if they are stored as plain text.
         self.current = names_of(keys[:1])[0] if keys[0] != PLAIN else ""
         self._first = self._ciphers.get(self.current)
         self._begin = mark_of(self.current) + ":"
@@ -62,7 +64,11 @@ class Cipher:
         return self._begin + binascii.b2a_base64(nonce + sealed, newline=False).decode()
 
     def read(self, text: str, column: str, id: int, tag: str) -> str:
-        """Return a text that is plain, or that no key here reads in this place, as it is: no JSON looks like that."""
+        """Decrypt a text.
+
+        Plain text is returned as it is, and so is text that no key here can decrypt in this place.
+        No JSON looks like that.
+        """
         if not isinstance(text, str) or not text.startswith((PREFIX, UNBOUND_PREFIX)):
             return text
         name, token = text[len(PREFIX) : MARK_LENGTH], text[MARK_LENGTH + 1 :]
@@ -80,15 +86,11 @@ class Cipher:
             return text
 
 
-def cipher_of(keys: Sequence[str]) -> Cipher | None:
-    """None without keys: then nobody needs cryptography."""
-    return Cipher(keys) if keys else None
-
-
 def _derived(key: str) -> bytes:
     return hmac.digest(base64.urlsafe_b64decode(key), _USE, "sha256")
 
 
 def _place(column: str, id: int, tag: str) -> bytes:
-    """The associated data of a token. No column's name and no id has a NUL, so two places never look the same."""
+    """Return the associated data of a token. Columns and ids contain no NUL, so different places
+    differ."""
     return f"{column}\0{id}\0{tag}".encode(errors="surrogatepass")

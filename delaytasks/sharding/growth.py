@@ -1,4 +1,4 @@
-"""What is left in the old homes of keys when a shard was added."""
+"""The keys that remain in the old homes after a shard was added."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from delaytasks.core.ids import shard_of
 from delaytasks.core.shards import home_of
 from delaytasks.core.states import FINISHED
-from delaytasks.storage.shards import Shards
+from delaytasks.sharding.databases import Shards
 from delaytasks.storage.task_keys import KeyRow
 
 BATCH_ROWS = 1000
@@ -19,20 +19,22 @@ BATCH_ROWS = 1000
 class KeysToMove(NamedTuple):
     """Keys in the table of one shard."""
 
-    #: Of live tasks there, of which their new homes do not know.
+    #: Keys of live tasks in this shard that their new homes do not know.
     unknown: list[KeyRow]
-    #: Of tasks that are nowhere: who scheduled them died before, or they are finished.
+    #: Keys without a live task: it is finished, or its producer died before scheduling it.
     dead: list[KeyRow]
 
 
 class Growth:
-    """Once all homes know of the live tasks that stay where they are, nobody has to ask at old homes."""
+    """Tells new homes the live tasks that stay where they are. Then no process has to ask old
+    homes."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
         self._count = len(shards.stores)
 
     def left(self, number: int) -> KeysToMove:
+        """Return the keys that remain to be moved or freed."""
         left = KeysToMove([], [])
         rows = iter(self._shards.store(number).tasks.key_owners.rows())
         while batch := list(islice(rows, BATCH_ROWS)):
@@ -48,7 +50,7 @@ class Growth:
         return left
 
     def finish(self, number: int) -> KeysToMove:
-        """As `left`, and what it returns is done: homes know, and what is dead is gone."""
+        """Tell the homes, free the dead keys, and return what was done."""
         left, key_owners = self.left(number), self._shards.store(number).tasks.key_owners
         for row in left.dead:
             key_owners.drop(row, partial(self._is_dead, row, number))
@@ -72,12 +74,12 @@ class Growth:
             )
 
     def _is_dead(self, row: KeyRow, number: int) -> bool:
-        """Of a key in this shard, whose task is not here."""
+        """Whether a key of this shard, whose task is not here, has no live task."""
         pointed = shard_of(row.id)
         if pointed == number:
             return True  # it was purged
         if pointed >= self._count:
-            return False  # nobody knows
+            return False  # this process does not know that shard
         return self._shards.store(pointed).tasks.key_owners.live(row) is None
 
     def _home(self, row: KeyRow) -> int:

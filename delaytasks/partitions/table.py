@@ -1,8 +1,9 @@
-"""The task table in partitions, on PostgreSQL: what is old goes as a whole, not row by row.
+"""The task table in partitions, on PostgreSQL: a whole partition of old tasks is dropped, not
+single rows.
 
-Ids are in the order of time, so a range of ids is a period. What no period's partition holds is in the default one:
-tasks that outlived their partition, and ids that other programs made. Each step locks the table for a moment only, and
-gives up soon where it can not; then it can be tried again.
+Ids are in the order of time, so a range of ids is a period. The default partition holds all other
+rows: tasks that outlived their partition, and ids that other programs made. Each step locks the
+table only for a moment, and gives up soon if it cannot. Then it can be tried again.
 """
 
 from __future__ import annotations
@@ -20,29 +21,27 @@ from delaytasks.core.ids import first_id, made_at
 from delaytasks.storage.database import Database
 from delaytasks.storage.driver_errors import REMEDY
 from delaytasks.storage.migrations import exclusively, wait_for_turn
+from delaytasks.storage.partition_bounds import CHECK
 from delaytasks.storage.schema import HOT, STORAGE, build_schema
-from delaytasks.storage.types import db_now
 
 T = TypeVar("T")
 #: Older servers search all partitions for the rows of an UPDATE.
 OLDEST_SERVER = 14
-#: Ids are made by the producers' clocks.
+#: A bound on the differences between the producers' clocks, which make the ids.
 CLOCKS_DIFFER = timedelta(hours=1)
-#: What a table is known to hold while it, or its neighbour, is attached.
-CHECK = "ck_yb_delay_partition"
-#: Ends of names.
+#: Suffixes of partition names.
 FIRST, DEFAULT = "_first", "_default"
 Period = tuple[datetime, datetime]
 
 
 class Partition(NamedTuple):
-    """A table of the tasks with ids from `low` to below `high`; or of what no other one holds."""
+    """A table of the tasks with ids from `low` to below `high`, or the default partition."""
 
     name: str
     low: int | None
     high: int | None
     is_default: bool
-    #: As the planner estimates; none where nothing was analysed yet.
+    #: The planner's estimate; None before the first ANALYZE.
     rows: int | None
     bytes: int
 
@@ -59,33 +58,35 @@ class Partitions:
     def __init__(self, database: Database, prefix: str = "", schema: str | None = None) -> None:
         if not database.can.partitions:
             raise ConfigError(
-                f"partitions need PostgreSQL, and this is {database.url.get_backend_name()}: let the sweep delete old "
-                "tasks instead (delaytasks_purge_after_s)"
+                f"partitions need PostgreSQL, and this is {database.url.get_backend_name()}: "
+                "let the sweep delete old tasks instead (delaytasks_purge_after_s)"
             )
         self.database = database
-        self._place = prefix, schema or None
-        self.schema = build_schema(*self._place)
+        self._names = prefix, schema or None
+        self.schema = build_schema(*self._names)
         self.tasks = self.schema.tasks
 
     # -- look -------------------------------------------------------------------------------------
 
     def all(self) -> list[Partition]:
-        """In the order of their ids, the default one last."""
+        """Return the partitions in the order of their ids, the default one last."""
         self.check("p", "is not partitioned; run: delaytasks db partitions convert")
         return self.database.alone(self._list)
 
     def live(self) -> dict[str, int]:
-        """How many tasks wait or run in each partition that has any."""
+        """Count the tasks that wait or run, by partition."""
         query = (
-            f"SELECT c.relname, count(*) FROM {self.quoted()} AS t JOIN pg_class AS c ON c.oid = t.tableoid "
-            f"WHERE {HOT} GROUP BY c.relname"
+            f"SELECT c.relname, count(*) FROM {self.quoted()} AS t "
+            f"JOIN pg_class AS c ON c.oid = t.tableoid WHERE {HOT} GROUP BY c.relname"
         )
         return self.database.alone(lambda c: {row[0]: row[1] for row in c.exec_driver_sql(query)})
 
     def check(self, kind: str, otherwise: str) -> None:
-        """`ConfigError` unless the task table is of this kind: a plain one (r), or in partitions such as ours (p)."""
+        """Raise `ConfigError` unless the task table is of this kind: r (plain) or p (partitioned by
+        id)."""
         query = text(
-            "SELECT relkind::text, pg_get_partkeydef(oid), current_setting('server_version_num')::int / 10000 "
+            "SELECT relkind::text, pg_get_partkeydef(oid), "
+            "current_setting('server_version_num')::int / 10000 "
             "FROM pg_class WHERE oid = to_regclass(:name)"
         )
         found = self.database.alone(lambda c: c.execute(query, {"name": self.quoted()}).first())
@@ -95,7 +96,7 @@ class Partitions:
             raise ConfigError(f"table {self.tasks.fullname} {otherwise}")
         if found[1] not in (None, "RANGE (id)"):
             raise ConfigError(
-                f"table {self.tasks.fullname} is partitioned by {found[1]}, and not by RANGE (id)"
+                f"table {self.tasks.fullname} is partitioned by {found[1]}, not by RANGE (id)"
             )
         if found[2] < OLDEST_SERVER:
             raise ConfigError(
@@ -103,11 +104,10 @@ class Partitions:
             )
 
     def now(self) -> datetime:
-        instant: datetime = self.database.alone(lambda c: c.execute(select(db_now())).scalar_one())
-        return instant
+        return self.database.now()
 
     def quoted(self, name: str | None = None) -> str:
-        """The task table, or one of its partitions."""
+        """Return the quoted name of the task table, or of one of its partitions."""
         return self.database.tx.dialect.identifier_preparer.format_table(
             self.table(name) if name else self.tasks
         )
@@ -117,14 +117,15 @@ class Partitions:
 
     def _list(self, connection: Connection) -> list[Partition]:
         query = text(
-            "SELECT c.relname, pg_get_expr(c.relpartbound, c.oid), nullif(c.reltuples, -1)::bigint, "
-            "pg_total_relation_size(c.oid) FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid "
+            "SELECT c.relname, pg_get_expr(c.relpartbound, c.oid), "
+            "nullif(c.reltuples, -1)::bigint, pg_total_relation_size(c.oid) "
+            "FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid "
             "WHERE i.inhparent = to_regclass(:name)"
         )
         found = connection.execute(query, {"name": self.quoted()}).all()
         parts = [
-            Partition(name, *_bound(said), said == "DEFAULT", rows, size)
-            for name, said, rows, size in found
+            Partition(name, *_bound(bound), bound == "DEFAULT", rows, size)
+            for name, bound, rows, size in found
         ]
         return sorted(parts, key=lambda part: (part.is_default, part.low or 0))
 
@@ -134,8 +135,11 @@ class Partitions:
     # -- make -------------------------------------------------------------------------------------
 
     def extend(self, every: timedelta, ahead: int) -> list[str]:
-        """Makes the partitions of the periods to come, and names them. A period that has begun, or whose tasks are in
-        the default partition already, is left to that one."""
+        """Make the partitions of the next periods, and return their names.
+
+        A period that has begun, or whose tasks are in the default partition already, gets no
+        partition.
+        """
         with self.one_at_a_time():
             return self._extend(every, ahead)
 
@@ -179,49 +183,56 @@ class Partitions:
         parent, target = self.quoted(), self.quoted(name)
         options = ", ".join(f"{option} = {value}" for option, value in STORAGE.items())
         for statement in (
-            f"CREATE TABLE {target} (LIKE {parent} INCLUDING ALL EXCLUDING IDENTITY) WITH ({options})",
-            # Statistics of a quiet time would say that nothing waits: with them claims would sort all that does wait,
-            # instead of merging the hot indexes.
+            f"CREATE TABLE {target} (LIKE {parent} INCLUDING ALL EXCLUDING IDENTITY) "
+            f"WITH ({options})",
+            # Statistics of a quiet time would estimate that no rows wait. With them claims would
+            # sort all waiting rows instead of merging the partitions' indexes.
             f"ALTER TABLE {target} ALTER status SET STATISTICS 0",
-            # Not made as a partition at once: that would wait for everybody who uses any other one.
+            # Attached afterwards: CREATE TABLE … PARTITION OF would wait for every user of the
+            # table.
             f"ALTER TABLE {parent} ATTACH PARTITION {target} {bound}",
         ):
             connection.exec_driver_sql(statement)
 
     @contextmanager
     def one_at_a_time(self) -> Iterator[None]:
-        """Inside, nobody else makes partitions: it takes several transactions, and a CHECK that both would change."""
-        with ExitStack() as held:
+        """Exclude other processes that make partitions.
+
+        Making them takes several transactions, and adds a CHECK that both processes would change.
+        """
+        with ExitStack() as opened:
 
             def wait() -> None:
-                connection = held.enter_context(self.database.tx.connect())
+                connection = opened.enter_context(self.database.tx.connect())
                 connection.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
                 wait_for_turn(connection, f"{self.tasks.fullname} {CHECK}")
 
             try:
                 self.database.run(wait)
             except StoreUnavailableError as error:
-                who = f"does somebody else make partitions of {self.tasks.fullname}"
                 raise StoreUnavailableError(
-                    f"{error}; nothing was changed: {who}? Run this again"
+                    f"{error}; nothing was changed: does another process make partitions of "
+                    f"{self.tasks.fullname}? Run this again"
                 ) from error
             try:
                 yield
             finally:
-                with suppress(
-                    exc.DBAPIError
-                ):  # who ended our connection ended our turn; what is done is done
-                    held.close()
+                # If the connection has ended, so has the lock. Committed steps stay.
+                with suppress(exc.DBAPIError):
+                    opened.close()
 
     @contextmanager
     def known(self, name: str, condition: str) -> Iterator[None]:
-        """Inside, ATTACH knows this of the table's rows. Else it would read them all while everybody waits; a CHECK is
-        validated beside everybody's work. Whoever attaches then forgets it."""
+        """Give the table a CHECK, so that ATTACH knows its rows and need not read them.
+
+        ATTACH would block all other statements while it reads. A CHECK is validated without
+        blocking them. The caller drops the CHECK after attaching.
+        """
         target = self.quoted(name)
         add = f"ALTER TABLE {target} ADD CONSTRAINT {CHECK} CHECK ({condition}) NOT VALID"
 
         def begin(connection: Connection) -> None:
-            self.forget(connection, name)  # one that was left behind
+            self.forget(connection, name)  # an interrupted call may have left one
             connection.exec_driver_sql(add)
 
         self.in_turn(begin)
@@ -231,7 +242,7 @@ class Partitions:
             )
             yield
         except BaseException:
-            left = f"the constraint {CHECK} is still on {name} and will refuse tasks when their time comes"
+            left = f"the constraint {CHECK} is still on {name} and will refuse tasks of its period"
             self.in_turn(lambda c: self.forget(c, name), left)
             raise
 
@@ -241,11 +252,15 @@ class Partitions:
         )
 
     def in_turn(self, work: Callable[[Connection], T], otherwise: str = "nothing was changed") -> T:
-        """`work` as the tables' owner, one after the other with migrations, and with short waits for locks."""
-        role = "SELECT set_config('role', pg_get_userbyid(relowner), true) FROM pg_class WHERE oid = to_regclass(:name)"
+        """Run `work` as the tables' owner, in turns with migrations, and with short waits for
+        locks."""
+        role = (
+            "SELECT set_config('role', pg_get_userbyid(relowner), true) "
+            "FROM pg_class WHERE oid = to_regclass(:name)"
+        )
 
         def once() -> T:
-            with self.database.begin() as connection, exclusively(connection, *self._place):
+            with self.database.begin() as connection, exclusively(connection, *self._names):
                 connection.execute(text(role), {"name": self.quoted()})
                 return work(connection)
 
@@ -257,9 +272,10 @@ class Partitions:
         try:
             yield
         except StoreUnavailableError as error:
-            who = "SELECT * FROM pg_stat_activity WHERE state <> 'idle' ORDER BY xact_start"
+            sessions = "SELECT * FROM pg_stat_activity WHERE state <> 'idle' ORDER BY xact_start"
             raise StoreUnavailableError(
-                f"{error}; {otherwise}. Run this again; who keeps {self.tasks.fullname} locked is shown by: {who}"
+                f"{error}; {otherwise}. Run this again; this query shows the sessions that may "
+                f"keep {self.tasks.fullname} locked: {sessions}"
             ) from error
 
     def _holds(self, name: str, period: Period) -> bool:
@@ -269,12 +285,12 @@ class Partitions:
 
 
 def edge_after(instant: datetime, every: timedelta) -> datetime:
-    """Partitions meet at whole multiples of `every` since the first of all ids."""
+    """Return the next edge between partitions: a multiple of `every` since the first id."""
     return made_at(0) + ((instant - made_at(0)) // every + 1) * every
 
 
 def periods(start: datetime, end: datetime, every: timedelta) -> list[Period]:
-    """From edge to edge; the first one begins where it is told to."""
+    """Return the periods from `start` to `end`. Only `start` may lie between two edges."""
     found = []
     while start < end:
         found.append((start, edge_after(start, every)))
@@ -282,21 +298,7 @@ def periods(start: datetime, end: datetime, every: timedelta) -> list[Period]:
     return found
 
 
-def end_of(connection: Connection, tasks: Table) -> datetime | None:
-    """When new ids leave the last partition, or come to what a conversion that was broken off has left behind."""
-    query = text(
-        "SELECT pg_get_expr(c.relpartbound, c.oid) FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid "
-        "WHERE i.inhparent = to_regclass(:name) UNION ALL SELECT pg_get_constraintdef(oid) FROM pg_constraint "
-        "WHERE conrelid = to_regclass(:name) AND conname = :check"
-    )
-    name = connection.dialect.identifier_preparer.format_table(tasks)
-    said = " ".join(connection.execute(query, {"name": name, "check": CHECK}).scalars())
-    return max(
-        (made_at(int(high)) for high in re.findall(r"(?:TO \(|id < )'(\d+)'", said)), default=None
-    )
-
-
-def _bound(said: str) -> tuple[int | None, int | None]:
-    """Of FOR VALUES FROM ('1') TO ('2'), where MINVALUE or MAXVALUE may stand; of DEFAULT neither."""
-    low, high = (re.search(rf"{word} \('(-?\d+)'\)", said) for word in ("FROM", "TO"))
+def _bound(bound: str) -> tuple[int | None, int | None]:
+    """Parse FOR VALUES FROM ('1') TO ('2'). MINVALUE, MAXVALUE and DEFAULT give None."""
+    low, high = (re.search(rf"{word} \('(-?\d+)'\)", bound) for word in ("FROM", "TO"))
     return low and int(low[1]), high and int(high[1])

@@ -1,9 +1,10 @@
 """Several databases as one: which of them has a task, and which decides about a key.
 
-A key has a home (core/shards.py), where its tasks are scheduled and conflicts decided. A task whose key belongs
-elsewhere (it was scheduled before a shard was added, and no row moves) is found through a pointer: in the home's table
-of keys the key names its id, and the id its shard. While a shard is being added, processes that do not know it yet take
-a key's old home for its home: there the pointer leads to the new one (docs/decisions/0021-several-databases.md).
+A key has a home (core/shards.py), where its tasks are scheduled and conflicts are decided. A task
+whose key has another home was scheduled before a shard was added, since no row moves. It is found
+through a pointer: the key's row in the home names the task's id, and the id contains its shard.
+While a shard is being added, processes that do not know it yet use a key's old home. There the
+pointer leads to the new home (docs/decisions/0021-several-databases.md).
 """
 
 from __future__ import annotations
@@ -32,31 +33,32 @@ from delaytasks.storage.driver_errors import REMEDY, TRIES
 from delaytasks.storage.key_owners import (
     HeldElsewhereError,
     PointsElsewhereError,
+    changed_too_often,
     refuse_unknown,
-    restless,
 )
 from delaytasks.storage.migrations import number_of
 from delaytasks.storage.store import Store
 from delaytasks.storage.tasks import Tasks
 
 T = TypeVar("T")
-#: Tag, status, key, and from when until when.
+#: A search: tag, status, key, due since, due until.
 By = tuple[str | None, Status | None, str | None, datetime | None, datetime | None]
 
 
 class Shards:
     def __init__(self, stores: Sequence[Store], before: int | None) -> None:
         self.stores = stores
-        self._places = [addresses_of(store.database.url) for store in stores]
-        #: What the databases of callers' engines said, where their URLs fit several shards.
-        self._told: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._addresses = [addresses_of(store.database.url) for store in stores]
+        #: The numbers stored in the databases of callers' engines, if a URL fits several shards.
+        self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._before = before
         self._checked: set[int] = set()
         for store in stores:
             store.tasks.key_owners.point_elsewhere = self._point_elsewhere
 
     def store(self, number: int) -> Store:
-        """The first time in this process it is made sure that it is the shard that it should be."""
+        """Return a store. Before its first use in this process, check that it is the shard that it
+        should be."""
         store = self.stores[number]
         if len(self.stores) > 1 and number not in self._checked:
             store.check_number()
@@ -67,49 +69,49 @@ class Shards:
         return bool(self._at(url))
 
     def _at(self, url: URL) -> list[int]:
-        """The shards that a URL may lead to."""
+        """Return the shards to which a URL may lead."""
         places = addresses_of(url)
-        return [number for number, own in enumerate(self._places) if own & places]
+        return [number for number, own in enumerate(self._addresses) if own & places]
 
     def of(self, connection: Any) -> int:
-        """The shard that a caller's connection is on."""
+        """Return the shard of a caller's connection."""
         engine = connection.engine
         url, numbers = engine.url, self._at(engine.url)
         if len(numbers) > 1:
-            if engine not in self._told:
-                self._told[engine] = self._ask(connection, numbers)
-            return self._told[engine]
+            if engine not in self._numbers:
+                self._numbers[engine] = self._ask(connection, numbers)
+            return self._numbers[engine]
         if not numbers:
             raise ShardMismatchError(
-                f"the session's database ({mask_url(url.render_as_string())}) is none of delaytasks_database_url: "
-                "host, port and name must be the same as there"
+                f"the session's database ({mask_url(url.render_as_string())}) is not in "
+                "delaytasks_database_url: host, port and name must be the same as there"
             )
         return numbers[0]
 
     def _ask(self, connection: Any, numbers: Sequence[int]) -> int:
-        """The number that the database of a caller's connection has."""
+        """Read the number in the database of a caller's connection."""
         number = number_of(connection, self.stores[0].schema)
         if number is None or number not in numbers:
-            url, those = (
-                mask_url(connection.engine.url.render_as_string()),
-                ", ".join(map(str, numbers)),
-            )
+            url = mask_url(connection.engine.url.render_as_string())
             raise ShardMismatchError(
-                f"the session's database ({url}) may be one of the shards {those}, and says its number is {number}; "
-                f"{REMEDY}, or give each shard a host, port or name of its own"
+                f"the session's database ({url}) may be one of the shards "
+                f"{', '.join(map(str, numbers))}, but contains the number {number}; {REMEDY}, "
+                "or give each shard a host, port or name of its own"
             )
         return number
 
     # -- look up ----------------------------------------------------------------------------------
 
     def likely(self, id: int) -> list[int]:
-        """All shards, and first the one that the id names. Ids that other programs made say nothing true."""
+        """Return all shards, the one that the id names first. Ids of other programs name arbitrary
+        shards."""
         numbers = list(range(len(self.stores)))
         numbers.sort(key=lambda number: number != shard_of(id))
         return numbers
 
     def named(self, tag: str, key: str, own: tuple[int, Executor] | None) -> tuple[int, int] | None:
-        """The shard and the id of the task that has the key. `own` is the caller's shard and connection."""
+        """Return the shard and the id of the key's task. `own` is the caller's shard and
+        connection."""
         for home in self._homes(tag, key):
             id = self._id_of_key(home, tag, key, own)
             if id is None:
@@ -129,19 +131,18 @@ class Shards:
     def ids_of_keys(
         self, tag: str, keys: Sequence[str], own: tuple[int, Executor] | None
     ) -> tuple[dict[str, int], StoreUnavailableError | None]:
-        """By key, of those that a live task has, wherever that is; and why some of them could not be looked up."""
+        """Return the ids of live tasks by key, and the error that prevented some lookups."""
         found: dict[str, int] = {}
         down: StoreUnavailableError | None = None
-        for turn in range(2):  # their homes, then those before
+        for turn in range(2):  # the homes, then the old homes
             homes: dict[int, list[str]] = {}
             for key in keys:
                 if key not in found and turn < len(wanted := self._homes(tag, key)):
                     homes.setdefault(wanted[turn], []).append(key)
             for home, some in homes.items():
                 try:
-                    for key, id in (
-                        self.store(home).touches.ids_of_keys(tag, some, _on(own, home)).items()
-                    ):
+                    ids = self.store(home).touches.ids_of_keys(tag, some, _on(own, home))
+                    for key, id in ids.items():
                         if shard_of(id) == home:
                             found[key] = id
                         elif (held := self.named(tag, key, own)) is not None:
@@ -158,7 +159,7 @@ class Shards:
         own: tuple[int, Executor] | None,
         newest_first: bool = False,
     ) -> Page:
-        """A page of all shards' tasks; `by` is what `Tasks.find` looks for."""
+        """Return a page of all shards' tasks. `by` contains the first arguments of `Tasks.find`."""
         found: list[Page] = []
         missing: dict[int, StoreUnavailableError] = {}
         for number in range(len(self.stores)):
@@ -182,7 +183,7 @@ class Shards:
     def insert_keyed(
         self, task: DelayTask, on_conflict: OnConflict, on: Executor | None = None
     ) -> tuple[DelayTask, bool]:
-        """As `Tasks.insert_keyed`, for a task whose home is its shard."""
+        """Do what `Tasks.insert_keyed` does, for a task in the home of its key."""
         home, others = self.store(task.shard), self._others(task)
         for _ in range(TRIES):
             try:
@@ -193,13 +194,14 @@ class Shards:
             except HeldElsewhereError as held:
                 if on is not None and not home.database.owns(on):
                     raise ShardMismatchError(
-                        f"task {held.owner.id}, which has the key {task.key!r} of tag {task.tag!r}, is in shard "
-                        f"{held.owner.shard}, and the session is on shard {task.shard}: replace it without session="
+                        f"task {held.owner.id}, which has the key {task.key!r} of tag "
+                        f"{task.tag!r}, is in shard {held.owner.shard}, and the session is on "
+                        f"shard {task.shard}: replace it without session="
                     ) from None
                 replaced = self._tasks(held.owner.shard).key_owners.replace(held.owner, task)
                 if replaced is not None:
                     return replaced, True
-        raise restless(task)
+        raise changed_too_often(task)
 
     def retry(
         self,
@@ -209,13 +211,16 @@ class Shards:
         version: int | None = None,
         on: Executor | None = None,
     ) -> DelayTask:
-        """As `Tasks.retry`: whoever decides about the task's key by now must know that it is back."""
+        """Do what `Tasks.retry` does, and let the shard that decides about the key know the task
+        again."""
         tasks = self._tasks(number)
         task = tasks.get(id, on)
         if task is None or task.key is None:
             return tasks.retry(id, due, version, on)
         before, after = self._others(task), []
-        if number != home_of(task.tag, task.key, len(self.stores)):  # everybody locks the home last
+        if number != home_of(
+            task.tag, task.key, len(self.stores)
+        ):  # every process locks the home last
             after = [before.pop()]
         for _ in range(TRIES):
             try:
@@ -226,14 +231,14 @@ class Shards:
                     return tasks.retry(id, due, version, on, [*before, *after], once_held)
             except PointsElsewhereError as pointer:
                 before = [pointer.shard, *before]
-        raise restless(task)
+        raise changed_too_often(task)
 
     @contextmanager
     def _pointing(
         self, others: Sequence[int], task: DelayTask, on_conflict: OnConflict
     ) -> Iterator[tuple[DelayTask, bool] | None]:
-        """Inside, the others point to the shard of `task`. Or the answer is known: there is a task that keeps the
-        key."""
+        """Let the other shards point to the shard of `task` inside the context. Yields the task
+        that keeps the key, if there is one."""
         for _ in range(TRIES):
             for number in others:
                 answer = self._tasks(number).key_owners.point(task, on_conflict, others)
@@ -247,10 +252,10 @@ class Shards:
                 ):
                     yield None
                     return
-        raise restless(task)
+        raise changed_too_often(task)
 
     def _others(self, task: DelayTask) -> list[int]:
-        """Who may be asked about the task's key, but for its own shard; the home comes last."""
+        """Return the shards that may decide about the key, except its own; the home comes last."""
         return [
             number
             for number in reversed(self._homes(task.tag, task.key or ""))
@@ -263,7 +268,7 @@ class Shards:
         raise PointsElsewhereError(shard_of(id))
 
     def _homes(self, tag: str, key: str) -> list[int]:
-        """The home, and the one that processes take for it which do not know the newest shards."""
+        """Return the home, and the home as processes see it that do not know the newest shards."""
         counts = [len(self.stores), *([] if self._before is None else [self._before])]
         return list(dict.fromkeys(home_of(tag, key, count) for count in counts))
 
@@ -277,7 +282,7 @@ class Shards:
 
 
 class ShardTasks:
-    """One of several shards, as its producer sees it."""
+    """The tasks of one shard, as its producer uses them."""
 
     def __init__(self, shards: Shards, number: int) -> None:
         self._shards = shards

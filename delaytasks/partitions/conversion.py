@@ -1,4 +1,5 @@
-"""From one table of tasks to partitions: the table becomes the first of them, beside everybody's work."""
+"""Converts the task table into a partitioned one while it is used. The table becomes the first
+partition."""
 
 from __future__ import annotations
 
@@ -8,23 +9,26 @@ from sqlalchemy import Connection, func, select, text
 
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.ids import first_id
-from delaytasks.storage.partitions import DEFAULT, FIRST, Partitions, edge_after, periods
+from delaytasks.partitions.table import DEFAULT, FIRST, Partitions, edge_after, periods
 
-#: What follows the table and not its name, or can not be had across partitions.
+#: Objects that would stay with the first partition, or that a partitioned table cannot have.
 _OBSTACLES = text(
     """
     WITH t AS (SELECT to_regclass(:name)::oid AS oid)
     SELECT 'view ' || r.ev_class::regclass FROM t JOIN pg_depend d ON d.refobjid = t.oid
         JOIN pg_rewrite r ON r.oid = d.objid AND d.classid = 'pg_rewrite'::regclass
-    UNION SELECT 'trigger ' || tgname FROM t JOIN pg_trigger ON tgrelid = t.oid WHERE NOT tgisinternal
+    UNION SELECT 'trigger ' || tgname
+        FROM t JOIN pg_trigger ON tgrelid = t.oid WHERE NOT tgisinternal
     UNION SELECT 'foreign key ' || conname || ' of ' || conrelid::regclass
         FROM t JOIN pg_constraint ON t.oid IN (conrelid, confrelid) WHERE contype = 'f'
     UNION SELECT 'unique index ' || indexrelid::regclass
-        FROM t JOIN pg_index ON indrelid = t.oid WHERE (indisunique OR indisexclusion) AND NOT indisprimary
+        FROM t JOIN pg_index ON indrelid = t.oid
+        WHERE (indisunique OR indisexclusion) AND NOT indisprimary
     UNION SELECT 'policy ' || polname FROM t JOIN pg_policy ON polrelid = t.oid
     UNION SELECT 'publication ' || pubname FROM t JOIN pg_publication_rel ON prrelid = t.oid
         JOIN pg_publication p ON p.oid = prpubid
-    UNION SELECT 'inheritance of ' || inhrelid::regclass FROM t JOIN pg_inherits ON t.oid IN (inhrelid, inhparent)
+    UNION SELECT 'inheritance of ' || inhrelid::regclass
+        FROM t JOIN pg_inherits ON t.oid IN (inhrelid, inhparent)
     UNION SELECT 'id without identity' FROM t JOIN pg_attribute ON attrelid = t.oid
         WHERE attname = 'id' AND attidentity = ''
     ORDER BY 1
@@ -32,25 +36,29 @@ _OBSTACLES = text(
 )
 _PRIVILEGES = text(
     """
-    SELECT format('GRANT %s%s ON %s TO %s%s', privilege_type, ' (' || quote_ident(attname) || ')', CAST(:new AS text),
+    SELECT format('GRANT %s%s ON %s TO %s%s', privilege_type,
+        ' (' || quote_ident(attname) || ')', CAST(:new AS text),
         CASE grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(grantee)) END,
         CASE WHEN is_grantable THEN ' WITH GRANT OPTION' END)
     FROM (
         SELECT NULL AS attname, (aclexplode(relacl)).* FROM pg_class WHERE oid = to_regclass(:old)
-        UNION ALL SELECT attname, (aclexplode(attacl)).* FROM pg_attribute WHERE attrelid = to_regclass(:old)
+        UNION ALL SELECT attname, (aclexplode(attacl)).*
+            FROM pg_attribute WHERE attrelid = to_regclass(:old)
     ) AS granted
     """
 )
 _INDEXES = text(
-    "SELECT i.inhparent::regclass::text, i.inhrelid::regclass::text, c.relname FROM pg_inherits AS i "
-    "JOIN pg_index AS x ON x.indexrelid = i.inhrelid JOIN pg_class AS c ON c.oid = i.inhrelid "
-    "WHERE x.indrelid = to_regclass(:old)"
+    "SELECT i.inhparent::regclass::text, i.inhrelid::regclass::text, c.relname "
+    "FROM pg_inherits AS i JOIN pg_index AS x ON x.indexrelid = i.inhrelid "
+    "JOIN pg_class AS c ON c.oid = i.inhrelid WHERE x.indrelid = to_regclass(:old)"
 )
 
 
 def convert(partitions: Partitions, every: timedelta, ahead: int) -> list[str]:
-    """The names of all partitions: the first one is the table as it is, which takes new tasks until the second edge
-    from now."""
+    """Convert the table, and return the names of all partitions.
+
+    The first partition is the table as it is. It takes new tasks until the second edge from now.
+    """
     with partitions.one_at_a_time():
         return _convert(partitions, every, ahead)
 
@@ -82,16 +90,16 @@ def _check_convertible(partitions: Partitions, below: int) -> None:
     )
     if obstacles:
         raise ConfigError(
-            f"table {table.fullname} can not be partitioned because of: {', '.join(obstacles)}. Drop them first, and "
-            "make afterwards those that partitioned tables can have"
+            f"table {table.fullname} cannot be partitioned because of: {', '.join(obstacles)}. "
+            "Drop them first, and afterwards make those that partitioned tables can have"
         )
     beyond = alone(
         lambda c: c.execute(select(func.count()).where(table.c.id >= below)).scalar_one()
     )
     if beyond:
         raise ConfigError(
-            f"table {table.fullname} has {beyond} ids that are not in the order of time, {below} or above: another "
-            "program made them, and partitions by time are of no use for those"
+            f"table {table.fullname} has {beyond} ids that are not in the order of time, {below} "
+            "or above: another program made them, and partitions by time do not work with them"
         )
 
 

@@ -1,4 +1,5 @@
-"""Which keys the rows of one database need, and how they come to need the first one alone."""
+"""Finds the keys that the rows of one database need, and encrypts the rows anew with the first
+key."""
 
 from __future__ import annotations
 
@@ -23,27 +24,30 @@ from delaytasks.core.encryption import (
 )
 from delaytasks.core.json_text import dump_json
 from delaytasks.core.states import LIVE, Status
+from delaytasks.encryption.cipher import Cipher
 from delaytasks.storage.bulk import Bulk
-from delaytasks.storage.cipher import BODY, RESULT, Cipher
 from delaytasks.storage.database import Database
 from delaytasks.storage.rows import json_rows, listed, parts
-from delaytasks.storage.schema import Schema
+from delaytasks.storage.schema import BODY, RESULT, Schema
 
-#: Rows that are read and encrypted at a time, and then locked for as long as one UPDATE takes.
-STEP = 100
-#: Rows that somebody has locked, or has changed since they were read, get another chance after so long.
-BUSY_S = 1.0
-#: Stands for a key where something is plain.
-NO_KEY = ""
+#: Rows that are read and encrypted together. They are locked only during one UPDATE.
+BATCH_ROWS = 100
+#: Rows that were locked, or changed after they were read, are tried again after this time.
+RETRY_AFTER_S = 1.0
+#: The name in `Needs` for texts that are not encrypted.
+PLAIN_TEXT = ""
 
 
-#: A row as it was read (id, body, result, tag), and the body and result that it is to have.
+#: A row as it was read (id, body, result, tag), with its new body and result.
 Sealed = tuple[Sequence[Any], str, str | None]
 
 
 class Needs(NamedTuple):
-    """How many rows need each key, by its name; before it stands `fernet:` where a text is not bound to its task. A row
-    whose result has another one than its body counts twice."""
+    """How many rows need each key, by the key's name.
+
+    The name has the prefix `fernet:` if a text is not bound to its task. A row whose body and
+    result need different keys counts twice.
+    """
 
     live: Counter[str]
     finished: Counter[str]
@@ -60,7 +64,7 @@ class Rotation:
         mine = listed(database, t.c.id, "ids")
         self._read = select(t.c.id, t.c.message_body, t.c.result, t.c.tag).where(mine)
         self._lock = self._read.with_for_update(skip_locked=True)
-        # No move, and nothing that anybody would see: version and update_time stay.
+        # Not a move: no client sees the change, so version and update_time stay.
         sealed = {"message_body": w.c.message_body, "result": w.c.result}
         self._update = update(t).where(mine, t.c.id == w.c.id).values(sealed)
 
@@ -70,19 +74,20 @@ class Rotation:
             (needs.live if status in LIVE else needs.finished).update(names)
         return needs
 
-    def rotate(self, statuses: frozenset[Status], tell: Callable[[], object]) -> None:
-        """In short steps; `tell` is called after each. What moves or is locked meanwhile may be left."""
+    def rotate(self, statuses: frozenset[Status], on_batch: Callable[[], object]) -> None:
+        """Encrypt in short steps, and call `on_batch` after each. Rows that move or are locked may
+        be left."""
         cipher = self._cipher
-        assert cipher is not None, "nobody asks without keys"
+        assert cipher is not None, "rotation needs keys"
         ids = array("q", (id for id, _, names in self._rows(statuses) if names - {cipher.current}))
         self.found = len(ids)
-        busy = self._steps(cipher, ids, tell)
+        busy = self._steps(cipher, ids, on_batch)
         if busy:
-            time.sleep(BUSY_S)
-            self._steps(cipher, busy, tell)
+            time.sleep(RETRY_AFTER_S)
+            self._steps(cipher, busy, on_batch)
 
     def _rows(self, statuses: frozenset[Status]) -> Iterator[tuple[int, Status, set[str]]]:
-        """With the names of the keys that their body and result need, as these say it."""
+        """Yield the ids with the names of the keys that body and result need."""
         t = self._t.c
         for rows in self._bulk.having(
             statuses, [t.id, t.status, _mark(t.message_body), _mark(t.result)]
@@ -90,17 +95,19 @@ class Rotation:
             for id, status, *marks in rows:
                 yield id, Status.of(status), {_name(mark) for mark in marks if mark is not None}
 
-    def _steps(self, cipher: Cipher, ids: Sequence[int], tell: Callable[[], object]) -> list[int]:
-        """Returns those that somebody has locked or changed."""
+    def _steps(
+        self, cipher: Cipher, ids: Sequence[int], on_batch: Callable[[], object]
+    ) -> list[int]:
+        """Encrypt batch by batch. Returns the ids of rows that were locked or changed."""
         busy: list[int] = []
         each = iter(ids)
-        while batch := list(itertools.islice(each, STEP)):
+        while batch := list(itertools.islice(each, BATCH_ROWS)):
             busy += self._step(cipher, batch)
-            tell()
+            on_batch()
         return busy
 
     def _step(self, cipher: Cipher, ids: Sequence[int]) -> list[int]:
-        """Nothing is locked while bodies are encrypted: what falls due meanwhile is not late."""
+        """Encrypt one batch. No row is locked meanwhile, so due tasks are not delayed."""
         read, seal = cipher.read, cipher.seal
         found = self._db.alone(lambda c: c.execute(self._read, {"ids": ids}).all())
         opened = [
@@ -117,7 +124,7 @@ class Rotation:
             for row, body, result in opened
             if _is_open(body) and (result is None or _is_open(result))
         ]
-        done = self._db.run(lambda: self._replace(sealed)) if sealed else set()
+        done = self._replace(sealed) if sealed else set()
         self.changed, self.unreadable = (
             self.changed + len(done),
             self.unreadable + len(found) - len(sealed),
@@ -125,10 +132,12 @@ class Rotation:
         return [row[0] for row, *_ in sealed if row[0] not in done]
 
     def _replace(self, sealed: Sequence[Sealed]) -> set[int]:
-        """Those that are still what was read, to the letter. Returns their ids."""
-        ids = [row[0] for row, *_ in sealed]
-        with self._db.begin() as connection:
-            locked = {row[0]: tuple(row) for row in connection.execute(self._lock, {"ids": ids})}
+        """Update the rows that are exactly as they were read, and return their ids."""
+
+        def work(connection: Any) -> set[int]:
+            ids = [row[0] for row, *_ in sealed]
+            found = connection.execute(self._lock, {"ids": ids})
+            locked = {row[0]: tuple(row) for row in found}
             rows = [
                 {"id": row[0], "message_body": body, "result": result}
                 for row, body, result in sealed
@@ -138,7 +147,9 @@ class Rotation:
                 values = {"rows": dump_json(part), "ids": [row["id"] for row in part]}
                 met = connection.execute(self._update, values).rowcount
                 assert met == len(part), "they are locked"
-        return {row["id"] for row in rows}
+            return {row["id"] for row in rows}
+
+        return self._db.transaction(work)
 
 
 def _mark(text: ColumnElement[Any]) -> ColumnElement[Any]:
@@ -146,20 +157,20 @@ def _mark(text: ColumnElement[Any]) -> ColumnElement[Any]:
     return case(
         (text.is_(None), None),
         (func.substr(text, 1, len(PREFIX)).in_(PREFIXES), begin),
-        else_=NO_KEY,
+        else_=PLAIN_TEXT,
     )
 
 
 def _name(mark: str) -> str:
-    """Another program may have written anything."""
+    """Return the key's name. Other programs may have written any mark."""
     if not mark:
-        return NO_KEY
+        return PLAIN_TEXT
     name = name_in(mark)
     return name if is_bound(mark) or name == NO_NAME else UNBOUND_PREFIX + name
 
 
 def _is_open(text: object) -> bool:
-    """SQLite's columns take more than text."""
+    """Whether this is readable text. SQLite's columns may contain other types."""
     return isinstance(text, str) and not is_encrypted(text)
 
 

@@ -1,0 +1,103 @@
+"""The features of each supported database."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from delaytasks.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """The features of a database.
+
+    Only modules of the storage package ask for a database's name, and only where each database has
+    a notation of its own: types, JSON lists, INSERT that skips rows, the catalogue.
+    """
+
+    #: One UPDATE can select, lock, change and return rows.
+    update_returning: bool
+    #: A list of ids is one parameter, and the index is used whatever the statistics contain.
+    array_parameters: bool
+    #: An index serves a comparison of several columns, `(a, b) <= (1, 2)`.
+    row_ranges: bool
+    #: INSERT can skip rows that exist. Where it cannot, a failed INSERT leaves the transaction
+    #: usable.
+    insert_or_skip: bool
+    #: COPY FROM STDIN.
+    copy: bool
+    #: An INSERT of many rows is fastest with a parameter for each value, not with a JSON list of
+    #: rows.
+    binds_values: bool
+    #: LISTEN and NOTIFY: a commit sends messages to the connections that listen.
+    notify: bool
+    #: A list of ids finds rows faster than a join with a table of them.
+    looks_up_lists: bool
+    #: PREPARE works for statements that are sent past SQLAlchemy.
+    prepare: bool
+    #: The driver begins a transaction with the first statement that writes, not with the first
+    #: statement.
+    begins_late: bool
+    #: A caller's transaction may read as of its start, and then does not see later commits.
+    reads_as_of_start: bool
+    #: A server-side cursor returns rows in parts, inside a transaction.
+    server_side_cursors: bool
+    #: A table can be partitioned by ranges of ids, and each partition can be dropped.
+    partitions: bool
+
+
+POSTGRESQL = Capabilities(
+    update_returning=True,
+    array_parameters=True,
+    row_ranges=True,
+    insert_or_skip=True,
+    copy=True,
+    binds_values=False,
+    notify=True,
+    looks_up_lists=True,
+    prepare=True,
+    begins_late=False,
+    reads_as_of_start=False,
+    server_side_cursors=True,
+    partitions=True,
+)
+MYSQL = Capabilities(
+    update_returning=False,
+    array_parameters=False,
+    row_ranges=False,
+    insert_or_skip=False,
+    copy=False,
+    binds_values=False,
+    notify=False,
+    looks_up_lists=True,
+    prepare=False,
+    begins_late=False,
+    reads_as_of_start=True,
+    server_side_cursors=True,
+    partitions=False,
+)
+SQLITE = Capabilities(
+    update_returning=True,
+    array_parameters=False,
+    row_ranges=False,
+    insert_or_skip=True,
+    copy=False,
+    binds_values=True,
+    notify=False,
+    looks_up_lists=False,
+    prepare=False,
+    begins_late=True,
+    reads_as_of_start=False,
+    server_side_cursors=False,
+    partitions=False,
+)
+_CAPABILITIES = {"postgresql": POSTGRESQL, "mysql": MYSQL, "mariadb": MYSQL, "sqlite": SQLITE}
+
+
+def capabilities_of(dialect_name: str) -> Capabilities:
+    try:
+        return _CAPABILITIES[dialect_name]
+    except KeyError:
+        raise ConfigError(
+            f"database {dialect_name!r} is not supported (known: {', '.join(_CAPABILITIES)})"
+        ) from None
