@@ -1,6 +1,6 @@
-"""`python -m chaos [--tasks N] [--faults N] [--kills N] [--every S] [--seed N] [--database …] [--broker …] [--timer …]`
+"""Inject random faults into a real deployment, and check that no promise is broken.
 
-Without options: the run that each change has to pass, in two minutes.
+Without options, this is the two-minute run that every change has to pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from chaos.report import show
 from chaos.run import Plan, run
 from tests.services import MissingServiceError
 
-#: It ends with this where a server is missing.
+#: The exit status if a required server is missing.
 MISSING = 3
 
 
@@ -33,11 +33,11 @@ def main() -> int:
     parser.add_argument("--tasks", type=int, default=2000)
     parser.add_argument("--faults", type=int, default=30)
     parser.add_argument(
-        "--kills", type=int, default=22, help="so many of the faults, at least, are kills"
+        "--kills", type=int, default=22, help="minimum number of kills among the faults"
     )
     parser.add_argument("--every", type=float, default=2.5, help="seconds between two faults")
     parser.add_argument(
-        "--seed", type=int, default=None, help="of the faults and of what is scheduled"
+        "--seed", type=int, default=None, help="seed of the faults and of the scheduled tasks"
     )
     parser.add_argument(
         "--database", choices=["postgresql", "mariadb", "sqlite"], default="postgresql"
@@ -45,21 +45,21 @@ def main() -> int:
     parser.add_argument("--broker", choices=["redis", "rabbitmq", "embedded"], default="redis")
     parser.add_argument("--timer", choices=["eta", "redis"], default="eta")
     parser.add_argument(
-        "--patience", type=float, default=60.0, help="seconds without progress after which it ends"
+        "--patience", type=float, default=60.0, help="seconds without progress after which the run ends"
     )
     parser.add_argument(
         "--within",
         type=float,
         default=60.0,
-        help="seconds after the last fault; what is due and not finished is stuck",
+        help="seconds after the last fault until every due task must be finished",
     )
     parser.add_argument(
         "--only",
         action="append",
         metavar="WORDS",
-        help="faults with these words in their names; `kill` are all kills",
+        help="use only faults whose names contain WORDS; `kill` selects all kills",
     )
-    parser.add_argument("--keep", metavar="FOLDER", help="a new one, for what all processes say")
+    parser.add_argument("--keep", metavar="FOLDER", help="new folder that keeps the logs of all processes")
     options = parser.parse_args()
     seed = secrets.randbelow(1_000_000) if options.seed is None else options.seed
     plan = Plan(
@@ -74,12 +74,12 @@ def main() -> int:
     began = time.monotonic()
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # what it started is ended, however it ends
+    )  # ends the started processes on each exit
     signal.signal(
         signal.SIGINT, signal.default_int_handler
-    )  # also in the background, where shells have it ignored
+    )  # also in the background, where shells ignore it
     with a_folder(options.keep) as folder:
-        folder.chmod(0o755)  # the database may be another user's
+        folder.chmod(0o755)  # the database may run as another user
         field = None
         try:
             field = Field(folder, site)
@@ -88,11 +88,11 @@ def main() -> int:
                     console.print(f"left out: {nemesis.kind}: {why}")
             outcome = run(field, plan, console.print)
         except MissingServiceError as error:
-            console.print(f"{site} can not be had here: {error}")
+            console.print(f"{site} is not available on this machine: {error}")
             return MISSING
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_IGN)  # it is ending
+                signal.signal(number, signal.SIG_IGN)  # the cleanup must not be interrupted
             if field is not None:
                 field.close()
     verdict = Checker(outcome.history, quiet_us=outcome.quiet_us, by_us=outcome.by_us).verdict()

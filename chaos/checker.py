@@ -1,5 +1,8 @@
-"""Judges a history: every acknowledged task runs at least once and never early, one finish is accepted for each claim,
-and every extra run has a fault that explains it."""
+"""Check a history against the promises.
+
+Every acknowledged task runs at least once and never early, one finish is accepted for each claim,
+and a fault explains every additional run.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,13 @@ from chaos.lives import Life, lives_of, story_of
 from chaos.reasons import Reasons, held
 from delaytasks.core.states import FINISHED, MOVES, Status
 
-#: (from, to) of every move there is.
+#: The pairs (source, target) of all allowed moves.
 _LEGAL = {(source, move.target) for move in MOVES.values() for source in move.sources}
-#: A lease, a sweep and a dispatch, and some more: so long a task may be due without being stuck.
+#: How long a due task may wait before it counts as stuck: a lease, a sweep, a dispatch and some
+#: tolerance.
 WHILE_US = 10_000_000
-#: So many findings are printed, and told in full: a broken run has thousands, of stories that take minutes.
+#: How many findings are printed with their stories. A broken run has thousands of findings, and
+#: their stories take minutes.
 TOLD = 20
 
 
@@ -30,7 +35,7 @@ class Flaw(NamedTuple):
 class Finding(NamedTuple):
     flaw: Flaw
     id: int
-    #: All that is known of the task, in the order of time; of the first findings only.
+    #: All recorded facts about the task, ordered by time. Only the first findings have a story.
     story: str
 
     def __str__(self) -> str:
@@ -41,7 +46,7 @@ class Finding(NamedTuple):
 class Verdict:
     tasks: int = 0
     runs: int = 0
-    #: Runs beyond those that were asked for, each explained by a fault.
+    #: Runs beyond the requested ones that a fault explains.
     explained: int = 0
     findings: list[Finding] = field(default_factory=list)
 
@@ -65,8 +70,11 @@ class Checker:
         quiet_us: int | None = None,
         by_us: int | None = None,
     ) -> None:
-        """`quiet_us` is when all was to be over: nothing that is left then will come right by itself. `by_us` is when
-        what has been due for a while was to be finished."""
+        """Check `history`.
+
+        `quiet_us` is the time by which all work must be over. `by_us` is the time by which every
+        task that was due before must be finished.
+        """
         self._history = history
         self._reasons = Reasons(history.faults)
         self._max_lost_leases = max_lost_leases
@@ -95,45 +103,45 @@ class Checker:
                 verdict.findings.append(Finding(flaw, id, story))
         for process in history.hung:
             verdict.findings.append(
-                Finding(Flaw("I8", "hung", f"{process} lives and runs nothing"), 0, "")
+                Finding(Flaw("I8", "hung", f"{process} is alive but runs no task"), 0, "")
             )
         return verdict
 
     def story(self, id: int) -> str:
-        """All that is known of a task."""
+        """Return all recorded facts about a task."""
         return story_of(lives_of(self._history)[id], self._history.faults)
 
-    # -- what was promised ------------------------------------------------------------------------
+    # -- promises to callers ----------------------------------------------------------------------
 
     def _acknowledged_runs(self, life: Life) -> Iterator[Flaw]:
         if not life.calls("schedule", "ok"):
             return
         if life.last is None:
-            yield Flaw("I1", "lost", "its schedule was acknowledged, and there is no row")
+            yield Flaw("I1", "lost", "its schedule was acknowledged, but it has no row")
         elif (
             life.last.status in (Status.DONE, Status.FAILED)
             and not life.ran
             and not self._is_given_up(life.last)
         ):
-            yield Flaw("I1", "lost", f"it is {life.last.status.name} and never ran")
+            yield Flaw("I1", "lost", f"it is {life.last.status.name} but it never ran")
         elif life.last.status is Status.CANCELLED and not life.calls("cancel", "ok", "unknown"):
-            yield Flaw("I1", "lost", "it is CANCELLED, and nobody asked for that")
+            yield Flaw("I1", "lost", "it is CANCELLED, but no caller cancelled it")
 
     def _is_given_up(self, last: Change) -> bool:
-        """Its workers died between claim and run, as often as they may."""
+        """Return whether workers died between claim and run as often as is allowed."""
         return last.status is Status.FAILED and last.lapses >= self._max_lost_leases
 
     def _nothing_else_runs(self, life: Life) -> Iterator[Flaw]:
         if not life.calls("schedule", "ok", "unknown"):
             if life.ran:
                 yield Flaw(
-                    "I2", "unexpected", "it ran, and its schedule was refused or rolled back"
+                    "I2", "unexpected", "it ran, but its schedule was refused or rolled back"
                 )
             elif life.last is not None:
                 yield Flaw(
                     "I2",
                     "unexpected",
-                    "its schedule was refused or rolled back, and its row is there",
+                    "its schedule was refused or rolled back, but it has a row",
                 )
         for run in life.ran:
             if life.changes and life.claim_of(run) is None:
@@ -161,7 +169,7 @@ class Checker:
                 continue
             moves = life.calls("reschedule", "unknown") + life.calls("retry", "unknown")
             if any(told.due_us is None and told.asked_us <= run.began_us for told in moves):
-                continue  # it may have been given another time, and nobody knows which
+                continue  # its due time may have changed, and the new one is unknown
             settled = [
                 told for told in asked if told.answer == "ok" and told.answered_us <= run.began_us
             ]
@@ -175,7 +183,7 @@ class Checker:
                 yield Flaw(
                     "I3",
                     "early",
-                    f"version {run.version} began {min(dues) - run.began_us} us before what was asked",
+                    f"version {run.version} began {min(dues) - run.began_us} us before the requested time",
                 )
 
     # -- the row ----------------------------------------------------------------------------------
@@ -207,7 +215,10 @@ class Checker:
                 yield Flaw("I4", kind, f"{change.was} became {change.status}")
 
     def _one_lease(self, life: Life) -> Iterator[Flaw]:
-        """A lease ends with its time, with its row's settlement, or with the death of who holds it."""
+        """Find leases that ended too early.
+
+        A lease may end at its time, with its row's settlement, or with the death of its owner.
+        """
         for claim in self._lapsed(life):
             end, lease_us = life.end_of(claim), self._lease_of(life, claim)
             if end is None or lease_us is None or end.at_us >= lease_us:
@@ -216,17 +227,17 @@ class Checker:
                 yield Flaw(
                     "I5",
                     "two leases",
-                    f"version {claim.version} lapsed {lease_us - end.at_us} us before its lease",
+                    f"version {claim.version} lapsed {lease_us - end.at_us} us before its lease ended",
                 )
 
     def _lease_of(self, life: Life, claim: Change) -> int | None:
-        """Until when it was renewed last."""
+        """Return the lease's end after its last renewal."""
         return [c.lease_until_us for c in life.changes if c.version == claim.version][-1]
 
     # -- extra runs -------------------------------------------------------------------------------
 
     def _lapsed(self, life: Life) -> list[Change]:
-        """The claims that nobody settled."""
+        """Return the claims that were never settled."""
         ends = ((claim, life.end_of(claim)) for claim in life.claims)
         return [claim for claim, end in ends if end is not None and end.lapses > claim.lapses]
 
@@ -248,11 +259,13 @@ class Checker:
                 yield Flaw(
                     "I6",
                     "duplicated",
-                    f"version {run.version} ran, and was given back as if it had not",
+                    f"version {run.version} ran, but was given back as not run",
                 )
 
     def _never_ran(self, life: Life, claim: Change) -> bool:
-        """What is given back says so by its attempts and its worker."""
+        """Return whether the row was given back unrun: its attempts decrease and its worker is
+        removed.
+        """
         end = life.end_of(claim)
         if end is None or end.was is not Status.RUNNING or self._is_explained(life, claim):
             return False
@@ -276,14 +289,14 @@ class Checker:
         }
         again = len(life.calls("retry", "ok", "unknown"))
         if len(settled) > allowed * (1 + again):
-            yield Flaw("I7", "too often", f"it ran {len(settled)} times to an end, of {allowed}")
+            yield Flaw("I7", "too often", f"it ran {len(settled)} times to its end, but may run {allowed}")
 
     def _quiet(self, life: Life) -> Iterator[Flaw]:
         last = life.last
         if self._quiet_us is None or last is None:
             return
         if last.status is Status.RUNNING and (last.lease_until_us or 0) < self._quiet_us:
-            yield Flaw("I8", "stuck", "it is RUNNING, and its lease is over")
+            yield Flaw("I8", "stuck", "it is RUNNING, but its lease is over")
         elif last.status is Status.NOT_COMPLETE and last.due_us < self._quiet_us:
             yield Flaw("I8", "stuck", "it is overdue")
         else:
@@ -298,10 +311,10 @@ class Checker:
             or then.due_us > by_us - WHILE_US
         ):
             return
-        text = f"it was due for {(by_us - then.due_us) / 1e6:.1f} s when all was to be well again"
+        text = f"it was due for {(by_us - then.due_us) / 1e6:.1f} s at the deadline"
         ended = next((c for c in life.changes if c.at_us > by_us and c.status in FINISHED), None)
         if ended is None:
-            yield Flaw("I8", "stuck", f"{text}, and runs still")
+            yield Flaw("I8", "stuck", f"{text}, and is not finished")
         else:
             yield Flaw(
                 "I8", "late", f"{text}, and was finished {(ended.at_us - by_us) / 1e6:.1f} s later"

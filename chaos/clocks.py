@@ -1,5 +1,4 @@
-"""`python -m chaos.clocks [--database …] [--only PRODUCER,WORKER,DATABASE …]`: producers, workers and databases whose
-clocks are an hour apart."""
+"""Run producers, workers and databases whose clocks are an hour apart."""
 
 from __future__ import annotations
 
@@ -35,15 +34,17 @@ from tests.waiting import wait_until
 
 HOUR_S = 3600
 OFFSETS = (0, HOUR_S, -HOUR_S)
-#: Tasks that are due at once and soon, and those that are waited for while the worker has nothing else to do.
+#: Delays of the tasks that are due immediately or soon, and of the tasks that an idle worker waits
+#: for.
 SOON = [0.0] * 10 + [n / 10 for n in range(1, 11)]
 LATER_S, LATER = 6.0, 20
-#: When it has nothing to do, from the call.
+#: The idle period of the worker, in seconds after the call.
 REST_S = (2.5, 5.5)
-#: Of one core, and statements each second, while it waits: a loop that is hot takes all it can get.
+#: The most that an idle worker may use: a share of one core, and statements per second. A loop
+#: without a pause uses far more.
 MOST_CPU, MOST_STATEMENTS = 0.7, 100.0
 PATIENCE_S = 40.0
-#: Between what a worker believes that its clock is off, and what it is.
+#: The tolerance between the clock offset that a worker measured and the real one.
 ABOUT_S = 60
 
 
@@ -57,12 +58,12 @@ class Hours(NamedTuple):
 
 class Outcome(NamedTuple):
     verdict: Verdict
-    #: Seconds from due to begun, by the database's clock; sorted.
+    #: Seconds from due time to begin by the database's clock, sorted.
     late_s: Sequence[float]
-    #: While it waited: parts of a core, and statements a second.
+    #: Usage while the worker is idle: share of a core, and statements per second.
     cpu: float
     statements: float
-    #: What the worker has found out of its own clock, by the database's.
+    #: The clock offset that the worker measured, relative to the database.
     off_s: float
     is_mistaken: bool
 
@@ -79,19 +80,19 @@ class Outcome(NamedTuple):
             if self.statements > MOST_STATEMENTS
             else []
         )
-        found += [f"its clock is {self.off_s:+.0f} s off, it says"] if self.is_mistaken else []
+        found += [f"its clock is {self.off_s:+.0f} s off by its own measurement"] if self.is_mistaken else []
         missing = len(SOON) + LATER - len(self.late_s)
         return found + ([f"{missing} never ran"] if missing else [])
 
 
 @contextmanager
 def server(database: str, ahead_s: int) -> Iterator[str]:
-    """A database of its own with a clock that is so far ahead; its URL."""
+    """Start a database whose clock is `ahead_s` seconds ahead, and yield its URL."""
     environment = faketime.environment(ahead_s) if ahead_s else {}
     with tempfile.TemporaryDirectory(
         prefix="delaytasks-clocks-", ignore_cleanup_errors=True
     ) as folder:
-        Path(folder).chmod(0o755)  # the database may be another user's
+        Path(folder).chmod(0o755)  # the database may run as another user
         place = Path(folder) / "database"
         place.mkdir()
         made: MariaDBServer | PostgresServer
@@ -107,7 +108,7 @@ def server(database: str, ahead_s: int) -> Iterator[str]:
 
 
 def try_out(folder: Path, database_url: str, broker_url: str, hours: Hours) -> Outcome:
-    """One worker and one producer, for some seconds."""
+    """Run one worker and one producer for some seconds."""
     conf = {"imports": ["chaos.project"]}
     deployment = Deployment(folder, database_url, broker_url, conf, **SETTINGS)
     recorder = Recorder(deployment.store)
@@ -130,10 +131,10 @@ def try_out(folder: Path, database_url: str, broker_url: str, hours: Hours) -> O
         count = f"SELECT count(*) FROM {t.name} WHERE status <> {int(Status.DONE)}"
         try:
             wait_until(
-                lambda: _one(deployment, count) == 0, PATIENCE_S, "all to be done", every_s=0.1
+                lambda: _one(deployment, count) == 0, PATIENCE_S, "all tasks to be done", every_s=0.1
             )
         except AssertionError:
-            pass  # the checker tells which
+            pass  # the checker reports the unfinished tasks
         history = read(notes, recorder.changes())
         quiet_us = now_us() + hours.database * 1_000_000
         verdict = Checker(history, quiet_us=quiet_us).verdict()
@@ -163,7 +164,7 @@ def _at_rest(deployment: Deployment, worker: Process, began: float) -> tuple[flo
 
 
 def cpu_s(pid: int) -> float:
-    """Of a process and its children."""
+    """Return the CPU seconds of a process and its children."""
     ticks = 0
     for one in (pid, *children_of(pid)):
         fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
@@ -209,11 +210,11 @@ def main() -> int:
         combinations = [Hours(*map(int, each.split(","))) for each in options.only]
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # what it started is ended, however it ends
+    )  # ends the started processes on each exit
     signal.signal(
         signal.SIGINT, signal.default_int_handler
-    )  # also in the background, where shells have it ignored
-    console.width = max(console.width, 110)  # also into a file
+    )  # also in the background, where shells ignore it
+    console.width = max(console.width, 110)  # also if the output is a file
     table = Table(
         "server",
         *Hours._fields,
@@ -250,7 +251,7 @@ def main() -> int:
 
 
 def _outcomes(database: str, combinations: Sequence[Hours]) -> Iterator[tuple[Hours, Outcome]]:
-    """All that have the same database's clock side by side, one after the other."""
+    """Run the combinations one after the other, grouped by the database's clock."""
     for ahead_s in sorted({hours.database for hours in combinations}):
         with (
             server(database, ahead_s) as url,

@@ -1,4 +1,5 @@
-"""`python -m chaos.distant FOLDER DELAY…`: a producer in a process of its own, whose clock may be wrong."""
+"""`python -m chaos.distant FOLDER DELAY…`: a producer in its own process, whose clock may be wrong.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from chaos.project import now_us
 from delaytasks.celery import delays
 from delaytasks.core.clock import to_us
 
-#: Of the clock that a process has measured.
+#: The tolerance of a clock that a process has measured.
 ABOUT_US = 100_000
 
 
@@ -22,7 +23,7 @@ def main() -> None:
         task = delays.schedule_delay("chaos.note", {"folder": folder, "s": 0}, delay)
         due_us = to_us(task.expected_time)
         if abs(due_us - asked_us - delay * 1e6) > ABOUT_US + now_us() - asked_us:
-            due_us = asked_us + int(delay * 1e6)  # it was to be then, by the database's clock
+            due_us = asked_us + int(delay * 1e6)  # the requested time, by the database's clock
         notes.note(Told(task.id, "schedule", "ok", asked_us, now_us(), due_us))
 
 

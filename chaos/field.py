@@ -1,4 +1,4 @@
-"""A deployment of a run's own: servers, the links to them, two workers and two beats."""
+"""The deployment of a chaos run: servers, proxies in front of them, two workers and two beats."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-#: A worker may find the broker away, and then waits longer and longer.
+#: A worker may start while the broker is away, and then waits longer after each attempt.
 STARTED_S = 120.0
 
 
 class Site(NamedTuple):
-    """Which servers a run is on."""
+    """The servers of a run."""
 
     database: str
     broker: str
@@ -49,7 +49,7 @@ class Field:
     def __init__(self, folder: Path, site: Site) -> None:
         self.site, self.notes = site, folder / "notes"
         self.is_over = threading.Event()
-        #: What is to be ended, the last one first.
+        #: The cleanup functions, called in reverse order.
         self._ends: list[Callable[[], object]] = []
         try:
             self._start(folder)
@@ -64,7 +64,8 @@ class Field:
         )
         self.broker: Broker = start_broker(self.site.broker, folder)
         self._ends.append(self.broker.stop)
-        #: The ways to the database, one for producers and one for workers. SQLite has none.
+        #: The proxies in front of the database: one for producers and one for workers. SQLite has
+        #: none.
         self.links = [self._link(self.database_url) for _ in range(2)] if self.database else []
         producers, workers = [link.url(self.database_url) for link in self.links] or [
             self.database_url
@@ -91,7 +92,7 @@ class Field:
         self.beats = [self.new_beat(), self.new_beat()]
 
     def new_worker(self, **environment: str) -> Process:
-        # What its pool leaves behind when it is killed goes with the folder.
+        # The files that a killed pool process leaves behind are deleted with the folder.
         own = {**time_environment(), "TMPDIR": str(self.deployment.folder)}
         return self.deployment.worker(ready_s=STARTED_S, **{**own, **environment})
 
@@ -99,21 +100,21 @@ class Field:
         return self.deployment.beat(**environment)
 
     def pools(self) -> list[list[int]]:
-        """The pool processes of each worker."""
+        """Return the pool processes of each worker."""
         return [children_of(worker.pid) for worker in self.workers]
 
     def written(self, pid: int) -> int:
-        """How much a process has noted."""
+        """Return the size of a process's notes."""
         path = self.notes / f"{pid}.jsonl"
         return path.stat().st_size if path.exists() else 0
 
     def queues(self) -> list[str]:
-        """As the broker knows them."""
+        """Return the names of the queues at the broker."""
         namespace = self.deployment.settings["namespace"]
         return [f"{namespace}.default", f"{namespace}.celery"]
 
     def pause(self, seconds: float) -> None:
-        """Not longer than the run lasts."""
+        """Sleep until the time is over or the run ends."""
         self.is_over.wait(seconds)
 
     def heal(self) -> None:
@@ -121,13 +122,13 @@ class Field:
             link.heal()
 
     def close(self) -> None:
-        """Ends all processes, whatever any of them says."""
+        """End all processes, and ignore their errors."""
         self.is_over.set()
         while self._ends:
             try:
                 self._ends.pop()()
             except Exception:
-                continue  # it is gone, or never came about
+                continue  # the process is gone or never started
         faketime.forget_the_dead()
 
     def waiting(self) -> int:

@@ -1,4 +1,4 @@
-"""What happened: what producers were told, what processors did, what became of rows, and which faults there were.
+"""The recorded history of a run: calls, runs, row changes and faults.
 
 All times are microseconds by the database's clock.
 """
@@ -15,36 +15,38 @@ from typing import Any, Literal
 from delaytasks.core.states import Status
 
 Call = Literal["schedule", "reschedule", "cancel", "retry"]
-#: Refused, or rolled back: nothing was done. Unknown: the answer was lost.
+#: "failed" means refused or rolled back, so nothing was done. "unknown" means that the answer was
+#: lost.
 Answer = Literal["ok", "failed", "unknown"]
-#: What became of those whom a fault hit. They are dead from then on; they could not renew a lease as long as it lasted,
-#: since they stood still, or had no way to the database; they were asked to end, and finish what they have.
+#: The effect of a fault on key owners. "dead": they end immediately. "away": they cannot renew a
+#: lease during the fault, because they are frozen or cannot reach the database. "ending": they are
+#: asked to end, and finish their chunks.
 Effect = Literal["none", "dead", "away", "ending"]
-#: Of `key_owners`: everybody.
+#: The value of `key_owners` that matches every owner.
 ALL = ("",)
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a producer asked for, and what it was told."""
+    """A producer's call and its answer."""
 
     id: int
     call: Call
     answer: Answer
     asked_us: int
     answered_us: int
-    #: Not before; of a call that names no time, none.
+    #: The requested due time; None if the call names no time.
     due_us: int | None = None
-    #: How often its ladder lets it run.
+    #: The number of runs that the retry schedule allows.
     most_runs: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What a processor did. Without an end it was killed, or the test ended first."""
+    """One call of a processor. It has no end if the process was killed or the run ended first."""
 
     id: int
-    #: Of its claim.
+    #: The version of the row's claim.
     version: int
     worker: str
     began_us: int
@@ -53,7 +55,7 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A row that was written or changed, as the database's own trigger saw it."""
+    """A row that was inserted or updated, as recorded by the database's trigger."""
 
     id: int
     at_us: int
@@ -70,15 +72,15 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that was broken, from its first effect to its last."""
+    """An injected fault, from its first effect to its last."""
 
     kind: str
     target: str
     from_us: int
     until_us: int
-    #: On those who may hold leases.
+    #: The effect on the owners of leases.
     effect: Effect = "none"
-    #: Whom it hit: parts of the names by which rows know the holders of their leases.
+    #: The affected lease owners: substrings of the names in the rows.
     key_owners: tuple[str, ...] = ()
 
 
@@ -88,7 +90,7 @@ class History:
     ran: list[Ran] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
-    #: Processes that ran nothing at the end, when all had something to do.
+    #: Processes that ran no task at the end, although there was enough work for all.
     hung: list[str] = field(default_factory=list)
 
 
@@ -96,7 +98,10 @@ _KINDS: dict[str, type[Told | Ran]] = {"told": Told, "ran": Ran}
 
 
 class Notebook:
-    """One process writes down what it knows, a line at a time. A process that is killed loses nothing it wrote."""
+    """Append the records of one process to a file, one per line.
+
+    A killed process loses no written line.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +118,7 @@ class Notebook:
 
 
 def read(folder: Path, changes: Iterable[Change]) -> History:
-    """What all processes wrote down. A run's end replaces its begin."""
+    """Read the records of all processes. The end of a run replaces its begin."""
     history = History(changes=list(changes))
     runs: dict[tuple[int, int, str, int], Ran] = {}
     for file in sorted(folder.glob("*.jsonl")):

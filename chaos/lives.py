@@ -1,4 +1,4 @@
-"""All that is known of one task, from all who wrote something down."""
+"""The complete record of one task, joined from all sources."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Life:
         ]
 
     def end_of(self, claim: Change) -> Change | None:
-        """What became of it. A renewed lease is no end."""
+        """Return the change that ended `claim`, or None. A renewed lease does not end a claim."""
         after = [
             c for c in self.changes if c.version_was == claim.version and c.version != c.version_was
         ]
         return after[0] if after else None
 
     def at(self, us: int) -> Change | None:
-        """The last change until then."""
+        """Return the last change until then."""
         return next((change for change in reversed(self.changes) if change.at_us <= us), None)
 
     @property
@@ -52,7 +52,7 @@ def lives_of(history: History) -> dict[int, Life]:
         lives.setdefault(told.id, Life()).told.append(told)
     for ran in history.ran:
         lives.setdefault(ran.id, Life()).ran.append(ran)
-    for change in history.changes:  # in the order in which the database wrote them
+    for change in history.changes:  # in the order in which the database wrote the changes
         lives.setdefault(change.id, Life()).changes.append(change)
     return lives
 

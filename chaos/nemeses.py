@@ -1,4 +1,8 @@
-"""What may go wrong in a run. Each one breaks something, waits, mends it, and says what it was, and whom it hit."""
+"""The faults of a run.
+
+Each nemesis breaks something, waits, repairs it, and returns a record of the fault and the affected
+lease owners.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +24,18 @@ from tests.services import kill_connections
 
 #: Longer than a lease.
 FROZEN_S = 6.0
-#: Of each byte, either way.
+#: The latency of each byte, in each direction.
 LATENCY_S = 0.2
-#: What was held back on the way has arrived by then, and had its effects: the claim of a process that is dead, say.
+#: After this time delayed data has arrived and had its effects: for example the claim of a dead
+#: process.
 ECHO_S = 0.5
-#: As long as nobody's retries last.
+#: Longer than any component retries.
 AWAY_S = 2.5
 HOUR_S = 3600
 COMMIT = rb"COMMIT(?!TED)|INSERT INTO|UPDATE |EXECUTE "
-#: In the names of the kills.
+#: Part of the names of all kills.
 KILL = "kill"
-#: The ways to the database.
+#: The proxies in front of the database.
 LINKS = ("the producers", "the workers")
 
 Victim = Literal["worker", "beat", "broker", "database"]
@@ -62,10 +67,10 @@ def by_clock(field: Field) -> str:
 
 class Nemesis(NamedTuple):
     kind: str
-    #: What it breaks: each of these has one thing wrong with it at a time.
+    #: The component that is broken. Each component has at most one fault at a time.
     victim: Victim
     strike: Callable[[Field, random.Random], Struck]
-    #: Why it can not strike on a field, if so.
+    #: Return why the fault is impossible on a deployment, or an empty string.
     misfit: Callable[[Field], str] = always
 
     @property
@@ -86,7 +91,11 @@ def kill_worker(field: Field, chance: random.Random) -> Struck:
 
 
 def skew_worker(field: Field, chance: random.Random) -> Struck:
-    """Who is replaced is dead. Who comes with a wrong clock has no excuse."""
+    """Replace a worker by one with a wrong clock.
+
+    The replaced worker counts as dead. The wrong clock of the new one does not explain any lost
+    lease.
+    """
     ahead_s = chance.choice([-HOUR_S, HOUR_S])
     struck = _new_worker(field, chance, **faketime.environment(ahead_s))
     return struck._replace(target=f"{struck.target}, {ahead_s:+} s")
@@ -106,7 +115,7 @@ def kill_child(field: Field, chance: random.Random) -> Struck:
             child = chance.choice(children_of(worker.pid))
             os.kill(child, signal.SIGKILL)
         except (IndexError, ProcessLookupError):
-            field.pause(0.1)  # one has just died, and the next one is not there yet
+            field.pause(0.1)  # one process has just died, and its successor is not there yet
             continue
         return Struck(
             f"pool process {child} of {worker.name}", "dead", (f"{worker.name}/{child}-",)
@@ -120,7 +129,7 @@ def freeze_worker(field: Field, chance: random.Random) -> Struck:
     field.pause(FROZEN_S)
     os.killpg(worker.pid, signal.SIGCONT)
     struck = _of(number, worker, "away")
-    # Who stands still with SQLite's lock keeps all others from writing.
+    # A frozen process that holds SQLite's lock keeps all others from writing.
     return struck if field.database else struck._replace(key_owners=ALL)
 
 
@@ -170,7 +179,7 @@ def restart_broker(field: Field, chance: random.Random) -> Struck:
     field.broker.crash()
     field.pause(chance.uniform(0.1, 3))
     field.broker.start(is_empty)
-    return Struck(f"{field.broker.name}{', which forgets all' if is_empty else ''}")
+    return Struck(f"{field.broker.name}{', without its data' if is_empty else ''}")
 
 
 def close_broker_connections(field: Field, _chance: random.Random) -> Struck:
@@ -200,17 +209,17 @@ def restart_database(field: Field, chance: random.Random) -> Struck:
 
 
 def end_connections(field: Field, _chance: random.Random) -> Struck:
-    """At once there may be others."""
+    """Close all connections of the database's clients, which may reconnect immediately."""
     return Struck(f"{kill_connections(field.database_url)} connections", "away", ALL)
 
 
 def lose_answers(field: Field, chance: random.Random) -> Struck:
-    """What was committed, nobody hears: a claim of which nobody knows lapses, but never ran."""
+    """Lose replies to COMMIT. A claim whose reply is lost never runs, and its lease ends."""
     return _cut(field, chance, Proxy.cut_answer)
 
 
 def lose_requests(field: Field, chance: random.Random) -> Struck:
-    """What was to be committed, nobody heard."""
+    """Lose COMMIT requests."""
     return _cut(field, chance, Proxy.cut_request)
 
 
@@ -227,12 +236,12 @@ def slow_database(field: Field, chance: random.Random) -> Struck:
 
 
 def _on_link(number: int, text: str) -> Struck:
-    """All workers share one, and no producer holds a lease."""
+    """Describe a fault of one proxy. All workers share one proxy, and no producer holds a lease."""
     return Struck(f"{LINKS[number]}, {text}", "away", ALL if LINKS[number] == "the workers" else ())
 
 
 def _cut(field: Field, chance: random.Random, cut: Callable[[Proxy, bytes], None]) -> Struck:
-    """Some answers in a row; and then who asks again finds nobody, or is told."""
+    """Cut some replies or requests in a row. Sometimes the database is unavailable afterwards."""
     number, times, is_away = (
         chance.randrange(len(field.links)),
         chance.randint(1, 4),
@@ -252,7 +261,7 @@ def _cut(field: Field, chance: random.Random, cut: Callable[[Proxy, bytes], None
             break
     link.heal()
     return _on_link(
-        number, f"{link.cut - before} times{', and then they find nobody' if is_away else ''}"
+        number, f"{link.cut - before} times{', then unavailable' if is_away else ''}"
     )
 
 
@@ -263,7 +272,7 @@ def _black_hole(field: Field, link: Proxy, chance: random.Random) -> str:
     if is_reset:
         link.reset()
     _heal(field, [link])
-    return f"for {seconds:.1f} s{', and what was open is reset' if is_reset else ''}"
+    return f"for {seconds:.1f} s{', then open connections are reset' if is_reset else ''}"
 
 
 def _slow(field: Field, links: list[Proxy], chance: random.Random) -> str:
@@ -272,7 +281,7 @@ def _slow(field: Field, links: list[Proxy], chance: random.Random) -> str:
         link.delay_s = LATENCY_S
     field.pause(seconds)
     _heal(field, links)
-    return f"{LATENCY_S * 1000:.0f} ms either way for {seconds:.1f} s"
+    return f"{LATENCY_S * 1000:.0f} ms each way for {seconds:.1f} s"
 
 
 def _heal(field: Field, links: list[Proxy]) -> None:
@@ -284,7 +293,7 @@ def _heal(field: Field, links: list[Proxy]) -> None:
 NEMESES = [
     Nemesis("kill -9 of a worker", "worker", kill_worker),
     Nemesis("kill -9 of a pool process", "worker", kill_child),
-    Nemesis("SIGSTOP past the lease", "worker", freeze_worker),
+    Nemesis("SIGSTOP longer than a lease", "worker", freeze_worker),
     Nemesis("warm shutdown", "worker", stop_worker_politely),
     Nemesis("worker with a wrong clock", "worker", skew_worker, by_clock),
     Nemesis("kill -9 of a beat", "beat", kill_beat),

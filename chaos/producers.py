@@ -1,4 +1,5 @@
-"""Producers of a run: each schedules at a rate, in all ways that there are, and writes down what it is told."""
+"""The producers of a run: they schedule at a rate, in all available ways, and record the answers.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +21,21 @@ from delaytasks.core.clock import to_us
 from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError
 
 PRODUCERS = 3
-#: Of a hundred calls, how many are of each way: alone is with a transaction of the store's own, the next two are with
-#: the producer's.
+#: The number of calls of each way in 100 calls. "alone" uses a transaction of the store, the next
+#: two use a transaction of the producer.
 WAYS = {"alone": 78, "committed": 15, "rolled back": 5, "many": 2}
 MANY = 10
-#: Of a hundred calls, how many are followed by a second one about the same task.
+#: The number of calls in 100 that are followed by a second call for the same task.
 SECOND_CALLS = {"cancel": 3, "reschedule": 3}
-#: How often a producer that knows no answer asks again.
+#: How often a producer repeats a call whose answer was lost.
 AGAIN = 5
-#: Seconds of processors in a second, at most: two workers have four processes, and half of them may be dead.
+#: The maximum load, in processor seconds per second. The two workers have four processes, and half
+#: of them may be dead.
 LOAD = 0.8
 
 
-#: A task of which nothing was told begins at most so much before what was asked: over slow links clocks are off.
+#: The tolerance for tasks whose answer was lost: clocks are measured less precisely over slow
+#: connections.
 ABOUT_US = 1_000_000
 
 
@@ -41,21 +44,21 @@ class Wanted(NamedTuple):
     tag: str
     body: dict[str, Any]
     delay: float
-    #: How often its ladder lets it run.
+    #: The number of runs that the retry schedule allows.
     runs: int
 
 
 class RolledBackError(Exception):
-    """By the producer itself."""
+    """Raised by the producer to roll its own transaction back."""
 
 
 class Producer:
-    """Schedules `tasks` of them, or until it is told to stop."""
+    """Schedule `tasks` tasks, or stop earlier if asked to."""
 
     def __init__(self, field: Field, seed: int, tasks: int, rate: float) -> None:
         self._field, self._chance, self._tasks, self._rate = field, random.Random(seed), tasks, rate
         self._delays = field.deployment.producer(field.producers_url)
-        # As an application has its own; a connection is not kept for longer than a transaction.
+        # An application has its own engine. A connection is not kept for longer than a transaction.
         self._engine = create_engine(self._delays.store.database.url, pool_pre_ping=True)
         self._notes = Notebook(field.notes)
         self.count = 0
@@ -87,7 +90,7 @@ class Producer:
             if answer != "unknown" or not self.is_running:
                 break
             self._field.pause(0.5)
-            # Refused now says nothing of the first time.
+            # A refusal of the repeated call does not show whether the first one succeeded.
             answer = {"ok": "ok"}.get(
                 self._told(wanted, self._many if way == "many" else self._alone), "unknown"
             )
@@ -95,7 +98,7 @@ class Producer:
             self._second(wanted[0])
 
     def burst(self, tasks: int) -> None:
-        """Due at once, and none of them quick: enough for several processes."""
+        """Schedule slow tasks that are due immediately, enough work for several processes."""
         for _ in range(tasks):
             body = {"folder": str(self._field.notes), "s": 0.1, "fails": 0}
             self._told([Wanted(self._delays.new_id(), "chaos.note", body, 1.0, 1)], self._alone)
@@ -130,7 +133,9 @@ class Producer:
         return self._in_own_transaction(wanted, is_committed=False)
 
     def _in_own_transaction(self, wanted: list[Wanted], is_committed: bool) -> list[DelayTask]:
-        """As an application does it that has something of its own to write."""
+        """Schedule in the producer's own transaction, as an application does that writes its own
+        rows.
+        """
         [w] = wanted
         session = Session(self._engine)
         try:
@@ -146,12 +151,12 @@ class Producer:
             try:
                 session.close()
             except SQLAlchemyError:
-                pass  # its connection broke, which says nothing new
+                pass  # the connection broke, so the answer stays unknown
 
-    # -- what is asked and answered ---------------------------------------------------------------
+    # -- calls and answers ------------------------------------------------------------------------
 
     def _second(self, wanted: Wanted) -> None:
-        """Each move may be unknown too; nobody asks again."""
+        """Cancel or reschedule the task. The answer may be lost, and the call is not repeated."""
         roll, id, delays = self._chance.randrange(100), wanted.id, self._delays
         if roll < SECOND_CALLS["cancel"]:
             self._ask("cancel", [wanted], lambda: [] if delays.cancel(id) else None)

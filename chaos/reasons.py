@@ -1,4 +1,7 @@
-"""What explains that a lease lapsed: a fault that hit whoever held it, at the time when it was to be renewed."""
+"""Explain lost leases by faults.
+
+A fault explains a lost lease if it hit the owner at the time when the lease had to be renewed.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,19 @@ from typing import NamedTuple
 
 from chaos.history import Change, Fault
 
-#: Leases are renewed each third of their time. Who could not reach the database for less than that missed no turn.
+#: Leases are renewed after each third of their duration. An owner that cannot reach the database
+#: for a shorter time misses no renewal.
 MISSED = 1 / 3
 
 
 class Held(NamedTuple):
-    """A lease that lapsed."""
+    """A lease that was lost."""
 
-    #: As the row names its claim's worker and process; nobody is in no fault.
+    #: The worker and process as named in the claimed row; no fault matches an empty name.
     owner: str
-    #: When it was claimed, or renewed for the last time.
+    #: The time of the claim or of the last renewal.
     from_us: int
-    #: When it was over, or taken away before that.
+    #: The end of the lease, or the time when it was taken away earlier.
     until_us: int
 
 
@@ -39,14 +43,14 @@ class Reasons:
         self._faults = [fault for fault in faults if fault.effect != "none"]
 
     def has_ended(self, lease: Held) -> bool:
-        """Its holder is dead, so that it may lapse before its time."""
+        """Return whether the owner is dead, so that its lease may end early."""
         return any(
             fault.effect in ("dead", "ending") and fault.from_us <= lease.until_us
             for fault in self._hit(lease.owner)
         )
 
     def explain(self, lease: Held) -> bool:
-        """Its holder was dead, or was away while it was to be renewed."""
+        """Return whether the owner was dead, or was away when the lease had to be renewed."""
         hit = list(self._hit(lease.owner))
         if any(fault.effect == "dead" and fault.from_us <= lease.until_us for fault in hit):
             return True
@@ -58,7 +62,10 @@ class Reasons:
 
 
 def together_us(faults: Iterable[Fault], lease: Held) -> int:
-    """How long its holder was away in that time, by all faults: what several do at once counts once."""
+    """Return how long faults kept the owner away during the lease.
+
+    Overlapping faults count once.
+    """
     total, known_us = 0, lease.from_us
     for fault in sorted((f for f in faults if f.effect == "away"), key=lambda f: f.from_us):
         until_us = min(fault.until_us, lease.until_us)

@@ -1,4 +1,5 @@
-"""One run: producers schedule, nemeses strike at random, and what came of it is read when all is over."""
+"""Execute one run: producers schedule, faults strike at random, and the history is read at the end.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from delaytasks.core.errors import DelayTaskError
 from tests.waiting import STACKS
 
 Say = Callable[[str], object]
-#: The machine itself was somewhere else for so long: what was late then has that reason.
+#: A pause of the whole machine of this length is recorded as a fault that explains late tasks.
 STALL_S = 0.5
 STALL = "the machine stalled"
 
@@ -29,15 +30,15 @@ class Plan(NamedTuple):
     seed: int
     tasks: int
     faults: int
-    #: So many of them at least are kills.
+    #: The minimum number of kills among the faults.
     kills: int
     #: Seconds from one fault to the next.
     every: float
-    #: Seconds for something to be over after the last fault, before nothing is going to be.
+    #: Seconds without progress after the last fault, after which the run ends.
     patience: float
-    #: Seconds after the last fault in which what is due is to be finished.
+    #: Seconds after the last fault in which all due tasks have to finish.
     within: float
-    #: Words in the names of the nemeses that strike.
+    #: Words in the names of the selected faults.
     only: tuple[str, ...] = ("",)
 
     @property
@@ -46,17 +47,17 @@ class Plan(NamedTuple):
 
     @property
     def most_seconds(self) -> float:
-        """A machine that is busy with something else gets twice the time, and then no more."""
+        """A busy machine gets at most twice the time."""
         return 2 * self.seconds + 60
 
 
 class Outcome(NamedTuple):
     history: History
-    #: When no task waited any more. What came afterwards was to find processes that hang.
+    #: The time when no task waited any more. The search for hung processes follows.
     over_us: int
-    #: When what was due was to be finished.
+    #: The deadline of the tasks that were due before.
     by_us: int
-    #: When all was to be over.
+    #: The time by which all work must be over.
     quiet_us: int
 
 
@@ -74,12 +75,12 @@ def run(field: Field, plan: Plan, say: Say) -> Outcome:
     for producer in producers:
         producer.thread.join(max(until - time.monotonic(), 0))
         producer.stop()
-    say(f"{sum(producer.count for producer in producers):,} tasks; the last fault is over")
+    say(f"{sum(producer.count for producer in producers):,} tasks scheduled; the last fault is over")
     began = time.monotonic()
     by_us = max((fault.until_us for fault in faults), default=now_us()) + int(plan.within * 1e6)
-    # Beyond that time it is seen what is only late.
+    # Waiting beyond the deadline distinguishes late tasks from stuck ones.
     left = wait_for_quiet(field, plan.patience, max((by_us - now_us()) / 1e6, 0) + plan.patience)
-    say(f"{left} of them wait {time.monotonic() - began:.1f} s later")
+    say(f"{left} of them still wait {time.monotonic() - began:.1f} s later")
     over_us = now_us()
     hung = find_hung(field, plan.patience)
     quiet_us = now_us()
@@ -92,7 +93,10 @@ def run(field: Field, plan: Plan, say: Say) -> Outcome:
 def _strike(
     field: Field, plan: Plan, chance: random.Random, count: Callable[[], int], say: Say
 ) -> list[Fault]:
-    """One victim has one thing wrong with it at a time; several may have."""
+    """Inject the faults.
+
+    Each component has at most one fault at a time; several components may have one.
+    """
     fitting = [
         n for n in NEMESES if not n.misfit(field) and any(words in n.kind for words in plan.only)
     ]
@@ -121,7 +125,7 @@ def _strike(
                     free := [n for n in some if n.victim not in busy or busy[n.victim].done()]
                 ):
                     time.sleep(0.05)
-                if number in of_kills:  # what is quickly over is free more often than the others
+                if number in of_kills:  # short faults are available more often than long ones
                     free = [n for n in free if times[n.kind] == min(times[n.kind] for n in free)]
                 nemesis = chance.choice(free)
                 times[nemesis.kind] += 1
@@ -137,7 +141,8 @@ def _strike(
 
 
 def wait_for_quiet(field: Field, patience_s: float, at_least_s: float = 0) -> int:
-    """How many still wait when all are over, or when none was for so long."""
+    """Wait for all tasks to finish, and return how many still wait when nothing changes any more.
+    """
     least, waiting = None, 0
     until = time.monotonic() + max(patience_s, at_least_s)
     while time.monotonic() < until:
@@ -154,8 +159,11 @@ def wait_for_quiet(field: Field, patience_s: float, at_least_s: float = 0) -> in
 
 
 def find_hung(field: Field, patience_s: float) -> list[str]:
-    """The pool processes that run nothing though there is enough for all. While others work nobody would miss them.
-    They and their worker write their stacks to its log."""
+    """Return the pool processes that run no task although there is enough work for all.
+
+    While the other processes work, a hung process is not noticed otherwise. Hung processes and
+    their workers write their stacks to the log.
+    """
     producer = Producer(field, 0, 0, 1)
     before = {pid: field.written(pid) for pids in field.pools() for pid in pids}
     idle: list[tuple[int, int]] = []
@@ -180,7 +188,9 @@ def find_hung(field: Field, patience_s: float) -> list[str]:
 
 
 class Stalls:
-    """Notes when this process slept for longer than it wanted to: so did others, and no nemesis is to blame."""
+    """Record when this process slept much longer than intended: other processes were delayed too,
+    without an injected fault.
+    """
 
     def __init__(self) -> None:
         self._found: list[Fault] = []

@@ -1,4 +1,4 @@
-"""`python -m chaos.failpoints [--seeds N] [--only NAME]… [--timer …] [--database …] [--broker …] [--worlds N]`"""
+"""Make real processes fail at each failpoint, and check the recovery times."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from tests.postgres_server import PostgresServer
 from tests.redis_server import RedisServer
 from tests.services import Services, free_port, own_database
 
-#: From so many seeds on.
+#: From this number of seeds on, each failpoint has a deployment of its own.
 OFTEN = 10
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="failpoints", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=50, help="of each failpoint")
+    parser.add_argument("--seeds", type=int, default=50, help="number of seeds for each failpoint")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--only", action="append", choices=sorted(BY_NAME), metavar="NAME")
     parser.add_argument(
-        "--timer", choices=["eta", "redis"], help="one of them only; else each failpoint with one"
+        "--timer", choices=["eta", "redis"], help="use only this timer (default: both, alternating between failpoints)"
     )
     parser.add_argument(
         "--database", choices=["postgresql", "mysql", "sqlite"], default="postgresql"
     )
     parser.add_argument("--broker", choices=["redis", "rabbitmq"], default="redis")
-    parser.add_argument("--worlds", type=int, default=4, help="deployments side by side")
-    parser.add_argument("--act", choices=list(LASTS_S), default="kill", help="what happens there")
+    parser.add_argument("--worlds", type=int, default=4, help="number of simultaneous deployments")
+    parser.add_argument("--act", choices=list(LASTS_S), default="kill", help="how the step fails")
     parser.add_argument(
-        "--slack", type=float, default=0, help="seconds added to each bound, on a busy machine"
+        "--slack", type=float, default=0, help="seconds added to each bound, for a busy machine"
     )
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, end)
@@ -75,16 +75,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def end(*_: object) -> None:
-    """What it started is ended, however it ends."""
+    """End the started processes."""
     for world in active_children():
         world.terminate()
     sys.exit(ENDED)
 
 
 def servers(own: contextlib.ExitStack, database: str, broker: str) -> tuple[str, str, str]:
-    """The URLs of database, broker and Redis; PostgreSQL and Redis are this run's own."""
+    """Return the URLs of the database, the broker and Redis.
+
+    PostgreSQL and Redis are started for this run.
+    """
     folder = Path(own.enter_context(tempfile.TemporaryDirectory(prefix="delaytasks-failpoints-")))
-    folder.chmod(0o755)  # the database may be another user's
+    folder.chmod(0o755)  # the database may run as another user
     services = Services()
     own.callback(services.close)
     redis = RedisServer(folder)
@@ -104,8 +107,11 @@ def servers(own: contextlib.ExitStack, database: str, broker: str) -> tuple[str,
 def shared(
     timer: str | None, only: Sequence[str] | None, worlds: int, seeds: int
 ) -> list[tuple[str, list[str]]]:
-    """The failpoints of each world; those that both timers reach go to each in turn. One that is to be reached often
-    has a world of its own."""
+    """Distribute the failpoints over deployments.
+
+    Failpoints that both timers reach alternate between the timers. With many seeds, each failpoint
+    has a deployment of its own.
+    """
     found: dict[str, list[str]] = {"eta": [], "redis": []}
     for number, place in enumerate(PLACES):
         if only is None or place.name in only:
@@ -148,7 +154,7 @@ def show(played: Sequence[Played], slack_s: float, console: Console) -> int:
             console.print(one.verdict, markup=False, highlight=False)
     tasks, runs = sum(one.tasks for one in played), sum(one.runs for one in played)
     console.print(f"{len(episodes):,} faults, {tasks:,} tasks, {runs:,} runs: ", end="")
-    console.print("not all is well" if is_bad else "all inside their bounds, and nothing found")
+    console.print("some bounds were exceeded, or the checker found errors" if is_bad else "all within their bounds, no findings")
     return 1 if is_bad else 0
 
 

@@ -1,4 +1,7 @@
-"""What a producer asks for in one episode. It writes down that it asks, and then what it was told."""
+"""The calls of a producer in one episode.
+
+It records each call before it is made, and then its answer.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,9 @@ from delaytasks.core.task import NewTask
 from delaytasks.scheduling import producer
 
 RETRY_SCHEDULE_RUNS = 3
-#: Of the workers: what is due later is armed by a sweep.
+#: The horizon of the workers: tasks that are due later are armed by a sweep.
 HORIZON_S = 5.0
-#: So many at once, in lots of so many, and so often.
+#: The size of one bulk call, the size of its batches, and the number of bulk calls.
 MANY, BATCH_ROWS, MANY_CALLS = 5, 2, 2
 
 
@@ -38,7 +41,7 @@ class Calls:
 
     def make(self, mix: Mix) -> None:
         chance = self._chance
-        if mix == "crowd":
+        if mix == "overdue backlog":
             when = self._delays.clock.now() + timedelta(seconds=0.3)
             for _ in range(12):
                 self._schedule("fail.note", None, chance.uniform(0.08, 0.16), when=when)
@@ -74,7 +77,7 @@ class Calls:
                 self._schedule("fail.note", delay, chance.uniform(1, 1.5))
             elif mix == "fatal" and number == 0:
                 self._schedule("fail.fatal", delay)
-            elif mix == "side by side":
+            elif mix == "simultaneous":
                 self._schedule("fail.side", delay, chance.uniform(0.05, 0.3))
             elif mix == "limited":
                 self._schedule("fail.limited", delay / 4, 0.05)
@@ -93,7 +96,7 @@ class Calls:
         return id
 
     def _insert(self) -> None:
-        """As another program does it: nothing is armed."""
+        """Insert a row without arming it, as another program does."""
         id, body = self._delays.new_id(), json.dumps({"folder": self._folder, "s": 0, "fails": 0})
         now = self._delays.clock.now()
         task = DelayTask(id, "fail.note", body, now, create_time=now)
@@ -114,7 +117,10 @@ class Calls:
         self._told(id, "schedule", 1, ask)
 
     def _schedule_many(self, is_in_session: bool) -> None:
-        """In several lots. Their ids are made meanwhile, and must be known whatever happens."""
+        """Schedule in several batches.
+
+        The ids are made during the call, and must be recorded even if the call fails.
+        """
         asked_us, written = now_us(), list[DelayTask]()
         body = {"folder": self._folder, "s": 0, "fails": 0}
 

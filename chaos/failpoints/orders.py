@@ -1,8 +1,9 @@
-"""Orders to fail: a file for each, named by its failpoint, which the process that comes there carries out once.
+"""Orders to fail. An order is a file with the name of a failpoint.
 
-`echo "kill 3" > FOLDER/claimed` kills the first process that has claimed a chunk for the third time, if it runs with
-DELAYTASKS_TEST_FAILPOINTS=FOLDER and imports this module (`chaos.failpoints.project` does). Other acts are `raise` and
-`sleep`, which takes longer than a lease.
+The first process that reaches the failpoint carries the order out and removes the file. `echo "kill
+3 x" > FOLDER/claimed` kills the first process that has claimed a chunk for the third time, if it
+runs with DELAYTASKS_TEST_FAILPOINTS=FOLDER and imports this module, as `chaos.failpoints.project`
+does. Other acts are `raise` and `sleep`, which takes longer than a lease.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from chaos.history import Effect, Fault
 from chaos.pids import children_of
 from chaos.project import now_us
 
-#: In their folder: those that were carried out.
+#: The file in the folder that lists the orders that were carried out.
 FAULTS = "faults.jsonl"
 VARIABLE = "DELAYTASKS_TEST_FAILPOINTS"
-#: Of the deployments in which this is done.
+#: The lease of the deployments under test.
 LEASE_S = 2.0
 SLEEP_S = 1.5 * LEASE_S
 
@@ -43,16 +44,17 @@ def faults(folder: Path) -> list[Fault]:
 
 
 Act = Literal["kill", "raise", "sleep"]
-#: What the step takes longer by. What an error leaves behind in a process that lives lapses one lease later.
+#: The additional recovery time. Rows that an error leaves behind in a living process are recovered
+#: one lease later.
 LASTS_S: dict[Act, float] = {"kill": 0, "raise": LEASE_S, "sleep": SLEEP_S}
 
 
 class FailpointError(Exception):
-    """As ordered."""
+    """Raised at a failpoint by an order to `raise`."""
 
 
 class Orders:
-    """As the processes see them that they are for."""
+    """The orders as seen by the processes that carry them out."""
 
     def __init__(self, folder: Path, is_producer: bool = False) -> None:
         self._folder = folder
@@ -103,7 +105,7 @@ class Orders:
             act, nth, _serial = text.split()
             if self._reached[place.name, text] < int(nth):
                 return
-            order.unlink()  # another process may have been quicker
+            order.unlink()  # another process may have removed it already
         except (FileNotFoundError, ValueError):
             return
         if act == "kill":
@@ -117,7 +119,7 @@ class Orders:
 
 
 def tell(folder: Path, kind: str, lasts_s: float, effect: Effect) -> None:
-    """It hits the leases of this process and of those for which it renews them."""
+    """Record a fault that affects the leases of this process and of its child processes."""
     pid = os.getpid()
     key_owners = tuple(f"/{holder}-" for holder in (pid, *children_of(pid)))
     fault = Fault(
@@ -128,14 +130,14 @@ def tell(folder: Path, kind: str, lasts_s: float, effect: Effect) -> None:
 
 
 def die(kind: str) -> None:
-    """What else this process has begun runs on for at most a lease."""
+    """Kill this process. Its other tasks keep their leases for at most one lease."""
     tell(Path(os.environ[VARIABLE]), f"{kind}: kill", LEASE_S, "dead")
     os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)  # until the signal is there
+    time.sleep(60)  # until the signal arrives
 
 
 def give(folder: Path, name: str, act: Act, nth: int) -> Path:
-    """The order's file, which is gone when it is carried out."""
+    """Write an order, and return its file."""
     path = folder / name
     draft = folder / ".draft"
     draft.write_text(f"{act} {nth} {time.monotonic_ns()}")

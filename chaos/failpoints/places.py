@@ -1,7 +1,8 @@
-"""Failpoints: the steps of a task's way, each named by a method of delaytasks and the side of it.
+"""Failpoints: steps in the processing of a task.
 
-There is nothing of them in delaytasks itself. A process that is to fail wraps these methods when it starts
-(`chaos/failpoints/orders.py`); all others know nothing of them.
+A failpoint is a method of delaytasks and the side of the method, before or after. delaytasks itself
+contains no code for failpoints. A process that is to fail wraps these methods when it starts
+(`chaos/failpoints/orders.py`); other processes are unchanged.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from typing import Literal, NamedTuple
 
 #: A producer, the main process of a worker, or a process of its pool.
 Who = Literal["producer", "main", "pool"]
-#: By which time all is to be well again: grace + sweep + dispatch, lease + sweep + dispatch, dispatch.
+#: The bound of the recovery. R1: grace + sweep + dispatch. R2: lease + sweep + dispatch. D:
+#: dispatch.
 Bound = Literal["R1", "R2", "D"]
-#: What a seed's tasks are: a mix, or such as come to that step.
+#: The kind of tasks that a seed schedules, chosen so that they reach the failpoint.
 Mix = Literal[
-    "mixed", "keyed", "in a session", "moved", "not armed", "far", "long", "crowd", "fatal", "side by side", "limited",
+    "mixed", "keyed", "in a session", "moved", "not armed", "far", "long", "overdue backlog", "fatal", "simultaneous", "limited",
     "effect", "many", "many in a session", "cancelled", "retried", "touched",
 ]  # fmt: skip
 
@@ -23,15 +25,15 @@ class DatabaseAddress(NamedTuple):
     name: str
     who: Who
     side: Literal["before", "after"]
-    #: Methods, of which a deployment calls one.
+    #: Alternative methods; a deployment calls one of them.
     at: tuple[str, ...]
     bound: Bound
     mix: Mix = "mixed"
-    #: The timer with which it is reached; both if none.
+    #: The timer that reaches the failpoint; None if both do.
     timer: Literal["eta", "redis", None] = None
-    #: The call fails: nothing of it may be there afterwards.
+    #: The call fails, and must leave no row behind.
     is_refused: bool = False
-    #: A worker is told to stop.
+    #: A worker is asked to stop.
     is_stopped: bool = False
 
     def fits(self, timer: str) -> bool:
@@ -41,7 +43,7 @@ class DatabaseAddress(NamedTuple):
 _ARM = ("timers.eta:EtaTimer.arm", "timers.redis:RedisTimer.arm")
 
 PLACES = [
-    # schedule, and move
+    # schedule and move
     DatabaseAddress("inserted", "producer", "after", ("storage.tasks:Tasks.insert",), "R1"),
     DatabaseAddress(
         "inserted with a key",
@@ -69,7 +71,7 @@ PLACES = [
         "in a session",
     ),
     DatabaseAddress(
-        "between lots",
+        "between batches",
         "producer",
         "before",
         ("scheduling.producer:Producer.schedule_batch",),
@@ -80,7 +82,7 @@ PLACES = [
         "lot inserted", "producer", "after", ("storage.tasks:Tasks.insert_many",), "R1", "many"
     ),
     DatabaseAddress(
-        "lots before the commit",
+        "batches before the commit",
         "producer",
         "before",
         ("storage.transactions:SessionTransaction.after_commit",),
@@ -89,7 +91,7 @@ PLACES = [
         is_refused=True,
     ),
     DatabaseAddress(
-        "lots after the commit",
+        "batches after the commit",
         "producer",
         "before",
         ("scheduling.producer:Producer.arm",),
@@ -119,7 +121,7 @@ PLACES = [
         "moved",
         "redis",
     ),
-    # hold
+    # hold in a worker
     DatabaseAddress("received", "main", "before", ("worker.runtime:WorkerRuntime.hold",), "R1"),
     DatabaseAddress("held", "main", "after", ("worker.runtime:WorkerRuntime.hold",), "R1"),
     DatabaseAddress("fell due", "main", "before", ("worker.dispatcher:Dispatcher.take",), "R1"),
@@ -162,7 +164,7 @@ PLACES = [
         "R1",
         timer="redis",
     ),
-    # claim, run, settle
+    # claim, run and settle
     DatabaseAddress("claiming", "pool", "before", ("storage.claims:Claims.claim",), "R1"),
     DatabaseAddress("claimed", "pool", "after", ("storage.claims:Claims.claim",), "R2"),
     DatabaseAddress(
@@ -184,7 +186,7 @@ PLACES = [
         "after",
         ("execution.executor:TaskExecutor._call",),
         "R2",
-        "side by side",
+        "simultaneous",
     ),
     DatabaseAddress(
         "completing", "pool", "after", ("storage.claims:Claims.complete",), "R2", "effect"
@@ -203,12 +205,12 @@ PLACES = [
         "before",
         ("execution.chunk_run:ChunkRun._look_after",),
         "R2",
-        "crowd",
+        "overdue backlog",
     ),
     DatabaseAddress(
-        "gave back", "pool", "after", ("execution.chunk_run:ChunkRun._look_after",), "R2", "crowd"
+        "gave back", "pool", "after", ("execution.chunk_run:ChunkRun._look_after",), "R2", "overdue backlog"
     ),
-    # lines
+    # waitlists
     DatabaseAddress(
         "lined up", "pool", "after", ("storage.waitlist:Waitlist.let_in",), "R1", "limited"
     ),
@@ -251,7 +253,7 @@ PLACES = [
         "draining", "main", "before", ("timers.eta:EtaTimer.drain",), "R1", "not armed"
     ),
     DatabaseAddress("drained", "main", "after", ("timers.eta:EtaTimer.drain",), "R1", "not armed"),
-    DatabaseAddress("buried", "main", "after", ("storage.worker_table:WorkerTable.bury",), "R1"),
+    DatabaseAddress("worker expired", "main", "after", ("storage.worker_table:WorkerTable.bury",), "R1"),
     # leases
     DatabaseAddress("renewing", "main", "before", ("storage.leases:Leases.renew",), "R2", "long"),
     DatabaseAddress("renewed", "main", "after", ("storage.leases:Leases.renew",), "R2", "long"),

@@ -1,4 +1,4 @@
-"""Some failpoints in a world of their own, in a process of its own."""
+"""Play some failpoints on a deployment in a separate process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chaos.failpoints.orders import Act
 from chaos.failpoints.places import BY_NAME
 from chaos.failpoints.world import Episode, World
 
-#: What is said by who was told to end.
+#: The exit status of a process that was asked to end.
 ENDED = 128 + signal.SIGTERM
 
 
@@ -23,7 +23,7 @@ class Part(NamedTuple):
     first: int
     seeds: int
     timer: str
-    #: Empty: SQLite in the world's own folder.
+    #: Empty for a SQLite file in the deployment's folder.
     database_url: str
     broker_url: str
     redis_url: str
@@ -44,7 +44,7 @@ def play(part: Part) -> Played:
     try:
         return _play(part)
     except SystemExit:
-        # Its pool would take that for an answer, and go on with the next part.
+        # The pool would take SystemExit for a result and start the next part.
         os._exit(ENDED)
 
 
@@ -65,5 +65,5 @@ def _play(part: Part) -> Played:
 
 
 def _end(*_: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # while what it started is ended
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # during the cleanup
     sys.exit(ENDED)

@@ -1,4 +1,4 @@
-"""The processors of a run with failpoints: they write down when they begin and end."""
+"""The processors of a run with failpoints: they record their begin and end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def limited(body: dict[str, Any], task: DelayTask) -> None:
 
 @processor("fail.fatal")
 def fatal(body: dict[str, Any], task: DelayTask) -> None:
-    """Its first run takes its process with it."""
+    """Kill the process in the first run."""
     if not task.lapses:
         die("fatal")
     _note(body, task)
@@ -46,7 +46,7 @@ def fatal(body: dict[str, Any], task: DelayTask) -> None:
 
 @processor("fail.effect")
 def effect(body: dict[str, Any], task: DelayTask) -> None:
-    """Settles its task in a transaction of its own."""
+    """Settle the task in a transaction of the processor."""
     _note(body, task)
     with default().store.database.begin() as connection:
         task.complete(connection)

@@ -1,4 +1,4 @@
-"""A deployment whose processes fail when they are ordered to, and are started again."""
+"""A deployment whose processes fail when ordered to, and are restarted."""
 
 from __future__ import annotations
 
@@ -36,26 +36,27 @@ BOUNDS_S = {
     "D": DISPATCH_S,
 }
 WORKERS = 2
-#: An order that nobody has come by after this time is given again, with fewer times to wait for.
+#: If no process reaches the failpoint in this time, the order is repeated with a lower count.
 REACHED_S = 7.0
 OVER_S = 20.0
 
 
 @dataclass
 class Episode:
-    """One order, and what came of it."""
+    """One order and its effects."""
 
     place: str
     seed: int
     from_us: int
     until_us: int = 0
     is_reached: bool = False
-    #: Of the task that came nearest to its bound, and that bound: R2, wherever it was claimed when its worker died.
+    #: The recovery time of the task that came nearest to its bound, and that bound. The bound is R2
+    #: for tasks whose worker died during a claim.
     recovery_s: float = 0.0
     bound_s: float = 0.0
-    #: Of those that are not over.
+    #: The number of unfinished tasks.
     left: int = 0
-    #: Of that task.
+    #: The story of the task that came nearest to its bound.
     story: str = ""
 
     def is_late(self, slack_s: float) -> bool:
@@ -68,7 +69,7 @@ class World:
     ) -> None:
         self._folder = folder
         (folder / "notes").mkdir()
-        # Of the processes that are started from now on.
+        # Inherited by the processes that are started from now on.
         os.environ.update({VARIABLE: str(folder), **time_environment()})
         conf = {"imports": ["chaos.failpoints.project"]}
         self._deployment = Deployment(
@@ -78,7 +79,7 @@ class World:
         self._deployment.delays.set_policy("fail.limited", concurrency=1)
         self._recorder = Recorder(self._store)
         self._workers: list[Process] = []
-        #: Was told to, and is one of the workers until it has ended.
+        #: The worker that was asked to stop; it stays in the list until it has ended.
         self._stopping: Process | None = None
 
     def begin(self) -> None:
@@ -98,7 +99,7 @@ class World:
         chance = random.Random(f"{place.name} {seed}")
         episode = Episode(place.name, seed, now_us())
         for nth in (chance.randint(1, 3), 1, 1):
-            self._wait(self._is_ready, 60)  # who was stopped for nothing is back
+            self._wait(self._is_ready, 60)  # a worker that was stopped without effect is back
             order = orders.give(self._folder, place.name, act, nth)
             producer = self._produce(place, chance.randrange(1 << 30))
             if place.is_stopped:
@@ -108,10 +109,10 @@ class World:
             episode.is_reached = self._wait(lambda order=order: not order.exists(), REACHED_S)
             _, status = os.waitpid(producer, 0)
             assert not os.WIFEXITED(status) or not os.WEXITSTATUS(status), (
-                "the producer failed, as is told above"
+                "the producer failed with the exception above"
             )
             if episode.is_reached:
-                # Else the next order might take the other worker before this one is missed.
+                # Otherwise the next order might hit the other worker before this loss is noticed.
                 self._wait(lambda: self._is_carried_out(act, episode.from_us), REACHED_S)
                 break
         order.unlink(missing_ok=True)
@@ -120,7 +121,7 @@ class World:
         return episode
 
     def _produce(self, place: DatabaseAddress, seed: int) -> int:
-        """A process of its own, which may be killed."""
+        """Produce in a child process that may be killed, and return its pid."""
         pid = os.fork()
         if pid:
             return pid
@@ -152,7 +153,7 @@ class World:
         return int(self._store.database.alone(lambda c: c.execute(live).scalar_one()))
 
     def _wait(self, condition: Any, seconds: float) -> bool:
-        """Starts again what has ended meanwhile."""
+        """Wait for the condition, and restart workers that have ended."""
         ends = time.monotonic() + seconds
         while True:
             for number, worker in enumerate(self._workers):
@@ -164,10 +165,10 @@ class World:
                 return False
             time.sleep(0.02)
 
-    # -- what came of them ------------------------------------------------------------------------
+    # -- results ----------------------------------------------------------------------------------
 
     def verdict(self, episodes: list[Episode]) -> Verdict:
-        """Also tells the episodes how long all was not well."""
+        """Check the history, and set the recovery times of the episodes."""
         history = read(self._folder / "notes", self._recorder.changes())
         history.faults = orders.faults(self._folder)
         checker = Checker(history, quiet_us=now_us())
@@ -200,9 +201,9 @@ class World:
 
 
 def late_s(change: Change, fault_us: int, ended_us: Mapping[tuple[int, int], int]) -> float:
-    """How long after it was due, or its processor had ended, a run began or a task came to its end."""
+    """Return how late a run began or a task was finished after the fault, in seconds."""
     if change.status is Status.CANCELLED:
-        return 0  # by whoever asked for it
+        return 0  # a producer cancelled the task
     if change.status in FINISHED:
         ended = ended_us.get((change.id, change.version_was or 0), 0)
         return (change.at_us - max(change.due_us, fault_us, ended)) / 1e6
@@ -212,7 +213,7 @@ def late_s(change: Change, fault_us: int, ended_us: Mapping[tuple[int, int], int
 
 
 def refuse(history: History, at_us: int) -> None:
-    """The call that was under way failed: nothing may have been done."""
+    """Record that the interrupted call failed, so that none of its tasks may run."""
     asked = [told for told in history.told if told.asked_us <= at_us]
     last_us = max(told.asked_us for told in asked)
     history.told = [

@@ -1,4 +1,4 @@
-"""What producers ask for, and what they are told."""
+"""The calls of simulated producers and their answers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from delaytasks.core.task import NewTask
 from delaytasks.scheduling.producer import Producer
 from delaytasks.scheduling.queue_routing import QueueRouting
 
-#: How long a processor takes: mostly little, now and then longer than a lease.
+#: How long a processor takes: mostly a short time, sometimes longer than a lease.
 TAKES_S = (0, 0, 0, 0.02, 0.02, 0.3, 0.3, 1, 8)
 Ask = Callable[[], Any]
 
 
 class Calls:
-    """What one producer asks for, and what it is told."""
+    """The calls of one producer and their answers."""
 
     def __init__(self, play: Play) -> None:
         self._play, self._chance = play, play.chance

@@ -1,5 +1,7 @@
-"""The way to Redis: commands that are refused or whose answers are lost, entries that are armed twice, notices that
-are lost or late."""
+"""The simulated connection to Redis.
+
+Commands are refused, answers are lost, entries are armed twice, notices are lost or late.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,14 @@ from delaytasks.timers.redis_scripts import ARM, TAKE
 if TYPE_CHECKING:
     from chaos.simulation.stage import Play
 
-#: Of all steps between two commands of a pipeline: those at which others have turns.
+#: The share of steps between two commands of a pipeline at which other actors run.
 BETWEEN = 0.1
 _STEPS = {_NAMES[ARM]: "ARM", _NAMES[TAKE]: "TAKE"}
 Pipeline = list[tuple[Any, ...]]
 
 
 class Server:
-    """One for all hosts of a play."""
+    """The Redis server that all hosts of a play share."""
 
     def __init__(self, play: Play) -> None:
         self._play, self._world, self._chance = play, play.world, play.chance
@@ -36,7 +38,7 @@ class Server:
         self.listeners: list[Listener] = []
         self.is_reliable = False
         self.is_up = True
-        #: Connections of an earlier one are broken.
+        #: The number of restarts. Connections of an earlier life are broken.
         self.life = 0
 
     def stop(self, is_empty: bool) -> None:
@@ -47,11 +49,11 @@ class Server:
             listener.actor.wake()
 
     def flush(self) -> None:
-        """All is lost, and no connection breaks."""
+        """Delete all data, but keep the connections."""
         self._redis.sets.clear()
 
     def left(self, now_us: int) -> list[str]:
-        """What is overdue, or in somebody's hand."""
+        """Return the members that are overdue or in preparation."""
         return [
             f"{member} in {key}"
             for key, members in self._redis.sets.items()
@@ -111,7 +113,7 @@ class Server:
 
 
 class Link(RedisLink):
-    """Of one process."""
+    """The connection of one process."""
 
     def __init__(self, server: Server, limit_s: float, events: Events) -> None:
         super().__init__(RedisLocation(("",)), limit_s, events)
@@ -123,7 +125,7 @@ class Link(RedisLink):
 
 
 class Client:
-    """In the place of redis-py's."""
+    """Replaces the client of redis-py."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -169,7 +171,7 @@ class Pipe:
 
 
 class Listener:
-    """A subscription, on a connection of its own."""
+    """A subscription with its own connection."""
 
     def __init__(self, server: Server) -> None:
         self._server, self._life = server, server.life

@@ -1,4 +1,4 @@
-"""What is played: producers, workers that are replaced when they end, a beat, and what breaks them."""
+"""The script of a play: producers, workers that are replaced when they end, a beat, and faults."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ from chaos.simulation.world import Host
 from delaytasks.core.states import LIVE
 
 MOST_WORKERS, MOST_PRODUCERS, MOST_TASKS, MOST_FAULTS = 2, 2, 3, 3
-#: After the last fault all must be over by then.
+#: All tasks must be finished in this time after the last fault.
 PATIENCE_S = 90.0
-#: Hosts whose clocks are wrong are so by an hour.
+#: Possible clock errors of hosts: none or an hour.
 SKEWS_US = (0, 0, 3_600_000_000, -3_600_000_000)
-#: Of all plays: those whose timer is looked at when all is quiet, which takes as long as all the rest.
+#: The share of plays that check the timer at the end, which doubles their duration.
 LOOKED_AT = 0.25
-#: So long after the last fault nobody is frozen, nothing is on its way, and each mover has looked at all slots.
+#: After this time without faults, no host is frozen, no message is on its way, and each Redis
+#: poller has read all slots.
 QUIET_S = 40.0
-#: Then the timer has what is armed run within this time; a sweep finds it later.
+#: After that, the timer must start an armed task within this time; a sweep would be slower.
 ON_TIME_S = 1.0
 
 
 class Script:
-    """Of one play. All but producers and workers are on a host that nothing happens to."""
+    """The script of one play.
+
+    All actors except producers and workers run on a host without faults.
+    """
 
     def __init__(self, play: Play) -> None:
         self._play, self._world, self._chance = play, play.world, play.chance
@@ -51,7 +55,7 @@ class Script:
             start(self._outside, work)
         self._world.run(lambda: self._is_over)
 
-    # -- what runs --------------------------------------------------------------------------------
+    # -- workers and beat -------------------------------------------------------------------------
 
     def _new_worker(self, name: str) -> Worker:
         self._workers_made += 1
@@ -63,7 +67,7 @@ class Script:
         ]
 
     def _deliver(self) -> None:
-        """Messages, each to one of the workers."""
+        """Deliver each message to a random worker."""
         broker, times = self._play.broker, self._play.times
         while True:
             workers = self._alive()
@@ -98,7 +102,7 @@ class Script:
                     workers[number] = self._new_worker(name)
 
     def _watch(self) -> None:
-        """Ends the play when all is over, or should be."""
+        """End the play when all tasks are finished, or when the time is over."""
         t, database = self._play.stage.store.schema.tasks, self._play.stage.store.database
         live = select(func.count()).where(t.c.status.in_([int(status) for status in LIVE]))
         while self._open:
@@ -119,7 +123,7 @@ class Script:
         self._is_over = True
 
     def _look_at_timer(self) -> None:
-        """When all is quiet it has nothing left, and is on time again."""
+        """Check that Redis has no leftover entries and that the timer is punctual again."""
         play, flaws = self._play, self._play.flaws
         for left in () if play.redis is None else play.redis.left(play.times.now_us):
             flaws.append((0, Flaw("I8", "left in Redis", left)))
@@ -129,7 +133,7 @@ class Script:
             ran.id == id and ran.began_us < due_us + ON_TIME_S * 1e6 for ran in play.history.ran
         ):
             flaws.append(
-                (id, Flaw("I8", "late", "nothing was wrong any more, and it was not on time"))
+                (id, Flaw("I8", "late", "it was not on time although all faults were over"))
             )
         self._world.pause(5)
 
@@ -146,7 +150,7 @@ class Script:
 
         self._world.start(host, work)
 
-    # -- what breaks ------------------------------------------------------------------------------
+    # -- faults -----------------------------------------------------------------------------------
 
     def _break(self) -> None:
         self._open += 1
@@ -201,7 +205,7 @@ class Script:
         worker.kill()
 
     def _freeze(self) -> None:
-        """While it runs something, if it does soon; mostly for longer than a lease."""
+        """Freeze a worker, preferably a busy one, mostly for longer than a lease."""
         for _ in range(100):
             busy = [w for w in self._alive() if any(child.job is not None for child in w.children)]
             if busy:
@@ -235,7 +239,7 @@ class Script:
             worker.soon(worker.runtime.forget_armed)
 
     def _break_redis(self) -> None:
-        """Emptied, or away and then empty or as it was."""
+        """Empty Redis, or stop it and restart it with or without its data."""
         redis, seconds = self._play.redis, self._chance.uniform(0, 5)
         assert redis is not None
         if self._chance.random() < 0.4:

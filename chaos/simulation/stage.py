@@ -1,4 +1,4 @@
-"""A database in memory on which seeds are played one after another, and what all hosts of a play share."""
+"""An in-memory database on which seeds are played, and the parts that all hosts of a play share."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SETTINGS: dict[str, Any] = {
     "redis_slots": 2,
 }  # fmt: skip
 RETRY_SCHEDULE = RetrySchedule("1s 3s")
-#: A folder in memory, where there is one.
+#: A folder in memory, if the system has one.
 _MEMORY = Path("/dev/shm")
 
 
@@ -60,7 +60,7 @@ class Stage:
                 connection.execute(delete(table))
         self.recorder.forget()
         self.times.now_us = START_US
-        random.seed(seed)  # of what the code draws by itself
+        random.seed(seed)  # for code that draws random numbers itself
         play = Play(self, seed)
         self.last = play
         try:
@@ -75,7 +75,7 @@ class Stage:
         return verdict
 
     def claims(self, name: str) -> Claims:
-        """Their statements are long to make; names come again in each play."""
+        """Return the claim queries of a worker. They are cached, since they are slow to build."""
         if name not in self._claims:
             self._claims[name] = self.store.claims(name, None)
         return self._claims[name]
@@ -94,7 +94,7 @@ class Play:
         self.publisher: Any = self.seam(BrokerPublisher(self.broker, lambda: self.times.now_us))
         #: None with the `eta` timer.
         self.redis = Server(self) if self.chance.random() < 0.5 else None
-        #: What the checker does not see, and the task's id or 0.
+        #: Violations that the checker cannot see, each with the task's id or 0.
         self.flaws: list[tuple[int, Flaw]] = []
         store = stage.store
         self.tasks, self.touches = self.seam(store.tasks), self.seam(store.touches)
@@ -118,11 +118,11 @@ class Play:
         return self.seam(self.stage.claims(name))
 
     def clock(self) -> Clock:
-        """Of one host."""
+        """Return a clock for one host."""
         return Clock(self.stage.store.tasks.now)
 
     def timer(self, clock: Clock, events: Events) -> EtaTimer | RedisTimer:
-        """Of one process."""
+        """Return a timer for one process."""
         eta = EtaTimer(self.publisher, clock)
         if self.redis is None:
             return eta
@@ -136,7 +136,7 @@ class Play:
     def _work(self, body: dict[str, Any], task: DelayTask) -> None:
         host = self.world.host
         assert host is not None
-        self.world.pause(0)  # here ends who was killed
+        self.world.pause(0)  # a killed host ends here
         begun = Ran(task.id, task.version, host.name, self.times.now_us)
         self.history.ran.append(begun)
         self.hazards.pass_by("run", "before")
@@ -146,12 +146,12 @@ class Play:
         self.history.ran[self.history.ran.index(begun)] = replace(begun, ended_us=self.times.now_us)
         self.hazards.pass_by("run", "after")
         if task.attempts <= body["fails"]:
-            raise RuntimeError("as asked, with \x00 and \ud800 in it")
+            raise RuntimeError("as requested, with \x00 and \ud800 in it")
 
 
 @contextmanager
 def stage() -> Iterator[Stage]:
-    """With the modules of delaytasks on its clock as long as it is open."""
+    """Yield a stage, with the modules of delaytasks on its clock."""
     times, logger = Times(), logging.getLogger("delaytasks")
     level = logger.level
     with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
@@ -166,7 +166,7 @@ def stage() -> Iterator[Stage]:
         modules = ("execution.chunk", "worker.dispatcher", "worker.delayed_calls")
         others = {f"delaytasks.{name}": {"threading": threads} for name in modules}
         others["delaytasks.timers.redis_link"] = {"within": lambda _limit_s, work, **_: work()}
-        # No process has a number of the play's; the pool of the play tells who died.
+        # The pids are simulated; the simulated pool reports deaths.
         others["delaytasks.worker.lease_keeper"] = {"has_exited": lambda _pid: False}
         with installed(times, others):
             logger.setLevel(logging.CRITICAL)
@@ -178,7 +178,7 @@ def stage() -> Iterator[Stage]:
 
 
 class Timer:
-    """As `threading.Timer`, for the host that starts it."""
+    """Replaces `threading.Timer` on a host."""
 
     daemon = True
 

@@ -1,4 +1,4 @@
-"""A worker: its real desk, and a pool whose processes have real runners."""
+"""A worker: the real worker runtime, and a pool whose processes have real runners."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from chaos.simulation.stage import Play
 
 CHILDREN = 2
-#: Loops of a desk that have something to do here.
+#: The loops of a worker runtime that are simulated.
 DRIVEN = frozenset({"wheel", "leases", "sweep", "mover", "ear"})
-#: With which a loop may fail.
+#: The errors that a loop may report.
 EXPECTED = ("StoreUnavailableError: ", "OutcomeUnknownError: ")
 
 
@@ -89,7 +89,7 @@ class Child(Host):
 
 
 class Boxes:
-    """In the place of the thread that watches the time boxes of a process."""
+    """Replaces the thread that watches the time budgets of a process."""
 
     def __init__(self, play: Play, host: Host, runner: Runner) -> None:
         self._play = play
@@ -114,7 +114,7 @@ class Boxes:
                     try:
                         self._expire(chunk)
                     except Exception:
-                        pass  # its rows are still the runner's
+                        pass  # the rows still belong to the runner
             if not over:
                 self._play.world.rest(
                     min((ends - now for ends in self._open.values()), default=None)
@@ -130,7 +130,7 @@ class Worker(Host):
         self.inbox: deque[Message] = deque()
         self._calls: deque[Callable[[], None]] = deque()
         self.jobs: deque[tuple[Job, Callable[[Report], None], Callable[[Any], None]]] = deque()
-        #: What the worker's code knows of the pool.
+        #: The attributes of the pool that the worker's code uses.
         self.limit = self.num_processes = CHILDREN
         self.clock = play.clock()
         self.events = Events()
@@ -257,7 +257,7 @@ class Worker(Host):
         return object()
 
     def replace_dead(self) -> None:
-        """As the pool does it; called now and then."""
+        """Replace dead processes, as the pool does periodically."""
         for number, child in enumerate(self.children):
             if child.is_dead:
                 if child.job is not None:
@@ -271,10 +271,12 @@ class Worker(Host):
             )
         )
 
-    # -- its end ----------------------------------------------------------------------------------
+    # -- end --------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """In order: what is held is sent back, and the pool's processes finish what they have."""
+        """Shut down warmly: return the held entries, and let the pool processes finish their
+        chunks.
+        """
         self.is_stopping = True
         self.runtime.stop()
         while any(child.job is not None and not child.is_dead for child in self.children):
@@ -282,6 +284,6 @@ class Worker(Host):
         self.is_stopped = True
 
     def kill(self) -> None:
-        """With its children; called by somebody else."""
+        """Kill the worker with its pool processes."""
         for host in self.family:
             self.play.world.kill(host)
