@@ -18,10 +18,10 @@ from pathlib import Path
 from rich.console import Console
 
 from chaos.checker import Checker
-from chaos.field import Field, Site
 from chaos.nemeses import NEMESES
 from chaos.report import show
 from chaos.run import Plan, run
+from chaos.system import Site, SystemUnderTest
 from tests.services import MissingServiceError
 
 #: The exit status if a required server is missing.
@@ -45,7 +45,10 @@ def main() -> int:
     parser.add_argument("--broker", choices=["redis", "rabbitmq", "embedded"], default="redis")
     parser.add_argument("--timer", choices=["eta", "redis"], default="eta")
     parser.add_argument(
-        "--patience", type=float, default=60.0, help="seconds without progress after which the run ends"
+        "--patience",
+        type=float,
+        default=60.0,
+        help="seconds without progress after which the run ends",
     )
     parser.add_argument(
         "--within",
@@ -59,7 +62,9 @@ def main() -> int:
         metavar="WORDS",
         help="use only faults whose names contain WORDS; `kill` selects all kills",
     )
-    parser.add_argument("--keep", metavar="FOLDER", help="new folder that keeps the logs of all processes")
+    parser.add_argument(
+        "--keep", metavar="FOLDER", help="new folder that keeps the logs of all processes"
+    )
     options = parser.parse_args()
     seed = secrets.randbelow(1_000_000) if options.seed is None else options.seed
     plan = Plan(
@@ -80,21 +85,21 @@ def main() -> int:
     )  # also in the background, where shells ignore it
     with a_folder(options.keep) as folder:
         folder.chmod(0o755)  # the database may run as another user
-        field = None
+        system = None
         try:
-            field = Field(folder, site)
+            system = SystemUnderTest(folder, site)
             for nemesis in NEMESES:
-                if why := nemesis.misfit(field):
+                if why := nemesis.misfit(system):
                     console.print(f"left out: {nemesis.kind}: {why}")
-            outcome = run(field, plan, console.print)
+            outcome = run(system, plan, console.print)
         except MissingServiceError as error:
             console.print(f"{site} is not available on this machine: {error}")
             return MISSING
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)  # the cleanup must not be interrupted
-            if field is not None:
-                field.close()
+            if system is not None:
+                system.close()
     verdict = Checker(outcome.history, quiet_us=outcome.quiet_us, by_us=outcome.by_us).verdict()
     show(verdict, outcome.history, outcome.over_us, console)
     console.print(f"{time.monotonic() - began:.0f} s")

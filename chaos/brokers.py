@@ -106,12 +106,12 @@ def _close_connections(client: Any) -> None:
 
 
 def start_broker(kind: str, folder: Path) -> Broker:
-    place = folder / kind
-    place.mkdir()
-    made: dict[str, type[Any]] = {
+    broker_folder = folder / kind
+    broker_folder.mkdir()
+    broker_types: dict[str, type[Any]] = {
         "redis": PrivateRedis,
         "rabbitmq": RabbitServer,
         "embedded": EmbeddedBroker,
     }
-    broker: Broker = made[kind](place)
+    broker: Broker = broker_types[kind](broker_folder)
     return broker

@@ -19,10 +19,10 @@ from rich.table import Table
 from sqlalchemy import text
 
 from chaos.checker import Checker, Verdict
-from chaos.field import SETTINGS, children_of
 from chaos.history import History, read
 from chaos.project import now_us, time_environment
 from chaos.recorder import Recorder
+from chaos.system import SETTINGS, children_of
 from delaytasks.core.states import Status
 from tests import faketime
 from tests.mariadb_server import MariaDBServer
@@ -72,7 +72,7 @@ class Outcome(NamedTuple):
         return self.late_s[len(self.late_s) // 2] if self.late_s else 0.0
 
     @property
-    def flaws(self) -> list[str]:
+    def violations(self) -> list[str]:
         found = [f"{count} {kind}" for kind, count in self.verdict.counts().items()]
         found += [f"hot: {self.cpu:.2f} of a core"] if self.cpu > MOST_CPU else []
         found += (
@@ -80,7 +80,11 @@ class Outcome(NamedTuple):
             if self.statements > MOST_STATEMENTS
             else []
         )
-        found += [f"its clock is {self.off_s:+.0f} s off by its own measurement"] if self.is_mistaken else []
+        found += (
+            [f"its clock is {self.off_s:+.0f} s off by its own measurement"]
+            if self.is_mistaken
+            else []
+        )
         missing = len(SOON) + LATER - len(self.late_s)
         return found + ([f"{missing} never ran"] if missing else [])
 
@@ -131,7 +135,10 @@ def try_out(folder: Path, database_url: str, broker_url: str, hours: Hours) -> O
         count = f"SELECT count(*) FROM {t.name} WHERE status <> {int(Status.DONE)}"
         try:
             wait_until(
-                lambda: _one(deployment, count) == 0, PATIENCE_S, "all tasks to be done", every_s=0.1
+                lambda: _one(deployment, count) == 0,
+                PATIENCE_S,
+                "all tasks to be done",
+                every_s=0.1,
             )
         except AssertionError:
             pass  # the checker reports the unfinished tasks
@@ -185,7 +192,9 @@ def _one(deployment: Deployment, sql: str) -> float:
 
 def _lateness(history: History) -> list[float]:
     due = {change.id: change.due_us for change in history.changes}
-    return sorted((ran.began_us - due[ran.id]) / 1e6 for ran in history.ran if ran.id in due)
+    return sorted(
+        (ran.began_us - due[ran.id]) / 1e6 for ran in history.run_records if ran.id in due
+    )
 
 
 # -- the command ----------------------------------------------------------------------------------
@@ -225,15 +234,15 @@ def main() -> int:
         "statements/s",
         "found",
     )
-    flawed = 0
+    with_violations = 0
     for database in options.database or ["postgresql", "mariadb"]:
         for name, outcome in _outcomes(database, combinations):
-            flawed += bool(outcome.flaws)
+            with_violations += bool(outcome.violations)
             late = [f"{1000 * s:.0f}" for s in (outcome.middle_s, max(outcome.late_s, default=0))]
             measured = (
                 f"{outcome.cpu:.2f}",
                 f"{outcome.statements:.0f}",
-                ", ".join(outcome.flaws) or "nothing",
+                ", ".join(outcome.violations) or "nothing",
             )
             row = (
                 database,
@@ -247,7 +256,7 @@ def main() -> int:
             if outcome.verdict.findings:
                 console.print(str(outcome.verdict))
     console.print(table)
-    return 1 if flawed else 0
+    return 1 if with_violations else 0
 
 
 def _outcomes(database: str, combinations: Sequence[Hours]) -> Iterator[tuple[Hours, Outcome]]:

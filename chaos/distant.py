@@ -1,12 +1,11 @@
-"""`python -m chaos.distant FOLDER DELAY…`: a producer in its own process, whose clock may be wrong.
-"""
+"""`python -m chaos.distant FOLDER DELAY…`: a producer in its own process, whose clock may be wrong."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from chaos.history import Notebook, Told
+from chaos.history import CallRecord, Notebook
 from chaos.project import now_us
 from delaytasks.celery import delays
 from delaytasks.core.clock import to_us
@@ -24,7 +23,7 @@ def main() -> None:
         due_us = to_us(task.expected_time)
         if abs(due_us - asked_us - delay * 1e6) > ABOUT_US + now_us() - asked_us:
             due_us = asked_us + int(delay * 1e6)  # the requested time, by the database's clock
-        notes.note(Told(task.id, "schedule", "ok", asked_us, now_us(), due_us))
+        notes.note(CallRecord(task.id, "schedule", "ok", asked_us, now_us(), due_us))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ ALL = ("",)
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class CallRecord:
     """A producer's call and its answer."""
 
     id: int
@@ -42,7 +42,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class RunRecord:
     """One call of a processor. It has no end if the process was killed or the run ended first."""
 
     id: int
@@ -54,7 +54,7 @@ class Ran:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class RowChange:
     """A row that was inserted or updated, as recorded by the database's trigger."""
 
     id: int
@@ -86,15 +86,15 @@ class Fault:
 
 @dataclass
 class History:
-    told: list[Told] = field(default_factory=list)
-    ran: list[Ran] = field(default_factory=list)
-    changes: list[Change] = field(default_factory=list)
+    call_records: list[CallRecord] = field(default_factory=list)
+    run_records: list[RunRecord] = field(default_factory=list)
+    changes: list[RowChange] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     #: Processes that ran no task at the end, although there was enough work for all.
     hung: list[str] = field(default_factory=list)
 
 
-_KINDS: dict[str, type[Told | Ran]] = {"told": Told, "ran": Ran}
+_KINDS: dict[str, type[CallRecord | RunRecord]] = {"told": CallRecord, "ran": RunRecord}
 
 
 class Notebook:
@@ -109,7 +109,7 @@ class Notebook:
             folder / f"{os.getpid()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND
         )
 
-    def note(self, one: Told | Ran) -> None:
+    def note(self, one: CallRecord | RunRecord) -> None:
         kind = next(name for name, type_ in _KINDS.items() if isinstance(one, type_))
         os.write(self._file, (json.dumps({"kind": kind, **asdict(one)}) + "\n").encode())
 
@@ -117,18 +117,18 @@ class Notebook:
         os.close(self._file)
 
 
-def read(folder: Path, changes: Iterable[Change]) -> History:
+def read(folder: Path, changes: Iterable[RowChange]) -> History:
     """Read the records of all processes. The end of a run replaces its begin."""
     history = History(changes=list(changes))
-    runs: dict[tuple[int, int, str, int], Ran] = {}
+    runs: dict[tuple[int, int, str, int], RunRecord] = {}
     for file in sorted(folder.glob("*.jsonl")):
         for line in file.open():
             fields: dict[str, Any] = json.loads(line)
             one = _KINDS[fields.pop("kind")](**fields)
-            if isinstance(one, Ran):
+            if isinstance(one, RunRecord):
                 runs[one.id, one.version, one.worker, one.began_us] = one
             else:
-                history.told.append(one)
-    history.ran = sorted(runs.values(), key=lambda run: run.began_us)
-    history.told.sort(key=lambda told: told.asked_us)
+                history.call_records.append(one)
+    history.run_records = sorted(runs.values(), key=lambda run: run.began_us)
+    history.call_records.sort(key=lambda record: record.asked_us)
     return history

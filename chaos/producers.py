@@ -1,5 +1,4 @@
-"""The producers of a run: they schedule at a rate, in all available ways, and record the answers.
-"""
+"""The producers of a run: they schedule at a rate, in all available ways, and record the answers."""
 
 from __future__ import annotations
 
@@ -13,9 +12,9 @@ from sqlalchemy import create_engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from chaos.field import Field
-from chaos.history import Answer, Call, Notebook, Told
+from chaos.history import Answer, Call, CallRecord, Notebook
 from chaos.project import RETRY_SCHEDULE, now_us
+from chaos.system import SystemUnderTest
 from delaytasks import DelayTask, NewTask
 from delaytasks.core.clock import to_us
 from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError
@@ -55,12 +54,17 @@ class RolledBackError(Exception):
 class Producer:
     """Schedule `tasks` tasks, or stop earlier if asked to."""
 
-    def __init__(self, field: Field, seed: int, tasks: int, rate: float) -> None:
-        self._field, self._chance, self._tasks, self._rate = field, random.Random(seed), tasks, rate
-        self._delays = field.deployment.producer(field.producers_url)
+    def __init__(self, system: SystemUnderTest, seed: int, tasks: int, rate: float) -> None:
+        self._system, self._chance, self._tasks, self._rate = (
+            system,
+            random.Random(seed),
+            tasks,
+            rate,
+        )
+        self._delays = system.deployment.producer(system.producers_url)
         # An application has its own engine. A connection is not kept for longer than a transaction.
         self._engine = create_engine(self._delays.store.database.url, pool_pre_ping=True)
-        self._notes = Notebook(field.notes)
+        self._notes = Notebook(system.notes)
         self.count = 0
         self.is_running = True
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -78,21 +82,21 @@ class Producer:
             self._one()
             ahead_s = began + self.count / self._rate - time.monotonic()
             if ahead_s > 0:
-                self._field.pause(ahead_s)
+                self._system.pause(ahead_s)
 
     def _one(self) -> None:
         [way] = self._chance.choices(list(WAYS), list(WAYS.values()))
         wanted = [self._wanted() for _ in range(MANY if way == "many" else 1)]
         self.count += len(wanted)
         asks = {"committed": self._committed, "rolled back": self._rolled_back, "many": self._many}
-        answer = self._told(wanted, asks.get(way, self._alone))
+        answer = self._call(wanted, asks.get(way, self._alone))
         for _ in range(AGAIN):
             if answer != "unknown" or not self.is_running:
                 break
-            self._field.pause(0.5)
+            self._system.pause(0.5)
             # A refusal of the repeated call does not show whether the first one succeeded.
             answer = {"ok": "ok"}.get(
-                self._told(wanted, self._many if way == "many" else self._alone), "unknown"
+                self._call(wanted, self._many if way == "many" else self._alone), "unknown"
             )
         if answer == "ok":
             self._second(wanted[0])
@@ -100,15 +104,15 @@ class Producer:
     def burst(self, tasks: int) -> None:
         """Schedule slow tasks that are due immediately, enough work for several processes."""
         for _ in range(tasks):
-            body = {"folder": str(self._field.notes), "s": 0.1, "fails": 0}
-            self._told([Wanted(self._delays.new_id(), "chaos.note", body, 1.0, 1)], self._alone)
+            body = {"folder": str(self._system.notes), "s": 0.1, "fails": 0}
+            self._call([Wanted(self._delays.new_id(), "chaos.note", body, 1.0, 1)], self._alone)
 
     def _wanted(self) -> Wanted:
         chance = self._chance
         delay = chance.choice([0, chance.uniform(0, 2), chance.uniform(0, 15)])
         often = min(0.2, LOAD / PRODUCERS / self._rate / 0.3)  # so that the workers can keep up
         body = {
-            "folder": str(self._field.notes),
+            "folder": str(self._system.notes),
             "s": chance.choices([0, 0.01, 0.2], [1 - 2 * often, often, often])[0],
             "fails": chance.randrange(3),
         }
@@ -166,7 +170,7 @@ class Producer:
                 "reschedule", [wanted._replace(delay=delay)], lambda: [delays.reschedule(id, delay)]
             )
 
-    def _told(self, wanted: list[Wanted], ask: Callable[[list[Wanted]], list[DelayTask]]) -> Answer:
+    def _call(self, wanted: list[Wanted], ask: Callable[[list[Wanted]], list[DelayTask]]) -> Answer:
         return self._ask("schedule", wanted, lambda: ask(wanted))
 
     def _ask(
@@ -190,5 +194,5 @@ class Producer:
                 if call == "cancel"
                 else dues.get(w.id, asked_us + int(w.delay * 1e6) - ABOUT_US)
             )
-            self._notes.note(Told(w.id, call, answer, asked_us, now_us(), due_us, w.runs))
+            self._notes.note(CallRecord(w.id, call, answer, asked_us, now_us(), due_us, w.runs))
         return answer

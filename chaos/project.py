@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from chaos.history import Notebook, Ran
+from chaos.history import Notebook, RunRecord
 from delaytasks import DelayTask, RetrySchedule, processor
 from tests.waiting import STACKS
 
@@ -52,7 +52,7 @@ def time_environment(ahead_s: int = 0) -> dict[str, str]:
 
 def _note(body: dict[str, Any], task: DelayTask) -> None:
     notes = notebook(body["folder"])
-    begun = Ran(task.id, task.version, f"{os.getpid()}", now_us())
+    begun = RunRecord(task.id, task.version, f"{os.getpid()}", now_us())
     notes.note(begun)
     time.sleep(body["s"])
     notes.note(replace(begun, ended_us=now_us()))

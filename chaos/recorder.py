@@ -21,7 +21,7 @@ from sqlalchemy import (
     select,
 )
 
-from chaos.history import Change
+from chaos.history import RowChange
 from delaytasks.core.clock import to_us
 from delaytasks.core.states import Status
 from delaytasks.storage.store import Store
@@ -96,13 +96,13 @@ class Recorder:
         """Delete the records."""
         self._database.alone(lambda c: c.execute(delete(self._table)))
 
-    def changes(self) -> Iterator[Change]:
+    def changes(self) -> Iterator[RowChange]:
         """Iterate over the changes in the order of their writes, in batches: a long run has
         millions.
         """
         for rows in self._database.stream(select(self._table).order_by(self._table.c.seq), 5000):
             for row in rows:
-                yield Change(
+                yield RowChange(
                     row.id,
                     to_us(row.at),
                     None if row.was is None else Status.of(row.was),

@@ -32,7 +32,7 @@ def show(verdict: Verdict, history: History, over_us: int, console: Console) -> 
     """Print the results. Late tasks count until `over_us`."""
     console.width = max(console.width, 130)  # also if the output is a file
     console.print(_by_fault(history.faults, late_tasks(history, over_us)))
-    asked = Counter(f"{told.call} {told.answer}" for told in history.told)
+    asked = Counter(f"{record.call} {record.answer}" for record in history.call_records)
     console.print(", ".join(f"{count:,} {what}" for what, count in sorted(asked.items())))
     console.print(_bar(verdict, history))
     console.print(str(verdict))

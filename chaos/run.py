@@ -1,5 +1,4 @@
-"""Execute one run: producers schedule, faults strike at random, and the history is read at the end.
-"""
+"""Execute one run: producers schedule, faults strike at random, and the history is read at the end."""
 
 from __future__ import annotations
 
@@ -12,11 +11,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-from chaos.field import Field
 from chaos.history import ALL, Fault, History, read
 from chaos.nemeses import NEMESES, Nemesis, Victim
 from chaos.producers import PRODUCERS, Producer
 from chaos.project import now_us
+from chaos.system import SystemUnderTest
 from delaytasks.core.errors import DelayTaskError
 from tests.waiting import STACKS
 
@@ -61,44 +60,46 @@ class Outcome(NamedTuple):
     quiet_us: int
 
 
-def run(field: Field, plan: Plan, say: Say) -> Outcome:
+def run(system: SystemUnderTest, plan: Plan, say: Say) -> Outcome:
     chance = random.Random(plan.seed)
     each = -(-plan.tasks // PRODUCERS)
     producers = [
-        Producer(field, plan.seed + n, each, each / plan.seconds) for n in range(PRODUCERS)
+        Producer(system, plan.seed + n, each, each / plan.seconds) for n in range(PRODUCERS)
     ]
     stalls = Stalls()
     faults = _strike(
-        field, plan, chance, lambda: sum(producer.count for producer in producers), say
+        system, plan, chance, lambda: sum(producer.count for producer in producers), say
     )
     until = time.monotonic() + plan.most_seconds - plan.seconds
     for producer in producers:
         producer.thread.join(max(until - time.monotonic(), 0))
         producer.stop()
-    say(f"{sum(producer.count for producer in producers):,} tasks scheduled; the last fault is over")
+    say(
+        f"{sum(producer.count for producer in producers):,} tasks scheduled; the last fault is over"
+    )
     began = time.monotonic()
     by_us = max((fault.until_us for fault in faults), default=now_us()) + int(plan.within * 1e6)
     # Waiting beyond the deadline distinguishes late tasks from stuck ones.
-    left = wait_for_quiet(field, plan.patience, max((by_us - now_us()) / 1e6, 0) + plan.patience)
+    left = wait_for_quiet(system, plan.patience, max((by_us - now_us()) / 1e6, 0) + plan.patience)
     say(f"{left} of them still wait {time.monotonic() - began:.1f} s later")
     over_us = now_us()
-    hung = find_hung(field, plan.patience)
+    hung = find_hung(system, plan.patience)
     quiet_us = now_us()
-    history = read(field.notes, field.recorder.changes())
+    history = read(system.notes, system.recorder.changes())
     history.hung = hung
     history.faults += sorted(faults + stalls.end(), key=lambda fault: fault.from_us)
     return Outcome(history, over_us, by_us, quiet_us)
 
 
 def _strike(
-    field: Field, plan: Plan, chance: random.Random, count: Callable[[], int], say: Say
+    system: SystemUnderTest, plan: Plan, chance: random.Random, count: Callable[[], int], say: Say
 ) -> list[Fault]:
     """Inject the faults.
 
     Each component has at most one fault at a time; several components may have one.
     """
     fitting = [
-        n for n in NEMESES if not n.misfit(field) and any(words in n.kind for words in plan.only)
+        n for n in NEMESES if not n.misfit(system) and any(words in n.kind for words in plan.only)
     ]
     kills = [n for n in fitting if n.is_kill] or fitting
     of_kills = set(chance.sample(range(plan.faults), plan.kills))
@@ -107,7 +108,7 @@ def _strike(
     busy: dict[Victim, Future[Fault]] = {}
 
     def struck(nemesis: Nemesis, own: random.Random) -> Fault:
-        fault = nemesis.fault(field, own)
+        fault = nemesis.fault(system, own)
         faults.append(fault)
         say(f"{len(faults):4} {fault.kind}: {fault.target} ({count():,} tasks so far)")
         return fault
@@ -135,19 +136,18 @@ def _strike(
             for strike in busy.values():
                 strike.result()
         except BaseException:
-            field.is_over.set()
+            system.is_over.set()
             raise
     return faults
 
 
-def wait_for_quiet(field: Field, patience_s: float, at_least_s: float = 0) -> int:
-    """Wait for all tasks to finish, and return how many still wait when nothing changes any more.
-    """
+def wait_for_quiet(system: SystemUnderTest, patience_s: float, at_least_s: float = 0) -> int:
+    """Wait for all tasks to finish, and return how many still wait when nothing changes any more."""
     least, waiting = None, 0
     until = time.monotonic() + max(patience_s, at_least_s)
     while time.monotonic() < until:
         try:
-            waiting = field.waiting()
+            waiting = system.waiting()
         except DelayTaskError:
             continue
         if not waiting:
@@ -158,14 +158,14 @@ def wait_for_quiet(field: Field, patience_s: float, at_least_s: float = 0) -> in
     return waiting
 
 
-def find_hung(field: Field, patience_s: float) -> list[str]:
+def find_hung(system: SystemUnderTest, patience_s: float) -> list[str]:
     """Return the pool processes that run no task although there is enough work for all.
 
     While the other processes work, a hung process is not noticed otherwise. Hung processes and
     their workers write their stacks to the log.
     """
-    producer = Producer(field, 0, 0, 1)
-    before = {pid: field.written(pid) for pids in field.pools() for pid in pids}
+    producer = Producer(system, 0, 0, 1)
+    before = {pid: system.written(pid) for pids in system.pools() for pid in pids}
     idle: list[tuple[int, int]] = []
     until = time.monotonic() + patience_s
     while time.monotonic() < until:
@@ -173,17 +173,17 @@ def find_hung(field: Field, patience_s: float) -> list[str]:
         time.sleep(2)
         idle = [
             (number, pid)
-            for number, pids in enumerate(field.pools())
+            for number, pids in enumerate(system.pools())
             for pid in pids
-            if field.written(pid) == before.get(pid, 0)
+            if system.written(pid) == before.get(pid, 0)
         ]
         if not idle:
             break
     producer.stop()
     for number, pid in idle:
-        for each in (pid, field.workers[number].pid):
+        for each in (pid, system.workers[number].pid):
             os.kill(each, STACKS)
-    wait_for_quiet(field, patience_s)
+    wait_for_quiet(system, patience_s)
     return [f"process {pid} of worker {number}" for number, pid in idle]
 
 

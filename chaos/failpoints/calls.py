@@ -16,8 +16,8 @@ from unittest.mock import patch
 
 from sqlalchemy.orm import Session
 
-from chaos.failpoints.places import Mix
-from chaos.history import Answer, Call, Told
+from chaos.failpoints.catalogue import Mix
+from chaos.history import Answer, Call, CallRecord
 from chaos.project import notebook, now_us
 from delaytasks import DelayTask, DelayTasks
 from delaytasks.core.clock import to_us
@@ -62,7 +62,7 @@ class Calls:
             elif mix == "cancelled" or mix == "retried":
                 self._cancel(id := self._schedule("fail.note", chance.uniform(1, 2)))
                 if mix == "retried":
-                    self._told(
+                    self._call(
                         id, "retry", 1, lambda id=id, delay=delay: self._delays.retry(id, delay)
                     )  # type: ignore[misc]
             elif mix == "touched":
@@ -92,7 +92,7 @@ class Calls:
         runs = RETRY_SCHEDULE_RUNS if tag == "fail.shaky" else 1
         call = self._delays.schedule_delay if delay is not None else self._delays.schedule_at
         when = (delay,) if delay is not None else (options.pop("when"),)
-        self._told(id, "schedule", runs, lambda: call(tag, body, *when, id=id, **options))
+        self._call(id, "schedule", runs, lambda: call(tag, body, *when, id=id, **options))
         return id
 
     def _insert(self) -> None:
@@ -105,7 +105,7 @@ class Calls:
             self._delays.store.tasks.insert(task)
             return task
 
-        self._told(id, "schedule", 1, ask)
+        self._call(id, "schedule", 1, ask)
 
     def _schedule_in_session(self, delay: float) -> None:
         id, body = self._delays.new_id(), {"folder": self._folder, "s": 0, "fails": 0}
@@ -114,7 +114,7 @@ class Calls:
             with Session(self._delays.store.database.tx) as session, session.begin():
                 return self._delays.schedule_delay("fail.note", body, delay, id=id, session=session)
 
-        self._told(id, "schedule", 1, ask)
+        self._call(id, "schedule", 1, ask)
 
     def _schedule_many(self, is_in_session: bool) -> None:
         """Schedule in several batches.
@@ -124,14 +124,16 @@ class Calls:
         asked_us, written = now_us(), list[DelayTask]()
         body = {"folder": self._folder, "s": 0, "fails": 0}
 
-        def told(tasks: Sequence[DelayTask], answer: Answer) -> None:
+        def record(tasks: Sequence[DelayTask], answer: Answer) -> None:
             for task in tasks:
                 due_us = to_us(task.expected_time) if answer == "ok" else None
-                self._notes.note(Told(task.id, "schedule", answer, asked_us, now_us(), due_us))
+                self._notes.note(
+                    CallRecord(task.id, "schedule", answer, asked_us, now_us(), due_us)
+                )
 
         def batch(asked: Iterable[NewTask], on_conflict: OnConflict) -> producer.RowBatch:
             made = make(asked, on_conflict)
-            told(made.plain, "unknown")
+            record(made.plain, "unknown")
             return made
 
         maker = self._delays.routes.shards[0].producer
@@ -144,27 +146,27 @@ class Calls:
             if is_in_session:
                 with Session(self._delays.store.database.tx) as session, session.begin():
                     self._delays.schedule_many(many, session=session, on_batch=written.extend)
-                told(written, "ok")
+                record(written, "ok")
             else:
-                self._delays.schedule_many(many, on_batch=lambda tasks: told(tasks, "ok"))
+                self._delays.schedule_many(many, on_batch=lambda tasks: record(tasks, "ok"))
 
     def _cancel(self, id: int) -> None:
-        self._told(id, "cancel", 1, lambda: self._delays.cancel(id, strict=True))
+        self._call(id, "cancel", 1, lambda: self._delays.cancel(id, strict=True))
 
     def _move(self, id: int) -> None:
         if self._chance.random() < 0.2:
             self._cancel(id)
         else:
-            self._told(
+            self._call(
                 id,
                 "reschedule",
                 1,
                 lambda: self._delays.reschedule(id, self._chance.uniform(0, 0.5)),
             )
 
-    def _told(self, id: int, call: Call, runs: int, ask: Callable[[], Any]) -> None:
+    def _call(self, id: int, call: Call, runs: int, ask: Callable[[], Any]) -> None:
         asked_us = now_us()
-        self._notes.note(Told(id, call, "unknown", asked_us, asked_us, None, runs))
+        self._notes.note(CallRecord(id, call, "unknown", asked_us, asked_us, None, runs))
         said = ask()
         due_us = None if call == "cancel" else to_us(said.expected_time)
-        self._notes.note(Told(id, call, "ok", asked_us, now_us(), due_us, runs))
+        self._notes.note(CallRecord(id, call, "ok", asked_us, now_us(), due_us, runs))

@@ -21,7 +21,7 @@ from pkgutil import resolve_name
 from types import GeneratorType
 from typing import Any, Literal
 
-from chaos.failpoints.places import PLACES, DatabaseAddress, Who
+from chaos.failpoints.catalogue import FAILPOINTS, Failpoint, ProcessKind
 from chaos.history import Effect, Fault
 from chaos.pids import children_of
 from chaos.project import now_us
@@ -46,7 +46,7 @@ def faults(folder: Path) -> list[Fault]:
 Act = Literal["kill", "raise", "sleep"]
 #: The additional recovery time. Rows that an error leaves behind in a living process are recovered
 #: one lease later.
-LASTS_S: dict[Act, float] = {"kill": 0, "raise": LEASE_S, "sleep": SLEEP_S}
+EXTRA_RECOVERY_S: dict[Act, float] = {"kill": 0, "raise": LEASE_S, "sleep": SLEEP_S}
 
 
 class FailpointError(Exception):
@@ -61,64 +61,64 @@ class Orders:
         self._is_producer = is_producer
         self._main = os.getpid()
         self._reached: Counter[tuple[str, str]] = Counter()
-        for place in PLACES:
-            for at in place.at:
-                self._wrap(place, f"delaytasks.{at}")
+        for failpoint in FAILPOINTS:
+            for path in failpoint.methods:
+                self._wrap(failpoint, f"delaytasks.{path}")
 
-    def _wrap(self, place: DatabaseAddress, at: str) -> None:
-        where, _, name = at.rpartition(".")
+    def _wrap(self, failpoint: Failpoint, path: str) -> None:
+        where, _, name = path.rpartition(".")
         owner = resolve_name(where)
         method: Callable[..., Any] = getattr(owner, name)
 
         @functools.wraps(method)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if place.side == "before":
-                self._reach(place)
+            if failpoint.side == "before":
+                self._reach(failpoint)
             answer = method(*args, **kwargs)
             if isinstance(answer, GeneratorType):
-                return self._each(place, answer)
-            if place.side == "after":
-                self._reach(place)
+                return self._each(failpoint, answer)
+            if failpoint.side == "after":
+                self._reach(failpoint)
             return answer
 
         setattr(owner, name, wrapped)
 
-    def _each(self, place: DatabaseAddress, answers: Iterator[Any]) -> Iterator[Any]:
+    def _each(self, failpoint: Failpoint, answers: Iterator[Any]) -> Iterator[Any]:
         for answer in answers:
-            if place.side == "after":
-                self._reach(place)
+            if failpoint.side == "after":
+                self._reach(failpoint)
             yield answer
 
     @property
-    def _who(self) -> Who:
+    def _process_kind(self) -> ProcessKind:
         if self._is_producer:
             return "producer"
         return "main" if os.getpid() == self._main else "pool"
 
-    def _reach(self, place: DatabaseAddress) -> None:
-        order = self._folder / place.name
+    def _reach(self, failpoint: Failpoint) -> None:
+        order = self._folder / failpoint.name
         try:
             text = order.read_text()
-            if place.who != self._who:
+            if failpoint.process_kind != self._process_kind:
                 return
-            self._reached[place.name, text] += 1
+            self._reached[failpoint.name, text] += 1
             act, nth, _serial = text.split()
-            if self._reached[place.name, text] < int(nth):
+            if self._reached[failpoint.name, text] < int(nth):
                 return
             order.unlink()  # another process may have removed it already
         except (FileNotFoundError, ValueError):
             return
         if act == "kill":
-            die(place.name)
+            kill_this_process(failpoint.name)
         elif act == "sleep":
-            tell(self._folder, f"{place.name}: sleep", SLEEP_S, "away")
+            record_fault(self._folder, f"{failpoint.name}: sleep", SLEEP_S, "away")
             time.sleep(SLEEP_S)
         else:
-            tell(self._folder, f"{place.name}: raise", 2 * LEASE_S, "away")
-            raise FailpointError(place.name)
+            record_fault(self._folder, f"{failpoint.name}: raise", 2 * LEASE_S, "away")
+            raise FailpointError(failpoint.name)
 
 
-def tell(folder: Path, kind: str, lasts_s: float, effect: Effect) -> None:
+def record_fault(folder: Path, kind: str, lasts_s: float, effect: Effect) -> None:
     """Record a fault that affects the leases of this process and of its child processes."""
     pid = os.getpid()
     key_owners = tuple(f"/{holder}-" for holder in (pid, *children_of(pid)))
@@ -129,14 +129,14 @@ def tell(folder: Path, kind: str, lasts_s: float, effect: Effect) -> None:
         file.write(json.dumps(asdict(fault)) + "\n")
 
 
-def die(kind: str) -> None:
+def kill_this_process(kind: str) -> None:
     """Kill this process. Its other tasks keep their leases for at most one lease."""
-    tell(Path(os.environ[VARIABLE]), f"{kind}: kill", LEASE_S, "dead")
+    record_fault(Path(os.environ[VARIABLE]), f"{kind}: kill", LEASE_S, "dead")
     os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)  # until the signal arrives
 
 
-def give(folder: Path, name: str, act: Act, nth: int) -> Path:
+def write_order(folder: Path, name: str, act: Act, nth: int) -> Path:
     """Write an order, and return its file."""
     path = folder / name
     draft = folder / ".draft"

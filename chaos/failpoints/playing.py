@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from chaos.failpoints.catalogue import BY_NAME
 from chaos.failpoints.orders import Act
-from chaos.failpoints.places import BY_NAME
 from chaos.failpoints.world import Episode, World
 
 #: The exit status of a process that was asked to end.
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 
 @dataclass
-class Played:
+class PartResult:
     episodes: list[Episode]
     tasks: int
     runs: int
@@ -39,7 +39,7 @@ class Played:
     verdict: str
 
 
-def play(part: Part) -> Played:
+def play(part: Part) -> PartResult:
     signal.signal(signal.SIGTERM, _end)
     try:
         return _play(part)
@@ -48,7 +48,7 @@ def play(part: Part) -> Played:
         os._exit(ENDED)
 
 
-def _play(part: Part) -> Played:
+def _play(part: Part) -> PartResult:
     with tempfile.TemporaryDirectory(prefix="delaytasks-failpoints-") as folder:
         database_url = part.database_url or f"sqlite:///{folder}/failpoints.sqlite3"
         world = World(Path(folder), database_url, part.broker_url, part.timer, part.redis_url)
@@ -61,7 +61,7 @@ def _play(part: Part) -> Played:
             verdict = world.verdict(episodes)
         finally:
             world.close()
-    return Played(episodes, verdict.tasks, verdict.runs, len(verdict.findings), str(verdict))
+    return PartResult(episodes, verdict.tasks, verdict.runs, len(verdict.findings), str(verdict))
 
 
 def _end(*_: object) -> None:

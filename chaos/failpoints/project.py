@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from chaos.failpoints.orders import VARIABLE, Orders, die
+from chaos.failpoints.orders import VARIABLE, Orders, kill_this_process
 from chaos.project import _note
 from delaytasks import DelayTask, RetrySchedule, processor
 from delaytasks.api import default
@@ -40,7 +40,7 @@ def limited(body: dict[str, Any], task: DelayTask) -> None:
 def fatal(body: dict[str, Any], task: DelayTask) -> None:
     """Kill the process in the first run."""
     if not task.lapses:
-        die("fatal")
+        kill_this_process("fatal")
     _note(body, task)
 
 

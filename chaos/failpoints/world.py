@@ -17,9 +17,9 @@ from sqlalchemy import func, select
 from chaos.checker import Checker, Verdict
 from chaos.failpoints import orders
 from chaos.failpoints.calls import HORIZON_S, Calls
+from chaos.failpoints.catalogue import BY_NAME, Failpoint
 from chaos.failpoints.orders import LEASE_S, VARIABLE, Act, Orders
-from chaos.failpoints.places import BY_NAME, DatabaseAddress
-from chaos.history import Change, History, read
+from chaos.history import History, RowChange, read
 from chaos.project import now_us, time_environment
 from chaos.recorder import Recorder
 from delaytasks.core.states import FINISHED, LIVE, Status
@@ -45,7 +45,7 @@ OVER_S = 20.0
 class Episode:
     """One order and its effects."""
 
-    place: str
+    failpoint: str
     seed: int
     from_us: int
     until_us: int = 0
@@ -95,14 +95,14 @@ class World:
 
     # -- one order --------------------------------------------------------------------------------
 
-    def play(self, place: DatabaseAddress, seed: int, act: Act) -> Episode:
-        chance = random.Random(f"{place.name} {seed}")
-        episode = Episode(place.name, seed, now_us())
+    def play(self, failpoint: Failpoint, seed: int, act: Act) -> Episode:
+        chance = random.Random(f"{failpoint.name} {seed}")
+        episode = Episode(failpoint.name, seed, now_us())
         for nth in (chance.randint(1, 3), 1, 1):
             self._wait(self._is_ready, 60)  # a worker that was stopped without effect is back
-            order = orders.give(self._folder, place.name, act, nth)
-            producer = self._produce(place, chance.randrange(1 << 30))
-            if place.is_stopped:
+            order = orders.write_order(self._folder, failpoint.name, act, nth)
+            producer = self._produce(failpoint, chance.randrange(1 << 30))
+            if failpoint.is_stopped:
                 self._wait(lambda: False, chance.uniform(0.1, 0.6))
                 self._stopping = chance.choice(self._workers)
                 self._stopping.signal(signal.SIGTERM)
@@ -120,7 +120,7 @@ class World:
         episode.left, episode.until_us = self._live(), now_us()
         return episode
 
-    def _produce(self, place: DatabaseAddress, seed: int) -> int:
+    def _produce(self, failpoint: Failpoint, seed: int) -> int:
         """Produce in a child process that may be killed, and return its pid."""
         pid = os.fork()
         if pid:
@@ -128,7 +128,7 @@ class World:
         try:
             os.setsid()
             Orders(self._folder, is_producer=True)
-            Calls(self._deployment.producer(), self._folder / "notes", seed).make(place.mix)
+            Calls(self._deployment.producer(), self._folder / "notes", seed).make(failpoint.mix)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
@@ -172,10 +172,10 @@ class World:
         history = read(self._folder / "notes", self._recorder.changes())
         history.faults = orders.faults(self._folder)
         checker = Checker(history, quiet_us=now_us())
-        ended_us = {(ran.id, ran.version): ran.ended_us or 0 for ran in history.ran}
+        ended_us = {(ran.id, ran.version): ran.ended_us or 0 for ran in history.run_records}
         for episode in episodes:
             faults = [
-                fault for fault in history.faults if fault.kind.startswith(f"{episode.place}: ")
+                fault for fault in history.faults if fault.kind.startswith(f"{episode.failpoint}: ")
             ]
             fault = next(
                 (f for f in faults if episode.from_us <= f.from_us <= episode.until_us), None
@@ -189,18 +189,18 @@ class World:
                 }
                 if late:
                     bounds = {
-                        c: BOUNDS_S["R2" if c.lapses else BY_NAME[episode.place].bound]
+                        c: BOUNDS_S["R2" if c.lapses else BY_NAME[episode.failpoint].bound]
                         for c in late
                     }
                     worst = max(late, key=lambda c: late[c] - bounds[c])
                     episode.recovery_s, episode.bound_s = late[worst], bounds[worst]
                     episode.story = checker.story(worst.id)
-                if BY_NAME[episode.place].is_refused:
+                if BY_NAME[episode.failpoint].is_refused:
                     refuse(history, fault.from_us)
         return checker.verdict()
 
 
-def late_s(change: Change, fault_us: int, ended_us: Mapping[tuple[int, int], int]) -> float:
+def late_s(change: RowChange, fault_us: int, ended_us: Mapping[tuple[int, int], int]) -> float:
     """Return how late a run began or a task was finished after the fault, in seconds."""
     if change.status is Status.CANCELLED:
         return 0  # a producer cancelled the task
@@ -214,9 +214,9 @@ def late_s(change: Change, fault_us: int, ended_us: Mapping[tuple[int, int], int
 
 def refuse(history: History, at_us: int) -> None:
     """Record that the interrupted call failed, so that none of its tasks may run."""
-    asked = [told for told in history.told if told.asked_us <= at_us]
-    last_us = max(told.asked_us for told in asked)
-    history.told = [
-        replace(told, answer="failed") if told.asked_us == last_us else told
-        for told in history.told
+    asked = [record for record in history.call_records if record.asked_us <= at_us]
+    last_us = max(record.asked_us for record in asked)
+    history.call_records = [
+        replace(record, answer="failed") if record.asked_us == last_us else record
+        for record in history.call_records
     ]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from chaos.checker import Verdict
-from chaos.simulation.script import played
+from chaos.simulation.script import play_seeds
 
 #: The number of seeds that a process plays before it reports.
 BATCH_ROWS = 100
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     began, all_in_all, broken = time.monotonic(), Verdict(), 0
     with multiprocessing.get_context("spawn").Pool(min(options.processes, len(batches))) as pool:
-        for some in pool.imap_unordered(played, batches):
+        for some in pool.imap_unordered(play_seeds, batches):
             for seed, verdict in some:
                 all_in_all.tasks += verdict.tasks
                 all_in_all.runs += verdict.runs

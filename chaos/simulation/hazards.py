@@ -102,7 +102,7 @@ def leases_of(host: Host) -> tuple[str, ...]:
     return (host.name,) if is_pool else (f"{host.name}/",)
 
 
-class Seam:
+class StepProxy:
     """A proxy of a part of the store. Each call is a step: other actors run before and after it."""
 
     def __init__(self, part: Any, world: World, hazards: Hazards) -> None:

@@ -39,11 +39,11 @@ class Server:
         self.is_reliable = False
         self.is_up = True
         #: The number of restarts. Connections of an earlier life are broken.
-        self.life = 0
+        self.generation = 0
 
     def stop(self, is_empty: bool) -> None:
         self.is_up = False
-        self.life += 1
+        self.generation += 1
         self._redis.restart(is_empty)
         for listener in self.listeners:
             listener.actor.wake()
@@ -61,19 +61,19 @@ class Server:
             if member != END and (key.endswith(".prepare") or score * 1000 < now_us)
         ]
 
-    def check(self, life: int) -> None:
-        if not self.is_up or life != self.life:
+    def check(self, generation: int) -> None:
+        if not self.is_up or generation != self.generation:
             raise DisconnectedError("Redis is away")
 
     def load(self, script: str) -> None:
         self._redis.load(script)
 
-    def execute(self, commands: Pipeline, life: int) -> list[Any]:
+    def execute(self, commands: Pipeline, generation: int) -> list[Any]:
         hazards, world = self._play.hazards, self._world
         step = next((_STEPS.get(words[1], "ZREM") for words in commands), "")
         world.step()
         hazards.pass_by(step, "before")
-        self.check(life)
+        self.check(generation)
         answers = []
         for words in commands:
             answers.append(self._redis.call(*words))
@@ -85,10 +85,10 @@ class Server:
                 self._later(lambda words=words: self.is_up and self._redis.call(*words))  # type: ignore[misc]
             if self._chance.random() < BETWEEN:
                 world.step()
-                self.check(life)
+                self.check(generation)
         hazards.pass_by(step, "after")
         world.step()
-        self.check(life)
+        self.check(generation)
         return answers
 
     def _publish(self, channel: str, data: bytes) -> None:
@@ -120,7 +120,7 @@ class Link(RedisLink):
         self._server = server
 
     def _connect(self) -> Client:
-        self._server.check(self._server.life)
+        self._server.check(self._server.generation)
         return Client(self._server)
 
 
@@ -129,18 +129,18 @@ class Client:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._life = server.life
+        self._generation = server.generation
 
     def pipeline(self, transaction: bool) -> Pipe:
         assert not transaction
-        return Pipe(self._server, self._life)
+        return Pipe(self._server, self._generation)
 
     def script_load(self, script: str) -> None:
-        self._server.check(self._life)
+        self._server.check(self._generation)
         self._server.load(script)
 
     def info(self) -> dict[str, Any]:
-        self._server.check(self._life)
+        self._server.check(self._generation)
         return {"redis_version": "7.2.0", "maxmemory": 0, "maxmemory_policy": "noeviction"}
 
     def pubsub(self, ignore_subscribe_messages: bool) -> Listener:
@@ -152,8 +152,8 @@ class Client:
 
 
 class Pipe:
-    def __init__(self, server: Server, life: int) -> None:
-        self._server, self._life = server, life
+    def __init__(self, server: Server, generation: int) -> None:
+        self._server, self._generation = server, generation
         self._commands: Pipeline = []
 
     def execute_command(self, *words: Any) -> None:
@@ -167,14 +167,14 @@ class Pipe:
 
     def execute(self, raise_on_error: bool) -> list[Any]:
         assert not raise_on_error
-        return self._server.execute(self._commands, self._life) if self._commands else []
+        return self._server.execute(self._commands, self._generation) if self._commands else []
 
 
 class Listener:
     """A subscription with its own connection."""
 
     def __init__(self, server: Server) -> None:
-        self._server, self._life = server, server.life
+        self._server, self._generation = server, server.generation
         self._world = server._world
         self.actor = self._world.actor
         self.channels: tuple[str, ...] = ()
@@ -182,7 +182,7 @@ class Listener:
 
     def subscribe(self, *channels: str) -> None:
         self._world.step()
-        self._server.check(self._life)
+        self._server.check(self._generation)
         self.channels = channels
         self._server.listeners.append(self)
 
@@ -193,7 +193,7 @@ class Listener:
     def get_message(self, timeout: float) -> dict[str, bytes] | None:
         if not self._messages:
             self._world.rest(timeout)
-        self._server.check(self._life)
+        self._server.check(self._generation)
         return self._messages.popleft() if self._messages else None
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from sqlalchemy import func, select
 
-from chaos.checker import Flaw, Verdict
+from chaos.checker import Verdict, Violation
 from chaos.history import ALL, Effect, Fault
 from chaos.simulation.calls import Calls
 from chaos.simulation.hazards import ASKS, IN_REDIS, Act, Trap, leases_of
@@ -124,16 +124,17 @@ class Script:
 
     def _look_at_timer(self) -> None:
         """Check that Redis has no leftover entries and that the timer is punctual again."""
-        play, flaws = self._play, self._play.flaws
+        play, violations = self._play, self._play.violations
         for left in () if play.redis is None else play.redis.left(play.times.now_us):
-            flaws.append((0, Flaw("I8", "left in Redis", left)))
+            violations.append((0, Violation("I8", "left in Redis", left)))
         id, due_us = Calls(play).probe(1), play.times.now_us + 1_000_000
         self._world.pause(1 + ON_TIME_S)
         if not any(
-            ran.id == id and ran.began_us < due_us + ON_TIME_S * 1e6 for ran in play.history.ran
+            ran.id == id and ran.began_us < due_us + ON_TIME_S * 1e6
+            for ran in play.history.run_records
         ):
-            flaws.append(
-                (id, Flaw("I8", "late", "it was not on time although all faults were over"))
+            violations.append(
+                (id, Violation("I8", "late", "it was not on time although all faults were over"))
             )
         self._world.pause(5)
 
@@ -257,10 +258,10 @@ class Script:
         self._play.hazards.away_until_us = self._play.times.now_us + int(seconds * 1e6)
 
 
-def script(play: Play) -> None:
+def play_script(play: Play) -> None:
     Script(play).run()
 
 
-def played(seeds: Iterable[int]) -> list[tuple[int, Verdict]]:
+def play_seeds(seeds: Iterable[int]) -> list[tuple[int, Verdict]]:
     with stage() as here:
-        return [(seed, here.play(seed, script)) for seed in seeds]
+        return [(seed, here.play(seed, play_script)) for seed in seeds]

@@ -17,12 +17,12 @@ from typing import Any
 
 from sqlalchemy import delete
 
-from chaos.checker import Checker, Finding, Flaw, Verdict
-from chaos.history import History, Ran
+from chaos.checker import Checker, Finding, Verdict, Violation
+from chaos.history import History, RunRecord
 from chaos.recorder import Recorder
 from chaos.simulation.broker import Broker, BrokerPublisher
 from chaos.simulation.clock import START_US, Times, installed
-from chaos.simulation.hazards import Hazards, Seam
+from chaos.simulation.hazards import Hazards, StepProxy
 from chaos.simulation.redislink import Link, Server
 from chaos.simulation.worker import Worker
 from chaos.simulation.world import Lock, World
@@ -54,7 +54,7 @@ class Stage:
         self.recorder.start()
         self._claims: dict[str, Claims] = {}
 
-    def play(self, seed: int, script: Callable[[Play], None]) -> Verdict:
+    def play(self, seed: int, play_script: Callable[[Play], None]) -> Verdict:
         with self.store.database.begin() as connection:
             for table in self.store.schema.metadata.sorted_tables:
                 connection.execute(delete(table))
@@ -64,14 +64,14 @@ class Stage:
         play = Play(self, seed)
         self.last = play
         try:
-            script(play)
+            play_script(play)
         finally:
             play.world.close()
         play.history.changes = list(self.recorder.changes())
         checker = Checker(play.history, self.settings.max_lost_leases, self.times.now_us)
         verdict = checker.verdict()
-        for id, flaw in play.flaws:
-            verdict.findings.append(Finding(flaw, id, checker.story(id) if id else ""))
+        for id, violation in play.violations:
+            verdict.findings.append(Finding(violation, id, checker.story(id) if id else ""))
         return verdict
 
     def claims(self, name: str) -> Claims:
@@ -91,19 +91,21 @@ class Play:
         self.history = History()
         self.hazards = Hazards(self.world, self.history.faults.append)
         self.broker = Broker(self.chance)
-        self.publisher: Any = self.seam(BrokerPublisher(self.broker, lambda: self.times.now_us))
+        self.publisher: Any = self.with_steps(
+            BrokerPublisher(self.broker, lambda: self.times.now_us)
+        )
         #: None with the `eta` timer.
         self.redis = Server(self) if self.chance.random() < 0.5 else None
         #: Violations that the checker cannot see, each with the task's id or 0.
-        self.flaws: list[tuple[int, Flaw]] = []
+        self.violations: list[tuple[int, Violation]] = []
         store = stage.store
-        self.tasks, self.touches = self.seam(store.tasks), self.seam(store.touches)
+        self.tasks, self.touches = self.with_steps(store.tasks), self.with_steps(store.touches)
         self.sweeps, self.leases, self.seen = (
-            self.seam(store.sweeps),
-            self.seam(store.leases),
-            self.seam(store.workers),
+            self.with_steps(store.sweeps),
+            self.with_steps(store.leases),
+            self.with_steps(store.workers),
         )
-        self.deferred_rows = self.seam(store.deferred_rows)
+        self.deferred_rows = self.with_steps(store.deferred_rows)
         self.registry = Registry()
         self.registry.processor("note")(self._work)
         self.registry.processor("shaky", retry=RETRY_SCHEDULE)(self._work)
@@ -111,11 +113,11 @@ class Play:
         self.new_pid = itertools.count(10_000_000).__next__
         self.workers: list[Worker] = []
 
-    def seam(self, part: Any) -> Any:
-        return Seam(part, self.world, self.hazards)
+    def with_steps(self, part: Any) -> Any:
+        return StepProxy(part, self.world, self.hazards)
 
     def claims(self, name: str) -> Any:
-        return self.seam(self.stage.claims(name))
+        return self.with_steps(self.stage.claims(name))
 
     def clock(self) -> Clock:
         """Return a clock for one host."""
@@ -137,13 +139,15 @@ class Play:
         host = self.world.host
         assert host is not None
         self.world.pause(0)  # a killed host ends here
-        begun = Ran(task.id, task.version, host.name, self.times.now_us)
-        self.history.ran.append(begun)
+        begun = RunRecord(task.id, task.version, host.name, self.times.now_us)
+        self.history.run_records.append(begun)
         self.hazards.pass_by("run", "before")
         self.world.pause(body["s"])
         if task.lapses < body["kills"]:
             self.hazards.strike(host, "kill", "in run")
-        self.history.ran[self.history.ran.index(begun)] = replace(begun, ended_us=self.times.now_us)
+        self.history.run_records[self.history.run_records.index(begun)] = replace(
+            begun, ended_us=self.times.now_us
+        )
         self.hazards.pass_by("run", "after")
         if task.attempts <= body["fails"]:
             raise RuntimeError("as requested, with \x00 and \ud800 in it")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from billiard.exceptions import WorkerLostError
 
-from chaos.checker import Flaw
+from chaos.checker import Violation
 from chaos.simulation.broker import Message
 from chaos.simulation.world import Host
 from delaytasks.core.errors import StoreError
@@ -56,7 +56,7 @@ class Child(Host):
             may_leave=True,
             renewed_at=lambda: worker.processes.renewals.last(0),
         )
-        self._boxes = self._runner._chunks._time_box = Boxes(play, self, self._runner)  # type: ignore[assignment]
+        self._time_budgets = self._runner._chunks._time_box = TimeBudgets(play, self, self._runner)  # type: ignore[assignment]
         self.skew_us = worker.skew_us
         self.actor = play.world.start(self, self._serve)
 
@@ -88,7 +88,7 @@ class Child(Host):
             return Report(left=self._runner.left, error=said, is_stores_error=is_stores)
 
 
-class Boxes:
+class TimeBudgets:
     """Replaces the thread that watches the time budgets of a process."""
 
     def __init__(self, play: Play, host: Host, runner: Runner) -> None:
@@ -240,7 +240,7 @@ class Worker(Host):
 
     def _hear(self, name: str, fields: dict[str, Any]) -> None:
         if name == "loop.failed" and not fields["error"].startswith(EXPECTED):
-            self.play.flaws.append((0, Flaw("I8", "failed", f"{fields}")))
+            self.play.violations.append((0, Violation("I8", "failed", f"{fields}")))
 
     # -- the pool ---------------------------------------------------------------------------------
 

@@ -5,20 +5,22 @@ from __future__ import annotations
 import pytest
 
 from chaos.checker import Checker
-from chaos.history import ALL, Answer, Change, Effect, Fault, History, Ran, Told
+from chaos.history import ALL, Answer, CallRecord, Effect, Fault, History, RowChange, RunRecord
 from delaytasks.core.states import Status
 
 NOW = 1_700_000_000_000_000
 S = 1_000_000
 
 
-def told(*answers: Answer) -> list[Told]:
+def calls(*answers: Answer) -> list[CallRecord]:
     """One task, scheduled again and again with its id, to run at once."""
     times = [(answer, NOW + n * S) for n, answer in enumerate(answers)]
-    return [Told(1, "schedule", answer, at_us, at_us + S // 2, at_us) for answer, at_us in times]
+    return [
+        CallRecord(1, "schedule", answer, at_us, at_us + S // 2, at_us) for answer, at_us in times
+    ]
 
 
-def life(at_us: int) -> tuple[list[Change], list[Ran]]:
+def row_and_run(at_us: int) -> tuple[list[RowChange], list[RunRecord]]:
     """A row that is written, runs and ends."""
     moves = [
         (None, Status.NOT_COMPLETE),
@@ -26,7 +28,7 @@ def life(at_us: int) -> tuple[list[Change], list[Ran]]:
         (Status.RUNNING, Status.DONE),
     ]
     changes = [
-        Change(
+        RowChange(
             1,
             at_us + n * 1000,
             was,
@@ -41,7 +43,7 @@ def life(at_us: int) -> tuple[list[Change], list[Ran]]:
         )
         for n, (was, status) in enumerate(moves)
     ]
-    return changes, [Ran(1, 1, "w", at_us + 1500, at_us + 1800)]
+    return changes, [RunRecord(1, 1, "w", at_us + 1500, at_us + 1800)]
 
 
 def found(history: History) -> set[str]:
@@ -52,8 +54,8 @@ def found(history: History) -> set[str]:
     "answers", [("unknown",), ("unknown", "unknown"), ("unknown", "failed"), ("unknown", "ok")]
 )
 def test_what_is_unknown_may_be_done(answers: tuple[Answer, ...]) -> None:
-    changes, ran = life(NOW + 3 * S)
-    assert found(History(told(*answers), ran, changes)) == set()
+    changes, ran = row_and_run(NOW + 3 * S)
+    assert found(History(calls(*answers), ran, changes)) == set()
 
 
 @pytest.mark.parametrize(
@@ -68,28 +70,32 @@ def test_what_is_unknown_may_be_done(answers: tuple[Answer, ...]) -> None:
 def test_what_is_unknown_may_not_be_done_until_somebody_says_that_it_is(
     answers: tuple[Answer, ...], kinds: set[str]
 ) -> None:
-    assert found(History(told(*answers))) == kinds
+    assert found(History(calls(*answers))) == kinds
 
 
 def test_what_was_refused_is_not_done() -> None:
-    changes, ran = life(NOW + 3 * S)
-    assert found(History(told("failed", "failed"), ran, changes)) == {"unexpected"}
+    changes, ran = row_and_run(NOW + 3 * S)
+    assert found(History(calls("failed", "failed"), ran, changes)) == {"unexpected"}
 
 
 def test_a_time_that_nobody_knows_is_not_early() -> None:
     """A producer that is killed while it reschedules can not say to when."""
-    changes, ran = life(NOW)
-    asked = [Told(1, "schedule", "ok", NOW - 9 * S, NOW - 8 * S, NOW + 9 * S)]
+    changes, ran = row_and_run(NOW)
+    asked = [CallRecord(1, "schedule", "ok", NOW - 9 * S, NOW - 8 * S, NOW + 9 * S)]
     assert found(History(asked, ran, changes)) == {"early"}
     assert (
-        found(History([*asked, Told(1, "reschedule", "unknown", NOW - 7 * S, NOW)], ran, changes))
+        found(
+            History(
+                [*asked, CallRecord(1, "reschedule", "unknown", NOW - 7 * S, NOW)], ran, changes
+            )
+        )
         == set()
     )
 
 
 def test_what_is_unknown_is_not_done_early() -> None:
-    changes, ran = life(NOW - 3 * S)
-    asked = [Told(1, "schedule", "unknown", NOW - 5 * S, NOW - 4 * S, NOW)]
+    changes, ran = row_and_run(NOW - 3 * S)
+    asked = [CallRecord(1, "schedule", "unknown", NOW - 5 * S, NOW - 4 * S, NOW)]
     assert found(History(asked, ran, changes)) == {"early"}
 
 
@@ -97,9 +103,9 @@ def lapsed(*renewals_us: int, end_us: int = NOW + 6 * S) -> History:
     """A task that ran twice: the first claim was of a process of w1, for 4 s, renewed at these times."""
     leases = [(None, 0, NOW + S), *((Status.RUNNING, 1, at_us) for at_us in renewals_us)]
     changes = [
-        Change(1, NOW, None, Status.NOT_COMPLETE, None, 0, 0, 0, NOW, None, None),
+        RowChange(1, NOW, None, Status.NOT_COMPLETE, None, 0, 0, 0, NOW, None, None),
         *(
-            Change(
+            RowChange(
                 1,
                 at,
                 was or Status.NOT_COMPLETE,
@@ -114,8 +120,8 @@ def lapsed(*renewals_us: int, end_us: int = NOW + 6 * S) -> History:
             )
             for was, version, at in leases
         ),
-        Change(1, end_us, Status.RUNNING, Status.NOT_COMPLETE, 1, 2, 1, 1, NOW, None, None),
-        Change(
+        RowChange(1, end_us, Status.RUNNING, Status.NOT_COMPLETE, 1, 2, 1, 1, NOW, None, None),
+        RowChange(
             1,
             NOW + 27 * S,
             Status.NOT_COMPLETE,
@@ -128,10 +134,12 @@ def lapsed(*renewals_us: int, end_us: int = NOW + 6 * S) -> History:
             NOW + 31 * S,
             "w2@x/22-bb",
         ),
-        Change(1, NOW + 28 * S, Status.RUNNING, Status.DONE, 3, 4, 2, 0, NOW, None, "w2@x/22-bb"),
+        RowChange(
+            1, NOW + 28 * S, Status.RUNNING, Status.DONE, 3, 4, 2, 0, NOW, None, "w2@x/22-bb"
+        ),
     ]
-    ran = [Ran(1, 1, "11", NOW + S), Ran(1, 3, "22", NOW + 27 * S, NOW + 28 * S)]
-    return History(told("ok"), ran, changes)
+    ran = [RunRecord(1, 1, "11", NOW + S), RunRecord(1, 3, "22", NOW + 27 * S, NOW + 28 * S)]
+    return History(calls("ok"), ran, changes)
 
 
 def fault(effect: Effect, *key_owners: str, since_s: float = 2, until_s: float = 5) -> Fault:
@@ -254,5 +262,5 @@ def test_what_never_ends_is_stuck_once() -> None:
 
 @pytest.mark.parametrize(("lapses", "is_lost"), [(4, True), (5, False)])
 def test_who_gave_up_after_all_its_workers_died_is_not_lost(lapses: int, is_lost: bool) -> None:
-    failed = Change(1, NOW, Status.RUNNING, Status.FAILED, 9, 10, 5, lapses, NOW, None, None)
-    assert ("lost" in found(History(told("ok"), [], [failed]))) == is_lost
+    failed = RowChange(1, NOW, Status.RUNNING, Status.FAILED, 9, 10, 5, lapses, NOW, None, None)
+    assert ("lost" in found(History(calls("ok"), [], [failed]))) == is_lost

@@ -30,7 +30,7 @@ def test_the_databases_clock_decides_and_nobody_asks_it_without_end(
             outcome = try_out(tmp_path, url, redis_url, hours)
     except MissingServiceError as error:
         pytest.skip(str(error))
-    assert outcome.flaws == [], str(outcome.verdict)
+    assert outcome.violations == [], str(outcome.verdict)
 
 
 @pytest.mark.parametrize("timer", ["eta", "redis"])

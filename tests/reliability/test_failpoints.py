@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos.failpoints.places import PLACES
+from chaos.failpoints.catalogue import FAILPOINTS
 from tests.processes import marked
 from tests.waiting import wait_until
 
@@ -19,7 +19,11 @@ OF_MAIN = {"received", "in the pool", "sending back", "handing on", "near ones a
 
 
 def test_all_is_well_again_wherever_a_process_is_killed(redis_url: str) -> None:
-    names = [place.name for place in PLACES if place.who != "main" or place.name in OF_MAIN]
+    names = [
+        failpoint.name
+        for failpoint in FAILPOINTS
+        if failpoint.process_kind != "main" or failpoint.name in OF_MAIN
+    ]
     command = [
         sys.executable,
         "-m",

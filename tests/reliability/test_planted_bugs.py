@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import select, true, update
 
 from chaos.checker import _LEGAL, Checker, Verdict
-from chaos.history import Effect, Fault, History, Ran, Told
+from chaos.history import CallRecord, Effect, Fault, History, RunRecord
 from chaos.recorder import Recorder
 from delaytasks import DelayTask
 from delaytasks.core import text
@@ -56,8 +56,8 @@ class Stage:
     def schedule(self, delay: float = 0, **fields: Any) -> DelayTask:
         asked_us = self.now_us()
         task = self.bench.schedule("work", delay=delay) if delay else self._due_now()
-        self.history.told.append(
-            Told(
+        self.history.call_records.append(
+            CallRecord(
                 task.id,
                 "schedule",
                 "ok",
@@ -103,13 +103,13 @@ class Stage:
         return Checker(history, MAX_LOST_LEASES, self.now_us()).verdict()
 
     def _work(self, body: object, task: DelayTask) -> object:
-        begun = Ran(task.id, task.version, "worker-1", self.now_us())
-        self.history.ran.append(begun)
+        begun = RunRecord(task.id, task.version, "worker-1", self.now_us())
+        self.history.run_records.append(begun)
         try:
             return self.body(task)
         finally:
-            self.history.ran.remove(begun)
-            self.history.ran.append(replace(begun, ended_us=self.now_us()))
+            self.history.run_records.remove(begun)
+            self.history.run_records.append(replace(begun, ended_us=self.now_us()))
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def frozen_worker(stage: Stage) -> None:
     """It is stopped past its lease, and comes back when another one has finished its task."""
     task, since_us = stage.schedule(), stage.now_us()
     late = stage.claim(task)
-    stage.history.ran.append(Ran(late.id, late.version, "worker-2", stage.now_us()))
+    stage.history.run_records.append(RunRecord(late.id, late.version, "worker-2", stage.now_us()))
     stage.lease_ends()
     stage.fault("SIGSTOP", since_us, "away")
     stage.bench.runner.drain("default", [0], 10)
@@ -168,7 +168,7 @@ def slow_processor(stage: Stage) -> None:
     since = stage.store.tasks.now() - timedelta(seconds=1)
 
     def body(task: DelayTask) -> None:
-        if len(stage.history.ran) > 1:
+        if len(stage.history.run_records) > 1:
             return
         t = stage.store.schema.tasks
         over = stage.store.tasks.now() - timedelta(seconds=1)
@@ -190,7 +190,9 @@ def poison(stage: Stage) -> None:
         claimed = stage.store.claims("worker-2", None).claim_alone(task.id, version)
         if claimed is None:
             return
-        stage.history.ran.append(Ran(claimed.id, claimed.version, "worker-2", stage.now_us()))
+        stage.history.run_records.append(
+            RunRecord(claimed.id, claimed.version, "worker-2", stage.now_us())
+        )
         stage.lease_ends()
         stage.fault("abort", since_us, "dead")
 

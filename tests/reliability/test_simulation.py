@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import update
 
 from chaos.simulation.clock import Times
-from chaos.simulation.script import script
+from chaos.simulation.script import play_script
 from chaos.simulation.stage import Stage, stage
 from delaytasks.core import text
 from delaytasks.core.states import MOVES, Status
@@ -38,13 +38,13 @@ def here() -> Iterator[Stage]:
 
 def test_nothing_is_found_where_nothing_is_wrong(here: Stage) -> None:
     for seed in range(SEEDS):
-        verdict = here.play(seed, script)
+        verdict = here.play(seed, play_script)
         assert not verdict.findings, f"./dev simulate --seed {seed}\n{verdict}"
 
 
 def test_a_seed_is_played_the_same_again(here: Stage) -> None:
     def history(seed: int) -> object:
-        here.play(seed, script)
+        here.play(seed, play_script)
         return here.last.history
 
     assert history(7) == history(7)
@@ -178,7 +178,7 @@ def test_a_planted_bug_is_found(
     bug(monkeypatch)
     found: set[str] = set()
     for seed in range(MOST):
-        found |= set(here.play(seed, script).counts())
+        found |= set(here.play(seed, play_script).counts())
         if kinds & found:
             return
     pytest.fail(f"none of {kinds} in {found}")

@@ -5,68 +5,72 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
-from chaos.history import Change, Fault, History, Ran, Told
+from chaos.history import CallRecord, Fault, History, RowChange, RunRecord
 from delaytasks.core.states import Status
 
 
 @dataclass(slots=True)
-class Life:
-    told: list[Told] = field(default_factory=list)
-    ran: list[Ran] = field(default_factory=list)
-    changes: list[Change] = field(default_factory=list)
+class TaskRecord:
+    call_records: list[CallRecord] = field(default_factory=list)
+    run_records: list[RunRecord] = field(default_factory=list)
+    changes: list[RowChange] = field(default_factory=list)
 
-    def calls(self, call: str, *answers: str) -> list[Told]:
-        return [told for told in self.told if told.call == call and told.answer in answers]
+    def calls(self, call: str, *answers: str) -> list[CallRecord]:
+        return [
+            record
+            for record in self.call_records
+            if record.call == call and record.answer in answers
+        ]
 
-    def claim_of(self, run: Ran) -> Change | None:
+    def claim_of(self, run: RunRecord) -> RowChange | None:
         return next((c for c in self.claims if c.version == run.version), None)
 
-    def has_run(self, claim: Change) -> bool:
-        return any(run.version == claim.version for run in self.ran)
+    def has_run(self, claim: RowChange) -> bool:
+        return any(run.version == claim.version for run in self.run_records)
 
     @property
-    def claims(self) -> list[Change]:
+    def claims(self) -> list[RowChange]:
         return [
             c for c in self.changes if c.status is Status.RUNNING and c.version != c.version_was
         ]
 
-    def end_of(self, claim: Change) -> Change | None:
+    def end_of(self, claim: RowChange) -> RowChange | None:
         """Return the change that ended `claim`, or None. A renewed lease does not end a claim."""
         after = [
             c for c in self.changes if c.version_was == claim.version and c.version != c.version_was
         ]
         return after[0] if after else None
 
-    def at(self, us: int) -> Change | None:
+    def at(self, us: int) -> RowChange | None:
         """Return the last change until then."""
         return next((change for change in reversed(self.changes) if change.at_us <= us), None)
 
     @property
-    def last(self) -> Change | None:
+    def last(self) -> RowChange | None:
         return self.changes[-1] if self.changes else None
 
 
-def lives_of(history: History) -> dict[int, Life]:
-    lives: dict[int, Life] = {}
-    for told in history.told:
-        lives.setdefault(told.id, Life()).told.append(told)
-    for ran in history.ran:
-        lives.setdefault(ran.id, Life()).ran.append(ran)
+def task_records(history: History) -> dict[int, TaskRecord]:
+    records: dict[int, TaskRecord] = {}
+    for record in history.call_records:
+        records.setdefault(record.id, TaskRecord()).call_records.append(record)
+    for ran in history.run_records:
+        records.setdefault(ran.id, TaskRecord()).run_records.append(ran)
     for change in history.changes:  # in the order in which the database wrote the changes
-        lives.setdefault(change.id, Life()).changes.append(change)
-    return lives
+        records.setdefault(change.id, TaskRecord()).changes.append(change)
+    return records
 
 
-def story_of(life: Life, faults: list[Fault]) -> str:
+def story_of(task: TaskRecord, faults: list[Fault]) -> str:
     lines: list[tuple[int, str]] = []
-    for told in life.told:
-        due = "" if told.due_us is None else f", due {_clock(told.due_us)}"
-        lines.append((told.answered_us, f"producer: {told.call}{due}: {told.answer}"))
-    for run in life.ran:
+    for record in task.call_records:
+        due = "" if record.due_us is None else f", due {_clock(record.due_us)}"
+        lines.append((record.answered_us, f"producer: {record.call}{due}: {record.answer}"))
+    for run in task.run_records:
         lines.append((run.began_us, f"processor: version {run.version} begins in {run.worker}"))
         if run.ended_us is not None:
             lines.append((run.ended_us, f"processor: version {run.version} ends"))
-    for change in life.changes:
+    for change in task.changes:
         was = "new" if change.was is None else f"{change.was} {change.version_was}"
         lease = (
             ""

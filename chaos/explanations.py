@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from chaos.history import Change, Fault
+from chaos.history import Fault, RowChange
 
 #: Leases are renewed after each third of their duration. An owner that cannot reach the database
 #: for a shorter time misses no renewal.
 MISSED = 1 / 3
 
 
-class Held(NamedTuple):
+class LostLease(NamedTuple):
     """A lease that was lost."""
 
     #: The worker and process as named in the claimed row; no fault matches an empty name.
@@ -26,42 +26,42 @@ class Held(NamedTuple):
     until_us: int
 
 
-def held(claim: Change, changes: Iterable[Change], end: Change) -> Held:
+def lost_lease(claim: RowChange, changes: Iterable[RowChange], end: RowChange) -> LostLease:
     leases = [
         change
         for change in changes
         if change.version == claim.version and change.lease_until_us is not None
     ]
     if not leases:
-        return Held(claim.worker or "", claim.at_us, end.at_us)
+        return LostLease(claim.worker or "", claim.at_us, end.at_us)
     last = max(leases, key=lambda change: change.lease_until_us or 0)
-    return Held(claim.worker or "", last.at_us, min(last.lease_until_us or 0, end.at_us))
+    return LostLease(claim.worker or "", last.at_us, min(last.lease_until_us or 0, end.at_us))
 
 
-class Reasons:
+class Explanations:
     def __init__(self, faults: Sequence[Fault]) -> None:
         self._faults = [fault for fault in faults if fault.effect != "none"]
 
-    def has_ended(self, lease: Held) -> bool:
+    def has_ended(self, lease: LostLease) -> bool:
         """Return whether the owner is dead, so that its lease may end early."""
         return any(
             fault.effect in ("dead", "ending") and fault.from_us <= lease.until_us
             for fault in self._hit(lease.owner)
         )
 
-    def explain(self, lease: Held) -> bool:
+    def explain(self, lease: LostLease) -> bool:
         """Return whether the owner was dead, or was away when the lease had to be renewed."""
         hit = list(self._hit(lease.owner))
         if any(fault.effect == "dead" and fault.from_us <= lease.until_us for fault in hit):
             return True
-        away_us = together_us(hit, lease)
+        away_us = time_away_us(hit, lease)
         return away_us > 0 and away_us >= MISSED * (lease.until_us - lease.from_us)
 
     def _hit(self, owner: str) -> Iterable[Fault]:
         return (fault for fault in self._faults if any(part in owner for part in fault.key_owners))
 
 
-def together_us(faults: Iterable[Fault], lease: Held) -> int:
+def time_away_us(faults: Iterable[Fault], lease: LostLease) -> int:
     """Return how long faults kept the owner away during the lease.
 
     Overlapping faults count once.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 #: A producer, the main process of a worker, or a process of its pool.
-Who = Literal["producer", "main", "pool"]
+ProcessKind = Literal["producer", "main", "pool"]
 #: The bound of the recovery. R1: grace + sweep + dispatch. R2: lease + sweep + dispatch. D:
 #: dispatch.
 Bound = Literal["R1", "R2", "D"]
@@ -21,12 +21,12 @@ Mix = Literal[
 ]  # fmt: skip
 
 
-class DatabaseAddress(NamedTuple):
+class Failpoint(NamedTuple):
     name: str
-    who: Who
+    process_kind: ProcessKind
     side: Literal["before", "after"]
     #: Alternative methods; a deployment calls one of them.
-    at: tuple[str, ...]
+    methods: tuple[str, ...]
     bound: Bound
     mix: Mix = "mixed"
     #: The timer that reaches the failpoint; None if both do.
@@ -42,10 +42,10 @@ class DatabaseAddress(NamedTuple):
 
 _ARM = ("timers.eta:EtaTimer.arm", "timers.redis:RedisTimer.arm")
 
-PLACES = [
+FAILPOINTS = [
     # schedule and move
-    DatabaseAddress("inserted", "producer", "after", ("storage.tasks:Tasks.insert",), "R1"),
-    DatabaseAddress(
+    Failpoint("inserted", "producer", "after", ("storage.tasks:Tasks.insert",), "R1"),
+    Failpoint(
         "inserted with a key",
         "producer",
         "after",
@@ -53,7 +53,7 @@ PLACES = [
         "R1",
         "keyed",
     ),
-    DatabaseAddress(
+    Failpoint(
         "before the commit",
         "producer",
         "before",
@@ -62,7 +62,7 @@ PLACES = [
         "in a session",
         is_refused=True,
     ),
-    DatabaseAddress(
+    Failpoint(
         "after the commit",
         "producer",
         "before",
@@ -70,7 +70,7 @@ PLACES = [
         "R1",
         "in a session",
     ),
-    DatabaseAddress(
+    Failpoint(
         "between batches",
         "producer",
         "before",
@@ -78,10 +78,10 @@ PLACES = [
         "R1",
         "many",
     ),
-    DatabaseAddress(
+    Failpoint(
         "lot inserted", "producer", "after", ("storage.tasks:Tasks.insert_many",), "R1", "many"
     ),
-    DatabaseAddress(
+    Failpoint(
         "batches before the commit",
         "producer",
         "before",
@@ -90,7 +90,7 @@ PLACES = [
         "many in a session",
         is_refused=True,
     ),
-    DatabaseAddress(
+    Failpoint(
         "batches after the commit",
         "producer",
         "before",
@@ -98,21 +98,13 @@ PLACES = [
         "R1",
         "many in a session",
     ),
-    DatabaseAddress(
-        "cancelled", "producer", "after", ("storage.tasks:Tasks.cancel",), "R1", "cancelled"
-    ),
-    DatabaseAddress(
-        "retried", "producer", "after", ("storage.tasks:Tasks.retry",), "R1", "retried"
-    ),
-    DatabaseAddress(
-        "touched", "producer", "after", ("storage.touches:Touches.touch",), "R1", "touched"
-    ),
-    DatabaseAddress(
-        "moved", "producer", "after", ("storage.tasks:Tasks.reschedule",), "R1", "moved"
-    ),
-    DatabaseAddress("arming", "producer", "before", _ARM, "R1"),
-    DatabaseAddress("armed", "producer", "after", _ARM, "D"),
-    DatabaseAddress(
+    Failpoint("cancelled", "producer", "after", ("storage.tasks:Tasks.cancel",), "R1", "cancelled"),
+    Failpoint("retried", "producer", "after", ("storage.tasks:Tasks.retry",), "R1", "retried"),
+    Failpoint("touched", "producer", "after", ("storage.touches:Touches.touch",), "R1", "touched"),
+    Failpoint("moved", "producer", "after", ("storage.tasks:Tasks.reschedule",), "R1", "moved"),
+    Failpoint("arming", "producer", "before", _ARM, "R1"),
+    Failpoint("armed", "producer", "after", _ARM, "D"),
+    Failpoint(
         "disarming",
         "producer",
         "before",
@@ -122,13 +114,13 @@ PLACES = [
         "redis",
     ),
     # hold in a worker
-    DatabaseAddress("received", "main", "before", ("worker.runtime:WorkerRuntime.hold",), "R1"),
-    DatabaseAddress("held", "main", "after", ("worker.runtime:WorkerRuntime.hold",), "R1"),
-    DatabaseAddress("fell due", "main", "before", ("worker.dispatcher:Dispatcher.take",), "R1"),
-    DatabaseAddress("to the pool", "main", "before", ("worker.dispatcher:Dispatcher._send",), "R1"),
-    DatabaseAddress("in the pool", "main", "after", ("worker.dispatcher:Dispatcher._send",), "R2"),
-    DatabaseAddress("reported", "main", "before", ("worker.dispatcher:Dispatcher._done",), "R2"),
-    DatabaseAddress(
+    Failpoint("received", "main", "before", ("worker.runtime:WorkerRuntime.hold",), "R1"),
+    Failpoint("held", "main", "after", ("worker.runtime:WorkerRuntime.hold",), "R1"),
+    Failpoint("fell due", "main", "before", ("worker.dispatcher:Dispatcher.take",), "R1"),
+    Failpoint("to the pool", "main", "before", ("worker.dispatcher:Dispatcher._send",), "R1"),
+    Failpoint("in the pool", "main", "after", ("worker.dispatcher:Dispatcher._send",), "R2"),
+    Failpoint("reported", "main", "before", ("worker.dispatcher:Dispatcher._done",), "R2"),
+    Failpoint(
         "asked to drain",
         "main",
         "before",
@@ -136,7 +128,7 @@ PLACES = [
         "R2",
         "not armed",
     ),
-    DatabaseAddress(
+    Failpoint(
         "sending back",
         "main",
         "after",
@@ -145,10 +137,8 @@ PLACES = [
         is_stopped=True,
     ),
     # hold in Redis
-    DatabaseAddress(
-        "taken", "main", "after", ("timers.redis:RedisTimer.take",), "R1", timer="redis"
-    ),
-    DatabaseAddress(
+    Failpoint("taken", "main", "after", ("timers.redis:RedisTimer.take",), "R1", timer="redis"),
+    Failpoint(
         "handing on",
         "main",
         "before",
@@ -156,7 +146,7 @@ PLACES = [
         "R1",
         timer="redis",
     ),
-    DatabaseAddress(
+    Failpoint(
         "handed on",
         "main",
         "after",
@@ -165,9 +155,9 @@ PLACES = [
         timer="redis",
     ),
     # claim, run and settle
-    DatabaseAddress("claiming", "pool", "before", ("storage.claims:Claims.claim",), "R1"),
-    DatabaseAddress("claimed", "pool", "after", ("storage.claims:Claims.claim",), "R2"),
-    DatabaseAddress(
+    Failpoint("claiming", "pool", "before", ("storage.claims:Claims.claim",), "R1"),
+    Failpoint("claimed", "pool", "after", ("storage.claims:Claims.claim",), "R2"),
+    Failpoint(
         "claimed from the table",
         "pool",
         "after",
@@ -175,31 +165,27 @@ PLACES = [
         "R2",
         "not armed",
     ),
-    DatabaseAddress(
+    Failpoint(
         "claimed alone", "pool", "after", ("storage.claims:Claims.claim_abandoned",), "R2", "fatal"
     ),
-    DatabaseAddress("running", "pool", "before", ("execution.executor:TaskExecutor._call",), "R2"),
-    DatabaseAddress("ran", "pool", "after", ("execution.executor:TaskExecutor._call",), "R2"),
-    DatabaseAddress(
-        "ran side by side",
+    Failpoint("running", "pool", "before", ("execution.executor:TaskExecutor._call",), "R2"),
+    Failpoint("ran", "pool", "after", ("execution.executor:TaskExecutor._call",), "R2"),
+    Failpoint(
+        "ran simultaneously",
         "pool",
         "after",
         ("execution.executor:TaskExecutor._call",),
         "R2",
         "simultaneous",
     ),
-    DatabaseAddress(
-        "completing", "pool", "after", ("storage.claims:Claims.complete",), "R2", "effect"
-    ),
-    DatabaseAddress(
+    Failpoint("completing", "pool", "after", ("storage.claims:Claims.complete",), "R2", "effect"),
+    Failpoint(
         "completed", "pool", "after", ("execution.task_run:TaskRun._committed",), "R2", "effect"
     ),
-    DatabaseAddress("settling", "pool", "before", ("storage.claims:Claims.settle",), "R2"),
-    DatabaseAddress("settled", "pool", "after", ("storage.claims:Claims.settle",), "R1"),
-    DatabaseAddress(
-        "arming again", "pool", "before", ("execution.settler:Settler._arm_again",), "R1"
-    ),
-    DatabaseAddress(
+    Failpoint("settling", "pool", "before", ("storage.claims:Claims.settle",), "R2"),
+    Failpoint("settled", "pool", "after", ("storage.claims:Claims.settle",), "R1"),
+    Failpoint("arming again", "pool", "before", ("execution.settler:Settler._arm_again",), "R1"),
+    Failpoint(
         "giving back",
         "pool",
         "before",
@@ -207,59 +193,63 @@ PLACES = [
         "R2",
         "overdue backlog",
     ),
-    DatabaseAddress(
-        "gave back", "pool", "after", ("execution.chunk_run:ChunkRun._look_after",), "R2", "overdue backlog"
+    Failpoint(
+        "gave back",
+        "pool",
+        "after",
+        ("execution.chunk_run:ChunkRun._look_after",),
+        "R2",
+        "overdue backlog",
     ),
     # waitlists
-    DatabaseAddress(
-        "lined up", "pool", "after", ("storage.waitlist:Waitlist.let_in",), "R1", "limited"
+    Failpoint(
+        "added to the waitlist",
+        "pool",
+        "after",
+        ("storage.waitlist:Waitlist.let_in",),
+        "R1",
+        "limited",
     ),
-    DatabaseAddress(
-        "admitted", "pool", "after", ("storage.waitlist:Waitlist.admit",), "R2", "limited"
-    ),
-    DatabaseAddress(
+    Failpoint("admitted", "pool", "after", ("storage.waitlist:Waitlist.admit",), "R2", "limited"),
+    Failpoint(
         "handing over", "pool", "before", ("storage.claims:Claims.hand_over",), "R2", "limited"
     ),
-    DatabaseAddress(
+    Failpoint(
         "handed over", "pool", "after", ("storage.claims:Claims.hand_over",), "R2", "limited"
     ),
     # sweep
-    DatabaseAddress(
+    Failpoint(
         "sweep begun", "main", "after", ("storage.sweep_queries:SweepQueries.begin_sweep",), "R1"
     ),
-    DatabaseAddress(
-        "near ones chosen",
+    Failpoint(
+        "near rows selected",
         "main",
         "after",
         ("storage.sweep_queries:SweepQueries.near",),
         "R1",
         "far",
     ),
-    DatabaseAddress(
-        "near ones armed",
+    Failpoint(
+        "near rows armed",
         "main",
         "before",
         ("storage.sweep_queries:SweepQueries.mark_armed",),
         "R1",
         "far",
     ),
-    DatabaseAddress(
+    Failpoint(
         "marked", "main", "after", ("storage.sweep_queries:SweepQueries.mark_armed",), "R1", "far"
     ),
-    DatabaseAddress(
-        "lapsed", "main", "after", ("storage.sweep_queries:SweepQueries.lapse",), "R2", "fatal"
+    Failpoint(
+        "recovered", "main", "after", ("storage.sweep_queries:SweepQueries.lapse",), "R2", "fatal"
     ),
-    DatabaseAddress(
-        "draining", "main", "before", ("timers.eta:EtaTimer.drain",), "R1", "not armed"
-    ),
-    DatabaseAddress("drained", "main", "after", ("timers.eta:EtaTimer.drain",), "R1", "not armed"),
-    DatabaseAddress("worker expired", "main", "after", ("storage.worker_table:WorkerTable.bury",), "R1"),
+    Failpoint("draining", "main", "before", ("timers.eta:EtaTimer.drain",), "R1", "not armed"),
+    Failpoint("drained", "main", "after", ("timers.eta:EtaTimer.drain",), "R1", "not armed"),
+    Failpoint("worker expired", "main", "after", ("storage.worker_table:WorkerTable.bury",), "R1"),
     # leases
-    DatabaseAddress("renewing", "main", "before", ("storage.leases:Leases.renew",), "R2", "long"),
-    DatabaseAddress("renewed", "main", "after", ("storage.leases:Leases.renew",), "R2", "long"),
-    DatabaseAddress(
-        "releasing", "main", "before", ("storage.leases:Leases.release",), "R2", "fatal"
-    ),
-    DatabaseAddress("released", "main", "after", ("storage.leases:Leases.release",), "R2", "fatal"),
+    Failpoint("renewing", "main", "before", ("storage.leases:Leases.renew",), "R2", "long"),
+    Failpoint("renewed", "main", "after", ("storage.leases:Leases.renew",), "R2", "long"),
+    Failpoint("releasing", "main", "before", ("storage.leases:Leases.release",), "R2", "fatal"),
+    Failpoint("released", "main", "after", ("storage.leases:Leases.release",), "R2", "fatal"),
 ]
-BY_NAME = {place.name: place for place in PLACES}
+BY_NAME = {failpoint.name: failpoint for failpoint in FAILPOINTS}

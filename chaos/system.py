@@ -45,7 +45,7 @@ class Site(NamedTuple):
         return f"{self.database}, {self.broker}, timer {self.timer}"
 
 
-class Field:
+class SystemUnderTest:
     def __init__(self, folder: Path, site: Site) -> None:
         self.site, self.notes = site, folder / "notes"
         self.is_over = threading.Event()
@@ -74,9 +74,9 @@ class Field:
         broker_url = self.broker_link.url(self.broker.url) if self.broker_link else self.broker.url
         settings = {**SETTINGS, "timer": self.site.timer}
         if self.site.timer == "redis" and self.site.broker == "rabbitmq":
-            beside = RedisServer(folder)
-            self._ends.append(beside.stop)
-            settings["redis_url"] = beside.url
+            redis_server = RedisServer(folder)
+            self._ends.append(redis_server.stop)
+            settings["redis_url"] = redis_server.url
         self.producers_url = producers
         self.deployment = Deployment(
             folder, workers, broker_url, {"imports": ["chaos.project"]}, **settings
@@ -139,13 +139,13 @@ class Field:
     def _database(self, folder: Path) -> PostgresServer | MariaDBServer | None:
         if self.site.database == "sqlite":
             return None
-        place = folder / "database"
-        place.mkdir()
+        database_folder = folder / "database"
+        database_folder.mkdir()
         server: PostgresServer | MariaDBServer
         if self.site.database == "mariadb":
-            server = MariaDBServer(place)
+            server = MariaDBServer(database_folder)
         else:
-            server = PostgresServer(place, free_port(), MissingServiceError)
+            server = PostgresServer(database_folder, free_port(), MissingServiceError)
         self._ends.append(server.crash)
         return server
 
