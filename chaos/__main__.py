@@ -68,13 +68,20 @@ def main() -> int:
     options = parser.parse_args()
     seed = secrets.randbelow(1_000_000) if options.seed is None else options.seed
     plan = Plan(
-        seed, options.tasks, options.faults, min(options.kills, options.faults), options.every, options.patience,
-        options.within, tuple(options.only or [""]),
-    )  # fmt: skip
+        seed,
+        options.tasks,
+        options.faults,
+        min(options.kills, options.faults),
+        options.every,
+        options.patience,
+        options.within,
+        tuple(options.only or [""]),
+    )
     site = Site(options.database, options.broker, options.timer)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(
-        f"seed {seed}: {plan.tasks:,} tasks and {plan.faults} faults in {plan.seconds:,.0f} s, on {site}"
+        f"seed {seed}: {plan.tasks:,} tasks and {plan.faults} faults "
+        f"in {plan.seconds:,.0f} s, on {site}"
     )
     began = time.monotonic()
     signal.signal(

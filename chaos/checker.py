@@ -39,7 +39,8 @@ class Finding(NamedTuple):
     story: str
 
     def __str__(self) -> str:
-        return f"{self.violation.invariant} {self.violation.kind}: task {self.id}: {self.violation.text}\n{self.story}"
+        invariant, kind, text = self.violation
+        return f"{invariant} {kind}: task {self.id}: {text}\n{self.story}"
 
 
 @dataclass
@@ -58,8 +59,11 @@ class Verdict:
             ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts().items()))
             or "nothing found"
         )
-        said = f"{self.tasks:,} tasks, {self.runs:,} runs, {self.explained} extra ones explained: {counts}"
-        return "\n\n".join([said, *map(str, self.findings[:MOST_STORIES])])
+        summary = (
+            f"{self.tasks:,} tasks, {self.runs:,} runs, "
+            f"{self.explained} of them repeated because of a fault: {counts}"
+        )
+        return "\n\n".join([summary, *map(str, self.findings[:MOST_STORIES])])
 
 
 class Checker:
@@ -193,7 +197,8 @@ class Checker:
                 yield Violation(
                     "I3",
                     "early",
-                    f"version {run.version} began {min(dues) - run.began_us} us before the requested time",
+                    f"version {run.version} began {min(dues) - run.began_us} us "
+                    "before the requested time",
                 )
 
     # -- the row ----------------------------------------------------------------------------------
@@ -237,7 +242,8 @@ class Checker:
                 yield Violation(
                     "I5",
                     "two leases",
-                    f"version {claim.version} lapsed {lease_us - end.at_us} us before its lease ended",
+                    f"version {claim.version} was recovered {lease_us - end.at_us} us "
+                    "before its lease ended",
                 )
 
     def _lease_of(self, task: TaskRecord, claim: RowChange) -> int | None:
@@ -262,7 +268,10 @@ class Checker:
                 yield Violation("I6", "duplicated", f"version {version} ran {len(runs)} times")
         for claim in self._lapsed(task):
             if task.has_run(claim) and not self._is_explained(task, claim):
-                text = f"version {claim.version} of {claim.worker} ran and lapsed, and no fault of its holder explains it"
+                text = (
+                    f"version {claim.version} of {claim.worker} ran and lost its lease, "
+                    "but no fault of its owner explains that"
+                )
                 yield Violation("I6", "duplicated", text)
         for run in task.run_records:
             if (taken := task.claim_of(run)) is not None and self._never_ran(task, taken):
@@ -290,7 +299,9 @@ class Checker:
             lapses_in_a_row = lapses_in_a_row + 1 if lapsed else 0
             longest = max(longest, lapses_in_a_row)
         if max(most, longest) > self._max_lost_leases:
-            yield Violation("I7", "too often", f"it lapsed {max(most, longest)} times in a row")
+            yield Violation(
+                "I7", "too often", f"it lost its lease {max(most, longest)} times in a row"
+            )
         allowed = max(
             (record.most_runs for record in task.calls("schedule", "ok", "unknown")), default=1
         )

@@ -182,7 +182,10 @@ def cpu_s(pid: int) -> float:
 def _statements(deployment: Deployment) -> float:
     if deployment.store.database.url.get_backend_name() == "postgresql":
         return _one(deployment, "SELECT sum(xact_commit + xact_rollback) FROM pg_stat_database")
-    sql = "SELECT variable_value FROM information_schema.global_status WHERE variable_name = 'QUESTIONS'"
+    sql = (
+        "SELECT variable_value FROM information_schema.global_status "
+        "WHERE variable_name = 'QUESTIONS'"
+    )
     return _one(deployment, sql)
 
 

@@ -1,4 +1,4 @@
-"""`python -m chaos.distant FOLDER DELAY…`: a producer in its own process, whose clock may be wrong."""
+"""`python -m chaos.distant FOLDER DELAY…`: a producer with its own process and clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The producers of a run: they schedule at a rate, in all available ways, and record the answers."""
+"""The producers of a run: they schedule at a rate, in all ways, and record the answers."""
 
 from __future__ import annotations
 

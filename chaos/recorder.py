@@ -126,14 +126,17 @@ class Recorder:
             return f"INSERT INTO {self._name} ({names}) VALUES (NEW.id, {now}, {before}, {after});"
 
         heads = {
-            event: f"CREATE TRIGGER {self._name}_{event} AFTER {event.upper()} ON {self._tasks} FOR EACH ROW"
+            event: f"CREATE TRIGGER {self._name}_{event} AFTER {event.upper()} "
+            f"ON {self._tasks} FOR EACH ROW"
             for event in ("insert", "update")
         }
         if self._dialect != "postgresql":
             return [f"{head} BEGIN {note(event)} END" for event, head in heads.items()]
         function = (
-            f"CREATE OR REPLACE FUNCTION {self._name}_note() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
-            f"IF TG_OP = 'INSERT' THEN {note('insert')} ELSE {note('update')} END IF; RETURN NULL; END $$"
+            f"CREATE OR REPLACE FUNCTION {self._name}_note() RETURNS trigger "
+            "LANGUAGE plpgsql AS $$ BEGIN "
+            f"IF TG_OP = 'INSERT' THEN {note('insert')} ELSE {note('update')} END IF; "
+            "RETURN NULL; END $$"
         )
         return [
             function,

@@ -1,4 +1,4 @@
-"""Execute one run: producers schedule, faults strike at random, and the history is read at the end."""
+"""Execute one run: schedule tasks, inject random faults, and read the history at the end."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _strike(
 
 
 def wait_for_quiet(system: SystemUnderTest, patience_s: float, at_least_s: float = 0) -> int:
-    """Wait for all tasks to finish, and return how many still wait when nothing changes any more."""
+    """Wait until all tasks are finished or progress stops, and return how many still wait."""
     least, waiting = None, 0
     until = time.monotonic() + max(patience_s, at_least_s)
     while time.monotonic() < until:

@@ -26,8 +26,12 @@ from tests.services import MissingServiceError, free_port
 
 #: Leases and sweeps are short, so that a run takes minutes.
 SETTINGS: dict[str, Any] = {
-    "lease_s": 4, "sweep_s": 1, "self_sweep_s": 2, "grace_s": 0.5, "horizon_s": 10,
-}  # fmt: skip
+    "lease_s": 4,
+    "sweep_s": 1,
+    "self_sweep_s": 2,
+    "grace_s": 0.5,
+    "horizon_s": 10,
+}
 
 
 #: A worker may start while the broker is away, and then waits longer after each attempt.

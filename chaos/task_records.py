@@ -77,7 +77,8 @@ def story_of(task: TaskRecord, faults: list[Fault]) -> str:
             if change.lease_until_us is None
             else f", lease until {_clock(change.lease_until_us)}"
         )
-        row = f"row: {was} -> {change.status} {change.version}, due {_clock(change.due_us)}, lapses {change.lapses}"
+        row = f"row: {was} -> {change.status} {change.version}, due {_clock(change.due_us)}"
+        row += f", lapses {change.lapses}"
         row += f", {change.worker}" if change.worker else ""
         lines.append((change.at_us, row + lease))
     if lines:

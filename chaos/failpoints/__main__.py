@@ -73,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for done in as_completed([pool.submit(play, part) for part in parts]):
             results.append(done.result())
             console.print(
-                f"{len(results)} of {len(parts)}: {', '.join({e.failpoint for e in results[-1].episodes})}"
+                f"{len(results)} of {len(parts)}: "
+                f"{', '.join({e.failpoint for e in results[-1].episodes})}"
             )
     return show(results, slack_s, console)
 

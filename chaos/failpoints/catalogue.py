@@ -16,9 +16,24 @@ ProcessKind = Literal["producer", "main", "pool"]
 Bound = Literal["R1", "R2", "D"]
 #: The kind of tasks that a seed schedules, chosen so that they reach the failpoint.
 Mix = Literal[
-    "mixed", "keyed", "in a session", "moved", "not armed", "far", "long", "overdue backlog", "fatal", "simultaneous", "limited",
-    "effect", "many", "many in a session", "cancelled", "retried", "touched",
-]  # fmt: skip
+    "mixed",
+    "keyed",
+    "in a session",
+    "moved",
+    "not armed",
+    "far",
+    "long",
+    "overdue backlog",
+    "fatal",
+    "simultaneous",
+    "limited",
+    "effect",
+    "many",
+    "many in a session",
+    "cancelled",
+    "retried",
+    "touched",
+]
 
 
 class Failpoint(NamedTuple):

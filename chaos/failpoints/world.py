@@ -28,8 +28,12 @@ from tests.running import Deployment, Process
 
 GRACE_S, SWEEP_S, DISPATCH_S = 0.1, 0.5, 2.0
 SETTINGS: dict[str, Any] = {
-    "lease_s": LEASE_S, "sweep_s": SWEEP_S, "self_sweep_s": 2 * SWEEP_S, "grace_s": GRACE_S, "horizon_s": HORIZON_S,
-}  # fmt: skip
+    "lease_s": LEASE_S,
+    "sweep_s": SWEEP_S,
+    "self_sweep_s": 2 * SWEEP_S,
+    "grace_s": GRACE_S,
+    "horizon_s": HORIZON_S,
+}
 BOUNDS_S = {
     "R1": GRACE_S + SWEEP_S + DISPATCH_S,
     "R2": LEASE_S + SWEEP_S + DISPATCH_S,

@@ -39,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     say(f"seed {seed}: {verdict}\n")
     seconds = time.monotonic() - began
     say(
-        f"{seeds:,} seeds in {seconds:.0f} s ({seeds / seconds * 60:,.0f} a minute), {broken} with findings"
+        f"{seeds:,} seeds in {seconds:.0f} s ({seeds / seconds * 60:,.0f} a minute), "
+        f"{broken} with findings"
     )
     say(
         str(all_in_all).replace(

@@ -38,9 +38,14 @@ from delaytasks.timers.redis import RedisTimer
 from delaytasks.timers.redis_location import RedisLocation
 
 SETTINGS: dict[str, Any] = {
-    "lease_s": 6, "sweep_s": 2, "self_sweep_s": 4, "grace_s": 0.5, "horizon_s": 10, "max_lost_leases": 4,
+    "lease_s": 6,
+    "sweep_s": 2,
+    "self_sweep_s": 4,
+    "grace_s": 0.5,
+    "horizon_s": 10,
+    "max_lost_leases": 4,
     "redis_slots": 2,
-}  # fmt: skip
+}
 RETRY_SCHEDULE = RetrySchedule("1s 3s")
 #: A folder in memory, if the system has one.
 _MEMORY = Path("/dev/shm")

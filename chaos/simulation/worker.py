@@ -157,9 +157,14 @@ class Worker(Host):
         )
         policies = SimpleNamespace(stamp=0)
         shard = SimpleNamespace(
-            number=0, clock=self.clock, sweeper=sweeper, store=store, policies=policies,
-            named=lambda what: what, close=lambda: None,
-        )  # fmt: skip
+            number=0,
+            clock=self.clock,
+            sweeper=sweeper,
+            store=store,
+            policies=policies,
+            named=lambda what: what,
+            close=lambda: None,
+        )
         self.processes = SimpleNamespace(
             name=lambda pid: f"{self.name}/{pid}",
             queues=["default"],
@@ -168,11 +173,18 @@ class Worker(Host):
         )
         redis_timer = self.timer if isinstance(self.timer, RedisTimer) else None
         delays: Any = SimpleNamespace(
-            settings=play.settings, events=self.events, registry=play.registry, clock=self.clock, shards=[shard],
-            processes=self.processes, redis_timer=redis_timer, direct_timer=None, inline_timer=self.timer,
+            settings=play.settings,
+            events=self.events,
+            registry=play.registry,
+            clock=self.clock,
+            shards=[shard],
+            processes=self.processes,
+            redis_timer=redis_timer,
+            direct_timer=None,
+            inline_timer=self.timer,
             timer=self.timer,
             routes=SimpleNamespace(each=lambda work: work(shard)),
-        )  # fmt: skip
+        )
         hub = SimpleNamespace(call_soon=self.soon)
         return WorkerRuntime(
             delays, SimpleNamespace(hub=hub, pool=self, consumer=None, hostname=self.name)
