@@ -1,4 +1,4 @@
-"""Workers and beats as users start them: real processes, ended by their ids."""
+"""Workers and beats as users start them: separate processes that are ended by their pids."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ STOP_S = 30.0
 
 
 class Process:
-    """A command in a process group of its own, its output in a file."""
+    """A command in its own process group that writes its output to a file."""
 
-    #: What runs the command: this Python, unless another program is named.
+    #: The program that runs the command; this Python by default.
     program: Sequence[str] = (sys.executable, "-m")
     stop_s = STOP_S
 
@@ -57,7 +57,7 @@ class Process:
         self._process.stdin.flush()
 
     def expect(self, word: str, deadline_s: float) -> str:
-        """Waits until its last line begins with this word, and returns the rest of it."""
+        """Wait until the last line begins with `word`, and return the rest of the line."""
 
         def has_said() -> bool:
             if self.last_words(1).startswith(word):
@@ -70,12 +70,12 @@ class Process:
         return self.last_words(1).removeprefix(word).strip()
 
     def kill(self) -> None:
-        """As a machine that runs out of memory does it."""
+        """Kill the process group, as the kernel does when memory is exhausted."""
         self._process.kill()
         self._process.wait()
 
     def stop(self) -> None:
-        """Asks the process, then ends what is left of its group."""
+        """Ask the process to end, then kill the rest of its group."""
         if self.is_alive:
             self._process.send_signal(signal.SIGTERM)
             try:
@@ -102,7 +102,7 @@ def worker(
 
 
 def drainer(app: str, name: str, folder: Path, notes: str, **environment: str) -> Process:
-    """A worker without a broker."""
+    """Start a worker without a broker."""
     return Process(
         name,
         ["delaytasks", "-A", app, "drain", "--forever", "-c", "2"],

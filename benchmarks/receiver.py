@@ -1,5 +1,8 @@
-"""A receiver of callbacks in a process of its own: `python -m benchmarks.receiver MILLISECONDS` answers each POST so
-much later. It says its port, and for each line that it is told, how many came and how many waited at once."""
+"""A receiver of callbacks: `python -m benchmarks.receiver MILLISECONDS`.
+
+It answers each POST after that delay. It prints its port and, for each line on stdin, how many
+requests came and how many waited simultaneously.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ class Counts:
 
 
 class Exchange(asyncio.Protocol):
-    """As little as a POST of a well-behaved sender needs."""
+    """The minimal HTTP parsing that a POST of a well-behaved client needs."""
 
     def __init__(self, delay_s: float, counts: Counts) -> None:
         self._delay_s = delay_s

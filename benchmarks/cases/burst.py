@@ -1,4 +1,4 @@
-"""Many tasks due at one instant: how fast they are drained."""
+"""Many tasks due at one instant: the rate at which they are drained."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ from benchmarks.stage import Stage
 from benchmarks.waiting import BenchError, TooSlowError, sleep_until, wall
 from delaytasks.core.states import Status
 
-#: Schedules what is measured, and returns when it is due.
+#: Schedules the tasks, and returns their due time.
 Schedule = Callable[[Side], float]
-#: How far ahead, by whether it is a quick run: the first, and what is tried when the machine is too busy for it.
+#: Seconds between scheduling and due time, by whether it is a quick run. Later values are tried if
+#: the machine is too busy.
 BULK_S = {False: (60, 120), True: (15, 30)}
-#: For one call each. Below the horizon each sends a message of its own, beyond it the sweep sends hundreds in one.
+#: The same for single calls. Within the horizon each call sends a message; beyond it, the sweep
+#: sends hundreds of tasks in one.
 NEAR_S = {False: (20, 25, 29), True: (10, 20, 29)}
 FAR_S = {False: (60, 90), True: (40, 60)}
-#: Bare Celery may take its time.
+#: Bare Celery is slow.
 DEADLINE_S = 240.0
 
 
 def run_bulk(stage: Stage) -> None:
-    """Scheduled by `schedule_many`, and by a loop of `apply_async`."""
+    """Schedule by `schedule_many`, and by a loop of `apply_async`."""
     count = stage.size(50_000, 5_000)
-    schedules = {lead: at_once(count, lead) for lead in BULK_S[stage.is_quick]}
+    schedules = {lead: due_together(count, lead) for lead in BULK_S[stage.is_quick]}
     _run(stage, "burst_bulk", count, "schedule_many", schedules, 10)
 
 
-def at_once(count: int, lead: float) -> Schedule:
-    """Schedules so many tasks by `schedule_many`, all due at one instant, which it returns."""
+def due_together(count: int, lead: float) -> Schedule:
+    """Return a schedule of `count` tasks by `schedule_many`, all due at one instant."""
 
     def schedule(side: Side) -> float:
         due = wall() + lead
@@ -46,7 +48,7 @@ def at_once(count: int, lead: float) -> Schedule:
 
 
 def run_single(stage: Stage) -> None:
-    """Scheduled one call at a time, by a few producers at once."""
+    """Schedule one call at a time, in several concurrent producers."""
     _run_single(stage, "burst_single", NEAR_S[stage.is_quick])
 
 
@@ -64,16 +66,16 @@ def _run_single(stage: Stage, case: str, leads: Sequence[int]) -> None:
 def _run(
     stage: Stage, case: str, count: int, how: str, schedules: Mapping[int, Schedule], least: float
 ) -> None:
-    """`schedules`: by how far ahead it is done, the first one first."""
+    """Run the case. `schedules` maps seconds ahead to schedules, in the order of the attempts."""
     first, *_, last = schedules
-    what = f"{count:,} due at once, {how} {first} s ahead"
+    what = f"{count:,} due together, {how} {first} s ahead"
     for lead, schedule in schedules.items():
         try:
             _compare(stage, case, what, count, schedule, least)
         except TooSlowError as error:
             if lead == last:
                 raise
-            stage.say(f"{case}: {error}; again, with more time")
+            stage.say(f"{case}: {error}; next attempt with more time")
             brokers.clear()
         else:
             if lead != first:
@@ -118,7 +120,8 @@ def drain(stage: Stage, case: str, side: Side, count: int, schedule: Schedule) -
     brokers.clear()
     p50, p99 = percentile(lateness, 0.5), percentile(lateness, 0.99)
     stage.say(
-        f"{case}: {side.name} drained {count:,} in {took:.2f} s, {count / took:,.0f}/s, lateness p50 {p50:.0f} ms, "
+        f"{case}: {side.name} drained {count:,} in {took:.2f} s, {count / took:,.0f}/s, lateness "
+        f"p50 {p50:.0f} ms, "
         f"p99 {p99:.0f} ms, CPU a task: {cost}, load {load():.1f}"
     )
     return Drained(count / took, p99, cost)

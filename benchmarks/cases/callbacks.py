@@ -1,4 +1,4 @@
-"""HTTP callbacks that are all due at once, to a receiver that takes its time: how fast they are sent."""
+"""HTTP callbacks that are due together, to a slow receiver: the rate at which they are sent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(stage: Stage) -> None:
 
 
 def _send(stage: Stage, receiver: Process, url: str, count: int, lead: float) -> None:
-    what = f"{count:,} due at once, answered after {ANSWERS_AFTER_MS} ms, two processes"
+    what = f"{count:,} due together, answered after {ANSWERS_AFTER_MS} ms, two processes"
     sent = stage.figure("callbacks", what, "sent/s", Target("value", least=1000))
     side, memory = stage.ours, []
 
@@ -64,9 +64,12 @@ def _send(stage: Stage, receiver: Process, url: str, count: int, lead: float) ->
     for when_, value in (("start", start_mb), ("peak", max(memory)), ("end", end_mb)):
         stage.figure("callbacks", f"worker memory, {when_}", "MB").add(value or 0.0)
     stage.say(
-        f"callbacks: {count:,} in {took:.2f} s, {count / took:,.0f}/s, lateness p50 {percentile(lateness, 0.5):.0f} "
-        f"ms, CPU each: worker {cpu_ms:.2f} ms, receiver {receiver_ms:.2f} ms, at once {_most(receiver)}, memory "
-        f"{start_mb:.0f} → {max(memory):.0f} → {end_mb:.0f} MB, ran again {table.repeated()}, load {load():.1f}"
+        f"callbacks: {count:,} in {took:.2f} s, {count / took:,.0f}/s, lateness p50 "
+        f"{percentile(lateness, 0.5):.0f} "
+        f"ms, CPU each: worker {cpu_ms:.2f} ms, receiver {receiver_ms:.2f} ms, simultaneous "
+        f"{_most(receiver)}, memory "
+        f"{start_mb:.0f} → {max(memory):.0f} → {end_mb:.0f} MB, ran again {table.repeated()}, "
+        f"load {load():.1f}"
     )
 
 

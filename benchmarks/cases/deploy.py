@@ -1,4 +1,4 @@
-"""A rolling restart: two workers under load, each ended by TERM and started again three times, one after the other."""
+"""A rolling restart under load: each of two workers is ended by TERM and restarted three times."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from benchmarks.waiting import BenchError, sleep_until, wall
 from delaytasks.core.states import Status
 
 RATE = 200
-#: Scheduled so many at a time, each lot due a while later.
+#: The size of a batch, and the seconds until it is due.
 BATCH_ROWS, AHEAD_S = 20, 2.0
 RESTARTS = 6
-#: A worker that came back works so long before the next one goes.
+#: Seconds that a restarted worker works before the next restart.
 BETWEEN_S = 2.0
 MOST_S = 240.0
 

@@ -1,4 +1,4 @@
-"""Connections that keep pushing their timeouts away, and then some of them that fall silent."""
+"""Connections that keep extending their timeouts, until some of them stop."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ DEADLINE_S = 30.0
 
 
 class Connections:
-    """Each touches its key every EVERY_S, together with the others of its lot."""
+    """Touches each key every EVERY_S seconds, together with the other keys of its batch."""
 
     def __init__(self, delays: DelayTasks) -> None:
         self._delays = delays
         self._turns: deque[tuple[float, list[str]]] = deque()
-        #: Before and after its last touch, by the database's clock.
+        #: The database times before and after the last touch of each key.
         self.touched: dict[str, tuple[datetime, datetime]] = {}
         self.calls = 0
-        #: How late a touch was at worst.
+        #: The maximum delay of a touch.
         self.behind_s = 0.0
-        #: What touching took in this thread.
+        #: The time that this thread spent on touches.
         self.touching_s = self.cpu_s = 0.0
 
     def open(self, count: int) -> None:
-        """Schedules a timeout for each, while those that have one touch it already."""
+        """Schedule the timeouts, and begin to touch existing ones immediately."""
         for start in range(0, count, BATCH_ROWS):
             keys = [
                 f"connection-{number}" for number in range(start, min(start + BATCH_ROWS, count))
@@ -60,7 +60,7 @@ class Connections:
         sleep_until(end)
 
     def silence(self, count: int) -> set[str]:
-        """So many of them stop, the same number in each lot."""
+        """Stop touching `count` keys, the same number in each batch."""
         batches = [keys for _, keys in self._turns]
         return {batches[number % len(batches)].pop() for number in range(count)}
 
@@ -79,7 +79,7 @@ class Connections:
 
 
 class Reading(NamedTuple):
-    """What was spent so far; not a number where it can not be had."""
+    """The resources that were used so far; NaN if they cannot be measured."""
 
     at: float
     calls: float
@@ -121,7 +121,12 @@ def _run(stage: Stage, side: Ours) -> None:
         ("messages", "", spent.messages, none),
         (f"touch_many of {BATCH_ROWS} keys", "ms", spent.touching_s / spent.calls * 1000, None),
         ("CPU of the worker", "% of a core", spent.worker_cpu_s / spent.at * 100, None),
-        ("CPU of the one who touches", "% of a core", spent.toucher_cpu_s / spent.at * 100, None),
+        (
+            "CPU of the process that touches",
+            "% of a core",
+            spent.toucher_cpu_s / spent.at * 100,
+            None,
+        ),
         ("time in statements, database", "% of the time", spent.database_s / spent.at * 100, None),
         (
             f"{SILENT} fall silent, lateness p50",
@@ -137,7 +142,8 @@ def _run(stage: Stage, side: Ours) -> None:
         stage.figure("heartbeats", f"{side.timer}: {what}", unit, target).add(value)
     said = ", ".join(f"{what} {value:,.2f} {unit}".strip() for what, unit, value, _ in known)
     stage.say(
-        f"heartbeats: {side.timer}: {said}; touches were up to {connections.behind_s:.2f} s late, load {load():.1f}"
+        f"heartbeats: {side.timer}: {said}; touches were up to {connections.behind_s:.2f} s late, "
+        f"load {load():.1f}"
     )
 
 
@@ -160,7 +166,8 @@ def _check(
     if set(runs) != silent:
         others = len(set(runs) - silent)
         raise BenchError(
-            f"heartbeats: {len(runs) - others} of the {SILENT} silent ones fired, and {others} others"
+            f"heartbeats: {len(runs) - others} of the {SILENT} silent ones fired, and {others} "
+            "others"
         )
     for key, (due, began) in runs.items():
         before, after = (

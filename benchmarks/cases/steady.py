@@ -1,4 +1,4 @@
-"""Fifty tasks a second, due in one to five seconds: how late they begin."""
+"""Fifty tasks per second, due in one to five seconds: how late they begin."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def run(stage: Stage) -> None:
             lateness = work(stage, side)
         brokers.clear()
         stage.say(
-            f"steady: {side.name} p50 {percentile(lateness, 0.5):.2f} ms, p99 {percentile(lateness, 0.99):.2f} ms, "
+            f"steady: {side.name} p50 {percentile(lateness, 0.5):.2f} ms, p99 "
+            f"{percentile(lateness, 0.99):.2f} ms, "
             f"worst {max(lateness):.1f} ms, load {load():.1f}"
         )
         return lateness
@@ -42,7 +43,10 @@ def run(stage: Stage) -> None:
 def work(
     stage: Stage, side: Side, rate: int = RATE, batch: int = 1, seconds: int | None = None
 ) -> list[float]:
-    """The lateness of each task, in milliseconds. They are scheduled one at a time, or in lots."""
+    """Return the lateness of each task in milliseconds.
+
+    Tasks are scheduled singly or in batches.
+    """
     count = rate * (seconds or stage.size(20, 8))
     chance = random.Random(1)  # the same delays on all sides and in every round
     began = wall()

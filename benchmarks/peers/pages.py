@@ -1,4 +1,4 @@
-"""docs/peers.md and its pictures, from the JSON that `./dev bench --peers --json FILE` has written."""
+"""Write docs/peers.md and its pictures from the JSON of `./dev bench --peers --json FILE`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Table(NamedTuple):
 class Picture(NamedTuple):
     name: str
     title: str
-    #: More than one lie one behind the other.
+    #: Several measures are drawn one behind the other.
     measures: tuple[str, ...]
     by_tens: bool = False
 
@@ -56,7 +56,7 @@ _PICTURES = (
 
 
 def write(file: Path, page: Path = PAGE, pictures: Path = PICTURES) -> list[Path]:
-    """The paths of what it has written."""
+    """Write the page and the pictures, and return their paths."""
     results = Results.of_json(json.loads(file.read_text()))
     pictures.mkdir(exist_ok=True)
     written = [page]
@@ -70,7 +70,7 @@ def write(file: Path, page: Path = PAGE, pictures: Path = PICTURES) -> list[Path
 
 
 def text(results: Results, pictures: Sequence[str]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     facts = " · ".join(f"{name} {value}" for name, value in results.machine.items())
     parts = [
         "# Comparison with other systems",
@@ -124,7 +124,10 @@ def _table(table: Table, results: Results) -> Iterable[str]:
 
 def _setups(results: Results) -> Iterable[str]:
     yield "## Configuration"
-    lines = ["| system | version | servers | configuration | limitations |", "|---|---|---|---|---|"]
+    lines = [
+        "| system | version | servers | configuration | limitations |",
+        "|---|---|---|---|---|",
+    ]
     for facts in results.systems.values():
         setup = facts["setup"] + (f" ([source]({facts['source']}))" if facts["source"] else "")
         servers, limits = ", ".join(facts["servers"]), "; ".join(facts["limits"])

@@ -19,8 +19,12 @@ FROZEN_S = (0.5, 20.0)
 ORPHANS_S = 30.0
 #: Steps that send a statement to the database.
 ASKS = frozenset(
-    "insert cancel reschedule touch claim claim_due claim_alone claim_suspect misses settle begin_sweep "
-    "near mark_armed levels lapse forget_armed stale_houses bury renew release bring_forward".split()
+    (
+        "insert cancel reschedule touch claim claim_due claim_alone claim_suspect misses settle "
+        "begin_sweep near mark_armed levels lapse forget_armed stale_houses bury renew release "
+        "bring_forward"
+    ).split()
+)
 )
 #: Steps that send commands to Redis, named by the first command of a pipeline.
 IN_REDIS = frozenset({"ARM", "TAKE", "ZREM"})

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from random import Random
+from typing import Any
 
 from redis.exceptions import ConnectionError as DisconnectedError
 
 from chaos.simulation.broker import DOUBLED, LATE, LATE_S, LOST
+from chaos.simulation.hazards import Hazards
 from chaos.simulation.redis import END, Redis
-from chaos.simulation.world import Host
+from chaos.simulation.world import Host, World
 from delaytasks.core.events import Events
 from delaytasks.timers.redis_link import _NAMES, RedisLink
 from delaytasks.timers.redis_location import RedisLocation
 from delaytasks.timers.redis_scripts import ARM, TAKE
-
-if TYPE_CHECKING:
-    from chaos.simulation.stage import Play
 
 #: The share of steps between two commands of a pipeline at which other actors run.
 BETWEEN = 0.1
@@ -31,8 +30,8 @@ Pipeline = list[tuple[Any, ...]]
 class Server:
     """The Redis server that all hosts of a play share."""
 
-    def __init__(self, play: Play) -> None:
-        self._play, self._world, self._chance = play, play.world, play.chance
+    def __init__(self, world: World, chance: Random, hazards: Hazards) -> None:
+        self._world, self._chance, self._hazards = world, chance, hazards
         self._outside = Host("network")
         self._redis = Redis(self._publish)
         self.listeners: list[Listener] = []
@@ -69,7 +68,7 @@ class Server:
         self._redis.load(script)
 
     def execute(self, commands: Pipeline, generation: int) -> list[Any]:
-        hazards, world = self._play.hazards, self._world
+        hazards, world = self._hazards, self._world
         step = next((_STEPS.get(words[1], "ZREM") for words in commands), "")
         world.step()
         hazards.pass_by(step, "before")

@@ -40,12 +40,13 @@ class Script:
         self._outside = Host("outside")
         self._open = 0
         self._is_over = False
+        self._workers: list[Worker] = []
         self._workers_made = 0
 
     def run(self) -> None:
         start = self._world.start
         workers = self._chance.randint(1, MOST_WORKERS)
-        self._play.workers += [self._new_worker(f"w{number}") for number in range(workers)]
+        self._workers = [self._new_worker(f"w{number}") for number in range(workers)]
         for number in range(self._chance.randint(1, MOST_PRODUCERS)):
             host = Host(f"producer {number}")
             host.skew_us = self._chance.choice(SKEWS_US)
@@ -62,9 +63,7 @@ class Script:
         return Worker(self._play, name, self._chance.choice(SKEWS_US))
 
     def _alive(self) -> list[Worker]:
-        return [
-            worker for worker in self._play.workers if not worker.is_dead and not worker.is_stopping
-        ]
+        return [worker for worker in self._workers if not worker.is_dead and not worker.is_stopping]
 
     def _deliver(self) -> None:
         """Deliver each message to a random worker."""
@@ -89,7 +88,7 @@ class Script:
                 worker.soon(lambda worker=worker: worker.runtime.sweep(None))  # type: ignore[misc]
 
     def _supervise(self) -> None:
-        workers = self._play.workers
+        workers = self._workers
         while True:
             self._world.pause(self._chance.uniform(0.2, 2))
             for number, worker in enumerate(workers):
@@ -198,7 +197,7 @@ class Script:
         hazards.trap = None
 
     def _some_worker(self) -> Worker:
-        return self._chance.choice(self._play.workers)
+        return self._chance.choice(self._workers)
 
     def _kill(self) -> None:
         worker = self._some_worker()
@@ -212,7 +211,7 @@ class Script:
             if busy:
                 break
             self._world.pause(0.03)
-        worker = self._chance.choice(busy or self._play.workers)
+        worker = self._chance.choice(busy or self._workers)
         seconds = self._chance.uniform(1, 20)
         self._note("freeze", worker.name, seconds, "away", leases_of(worker))
         self._world.freeze(worker, seconds)

@@ -24,7 +24,6 @@ from chaos.simulation.broker import Broker, BrokerPublisher
 from chaos.simulation.clock import START_US, Times, installed
 from chaos.simulation.hazards import Hazards, StepProxy
 from chaos.simulation.redislink import Link, Server
-from chaos.simulation.worker import Worker
 from chaos.simulation.world import Lock, World
 from delaytasks import DelayTask, RetrySchedule
 from delaytasks.core.clock import Clock
@@ -99,8 +98,10 @@ class Play:
         self.publisher: Any = self.with_steps(
             BrokerPublisher(self.broker, lambda: self.times.now_us)
         )
-        #: None with the `eta` timer.
-        self.redis = Server(self) if self.chance.random() < 0.5 else None
+        #: The simulated Redis server, or None with the `eta` timer.
+        self.redis = (
+            Server(self.world, self.chance, self.hazards) if self.chance.random() < 0.5 else None
+        )
         #: Violations that the checker cannot see, each with the task's id or 0.
         self.violations: list[tuple[int, Violation]] = []
         store = stage.store
@@ -116,7 +117,6 @@ class Play:
         self.registry.processor("shaky", retry=RETRY_SCHEDULE)(self._work)
         self.new_id = itertools.count(1).__next__
         self.new_pid = itertools.count(10_000_000).__next__
-        self.workers: list[Worker] = []
 
     def with_steps(self, part: Any) -> Any:
         return StepProxy(part, self.world, self.hazards)

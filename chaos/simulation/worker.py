@@ -6,12 +6,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from billiard.exceptions import WorkerLostError
 
 from chaos.checker import Violation
 from chaos.simulation.broker import Message
+from chaos.simulation.stage import Play
 from chaos.simulation.world import Host
 from delaytasks.core.errors import StoreError
 from delaytasks.core.events import Events
@@ -23,9 +24,6 @@ from delaytasks.timers.redis import RedisTimer
 from delaytasks.worker.job import Job
 from delaytasks.worker.renewals import Renewals
 from delaytasks.worker.runtime import WorkerRuntime
-
-if TYPE_CHECKING:
-    from chaos.simulation.stage import Play
 
 CHILDREN = 2
 #: The loops of a worker runtime that are simulated.

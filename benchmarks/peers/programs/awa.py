@@ -1,4 +1,4 @@
-"""awa-pg: a core in Rust; the worker is `AsyncClient.start`."""
+"""awa-pg: the core is in Rust; the worker is `AsyncClient.start`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from awa import AsyncClient, Job
 
 from benchmarks.peers.program import Program, by_due, main, run
+from benchmarks.settings import database_url
 from benchmarks.waiting import instant
-from benchmarks.where import database_url
 
 QUEUE = "note"
-#: At once in each process, and how often it looks for what is due.
+#: Concurrent tasks per process, and the poll interval.
 WORKERS, EVERY_MS = 100, 100
 
 
@@ -26,7 +26,7 @@ class AwaProgram(Program):
     async def prepare(self) -> None:
         self._client = AsyncClient(database_url())
         await self._client.migrate()
-        # What a new deployment runs on, and what its bulk call needs.
+        # A new deployment uses the queue storage, and the bulk call requires it.
         await self._client.install_queue_storage()
 
     async def schedule(self, due: float) -> None:
