@@ -1,4 +1,4 @@
-"""Certificates that their own key signed, for servers on this machine."""
+"""Self-signed certificates for servers on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Certificate(NamedTuple):
 
 
 def self_signed(folder: Path) -> Certificate:
-    """For `localhost` and 127.0.0.1."""
+    """Create a certificate for `localhost` and 127.0.0.1."""
     if shutil.which("openssl") is None:
         raise MissingServiceError("there is no openssl on this machine")
     made = Certificate(folder / "key.pem", folder / "cert.pem")

@@ -25,7 +25,6 @@ ASKS = frozenset(
         "bring_forward"
     ).split()
 )
-)
 #: Steps that send commands to Redis, named by the first command of a pipeline.
 IN_REDIS = frozenset({"ARM", "TAKE", "ZREM"})
 #: Calls whose callers record the answer.

@@ -1,4 +1,7 @@
-"""`./dev demo`, or `python -m examples.demo` in the project's folder: under a minute, and nothing is left behind."""
+"""`./dev demo`, or `python -m examples.demo` in the project's folder.
+
+It takes less than a minute and leaves no files or processes behind.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def main() -> int:
 
 
 def _use_nothing_but(folder: Path) -> None:
-    """Whatever is configured around here, the demo has its own database and broker."""
+    """Use a private database and broker, and ignore the configuration of the environment."""
     for name in [name for name in os.environ if name.startswith(("DELAYTASKS_", "CELERY_"))]:
         del os.environ[name]
     os.environ["CELERY_CONFIG_MODULE"] = "examples.demo.config"
@@ -48,7 +51,7 @@ def _use_nothing_but(folder: Path) -> None:
 
 
 def _play(console: Console, folder: Path) -> int:
-    # Only now, since importing delaytasks.celery reads the configuration.
+    # Importing delaytasks.celery reads the configuration, so this comes after its setup.
     from delaytasks.api import default
     from delaytasks.storage import migrations
     from examples.demo.display import Display
@@ -58,7 +61,7 @@ def _play(console: Console, folder: Path) -> int:
 
     delays: Any = default()
     console.print(
-        "[bold]delaytasks[/]: starting a database, a broker, two workers and beat of its own …"
+        "[bold]delaytasks[/]: starting a database, a broker, two workers and beat …"
     )
     migrations.upgrade(delays.store.database)
     servers = Servers(folder, delays.settings.data_dir)
@@ -75,7 +78,7 @@ def _play(console: Console, folder: Path) -> int:
         wrong = complaints(shop)
         if wrong or not is_over:
             console.print(
-                f"[bold red]{len(wrong)} tasks did not end as they should have:[/]",
+                f"[bold red]{len(wrong)} tasks did not end as expected:[/]",
                 *wrong[:20],
                 sep="\n",
             )

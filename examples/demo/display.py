@@ -1,4 +1,4 @@
-"""The live picture: a bar for each thing that happens, and what happened last."""
+"""The live display: a bar for each kind of event, and the latest events."""
 
 from __future__ import annotations
 

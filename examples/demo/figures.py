@@ -1,4 +1,4 @@
-"""The table at the end: what became of every task, and how late each one began."""
+"""The final table: the outcome of every task, and how late each task began."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from rich.table import Table
 from delaytasks import DelayTask, Status
 from examples.demo.story import Shop
 
-#: Usual lateness is far below it, that of tasks which the sweep has to find is far above it.
+#: Usual lateness is far below this value. Tasks that the sweep has to find are far above it.
 HIT_MS = 100.0
-#: A claim is let in by the database's clock; when it began is told by what its process knows of that clock, which may
-#: be behind it by half of the time that asking took: while seven processes start on two cores, many milliseconds.
+#: The tolerance between two clocks. The database's clock admits a claim, but the process records
+#: its begin by its own estimate of that clock. The estimate may be off by half the duration of the
+#: query, which takes many milliseconds while seven processes start on two cores.
 CLOCKS_MS = 50.0
 
 
@@ -20,7 +21,9 @@ def lateness_ms(task: DelayTask) -> float:
 
 
 def is_hit(task: DelayTask, shop: Shop) -> bool:
-    """Whether the dead worker had it: it was running there, or waited in its memory until the sweep found it."""
+    """Return whether the killed worker had the task: it ran there, or waited in the worker's
+    memory.
+    """
     is_after = shop.killed_at is not None and task.expected_time > shop.killed_at
     return task.id in shop.interrupted or (is_after and lateness_ms(task) > HIT_MS)
 
@@ -49,27 +52,28 @@ def outcome_table(shop: Shop) -> Table:
     again = sum(task.id in shop.interrupted for task in closed)
     held = sum(is_hit(task, shop) for task in closed) - again
     table = Table(
-        title="What became of them", title_justify="left", title_style="bold", show_header=False
+        title="Outcome", title_justify="left", title_style="bold", show_header=False
     )
     table.add_column()
     table.add_column(justify="right")
     table.add_column(style="dim")
     table.add_row("orders placed", str(len(shop.placed)), "schedule_delay, key=order")
     table.add_row("paid in time", str(len(shop.paid)), "cancel(key=order)")
-    table.add_row("closed unpaid", str(len(closed)), "in their time")
+    table.add_row("closed unpaid", str(len(closed)), "on time")
     table.add_row(
         "payments captured", str(sum(t.status is Status.DONE for t in shop.payments_now)), ""
     )
     table.add_row(
-        "of them first FAILED", str(len(shop.payments)), f"retry, {shop.retries} times in all"
+        "of them FAILED at first", str(len(shop.payments)), f"retry, {shop.retries} times in all"
     )
     table.add_row("interrupted by the kill", str(again), "lease over, run by the other worker")
-    table.add_row("waiting in the dead worker", str(held), "found in the table by the sweep")
+    table.add_row("waiting in the dead worker", str(held), "recovered by the sweep")
     return table
 
 
 def complaints(shop: Shop) -> list[str]:
-    """Whatever differs between what the shop did and what the table says; empty when nothing was lost."""
+    """Return the differences between the shop's records and the table; empty if no task was lost.
+    """
     by_id = {task.id: task for task in (*shop.orders_now, *shop.payments_now)}
     found = []
     for order, id in shop.placed.items():

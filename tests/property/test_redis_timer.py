@@ -1,4 +1,6 @@
-"""The `redis` timer against a model: whatever movers do or leave undone, an entry is in one place, once."""
+"""The `redis` timer against a model: each entry is in exactly one place, even if pollers stop
+midway.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ names = st.tuples(st.integers(1, 12), st.integers(0, 2), st.sampled_from([0, 0, 
 
 
 class Model(RuleBasedStateMachine):
-    """What must wait, by its due time in microseconds, and what must be on its way, by slot."""
+    """The waiting entries by due time in microseconds, and the prepared entries by slot."""
 
     url: ClassVar[str]
 
@@ -40,7 +42,7 @@ class Model(RuleBasedStateMachine):
         self.bench = Bench(self.url, redis_slots=2)
         self.timer = self.bench.timer
         self.waiting: dict[Name, int] = {}
-        #: When it goes back, in milliseconds.
+        #: When a prepared entry returns, in milliseconds.
         self.prepared: dict[Name, int] = {}
         self.taken: list[Taken] = []
 
@@ -53,7 +55,7 @@ class Model(RuleBasedStateMachine):
 
     @property
     def now(self) -> float:
-        """In milliseconds, as Redis has it."""
+        """Return the time in milliseconds, as Redis uses it."""
         return self.bench.clock.now_us() / 1000
 
     def entry(self, name: Name, due_us: int = 0) -> Entry:
@@ -80,7 +82,7 @@ class Model(RuleBasedStateMachine):
 
     @rule(most=st.integers(1, 4))
     def take(self, most: int) -> None:
-        """By a mover that may hand it on later, or never."""
+        """Take entries as a poller that may hand them on later, or never."""
         for some in self.bench.take(most):
             here = {
                 name
@@ -122,7 +124,10 @@ class Model(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def hand_on(self, data: st.DataObject) -> None:
-        """As late as it may be: what went back or was armed again meanwhile is nobody's to delete."""
+        """Hand entries on as late as possible.
+
+        An entry that returned or was armed again meanwhile must not be deleted.
+        """
         if self.taken:
             some = self.taken.pop(data.draw(st.integers(0, len(self.taken) - 1)))
             self.timer.take({}, [some])
@@ -139,7 +144,7 @@ class Model(RuleBasedStateMachine):
 
 
 class First:
-    """Chooses the first taking, in the place of Hypothesis."""
+    """Chooses the first batch, instead of Hypothesis."""
 
     def draw(self, _strategy: object) -> int:
         return 0
@@ -192,7 +197,7 @@ def test_movers_at_once_hand_on_each_entry_once_and_what_one_lets_fall_comes_aga
             ids = [entry.id for some in taken for entry in some.entries]
             if not ids:
                 return
-            if turn % 3 == 2:  # it dies before it can hand on what it took
+            if turn % 3 == 2:  # it dies before it hands its entries on
                 fallen[redis_poller] += ids
             else:
                 handed[redis_poller] += ids
@@ -204,7 +209,7 @@ def test_movers_at_once_hand_on_each_entry_once_and_what_one_lets_fall_comes_aga
     lost = Counter(id for some in fallen for id in some)
     assert max((runs + lost).values()) == 1
     assert sorted(runs + lost) == list(range(1, count + 1))
-    assert lost, "some movers died"
+    assert lost, "some pollers died"
     assert sorted(int(member.split(b":")[0]) for member in bench.members("prepare")) == sorted(lost)
     bench.clock.advance(RETURN_S + 1)
     again: list[int] = []
