@@ -1,6 +1,6 @@
 """The smallest processor. `celeryconfig.py` imports it, so that `./dev up` has a task to run:
 
-    .venv/bin/delaytasks schedule hello '{"name": "you"}' --delay 5
+.venv/bin/delaytasks schedule hello '{"name": "you"}' --delay 5
 """
 
 from __future__ import annotations

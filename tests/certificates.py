@@ -21,10 +21,27 @@ def self_signed(folder: Path) -> Certificate:
         raise MissingServiceError("there is no openssl on this machine")
     made = Certificate(folder / "key.pem", folder / "cert.pem")
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost",
-         "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
-         "-addext", "keyUsage=critical,digitalSignature,keyEncipherment,keyCertSign",
-         "-keyout", made.key, "-out", made.file],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-days",
+            "1",
+            "-subj",
+            "/CN=localhost",
+            "-addext",
+            "subjectAltName=DNS:localhost,IP:127.0.0.1",
+            "-addext",
+            "keyUsage=critical,digitalSignature,keyEncipherment,keyCertSign",
+            "-keyout",
+            made.key,
+            "-out",
+            made.file,
+        ],
+        check=True,
+        capture_output=True,
+    )
     return made

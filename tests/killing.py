@@ -1,5 +1,4 @@
-"""Kill a worker's main process at the step that DELAYTASKS_TEST_KILL names, when it holds a burst.
-"""
+"""Kill a worker's main process at the step DELAYTASKS_TEST_KILL, when it holds a burst."""
 
 from __future__ import annotations
 

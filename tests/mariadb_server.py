@@ -35,20 +35,38 @@ class MariaDBServer:
         # It runs as root only if the account is named explicitly.
         account = f"--user={getpass.getuser()}"
         made = subprocess.run(
-            [install, "--no-defaults", account, f"--datadir={data}", "--auth-root-authentication-method=normal",
-             "--skip-test-db"],
-            cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            [
+                install,
+                "--no-defaults",
+                account,
+                f"--datadir={data}",
+                "--auth-root-authentication-method=normal",
+                "--skip-test-db",
+            ],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if made.returncode:
             raise MissingServiceError(
                 f"mariadb-install-db printed: {(made.stderr + made.stdout).strip()[-300:]}"
             )
         self._command = [
-            program, "--no-defaults", account, f"--datadir={data}", "--bind-address=127.0.0.1",
-            f"--port={self._port}", f"--socket={folder / 'socket'}", f"--pid-file={folder / 'pid'}",
-            "--innodb-flush-log-at-trx-commit=2", "--innodb-buffer-pool-size=128M", "--max-connections=300",
+            program,
+            "--no-defaults",
+            account,
+            f"--datadir={data}",
+            "--bind-address=127.0.0.1",
+            f"--port={self._port}",
+            f"--socket={folder / 'socket'}",
+            f"--pid-file={folder / 'pid'}",
+            "--innodb-flush-log-at-trx-commit=2",
+            "--innodb-buffer-pool-size=128M",
+            "--max-connections=300",
             *options,
-        ]  # fmt: skip
+        ]
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
         self.execute(f"CREATE DATABASE {NAME} CHARACTER SET utf8mb4", database=None)
@@ -57,9 +75,14 @@ class MariaDBServer:
         path = self._folder / "log"
         with path.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command, cwd=self._folder, env=self._environment, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=log, start_new_session=True,
-            )  # fmt: skip
+                self._command,
+                cwd=self._folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         try:
             wait_until(self._answers, 60, "the test's MariaDB", every_s=0.05)
         except AssertionError as error:

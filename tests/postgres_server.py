@@ -50,15 +50,34 @@ class PostgresServer:
         self.url = f"postgresql+psycopg2://postgres@127.0.0.1:{port}/postgres"
         data = folder / "data"
         made = subprocess.run(
-            [programs / "initdb", "-D", data, "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-sync", "--locale=C"],
-            cwd=folder, capture_output=True, text=True, check=False, **self._login,
-        )  # fmt: skip
+            [
+                programs / "initdb",
+                "-D",
+                data,
+                "-U",
+                "postgres",
+                "-A",
+                "trust",
+                "-E",
+                "UTF8",
+                "--no-sync",
+                "--locale=C",
+            ],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+            **self._login,
+        )
         if made.returncode:
             raise missing(f"the embedded initdb printed: {made.stderr.strip()[-300:]}")
         options = {
-            "port": port, "listen_addresses": "127.0.0.1", "unix_socket_directories": folder, "fsync": "off",
+            "port": port,
+            "listen_addresses": "127.0.0.1",
+            "unix_socket_directories": folder,
+            "fsync": "off",
             "max_connections": 200,
-        }  # fmt: skip
+        }
         self._command = [str(programs / "postgres"), "-D", str(data)]
         self._command += [
             word for name, value in options.items() for word in ("-c", f"{name}={value}")
@@ -72,9 +91,15 @@ class PostgresServer:
             # A separate session, so that Ctrl-C does not reach the server before its clients have
             # ended.
             self._process = subprocess.Popen(
-                self._command, cwd=self._folder, env=self._environment, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=log, start_new_session=True, **self._login,
-            )  # fmt: skip
+                self._command,
+                cwd=self._folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                **self._login,
+            )
         try:
             wait_until(self._answers, 30, "the embedded PostgreSQL", every_s=0.05)
         except AssertionError as error:

@@ -114,8 +114,7 @@ class RabbitServer:
         self.ctl("eval", f"rabbit_alarm:{change}.")
 
     def hurry(self, consumer_timeout_s: float) -> None:
-        """Close the channel of every consumer that acknowledges later than this, within a second.
-        """
+        """Close the channel of a consumer that acknowledges later than this."""
         for name, ms in (
             ("consumer_timeout", int(consumer_timeout_s * 1000)),
             ("channel_tick_interval", 1000),
@@ -141,9 +140,14 @@ class RabbitServer:
     def _popen(self, command: list[str]) -> subprocess.Popen[bytes]:
         with (self._folder / "rabbitmq.log").open("ab") as log:
             return subprocess.Popen(
-                command, cwd=self._folder, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                command,
+                cwd=self._folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
                 start_new_session=True,
-            )  # fmt: skip
+            )
 
     def _answers(self) -> bool:
         assert self._process is not None

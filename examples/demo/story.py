@@ -147,7 +147,8 @@ class Story:
                 shop.retries += 1
                 if shop.retries == 1:
                     self._tell(
-                        f"payment of order {task.body['order']} FAILED: {str(task.error).strip().splitlines()[-1]}"
+                        f"payment of order {task.body['order']} FAILED: "
+                        f"{str(task.error).strip().splitlines()[-1]}"
                     )
                     self._tell(f"failed payments are retried every {RETRY_AFTER_S:g} s")
         for task in shop.orders_now:

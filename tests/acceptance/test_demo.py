@@ -1,4 +1,4 @@
-"""What a newcomer runs first."""
+"""The first command of a newcomer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="it kills processes")
-def test_the_demo_loses_nothing_and_says_so_within_a_minute() -> None:
+def test_the_demo_loses_no_task_and_ends_within_a_minute() -> None:
     environ = {**os.environ, "COLUMNS": "100", "CELERY_BROKER_URL": "redis://nobody:1/0"}
     done = subprocess.run(
         [sys.executable, "-m", "examples.demo"],

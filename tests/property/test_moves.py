@@ -285,7 +285,7 @@ def replace_version(entry: Entry, version: int) -> Entry:
     return entry._replace(version=version)
 
 
-def test_no_order_of_verbs_leads_where_the_moves_do_not() -> None:
+def test_no_order_of_operations_leads_to_a_state_outside_the_moves() -> None:
     with tempfile.TemporaryDirectory() as folder:
         store, times = open_store(f"sqlite:///{Path(folder) / 'moves.sqlite3'}"), Times()
         times.serve(store)

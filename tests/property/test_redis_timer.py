@@ -150,7 +150,7 @@ class First:
         return 0
 
 
-def test_a_ticket_is_not_given_again_when_its_entries_were_armed_again(redis_url: str) -> None:
+def test_a_ticket_is_not_reused_after_its_entries_were_armed_again(redis_url: str) -> None:
     Model.url = redis_url
     model, one, other = Model(), (1, 0, 0), (8, 0, 0)
     first: Any = First()
@@ -167,7 +167,7 @@ def test_a_ticket_is_not_given_again_when_its_entries_were_armed_again(redis_url
         model.teardown()
 
 
-def test_the_timer_does_what_the_model_does(redis_url: str) -> None:
+def test_the_timer_behaves_like_the_model(redis_url: str) -> None:
     Model.url = redis_url
     run_state_machine_as_test(
         Model, settings=settings(max_examples=ASKED or 25, stateful_step_count=20, deadline=None)
@@ -181,7 +181,7 @@ def bench(redis_url: str) -> Iterator[Bench]:
     bench.close()
 
 
-def test_movers_at_once_hand_on_each_entry_once_and_what_one_lets_fall_comes_again(
+def test_concurrent_pollers_hand_on_each_entry_once_and_abandoned_entries_return(
     bench: Bench,
 ) -> None:
     count, redis_pollers = 3000, 4

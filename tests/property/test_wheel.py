@@ -1,5 +1,4 @@
-"""The timing wheel against a sorted list: both must agree after additions, moves and cancellations.
-"""
+"""The timing wheel against a sorted list: both must agree after every operation."""
 
 from __future__ import annotations
 

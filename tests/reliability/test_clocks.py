@@ -1,4 +1,4 @@
-"""Clocks an hour apart, in some of the ways. All of them are `./dev clocks`."""
+"""Some of the combinations of clocks that are an hour apart. `./dev clocks` runs all of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(faketime.library() is None, reason=faketime.MISS
 
 
 @pytest.mark.parametrize(("database", "hours"), APART)
-def test_the_databases_clock_decides_and_nobody_asks_it_without_end(
+def test_the_database_clock_decides_and_is_not_polled_in_a_tight_loop(
     database: str, hours: Hours, redis_url: str, tmp_path: Path
 ) -> None:
     try:
@@ -34,7 +34,7 @@ def test_the_databases_clock_decides_and_nobody_asks_it_without_end(
 
 
 @pytest.mark.parametrize("timer", ["eta", "redis"])
-def test_a_clock_that_is_set_while_its_worker_holds_tasks_makes_none_early_late_or_hot(
+def test_setting_the_clock_of_a_worker_that_holds_tasks_makes_no_task_early_or_late(
     timer: str, postgresql_url: str, redis_url: str, tmp_path: Path
 ) -> None:
     dial = faketime.Dial(tmp_path / "dial")
@@ -49,7 +49,7 @@ def test_a_clock_that_is_set_while_its_worker_holds_tasks_makes_none_early_late_
         worker = d.worker(**dial.environment)
         for ahead_s in (-HOUR_S, HOUR_S, 0):
             tasks = [d.schedule(delay=1 + n / 10) for n in range(20)]
-            time.sleep(0.5)  # they are held now
+            time.sleep(0.5)  # the worker holds them now
             dial.set(ahead_s)
             what_it_shows = d.schedule("test.time")
             d.wait_for([*tasks, what_it_shows])
@@ -61,7 +61,7 @@ def test_a_clock_that_is_set_while_its_worker_holds_tasks_makes_none_early_late_
             assert max(late) < timedelta(seconds=d.r1_s() + SLACK_S), f"late, with {ahead_s:+d} s"
             assert {(row.attempts, row.lapses) for row in rows} == {(1, 0)}, "each of them once"
             before, began = cpu_s(worker.pid), time.monotonic()
-            time.sleep(1)  # in which it has nothing to do
+            time.sleep(1)  # the worker is idle meanwhile
             assert (cpu_s(worker.pid) - before) / (time.monotonic() - began) < MOST_CPU, (
                 f"hot, with {ahead_s:+d} s"
             )

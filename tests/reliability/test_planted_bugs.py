@@ -1,4 +1,4 @@
-"""The checker is honest: it finds each bug that is planted in the real code, and nothing where there is none."""
+"""The checker finds each planted bug, and nothing in the unchanged code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Scene = Callable[["Stage"], None]
 
 
 class Stage:
-    """A small deployment in one process, whose messages, sweeps and workers come when the scene says so."""
+    """A small deployment in one process. The scene triggers all messages, sweeps and workers."""
 
     def __init__(self, store: Store) -> None:
         self.bench = Bench(store, lease_s=60)
@@ -75,7 +75,7 @@ class Stage:
         return task
 
     def deliver(self, task: DelayTask, version: int = 0) -> None:
-        """A message, to a worker that runs what it gets."""
+        """Deliver a message to a worker that runs its entries."""
         self.bench.runner.run([Entry(task.id, version, to_us(task.expected_time))])
 
     def claim(self, task: DelayTask, version: int = 0) -> DelayTask:
@@ -83,7 +83,7 @@ class Stage:
         return claimed
 
     def lease_ends(self) -> None:
-        """Time passes, and nobody renewed what runs; then the sweep comes."""
+        """Let time pass without renewals, then sweep."""
         t, over = self.store.schema.tasks, self.store.tasks.now() - timedelta(seconds=1)
         running = t.c.status == int(Status.RUNNING)
         with self.store.database.begin() as connection:
@@ -123,7 +123,7 @@ def stage(database_url: str) -> Iterator[Stage]:
     store.close()
 
 
-# -- scenes, each of which goes well as the code is ------------------------------------------------
+# -- scenes without findings in the unchanged code ---------------------------------------------
 
 
 def delivered_twice(stage: Stage) -> None:
@@ -133,7 +133,7 @@ def delivered_twice(stage: Stage) -> None:
 
 
 def frozen_worker(stage: Stage) -> None:
-    """It is stopped past its lease, and comes back when another one has finished its task."""
+    """A worker is frozen past its lease, and continues after another worker finished its task."""
     task, since_us = stage.schedule(), stage.now_us()
     late = stage.claim(task)
     stage.history.run_records.append(RunRecord(late.id, late.version, "worker-2", stage.now_us()))
@@ -144,7 +144,7 @@ def frozen_worker(stage: Stage) -> None:
 
 
 def killed_producer(stage: Stage) -> None:
-    """It is killed after it was told that its task is scheduled, and before anything was armed."""
+    """A producer is killed after the acknowledgement, before the task is armed."""
     stage.schedule()
     stage.bench.runner.drain("default", [0], 10)
 
@@ -163,7 +163,7 @@ def early_message(stage: Stage) -> None:
 
 
 def slow_processor(stage: Stage) -> None:
-    """Slower than its lease; meanwhile a sweep comes."""
+    """A processor is slower than its lease; a sweep runs meanwhile."""
     task = stage.schedule()
     since = stage.store.tasks.now() - timedelta(seconds=1)
 
@@ -183,7 +183,7 @@ def slow_processor(stage: Stage) -> None:
 
 
 def poison(stage: Stage) -> None:
-    """Whoever runs it dies."""
+    """A task kills every worker that runs it."""
     task = stage.schedule()
     for version in range(0, 20, 2):
         since_us = stage.now_us()
@@ -230,7 +230,7 @@ SCENES: list[Scene] = [
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
-def test_nothing_is_found_where_nothing_is_wrong(stage: Stage, scene: Scene) -> None:
+def test_there_are_no_findings_in_the_unchanged_code(stage: Stage, scene: Scene) -> None:
     scene(stage)
     assert str(stage.verdict()).endswith("nothing found"), str(stage.verdict())
 
@@ -325,7 +325,7 @@ def test_a_planted_bug_is_found(
     assert kinds <= set(stage.verdict().counts()), str(stage.verdict())
 
 
-def test_a_fault_of_another_worker_hides_no_bug(
+def test_a_fault_of_another_worker_does_not_hide_a_bug(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_heartbeat(stage, monkeypatch)
@@ -336,7 +336,9 @@ def test_a_fault_of_another_worker_hides_no_bug(
     assert "duplicated" in stage.verdict().counts(), str(stage.verdict())
 
 
-def test_a_finding_tells_the_whole_story(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finding_contains_the_whole_story_of_its_task(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     no_version_check_on_claim(stage, monkeypatch)
     delivered_twice(stage)
     said = str(stage.verdict())

@@ -1,5 +1,7 @@
-"""Seeds of the simulation: nothing is found in the code as it is, and bugs that are planted in it are found soon.
-More seeds: `./dev simulate`."""
+"""Seeds of the simulation: no findings in the unchanged code, and planted bugs are found quickly.
+
+`./dev simulate` plays more seeds.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from delaytasks.worker.redis_poller import RedisPoller
 from delaytasks.worker.renewals import Renewals
 
 SEEDS = 120
-#: Each planted bug is found within so many; most are within twenty.
+#: Each planted bug is found within this number of seeds, most of them within twenty.
 MOST = 500
 
 
@@ -36,13 +38,13 @@ def here() -> Iterator[Stage]:
         yield made
 
 
-def test_nothing_is_found_where_nothing_is_wrong(here: Stage) -> None:
+def test_there_are_no_findings_in_the_unchanged_code(here: Stage) -> None:
     for seed in range(SEEDS):
         verdict = here.play(seed, play_script)
         assert not verdict.findings, f"./dev simulate --seed {seed}\n{verdict}"
 
 
-def test_a_seed_is_played_the_same_again(here: Stage) -> None:
+def test_playing_a_seed_again_gives_the_same_history(here: Stage) -> None:
     def history(seed: int) -> object:
         here.play(seed, play_script)
         return here.last.history
@@ -143,7 +145,7 @@ def notices_are_not_heard(patch: pytest.MonkeyPatch) -> None:
 
 
 def leases_are_renewed_with_an_error(patch: pytest.MonkeyPatch) -> None:
-    """As an attribute that is missing."""
+    """The error of a missing attribute."""
 
     def tell(*_: object) -> None:
         raise AttributeError

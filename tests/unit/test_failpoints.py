@@ -13,7 +13,7 @@ from delaytasks.execution.settler import Settler
 
 
 @pytest.mark.parametrize("failpoint", FAILPOINTS, ids=lambda failpoint: failpoint.name)
-def test_each_failpoint_is_a_method_that_there_is(failpoint: Failpoint) -> None:
+def test_each_failpoint_is_an_existing_method(failpoint: Failpoint) -> None:
     for path in failpoint.methods:
         owner, _, name = f"delaytasks.{path}".rpartition(".")
         assert callable(getattr(resolve_name(owner), name))
