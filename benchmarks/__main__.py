@@ -62,7 +62,7 @@ def main() -> int:
     from benchmarks.cases import CASES, GROUPS, ONCE
     from benchmarks.notes import Notes
     from benchmarks.sides import Bare, Ours, OursDirect, OursInRedis
-    from benchmarks.stage import Stage
+    from benchmarks.stage import CaseContext
     from benchmarks.waiting import BenchError
 
     unknown = sorted(set(options.names) - set(CASES) - set(GROUPS))
@@ -91,7 +91,7 @@ def main() -> int:
         OursDirect(folder, notes),
         Bare(folder, notes),
     )
-    stage = Stage(*sides, options.quick, say)
+    stage = CaseContext(*sides, options.quick, say)
     facts: dict[str, Any] = {}
     failures: list[str] = []
     held = ExitStack()

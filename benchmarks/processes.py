@@ -18,7 +18,7 @@ POOL = ["-P", "prefork", "-c", "2"]
 STOP_S = 30.0
 
 
-class Process:
+class BenchmarkProcess:
     """A command in its own process group that writes its output to a file."""
 
     #: The program that runs the command; this Python by default.
@@ -96,14 +96,14 @@ class Process:
 
 def worker(
     app: str, name: str, folder: Path, notes: str, pool: Sequence[str] = POOL, **environment: str
-) -> Process:
+) -> BenchmarkProcess:
     command = ["celery", "-A", app, "worker", *pool, "-n", f"{name}@%h", "--loglevel", "WARNING"]
-    return Process(name, command, folder, BENCH_NOTES=notes, **environment)
+    return BenchmarkProcess(name, command, folder, BENCH_NOTES=notes, **environment)
 
 
-def drainer(app: str, name: str, folder: Path, notes: str, **environment: str) -> Process:
+def drainer(app: str, name: str, folder: Path, notes: str, **environment: str) -> BenchmarkProcess:
     """Start a worker without a broker."""
-    return Process(
+    return BenchmarkProcess(
         name,
         ["delaytasks", "-A", app, "drain", "--forever", "-c", "2"],
         folder,
@@ -112,7 +112,7 @@ def drainer(app: str, name: str, folder: Path, notes: str, **environment: str) -
     )
 
 
-def beat(app: str, folder: Path, **environment: str) -> Process:
+def beat(app: str, folder: Path, **environment: str) -> BenchmarkProcess:
     schedule = folder / f"beat-{time.monotonic_ns()}"
     command = ["celery", "-A", app, "beat", "-s", str(schedule), "--loglevel", "WARNING"]
-    return Process("beat", command, folder, **environment)
+    return BenchmarkProcess("beat", command, folder, **environment)

@@ -6,21 +6,21 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from benchmarks.processes import Process
+from benchmarks.processes import BenchmarkProcess
 from benchmarks.waiting import TooSlowError, wall
 
 if TYPE_CHECKING:
     from benchmarks.sides import Side
-    from benchmarks.stage import Stage
+    from benchmarks.stage import CaseContext
 
 PRODUCERS = 2
 
 
-def schedule_singly(stage: Stage, side: Side, count: int, lead: float) -> float:
+def schedule_singly(stage: CaseContext, side: Side, count: int, lead: float) -> float:
     """Schedule `count` tasks in single calls, due at one instant, and return that instant."""
     each = count // PRODUCERS
     made = [
-        Process(f"producer{n}", ["benchmarks.producers", side.name], side.folder)
+        BenchmarkProcess(f"producer{n}", ["benchmarks.producers", side.name], side.folder)
         for n in range(PRODUCERS)
     ]
     try:

@@ -18,7 +18,7 @@ class Counts:
     received = waiting = most = 0
 
 
-class Exchange(asyncio.Protocol):
+class ReceiverProtocol(asyncio.Protocol):
     """The minimal HTTP parsing that a POST of a well-behaved client needs."""
 
     def __init__(self, delay_s: float, counts: Counts) -> None:
@@ -51,7 +51,7 @@ class Exchange(asyncio.Protocol):
 async def receive(delay_s: float) -> None:
     loop, counts = asyncio.get_running_loop(), Counts()
     server = await loop.create_server(
-        lambda: Exchange(delay_s, counts), "127.0.0.1", 0, backlog=1024
+        lambda: ReceiverProtocol(delay_s, counts), "127.0.0.1", 0, backlog=1024
     )
     print("port", server.sockets[0].getsockname()[1], flush=True)
     while await loop.run_in_executor(None, sys.stdin.readline):

@@ -110,7 +110,7 @@ def watching(word: str) -> Iterator[Callable[[], int]]:
             thread.join()
 
 
-class Private:
+class PrivateRedisServer:
     """A Redis server for this run only."""
 
     def __init__(self, port: int) -> None:
@@ -134,7 +134,7 @@ class Private:
 
 
 @contextmanager
-def private(folder: Path) -> Iterator[Private]:
+def private(folder: Path) -> Iterator[PrivateRedisServer]:
     """Start a server, and remove it with its data at the end."""
     found = find_server()
     assert found is not None
@@ -157,7 +157,7 @@ def private(folder: Path) -> Iterator[Private]:
         [found.program, *options], stdout=subprocess.DEVNULL, start_new_session=True
     ) as process:
         try:
-            server = Private(port)
+            server = PrivateRedisServer(port)
             wait_until(server.answers, 15, "the private Redis server")
             yield server
         finally:

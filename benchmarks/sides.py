@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks import bare, brokers, ours, processes, redis_server, table
 from benchmarks.notes import Notes
-from benchmarks.processes import Process
+from benchmarks.processes import BenchmarkProcess
 from benchmarks.settings import BARE_QUEUE
 from benchmarks.waiting import BenchError, TooSlowError, instant, wait_until, wall
 
@@ -33,9 +33,9 @@ class Side(ABC):
     def __init__(self, folder: Path = Path(), notes: Notes | None = None) -> None:
         self.folder = folder
         self._notes = notes
-        self.workers: list[Process] = []
-        self._others: list[Process] = []
-        self._killed: list[Process] = []
+        self.workers: list[BenchmarkProcess] = []
+        self._others: list[BenchmarkProcess] = []
+        self._killed: list[BenchmarkProcess] = []
 
     @property
     def notes(self) -> Notes:
@@ -71,7 +71,7 @@ class Side(ABC):
                 process.stop()
             self.workers, self._others, self._killed = [], [], []
 
-    def restart(self, process: Process) -> Process:
+    def restart(self, process: BenchmarkProcess) -> BenchmarkProcess:
         """Send TERM, and start a successor as soon as the process has ended."""
         process.stop()
         started = self._start_worker(process.name, processes.POOL)
@@ -84,7 +84,7 @@ class Side(ABC):
         )
         return started
 
-    def kill(self, process: Process) -> None:
+    def kill(self, process: BenchmarkProcess) -> None:
         self._killed.append(process)
         process.kill()
 
@@ -138,10 +138,10 @@ class Side(ABC):
         """Delete all tasks."""
         self.notes.clear()
 
-    def _start_worker(self, name: str, pool: Sequence[str]) -> Process:
+    def _start_worker(self, name: str, pool: Sequence[str]) -> BenchmarkProcess:
         return processes.worker(self.app_path, name, self.folder, self.notes.path, pool)
 
-    def _start_others(self) -> list[Process]:
+    def _start_others(self) -> list[BenchmarkProcess]:
         return []
 
     def _wait_for_start(self, names: list[str]) -> None:
@@ -201,7 +201,7 @@ class Ours(Side):
         table.clear()
         self.notes.clear()
 
-    def _start_others(self) -> list[Process]:
+    def _start_others(self) -> list[BenchmarkProcess]:
         return [processes.beat(self.app_path, self.folder)]
 
 
@@ -227,10 +227,10 @@ class OursDirect(Ours):
     delays = ours.direct_delays
     app_path = "benchmarks.ours:direct_app"
 
-    def _start_worker(self, name: str, pool: Sequence[str]) -> Process:
+    def _start_worker(self, name: str, pool: Sequence[str]) -> BenchmarkProcess:
         return processes.drainer(self.app_path, name, self.folder, self.notes.path)
 
-    def _start_others(self) -> list[Process]:
+    def _start_others(self) -> list[BenchmarkProcess]:
         return []
 
     def _wait_for_start(self, names: list[str]) -> None:

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Stage:
+class CaseContext:
     ours: Ours
     ours_in_redis: Ours
     ours_direct: Ours

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from benchmarks import ours
-from benchmarks.processes import Process
+from benchmarks.processes import BenchmarkProcess
 
 #: All rows of the table are near.
 HORIZON_S = 1200.0
@@ -19,7 +19,7 @@ HORIZON_S = 1200.0
 def sweep_concurrently(partitions: int, folder: Path, deadline_s: float) -> float:
     """Sweep the table once with all partitions, and return the duration of the slowest sweep."""
     processes = [
-        Process(
+        BenchmarkProcess(
             f"sweeper{partition}", ["benchmarks.sweepers", str(partition), str(partitions)], folder
         )
         for partition in range(partitions)

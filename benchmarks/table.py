@@ -374,7 +374,7 @@ def repeated() -> int:
     return int(_scalar(select(func.count()).select_from(_t).where(_t.c.attempts > 1)))
 
 
-class Private(NamedTuple):
+class PrivateDatabase(NamedTuple):
     """A database for this run only; PostgreSQL only."""
 
     url: str
@@ -389,7 +389,7 @@ class Private(NamedTuple):
 
 
 @contextmanager
-def private(shard: int = 0) -> Iterator[Private]:
+def private(shard: int = 0) -> Iterator[PrivateDatabase]:
     """Create a database with tables, and drop it at the end."""
     name = f"{TABLE_PREFIX}{os.getpid()}_{shard}"
     _alone(text(f"CREATE DATABASE {name}"))
@@ -401,7 +401,7 @@ def private(shard: int = 0) -> Iterator[Private]:
             lambda c: c.execute(text("VACUUM ANALYZE"))
         )  # otherwise autovacuum would run during the measurement
         fresh.dispose()
-        yield Private(url, name)
+        yield PrivateDatabase(url, name)
     finally:
         _alone(text(f"DROP DATABASE {name} WITH (FORCE)"))
 

@@ -21,7 +21,7 @@ from chaos.checker import Checker
 from chaos.nemeses import NEMESES
 from chaos.report import show
 from chaos.run import Plan, run
-from chaos.system import Site, SystemUnderTest
+from chaos.system import ServerChoice, SystemUnderTest
 from tests.services import MissingServiceError
 
 #: The exit status if a required server is missing.
@@ -77,7 +77,7 @@ def main() -> int:
         options.within,
         tuple(options.only or [""]),
     )
-    site = Site(options.database, options.broker, options.timer)
+    site = ServerChoice(options.database, options.broker, options.timer)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(
         f"seed {seed}: {plan.tasks:,} tasks and {plan.faults} faults "

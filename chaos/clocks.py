@@ -56,7 +56,7 @@ class Hours(NamedTuple):
     database: int
 
 
-class Outcome(NamedTuple):
+class ClockOutcome(NamedTuple):
     verdict: Verdict
     #: Seconds from due time to begin by the database's clock, sorted.
     late_s: Sequence[float]
@@ -111,7 +111,7 @@ def server(database: str, ahead_s: int) -> Iterator[str]:
             faketime.forget_the_dead()
 
 
-def try_out(folder: Path, database_url: str, broker_url: str, hours: Hours) -> Outcome:
+def try_out(folder: Path, database_url: str, broker_url: str, hours: Hours) -> ClockOutcome:
     """Run one worker and one producer for some seconds."""
     conf = {"imports": ["chaos.project"]}
     deployment = Deployment(folder, database_url, broker_url, conf, **SETTINGS)
@@ -150,7 +150,7 @@ def try_out(folder: Path, database_url: str, broker_url: str, hours: Hours) -> O
             / 1e6
         )
         is_mistaken = abs(off_s - (hours.worker - hours.database)) > ABOUT_S
-        return Outcome(verdict, _lateness(history), cpu, statements, off_s, is_mistaken)
+        return ClockOutcome(verdict, _lateness(history), cpu, statements, off_s, is_mistaken)
     finally:
         recorder.stop()
         deployment.close()
@@ -262,7 +262,7 @@ def main() -> int:
     return 1 if with_violations else 0
 
 
-def _outcomes(database: str, combinations: Sequence[Hours]) -> Iterator[tuple[Hours, Outcome]]:
+def _outcomes(database: str, combinations: Sequence[Hours]) -> Iterator[tuple[Hours, ClockOutcome]]:
     """Run the combinations one after the other, grouped by the database's clock."""
     for ahead_s in sorted({hours.database for hours in combinations}):
         with (

@@ -51,7 +51,7 @@ class RolledBackError(Exception):
     """Raised by the producer to roll its own transaction back."""
 
 
-class Producer:
+class ChaosProducer:
     """Schedule `tasks` tasks, or stop earlier if asked to."""
 
     def __init__(self, system: SystemUnderTest, seed: int, tasks: int, rate: float) -> None:

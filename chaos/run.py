@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from chaos.history import ALL, Fault, History, read
 from chaos.nemeses import NEMESES, Nemesis, Victim
-from chaos.producers import PRODUCERS, Producer
+from chaos.producers import PRODUCERS, ChaosProducer
 from chaos.project import now_us
 from chaos.system import SystemUnderTest
 from delaytasks.core.errors import DelayTaskError
@@ -50,7 +50,7 @@ class Plan(NamedTuple):
         return 2 * self.seconds + 60
 
 
-class Outcome(NamedTuple):
+class RunOutcome(NamedTuple):
     history: History
     #: The time when no task waited any more. The search for hung processes follows.
     over_us: int
@@ -60,11 +60,11 @@ class Outcome(NamedTuple):
     quiet_us: int
 
 
-def run(system: SystemUnderTest, plan: Plan, say: Say) -> Outcome:
+def run(system: SystemUnderTest, plan: Plan, say: Say) -> RunOutcome:
     chance = random.Random(plan.seed)
     each = -(-plan.tasks // PRODUCERS)
     producers = [
-        Producer(system, plan.seed + n, each, each / plan.seconds) for n in range(PRODUCERS)
+        ChaosProducer(system, plan.seed + n, each, each / plan.seconds) for n in range(PRODUCERS)
     ]
     stalls = Stalls()
     faults = _strike(
@@ -88,7 +88,7 @@ def run(system: SystemUnderTest, plan: Plan, say: Say) -> Outcome:
     history = read(system.notes, system.recorder.changes())
     history.hung = hung
     history.faults += sorted(faults + stalls.end(), key=lambda fault: fault.from_us)
-    return Outcome(history, over_us, by_us, quiet_us)
+    return RunOutcome(history, over_us, by_us, quiet_us)
 
 
 def _strike(
@@ -164,7 +164,7 @@ def find_hung(system: SystemUnderTest, patience_s: float) -> list[str]:
     While the other processes work, a hung process is not noticed otherwise. Hung processes and
     their workers write their stacks to the log.
     """
-    producer = Producer(system, 0, 0, 1)
+    producer = ChaosProducer(system, 0, 0, 1)
     before = {pid: system.written(pid) for pids in system.pools() for pid in pids}
     idle: list[tuple[int, int]] = []
     until = time.monotonic() + patience_s

@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {
 STARTED_S = 120.0
 
 
-class Site(NamedTuple):
+class ServerChoice(NamedTuple):
     """The servers of a run."""
 
     database: str
@@ -50,7 +50,7 @@ class Site(NamedTuple):
 
 
 class SystemUnderTest:
-    def __init__(self, folder: Path, site: Site) -> None:
+    def __init__(self, folder: Path, site: ServerChoice) -> None:
         self.site, self.notes = site, folder / "notes"
         self.is_over = threading.Event()
         #: The cleanup functions, called in reverse order.

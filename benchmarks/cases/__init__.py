@@ -31,9 +31,9 @@ from benchmarks.cases import (
     timers,
     wheel,
 )
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 
-CASES: dict[str, Callable[[Stage], None]] = {
+CASES: dict[str, Callable[[CaseContext], None]] = {
     "call": call.run,
     "bulk": bulk.run,
     "stream": bulk.run_stream,

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import ours, table
 from benchmarks.figures import Target
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError
 from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import Entry, Settlement
@@ -31,7 +31,7 @@ WARM_UP, REPEATS = 3, 15
 MINUTE_S, HOUR_S, DAY_S = 60.0, 3600.0, 86400.0
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     if not table.can_fill():
         stage.say("at_size: skipped, since only PostgreSQL creates these rows within minutes")
         return
@@ -47,7 +47,7 @@ def run(stage: Stage) -> None:
     table.clear()
 
 
-def _measure(stage: Stage, pending: int) -> dict[str, float]:
+def _measure(stage: CaseContext, pending: int) -> dict[str, float]:
     """Return the median duration of each query in milliseconds."""
     key = _fill(stage, pending)
     store, settings = ours.delays.store, ours.delays.settings
@@ -116,7 +116,7 @@ def _measure(stage: Stage, pending: int) -> dict[str, float]:
     return found
 
 
-def _fill(stage: Stage, pending: int) -> str:
+def _fill(stage: CaseContext, pending: int) -> str:
     """Fill the table, and return the key of a waiting task."""
     table.clear()
     table.forget_sweeps()

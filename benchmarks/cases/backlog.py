@@ -7,13 +7,13 @@ from __future__ import annotations
 from benchmarks import brokers, ours, table
 from benchmarks.cases import steady
 from benchmarks.figures import Target, percentile
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError
 
 DELAY_S = 86400.0
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     """One worker, so that memory can be compared: steady work, the backlog, steady work again."""
     rows = stage.size(1_000_000, 20_000)
     side = stage.ours

@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from benchmarks import ours, table
 from benchmarks.figures import Target
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 
 Tasks = Iterator[tuple[str, dict[str, Any], float]]
 DELAY_S = 86400.0
@@ -22,21 +22,21 @@ WARM = 100_000
 GROWN_MB = 10
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     rows = stage.size(200_000, 40_000)
     per_s = _schedule(rows, _tasks(rows))
     target = Target("value", least=LEAST[table.backend()])
     stage.figure("bulk", f"schedule_many, {rows:,} rows", "rows/s", target).add(per_s)
 
 
-def run_stream(stage: Stage) -> None:
+def run_stream(stage: CaseContext) -> None:
     rows = stage.size(10_000_000, 400_000)
     _stream(stage, rows, f"schedule_many, {rows:,} rows")
     with table.session() as caller:
         _stream(stage, rows, "the same in one transaction of the caller", caller)
 
 
-def _stream(stage: Stage, rows: int, what: str, caller: Session | None = None) -> None:
+def _stream(stage: CaseContext, rows: int, what: str, caller: Session | None = None) -> None:
     warm_mb = 0.0
 
     def tasks() -> Tasks:

@@ -12,7 +12,7 @@ from benchmarks.machine import load
 from benchmarks.meters import Cost, Meter
 from benchmarks.producers import schedule_singly
 from benchmarks.sides import Ours, Side
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, TooSlowError, sleep_until, wall
 from delaytasks.core.states import Status
 
@@ -29,7 +29,7 @@ FAR_S = {False: (60, 90), True: (40, 60)}
 DEADLINE_S = 240.0
 
 
-def run_bulk(stage: Stage) -> None:
+def run_bulk(stage: CaseContext) -> None:
     """Schedule by `schedule_many`, and by a loop of `apply_async`."""
     count = stage.size(50_000, 5_000)
     schedules = {lead: due_together(count, lead) for lead in BULK_S[stage.is_quick]}
@@ -47,24 +47,29 @@ def due_together(count: int, lead: float) -> Schedule:
     return schedule
 
 
-def run_single(stage: Stage) -> None:
+def run_single(stage: CaseContext) -> None:
     """Schedule one call at a time, in several concurrent producers."""
     _run_single(stage, "burst_single", NEAR_S[stage.is_quick])
 
 
-def run_far(stage: Stage) -> None:
+def run_far(stage: CaseContext) -> None:
     """The same beyond the horizon."""
     _run_single(stage, "burst_far", FAR_S[stage.is_quick])
 
 
-def _run_single(stage: Stage, case: str, leads: Sequence[int]) -> None:
+def _run_single(stage: CaseContext, case: str, leads: Sequence[int]) -> None:
     count = stage.size(20_000, 4_000)
     schedules = {lead: partial(schedule_singly, stage, count=count, lead=lead) for lead in leads}
     _run(stage, case, count, "one call each", schedules, 8)
 
 
 def _run(
-    stage: Stage, case: str, count: int, how: str, schedules: Mapping[int, Schedule], least: float
+    stage: CaseContext,
+    case: str,
+    count: int,
+    how: str,
+    schedules: Mapping[int, Schedule],
+    least: float,
 ) -> None:
     """Run the case. `schedules` maps seconds ahead to schedules, in the order of the attempts."""
     first, *_, last = schedules
@@ -84,7 +89,7 @@ def _run(
 
 
 def _compare(
-    stage: Stage, case: str, what: str, count: int, schedule: Schedule, least: float
+    stage: CaseContext, case: str, what: str, count: int, schedule: Schedule, least: float
 ) -> None:
     drained = stage.figure(case, what, "drained/s", Target("ratio", least=least))
     late = stage.figure(case, "lateness p99", "ms")
@@ -103,7 +108,7 @@ class Drained(NamedTuple):
     cost: Cost
 
 
-def drain(stage: Stage, case: str, side: Side, count: int, schedule: Schedule) -> Drained:
+def drain(stage: CaseContext, case: str, side: Side, count: int, schedule: Schedule) -> Drained:
     with side.serving():
         meter = Meter(side)
         due = schedule(side)

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import bare, brokers, ours, table
 from benchmarks.figures import Target
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from delaytasks import DelayTasks
 
 BLOCK = 100
@@ -44,7 +44,7 @@ _CALLS: list[tuple[str, Callable[[], object], float]] = [
 ]
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     table.clear()
     costs = _medians(stage, {"apply_async": _send, **{name: call for name, call, _ in _CALLS}})
     for name, _, most in _CALLS:
@@ -54,7 +54,7 @@ def run(stage: Stage) -> None:
     brokers.clear()
 
 
-def _in_the_callers_transaction(stage: Stage) -> None:
+def _in_the_callers_transaction(stage: CaseContext) -> None:
     """Schedule beyond the horizon, so that nothing has to be armed after the commit."""
     with table.own_inserts() as (session, inserts):
         ours_in_it = _schedule(ours.delays, BEYOND_S, session)
@@ -67,7 +67,7 @@ def _in_the_callers_transaction(stage: Stage) -> None:
 
 
 def _medians(
-    stage: Stage,
+    stage: CaseContext,
     calls: Mapping[str, Callable[[], object]],
     block: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks import table
 from benchmarks.cases import burst
 from benchmarks.figures import Target
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import wall
 
 BATCH = 100
@@ -14,7 +14,7 @@ LEAST = {"sqlite": 0.3}
 DAY_S = 86_400.0
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     count = stage.size(20_000, 4_000)
     table.clear()
     stage.ours.schedule_many([wall() + DAY_S] * count)

@@ -9,7 +9,7 @@ from itertools import cycle
 from benchmarks import brokers, table
 from benchmarks.figures import Target, percentile
 from benchmarks.sides import Side
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, sleep_until, wall
 from delaytasks.core.states import Status
 
@@ -22,7 +22,7 @@ BETWEEN_S = 2.0
 MOST_S = 240.0
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     side = stage.ours
     with side.serving(2):
         over, errors = threading.Event(), list[Exception]()
@@ -54,7 +54,9 @@ def run(stage: Stage) -> None:
     stage.say(f"deploy: {count:,} tasks, p50 {percentile(lateness, 0.5):.1f} ms")
 
 
-def _restart(stage: Stage, side: Side, over: threading.Event, errors: list[Exception]) -> None:
+def _restart(
+    stage: CaseContext, side: Side, over: threading.Event, errors: list[Exception]
+) -> None:
     try:
         time.sleep(BETWEEN_S)
         for number, place in zip(range(RESTARTS), cycle(range(2))):

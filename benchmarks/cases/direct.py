@@ -10,7 +10,7 @@ from benchmarks import brokers, processes, table
 from benchmarks.cases import steady
 from benchmarks.figures import Target, percentile
 from benchmarks.machine import load
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, sleep_until, wall
 
 #: The number of tasks that are due immediately, and the seconds between them.
@@ -19,13 +19,13 @@ SINGLE, APART_S = 200, 0.02
 SETTLE_S = 10.0
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     _run_steady(stage)
     _run_at_once(stage)
     _run_idle(stage)
 
 
-def _run_steady(stage: Stage) -> None:
+def _run_steady(stage: CaseContext) -> None:
     name = f"{steady.RATE}/s due in 1 to 5 s, without a broker"
     p50 = stage.figure("direct", f"{name}, lateness p50", "ms", Target("value", most=5))
     p99 = stage.figure("direct", f"{name}, lateness p99", "ms")
@@ -49,7 +49,7 @@ def _run_steady(stage: Stage) -> None:
     by_worker.add(percentile(ours, 0.5), percentile(bare, 0.5))
 
 
-def _run_at_once(stage: Stage) -> None:
+def _run_at_once(stage: CaseContext) -> None:
     """Only a database notification can start these tasks before the next poll."""
     found = []
     for side in (stage.ours_direct, stage.bare):
@@ -64,7 +64,7 @@ def _run_at_once(stage: Stage) -> None:
     stage.figure("direct", "due immediately, lateness p50", "ms").add(*found)
 
 
-def _run_idle(stage: Stage) -> None:
+def _run_idle(stage: CaseContext) -> None:
     if not table.can_fill():
         stage.say("direct: the idle drainer is skipped, since it needs PostgreSQL")
         return

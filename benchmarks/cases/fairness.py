@@ -8,7 +8,7 @@ from benchmarks import brokers, ours, table
 from benchmarks.cases.limits import limited
 from benchmarks.figures import Target, percentile
 from benchmarks.machine import load
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import instant, sleep_until, wait_until, wall
 from delaytasks.core.task import NewTask
 
@@ -20,7 +20,7 @@ CAPACITY = 4
 DEADLINE_S = 120.0
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     many, lead = stage.size(50_000, 5_000), stage.size(30, 10)
     what = f"{FEW} tasks of one tenant, scheduled behind {many:,} of another: p99 of their lateness"
     fair = stage.figure(
@@ -36,7 +36,7 @@ def run(stage: Stage) -> None:
     )
 
 
-def _lateness_ms(stage: Stage, many: int, lead: float) -> list[float]:
+def _lateness_ms(stage: CaseContext, many: int, lead: float) -> list[float]:
     with stage.ours.serving():
         due = wall() + lead
         for key, count in (("large", many), ("small", FEW)):

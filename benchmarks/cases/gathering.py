@@ -10,7 +10,7 @@ from benchmarks import brokers, ours, table
 from benchmarks.cases.burst import DEADLINE_S
 from benchmarks.figures import Target, percentile
 from benchmarks.machine import load
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, instant, sleep_until, wall
 from delaytasks.core.states import Status
 
@@ -22,7 +22,7 @@ KINDS = ((0, 20_000, 50), (1, 8_000, 50), (50, 200, 20))
 LEAD_S = 1.0
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     for ms, count, rate in KINDS:
         with stage.ours.serving():
             _together(stage, ms, stage.size(count, count // 5))
@@ -31,7 +31,7 @@ def run(stage: Stage) -> None:
         brokers.clear()
 
 
-def _together(stage: Stage, ms: float, most: int) -> None:
+def _together(stage: CaseContext, ms: float, most: int) -> None:
     due, count = wall() + stage.size(29, 10), 0
     while count < most and wall() < due - LEAD_S:
         _schedule(due, ms)
@@ -57,7 +57,7 @@ def _together(stage: Stage, ms: float, most: int) -> None:
     stage.say(f"gathering: {ms} ms: {count:,} in {took_s:.2f} s, load {load():.1f}")
 
 
-def _alone(stage: Stage, ms: float, rate: int) -> None:
+def _alone(stage: CaseContext, ms: float, rate: int) -> None:
     seconds = stage.size(10, 3)
     began = wall()
     for number in range(rate * seconds):

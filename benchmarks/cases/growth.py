@@ -12,7 +12,7 @@ from benchmarks import brokers, ours, processes, table
 from benchmarks.machine import load
 from benchmarks.meters import Meter
 from benchmarks.sides import Ours, Side
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import instant, sleep_until, wall
 
 PROCESSES = (1, 2, 4)
@@ -40,7 +40,7 @@ class Growing(Ours):
     is_done, ended_at, clear = Side.is_done, Side.ended_at, Side.clear
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     if not table.can_fill():
         stage.say("growth: skipped, since it needs PostgreSQL")
         return
@@ -58,7 +58,9 @@ def run(stage: Stage) -> None:
             side.delays.close()
 
 
-def _burst(stage: Stage, side: Growing, databases: int, count: int, ms: float, tasks: int) -> None:
+def _burst(
+    stage: CaseContext, side: Growing, databases: int, count: int, ms: float, tasks: int
+) -> None:
     side.clear()
     meter, written = Meter(side), table.wal_bytes()
     due = wall() + stage.size(15, 8)

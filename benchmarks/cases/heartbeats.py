@@ -13,7 +13,7 @@ from benchmarks import brokers, ours, table
 from benchmarks.figures import Target, percentile
 from benchmarks.machine import load
 from benchmarks.sides import Ours
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, sleep_until, wall
 from delaytasks import DelayTasks, NewTask
 
@@ -24,7 +24,7 @@ SILENT = 100
 DEADLINE_S = 30.0
 
 
-class Connections:
+class HeartbeatConnections:
     """Touches each key every EVERY_S seconds, together with the other keys of its batch."""
 
     def __init__(self, delays: DelayTasks) -> None:
@@ -93,16 +93,16 @@ class Reading(NamedTuple):
         return Reading(*(now - then for now, then in zip(self, before, strict=True)))
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     for side in stage.timers:
         _run(stage, side)
         brokers.clear()
     table.clear()
 
 
-def _run(stage: Stage, side: Ours) -> None:
+def _run(stage: CaseContext, side: Ours) -> None:
     count, for_s = stage.size(10_000, 1_000), stage.size(40, 20)
-    connections = Connections(side.delays)
+    connections = HeartbeatConnections(side.delays)
     with side.serving(), brokers.watching() as messages:
         connections.open(count)
         before = _read(side, connections, messages)
@@ -147,7 +147,9 @@ def _run(stage: Stage, side: Ours) -> None:
     )
 
 
-def _read(side: Ours, connections: Connections, messages: Callable[[], int] | None) -> Reading:
+def _read(
+    side: Ours, connections: HeartbeatConnections, messages: Callable[[], int] | None
+) -> Reading:
     worker_s, database_s = side.cpu_s(), table.active_s()
     return Reading(
         wall(),
@@ -161,7 +163,7 @@ def _read(side: Ours, connections: Connections, messages: Callable[[], int] | No
 
 
 def _check(
-    runs: dict[str, tuple[datetime, datetime]], connections: Connections, silent: set[str]
+    runs: dict[str, tuple[datetime, datetime]], connections: HeartbeatConnections, silent: set[str]
 ) -> None:
     if set(runs) != silent:
         others = len(set(runs) - silent)

@@ -11,7 +11,7 @@ from celery import Celery
 from benchmarks import processes, redis_server, table
 from benchmarks.meters import NAN
 from benchmarks.sides import START_S, Ours, Side
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, wait_until
 from delaytasks.embedded import find_server
 
@@ -36,7 +36,7 @@ class Idle:
         )
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     if find_server() is None or not table.can_fill():
         stage.say("idle: skipped, since it needs PostgreSQL and a local redis-server")
         return
@@ -51,7 +51,7 @@ def run(stage: Stage) -> None:
         stage.figure("idle", f"{name}: transactions in the database", "/s").add(ours.transactions)
 
 
-def _measure(stage: Stage, side: Side) -> Idle:
+def _measure(stage: CaseContext, side: Side) -> Idle:
     """Measure in a private Redis and database, so that all requests belong to the side.
 
     Nearly all transactions are single statements.
@@ -90,7 +90,10 @@ def _measure(stage: Stage, side: Side) -> Idle:
 
 
 def _watch(
-    for_s: float, worker: processes.Process, redis: redis_server.Private, database: table.Private
+    for_s: float,
+    worker: processes.BenchmarkProcess,
+    redis: redis_server.PrivateRedisServer,
+    database: table.PrivateDatabase,
 ) -> Idle:
     def read() -> tuple[float, Counter[str], int]:
         usage = worker.usage()

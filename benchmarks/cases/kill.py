@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks import brokers, ours, table
 from benchmarks.figures import Target, percentile
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, sleep_until, wall
 from delaytasks.core.states import Status
 
@@ -16,7 +16,7 @@ BEFORE_S = 1.0
 DISPATCH_S = 2.0
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     side, settings = stage.ours, ours.delays.settings
     most_s = settings.grace_s + settings.sweep_s + DISPATCH_S
     with side.serving(2):

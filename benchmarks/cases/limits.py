@@ -10,7 +10,7 @@ from benchmarks import brokers, ours, table
 from benchmarks.cases.burst import drain, due_together
 from benchmarks.figures import Target
 from benchmarks.machine import load
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import instant, sleep_until, wait_until, wall
 from delaytasks.core.states import Status
 
@@ -20,12 +20,12 @@ CAPACITY, ROW_S = 10, 0.1
 HIGH = 100_000
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     _full(stage)
     _high(stage)
 
 
-def _full(stage: Stage) -> None:
+def _full(stage: CaseContext) -> None:
     """Far more due tasks than slots, on two workers with more threads than slots."""
     count, side = stage.size(5_000, 600), stage.ours
     what = (
@@ -57,7 +57,7 @@ def _full(stage: Stage) -> None:
     )
 
 
-def _high(stage: Stage) -> None:
+def _high(stage: CaseContext) -> None:
     """A burst with a limit that is never reached, and without a limit."""
     count = stage.size(20_000, 5_000)
     what = f"{count:,} due at once, drained with a limit of {HIGH:,}"

@@ -12,7 +12,7 @@ from sqlalchemy import func, select
 from benchmarks import table
 from benchmarks.cases.partitions import schedule, settle
 from benchmarks.figures import Target, percentile
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import Entry
 from delaytasks.storage.store import Store
@@ -23,7 +23,7 @@ PREFIX = "bench_long_"
 LAST = 0.25
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     rounds = stage.size(3000, 400)
     with table.other_tables(PREFIX) as store:
         before = _claims(store, rounds)

@@ -13,7 +13,7 @@ from benchmarks.machine import load
 from benchmarks.meters import Meter
 from benchmarks.samples import Samples, sampling
 from benchmarks.sides import Ours
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, sleep_until, wait_until, wall
 from delaytasks.core.states import Status
 
@@ -27,7 +27,7 @@ IN_FLIGHT = 100
 GROWN_MB = 30.0
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     if not table.can_fill():
         stage.say("overload: skipped, since only PostgreSQL creates these rows within seconds")
         return
@@ -38,7 +38,7 @@ def run(stage: Stage) -> None:
     table.forget_sweeps()
 
 
-def _run(stage: Stage, side: Ours, in_order: bool) -> None:
+def _run(stage: CaseContext, side: Ours, in_order: bool) -> None:
     """Use rows in the order of their due times, or rows in random order."""
     rows, normal = stage.size(1_000_000, 50_000), [_normal(stage, side)]
     side.clear()
@@ -96,7 +96,7 @@ def _run(stage: Stage, side: Ours, in_order: bool) -> None:
     )
 
 
-def _normal(stage: Stage, side: Ours) -> float:
+def _normal(stage: CaseContext, side: Ours) -> float:
     """Return the rate of a burst of some seconds.
 
     It is measured before and after, because the machine's speed varies.
@@ -108,7 +108,7 @@ def _normal(stage: Stage, side: Ours) -> float:
 
 
 def _add(
-    stage: Stage,
+    stage: CaseContext,
     who: str,
     rows: int,
     first_s: float,

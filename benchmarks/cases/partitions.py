@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from threading import Event
 
 from benchmarks import ours, table
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError
 from delaytasks.core.clock import to_us, wall_ms
 from delaytasks.core.ids import IdMaker
@@ -39,7 +39,7 @@ class Earlier(Partitions):
         return super().now() - (WEEKS + 1) * WEEK
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     if not table.can_fill():
         stage.say("partitions: skipped, since only PostgreSQL supports them")
         return
@@ -58,7 +58,7 @@ def run(stage: Stage) -> None:
     table.clear()
 
 
-def _measure_chunks(stage: Stage, plain: Store, parted: Store, where: str) -> None:
+def _measure_chunks(stage: CaseContext, plain: Store, parted: Store, where: str) -> None:
     """Measure in turn, so that a slow period affects both tables."""
     took: dict[tuple[str, Store], list[float]] = {}
     for _ in range(WARM_UP + REPEATS):
@@ -103,7 +103,7 @@ def _timed(work: Callable[[], object]) -> float:
     return (time.perf_counter() - before) * 1000
 
 
-def _measure_leaving(stage: Stage, plain: Store, parted: Store, old: int) -> None:
+def _measure_leaving(stage: CaseContext, plain: Store, parted: Store, old: int) -> None:
     """Remove last week's rows, and measure the slowest call of a producer meanwhile."""
     age = (WEEKS - 2) * WEEK
 

@@ -6,12 +6,12 @@ from benchmarks import brokers, ours
 from benchmarks.cases import steady
 from benchmarks.figures import Target, percentile
 from benchmarks.machine import load
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError
 from delaytasks import Status
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     side, seconds = stage.ours, stage.size(60, 40)
     with side.serving():
         before = steady.work(stage, side, seconds=seconds)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from benchmarks.machine import children
 from benchmarks.sides import Ours
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, sleep_until, wall
 
 #: Samples per second.
@@ -48,7 +48,7 @@ class Stack(NamedTuple):
     samples: int
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     if shutil.which("py-spy") is None:
         stage.say("profile: skipped, since py-spy is not on the PATH (pip install py-spy)")
         return

@@ -8,7 +8,7 @@ from benchmarks import brokers
 from benchmarks.figures import Target, percentile
 from benchmarks.machine import load
 from benchmarks.sides import Side
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import sleep_until, wall
 
 RATE = 50
@@ -16,7 +16,7 @@ SOONEST_S, LATEST_S = 1.0, 5.0
 DEADLINE_S = 60.0
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     p50 = stage.figure(
         "steady", f"{RATE}/s due in 1 to 5 s, lateness p50", "ms", Target("ratio", most=2)
     )
@@ -41,7 +41,7 @@ def run(stage: Stage) -> None:
 
 
 def work(
-    stage: Stage, side: Side, rate: int = RATE, batch: int = 1, seconds: int | None = None
+    stage: CaseContext, side: Side, rate: int = RATE, batch: int = 1, seconds: int | None = None
 ) -> list[float]:
     """Return the lateness of each task in milliseconds.
 

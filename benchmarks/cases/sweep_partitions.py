@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks import brokers, table
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.sweepers import sweep_concurrently
 from benchmarks.waiting import BenchError
 from delaytasks.core.states import Status
@@ -14,7 +14,7 @@ SOONEST_S, LATEST_S = 600.0, 900.0
 DEADLINE_S = 240.0
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     """Arm with the eta timer without workers, and count the messages in the broker."""
     if not table.can_fill():
         stage.say(

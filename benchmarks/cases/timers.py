@@ -11,7 +11,7 @@ from benchmarks.figures import Target, percentile
 from benchmarks.machine import load
 from benchmarks.meters import Meter
 from benchmarks.sides import Bare, Side
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, wait_until, wall
 
 #: Tasks per second, and tasks per call. A thousand calls per second would measure scheduling.
@@ -20,7 +20,7 @@ RATES = {50: 1, 1000: 20}
 NEAR_S = {True: (60.0, 70.0), False: (24.0, 29.0)}
 
 
-def run_steady(stage: Stage) -> None:
+def run_steady(stage: CaseContext) -> None:
     for rate, batch in RATES.items():
         *ours, bare = stage.each(
             partial(_steady, stage, rate=rate, batch=batch), *stage.timers, stage.bare
@@ -44,7 +44,7 @@ _TARGETS = {
 }
 
 
-def _steady(stage: Stage, side: Side, rate: int, batch: int) -> dict[str, tuple[str, float]]:
+def _steady(stage: CaseContext, side: Side, rate: int, batch: int) -> dict[str, tuple[str, float]]:
     with side.serving():
         meter = Meter(side)
         lateness = steady.work(stage, side, rate, batch)
@@ -67,7 +67,7 @@ def _steady(stage: Stage, side: Side, rate: int, batch: int) -> dict[str, tuple[
     }
 
 
-def run_burst(stage: Stage) -> None:
+def run_burst(stage: CaseContext) -> None:
     count = stage.size(20_000, 5_000)
     schedule = burst.due_together(count, stage.size(60, 15))
     eta, redis, bare = stage.each(
@@ -90,7 +90,7 @@ def run_burst(stage: Stage) -> None:
             stage.figure("timer_burst", f"{timer}: {measure}", unit).add(ours, theirs)
 
 
-def run_memory(stage: Stage) -> None:
+def run_memory(stage: CaseContext) -> None:
     """The memory of waiting tasks: resident memory of the worker, and of the keys in Redis."""
     many, few = stage.size(100_000, 10_000), stage.size(10_000, 2_000)
     try:
@@ -108,7 +108,7 @@ def run_memory(stage: Stage) -> None:
             figure.add(value, bare.get(place))
 
 
-def _bytes_each(stage: Stage, side: Side, count: int) -> dict[str, float]:
+def _bytes_each(stage: CaseContext, side: Side, count: int) -> dict[str, float]:
     chance = random.Random(3)
     with side.serving():
         rss_mb, in_redis = side.rss_mb(), redis_server.bytes_held()

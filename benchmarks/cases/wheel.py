@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from benchmarks import timer_structures
 from benchmarks.figures import Target
 from benchmarks.machine import usage
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.timer_structures import Holder
 from delaytasks.timers.timing_wheel import TimingWheel
 
@@ -48,7 +48,7 @@ _RIVALS: dict[str, Callable[[], Holder]] = {
 }
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     ticks = {held: _tick_us(_filled(held)) for held in HELD}
     for held, cost in ticks.items():
         target = Target("ratio", most=2) if held == max(HELD) else None
@@ -73,7 +73,7 @@ def run(stage: Stage) -> None:
     _threads(stage)
 
 
-def _say(stage: Stage, name: str, held: int, found: dict[str, float]) -> None:
+def _say(stage: CaseContext, name: str, held: int, found: dict[str, float]) -> None:
     said = ", ".join(f"{measure} {found[measure]:,.0f} {unit}" for measure, unit, _ in _MEASURES)
     stage.say(f"wheel: {name} with {held:,}: {said}, tick {found['tick']:,.2f} µs")
 
@@ -164,7 +164,7 @@ def _bytes_each(make: Callable[[], Holder], count: int, spread: int) -> float:
         tracemalloc.stop()
 
 
-def _threads(stage: Stage) -> None:
+def _threads(stage: CaseContext) -> None:
     count = stage.size(THREADS, THREADS // 10)
     timers, before = timer_structures.ThreadTimers(), usage(os.getpid())
 

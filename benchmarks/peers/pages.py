@@ -18,7 +18,7 @@ PAGE = ROOT / "docs" / "peers.md"
 PICTURES = ROOT / "docs" / "img"
 
 
-class Table(NamedTuple):
+class PageTable(NamedTuple):
     title: str
     measures: tuple[str, ...]
 
@@ -34,14 +34,14 @@ class Picture(NamedTuple):
 _STEADY = tuple(f"steady_{rate}_{what}" for rate in (50, 1000) for what in ("p50", "p99", "early"))
 _COST = ("steady_1000_worker", "steady_1000_servers")
 _TABLES = (
-    Table("Scheduling, and a burst at one instant", ("call", "bulk", "burst", "burst_p99")),
-    Table("Steady work", _STEADY),
-    Table("CPU per task at 1,000 tasks a second", _COST),
-    Table(
+    PageTable("Scheduling, and a burst at one instant", ("call", "bulk", "burst", "burst_p99")),
+    PageTable("Steady work", _STEADY),
+    PageTable("CPU per task at 1,000 tasks a second", _COST),
+    PageTable(
         "Near tasks behind a backlog",
         ("backlog_ran", "backlog_without", "backlog_p99", "backlog_worker", "backlog_server"),
     ),
-    Table("When a worker is killed", ("recovery_last", "recovery_missing")),
+    PageTable("When a worker is killed", ("recovery_last", "recovery_missing")),
 )
 _PICTURES = (
     Picture("burst", "Burst: tasks due at one instant, drained", ("burst",)),
@@ -93,7 +93,7 @@ def text(results: Results, pictures: Sequence[str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _table(table: Table, results: Results) -> Iterable[str]:
+def _table(table: PageTable, results: Results) -> Iterable[str]:
     measures = [MEASURES[name] for name in table.measures if results.of(name)]
     if not measures:
         return

@@ -76,7 +76,7 @@ def by_due(dues: Sequence[float]) -> Iterator[tuple[float, int]]:
         yield due, sum(1 for _ in same)
 
 
-class Producer:
+class ProgramProducer:
     """Executes the commands from stdin, and prints the number of tasks and the duration."""
 
     def __init__(self, program: Program) -> None:
@@ -155,4 +155,4 @@ def _say(line: str) -> None:
 
 
 def main(program: Program) -> None:
-    asyncio.run(Producer(program).obey() if sys.argv[1] == "produce" else program.work())
+    asyncio.run(ProgramProducer(program).obey() if sys.argv[1] == "produce" else program.work())

@@ -21,7 +21,7 @@ from benchmarks.peers import environment, servers
 from benchmarks.peers.catalogue import ALWAYS, SYSTEMS, System
 from benchmarks.peers.results import Results
 from benchmarks.peers.side import Peer
-from benchmarks.peers.workloads import WORKLOADS, Stage
+from benchmarks.peers.workloads import WORKLOADS, WorkloadContext
 from benchmarks.waiting import BenchError
 
 
@@ -56,7 +56,7 @@ def run(
 
     signal.signal(signal.SIGTERM, _end)
     results = Results(is_quick=options.quick)
-    stage = Stage(
+    stage = WorkloadContext(
         results, options.quick, options.backlog or (2000 if options.quick else 100_000), say
     )
     folder = Path(tempfile.mkdtemp(prefix="delaytasks-peers-"))
@@ -105,7 +105,9 @@ def _end(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def _is_ready(system: System, here: servers.Servers, results: Results, stage: Stage) -> bool:
+def _is_ready(
+    system: System, here: servers.Servers, results: Results, stage: WorkloadContext
+) -> bool:
     reason = here.missing(system.servers)
     try:
         if not reason:
@@ -128,7 +130,7 @@ def _is_ready(system: System, here: servers.Servers, results: Results, stage: St
     return True
 
 
-def _measure(workload: str, stage: Stage, peer: Peer, console: Console) -> None:
+def _measure(workload: str, stage: WorkloadContext, peer: Peer, console: Console) -> None:
     try:
         WORKLOADS[workload](stage, peer)
     except Exception as error:  # the other systems are still measured

@@ -24,7 +24,7 @@ _RABBITMQ = "amqp://guest:guest@127.0.0.1:5672//"
 class Servers:
     """Servers that are emptied before each measurement."""
 
-    def __init__(self, redis: redis_server.Private) -> None:
+    def __init__(self, redis: redis_server.PrivateRedisServer) -> None:
         url = make_url(database_url())
         if url.get_backend_name() != "postgresql":
             raise BenchError("--peers needs PostgreSQL: set DELAYTASKS_BENCH_DATABASE_URL")

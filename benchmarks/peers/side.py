@@ -16,7 +16,7 @@ from benchmarks.notes import Note, Notes
 from benchmarks.peers import environment
 from benchmarks.peers.catalogue import System
 from benchmarks.peers.servers import Servers
-from benchmarks.processes import Process
+from benchmarks.processes import BenchmarkProcess
 from benchmarks.waiting import BenchError, wait_until, wall
 
 START_S = 60.0
@@ -29,7 +29,7 @@ BEGIN_S = 5.0
 SLACK_S = 120.0
 
 
-class PeerProcess(Process):
+class PeerProcess(BenchmarkProcess):
     """A process of a system. Processes that it started end with it, whatever their group."""
 
     stop_s = 5.0

@@ -23,7 +23,7 @@ AHEAD_S = 5.0
 
 
 @dataclass
-class Stage:
+class WorkloadContext:
     results: Results
     is_quick: bool
     backlog: int
@@ -38,12 +38,12 @@ class Stage:
             self.results.remark(workload, peer.system.name, text)
 
 
-def call(stage: Stage, peer: Peer) -> None:
+def call(stage: WorkloadContext, peer: Peer) -> None:
     """Schedule one call after the other, without workers."""
     _schedule(stage, peer, "call", peer.schedule, stage.size(3000, 300), 10, stage.size(20, 5))
 
 
-def bulk(stage: Stage, peer: Peer) -> None:
+def bulk(stage: WorkloadContext, peer: Peer) -> None:
     count = stage.size(100_000, 5000)
     if peer.system.has_bulk:
         _schedule(stage, peer, "bulk", peer.schedule_many, count, 20, stage.size(30, 10))
@@ -55,7 +55,7 @@ Schedule = Callable[[int, float, float, float], Scheduled]
 
 
 def _schedule(
-    stage: Stage,
+    stage: WorkloadContext,
     peer: Peer,
     workload: str,
     schedule: Schedule,
@@ -74,7 +74,7 @@ def _schedule(
     stage.say(f"{workload}: {peer.system.title}: {made.per_s:,.0f}/s")
 
 
-def burst(stage: Stage, peer: Peer) -> None:
+def burst(stage: WorkloadContext, peer: Peer) -> None:
     """Schedule tasks due at one instant, in bulk if possible."""
     count, lead, deadline = stage.size(50_000, 2000), stage.size(60, 8), stage.size(60, 20)
     stage.results.sizes["burst"] = (
@@ -116,10 +116,10 @@ def burst(stage: Stage, peer: Peer) -> None:
     )
 
 
-def steady(rate: int, batch: int) -> Callable[[Stage, Peer], None]:
+def steady(rate: int, batch: int) -> Callable[[WorkloadContext, Peer], None]:
     """Return a workload of `rate` tasks per second, due in one to five seconds, in batches."""
 
-    def work(stage: Stage, peer: Peer) -> None:
+    def work(stage: WorkloadContext, peer: Peer) -> None:
         workload, name = f"steady_{rate}", peer.system.name
         seconds = stage.size(20, 6)
         batches = f"in batches of {batch}" if batch > 1 else "one call each"
@@ -151,7 +151,7 @@ def steady(rate: int, batch: int) -> Callable[[Stage, Peer], None]:
 
 
 def _steady(
-    stage: Stage, workload: str, peer: Peer, rate: int, batch: int, seconds: int
+    stage: WorkloadContext, workload: str, peer: Peer, rate: int, batch: int, seconds: int
 ) -> tuple[Scheduled, list[float]]:
     """Run the workload, and return what was scheduled and the lateness of the tasks in
     milliseconds.
@@ -172,7 +172,7 @@ def _steady(
     return made, [(note.at - note.due) * 1000 for note in peer.ran()]
 
 
-def backlog(stage: Stage, peer: Peer) -> None:
+def backlog(stage: WorkloadContext, peer: Peer) -> None:
     """Measure near tasks, add many tasks that are due tomorrow, and measure near tasks again."""
     name, seconds = peer.system.name, stage.size(15, 5)
     stage.results.sizes["backlog"] = (
@@ -207,7 +207,7 @@ def backlog(stage: Stage, peer: Peer) -> None:
     )
 
 
-def recovery(stage: Stage, peer: Peer) -> None:
+def recovery(stage: WorkloadContext, peer: Peer) -> None:
     """Kill one of two workers while it runs tasks that take time."""
     steps, name = stage.size(20, 8), peer.system.name
     limit = stage.size(75, 12)
@@ -266,7 +266,7 @@ def _said(late: list[float]) -> str:
     )
 
 
-WORKLOADS: dict[str, Callable[[Stage, Peer], None]] = {
+WORKLOADS: dict[str, Callable[[WorkloadContext, Peer], None]] = {
     "call": call,
     "bulk": bulk,
     "burst": burst,

@@ -32,7 +32,7 @@ HORIZON_S = 5.0
 MANY, BATCH_ROWS, MANY_CALLS = 5, 2, 2
 
 
-class Calls:
+class FailpointCalls:
     def __init__(self, delays: DelayTasks, notes: Path, seed: int) -> None:
         self._delays = delays
         self._notes = notebook(str(notes))

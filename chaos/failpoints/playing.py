@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from chaos.failpoints.catalogue import BY_NAME
 from chaos.failpoints.orders import Act
-from chaos.failpoints.world import Episode, World
+from chaos.failpoints.world import Episode, FailpointDeployment
 
 #: The exit status of a process that was asked to end.
 ENDED = 128 + signal.SIGTERM
@@ -51,7 +51,9 @@ def play(part: Part) -> PartResult:
 def _play(part: Part) -> PartResult:
     with tempfile.TemporaryDirectory(prefix="delaytasks-failpoints-") as folder:
         database_url = part.database_url or f"sqlite:///{folder}/failpoints.sqlite3"
-        world = World(Path(folder), database_url, part.broker_url, part.timer, part.redis_url)
+        world = FailpointDeployment(
+            Path(folder), database_url, part.broker_url, part.timer, part.redis_url
+        )
         try:
             world.begin()
             seeds = range(part.first, part.first + part.seeds)

@@ -16,7 +16,7 @@ from sqlalchemy import func, select
 
 from chaos.checker import Checker, Verdict
 from chaos.failpoints import orders
-from chaos.failpoints.calls import HORIZON_S, Calls
+from chaos.failpoints.calls import HORIZON_S, FailpointCalls
 from chaos.failpoints.catalogue import BY_NAME, Failpoint
 from chaos.failpoints.orders import LEASE_S, VARIABLE, Act, Orders
 from chaos.history import History, RowChange, read
@@ -67,7 +67,7 @@ class Episode:
         return self.recovery_s > self.bound_s + slack_s
 
 
-class World:
+class FailpointDeployment:
     def __init__(
         self, folder: Path, database_url: str, broker_url: str, timer: str, redis_url: str
     ) -> None:
@@ -132,7 +132,9 @@ class World:
         try:
             os.setsid()
             Orders(self._folder, is_producer=True)
-            Calls(self._deployment.producer(), self._folder / "notes", seed).make(failpoint.mix)
+            FailpointCalls(self._deployment.producer(), self._folder / "notes", seed).make(
+                failpoint.mix
+            )
         except BaseException:
             traceback.print_exc()
             os._exit(1)

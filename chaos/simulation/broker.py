@@ -26,7 +26,7 @@ class Message(NamedTuple):
         return json.loads(self.args)
 
 
-class Broker:
+class SimulatedBroker:
     def __init__(self, chance: random.Random, is_reliable: bool = False) -> None:
         self._chance = chance
         self.is_reliable = is_reliable
@@ -71,7 +71,7 @@ class Broker:
 class BrokerPublisher:
     """Replaces `Publisher`."""
 
-    def __init__(self, broker: Broker, now_us: Any) -> None:
+    def __init__(self, broker: SimulatedBroker, now_us: Any) -> None:
         self._broker = broker
         self._now_us = now_us
 

@@ -20,7 +20,7 @@ TAKES_S = (0, 0, 0, 0.02, 0.02, 0.3, 0.3, 1, 8)
 Ask = Callable[[], Any]
 
 
-class Calls:
+class SimulatedCalls:
     """The calls of one producer and their answers."""
 
     def __init__(self, play: Play) -> None:

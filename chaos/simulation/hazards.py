@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from redis.exceptions import ConnectionError as DisconnectedError
 
 from chaos.history import Effect, Fault
-from chaos.simulation.world import Host, World
+from chaos.simulation.world import Host, SimulatedWorld
 from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
 
 #: The range of the freeze times.
@@ -43,7 +43,7 @@ class Trap(NamedTuple):
 class Hazards:
     """One trap at a time, for the first host that makes its step."""
 
-    def __init__(self, world: World, note: Callable[[Fault], None]) -> None:
+    def __init__(self, world: SimulatedWorld, note: Callable[[Fault], None]) -> None:
         self._world = world
         self._note = note
         self.trap: Trap | None = None
@@ -108,7 +108,7 @@ def leases_of(host: Host) -> tuple[str, ...]:
 class StepProxy:
     """A proxy of a part of the store. Each call is a step: other actors run before and after it."""
 
-    def __init__(self, part: Any, world: World, hazards: Hazards) -> None:
+    def __init__(self, part: Any, world: SimulatedWorld, hazards: Hazards) -> None:
         self._part = part
         self._world = world
         self._hazards = hazards

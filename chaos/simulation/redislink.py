@@ -15,7 +15,7 @@ from redis.exceptions import ConnectionError as DisconnectedError
 from chaos.simulation.broker import DOUBLED, LATE, LATE_S, LOST
 from chaos.simulation.hazards import Hazards
 from chaos.simulation.redis import END, Redis
-from chaos.simulation.world import Host, World
+from chaos.simulation.world import Host, SimulatedWorld
 from delaytasks.core.events import Events
 from delaytasks.timers.redis_link import _NAMES, RedisLink
 from delaytasks.timers.redis_location import RedisLocation
@@ -30,7 +30,7 @@ Pipeline = list[tuple[Any, ...]]
 class Server:
     """The Redis server that all hosts of a play share."""
 
-    def __init__(self, world: World, chance: Random, hazards: Hazards) -> None:
+    def __init__(self, world: SimulatedWorld, chance: Random, hazards: Hazards) -> None:
         self._world, self._chance, self._hazards = world, chance, hazards
         self._outside = Host("network")
         self._redis = Redis(self._publish)

@@ -8,10 +8,10 @@ from sqlalchemy import func, select
 
 from chaos.checker import Verdict, Violation
 from chaos.history import ALL, Effect, Fault
-from chaos.simulation.calls import Calls
+from chaos.simulation.calls import SimulatedCalls
 from chaos.simulation.hazards import ASKS, IN_REDIS, Act, Trap, leases_of
 from chaos.simulation.stage import Play, stage
-from chaos.simulation.worker import Worker
+from chaos.simulation.worker import SimulatedWorker
 from chaos.simulation.world import Host
 from delaytasks.core.states import LIVE
 
@@ -40,7 +40,7 @@ class Script:
         self._outside = Host("outside")
         self._open = 0
         self._is_over = False
-        self._workers: list[Worker] = []
+        self._workers: list[SimulatedWorker] = []
         self._workers_made = 0
 
     def run(self) -> None:
@@ -58,11 +58,11 @@ class Script:
 
     # -- workers and beat -------------------------------------------------------------------------
 
-    def _new_worker(self, name: str) -> Worker:
+    def _new_worker(self, name: str) -> SimulatedWorker:
         self._workers_made += 1
-        return Worker(self._play, name, self._chance.choice(SKEWS_US))
+        return SimulatedWorker(self._play, name, self._chance.choice(SKEWS_US))
 
-    def _alive(self) -> list[Worker]:
+    def _alive(self) -> list[SimulatedWorker]:
         return [worker for worker in self._workers if not worker.is_dead and not worker.is_stopping]
 
     def _deliver(self) -> None:
@@ -126,7 +126,7 @@ class Script:
         play, violations = self._play, self._play.violations
         for left in () if play.redis is None else play.redis.left(play.times.now_us):
             violations.append((0, Violation("I8", "left in Redis", left)))
-        id, due_us = Calls(play).probe(1), play.times.now_us + 1_000_000
+        id, due_us = SimulatedCalls(play).probe(1), play.times.now_us + 1_000_000
         self._world.pause(1 + ON_TIME_S)
         if not any(
             ran.id == id and ran.began_us < due_us + ON_TIME_S * 1e6
@@ -144,7 +144,7 @@ class Script:
 
         def work() -> None:
             try:
-                Calls(self._play).make(self._chance.randint(1, MOST_TASKS))
+                SimulatedCalls(self._play).make(self._chance.randint(1, MOST_TASKS))
             finally:
                 self._open -= 1
 
@@ -196,7 +196,7 @@ class Script:
                 return
         hazards.trap = None
 
-    def _some_worker(self) -> Worker:
+    def _some_worker(self) -> SimulatedWorker:
         return self._chance.choice(self._workers)
 
     def _kill(self) -> None:

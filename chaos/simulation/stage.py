@@ -20,11 +20,11 @@ from sqlalchemy import delete
 from chaos.checker import Checker, Finding, Verdict, Violation
 from chaos.history import History, RunRecord
 from chaos.recorder import Recorder
-from chaos.simulation.broker import Broker, BrokerPublisher
+from chaos.simulation.broker import BrokerPublisher, SimulatedBroker
 from chaos.simulation.clock import START_US, Times, installed
 from chaos.simulation.hazards import Hazards, StepProxy
 from chaos.simulation.redislink import Link, Server
-from chaos.simulation.world import Lock, World
+from chaos.simulation.world import Lock, SimulatedWorld
 from delaytasks import DelayTask, RetrySchedule
 from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
@@ -50,7 +50,7 @@ RETRY_SCHEDULE = RetrySchedule("1s 3s")
 _MEMORY = Path("/dev/shm")
 
 
-class Stage:
+class SimulationStage:
     def __init__(self, store: Store, times: Times) -> None:
         self.store, self.times = store, times
         self.settings = load_settings({}, {}, **SETTINGS)
@@ -88,13 +88,13 @@ class Stage:
 class Play:
     """One seed."""
 
-    def __init__(self, stage: Stage, seed: int) -> None:
+    def __init__(self, stage: SimulationStage, seed: int) -> None:
         self.stage, self.settings, self.times = stage, stage.settings, stage.times
-        self.world = Lock.world = World(stage.times, seed)
+        self.world = Lock.world = SimulatedWorld(stage.times, seed)
         self.chance = self.world.chance
         self.history = History()
         self.hazards = Hazards(self.world, self.history.faults.append)
-        self.broker = Broker(self.chance)
+        self.broker = SimulatedBroker(self.chance)
         self.publisher: Any = self.with_steps(
             BrokerPublisher(self.broker, lambda: self.times.now_us)
         )
@@ -159,7 +159,7 @@ class Play:
 
 
 @contextmanager
-def stage() -> Iterator[Stage]:
+def stage() -> Iterator[SimulationStage]:
     """Yield a stage, with the modules of delaytasks on its clock."""
     times, logger = Times(), logging.getLogger("delaytasks")
     level = logger.level
@@ -180,7 +180,7 @@ def stage() -> Iterator[Stage]:
         with installed(times, others):
             logger.setLevel(logging.CRITICAL)
             try:
-                yield Stage(store, times)
+                yield SimulationStage(store, times)
             finally:
                 logger.setLevel(level)
                 store.close()

@@ -35,7 +35,7 @@ EXPECTED = ("StoreUnavailableError: ", "OutcomeUnknownError: ")
 class Child(Host):
     """A process of the pool."""
 
-    def __init__(self, worker: Worker, pid: int) -> None:
+    def __init__(self, worker: SimulatedWorker, pid: int) -> None:
         super().__init__(f"{worker.name}/{pid}")
         self.pid = pid
         self._worker = worker
@@ -119,7 +119,7 @@ class TimeBudgets:
                 )
 
 
-class Worker(Host):
+class SimulatedWorker(Host):
     def __init__(self, play: Play, name: str, skew_us: int) -> None:
         super().__init__(name)
         self.play = play

@@ -41,7 +41,7 @@ class Host:
 class Actor:
     """A thread of a host."""
 
-    def __init__(self, world: World, host: Host, work: Callable[[], None]) -> None:
+    def __init__(self, world: SimulatedWorld, host: Host, work: Callable[[], None]) -> None:
         self.host = host
         self.wakes_us = world.times.now_us
         self.is_resting = self.is_woken = False
@@ -66,7 +66,7 @@ class Actor:
             self._world.ended(self)
 
 
-class World:
+class SimulatedWorld:
     def __init__(self, times: Times, seed: int) -> None:
         self.times = times
         self.chance = random.Random(seed)
@@ -182,7 +182,7 @@ class World:
 class Lock:
     """Replaces `threading.Lock` for actors."""
 
-    world: World
+    world: SimulatedWorld
 
     def __init__(self) -> None:
         self._is_held = False

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from chaos.simulation.broker import Broker, BrokerPublisher
+from chaos.simulation.broker import BrokerPublisher, SimulatedBroker
 from chaos.simulation.clock import Times
 from delaytasks.core.clock import Clock, from_us
 from delaytasks.core.errors import CancelTooLateError, DuplicateTaskError, InvalidStatusError
@@ -74,7 +74,7 @@ class Producers(RuleBasedStateMachine):
         self.seen_us: dict[str, int] = {}
         self.begin_worker()
         self.clock = Clock(self.store.tasks.now)
-        self.broker = Broker(random.Random(0), is_reliable=True)
+        self.broker = SimulatedBroker(random.Random(0), is_reliable=True)
         publisher: Any = BrokerPublisher(self.broker, lambda: self.times.now_us)
         timer = EtaTimer(publisher, self.clock)
         settings = settings_for(

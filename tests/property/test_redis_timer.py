@@ -32,7 +32,7 @@ Name = tuple[int, int, int]
 names = st.tuples(st.integers(1, 12), st.integers(0, 2), st.sampled_from([0, 0, 0, 5]))
 
 
-class Model(RuleBasedStateMachine):
+class RedisTimerModel(RuleBasedStateMachine):
     """The waiting entries by due time in microseconds, and the prepared entries by slot."""
 
     url: ClassVar[str]
@@ -151,8 +151,8 @@ class First:
 
 
 def test_a_ticket_is_not_reused_after_its_entries_were_armed_again(redis_url: str) -> None:
-    Model.url = redis_url
-    model, one, other = Model(), (1, 0, 0), (8, 0, 0)
+    RedisTimerModel.url = redis_url
+    model, one, other = RedisTimerModel(), (1, 0, 0), (8, 0, 0)
     first: Any = First()
     try:
         model.look()
@@ -168,9 +168,10 @@ def test_a_ticket_is_not_reused_after_its_entries_were_armed_again(redis_url: st
 
 
 def test_the_timer_behaves_like_the_model(redis_url: str) -> None:
-    Model.url = redis_url
+    RedisTimerModel.url = redis_url
     run_state_machine_as_test(
-        Model, settings=settings(max_examples=ASKED or 25, stateful_step_count=20, deadline=None)
+        RedisTimerModel,
+        settings=settings(max_examples=ASKED or 25, stateful_step_count=20, deadline=None),
     )
 
 

@@ -13,7 +13,7 @@ from sqlalchemy import update
 
 from chaos.simulation.clock import Times
 from chaos.simulation.script import play_script
-from chaos.simulation.stage import Stage, stage
+from chaos.simulation.stage import SimulationStage, stage
 from delaytasks.core import text
 from delaytasks.core.states import MOVES, Status
 from delaytasks.execution.chunk import Chunk
@@ -33,18 +33,18 @@ MOST = 500
 
 
 @pytest.fixture(scope="module")
-def here() -> Iterator[Stage]:
+def here() -> Iterator[SimulationStage]:
     with stage() as made:
         yield made
 
 
-def test_there_are_no_findings_in_the_unchanged_code(here: Stage) -> None:
+def test_there_are_no_findings_in_the_unchanged_code(here: SimulationStage) -> None:
     for seed in range(SEEDS):
         verdict = here.play(seed, play_script)
         assert not verdict.findings, f"./dev simulate --seed {seed}\n{verdict}"
 
 
-def test_playing_a_seed_again_gives_the_same_history(here: Stage) -> None:
+def test_playing_a_seed_again_gives_the_same_history(here: SimulationStage) -> None:
     def history(seed: int) -> object:
         here.play(seed, play_script)
         return here.last.history
@@ -172,7 +172,7 @@ BUGS: list[tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = [
 
 @pytest.mark.parametrize(("bug", "kinds"), BUGS, ids=[bug.__name__ for bug, _ in BUGS])
 def test_a_planted_bug_is_found(
-    here: Stage,
+    here: SimulationStage,
     monkeypatch: pytest.MonkeyPatch,
     bug: Callable[[pytest.MonkeyPatch], None],
     kinds: set[str],

@@ -18,7 +18,7 @@ WORKERS, EVERY_MS = 100, 100
 
 
 @dataclass
-class Note:
+class AwaNote:
     due: float
 
 
@@ -30,11 +30,11 @@ class AwaProgram(Program):
         await self._client.install_queue_storage()
 
     async def schedule(self, due: float) -> None:
-        await self._client.insert(Note(due), queue=QUEUE, run_at=instant(due))
+        await self._client.insert(AwaNote(due), queue=QUEUE, run_at=instant(due))
 
     async def schedule_many(self, dues: Sequence[float]) -> None:
         calls = [
-            self._client.enqueue_many_copy([Note(due)] * count, queue=QUEUE, run_at=instant(due))
+            self._client.enqueue_many_copy([AwaNote(due)] * count, queue=QUEUE, run_at=instant(due))
             for due, count in by_due(dues)
         ]
         await asyncio.gather(*calls)
@@ -42,7 +42,7 @@ class AwaProgram(Program):
     async def work(self) -> None:
         client = AsyncClient(database_url(), max_connections=20)
 
-        @client.task(Note, queue=QUEUE)
+        @client.task(AwaNote, queue=QUEUE)
         async def note_task(job: Job) -> None:
             await run(job.args.due)
 
