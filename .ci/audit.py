@@ -28,7 +28,9 @@ def reason_of_silence(service: str) -> str:
     except (urllib.error.URLError, OSError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return (
-        "" if isinstance(found, dict) and found.get("vulns") else "it does not know a known vulnerability"
+        ""
+        if isinstance(found, dict) and found.get("vulns")
+        else "it does not know a known vulnerability"
     )
 
 

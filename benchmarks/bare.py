@@ -16,6 +16,6 @@ app.conf.update(
 )
 
 
-@app.task(name="bench.note")  # type: ignore[untyped-decorator]  # Celery ships no types
+@app.task(name="bench.note")
 def note_task(due: float) -> None:
     run(due)

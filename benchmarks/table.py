@@ -13,7 +13,17 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, create_engine, exists, func, insert, literal_column, select, text
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    create_engine,
+    exists,
+    func,
+    insert,
+    literal_column,
+    select,
+    text,
+)
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session, registry
 
@@ -326,7 +336,7 @@ def last_settled_at() -> float:
 
 def settlements() -> int:
     """Return the number of transactions that settled the finished tasks; PostgreSQL only."""
-    by = literal_column("xmin::text").distinct()
+    by: ColumnElement[str] = literal_column("xmin::text").distinct()
     return int(
         _scalar(select(func.count(by)).select_from(_t).where(_t.c.status == int(Status.DONE)))
     )

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -20,9 +20,10 @@ from sqlalchemy import text
 
 from chaos.checker import Checker, Verdict
 from chaos.history import History, read
+from chaos.pids import children_of
 from chaos.project import now_us, time_environment
 from chaos.recorder import Recorder
-from chaos.system import SETTINGS, children_of
+from chaos.system import SETTINGS
 from delaytasks.core.states import Status
 from tests import faketime
 from tests.mariadb_server import MariaDBServer
@@ -119,7 +120,7 @@ def try_out(folder: Path, database_url: str, broker_url: str, hours: Hours) -> C
     try:
         recorder.start()
         shared = time_environment(hours.database)
-        worker = deployment.worker(**shared, **_skewed(hours.worker))
+        worker = deployment.worker(**dict[str, Any](shared | _skewed(hours.worker)))
         notes = folder / "notes"
         delays = [*SOON, *[LATER_S] * LATER]
         arguments = [str(notes), *map(str, delays)]

@@ -95,9 +95,8 @@ class ChaosProducer:
                 break
             self._system.pause(0.5)
             # A refusal of the repeated call does not show whether the first one succeeded.
-            answer = {"ok": "ok"}.get(
-                self._call(wanted, self._many if way == "many" else self._alone), "unknown"
-            )
+            again = self._call(wanted, self._many if way == "many" else self._alone)
+            answer = "ok" if again == "ok" else "unknown"
         if answer == "ok":
             self._second(wanted[0])
 

@@ -97,7 +97,7 @@ class SystemUnderTest:
 
     def new_worker(self, **environment: str) -> Process:
         # The files that a killed pool process leaves behind are deleted with the folder.
-        own = {**time_environment(), "TMPDIR": str(self.deployment.folder)}
+        own: dict[str, Any] = {**time_environment(), "TMPDIR": str(self.deployment.folder)}
         return self.deployment.worker(ready_s=STARTED_S, **{**own, **environment})
 
     def new_beat(self, **environment: str) -> Process:

@@ -76,7 +76,7 @@ class Bench:
             self.execute,
             lambda session, task: session and transaction_of(session),
             **options,
-        )  # type: ignore[arg-type]
+        )
 
     def limited(self) -> Mapping[str, Policy]:
         return Policies(tuple(self.store.policies.read())).limited

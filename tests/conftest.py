@@ -226,9 +226,13 @@ def store(session_store: Store) -> Store:
 
 
 @pytest.fixture
-def sqlite_path(tmp_path: Path) -> Callable[[str], str]:
+def sqlite_path(tmp_path: Path) -> Callable[..., str]:
     """Return URLs of private SQLite files."""
-    return lambda name="test": f"sqlite:///{tmp_path / name}.sqlite3"
+
+    def url(name: str = "test") -> str:
+        return f"sqlite:///{tmp_path / name}.sqlite3"
+
+    return url
 
 
 # -- skipped tests -----------------------------------------------------------------------------

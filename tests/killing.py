@@ -37,5 +37,5 @@ def hand_on_and_die(redis_poller: RedisPoller, taken: list[Taken]) -> None:
 
 
 redis_pollers.DELETE_S = 0.0  # immediately: no task of the burst may begin before the kill
-RedisPoller._hand_on = hand_on_and_die  # type: ignore[method-assign]
+RedisPoller._hand_on = hand_on_and_die  # type: ignore[method-assign, assignment]
 RedisTimer.take = take_and_die  # type: ignore[method-assign, assignment]

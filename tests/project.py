@@ -23,6 +23,7 @@ from delaytasks.api import default
 from delaytasks.core.errors import LeaseLostError
 from tests.waiting import STACKS
 
+assert sys.__stderr__ is not None
 faulthandler.register(STACKS, file=sys.__stderr__)
 
 

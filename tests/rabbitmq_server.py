@@ -29,16 +29,18 @@ class RabbitServer:
     """
 
     name = "RabbitMQ"
+    mapper_port: int
 
     def __init__(
-        self, folder: Path, *configuration: str, beside: RabbitServer | None = None
+        self, folder: Path, *configuration: str, cluster_of: RabbitServer | None = None
     ) -> None:
-        """Start a node. With `beside`, the node joins that one's cluster."""
+        """Start a node. With `cluster_of`, it joins the cluster of that node."""
         self._folder = folder
         self._programs = {
             name: _program(name) for name in ("rabbitmq-server", "rabbitmqctl", "epmd")
         }
-        self._port, mapper = free_port(), beside.mapper_port if beside else free_port()
+        self._port = free_port()
+        mapper = cluster_of.mapper_port if cluster_of else free_port()
         self.mapper_port = mapper
         self.node = f"test{self._port}@localhost"
         self.url = f"amqp://guest:guest@127.0.0.1:{self._port}//"
@@ -63,15 +65,20 @@ class RabbitServer:
         }
         self._mapper: subprocess.Popen[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        if beside is None:
+        if cluster_of is None:
             self._mapper = self._popen(
                 [self._programs["epmd"], "-port", str(mapper), "-address", "127.0.0.1"]
             )
         else:
-            shutil.copy2(beside._folder / ".erlang.cookie", folder)  # the cookie
+            shutil.copy2(cluster_of._folder / ".erlang.cookie", folder)  # the cookie
         self.start()
-        if beside is not None:
-            for words in (["stop_app"], ["reset"], ["join_cluster", beside.node], ["start_app"]):
+        if cluster_of is not None:
+            for words in (
+                ["stop_app"],
+                ["reset"],
+                ["join_cluster", cluster_of.node],
+                ["start_app"],
+            ):
                 self.ctl(*words)
             wait_until(self._answers, 60, "the node to be one of the cluster", every_s=0.1)
 

@@ -6,7 +6,7 @@ Each is configured as its own documentation recommends for throughput. A worker 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from benchmarks.peers.servers import POSTGRESQL, RABBITMQ, REDIS
 
@@ -93,12 +93,12 @@ def _celery(name: str, broker: str) -> System:
 
 
 def _python(
-    name: str, title: str, servers: tuple[str, ...], *worker: tuple[str, ...], **facts: object
+    name: str, title: str, servers: tuple[str, ...], *worker: tuple[str, ...], **facts: Any
 ) -> System:
     producer = (f"{PROGRAMS}.{name}", "produce")
     return System(
         name, title, servers, worker, producer, package=facts.pop("package", name), **facts
-    )  # type: ignore[arg-type]
+    )
 
 
 _ALL = [

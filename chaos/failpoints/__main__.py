@@ -153,10 +153,10 @@ def show(results: Sequence[PartResult], slack_s: float, console: Console) -> int
                 highlight=False,
             )
             console.print(one.story, markup=False, highlight=False)
-    for one in results:
-        if one.findings:
+    for result in results:
+        if result.findings:
             is_bad = True
-            console.print(one.verdict, markup=False, highlight=False)
+            console.print(result.verdict, markup=False, highlight=False)
     tasks, runs = sum(one.tasks for one in results), sum(one.runs for one in results)
     console.print(f"{len(episodes):,} faults, {tasks:,} tasks, {runs:,} runs: ", end="")
     console.print(

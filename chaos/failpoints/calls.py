@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -62,9 +63,7 @@ class FailpointCalls:
             elif mix == "cancelled" or mix == "retried":
                 self._cancel(id := self._schedule("fail.note", chance.uniform(1, 2)))
                 if mix == "retried":
-                    self._call(
-                        id, "retry", 1, lambda id=id, delay=delay: self._delays.retry(id, delay)
-                    )  # type: ignore[misc]
+                    self._call(id, "retry", 1, partial(self._delays.retry, id, delay))
             elif mix == "touched":
                 self._delays.touch(
                     self._schedule("fail.note", chance.uniform(1, 2)), chance.uniform(0.5, 2.5)

@@ -32,7 +32,8 @@ class Redis:
             self.sets.clear()
 
     def load(self, script: str) -> None:
-        self._scripts[_NAMES[script]] = {ARM: self._arm, TAKE: self._take}[script]
+        run: dict[str, Callable[..., Any]] = {ARM: self._arm, TAKE: self._take}
+        self._scripts[_NAMES[script]] = run[script]
 
     def call(self, command: str, *words: Any) -> Any:
         """Return the answer to one command. An error is returned, not raised."""
@@ -74,7 +75,7 @@ class Redis:
             waiting[member] = now
             del in_hand[member]
         dropped = [member for member, score in _in_order(waiting) if score < late][:BATCH_ROWS]
-        levels = {}
+        levels: dict[str, None] = {}
         for member in dropped:
             del waiting[member]
             level = _PRIORITY.fullmatch(member)

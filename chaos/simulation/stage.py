@@ -173,7 +173,9 @@ def stage() -> Iterator[SimulationStage]:
             Lock=Lock, Condition=threading.Condition, RLock=threading.RLock, Timer=Timer
         )
         modules = ("execution.chunk", "worker.dispatcher", "worker.delayed_calls")
-        others = {f"delaytasks.{name}": {"threading": threads} for name in modules}
+        others: dict[str, dict[str, Any]] = {
+            f"delaytasks.{name}": {"threading": threads} for name in modules
+        }
         others["delaytasks.timers.redis_link"] = {"within": lambda _limit_s, work, **_: work()}
         # The pids are simulated; the simulated pool reports deaths.
         others["delaytasks.worker.lease_keeper"] = {"has_exited": lambda _pid: False}

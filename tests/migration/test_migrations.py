@@ -133,7 +133,9 @@ def _differences(database: Database, prefix: str, schema: str | None) -> list[An
         ),
     }
     with database.begin() as connection:
-        return compare_metadata(MigrationContext.configure(connection, opts=options), metadata)
+        context = MigrationContext.configure(connection, opts=options)
+        found: list[Any] = compare_metadata(context, metadata)
+        return found
 
 
 def _shape(database: Database, name: str, schema: str | None = None) -> dict[str, Any]:
@@ -420,8 +422,10 @@ def test_simultaneous_migrations_run_one_after_the_other(database: Database) -> 
         for _ in range(4)
     ]
     for process in processes:
+        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
     for process in processes:
+        assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
     assert [process.communicate(timeout=60)[1] for process in processes] == [""] * 4

@@ -310,10 +310,9 @@ def test_producers_and_workers_continue_during_a_conversion_and_while_partitions
             pool.submit(each, f"{each.__name__}-{n}") for each in (schedule, work) for n in range(2)
         ]
         try:
-            for step in (
-                tables.convert,
-                *(partial(tables.partitions.extend, WEEK, ahead) for ahead in (5, 6, 7)),
-            ):
+            steps: list[Callable[[], object]] = [tables.convert]
+            steps += [partial(tables.partitions.extend, WEEK, ahead) for ahead in (5, 6, 7)]
+            for step in steps:
                 before = done.total()
                 wait_until(lambda: done.total() > before + 20, 20, "tasks to be done")  # noqa: B023
                 assert step()

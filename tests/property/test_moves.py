@@ -94,7 +94,7 @@ class Moves(Producers):
         """Return the tasks that run in living workers."""
         return sorted(id for id, known in self.known.items() if known.claim is not None)
 
-    @precondition(running)
+    @precondition(lambda self: bool(self.running()))
     @rule(pick=st.integers(0, 99), move=st.sampled_from(ENDS), is_later=st.booleans())
     def settle(self, pick: int, move: Any, is_later: bool) -> None:
         id = self.running()[pick % len(self.running())]
@@ -119,7 +119,7 @@ class Moves(Producers):
         for claim in self.known[id].stale:
             self.claims.settle([Settlement(claim, move)])
 
-    @precondition(running)
+    @precondition(lambda self: bool(self.running()))
     @rule()
     def crash(self) -> None:
         """Kill the worker, and start another one."""
@@ -156,7 +156,7 @@ class Moves(Producers):
             else:
                 known.move("recover")
 
-    @precondition(lapsing)
+    @precondition(lambda self: bool(self.lapsing()))
     @rule(limit=st.integers(1, 5))
     def lapse_some(self, limit: int) -> None:
         lapsing = self.lapsing()[:limit]
@@ -245,7 +245,7 @@ class Moves(Producers):
         for known in held:
             known.move("release")
 
-    @precondition(running)
+    @precondition(lambda self: bool(self.running()))
     @rule(pick=st.integers(0, 99), is_stale=st.booleans())
     def hold_back(self, pick: int, is_stale: bool) -> None:
         known = self.known[self.running()[pick % len(self.running())]]

@@ -43,7 +43,7 @@ class RedisTimerModel(RuleBasedStateMachine):
         self.timer = self.bench.timer
         self.waiting: dict[Name, int] = {}
         #: When a prepared entry returns, in milliseconds.
-        self.prepared: dict[Name, int] = {}
+        self.prepared: dict[Name, float] = {}
         self.taken: list[Taken] = []
 
     def teardown(self) -> None:

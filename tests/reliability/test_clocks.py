@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,15 +39,16 @@ def test_setting_the_clock_of_a_worker_that_holds_tasks_makes_no_task_early_or_l
     timer: str, postgresql_url: str, redis_url: str, tmp_path: Path
 ) -> None:
     dial = faketime.Dial(tmp_path / "dial")
+    settings: dict[str, Any] = {"redis_url": redis_url} if timer == "redis" else {}
     d = Deployment(
         tmp_path,
         postgresql_url,
         redis_url,
         timer=timer,
-        **({"redis_url": redis_url} if timer == "redis" else {}),
+        **settings,
     )
     try:
-        worker = d.worker(**dial.environment)
+        worker = d.worker(**dict[str, Any](dial.environment))
         for ahead_s in (-HOUR_S, HOUR_S, 0):
             tasks = [d.schedule(delay=1 + n / 10) for n in range(20)]
             time.sleep(0.5)  # the worker holds them now

@@ -84,7 +84,8 @@ def is_on_time(d: Deployment) -> bool:
     """Return whether the fast path runs a task, since the sweep waits for the grace period."""
     task = d.schedule(delay=0.3)
     d.wait_for([task])
-    return next(int(run[1]) for run in d.runs() if run[0] == str(task.id)) < QUICK["grace_s"] * 1e6
+    grace_us = float(QUICK["grace_s"]) * 1e6
+    return next(int(run[1]) for run in d.runs() if run[0] == str(task.id)) < grace_us
 
 
 # -- the database ---------------------------------------------------------------------------------

@@ -208,7 +208,7 @@ def test_a_mover_that_was_stuck_hands_on_nothing_of_what_it_had_taken(
         taken = take(*arguments)
         if not stuck and any(some.entries for some in taken or ()):
             stuck.append(threading.current_thread())
-            at_work.hang()
+            at_work.hang()  # type: ignore[attr-defined]
         return taken
 
     timer.take = take_once_and_hang  # type: ignore[method-assign]

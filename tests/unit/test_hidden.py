@@ -157,5 +157,5 @@ def test_a_wrong_setting_shows_no_secret_in_its_traceback() -> None:
         with pytest.raises(ConfigError) as caught:
             _ = delays.shards
         text = io.StringIO()
-        traceback.TracebackException.from_exception(caught.value).print(file=text)
+        traceback.TracebackException.from_exception(caught.value).print(file=text)  # type: ignore[attr-defined]
         assert WORD not in text.getvalue()
