@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 from delaytasks.core.interfaces import Entry
 from delaytasks.timers.redis import AHEAD_MS, RETURN_S, Taken
 from tests.fuzzing import ASKED
-from tests.unit.test_redis_timer import Bench
+from tests.unit.test_redis_timer import RedisTimerHarness
 
 GRACE_MS, RETURN_MS = 1000, int(RETURN_S * 1000)
 Name = tuple[int, int, int]
@@ -39,7 +39,7 @@ class RedisTimerModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bench = Bench(self.url, redis_slots=2)
+        self.bench = RedisTimerHarness(self.url, redis_slots=2)
         self.timer = self.bench.timer
         self.waiting: dict[Name, int] = {}
         #: When a prepared entry returns, in milliseconds.
@@ -176,14 +176,14 @@ def test_the_timer_behaves_like_the_model(redis_url: str) -> None:
 
 
 @pytest.fixture
-def bench(redis_url: str) -> Iterator[Bench]:
-    bench = Bench(redis_url)
+def bench(redis_url: str) -> Iterator[RedisTimerHarness]:
+    bench = RedisTimerHarness(redis_url)
     yield bench
     bench.close()
 
 
 def test_concurrent_pollers_hand_on_each_entry_once_and_abandoned_entries_return(
-    bench: Bench,
+    bench: RedisTimerHarness,
 ) -> None:
     count, redis_pollers = 3000, 4
     bench.timer.arm([bench.entry(id, priority=id % 3) for id in range(1, count + 1)])
