@@ -22,6 +22,7 @@ from tests.postgres_server import PostgresServer
 from tests.rabbitmq_server import RabbitServer
 from tests.redis_server import RedisServer
 from tests.services import MissingServiceError, Services, free_port, own_database
+from tests.webserver import WebServer
 
 #: The databases of tests that run on each database.
 DATABASES = os.environ.get("DELAYTASKS_TEST_DATABASES", "postgresql mariadb sqlite").split()
@@ -233,6 +234,14 @@ def sqlite_path(tmp_path: Path) -> Callable[..., str]:
         return f"sqlite:///{tmp_path / name}.sqlite3"
 
     return url
+
+
+@pytest.fixture
+def web() -> Iterator[WebServer]:
+    """A private web server with configurable answers."""
+    server = WebServer()
+    yield server
+    server.close()
 
 
 # -- skipped tests -----------------------------------------------------------------------------

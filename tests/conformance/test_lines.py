@@ -20,11 +20,11 @@ from delaytasks.core.states import Status
 from delaytasks.execution import runner
 from delaytasks.storage import limited_backlogs as limited_backlogs
 from delaytasks.storage.store import Store
-from tests.runner_harness import RunnerHarness
+from tests.benches import Bench
 from tests.waiting import wait_until
 
 
-class LimitedRunnerHarness(RunnerHarness):
+class LimitedBench(Bench):
     def limit(self, tag: str = "note", **limits: Any) -> None:
         self.store.policies.set("tag", tag, limits, "a test")
 
@@ -43,13 +43,11 @@ class LimitedRunnerHarness(RunnerHarness):
 
 
 @pytest.fixture
-def bench(store: Store) -> LimitedRunnerHarness:
-    return LimitedRunnerHarness(store)
+def bench(store: Store) -> LimitedBench:
+    return LimitedBench(store)
 
 
-def test_no_more_start_than_the_limit_allows_and_the_others_are_held(
-    bench: LimitedRunnerHarness,
-) -> None:
+def test_no_more_start_than_the_limit_allows_and_the_others_are_held(bench: LimitedBench) -> None:
     bench.limit(concurrency=4)
     tasks = [bench.schedule(body=n) for n in range(6)]
     other = bench.schedule("other")
@@ -63,7 +61,7 @@ def test_no_more_start_than_the_limit_allows_and_the_others_are_held(
     assert bench.in_line() == 2
 
 
-def test_who_comes_later_waits_behind_those_in_line(bench: LimitedRunnerHarness) -> None:
+def test_who_comes_later_waits_behind_those_in_line(bench: LimitedBench) -> None:
     bench.limit(concurrency=1)
     first, second = bench.schedule(body=1), bench.schedule(body=2)
     bench.run(first)
@@ -77,7 +75,7 @@ def test_who_comes_later_waits_behind_those_in_line(bench: LimitedRunnerHarness)
     assert [task.body for task in bench.admit()] == [4]
 
 
-def test_a_runner_takes_the_next_one_in_line_when_one_ends(bench: LimitedRunnerHarness) -> None:
+def test_a_runner_takes_the_next_one_in_line_when_one_ends(bench: LimitedBench) -> None:
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n) for n in range(5)]
     report = bench.runner.run([bench.entry(task) for task in tasks], for_s=20)
@@ -88,7 +86,7 @@ def test_a_runner_takes_the_next_one_in_line_when_one_ends(bench: LimitedRunnerH
     assert (done.attempts, done.version) == (1, 3)
 
 
-def test_a_runner_whose_time_is_over_says_that_there_is_more(bench: LimitedRunnerHarness) -> None:
+def test_a_runner_whose_time_is_over_says_that_there_is_more(bench: LimitedBench) -> None:
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n) for n in range(3)]
     report = bench.runner.run([bench.entry(task) for task in tasks])
@@ -99,7 +97,7 @@ def test_a_runner_whose_time_is_over_says_that_there_is_more(bench: LimitedRunne
     assert report.lines == ()
 
 
-def test_a_backlog_gets_in_line_too(bench: LimitedRunnerHarness) -> None:
+def test_a_backlog_gets_in_line_too(bench: LimitedBench) -> None:
     bench.limit(concurrency=2)
     tasks = [bench.schedule(body=n) for n in range(7)]
     other = bench.schedule("other", body="other")
@@ -112,7 +110,7 @@ def test_a_backlog_gets_in_line_too(bench: LimitedRunnerHarness) -> None:
 
 
 def test_a_line_that_this_process_never_met_is_found_behind_a_backlog(
-    bench: LimitedRunnerHarness, monkeypatch: pytest.MonkeyPatch
+    bench: LimitedBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.limit(concurrency=1)
     first, second = [bench.schedule(body=n) for n in range(2)]
@@ -127,7 +125,7 @@ def test_a_line_that_this_process_never_met_is_found_behind_a_backlog(
     assert bench.statuses([second]) == ["HELD"], "the backlog goes on"
 
 
-def test_each_key_has_its_own_limit(bench: LimitedRunnerHarness) -> None:
+def test_each_key_has_its_own_limit(bench: LimitedBench) -> None:
     bench.limit(key_concurrency=2)
     tasks = [bench.schedule(body=key, concurrency_key=key) for key in "aaaab"] + [
         bench.schedule(body="none")
@@ -141,7 +139,7 @@ def test_each_key_has_its_own_limit(bench: LimitedRunnerHarness) -> None:
     assert bench.in_line() == 4
 
 
-def test_keys_take_turns(bench: LimitedRunnerHarness) -> None:
+def test_keys_take_turns(bench: LimitedBench) -> None:
     bench.limit(concurrency=1)
     bench.claim(bench.schedule(body="first"))
     tasks = [bench.schedule(body=f"a{n}", concurrency_key="a") for n in range(5)]
@@ -156,7 +154,7 @@ def test_keys_take_turns(bench: LimitedRunnerHarness) -> None:
     assert order == ["-0", "a0", "b0", "-1", "a1", "b1", "a2", "a3", "a4"]
 
 
-def test_keys_take_turns_when_many_start_at_once(bench: LimitedRunnerHarness) -> None:
+def test_keys_take_turns_when_many_start_at_once(bench: LimitedBench) -> None:
     bench.limit(concurrency=1)
     bench.claim(bench.schedule(body="first"))
     tasks = [bench.schedule(body="a", concurrency_key="a") for n in range(30)]
@@ -169,7 +167,7 @@ def test_keys_take_turns_when_many_start_at_once(bench: LimitedRunnerHarness) ->
     assert bench.in_line() == 0
 
 
-def test_what_a_dead_worker_had_makes_room_when_it_lapses(bench: LimitedRunnerHarness) -> None:
+def test_what_a_dead_worker_had_makes_room_when_it_lapses(bench: LimitedBench) -> None:
     bench.limit(concurrency=2)
     tasks = [bench.schedule(body=n) for n in range(4)]
     bench.claim(tasks[0])
@@ -180,7 +178,7 @@ def test_what_a_dead_worker_had_makes_room_when_it_lapses(bench: LimitedRunnerHa
     assert [task.body for task in bench.admit()] == [2]
 
 
-def test_one_that_lapsed_waits_in_line_and_runs_alone(bench: LimitedRunnerHarness) -> None:
+def test_one_that_lapsed_waits_in_line_and_runs_alone(bench: LimitedBench) -> None:
     bench.limit(concurrency=1)
     lapsed, *others = [bench.schedule(body=n) for n in range(3)]
     bench.change(lapsed, lapses=1)
@@ -195,7 +193,7 @@ def test_one_that_lapsed_waits_in_line_and_runs_alone(bench: LimitedRunnerHarnes
     assert [task.body for task in bench.admit()] == [1, 2]
 
 
-def test_a_rate_is_kept_whoever_asks(bench: LimitedRunnerHarness) -> None:
+def test_a_rate_is_kept_whoever_asks(bench: LimitedBench) -> None:
     bench.limit(rate=40, rate_period_s=1.0)
     tasks = [bench.schedule(body=n) for n in range(60)]
     bench.claim(*tasks)
@@ -225,7 +223,7 @@ def test_a_rate_is_kept_whoever_asks(bench: LimitedRunnerHarness) -> None:
     assert (starts[-1] - starts[0]).total_seconds() < 10
 
 
-def test_a_slow_rate_says_when_to_look_again(bench: LimitedRunnerHarness) -> None:
+def test_a_slow_rate_says_when_to_look_again(bench: LimitedBench) -> None:
     bench.limit(rate=5, rate_period_s=60.0)
     tasks = [bench.schedule(body=n) for n in range(3)]
     assert len(bench.claim(*tasks)) == 1
@@ -240,7 +238,7 @@ def test_a_slow_rate_says_when_to_look_again(bench: LimitedRunnerHarness) -> Non
     assert bench.runner.work_off("default", "note", 10, 2).ran == 2
 
 
-def test_never_too_many_however_many_workers_ask_at_once(bench: LimitedRunnerHarness) -> None:
+def test_never_too_many_however_many_workers_ask_at_once(bench: LimitedBench) -> None:
     bench.limit(concurrency=5)
     tasks = [bench.schedule(body=n) for n in range(40)]
     running, most, ran = Counter[int](), [], list[int]()
@@ -271,15 +269,15 @@ def test_never_too_many_however_many_workers_ask_at_once(bench: LimitedRunnerHar
     assert 2 <= max(most) <= 5
 
 
-def _cancel(bench: LimitedRunnerHarness, task: DelayTask) -> None:
+def _cancel(bench: LimitedBench, task: DelayTask) -> None:
     bench.store.tasks.cancel(task.id, None)
 
 
-def _push_away(bench: LimitedRunnerHarness, task: DelayTask) -> None:
+def _push_away(bench: LimitedBench, task: DelayTask) -> None:
     assert bench.store.touches.touch(task.id, bench.clock.now() + timedelta(seconds=60))
 
 
-def _reschedule(bench: LimitedRunnerHarness, task: DelayTask) -> None:
+def _reschedule(bench: LimitedBench, task: DelayTask) -> None:
     bench.store.tasks.reschedule(task.id, bench.clock.now() + timedelta(seconds=60), None)
 
 
@@ -288,9 +286,7 @@ def _reschedule(bench: LimitedRunnerHarness, task: DelayTask) -> None:
     [(_cancel, "CANCELLED"), (_push_away, "NOT_COMPLETE"), (_reschedule, "NOT_COMPLETE")],
 )
 def test_who_leaves_the_line_does_not_run(
-    bench: LimitedRunnerHarness,
-    move: Callable[[LimitedRunnerHarness, DelayTask], None],
-    status: str,
+    bench: LimitedBench, move: Callable[[LimitedBench, DelayTask], None], status: str
 ) -> None:
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n) for n in range(15)]
@@ -307,7 +303,7 @@ def test_who_leaves_the_line_does_not_run(
     assert bench.statuses(tasks[1:-1]) == [status] * 13
 
 
-def test_what_somebody_has_locked_keeps_nobody_waiting(bench: LimitedRunnerHarness) -> None:
+def test_what_somebody_has_locked_keeps_nobody_waiting(bench: LimitedBench) -> None:
     if bench.store.database.url.get_backend_name() == "sqlite":
         return  # who writes has it all
     bench.limit(concurrency=1)
@@ -323,7 +319,7 @@ def test_what_somebody_has_locked_keeps_nobody_waiting(bench: LimitedRunnerHarne
     assert [task.body for task in bench.admit()] == [1]
 
 
-def test_without_its_limits_a_line_runs_off(bench: LimitedRunnerHarness) -> None:
+def test_without_its_limits_a_line_runs_off(bench: LimitedBench) -> None:
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n) for n in range(5)]
     bench.claim(tasks[0])
@@ -334,7 +330,7 @@ def test_without_its_limits_a_line_runs_off(bench: LimitedRunnerHarness) -> None
     assert len(bench.admit()) == 4
 
 
-def test_a_sweep_finds_queues_with_lines(bench: LimitedRunnerHarness) -> None:
+def test_a_sweep_finds_queues_with_lines(bench: LimitedBench) -> None:
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n, queue="slow") for n in range(3)]
     assert [level.queue for level in bench.store.sweeps.levels(0)] == ["slow"]
@@ -344,7 +340,7 @@ def test_a_sweep_finds_queues_with_lines(bench: LimitedRunnerHarness) -> None:
     assert bench.claims.lines.of("default") == set()
 
 
-def test_what_is_in_line_is_held(bench: LimitedRunnerHarness) -> None:
+def test_what_is_in_line_is_held(bench: LimitedBench) -> None:
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n) for n in range(2)]
     bench.claim(tasks[0])
@@ -352,7 +348,7 @@ def test_what_is_in_line_is_held(bench: LimitedRunnerHarness) -> None:
     assert bench.now(tasks[1]).status is Status.HELD
 
 
-def test_who_has_run_hands_its_place_over_as_it_is_settled(bench: LimitedRunnerHarness) -> None:
+def test_who_has_run_hands_its_place_over_as_it_is_settled(bench: LimitedBench) -> None:
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n) for n in range(4)]
     places: list[int] = []
@@ -375,7 +371,7 @@ def test_who_has_run_hands_its_place_over_as_it_is_settled(bench: LimitedRunnerH
 
 
 def test_a_place_is_handed_over_together_with_all_that_a_settlement_does(
-    bench: LimitedRunnerHarness,
+    bench: LimitedBench,
 ) -> None:
     bench.limit(concurrency=1)
     failing, other = bench.schedule(body=0, key="k"), bench.schedule(body=1)
@@ -387,7 +383,7 @@ def test_a_place_is_handed_over_together_with_all_that_a_settlement_does(
     assert len(bench.store.tasks.attempts(failing.id)) == 1
 
 
-def test_a_place_that_was_lost_is_not_handed_over(bench: LimitedRunnerHarness) -> None:
+def test_a_place_that_was_lost_is_not_handed_over(bench: LimitedBench) -> None:
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n) for n in range(2)]
     [running] = bench.claim(*tasks)
@@ -400,7 +396,7 @@ def test_a_place_that_was_lost_is_not_handed_over(bench: LimitedRunnerHarness) -
     "limits", [{"rate": 100, "rate_period_s": 1.0}, {"key_concurrency": 1}, {"concurrency": None}]
 )
 def test_a_place_is_not_handed_over_where_it_is_not_all_that_a_task_needs(
-    bench: LimitedRunnerHarness, limits: dict[str, Any]
+    bench: LimitedBench, limits: dict[str, Any]
 ) -> None:
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n, concurrency_key="k") for n in range(3)]
@@ -410,7 +406,7 @@ def test_a_place_is_not_handed_over_where_it_is_not_all_that_a_task_needs(
         assert bench.claims.lines.next(connection, "default", "note", 1) == []
 
 
-def test_keys_take_turns_when_places_are_handed_over(bench: LimitedRunnerHarness) -> None:
+def test_keys_take_turns_when_places_are_handed_over(bench: LimitedBench) -> None:
     bench.limit(concurrency=1)
     first = bench.schedule(body="first")
     tasks = [
@@ -420,7 +416,7 @@ def test_keys_take_turns_when_places_are_handed_over(bench: LimitedRunnerHarness
     assert bench.ran == ["first", "a0", "b0", "a1", "b1", "a2", "b2"]
 
 
-def test_a_crowd_gets_in_line_at_once(bench: LimitedRunnerHarness) -> None:
+def test_a_crowd_gets_in_line_at_once(bench: LimitedBench) -> None:
     bench.limit(concurrency=1)
     bench.claim(bench.schedule())
     tasks = [bench.schedule(body=n) for n in range(20)]
@@ -436,10 +432,10 @@ def test_a_crowd_gets_in_line_at_once(bench: LimitedRunnerHarness) -> None:
 
 
 def test_who_is_behind_a_crowd_gets_in_line_before_all_of_it(
-    bench: LimitedRunnerHarness, monkeypatch: pytest.MonkeyPatch
+    bench: LimitedBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limited_backlogs, "STEP", 8)
-    bench = LimitedRunnerHarness(bench.store)
+    bench = LimitedBench(bench.store)
     bench.limit(concurrency=1)
     large = [bench.schedule(body=n, concurrency_key="large") for n in range(40)]
     small = [bench.schedule(body=n, concurrency_key=f"small {n}") for n in range(3)]
@@ -458,10 +454,10 @@ def test_who_is_behind_a_crowd_gets_in_line_before_all_of_it(
 
 
 def test_tasks_without_keys_are_no_crowd_of_other_tags(
-    bench: LimitedRunnerHarness, monkeypatch: pytest.MonkeyPatch
+    bench: LimitedBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limited_backlogs, "STEP", 8)
-    bench = LimitedRunnerHarness(bench.store)
+    bench = LimitedBench(bench.store)
     for _ in range(40):
         bench.schedule()
     other = bench.schedule("other")
@@ -472,12 +468,12 @@ def test_tasks_without_keys_are_no_crowd_of_other_tags(
 
 
 def test_rows_that_somebody_has_do_not_keep_a_crowd_from_getting_in_line(
-    bench: LimitedRunnerHarness, monkeypatch: pytest.MonkeyPatch
+    bench: LimitedBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if bench.store.database.url.get_backend_name() != "postgresql":
         pytest.skip("others lock more of a small table than the rows that are named")
     monkeypatch.setattr(limited_backlogs, "STEP", 4)
-    bench = LimitedRunnerHarness(bench.store)
+    bench = LimitedBench(bench.store)
     large = [bench.schedule(body=n, concurrency_key="large") for n in range(12)]
     small = [bench.schedule(body=n, concurrency_key=f"small {n}") for n in range(6)]
     t, lines = bench.store.schema.tasks, bench.claims.lines
@@ -490,7 +486,7 @@ def test_rows_that_somebody_has_do_not_keep_a_crowd_from_getting_in_line(
         assert bench.statuses(large) == ["HELD"] * 12
 
 
-def test_who_waits_in_line_is_not_released_by_those_who_resume(bench: LimitedRunnerHarness) -> None:
+def test_who_waits_in_line_is_not_released_by_those_who_resume(bench: LimitedBench) -> None:
     bench.limit(concurrency=1)
     bench.claim(bench.schedule())
     tasks = [bench.schedule(body=n, concurrency_key=key) for n, key in enumerate([None, "a", "a"])]
@@ -506,7 +502,7 @@ def test_who_waits_in_line_is_not_released_by_those_who_resume(bench: LimitedRun
     assert found == {stray.id, tasks[1].id}, "it is not due any more, and waits in vain"
 
 
-def test_who_starts_several_at_once_takes_as_many(bench: LimitedRunnerHarness) -> None:
+def test_who_starts_several_at_once_takes_as_many(bench: LimitedBench) -> None:
     bench.limit(concurrency=10)
     tasks = [bench.schedule(body=n) for n in range(20)]
     assert len(bench.claim(*tasks)) == 1

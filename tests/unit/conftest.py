@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
+from tests.benches import Bench
 from tests.conftest import open_store
-from tests.runner_harness import RunnerHarness
 
-Make = Callable[..., RunnerHarness]
+Make = Callable[..., Bench]
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    made: list[RunnerHarness] = []
+    made: list[Bench] = []
 
-    def new(may_leave: bool = False, **changes: Any) -> RunnerHarness:
+    def new(may_leave: bool = False, **changes: Any) -> Bench:
         store = open_store(f"sqlite:///{tmp_path / f'{len(made)}.sqlite3'}", **changes)
-        made.append(RunnerHarness(store, may_leave, **changes))
+        made.append(Bench(store, may_leave, **changes))
         return made[-1]
 
     yield new
@@ -29,5 +29,5 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 @pytest.fixture
-def bench(make: Make) -> RunnerHarness:
+def bench(make: Make) -> Bench:
     return make()

@@ -13,7 +13,7 @@ from celery.exceptions import Retry as CeleryRetry
 
 from delaytasks import DelayTask
 from delaytasks.worker.celery_context import CeleryTaskContext
-from tests.runner_harness import RunnerHarness
+from tests.benches import Bench
 from tests.unit.conftest import Make
 
 CELERYS_WAIT = timedelta(seconds=180)
@@ -26,16 +26,14 @@ def app() -> Celery:
 
 
 @pytest.fixture
-def bench(make: Make, app: Celery) -> RunnerHarness:
+def bench(make: Make, app: Celery) -> Bench:
     made = make()
     made.execute = CeleryTaskContext(app, "w@host", made.clock)  # type: ignore[assignment, method-assign]
     made.runner = made.make_runner()
     return made
 
 
-def run(
-    bench: RunnerHarness, function: Callable[[], Any], attempts: int = 0, **options: Any
-) -> DelayTask:
+def run(bench: Bench, function: Callable[[], Any], attempts: int = 0, **options: Any) -> DelayTask:
     """The task as it is after its run, of which there were so many before."""
     bench.registry.processor("celery", **options)(lambda given: function())
     task = bench.schedule("celery", {"n": 1})
@@ -44,7 +42,7 @@ def run(
     return bench.now(task)
 
 
-def waits(bench: RunnerHarness, task: DelayTask) -> timedelta:
+def waits(bench: Bench, task: DelayTask) -> timedelta:
     assert task.status.name == "NOT_COMPLETE"
     return task.expected_time - bench.clock.now()
 
@@ -62,7 +60,7 @@ SECOND = timedelta(seconds=2)
 @pytest.mark.parametrize(
     "options", [{}, {"batch": 5}, {"in_flight": 5}], ids=["single", "batch", "in_flight"]
 )
-def test_current_task_retry_is_a_retry(bench: RunnerHarness, options: Any) -> None:
+def test_current_task_retry_is_a_retry(bench: Bench, options: Any) -> None:
     task = run(bench, retry(countdown=600, exc=ValueError("the bank is closed")), **options)
     assert abs(waits(bench, task) - timedelta(seconds=600)) < SECOND
     assert task.attempts == 1
@@ -70,19 +68,19 @@ def test_current_task_retry_is_a_retry(bench: RunnerHarness, options: Any) -> No
 
 
 def test_a_retry_without_a_countdown_takes_the_next_delay_of_the_retry_schedule(
-    bench: RunnerHarness,
+    bench: Bench,
 ) -> None:
     task = run(bench, retry(), attempts=1, retry="1m 1h")
     assert abs(waits(bench, task) - timedelta(hours=1)) < SECOND
 
 
-def test_a_retry_past_the_retry_schedule_fails(bench: RunnerHarness) -> None:
+def test_a_retry_past_the_retry_schedule_fails(bench: Bench) -> None:
     task = run(bench, retry(exc=ValueError("still closed")), attempts=2, retry="1m 1h")
     assert task.status.name == "FAILED"
     assert "still closed" in (task.error or "")
 
 
-def test_a_tag_without_a_retry_schedule_has_celerys_defaults(bench: RunnerHarness) -> None:
+def test_a_tag_without_a_retry_schedule_has_celerys_defaults(bench: Bench) -> None:
     task = run(bench, retry())
     assert abs(waits(bench, task) - CELERYS_WAIT) < SECOND
 
@@ -92,7 +90,7 @@ def test_a_tag_without_a_retry_schedule_has_celerys_defaults(bench: RunnerHarnes
     [({}, "MaxRetriesExceededError"), ({"exc": ValueError("closed")}, "ValueError: closed")],
     ids=["without an error", "with an error"],
 )
-def test_a_retry_too_many_fails(bench: RunnerHarness, options: Any, said: str) -> None:
+def test_a_retry_too_many_fails(bench: Bench, options: Any, said: str) -> None:
     task = run(bench, retry(**options), attempts=3)
     assert task.status.name == "FAILED"
     assert said in (task.error or "")
@@ -100,7 +98,7 @@ def test_a_retry_too_many_fails(bench: RunnerHarness, options: Any, said: str) -
     assert other.status.name == "NOT_COMPLETE"
 
 
-def test_a_retry_has_the_time_that_its_eta_says(bench: RunnerHarness) -> None:
+def test_a_retry_has_the_time_that_its_eta_says(bench: Bench) -> None:
     task = run(bench, lambda: retry(eta=bench.clock.now() + timedelta(minutes=7))())
     assert abs(waits(bench, task) - timedelta(minutes=7)) < SECOND
     naive = run(
@@ -111,7 +109,7 @@ def test_a_retry_has_the_time_that_its_eta_says(bench: RunnerHarness) -> None:
     )
 
 
-def test_a_retry_that_is_raised_or_returned_by_itself_is_one(bench: RunnerHarness) -> None:
+def test_a_retry_that_is_raised_or_returned_by_itself_is_one(bench: Bench) -> None:
     def ask() -> None:
         raise CeleryRetry("busy", when=60)
 
@@ -123,7 +121,7 @@ def test_a_retry_that_is_raised_or_returned_by_itself_is_one(bench: RunnerHarnes
 
 
 def test_the_retry_of_a_celery_task_that_a_processor_calls_is_the_rows(
-    bench: RunnerHarness, app: Celery
+    bench: Bench, app: Celery
 ) -> None:
     @app.task(bind=True)
     def charge(self: Task) -> None:
@@ -142,7 +140,7 @@ def test_the_retry_of_a_celery_task_that_a_processor_calls_is_the_rows(
         ({"throw": False}, "retry(throw=False) has no effect on task"),
     ],
 )
-def test_what_a_retry_can_not_do_is_said(bench: RunnerHarness, options: Any, said: str) -> None:
+def test_what_a_retry_can_not_do_is_said(bench: Bench, options: Any, said: str) -> None:
     task = run(bench, retry(**options))
     assert task.status.name == "FAILED"
     assert said in (task.error or "")
@@ -153,7 +151,7 @@ def test_what_a_retry_can_not_do_is_said(bench: RunnerHarness, options: Any, sai
     "options", [{}, {"batch": 5}, {"in_flight": 5}], ids=["single", "batch", "in_flight"]
 )
 def test_what_says_nothing_about_a_row_is_an_error_that_names_the_outcomes(
-    bench: RunnerHarness, error: Exception, options: Any
+    bench: Bench, error: Exception, options: Any
 ) -> None:
     def end() -> None:
         raise error
@@ -165,7 +163,7 @@ def test_what_says_nothing_about_a_row_is_an_error_that_names_the_outcomes(
 
 
 @pytest.mark.parametrize("call", ["delay", "apply_async", "s"])
-def test_a_tag_can_not_be_sent_as_a_message(bench: RunnerHarness, call: str) -> None:
+def test_a_tag_can_not_be_sent_as_a_message(bench: Bench, call: str) -> None:
     def send() -> None:
         made = getattr(current_task, call)()
         made.apply_async()

@@ -18,7 +18,7 @@ from delaytasks.worker import table_poller as reader_module
 from delaytasks.worker.table_poller import GROWTH, LEAST_S, MOST_S, TablePoller
 
 
-class PollerHarness:
+class Bench:
     """A reader of a table in which are `rows`; what it hands on is `held`."""
 
     def __init__(self) -> None:
@@ -74,16 +74,16 @@ class PollerHarness:
 
 
 @pytest.fixture
-def bench() -> PollerHarness:
-    return PollerHarness()
+def bench() -> Bench:
+    return Bench()
 
 
-def rests(bench: PollerHarness, count: int) -> list[float]:
+def rests(bench: Bench, count: int) -> list[float]:
     return [bench.reader._look() for _ in range(count)]
 
 
 def test_a_table_that_tells_nothing_is_looked_at_more_rarely_while_nothing_is_late(
-    bench: PollerHarness,
+    bench: Bench,
 ) -> None:
     found = rests(bench, 20)
     assert found[0] == pytest.approx(LEAST_S * GROWTH)
@@ -91,7 +91,7 @@ def test_a_table_that_tells_nothing_is_looked_at_more_rarely_while_nothing_is_la
     assert found[-1] == MOST_S
 
 
-def test_and_often_again_once_something_was_found_late(bench: PollerHarness) -> None:
+def test_and_often_again_once_something_was_found_late(bench: Bench) -> None:
     rests(bench, 20)
     bench.rows = bench.entries(1, in_s=-0.01)
     assert rests(bench, 1) == [LEAST_S]
@@ -102,13 +102,13 @@ def test_and_often_again_once_something_was_found_late(bench: PollerHarness) -> 
     assert len(bench.held) == 1
 
 
-def test_a_table_that_tells_is_looked_at_once_a_second(bench: PollerHarness) -> None:
+def test_a_table_that_tells_is_looked_at_once_a_second(bench: Bench) -> None:
     bench.reader.listener.hears = True
     assert rests(bench, 3) == [LOOK_S] * 3
 
 
 def test_where_more_is_near_than_one_look_takes_the_next_comes_before_it_is_due(
-    bench: PollerHarness, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader_module, "MOST_ROWS", 10)
     bench.reader.listener.hears = True
@@ -117,9 +117,7 @@ def test_where_more_is_near_than_one_look_takes_the_next_comes_before_it_is_due(
     assert len(bench.held) == 10
 
 
-def test_what_is_late_is_asked_for_once_a_second_by_queue_and_priority(
-    bench: PollerHarness,
-) -> None:
+def test_what_is_late_is_asked_for_once_a_second_by_queue_and_priority(bench: Bench) -> None:
     bench.late = [Level("default", 0), Level("default", 9), Level("others", 0)]
     rests(bench, 5)
     assert bench.asked == [("default", [0, 9])]
@@ -129,7 +127,7 @@ def test_what_is_late_is_asked_for_once_a_second_by_queue_and_priority(
 
 
 def test_who_serves_all_queues_asks_for_a_few_of_the_unknown_ones_and_always_for_those_it_knows(
-    bench: PollerHarness,
+    bench: Bench,
 ) -> None:
     bench.processes.queues = ["*"]
     names = [f"q{number:04}" for number in range(3 * MOST_OTHERS)]
@@ -149,7 +147,7 @@ def test_who_serves_all_queues_asks_for_a_few_of_the_unknown_ones_and_always_for
     assert bench.asked == [("default", [0])], "the others wait until there is room"
 
 
-def test_a_database_that_is_down_is_left_alone(bench: PollerHarness) -> None:
+def test_a_database_that_is_down_is_left_alone(bench: Bench) -> None:
     bench.is_up, bench.rows = False, bench.entries(1, in_s=0)
     assert rests(bench, 1) == [LOOK_S]
     assert bench.held == []

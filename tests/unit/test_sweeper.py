@@ -31,7 +31,7 @@ from tests.recording import RecordingTimer, delays_on
 _ids = count(1)
 
 
-class SweeperHarness:
+class Field:
     """A table with a sweeper on it."""
 
     def __init__(self, url: str, **changes: Any) -> None:
@@ -110,15 +110,15 @@ class SweeperHarness:
         return self.events.counts[event]
 
 
-Make = Callable[..., SweeperHarness]
+Make = Callable[..., Field]
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    made: list[SweeperHarness] = []
+    made: list[Field] = []
 
-    def new(**changes: Any) -> SweeperHarness:
-        made.append(SweeperHarness(f"sqlite:///{tmp_path / f'{len(made)}.sqlite3'}", **changes))
+    def new(**changes: Any) -> Field:
+        made.append(Field(f"sqlite:///{tmp_path / f'{len(made)}.sqlite3'}", **changes))
         return made[-1]
 
     yield new
@@ -127,14 +127,14 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 @pytest.fixture
-def field(make: Make) -> SweeperHarness:
+def field(make: Make) -> Field:
     return make()
 
 
 # -- near -----------------------------------------------------------------------------------------
 
 
-def test_near_rows_are_armed_in_the_order_of_their_times_and_once(field: SweeperHarness) -> None:
+def test_near_rows_are_armed_in_the_order_of_their_times_and_once(field: Field) -> None:
     late, far = field.row(-5), field.row(60)
     ids = [field.row(in_s) for in_s in (20, 5, 29, 10)]
     others = [field.row(5, status) for status in Status if status is not Status.NOT_COMPLETE]
@@ -145,7 +145,7 @@ def test_near_rows_are_armed_in_the_order_of_their_times_and_once(field: Sweeper
     assert field.timer.armed[0].queue == "default"
 
 
-def test_each_sweep_arms_what_came_near_since_the_last_one(field: SweeperHarness) -> None:
+def test_each_sweep_arms_what_came_near_since_the_last_one(field: Field) -> None:
     field.sweep()
     field.near_until(10)
     soon, new = field.row(9), field.row(11)
@@ -154,7 +154,7 @@ def test_each_sweep_arms_what_came_near_since_the_last_one(field: SweeperHarness
     assert abs((field.armed_until() - field.clock.now()).total_seconds() - 30) < 1
 
 
-def test_a_long_pause_leaves_no_gap(field: SweeperHarness) -> None:
+def test_a_long_pause_leaves_no_gap(field: Field) -> None:
     field.sweep()
     field.near_until(-100)
     late, near = field.row(-50), field.row(25)
@@ -182,9 +182,7 @@ class CrashingTimer(RecordingTimer):
         return answer
 
 
-def test_a_crash_between_arming_and_marking_costs_duplicates_and_makes_no_gap(
-    field: SweeperHarness,
-) -> None:
+def test_a_crash_between_arming_and_marking_costs_duplicates_and_makes_no_gap(field: Field) -> None:
     ids = [field.row(19.9 + n / 250) for n in range(2500)]  # writing them may take a while
     crashing = CrashingTimer(2, field.timer.armed)
     field.let_pass()
@@ -196,7 +194,7 @@ def test_a_crash_between_arming_and_marking_costs_duplicates_and_makes_no_gap(
     assert len(field.timer.armed) == armed + len(ids)
 
 
-def test_while_the_broker_is_away_nothing_counts_as_armed(field: SweeperHarness) -> None:
+def test_while_the_broker_is_away_nothing_counts_as_armed(field: Field) -> None:
     ids = [field.row(5), field.row(10)]
     field.timer.is_up = False
     field.sweep()
@@ -216,7 +214,7 @@ class HalfwayTimer(RecordingTimer):
         return answer
 
 
-def test_a_broker_that_goes_away_in_the_middle_leaves_no_gap(field: SweeperHarness) -> None:
+def test_a_broker_that_goes_away_in_the_middle_leaves_no_gap(field: Field) -> None:
     ids = [field.row(10 + n / 100) for n in range(1500)]
     halfway = HalfwayTimer()
     field.sweep(timer=halfway)
@@ -233,7 +231,7 @@ class RefusingTimer(RecordingTimer):
         return all(entry.queue != "bad" for entry in entries)
 
 
-def test_a_refused_queue_does_not_keep_other_rows_from_being_armed(field: SweeperHarness) -> None:
+def test_a_refused_queue_does_not_keep_other_rows_from_being_armed(field: Field) -> None:
     refused = [field.row(1 + n / 1000, queue="bad") for n in range(1200)]
     ids = [field.row(10 + n / 100) for n in range(1200)]
     refusing = RefusingTimer()
@@ -244,7 +242,7 @@ def test_a_refused_queue_does_not_keep_other_rows_from_being_armed(field: Sweepe
     assert set(refused).isdisjoint(refusing.ids), "they are drained when they are overdue"
 
 
-def test_a_clock_that_knows_nothing_arms_nothing_and_marks_nothing(field: SweeperHarness) -> None:
+def test_a_clock_that_knows_nothing_arms_nothing_and_marks_nothing(field: Field) -> None:
     id = field.row(5)
     known = field.clock
 
@@ -302,7 +300,7 @@ def test_a_stage_that_fails_keeps_no_other_from_its_work(
     assert failure["error"] == "ValueError: a row can not be read"
 
 
-def test_tokens_that_could_not_be_sent_are_not_told(field: SweeperHarness) -> None:
+def test_tokens_that_could_not_be_sent_are_not_told(field: Field) -> None:
     field.row(-60)
     field.serve("w1", "default")
     field.timer.is_up = False
@@ -314,7 +312,7 @@ def test_tokens_that_could_not_be_sent_are_not_told(field: SweeperHarness) -> No
 
 
 def test_a_broker_that_takes_no_tokens_has_the_sweeping_worker_drain_what_it_serves(
-    field: SweeperHarness,
+    field: Field,
 ) -> None:
     for queue in ("default", "mail"):
         field.row(-60, queue=queue)
@@ -334,7 +332,7 @@ def test_a_broker_that_takes_no_tokens_has_the_sweeping_worker_drain_what_it_ser
     assert field.count("sweep.drain_here") == 1
 
 
-def test_a_worker_that_begins_drains_what_is_overdue_without_a_sweep(field: SweeperHarness) -> None:
+def test_a_worker_that_begins_drains_what_is_overdue_without_a_sweep(field: Field) -> None:
     field.row(-60)
     field.row(-60, priority=9)
     field.row(-60, queue="mail")
@@ -354,7 +352,7 @@ def test_a_worker_that_begins_drains_what_is_overdue_without_a_sweep(field: Swee
     ]
 
 
-def test_a_sweep_that_could_not_read_the_policies_releases_nothing(field: SweeperHarness) -> None:
+def test_a_sweep_that_could_not_read_the_policies_releases_nothing(field: Field) -> None:
     """To whom nothing is paused."""
     done: list[str] = []
     is_away = True
@@ -378,9 +376,7 @@ def test_a_sweep_that_could_not_read_the_policies_releases_nothing(field: Sweepe
     assert done == ["walk"]
 
 
-def test_a_late_row_is_drained_also_while_the_broker_is_away_for_near_ones(
-    field: SweeperHarness,
-) -> None:
+def test_a_late_row_is_drained_also_while_the_broker_is_away_for_near_ones(field: Field) -> None:
     field.row(5)
     field.row(-60)
     field.serve("w1", "default")
@@ -398,7 +394,7 @@ def test_without_a_horizon_nothing_is_armed_by_sweeps(make: Make) -> None:
 # -- one at a time --------------------------------------------------------------------------------
 
 
-def test_of_two_sweeps_at_once_one_sweeps(field: SweeperHarness) -> None:
+def test_of_two_sweeps_at_once_one_sweeps(field: Field) -> None:
     ids = [field.row(5) for _ in range(10)]
     field.sweep()
     field.near_until(0)
@@ -416,7 +412,7 @@ def test_of_two_sweeps_at_once_one_sweeps(field: SweeperHarness) -> None:
     assert sorted(field.timer.ids) == sorted(ids)
 
 
-def test_of_two_first_sweeps_at_once_one_sweeps(field: SweeperHarness) -> None:
+def test_of_two_first_sweeps_at_once_one_sweeps(field: Field) -> None:
     ids = [field.row(5) for _ in range(10)]
     meet = threading.Barrier(4)
 
@@ -430,7 +426,7 @@ def test_of_two_first_sweeps_at_once_one_sweeps(field: SweeperHarness) -> None:
     assert sorted(field.timer.ids) == sorted(ids)
 
 
-def test_a_sweep_right_after_another_one_is_left_out(field: SweeperHarness) -> None:
+def test_a_sweep_right_after_another_one_is_left_out(field: Field) -> None:
     assert field.sweeper().sweep()
     assert not field.sweeper().sweep()
     field.let_pass()
@@ -458,7 +454,7 @@ def test_houses_share_the_rows_and_one_looks_after_the_rest(make: Make) -> None:
 # -- workers that died ----------------------------------------------------------------------------
 
 
-def test_what_a_dead_worker_held_is_armed_again(field: SweeperHarness) -> None:
+def test_what_a_dead_worker_held_is_armed_again(field: Field) -> None:
     field.serve("w1", "default")
     field.serve("w2", "default")
     ids = [field.row(5), field.row(20)]
@@ -469,7 +465,7 @@ def test_what_a_dead_worker_held_is_armed_again(field: SweeperHarness) -> None:
     assert field.sweep() == [], "it is told once"
 
 
-def test_a_worker_that_is_only_a_little_silent_is_not_buried(field: SweeperHarness) -> None:
+def test_a_worker_that_is_only_a_little_silent_is_not_buried(field: Field) -> None:
     field.serve("w1", "default")
     w = field.store.schema.workers
     with field.store.database.begin() as connection:
@@ -506,7 +502,7 @@ def test_a_worker_that_dies_while_a_house_is_swept_is_not_forgotten(make: Make) 
 # -- late -----------------------------------------------------------------------------------------
 
 
-def test_late_rows_make_a_few_tokens_for_the_queues_that_are_served(field: SweeperHarness) -> None:
+def test_late_rows_make_a_few_tokens_for_the_queues_that_are_served(field: Field) -> None:
     for _ in range(50):
         field.row(-60, queue="mail", priority=3)
         field.row(-60, queue="mail", priority=5)
@@ -523,7 +519,7 @@ def test_late_rows_make_a_few_tokens_for_the_queues_that_are_served(field: Sweep
 
 
 def test_lapsed_leases_are_recovered_however_many(
-    field: SweeperHarness, monkeypatch: pytest.MonkeyPatch
+    field: Field, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sweeper_module, "STEP", 10)
     over, lasting = (
@@ -567,7 +563,7 @@ def test_old_finished_rows_are_deleted_only_when_that_is_asked_for(
     ("left", "times"), [(timedelta(days=1), 1), (timedelta(days=-1), 1), (timedelta(days=3), 0)]
 )
 def test_it_is_told_now_and_then_that_the_partitions_end(
-    field: SweeperHarness, monkeypatch: pytest.MonkeyPatch, left: timedelta, times: int
+    field: Field, monkeypatch: pytest.MonkeyPatch, left: timedelta, times: int
 ) -> None:
     end, sweeper = field.clock.now() + left, field.sweeper()
     monkeypatch.setattr(field.store.sweeps, "partitions_end", lambda: end)
@@ -602,7 +598,7 @@ def test_with_several_databases_a_sweeps_events_name_theirs(tmp_path: Path) -> N
 
 
 def test_who_takes_no_messages_counts_for_no_token(tmp_path: Path) -> None:
-    field = SweeperHarness(f"sqlite:///{tmp_path / 'here.sqlite3'}")
+    field = Field(f"sqlite:///{tmp_path / 'here.sqlite3'}")
     field.store.workers.seen("drainer", ["*"], "drain/prefork", 2, 0)
     field.store.workers.seen("direct", ["default"], "direct/prefork", 2, 0)
     field.row(-60)
@@ -617,7 +613,7 @@ def test_who_takes_no_messages_counts_for_no_token(tmp_path: Path) -> None:
 
 def test_sweeps_without_a_broker_do_not_count_for_those_who_have_one(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'here.sqlite3'}"
-    field, direct = SweeperHarness(url), open_store(url, timer="direct")
+    field, direct = Field(url), open_store(url, timer="direct")
     assert direct.sweeps.begin_sweep(0, 1, 4) is not None
     assert field.store.sweeps.stale_houses(1, 10) == [0]
     assert field.store.sweeps.begin_sweep(0, 1, 4) is not None

@@ -13,7 +13,7 @@ from delaytasks.worker import sweep_loop as sweeping_module
 from delaytasks.worker.sweep_loop import SweepLoop
 
 
-class SweepLoopHarness:
+class DatabaseAddress:
     """Notes what the thread asks for; what is in `fails` fails once."""
 
     def __init__(self, houses: int = 1) -> None:
@@ -94,12 +94,12 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 
 @pytest.fixture
-def place(time: Time) -> SweepLoopHarness:
-    return SweepLoopHarness(houses=3)
+def place(time: Time) -> DatabaseAddress:
+    return DatabaseAddress(houses=3)
 
 
 def test_without_beat_a_worker_asks_every_second_whether_somebody_swept(
-    place: SweepLoopHarness, time: Time
+    place: DatabaseAddress, time: Time
 ) -> None:
     """Else the longest time between two sweeps would be `self_sweep_s` and half of it again."""
     asked_at = []
@@ -111,7 +111,7 @@ def test_without_beat_a_worker_asks_every_second_whether_somebody_swept(
 
 
 def test_a_worker_that_can_not_say_that_it_lives_sweeps_all_the_same(
-    place: SweepLoopHarness,
+    place: DatabaseAddress,
 ) -> None:
     place.fails = {"seen"}
     place.sweeping.request(1)
@@ -122,12 +122,12 @@ def test_a_worker_that_can_not_say_that_it_lives_sweeps_all_the_same(
     assert place.turn() == ["seen"], "and says it at the next turn"
 
 
-def test_a_worker_publishes_the_tags_that_it_has_processors_for(place: SweepLoopHarness) -> None:
+def test_a_worker_publishes_the_tags_that_it_has_processors_for(place: DatabaseAddress) -> None:
     place.sweeping._turn()
     assert place.published == ["mail"]
 
 
-def test_a_worker_that_begins_looks_for_what_is_overdue_once(place: SweepLoopHarness) -> None:
+def test_a_worker_that_begins_looks_for_what_is_overdue_once(place: DatabaseAddress) -> None:
     place.fails = {"begin"}
     assert place.turn() == ["seen", "stale"]
     assert place.turn() == ["begin"], "the first look failed"
@@ -135,7 +135,7 @@ def test_a_worker_that_begins_looks_for_what_is_overdue_once(place: SweepLoopHar
 
 
 def test_what_others_put_off_is_brought_forward_when_workers_come_or_go(
-    place: SweepLoopHarness, monkeypatch: pytest.MonkeyPatch
+    place: DatabaseAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(place.settings, "sweep_s", 0)
     changes = [
@@ -154,7 +154,7 @@ def test_what_others_put_off_is_brought_forward_when_workers_come_or_go(
     assert place.asked == (["mail"], ["default"], 600.0)
 
 
-def test_a_house_that_was_asked_for_is_kept_until_it_is_swept(place: SweepLoopHarness) -> None:
+def test_a_house_that_was_asked_for_is_kept_until_it_is_swept(place: DatabaseAddress) -> None:
     place.fails = {"sweep 0"}
     place.sweeping.request(None)
     assert place.turn() == ["seen", "begin", "sweep 1", "sweep 2", "stale"]
@@ -164,7 +164,7 @@ def test_a_house_that_was_asked_for_is_kept_until_it_is_swept(place: SweepLoopHa
 
 
 def test_a_broker_that_was_away_is_not_forgotten_because_the_database_is(
-    place: SweepLoopHarness,
+    place: DatabaseAddress,
 ) -> None:
     place.fails = {"forget"}
     place.sweeping.forget()
@@ -175,7 +175,7 @@ def test_a_broker_that_was_away_is_not_forgotten_because_the_database_is(
 
 
 def test_houses_that_nobody_sweeps_are_looked_for_until_the_look_succeeds(
-    place: SweepLoopHarness,
+    place: DatabaseAddress,
 ) -> None:
     place.fails, place.stale = {"stale"}, [2]
     assert place.turn() == ["seen", "begin"]
