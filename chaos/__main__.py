@@ -97,7 +97,7 @@ def main() -> int:
             system = SystemUnderTest(folder, site)
             for nemesis in NEMESES:
                 if why := nemesis.misfit(system):
-                    console.print(f"left out: {nemesis.kind}: {why}")
+                    console.print(f"skipped: {nemesis.kind}: {why}")
             outcome = run(system, plan, console.print)
         except MissingServiceError as error:
             console.print(f"{site} is not available on this machine: {error}")

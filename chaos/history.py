@@ -94,7 +94,7 @@ class History:
     hung: list[str] = field(default_factory=list)
 
 
-_KINDS: dict[str, type[CallRecord | RunRecord]] = {"told": CallRecord, "ran": RunRecord}
+_KINDS: dict[str, type[CallRecord | RunRecord]] = {"call": CallRecord, "run": RunRecord}
 
 
 class Notebook:

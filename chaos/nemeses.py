@@ -120,7 +120,7 @@ def kill_child(system: SystemUnderTest, chance: random.Random) -> Struck:
         return Struck(
             f"pool process {child} of {worker.name}", "dead", (f"{worker.name}/{child}-",)
         )
-    return Struck("nobody")
+    return Struck("no process")
 
 
 def freeze_worker(system: SystemUnderTest, chance: random.Random) -> Struck:

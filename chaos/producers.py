@@ -179,10 +179,10 @@ class ChaosProducer:
         dues: dict[int, int] = {}
         asked_us = now_us()
         try:
-            said = ask()
-            if said is None:  # it is cancelled already
+            reply = ask()
+            if reply is None:  # it is cancelled already
                 answer = "failed"
-            dues = {task.id: to_us(task.expected_time) for task in said or ()}
+            dues = {task.id: to_us(task.expected_time) for task in reply or ()}
         except OutcomeUnknownError:
             answer = "unknown"
         except (DelayTaskError, RolledBackError, SQLAlchemyError):

@@ -11,9 +11,9 @@ def marked(*marks: str) -> dict[int, str]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             line = (folder / "cmdline").read_bytes()
-            said = line + b"\0" + (folder / "environ").read_bytes()
+            searched = line + b"\0" + (folder / "environ").read_bytes()
         except OSError:
             continue  # it has ended, or belongs to another user
-        if line and any(mark.encode() in said for mark in marks):
+        if line and any(mark.encode() in searched for mark in marks):
             found[int(folder.name)] = line.replace(b"\0", b" ").decode(errors="replace")
     return found

@@ -149,7 +149,7 @@ def guarded(body: dict[str, Any], task: DelayTask) -> None:
             task.check_lease()
             time.sleep(0.05)
     except LeaseLostError:
-        note(body, task.id, "told", time.monotonic() - began)
+        note(body, task.id, "notified", time.monotonic() - began)
         raise
     note(body, task.id, "ended")
 

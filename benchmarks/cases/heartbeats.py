@@ -140,9 +140,9 @@ def _run(stage: CaseContext, side: Ours) -> None:
     known = [line for line in found if not math.isnan(line[2])]
     for what, unit, value, target in known:
         stage.figure("heartbeats", f"{side.timer}: {what}", unit, target).add(value)
-    said = ", ".join(f"{what} {value:,.2f} {unit}".strip() for what, unit, value, _ in known)
+    values = ", ".join(f"{what} {value:,.2f} {unit}".strip() for what, unit, value, _ in known)
     stage.say(
-        f"heartbeats: {side.timer}: {said}; touches were up to {connections.behind_s:.2f} s late, "
+        f"heartbeats: {side.timer}: {values}; touches were up to {connections.behind_s:.2f} s late, "
         f"load {load():.1f}"
     )
 

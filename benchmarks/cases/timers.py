@@ -126,6 +126,6 @@ def _bytes_each(stage: CaseContext, side: Side, count: int) -> dict[str, float]:
             found["the worker"] = (rss_after_mb - rss_mb) * 2**20 / count
     brokers.clear()
     table.clear()  # the tasks do not have to run
-    said = ", ".join(f"{value:,.0f} bytes in {place}" for place, value in found.items())
-    stage.say(f"timer_memory: {side.name} with {count:,} near tasks: {said} each")
+    values = ", ".join(f"{value:,.0f} bytes in {place}" for place, value in found.items())
+    stage.say(f"timer_memory: {side.name} with {count:,} near tasks: {values} each")
     return found

@@ -74,8 +74,8 @@ def run(stage: CaseContext) -> None:
 
 
 def _say(stage: CaseContext, name: str, held: int, found: dict[str, float]) -> None:
-    said = ", ".join(f"{measure} {found[measure]:,.0f} {unit}" for measure, unit, _ in _MEASURES)
-    stage.say(f"wheel: {name} with {held:,}: {said}, tick {found['tick']:,.2f} µs")
+    values = ", ".join(f"{measure} {found[measure]:,.0f} {unit}" for measure, unit, _ in _MEASURES)
+    stage.say(f"wheel: {name} with {held:,}: {values}, tick {found['tick']:,.2f} µs")
 
 
 def _work(make: Callable[[], Holder], count: int) -> dict[str, float]:

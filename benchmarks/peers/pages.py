@@ -98,7 +98,7 @@ def _table(table: PageTable, results: Results) -> Iterable[str]:
     if not measures:
         return
     workloads = list(dict.fromkeys(measure.workload for measure in measures))
-    said: list[str] = []
+    footnotes: list[str] = []
     yield f"## {table.title}"
     yield "\n".join(
         f"- {_heading(workload)}: {results.sizes.get(workload, '?')}." for workload in workloads
@@ -112,14 +112,14 @@ def _table(table: PageTable, results: Results) -> Iterable[str]:
             mark = ""
             if remark and measure.workload not in marked:
                 marked.add(measure.workload)
-                said += [] if remark in said else [remark]
-                mark = f"<sup>{said.index(remark) + 1}</sup>"
+                footnotes += [] if remark in footnotes else [remark]
+                mark = f"<sup>{footnotes.index(remark) + 1}</sup>"
             values = results.of(measure.name).get(system)
             cells.append((spread(values) if values else "–") + mark)
         lines.append(f"| {facts['title']} | {' | '.join(cells)} |")
     yield "\n".join(lines)
-    if said:
-        yield "\n".join(f"{number}. {remark}" for number, remark in enumerate(said, 1))
+    if footnotes:
+        yield "\n".join(f"{number}. {remark}" for number, remark in enumerate(footnotes, 1))
 
 
 def _setups(results: Results) -> Iterable[str]:

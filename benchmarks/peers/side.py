@@ -133,7 +133,7 @@ class Peer:
         order = {
             "rate": rate,
             "count": count,
-            "lot": batch,
+            "batch": batch,
             "soonest": soonest,
             "latest": latest,
             "limit_s": limit_s,

@@ -136,7 +136,7 @@ def shared(
 
 def show(results: Sequence[PartResult], slack_s: float, console: Console) -> int:
     episodes = [episode for one in results for episode in one.episodes]
-    table = Table("failpoint", "who", "runs", "p50 s", "worst s", "bound s", "inside")
+    table = Table("failpoint", "process", "runs", "p50 s", "worst s", "bound s", "inside")
     is_bad = False
     for failpoint in FAILPOINTS:
         mine = [episode for episode in episodes if episode.failpoint == failpoint.name]

@@ -166,6 +166,6 @@ class FailpointCalls:
     def _call(self, id: int, call: Call, runs: int, ask: Callable[[], Any]) -> None:
         asked_us = now_us()
         self._notes.note(CallRecord(id, call, "unknown", asked_us, asked_us, None, runs))
-        said = ask()
-        due_us = None if call == "cancel" else to_us(said.expected_time)
+        reply = ask()
+        due_us = None if call == "cancel" else to_us(reply.expected_time)
         self._notes.note(CallRecord(id, call, "ok", asked_us, now_us(), due_us, runs))

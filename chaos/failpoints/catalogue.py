@@ -94,7 +94,7 @@ FAILPOINTS = [
         "many",
     ),
     Failpoint(
-        "lot inserted", "producer", "after", ("storage.tasks:Tasks.insert_many",), "R1", "many"
+        "batch inserted", "producer", "after", ("storage.tasks:Tasks.insert_many",), "R1", "many"
     ),
     Failpoint(
         "batches before the commit",

@@ -93,11 +93,11 @@ class SimulatedCalls:
         answer: Answer = "ok"
         due_us = None
         try:
-            said = ask()
-            if said is False:
+            reply = ask()
+            if reply is False:
                 answer = "failed"
             elif call != "cancel":
-                due_us = to_us(said.expected_time)
+                due_us = to_us(reply.expected_time)
         except (OutcomeUnknownError, Dead) as error:
             answer = "unknown"
             if isinstance(error, Dead):

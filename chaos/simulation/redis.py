@@ -90,14 +90,14 @@ class Redis:
         first, first_in_hand = (
             str(min(some.values(), default="inf")).encode() for some in (waiting, in_hand)
         )
-        said = (
+        reply = (
             int(was_lost),
             len(stale),
             len(dropped),
             " ".join(levels).encode(),
             repr(back if due else 0).encode(),
         )
-        return [*said, text.encode(), first, first_in_hand]
+        return [*reply, text.encode(), first, first_in_hand]
 
 
 def _in_order(some: dict[str, float]) -> list[tuple[str, float]]:

@@ -82,8 +82,11 @@ class Child(Host):
                 return self._runner.drain(job.drain, job.priorities, job.limit, job.for_s)
             return self._runner.run(job.entries, job.for_s)
         except Exception as error:
-            said, is_stores = f"{type(error).__name__}: {error}", isinstance(error, StoreError)
-            return Report(left=self._runner.left, error=said, is_stores_error=is_stores)
+            error_text, is_stores = (
+                f"{type(error).__name__}: {error}",
+                isinstance(error, StoreError),
+            )
+            return Report(left=self._runner.left, error=error_text, is_stores_error=is_stores)
 
 
 class TimeBudgets:

@@ -82,7 +82,7 @@ def _play(console: Console, folder: Path) -> int:
             )
             for name in ("one", "two"):
                 console.print(
-                    f"--- worker {name} said:", servers.log(name)[-3000:], sep="\n", markup=False
+                    f"--- log of worker {name}:", servers.log(name)[-3000:], sep="\n", markup=False
                 )
             return 1
         console.print("[bold green]Nothing was lost, nothing ran early.[/]")

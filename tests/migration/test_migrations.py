@@ -382,7 +382,7 @@ def test_times_that_were_written_in_iso_form_are_due_on_time_on_sqlite(
     now = datetime.now(UTC)
     past, future = now - timedelta(minutes=1), now + timedelta(minutes=1)
     east = timezone(timedelta(hours=2))
-    said = [
+    iso_times = [
         past.isoformat(),
         past.strftime("%Y-%m-%dT%H:%M:%SZ"),
         past.astimezone(east).isoformat(" "),
@@ -390,7 +390,7 @@ def test_times_that_were_written_in_iso_form_are_due_on_time_on_sqlite(
         future.strftime("%Y-%m-%dT%H:%M:%SZ"),
         future.astimezone(east).isoformat(" "),
     ]
-    _make_foreign(database, [(n, 0, 0, 0, *[time] * 2) for n, time in enumerate(said, 1)])
+    _make_foreign(database, [(n, 0, 0, 0, *[time] * 2) for n, time in enumerate(iso_times, 1)])
     migrations.upgrade(database, PREFIX)
     store = _store(database)
     assert sorted(task.id for task in store.claims("w", None).claim_due("default", [0], 10)) == [

@@ -111,7 +111,7 @@ def _anew(store: Store, url: str) -> Store:
 
 
 def record(store: Store) -> list[dict[str, Any]]:
-    said: list[dict[str, Any]] = []
+    statements: list[dict[str, Any]] = []
 
     def note(
         connection: Any, cursor: Any, statement: str, parameters: Any, context: Any, many: bool
@@ -119,7 +119,7 @@ def record(store: Store) -> list[dict[str, Any]]:
         if statement.startswith("BEGIN"):
             return  # each statement is its own transaction when it is repeated
         counts = statement.lstrip().upper().startswith(COUNTED)
-        said.append(
+        statements.append(
             {
                 "sql": statement,
                 "with": _plain(parameters),
@@ -134,14 +134,14 @@ def record(store: Store) -> list[dict[str, Any]]:
     work(store)
     for engine in engines:
         event.remove(engine, "after_cursor_execute", note)
-    return said
+    return statements
 
 
-def repeat(store: Store, said: list[dict[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
+def repeat(store: Store, statements: list[dict[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
     """Repeat the statements. Yield each one with the recorded and the new row count."""
     raw = store.database.auto.raw_connection()
     try:
-        for each in said:
+        for each in statements:
             cursor = raw.cursor()
             (cursor.executemany if each["many"] else cursor.execute)(
                 each["sql"], _rich(each["with"])

@@ -68,14 +68,14 @@ def test_a_run_that_is_terminated_leaves_no_process_and_no_file(
         env={**os.environ, "TMPDIR": str(tmp_path)},
     ) as run:
         assert run.stdout is not None
-        said = ""
-        while not said.startswith("   3 "):  # some faults are over, and others are active
-            said = run.stdout.readline() or said
+        line = ""
+        while not line.startswith("   3 "):  # some faults are over, and others are active
+            line = run.stdout.readline() or line
             if run.poll() is not None:
                 break
         if run.returncode == MISSING:
-            pytest.skip(said)
-        assert run.returncode is None, said
+            pytest.skip(line)
+        assert run.returncode is None, line
         assert marked(str(tmp_path))
         run.send_signal(number)
         run.stdout.read()

@@ -87,10 +87,10 @@ def test_a_processor_whose_lease_cannot_be_renewed_is_notified_before_the_lease_
     line.swallow()
     wait_until(lambda: len(d.runs()) > 1, LEASE_S + 1, "it to be notified", 0.01)
     assert time.monotonic() - cut < LEASE_S
-    assert d.runs()[1][1] == "told"
+    assert d.runs()[1][1] == "notified"
     line.heal()
     wait_until(lambda: len(d.runs()) == 3, 15, "it to begin again", 0.05)
-    assert [run[1] for run in d.runs()] == ["began", "told", "began"]
+    assert [run[1] for run in d.runs()] == ["began", "notified", "began"]
     assert d.delays.get(task).attempts == 1, "none is used"
 
 

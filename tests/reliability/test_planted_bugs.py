@@ -353,14 +353,14 @@ def test_a_finding_contains_the_whole_story_of_its_task(
 ) -> None:
     no_version_check_on_claim(deployment, monkeypatch)
     delivered_twice(deployment)
-    said = str(deployment.verdict())
+    printed = str(deployment.verdict())
     for words in (
         "producer: schedule",
         "processor: version 1 begins",
         "row: new -> NOT_COMPLETE 0",
         "DONE",
     ):
-        assert words in said
+        assert words in printed
 
 
 def test_all_moves_of_the_table_are_legal() -> None:

@@ -58,14 +58,14 @@ const verbs = {
   async schedule_many({ count, first, last, limit_s }) {
     return inSteps(count, first, last, limit_s, CHUNK, scheduleMany);
   },
-  async steady({ rate, count, lot, soonest, latest, limit_s }) {
+  async steady({ rate, count, batch, soonest, latest, limit_s }) {
     const began = wall();
     let made = 0;
-    for (; made < count && wall() - began < limit_s; made += lot) {
+    for (; made < count && wall() - began < limit_s; made += batch) {
       await sleep(Math.max(began + made / rate - wall(), 0) * 1000);
       const now = wall();
-      const dues = Array.from({ length: lot }, (_, n) => now + soonest + (latest - soonest) * (((made + n) * GOLDEN) % 1));
-      await (lot === 1 ? schedule(dues[0]) : scheduleMany(dues));
+      const dues = Array.from({ length: batch }, (_, n) => now + soonest + (latest - soonest) * (((made + n) * GOLDEN) % 1));
+      await (batch === 1 ? schedule(dues[0]) : scheduleMany(dues));
     }
     return { tasks: made, took_s: wall() - began };
   },
