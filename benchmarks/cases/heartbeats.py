@@ -142,7 +142,7 @@ def _run(stage: CaseContext, side: Ours) -> None:
         stage.figure("heartbeats", f"{side.timer}: {what}", unit, target).add(value)
     values = ", ".join(f"{what} {value:,.2f} {unit}".strip() for what, unit, value, _ in known)
     stage.say(
-        f"heartbeats: {side.timer}: {values}; touches were up to {connections.behind_s:.2f} s late, "
+        f"heartbeats: {side.timer}: {values}; touches up to {connections.behind_s:.2f} s late, "
         f"load {load():.1f}"
     )
 
