@@ -1,5 +1,7 @@
-"""Are there known vulnerabilities in what is installed here? Ends with 1 if there are; with 3 if the advisory database
-can not be reached, which is no answer."""
+"""Check the installed packages for known vulnerabilities.
+
+The exit status is 1 if there are any, and 3 if the advisory database cannot be reached.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ import urllib.error
 import urllib.request
 
 SERVICE = "https://api.osv.dev/v1/query"
-#: An old version whose vulnerabilities are known: a service that knows none of them is none.
+#: An old version with known vulnerabilities, to verify that the service has data.
 PROBE = {"package": {"name": "jinja2", "ecosystem": "PyPI"}, "version": "2.4.1"}
 FOUND, NOT_CHECKED = 1, 3
 
 
 def reason_of_silence(service: str) -> str:
-    """Empty if the advisory database answers as one."""
+    """Return why the advisory database is unusable, or an empty string."""
     request = urllib.request.Request(
         service, json.dumps(PROBE).encode(), {"Content-Type": "application/json"}
     )
@@ -26,7 +28,9 @@ def reason_of_silence(service: str) -> str:
     except (urllib.error.URLError, OSError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return (
-        "" if isinstance(found, dict) and found.get("vulns") else "it does not know what it should"
+        ""
+        if isinstance(found, dict) and found.get("vulns")
+        else "it does not know a known vulnerability"
     )
 
 
@@ -37,7 +41,7 @@ def main(service: str = SERVICE) -> int:
             f"audit: NOT CHECKED for known vulnerabilities: no answer from {service} ({reason})\n"
         )
         return NOT_CHECKED
-    # Only here, where it can be of use.
+    # Installed only if the service is reachable.
     subprocess.check_call([sys.executable, "-m", "pip", "install", "--quiet", "pip-audit>=2.7"])
     options = [
         "--local",

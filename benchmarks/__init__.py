@@ -1,1 +1,3 @@
-"""The figures: what delaytasks costs and gains against bare Celery eta, on the same broker, in the same run."""
+"""Benchmarks: the costs and gains of delaytasks compared with bare Celery eta, on the same broker,
+in the same run.
+"""

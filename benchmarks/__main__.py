@@ -1,4 +1,4 @@
-"""`python -m benchmarks [names…] [--quick] [--rounds N] [--json FILE] [--broker URL] [--strict] [--peers [NAME …]]`"""
+"""Measure delaytasks and bare Celery, or other systems with --peers."""
 
 from __future__ import annotations
 
@@ -14,29 +14,38 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks import where
+from benchmarks import settings
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", help="cases or groups; without any, the group `short`")
     parser.add_argument(
-        "--quick", action="store_true", help="fewer tasks and one round: shows that all works"
+        "names", nargs="*", help="cases or groups; the default is the group `short`"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="fewer tasks and one round, to check that everything works",
     )
     parser.add_argument("--rounds", type=int, help="default: 3, with --quick 1")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all values there")
-    parser.add_argument("--broker", metavar="URL", help="instead of DELAYTASKS_BENCH_BROKER_URL")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all values to FILE")
     parser.add_argument(
-        "--strict", action="store_true", help="end with status 1 when a target is missed"
+        "--broker", metavar="URL", help="broker instead of DELAYTASKS_BENCH_BROKER_URL"
     )
     parser.add_argument(
-        "--peers", nargs="*", metavar="NAME", help="beside other systems: these, or all"
+        "--strict", action="store_true", help="exit with status 1 if a target is missed"
     )
     parser.add_argument(
-        "--backlog", type=int, metavar="N", help="with --peers: so many tasks due tomorrow"
+        "--peers", nargs="*", metavar="NAME", help="compare with the named systems, or with all"
     )
     parser.add_argument(
-        "--pages", type=Path, metavar="FILE", help="no measuring: docs/peers.md from that JSON"
+        "--backlog",
+        type=int,
+        metavar="N",
+        help="with --peers: number of tasks that are due tomorrow",
+    )
+    parser.add_argument(
+        "--pages", type=Path, metavar="FILE", help="only write docs/peers.md from FILE"
     )
     options = parser.parse_intermixed_args()
     if options.pages is not None:
@@ -44,22 +53,23 @@ def main() -> int:
 
         print(*pages.write(options.pages), sep="\n")
         return 0
-    where.use(options.broker)
+    settings.use(options.broker)
     if options.peers is not None:
         return _peers(parser, options)
 
-    # Only now, since these make their Celery apps at import.
+    # Importing these modules creates their Celery apps, which read the environment.
     from benchmarks import brokers, machine, report, table
     from benchmarks.cases import CASES, GROUPS, ONCE
     from benchmarks.notes import Notes
     from benchmarks.sides import Bare, Ours, OursDirect, OursInRedis
-    from benchmarks.stage import Stage
+    from benchmarks.stage import CaseContext
     from benchmarks.waiting import BenchError
 
     unknown = sorted(set(options.names) - set(CASES) - set(GROUPS))
     if unknown:
         parser.error(
-            f"no case {', '.join(unknown)}; there are {', '.join(CASES)}, and the groups {', '.join(GROUPS)}"
+            f"no case {', '.join(unknown)}; the cases are {', '.join(CASES)}; the groups are "
+            f"{', '.join(GROUPS)}"
         )
     names = list(
         dict.fromkeys(
@@ -81,7 +91,7 @@ def main() -> int:
         OursDirect(folder, notes),
         Bare(folder, notes),
     )
-    stage = Stage(*sides, options.quick, say)
+    stage = CaseContext(*sides, options.quick, say)
     facts: dict[str, Any] = {}
     failures: list[str] = []
     held = ExitStack()
@@ -109,7 +119,7 @@ def main() -> int:
                 stage.round = number
                 try:
                     CASES[name](stage)
-                except Exception as error:  # the other cases took their time, too
+                except Exception as error:  # the other cases are still worth their results
                     failures.append(f"{name}, round {number + 1}: {error}")
                     text = str(error) if isinstance(error, BenchError) else traceback.format_exc()
                     console.print(f"{name}: {text}", style="red", highlight=False, markup=False)

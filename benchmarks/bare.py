@@ -1,11 +1,11 @@
-"""The other side: a Celery app as anybody has it, and a task with an eta."""
+"""The bare Celery app for comparison, and a task with an eta."""
 
 from __future__ import annotations
 
 from celery import Celery
 
 from benchmarks.notes import run
-from benchmarks.where import BARE_QUEUE, broker_url
+from benchmarks.settings import BARE_QUEUE, broker_url
 
 app = Celery("bench_bare", broker=broker_url(), set_as_current=False)
 app.conf.update(
@@ -16,6 +16,6 @@ app.conf.update(
 )
 
 
-@app.task(name="bench.note")  # type: ignore[untyped-decorator]  # Celery ships no types
+@app.task(name="bench.note")
 def note_task(due: float) -> None:
     run(due)

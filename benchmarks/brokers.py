@@ -1,4 +1,4 @@
-"""The broker of a run: what is ours there is gone afterwards."""
+"""The broker of a run. The queues of the benchmarks are deleted afterwards."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kombu.exceptions import OperationalError
 
 from benchmarks import machine, redis_server
 from benchmarks.ours import app, delays
+from benchmarks.settings import BARE_QUEUE, NAMESPACES, broker_url, redis_url
 from benchmarks.waiting import BenchError
-from benchmarks.where import BARE_QUEUE, NAMESPACES, broker_url, redis_url
 from delaytasks.timers.eta import RUN
 
 IS_REDIS = redis_url() == broker_url()
@@ -23,7 +23,8 @@ def check() -> None:
             connection.ensure_connection(max_retries=1, interval_start=0)
         except OperationalError as error:
             raise BenchError(
-                f"the broker {connection.as_uri()} does not answer ({error}): set DELAYTASKS_BENCH_BROKER_URL"
+                f"the broker {connection.as_uri()} does not answer ({error}): set "
+                "DELAYTASKS_BENCH_BROKER_URL"
             ) from error
     if redis_server.is_up():
         redis_server.check()
@@ -60,14 +61,14 @@ def describe() -> str:
 
 
 def waiting(queue: str) -> int:
-    """Messages that no worker has taken in."""
+    """Return the number of messages that no worker has received."""
     with counting(queue) as count:
         return count()
 
 
 @contextmanager
 def counting(queue: str) -> Iterator[Callable[[], int]]:
-    """The same, asked again and again on one connection."""
+    """Yield the function `waiting` on one permanent connection."""
     with app.connection_for_write() as connection:
 
         def count() -> int:
@@ -76,19 +77,22 @@ def counting(queue: str) -> Iterator[Callable[[], int]]:
                     connection.default_channel.queue_declare(queue, passive=True).message_count
                 )
             except connection.channel_errors:
-                return 0  # Redis has no empty queues
+                return 0  # Redis deletes empty queues
 
         yield count
 
 
 def memory_mb() -> float | None:
-    """Of the broker, whoever else uses it: what Redis says of itself, and what RabbitMQ's process has if it is here."""
+    """Return the memory of the broker, including the data of its other users.
+
+    RabbitMQ reports a value only if its process is on this machine.
+    """
     found = redis_server.memory_bytes() if IS_REDIS else machine.rss_bytes_of("beam.smp")
     return None if found is None else found / 2**20
 
 
 def take_armed() -> list[int]:
-    """The ids in all messages of the eta timer that wait for a worker; the messages are gone then."""
+    """Remove all messages of the eta timer that wait for a worker, and return their ids."""
     found: list[int] = []
     with app.connection_for_write() as connection:
         queue: Any = delays.publisher.queue(delays.settings.default_queue)(
@@ -103,7 +107,7 @@ def take_armed() -> list[int]:
 
 @contextmanager
 def watching() -> Iterator[Callable[[], int] | None]:
-    """Counts the messages with tasks that are sent by anybody, seen from the broker; only Redis tells."""
+    """Count the task messages of all clients, as the broker reports them. Only Redis does."""
     if not IS_REDIS:
         yield None
         return

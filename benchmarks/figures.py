@@ -1,4 +1,4 @@
-"""What a case found: values of several rounds, and the target that they are held against."""
+"""The results of a case: values of several rounds and their target."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Target:
-    """`of` says what is held against the bound: our value, or its ratio to bare Celery's."""
+    """A bound. `of` is the compared value: ours, or its ratio to bare Celery's."""
 
     of: Literal["value", "ratio"]
     most: float | None = None
@@ -31,7 +31,7 @@ class Target:
 
 @dataclass
 class Figure:
-    """One line of the table; `ours` and `bare` have one value for each round."""
+    """One line of the table. `ours` and `bare` have one value for each round."""
 
     case: str
     what: str
@@ -39,7 +39,7 @@ class Figure:
     ours: list[float] = field(default_factory=list)
     bare: list[float] = field(default_factory=list)
     target: Target | None = None
-    #: What stands in the column of bare Celery, where that is not bare Celery.
+    #: The label in the column of bare Celery if the comparison is with something else.
     against: str = ""
     remark: str = ""
 
@@ -50,7 +50,7 @@ class Figure:
 
     @property
     def ratios(self) -> list[float]:
-        """Round by round: what slows the machine down for a while slows both sides."""
+        """The ratios of each round. Whatever slows the machine for a while slows both sides."""
         return [a / b if b else math.inf for a, b in zip(self.ours, self.bare, strict=False)]
 
     @property
@@ -76,6 +76,6 @@ class Figure:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of all does not exceed."""
+    """Return the smallest value that at least this share of all values does not exceed."""
     ordered = sorted(values)
     return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]

@@ -1,4 +1,4 @@
-"""A deployment with as many databases as BENCH_DATABASE_URLS names, separated by blanks."""
+"""A deployment with the databases that BENCH_DATABASE_URLS lists, separated by blanks."""
 
 from __future__ import annotations
 

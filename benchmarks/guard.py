@@ -1,7 +1,7 @@
-"""`python -m benchmarks.guard`: whether a burst is still drained many times as fast as by bare Celery, in the same run.
+"""`python -m benchmarks.guard`: compare the drain rates of a burst with bare Celery's.
 
-For CI, on whatever machine: running services are used, else embedded ones. It fails far below what is expected only, so
-that it does not fail by noise.
+CI runs this command on any machine. It uses running services, else embedded ones. It fails only far
+below the expected ratio, so that noise does not fail it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 from tests.services import MissingServiceError, Services
 
 CASE = "burst_bulk"
-#: How many times as fast as bare Celery: 9 to 17, and 11, were measured by the same code on shared machines.
+#: The expected ratio to bare Celery. Measured ratios on shared machines were 9 to 17, and 11.
 ON_POSTGRESQL, ON_SQLITE = 11.0, 9.0
-#: The share of it that is alarming.
+#: Below this share of the expected ratio, the check fails.
 ALARMING = 0.7
 
 
@@ -27,7 +27,7 @@ def main() -> int:
     services = Services()
     try:
         with tempfile.TemporaryDirectory(prefix="delaytasks-guard-") as folder:
-            # A database in which nothing else lies.
+            # A database without other data.
             broker = urlsplit(services.url("redis"))._replace(path="/5").geturl()
             try:
                 database, expected = services.url("postgresql"), ON_POSTGRESQL
@@ -50,9 +50,10 @@ def _compare(database: str, broker: str, figures: Path, expected: float) -> int:
     found = json.loads(figures.read_text())["figures"]
     (ratio,) = next(figure["ratios"] for figure in found if figure["unit"] == "drained/s")
     least = expected * ALARMING
-    verdict = "" if ratio >= least else f": less than {least:.1f}, something has become slow"
+    verdict = "" if ratio >= least else f": less than {least:.1f}: a regression"
     print(
-        f"guard: a burst is drained {ratio:.1f} times as fast as by bare Celery, expected {expected:g}{verdict}"
+        f"guard: a burst is drained {ratio:.1f} times as fast as by bare Celery, expected "
+        f"{expected:g}{verdict}"
     )
     return 0 if ratio >= least else 1
 

@@ -1,4 +1,7 @@
-"""The machine's facts, and what processes cost, as Linux tells it in /proc; elsewhere those figures are left out."""
+"""Facts about the machine, and the resources of processes, from /proc on Linux.
+
+On other systems these figures are omitted.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,12 @@ def facts() -> dict[str, str]:
 
 
 def load() -> float:
-    """How many processes wanted to run in the last minute: above the number of cores, figures suffer."""
+    """Return the load of the last minute. Above the number of cores, figures suffer."""
     return os.getloadavg()[0]
 
 
 class Usage(NamedTuple):
-    """Of a process and all that descend from it; the time of those that have ended is in it, too."""
+    """The memory of a process and its descendants, and the CPU time of all of them so far."""
 
     cpu_s: float
     rss_bytes: int
@@ -51,7 +54,7 @@ def usage(pid: int) -> Usage | None:
 
 
 def usage_of(program: str) -> Usage | None:
-    """Of all processes here that run this program, and of their descendants; None without any."""
+    """Return the usage of all local processes of this program and their descendants, or None."""
     running = {pid for pid in _pids() if _comm(pid) == program}
     inside = {child for pid in running for child in children(pid)}
     found = [one for pid in running - inside if (one := usage(pid)) is not None]
@@ -63,7 +66,7 @@ def usage_of(program: str) -> Usage | None:
 
 
 def rss_bytes_of(program: str) -> int | None:
-    """Of all processes here that run this program; None without any."""
+    """Return the memory of all local processes of this program, or None."""
     found = 0
     for pid in _pids():
         try:
@@ -72,12 +75,12 @@ def rss_bytes_of(program: str) -> int | None:
                     "SC_PAGE_SIZE"
                 )
         except (OSError, IndexError, ValueError):
-            continue  # it has ended meanwhile
+            continue  # the process has ended in the meantime
     return found or None
 
 
 def family(pid: int) -> list[int]:
-    """The process, then its children, then theirs."""
+    """Return the process and its descendants, level by level."""
     found = [pid]
     for one in found:
         found.extend(children(one))
@@ -85,13 +88,13 @@ def family(pid: int) -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """Of all of its threads: any of them may have started one."""
+    """Return the children of all threads, since any thread may have started one."""
     found: list[int] = []
     for listed in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
             found.extend(int(child) for child in listed.read_text().split())
         except OSError:
-            continue  # the thread has ended meanwhile
+            continue  # the thread has ended in the meantime
     return found
 
 

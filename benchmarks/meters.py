@@ -1,4 +1,4 @@
-"""What a task costs in processor time, in the workers, in Redis and in the database's server."""
+"""The CPU time of a task in the workers, in Redis and in the database server."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from benchmarks import machine, redis_server, table
 from benchmarks.sides import Side
 
 NAN = float("nan")
-#: What a database's server is called; the work of SQLite is done by the workers.
+#: The program names of database servers. SQLite's work is part of the workers.
 _SERVERS = {"postgresql": ("postgres",), "mysql": ("mariadbd", "mysqld")}
 
 
 class Cost(NamedTuple):
-    """For each task; not a number where it can not be had."""
+    """CPU time per task; NaN if it cannot be measured."""
 
     worker_ms: float
     redis_ms: float
@@ -25,11 +25,14 @@ class Cost(NamedTuple):
         return sum(ms for ms in self if not math.isnan(ms))
 
     def __str__(self) -> str:
-        return f"worker {self.worker_ms:.2f} ms, Redis {self.redis_ms:.3f} ms, database {self.database_ms:.2f} ms"
+        return (
+            f"worker {self.worker_ms:.2f} ms, Redis {self.redis_ms:.3f} ms, database "
+            f"{self.database_ms:.2f} ms"
+        )
 
 
 class Meter:
-    """Begins to count when it is made."""
+    """Measures from its creation on."""
 
     def __init__(self, side: Side) -> None:
         self._side = side

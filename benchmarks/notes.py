@@ -1,4 +1,6 @@
-"""All that a task does here: it notes when it was due and when it ran, on both sides with the same few lines."""
+"""The task of all benchmarks: it records when it was due and when it ran, with the same code on all
+sides.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.where import notes_path, takes_s
+from benchmarks.settings import notes_path, takes_s
 
 _LINE = struct.Struct("<dd")
 _file: tuple[int, int] = (0, -1)
@@ -20,22 +22,24 @@ class Note(NamedTuple):
 
 
 def note(due: float) -> None:
-    """One write of 16 bytes at the end of the file: whole, whoever else writes."""
+    """Append one record with a single write of 16 bytes, which stays whole among concurrent
+    writers.
+    """
     global _file
     if _file[0] != os.getpid():
         path = notes_path()
-        assert path is not None, "tasks run in workers that the benchmark starts"
+        assert path is not None, "tasks must run in the workers of the benchmark"
         _file = (os.getpid(), os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
     os.write(_file[1], _LINE.pack(due, time.time_ns() / 1e9))
 
 
 def note_begin() -> None:
-    """By the number of the process below zero, which no task is due at."""
+    """Record the begin as a negative process number, which is never a due time."""
     note(-float(os.getpid()))
 
 
 def run(due: float) -> None:
-    """The whole task: where that takes time it notes who begins, and its end."""
+    """Run the task. If it has a duration, record its process and its end."""
     seconds = takes_s()
     if seconds:
         note_begin()
@@ -44,7 +48,7 @@ def run(due: float) -> None:
 
 
 class Notes:
-    """The benchmark's end of the file."""
+    """The benchmark's view of the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

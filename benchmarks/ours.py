@@ -1,4 +1,4 @@
-"""The delaytasks side, with each timer: its defaults, in tables and queues of its own."""
+"""The delaytasks side with each timer: default settings, and its own tables and queues."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from celery import Celery
 
 from benchmarks.notes import note, run
-from benchmarks.where import NAMESPACES, TABLE_PREFIX, broker_url, database_url, redis_url
+from benchmarks.settings import NAMESPACES, TABLE_PREFIX, broker_url, database_url, redis_url
 from delaytasks import DelayTasks
 
 TAG = "bench.note"
-#: Notes the time, after so many seconds of work.
+#: Works for a number of seconds, then records the time.
 WORK = "bench.work"
-#: Takes as long as the body says, and notes 1 when it begins and -1 when it ends.
+#: Runs as long as its body says, and records 1 at its begin and -1 at its end.
 SLOW = "bench.slow"
 #: Kills its process.
 ABORT = "bench.abort"
@@ -26,7 +26,7 @@ def make(
     name: str, timer: str = "eta", databases: Sequence[str] = (), **settings: Any
 ) -> tuple[Celery, DelayTasks]:
     made = Celery(name, broker=broker_url(), set_as_current=False)
-    # As in the project's celeryconfig.py. The default queue is not ours: nothing is sent to it.
+    # The same settings as in the project's celeryconfig.py. The default queue is unused.
     made.conf.update(
         task_ignore_result=True,
         worker_prefetch_multiplier=4,

@@ -1,4 +1,4 @@
-"""Workers and beats as users start them: real processes, ended by their ids."""
+"""Workers and beats as users start them: separate processes that are ended by their pids."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ POOL = ["-P", "prefork", "-c", "2"]
 STOP_S = 30.0
 
 
-class Process:
-    """A command in a process group of its own, its output in a file."""
+class BenchmarkProcess:
+    """A command in its own process group that writes its output to a file."""
 
-    #: What runs the command: this Python, unless another program is named.
+    #: The program that runs the command; this Python by default.
     program: Sequence[str] = (sys.executable, "-m")
     stop_s = STOP_S
 
@@ -57,7 +57,7 @@ class Process:
         self._process.stdin.flush()
 
     def expect(self, word: str, deadline_s: float) -> str:
-        """Waits until its last line begins with this word, and returns the rest of it."""
+        """Wait until the last line begins with `word`, and return the rest of the line."""
 
         def has_said() -> bool:
             if self.last_words(1).startswith(word):
@@ -70,12 +70,12 @@ class Process:
         return self.last_words(1).removeprefix(word).strip()
 
     def kill(self) -> None:
-        """As a machine that runs out of memory does it."""
+        """Kill the process group, as the kernel does when memory is exhausted."""
         self._process.kill()
         self._process.wait()
 
     def stop(self) -> None:
-        """Asks the process, then ends what is left of its group."""
+        """Ask the process to end, then kill the rest of its group."""
         if self.is_alive:
             self._process.send_signal(signal.SIGTERM)
             try:
@@ -96,14 +96,14 @@ class Process:
 
 def worker(
     app: str, name: str, folder: Path, notes: str, pool: Sequence[str] = POOL, **environment: str
-) -> Process:
+) -> BenchmarkProcess:
     command = ["celery", "-A", app, "worker", *pool, "-n", f"{name}@%h", "--loglevel", "WARNING"]
-    return Process(name, command, folder, BENCH_NOTES=notes, **environment)
+    return BenchmarkProcess(name, command, folder, BENCH_NOTES=notes, **environment)
 
 
-def drainer(app: str, name: str, folder: Path, notes: str, **environment: str) -> Process:
-    """A worker without a broker."""
-    return Process(
+def drainer(app: str, name: str, folder: Path, notes: str, **environment: str) -> BenchmarkProcess:
+    """Start a worker without a broker."""
+    return BenchmarkProcess(
         name,
         ["delaytasks", "-A", app, "drain", "--forever", "-c", "2"],
         folder,
@@ -112,7 +112,7 @@ def drainer(app: str, name: str, folder: Path, notes: str, **environment: str) -
     )
 
 
-def beat(app: str, folder: Path, **environment: str) -> Process:
+def beat(app: str, folder: Path, **environment: str) -> BenchmarkProcess:
     schedule = folder / f"beat-{time.monotonic_ns()}"
     command = ["celery", "-A", app, "beat", "-s", str(schedule), "--loglevel", "WARNING"]
-    return Process("beat", command, folder, **environment)
+    return BenchmarkProcess("beat", command, folder, **environment)

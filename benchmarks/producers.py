@@ -1,4 +1,4 @@
-"""Producers in processes of their own: `python -m benchmarks.producers SIDE`, told what to do on stdin."""
+"""Producer processes: `python -m benchmarks.producers SIDE` reads its work from stdin."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from benchmarks.processes import Process
+from benchmarks.processes import BenchmarkProcess
 from benchmarks.waiting import TooSlowError, wall
 
 if TYPE_CHECKING:
     from benchmarks.sides import Side
-    from benchmarks.stage import Stage
+    from benchmarks.stage import CaseContext
 
 PRODUCERS = 2
 
 
-def schedule_singly(stage: Stage, side: Side, count: int, lead: float) -> float:
-    """`count` tasks in as many calls, due at one instant, which is returned."""
+def schedule_singly(stage: CaseContext, side: Side, count: int, lead: float) -> float:
+    """Schedule `count` tasks in single calls, due at one instant, and return that instant."""
     each = count // PRODUCERS
     made = [
-        Process(f"producer{n}", ["benchmarks.producers", side.name], side.folder)
+        BenchmarkProcess(f"producer{n}", ["benchmarks.producers", side.name], side.folder)
         for n in range(PRODUCERS)
     ]
     try:
@@ -35,7 +35,9 @@ def schedule_singly(stage: Stage, side: Side, count: int, lead: float) -> float:
             raise TooSlowError(
                 f"{side.name} scheduled {count:,} tasks in {took_s:.1f} s, not in {lead:g} s"
             )
-        stage.say(f"{side.name}: {count:,} calls by {PRODUCERS} producers at once in {took:.1f} s")
+        stage.say(
+            f"{side.name}: {count:,} calls by {PRODUCERS} simultaneous producers in {took:.1f} s"
+        )
     finally:
         for process in made:
             process.stop()

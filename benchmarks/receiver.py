@@ -1,5 +1,8 @@
-"""A receiver of callbacks in a process of its own: `python -m benchmarks.receiver MILLISECONDS` answers each POST so
-much later. It says its port, and for each line that it is told, how many came and how many waited at once."""
+"""A receiver of callbacks: `python -m benchmarks.receiver MILLISECONDS`.
+
+It answers each POST after that delay. It prints its port and, for each line on stdin, how many
+requests came and how many waited simultaneously.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ class Counts:
     received = waiting = most = 0
 
 
-class Exchange(asyncio.Protocol):
-    """As little as a POST of a well-behaved sender needs."""
+class ReceiverProtocol(asyncio.Protocol):
+    """The minimal HTTP parsing that a POST of a well-behaved client needs."""
 
     def __init__(self, delay_s: float, counts: Counts) -> None:
         self._delay_s = delay_s
@@ -48,7 +51,7 @@ class Exchange(asyncio.Protocol):
 async def receive(delay_s: float) -> None:
     loop, counts = asyncio.get_running_loop(), Counts()
     server = await loop.create_server(
-        lambda: Exchange(delay_s, counts), "127.0.0.1", 0, backlog=1024
+        lambda: ReceiverProtocol(delay_s, counts), "127.0.0.1", 0, backlog=1024
     )
     print("port", server.sockets[0].getsockname()[1], flush=True)
     while await loop.run_in_executor(None, sys.stdin.readline):

@@ -1,5 +1,7 @@
-"""The Redis of a run: the redis timer's, and the broker where that is Redis. Only what is ours may lie there, and it is
-gone afterwards."""
+"""The Redis server of a run: for the redis timer, and as the broker if that is Redis.
+
+Its database must contain no other keys. The keys of the run are deleted afterwards.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 
+from benchmarks.settings import BARE_QUEUE, NAMESPACES, redis_url
 from benchmarks.waiting import BenchError, wait_until
-from benchmarks.where import BARE_QUEUE, NAMESPACES, redis_url
 from delaytasks.embedded import find_server
 
-#: The last ones are what Celery and kombu themselves keep in a Redis database.
+#: The last prefixes belong to Celery and kombu.
 _KEYS = (
     *(f"{opening}{namespace}." for namespace in NAMESPACES.values() for opening in ("", "{")),
     *(BARE_QUEUE, "bench_idle", "_kombu.binding", "unacked", "celery", "reply.celery"),
@@ -28,7 +30,10 @@ _client: Any = Redis.from_url(redis_url(), decode_responses=True)
 
 
 def is_up() -> bool:
-    """Beside another broker it may be missing, and is missed by the cases with the redis timer only."""
+    """Return whether the server answers.
+
+    With another broker, only the cases with the redis timer need it.
+    """
     try:
         return bool(_client.ping())
     except RedisError:
@@ -36,12 +41,13 @@ def is_up() -> bool:
 
 
 def check() -> None:
-    """A run measures nothing beside strangers, and must not delete what is theirs."""
+    """Refuse a database with other keys, which would distort the figures."""
     strange = [key for key in _client.scan_iter(count=1000) if not _is_ours(key)]
     if strange:
         raise BenchError(
-            f"{redis_url()} holds other things ({', '.join(strange[:3])}, …): set DELAYTASKS_BENCH_BROKER_URL or, "
-            "beside another broker, DELAYTASKS_BENCH_REDIS_URL to a Redis database of its own"
+            f"{redis_url()} contains other keys ({', '.join(strange[:3])}, …): "
+            "set DELAYTASKS_BENCH_BROKER_URL or, with another broker, "
+            "DELAYTASKS_BENCH_REDIS_URL to an empty Redis database"
         )
 
 
@@ -56,30 +62,33 @@ def version() -> str:
 
 
 def cpu_s() -> float:
-    """Of the server, whoever else uses it."""
+    """Return the CPU time of the server, including the work for other clients."""
     found = _client.info("cpu")
     return float(found["used_cpu_sys"]) + float(found["used_cpu_user"])
 
 
 def memory_bytes() -> int:
-    """Of the server, whoever else uses it."""
+    """Return the memory of the server, including the data of other clients."""
     return int(_client.info("memory")["used_memory"])
 
 
 def bytes_held() -> int:
-    """What our keys take."""
+    """Return the memory of the benchmark's keys."""
     return sum(_client.memory_usage(key, samples=0) or 0 for key in _our_keys())
 
 
 def near_entries() -> int:
-    """What waits in the redis timer; each of its sets has a last member that is no entry."""
+    """Return the number of entries in the redis timer.
+
+    Each of its sets has a last member that is not an entry.
+    """
     keys = _client.scan_iter(f"{{{NAMESPACES['redis']}.*.store", count=1000)
     return sum(_client.zcount(key, "-inf", "(+inf") for key in keys)
 
 
 @contextmanager
 def watching(word: str) -> Iterator[Callable[[], int]]:
-    """Counts the messages that anybody sends to our queues and that have this word in them."""
+    """Count the messages with `word` that any client sends to the benchmark's queues."""
     count = 0
     is_over = threading.Event()
 
@@ -97,12 +106,12 @@ def watching(word: str) -> Iterator[Callable[[], int]]:
             yield lambda: count
         finally:
             is_over.set()
-            _client.ping()  # a command that is seen, and so ends the watch
+            _client.ping()  # the monitor sees this command and ends
             thread.join()
 
 
-class Private:
-    """A Redis that nobody else uses."""
+class PrivateRedisServer:
+    """A Redis server for this run only."""
 
     def __init__(self, port: int) -> None:
         self.url = f"redis://127.0.0.1:{port}/0"
@@ -115,7 +124,7 @@ class Private:
             return False
 
     def commands(self) -> Counter[str]:
-        """How many of each it was sent, by others than this."""
+        """Return the number of commands by name, without those of this process."""
         found = self._client.info("commandstats")
         counts = Counter(
             {name.removeprefix("cmdstat_"): stats["calls"] for name, stats in found.items()}
@@ -125,8 +134,8 @@ class Private:
 
 
 @contextmanager
-def private(folder: Path) -> Iterator[Private]:
-    """It ends with the block, and leaves nothing."""
+def private(folder: Path) -> Iterator[PrivateRedisServer]:
+    """Start a server, and remove it with its data at the end."""
     found = find_server()
     assert found is not None
     with socket.socket() as probe:
@@ -148,8 +157,8 @@ def private(folder: Path) -> Iterator[Private]:
         [found.program, *options], stdout=subprocess.DEVNULL, start_new_session=True
     ) as process:
         try:
-            server = Private(port)
-            wait_until(server.answers, 15, "a Redis of its own")
+            server = PrivateRedisServer(port)
+            wait_until(server.answers, 15, "the private Redis server")
             yield server
         finally:
             process.kill()
@@ -160,5 +169,5 @@ def _our_keys() -> list[str]:
 
 
 def _is_ours(key: str) -> bool:
-    # Replies of `ping` wait in a queue named by a random id.
+    # Replies of `ping` wait in a queue with a random id.
     return key.startswith(_KEYS) or key.endswith(("reply.celery.pidbox", ".pidbox"))

@@ -1,4 +1,4 @@
-"""The figures as a table."""
+"""Print the figures as a table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.figures import Figure
 
 
 def console() -> Console:
-    # A log file gets lines as long as a table needs, not cut at eighty characters.
+    # In a log file, tables need longer lines than eighty characters.
     made = Console()
     return made if made.is_terminal else Console(width=160)
 
@@ -37,12 +37,12 @@ def print_table(target: Console, figures: Sequence[Figure]) -> None:
     for figure in figures:
         if not figure.ours:
             continue
-        beside = f"{figure.against} " if figure.against and figure.bare else ""
+        label = f"{figure.against} " if figure.against and figure.bare else ""
         made.add_row(
             figure.case,
             figure.what + (f" [dim]{figure.remark}[/dim]" if figure.remark else ""),
             f"{spread(figure.ours)} {figure.unit}",
-            f"{beside}{spread(figure.bare)} {figure.unit}" if figure.bare else "–",
+            f"{label}{spread(figure.bare)} {figure.unit}" if figure.bare else "–",
             f"{spread(figure.ratios)} ×" if figure.ratios and all(figure.bare) else "–",
             "" if figure.target is None else str(figure.target),
             {True: "[green]yes[/green]", False: "[red]no[/red]", None: ""}[figure.is_reached],

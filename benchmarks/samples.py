@@ -1,4 +1,4 @@
-"""What is looked at again and again while a case runs: messages in the broker, and memory."""
+"""Values that are sampled while a case runs: queued messages and memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOOK_S = 0.1
 
 @dataclass
 class Memory:
-    """In megabytes."""
+    """Memory in megabytes."""
 
     values: list[float] = field(default_factory=list)
 
@@ -29,20 +29,21 @@ class Memory:
 
     def __str__(self) -> str:
         return (
-            f"{self.start:.0f} at first, {self.peak:.0f} at most, {self.values[-1]:.0f} in the end"
+            f"{self.start:.0f} at the start, {self.peak:.0f} at most, {self.values[-1]:.0f} at "
+            "the end"
         )
 
 
 @dataclass
 class Samples:
-    """Of a worker and its broker; no values where they can not be had."""
+    """Samples of a worker and its broker; no values if they cannot be measured."""
 
     queued: list[int] = field(default_factory=lambda: [0])
     worker: Memory = field(default_factory=Memory)
     broker: Memory = field(default_factory=Memory)
 
     def forget_memory(self) -> None:
-        """It is what a process took to start, and says nothing of its work."""
+        """Discard the first samples, which measure the start of the process."""
         self.worker, self.broker = Memory(), Memory()
 
 

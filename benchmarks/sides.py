@@ -1,4 +1,4 @@
-"""The sides of every comparison, with the same verbs: start workers, schedule, wait, tell how late tasks ran."""
+"""The compared systems with a common interface: start workers, schedule, measure lateness."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from typing import Any
 
 from benchmarks import bare, brokers, ours, processes, redis_server, table
 from benchmarks.notes import Notes
-from benchmarks.processes import Process
+from benchmarks.processes import BenchmarkProcess
+from benchmarks.settings import BARE_QUEUE
 from benchmarks.waiting import BenchError, TooSlowError, instant, wait_until, wall
-from benchmarks.where import BARE_QUEUE
 
 START_S = 60.0
-#: Tasks that fresh workers run before anything is measured: connections are made, code is loaded.
+#: The tasks that new workers run before a measurement, to load code and open connections.
 WARM_UP = 300
 
 
 class Side(ABC):
-    """One of the systems, with workers of two prefork processes each while it is `serving`. What became of its tasks is
-    read from their notes, where nothing else tells."""
+    """One of the systems. While it is `serving`, it has workers of two prefork processes each.
+
+    The outcome of tasks is read from their notes, unless a subclass has a better source.
+    """
 
     name: str
     app: Any
@@ -31,18 +33,18 @@ class Side(ABC):
     def __init__(self, folder: Path = Path(), notes: Notes | None = None) -> None:
         self.folder = folder
         self._notes = notes
-        self.workers: list[Process] = []
-        self._others: list[Process] = []
-        self._killed: list[Process] = []
+        self.workers: list[BenchmarkProcess] = []
+        self._others: list[BenchmarkProcess] = []
+        self._killed: list[BenchmarkProcess] = []
 
     @property
     def notes(self) -> Notes:
-        assert self._notes is not None, "a producer reads no notes"
+        assert self._notes is not None, "a producer cannot read notes"
         return self._notes
 
     @contextmanager
     def serving(self, count: int = 1, pool: Sequence[str] = processes.POOL) -> Iterator[None]:
-        """With workers that have begun to work, and nothing to do."""
+        """Start workers, and wait until they are warm and idle."""
         with self.started(count, pool) as names:
             self._wait_for_start(names)
             self.clear()
@@ -50,7 +52,7 @@ class Side(ABC):
 
     @contextmanager
     def started(self, count: int = 1, pool: Sequence[str] = processes.POOL) -> Iterator[list[str]]:
-        """With workers that meet whatever there is to do."""
+        """Start workers with whatever work is waiting."""
         try:
             names = [f"{self.name}{number}" for number in range(count)]
             self.workers = [self._start_worker(name, pool) for name in names]
@@ -69,8 +71,8 @@ class Side(ABC):
                 process.stop()
             self.workers, self._others, self._killed = [], [], []
 
-    def restart(self, process: Process) -> Process:
-        """TERM, and another one in its place as soon as it has ended."""
+    def restart(self, process: BenchmarkProcess) -> BenchmarkProcess:
+        """Send TERM, and start a successor as soon as the process has ended."""
         process.stop()
         started = self._start_worker(process.name, processes.POOL)
         self.workers[self.workers.index(process)] = started
@@ -82,12 +84,12 @@ class Side(ABC):
         )
         return started
 
-    def kill(self, process: Process) -> None:
+    def kill(self, process: BenchmarkProcess) -> None:
         self._killed.append(process)
         process.kill()
 
     def cpu_s(self) -> float | None:
-        """Of the workers, and of what works beside them."""
+        """Return the CPU time of the workers and of the beat."""
         found = [process.usage() for process in self.workers + self._others]
         return sum(one.cpu_s for one in found if one is not None) if all(found) else None
 
@@ -106,40 +108,40 @@ class Side(ABC):
 
     @abstractmethod
     def connect(self) -> None:
-        """Makes the connections that scheduling needs."""
+        """Open the connections that scheduling needs."""
 
     @abstractmethod
     def schedule(self, due: float) -> None:
-        """One task, in one call."""
+        """Schedule one task in one call."""
 
     @abstractmethod
     def schedule_many(self, dues: Sequence[float]) -> None:
-        """Many tasks, in the quickest way there is."""
+        """Schedule many tasks in the fastest available way."""
 
     @abstractmethod
     def holds(self, count: int) -> bool:
-        """Whether so many near tasks have come to where they wait until they are due."""
+        """Return whether `count` near tasks have arrived where they wait for their due time."""
 
     def is_done(self, count: int) -> bool:
-        """Whether so many tasks have run, and none that is due waits."""
+        """Return whether `count` tasks have run, and no due task waits."""
         return len(self.notes) >= count
 
     def ended_at(self) -> float:
-        """When the last one was over."""
+        """Return the time when the last task ended."""
         return max(note.at for note in self.notes.read())
 
     def lateness_ms(self) -> list[float]:
-        """How late each task began."""
+        """Return how late each task began."""
         return [(note.at - note.due) * 1000 for note in self.notes.read()]
 
     def clear(self) -> None:
-        """Forgets all tasks."""
+        """Delete all tasks."""
         self.notes.clear()
 
-    def _start_worker(self, name: str, pool: Sequence[str]) -> Process:
+    def _start_worker(self, name: str, pool: Sequence[str]) -> BenchmarkProcess:
         return processes.worker(self.app_path, name, self.folder, self.notes.path, pool)
 
-    def _start_others(self) -> list[Process]:
+    def _start_others(self) -> list[BenchmarkProcess]:
         return []
 
     def _wait_for_start(self, names: list[str]) -> None:
@@ -161,7 +163,7 @@ class Side(ABC):
 
 
 class Ours(Side):
-    """delaytasks, with a beat, as its documentation asks for. Times are those in the rows: the database's clock."""
+    """delaytasks with a beat, as documented. Times are from the rows, by the database's clock."""
 
     name = "delaytasks"
     timer = "eta"
@@ -182,7 +184,7 @@ class Ours(Side):
         return sum(self.held().values()) >= count
 
     def held(self) -> dict[str, int]:
-        """How many near tasks each worker holds."""
+        """Return the number of near tasks that each worker holds."""
         answers = self.app.control.inspect(timeout=1).stats() or {}
         return {name: answer["delaytasks"]["held"] for name, answer in answers.items()}
 
@@ -199,12 +201,12 @@ class Ours(Side):
         table.clear()
         self.notes.clear()
 
-    def _start_others(self) -> list[Process]:
+    def _start_others(self) -> list[BenchmarkProcess]:
         return [processes.beat(self.app_path, self.folder)]
 
 
 class OursInRedis(Ours):
-    """The same, with the redis timer."""
+    """delaytasks with the redis timer."""
 
     name = "delaytasks_redis"
     timer = "redis"
@@ -217,7 +219,7 @@ class OursInRedis(Ours):
 
 
 class OursDirect(Ours):
-    """The same without a broker: `delaytasks drain --forever`, and no beat."""
+    """delaytasks without a broker: `delaytasks drain --forever` and no beat."""
 
     name = "delaytasks_direct"
     timer = "direct"
@@ -225,10 +227,10 @@ class OursDirect(Ours):
     delays = ours.direct_delays
     app_path = "benchmarks.ours:direct_app"
 
-    def _start_worker(self, name: str, pool: Sequence[str]) -> Process:
+    def _start_worker(self, name: str, pool: Sequence[str]) -> BenchmarkProcess:
         return processes.drainer(self.app_path, name, self.folder, self.notes.path)
 
-    def _start_others(self) -> list[Process]:
+    def _start_others(self) -> list[BenchmarkProcess]:
         return []
 
     def _wait_for_start(self, names: list[str]) -> None:
@@ -236,7 +238,7 @@ class OursDirect(Ours):
 
 
 class Bare(Side):
-    """Celery's own eta. Times are those that the tasks noted."""
+    """Celery's own eta. Times are from the notes of the tasks."""
 
     name = "celery"
     app = bare.app

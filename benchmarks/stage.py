@@ -1,4 +1,4 @@
-"""What a case needs: the sides, and how much to do."""
+"""The context of a case: the sides, and the amount of work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Stage:
+class CaseContext:
     ours: Ours
     ours_in_redis: Ours
     ours_direct: Ours
@@ -25,8 +25,11 @@ class Stage:
     _figures: dict[tuple[str, str], Figure] = field(default_factory=dict)
 
     def each(self, work: Callable[[S], T], *sides: S) -> list[T]:
-        """What it gives for each side, in their order. Each round begins with another one, since what one leaves behind
-        for the database to do may fall into the next one's time."""
+        """Call `work` for each side, and return the results in the order of `sides`.
+
+        Each round begins with another side, because the database may still process the effects of
+        one side while the next one is measured.
+        """
         first = self.round % len(sides)
         found = {side.name: work(side) for side in sides[first:] + sides[:first]}
         return [found[side.name] for side in sides]
@@ -34,7 +37,7 @@ class Stage:
     def figure(
         self, case: str, what: str, unit: str, target: Target | None = None, against: str = ""
     ) -> Figure:
-        """The figure of this name, which is made in the first round."""
+        """Return the figure of this name. The first round creates it."""
         made = Figure(case, what, unit, target=target, against=against)
         return self._figures.setdefault((case, what), made)
 
@@ -44,7 +47,7 @@ class Stage:
 
     @property
     def timers(self) -> tuple[Ours, Ours]:
-        """Our side with each of the timers."""
+        """delaytasks with each of the timers."""
         return self.ours, self.ours_in_redis
 
     def size(self, full: int, quick: int) -> int:

@@ -1,5 +1,7 @@
-"""Sweeps in processes of their own, side by side: `python -m benchmarks.sweepers HOUSE HOUSES`, told on stdin when to
-begin."""
+"""Concurrent sweeps in separate processes.
+
+`python -m benchmarks.sweepers PARTITION PARTITIONS` begins when a line arrives on stdin.
+"""
 
 from __future__ import annotations
 
@@ -8,38 +10,40 @@ import time
 from pathlib import Path
 
 from benchmarks import ours
-from benchmarks.processes import Process
+from benchmarks.processes import BenchmarkProcess
 
-#: All that lies in the table is near.
+#: All rows of the table are near.
 HORIZON_S = 1200.0
 
 
-def sweep_side_by_side(houses: int, folder: Path, deadline_s: float) -> float:
-    """Sweeps the table once with so many house numbers, and returns how long the last one took."""
-    made = [
-        Process(f"sweeper{house}", ["benchmarks.sweepers", str(house), str(houses)], folder)
-        for house in range(houses)
+def sweep_concurrently(partitions: int, folder: Path, deadline_s: float) -> float:
+    """Sweep the table once with all partitions, and return the duration of the slowest sweep."""
+    processes = [
+        BenchmarkProcess(
+            f"sweeper{partition}", ["benchmarks.sweepers", str(partition), str(partitions)], folder
+        )
+        for partition in range(partitions)
     ]
     try:
-        for process in made:
+        for process in processes:
             process.expect("ready", 30)
-        for process in made:
+        for process in processes:
             process.tell("sweep")
-        return max(float(process.expect("swept", deadline_s)) for process in made)
+        return max(float(process.expect("swept", deadline_s)) for process in processes)
     finally:
-        for process in made:
+        for process in processes:
             process.stop()
 
 
 def _main() -> None:
-    house, houses = int(sys.argv[1]), int(sys.argv[2])
-    app, delays = ours.make("bench_sweeper", houses=houses, horizon_s=HORIZON_S)
+    partition, partitions = int(sys.argv[1]), int(sys.argv[2])
+    app, delays = ours.make("bench_sweeper", houses=partitions, horizon_s=HORIZON_S)
     delays.clock.now()
     app.connection_for_write().ensure_connection(max_retries=1)
     print("ready", flush=True)
     sys.stdin.readline()
     before = time.monotonic()
-    delays.sweeper.sweep(house)
+    delays.sweeper.sweep(partition)
     print("swept", time.monotonic() - before, flush=True)
 
 

@@ -1,4 +1,7 @@
-"""The rows of the benchmark: made, looked at and dropped. The only SQL of the benchmarks."""
+"""The rows of the benchmarks: create, read and delete them.
+
+This module contains the only SQL of the benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,23 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, create_engine, exists, func, insert, literal_column, select, text
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    create_engine,
+    exists,
+    func,
+    insert,
+    literal_column,
+    select,
+    text,
+)
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session, registry
 
 from benchmarks.ours import TAG, delays
+from benchmarks.settings import TABLE_PREFIX
 from benchmarks.waiting import BenchError
-from benchmarks.where import TABLE_PREFIX
 from delaytasks.core.errors import StoreError
 from delaytasks.core.ids import first_id
 from delaytasks.core.settings import load_settings
@@ -28,7 +41,7 @@ from delaytasks.storage.rows import NEW_COLUMNS
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now
 
-#: Rows in one statement: many, and yet it ends soon when the run is interrupted.
+#: Rows per statement: many, but few enough that an interrupt takes effect soon.
 FILL_STEP = 500_000
 
 _database = delays.store.database
@@ -43,14 +56,18 @@ def make() -> None:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Two runs on one database would empty each other's tables and queues: the second one is refused."""
+    """Refuse a second run on the same database.
+
+    Two runs would delete each other's rows and messages.
+    """
     locks = {
         "postgresql": "SELECT pg_try_advisory_lock(hashtext(:name))",
         "mysql": "SELECT GET_LOCK(:name, 0)",
     }
     query = locks.get(backend())
     try:
-        connection = _database.auto.connect()  # the lock is this connection's, and ends with it
+        # the lock belongs to this connection and ends with it
+        connection = _database.auto.connect()
     except DBAPIError as error:
         raise BenchError(f"{translate(error)}: set DELAYTASKS_BENCH_DATABASE_URL") from error
     try:
@@ -68,8 +85,8 @@ def alone() -> Iterator[None]:
 
 
 @contextmanager
-def beside(prefix: str) -> Iterator[Store]:
-    """Tables of their own in the same database."""
+def other_tables(prefix: str) -> Iterator[Store]:
+    """Yield a store with other tables in the same database."""
     url = _database.url.render_as_string(hide_password=False)
     store = Store(url, load_settings({}, {}, database_url=url, table_prefix=prefix))
     try:
@@ -82,12 +99,12 @@ def beside(prefix: str) -> Iterator[Store]:
 
 
 class Own:
-    """A row of the caller's, for the ORM, which gives it its constructor."""
+    """A mapped class for the caller's rows; the ORM adds its constructor."""
 
 
 @contextmanager
 def session() -> Iterator[Session]:
-    """A caller's, on an engine of the caller's own."""
+    """Yield a session of the caller on the caller's own engine."""
     engine = create_engine(_database.url)
     try:
         with Session(engine) as caller:
@@ -98,7 +115,10 @@ def session() -> Iterator[Session]:
 
 @contextmanager
 def own_inserts() -> Iterator[tuple[Session, dict[str, Callable[[], object]]]]:
-    """A caller's session, and INSERTs of the caller's own for it: of rows like ours, into a table like ours."""
+    """Yield a caller's session and its own INSERTs.
+
+    They insert rows like those of delaytasks into an equal table.
+    """
     columns = [_t.c[name] for name in NEW_COLUMNS if name != "id"]
     row = dict(
         _database.alone(
@@ -106,7 +126,7 @@ def own_inserts() -> Iterator[tuple[Session, dict[str, Callable[[], object]]]]:
         )._mapping
     )
     ids = itertools.count(1)
-    with beside(TABLE_PREFIX + "own_") as store, session() as caller:
+    with other_tables(TABLE_PREFIX + "own_") as store, session() as caller:
         statement = insert(store.schema.tasks)
         mapped = registry()
         make: Any = mapped.map_imperatively(Own, store.schema.tasks).class_
@@ -134,7 +154,7 @@ def drop() -> None:
 
 
 def clear() -> None:
-    """Empty, with empty statistics: the hardest case for the planner."""
+    """Delete all rows and reset the statistics, the hardest case for the planner."""
     tables = (_t, delays.store.schema.keys, delays.store.schema.lines)
     if _database.can.copy:
         _alone(text(f"TRUNCATE {', '.join(table.name for table in tables)}"))
@@ -151,18 +171,22 @@ def fill(
     is_keyed: bool = False,
     in_order: bool = False,
 ) -> None:
-    """So many more rows, due between two moments, given in seconds from now; PostgreSQL only. Their due times are
-    random, or in the order of their ids, as if each had the same delay. Ids are those of a producer that makes one each
-    millisecond, and leases last longer than any benchmark. One in ten has a key, if that is wanted."""
+    """Add `rows` rows that are due between two times, in seconds from now; PostgreSQL only.
+
+    The due times are random, or ascend with the ids, as if each task had the same delay. The ids
+    are those of a producer that creates one per millisecond, and leases last longer than any
+    benchmark. If requested, one row in ten has a key.
+    """
     key = "CASE WHEN n % 10 = 0 THEN 'order-' || last || '-' || n END" if is_keyed else "NULL"
     began = "NULL" if status is Status.NOT_COMPLETE else "due"
     lease = "due + interval '30 days'" if status is Status.RUNNING else "NULL"
     place = "(:start + n)::float / :all" if in_order else "random()"
     statement = text(f"""
-        INSERT INTO {_t.name} (id, tag, message_body, status, version, delay_time, expected_time, execution_time,
-                               create_time, update_time, lease_until, task_key)
-        SELECT (last >> 22) + n << 22 | n % 131072, '{TAG}', '{{"due": 0.5, "order": ' || n || '}}', {status:d}, 1,
-               3600, due, {began}, due - interval '1 hour', coalesce({began}, now()), {lease}, {key}
+        INSERT INTO {_t.name} (id, tag, message_body, status, version, delay_time, expected_time,
+                               execution_time, create_time, update_time, lease_until, task_key)
+        SELECT (last >> 22) + n << 22 | n % 131072, '{TAG}',
+               '{{"due": 0.5, "order": ' || n || '}}', {status:d}, 1, 3600, due, {began},
+               due - interval '1 hour', coalesce({began}, now()), {lease}, {key}
         FROM (SELECT coalesce(max(id), 0) AS last FROM {_t.name}) before,
              (SELECT n, now() + (:soonest + {place} * :spread) * interval '1 second' AS due
               FROM generate_series(1, :rows) n) made""").bindparams(
@@ -175,8 +199,11 @@ def fill(
 
 @contextmanager
 def indexed_at_the_end() -> Iterator[None]:
-    """Into an index that is larger than the cache random due times go at a few thousand rows a second; to sort them
-    once takes minutes where that takes hours."""
+    """Create the indexes after the rows.
+
+    If an index is larger than the cache, random due times are inserted at a few thousand rows per
+    second. Sorting them once takes minutes instead of hours.
+    """
 
     def drop(connection: Connection) -> None:
         for index in _t.indexes:
@@ -196,7 +223,7 @@ def indexed_at_the_end() -> Iterator[None]:
 
 
 def take_keys() -> str:
-    """What waits holds its key; returns one that is held."""
+    """Give each waiting task its key as owner, and return one of the keys."""
     keys = delays.store.schema.keys
     waits = _t.c.status == int(Status.NOT_COMPLETE)
     _alone(
@@ -210,21 +237,26 @@ def take_keys() -> str:
 
 
 def fill_finished(store: Store, rows: int, when: datetime) -> None:
-    """So many rows of one table, made, run and ended at that time; PostgreSQL only."""
+    """Add `rows` rows that were created, run and finished at `when`; PostgreSQL only."""
     statement = text(f"""
-        INSERT INTO {store.schema.tasks.name} (id, tag, message_body, status, version, expected_time, update_time)
-        SELECT :first + n, '{TAG}', '{{"due": 0.5, "order": ' || n || '}}', {Status.DONE:d}, 2, :at, :at
+        INSERT INTO {store.schema.tasks.name} (id, tag, message_body, status, version,
+                    expected_time, update_time)
+        SELECT :first + n, '{TAG}', '{{"due": 0.5, "order": ' || n || '}}',
+               {Status.DONE:d}, 2, :at, :at
         FROM generate_series(1, :rows) n""")
     _alone(statement.bindparams(first=first_id(when), at=when, rows=rows))
 
 
 def settle_down(name: str = _t.name) -> None:
-    """What autovacuum and the checkpointer would do in the next minutes, and in the middle of a measurement."""
+    """Do the work of autovacuum and the checkpointer now.
+
+    Otherwise it would begin in the middle of a measurement.
+    """
     _alone(text(f"VACUUM (ANALYZE) {name}"))
     try:
         _alone(text("CHECKPOINT"))
     except StoreError:
-        pass  # only a superuser may say when
+        pass  # only a superuser may run a checkpoint
 
 
 def forget_sweeps() -> None:
@@ -236,12 +268,21 @@ def forget_policies() -> None:
 
 
 def work_off_bare(batch: int) -> float:
-    """Claims and settles all rows by their ids, with as little as that can be done by: one connection of the driver's,
-    no lease, no error, no attempt, no key. Returns how many seconds it took, the ids being known."""
+    """Claim and settle all rows by their ids with the minimal statements, and return the duration.
+
+    It uses one driver connection, no lease, no error, no attempt and no key. The ids are known
+    before.
+    """
     t, waits, runs, done = _t.name, int(Status.NOT_COMPLETE), int(Status.RUNNING), int(Status.DONE)
-    take = f"UPDATE {t} SET status = {runs}, version = version + 1 WHERE id IN ({{}}) AND status = {waits}"
+    take = (
+        f"UPDATE {t} SET status = {runs}, version = version + 1 WHERE id IN ({{}}) AND status = "
+        f"{waits}"
+    )
     read = f"SELECT id, tag, message_body, version FROM {t} WHERE id IN ({{}}) AND status = {runs}"
-    settle = f"UPDATE {t} SET status = {done}, version = version + 1 WHERE id IN ({{}}) AND status = {runs}"
+    settle = (
+        f"UPDATE {t} SET status = {done}, version = version + 1 WHERE id IN ({{}}) AND status = "
+        f"{runs}"
+    )
     ids = _database.alone(lambda c: list(c.scalars(select(_t.c.id).order_by(_t.c.id))))
     with _database.auto.connect() as connection:
         cursor, began = connection.connection.cursor(), time.monotonic()
@@ -253,7 +294,7 @@ def work_off_bare(batch: int) -> float:
                 cursor.execute(take.format(some))
                 cursor.execute(read.format(some))
             if len(cursor.fetchall()) != len(ids[start : start + batch]):
-                raise BenchError("a batch was not claimed as a whole")
+                raise BenchError("a batch was claimed only in part")
             cursor.execute(settle.format(some))
         return time.monotonic() - began
 
@@ -267,10 +308,11 @@ def can_fill() -> bool:
 
 
 def sizes() -> list[tuple[str, int]]:
-    """The bytes of the table, and of each of its indexes; PostgreSQL only."""
+    """Return the sizes of the table and of each index in bytes; PostgreSQL only."""
     query = text("""
         SELECT relname, pg_relation_size(oid) FROM pg_class
-        WHERE oid = to_regclass(:name) OR oid IN (SELECT indexrelid FROM pg_index WHERE indrelid = to_regclass(:name))
+        WHERE oid = to_regclass(:name)
+           OR oid IN (SELECT indexrelid FROM pg_index WHERE indrelid = to_regclass(:name))
         ORDER BY relkind DESC, relname""")
     return [
         tuple(row) for row in _database.alone(lambda c: c.execute(query, {"name": _t.name}).all())
@@ -283,7 +325,7 @@ def count(status: Status | None = None) -> int:
 
 
 def has_unfinished_due() -> bool:
-    """Whether a task that is due has not ended: one look into an index."""
+    """Return whether a due task is unfinished, by one index lookup."""
     return bool(_scalar(select(exists().where(_LIVE, _t.c.expected_time <= db_now()))))
 
 
@@ -293,8 +335,8 @@ def last_settled_at() -> float:
 
 
 def settlements() -> int:
-    """How many transactions settled the tasks that are done; PostgreSQL only."""
-    by = literal_column("xmin::text").distinct()
+    """Return the number of transactions that settled the finished tasks; PostgreSQL only."""
+    by: ColumnElement[str] = literal_column("xmin::text").distinct()
     return int(
         _scalar(select(func.count(by)).select_from(_t).where(_t.c.status == int(Status.DONE)))
     )
@@ -307,7 +349,7 @@ def lateness_ms() -> list[float]:
 
 
 def runs() -> dict[str, tuple[datetime, datetime]]:
-    """When each keyed task that is done was due, and when it began."""
+    """Return when each finished task with a key was due, and when it began."""
     query = select(_t.c.task_key, _t.c.expected_time, _t.c.execution_time).where(
         _t.c.status == int(Status.DONE)
     )
@@ -317,7 +359,7 @@ def runs() -> dict[str, tuple[datetime, datetime]]:
 
 
 def active_s() -> float | None:
-    """How long statements took in this database, whoever sent them; only PostgreSQL tells, from version 14 on."""
+    """Return the time spent in statements of all clients; PostgreSQL 14 or newer only."""
     if backend() != "postgresql":
         return None
     query = "SELECT active_time / 1000 FROM pg_stat_database WHERE datname = current_database()"
@@ -325,12 +367,12 @@ def active_s() -> float | None:
 
 
 def wal_bytes() -> int:
-    """What this server has written to its log of changes so far, for whomever; PostgreSQL only."""
+    """Return the size of the server's write-ahead log for all databases; PostgreSQL only."""
     return int(_scalar(text("SELECT pg_wal_lsn_diff(pg_current_wal_insert_lsn(), '0/0')")))
 
 
 def lateness_of(key: str) -> list[float]:
-    """In milliseconds, of those with this concurrency key that have begun."""
+    """Return the lateness of the started tasks with this concurrency key, in milliseconds."""
     query = select(_t.c.execution_time, _t.c.expected_time)
     began = query.where(_t.c.concurrency_key == key, _t.c.execution_time.is_not(None))
     rows = _database.alone(lambda c: c.execute(began).all())
@@ -338,18 +380,18 @@ def lateness_of(key: str) -> list[float]:
 
 
 def repeated() -> int:
-    """Rows that ran more than once."""
+    """Return the number of rows that ran more than once."""
     return int(_scalar(select(func.count()).select_from(_t).where(_t.c.attempts > 1)))
 
 
-class Private(NamedTuple):
-    """A database that nobody else uses; PostgreSQL only."""
+class PrivateDatabase(NamedTuple):
+    """A database for this run only; PostgreSQL only."""
 
     url: str
     name: str
 
     def transactions(self) -> int:
-        """So far, as the server counts them: a second late at most."""
+        """Return the number of transactions so far. The server counts them up to a second late."""
         query = text(
             "SELECT xact_commit + xact_rollback FROM pg_stat_database WHERE datname = :name"
         )
@@ -357,8 +399,8 @@ class Private(NamedTuple):
 
 
 @contextmanager
-def private(shard: int = 0) -> Iterator[Private]:
-    """With tables, and dropped in the end."""
+def private(shard: int = 0) -> Iterator[PrivateDatabase]:
+    """Create a database with tables, and drop it at the end."""
     name = f"{TABLE_PREFIX}{os.getpid()}_{shard}"
     _alone(text(f"CREATE DATABASE {name}"))
     try:
@@ -367,9 +409,9 @@ def private(shard: int = 0) -> Iterator[Private]:
         migrations.upgrade(fresh, TABLE_PREFIX, shard=shard)
         fresh.alone(
             lambda c: c.execute(text("VACUUM ANALYZE"))
-        )  # else autovacuum does it later, and is counted
+        )  # otherwise autovacuum would run during the measurement
         fresh.dispose()
-        yield Private(url, name)
+        yield PrivateDatabase(url, name)
     finally:
         _alone(text(f"DROP DATABASE {name} WITH (FORCE)"))
 

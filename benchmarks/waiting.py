@@ -1,4 +1,4 @@
-"""Waits for conditions, never for a guess."""
+"""Wait for conditions with a deadline."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from datetime import datetime, timezone
 
 
 class BenchError(Exception):
-    """A measurement that can not be trusted, or did not come to its end; the text says why."""
+    """The measurement is unreliable or incomplete; the text has the reason."""
 
 
 class TooSlowError(BenchError):
-    """The machine could not schedule the tasks before they were due: a longer lead may do."""
+    """Scheduling took longer than the lead, so a longer lead may help."""
 
 
 def wait_until(
@@ -26,7 +26,7 @@ def wait_until(
 
 
 def wall() -> float:
-    """Seconds since 1970, as the tasks note them."""
+    """Return the seconds since 1970, as in the notes of tasks."""
     return time.time_ns() / 1e9
 
 

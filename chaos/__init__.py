@@ -1,1 +1,1 @@
-"""Faults injected into real deployments, and the histories of what came of it, checked."""
+"""Inject faults into real deployments, and check the recorded histories."""

@@ -1,6 +1,6 @@
-"""`python -m chaos [--tasks N] [--faults N] [--kills N] [--every S] [--seed N] [--database …] [--broker …] [--timer …]`
+"""Inject random faults into a real deployment, and check that no promise is broken.
 
-Without options: the run that each change has to pass, in two minutes.
+Without options, this is the two-minute run that every change has to pass.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pathlib import Path
 from rich.console import Console
 
 from chaos.checker import Checker
-from chaos.field import Field, Site
 from chaos.nemeses import NEMESES
 from chaos.report import show
 from chaos.run import Plan, run
+from chaos.system import ServerChoice, SystemUnderTest
 from tests.services import MissingServiceError
 
-#: It ends with this where a server is missing.
+#: The exit status if a required server is missing.
 MISSING = 3
 
 
@@ -33,11 +33,11 @@ def main() -> int:
     parser.add_argument("--tasks", type=int, default=2000)
     parser.add_argument("--faults", type=int, default=30)
     parser.add_argument(
-        "--kills", type=int, default=22, help="so many of the faults, at least, are kills"
+        "--kills", type=int, default=22, help="minimum number of kills among the faults"
     )
     parser.add_argument("--every", type=float, default=2.5, help="seconds between two faults")
     parser.add_argument(
-        "--seed", type=int, default=None, help="of the faults and of what is scheduled"
+        "--seed", type=int, default=None, help="seed of the faults and of the scheduled tasks"
     )
     parser.add_argument(
         "--database", choices=["postgresql", "mariadb", "sqlite"], default="postgresql"
@@ -45,56 +45,68 @@ def main() -> int:
     parser.add_argument("--broker", choices=["redis", "rabbitmq", "embedded"], default="redis")
     parser.add_argument("--timer", choices=["eta", "redis"], default="eta")
     parser.add_argument(
-        "--patience", type=float, default=60.0, help="seconds without progress after which it ends"
+        "--patience",
+        type=float,
+        default=60.0,
+        help="seconds without progress after which the run ends",
     )
     parser.add_argument(
         "--within",
         type=float,
         default=60.0,
-        help="seconds after the last fault; what is due and not finished is stuck",
+        help="seconds after the last fault until every due task must be finished",
     )
     parser.add_argument(
         "--only",
         action="append",
         metavar="WORDS",
-        help="faults with these words in their names; `kill` are all kills",
+        help="use only faults whose names contain WORDS; `kill` selects all kills",
     )
-    parser.add_argument("--keep", metavar="FOLDER", help="a new one, for what all processes say")
+    parser.add_argument(
+        "--keep", metavar="FOLDER", help="new folder that keeps the logs of all processes"
+    )
     options = parser.parse_args()
     seed = secrets.randbelow(1_000_000) if options.seed is None else options.seed
     plan = Plan(
-        seed, options.tasks, options.faults, min(options.kills, options.faults), options.every, options.patience,
-        options.within, tuple(options.only or [""]),
-    )  # fmt: skip
-    site = Site(options.database, options.broker, options.timer)
+        seed,
+        options.tasks,
+        options.faults,
+        min(options.kills, options.faults),
+        options.every,
+        options.patience,
+        options.within,
+        tuple(options.only or [""]),
+    )
+    site = ServerChoice(options.database, options.broker, options.timer)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(
-        f"seed {seed}: {plan.tasks:,} tasks and {plan.faults} faults in {plan.seconds:,.0f} s, on {site}"
+        f"seed {seed}: {plan.tasks:,} tasks and {plan.faults} faults "
+        f"in {plan.seconds:,.0f} s, on {site}"
     )
     began = time.monotonic()
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # what it started is ended, however it ends
+    )  # ends the started processes on each exit
     signal.signal(
         signal.SIGINT, signal.default_int_handler
-    )  # also in the background, where shells have it ignored
+    )  # also in the background, where shells ignore it
     with a_folder(options.keep) as folder:
-        folder.chmod(0o755)  # the database may be another user's
-        field = None
+        folder.chmod(0o755)  # the database may run as another user
+        system = None
         try:
-            field = Field(folder, site)
+            system = SystemUnderTest(folder, site)
             for nemesis in NEMESES:
-                if why := nemesis.misfit(field):
-                    console.print(f"left out: {nemesis.kind}: {why}")
-            outcome = run(field, plan, console.print)
+                if why := nemesis.misfit(system):
+                    console.print(f"skipped: {nemesis.kind}: {why}")
+            outcome = run(system, plan, console.print)
         except MissingServiceError as error:
-            console.print(f"{site} can not be had here: {error}")
+            console.print(f"{site} is not available on this machine: {error}")
             return MISSING
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_IGN)  # it is ending
-            if field is not None:
-                field.close()
+                signal.signal(number, signal.SIG_IGN)  # the cleanup must not be interrupted
+            if system is not None:
+                system.close()
     verdict = Checker(outcome.history, quiet_us=outcome.quiet_us, by_us=outcome.by_us).verdict()
     show(verdict, outcome.history, outcome.over_us, console)
     console.print(f"{time.monotonic() - began:.0f} s")

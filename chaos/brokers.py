@@ -1,4 +1,4 @@
-"""The brokers of a run, which may be emptied, cut off from their clients, killed and started again."""
+"""The brokers of a run: they can be emptied, disconnected, killed and restarted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Broker(Protocol):
 
 
 class PrivateRedis(RedisServer):
-    """It keeps nothing: each start is with an empty memory."""
+    """A Redis server without persistence: each start is with an empty memory."""
 
     def start(self, is_empty: bool = True) -> None:
         super().start()
@@ -49,7 +49,7 @@ class PrivateRedis(RedisServer):
 
 
 class EmbeddedBroker:
-    """The Redis that `delaytasks up` would start, on a socket; it keeps what it has on disk."""
+    """The Redis that `delaytasks up` starts: it listens on a socket and keeps its data on disk."""
 
     name = "the embedded Redis"
 
@@ -106,12 +106,12 @@ def _close_connections(client: Any) -> None:
 
 
 def start_broker(kind: str, folder: Path) -> Broker:
-    place = folder / kind
-    place.mkdir()
-    made: dict[str, type[Any]] = {
+    broker_folder = folder / kind
+    broker_folder.mkdir()
+    broker_types: dict[str, type[Any]] = {
         "redis": PrivateRedis,
         "rabbitmq": RabbitServer,
         "embedded": EmbeddedBroker,
     }
-    broker: Broker = made[kind](place)
+    broker: Broker = broker_types[kind](broker_folder)
     return broker

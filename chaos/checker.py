@@ -1,5 +1,8 @@
-"""Judges a history: every acknowledged task runs at least once and never early, one finish is accepted for each claim,
-and every extra run has a fault that explains it."""
+"""Check a history against the promises.
+
+Every acknowledged task runs at least once and never early, one finish is accepted for each claim,
+and a fault explains every additional run.
+"""
 
 from __future__ import annotations
 
@@ -8,53 +11,59 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from chaos.history import Change, History
-from chaos.lives import Life, lives_of, story_of
-from chaos.reasons import Reasons, held
+from chaos.explanations import Explanations, lost_lease
+from chaos.history import History, RowChange
+from chaos.task_records import TaskRecord, story_of, task_records
 from delaytasks.core.states import FINISHED, MOVES, Status
 
-#: (from, to) of every move there is.
+#: The pairs (source, target) of all allowed moves.
 _LEGAL = {(source, move.target) for move in MOVES.values() for source in move.sources}
-#: A lease, a sweep and a dispatch, and some more: so long a task may be due without being stuck.
+#: How long a due task may wait before it counts as stuck: a lease, a sweep, a dispatch and some
+#: tolerance.
 WHILE_US = 10_000_000
-#: So many findings are printed, and told in full: a broken run has thousands, of stories that take minutes.
-TOLD = 20
+#: How many findings are printed with their stories. A broken run has thousands of findings, and
+#: their stories take minutes.
+MOST_STORIES = 20
 
 
-class Flaw(NamedTuple):
+class Violation(NamedTuple):
     invariant: str
     kind: str
     text: str
 
 
 class Finding(NamedTuple):
-    flaw: Flaw
+    violation: Violation
     id: int
-    #: All that is known of the task, in the order of time; of the first findings only.
+    #: All recorded facts about the task, ordered by time. Only the first findings have a story.
     story: str
 
     def __str__(self) -> str:
-        return f"{self.flaw.invariant} {self.flaw.kind}: task {self.id}: {self.flaw.text}\n{self.story}"
+        invariant, kind, text = self.violation
+        return f"{invariant} {kind}: task {self.id}: {text}\n{self.story}"
 
 
 @dataclass
 class Verdict:
     tasks: int = 0
     runs: int = 0
-    #: Runs beyond those that were asked for, each explained by a fault.
+    #: Runs beyond the requested ones that a fault explains.
     explained: int = 0
     findings: list[Finding] = field(default_factory=list)
 
     def counts(self) -> Counter[str]:
-        return Counter(finding.flaw.kind for finding in self.findings)
+        return Counter(finding.violation.kind for finding in self.findings)
 
     def __str__(self) -> str:
         counts = (
             ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts().items()))
             or "nothing found"
         )
-        said = f"{self.tasks:,} tasks, {self.runs:,} runs, {self.explained} extra ones explained: {counts}"
-        return "\n\n".join([said, *map(str, self.findings[:TOLD])])
+        summary = (
+            f"{self.tasks:,} tasks, {self.runs:,} runs, "
+            f"{self.explained} of them repeated because of a fault: {counts}"
+        )
+        return "\n\n".join([summary, *map(str, self.findings[:MOST_STORIES])])
 
 
 class Checker:
@@ -65,14 +74,17 @@ class Checker:
         quiet_us: int | None = None,
         by_us: int | None = None,
     ) -> None:
-        """`quiet_us` is when all was to be over: nothing that is left then will come right by itself. `by_us` is when
-        what has been due for a while was to be finished."""
+        """Check `history`.
+
+        `quiet_us` is the time by which all work must be over. `by_us` is the time by which every
+        task that was due before must be finished.
+        """
         self._history = history
-        self._reasons = Reasons(history.faults)
+        self._explanations = Explanations(history.faults)
         self._max_lost_leases = max_lost_leases
         self._quiet_us = quiet_us
         self._by_us = by_us
-        self._rules: tuple[Callable[[Life], Iterator[Flaw]], ...] = (
+        self._rules: tuple[Callable[[TaskRecord], Iterator[Violation]], ...] = (
             self._acknowledged_runs,
             self._nothing_else_runs,
             self._never_early,
@@ -84,118 +96,129 @@ class Checker:
         )
 
     def verdict(self) -> Verdict:
-        history, lives = self._history, lives_of(self._history)
-        verdict = Verdict(len(lives), len(history.ran))
-        for id, life in lives.items():
-            flaws = [flaw for rule in self._rules for flaw in rule(life)]
-            again = [claim for claim in self._lapsed(life) if life.has_run(claim)]
-            verdict.explained += sum(self._is_explained(life, claim) for claim in again)
-            for flaw in flaws:
-                story = story_of(life, history.faults) if len(verdict.findings) < TOLD else ""
-                verdict.findings.append(Finding(flaw, id, story))
+        history, tasks = self._history, task_records(self._history)
+        verdict = Verdict(len(tasks), len(history.run_records))
+        for id, task in tasks.items():
+            violations = [violation for rule in self._rules for violation in rule(task)]
+            again = [claim for claim in self._lapsed(task) if task.has_run(claim)]
+            verdict.explained += sum(self._is_explained(task, claim) for claim in again)
+            for violation in violations:
+                story = (
+                    story_of(task, history.faults) if len(verdict.findings) < MOST_STORIES else ""
+                )
+                verdict.findings.append(Finding(violation, id, story))
         for process in history.hung:
             verdict.findings.append(
-                Finding(Flaw("I8", "hung", f"{process} lives and runs nothing"), 0, "")
+                Finding(Violation("I8", "hung", f"{process} is alive but runs no task"), 0, "")
             )
         return verdict
 
     def story(self, id: int) -> str:
-        """All that is known of a task."""
-        return story_of(lives_of(self._history)[id], self._history.faults)
+        """Return all recorded facts about a task."""
+        return story_of(task_records(self._history)[id], self._history.faults)
 
-    # -- what was promised ------------------------------------------------------------------------
+    # -- promises to callers ----------------------------------------------------------------------
 
-    def _acknowledged_runs(self, life: Life) -> Iterator[Flaw]:
-        if not life.calls("schedule", "ok"):
+    def _acknowledged_runs(self, task: TaskRecord) -> Iterator[Violation]:
+        if not task.calls("schedule", "ok"):
             return
-        if life.last is None:
-            yield Flaw("I1", "lost", "its schedule was acknowledged, and there is no row")
+        if task.last is None:
+            yield Violation("I1", "lost", "its schedule was acknowledged, but it has no row")
         elif (
-            life.last.status in (Status.DONE, Status.FAILED)
-            and not life.ran
-            and not self._is_given_up(life.last)
+            task.last.status in (Status.DONE, Status.FAILED)
+            and not task.run_records
+            and not self._is_given_up(task.last)
         ):
-            yield Flaw("I1", "lost", f"it is {life.last.status.name} and never ran")
-        elif life.last.status is Status.CANCELLED and not life.calls("cancel", "ok", "unknown"):
-            yield Flaw("I1", "lost", "it is CANCELLED, and nobody asked for that")
+            yield Violation("I1", "lost", f"it is {task.last.status.name} but it never ran")
+        elif task.last.status is Status.CANCELLED and not task.calls("cancel", "ok", "unknown"):
+            yield Violation("I1", "lost", "it is CANCELLED, but no caller cancelled it")
 
-    def _is_given_up(self, last: Change) -> bool:
-        """Its workers died between claim and run, as often as they may."""
+    def _is_given_up(self, last: RowChange) -> bool:
+        """Return whether workers died between claim and run as often as is allowed."""
         return last.status is Status.FAILED and last.lapses >= self._max_lost_leases
 
-    def _nothing_else_runs(self, life: Life) -> Iterator[Flaw]:
-        if not life.calls("schedule", "ok", "unknown"):
-            if life.ran:
-                yield Flaw(
-                    "I2", "unexpected", "it ran, and its schedule was refused or rolled back"
+    def _nothing_else_runs(self, task: TaskRecord) -> Iterator[Violation]:
+        if not task.calls("schedule", "ok", "unknown"):
+            if task.run_records:
+                yield Violation(
+                    "I2", "unexpected", "it ran, but its schedule was refused or rolled back"
                 )
-            elif life.last is not None:
-                yield Flaw(
+            elif task.last is not None:
+                yield Violation(
                     "I2",
                     "unexpected",
-                    "its schedule was refused or rolled back, and its row is there",
+                    "its schedule was refused or rolled back, but it has a row",
                 )
-        for run in life.ran:
-            if life.changes and life.claim_of(run) is None:
-                yield Flaw("I4", "unexpected", f"the run of version {run.version} had no claim")
-        for cancel in life.calls("cancel", "ok"):
-            again = [told.answered_us for told in life.calls("retry", "ok", "unknown")]
+        for run in task.run_records:
+            if task.changes and task.claim_of(run) is None:
+                yield Violation(
+                    "I4", "unexpected", f"the run of version {run.version} had no claim"
+                )
+        for cancel in task.calls("cancel", "ok"):
+            again = [record.answered_us for record in task.calls("retry", "ok", "unknown")]
             late = [
                 r
-                for r in life.ran
+                for r in task.run_records
                 if r.began_us > cancel.answered_us and not any(a < r.began_us for a in again)
             ]
             if late:
-                yield Flaw("I1", "unexpected", "it ran after its cancel was acknowledged")
+                yield Violation("I1", "unexpected", "it ran after its cancel was acknowledged")
 
-    def _never_early(self, life: Life) -> Iterator[Flaw]:
-        asked = [told for told in life.told if told.due_us is not None and told.answer != "failed"]
-        for run in life.ran:
-            claim = life.claim_of(run)
+    def _never_early(self, task: TaskRecord) -> Iterator[Violation]:
+        asked = [
+            record
+            for record in task.call_records
+            if record.due_us is not None and record.answer != "failed"
+        ]
+        for run in task.run_records:
+            claim = task.claim_of(run)
             if claim is not None and run.began_us < claim.due_us:
-                yield Flaw(
+                yield Violation(
                     "I3",
                     "early",
                     f"version {run.version} began {claim.due_us - run.began_us} us before its time",
                 )
                 continue
-            moves = life.calls("reschedule", "unknown") + life.calls("retry", "unknown")
-            if any(told.due_us is None and told.asked_us <= run.began_us for told in moves):
-                continue  # it may have been given another time, and nobody knows which
+            moves = task.calls("reschedule", "unknown") + task.calls("retry", "unknown")
+            if any(record.due_us is None and record.asked_us <= run.began_us for record in moves):
+                continue  # its due time may have changed, and the new one is unknown
             settled = [
-                told for told in asked if told.answer == "ok" and told.answered_us <= run.began_us
+                record
+                for record in asked
+                if record.answer == "ok" and record.answered_us <= run.began_us
             ]
             open_ones = [
                 t.due_us
                 for t in asked
                 if t not in settled and t.asked_us <= run.began_us and t.due_us
             ]
-            dues = open_ones + [told.due_us for told in settled[-1:] if told.due_us]
+            dues = open_ones + [record.due_us for record in settled[-1:] if record.due_us]
             if dues and run.began_us < min(dues):
-                yield Flaw(
+                yield Violation(
                     "I3",
                     "early",
-                    f"version {run.version} began {min(dues) - run.began_us} us before what was asked",
+                    f"version {run.version} began {min(dues) - run.began_us} us "
+                    "before the requested time",
                 )
 
     # -- the row ----------------------------------------------------------------------------------
 
-    def _legal_moves(self, life: Life) -> Iterator[Flaw]:
-        for before, change in zip([None, *life.changes], life.changes, strict=False):
+    def _legal_moves(self, task: TaskRecord) -> Iterator[Violation]:
+        for before, change in zip([None, *task.changes], task.changes, strict=False):
             if change.was is None:
                 continue
             if before is not None and (before.status, before.version) != (
                 change.was,
                 change.version_was,
             ):
-                yield Flaw(
+                yield Violation(
                     "I4",
                     "overwritten",
                     f"version {before.version} was not what version {change.version} came from",
                 )
             if change.version == change.version_was:
                 if change.status is not change.was:
-                    yield Flaw(
+                    yield Violation(
                         "I4", "unfenced", f"{change.was} became {change.status} under one version"
                     )
             elif (change.was, change.status) not in _LEGAL:
@@ -204,105 +227,118 @@ class Checker:
                     if change.was in FINISHED and change.status in FINISHED
                     else "illegal move"
                 )
-                yield Flaw("I4", kind, f"{change.was} became {change.status}")
+                yield Violation("I4", kind, f"{change.was} became {change.status}")
 
-    def _one_lease(self, life: Life) -> Iterator[Flaw]:
-        """A lease ends with its time, with its row's settlement, or with the death of who holds it."""
-        for claim in self._lapsed(life):
-            end, lease_us = life.end_of(claim), self._lease_of(life, claim)
+    def _one_lease(self, task: TaskRecord) -> Iterator[Violation]:
+        """Find leases that ended too early.
+
+        A lease may end at its time, with its row's settlement, or with the death of its owner.
+        """
+        for claim in self._lapsed(task):
+            end, lease_us = task.end_of(claim), self._lease_of(task, claim)
             if end is None or lease_us is None or end.at_us >= lease_us:
                 continue
-            if not self._reasons.has_ended(held(claim, life.changes, end)):
-                yield Flaw(
+            if not self._explanations.has_ended(lost_lease(claim, task.changes, end)):
+                yield Violation(
                     "I5",
                     "two leases",
-                    f"version {claim.version} lapsed {lease_us - end.at_us} us before its lease",
+                    f"version {claim.version} was recovered {lease_us - end.at_us} us "
+                    "before its lease ended",
                 )
 
-    def _lease_of(self, life: Life, claim: Change) -> int | None:
-        """Until when it was renewed last."""
-        return [c.lease_until_us for c in life.changes if c.version == claim.version][-1]
+    def _lease_of(self, task: TaskRecord, claim: RowChange) -> int | None:
+        """Return the lease's end after its last renewal."""
+        return [c.lease_until_us for c in task.changes if c.version == claim.version][-1]
 
     # -- extra runs -------------------------------------------------------------------------------
 
-    def _lapsed(self, life: Life) -> list[Change]:
-        """The claims that nobody settled."""
-        ends = ((claim, life.end_of(claim)) for claim in life.claims)
+    def _lapsed(self, task: TaskRecord) -> list[RowChange]:
+        """Return the claims that were never settled."""
+        ends = ((claim, task.end_of(claim)) for claim in task.claims)
         return [claim for claim, end in ends if end is not None and end.lapses > claim.lapses]
 
-    def _is_explained(self, life: Life, claim: Change) -> bool:
-        end = life.end_of(claim)
-        return end is not None and self._reasons.explain(held(claim, life.changes, end))
+    def _is_explained(self, task: TaskRecord, claim: RowChange) -> bool:
+        end = task.end_of(claim)
+        return end is not None and self._explanations.explain(lost_lease(claim, task.changes, end))
 
-    def _extra_runs_are_explained(self, life: Life) -> Iterator[Flaw]:
-        for version in sorted({run.version for run in life.ran}):
-            runs = [run for run in life.ran if run.version == version]
+    def _extra_runs_are_explained(self, task: TaskRecord) -> Iterator[Violation]:
+        for version in sorted({run.version for run in task.run_records}):
+            runs = [run for run in task.run_records if run.version == version]
             if len(runs) > 1:
-                yield Flaw("I6", "duplicated", f"version {version} ran {len(runs)} times")
-        for claim in self._lapsed(life):
-            if life.has_run(claim) and not self._is_explained(life, claim):
-                text = f"version {claim.version} of {claim.worker} ran and lapsed, and no fault of its holder explains it"
-                yield Flaw("I6", "duplicated", text)
-        for run in life.ran:
-            if (taken := life.claim_of(run)) is not None and self._never_ran(life, taken):
-                yield Flaw(
+                yield Violation("I6", "duplicated", f"version {version} ran {len(runs)} times")
+        for claim in self._lapsed(task):
+            if task.has_run(claim) and not self._is_explained(task, claim):
+                text = (
+                    f"version {claim.version} of {claim.worker} ran and lost its lease, "
+                    "but no fault of its owner explains that"
+                )
+                yield Violation("I6", "duplicated", text)
+        for run in task.run_records:
+            if (taken := task.claim_of(run)) is not None and self._never_ran(task, taken):
+                yield Violation(
                     "I6",
                     "duplicated",
-                    f"version {run.version} ran, and was given back as if it had not",
+                    f"version {run.version} ran, but was given back as not run",
                 )
 
-    def _never_ran(self, life: Life, claim: Change) -> bool:
-        """What is given back says so by its attempts and its worker."""
-        end = life.end_of(claim)
-        if end is None or end.was is not Status.RUNNING or self._is_explained(life, claim):
+    def _never_ran(self, task: TaskRecord, claim: RowChange) -> bool:
+        """Return whether the row was given back unrun: its attempts decrease and its worker is
+        removed.
+        """
+        end = task.end_of(claim)
+        if end is None or end.was is not Status.RUNNING or self._is_explained(task, claim):
             return False
         return end.attempts < claim.attempts and end.worker is None
 
-    def _bounded(self, life: Life) -> Iterator[Flaw]:
-        most = max((change.lapses for change in life.changes), default=0)
+    def _bounded(self, task: TaskRecord) -> Iterator[Violation]:
+        most = max((change.lapses for change in task.changes), default=0)
         lapses_in_a_row = longest = 0
-        for claim in life.claims:
-            end = life.end_of(claim)
+        for claim in task.claims:
+            end = task.end_of(claim)
             lapsed = end is None or end.lapses > claim.lapses or end.status is Status.RUNNING
             lapses_in_a_row = lapses_in_a_row + 1 if lapsed else 0
             longest = max(longest, lapses_in_a_row)
         if max(most, longest) > self._max_lost_leases:
-            yield Flaw("I7", "too often", f"it lapsed {max(most, longest)} times in a row")
+            yield Violation(
+                "I7", "too often", f"it lost its lease {max(most, longest)} times in a row"
+            )
         allowed = max(
-            (told.most_runs for told in life.calls("schedule", "ok", "unknown")), default=1
+            (record.most_runs for record in task.calls("schedule", "ok", "unknown")), default=1
         )
-        settled = {run.version for run in life.ran} - {
-            claim.version for claim in self._lapsed(life)
+        settled = {run.version for run in task.run_records} - {
+            claim.version for claim in self._lapsed(task)
         }
-        again = len(life.calls("retry", "ok", "unknown"))
+        again = len(task.calls("retry", "ok", "unknown"))
         if len(settled) > allowed * (1 + again):
-            yield Flaw("I7", "too often", f"it ran {len(settled)} times to an end, of {allowed}")
+            yield Violation(
+                "I7", "too often", f"it ran {len(settled)} times to its end, but may run {allowed}"
+            )
 
-    def _quiet(self, life: Life) -> Iterator[Flaw]:
-        last = life.last
+    def _quiet(self, task: TaskRecord) -> Iterator[Violation]:
+        last = task.last
         if self._quiet_us is None or last is None:
             return
         if last.status is Status.RUNNING and (last.lease_until_us or 0) < self._quiet_us:
-            yield Flaw("I8", "stuck", "it is RUNNING, and its lease is over")
+            yield Violation("I8", "stuck", "it is RUNNING, but its lease is over")
         elif last.status is Status.NOT_COMPLETE and last.due_us < self._quiet_us:
-            yield Flaw("I8", "stuck", "it is overdue")
+            yield Violation("I8", "stuck", "it is overdue")
         else:
-            yield from self._in_time(life)
+            yield from self._in_time(task)
 
-    def _in_time(self, life: Life) -> Iterator[Flaw]:
+    def _in_time(self, task: TaskRecord) -> Iterator[Violation]:
         by_us = self._by_us
-        if by_us is None or (then := life.at(by_us)) is None:
+        if by_us is None or (then := task.at(by_us)) is None:
             return
         if (
             then.status not in (Status.NOT_COMPLETE, Status.RUNNING)
             or then.due_us > by_us - WHILE_US
         ):
             return
-        text = f"it was due for {(by_us - then.due_us) / 1e6:.1f} s when all was to be well again"
-        ended = next((c for c in life.changes if c.at_us > by_us and c.status in FINISHED), None)
+        text = f"it was due for {(by_us - then.due_us) / 1e6:.1f} s at the deadline"
+        ended = next((c for c in task.changes if c.at_us > by_us and c.status in FINISHED), None)
         if ended is None:
-            yield Flaw("I8", "stuck", f"{text}, and runs still")
+            yield Violation("I8", "stuck", f"{text}, and is not finished")
         else:
-            yield Flaw(
+            yield Violation(
                 "I8", "late", f"{text}, and was finished {(ended.at_us - by_us) / 1e6:.1f} s later"
             )

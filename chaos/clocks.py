@@ -1,5 +1,4 @@
-"""`python -m chaos.clocks [--database …] [--only PRODUCER,WORKER,DATABASE …]`: producers, workers and databases whose
-clocks are an hour apart."""
+"""Run producers, workers and databases whose clocks are an hour apart."""
 
 from __future__ import annotations
 
@@ -13,17 +12,18 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 from sqlalchemy import text
 
 from chaos.checker import Checker, Verdict
-from chaos.field import SETTINGS, children_of
 from chaos.history import History, read
+from chaos.pids import children_of
 from chaos.project import now_us, time_environment
 from chaos.recorder import Recorder
+from chaos.system import SETTINGS
 from delaytasks.core.states import Status
 from tests import faketime
 from tests.mariadb_server import MariaDBServer
@@ -35,15 +35,17 @@ from tests.waiting import wait_until
 
 HOUR_S = 3600
 OFFSETS = (0, HOUR_S, -HOUR_S)
-#: Tasks that are due at once and soon, and those that are waited for while the worker has nothing else to do.
+#: Delays of the tasks that are due immediately or soon, and of the tasks that an idle worker waits
+#: for.
 SOON = [0.0] * 10 + [n / 10 for n in range(1, 11)]
 LATER_S, LATER = 6.0, 20
-#: When it has nothing to do, from the call.
+#: The idle period of the worker, in seconds after the call.
 REST_S = (2.5, 5.5)
-#: Of one core, and statements each second, while it waits: a loop that is hot takes all it can get.
+#: The most that an idle worker may use: a share of one core, and statements per second. A loop
+#: without a pause uses far more.
 MOST_CPU, MOST_STATEMENTS = 0.7, 100.0
 PATIENCE_S = 40.0
-#: Between what a worker believes that its clock is off, and what it is.
+#: The tolerance between the clock offset that a worker measured and the real one.
 ABOUT_S = 60
 
 
@@ -55,14 +57,14 @@ class Hours(NamedTuple):
     database: int
 
 
-class Outcome(NamedTuple):
+class ClockOutcome(NamedTuple):
     verdict: Verdict
-    #: Seconds from due to begun, by the database's clock; sorted.
+    #: Seconds from due time to begin by the database's clock, sorted.
     late_s: Sequence[float]
-    #: While it waited: parts of a core, and statements a second.
+    #: Usage while the worker is idle: share of a core, and statements per second.
     cpu: float
     statements: float
-    #: What the worker has found out of its own clock, by the database's.
+    #: The clock offset that the worker measured, relative to the database.
     off_s: float
     is_mistaken: bool
 
@@ -71,7 +73,7 @@ class Outcome(NamedTuple):
         return self.late_s[len(self.late_s) // 2] if self.late_s else 0.0
 
     @property
-    def flaws(self) -> list[str]:
+    def violations(self) -> list[str]:
         found = [f"{count} {kind}" for kind, count in self.verdict.counts().items()]
         found += [f"hot: {self.cpu:.2f} of a core"] if self.cpu > MOST_CPU else []
         found += (
@@ -79,19 +81,23 @@ class Outcome(NamedTuple):
             if self.statements > MOST_STATEMENTS
             else []
         )
-        found += [f"its clock is {self.off_s:+.0f} s off, it says"] if self.is_mistaken else []
+        found += (
+            [f"its clock is {self.off_s:+.0f} s off by its own measurement"]
+            if self.is_mistaken
+            else []
+        )
         missing = len(SOON) + LATER - len(self.late_s)
         return found + ([f"{missing} never ran"] if missing else [])
 
 
 @contextmanager
 def server(database: str, ahead_s: int) -> Iterator[str]:
-    """A database of its own with a clock that is so far ahead; its URL."""
+    """Start a database whose clock is `ahead_s` seconds ahead, and yield its URL."""
     environment = faketime.environment(ahead_s) if ahead_s else {}
     with tempfile.TemporaryDirectory(
         prefix="delaytasks-clocks-", ignore_cleanup_errors=True
     ) as folder:
-        Path(folder).chmod(0o755)  # the database may be another user's
+        Path(folder).chmod(0o755)  # the database may run as another user
         place = Path(folder) / "database"
         place.mkdir()
         made: MariaDBServer | PostgresServer
@@ -106,15 +112,15 @@ def server(database: str, ahead_s: int) -> Iterator[str]:
             faketime.forget_the_dead()
 
 
-def try_out(folder: Path, database_url: str, broker_url: str, hours: Hours) -> Outcome:
-    """One worker and one producer, for some seconds."""
+def try_out(folder: Path, database_url: str, broker_url: str, hours: Hours) -> ClockOutcome:
+    """Run one worker and one producer for some seconds."""
     conf = {"imports": ["chaos.project"]}
     deployment = Deployment(folder, database_url, broker_url, conf, **SETTINGS)
     recorder = Recorder(deployment.store)
     try:
         recorder.start()
         shared = time_environment(hours.database)
-        worker = deployment.worker(**shared, **_skewed(hours.worker))
+        worker = deployment.worker(**dict[str, Any](shared | _skewed(hours.worker)))
         notes = folder / "notes"
         delays = [*SOON, *[LATER_S] * LATER]
         arguments = [str(notes), *map(str, delays)]
@@ -130,10 +136,13 @@ def try_out(folder: Path, database_url: str, broker_url: str, hours: Hours) -> O
         count = f"SELECT count(*) FROM {t.name} WHERE status <> {int(Status.DONE)}"
         try:
             wait_until(
-                lambda: _one(deployment, count) == 0, PATIENCE_S, "all to be done", every_s=0.1
+                lambda: _one(deployment, count) == 0,
+                PATIENCE_S,
+                "all tasks to be done",
+                every_s=0.1,
             )
         except AssertionError:
-            pass  # the checker tells which
+            pass  # the checker reports the unfinished tasks
         history = read(notes, recorder.changes())
         quiet_us = now_us() + hours.database * 1_000_000
         verdict = Checker(history, quiet_us=quiet_us).verdict()
@@ -142,7 +151,7 @@ def try_out(folder: Path, database_url: str, broker_url: str, hours: Hours) -> O
             / 1e6
         )
         is_mistaken = abs(off_s - (hours.worker - hours.database)) > ABOUT_S
-        return Outcome(verdict, _lateness(history), cpu, statements, off_s, is_mistaken)
+        return ClockOutcome(verdict, _lateness(history), cpu, statements, off_s, is_mistaken)
     finally:
         recorder.stop()
         deployment.close()
@@ -163,7 +172,7 @@ def _at_rest(deployment: Deployment, worker: Process, began: float) -> tuple[flo
 
 
 def cpu_s(pid: int) -> float:
-    """Of a process and its children."""
+    """Return the CPU seconds of a process and its children."""
     ticks = 0
     for one in (pid, *children_of(pid)):
         fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
@@ -174,7 +183,10 @@ def cpu_s(pid: int) -> float:
 def _statements(deployment: Deployment) -> float:
     if deployment.store.database.url.get_backend_name() == "postgresql":
         return _one(deployment, "SELECT sum(xact_commit + xact_rollback) FROM pg_stat_database")
-    sql = "SELECT variable_value FROM information_schema.global_status WHERE variable_name = 'QUESTIONS'"
+    sql = (
+        "SELECT variable_value FROM information_schema.global_status "
+        "WHERE variable_name = 'QUESTIONS'"
+    )
     return _one(deployment, sql)
 
 
@@ -184,7 +196,9 @@ def _one(deployment: Deployment, sql: str) -> float:
 
 def _lateness(history: History) -> list[float]:
     due = {change.id: change.due_us for change in history.changes}
-    return sorted((ran.began_us - due[ran.id]) / 1e6 for ran in history.ran if ran.id in due)
+    return sorted(
+        (ran.began_us - due[ran.id]) / 1e6 for ran in history.run_records if ran.id in due
+    )
 
 
 # -- the command ----------------------------------------------------------------------------------
@@ -209,11 +223,11 @@ def main() -> int:
         combinations = [Hours(*map(int, each.split(","))) for each in options.only]
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # what it started is ended, however it ends
+    )  # ends the started processes on each exit
     signal.signal(
         signal.SIGINT, signal.default_int_handler
-    )  # also in the background, where shells have it ignored
-    console.width = max(console.width, 110)  # also into a file
+    )  # also in the background, where shells ignore it
+    console.width = max(console.width, 110)  # also if the output is a file
     table = Table(
         "server",
         *Hours._fields,
@@ -224,15 +238,15 @@ def main() -> int:
         "statements/s",
         "found",
     )
-    flawed = 0
+    with_violations = 0
     for database in options.database or ["postgresql", "mariadb"]:
         for name, outcome in _outcomes(database, combinations):
-            flawed += bool(outcome.flaws)
+            with_violations += bool(outcome.violations)
             late = [f"{1000 * s:.0f}" for s in (outcome.middle_s, max(outcome.late_s, default=0))]
             measured = (
                 f"{outcome.cpu:.2f}",
                 f"{outcome.statements:.0f}",
-                ", ".join(outcome.flaws) or "nothing",
+                ", ".join(outcome.violations) or "nothing",
             )
             row = (
                 database,
@@ -246,11 +260,11 @@ def main() -> int:
             if outcome.verdict.findings:
                 console.print(str(outcome.verdict))
     console.print(table)
-    return 1 if flawed else 0
+    return 1 if with_violations else 0
 
 
-def _outcomes(database: str, combinations: Sequence[Hours]) -> Iterator[tuple[Hours, Outcome]]:
-    """All that have the same database's clock side by side, one after the other."""
+def _outcomes(database: str, combinations: Sequence[Hours]) -> Iterator[tuple[Hours, ClockOutcome]]:
+    """Run the combinations one after the other, grouped by the database's clock."""
     for ahead_s in sorted({hours.database for hours in combinations}):
         with (
             server(database, ahead_s) as url,

@@ -1,16 +1,16 @@
-"""`python -m chaos.distant FOLDER DELAY…`: a producer in a process of its own, whose clock may be wrong."""
+"""`python -m chaos.distant FOLDER DELAY…`: a producer with its own process and clock."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from chaos.history import Notebook, Told
+from chaos.history import CallRecord, Notebook
 from chaos.project import now_us
 from delaytasks.celery import delays
 from delaytasks.core.clock import to_us
 
-#: Of the clock that a process has measured.
+#: The tolerance of a clock that a process has measured.
 ABOUT_US = 100_000
 
 
@@ -22,8 +22,8 @@ def main() -> None:
         task = delays.schedule_delay("chaos.note", {"folder": folder, "s": 0}, delay)
         due_us = to_us(task.expected_time)
         if abs(due_us - asked_us - delay * 1e6) > ABOUT_US + now_us() - asked_us:
-            due_us = asked_us + int(delay * 1e6)  # it was to be then, by the database's clock
-        notes.note(Told(task.id, "schedule", "ok", asked_us, now_us(), due_us))
+            due_us = asked_us + int(delay * 1e6)  # the requested time, by the database's clock
+        notes.note(CallRecord(task.id, "schedule", "ok", asked_us, now_us(), due_us))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What happened: what producers were told, what processors did, what became of rows, and which faults there were.
+"""The recorded history of a run: calls, runs, row changes and faults.
 
 All times are microseconds by the database's clock.
 """
@@ -15,36 +15,38 @@ from typing import Any, Literal
 from delaytasks.core.states import Status
 
 Call = Literal["schedule", "reschedule", "cancel", "retry"]
-#: Refused, or rolled back: nothing was done. Unknown: the answer was lost.
+#: "failed" means refused or rolled back, so nothing was done. "unknown" means that the answer was
+#: lost.
 Answer = Literal["ok", "failed", "unknown"]
-#: What became of those whom a fault hit. They are dead from then on; they could not renew a lease as long as it lasted,
-#: since they stood still, or had no way to the database; they were asked to end, and finish what they have.
+#: The effect of a fault on key owners. "dead": they end immediately. "away": they cannot renew a
+#: lease during the fault, because they are frozen or cannot reach the database. "ending": they are
+#: asked to end, and finish their chunks.
 Effect = Literal["none", "dead", "away", "ending"]
-#: Of `key_owners`: everybody.
+#: The value of `key_owners` that matches every owner.
 ALL = ("",)
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What a producer asked for, and what it was told."""
+class CallRecord:
+    """A producer's call and its answer."""
 
     id: int
     call: Call
     answer: Answer
     asked_us: int
     answered_us: int
-    #: Not before; of a call that names no time, none.
+    #: The requested due time; None if the call names no time.
     due_us: int | None = None
-    #: How often its ladder lets it run.
+    #: The number of runs that the retry schedule allows.
     most_runs: int = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """What a processor did. Without an end it was killed, or the test ended first."""
+class RunRecord:
+    """One call of a processor. It has no end if the process was killed or the run ended first."""
 
     id: int
-    #: Of its claim.
+    #: The version of the row's claim.
     version: int
     worker: str
     began_us: int
@@ -52,8 +54,8 @@ class Ran:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """A row that was written or changed, as the database's own trigger saw it."""
+class RowChange:
+    """A row that was inserted or updated, as recorded by the database's trigger."""
 
     id: int
     at_us: int
@@ -70,33 +72,36 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that was broken, from its first effect to its last."""
+    """An injected fault, from its first effect to its last."""
 
     kind: str
     target: str
     from_us: int
     until_us: int
-    #: On those who may hold leases.
+    #: The effect on the owners of leases.
     effect: Effect = "none"
-    #: Whom it hit: parts of the names by which rows know the holders of their leases.
+    #: The affected lease owners: substrings of the names in the rows.
     key_owners: tuple[str, ...] = ()
 
 
 @dataclass
 class History:
-    told: list[Told] = field(default_factory=list)
-    ran: list[Ran] = field(default_factory=list)
-    changes: list[Change] = field(default_factory=list)
+    call_records: list[CallRecord] = field(default_factory=list)
+    run_records: list[RunRecord] = field(default_factory=list)
+    changes: list[RowChange] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
-    #: Processes that ran nothing at the end, when all had something to do.
+    #: Processes that ran no task at the end, although there was enough work for all.
     hung: list[str] = field(default_factory=list)
 
 
-_KINDS: dict[str, type[Told | Ran]] = {"told": Told, "ran": Ran}
+_KINDS: dict[str, type[CallRecord | RunRecord]] = {"call": CallRecord, "run": RunRecord}
 
 
 class Notebook:
-    """One process writes down what it knows, a line at a time. A process that is killed loses nothing it wrote."""
+    """Append the records of one process to a file, one per line.
+
+    A killed process loses no written line.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -104,7 +109,7 @@ class Notebook:
             folder / f"{os.getpid()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND
         )
 
-    def note(self, one: Told | Ran) -> None:
+    def note(self, one: CallRecord | RunRecord) -> None:
         kind = next(name for name, type_ in _KINDS.items() if isinstance(one, type_))
         os.write(self._file, (json.dumps({"kind": kind, **asdict(one)}) + "\n").encode())
 
@@ -112,18 +117,18 @@ class Notebook:
         os.close(self._file)
 
 
-def read(folder: Path, changes: Iterable[Change]) -> History:
-    """What all processes wrote down. A run's end replaces its begin."""
+def read(folder: Path, changes: Iterable[RowChange]) -> History:
+    """Read the records of all processes. The end of a run replaces its begin."""
     history = History(changes=list(changes))
-    runs: dict[tuple[int, int, str, int], Ran] = {}
+    runs: dict[tuple[int, int, str, int], RunRecord] = {}
     for file in sorted(folder.glob("*.jsonl")):
         for line in file.open():
             fields: dict[str, Any] = json.loads(line)
             one = _KINDS[fields.pop("kind")](**fields)
-            if isinstance(one, Ran):
+            if isinstance(one, RunRecord):
                 runs[one.id, one.version, one.worker, one.began_us] = one
             else:
-                history.told.append(one)
-    history.ran = sorted(runs.values(), key=lambda run: run.began_us)
-    history.told.sort(key=lambda told: told.asked_us)
+                history.call_records.append(one)
+    history.run_records = sorted(runs.values(), key=lambda run: run.began_us)
+    history.call_records.sort(key=lambda record: record.asked_us)
     return history

@@ -1,4 +1,8 @@
-"""What may go wrong in a run. Each one breaks something, waits, mends it, and says what it was, and whom it hit."""
+"""The faults of a run.
+
+Each nemesis breaks something, waits, repairs it, and returns a record of the fault and the affected
+lease owners.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,10 @@ import time
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from chaos.field import Field
 from chaos.history import ALL, Effect, Fault
 from chaos.pids import children_of
 from chaos.project import now_us
+from chaos.system import SystemUnderTest
 from tests import faketime
 from tests.proxy import Proxy
 from tests.running import Process
@@ -20,17 +24,18 @@ from tests.services import kill_connections
 
 #: Longer than a lease.
 FROZEN_S = 6.0
-#: Of each byte, either way.
+#: The latency of each byte, in each direction.
 LATENCY_S = 0.2
-#: What was held back on the way has arrived by then, and had its effects: the claim of a process that is dead, say.
+#: After this time delayed data has arrived and had its effects: for example the claim of a dead
+#: process.
 ECHO_S = 0.5
-#: As long as nobody's retries last.
+#: Longer than any component retries.
 AWAY_S = 2.5
 HOUR_S = 3600
 COMMIT = rb"COMMIT(?!TED)|INSERT INTO|UPDATE |EXECUTE "
-#: In the names of the kills.
+#: Part of the names of all kills.
 KILL = "kill"
-#: The ways to the database.
+#: The proxies in front of the database.
 LINKS = ("the producers", "the workers")
 
 Victim = Literal["worker", "beat", "broker", "database"]
@@ -42,92 +47,96 @@ class Struck(NamedTuple):
     key_owners: tuple[str, ...] = ()
 
 
-def always(field: Field) -> str:
+def always(system: SystemUnderTest) -> str:
     return ""
 
 
-def by_server(field: Field) -> str:
-    return "" if field.database else "SQLite has no server"
+def by_server(system: SystemUnderTest) -> str:
+    return "" if system.database else "SQLite has no server"
 
 
-def by_broker_link(field: Field) -> str:
-    return "" if field.broker_link else "the embedded broker has no TCP"
+def by_broker_link(system: SystemUnderTest) -> str:
+    return "" if system.broker_link else "the embedded broker has no TCP"
 
 
-def by_clock(field: Field) -> str:
-    if not field.database:
+def by_clock(system: SystemUnderTest) -> str:
+    if not system.database:
         return "SQLite's clock is the process's"
     return "" if faketime.library() else faketime.MISSING
 
 
 class Nemesis(NamedTuple):
     kind: str
-    #: What it breaks: each of these has one thing wrong with it at a time.
+    #: The component that is broken. Each component has at most one fault at a time.
     victim: Victim
-    strike: Callable[[Field, random.Random], Struck]
-    #: Why it can not strike on a field, if so.
-    misfit: Callable[[Field], str] = always
+    strike: Callable[[SystemUnderTest, random.Random], Struck]
+    #: Return why the fault is impossible on a deployment, or an empty string.
+    misfit: Callable[[SystemUnderTest], str] = always
 
     @property
     def is_kill(self) -> bool:
         return KILL in self.kind
 
-    def fault(self, field: Field, chance: random.Random) -> Fault:
+    def fault(self, system: SystemUnderTest, chance: random.Random) -> Fault:
         from_us = now_us()
-        struck = self.strike(field, chance)
+        struck = self.strike(system, chance)
         return Fault(self.kind, struck.target, from_us, now_us(), struck.effect, struck.key_owners)
 
 
 # -- processes ------------------------------------------------------------------------------------
 
 
-def kill_worker(field: Field, chance: random.Random) -> Struck:
-    return _new_worker(field, chance)
+def kill_worker(system: SystemUnderTest, chance: random.Random) -> Struck:
+    return _new_worker(system, chance)
 
 
-def skew_worker(field: Field, chance: random.Random) -> Struck:
-    """Who is replaced is dead. Who comes with a wrong clock has no excuse."""
+def skew_worker(system: SystemUnderTest, chance: random.Random) -> Struck:
+    """Replace a worker by one with a wrong clock.
+
+    The replaced worker counts as dead. The wrong clock of the new one does not explain any lost
+    lease.
+    """
     ahead_s = chance.choice([-HOUR_S, HOUR_S])
-    struck = _new_worker(field, chance, **faketime.environment(ahead_s))
+    struck = _new_worker(system, chance, **faketime.environment(ahead_s))
     return struck._replace(target=f"{struck.target}, {ahead_s:+} s")
 
 
-def _new_worker(field: Field, chance: random.Random, **environment: str) -> Struck:
-    number, worker = _choose(field.workers, chance)
+def _new_worker(system: SystemUnderTest, chance: random.Random, **environment: str) -> Struck:
+    number, worker = _choose(system.workers, chance)
     worker.kill()
-    field.workers[number] = field.new_worker(**environment)
+    system.workers[number] = system.new_worker(**environment)
     return _of(number, worker, "dead")
 
 
-def kill_child(field: Field, chance: random.Random) -> Struck:
-    _, worker = _choose(field.workers, chance)
-    while not field.is_over.is_set():
+def kill_child(system: SystemUnderTest, chance: random.Random) -> Struck:
+    _, worker = _choose(system.workers, chance)
+    while not system.is_over.is_set():
         try:
             child = chance.choice(children_of(worker.pid))
             os.kill(child, signal.SIGKILL)
         except (IndexError, ProcessLookupError):
-            field.pause(0.1)  # one has just died, and the next one is not there yet
+            system.pause(0.1)  # one process has just died, and its successor is not there yet
             continue
         return Struck(
             f"pool process {child} of {worker.name}", "dead", (f"{worker.name}/{child}-",)
         )
-    return Struck("nobody")
+    return Struck("no process")
 
 
-def freeze_worker(field: Field, chance: random.Random) -> Struck:
-    number, worker = _choose(field.workers, chance)
+def freeze_worker(system: SystemUnderTest, chance: random.Random) -> Struck:
+    number, worker = _choose(system.workers, chance)
     os.killpg(worker.pid, signal.SIGSTOP)
-    field.pause(FROZEN_S)
+    system.pause(FROZEN_S)
     os.killpg(worker.pid, signal.SIGCONT)
     struck = _of(number, worker, "away")
-    # Who stands still with SQLite's lock keeps all others from writing.
-    return struck if field.database else struck._replace(key_owners=ALL)
+    # A frozen process that holds SQLite's lock keeps all others from writing.
+    return struck if system.database else struck._replace(key_owners=ALL)
 
 
-def stop_worker_politely(field: Field, chance: random.Random) -> Struck:
-    number, worker = _choose(field.workers, chance)
+def stop_worker_politely(system: SystemUnderTest, chance: random.Random) -> Struck:
+    number, worker = _choose(system.workers, chance)
     worker.terminate(60)
-    field.workers[number] = field.new_worker()
+    system.workers[number] = system.new_worker()
     return _of(number, worker, "ending")
 
 
@@ -140,151 +149,153 @@ def _of(number: int, worker: Process, effect: Effect) -> Struck:
     return Struck(f"worker {number}, {worker.name}", effect, (f"{worker.name}/",))
 
 
-def kill_beat(field: Field, chance: random.Random) -> Struck:
-    return _new_beat(field, chance)
+def kill_beat(system: SystemUnderTest, chance: random.Random) -> Struck:
+    return _new_beat(system, chance)
 
 
-def skew_beat(field: Field, chance: random.Random) -> Struck:
+def skew_beat(system: SystemUnderTest, chance: random.Random) -> Struck:
     ahead_s = chance.choice([-HOUR_S, HOUR_S])
-    struck = _new_beat(field, chance, **faketime.environment(ahead_s))
+    struck = _new_beat(system, chance, **faketime.environment(ahead_s))
     return Struck(f"{struck.target}, {ahead_s:+} s")
 
 
-def _new_beat(field: Field, chance: random.Random, **environment: str) -> Struck:
-    number, beat = _choose(field.beats, chance)
+def _new_beat(system: SystemUnderTest, chance: random.Random, **environment: str) -> Struck:
+    number, beat = _choose(system.beats, chance)
     beat.kill()
-    field.beats[number] = field.new_beat(**environment)
+    system.beats[number] = system.new_beat(**environment)
     return Struck(f"beat {number}")
 
 
 # -- the broker, which no lease needs -------------------------------------------------------------
 
 
-def empty_broker(field: Field, _chance: random.Random) -> Struck:
-    field.broker.empty(field.queues())
-    return Struck(field.broker.name)
+def empty_broker(system: SystemUnderTest, _chance: random.Random) -> Struck:
+    system.broker.empty(system.queues())
+    return Struck(system.broker.name)
 
 
-def restart_broker(field: Field, chance: random.Random) -> Struck:
+def restart_broker(system: SystemUnderTest, chance: random.Random) -> Struck:
     is_empty = chance.random() < 0.5
-    field.broker.crash()
-    field.pause(chance.uniform(0.1, 3))
-    field.broker.start(is_empty)
-    return Struck(f"{field.broker.name}{', which forgets all' if is_empty else ''}")
+    system.broker.crash()
+    system.pause(chance.uniform(0.1, 3))
+    system.broker.start(is_empty)
+    return Struck(f"{system.broker.name}{', without its data' if is_empty else ''}")
 
 
-def close_broker_connections(field: Field, _chance: random.Random) -> Struck:
-    field.broker.close_connections()
-    return Struck(f"all connections to {field.broker.name}")
+def close_broker_connections(system: SystemUnderTest, _chance: random.Random) -> Struck:
+    system.broker.close_connections()
+    return Struck(f"all connections to {system.broker.name}")
 
 
-def lose_broker(field: Field, chance: random.Random) -> Struck:
-    assert field.broker_link is not None
-    return Struck(_black_hole(field, field.broker_link, chance))
+def lose_broker(system: SystemUnderTest, chance: random.Random) -> Struck:
+    assert system.broker_link is not None
+    return Struck(_black_hole(system, system.broker_link, chance))
 
 
-def slow_broker(field: Field, chance: random.Random) -> Struck:
-    assert field.broker_link is not None
-    return Struck(_slow(field, [field.broker_link], chance))
+def slow_broker(system: SystemUnderTest, chance: random.Random) -> Struck:
+    assert system.broker_link is not None
+    return Struck(_slow(system, [system.broker_link], chance))
 
 
 # -- the database ---------------------------------------------------------------------------------
 
 
-def restart_database(field: Field, chance: random.Random) -> Struck:
-    assert field.database is not None
-    field.database.crash()
-    field.pause(chance.uniform(0.1, 2))
-    field.database.start()
-    return Struck(field.site.database, "away", ALL)
+def restart_database(system: SystemUnderTest, chance: random.Random) -> Struck:
+    assert system.database is not None
+    system.database.crash()
+    system.pause(chance.uniform(0.1, 2))
+    system.database.start()
+    return Struck(system.site.database, "away", ALL)
 
 
-def end_connections(field: Field, _chance: random.Random) -> Struck:
-    """At once there may be others."""
-    return Struck(f"{kill_connections(field.database_url)} connections", "away", ALL)
+def end_connections(system: SystemUnderTest, _chance: random.Random) -> Struck:
+    """Close all connections of the database's clients, which may reconnect immediately."""
+    return Struck(f"{kill_connections(system.database_url)} connections", "away", ALL)
 
 
-def lose_answers(field: Field, chance: random.Random) -> Struck:
-    """What was committed, nobody hears: a claim of which nobody knows lapses, but never ran."""
-    return _cut(field, chance, Proxy.cut_answer)
+def lose_answers(system: SystemUnderTest, chance: random.Random) -> Struck:
+    """Lose replies to COMMIT. A claim whose reply is lost never runs, and its lease ends."""
+    return _cut(system, chance, Proxy.cut_answer)
 
 
-def lose_requests(field: Field, chance: random.Random) -> Struck:
-    """What was to be committed, nobody heard."""
-    return _cut(field, chance, Proxy.cut_request)
+def lose_requests(system: SystemUnderTest, chance: random.Random) -> Struck:
+    """Lose COMMIT requests."""
+    return _cut(system, chance, Proxy.cut_request)
 
 
-def lose_database(field: Field, chance: random.Random) -> Struck:
-    number = chance.randrange(len(field.links))
-    return _on_link(number, _black_hole(field, field.links[number], chance))
+def lose_database(system: SystemUnderTest, chance: random.Random) -> Struck:
+    number = chance.randrange(len(system.links))
+    return _on_link(number, _black_hole(system, system.links[number], chance))
 
 
-def slow_database(field: Field, chance: random.Random) -> Struck:
-    return Struck(_slow(field, field.links, chance), "away", ALL)
+def slow_database(system: SystemUnderTest, chance: random.Random) -> Struck:
+    return Struck(_slow(system, system.links, chance), "away", ALL)
 
 
 # -- links ----------------------------------------------------------------------------------------
 
 
 def _on_link(number: int, text: str) -> Struck:
-    """All workers share one, and no producer holds a lease."""
+    """Describe a fault of one proxy. All workers share one proxy, and no producer holds a lease."""
     return Struck(f"{LINKS[number]}, {text}", "away", ALL if LINKS[number] == "the workers" else ())
 
 
-def _cut(field: Field, chance: random.Random, cut: Callable[[Proxy, bytes], None]) -> Struck:
-    """Some answers in a row; and then who asks again finds nobody, or is told."""
+def _cut(
+    system: SystemUnderTest, chance: random.Random, cut: Callable[[Proxy, bytes], None]
+) -> Struck:
+    """Cut some replies or requests in a row. Sometimes the database is unavailable afterwards."""
     number, times, is_away = (
-        chance.randrange(len(field.links)),
+        chance.randrange(len(system.links)),
         chance.randint(1, 4),
         chance.random() < 0.5,
     )
-    link, began, before = field.links[number], time.monotonic(), field.links[number].cut
+    link, began, before = system.links[number], time.monotonic(), system.links[number].cut
     for _ in range(times):
         cut_yet = link.cut
         cut(link, COMMIT)
         while (
-            link.cut == cut_yet and time.monotonic() < began + AWAY_S and not field.is_over.is_set()
+            link.cut == cut_yet
+            and time.monotonic() < began + AWAY_S
+            and not system.is_over.is_set()
         ):
             time.sleep(0.001)
         if is_away:
             link.refuse()
-            field.pause(AWAY_S)
+            system.pause(AWAY_S)
             break
     link.heal()
-    return _on_link(
-        number, f"{link.cut - before} times{', and then they find nobody' if is_away else ''}"
-    )
+    return _on_link(number, f"{link.cut - before} times{', then unavailable' if is_away else ''}")
 
 
-def _black_hole(field: Field, link: Proxy, chance: random.Random) -> str:
+def _black_hole(system: SystemUnderTest, link: Proxy, chance: random.Random) -> str:
     seconds, is_reset = chance.uniform(1, 5), chance.random() < 0.5
     link.swallow()
-    field.pause(seconds)
+    system.pause(seconds)
     if is_reset:
         link.reset()
-    _heal(field, [link])
-    return f"for {seconds:.1f} s{', and what was open is reset' if is_reset else ''}"
+    _heal(system, [link])
+    return f"for {seconds:.1f} s{', then open connections are reset' if is_reset else ''}"
 
 
-def _slow(field: Field, links: list[Proxy], chance: random.Random) -> str:
+def _slow(system: SystemUnderTest, links: list[Proxy], chance: random.Random) -> str:
     seconds = chance.uniform(2, 5)
     for link in links:
         link.delay_s = LATENCY_S
-    field.pause(seconds)
-    _heal(field, links)
-    return f"{LATENCY_S * 1000:.0f} ms either way for {seconds:.1f} s"
+    system.pause(seconds)
+    _heal(system, links)
+    return f"{LATENCY_S * 1000:.0f} ms each way for {seconds:.1f} s"
 
 
-def _heal(field: Field, links: list[Proxy]) -> None:
+def _heal(system: SystemUnderTest, links: list[Proxy]) -> None:
     for link in links:
         link.heal()
-    field.pause(ECHO_S)
+    system.pause(ECHO_S)
 
 
 NEMESES = [
     Nemesis("kill -9 of a worker", "worker", kill_worker),
     Nemesis("kill -9 of a pool process", "worker", kill_child),
-    Nemesis("SIGSTOP past the lease", "worker", freeze_worker),
+    Nemesis("SIGSTOP longer than a lease", "worker", freeze_worker),
     Nemesis("warm shutdown", "worker", stop_worker_politely),
     Nemesis("worker with a wrong clock", "worker", skew_worker, by_clock),
     Nemesis("kill -9 of a beat", "beat", kill_beat),

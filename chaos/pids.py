@@ -1,4 +1,4 @@
-"""Who is whose child."""
+"""Find the child processes of a process."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 
 
 def children_of(pid: int) -> list[int]:
-    """Those that live; its parent may not have heard yet that one is dead."""
+    """Return the living children. The parent may not have noticed yet that a child is dead."""
     children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
     return [child for child in children if _state(child) not in ("Z", "X")]
 
 
 def _state(pid: int) -> str:
-    """As proc(5) has it; a process that is gone is X, dead."""
+    """Return the process state as in proc(5); X (dead) if the process does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,4 +1,4 @@
-"""Producers of a run: each schedules at a rate, in all ways that there are, and writes down what it is told."""
+"""The producers of a run: they schedule at a rate, in all ways, and record the answers."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from sqlalchemy import create_engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from chaos.field import Field
-from chaos.history import Answer, Call, Notebook, Told
+from chaos.history import Answer, Call, CallRecord, Notebook
 from chaos.project import RETRY_SCHEDULE, now_us
+from chaos.system import SystemUnderTest
 from delaytasks import DelayTask, NewTask
 from delaytasks.core.clock import to_us
 from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError
 
 PRODUCERS = 3
-#: Of a hundred calls, how many are of each way: alone is with a transaction of the store's own, the next two are with
-#: the producer's.
+#: The number of calls of each way in 100 calls. "alone" uses a transaction of the store, the next
+#: two use a transaction of the producer.
 WAYS = {"alone": 78, "committed": 15, "rolled back": 5, "many": 2}
 MANY = 10
-#: Of a hundred calls, how many are followed by a second one about the same task.
+#: The number of calls in 100 that are followed by a second call for the same task.
 SECOND_CALLS = {"cancel": 3, "reschedule": 3}
-#: How often a producer that knows no answer asks again.
+#: How often a producer repeats a call whose answer was lost.
 AGAIN = 5
-#: Seconds of processors in a second, at most: two workers have four processes, and half of them may be dead.
+#: The maximum load, in processor seconds per second. The two workers have four processes, and half
+#: of them may be dead.
 LOAD = 0.8
 
 
-#: A task of which nothing was told begins at most so much before what was asked: over slow links clocks are off.
+#: The tolerance for tasks whose answer was lost: clocks are measured less precisely over slow
+#: connections.
 ABOUT_US = 1_000_000
 
 
@@ -41,23 +43,28 @@ class Wanted(NamedTuple):
     tag: str
     body: dict[str, Any]
     delay: float
-    #: How often its ladder lets it run.
+    #: The number of runs that the retry schedule allows.
     runs: int
 
 
 class RolledBackError(Exception):
-    """By the producer itself."""
+    """Raised by the producer to roll its own transaction back."""
 
 
-class Producer:
-    """Schedules `tasks` of them, or until it is told to stop."""
+class ChaosProducer:
+    """Schedule `tasks` tasks, or stop earlier if asked to."""
 
-    def __init__(self, field: Field, seed: int, tasks: int, rate: float) -> None:
-        self._field, self._chance, self._tasks, self._rate = field, random.Random(seed), tasks, rate
-        self._delays = field.deployment.producer(field.producers_url)
-        # As an application has its own; a connection is not kept for longer than a transaction.
+    def __init__(self, system: SystemUnderTest, seed: int, tasks: int, rate: float) -> None:
+        self._system, self._chance, self._tasks, self._rate = (
+            system,
+            random.Random(seed),
+            tasks,
+            rate,
+        )
+        self._delays = system.deployment.producer(system.producers_url)
+        # An application has its own engine. A connection is not kept for longer than a transaction.
         self._engine = create_engine(self._delays.store.database.url, pool_pre_ping=True)
-        self._notes = Notebook(field.notes)
+        self._notes = Notebook(system.notes)
         self.count = 0
         self.is_running = True
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -75,37 +82,36 @@ class Producer:
             self._one()
             ahead_s = began + self.count / self._rate - time.monotonic()
             if ahead_s > 0:
-                self._field.pause(ahead_s)
+                self._system.pause(ahead_s)
 
     def _one(self) -> None:
         [way] = self._chance.choices(list(WAYS), list(WAYS.values()))
         wanted = [self._wanted() for _ in range(MANY if way == "many" else 1)]
         self.count += len(wanted)
         asks = {"committed": self._committed, "rolled back": self._rolled_back, "many": self._many}
-        answer = self._told(wanted, asks.get(way, self._alone))
+        answer = self._call(wanted, asks.get(way, self._alone))
         for _ in range(AGAIN):
             if answer != "unknown" or not self.is_running:
                 break
-            self._field.pause(0.5)
-            # Refused now says nothing of the first time.
-            answer = {"ok": "ok"}.get(
-                self._told(wanted, self._many if way == "many" else self._alone), "unknown"
-            )
+            self._system.pause(0.5)
+            # A refusal of the repeated call does not show whether the first one succeeded.
+            again = self._call(wanted, self._many if way == "many" else self._alone)
+            answer = "ok" if again == "ok" else "unknown"
         if answer == "ok":
             self._second(wanted[0])
 
     def burst(self, tasks: int) -> None:
-        """Due at once, and none of them quick: enough for several processes."""
+        """Schedule slow tasks that are due immediately, enough work for several processes."""
         for _ in range(tasks):
-            body = {"folder": str(self._field.notes), "s": 0.1, "fails": 0}
-            self._told([Wanted(self._delays.new_id(), "chaos.note", body, 1.0, 1)], self._alone)
+            body = {"folder": str(self._system.notes), "s": 0.1, "fails": 0}
+            self._call([Wanted(self._delays.new_id(), "chaos.note", body, 1.0, 1)], self._alone)
 
     def _wanted(self) -> Wanted:
         chance = self._chance
         delay = chance.choice([0, chance.uniform(0, 2), chance.uniform(0, 15)])
         often = min(0.2, LOAD / PRODUCERS / self._rate / 0.3)  # so that the workers can keep up
         body = {
-            "folder": str(self._field.notes),
+            "folder": str(self._system.notes),
             "s": chance.choices([0, 0.01, 0.2], [1 - 2 * often, often, often])[0],
             "fails": chance.randrange(3),
         }
@@ -130,7 +136,9 @@ class Producer:
         return self._in_own_transaction(wanted, is_committed=False)
 
     def _in_own_transaction(self, wanted: list[Wanted], is_committed: bool) -> list[DelayTask]:
-        """As an application does it that has something of its own to write."""
+        """Schedule in the producer's own transaction, as an application does that writes its own
+        rows.
+        """
         [w] = wanted
         session = Session(self._engine)
         try:
@@ -146,12 +154,12 @@ class Producer:
             try:
                 session.close()
             except SQLAlchemyError:
-                pass  # its connection broke, which says nothing new
+                pass  # the connection broke, so the answer stays unknown
 
-    # -- what is asked and answered ---------------------------------------------------------------
+    # -- calls and answers ------------------------------------------------------------------------
 
     def _second(self, wanted: Wanted) -> None:
-        """Each move may be unknown too; nobody asks again."""
+        """Cancel or reschedule the task. The answer may be lost, and the call is not repeated."""
         roll, id, delays = self._chance.randrange(100), wanted.id, self._delays
         if roll < SECOND_CALLS["cancel"]:
             self._ask("cancel", [wanted], lambda: [] if delays.cancel(id) else None)
@@ -161,7 +169,7 @@ class Producer:
                 "reschedule", [wanted._replace(delay=delay)], lambda: [delays.reschedule(id, delay)]
             )
 
-    def _told(self, wanted: list[Wanted], ask: Callable[[list[Wanted]], list[DelayTask]]) -> Answer:
+    def _call(self, wanted: list[Wanted], ask: Callable[[list[Wanted]], list[DelayTask]]) -> Answer:
         return self._ask("schedule", wanted, lambda: ask(wanted))
 
     def _ask(
@@ -171,10 +179,10 @@ class Producer:
         dues: dict[int, int] = {}
         asked_us = now_us()
         try:
-            said = ask()
-            if said is None:  # it is cancelled already
+            reply = ask()
+            if reply is None:  # it is cancelled already
                 answer = "failed"
-            dues = {task.id: to_us(task.expected_time) for task in said or ()}
+            dues = {task.id: to_us(task.expected_time) for task in reply or ()}
         except OutcomeUnknownError:
             answer = "unknown"
         except (DelayTaskError, RolledBackError, SQLAlchemyError):
@@ -185,5 +193,5 @@ class Producer:
                 if call == "cancel"
                 else dues.get(w.id, asked_us + int(w.delay * 1e6) - ABOUT_US)
             )
-            self._notes.note(Told(w.id, call, answer, asked_us, now_us(), due_us, w.runs))
+            self._notes.note(CallRecord(w.id, call, answer, asked_us, now_us(), due_us, w.runs))
         return answer

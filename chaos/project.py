@@ -1,4 +1,4 @@
-"""The processors of a run: they write down when they begin and end."""
+"""The processors of a run: they record their begin and end."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from chaos.history import Notebook, Ran
+from chaos.history import Notebook, RunRecord
 from delaytasks import DelayTask, RetrySchedule, processor
 from tests.waiting import STACKS
 
-#: Rungs of the tasks that fail at first.
+#: The retry delays of the tasks that fail at first.
 RETRY_SCHEDULE = RetrySchedule("1s 1s 2s")
-#: How far the database's clock is ahead of the host's monotonic one, for processes whose own wall clock is wrong.
+#: How far the database's clock is ahead of the host's monotonic clock, for processes with a wrong
+#: wall clock.
 _AHEAD = "CHAOS_AHEAD_US"
 faulthandler.register(STACKS)
 _notebooks: dict[int, Notebook] = {}
 
 
 def notebook(folder: str) -> Notebook:
-    """This process's own."""
+    """Return this process's notebook in `folder`."""
     if os.getpid() not in _notebooks:
         _notebooks[os.getpid()] = Notebook(Path(folder))
     return _notebooks[os.getpid()]
@@ -36,18 +37,22 @@ _ahead = int(os.environ.get(_AHEAD) or _ahead_us())
 
 
 def now_us() -> int:
-    """The database's time, which is this host's as it was when the run began."""
+    """Return the database's time: the host's wall clock at the begin of the run, continued
+    monotonically.
+    """
     return time.monotonic_ns() // 1000 + _ahead
 
 
 def time_environment(ahead_s: int = 0) -> dict[str, str]:
-    """For processes that are to agree with this one about the time; or with a database that is so far ahead."""
+    """Return the environment for processes that use this process's time, or a database's that is
+    `ahead_s` ahead.
+    """
     return {_AHEAD: str(_ahead + ahead_s * 1_000_000)}
 
 
 def _note(body: dict[str, Any], task: DelayTask) -> None:
     notes = notebook(body["folder"])
-    begun = Ran(task.id, task.version, f"{os.getpid()}", now_us())
+    begun = RunRecord(task.id, task.version, f"{os.getpid()}", now_us())
     notes.note(begun)
     time.sleep(body["s"])
     notes.note(replace(begun, ended_us=now_us()))

@@ -1,4 +1,7 @@
-"""A trigger that writes down every change of a task's row: a witness that shares no code with what it watches."""
+"""Record every change of a task's row with a database trigger.
+
+The trigger shares no code with delaytasks.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from sqlalchemy import (
     select,
 )
 
-from chaos.history import Change
+from chaos.history import RowChange
 from delaytasks.core.clock import to_us
 from delaytasks.core.states import Status
 from delaytasks.storage.store import Store
@@ -29,7 +32,7 @@ _NOW = {
     "mysql": "UTC_TIMESTAMP(6)",
     "sqlite": "strftime('%Y-%m-%d %H:%M:%f000', 'now')",
 }
-#: Columns of the row, by the name they have here.
+#: The recorded columns of the row, by their names in the record.
 _SEEN = {
     "status": "status", "version": "version", "attempts": "attempts", "lapses": "lapses",
     "due": "expected_time", "lease_until": "lease_until", "worker": "worker",
@@ -37,7 +40,7 @@ _SEEN = {
 
 
 class Recorder:
-    """Of one database. It costs each write a second one."""
+    """The recorder of one database. Each write costs a second one."""
 
     def __init__(self, store: Store) -> None:
         self._database = store.database
@@ -73,7 +76,7 @@ class Recorder:
             self._table.drop(connection, checkfirst=True)
             self._table.create(connection)
             for statement in self._triggers():
-                # Not a format string: percent signs are SQLite's.
+                # The statement is not a format string, and SQLite's contain percent signs.
                 connection.exec_driver_sql(statement)
 
         self._database.alone(work)
@@ -90,14 +93,16 @@ class Recorder:
         self._database.alone(work)
 
     def forget(self) -> None:
-        """What was seen until now."""
+        """Delete the records."""
         self._database.alone(lambda c: c.execute(delete(self._table)))
 
-    def changes(self) -> Iterator[Change]:
-        """In the order in which they were made, some at a time: a long run makes millions."""
+    def changes(self) -> Iterator[RowChange]:
+        """Iterate over the changes in the order of their writes, in batches: a long run has
+        millions.
+        """
         for rows in self._database.stream(select(self._table).order_by(self._table.c.seq), 5000):
             for row in rows:
-                yield Change(
+                yield RowChange(
                     row.id,
                     to_us(row.at),
                     None if row.was is None else Status.of(row.was),
@@ -121,14 +126,17 @@ class Recorder:
             return f"INSERT INTO {self._name} ({names}) VALUES (NEW.id, {now}, {before}, {after});"
 
         heads = {
-            event: f"CREATE TRIGGER {self._name}_{event} AFTER {event.upper()} ON {self._tasks} FOR EACH ROW"
+            event: f"CREATE TRIGGER {self._name}_{event} AFTER {event.upper()} "
+            f"ON {self._tasks} FOR EACH ROW"
             for event in ("insert", "update")
         }
         if self._dialect != "postgresql":
             return [f"{head} BEGIN {note(event)} END" for event, head in heads.items()]
         function = (
-            f"CREATE OR REPLACE FUNCTION {self._name}_note() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
-            f"IF TG_OP = 'INSERT' THEN {note('insert')} ELSE {note('update')} END IF; RETURN NULL; END $$"
+            f"CREATE OR REPLACE FUNCTION {self._name}_note() RETURNS trigger "
+            "LANGUAGE plpgsql AS $$ BEGIN "
+            f"IF TG_OP = 'INSERT' THEN {note('insert')} ELSE {note('update')} END IF; "
+            "RETURN NULL; END $$"
         )
         return [
             function,

@@ -1,4 +1,4 @@
-"""What a run prints at its end."""
+"""Print the results of a run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from chaos.nemeses import KILL
 from chaos.run import STALL
 from delaytasks.core.states import Status
 
-#: Later than this is somebody's fault.
+#: A task that is later than this is attributed to a fault.
 LATE_US = 1_000_000
 PARTS = (0.5, 0.99, 1)
 
 
 class Late(NamedTuple):
-    """A task, and the fault that had most to do with it."""
+    """A late task, and the fault that most likely caused it."""
 
     fault: Fault | None
     #: When it could have run.
@@ -29,10 +29,10 @@ class Late(NamedTuple):
 
 
 def show(verdict: Verdict, history: History, over_us: int, console: Console) -> None:
-    """What became late counts until `over_us`."""
-    console.width = max(console.width, 130)  # also into a file
+    """Print the results. Late tasks count until `over_us`."""
+    console.width = max(console.width, 130)  # also if the output is a file
     console.print(_by_fault(history.faults, late_tasks(history, over_us)))
-    asked = Counter(f"{told.call} {told.answer}" for told in history.told)
+    asked = Counter(f"{record.call} {record.answer}" for record in history.call_records)
     console.print(", ".join(f"{count:,} {what}" for what, count in sorted(asked.items())))
     console.print(_bar(verdict, history))
     console.print(str(verdict))
@@ -80,7 +80,7 @@ def _bar(verdict: Verdict, history: History) -> Table:
         "duplicates explained": verdict.explained,
         "not explained": counts["duplicated"],
         "stuck": counts["stuck"] + counts["late"],
-        "of these finished later": counts["late"],
+        "of these, finished later": counts["late"],
     }
     named = sum(counts[kind] for kind in ("lost", "early", "duplicated", "stuck", "late"))
     table = Table(*cells, "other findings")
@@ -114,7 +114,11 @@ def late_tasks(history: History, over_us: int) -> list[Late]:
 
 
 def recoveries(faults: list[Fault], late: list[Late]) -> dict[str, list[float]]:
-    """Seconds from the end of a fault (of a kill: from its begin) until all tasks that it made late were finished."""
+    """Return the recovery times of each kind of fault in seconds.
+
+    A recovery lasts from the end of a fault (of a kill: its begin) until all tasks that it delayed
+    are finished.
+    """
     ended: dict[Fault, int] = {}
     for one in late:
         if one.fault is not None:
@@ -127,7 +131,7 @@ def recoveries(faults: list[Fault], late: list[Late]) -> dict[str, list[float]]:
 
 
 def _to_blame(faults: list[Fault], from_us: int, until_us: int) -> Fault | None:
-    """The one that overlaps the time most; else the last one before it."""
+    """Return the fault that overlaps the period most, else the last fault before it."""
     before = [fault for fault in faults if fault.from_us <= until_us]
     if not before:
         return None

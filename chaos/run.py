@@ -1,4 +1,4 @@
-"""One run: producers schedule, nemeses strike at random, and what came of it is read when all is over."""
+"""Execute one run: schedule tasks, inject random faults, and read the history at the end."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-from chaos.field import Field
 from chaos.history import ALL, Fault, History, read
 from chaos.nemeses import NEMESES, Nemesis, Victim
-from chaos.producers import PRODUCERS, Producer
+from chaos.producers import PRODUCERS, ChaosProducer
 from chaos.project import now_us
+from chaos.system import SystemUnderTest
 from delaytasks.core.errors import DelayTaskError
 from tests.waiting import STACKS
 
 Say = Callable[[str], object]
-#: The machine itself was somewhere else for so long: what was late then has that reason.
+#: A pause of the whole machine of this length is recorded as a fault that explains late tasks.
 STALL_S = 0.5
 STALL = "the machine stalled"
 
@@ -29,15 +29,15 @@ class Plan(NamedTuple):
     seed: int
     tasks: int
     faults: int
-    #: So many of them at least are kills.
+    #: The minimum number of kills among the faults.
     kills: int
     #: Seconds from one fault to the next.
     every: float
-    #: Seconds for something to be over after the last fault, before nothing is going to be.
+    #: Seconds without progress after the last fault, after which the run ends.
     patience: float
-    #: Seconds after the last fault in which what is due is to be finished.
+    #: Seconds after the last fault in which all due tasks have to finish.
     within: float
-    #: Words in the names of the nemeses that strike.
+    #: Words in the names of the selected faults.
     only: tuple[str, ...] = ("",)
 
     @property
@@ -46,55 +46,60 @@ class Plan(NamedTuple):
 
     @property
     def most_seconds(self) -> float:
-        """A machine that is busy with something else gets twice the time, and then no more."""
+        """A busy machine gets at most twice the time."""
         return 2 * self.seconds + 60
 
 
-class Outcome(NamedTuple):
+class RunOutcome(NamedTuple):
     history: History
-    #: When no task waited any more. What came afterwards was to find processes that hang.
+    #: The time when no task waited any more. The search for hung processes follows.
     over_us: int
-    #: When what was due was to be finished.
+    #: The deadline of the tasks that were due before.
     by_us: int
-    #: When all was to be over.
+    #: The time by which all work must be over.
     quiet_us: int
 
 
-def run(field: Field, plan: Plan, say: Say) -> Outcome:
+def run(system: SystemUnderTest, plan: Plan, say: Say) -> RunOutcome:
     chance = random.Random(plan.seed)
     each = -(-plan.tasks // PRODUCERS)
     producers = [
-        Producer(field, plan.seed + n, each, each / plan.seconds) for n in range(PRODUCERS)
+        ChaosProducer(system, plan.seed + n, each, each / plan.seconds) for n in range(PRODUCERS)
     ]
     stalls = Stalls()
     faults = _strike(
-        field, plan, chance, lambda: sum(producer.count for producer in producers), say
+        system, plan, chance, lambda: sum(producer.count for producer in producers), say
     )
     until = time.monotonic() + plan.most_seconds - plan.seconds
     for producer in producers:
         producer.thread.join(max(until - time.monotonic(), 0))
         producer.stop()
-    say(f"{sum(producer.count for producer in producers):,} tasks; the last fault is over")
+    say(
+        f"{sum(producer.count for producer in producers):,} tasks scheduled; the last fault is over"
+    )
     began = time.monotonic()
     by_us = max((fault.until_us for fault in faults), default=now_us()) + int(plan.within * 1e6)
-    # Beyond that time it is seen what is only late.
-    left = wait_for_quiet(field, plan.patience, max((by_us - now_us()) / 1e6, 0) + plan.patience)
-    say(f"{left} of them wait {time.monotonic() - began:.1f} s later")
+    # Waiting beyond the deadline distinguishes late tasks from stuck ones.
+    left = wait_for_quiet(system, plan.patience, max((by_us - now_us()) / 1e6, 0) + plan.patience)
+    say(f"{left} of them still wait {time.monotonic() - began:.1f} s later")
     over_us = now_us()
-    hung = find_hung(field, plan.patience)
+    hung = find_hung(system, plan.patience)
     quiet_us = now_us()
-    history = read(field.notes, field.recorder.changes())
+    history = read(system.notes, system.recorder.changes())
     history.hung = hung
     history.faults += sorted(faults + stalls.end(), key=lambda fault: fault.from_us)
-    return Outcome(history, over_us, by_us, quiet_us)
+    return RunOutcome(history, over_us, by_us, quiet_us)
 
 
 def _strike(
-    field: Field, plan: Plan, chance: random.Random, count: Callable[[], int], say: Say
+    system: SystemUnderTest, plan: Plan, chance: random.Random, count: Callable[[], int], say: Say
 ) -> list[Fault]:
-    """One victim has one thing wrong with it at a time; several may have."""
+    """Inject the faults.
+
+    Each component has at most one fault at a time; several components may have one.
+    """
     fitting = [
-        n for n in NEMESES if not n.misfit(field) and any(words in n.kind for words in plan.only)
+        n for n in NEMESES if not n.misfit(system) and any(words in n.kind for words in plan.only)
     ]
     kills = [n for n in fitting if n.is_kill] or fitting
     of_kills = set(chance.sample(range(plan.faults), plan.kills))
@@ -103,7 +108,7 @@ def _strike(
     busy: dict[Victim, Future[Fault]] = {}
 
     def struck(nemesis: Nemesis, own: random.Random) -> Fault:
-        fault = nemesis.fault(field, own)
+        fault = nemesis.fault(system, own)
         faults.append(fault)
         say(f"{len(faults):4} {fault.kind}: {fault.target} ({count():,} tasks so far)")
         return fault
@@ -121,7 +126,7 @@ def _strike(
                     free := [n for n in some if n.victim not in busy or busy[n.victim].done()]
                 ):
                     time.sleep(0.05)
-                if number in of_kills:  # what is quickly over is free more often than the others
+                if number in of_kills:  # short faults are available more often than long ones
                     free = [n for n in free if times[n.kind] == min(times[n.kind] for n in free)]
                 nemesis = chance.choice(free)
                 times[nemesis.kind] += 1
@@ -131,18 +136,18 @@ def _strike(
             for strike in busy.values():
                 strike.result()
         except BaseException:
-            field.is_over.set()
+            system.is_over.set()
             raise
     return faults
 
 
-def wait_for_quiet(field: Field, patience_s: float, at_least_s: float = 0) -> int:
-    """How many still wait when all are over, or when none was for so long."""
+def wait_for_quiet(system: SystemUnderTest, patience_s: float, at_least_s: float = 0) -> int:
+    """Wait until all tasks are finished or progress stops, and return how many still wait."""
     least, waiting = None, 0
     until = time.monotonic() + max(patience_s, at_least_s)
     while time.monotonic() < until:
         try:
-            waiting = field.waiting()
+            waiting = system.waiting()
         except DelayTaskError:
             continue
         if not waiting:
@@ -153,11 +158,14 @@ def wait_for_quiet(field: Field, patience_s: float, at_least_s: float = 0) -> in
     return waiting
 
 
-def find_hung(field: Field, patience_s: float) -> list[str]:
-    """The pool processes that run nothing though there is enough for all. While others work nobody would miss them.
-    They and their worker write their stacks to its log."""
-    producer = Producer(field, 0, 0, 1)
-    before = {pid: field.written(pid) for pids in field.pools() for pid in pids}
+def find_hung(system: SystemUnderTest, patience_s: float) -> list[str]:
+    """Return the pool processes that run no task although there is enough work for all.
+
+    While the other processes work, a hung process is not noticed otherwise. Hung processes and
+    their workers write their stacks to the log.
+    """
+    producer = ChaosProducer(system, 0, 0, 1)
+    before = {pid: system.written(pid) for pids in system.pools() for pid in pids}
     idle: list[tuple[int, int]] = []
     until = time.monotonic() + patience_s
     while time.monotonic() < until:
@@ -165,22 +173,24 @@ def find_hung(field: Field, patience_s: float) -> list[str]:
         time.sleep(2)
         idle = [
             (number, pid)
-            for number, pids in enumerate(field.pools())
+            for number, pids in enumerate(system.pools())
             for pid in pids
-            if field.written(pid) == before.get(pid, 0)
+            if system.written(pid) == before.get(pid, 0)
         ]
         if not idle:
             break
     producer.stop()
     for number, pid in idle:
-        for each in (pid, field.workers[number].pid):
+        for each in (pid, system.workers[number].pid):
             os.kill(each, STACKS)
-    wait_for_quiet(field, patience_s)
+    wait_for_quiet(system, patience_s)
     return [f"process {pid} of worker {number}" for number, pid in idle]
 
 
 class Stalls:
-    """Notes when this process slept for longer than it wanted to: so did others, and no nemesis is to blame."""
+    """Record when this process slept much longer than intended: other processes were delayed too,
+    without an injected fault.
+    """
 
     def __init__(self) -> None:
         self._found: list[Fault] = []

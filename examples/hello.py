@@ -1,4 +1,4 @@
-"""The smallest processor. `celeryconfig.py` imports it, so that after `./dev up` there is something to schedule:
+"""The smallest processor. `celeryconfig.py` imports it, so that `./dev up` has a task to run:
 
 .venv/bin/delaytasks schedule hello '{"name": "you"}' --delay 5
 """

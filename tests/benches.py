@@ -1,4 +1,4 @@
-"""Runners on a store, for tests of what becomes of rows."""
+"""Runners on a store, for tests of the changes of rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.recording import RecordingTimer
 
 
 class Disturbed:
-    """Claims, of which a test may disturb one or the other."""
+    """Claim queries that a test can disturb."""
 
     def __init__(self, claims: Claims) -> None:
         self._claims = claims
@@ -50,7 +50,7 @@ class Disturbed:
 
 
 class Bench:
-    """A runner on a store, without a worker around it."""
+    """A runner on a store, without a worker."""
 
     def __init__(self, store: Store, may_leave: bool = False, **changes: Any) -> None:
         url = store.database.url.render_as_string(hide_password=False)
@@ -70,13 +70,20 @@ class Bench:
         self.producer = Producer(self.settings, self.store.tasks, *to)
 
     def make_runner(self, **options: Any) -> Runner:
-        parts = (self.settings, self.claims, self.clock, self.registry, self.timer, self.events)
+        parts: tuple[Any, ...] = (
+            self.settings,
+            self.claims,
+            self.clock,
+            self.registry,
+            self.timer,
+            self.events,
+        )
         return Runner(
             *parts,
             self.execute,
             lambda session, task: session and transaction_of(session),
             **options,
-        )  # type: ignore[arg-type]
+        )
 
     def limited(self) -> Mapping[str, Policy]:
         return Policies(tuple(self.store.policies.read())).limited
@@ -91,7 +98,8 @@ class Bench:
         task = self.producer.schedule(NewTask(tag, body, delay, **options), "reject", None)
         if delay:
             return task
-        # SQLite tells the time in whole milliseconds: what is due now may be due in a moment.
+        # SQLite's clock has milliseconds, so that a task may not be due yet at the moment of its
+        # creation.
         self.change(task, expected_time=task.expected_time - timedelta(milliseconds=10))
         return self.now(task)
 

@@ -1,4 +1,4 @@
-"""Certificates that their own key signed, for servers on this machine."""
+"""Self-signed certificates for servers on this machine."""
 
 from __future__ import annotations
 
@@ -16,15 +16,32 @@ class Certificate(NamedTuple):
 
 
 def self_signed(folder: Path) -> Certificate:
-    """For `localhost` and 127.0.0.1."""
+    """Create a certificate for `localhost` and 127.0.0.1."""
     if shutil.which("openssl") is None:
         raise MissingServiceError("there is no openssl on this machine")
     made = Certificate(folder / "key.pem", folder / "cert.pem")
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost",
-         "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
-         "-addext", "keyUsage=critical,digitalSignature,keyEncipherment,keyCertSign",
-         "-keyout", made.key, "-out", made.file],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-days",
+            "1",
+            "-subj",
+            "/CN=localhost",
+            "-addext",
+            "subjectAltName=DNS:localhost,IP:127.0.0.1",
+            "-addext",
+            "keyUsage=critical,digitalSignature,keyEncipherment,keyCertSign",
+            "-keyout",
+            made.key,
+            "-out",
+            made.file,
+        ],
+        check=True,
+        capture_output=True,
+    )
     return made

@@ -1,4 +1,6 @@
-"""Services and databases for the tests: found, embedded or reported as missing, and always left clean."""
+"""Services and databases for the tests: running, embedded or reported as missing, and cleaned up
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ from tests.postgres_server import PostgresServer
 from tests.rabbitmq_server import RabbitServer
 from tests.redis_server import RedisServer
 from tests.services import MissingServiceError, Services, free_port, own_database
+from tests.webserver import WebServer
 
-#: The kinds of databases that tests of each database run on.
+#: The databases of tests that run on each database.
 DATABASES = os.environ.get("DELAYTASKS_TEST_DATABASES", "postgresql mariadb sqlite").split()
 _IS_CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
 _missing: dict[str, str] = {}
@@ -44,25 +47,27 @@ def _url(services: Services, name: str) -> str:
 
 
 def _given_up(name: str) -> BaseException:
-    """A laptop may lack a service; CI may not, or nobody would notice what is never tested."""
+    """Skip the test on a developer's machine, but fail in CI, where a missing service must not go
+    unnoticed.
+    """
     if _IS_CI:
         return pytest.fail.Exception(f"{_needs(name)}: {_missing[name]}", pytrace=False)
     return pytest.skip.Exception(_needs(name))
 
 
 def _needs(name: str) -> str:
-    return f"needs {name}, which can not be had here"
+    return f"needs {name}, which is not available on this machine"
 
 
 @pytest.fixture(scope="session")
 def postgresql_url(services: Services) -> Iterator[str]:
-    """A database of this session's own."""
+    """A private database of this session."""
     yield from _own(_url(services, "postgresql"))
 
 
 @pytest.fixture(scope="session")
 def mysql_url(services: Services) -> Iterator[str]:
-    """A database of this session's own, on MariaDB or MySQL."""
+    """A private MariaDB or MySQL database of this session."""
     yield from _own(_url(services, "mysql"))
 
 
@@ -81,13 +86,13 @@ def _own(url: str, part: str = "") -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def redis_url(services: Services) -> str:
-    """May be shared with others: use keys with a prefix of your own."""
+    """The URL of a Redis that other tests may use too: prefix your keys."""
     return _url(services, "redis")
 
 
 @pytest.fixture
 def start_redis(tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
-    """Starts a Redis of this test's own, with options of `redis-server`."""
+    """Start private Redis servers with options of `redis-server`."""
     started: list[RedisServer] = []
 
     def start(*options: str) -> RedisServer:
@@ -105,7 +110,7 @@ def start_redis(tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
 
 @pytest.fixture(scope="module")
 def own_rabbitmq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitServer]:
-    """A RabbitMQ of a module's own: it takes seconds to start."""
+    """A private RabbitMQ of a module, because it takes seconds to start."""
     try:
         server = RabbitServer(tmp_path_factory.mktemp("rabbitmq"))
     except MissingServiceError as error:
@@ -117,7 +122,7 @@ def own_rabbitmq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitSer
 
 @pytest.fixture
 def amqps(tmp_path: Path) -> Iterator[dict[str, Any]]:
-    """What Celery is told of a RabbitMQ of this test's own that is reached by TLS."""
+    """Celery's configuration for a private RabbitMQ with TLS."""
     port = free_port()
     try:
         key, certificate = self_signed(tmp_path)
@@ -145,10 +150,10 @@ def amqps(tmp_path: Path) -> Iterator[dict[str, Any]]:
 
 @pytest.fixture
 def own_postgresql() -> Iterator[PostgresServer]:
-    """A PostgreSQL of this test's own."""
+    """A private PostgreSQL server."""
     with tempfile.TemporaryDirectory(
         prefix="dt_test_"
-    ) as folder:  # not pytest's, which nobody else may enter
+    ) as folder:  # other users cannot enter pytest's folder
         try:
             server = PostgresServer(Path(folder), free_port(), MissingServiceError)
         except MissingServiceError as error:
@@ -160,7 +165,7 @@ def own_postgresql() -> Iterator[PostgresServer]:
 
 @pytest.fixture
 def logging_mariadb(tmp_path: Path) -> Iterator[MariaDBServer]:
-    """A MariaDB of this test's own that writes a binary log, as one with replicas does."""
+    """A private MariaDB that writes a binary log, as a replicated one does."""
     try:
         server = MariaDBServer(tmp_path, options=["--log-bin=binlog", "--server-id=1"])
     except MissingServiceError as error:
@@ -172,7 +177,7 @@ def logging_mariadb(tmp_path: Path) -> Iterator[MariaDBServer]:
 
 @pytest.fixture(scope="session")
 def rabbitmq_url(services: Services) -> str:
-    """May be shared with others: use queues with a prefix of your own."""
+    """The URL of a RabbitMQ that other tests may use too: prefix your queues."""
     return _url(services, "rabbitmq")
 
 
@@ -192,7 +197,7 @@ def settings_for(url: str | Sequence[str], **changes: Any) -> Settings:
 
 
 def open_store(url: str, **changes: Any) -> Store:
-    """A store with its tables made anew."""
+    """Return a store with new tables."""
     store = Store(url, settings_for(url, **changes))
     with store.database.begin() as connection:
         store.schema.metadata.drop_all(connection)
@@ -201,7 +206,7 @@ def open_store(url: str, **changes: Any) -> Store:
 
 
 def empty(store: Store) -> None:
-    """DELETE, since on small tables it is many times cheaper than TRUNCATE."""
+    """Delete all rows. On small tables, DELETE is many times faster than TRUNCATE."""
     with store.database.begin() as connection:
         for table in store.schema.metadata.sorted_tables:
             connection.execute(delete(table))
@@ -216,18 +221,30 @@ def session_store(database_url: str) -> Iterator[Store]:
 
 @pytest.fixture
 def store(session_store: Store) -> Store:
-    """Empty tables on each database."""
+    """A store with empty tables, on each database."""
     empty(session_store)
     return session_store
 
 
 @pytest.fixture
-def sqlite_path(tmp_path: Path) -> Callable[[str], str]:
-    """URLs of SQLite files that are this test's own."""
-    return lambda name="test": f"sqlite:///{tmp_path / name}.sqlite3"
+def sqlite_path(tmp_path: Path) -> Callable[..., str]:
+    """Return URLs of private SQLite files."""
+
+    def url(name: str = "test") -> str:
+        return f"sqlite:///{tmp_path / name}.sqlite3"
+
+    return url
 
 
-# -- what could not be run ------------------------------------------------------------------------
+@pytest.fixture
+def web() -> Iterator[WebServer]:
+    """A private web server with configurable answers."""
+    server = WebServer()
+    yield server
+    server.close()
+
+
+# -- skipped tests -----------------------------------------------------------------------------
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -235,7 +252,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     outcome: Any = yield
     report = outcome.get_result()
     if report.when != "teardown" and report.outcome != "passed":
-        # In the report, which travels to the process that prints the summary when several run the tests.
+        # With several processes, the report is the only object that reaches the one that prints the
+        # summary.
         report.lacked = {
             name: why for name, why in _missing.items() if _needs(name) in str(report.longrepr)
         }
@@ -249,7 +267,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.hookimpl(hookwrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
-    """At the very end, where it is seen: what nobody ran, by name."""
+    """List the skipped tests by name at the end of the output."""
     yield
     if not _not_run:
         return

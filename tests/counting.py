@@ -1,4 +1,4 @@
-"""What is in a store."""
+"""Count the rows of a store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from delaytasks.storage.store import Store
 
 
 def counted(store: Store) -> dict[Status, int]:
-    """How many rows there are of each status, all of them counted."""
+    """Return the number of rows of each status, by counting all rows."""
     t = store.schema.tasks.c
     query = select(t.status, func.count()).group_by(t.status)
     found = dict(store.database.alone(lambda c: [tuple(row) for row in c.execute(query)]))

@@ -1,11 +1,13 @@
-"""Processes whose wall clock is wrong, by libfaketime. Their monotonic clock goes on as it is, as on a host whose time
-was set wrongly."""
+"""Processes with a wrong wall clock, by libfaketime.
+
+Their monotonic clock is unchanged, as on a host whose time was set wrongly.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-#: Debian's package `faketime` and Fedora's, then what is built by hand.
+#: The paths of Debian's and Fedora's package, then of manual builds.
 _PLACES = (
     "/usr/lib/*/faketime",
     "/usr/lib/faketime",
@@ -16,7 +18,7 @@ MISSING = "libfaketime is not installed (Debian: apt-get install faketime)"
 
 
 def library() -> Path | None:
-    """The one for programs with threads."""
+    """Return the path of the library for programs with threads."""
     found = (
         file for place in _PLACES for file in Path("/").glob(f"{place[1:]}/libfaketimeMT.so.1")
     )
@@ -24,12 +26,12 @@ def library() -> Path | None:
 
 
 def environment(offset_s: int) -> dict[str, str]:
-    """For a process that is to be so many seconds ahead."""
+    """Return the environment of a process whose clock is `offset_s` seconds ahead."""
     return {**_environment(), "FAKETIME": f"{offset_s:+d}"}
 
 
 class Dial:
-    """Sets the clock of processes while they run."""
+    """Sets the clock of running processes."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -43,7 +45,7 @@ class Dial:
     def set(self, ahead_s: int) -> None:
         new = self._file.with_suffix(".new")
         new.write_text(f"{ahead_s:+d}")
-        new.replace(self._file)  # who reads it finds one or the other
+        new.replace(self._file)  # a reader finds either the old or the new file
 
 
 def _environment() -> dict[str, str]:
@@ -58,7 +60,7 @@ def _environment() -> dict[str, str]:
 
 
 def forget_the_dead() -> None:
-    """Processes that were killed leave behind what they shared with their children."""
+    """Delete the shared memory of killed processes."""
     for pattern in ("faketime_shm_", "sem.faketime_sem_"):
         for file in Path("/dev/shm").glob(f"{pattern}*"):
             pid = file.name.removeprefix(pattern)

@@ -1,5 +1,8 @@
-"""How many random examples a test tries: few ones and always the same, unless `DELAYTASKS_TEST_EXAMPLES` (or `./dev
-fuzz`) asks for more, which are then other ones each time."""
+"""The number of random examples per test.
+
+By default there are few and always the same. `DELAYTASKS_TEST_EXAMPLES` (or `./dev fuzz`) selects
+more, which differ in each run.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def fuzz(few: int) -> Any:
     )
 
 
-#: What JSON can say, with what other programs' JSON says besides.
+#: Values of JSON, with the extensions that other programs write.
 json_like: Any = st.recursive(
     st.none()
     | st.booleans()

@@ -1,4 +1,4 @@
-"""Kills a worker's main process at the step that DELAYTASKS_TEST_KILL names, once it has entries of a burst in hand."""
+"""Kill a worker's main process at the step DELAYTASKS_TEST_KILL, when it holds a burst."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from delaytasks.worker import redis_poller as redis_pollers
 from delaytasks.worker.redis_poller import RedisPoller
 
 STEP = os.environ["DELAYTASKS_TEST_KILL"]
-#: So many at once are a burst.
+#: The minimum number of entries in a burst.
 MANY = 5
 take, hand_on = RedisTimer.take, RedisPoller._pass_on
 
@@ -36,6 +36,6 @@ def hand_on_and_die(redis_poller: RedisPoller, taken: list[Taken]) -> None:
     die_if("handed on", taken)
 
 
-redis_pollers.DELETE_S = 0.0  # at once: nothing of the burst has begun when it dies
-RedisPoller._pass_on = hand_on_and_die  # type: ignore[method-assign]
+redis_pollers.DELETE_S = 0.0  # immediately: no task of the burst may begin before the kill
+RedisPoller._pass_on = hand_on_and_die  # type: ignore[method-assign, assignment]
 RedisTimer.take = take_and_die  # type: ignore[method-assign, assignment]

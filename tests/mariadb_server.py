@@ -1,4 +1,4 @@
-"""A MariaDB of a test's own, which may be killed and started again."""
+"""A private MariaDB server that tests can kill and restart."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ NAME = "delaytasks"
 
 
 class MariaDBServer:
-    """From the machine's own programs, on a port and a socket of its own; `more` is added to its environment, `options`
-    to its command line."""
+    """A MariaDB of the machine's own programs, on a private port and socket.
+
+    `more` is added to its environment, `options` to its command line.
+    """
 
     def __init__(
         self, folder: Path, more: Mapping[str, str] | None = None, options: Sequence[str] = ()
@@ -30,23 +32,41 @@ class MariaDBServer:
         self._port = free_port()
         self.url = f"mysql+pymysql://root@127.0.0.1:{self._port}/{NAME}"
         data = folder / "data"
-        # It refuses to run as root unless it is told to by name.
+        # It runs as root only if the account is named explicitly.
         account = f"--user={getpass.getuser()}"
         made = subprocess.run(
-            [install, "--no-defaults", account, f"--datadir={data}", "--auth-root-authentication-method=normal",
-             "--skip-test-db"],
-            cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            [
+                install,
+                "--no-defaults",
+                account,
+                f"--datadir={data}",
+                "--auth-root-authentication-method=normal",
+                "--skip-test-db",
+            ],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if made.returncode:
             raise MissingServiceError(
-                f"mariadb-install-db said: {(made.stderr + made.stdout).strip()[-300:]}"
+                f"mariadb-install-db printed: {(made.stderr + made.stdout).strip()[-300:]}"
             )
         self._command = [
-            program, "--no-defaults", account, f"--datadir={data}", "--bind-address=127.0.0.1",
-            f"--port={self._port}", f"--socket={folder / 'socket'}", f"--pid-file={folder / 'pid'}",
-            "--innodb-flush-log-at-trx-commit=2", "--innodb-buffer-pool-size=128M", "--max-connections=300",
+            program,
+            "--no-defaults",
+            account,
+            f"--datadir={data}",
+            "--bind-address=127.0.0.1",
+            f"--port={self._port}",
+            f"--socket={folder / 'socket'}",
+            f"--pid-file={folder / 'pid'}",
+            "--innodb-flush-log-at-trx-commit=2",
+            "--innodb-buffer-pool-size=128M",
+            "--max-connections=300",
             *options,
-        ]  # fmt: skip
+        ]
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
         self.execute(f"CREATE DATABASE {NAME} CHARACTER SET utf8mb4", database=None)
@@ -55,9 +75,14 @@ class MariaDBServer:
         path = self._folder / "log"
         with path.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command, cwd=self._folder, env=self._environment, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=log, start_new_session=True,
-            )  # fmt: skip
+                self._command,
+                cwd=self._folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         try:
             wait_until(self._answers, 60, "the test's MariaDB", every_s=0.05)
         except AssertionError as error:
@@ -76,7 +101,7 @@ class MariaDBServer:
                 self._process.wait()
 
     def crash(self) -> None:
-        """It has to recover when it starts again."""
+        """Kill the server, which has to recover at its next start."""
         self.stop(signal.SIGKILL)
 
     def execute(self, statement: str, database: str | None = NAME) -> None:
@@ -102,8 +127,8 @@ class MariaDBServer:
 
 
 def _program(name: str) -> str:
-    # Distributions keep servers where only root's PATH leads.
+    # Distributions install servers in folders of root's PATH only.
     found = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin:/usr/libexec")
     if found is None:
-        raise MissingServiceError(f"there is no {name} on this machine")
+        raise MissingServiceError(f"no {name} on this machine")
     return found

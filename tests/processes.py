@@ -1,4 +1,4 @@
-"""The processes that a test started, and those that they did."""
+"""Find the processes that a test started directly or indirectly."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from pathlib import Path
 
 
 def marked(*marks: str) -> dict[int, str]:
-    """The command line of each that has one of these words in its command line or its environment."""
+    """Return the command line of each process whose command line or environment contains a mark."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             line = (folder / "cmdline").read_bytes()
-            said = line + b"\0" + (folder / "environ").read_bytes()
+            searched = line + b"\0" + (folder / "environ").read_bytes()
         except OSError:
-            continue  # it ended, or is another user's
-        if line and any(mark.encode() in said for mark in marks):
+            continue  # it has ended, or belongs to another user
+        if line and any(mark.encode() in searched for mark in marks):
             found[int(folder.name)] = line.replace(b"\0", b" ").decode(errors="replace")
     return found

@@ -1,5 +1,7 @@
-"""A project such as a user has: processors, found through Celery's `imports`. Each run is a line in the file that
-the body names."""
+"""A project as a user has it: processors that Celery's `imports` finds.
+
+Each run adds a line to the file that the body names.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,7 @@ from delaytasks.api import default
 from delaytasks.core.errors import LeaseLostError
 from tests.waiting import STACKS
 
+assert sys.__stderr__ is not None
 faulthandler.register(STACKS, file=sys.__stderr__)
 
 
@@ -43,7 +46,7 @@ def note_word(body: dict[str, Any], task: DelayTask) -> None:
 
 @processor("test.quiet")
 def do_nothing(body: dict[str, Any]) -> None:
-    """As cheap as a processor can be."""
+    """The cheapest processor."""
 
 
 @processor("test.mail", queue="mail")
@@ -69,7 +72,7 @@ def abort(body: dict[str, Any], task: DelayTask) -> None:
 
 @processor("test.credit")
 def credit(body: dict[str, Any], task: DelayTask) -> None:
-    """An effect in the tasks' own database; the first attempt kills its process where the body says."""
+    """Write to the tasks' own database. The first attempt kills its process where the body says."""
 
     def dies(where: str) -> None:
         if task.attempts == 1 and body.get("dies") == where:
@@ -117,20 +120,20 @@ def note_batch(bodies: list[dict[str, Any]], tasks: list[DelayTask]) -> dict[int
 
 @processor("test.recurse")
 def break_the_recursion_limit(body: dict[str, Any], task: DelayTask) -> None:
-    """The first attempt leaves this process so few frames that it can not ask the database any more."""
+    """Leave too few frames for database queries in the first attempt."""
     note(body, task.id, "began", os.getpid())
     for limit in range(10, 1000) if task.attempts == 1 else ():
         try:
             sys.setrecursionlimit(limit)
             sys.setrecursionlimit(limit + body["frames"])
             return
-        except RecursionError:  # it is in use already
+        except RecursionError:  # the limit is in use already
             pass
 
 
 @processor("test.hold_gil")
 def hold_gil(body: dict[str, Any], task: DelayTask) -> None:
-    """Sleeps in C without letting any other thread of the process run."""
+    """Sleep in C while holding the GIL."""
     note(body, task.id, "began", os.getpid())
     ctypes.PyDLL(None).usleep(int(body["seconds"] * 1e6))
     note(body, task.id, "ended", os.getpid())
@@ -138,7 +141,7 @@ def hold_gil(body: dict[str, Any], task: DelayTask) -> None:
 
 @processor("test.guarded")
 def guarded(body: dict[str, Any], task: DelayTask) -> None:
-    """Takes long, and breaks off when it is told that its lease can not be renewed."""
+    """Run for a long time, and stop when the lease cannot be renewed."""
     began = time.monotonic()
     note(body, task.id, "began")
     try:
@@ -146,7 +149,7 @@ def guarded(body: dict[str, Any], task: DelayTask) -> None:
             task.check_lease()
             time.sleep(0.05)
     except LeaseLostError:
-        note(body, task.id, "told", time.monotonic() - began)
+        note(body, task.id, "notified", time.monotonic() - began)
         raise
     note(body, task.id, "ended")
 

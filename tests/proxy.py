@@ -1,4 +1,4 @@
-"""A TCP proxy for tests: what a network does to a connection, on demand."""
+"""A TCP proxy for tests: it simulates network faults."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Callable
 
 from sqlalchemy import make_url
 
-#: Looks at the bytes of one direction of a connection, which has a number; True breaks the connection before they are
-#: passed on.
+#: Inspects the bytes of one direction of a numbered connection. If it returns True, the connection
+#: is broken before the bytes are passed on.
 Cut = Callable[[int, bytes], bool]
 
 
 class Proxy:
-    """Listens on a port of its own and passes everything on, until it is told to misbehave.
+    """Passes connections on, unless a fault is active.
 
-    `refuse`, `swallow` and `heal` hold from then on; `reset` ends what is open, `strand` lets it hang; `cut_answer`
-    and `cut_after` wait for their moment and then happen once.
+    `refuse`, `swallow` and `heal` last until the next call. `reset` closes open connections,
+    `strand` makes them hang. `cut_answer` and `cut_after` take effect once.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -30,7 +30,7 @@ class Proxy:
         self._flows.set()
         self._cuts: dict[str, list[Cut]] = {"request": [], "answer": []}
         self.delay_s = 0.0
-        #: Connections taken in, and connections broken by a cut.
+        #: The numbers of accepted connections and of connections broken by a cut.
         self.accepted = 0
         self.cut = 0
         self._listener: socket.socket | None = None
@@ -38,22 +38,22 @@ class Proxy:
         self._listen()
 
     def url(self, url: str) -> str:
-        """`url` with this proxy in the place of its host."""
+        """Return `url` with this proxy instead of its host."""
         return re.sub(r"^(\w[\w+]*://(?:[^/@]*@)?)[^/?]*", rf"\g<1>{self.host}:{self.port}", url)
 
-    # -- what it can do ---------------------------------------------------------------------------
+    # -- faults -----------------------------------------------------------------------------------
 
     def refuse(self) -> None:
-        """Nobody listens any more, and what was open is reset."""
+        """Refuse new connections, and reset open ones."""
         self._close_listener()
         self.reset()
 
     def swallow(self) -> None:
-        """A black hole: connections are taken in, and no byte comes through either way."""
+        """Act as a black hole: accept connections, but pass no byte on."""
         self._flows.clear()
 
     def strand(self) -> None:
-        """What is open stays so for ever, and hears nothing any more; new connections work."""
+        """Leave open connections without any data from now on; new connections work."""
         self._flows.clear()
         self._flows = threading.Event()
         self._flows.set()
@@ -66,7 +66,7 @@ class Proxy:
             self._listen()
 
     def reset(self) -> None:
-        """Ends what is open, without a goodbye."""
+        """Reset open connections without a regular close."""
         with self._lock:
             pairs, self._pairs = self._pairs, []
         for pair in pairs:
@@ -74,7 +74,7 @@ class Proxy:
                 _reset(end)
 
     def cut_after(self, count: int) -> None:
-        """The next connection that has sent so many bytes is reset."""
+        """Reset the next connection that has sent `count` bytes."""
         seen = 0
 
         def is_over(_: int, data: bytes) -> bool:
@@ -85,11 +85,13 @@ class Proxy:
         self._cuts["request"].append(is_over)
 
     def cut_request(self, pattern: bytes) -> None:
-        """The next request that matches is not passed on, and its connection is reset."""
+        """Drop the next request that matches, and reset its connection."""
         self._cuts["request"].append(lambda _, data: re.search(pattern, data) is not None)
 
     def cut_answer(self, pattern: bytes) -> None:
-        """The next request that matches is passed on; when its answer comes, the connection is reset instead."""
+        """Pass the next request that matches on, but reset the connection instead of passing on its
+        answer.
+        """
         asked: set[int] = set()
 
         def note(number: int, data: bytes) -> bool:
@@ -105,7 +107,7 @@ class Proxy:
         self._flows.set()
         self.reset()
 
-    # -- inside -----------------------------------------------------------------------------------
+    # -- implementation ---------------------------------------------------------------------------
 
     def _listen(self) -> None:
         self._listener = socket.create_server((self.host, self.port), backlog=100)
@@ -162,7 +164,7 @@ class Proxy:
                 target.shutdown(socket.SHUT_WR)
                 return
         except OSError:
-            pass  # one end is gone: so is the other
+            pass  # if one end is closed, close the other
         _reset(source)
         _reset(target)
 
@@ -187,7 +189,7 @@ def proxy_to(url: str) -> Proxy:
 def _reset(end: socket.socket) -> None:
     try:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        end.shutdown(socket.SHUT_RDWR)  # wakes whoever reads from it
+        end.shutdown(socket.SHUT_RDWR)  # wakes its reader
     except OSError:
-        pass  # it is gone already
+        pass  # it is closed already
     end.close()

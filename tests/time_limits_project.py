@@ -1,5 +1,7 @@
-"""Processors with time limits, found through Celery's `imports`. They have a queue of their own, since a pool that can
-not keep limits refuses to serve it."""
+"""Processors with time limits, found by Celery's `imports`.
+
+They have their own queue, since a pool that cannot enforce limits refuses to serve it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from tests.project import note
 
 
 def work(body: dict[str, Any], task: DelayTask) -> None:
-    """Sleeps as long as the body says for this attempt, or for all."""
+    """Sleep as long as the body specifies for this attempt, or for all attempts."""
     seconds = body.get("seconds", 0)
     if isinstance(seconds, list):
         seconds = seconds[min(task.attempts, len(seconds)) - 1]

@@ -1,4 +1,4 @@
-"""Tests never sleep for a guess: they wait for a condition, with a deadline."""
+"""Wait for conditions with a deadline, instead of sleeping for a guessed time."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-#: What a test machine that is busy with others adds to a bound of docs/reliability.md.
+#: The tolerance that a busy test machine adds to a bound of docs/reliability.md.
 SLACK_S = 3.0
-#: A worker of the tests that gets it writes to its log what each of its threads does.
+#: A worker of the tests that receives this signal logs the stacks of its threads.
 STACKS = signal.SIGUSR2
-#: With DELAYTASKS_TEST_LONG=1 some faults last as long as they do in bad days: minutes, where else seconds have to do.
+#: With DELAYTASKS_TEST_LONG=1, some faults last for minutes, as in production, instead of seconds.
 IS_LONG = os.environ.get("DELAYTASKS_TEST_LONG", "") not in ("", "0")
 
 
@@ -24,8 +24,10 @@ def wait_until(
     what: str | Callable[[], str],
     every_s: float = 0.01,
 ) -> T:
-    """What `condition` answers as soon as it is true; `AssertionError` naming `what`, as it is then, when it stays
-    false."""
+    """Return the value of `condition` as soon as it is true.
+
+    If it stays false until the deadline, raise `AssertionError` with `what` and the last value.
+    """
     ends = time.monotonic() + deadline_s
     while True:
         answer = condition()
@@ -34,6 +36,6 @@ def wait_until(
         if time.monotonic() > ends:
             named = what if isinstance(what, str) else what()
             raise AssertionError(
-                f"waited {deadline_s:g} s for {named}; the last answer was {answer!r}"
+                f"waited {deadline_s:g} s for {named}; the last value was {answer!r}"
             )
         time.sleep(every_s)

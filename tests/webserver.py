@@ -1,4 +1,4 @@
-"""A web server for tests that answers as it is told, well or badly."""
+"""A web server for tests with configurable answers, valid and invalid ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 
-#: Writes an answer, or what is none.
+#: Writes an answer, which may be invalid.
 Answer = Callable[["Exchange"], None]
 
 
@@ -21,7 +21,7 @@ class Request(NamedTuple):
 
 
 def answer(status: int = 200, body: bytes = b"", **headers: str) -> Answer:
-    """A whole and proper answer; an underscore in a header's name is a hyphen."""
+    """Return a valid answer. Underscores in header names become hyphens."""
 
     def write(exchange: Exchange) -> None:
         exchange.send_response(status)
@@ -35,7 +35,7 @@ def answer(status: int = 200, body: bytes = b"", **headers: str) -> Answer:
 
 
 def drip(head: bytes, drop: bytes) -> Answer:
-    """`head`, then a drop now and then for ever: never silent for long."""
+    """Return an answer that sends `head`, then `drop` at short intervals forever."""
 
     def write(exchange: Exchange) -> None:
         exchange.wfile.write(head)
@@ -46,7 +46,7 @@ def drip(head: bytes, drop: bytes) -> Answer:
 
 
 def pour(head: bytes, exchange: Exchange) -> None:
-    """`head`, then as much as the other side takes."""
+    """Send `head`, then as many bytes as the client accepts."""
     exchange.wfile.write(head)
     while not exchange.web.closing.is_set():
         exchange.wfile.write(b"x" * 65536)
@@ -57,14 +57,14 @@ def hang(exchange: Exchange) -> None:
 
 
 def reset(exchange: Exchange) -> None:
-    """Without a goodbye."""
+    """Close the connection by a reset."""
     exchange.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     exchange.close_connection = True
 
 
 class Exchange(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    #: What is written is sent immediately, not when the packet before it was confirmed.
+    #: Send data immediately, without waiting for the previous packet's acknowledgement.
     disable_nagle_algorithm = True
     web: WebServer
 
@@ -77,7 +77,7 @@ class Exchange(BaseHTTPRequestHandler):
         try:
             write(self)
         except OSError:
-            self.close_connection = True  # nobody listens any more
+            self.close_connection = True  # the client has disconnected
 
     def log_message(self, *_: object) -> None: ...
 
@@ -90,13 +90,16 @@ class _Server(ThreadingHTTPServer):
 
 
 class WebServer:
-    """On a port of 127.0.0.1; with a context by TLS. What it answers is told by path, 200 where nothing is."""
+    """A server on a port of 127.0.0.1, with TLS if a context is given.
+
+    `answers` maps paths to answers; the default is status 200.
+    """
 
     def __init__(self, context: ssl.SSLContext | None = None) -> None:
         self.answers: dict[str, Answer] = {}
         self.received: list[Request] = []
         self.closing = threading.Event()
-        #: Connections taken in.
+        #: The number of accepted connections.
         self.accepted = 0
         handler = type("Handler", (Exchange,), {"web": self})
         self._server = _Server(("127.0.0.1", 0), handler)

@@ -1,4 +1,4 @@
-"""One module for each case. A case is called once a round, and adds to its figures."""
+"""One module per case. A case is called once per round and adds values to its figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from benchmarks.cases import (
     gathering,
     growth,
     heartbeats,
-    houses,
     idle,
     kill,
     limits,
@@ -28,12 +27,13 @@ from benchmarks.cases import (
     poison,
     profile,
     steady,
+    sweep_partitions,
     timers,
     wheel,
 )
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 
-CASES: dict[str, Callable[[Stage], None]] = {
+CASES: dict[str, Callable[[CaseContext], None]] = {
     "call": call.run,
     "bulk": bulk.run,
     "stream": bulk.run_stream,
@@ -56,7 +56,7 @@ CASES: dict[str, Callable[[Stage], None]] = {
     "wheel": wheel.run,
     "heartbeats": heartbeats.run,
     "at_size": at_size.run,
-    "houses": houses.run,
+    "sweep_partitions": sweep_partitions.run,
     "idle": idle.run,
     "limits": limits.run,
     "fairness": fairness.run,
@@ -68,7 +68,7 @@ CASES: dict[str, Callable[[Stage], None]] = {
 #: Names that stand for several cases.
 GROUPS: dict[str, list[str]] = {
     "all": list(CASES),
-    #: What is measured when nothing is named: what most people ask first.
+    #: The default: the figures that interest most readers.
     "short": ["call", "bulk", "burst_bulk", "burst_single", "steady", "ceiling"],
     "timers": [
         "timer_steady",
@@ -77,9 +77,9 @@ GROUPS: dict[str, list[str]] = {
         "wheel",
         "heartbeats",
         "at_size",
-        "houses",
+        "sweep_partitions",
         "idle",
     ],
 }
-#: What these build takes minutes, and they take the medians themselves.
+#: Cases that take minutes to set up; they compute medians themselves.
 ONCE = {"at_size", "partitions"}

@@ -1,4 +1,4 @@
-"""What the sweep, the slow path, a chunk and who looks for tasks cost in a large table and in a small one."""
+"""The costs of sweeps, claim queries, chunks and searches in a large and in a small table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import ours, table
 from benchmarks.figures import Target
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError
 from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import Entry, Settlement
@@ -19,21 +19,21 @@ from delaytasks.core.task import DelayTask
 from delaytasks.maintenance.sweeper import STEP
 from delaytasks.storage.stats import Stats
 
-#: Rows that wait, the smallest first, with which the others are compared.
+#: The numbers of waiting rows. The smallest comes first and is the base of the comparison.
 PENDING = (10_000, 1_000_000, 10_000_000)
 QUICK = (10_000, 200_000)
-#: For each that waits.
+#: Finished rows per waiting row.
 FINISHED = 5
-#: As many in all tables, since a read costs more the more it finds.
+#: The same in all tables, since a query costs more if it finds more rows.
 NEAR, OVERDUE, RUNNING, FAILED = 2000, 5000, 200, 200
 CLAIMED, PAGE = 200, 100
 WARM_UP, REPEATS = 3, 15
 MINUTE_S, HOUR_S, DAY_S = 60.0, 3600.0, 86400.0
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     if not table.can_fill():
-        stage.say("at_size: left out, since only PostgreSQL makes so many rows in minutes")
+        stage.say("at_size: skipped, since only PostgreSQL creates these rows within minutes")
         return
     sizes = QUICK if stage.is_quick else PENDING
     small = _measure(stage, sizes[0])
@@ -47,8 +47,8 @@ def run(stage: Stage) -> None:
     table.clear()
 
 
-def _measure(stage: Stage, pending: int) -> dict[str, float]:
-    """Milliseconds of each read, in the median."""
+def _measure(stage: CaseContext, pending: int) -> dict[str, float]:
+    """Return the median duration of each query in milliseconds."""
     key = _fill(stage, pending)
     store, settings = ours.delays.store, ours.delays.settings
     sweeps, claims, tasks = store.sweeps, store.claims("bench", None), store.tasks
@@ -75,16 +75,20 @@ def _measure(stage: Stage, pending: int) -> dict[str, float]:
         ("begin_sweep", lambda: sweeps.begin_sweep(0, 1, 0.0) is not None, True),
         ("stale_houses", lambda: sweeps.stale_houses(1, settings.self_sweep_s), []),
         (f"near, {NEAR:,} rows", lambda: sum(map(len, sweeps.near(now, until, 0, 1))), NEAR),
-        ("levels, one late", lambda: len(sweeps.levels(settings.grace_s)), 1),
-        ("levels, none late", lambda: sweeps.levels(DAY_S), []),
+        ("priorities, one overdue", lambda: len(sweeps.levels(settings.grace_s)), 1),
+        ("priorities, none overdue", lambda: sweeps.levels(DAY_S), []),
         ("lapse, none", lambda: sweeps.lapse(settings.max_lost_leases, STEP).total, 0),
-        ("purge, nothing old", lambda: sweeps.purge(30 * DAY_S, STEP), 0),
+        ("purge, no old rows", lambda: sweeps.purge(30 * DAY_S, STEP), 0),
         (
             f"claim_due of {CLAIMED}",
             lambda: len(claims.claim_due(settings.default_queue, [0], CLAIMED)),
             CLAIMED,
         ),
-        ("claim_suspect, none", lambda: claims.claim_abandoned(settings.default_queue, [0]), None),
+        (
+            "claim_suspect, no rows",
+            lambda: claims.claim_abandoned(settings.default_queue, [0]),
+            None,
+        ),
         ("find, a page", page, PAGE),
         ("find NOT_COMPLETE, a page", lambda: page(status=Status.NOT_COMPLETE), PAGE),
         ("find DONE, a page", lambda: page(status=Status.DONE), PAGE),
@@ -106,13 +110,14 @@ def _measure(stage: Stage, pending: int) -> dict[str, float]:
         ]
     )
     stage.say(
-        f"at_size: {pending:,} wait: {', '.join(f'{what} {ms:.2f} ms' for what, ms in found.items())}"
+        f"at_size: {pending:,} wait: "
+        f"{', '.join(f'{what} {ms:.2f} ms' for what, ms in found.items())}"
     )
     return found
 
 
-def _fill(stage: Stage, pending: int) -> str:
-    """Returns the key of one that waits."""
+def _fill(stage: CaseContext, pending: int) -> str:
+    """Fill the table, and return the key of a waiting task."""
     table.clear()
     table.forget_sweeps()
     before = time.monotonic()
@@ -127,19 +132,21 @@ def _fill(stage: Stage, pending: int) -> str:
     key = table.take_keys()
     inserted = time.monotonic()
     table.settle_down()
-    # Last, so that they are near when they are read.
+    # The near rows are inserted last, so that they are still near when they are read.
     table.fill(NEAR, Status.NOT_COMPLETE, 10 * MINUTE_S, 11 * MINUTE_S)
     rows = (FINISHED + 1) * pending
     each = ", ".join(f"{name} {size / rows:.0f}" for name, size in table.sizes())
     stage.say(
-        f"at_size: {pending:,} wait and {FINISHED * pending:,} are finished, bytes a row: {each}; inserted in "
-        f"{inserted - before:.0f} s; vacuum, analyse and checkpoint took {time.monotonic() - inserted:.0f} s"
+        f"at_size: {pending:,} wait and {FINISHED * pending:,} are finished, bytes a row: {each}; "
+        "inserted in "
+        f"{inserted - before:.0f} s; vacuum, analyse and checkpoint took "
+        f"{time.monotonic() - inserted:.0f} s"
     )
     return key
 
 
 def _median_ms(steps: list[tuple[str, Callable[[], object], object]]) -> dict[str, float]:
-    """Of each step; they are done one after another, again and again."""
+    """Return the median duration of each step. The steps alternate."""
     times: dict[str, list[float]] = {what: [] for what, _, _ in steps}
     for _ in range(WARM_UP + REPEATS):
         for what, read, answer in steps:

@@ -1,22 +1,24 @@
-"""Steady work in front of a large backlog: what far tasks cost the near ones, and the worker's memory."""
+"""Steady work in front of a large backlog: the effect of far tasks on near ones and on the worker's
+memory.
+"""
 
 from __future__ import annotations
 
 from benchmarks import brokers, ours, table
 from benchmarks.cases import steady
 from benchmarks.figures import Target, percentile
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError
 
 DELAY_S = 86400.0
 
 
-def run(stage: Stage) -> None:
-    """One worker, so that its memory can be compared: steady work, the backlog, steady work."""
+def run(stage: CaseContext) -> None:
+    """One worker, so that memory can be compared: steady work, the backlog, steady work again."""
     rows = stage.size(1_000_000, 20_000)
     side = stage.ours
     with side.serving():
-        steady.work(stage, side)  # memory that any work takes is taken before it is measured
+        steady.work(stage, side)  # allocates the memory that any work needs before the measurement
         side.clear()
         before = steady.work(stage, side)
         rss_before = side.rss_mb()
@@ -39,5 +41,6 @@ def run(stage: Stage) -> None:
             f"backlog: worker memory {rss_before:.1f} MB, behind the backlog {rss_behind:.1f} MB"
         )
     stage.say(
-        f"backlog: p99 {percentile(before, 0.99):.2f} ms, behind it {percentile(behind, 0.99):.2f} ms"
+        f"backlog: p99 {percentile(before, 0.99):.2f} ms, behind it "
+        f"{percentile(behind, 0.99):.2f} ms"
     )

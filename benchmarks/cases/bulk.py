@@ -1,4 +1,4 @@
-"""`schedule_many`, fed by a generator: how fast, and that what is behind it is never in memory."""
+"""`schedule_many` from a generator: its rate, and proof that its memory does not grow."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from sqlalchemy.orm import Session
 
 from benchmarks import ours, table
 from benchmarks.figures import Target
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 
 Tasks = Iterator[tuple[str, dict[str, Any], float]]
 DELAY_S = 86400.0
-#: Rows a second that are asked for.
+#: The target in rows per second.
 LEAST = {"postgresql": 100_000, "mysql": 50_000, "sqlite": 100_000}
-#: After so many rows this process has all that it needs.
+#: After this number of rows, the process has allocated its working memory.
 WARM = 100_000
 GROWN_MB = 10
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     rows = stage.size(200_000, 40_000)
     per_s = _schedule(rows, _tasks(rows))
     target = Target("value", least=LEAST[table.backend()])
     stage.figure("bulk", f"schedule_many, {rows:,} rows", "rows/s", target).add(per_s)
 
 
-def run_stream(stage: Stage) -> None:
+def run_stream(stage: CaseContext) -> None:
     rows = stage.size(10_000_000, 400_000)
     _stream(stage, rows, f"schedule_many, {rows:,} rows")
     with table.session() as caller:
-        _stream(stage, rows, "the same in one transaction of the caller's", caller)
+        _stream(stage, rows, "the same in one transaction of the caller", caller)
 
 
-def _stream(stage: Stage, rows: int, what: str, caller: Session | None = None) -> None:
+def _stream(stage: CaseContext, rows: int, what: str, caller: Session | None = None) -> None:
     warm_mb = 0.0
 
     def tasks() -> Tasks:
@@ -57,7 +57,7 @@ def _tasks(count: int) -> Tasks:
 
 
 def _schedule(rows: int, tasks: Tasks, caller: Session | None = None) -> float:
-    """Rows a second."""
+    """Return the rows per second."""
     table.clear()
     before = time.perf_counter()
     ours.delays.schedule_many(tasks, session=caller)

@@ -1,4 +1,4 @@
-"""Many tasks due at one instant: how fast they are drained."""
+"""Many tasks due at one instant: the rate at which they are drained."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ from benchmarks.machine import load
 from benchmarks.meters import Cost, Meter
 from benchmarks.producers import schedule_singly
 from benchmarks.sides import Ours, Side
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, TooSlowError, sleep_until, wall
 from delaytasks.core.states import Status
 
-#: Schedules what is measured, and returns when it is due.
+#: Schedules the tasks, and returns their due time.
 Schedule = Callable[[Side], float]
-#: How far ahead, by whether it is a quick run: the first, and what is tried when the machine is too busy for it.
+#: Seconds between scheduling and due time, by whether it is a quick run. Later values are tried if
+#: the machine is too busy.
 BULK_S = {False: (60, 120), True: (15, 30)}
-#: For one call each. Below the horizon each sends a message of its own, beyond it the sweep sends hundreds in one.
+#: The same for single calls. Within the horizon each call sends a message; beyond it, the sweep
+#: sends hundreds of tasks in one.
 NEAR_S = {False: (20, 25, 29), True: (10, 20, 29)}
 FAR_S = {False: (60, 90), True: (40, 60)}
-#: Bare Celery may take its time.
+#: Bare Celery is slow.
 DEADLINE_S = 240.0
 
 
-def run_bulk(stage: Stage) -> None:
-    """Scheduled by `schedule_many`, and by a loop of `apply_async`."""
+def run_bulk(stage: CaseContext) -> None:
+    """Schedule by `schedule_many`, and by a loop of `apply_async`."""
     count = stage.size(50_000, 5_000)
-    schedules = {lead: at_once(count, lead) for lead in BULK_S[stage.is_quick]}
+    schedules = {lead: due_together(count, lead) for lead in BULK_S[stage.is_quick]}
     _run(stage, "burst_bulk", count, "schedule_many", schedules, 10)
 
 
-def at_once(count: int, lead: float) -> Schedule:
-    """Schedules so many tasks by `schedule_many`, all due at one instant, which it returns."""
+def due_together(count: int, lead: float) -> Schedule:
+    """Return a schedule of `count` tasks by `schedule_many`, all due at one instant."""
 
     def schedule(side: Side) -> float:
         due = wall() + lead
@@ -45,35 +47,40 @@ def at_once(count: int, lead: float) -> Schedule:
     return schedule
 
 
-def run_single(stage: Stage) -> None:
-    """Scheduled one call at a time, by a few producers at once."""
+def run_single(stage: CaseContext) -> None:
+    """Schedule one call at a time, in several concurrent producers."""
     _run_single(stage, "burst_single", NEAR_S[stage.is_quick])
 
 
-def run_far(stage: Stage) -> None:
+def run_far(stage: CaseContext) -> None:
     """The same beyond the horizon."""
     _run_single(stage, "burst_far", FAR_S[stage.is_quick])
 
 
-def _run_single(stage: Stage, case: str, leads: Sequence[int]) -> None:
+def _run_single(stage: CaseContext, case: str, leads: Sequence[int]) -> None:
     count = stage.size(20_000, 4_000)
     schedules = {lead: partial(schedule_singly, stage, count=count, lead=lead) for lead in leads}
     _run(stage, case, count, "one call each", schedules, 8)
 
 
 def _run(
-    stage: Stage, case: str, count: int, how: str, schedules: Mapping[int, Schedule], least: float
+    stage: CaseContext,
+    case: str,
+    count: int,
+    how: str,
+    schedules: Mapping[int, Schedule],
+    least: float,
 ) -> None:
-    """`schedules`: by how far ahead it is done, the first one first."""
+    """Run the case. `schedules` maps seconds ahead to schedules, in the order of the attempts."""
     first, *_, last = schedules
-    what = f"{count:,} due at once, {how} {first} s ahead"
+    what = f"{count:,} due together, {how} {first} s ahead"
     for lead, schedule in schedules.items():
         try:
             _compare(stage, case, what, count, schedule, least)
         except TooSlowError as error:
             if lead == last:
                 raise
-            stage.say(f"{case}: {error}; again, with more time")
+            stage.say(f"{case}: {error}; next attempt with more time")
             brokers.clear()
         else:
             if lead != first:
@@ -82,7 +89,7 @@ def _run(
 
 
 def _compare(
-    stage: Stage, case: str, what: str, count: int, schedule: Schedule, least: float
+    stage: CaseContext, case: str, what: str, count: int, schedule: Schedule, least: float
 ) -> None:
     drained = stage.figure(case, what, "drained/s", Target("ratio", least=least))
     late = stage.figure(case, "lateness p99", "ms")
@@ -101,7 +108,7 @@ class Drained(NamedTuple):
     cost: Cost
 
 
-def drain(stage: Stage, case: str, side: Side, count: int, schedule: Schedule) -> Drained:
+def drain(stage: CaseContext, case: str, side: Side, count: int, schedule: Schedule) -> Drained:
     with side.serving():
         meter = Meter(side)
         due = schedule(side)
@@ -118,7 +125,8 @@ def drain(stage: Stage, case: str, side: Side, count: int, schedule: Schedule) -
     brokers.clear()
     p50, p99 = percentile(lateness, 0.5), percentile(lateness, 0.99)
     stage.say(
-        f"{case}: {side.name} drained {count:,} in {took:.2f} s, {count / took:,.0f}/s, lateness p50 {p50:.0f} ms, "
+        f"{case}: {side.name} drained {count:,} in {took:.2f} s, {count / took:,.0f}/s, lateness "
+        f"p50 {p50:.0f} ms, "
         f"p99 {p99:.0f} ms, CPU a task: {cost}, load {load():.1f}"
     )
     return Drained(count / took, p99, cost)

@@ -1,5 +1,8 @@
-"""One call of `schedule_delay`: in a transaction of its own against one `apply_async(eta=…)`, in the caller's one
-against an INSERT of the caller's own."""
+"""The duration of one call of `schedule_delay`.
+
+In its own transaction it is compared with `apply_async(eta=…)`, in the caller's transaction with
+the caller's own INSERT.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any
 
 from benchmarks import bare, brokers, ours, table
 from benchmarks.figures import Target
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from delaytasks import DelayTasks
 
 BLOCK = 100
@@ -33,7 +36,7 @@ def _send() -> object:
     )
 
 
-#: Each with the most that it may cost, in calls of apply_async.
+#: Each call with its target, as a multiple of apply_async.
 _CALLS: list[tuple[str, Callable[[], object], float]] = [
     ("beyond the horizon", _schedule(ours.delays, BEYOND_S), 1.2),
     ("within it, inline", _schedule(ours.delays, WITHIN_S), 2),
@@ -41,7 +44,7 @@ _CALLS: list[tuple[str, Callable[[], object], float]] = [
 ]
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     table.clear()
     costs = _medians(stage, {"apply_async": _send, **{name: call for name, call, _ in _CALLS}})
     for name, _, most in _CALLS:
@@ -51,24 +54,27 @@ def run(stage: Stage) -> None:
     brokers.clear()
 
 
-def _in_the_callers_transaction(stage: Stage) -> None:
-    """Beyond the horizon, so that nothing is to be armed after the commit."""
+def _in_the_callers_transaction(stage: CaseContext) -> None:
+    """Schedule beyond the horizon, so that nothing has to be armed after the commit."""
     with table.own_inserts() as (session, inserts):
         ours_in_it = _schedule(ours.delays, BEYOND_S, session)
         costs = _medians(stage, {"delaytasks": ours_in_it, **inserts}, session.begin)
     for name in inserts:
-        against = f"an INSERT of the caller's own, by {name}:"
+        against = f"the caller's own INSERT by {name}:"
         what = f"schedule_delay, in the caller's transaction ({name})"
         figure = stage.figure("call", what, "µs", Target("ratio", most=1.2), against=against)
         figure.add(costs["delaytasks"], costs[name])
 
 
 def _medians(
-    stage: Stage,
+    stage: CaseContext,
     calls: Mapping[str, Callable[[], object]],
     block: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> dict[str, float]:
-    """Blocks of calls in turn, so that a slow moment of the machine meets all of them; the first one warms up."""
+    """Measure blocks of calls in turn, so that a slow period affects all of them.
+
+    The first block warms up.
+    """
     costs: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(stage.size(15, 5) + 1):
         with block():

@@ -1,4 +1,4 @@
-"""HTTP callbacks that are all due at once, to a receiver that takes its time: how fast they are sent."""
+"""HTTP callbacks that are due together, to a slow receiver: the rate at which they are sent."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 from benchmarks import brokers, table
 from benchmarks.figures import Target, percentile
 from benchmarks.machine import load
-from benchmarks.processes import Process
-from benchmarks.stage import Stage
+from benchmarks.processes import BenchmarkProcess
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, instant, sleep_until, wait_until, wall
 from delaytasks import NewTask
 from delaytasks.core.callbacks import CALLBACK
@@ -19,9 +19,9 @@ DEADLINE_S = 120.0
 LOOK_S = 0.25
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     count, lead = stage.size(10_000, 1_000), stage.size(15, 8)
-    receiver = Process(
+    receiver = BenchmarkProcess(
         "receiver", ["benchmarks.receiver", str(ANSWERS_AFTER_MS)], stage.ours.folder
     )
     try:
@@ -30,8 +30,10 @@ def run(stage: Stage) -> None:
         receiver.stop()
 
 
-def _send(stage: Stage, receiver: Process, url: str, count: int, lead: float) -> None:
-    what = f"{count:,} due at once, answered after {ANSWERS_AFTER_MS} ms, two processes"
+def _send(
+    stage: CaseContext, receiver: BenchmarkProcess, url: str, count: int, lead: float
+) -> None:
+    what = f"{count:,} due together, answered after {ANSWERS_AFTER_MS} ms, two processes"
     sent = stage.figure("callbacks", what, "sent/s", Target("value", least=1000))
     side, memory = stage.ours, []
 
@@ -64,13 +66,16 @@ def _send(stage: Stage, receiver: Process, url: str, count: int, lead: float) ->
     for when_, value in (("start", start_mb), ("peak", max(memory)), ("end", end_mb)):
         stage.figure("callbacks", f"worker memory, {when_}", "MB").add(value or 0.0)
     stage.say(
-        f"callbacks: {count:,} in {took:.2f} s, {count / took:,.0f}/s, lateness p50 {percentile(lateness, 0.5):.0f} "
-        f"ms, CPU each: worker {cpu_ms:.2f} ms, receiver {receiver_ms:.2f} ms, at once {_most(receiver)}, memory "
-        f"{start_mb:.0f} → {max(memory):.0f} → {end_mb:.0f} MB, ran again {table.repeated()}, load {load():.1f}"
+        f"callbacks: {count:,} in {took:.2f} s, {count / took:,.0f}/s, lateness p50 "
+        f"{percentile(lateness, 0.5):.0f} "
+        f"ms, CPU each: worker {cpu_ms:.2f} ms, receiver {receiver_ms:.2f} ms, simultaneous "
+        f"{_most(receiver)}, memory "
+        f"{start_mb:.0f} → {max(memory):.0f} → {end_mb:.0f} MB, ran again {table.repeated()}, "
+        f"load {load():.1f}"
     )
 
 
-def _check(receiver: Process, count: int) -> None:
+def _check(receiver: BenchmarkProcess, count: int) -> None:
     done, received = table.count(Status.DONE), _told(receiver)[0]
     if done != count or received < count:
         raise BenchError(
@@ -78,16 +83,16 @@ def _check(receiver: Process, count: int) -> None:
         )
 
 
-def _told(receiver: Process) -> tuple[int, int]:
+def _told(receiver: BenchmarkProcess) -> tuple[int, int]:
     receiver.tell("how many")
     received, most = map(int, receiver.expect("received", 10).split())
     return received, most
 
 
-def _most(receiver: Process) -> int:
+def _most(receiver: BenchmarkProcess) -> int:
     return _told(receiver)[1]
 
 
-def _cpu_s(process: Process) -> float:
+def _cpu_s(process: BenchmarkProcess) -> float:
     usage = process.usage()
     return 0.0 if usage is None else usage.cpu_s

@@ -1,4 +1,4 @@
-"""A rolling restart: two workers under load, each ended by TERM and started again three times, one after the other."""
+"""A rolling restart under load: each of two workers is ended by TERM and restarted three times."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from itertools import cycle
 from benchmarks import brokers, table
 from benchmarks.figures import Target, percentile
 from benchmarks.sides import Side
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, sleep_until, wall
 from delaytasks.core.states import Status
 
 RATE = 200
-#: Scheduled so many at a time, each lot due a while later.
+#: The size of a batch, and the seconds until it is due.
 BATCH_ROWS, AHEAD_S = 20, 2.0
 RESTARTS = 6
-#: A worker that came back works so long before the next one goes.
+#: Seconds that a restarted worker works before the next restart.
 BETWEEN_S = 2.0
 MOST_S = 240.0
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     side = stage.ours
     with side.serving(2):
         over, errors = threading.Event(), list[Exception]()
@@ -54,7 +54,9 @@ def run(stage: Stage) -> None:
     stage.say(f"deploy: {count:,} tasks, p50 {percentile(lateness, 0.5):.1f} ms")
 
 
-def _restart(stage: Stage, side: Side, over: threading.Event, errors: list[Exception]) -> None:
+def _restart(
+    stage: CaseContext, side: Side, over: threading.Event, errors: list[Exception]
+) -> None:
     try:
         time.sleep(BETWEEN_S)
         for number, place in zip(range(RESTARTS), cycle(range(2))):

@@ -1,5 +1,6 @@
-"""Without a broker: how late tasks begin, beside an ordinary worker and bare Celery, and what a drainer at rest asks
-the database."""
+"""Lateness without a broker, compared with a worker and bare Celery, and the load of an idle
+drainer.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +10,26 @@ from benchmarks import brokers, processes, table
 from benchmarks.cases import steady
 from benchmarks.figures import Target, percentile
 from benchmarks.machine import load
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, sleep_until, wall
 
-#: Scheduled for at once, one at a time.
+#: The number of tasks that are due immediately, and the seconds between them.
 SINGLE, APART_S = 200, 0.02
-#: After the start of a drainer that is to be at rest.
+#: Seconds until a new drainer is idle.
 SETTLE_S = 10.0
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     _run_steady(stage)
     _run_at_once(stage)
     _run_idle(stage)
 
 
-def _run_steady(stage: Stage) -> None:
+def _run_steady(stage: CaseContext) -> None:
     name = f"{steady.RATE}/s due in 1 to 5 s, without a broker"
     p50 = stage.figure("direct", f"{name}, lateness p50", "ms", Target("value", most=5))
     p99 = stage.figure("direct", f"{name}, lateness p99", "ms")
-    beside = stage.figure("direct", "the same by an ordinary worker, p50", "ms")
+    by_worker = stage.figure("direct", "the same by an ordinary worker, p50", "ms")
     found = []
     for side in (stage.ours_direct, stage.ours, stage.bare):
         with side.serving():
@@ -38,17 +39,18 @@ def _run_steady(stage: Stage) -> None:
         found.append(lateness)
         brokers.clear()
         stage.say(
-            f"direct: {side.name} p50 {percentile(lateness, 0.5):.2f} ms, p99 {percentile(lateness, 0.99):.2f} ms, "
+            f"direct: {side.name} p50 {percentile(lateness, 0.5):.2f} ms, p99 "
+            f"{percentile(lateness, 0.99):.2f} ms, "
             f"worst {max(lateness):.1f} ms, load {load():.1f}"
         )
     direct, ours, bare = found
     p50.add(percentile(direct, 0.5), percentile(bare, 0.5))
     p99.add(percentile(direct, 0.99), percentile(bare, 0.99))
-    beside.add(percentile(ours, 0.5), percentile(bare, 0.5))
+    by_worker.add(percentile(ours, 0.5), percentile(bare, 0.5))
 
 
-def _run_at_once(stage: Stage) -> None:
-    """Only what the database tells can bring these sooner than the next look."""
+def _run_at_once(stage: CaseContext) -> None:
+    """Only a database notification can start these tasks before the next poll."""
     found = []
     for side in (stage.ours_direct, stage.bare):
         with side.serving():
@@ -59,12 +61,12 @@ def _run_at_once(stage: Stage) -> None:
             side.wait_for(SINGLE, 60)
             found.append(percentile(side.lateness_ms(), 0.5))
         brokers.clear()
-    stage.figure("direct", "scheduled for at once, lateness p50", "ms").add(*found)
+    stage.figure("direct", "due immediately, lateness p50", "ms").add(*found)
 
 
-def _run_idle(stage: Stage) -> None:
+def _run_idle(stage: CaseContext) -> None:
     if not table.can_fill():
-        stage.say("direct: the drainer at rest is left out, since it needs PostgreSQL")
+        stage.say("direct: the idle drainer is skipped, since it needs PostgreSQL")
         return
     side = stage.ours_direct
     with table.private() as database:
@@ -86,8 +88,8 @@ def _run_idle(stage: Stage) -> None:
                 raise BenchError(f"direct: {made.name} ended by itself:\n{made.last_words()}")
         finally:
             made.stop()
-    figure = stage.figure("direct", "drainer at rest: transactions in the database", "/s")
+    figure = stage.figure("direct", "idle drainer: transactions in the database", "/s")
     figure.add((after - before) / took_s)
     if usage is not None and later is not None:
-        cpu = stage.figure("direct", "drainer at rest: CPU a minute", "s")
+        cpu = stage.figure("direct", "idle drainer: CPU a minute", "s")
         cpu.add((later.cpu_s - usage.cpu_s) / took_s * 60)

@@ -1,5 +1,8 @@
-"""Tasks scheduled one call at a time that fall due together, and lone ones, for processors that take no time, a little
-and much: whether chunks and what is in flight find their own values."""
+"""Chunk sizes for single calls that are due together, and for isolated tasks.
+
+Processors take no time, a short time and a long time. The adaptive sizes of chunks and of the pool
+queue have to fit each of them.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,19 @@ from benchmarks import brokers, ours, table
 from benchmarks.cases.burst import DEADLINE_S
 from benchmarks.figures import Target, percentile
 from benchmarks.machine import load
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, instant, sleep_until, wall
 from delaytasks.core.states import Status
 
 PROCESSES = 2
-#: What a processor takes in milliseconds, how many are due together at most, and how many lone ones come in a second.
+#: The processor's duration in milliseconds, the maximum of tasks due together, and the isolated
+#: tasks per second.
 KINDS = ((0, 20_000, 50), (1, 8_000, 50), (50, 200, 20))
-#: The last one that is due with others is scheduled so long before: what came too late would run alone.
+#: The last task is scheduled this long before its due time; a later one would run alone.
 LEAD_S = 1.0
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     for ms, count, rate in KINDS:
         with stage.ours.serving():
             _together(stage, ms, stage.size(count, count // 5))
@@ -27,7 +31,7 @@ def run(stage: Stage) -> None:
         brokers.clear()
 
 
-def _together(stage: Stage, ms: float, most: int) -> None:
+def _together(stage: CaseContext, ms: float, most: int) -> None:
     due, count = wall() + stage.size(29, 10), 0
     while count < most and wall() < due - LEAD_S:
         _schedule(due, ms)
@@ -53,7 +57,7 @@ def _together(stage: Stage, ms: float, most: int) -> None:
     stage.say(f"gathering: {ms} ms: {count:,} in {took_s:.2f} s, load {load():.1f}")
 
 
-def _alone(stage: Stage, ms: float, rate: int) -> None:
+def _alone(stage: CaseContext, ms: float, rate: int) -> None:
     seconds = stage.size(10, 3)
     began = wall()
     for number in range(rate * seconds):
@@ -63,13 +67,14 @@ def _alone(stage: Stage, ms: float, rate: int) -> None:
     late = stage.ours.lateness_ms()
     p50 = stage.figure(
         "gathering",
-        f"{ms} ms: lone tasks, {rate} a second, lateness p50",
+        f"{ms} ms: isolated tasks, {rate} a second, lateness p50",
         "ms",
         Target("value", most=3),
     )
     p50.add(percentile(late, 0.5))
     stage.say(
-        f"gathering: {ms} ms: lone ones p50 {percentile(late, 0.5):.2f} ms, p99 {percentile(late, 0.99):.2f} ms"
+        f"gathering: {ms} ms: isolated tasks p50 {percentile(late, 0.5):.2f} ms, p99 "
+        f"{percentile(late, 0.99):.2f} ms"
     )
 
 

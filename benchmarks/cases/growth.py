@@ -1,5 +1,6 @@
-"""What more processes and a second database bring on this machine: bursts of tasks that take no time, and of such that
-wait for something."""
+"""The gain of more processes and of a second database, for bursts of tasks that take no time or
+wait.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +12,26 @@ from benchmarks import brokers, ours, processes, table
 from benchmarks.machine import load
 from benchmarks.meters import Meter
 from benchmarks.sides import Ours, Side
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import instant, sleep_until, wall
 
 PROCESSES = (1, 2, 4)
 DATABASES = (1, 2)
-#: What a processor takes in milliseconds, and how many are due together.
+#: The processor's duration in milliseconds, and the number of tasks that are due together.
 KINDS = ((0, 20_000), (5, 2_000), (20, 500))
-#: Tasks of one call, which are all in one database.
+#: Tasks per call; each call uses one database.
 BATCH_ROWS = 100
 DEADLINE_S = 240.0
 
 
 class Growing(Ours):
-    """On databases of its own; its tasks are counted by their notes."""
+    """delaytasks on several databases. Tasks are counted by their notes."""
 
     app_path = "benchmarks.growing:app"
 
     def schedule_all(self, count: int, ms: float, due: float) -> None:
         task = ours.WORK, {"due": due, "seconds": ms / 1000}, instant(due)
-        for start in range(0, count, BATCH_ROWS):  # each goes to the next database
+        for start in range(0, count, BATCH_ROWS):  # each batch goes to the next database
             self.delays.schedule_many([task] * min(BATCH_ROWS, count - start))
 
     def schedule(self, due: float) -> None:
@@ -39,9 +40,9 @@ class Growing(Ours):
     is_done, ended_at, clear = Side.is_done, Side.ended_at, Side.clear
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     if not table.can_fill():
-        stage.say("growth: left out, since it needs PostgreSQL")
+        stage.say("growth: skipped, since it needs PostgreSQL")
         return
     for databases in DATABASES:
         with ExitStack() as held:
@@ -57,7 +58,9 @@ def run(stage: Stage) -> None:
             side.delays.close()
 
 
-def _burst(stage: Stage, side: Growing, databases: int, count: int, ms: float, tasks: int) -> None:
+def _burst(
+    stage: CaseContext, side: Growing, databases: int, count: int, ms: float, tasks: int
+) -> None:
     side.clear()
     meter, written = Meter(side), table.wal_bytes()
     due = wall() + stage.size(15, 8)
@@ -73,5 +76,6 @@ def _burst(stage: Stage, side: Growing, databases: int, count: int, ms: float, t
         if not math.isnan(ms):
             stage.figure("growth", f"{what}: CPU a task, {whose}", "ms").add(ms)
     stage.say(
-        f"growth: {what}: {per_s:,.0f}/s, CPU a task: {cost}, WAL a task: {written:,} bytes, load {load():.1f}"
+        f"growth: {what}: {per_s:,.0f}/s, CPU a task: {cost}, WAL a task: {written:,} bytes, load "
+        f"{load():.1f}"
     )

@@ -1,4 +1,4 @@
-"""Connections that keep pushing their timeouts away, and then some of them that fall silent."""
+"""Connections that keep extending their timeouts, until some of them stop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks import brokers, ours, table
 from benchmarks.figures import Target, percentile
 from benchmarks.machine import load
 from benchmarks.sides import Ours
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, sleep_until, wall
 from delaytasks import DelayTasks, NewTask
 
@@ -24,22 +24,22 @@ SILENT = 100
 DEADLINE_S = 30.0
 
 
-class Connections:
-    """Each touches its key every EVERY_S, together with the others of its lot."""
+class HeartbeatConnections:
+    """Touches each key every EVERY_S seconds, together with the other keys of its batch."""
 
     def __init__(self, delays: DelayTasks) -> None:
         self._delays = delays
         self._turns: deque[tuple[float, list[str]]] = deque()
-        #: Before and after its last touch, by the database's clock.
+        #: The database times before and after the last touch of each key.
         self.touched: dict[str, tuple[datetime, datetime]] = {}
         self.calls = 0
-        #: How late a touch was at worst.
+        #: The maximum delay of a touch.
         self.behind_s = 0.0
-        #: What touching took in this thread.
+        #: The time that this thread spent on touches.
         self.touching_s = self.cpu_s = 0.0
 
     def open(self, count: int) -> None:
-        """Schedules a timeout for each, while those that have one touch it already."""
+        """Schedule the timeouts, and begin to touch existing ones immediately."""
         for start in range(0, count, BATCH_ROWS):
             keys = [
                 f"connection-{number}" for number in range(start, min(start + BATCH_ROWS, count))
@@ -60,7 +60,7 @@ class Connections:
         sleep_until(end)
 
     def silence(self, count: int) -> set[str]:
-        """So many of them stop, the same number in each lot."""
+        """Stop touching `count` keys, the same number in each batch."""
         batches = [keys for _, keys in self._turns]
         return {batches[number % len(batches)].pop() for number in range(count)}
 
@@ -79,7 +79,7 @@ class Connections:
 
 
 class Reading(NamedTuple):
-    """What was spent so far; not a number where it can not be had."""
+    """The resources that were used so far; NaN if they cannot be measured."""
 
     at: float
     calls: float
@@ -93,16 +93,16 @@ class Reading(NamedTuple):
         return Reading(*(now - then for now, then in zip(self, before, strict=True)))
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     for side in stage.timers:
         _run(stage, side)
         brokers.clear()
     table.clear()
 
 
-def _run(stage: Stage, side: Ours) -> None:
+def _run(stage: CaseContext, side: Ours) -> None:
     count, for_s = stage.size(10_000, 1_000), stage.size(40, 20)
-    connections = Connections(side.delays)
+    connections = HeartbeatConnections(side.delays)
     with side.serving(), brokers.watching() as messages:
         connections.open(count)
         before = _read(side, connections, messages)
@@ -121,7 +121,12 @@ def _run(stage: Stage, side: Ours) -> None:
         ("messages", "", spent.messages, none),
         (f"touch_many of {BATCH_ROWS} keys", "ms", spent.touching_s / spent.calls * 1000, None),
         ("CPU of the worker", "% of a core", spent.worker_cpu_s / spent.at * 100, None),
-        ("CPU of the one who touches", "% of a core", spent.toucher_cpu_s / spent.at * 100, None),
+        (
+            "CPU of the process that touches",
+            "% of a core",
+            spent.toucher_cpu_s / spent.at * 100,
+            None,
+        ),
         ("time in statements, database", "% of the time", spent.database_s / spent.at * 100, None),
         (
             f"{SILENT} fall silent, lateness p50",
@@ -135,13 +140,16 @@ def _run(stage: Stage, side: Ours) -> None:
     known = [line for line in found if not math.isnan(line[2])]
     for what, unit, value, target in known:
         stage.figure("heartbeats", f"{side.timer}: {what}", unit, target).add(value)
-    said = ", ".join(f"{what} {value:,.2f} {unit}".strip() for what, unit, value, _ in known)
+    values = ", ".join(f"{what} {value:,.2f} {unit}".strip() for what, unit, value, _ in known)
     stage.say(
-        f"heartbeats: {side.timer}: {said}; touches were up to {connections.behind_s:.2f} s late, load {load():.1f}"
+        f"heartbeats: {side.timer}: {values}; touches up to {connections.behind_s:.2f} s late, "
+        f"load {load():.1f}"
     )
 
 
-def _read(side: Ours, connections: Connections, messages: Callable[[], int] | None) -> Reading:
+def _read(
+    side: Ours, connections: HeartbeatConnections, messages: Callable[[], int] | None
+) -> Reading:
     worker_s, database_s = side.cpu_s(), table.active_s()
     return Reading(
         wall(),
@@ -155,12 +163,13 @@ def _read(side: Ours, connections: Connections, messages: Callable[[], int] | No
 
 
 def _check(
-    runs: dict[str, tuple[datetime, datetime]], connections: Connections, silent: set[str]
+    runs: dict[str, tuple[datetime, datetime]], connections: HeartbeatConnections, silent: set[str]
 ) -> None:
     if set(runs) != silent:
         others = len(set(runs) - silent)
         raise BenchError(
-            f"heartbeats: {len(runs) - others} of the {SILENT} silent ones fired, and {others} others"
+            f"heartbeats: {len(runs) - others} of the {SILENT} silent ones fired, and {others} "
+            "others"
         )
     for key, (due, began) in runs.items():
         before, after = (

@@ -1,4 +1,4 @@
-"""A worker with nothing to do: what it takes of the processor, and what it asks Redis and the database."""
+"""The CPU time of an idle worker, and its requests to Redis and the database."""
 
 from __future__ import annotations
 
@@ -11,35 +11,38 @@ from celery import Celery
 from benchmarks import processes, redis_server, table
 from benchmarks.meters import NAN
 from benchmarks.sides import START_S, Ours, Side
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, wait_until
 from delaytasks.embedded import find_server
 
-#: After the start: connections are made, the first sweeps are over.
+#: After this time, connections are open and the first sweeps are over.
 SETTLE_S = 15.0
 
 
 @dataclass(frozen=True)
 class Idle:
-    """Of one worker, and of the beat beside ours."""
+    """The resources of one worker, and for delaytasks also of the beat."""
 
     cpu_s_a_minute: float
-    #: A second, by their names, those that scripts use included.
+    #: Commands per second by name, including those in scripts.
     commands: dict[str, float]
     transactions: float
 
     def __str__(self) -> str:
         named = ", ".join(f"{name} {rate:.2f}" for name, rate in sorted(self.commands.items()))
-        return f"{self.cpu_s_a_minute:.2f} s a minute; Redis {named}; {self.transactions:.2f} transactions/s"
+        return (
+            f"{self.cpu_s_a_minute:.2f} s a minute; Redis {named}; {self.transactions:.2f} "
+            "transactions/s"
+        )
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     if find_server() is None or not table.can_fill():
-        stage.say("idle: left out, since it needs PostgreSQL and a redis-server that it can start")
+        stage.say("idle: skipped, since it needs PostgreSQL and a local redis-server")
         return
     bare = _measure(stage, stage.bare)
     for side in stage.timers:
-        ours, name = _measure(stage, side), f"worker at rest, {side.timer} timer"
+        ours, name = _measure(stage, side), f"idle worker, {side.timer} timer"
         stage.figure("idle", f"{name}: CPU a minute", "s").add(
             ours.cpu_s_a_minute, bare.cpu_s_a_minute
         )
@@ -48,9 +51,11 @@ def run(stage: Stage) -> None:
         stage.figure("idle", f"{name}: transactions in the database", "/s").add(ours.transactions)
 
 
-def _measure(stage: Stage, side: Side) -> Idle:
-    """In a Redis and a database that nobody else uses, so that each command and each transaction there is theirs.
-    Nearly all transactions are single statements."""
+def _measure(stage: CaseContext, side: Side) -> Idle:
+    """Measure in a private Redis and database, so that all requests belong to the side.
+
+    Nearly all transactions are single statements.
+    """
     with redis_server.private(side.folder) as redis, table.private() as database:
         where = {
             "BENCH_BROKER_URL": redis.url,
@@ -85,7 +90,10 @@ def _measure(stage: Stage, side: Side) -> Idle:
 
 
 def _watch(
-    for_s: float, worker: processes.Process, redis: redis_server.Private, database: table.Private
+    for_s: float,
+    worker: processes.BenchmarkProcess,
+    redis: redis_server.PrivateRedisServer,
+    database: table.PrivateDatabase,
 ) -> Idle:
     def read() -> tuple[float, Counter[str], int]:
         usage = worker.usage()

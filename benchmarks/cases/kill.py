@@ -1,22 +1,22 @@
-"""`kill -9` of one of two workers that hold armed tasks: how late the latest of them runs."""
+"""`kill -9` of one of two workers that hold armed tasks: the maximum lateness."""
 
 from __future__ import annotations
 
 from benchmarks import brokers, ours, table
 from benchmarks.figures import Target, percentile
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, sleep_until, wall
 from delaytasks.core.states import Status
 
 TASKS = 1000
-#: The first is due so long after the scheduling began, the last one SPREAD_S later.
+#: Seconds from the begin of scheduling to the first due time, and from there to the last one.
 AHEAD_S, SPREAD_S = 8.0, 10.0
-#: The worker is killed so long before the first one is due.
+#: Seconds from the kill to the first due time.
 BEFORE_S = 1.0
 DISPATCH_S = 2.0
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     side, settings = stage.ours, ours.delays.settings
     most_s = settings.grace_s + settings.sweep_s + DISPATCH_S
     with side.serving(2):
@@ -28,7 +28,7 @@ def run(stage: Stage) -> None:
             raise BenchError("kill: scheduling took too long")
         sleep_until(
             first - BEFORE_S
-        )  # none runs yet: this is about what is armed, not about leases
+        )  # the kill comes before the first run, since this case measures armed tasks, not leases
         victim = side.workers[0]
         side.kill(victim)
         stage.say(f"kill: {victim.name} is dead; the workers held {held}")
@@ -50,6 +50,7 @@ def run(stage: Stage) -> None:
     figure.add(max(lateness) / 1000)
     late = sum(late > 1000 for late in lateness)
     stage.say(
-        f"kill: latest {max(lateness) / 1000:.2f} s, p50 {percentile(lateness, 0.5):.1f} ms, {late} later than 1 s, "
+        f"kill: latest {max(lateness) / 1000:.2f} s, p50 {percentile(lateness, 0.5):.1f} ms, "
+        f"{late} later than 1 s, "
         f"{repeated} ran twice"
     )

@@ -1,4 +1,4 @@
-"""Limited tags: whether all places are always taken, and what a limit costs that is not reached."""
+"""Limited tags: whether all slots are always used, and the cost of a limit that is not reached."""
 
 from __future__ import annotations
 
@@ -7,39 +7,41 @@ from contextlib import contextmanager
 from itertools import accumulate
 
 from benchmarks import brokers, ours, table
-from benchmarks.cases.burst import at_once, drain
+from benchmarks.cases.burst import drain, due_together
 from benchmarks.figures import Target
 from benchmarks.machine import load
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import instant, sleep_until, wait_until, wall
 from delaytasks.core.states import Status
 
 THREADS = ["-P", "threads", "-c", "16"]
-PLACES, ROW_S = 10, 0.1
-#: What nobody reaches.
+CAPACITY, ROW_S = 10, 0.1
+#: A limit that is never reached.
 HIGH = 100_000
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     _full(stage)
     _high(stage)
 
 
-def _full(stage: Stage) -> None:
-    """Far more due than there is room for, on two workers with more threads than places."""
+def _full(stage: CaseContext) -> None:
+    """Far more due tasks than slots, on two workers with more threads than slots."""
     count, side = stage.size(5_000, 600), stage.ours
     what = (
-        f"{count:,} due, {PLACES} places, {ROW_S * 1000:g} ms each: share of the ideal throughput"
+        f"{count:,} due, {CAPACITY} places, {ROW_S * 1000:g} ms each: share of the ideal throughput"
     )
     share = stage.figure("limits", what, "", Target("value", least=0.9))
-    most = stage.figure("limits", "most that ran at once", "tasks", Target("value", most=PLACES))
-    with limited(ours.SLOW, concurrency=PLACES), side.serving(2, THREADS):
+    most = stage.figure(
+        "limits", "maximum of simultaneous runs", "tasks", Target("value", most=CAPACITY)
+    )
+    with limited(ours.SLOW, concurrency=CAPACITY), side.serving(2, THREADS):
         due = wall() + 5
         ours.delays.schedule_many(
             (ours.SLOW, {"seconds": ROW_S}, instant(due)) for _ in range(count)
         )
         sleep_until(due)
-        ideal_s = count * ROW_S / PLACES
+        ideal_s = count * ROW_S / CAPACITY
         wait_until(
             lambda: table.count(Status.DONE) == count, 4 * ideal_s + 10, f"{count:,} tasks", 0.2
         )
@@ -49,19 +51,20 @@ def _full(stage: Stage) -> None:
     share.add(ideal_s / took_s)
     most.add(float(max(running)))
     stage.say(
-        f"limits: {count:,} in {took_s:.2f} s, ideal {ideal_s:.2f} s: {ideal_s / took_s:.1%}, at most {max(running)} "
-        f"at once, load {load():.1f}"
+        f"limits: {count:,} in {took_s:.2f} s, ideal {ideal_s:.2f} s: {ideal_s / took_s:.1%}, at "
+        f"most {max(running)} "
+        f"simultaneous, load {load():.1f}"
     )
 
 
-def _high(stage: Stage) -> None:
-    """A burst with a limit that nobody reaches, and without one."""
+def _high(stage: CaseContext) -> None:
+    """A burst with a limit that is never reached, and without a limit."""
     count = stage.size(20_000, 5_000)
     what = f"{count:,} due at once, drained with a limit of {HIGH:,}"
     figure = stage.figure(
         "limits", what, "per s", Target("ratio", least=0.5), against="without it:"
     )
-    schedule = at_once(count, stage.size(60, 15))
+    schedule = due_together(count, stage.size(60, 15))
     with limited(ours.TAG, concurrency=HIGH):
         with_limit = drain(stage, "limits", stage.ours, count, schedule)
     figure.add(with_limit.per_s, drain(stage, "limits", stage.ours, count, schedule).per_s)
@@ -69,7 +72,7 @@ def _high(stage: Stage) -> None:
 
 @contextmanager
 def limited(tag: str, concurrency: int) -> Iterator[None]:
-    """Set before the workers start, which so know it from the beginning."""
+    """Set the policy before the workers start, so that they read it at startup."""
     ours.delays.set_policy(tag, concurrency=concurrency)
     try:
         yield

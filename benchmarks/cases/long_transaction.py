@@ -1,4 +1,4 @@
-"""Claims while somebody's transaction stays open, so that the database can throw nothing away."""
+"""Claims while another transaction stays open, so that the database cannot remove dead rows."""
 
 from __future__ import annotations
 
@@ -12,40 +12,41 @@ from sqlalchemy import func, select
 from benchmarks import table
 from benchmarks.cases.partitions import schedule, settle
 from benchmarks.figures import Target, percentile
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import Entry
 from delaytasks.storage.store import Store
 
 CHUNK = 50
 PREFIX = "bench_long_"
-#: The last part of each phase, when most was left behind.
+#: The share at the end of each phase that is measured, when most dead rows exist.
 LAST = 0.25
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     rounds = stage.size(3000, 400)
-    with table.beside(PREFIX) as store:
+    with table.other_tables(PREFIX) as store:
         before = _claims(store, rounds)
         with _open_transaction(store):
             during = _claims(store, rounds)
     rows = 2 * rounds * CHUNK
     for what, without in before.items():
-        name = f"{what} of {CHUNK}, p99, {rows:,} rows after a transaction began that is still open"
+        name = f"{what} of {CHUNK}, p99, {rows:,} rows during an open transaction"
         figure = stage.figure(
             "long_transaction", name, "ms", Target("ratio", most=3), against="without one:"
         )
         figure.add(percentile(during[what], 0.99), percentile(without, 0.99))
         stage.say(
             f"long_transaction: {what} p50 {percentile(during[what], 0.5):.2f} ms, p99 "
-            f"{percentile(during[what], 0.99):.2f} ms; without one {percentile(without, 0.5):.2f} and "
+            f"{percentile(during[what], 0.99):.2f} ms; without one {percentile(without, 0.5):.2f} "
+            "and "
             f"{percentile(without, 0.99):.2f} ms"
         )
 
 
 @contextmanager
 def _open_transaction(store: Store) -> Iterator[None]:
-    """A report, say: it has read something, and sees the table as it was then."""
+    """Hold a transaction open that has read the table, as a report does."""
     engine = store.database.tx.execution_options(isolation_level="REPEATABLE READ")
     with engine.connect() as connection, connection.begin():
         connection.execute(select(func.count()).select_from(store.schema.tasks)).scalar()
@@ -53,7 +54,10 @@ def _open_transaction(store: Store) -> Iterator[None]:
 
 
 def _claims(store: Store, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each claim in the last part of so many rounds. What is claimed is settled."""
+    """Return the milliseconds of each claim in the last part of the rounds.
+
+    Claimed rows are settled.
+    """
     claims = store.claims("bench", None)
     found: dict[str, list[float]] = {"claim by id": [], "claim_due": []}
     for number in range(rounds):

@@ -1,4 +1,4 @@
-"""Very many rows that are overdue when a worker starts, and fresh tasks that are scheduled meanwhile."""
+"""Very many overdue rows when a worker starts, and new tasks that are scheduled meanwhile."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from benchmarks.machine import load
 from benchmarks.meters import Meter
 from benchmarks.samples import Samples, sampling
 from benchmarks.sides import Ours
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, sleep_until, wait_until, wall
 from delaytasks.core.states import Status
 
 HOUR_S, MINUTE_S = 3600.0, 60.0
-#: Fresh tasks a second, and when they are due.
+#: New tasks per second, and when they are due.
 RATE, SOONEST_S, LATEST_S = 50, 0.5, 3.0
 DEADLINE_S = 900.0
-#: In the broker: some tokens, and what was armed since the worker took messages in last.
+#: The limit for messages in the broker: tokens, and tasks armed since the worker's last fetch.
 IN_FLIGHT = 100
-#: What a process keeps for itself when it begins to work.
+#: Memory that a process allocates when it begins to work.
 GROWN_MB = 30.0
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     if not table.can_fill():
-        stage.say("overload: left out, since only PostgreSQL makes so many rows in seconds")
+        stage.say("overload: skipped, since only PostgreSQL creates these rows within seconds")
         return
     for side, in_order in ((stage.ours, True), (stage.ours_in_redis, True), (stage.ours, False)):
         _run(stage, side, in_order)
@@ -38,8 +38,8 @@ def run(stage: Stage) -> None:
     table.forget_sweeps()
 
 
-def _run(stage: Stage, side: Ours, in_order: bool) -> None:
-    """Rows that had the same delay, or rows whose due times have nothing to do with the places that they lie at."""
+def _run(stage: CaseContext, side: Ours, in_order: bool) -> None:
+    """Use rows in the order of their due times, or rows in random order."""
     rows, normal = stage.size(1_000_000, 50_000), [_normal(stage, side)]
     side.clear()
     table.forget_sweeps()
@@ -65,8 +65,9 @@ def _run(stage: Stage, side: Ours, in_order: bool) -> None:
         late_ms
     ) < 0:
         raise BenchError(
-            f"overload: {done:,} of {rows + fresh.count:,} are DONE, {len(backlog):,} of the backlog ran and "
-            f"{len(late_ms):,} fresh ones, the earliest {min(late_ms):.3f} ms after its time"
+            f"overload: {done:,} of {rows + fresh.count:,} are DONE, {len(backlog):,} of the "
+            "backlog ran and "
+            f"{len(late_ms):,} new ones, the earliest {min(late_ms):.3f} ms after its due time"
         )
     per_s = rows / (max(backlog) - first)
     brokers.clear()
@@ -83,25 +84,31 @@ def _run(stage: Stage, side: Ours, in_order: bool) -> None:
         samples,
     )
     stage.say(
-        f"overload: {who}: {rows:,} rows at {per_s:,.0f}/s (bursts {normal[0]:,.0f} and {normal[1]:,.0f}/s), "
+        f"overload: {who}: {rows:,} rows at {per_s:,.0f}/s (bursts {normal[0]:,.0f} and "
+        f"{normal[1]:,.0f}/s), "
         "the first one "
         f"{first - began:.2f} s after the worker was started; {fresh.count:,} fresh tasks: p50 "
-        f"{percentile(late_ms, 0.5):.1f} ms, p99 {percentile(late_ms, 0.99):.1f} ms, worst {max(late_ms):.0f} ms; "
-        f"CPU a task: {cost}; {max(samples.queued)} messages at most; worker MB {samples.worker}; broker MB "
+        f"{percentile(late_ms, 0.5):.1f} ms, p99 {percentile(late_ms, 0.99):.1f} ms, worst "
+        f"{max(late_ms):.0f} ms; "
+        f"CPU a task: {cost}; {max(samples.queued)} messages at most; worker MB {samples.worker}; "
+        "broker MB "
         f"{samples.broker}; load {load():.1f}"
     )
 
 
-def _normal(stage: Stage, side: Ours) -> float:
-    """A burst's rate: of one that takes some seconds, before and after, since the machine's speed comes and goes."""
+def _normal(stage: CaseContext, side: Ours) -> float:
+    """Return the rate of a burst of some seconds.
+
+    It is measured before and after, because the machine's speed varies.
+    """
     count = stage.size(100_000, 5_000)
     return burst.drain(
-        stage, "overload", side, count, burst.at_once(count, stage.size(25, 15))
+        stage, "overload", side, count, burst.due_together(count, stage.size(25, 15))
     ).per_s
 
 
 def _add(
-    stage: Stage,
+    stage: CaseContext,
     who: str,
     rows: int,
     first_s: float,
@@ -119,10 +126,10 @@ def _add(
     figure(f"{rows:,} overdue, drained/s", "", Target("ratio", least=0.7), "bursts around it:").add(
         per_s, normal
     )
-    figure(f"fresh tasks meanwhile, {RATE}/s, lateness p99", "ms", Target("value", most=2000)).add(
+    figure(f"new tasks meanwhile, {RATE}/s, lateness p99", "ms", Target("value", most=2000)).add(
         p99_ms
     )
-    figure("messages in the broker, most", "", Target("value", most=IN_FLIGHT)).add(
+    figure("messages in the broker, maximum", "", Target("value", most=IN_FLIGHT)).add(
         max(samples.queued)
     )
     for whose, memory in (("the worker", samples.worker), ("the broker", samples.broker)):

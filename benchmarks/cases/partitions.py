@@ -1,4 +1,6 @@
-"""A task table in partitions beside a plain one: what a chunk costs in it, and how old tasks leave it."""
+"""A partitioned task table compared with a plain one: the cost of a chunk, and the removal of old
+tasks.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from datetime import datetime, timedelta
 from threading import Event
 
 from benchmarks import ours, table
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError
 from delaytasks.core.clock import to_us, wall_ms
 from delaytasks.core.ids import IdMaker
@@ -31,20 +33,20 @@ _make_id = IdMaker(wall_ms)
 
 
 class Earlier(Partitions):
-    """As a table was converted that has so many partitions by now."""
+    """A table that was converted earlier and has this number of partitions now."""
 
     def now(self) -> datetime:
         return super().now() - (WEEKS + 1) * WEEK
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     if not table.can_fill():
-        stage.say("partitions: left out, since only PostgreSQL has them")
+        stage.say("partitions: skipped, since only PostgreSQL supports them")
         return
     rows, old = stage.size(200_000, 5000), stage.size(1_000_000, 20_000)
     plain = ours.delays.store
     table.clear()
-    with table.beside(PREFIX) as parted:
+    with table.other_tables(PREFIX) as parted:
         convert(Earlier(parted.database, PREFIX), WEEK, WEEKS + 4)
         now = plain.tasks.now()
         for store in (plain, parted):
@@ -56,8 +58,8 @@ def run(stage: Stage) -> None:
     table.clear()
 
 
-def _measure_chunks(stage: Stage, plain: Store, parted: Store, where: str) -> None:
-    """In turn, so that a slow moment of the machine meets both."""
+def _measure_chunks(stage: CaseContext, plain: Store, parted: Store, where: str) -> None:
+    """Measure in turn, so that a slow period affects both tables."""
     took: dict[tuple[str, Store], list[float]] = {}
     for _ in range(WARM_UP + REPEATS):
         for store in (plain, parted):
@@ -92,7 +94,7 @@ def schedule(store: Store, count: int) -> list[DelayTask]:
 
 def settle(claims: Claims, claimed: list[DelayTask], count: int) -> None:
     if len(claims.settle([Settlement(one, "succeed") for one in claimed])) != count:
-        raise BenchError(f"a chunk of {count} was not claimed or settled as a whole")
+        raise BenchError(f"a chunk of {count} was claimed or settled only in part")
 
 
 def _timed(work: Callable[[], object]) -> float:
@@ -101,18 +103,18 @@ def _timed(work: Callable[[], object]) -> float:
     return (time.perf_counter() - before) * 1000
 
 
-def _measure_leaving(stage: Stage, plain: Store, parted: Store, old: int) -> None:
-    """The last week's rows, and how long the slowest call of a producer takes meanwhile."""
+def _measure_leaving(stage: CaseContext, plain: Store, parted: Store, old: int) -> None:
+    """Remove last week's rows, and measure the slowest call of a producer meanwhile."""
     age = (WEEKS - 2) * WEEK
 
     def purge() -> None:
         while plain.sweeps.purge(age.total_seconds(), STEP):
             pass
 
-    dropped_ms, waited_ms = _beside_a_producer(
+    dropped_ms, waited_ms = _with_a_producer(
         parted, lambda: list(prune(Partitions(parted.database, PREFIX), age))
     )
-    purged_ms, slowest_ms = _beside_a_producer(plain, purge)
+    purged_ms, slowest_ms = _with_a_producer(plain, purge)
     what = f"{old:,} finished rows"
     stage.figure("partitions", f"{what} dropped", "s", against="purged:").add(
         dropped_ms / 1000, purged_ms / 1000
@@ -122,7 +124,7 @@ def _measure_leaving(stage: Stage, plain: Store, parted: Store, old: int) -> Non
     )
 
 
-def _beside_a_producer(store: Store, work: Callable[[], object]) -> tuple[float, float]:
+def _with_a_producer(store: Store, work: Callable[[], object]) -> tuple[float, float]:
     is_done = Event()
 
     def produce() -> float:

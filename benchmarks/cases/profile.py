@@ -1,5 +1,4 @@
-"""Where the time of a burst goes, as py-spy sees it: that of the pool's processes by what they do, that of the main
-process by its threads."""
+"""A profile of a burst by py-spy: pool processes by activity, the main process by thread."""
 
 from __future__ import annotations
 
@@ -14,17 +13,18 @@ from typing import NamedTuple
 
 from benchmarks.machine import children
 from benchmarks.sides import Ours
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, sleep_until, wall
 
-#: Samples a second.
+#: Samples per second.
 RATE = 200
 DEADLINE_S, STOP_S = 120.0, 30.0
-#: py-spy reads the interpreter's memory first.
+#: py-spy needs this time to read the interpreter's memory.
 AHEAD_S = 3.0
-#: Whoever runs a chunk is in here.
+#: Frames of this file are in every stack that runs a chunk.
 CHUNK = "delaytasks/worker/job.py"
-#: What the innermost frame that is named here does. What is in a driver's frame or a socket's waits for the database.
+#: The activity of the innermost listed frame. A frame of a driver or a socket waits for the
+#: database.
 STEPS = (
     ("claims", "delaytasks/storage/claims.py"),
     ("settles", "delaytasks/storage/settlements.py"),
@@ -43,14 +43,14 @@ MAIN_THREAD = "MainThread"
 
 class Stack(NamedTuple):
     thread: str
-    #: The innermost first, as "function (file:line)".
+    #: The innermost frame first, as "function (file:line)".
     frames: list[str]
     samples: int
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     if shutil.which("py-spy") is None:
-        stage.say("profile: left out, since there is no py-spy on the PATH (pip install py-spy)")
+        stage.say("profile: skipped, since py-spy is not on the PATH (pip install py-spy)")
         return
     count = stage.size(50_000, 10_000)
     for side in stage.timers:
@@ -59,7 +59,7 @@ def run(stage: Stage) -> None:
 
 
 def _profile(side: Ours, count: int, lead_s: float) -> dict[str, float]:
-    """Microseconds for each task, of one process or another."""
+    """Return the microseconds per task of each activity."""
     with side.serving():
         main = side.workers[0].pid
         pool = children(main)
@@ -81,12 +81,12 @@ def _profile(side: Ours, count: int, lead_s: float) -> dict[str, float]:
         if (step := _step(stack.frames)) is not None:
             seconds[f"pool, {step}"] += stack.samples / RATE
     busy = sum(s for what, s in seconds.items() if what.startswith("pool"))
-    seconds["pool, waits for the next chunk, or hands its report over"] = took * len(pool) - busy
+    seconds["pool: waits for the next chunk or sends its report"] = took * len(pool) - busy
     return {what: seconds[what] * 1e6 / count for what in sorted(seconds)}
 
 
 def _step(frames: list[str]) -> str | None:
-    """What a process of the pool does; None if there is nothing to do."""
+    """Return the activity of a pool process, or None if it is idle."""
     step = next((step for frame in frames for step, file in STEPS if file in frame), None)
     if step is None or not any(CHUNK in frame for frame in frames):
         return None
@@ -94,7 +94,9 @@ def _step(frames: list[str]) -> str | None:
 
 
 class Spy:
-    """Of one process: with `--gil` of who runs Python there, with `--idle` also of who waits."""
+    """Samples one process: with `--gil` the threads that hold the GIL, with `--idle` also waiting
+    threads.
+    """
 
     def __init__(self, pid: int, folder: Path, *options: str) -> None:
         self._path, self._log = folder / f"profile-{pid}", folder / f"profile-{pid}.log"
@@ -125,7 +127,7 @@ class Spy:
         self._process.wait()
 
     def stacks(self) -> Iterator[Stack]:
-        """Ends it."""
+        """Stop sampling, and yield the stacks."""
         self._process.send_signal(signal.SIGINT)
         self._process.wait(STOP_S)
         if not self._path.exists():

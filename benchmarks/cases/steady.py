@@ -1,4 +1,4 @@
-"""Fifty tasks a second, due in one to five seconds: how late they begin."""
+"""Fifty tasks per second, due in one to five seconds: how late they begin."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks import brokers
 from benchmarks.figures import Target, percentile
 from benchmarks.machine import load
 from benchmarks.sides import Side
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import sleep_until, wall
 
 RATE = 50
@@ -16,7 +16,7 @@ SOONEST_S, LATEST_S = 1.0, 5.0
 DEADLINE_S = 60.0
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     p50 = stage.figure(
         "steady", f"{RATE}/s due in 1 to 5 s, lateness p50", "ms", Target("ratio", most=2)
     )
@@ -28,7 +28,8 @@ def run(stage: Stage) -> None:
             lateness = work(stage, side)
         brokers.clear()
         stage.say(
-            f"steady: {side.name} p50 {percentile(lateness, 0.5):.2f} ms, p99 {percentile(lateness, 0.99):.2f} ms, "
+            f"steady: {side.name} p50 {percentile(lateness, 0.5):.2f} ms, p99 "
+            f"{percentile(lateness, 0.99):.2f} ms, "
             f"worst {max(lateness):.1f} ms, load {load():.1f}"
         )
         return lateness
@@ -40,9 +41,12 @@ def run(stage: Stage) -> None:
 
 
 def work(
-    stage: Stage, side: Side, rate: int = RATE, batch: int = 1, seconds: int | None = None
+    stage: CaseContext, side: Side, rate: int = RATE, batch: int = 1, seconds: int | None = None
 ) -> list[float]:
-    """The lateness of each task, in milliseconds. They are scheduled one at a time, or in lots."""
+    """Return the lateness of each task in milliseconds.
+
+    Tasks are scheduled singly or in batches.
+    """
     count = rate * (seconds or stage.size(20, 8))
     chance = random.Random(1)  # the same delays on all sides and in every round
     began = wall()

@@ -1,4 +1,4 @@
-"""The two timers side by side, on the same broker and database, with bare Celery eta beside them."""
+"""The two timers and bare Celery eta on the same broker and database."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from benchmarks.figures import Target, percentile
 from benchmarks.machine import load
 from benchmarks.meters import Meter
 from benchmarks.sides import Bare, Side
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, wait_until, wall
 
-#: Tasks a second, and how many are scheduled in one call: a thousand calls a second would be a case of their own.
+#: Tasks per second, and tasks per call. A thousand calls per second would measure scheduling.
 RATES = {50: 1, 1000: 20}
-#: Within the horizon; bare Celery has none, and needs more time for the same.
+#: Due times within the horizon. Bare Celery has no horizon, and needs more time to schedule.
 NEAR_S = {True: (60.0, 70.0), False: (24.0, 29.0)}
 
 
-def run_steady(stage: Stage) -> None:
+def run_steady(stage: CaseContext) -> None:
     for rate, batch in RATES.items():
         *ours, bare = stage.each(
             partial(_steady, stage, rate=rate, batch=batch), *stage.timers, stage.bare
@@ -44,7 +44,7 @@ _TARGETS = {
 }
 
 
-def _steady(stage: Stage, side: Side, rate: int, batch: int) -> dict[str, tuple[str, float]]:
+def _steady(stage: CaseContext, side: Side, rate: int, batch: int) -> dict[str, tuple[str, float]]:
     with side.serving():
         meter = Meter(side)
         lateness = steady.work(stage, side, rate, batch)
@@ -52,7 +52,8 @@ def _steady(stage: Stage, side: Side, rate: int, batch: int) -> dict[str, tuple[
     brokers.clear()
     p50, p99 = percentile(lateness, 0.5), percentile(lateness, 0.99)
     stage.say(
-        f"timer_steady: {side.name} at {rate:,}/s: p50 {p50:.2f} ms, p99 {p99:.2f} ms, worst {max(lateness):.1f} ms, "
+        f"timer_steady: {side.name} at {rate:,}/s: p50 {p50:.2f} ms, p99 {p99:.2f} ms, worst "
+        f"{max(lateness):.1f} ms, "
         f"CPU a task: {cost}, load {load():.1f}"
     )
     return {
@@ -66,16 +67,16 @@ def _steady(stage: Stage, side: Side, rate: int, batch: int) -> dict[str, tuple[
     }
 
 
-def run_burst(stage: Stage) -> None:
+def run_burst(stage: CaseContext) -> None:
     count = stage.size(20_000, 5_000)
-    schedule = burst.at_once(count, stage.size(60, 15))
+    schedule = burst.due_together(count, stage.size(60, 15))
     eta, redis, bare = stage.each(
         lambda side: burst.drain(stage, "timer_burst", side, count, schedule),
         *stage.timers,
         stage.bare,
     )
-    burst_of = f"{count:,} due at once"
-    what, target = f"redis beside eta: {burst_of}", Target("ratio", least=1)
+    burst_of = f"{count:,} due together"
+    what, target = f"redis compared with eta: {burst_of}", Target("ratio", least=1)
     stage.figure("timer_burst", what, "drained/s", target, against="eta timer:").add(
         redis.per_s, eta.per_s
     )
@@ -89,15 +90,15 @@ def run_burst(stage: Stage) -> None:
             stage.figure("timer_burst", f"{timer}: {measure}", unit).add(ours, theirs)
 
 
-def run_memory(stage: Stage) -> None:
-    """What tasks take while they wait: in the worker by its resident memory, in Redis by what our keys take there."""
+def run_memory(stage: CaseContext) -> None:
+    """The memory of waiting tasks: resident memory of the worker, and of the keys in Redis."""
     many, few = stage.size(100_000, 10_000), stage.size(10_000, 2_000)
     try:
         bare = _bytes_each(stage, stage.bare, few)
     except (
         BenchError
-    ) as error:  # on RabbitMQ a worker of bare Celery takes in some near tasks a second
-        stage.say(f"timer_memory: bare Celery is left out: {str(error).splitlines()[0]}")
+    ) as error:  # on RabbitMQ, a worker of bare Celery receives only some near tasks per second
+        stage.say(f"timer_memory: bare Celery is skipped: {str(error).splitlines()[0]}")
         brokers.clear()
         bare = {}
     for side in stage.timers:
@@ -107,7 +108,7 @@ def run_memory(stage: Stage) -> None:
             figure.add(value, bare.get(place))
 
 
-def _bytes_each(stage: Stage, side: Side, count: int) -> dict[str, float]:
+def _bytes_each(stage: CaseContext, side: Side, count: int) -> dict[str, float]:
     chance = random.Random(3)
     with side.serving():
         rss_mb, in_redis = side.rss_mb(), redis_server.bytes_held()
@@ -124,7 +125,7 @@ def _bytes_each(stage: Stage, side: Side, count: int) -> dict[str, float]:
         if rss_mb is not None and rss_after_mb is not None:
             found["the worker"] = (rss_after_mb - rss_mb) * 2**20 / count
     brokers.clear()
-    table.clear()  # none of them needs to run
-    said = ", ".join(f"{value:,.0f} bytes in {place}" for place, value in found.items())
-    stage.say(f"timer_memory: {side.name} with {count:,} near tasks: {said} each")
+    table.clear()  # the tasks do not have to run
+    values = ", ".join(f"{value:,.0f} bytes in {place}" for place, value in found.items())
+    stage.say(f"timer_memory: {side.name} with {count:,} near tasks: {values} each")
     return found

@@ -1,4 +1,4 @@
-"""The timing wheel alone, in one process, beside other ways to hold what is due later."""
+"""The timing wheel in one process, compared with other timer structures."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterable
 
-from benchmarks import rivals
+from benchmarks import timer_structures
 from benchmarks.figures import Target
 from benchmarks.machine import usage
-from benchmarks.rivals import Holder
-from benchmarks.stage import Stage
+from benchmarks.stage import CaseContext
+from benchmarks.timer_structures import Holder
 from delaytasks.timers.timing_wheel import TimingWheel
 
-#: The first entry is due at this tick, the last one SPREAD ticks later; all that is counted before is an empty tick.
+#: The due tick of the first entry; the last is due SPREAD ticks later. All earlier ticks are empty.
 FAR, SPREAD = 1_000_000, 10_000
-#: A tick is measured for so long, in blocks of so many.
+#: The duration of the tick measurement, and the ticks per block.
 TICKS_FOR_S, BLOCK = 0.2, 100
-#: So many entries are held.
+#: The numbers of entries.
 HELD = (1_000, 10_000, 100_000, 1_000_000)
 MANY = 100_000
-#: What costs as much as all that is held is tried a few times only.
+#: Operations that cost as much as all entries together are measured only a few times.
 FEW = 20
-#: One thread each: more of them than this is a burden for the machine.
+#: More threads than this overload the machine.
 THREADS = 2000
 
 Name = tuple[int, int]
-#: What each measure is called, in what unit, and what is asked of the wheel.
+#: The name of each measure, its unit and its target.
 _MEASURES = [
     ("add", "/s", Target("value", least=500_000)),
     ("move", "/s", None),
@@ -38,17 +38,17 @@ _MEASURES = [
     ("cancel in random order", "/s", None),
     ("expire", "/s", None),
     ("memory", "bytes an entry", None),
-    ("memory, few a tick", "bytes an entry", None),
+    ("memory, few per tick", "bytes an entry", None),
 ]
 _RIVALS: dict[str, Callable[[], Holder]] = {
-    "heapq": rivals.Heap,
-    "sched": rivals.Sched,
-    "map, scanned": rivals.Scan,
-    "asyncio call_at": rivals.LoopTimers,
+    "heapq": timer_structures.Heap,
+    "sched": timer_structures.Sched,
+    "map, scanned": timer_structures.Scan,
+    "asyncio call_at": timer_structures.LoopTimers,
 }
 
 
-def run(stage: Stage) -> None:
+def run(stage: CaseContext) -> None:
     ticks = {held: _tick_us(_filled(held)) for held in HELD}
     for held, cost in ticks.items():
         target = Target("ratio", most=2) if held == max(HELD) else None
@@ -64,36 +64,39 @@ def run(stage: Stage) -> None:
         theirs = _work(make, MANY)
         _say(stage, name, MANY, theirs)
         for measure, unit, _ in _MEASURES:
-            figure = stage.figure("wheel", f"{measure}, beside {name}", unit, against=f"{name}:")
+            figure = stage.figure(
+                "wheel", f"{measure}, compared with {name}", unit, against=f"{name}:"
+            )
             figure.add(ours[MANY][measure], theirs[measure])
-        figure = stage.figure("wheel", f"tick, beside {name}", "µs", against=f"{name}:")
+        figure = stage.figure("wheel", f"tick, compared with {name}", "µs", against=f"{name}:")
         figure.add(ticks[MANY], theirs["tick"])
     _threads(stage)
 
 
-def _say(stage: Stage, name: str, held: int, found: dict[str, float]) -> None:
-    said = ", ".join(f"{measure} {found[measure]:,.0f} {unit}" for measure, unit, _ in _MEASURES)
-    stage.say(f"wheel: {name} with {held:,}: {said}, tick {found['tick']:,.2f} µs")
+def _say(stage: CaseContext, name: str, held: int, found: dict[str, float]) -> None:
+    values = ", ".join(f"{measure} {found[measure]:,.0f} {unit}" for measure, unit, _ in _MEASURES)
+    stage.say(f"wheel: {name} with {held:,}: {values}, tick {found['tick']:,.2f} µs")
 
 
 def _work(make: Callable[[], Holder], count: int) -> dict[str, float]:
-    """Entries per second, microseconds of a tick in which nothing is due, and bytes."""
+    """Return rates per second, microseconds of an empty tick, and bytes per entry."""
     owner, (names, ticks) = make(), _entries(count)
     found = {"add": _rate(lambda: _add(owner, names, ticks), count), "tick": _tick_us(owner)}
-    # In the order in which they came, as timeouts are pushed away; and in any order, which memory likes less.
-    some = FEW if isinstance(owner, rivals.Sched) else count // 4
+    # Entries are moved in the order of their arrival, as timeouts are extended, and in random
+    # order, which uses the caches less well.
+    some = FEW if isinstance(owner, timer_structures.Sched) else count // 4
     first, any_others = names[:some], random.Random(2).sample(names[some:], some)
     found["move"] = _rate(lambda: _add(owner, first, reversed(ticks)), some)
     found["cancel"] = _rate(lambda: _cancel(owner, first), some)
     found["cancel in random order"] = _rate(lambda: _cancel(owner, any_others), some)
     found["expire"] = _expired_per_s(owner)
     found["memory"] = _bytes_each(make, count, SPREAD)
-    found["memory, few a tick"] = _bytes_each(make, count, count)
+    found["memory, few per tick"] = _bytes_each(make, count, count)
     return found
 
 
 def _entries(count: int, spread: int = SPREAD) -> tuple[list[Name], list[int]]:
-    """Names as the worker has them, id and version."""
+    """Return names as the worker uses them: id and version."""
     chance = random.Random(1)
     return [(number << 22, 0) for number in range(count)], [
         FAR + chance.randrange(spread) for _ in range(count)
@@ -117,7 +120,9 @@ def _cancel(owner: Holder, names: Iterable[Name]) -> None:
 
 
 def _rate(work: Callable[[], None], count: int) -> float:
-    """By the time that the processor worked for us: all of this is computing, so others that want it say nothing."""
+    """Return the rate by CPU time, which other processes do not distort, since all the work is
+    computing.
+    """
     before = time.process_time()
     work()
     return count / (time.process_time() - before)
@@ -137,8 +142,8 @@ def _tick_us(owner: Holder) -> float:
 
 
 def _expired_per_s(owner: Holder) -> float:
-    """Tick by tick, as time goes."""
-    steps = FEW if isinstance(owner, rivals.Scan) else SPREAD
+    """Advance tick by tick."""
+    steps = FEW if isinstance(owner, timer_structures.Scan) else SPREAD
     expired, before = 0, time.process_time()
     for tick in range(FAR, FAR + steps):
         expired += len(owner.advance(tick))
@@ -146,7 +151,7 @@ def _expired_per_s(owner: Holder) -> float:
 
 
 def _bytes_each(make: Callable[[], Holder], count: int, spread: int) -> float:
-    """What holding an entry costs besides its name, which the task has anyway."""
+    """Return the memory of an entry without its name, which exists for the task anyway."""
     names, ticks = _entries(count, spread)
     gc.collect()
     tracemalloc.start()
@@ -159,9 +164,9 @@ def _bytes_each(make: Callable[[], Holder], count: int, spread: int) -> float:
         tracemalloc.stop()
 
 
-def _threads(stage: Stage) -> None:
+def _threads(stage: CaseContext) -> None:
     count = stage.size(THREADS, THREADS // 10)
-    timers, before = rivals.ThreadTimers(), usage(os.getpid())
+    timers, before = timer_structures.ThreadTimers(), usage(os.getpid())
 
     def add() -> None:
         for number in range(count):

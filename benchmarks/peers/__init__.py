@@ -1,4 +1,6 @@
-"""Other systems for delayed tasks, measured beside this project: `./dev bench --peers`.
+"""Measure other systems for delayed tasks in comparison with this project: `./dev bench --peers`.
 
-They live in an environment of their own. Each has a small program in `programs/`, which schedules what it is told and,
-where the system brings no command for it, is the worker; what is measured is the same for all, in `workloads.py`."""
+They are installed in a separate environment. Each system has a small program in `programs/` that
+schedules the requested tasks. If the system has no worker command, the program is also the worker.
+`workloads.py` defines the measurements, which are the same for all.
+"""

@@ -1,10 +1,12 @@
-"""The systems that are measured: what they are, and how they are set up, each as its own documentation asks for where
-throughput matters. A worker has two processes."""
+"""The measured systems and their configuration.
+
+Each is configured as its own documentation recommends for throughput. A worker has two processes.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from benchmarks.peers.servers import POSTGRESQL, RABBITMQ, REDIS
 
@@ -30,27 +32,27 @@ _BEAT = ["celery", "-A", "{app}", "beat", "-s", "{folder}/beat-{name}", "--logle
 class System:
     name: str
     title: str
-    #: Where tasks wait and through which they come.
+    #: The servers that store and transport tasks.
     servers: tuple[str, ...]
-    #: What is started as one worker; `{name}` is its name.
+    #: The commands of one worker; `{name}` is its name.
     worker: tuple[tuple[str, ...], ...]
     producer: tuple[str, ...]
-    #: How it was set up, and where that is from.
+    #: The configuration and its source.
     setup: str
     source: str = ""
     package: str = ""
-    #: Which Python or Node: the project's own, or the peers'.
+    #: The runtime: the project's own Python, the peers' Python, or Node.
     runs_on: Literal["own", "python", "node"] = "python"
-    #: Once, whatever the number of workers.
-    beside: tuple[tuple[str, ...], ...] = ()
-    #: Of Celery.
+    #: Commands that are started once, whatever the number of workers.
+    extra_commands: tuple[tuple[str, ...], ...] = ()
+    #: The broker of Celery.
     broker: str = REDIS
     has_bulk: bool = True
-    #: Of more that are due together it runs none.
-    most_at_once: int | None = None
-    #: Tasks run in the process that schedules them, and in no other.
+    #: The maximum number of tasks due together; with more, the system runs no task at all.
+    most_due_together: int | None = None
+    #: Tasks run only in the process that schedules them.
     is_one_process: bool = False
-    #: What it can not do, as its documentation or its code says.
+    #: Limitations according to the system's documentation or code.
     limits: tuple[str, ...] = field(default=())
 
 
@@ -69,7 +71,9 @@ def _ours(
         package="delaytasks",
         runs_on="own",
         broker=broker,
-        beside=(tuple(part.format(app=app, name="{name}", folder="{folder}") for part in _BEAT),),
+        extra_commands=(
+            tuple(part.format(app=app, name="{name}", folder="{folder}") for part in _BEAT),
+        ),
     )
 
 
@@ -89,12 +93,12 @@ def _celery(name: str, broker: str) -> System:
 
 
 def _python(
-    name: str, title: str, servers: tuple[str, ...], *worker: tuple[str, ...], **facts: object
+    name: str, title: str, servers: tuple[str, ...], *worker: tuple[str, ...], **facts: Any
 ) -> System:
     producer = (f"{PROGRAMS}.{name}", "produce")
     return System(
         name, title, servers, worker, producer, package=facts.pop("package", name), **facts
-    )  # type: ignore[arg-type]
+    )
 
 
 _ALL = [
@@ -137,7 +141,8 @@ _ALL = [
         "PgQueuer",
         (POSTGRESQL,),
         *[(f"{PROGRAMS}.pgqueuer", "work")] * 2,
-        setup="asyncpg on a direct connection, uvloop, `batch_size=200` since jobs are short, its autovacuum settings, "
+        setup="asyncpg on a direct connection, uvloop, `batch_size=200` since jobs are short, its "
+        "autovacuum settings, "
         "2 processes; bulk: lists to `enqueue`",
         source="https://github.com/janbjorge/pgqueuer/blob/main/docs/guides/performance-tuning.md",
         limits=("accepts relative delays only",),
@@ -159,7 +164,8 @@ _ALL = [
             )
         ]
         * 2,
-        setup="2 processes with `--concurrency 30`; it polls for delayed tasks every 0.1 s instead of 5 s; "
+        setup="2 processes with `--concurrency 30`; it polls for delayed tasks every 0.1 s "
+        "instead of 5 s; "
         "bulk: `batch_defer_async`",
         source="https://procrastinate.readthedocs.io/en/stable/howto/production/concurrency.html",
     ),
@@ -172,10 +178,11 @@ _ALL = [
         setup="2 processes with a concurrency of 100 each; it polls for due tasks every 100 ms "
         "instead of 200 and 250 ms; bulk: `enqueue_many_copy`",
         source="https://github.com/hardbyte/awa/blob/main/docs/configuration.md",
-        most_at_once=3640,
+        most_due_together=3640,
         limits=(
             "all tasks of a bulk call are due at the same instant",
-            "it starts no task if more than 3,640 are due together, because it moves 4,096 with one "
+            "it starts no task if more than 3,640 are due together, because it moves 4,096 with "
+            "one "
             "statement that has 18 parameters per task, and PostgreSQL accepts 65,535",
         ),
     ),
@@ -206,7 +213,8 @@ _ALL = [
         "huey",
         (REDIS,),
         ("huey.bin.huey_consumer", f"{PROGRAMS}.huey.huey", "-k", "process", "-w", "2"),
-        setup="`-k process -w 2`, no results; its scheduler polls every second, the shortest interval that it allows",
+        setup="`-k process -w 2`, no results; its scheduler polls every second, the shortest "
+        "interval that it allows",
         source="https://huey.readthedocs.io/en/latest/consumer.html",
         has_bulk=False,
         limits=("polls for due tasks once a second",),
@@ -225,7 +233,8 @@ _ALL = [
             "--worker-class",
             "rq.worker.SimpleWorker",
         ),
-        setup="a pool of 2 `SimpleWorker`s (no fork for each job), as it advises for very short jobs; results dropped; "
+        setup="a pool of 2 `SimpleWorker`s (no fork for each job), as it advises for very short "
+        "jobs; results dropped; "
         "bulk: `enqueue_at` in a pipeline",
         source="https://github.com/rq/rq/blob/master/docs/benchmark.md",
         limits=("due times in whole seconds", "polls for due tasks once a second"),
@@ -235,7 +244,8 @@ _ALL = [
         "arq",
         (REDIS,),
         *[("arq", f"{PROGRAMS}.arq.WorkerSettings")] * 2,
-        setup="2 processes with `max_jobs = 100`, results dropped; it polls every 0.1 s instead of 0.5 s; "
+        setup="2 processes with `max_jobs = 100`, results dropped; it polls every 0.1 s instead "
+        "of 0.5 s; "
         "many tasks: 20 concurrent calls",
         source="https://arq-docs.helpmanual.io/",
         has_bulk=False,
@@ -245,7 +255,8 @@ _ALL = [
         "SAQ",
         (REDIS,),
         ("saq", f"{PROGRAMS}.saq.settings", "--workers", "2"),
-        setup="`--workers 2` with a concurrency of 10, as in its own benchmark; many tasks: 20 concurrent calls",
+        setup="`--workers 2` with a concurrency of 10, as in its own benchmark; many tasks: 20 "
+        "concurrent calls",
         source="https://github.com/tobymao/saq/blob/master/benchmarks/simple.py",
         has_bulk=False,
         limits=("polls for due tasks once a second",),
@@ -262,5 +273,5 @@ _ALL = [
     ),
 ]
 SYSTEMS = {system.name: system for system in _ALL}
-#: Measured whenever something is.
+#: Measured in every run.
 ALWAYS = ("delaytasks",)

@@ -1,4 +1,6 @@
-"""The peers' own environment, .bench-peers/ in the repository: what they need never meets what this project needs."""
+"""The environment of the peers, .bench-peers/ in the repository, isolated from the project's
+dependencies.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +31,21 @@ _python = _venv / ("Scripts" if os.name == "nt" else "bin") / "python"
 
 
 class NotInstalledError(Exception):
-    """A peer that can not be measured here; the text says why."""
+    """A peer cannot be measured on this machine; the text has the reason."""
 
 
 def launcher(system: System) -> tuple[str, ...]:
-    """What the system's commands are put behind."""
+    """Return the command prefix of the system's programs."""
     if system.runs_on == "node":
         return (shutil.which("node") or "node", str(BULLMQ))
     return (sys.executable if system.runs_on == "own" else str(_python), "-m")
 
 
 def variables(system: System) -> dict[str, str]:
-    """What its processes have in their environment besides where the servers are."""
+    """Return the environment variables of its processes, except the URLs of servers."""
     if system.runs_on == "own":
         return {}
-    # Nothing of this project's own environment is to be found by them.
+    # Its processes must not find packages of this project's environment.
     return {"PYTHONPATH": str(ROOT), "VIRTUAL_ENV": str(_venv), "BENCH_NODE_FOLDER": str(_node)}
 
 
@@ -52,7 +54,7 @@ def is_installed(system: System) -> bool:
 
 
 def install(system: System, say: Callable[[str], None]) -> None:
-    """Once, and again when its pinned versions have changed."""
+    """Install a system once, and again after its pinned versions have changed."""
     if is_installed(system):
         return
     FOLDER.mkdir(exist_ok=True)
@@ -64,7 +66,9 @@ def install(system: System, say: Callable[[str], None]) -> None:
 
 
 def version(system: System) -> str:
-    """Of its package: what is installed here, or as it is pinned for the peers."""
+    """Return the version of its package: the installed one, or the one that is pinned for the
+    peers.
+    """
     if system.runs_on == "own":
         return metadata.version(system.package)
     if system.runs_on == "node":
@@ -74,7 +78,7 @@ def version(system: System) -> str:
 
 
 def requirements(name: str) -> list[str]:
-    """The lines under the system's name."""
+    """Return the requirement lines below the system's name."""
     found = re.search(
         rf"^# \[{re.escape(name)}\]\n(.*?)(?=^# \[|\Z)", REQUIREMENTS.read_text(), re.M | re.S
     )
@@ -88,7 +92,7 @@ def _install_python(system: System, say: Callable[[str], None]) -> None:
         _call([sys.executable, "-m", "venv", str(_venv)], "python -m venv")
     say(f"installing {system.title} into {_venv.relative_to(ROOT)}")
     constraints = FOLDER / "constraints.txt"
-    # What is asked for with extras binds as a constraint without them.
+    # In a constraint, extras are not allowed.
     constraints.write_text(re.sub(r"\[[\w,]+\](?===)", "", REQUIREMENTS.read_text()))
     quiet = ["--quiet", "--disable-pip-version-check", "--constraint", str(constraints)]
     _call([str(_python), "-m", "pip", "install", *quiet, *requirements(system.name)], "pip install")
@@ -96,7 +100,7 @@ def _install_python(system: System, say: Callable[[str], None]) -> None:
 
 def _install_node(say: Callable[[str], None]) -> None:
     if shutil.which("node") is None or shutil.which("npm") is None:
-        raise NotInstalledError("there is no Node here (node and npm on the PATH)")
+        raise NotInstalledError("Node is required (node and npm on the PATH)")
     _node.mkdir(exist_ok=True)
     shutil.copy(PACKAGE_JSON, _node)
     say(f"npm install in {_node.relative_to(ROOT)}")
@@ -115,7 +119,7 @@ def _call(command: list[str], what: str) -> None:
     if done.returncode:
         words = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         raise NotInstalledError(
-            f"{what}: {' '.join(words[-2:]) or f'ended with status {done.returncode}'}"
+            f"{what}: {' '.join(words[-2:]) or f'exited with status {done.returncode}'}"
         )
 
 

@@ -1,4 +1,4 @@
-"""docs/peers.md and its pictures, from the JSON that `./dev bench --peers --json FILE` has written."""
+"""Write docs/peers.md and its pictures from the JSON of `./dev bench --peers --json FILE`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "peers.md"
 PICTURES = ROOT / "docs" / "img"
 
 
-class Table(NamedTuple):
+class PageTable(NamedTuple):
     title: str
     measures: tuple[str, ...]
 
@@ -27,7 +27,7 @@ class Table(NamedTuple):
 class Picture(NamedTuple):
     name: str
     title: str
-    #: More than one lie one behind the other.
+    #: Several measures are drawn one behind the other.
     measures: tuple[str, ...]
     by_tens: bool = False
 
@@ -43,14 +43,14 @@ _README_BARS = {
 _STEADY = tuple(f"steady_{rate}_{what}" for rate in (50, 1000) for what in ("p50", "p99", "early"))
 _COST = ("steady_1000_worker", "steady_1000_servers")
 _TABLES = (
-    Table("Scheduling, and a burst at one instant", ("call", "bulk", "burst", "burst_p99")),
-    Table("Steady work", _STEADY),
-    Table("CPU per task at 1,000 tasks a second", _COST),
-    Table(
+    PageTable("Scheduling, and a burst at one instant", ("call", "bulk", "burst", "burst_p99")),
+    PageTable("Steady work", _STEADY),
+    PageTable("CPU per task at 1,000 tasks a second", _COST),
+    PageTable(
         "Near tasks behind a backlog",
         ("backlog_ran", "backlog_without", "backlog_p99", "backlog_worker", "backlog_server"),
     ),
-    Table("When a worker is killed", ("recovery_last", "recovery_missing")),
+    PageTable("When a worker is killed", ("recovery_last", "recovery_missing")),
 )
 _PICTURES = (
     Picture("burst", "Burst: tasks due at one instant, drained", ("burst",)),
@@ -65,7 +65,7 @@ _PICTURES = (
 
 
 def write(file: Path, page: Path = PAGE, pictures: Path = PICTURES) -> list[Path]:
-    """The paths of what it has written."""
+    """Write the page and the pictures, and return their paths."""
     results = Results.of_json(json.loads(file.read_text()))
     pictures.mkdir(exist_ok=True)
     written = [page]
@@ -82,7 +82,7 @@ def write(file: Path, page: Path = PAGE, pictures: Path = PICTURES) -> list[Path
 
 
 def text(results: Results, pictures: Sequence[str]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     facts = " · ".join(f"{name} {value}" for name, value in results.machine.items())
     parts = [
         "# Comparison with other systems",
@@ -105,12 +105,12 @@ def text(results: Results, pictures: Sequence[str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _table(table: Table, results: Results) -> Iterable[str]:
+def _table(table: PageTable, results: Results) -> Iterable[str]:
     measures = [MEASURES[name] for name in table.measures if results.of(name)]
     if not measures:
         return
     workloads = list(dict.fromkeys(measure.workload for measure in measures))
-    said: list[str] = []
+    footnotes: list[str] = []
     yield f"## {table.title}"
     yield "\n".join(
         f"- {_heading(workload)}: {results.sizes.get(workload, '?')}." for workload in workloads
@@ -124,14 +124,14 @@ def _table(table: Table, results: Results) -> Iterable[str]:
             mark = ""
             if remark and measure.workload not in marked:
                 marked.add(measure.workload)
-                said += [] if remark in said else [remark]
-                mark = f"<sup>{said.index(remark) + 1}</sup>"
+                footnotes += [] if remark in footnotes else [remark]
+                mark = f"<sup>{footnotes.index(remark) + 1}</sup>"
             values = results.of(measure.name).get(system)
             cells.append((spread(values) if values else "–") + mark)
         lines.append(f"| {facts['title']} | {' | '.join(cells)} |")
     yield "\n".join(lines)
-    if said:
-        yield "\n".join(f"{number}. {remark}" for number, remark in enumerate(said, 1))
+    if footnotes:
+        yield "\n".join(f"{number}. {remark}" for number, remark in enumerate(footnotes, 1))
 
 
 def _setups(results: Results) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""Bars as SVG, readable on light and dark screens: each picture has a ground of its own."""
+"""Bar charts as SVG, readable on light and dark screens: each chart has its own background."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.report import short
 
 WIDTH, NAMES, VALUES = 760, 210, 150
 BAR, GAP, TOP = 18, 8, 52
-#: Of a scale by powers of ten, the least that is shown: what is below has the shortest bar.
+#: The least visible value of a logarithmic scale; smaller values have the shortest bar.
 LEAST = 0.1
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #24292f }
@@ -38,7 +38,10 @@ text { fill: #e6edf3 }
 
 @dataclass(frozen=True)
 class Bar:
-    """`parts` lie one behind the other; without any, `instead` says why. `low` and `high` are of their sum."""
+    """A bar. `parts` are drawn one behind the other; without any, `instead` is the reason.
+
+    `low` and `high` are the limits of the sum of the parts.
+    """
 
     name: str
     parts: Sequence[float]
@@ -51,7 +54,7 @@ class Bar:
 def bars(
     title: str, unit: str, shown: Sequence[Bar], by_tens: bool = False, parts: Sequence[str] = ()
 ) -> str:
-    """`parts` names the parts of each bar; with `by_tens` each further step of the axis is ten times as much."""
+    """Draw bars. `parts` names the parts of each bar; `by_tens` selects a logarithmic axis."""
     most = max([sum(bar.parts) for bar in shown] + [bar.high for bar in shown] + [LEAST * 10])
     room = WIDTH - NAMES - VALUES
 
@@ -61,7 +64,8 @@ def bars(
         return room * max(math.log10(max(value, LEAST) / LEAST), 0.01) / math.log10(most / LEAST)
 
     height = TOP + len(shown) * (BAR + GAP) + 12
-    axis = f"{unit}{', each step ten times as much' if by_tens else ''}{': ' + ' + '.join(parts) if parts else ''}"
+    axis = f"{unit}{', each step ten times as much' if by_tens else ''}"
+    axis += f": {' + '.join(parts)}" if parts else ""
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
         f"<title>{escape(f'{title}, {unit}')}</title>",
@@ -79,23 +83,22 @@ def _bar(bar: Bar, y: float, reach: Callable[[float], float]) -> list[str]:
     base, x = y + 14, float(NAMES)
     lines = [f'<text x="{NAMES - 8}" y="{base}" text-anchor="end">{escape(bar.name)}</text>']
     if not bar.parts:
-        return [
-            *lines,
-            f'<text class="none" x="{NAMES + 4}" y="{base}">{escape(bar.instead or "not measured")}</text>',
-        ]
+        reason = escape(bar.instead or "not measured")
+        return [*lines, f'<text class="none" x="{NAMES + 4}" y="{base}">{reason}</text>']
     total = 0.0
     for number, part in enumerate(bar.parts):
         total += part
         end = NAMES + reach(total)
         kind = f"{'ours' if bar.is_ours else 'others'}{'2' if number else ''}"
+        width = max(end - x, 1)
         lines.append(
-            f'<rect class="{kind}" x="{x:.1f}" y="{y}" width="{max(end - x, 1):.1f}" height="{BAR}"/>'
+            f'<rect class="{kind}" x="{x:.1f}" y="{y}" width="{width:.1f}" height="{BAR}"/>'
         )
         x = end
     if bar.high > bar.low:
-        low, high = NAMES + reach(bar.low), NAMES + reach(bar.high)
+        low, high, middle = NAMES + reach(bar.low), NAMES + reach(bar.high), y + BAR / 2
         lines.append(
-            f'<line class="spread" x1="{low:.1f}" x2="{high:.1f}" y1="{y + BAR / 2}" y2="{y + BAR / 2}"/>'
+            f'<line class="spread" x1="{low:.1f}" x2="{high:.1f}" y1="{middle}" y2="{middle}"/>'
         )
         x = max(x, high)
     return [*lines, f'<text x="{x + 6:.1f}" y="{base}">{escape(short(total))}</text>']

@@ -1,7 +1,8 @@
-"""What each program here is: `python -m benchmarks.peers.programs.NAME produce`, told what to schedule on stdin.
+"""The common part of the programs: `python -m benchmarks.peers.programs.NAME produce`.
 
-Runs in the environment of the peers, so only the standard library is used here. `programs/bullmq.mjs` says the same
-in JavaScript."""
+A program reads its work from stdin. It runs in the environment of the peers, so this module uses
+only the standard library. `programs/bullmq.mjs` is the equivalent in JavaScript.
+"""
 
 from __future__ import annotations
 
@@ -15,49 +16,53 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.notes import note, note_begin
+from benchmarks.settings import takes_s
 from benchmarks.waiting import wall
-from benchmarks.where import takes_s
 
-#: Delays between two bounds that look random, the same for all systems and in every language.
+#: The golden ratio spreads delays evenly between two bounds, identically for all systems and
+#: languages.
 GOLDEN = 0.6180339887498949
-#: Calls at once, of systems that have an event loop and no call for many tasks.
-SIDE_BY_SIDE = 20
+#: Concurrent calls, for systems with an event loop and without a bulk call.
+CONCURRENT_CALLS = 20
 
 
 class Program(ABC):
-    """A system's own verbs. They are coroutines, since many systems have no others; the others do not wait."""
+    """The operations of a system.
 
-    #: The most tasks in one call of `schedule_many`; None: no limit.
+    They are coroutines, since many systems have only these; those of other systems do not wait.
+    """
+
+    #: The maximum of tasks per call of `schedule_many`; None for no limit.
     chunk: int | None = 1000
 
     @abstractmethod
     async def prepare(self) -> None:
-        """Its tables, if it has any, and its connections. The database, Redis and queues are empty."""
+        """Create tables and open connections. The database, Redis and queues are empty."""
 
     @abstractmethod
     async def schedule(self, due: float) -> None:
-        """One task, in one call."""
+        """Schedule one task in one call."""
 
     async def schedule_many(self, dues: Sequence[float]) -> None:
-        """Many tasks, in the quickest way that the system's documentation shows."""
+        """Schedule many tasks in the fastest way that the system's documentation shows."""
         for due in dues:
             await self.schedule(due)
 
     async def serve(self) -> None:
-        """Begins to run tasks in this process, where the system has no workers."""
+        """Begin to run tasks in this process, if the system has no workers."""
         raise NotImplementedError
 
     async def ended_at(self) -> float | None:
-        """When the last task was settled, where that is known; else its start counts."""
+        """Return the time when the last task was settled, or None if only its start is known."""
         return None
 
     async def work(self) -> None:
-        """The worker, where the system has no command for it."""
+        """Run a worker, if the system has no command for it."""
         raise NotImplementedError
 
 
 async def run(due: float) -> None:
-    """The whole task, of a worker with an event loop."""
+    """Run the task in a worker with an event loop."""
     seconds = takes_s()
     if seconds:
         note_begin()
@@ -66,13 +71,13 @@ async def run(due: float) -> None:
 
 
 def by_due(dues: Sequence[float]) -> Iterator[tuple[float, int]]:
-    """For systems whose bulk call has one instant for all of its tasks."""
+    """Group tasks by due time, for systems whose bulk call has one due time."""
     for due, same in itertools.groupby(dues):
         yield due, sum(1 for _ in same)
 
 
-class Producer:
-    """Does what it is told, and says how many it scheduled and how long that took."""
+class ProgramProducer:
+    """Executes the commands from stdin, and prints the number of tasks and the duration."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -80,7 +85,7 @@ class Producer:
     async def schedule(
         self, count: int, first: float, last: float, limit_s: float
     ) -> dict[str, Any]:
-        """One call each, due evenly from first to last; fewer when the time is over."""
+        """Schedule single tasks, due evenly from first to last, and stop at the time limit."""
         began, made = time.monotonic(), 0
         for due in spread(count, first, last):
             await self._program.schedule(due)
@@ -106,7 +111,7 @@ class Producer:
     async def steady(
         self, rate: int, count: int, batch: int, soonest: float, latest: float, limit_s: float
     ) -> dict[str, Any]:
-        """So many a second, in lots; fewer when the time is over."""
+        """Schedule batches at a rate, and stop at the time limit."""
         began, made = wall(), 0
         while made < count and wall() - began < limit_s:
             await asyncio.sleep(max(began + made / rate - wall(), 0))
@@ -145,9 +150,9 @@ def spread(count: int, first: float, last: float) -> Iterator[float]:
 
 
 def _say(line: str) -> None:
-    # On a line of its own, whatever the system's library has printed.
+    # The answer has its own line, whatever the system's library has printed.
     print(f"\n{line}", flush=True)
 
 
 def main(program: Program) -> None:
-    asyncio.run(Producer(program).obey() if sys.argv[1] == "produce" else program.work())
+    asyncio.run(ProgramProducer(program).obey() if sys.argv[1] == "produce" else program.work())

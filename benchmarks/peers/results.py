@@ -1,4 +1,4 @@
-"""What was measured: for each measure and system one value a round, or why there is none."""
+"""The results: one value per round for each measure and system, or the reason for its absence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 
 class Measure(NamedTuple):
-    """A column of a table; `better` says which way."""
+    """A column of a table; `better` is the direction of improvement."""
 
     name: str
     workload: str
@@ -60,14 +60,14 @@ MEASURES = {measure.name: measure for measure in _MEASURES}
 
 @dataclass
 class Results:
-    #: What is said of each system: its title, version, and how it was set up.
+    #: The description of each system: title, version and configuration.
     systems: dict[str, dict[str, Any]] = field(default_factory=dict)
-    #: Systems that could not be measured, and why.
+    #: The systems that could not be measured, with the reasons.
     left_out: dict[str, str] = field(default_factory=dict)
-    #: How much each workload was, in words.
+    #: The size of each workload as text.
     sizes: dict[str, str] = field(default_factory=dict)
     values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    #: What has to be known of a value, or stands where there is none; by workload and system.
+    #: Remarks on a value, or the reason for its absence; by workload and system.
     remarks: dict[str, dict[str, str]] = field(default_factory=dict)
     machine: dict[str, str] = field(default_factory=dict)
     is_quick: bool = False
@@ -80,7 +80,7 @@ class Results:
             self.values.setdefault(measure, {}).setdefault(system, []).append(value)
 
     def remark(self, workload: str, system: str, text: str) -> None:
-        """Said once, however many rounds say it."""
+        """Add a remark, unless an earlier round has added it."""
         if not text:
             return
         before = self.remarks.setdefault(workload, {}).get(system, "")

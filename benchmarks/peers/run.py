@@ -1,4 +1,4 @@
-"""`./dev bench --peers`: makes the peers' environment, and measures each workload with each system in turn."""
+"""`./dev bench --peers`: install the peers, and measure each workload with each system in turn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.peers import environment, servers
 from benchmarks.peers.catalogue import ALWAYS, SYSTEMS, System
 from benchmarks.peers.results import Results
 from benchmarks.peers.side import Peer
-from benchmarks.peers.workloads import WORKLOADS, Stage
+from benchmarks.peers.workloads import WORKLOADS, WorkloadContext
 from benchmarks.waiting import BenchError
 
 
@@ -30,7 +30,9 @@ class UnknownNameError(Exception):
 
 
 def chosen(names: Sequence[str], workloads: Sequence[str]) -> tuple[list[System], list[str]]:
-    """What is to be measured: all systems without names, and what is always measured with them."""
+    """Return the selected systems (all without names) and workloads, with the systems that are
+    always measured.
+    """
     unknown = sorted(set(names) - set(SYSTEMS))
     if unknown:
         raise UnknownNameError(f"no system {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
@@ -54,7 +56,7 @@ def run(
 
     signal.signal(signal.SIGTERM, _end)
     results = Results(is_quick=options.quick)
-    stage = Stage(
+    stage = WorkloadContext(
         results, options.quick, options.backlog or (2000 if options.quick else 100_000), say
     )
     folder = Path(tempfile.mkdtemp(prefix="delaytasks-peers-"))
@@ -70,7 +72,8 @@ def run(
                 if _is_ready(system, here, results, stage)
             ]
             for number in range(rounds):
-                # Each round begins with another one: what one leaves behind may fall into the next one's time.
+                # Each round begins with another system, because one system's aftereffects may slow
+                # the next one.
                 first = number % len(ready) if ready else 0
                 for workload in workloads:
                     say(f"{workload}, round {number + 1} of {rounds}")
@@ -92,17 +95,19 @@ def run(
 
 
 def _write(results: Results, file: Path | None) -> None:
-    """Again and again: a run takes hours, and what it has found is not to be lost with it."""
+    """Write the results so far. A run takes hours, and an abort must not lose them."""
     if file is not None:
         file.write_text(json.dumps(results.as_json(), indent=1) + os.linesep)
 
 
 def _end(number: int, frame: object) -> None:
-    """As an interrupt does it: what was started is ended, and what was measured is written."""
+    """Treat the signal as an interrupt, so that processes are ended and results are written."""
     raise KeyboardInterrupt
 
 
-def _is_ready(system: System, here: servers.Servers, results: Results, stage: Stage) -> bool:
+def _is_ready(
+    system: System, here: servers.Servers, results: Results, stage: WorkloadContext
+) -> bool:
     reason = here.missing(system.servers)
     try:
         if not reason:
@@ -111,7 +116,7 @@ def _is_ready(system: System, here: servers.Servers, results: Results, stage: St
         reason = str(error)
     if reason:
         results.left_out[system.name] = reason
-        stage.say(f"{system.title} is left out: {reason}")
+        stage.say(f"{system.title} is skipped: {reason}")
         return False
     results.systems[system.name] = {
         "title": system.title,
@@ -120,15 +125,15 @@ def _is_ready(system: System, here: servers.Servers, results: Results, stage: St
         "setup": system.setup,
         "source": system.source,
         "limits": list(system.limits),
-        "most_at_once": system.most_at_once,
+        "most_at_once": system.most_due_together,
     }
     return True
 
 
-def _measure(workload: str, stage: Stage, peer: Peer, console: Console) -> None:
+def _measure(workload: str, stage: WorkloadContext, peer: Peer, console: Console) -> None:
     try:
         WORKLOADS[workload](stage, peer)
-    except Exception as error:  # the others are measured all the same
+    except Exception as error:  # the other systems are still measured
         text = str(error) if isinstance(error, BenchError) else traceback.format_exc()
         first = text.splitlines()[0] if isinstance(error, BenchError) else repr(error)
         stage.results.failures.append(f"{workload}, {peer.system.title}: {first}")

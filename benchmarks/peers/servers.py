@@ -1,4 +1,4 @@
-"""The servers of a run: a PostgreSQL database and a Redis that nobody else uses, and the RabbitMQ that is there."""
+"""The servers of a run: a private PostgreSQL database, a private Redis, and a running RabbitMQ."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from sqlalchemy.engine import URL, make_url
 
 from benchmarks import brokers, machine, redis_server
 from benchmarks.ours import app
+from benchmarks.settings import broker_url, database_url
 from benchmarks.waiting import BenchError
-from benchmarks.where import broker_url, database_url
 
 POSTGRESQL, REDIS, RABBITMQ = "PostgreSQL", "Redis", "RabbitMQ"
 _RABBITMQ = "amqp://guest:guest@127.0.0.1:5672//"
 
 
 class Servers:
-    """Emptied before each measurement."""
+    """Servers that are emptied before each measurement."""
 
-    def __init__(self, redis: redis_server.Private) -> None:
+    def __init__(self, redis: redis_server.PrivateRedisServer) -> None:
         url = make_url(database_url())
         if url.get_backend_name() != "postgresql":
             raise BenchError("--peers needs PostgreSQL: set DELAYTASKS_BENCH_DATABASE_URL")
@@ -45,7 +45,7 @@ class Servers:
         return self._own.render_as_string(hide_password=False)
 
     def environment(self, broker: str) -> dict[str, str]:
-        """For the processes of a side: `broker` is what Celery is to use."""
+        """Return the environment of a side's processes; `broker` is the one for Celery."""
         return {
             "BENCH_DATABASE_URL": self.database_url,
             "BENCH_REDIS_URL": self.redis_url,
@@ -63,7 +63,7 @@ class Servers:
             connection.execute(text(f'DROP DATABASE IF EXISTS "{self._own.database}" WITH (FORCE)'))
 
     def missing(self, names: tuple[str, ...]) -> str:
-        """Why these servers can not be used, if so."""
+        """Return why these servers are unavailable, or an empty string."""
         if RABBITMQ in names and not self._uses_rabbitmq:
             with app.connection_for_write(self.rabbitmq_url) as connection:
                 try:
@@ -81,12 +81,15 @@ class Servers:
         self._admin.dispose()
 
     def cpu_s(self, names: tuple[str, ...]) -> float | None:
-        """Of these servers, whoever else uses PostgreSQL and RabbitMQ; None when they are not on this machine."""
+        """Return the CPU time of these servers, or None if they are not local.
+
+        It includes the work for other clients of PostgreSQL and RabbitMQ.
+        """
         found = [self._usage(name) for name in names]
         return sum(one.cpu_s for one in found if one is not None) if all(found) else None
 
     def held_bytes(self, name: str) -> int | None:
-        """What tasks take there: on PostgreSQL on disk, else in memory."""
+        """Return the memory of the tasks; on PostgreSQL their disk space."""
         if name == POSTGRESQL:
             with self._admin.connect() as connection:
                 return int(

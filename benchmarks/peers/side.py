@@ -1,4 +1,4 @@
-"""A system while it is measured: fresh servers, a producer that is told what to schedule, and workers."""
+"""A system during its measurement: empty servers, a producer and workers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from benchmarks.notes import Note, Notes
 from benchmarks.peers import environment
 from benchmarks.peers.catalogue import System
 from benchmarks.peers.servers import Servers
-from benchmarks.processes import Process
+from benchmarks.processes import BenchmarkProcess
 from benchmarks.waiting import BenchError, wait_until, wall
 
 START_S = 60.0
-#: Tasks that fresh workers run before anything is measured.
+#: Tasks that new workers run before a measurement.
 WARM_UP = 300
-#: Whatever polls begins a task within this time.
+#: Any polling system begins a task within this time.
 BEGIN_S = 5.0
-#: A producer answers so much later than its time limit at most: a call in which it is must come to its end.
+#: The maximum delay of a producer's answer after its time limit: a call in progress has to end
+#: first.
 SLACK_S = 120.0
 
 
-class Part(Process):
-    """A process of a system. What it started ends with it, in whatever group it is."""
+class PeerProcess(BenchmarkProcess):
+    """A process of a system. Processes that it started end with it, whatever their group."""
 
     stop_s = 5.0
 
@@ -44,7 +45,7 @@ class Part(Process):
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
-                pass  # its parent was first
+                pass  # the process ended together with its parent
         super().kill()
 
     def stop(self) -> None:
@@ -55,8 +56,8 @@ class Part(Process):
                 os.kill(pid, signal.SIGKILL)
 
 
-class Made(NamedTuple):
-    """What a producer has scheduled."""
+class Scheduled(NamedTuple):
+    """The number of tasks that a producer has scheduled, and the duration."""
 
     tasks: int
     took_s: float
@@ -72,15 +73,15 @@ class Peer:
         self._servers = servers
         self._folder = folder
         self._notes = Notes(folder / "notes")
-        self._workers: list[list[Part]] = []
-        self._beside: list[Part] = []
-        self._producer: Part | None = None
+        self._workers: list[list[PeerProcess]] = []
+        self._extra_processes: list[PeerProcess] = []
+        self._producer: PeerProcess | None = None
         self._asked = 0
         self._variables: dict[str, str] = {}
 
     @contextmanager
     def producing(self) -> Iterator[None]:
-        """With empty servers, the system's tables, and a producer."""
+        """Provide empty servers, the system's tables and a producer."""
         self._servers.clear()
         self._notes.clear()
         try:
@@ -91,11 +92,11 @@ class Peer:
         finally:
             for part in self._parts():
                 part.stop()
-            self._workers, self._beside, self._producer = [], [], None
+            self._workers, self._extra_processes, self._producer = [], [], None
 
     @contextmanager
     def serving(self, workers: int = 1, takes_s: float = 0) -> Iterator[None]:
-        """The same, with workers that have run some tasks. Each task takes so long."""
+        """Start workers that have run some tasks. `takes_s` is the duration of each task."""
         with self.producing():
             self._variables = {"BENCH_NOTES": self._notes.path, "BENCH_TAKES_S": str(takes_s)}
             if self.system.is_one_process:
@@ -105,20 +106,22 @@ class Peer:
                 self.ask("serve", START_S)
             else:
                 self._workers = [self._start_worker(number) for number in range(workers)]
-                self._beside = [self._start(command, "beat") for command in self.system.beside]
+                self._extra_processes = [
+                    self._start(command, "beat") for command in self.system.extra_commands
+                ]
             self._warm_up(10 if takes_s else WARM_UP)
             yield
             for part in self._parts():
                 if not part.is_alive:
                     raise BenchError(f"a process of {self.system.title} ended by itself")
 
-    def schedule(self, count: int, first: float, last: float, limit_s: float) -> Made:
-        return Made(
+    def schedule(self, count: int, first: float, last: float, limit_s: float) -> Scheduled:
+        return Scheduled(
             **self.ask("schedule", limit_s, count=count, first=first, last=last, limit_s=limit_s)
         )
 
-    def schedule_many(self, count: int, first: float, last: float, limit_s: float) -> Made:
-        return Made(
+    def schedule_many(self, count: int, first: float, last: float, limit_s: float) -> Scheduled:
+        return Scheduled(
             **self.ask(
                 "schedule_many", limit_s, count=count, first=first, last=last, limit_s=limit_s
             )
@@ -126,19 +129,19 @@ class Peer:
 
     def steady(
         self, rate: int, count: int, batch: int, soonest: float, latest: float, limit_s: float
-    ) -> Made:
+    ) -> Scheduled:
         order = {
             "rate": rate,
             "count": count,
-            "lot": batch,
+            "batch": batch,
             "soonest": soonest,
             "latest": latest,
             "limit_s": limit_s,
         }
-        return Made(**self.ask("steady", limit_s, **order))
+        return Scheduled(**self.ask("steady", limit_s, **order))
 
     def wait_for(self, count: int, deadline_s: float) -> bool:
-        """Whether so many tasks have run within that time."""
+        """Return whether `count` tasks run before the deadline."""
         ends = time.monotonic() + deadline_s
         while len(self._notes) < count or len(self.ran()) < count:
             if time.monotonic() > ends:
@@ -153,13 +156,16 @@ class Peer:
         self._notes.clear()
 
     def ended_at(self, deadline_s: float = 5.0) -> float:
-        """When the last one was settled, or else when it began."""
+        """Return when the last task was settled, or else when it began."""
         noted = max(note.at for note in self.ran())
         found = self.ask("ended_at", deadline_s)["at"]
         return noted if found is None else max(noted, found)
 
     def kill_a_worker(self) -> str:
-        """All processes of the worker that begins the next task, as if its machine was off; and says what that was."""
+        """Kill all processes of the worker that begins the next task, as a power failure does.
+
+        Return a description of the worker.
+        """
         before = len(self._begun())
         wait_until(
             lambda: len(self._begun()) > before,
@@ -184,12 +190,12 @@ class Peer:
         return "one of two workers"
 
     def _begun(self) -> list[int]:
-        """The processes that began tasks, one after the other, where tasks take time."""
+        """Return the processes that began tasks, in order, if tasks take time."""
         return [-int(note.due) for note in self._notes.read() if note.due < 0]
 
     def worker_cpu_s(self) -> float | None:
-        """Of the workers, and of what works beside them."""
-        found = [usage(part.pid) for part in [*self._working(), *self._beside]]
+        """Return the CPU time of the workers and of additional processes."""
+        found = [usage(part.pid) for part in [*self._working(), *self._extra_processes]]
         return sum(one.cpu_s for one in found if one is not None) if all(found) else None
 
     def worker_bytes(self) -> int | None:
@@ -211,7 +217,7 @@ class Peer:
         found: dict[str, Any] = json.loads(self._hear(producer, opening, within_s + SLACK_S))
         return found
 
-    def _hear(self, part: Part, opening: str, deadline_s: float) -> str:
+    def _hear(self, part: PeerProcess, opening: str, deadline_s: float) -> str:
         heard: list[str] = []
 
         def has_said() -> bool:
@@ -230,11 +236,11 @@ class Peer:
         self._producer = self._start(self.system.producer, "producer", **variables)
         self._hear(self._producer, "ready", START_S)
 
-    def _start_worker(self, number: int) -> list[Part]:
+    def _start_worker(self, number: int) -> list[PeerProcess]:
         name = f"{self.system.name}{number}"
         return [self._start(command, name, **self._variables) for command in self.system.worker]
 
-    def _start(self, command: Sequence[str], name: str, **variables: str) -> Part:
+    def _start(self, command: Sequence[str], name: str, **variables: str) -> PeerProcess:
         places = {"name": name, "folder": self._folder, "redis": self._servers.redis_url}
         filled = [part.format(**places) for part in command]
         every = {
@@ -242,32 +248,37 @@ class Peer:
             **environment.variables(self.system),
             **variables,
         }
-        return Part(self.system, filled, self._folder, **every)
+        return PeerProcess(self.system, filled, self._folder, **every)
 
     def _warm_up(self, count: int) -> None:
         now = wall()
         self.schedule(count, now, now, START_S)
         if not self.wait_for(count, START_S):
             raise BenchError(
-                f"{self.system.title} ran {len(self._notes)} of its first {count} tasks in {START_S:.0f} s"
+                f"{self.system.title} ran {len(self._notes)} of its first {count} tasks in "
+                f"{START_S:.0f} s"
             )
         self.forget()
 
-    def _working(self) -> list[Part]:
+    def _working(self) -> list[PeerProcess]:
         if self.system.is_one_process:
             return [self._producer] if self._producer is not None else []
         return [part for worker in self._workers for part in worker]
 
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[PeerProcess]:
         producer = [] if self._producer is None else [self._producer]
-        return [*(part for worker in self._workers for part in worker), *self._beside, *producer]
+        return [
+            *(part for worker in self._workers for part in worker),
+            *self._extra_processes,
+            *producer,
+        ]
 
     def _last_words(self) -> str:
         return "\n".join(f"{part.log}:\n{part.last_words(8)}" for part in self._parts())
 
 
 def _is_of_session(pid: int, session: int) -> bool:
-    """Its number may have been given to somebody else's process meanwhile."""
+    """Return whether the pid still belongs to the session, since the system may have reused it."""
     try:
         return os.getsid(pid) == session
     except ProcessLookupError:

@@ -1,4 +1,7 @@
-"""The same work for every system. Each workload is called once a round for each system, and adds to the results."""
+"""The same workloads for every system.
+
+Each is called once per round and system, and adds to the results.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,20 @@ from dataclasses import dataclass
 
 from benchmarks.figures import percentile
 from benchmarks.peers.results import Results
-from benchmarks.peers.side import Made, Peer
+from benchmarks.peers.side import Peer, Scheduled
 from benchmarks.waiting import sleep_until, wall
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 #: Steady tasks are due in one to five seconds.
 SOONEST_S, LATEST_S = 1.0, 5.0
-#: What is in the hands of a worker that is killed: four processes, and a task for each of them at every step.
-AT_ONCE, STEP_S, TAKES_S = 4, 0.5, 0.3
-#: The first is due so long after the scheduling began.
+#: The tasks of a worker that is killed: four processes, and one task for each at every step.
+SIMULTANEOUS, STEP_S, TAKES_S = 4, 0.5, 0.3
+#: Seconds from the begin of scheduling to the first due time.
 AHEAD_S = 5.0
 
 
 @dataclass
-class Stage:
+class WorkloadContext:
     results: Results
     is_quick: bool
     backlog: int
@@ -29,18 +32,18 @@ class Stage:
     def size(self, full: int, quick: int) -> int:
         return quick if self.is_quick else full
 
-    def fewer(self, workload: str, peer: Peer, made: Made, wanted: int) -> None:
+    def fewer(self, workload: str, peer: Peer, made: Scheduled, wanted: int) -> None:
         if made.tasks < wanted:
             text = f"{made.tasks:,} of {wanted:,} tasks were scheduled before the time limit"
             self.results.remark(workload, peer.system.name, text)
 
 
-def call(stage: Stage, peer: Peer) -> None:
-    """One call after the other; nobody works."""
+def call(stage: WorkloadContext, peer: Peer) -> None:
+    """Schedule one call after the other, without workers."""
     _schedule(stage, peer, "call", peer.schedule, stage.size(3000, 300), 10, stage.size(20, 5))
 
 
-def bulk(stage: Stage, peer: Peer) -> None:
+def bulk(stage: WorkloadContext, peer: Peer) -> None:
     count = stage.size(100_000, 5000)
     if peer.system.has_bulk:
         _schedule(stage, peer, "bulk", peer.schedule_many, count, 20, stage.size(30, 10))
@@ -48,11 +51,11 @@ def bulk(stage: Stage, peer: Peer) -> None:
         stage.results.remark("bulk", peer.system.name, "it has no call that schedules many tasks")
 
 
-Schedule = Callable[[int, float, float, float], Made]
+Schedule = Callable[[int, float, float, float], Scheduled]
 
 
 def _schedule(
-    stage: Stage,
+    stage: WorkloadContext,
     peer: Peer,
     workload: str,
     schedule: Schedule,
@@ -60,7 +63,7 @@ def _schedule(
     share: int,
     limit_s: float,
 ) -> None:
-    """So many tasks; first one of `share` of them, by which connections and caches are warm."""
+    """Schedule `count` tasks, and before that a share of them to warm up connections and caches."""
     stage.results.sizes[workload] = f"{count:,} tasks due in an hour, by one producer"
     with peer.producing():
         due = wall() + HOUR_S
@@ -71,13 +74,14 @@ def _schedule(
     stage.say(f"{workload}: {peer.system.title}: {made.per_s:,.0f}/s")
 
 
-def burst(stage: Stage, peer: Peer) -> None:
-    """All due at one instant, in bulk where that is possible."""
+def burst(stage: WorkloadContext, peer: Peer) -> None:
+    """Schedule tasks due at one instant, in bulk if possible."""
     count, lead, deadline = stage.size(50_000, 2000), stage.size(60, 8), stage.size(60, 20)
     stage.results.sizes["burst"] = (
-        f"{count:,} tasks due at one instant, scheduled up to {lead} s before, in bulk where possible"
+        f"{count:,} tasks due at one instant, scheduled up to {lead} s before, in bulk where "
+        "possible"
     )
-    most = peer.system.most_at_once
+    most = peer.system.most_due_together
     if most is not None and count > most:
         text = f"measured with {most:,} tasks: it runs no task if more are due together"
         stage.results.remark("burst", peer.system.name, text)
@@ -107,19 +111,20 @@ def burst(stage: Stage, peer: Peer) -> None:
             "burst_p99", name, percentile([(note.at - note.due) * 1000 for note in ran], 0.99)
         )
     stage.say(
-        f"burst: {peer.system.title}: {len(ran):,} in {took:.2f} s, {len(ran) / max(took, 1e-9):,.0f}/s"
+        f"burst: {peer.system.title}: {len(ran):,} in {took:.2f} s, "
+        f"{len(ran) / max(took, 1e-9):,.0f}/s"
     )
 
 
-def steady(rate: int, batch: int) -> Callable[[Stage, Peer], None]:
-    """So many a second, due in one to five seconds, scheduled in lots."""
+def steady(rate: int, batch: int) -> Callable[[WorkloadContext, Peer], None]:
+    """Return a workload of `rate` tasks per second, due in one to five seconds, in batches."""
 
-    def work(stage: Stage, peer: Peer) -> None:
+    def work(stage: WorkloadContext, peer: Peer) -> None:
         workload, name = f"steady_{rate}", peer.system.name
         seconds = stage.size(20, 6)
-        sizes = f"in batches of {batch}" if batch > 1 else "one call each"
+        batches = f"in batches of {batch}" if batch > 1 else "one call each"
         stage.results.sizes[workload] = (
-            f"{rate:,} tasks a second for {seconds} s, due in 1 to 5 s, {sizes}"
+            f"{rate:,} tasks a second for {seconds} s, due in 1 to 5 s, {batches}"
         )
         with peer.serving():
             worker_s, server_s = peer.worker_cpu_s(), peer.server_cpu_s()
@@ -146,9 +151,11 @@ def steady(rate: int, batch: int) -> Callable[[Stage, Peer], None]:
 
 
 def _steady(
-    stage: Stage, workload: str, peer: Peer, rate: int, batch: int, seconds: int
-) -> tuple[Made, list[float]]:
-    """What was scheduled, and how late those that ran were, in milliseconds."""
+    stage: WorkloadContext, workload: str, peer: Peer, rate: int, batch: int, seconds: int
+) -> tuple[Scheduled, list[float]]:
+    """Run the workload, and return what was scheduled and the lateness of the tasks in
+    milliseconds.
+    """
     count = rate * seconds
     made = peer.steady(rate, count, batch, SOONEST_S, LATEST_S, 2 * seconds)
     if made.took_s > seconds * 1.1:
@@ -157,20 +164,23 @@ def _steady(
         )
     deadline = LATEST_S + stage.size(20, 10)
     if not peer.wait_for(made.tasks, deadline):
-        text = f"{len(peer.ran()):,} of {made.tasks:,} ran within {deadline:.0f} s after the last one was scheduled"
+        text = (
+            f"{len(peer.ran()):,} of {made.tasks:,} ran within {deadline:.0f} s after the last "
+            "one was scheduled"
+        )
         stage.results.remark(workload, peer.system.name, text)
     return made, [(note.at - note.due) * 1000 for note in peer.ran()]
 
 
-def backlog(stage: Stage, peer: Peer) -> None:
-    """Near tasks, then many that are due tomorrow, and near ones again: how late they are, and what a far one takes."""
+def backlog(stage: WorkloadContext, peer: Peer) -> None:
+    """Measure near tasks, add many tasks that are due tomorrow, and measure near tasks again."""
     name, seconds = peer.system.name, stage.size(15, 5)
     stage.results.sizes["backlog"] = (
         f"50 tasks a second for {seconds} s, due in 1 to 5 s, without and behind "
         f"{stage.backlog:,} tasks that are due tomorrow"
     )
     with peer.serving():
-        # First without it: what any work takes in memory is taken before it is looked at.
+        # The part without backlog comes first, since it allocates the memory that any work needs.
         without = _steady(stage, "backlog", peer, 50, 1, seconds)[1]
         peer.forget()
         worker, server = peer.worker_bytes(), peer.server_bytes()
@@ -192,25 +202,28 @@ def backlog(stage: Stage, peer: Peer) -> None:
     else:
         stage.results.remark("backlog", name, "no near task ran")
     stage.say(
-        f"backlog: {peer.system.title}: {far.tasks:,} far, {len(late):,} of {made.tasks:,} near ran, {_said(late)}"
+        f"backlog: {peer.system.title}: {far.tasks:,} far, {len(late):,} of {made.tasks:,} near "
+        f"ran, {_said(late)}"
     )
 
 
-def recovery(stage: Stage, peer: Peer) -> None:
-    """Two workers, tasks that take time, and one of the workers is killed while it runs some of them."""
+def recovery(stage: WorkloadContext, peer: Peer) -> None:
+    """Kill one of two workers while it runs tasks that take time."""
     steps, name = stage.size(20, 8), peer.system.name
     limit = stage.size(75, 12)
-    count = steps * AT_ONCE
+    count = steps * SIMULTANEOUS
     stage.results.sizes["recovery"] = (
-        f"{count} tasks of {TAKES_S * 1000:.0f} ms, {AT_ONCE} due every {STEP_S:g} s, two workers; half-way, "
-        f"the worker that starts a task is killed; the measurement ends {limit} s after the last due instant"
+        f"{count} tasks of {TAKES_S * 1000:.0f} ms, {SIMULTANEOUS} due every {STEP_S:g} s, two "
+        "workers; half-way, "
+        f"the worker that starts a task is killed; the measurement ends {limit} s after the last "
+        "due instant"
     )
     with peer.serving(2, TAKES_S):
         first = wall() + AHEAD_S
         for step in range(steps):
             due = first + step * STEP_S
-            # By microseconds apart, so that each is known.
-            peer.schedule(AT_ONCE, due, due + AT_ONCE * 1e-6, AHEAD_S)
+            # Due times differ by microseconds, so that each task is identifiable.
+            peer.schedule(SIMULTANEOUS, due, due + SIMULTANEOUS * 1e-6, AHEAD_S)
         last = first + (steps - 1) * STEP_S
         sleep_until(first + steps // 2 * STEP_S)
         victim = peer.kill_a_worker()
@@ -228,12 +241,13 @@ def recovery(stage: Stage, peer: Peer) -> None:
         text = f"{missing} of {count} had not run {limit} s after the last one was due"
         stage.results.remark("recovery", name, text)
     stage.say(
-        f"recovery: {peer.system.title}: {missing} missing, latest {max(runs.values(), default=0):.2f} s"
+        f"recovery: {peer.system.title}: {missing} missing, latest "
+        f"{max(runs.values(), default=0):.2f} s"
     )
 
 
 def _all_ran(peer: Peer, count: int, limit: float) -> bool:
-    """Whether each of them has, since some may run twice."""
+    """Return whether each of the tasks has run; some may have run twice."""
     ends = wall() + limit
     while len({note.due for note in peer.ran()}) < count:
         if wall() > ends:
@@ -246,10 +260,13 @@ def _said(late: list[float]) -> str:
     if not late:
         return "none ran"
     early = sum(one < 0 for one in late)
-    return f"p50 {percentile(late, 0.5):.1f} ms, p99 {percentile(late, 0.99):.1f} ms, {early:,} of {len(late):,} early"
+    return (
+        f"p50 {percentile(late, 0.5):.1f} ms, p99 {percentile(late, 0.99):.1f} ms, {early:,} of "
+        f"{len(late):,} early"
+    )
 
 
-WORKLOADS: dict[str, Callable[[Stage, Peer], None]] = {
+WORKLOADS: dict[str, Callable[[WorkloadContext, Peer], None]] = {
     "call": call,
     "bulk": bulk,
     "burst": burst,

@@ -1,1 +1,1 @@
-"""Real processes killed at each step of a task's way, and how long it takes until all is well again."""
+"""Kill real processes at each step of a task, and measure how long the recovery takes."""

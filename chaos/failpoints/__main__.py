@@ -1,4 +1,4 @@
-"""`python -m chaos.failpoints [--seeds N] [--only NAME]… [--timer …] [--database …] [--broker …] [--worlds N]`"""
+"""Make real processes fail at each failpoint, and check the recovery times."""
 
 from __future__ import annotations
 
@@ -16,34 +16,38 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from chaos.failpoints.orders import LASTS_S
-from chaos.failpoints.places import BY_NAME, PLACES
-from chaos.failpoints.playing import ENDED, Part, Played, play
+from chaos.failpoints.catalogue import BY_NAME, FAILPOINTS
+from chaos.failpoints.orders import EXTRA_RECOVERY_S
+from chaos.failpoints.playing import ENDED, Part, PartResult, play
 from chaos.failpoints.world import BOUNDS_S, Episode
 from tests.postgres_server import PostgresServer
 from tests.redis_server import RedisServer
 from tests.services import Services, free_port, own_database
 
-#: From so many seeds on.
-OFTEN = 10
+#: From this number of seeds on, each failpoint has a deployment of its own.
+MANY_SEEDS = 10
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="failpoints", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=50, help="of each failpoint")
+    parser.add_argument("--seeds", type=int, default=50, help="number of seeds for each failpoint")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--only", action="append", choices=sorted(BY_NAME), metavar="NAME")
     parser.add_argument(
-        "--timer", choices=["eta", "redis"], help="one of them only; else each failpoint with one"
+        "--timer",
+        choices=["eta", "redis"],
+        help="use only this timer (default: both, alternating between failpoints)",
     )
     parser.add_argument(
         "--database", choices=["postgresql", "mysql", "sqlite"], default="postgresql"
     )
     parser.add_argument("--broker", choices=["redis", "rabbitmq"], default="redis")
-    parser.add_argument("--worlds", type=int, default=4, help="deployments side by side")
-    parser.add_argument("--act", choices=list(LASTS_S), default="kill", help="what happens there")
+    parser.add_argument("--worlds", type=int, default=4, help="number of simultaneous deployments")
     parser.add_argument(
-        "--slack", type=float, default=0, help="seconds added to each bound, on a busy machine"
+        "--act", choices=list(EXTRA_RECOVERY_S), default="kill", help="how the step fails"
+    )
+    parser.add_argument(
+        "--slack", type=float, default=0, help="seconds added to each bound, for a busy machine"
     )
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, end)
@@ -65,26 +69,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pool = own.enter_context(
             ProcessPoolExecutor(options.worlds, mp_context=get_context("spawn"))
         )
-        console, played, slack_s = Console(), [], options.slack + LASTS_S[options.act]
+        console, results, slack_s = Console(), [], options.slack + EXTRA_RECOVERY_S[options.act]
         for done in as_completed([pool.submit(play, part) for part in parts]):
-            played.append(done.result())
+            results.append(done.result())
             console.print(
-                f"{len(played)} of {len(parts)}: {', '.join({e.place for e in played[-1].episodes})}"
+                f"{len(results)} of {len(parts)}: "
+                f"{', '.join({e.failpoint for e in results[-1].episodes})}"
             )
-    return show(played, slack_s, console)
+    return show(results, slack_s, console)
 
 
 def end(*_: object) -> None:
-    """What it started is ended, however it ends."""
+    """End the started processes."""
     for world in active_children():
         world.terminate()
     sys.exit(ENDED)
 
 
 def servers(own: contextlib.ExitStack, database: str, broker: str) -> tuple[str, str, str]:
-    """The URLs of database, broker and Redis; PostgreSQL and Redis are this run's own."""
+    """Return the URLs of the database, the broker and Redis.
+
+    PostgreSQL and Redis are started for this run.
+    """
     folder = Path(own.enter_context(tempfile.TemporaryDirectory(prefix="delaytasks-failpoints-")))
-    folder.chmod(0o755)  # the database may be another user's
+    folder.chmod(0o755)  # the database may run as another user
     services = Services()
     own.callback(services.close)
     redis = RedisServer(folder)
@@ -104,16 +112,19 @@ def servers(own: contextlib.ExitStack, database: str, broker: str) -> tuple[str,
 def shared(
     timer: str | None, only: Sequence[str] | None, worlds: int, seeds: int
 ) -> list[tuple[str, list[str]]]:
-    """The failpoints of each world; those that both timers reach go to each in turn. One that is to be reached often
-    has a world of its own."""
+    """Distribute the failpoints over deployments.
+
+    Failpoints that both timers reach alternate between the timers. With many seeds, each failpoint
+    has a deployment of its own.
+    """
     found: dict[str, list[str]] = {"eta": [], "redis": []}
-    for number, place in enumerate(PLACES):
-        if only is None or place.name in only:
-            fitting = [name for name in found if place.fits(name) and timer in (None, name)]
+    for number, failpoint in enumerate(FAILPOINTS):
+        if only is None or failpoint.name in only:
+            fitting = [name for name in found if failpoint.fits(name) and timer in (None, name)]
             if fitting:
-                found[fitting[number % len(fitting)]].append(place.name)
+                found[fitting[number % len(fitting)]].append(failpoint.name)
     names = [(timer, name) for timer in found for name in found[timer]]
-    if seeds >= OFTEN:
+    if seeds >= MANY_SEEDS:
         return [(timer, [name]) for timer, name in names]
     parts = [
         (timer, [name for at, name in names[number::worlds] if at == timer])
@@ -123,32 +134,36 @@ def shared(
     return [part for part in parts if part[1]]
 
 
-def show(played: Sequence[Played], slack_s: float, console: Console) -> int:
-    episodes = [episode for one in played for episode in one.episodes]
-    table = Table("failpoint", "who", "runs", "p50 s", "worst s", "bound s", "inside")
+def show(results: Sequence[PartResult], slack_s: float, console: Console) -> int:
+    episodes = [episode for one in results for episode in one.episodes]
+    table = Table("failpoint", "process", "runs", "p50 s", "worst s", "bound s", "inside")
     is_bad = False
-    for place in PLACES:
-        mine = [episode for episode in episodes if episode.place == place.name]
+    for failpoint in FAILPOINTS:
+        mine = [episode for episode in episodes if episode.failpoint == failpoint.name]
         if mine:
-            row, is_inside = line(mine, BOUNDS_S[place.bound], slack_s)
+            row, is_inside = line(mine, BOUNDS_S[failpoint.bound], slack_s)
             is_bad |= not is_inside
-            table.add_row(place.name, place.who, *row)
+            table.add_row(failpoint.name, failpoint.process_kind, *row)
     console.print(table)
-    for place in PLACES:
-        mine = [episode for episode in episodes if episode.place == place.name]
+    for failpoint in FAILPOINTS:
+        mine = [episode for episode in episodes if episode.failpoint == failpoint.name]
         for one in (episode for episode in mine if episode.is_late(slack_s)):
             console.print(
-                f"{place.name}, seed {one.seed}: {one.recovery_s:.2f} s of {one.bound_s:g}",
+                f"{failpoint.name}, seed {one.seed}: {one.recovery_s:.2f} s of {one.bound_s:g}",
                 highlight=False,
             )
             console.print(one.story, markup=False, highlight=False)
-    for one in played:
-        if one.findings:
+    for result in results:
+        if result.findings:
             is_bad = True
-            console.print(one.verdict, markup=False, highlight=False)
-    tasks, runs = sum(one.tasks for one in played), sum(one.runs for one in played)
+            console.print(result.verdict, markup=False, highlight=False)
+    tasks, runs = sum(one.tasks for one in results), sum(one.runs for one in results)
     console.print(f"{len(episodes):,} faults, {tasks:,} tasks, {runs:,} runs: ", end="")
-    console.print("not all is well" if is_bad else "all inside their bounds, and nothing found")
+    console.print(
+        "some bounds were exceeded, or the checker found errors"
+        if is_bad
+        else "all within their bounds, no findings"
+    )
     return 1 if is_bad else 0
 
 

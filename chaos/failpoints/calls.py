@@ -1,4 +1,7 @@
-"""What a producer asks for in one episode. It writes down that it asks, and then what it was told."""
+"""The calls of a producer in one episode.
+
+It records each call before it is made, and then its answer.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +10,31 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from sqlalchemy.orm import Session
 
-from chaos.failpoints.places import Mix
-from chaos.history import Answer, Call, Told
+from chaos.failpoints.catalogue import Mix
+from chaos.history import Answer, Call, CallRecord
 from chaos.project import notebook, now_us
 from delaytasks import DelayTask, DelayTasks
 from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import OnConflict
 from delaytasks.core.new_task import NewTask
 from delaytasks.scheduling import producer
+from delaytasks.scheduling.task_builder import RowBatch
 
 RETRY_SCHEDULE_RUNS = 3
-#: Of the workers: what is due later is armed by a sweep.
+#: The horizon of the workers: tasks that are due later are armed by a sweep.
 HORIZON_S = 5.0
-#: So many at once, in lots of so many, and so often.
+#: The size of one bulk call, the size of its batches, and the number of bulk calls.
 MANY, BATCH_ROWS, MANY_CALLS = 5, 2, 2
 
 
-class Calls:
+class FailpointCalls:
     def __init__(self, delays: DelayTasks, notes: Path, seed: int) -> None:
         self._delays = delays
         self._notes = notebook(str(notes))
@@ -38,7 +43,7 @@ class Calls:
 
     def make(self, mix: Mix) -> None:
         chance = self._chance
-        if mix == "crowd":
+        if mix == "overdue backlog":
             when = self._delays.clock.now() + timedelta(seconds=0.3)
             for _ in range(12):
                 self._schedule("fail.note", None, chance.uniform(0.08, 0.16), when=when)
@@ -59,9 +64,7 @@ class Calls:
             elif mix == "cancelled" or mix == "retried":
                 self._cancel(id := self._schedule("fail.note", chance.uniform(1, 2)))
                 if mix == "retried":
-                    self._told(
-                        id, "retry", 1, lambda id=id, delay=delay: self._delays.retry(id, delay)
-                    )  # type: ignore[misc]
+                    self._call(id, "retry", 1, partial(self._delays.retry, id, delay))
             elif mix == "touched":
                 self._delays.touch(
                     self._schedule("fail.note", chance.uniform(1, 2)), chance.uniform(0.5, 2.5)
@@ -74,7 +77,7 @@ class Calls:
                 self._schedule("fail.note", delay, chance.uniform(1, 1.5))
             elif mix == "fatal" and number == 0:
                 self._schedule("fail.fatal", delay)
-            elif mix == "side by side":
+            elif mix == "simultaneous":
                 self._schedule("fail.side", delay, chance.uniform(0.05, 0.3))
             elif mix == "limited":
                 self._schedule("fail.limited", delay / 4, 0.05)
@@ -89,11 +92,11 @@ class Calls:
         runs = RETRY_SCHEDULE_RUNS if tag == "fail.shaky" else 1
         call = self._delays.schedule_delay if delay is not None else self._delays.schedule_at
         when = (delay,) if delay is not None else (options.pop("when"),)
-        self._told(id, "schedule", runs, lambda: call(tag, body, *when, id=id, **options))
+        self._call(id, "schedule", runs, lambda: call(tag, body, *when, id=id, **options))
         return id
 
     def _insert(self) -> None:
-        """As another program does it: nothing is armed."""
+        """Insert a row without arming it, as another program does."""
         id, body = self._delays.new_id(), json.dumps({"folder": self._folder, "s": 0, "fails": 0})
         now = self._delays.clock.now()
         task = DelayTask(id, "fail.note", body, now, create_time=now)
@@ -102,7 +105,7 @@ class Calls:
             self._delays.store.tasks.insert(task)
             return task
 
-        self._told(id, "schedule", 1, ask)
+        self._call(id, "schedule", 1, ask)
 
     def _schedule_in_session(self, delay: float) -> None:
         id, body = self._delays.new_id(), {"folder": self._folder, "s": 0, "fails": 0}
@@ -111,21 +114,26 @@ class Calls:
             with Session(self._delays.store.database.tx) as session, session.begin():
                 return self._delays.schedule_delay("fail.note", body, delay, id=id, session=session)
 
-        self._told(id, "schedule", 1, ask)
+        self._call(id, "schedule", 1, ask)
 
     def _schedule_many(self, is_in_session: bool) -> None:
-        """In several lots. Their ids are made meanwhile, and must be known whatever happens."""
+        """Schedule in several batches.
+
+        The ids are made during the call, and must be recorded even if the call fails.
+        """
         asked_us, written = now_us(), list[DelayTask]()
         body = {"folder": self._folder, "s": 0, "fails": 0}
 
-        def told(tasks: Sequence[DelayTask], answer: Answer) -> None:
+        def record(tasks: Sequence[DelayTask], answer: Answer) -> None:
             for task in tasks:
                 due_us = to_us(task.expected_time) if answer == "ok" else None
-                self._notes.note(Told(task.id, "schedule", answer, asked_us, now_us(), due_us))
+                self._notes.note(
+                    CallRecord(task.id, "schedule", answer, asked_us, now_us(), due_us)
+                )
 
-        def batch(asked: Iterable[NewTask], on_conflict: OnConflict) -> producer.RowBatch:
+        def batch(asked: Iterable[NewTask], on_conflict: OnConflict) -> RowBatch:
             made = make(asked, on_conflict)
-            told(made.plain, "unknown")
+            record(made.plain, "unknown")
             return made
 
         maker = self._delays.routes.shards[0].producer
@@ -138,27 +146,27 @@ class Calls:
             if is_in_session:
                 with Session(self._delays.store.database.tx) as session, session.begin():
                     self._delays.schedule_many(many, session=session, on_batch=written.extend)
-                told(written, "ok")
+                record(written, "ok")
             else:
-                self._delays.schedule_many(many, on_batch=lambda tasks: told(tasks, "ok"))
+                self._delays.schedule_many(many, on_batch=lambda tasks: record(tasks, "ok"))
 
     def _cancel(self, id: int) -> None:
-        self._told(id, "cancel", 1, lambda: self._delays.cancel(id, strict=True))
+        self._call(id, "cancel", 1, lambda: self._delays.cancel(id, strict=True))
 
     def _move(self, id: int) -> None:
         if self._chance.random() < 0.2:
             self._cancel(id)
         else:
-            self._told(
+            self._call(
                 id,
                 "reschedule",
                 1,
                 lambda: self._delays.reschedule(id, self._chance.uniform(0, 0.5)),
             )
 
-    def _told(self, id: int, call: Call, runs: int, ask: Callable[[], Any]) -> None:
+    def _call(self, id: int, call: Call, runs: int, ask: Callable[[], Any]) -> None:
         asked_us = now_us()
-        self._notes.note(Told(id, call, "unknown", asked_us, asked_us, None, runs))
-        said = ask()
-        due_us = None if call == "cancel" else to_us(said.expected_time)
-        self._notes.note(Told(id, call, "ok", asked_us, now_us(), due_us, runs))
+        self._notes.note(CallRecord(id, call, "unknown", asked_us, asked_us, None, runs))
+        reply = ask()
+        due_us = None if call == "cancel" else to_us(reply.expected_time)
+        self._notes.note(CallRecord(id, call, "ok", asked_us, now_us(), due_us, runs))

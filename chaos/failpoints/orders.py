@@ -1,8 +1,9 @@
-"""Orders to fail: a file for each, named by its failpoint, which the process that comes there carries out once.
+"""Orders to fail. An order is a file with the name of a failpoint.
 
-`echo "kill 3" > FOLDER/claimed` kills the first process that has claimed a chunk for the third time, if it runs with
-DELAYTASKS_TEST_FAILPOINTS=FOLDER and imports this module (`chaos.failpoints.project` does). Other acts are `raise` and
-`sleep`, which takes longer than a lease.
+The first process that reaches the failpoint carries the order out and removes the file. `echo "kill
+3 x" > FOLDER/claimed` kills the first process that has claimed a chunk for the third time, if it
+runs with DELAYTASKS_TEST_FAILPOINTS=FOLDER and imports this module, as `chaos.failpoints.project`
+does. Other acts are `raise` and `sleep`, which takes longer than a lease.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from pkgutil import resolve_name
 from types import GeneratorType
 from typing import Any, Literal
 
-from chaos.failpoints.places import PLACES, DatabaseAddress, Who
+from chaos.failpoints.catalogue import FAILPOINTS, Failpoint, ProcessKind
 from chaos.history import Effect, Fault
 from chaos.pids import children_of
 from chaos.project import now_us
 
-#: In their folder: those that were carried out.
+#: The file in the folder that lists the orders that were carried out.
 FAULTS = "faults.jsonl"
 VARIABLE = "DELAYTASKS_TEST_FAILPOINTS"
-#: Of the deployments in which this is done.
+#: The lease of the deployments under test.
 LEASE_S = 2.0
 SLEEP_S = 1.5 * LEASE_S
 
@@ -43,81 +44,82 @@ def faults(folder: Path) -> list[Fault]:
 
 
 Act = Literal["kill", "raise", "sleep"]
-#: What the step takes longer by. What an error leaves behind in a process that lives lapses one lease later.
-LASTS_S: dict[Act, float] = {"kill": 0, "raise": LEASE_S, "sleep": SLEEP_S}
+#: The additional recovery time. Rows that an error leaves behind in a living process are recovered
+#: one lease later.
+EXTRA_RECOVERY_S: dict[Act, float] = {"kill": 0, "raise": LEASE_S, "sleep": SLEEP_S}
 
 
 class FailpointError(Exception):
-    """As ordered."""
+    """Raised at a failpoint by an order to `raise`."""
 
 
 class Orders:
-    """As the processes see them that they are for."""
+    """The orders as seen by the processes that carry them out."""
 
     def __init__(self, folder: Path, is_producer: bool = False) -> None:
         self._folder = folder
         self._is_producer = is_producer
         self._main = os.getpid()
         self._reached: Counter[tuple[str, str]] = Counter()
-        for place in PLACES:
-            for at in place.at:
-                self._wrap(place, f"delaytasks.{at}")
+        for failpoint in FAILPOINTS:
+            for path in failpoint.methods:
+                self._wrap(failpoint, f"delaytasks.{path}")
 
-    def _wrap(self, place: DatabaseAddress, at: str) -> None:
-        where, _, name = at.rpartition(".")
+    def _wrap(self, failpoint: Failpoint, path: str) -> None:
+        where, _, name = path.rpartition(".")
         owner = resolve_name(where)
         method: Callable[..., Any] = getattr(owner, name)
 
         @functools.wraps(method)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if place.side == "before":
-                self._reach(place)
+            if failpoint.side == "before":
+                self._reach(failpoint)
             answer = method(*args, **kwargs)
             if isinstance(answer, GeneratorType):
-                return self._each(place, answer)
-            if place.side == "after":
-                self._reach(place)
+                return self._each(failpoint, answer)
+            if failpoint.side == "after":
+                self._reach(failpoint)
             return answer
 
         setattr(owner, name, wrapped)
 
-    def _each(self, place: DatabaseAddress, answers: Iterator[Any]) -> Iterator[Any]:
+    def _each(self, failpoint: Failpoint, answers: Iterator[Any]) -> Iterator[Any]:
         for answer in answers:
-            if place.side == "after":
-                self._reach(place)
+            if failpoint.side == "after":
+                self._reach(failpoint)
             yield answer
 
     @property
-    def _who(self) -> Who:
+    def _process_kind(self) -> ProcessKind:
         if self._is_producer:
             return "producer"
         return "main" if os.getpid() == self._main else "pool"
 
-    def _reach(self, place: DatabaseAddress) -> None:
-        order = self._folder / place.name
+    def _reach(self, failpoint: Failpoint) -> None:
+        order = self._folder / failpoint.name
         try:
             text = order.read_text()
-            if place.who != self._who:
+            if failpoint.process_kind != self._process_kind:
                 return
-            self._reached[place.name, text] += 1
+            self._reached[failpoint.name, text] += 1
             act, nth, _serial = text.split()
-            if self._reached[place.name, text] < int(nth):
+            if self._reached[failpoint.name, text] < int(nth):
                 return
-            order.unlink()  # another process may have been quicker
+            order.unlink()  # another process may have removed it already
         except (FileNotFoundError, ValueError):
             return
         if act == "kill":
-            die(place.name)
+            kill_this_process(failpoint.name)
         elif act == "sleep":
-            tell(self._folder, f"{place.name}: sleep", SLEEP_S, "away")
+            record_fault(self._folder, f"{failpoint.name}: sleep", SLEEP_S, "away")
             time.sleep(SLEEP_S)
         else:
-            tell(self._folder, f"{place.name}: raise", 2 * LEASE_S, "away")
-            raise FailpointError(place.name)
+            record_fault(self._folder, f"{failpoint.name}: raise", 2 * LEASE_S, "away")
+            raise FailpointError(failpoint.name)
 
 
-def tell(folder: Path, kind: str, lasts_s: float, effect: Effect) -> None:
-    """It hits the leases of this process and of those for which it renews them."""
+def record_fault(folder: Path, kind: str, lasts_s: float, effect: Effect) -> None:
+    """Record a fault that affects the leases of this process and of its child processes."""
     pid = os.getpid()
     key_owners = tuple(f"/{holder}-" for holder in (pid, *children_of(pid)))
     fault = Fault(
@@ -127,15 +129,15 @@ def tell(folder: Path, kind: str, lasts_s: float, effect: Effect) -> None:
         file.write(json.dumps(asdict(fault)) + "\n")
 
 
-def die(kind: str) -> None:
-    """What else this process has begun runs on for at most a lease."""
-    tell(Path(os.environ[VARIABLE]), f"{kind}: kill", LEASE_S, "dead")
+def kill_this_process(kind: str) -> None:
+    """Kill this process. Its other tasks keep their leases for at most one lease."""
+    record_fault(Path(os.environ[VARIABLE]), f"{kind}: kill", LEASE_S, "dead")
     os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)  # until the signal is there
+    time.sleep(60)  # until the signal arrives
 
 
-def give(folder: Path, name: str, act: Act, nth: int) -> Path:
-    """The order's file, which is gone when it is carried out."""
+def write_order(folder: Path, name: str, act: Act, nth: int) -> Path:
+    """Write an order, and return its file."""
     path = folder / name
     draft = folder / ".draft"
     draft.write_text(f"{act} {nth} {time.monotonic_ns()}")

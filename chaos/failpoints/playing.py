@@ -1,4 +1,4 @@
-"""Some failpoints in a world of their own, in a process of its own."""
+"""Play some failpoints on a deployment in a separate process."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from chaos.failpoints.catalogue import BY_NAME
 from chaos.failpoints.orders import Act
-from chaos.failpoints.places import BY_NAME
-from chaos.failpoints.world import Episode, World
+from chaos.failpoints.world import Episode, FailpointDeployment
 
-#: What is said by who was told to end.
+#: The exit status of a process that was asked to end.
 ENDED = 128 + signal.SIGTERM
 
 
@@ -23,7 +23,7 @@ class Part(NamedTuple):
     first: int
     seeds: int
     timer: str
-    #: Empty: SQLite in the world's own folder.
+    #: Empty for a SQLite file in the deployment's folder.
     database_url: str
     broker_url: str
     redis_url: str
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 
 @dataclass
-class Played:
+class PartResult:
     episodes: list[Episode]
     tasks: int
     runs: int
@@ -39,19 +39,21 @@ class Played:
     verdict: str
 
 
-def play(part: Part) -> Played:
+def play(part: Part) -> PartResult:
     signal.signal(signal.SIGTERM, _end)
     try:
         return _play(part)
     except SystemExit:
-        # Its pool would take that for an answer, and go on with the next part.
+        # The pool would take SystemExit for a result and start the next part.
         os._exit(ENDED)
 
 
-def _play(part: Part) -> Played:
+def _play(part: Part) -> PartResult:
     with tempfile.TemporaryDirectory(prefix="delaytasks-failpoints-") as folder:
         database_url = part.database_url or f"sqlite:///{folder}/failpoints.sqlite3"
-        world = World(Path(folder), database_url, part.broker_url, part.timer, part.redis_url)
+        world = FailpointDeployment(
+            Path(folder), database_url, part.broker_url, part.timer, part.redis_url
+        )
         try:
             world.begin()
             seeds = range(part.first, part.first + part.seeds)
@@ -61,9 +63,9 @@ def _play(part: Part) -> Played:
             verdict = world.verdict(episodes)
         finally:
             world.close()
-    return Played(episodes, verdict.tasks, verdict.runs, len(verdict.findings), str(verdict))
+    return PartResult(episodes, verdict.tasks, verdict.runs, len(verdict.findings), str(verdict))
 
 
 def _end(*_: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # while what it started is ended
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # during the cleanup
     sys.exit(ENDED)

@@ -1,4 +1,4 @@
-"""The processors of a run with failpoints: they write down when they begin and end."""
+"""The processors of a run with failpoints: they record their begin and end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from chaos.failpoints.orders import VARIABLE, Orders, die
+from chaos.failpoints.orders import VARIABLE, Orders, kill_this_process
 from chaos.project import _note
 from delaytasks import DelayTask, RetrySchedule, processor
 from delaytasks.api import default
@@ -38,15 +38,15 @@ def limited(body: dict[str, Any], task: DelayTask) -> None:
 
 @processor("fail.fatal")
 def fatal(body: dict[str, Any], task: DelayTask) -> None:
-    """Its first run takes its process with it."""
+    """Kill the process in the first run."""
     if not task.lapses:
-        die("fatal")
+        kill_this_process("fatal")
     _note(body, task)
 
 
 @processor("fail.effect")
 def effect(body: dict[str, Any], task: DelayTask) -> None:
-    """Settles its task in a transaction of its own."""
+    """Settle the task in a transaction of the processor."""
     _note(body, task)
     with default().store.database.begin() as connection:
         task.complete(connection)

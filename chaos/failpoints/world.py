@@ -1,4 +1,4 @@
-"""A deployment whose processes fail when they are ordered to, and are started again."""
+"""A deployment whose processes fail when ordered to, and are restarted."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from sqlalchemy import func, select
 
 from chaos.checker import Checker, Verdict
 from chaos.failpoints import orders
-from chaos.failpoints.calls import HORIZON_S, Calls
+from chaos.failpoints.calls import HORIZON_S, FailpointCalls
+from chaos.failpoints.catalogue import BY_NAME, Failpoint
 from chaos.failpoints.orders import LEASE_S, VARIABLE, Act, Orders
-from chaos.failpoints.places import BY_NAME, DatabaseAddress
-from chaos.history import Change, History, read
+from chaos.history import History, RowChange, read
 from chaos.project import now_us, time_environment
 from chaos.recorder import Recorder
 from delaytasks.core.states import FINISHED, LIVE, Status
@@ -28,47 +28,52 @@ from tests.running import Deployment, Process
 
 GRACE_S, SWEEP_S, DISPATCH_S = 0.1, 0.5, 2.0
 SETTINGS: dict[str, Any] = {
-    "lease_s": LEASE_S, "sweep_s": SWEEP_S, "self_sweep_s": 2 * SWEEP_S, "grace_s": GRACE_S, "horizon_s": HORIZON_S,
-}  # fmt: skip
+    "lease_s": LEASE_S,
+    "sweep_s": SWEEP_S,
+    "self_sweep_s": 2 * SWEEP_S,
+    "grace_s": GRACE_S,
+    "horizon_s": HORIZON_S,
+}
 BOUNDS_S = {
     "R1": GRACE_S + SWEEP_S + DISPATCH_S,
     "R2": LEASE_S + SWEEP_S + DISPATCH_S,
     "D": DISPATCH_S,
 }
 WORKERS = 2
-#: An order that nobody has come by after this time is given again, with fewer times to wait for.
+#: If no process reaches the failpoint in this time, the order is repeated with a lower count.
 REACHED_S = 7.0
 OVER_S = 20.0
 
 
 @dataclass
 class Episode:
-    """One order, and what came of it."""
+    """One order and its effects."""
 
-    place: str
+    failpoint: str
     seed: int
     from_us: int
     until_us: int = 0
     is_reached: bool = False
-    #: Of the task that came nearest to its bound, and that bound: R2, wherever it was claimed when its worker died.
+    #: The recovery time of the task that came nearest to its bound, and that bound. The bound is R2
+    #: for tasks whose worker died during a claim.
     recovery_s: float = 0.0
     bound_s: float = 0.0
-    #: Of those that are not over.
+    #: The number of unfinished tasks.
     left: int = 0
-    #: Of that task.
+    #: The story of the task that came nearest to its bound.
     story: str = ""
 
     def is_late(self, slack_s: float) -> bool:
         return self.recovery_s > self.bound_s + slack_s
 
 
-class World:
+class FailpointDeployment:
     def __init__(
         self, folder: Path, database_url: str, broker_url: str, timer: str, redis_url: str
     ) -> None:
         self._folder = folder
         (folder / "notes").mkdir()
-        # Of the processes that are started from now on.
+        # Inherited by the processes that are started from now on.
         os.environ.update({VARIABLE: str(folder), **time_environment()})
         conf = {"imports": ["chaos.failpoints.project"]}
         self._deployment = Deployment(
@@ -78,7 +83,7 @@ class World:
         self._deployment.delays.set_policy("fail.limited", concurrency=1)
         self._recorder = Recorder(self._store)
         self._workers: list[Process] = []
-        #: Was told to, and is one of the workers until it has ended.
+        #: The worker that was asked to stop; it stays in the list until it has ended.
         self._stopping: Process | None = None
 
     def begin(self) -> None:
@@ -94,24 +99,24 @@ class World:
 
     # -- one order --------------------------------------------------------------------------------
 
-    def play(self, place: DatabaseAddress, seed: int, act: Act) -> Episode:
-        chance = random.Random(f"{place.name} {seed}")
-        episode = Episode(place.name, seed, now_us())
+    def play(self, failpoint: Failpoint, seed: int, act: Act) -> Episode:
+        chance = random.Random(f"{failpoint.name} {seed}")
+        episode = Episode(failpoint.name, seed, now_us())
         for nth in (chance.randint(1, 3), 1, 1):
-            self._wait(self._is_ready, 60)  # who was stopped for nothing is back
-            order = orders.give(self._folder, place.name, act, nth)
-            producer = self._produce(place, chance.randrange(1 << 30))
-            if place.is_stopped:
+            self._wait(self._is_ready, 60)  # a worker that was stopped without effect is back
+            order = orders.write_order(self._folder, failpoint.name, act, nth)
+            producer = self._produce(failpoint, chance.randrange(1 << 30))
+            if failpoint.is_stopped:
                 self._wait(lambda: False, chance.uniform(0.1, 0.6))
                 self._stopping = chance.choice(self._workers)
                 self._stopping.signal(signal.SIGTERM)
             episode.is_reached = self._wait(lambda order=order: not order.exists(), REACHED_S)
             _, status = os.waitpid(producer, 0)
             assert not os.WIFEXITED(status) or not os.WEXITSTATUS(status), (
-                "the producer failed, as is told above"
+                "the producer failed with the exception above"
             )
             if episode.is_reached:
-                # Else the next order might take the other worker before this one is missed.
+                # Otherwise the next order might hit the other worker before this loss is noticed.
                 self._wait(lambda: self._is_carried_out(act, episode.from_us), REACHED_S)
                 break
         order.unlink(missing_ok=True)
@@ -119,15 +124,17 @@ class World:
         episode.left, episode.until_us = self._live(), now_us()
         return episode
 
-    def _produce(self, place: DatabaseAddress, seed: int) -> int:
-        """A process of its own, which may be killed."""
+    def _produce(self, failpoint: Failpoint, seed: int) -> int:
+        """Produce in a child process that may be killed, and return its pid."""
         pid = os.fork()
         if pid:
             return pid
         try:
             os.setsid()
             Orders(self._folder, is_producer=True)
-            Calls(self._deployment.producer(), self._folder / "notes", seed).make(place.mix)
+            FailpointCalls(self._deployment.producer(), self._folder / "notes", seed).make(
+                failpoint.mix
+            )
         except BaseException:
             traceback.print_exc()
             os._exit(1)
@@ -152,7 +159,7 @@ class World:
         return int(self._store.database.alone(lambda c: c.execute(live).scalar_one()))
 
     def _wait(self, condition: Any, seconds: float) -> bool:
-        """Starts again what has ended meanwhile."""
+        """Wait for the condition, and restart workers that have ended."""
         ends = time.monotonic() + seconds
         while True:
             for number, worker in enumerate(self._workers):
@@ -164,17 +171,17 @@ class World:
                 return False
             time.sleep(0.02)
 
-    # -- what came of them ------------------------------------------------------------------------
+    # -- results ----------------------------------------------------------------------------------
 
     def verdict(self, episodes: list[Episode]) -> Verdict:
-        """Also tells the episodes how long all was not well."""
+        """Check the history, and set the recovery times of the episodes."""
         history = read(self._folder / "notes", self._recorder.changes())
         history.faults = orders.faults(self._folder)
         checker = Checker(history, quiet_us=now_us())
-        ended_us = {(ran.id, ran.version): ran.ended_us or 0 for ran in history.ran}
+        ended_us = {(ran.id, ran.version): ran.ended_us or 0 for ran in history.run_records}
         for episode in episodes:
             faults = [
-                fault for fault in history.faults if fault.kind.startswith(f"{episode.place}: ")
+                fault for fault in history.faults if fault.kind.startswith(f"{episode.failpoint}: ")
             ]
             fault = next(
                 (f for f in faults if episode.from_us <= f.from_us <= episode.until_us), None
@@ -188,21 +195,21 @@ class World:
                 }
                 if late:
                     bounds = {
-                        c: BOUNDS_S["R2" if c.lapses else BY_NAME[episode.place].bound]
+                        c: BOUNDS_S["R2" if c.lapses else BY_NAME[episode.failpoint].bound]
                         for c in late
                     }
                     worst = max(late, key=lambda c: late[c] - bounds[c])
                     episode.recovery_s, episode.bound_s = late[worst], bounds[worst]
                     episode.story = checker.story(worst.id)
-                if BY_NAME[episode.place].is_refused:
+                if BY_NAME[episode.failpoint].is_refused:
                     refuse(history, fault.from_us)
         return checker.verdict()
 
 
-def late_s(change: Change, fault_us: int, ended_us: Mapping[tuple[int, int], int]) -> float:
-    """How long after it was due, or its processor had ended, a run began or a task came to its end."""
+def late_s(change: RowChange, fault_us: int, ended_us: Mapping[tuple[int, int], int]) -> float:
+    """Return how late a run began or a task was finished after the fault, in seconds."""
     if change.status is Status.CANCELLED:
-        return 0  # by whoever asked for it
+        return 0  # a producer cancelled the task
     if change.status in FINISHED:
         ended = ended_us.get((change.id, change.version_was or 0), 0)
         return (change.at_us - max(change.due_us, fault_us, ended)) / 1e6
@@ -212,10 +219,10 @@ def late_s(change: Change, fault_us: int, ended_us: Mapping[tuple[int, int], int
 
 
 def refuse(history: History, at_us: int) -> None:
-    """The call that was under way failed: nothing may have been done."""
-    asked = [told for told in history.told if told.asked_us <= at_us]
-    last_us = max(told.asked_us for told in asked)
-    history.told = [
-        replace(told, answer="failed") if told.asked_us == last_us else told
-        for told in history.told
+    """Record that the interrupted call failed, so that none of its tasks may run."""
+    asked = [record for record in history.call_records if record.asked_us <= at_us]
+    last_us = max(record.asked_us for record in asked)
+    history.call_records = [
+        replace(record, answer="failed") if record.asked_us == last_us else record
+        for record in history.call_records
     ]

@@ -1,1 +1,4 @@
-"""Producers, workers and a broker in one process, on a clock that is set: the real code, in orders that seeds draw."""
+"""Simulate producers, workers and a broker in one process on a simulated clock.
+
+The code is the real one. A seed determines the order of all steps.
+"""

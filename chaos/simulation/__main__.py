@@ -1,4 +1,4 @@
-"""`python -m chaos.simulation [--seeds N] [--first SEED] [--processes N]`, or `--seed SEED` for one of them"""
+"""Run the simulation for many seeds in several processes, or for one seed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 
 from chaos.checker import Verdict
-from chaos.simulation.script import played
+from chaos.simulation.script import play_seeds
 
-#: Seeds that a process plays before it tells of them.
+#: The number of seeds that a process plays before it reports.
 BATCH_ROWS = 100
 
 
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="simulation", description=__doc__)
     parser.add_argument("--seeds", type=int, default=2000, help="how many")
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--seed", type=int, help="this one only")
+    parser.add_argument("--seed", type=int, help="play only this seed")
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
     options = parser.parse_args(arguments)
     first, seeds = (options.first, options.seeds) if options.seed is None else (options.seed, 1)
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     began, all_in_all, broken = time.monotonic(), Verdict(), 0
     with multiprocessing.get_context("spawn").Pool(min(options.processes, len(batches))) as pool:
-        for some in pool.imap_unordered(played, batches):
+        for some in pool.imap_unordered(play_seeds, batches):
             for seed, verdict in some:
                 all_in_all.tasks += verdict.tasks
                 all_in_all.runs += verdict.runs
@@ -39,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     say(f"seed {seed}: {verdict}\n")
     seconds = time.monotonic() - began
     say(
-        f"{seeds:,} seeds in {seconds:.0f} s ({seeds / seconds * 60:,.0f} a minute), {broken} of them broken"
+        f"{seeds:,} seeds in {seconds:.0f} s ({seeds / seconds * 60:,.0f} a minute), "
+        f"{broken} with findings"
     )
     say(
         str(all_in_all).replace(

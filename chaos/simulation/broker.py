@@ -1,4 +1,4 @@
-"""A broker that loses, doubles and delays messages, and a publisher that sends to it."""
+"""A broker that loses, duplicates and delays messages, and a publisher that sends to it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from delaytasks.core.clock import to_us
 
-#: Of all messages: lost, delivered twice, and much too late.
+#: The shares of messages that are lost, delivered twice, or delayed by a long time.
 LOST, DOUBLED, LATE = 0.04, 0.08, 0.04
 LATE_S = 6.0
 
@@ -18,7 +18,7 @@ LATE_S = 6.0
 class Message(NamedTuple):
     arrives_us: int
     queue: str
-    #: The task's arguments, as they travel.
+    #: The serialized arguments of the task.
     args: str
     expires_us: int | None
 
@@ -26,17 +26,17 @@ class Message(NamedTuple):
         return json.loads(self.args)
 
 
-class Broker:
+class SimulatedBroker:
     def __init__(self, chance: random.Random, is_reliable: bool = False) -> None:
         self._chance = chance
         self.is_reliable = is_reliable
         self.messages: list[Message] = []
         self.is_up = True
-        #: Called when there is something to deliver.
+        #: Called when there is a message to deliver.
         self.on_put: Callable[[], None] = lambda: None
 
     def put(self, message: Message) -> None:
-        """Its fate is drawn."""
+        """Deliver, lose, duplicate or delay the message at random."""
         drawn, times = self._chance.random(), 1
         if self.is_reliable:
             drawn = 1.0
@@ -51,7 +51,7 @@ class Broker:
             self.on_put()
 
     def take(self, now_us: int) -> list[Message]:
-        """What arrives until now."""
+        """Return the messages that have arrived by `now_us`."""
         here = [message for message in self.messages if message.arrives_us <= now_us]
         self.messages = [message for message in self.messages if message.arrives_us > now_us]
         return [
@@ -69,9 +69,9 @@ class Broker:
 
 
 class BrokerPublisher:
-    """In the place of `Publisher`."""
+    """Replaces `Publisher`."""
 
-    def __init__(self, broker: Broker, now_us: Any) -> None:
+    def __init__(self, broker: SimulatedBroker, now_us: Any) -> None:
         self._broker = broker
         self._now_us = now_us
 

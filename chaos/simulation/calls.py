@@ -1,11 +1,11 @@
-"""What producers ask for, and what they are told."""
+"""The calls of simulated producers and their answers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from chaos.history import Answer, Call, Told
+from chaos.history import Answer, Call, CallRecord
 from chaos.simulation.stage import RETRY_SCHEDULE, Play
 from chaos.simulation.world import Dead
 from delaytasks.core.clock import to_us
@@ -15,13 +15,13 @@ from delaytasks.core.new_task import NewTask
 from delaytasks.scheduling.producer import Producer
 from delaytasks.scheduling.queue_routing import QueueRouting
 
-#: How long a processor takes: mostly little, now and then longer than a lease.
+#: How long a processor takes: mostly a short time, sometimes longer than a lease.
 TAKES_S = (0, 0, 0, 0.02, 0.02, 0.3, 0.3, 1, 8)
 Ask = Callable[[], Any]
 
 
-class Calls:
-    """What one producer asks for, and what it is told."""
+class SimulatedCalls:
+    """The calls of one producer and their answers."""
 
     def __init__(self, play: Play) -> None:
         self._play, self._chance = play, play.chance
@@ -38,10 +38,10 @@ class Calls:
             id, runs = self._schedule()
             roll = chance.random()
             if roll < 0.1:
-                self._told(id, "cancel", runs, lambda id=id: self._cancel(id))  # type: ignore[misc]
+                self._call(id, "cancel", runs, lambda id=id: self._cancel(id))  # type: ignore[misc]
             elif roll < 0.25:
                 due = producer.due_of(chance.uniform(0, 8))
-                self._told(id, "reschedule", runs, lambda id=id, due=due: self._reschedule(id, due))  # type: ignore[misc]
+                self._call(id, "reschedule", runs, lambda id=id, due=due: self._reschedule(id, due))  # type: ignore[misc]
             elif roll < 0.35:
                 try:
                     self._play.touches.touch(id, producer.due_of(chance.uniform(0, 8)))
@@ -51,7 +51,7 @@ class Calls:
     def probe(self, delay: float) -> int:
         id = self._play.new_id()
         new = NewTask("note", {"s": 0, "fails": 0, "kills": 0}, delay, id=id)
-        self._told(id, "schedule", 1, lambda: self._producer.schedule(new, "reject", None))
+        self._call(id, "schedule", 1, lambda: self._producer.schedule(new, "reject", None))
         return id
 
     def _schedule(self) -> tuple[int, int]:
@@ -69,7 +69,7 @@ class Calls:
         new = NewTask(tag, body, delay, id=id)
         for _ in range(2):
             if (
-                self._told(
+                self._call(
                     id, "schedule", runs, lambda: self._producer.schedule(new, "reject", None)
                 )
                 != "unknown"
@@ -88,16 +88,16 @@ class Calls:
         self._producer.arm_after_commit([moved], None)
         return moved
 
-    def _told(self, id: int, call: Call, runs: int, ask: Ask) -> Answer:
+    def _call(self, id: int, call: Call, runs: int, ask: Ask) -> Answer:
         asked_us = self._play.times.now_us
         answer: Answer = "ok"
         due_us = None
         try:
-            said = ask()
-            if said is False:
+            reply = ask()
+            if reply is False:
                 answer = "failed"
             elif call != "cancel":
-                due_us = to_us(said.expected_time)
+                due_us = to_us(reply.expected_time)
         except (OutcomeUnknownError, Dead) as error:
             answer = "unknown"
             if isinstance(error, Dead):
@@ -105,7 +105,7 @@ class Calls:
         except DelayTaskError:
             answer = "failed"
         finally:
-            self._play.history.told.append(
-                Told(id, call, answer, asked_us, self._play.times.now_us, due_us, runs)
+            self._play.history.call_records.append(
+                CallRecord(id, call, answer, asked_us, self._play.times.now_us, due_us, runs)
             )
         return answer

@@ -1,4 +1,4 @@
-"""Time that is set: for the code, which asks the module `time`, and for SQLite, whose `strftime` is replaced."""
+"""The simulated clock: it replaces the module `time` for the code, and `strftime` for SQLite."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ START_US = int(datetime(2030, 5, 1, 12, tzinfo=timezone.utc).timestamp()) * 1_00
 
 
 class Times:
-    """Stands where modules of delaytasks have `time`."""
+    """Replaces the module `time` in the modules of delaytasks."""
 
     def __init__(self) -> None:
         self.now_us = START_US
-        #: How far the clock of the host that asks is ahead of the database's.
+        #: How far the clock of the calling host is ahead of the database's.
         self.skew_us: Callable[[], int] = lambda: 0
         self.sleep: Callable[[float], None] = self.advance
 
     @property
     def database_us(self) -> int:
-        """In whole milliseconds, as SQLite has it: what was just before a change of a row must not seem to be later."""
+        """The time in whole milliseconds, SQLite's precision.
+
+        A reading just before a change of a row must not be later than the change.
+        """
         return self.now_us // 1000 * 1000
 
     def advance(self, seconds: float) -> None:
@@ -42,7 +45,7 @@ class Times:
         return (self.now_us + self.skew_us()) * 1000
 
     def serve(self, store: Store) -> None:
-        """From now on the database has this time."""
+        """Make the database use this clock."""
         for engine in (store.database.auto, store.database.tx):
             event.listen(engine, "connect", self._connected)
         store.database.dispose()
@@ -51,14 +54,16 @@ class Times:
         connection.create_function("strftime", -1, lambda *words: self._strftime(*words))
 
     def _strftime(self, _form: str, _now: str, later: str = "0 seconds") -> str:
-        """As our statements ask for it."""
+        """Evaluate `strftime` as the statements of delaytasks call it."""
         instant = from_us(self.database_us + round(float(later.split()[0]) * 1e3) * 1000)
         return f"{instant:%Y-%m-%d %H:%M:%S.%f}"
 
 
 @contextmanager
 def installed(times: Times, globals_of: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
-    """In all modules of delaytasks, and other globals in some of them by their names."""
+    """Replace `time` in all modules of delaytasks, and other globals in the modules of
+    `globals_of`.
+    """
     replaced: list[tuple[dict[str, Any], str, Any]] = []
     for name, module in list(sys.modules.items()):
         if name.startswith("delaytasks."):

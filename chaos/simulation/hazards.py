@@ -1,4 +1,4 @@
-"""What goes wrong at a step: its host is killed or frozen there, or the database refuses, or its answer is lost."""
+"""Faults at a step: the host is killed or frozen, the database refuses, or its answer is lost."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from typing import Any, Literal, NamedTuple
 from redis.exceptions import ConnectionError as DisconnectedError
 
 from chaos.history import Effect, Fault
-from chaos.simulation.world import Host, World
+from chaos.simulation.world import Host, SimulatedWorld
 from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
 
-#: Of a trap for hosts that only stand still.
+#: The range of the freeze times.
 FROZEN_S = (0.5, 20.0)
-#: So long the processes of a pool may go on with what they have begun when their main process is dead, and nobody
-#: renews their leases.
+#: How long pool processes may continue with their chunks after the death of their main process.
+#: Their leases are not renewed in this time.
 ORPHANS_S = 30.0
-#: Steps that ask the database.
+#: Steps that send a statement to the database.
 ASKS = frozenset(
-    "insert cancel reschedule touch claim claim_due claim_alone claim_suspect misses settle begin_sweep near "
-    "mark_armed levels lapse forget_armed stale_houses bury renew release bring_forward".split()
+    (
+        "insert cancel reschedule touch claim claim_due claim_alone claim_suspect misses settle "
+        "begin_sweep near mark_armed levels lapse forget_armed stale_houses bury renew release "
+        "bring_forward"
+    ).split()
 )
-#: Steps that ask Redis, by the first command of a pipeline.
+#: Steps that send commands to Redis, named by the first command of a pipeline.
 IN_REDIS = frozenset({"ARM", "TAKE", "ZREM"})
-#: Calls of those who want to know what came of them.
+#: Calls whose callers record the answer.
 ASKED = frozenset({"insert", "cancel", "reschedule", "touch"})
 
 
@@ -38,15 +41,15 @@ class Trap(NamedTuple):
 
 
 class Hazards:
-    """One trap at a time, for whoever comes by first."""
+    """One trap at a time, for the first host that makes its step."""
 
-    def __init__(self, world: World, note: Callable[[Fault], None]) -> None:
+    def __init__(self, world: SimulatedWorld, note: Callable[[Fault], None]) -> None:
         self._world = world
         self._note = note
         self.trap: Trap | None = None
-        #: Nobody reaches the database until then.
+        #: The database is unreachable until then.
         self.away_until_us = 0
-        #: Steps that somebody has made.
+        #: The steps that any host has made.
         self.known: set[str] = set()
 
     def pass_by(self, step: str, side: str) -> None:
@@ -68,7 +71,8 @@ class Hazards:
             else frozen_s
         )
         effect: Effect = "dead" if act == "kill" else "away"
-        hit = host if act == "kill" else host.family[0]  # a family is frozen as a whole
+        # the processes of a worker are frozen together
+        hit = host if act == "kill" else host.family[0]
         self._note(
             Fault(
                 f"{act} {where}",
@@ -93,15 +97,18 @@ class Hazards:
 
 
 def leases_of(host: Host) -> tuple[str, ...]:
-    """A main process renews those of its pool's."""
+    """Return the key owners that stop with the host.
+
+    A main process renews the leases of its pool.
+    """
     is_pool = host.family[0] is not host
     return (host.name,) if is_pool else (f"{host.name}/",)
 
 
-class Seam:
-    """A part of the store, each of whose calls is a step: others have turns before and after it."""
+class StepProxy:
+    """A proxy of a part of the store. Each call is a step: other actors run before and after it."""
 
-    def __init__(self, part: Any, world: World, hazards: Hazards) -> None:
+    def __init__(self, part: Any, world: SimulatedWorld, hazards: Hazards) -> None:
         self._part = part
         self._world = world
         self._hazards = hazards
@@ -118,7 +125,7 @@ class Seam:
             if isinstance(answer, GeneratorType):
                 return self._each(
                     name, list(answer)
-                )  # a cursor must not stay open while others write
+                )  # a cursor must not stay open while other actors write
             self._hazards.pass_by(name, "after")
             self._world.step()
             return answer

@@ -1,5 +1,7 @@
-"""The Redis of the `redis` timer: sorted sets, and in Python what its scripts do. A test compares it with a real one
-(`tests/integration/test_simulated_redis.py`)."""
+"""The Redis of the `redis` timer: sorted sets, and its scripts in Python.
+
+`tests/integration/test_simulated_redis.py` compares it with a real server.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from redis.exceptions import NoScriptError
 from delaytasks.timers.redis_link import _NAMES
 from delaytasks.timers.redis_scripts import ARM, BATCH_ROWS, TAKE
 
-#: The last member of each `store`.
+#: The last member of each `store` set.
 END = "."
 _PRIORITY = re.compile(r"\d+:\d+:(-?\d{1,5})")
 
@@ -21,7 +23,7 @@ class Redis:
     def __init__(self, publish: Callable[[str, bytes], None]) -> None:
         self._publish = publish
         self.sets: dict[str, dict[str, float]] = {}
-        #: By their names; they are gone when it is restarted.
+        #: The loaded scripts by their hashes; a restart removes them.
         self._scripts: dict[str, Callable[..., Any]] = {}
 
     def restart(self, is_empty: bool) -> None:
@@ -30,10 +32,11 @@ class Redis:
             self.sets.clear()
 
     def load(self, script: str) -> None:
-        self._scripts[_NAMES[script]] = {ARM: self._arm, TAKE: self._take}[script]
+        run: dict[str, Callable[..., Any]] = {ARM: self._arm, TAKE: self._take}
+        self._scripts[_NAMES[script]] = run[script]
 
     def call(self, command: str, *words: Any) -> Any:
-        """The answer to one command; an error that is one."""
+        """Return the answer to one command. An error is returned, not raised."""
         if command == "ZREM":
             found = self._set(words[0])
             return sum(found.pop(member, None) is not None for member in words[1:])
@@ -72,7 +75,7 @@ class Redis:
             waiting[member] = now
             del in_hand[member]
         dropped = [member for member, score in _in_order(waiting) if score < late][:BATCH_ROWS]
-        levels = {}
+        levels: dict[str, None] = {}
         for member in dropped:
             del waiting[member]
             level = _PRIORITY.fullmatch(member)
@@ -87,14 +90,14 @@ class Redis:
         first, first_in_hand = (
             str(min(some.values(), default="inf")).encode() for some in (waiting, in_hand)
         )
-        said = (
+        reply = (
             int(was_lost),
             len(stale),
             len(dropped),
             " ".join(levels).encode(),
             repr(back if due else 0).encode(),
         )
-        return [*said, text.encode(), first, first_in_hand]
+        return [*reply, text.encode(), first, first_in_hand]
 
 
 def _in_order(some: dict[str, float]) -> list[tuple[str, float]]:

@@ -1,57 +1,58 @@
-"""The way to Redis: commands that are refused or whose answers are lost, entries that are armed twice, notices that
-are lost or late."""
+"""The simulated connection to Redis.
+
+Commands are refused, answers are lost, entries are armed twice, notices are lost or late.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from random import Random
+from typing import Any
 
 from redis.exceptions import ConnectionError as DisconnectedError
 
 from chaos.simulation.broker import DOUBLED, LATE, LATE_S, LOST
+from chaos.simulation.hazards import Hazards
 from chaos.simulation.redis import END, Redis
-from chaos.simulation.world import Host
+from chaos.simulation.world import Host, SimulatedWorld
 from delaytasks.core.events import Events
 from delaytasks.timers.redis_link import _NAMES, RedisLink
 from delaytasks.timers.redis_location import RedisLocation
 from delaytasks.timers.redis_scripts import ARM, TAKE
 
-if TYPE_CHECKING:
-    from chaos.simulation.stage import Play
-
-#: Of all steps between two commands of a pipeline: those at which others have turns.
+#: The share of steps between two commands of a pipeline at which other actors run.
 BETWEEN = 0.1
 _STEPS = {_NAMES[ARM]: "ARM", _NAMES[TAKE]: "TAKE"}
 Pipeline = list[tuple[Any, ...]]
 
 
 class Server:
-    """One for all hosts of a play."""
+    """The Redis server that all hosts of a play share."""
 
-    def __init__(self, play: Play) -> None:
-        self._play, self._world, self._chance = play, play.world, play.chance
+    def __init__(self, world: SimulatedWorld, chance: Random, hazards: Hazards) -> None:
+        self._world, self._chance, self._hazards = world, chance, hazards
         self._outside = Host("network")
         self._redis = Redis(self._publish)
         self.listeners: list[Listener] = []
         self.is_reliable = False
         self.is_up = True
-        #: Connections of an earlier one are broken.
-        self.life = 0
+        #: The number of restarts. Connections of an earlier life are broken.
+        self.generation = 0
 
     def stop(self, is_empty: bool) -> None:
         self.is_up = False
-        self.life += 1
+        self.generation += 1
         self._redis.restart(is_empty)
         for listener in self.listeners:
             listener.actor.wake()
 
     def flush(self) -> None:
-        """All is lost, and no connection breaks."""
+        """Delete all data, but keep the connections."""
         self._redis.sets.clear()
 
     def left(self, now_us: int) -> list[str]:
-        """What is overdue, or in somebody's hand."""
+        """Return the members that are overdue or in preparation."""
         return [
             f"{member} in {key}"
             for key, members in self._redis.sets.items()
@@ -59,19 +60,19 @@ class Server:
             if member != END and (key.endswith(".prepare") or score * 1000 < now_us)
         ]
 
-    def check(self, life: int) -> None:
-        if not self.is_up or life != self.life:
+    def check(self, generation: int) -> None:
+        if not self.is_up or generation != self.generation:
             raise DisconnectedError("Redis is away")
 
     def load(self, script: str) -> None:
         self._redis.load(script)
 
-    def execute(self, commands: Pipeline, life: int) -> list[Any]:
-        hazards, world = self._play.hazards, self._world
+    def execute(self, commands: Pipeline, generation: int) -> list[Any]:
+        hazards, world = self._hazards, self._world
         step = next((_STEPS.get(words[1], "ZREM") for words in commands), "")
         world.step()
         hazards.pass_by(step, "before")
-        self.check(life)
+        self.check(generation)
         answers = []
         for words in commands:
             answers.append(self._redis.call(*words))
@@ -83,10 +84,10 @@ class Server:
                 self._later(lambda words=words: self.is_up and self._redis.call(*words))  # type: ignore[misc]
             if self._chance.random() < BETWEEN:
                 world.step()
-                self.check(life)
+                self.check(generation)
         hazards.pass_by(step, "after")
         world.step()
-        self.check(life)
+        self.check(generation)
         return answers
 
     def _publish(self, channel: str, data: bytes) -> None:
@@ -111,34 +112,34 @@ class Server:
 
 
 class Link(RedisLink):
-    """Of one process."""
+    """The connection of one process."""
 
     def __init__(self, server: Server, limit_s: float, events: Events) -> None:
         super().__init__(RedisLocation(("",)), limit_s, events)
         self._server = server
 
     def _connect(self) -> Client:
-        self._server.check(self._server.life)
+        self._server.check(self._server.generation)
         return Client(self._server)
 
 
 class Client:
-    """In the place of redis-py's."""
+    """Replaces the client of redis-py."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._life = server.life
+        self._generation = server.generation
 
     def pipeline(self, transaction: bool) -> Pipe:
         assert not transaction
-        return Pipe(self._server, self._life)
+        return Pipe(self._server, self._generation)
 
     def script_load(self, script: str) -> None:
-        self._server.check(self._life)
+        self._server.check(self._generation)
         self._server.load(script)
 
     def info(self) -> dict[str, Any]:
-        self._server.check(self._life)
+        self._server.check(self._generation)
         return {"redis_version": "7.2.0", "maxmemory": 0, "maxmemory_policy": "noeviction"}
 
     def pubsub(self, ignore_subscribe_messages: bool) -> Listener:
@@ -150,8 +151,8 @@ class Client:
 
 
 class Pipe:
-    def __init__(self, server: Server, life: int) -> None:
-        self._server, self._life = server, life
+    def __init__(self, server: Server, generation: int) -> None:
+        self._server, self._generation = server, generation
         self._commands: Pipeline = []
 
     def execute_command(self, *words: Any) -> None:
@@ -165,14 +166,14 @@ class Pipe:
 
     def execute(self, raise_on_error: bool) -> list[Any]:
         assert not raise_on_error
-        return self._server.execute(self._commands, self._life) if self._commands else []
+        return self._server.execute(self._commands, self._generation) if self._commands else []
 
 
 class Listener:
-    """A subscription, on a connection of its own."""
+    """A subscription with its own connection."""
 
     def __init__(self, server: Server) -> None:
-        self._server, self._life = server, server.life
+        self._server, self._generation = server, server.generation
         self._world = server._world
         self.actor = self._world.actor
         self.channels: tuple[str, ...] = ()
@@ -180,7 +181,7 @@ class Listener:
 
     def subscribe(self, *channels: str) -> None:
         self._world.step()
-        self._server.check(self._life)
+        self._server.check(self._generation)
         self.channels = channels
         self._server.listeners.append(self)
 
@@ -191,7 +192,7 @@ class Listener:
     def get_message(self, timeout: float) -> dict[str, bytes] | None:
         if not self._messages:
             self._world.rest(timeout)
-        self._server.check(self._life)
+        self._server.check(self._generation)
         return self._messages.popleft() if self._messages else None
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What is played: producers, workers that are replaced when they end, a beat, and what breaks them."""
+"""The script of a play: producers, workers that are replaced when they end, a beat, and faults."""
 
 from __future__ import annotations
 
@@ -6,42 +6,47 @@ from collections.abc import Iterable
 
 from sqlalchemy import func, select
 
-from chaos.checker import Flaw, Verdict
+from chaos.checker import Verdict, Violation
 from chaos.history import ALL, Effect, Fault
-from chaos.simulation.calls import Calls
+from chaos.simulation.calls import SimulatedCalls
 from chaos.simulation.hazards import ASKS, IN_REDIS, Act, Trap, leases_of
 from chaos.simulation.stage import Play, stage
-from chaos.simulation.worker import Worker
+from chaos.simulation.worker import SimulatedWorker
 from chaos.simulation.world import Host
 from delaytasks.core.states import LIVE
 
 MOST_WORKERS, MOST_PRODUCERS, MOST_TASKS, MOST_FAULTS = 2, 2, 3, 3
-#: After the last fault all must be over by then.
+#: All tasks must be finished in this time after the last fault.
 PATIENCE_S = 90.0
-#: Hosts whose clocks are wrong are so by an hour.
+#: Possible clock errors of hosts: none or an hour.
 SKEWS_US = (0, 0, 3_600_000_000, -3_600_000_000)
-#: Of all plays: those whose timer is looked at when all is quiet, which takes as long as all the rest.
+#: The share of plays that check the timer at the end, which doubles their duration.
 LOOKED_AT = 0.25
-#: So long after the last fault nobody is frozen, nothing is on its way, and each mover has looked at all slots.
+#: After this time without faults, no host is frozen, no message is on its way, and each Redis
+#: poller has read all slots.
 QUIET_S = 40.0
-#: Then the timer has what is armed run within this time; a sweep finds it later.
+#: After that, the timer must start an armed task within this time; a sweep would be slower.
 ON_TIME_S = 1.0
 
 
 class Script:
-    """Of one play. All but producers and workers are on a host that nothing happens to."""
+    """The script of one play.
+
+    All actors except producers and workers run on a host without faults.
+    """
 
     def __init__(self, play: Play) -> None:
         self._play, self._world, self._chance = play, play.world, play.chance
         self._outside = Host("outside")
         self._open = 0
         self._is_over = False
+        self._workers: list[SimulatedWorker] = []
         self._workers_made = 0
 
     def run(self) -> None:
         start = self._world.start
         workers = self._chance.randint(1, MOST_WORKERS)
-        self._play.workers += [self._new_worker(f"w{number}") for number in range(workers)]
+        self._workers = [self._new_worker(f"w{number}") for number in range(workers)]
         for number in range(self._chance.randint(1, MOST_PRODUCERS)):
             host = Host(f"producer {number}")
             host.skew_us = self._chance.choice(SKEWS_US)
@@ -51,19 +56,17 @@ class Script:
             start(self._outside, work)
         self._world.run(lambda: self._is_over)
 
-    # -- what runs --------------------------------------------------------------------------------
+    # -- workers and beat -------------------------------------------------------------------------
 
-    def _new_worker(self, name: str) -> Worker:
+    def _new_worker(self, name: str) -> SimulatedWorker:
         self._workers_made += 1
-        return Worker(self._play, name, self._chance.choice(SKEWS_US))
+        return SimulatedWorker(self._play, name, self._chance.choice(SKEWS_US))
 
-    def _alive(self) -> list[Worker]:
-        return [
-            worker for worker in self._play.workers if not worker.is_dead and not worker.is_stopping
-        ]
+    def _alive(self) -> list[SimulatedWorker]:
+        return [worker for worker in self._workers if not worker.is_dead and not worker.is_stopping]
 
     def _deliver(self) -> None:
-        """Messages, each to one of the workers."""
+        """Deliver each message to a random worker."""
         broker, times = self._play.broker, self._play.times
         while True:
             workers = self._alive()
@@ -85,7 +88,7 @@ class Script:
                 worker.soon(lambda worker=worker: worker.runtime.sweep_loops.request(None))  # type: ignore[misc]
 
     def _supervise(self) -> None:
-        workers = self._play.workers
+        workers = self._workers
         while True:
             self._world.pause(self._chance.uniform(0.2, 2))
             for number, worker in enumerate(workers):
@@ -98,7 +101,7 @@ class Script:
                     workers[number] = self._new_worker(name)
 
     def _watch(self) -> None:
-        """Ends the play when all is over, or should be."""
+        """End the play when all tasks are finished, or when the time is over."""
         t, database = self._play.stage.store.schema.tasks, self._play.stage.store.database
         live = select(func.count()).where(t.c.status.in_([int(status) for status in LIVE]))
         while self._open:
@@ -119,17 +122,18 @@ class Script:
         self._is_over = True
 
     def _look_at_timer(self) -> None:
-        """When all is quiet it has nothing left, and is on time again."""
-        play, flaws = self._play, self._play.flaws
+        """Check that Redis has no leftover entries and that the timer is punctual again."""
+        play, violations = self._play, self._play.violations
         for left in () if play.redis is None else play.redis.left(play.times.now_us):
-            flaws.append((0, Flaw("I8", "left in Redis", left)))
-        id, due_us = Calls(play).probe(1), play.times.now_us + 1_000_000
+            violations.append((0, Violation("I8", "left in Redis", left)))
+        id, due_us = SimulatedCalls(play).probe(1), play.times.now_us + 1_000_000
         self._world.pause(1 + ON_TIME_S)
         if not any(
-            ran.id == id and ran.began_us < due_us + ON_TIME_S * 1e6 for ran in play.history.ran
+            ran.id == id and ran.began_us < due_us + ON_TIME_S * 1e6
+            for ran in play.history.run_records
         ):
-            flaws.append(
-                (id, Flaw("I8", "late", "nothing was wrong any more, and it was not on time"))
+            violations.append(
+                (id, Violation("I8", "late", "it was not on time although all faults were over"))
             )
         self._world.pause(5)
 
@@ -140,13 +144,13 @@ class Script:
 
         def work() -> None:
             try:
-                Calls(self._play).make(self._chance.randint(1, MOST_TASKS))
+                SimulatedCalls(self._play).make(self._chance.randint(1, MOST_TASKS))
             finally:
                 self._open -= 1
 
         self._world.start(host, work)
 
-    # -- what breaks ------------------------------------------------------------------------------
+    # -- faults -----------------------------------------------------------------------------------
 
     def _break(self) -> None:
         self._open += 1
@@ -192,8 +196,8 @@ class Script:
                 return
         hazards.trap = None
 
-    def _some_worker(self) -> Worker:
-        return self._chance.choice(self._play.workers)
+    def _some_worker(self) -> SimulatedWorker:
+        return self._chance.choice(self._workers)
 
     def _kill(self) -> None:
         worker = self._some_worker()
@@ -201,13 +205,13 @@ class Script:
         worker.kill()
 
     def _freeze(self) -> None:
-        """While it runs something, if it does soon; mostly for longer than a lease."""
+        """Freeze a worker, preferably a busy one, mostly for longer than a lease."""
         for _ in range(100):
             busy = [w for w in self._alive() if any(child.job is not None for child in w.children)]
             if busy:
                 break
             self._world.pause(0.03)
-        worker = self._chance.choice(busy or self._play.workers)
+        worker = self._chance.choice(busy or self._workers)
         seconds = self._chance.uniform(1, 20)
         self._note("freeze", worker.name, seconds, "away", leases_of(worker))
         self._world.freeze(worker, seconds)
@@ -235,7 +239,7 @@ class Script:
             worker.soon(worker.runtime.sweep_loops.forget_armed)
 
     def _break_redis(self) -> None:
-        """Emptied, or away and then empty or as it was."""
+        """Empty Redis, or stop it and restart it with or without its data."""
         redis, seconds = self._play.redis, self._chance.uniform(0, 5)
         assert redis is not None
         if self._chance.random() < 0.4:
@@ -253,10 +257,10 @@ class Script:
         self._play.hazards.away_until_us = self._play.times.now_us + int(seconds * 1e6)
 
 
-def script(play: Play) -> None:
+def play_script(play: Play) -> None:
     Script(play).run()
 
 
-def played(seeds: Iterable[int]) -> list[tuple[int, Verdict]]:
+def play_seeds(seeds: Iterable[int]) -> list[tuple[int, Verdict]]:
     with stage() as here:
-        return [(seed, here.play(seed, script)) for seed in seeds]
+        return [(seed, here.play(seed, play_script)) for seed in seeds]

@@ -1,4 +1,4 @@
-"""A database in memory on which seeds are played one after another, and what all hosts of a play share."""
+"""An in-memory database on which seeds are played, and the parts that all hosts of a play share."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from typing import Any
 
 from sqlalchemy import delete
 
-from chaos.checker import Checker, Finding, Flaw, Verdict
-from chaos.history import History, Ran
+from chaos.checker import Checker, Finding, Verdict, Violation
+from chaos.history import History, RunRecord
 from chaos.recorder import Recorder
-from chaos.simulation.broker import Broker, BrokerPublisher
+from chaos.simulation.broker import BrokerPublisher, SimulatedBroker
 from chaos.simulation.clock import START_US, Times, installed
-from chaos.simulation.hazards import Hazards, Seam
+from chaos.simulation.hazards import Hazards, StepProxy
 from chaos.simulation.redislink import Link, Server
-from chaos.simulation.worker import Worker
-from chaos.simulation.world import Lock, World
+from chaos.simulation.world import Lock, SimulatedWorld
 from delaytasks import DelayTask, RetrySchedule
 from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
@@ -38,15 +37,20 @@ from delaytasks.timers.redis import RedisTimer
 from delaytasks.timers.redis_location import RedisLocation
 
 SETTINGS: dict[str, Any] = {
-    "lease_s": 6, "sweep_s": 2, "self_sweep_s": 4, "grace_s": 0.5, "horizon_s": 10, "max_lost_leases": 4,
+    "lease_s": 6,
+    "sweep_s": 2,
+    "self_sweep_s": 4,
+    "grace_s": 0.5,
+    "horizon_s": 10,
+    "max_lost_leases": 4,
     "redis_slots": 2,
-}  # fmt: skip
+}
 RETRY_SCHEDULE = RetrySchedule("1s 3s")
-#: A folder in memory, where there is one.
+#: A folder in memory, if the system has one.
 _MEMORY = Path("/dev/shm")
 
 
-class Stage:
+class SimulationStage:
     def __init__(self, store: Store, times: Times) -> None:
         self.store, self.times = store, times
         self.settings = load_settings({}, {}, **SETTINGS)
@@ -54,28 +58,28 @@ class Stage:
         self.recorder.start()
         self._claims: dict[str, Claims] = {}
 
-    def play(self, seed: int, script: Callable[[Play], None]) -> Verdict:
+    def play(self, seed: int, play_script: Callable[[Play], None]) -> Verdict:
         with self.store.database.begin() as connection:
             for table in self.store.schema.metadata.sorted_tables:
                 connection.execute(delete(table))
         self.recorder.forget()
         self.times.now_us = START_US
-        random.seed(seed)  # of what the code draws by itself
+        random.seed(seed)  # for code that draws random numbers itself
         play = Play(self, seed)
         self.last = play
         try:
-            script(play)
+            play_script(play)
         finally:
             play.world.close()
         play.history.changes = list(self.recorder.changes())
         checker = Checker(play.history, self.settings.max_lost_leases, self.times.now_us)
         verdict = checker.verdict()
-        for id, flaw in play.flaws:
-            verdict.findings.append(Finding(flaw, id, checker.story(id) if id else ""))
+        for id, violation in play.violations:
+            verdict.findings.append(Finding(violation, id, checker.story(id) if id else ""))
         return verdict
 
     def claims(self, name: str) -> Claims:
-        """Their statements are long to make; names come again in each play."""
+        """Return the claim queries of a worker. They are cached, since they are slow to build."""
         if name not in self._claims:
             self._claims[name] = self.store.claims(name, None)
         return self._claims[name]
@@ -84,45 +88,48 @@ class Stage:
 class Play:
     """One seed."""
 
-    def __init__(self, stage: Stage, seed: int) -> None:
+    def __init__(self, stage: SimulationStage, seed: int) -> None:
         self.stage, self.settings, self.times = stage, stage.settings, stage.times
-        self.world = Lock.world = World(stage.times, seed)
+        self.world = Lock.world = SimulatedWorld(stage.times, seed)
         self.chance = self.world.chance
         self.history = History()
         self.hazards = Hazards(self.world, self.history.faults.append)
-        self.broker = Broker(self.chance)
-        self.publisher: Any = self.seam(BrokerPublisher(self.broker, lambda: self.times.now_us))
-        #: None with the `eta` timer.
-        self.redis = Server(self) if self.chance.random() < 0.5 else None
-        #: What the checker does not see, and the task's id or 0.
-        self.flaws: list[tuple[int, Flaw]] = []
-        store = stage.store
-        self.tasks, self.touches = self.seam(store.tasks), self.seam(store.touches)
-        self.sweeps, self.leases, self.seen = (
-            self.seam(store.sweeps),
-            self.seam(store.leases),
-            self.seam(store.workers),
+        self.broker = SimulatedBroker(self.chance)
+        self.publisher: Any = self.with_steps(
+            BrokerPublisher(self.broker, lambda: self.times.now_us)
         )
-        self.deferred_rows = self.seam(store.deferred_rows)
+        #: The simulated Redis server, or None with the `eta` timer.
+        self.redis = (
+            Server(self.world, self.chance, self.hazards) if self.chance.random() < 0.5 else None
+        )
+        #: Violations that the checker cannot see, each with the task's id or 0.
+        self.violations: list[tuple[int, Violation]] = []
+        store = stage.store
+        self.tasks, self.touches = self.with_steps(store.tasks), self.with_steps(store.touches)
+        self.sweeps, self.leases, self.seen = (
+            self.with_steps(store.sweeps),
+            self.with_steps(store.leases),
+            self.with_steps(store.workers),
+        )
+        self.deferred_rows = self.with_steps(store.deferred_rows)
         self.registry = Registry()
         self.registry.processor("note")(self._work)
         self.registry.processor("shaky", retry=RETRY_SCHEDULE)(self._work)
         self.new_id = itertools.count(1).__next__
         self.new_pid = itertools.count(10_000_000).__next__
-        self.workers: list[Worker] = []
 
-    def seam(self, part: Any) -> Any:
-        return Seam(part, self.world, self.hazards)
+    def with_steps(self, part: Any) -> Any:
+        return StepProxy(part, self.world, self.hazards)
 
     def claims(self, name: str) -> Any:
-        return self.seam(self.stage.claims(name))
+        return self.with_steps(self.stage.claims(name))
 
     def clock(self) -> Clock:
-        """Of one host."""
+        """Return a clock for one host."""
         return Clock(self.stage.store.tasks.now)
 
     def timer(self, clock: Clock, events: Events) -> EtaTimer | RedisTimer:
-        """Of one process."""
+        """Return a timer for one process."""
         eta = EtaTimer(self.publisher, clock)
         if self.redis is None:
             return eta
@@ -136,22 +143,24 @@ class Play:
     def _work(self, body: dict[str, Any], task: DelayTask) -> None:
         host = self.world.host
         assert host is not None
-        self.world.pause(0)  # here ends who was killed
-        begun = Ran(task.id, task.version, host.name, self.times.now_us)
-        self.history.ran.append(begun)
+        self.world.pause(0)  # a killed host ends here
+        begun = RunRecord(task.id, task.version, host.name, self.times.now_us)
+        self.history.run_records.append(begun)
         self.hazards.pass_by("run", "before")
         self.world.pause(body["s"])
         if task.lapses < body["kills"]:
             self.hazards.strike(host, "kill", "in run")
-        self.history.ran[self.history.ran.index(begun)] = replace(begun, ended_us=self.times.now_us)
+        self.history.run_records[self.history.run_records.index(begun)] = replace(
+            begun, ended_us=self.times.now_us
+        )
         self.hazards.pass_by("run", "after")
         if task.attempts <= body["fails"]:
-            raise RuntimeError("as asked, with \x00 and \ud800 in it")
+            raise RuntimeError("as requested, with \x00 and \ud800 in it")
 
 
 @contextmanager
-def stage() -> Iterator[Stage]:
-    """With the modules of delaytasks on its clock as long as it is open."""
+def stage() -> Iterator[SimulationStage]:
+    """Yield a stage, with the modules of delaytasks on its clock."""
     times, logger = Times(), logging.getLogger("delaytasks")
     level = logger.level
     with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
@@ -164,21 +173,23 @@ def stage() -> Iterator[Stage]:
             Lock=Lock, Condition=threading.Condition, RLock=threading.RLock, Timer=Timer
         )
         modules = ("execution.chunk", "worker.dispatcher", "worker.calls")
-        others = {f"delaytasks.{name}": {"threading": threads} for name in modules}
+        others: dict[str, dict[str, Any]] = {
+            f"delaytasks.{name}": {"threading": threads} for name in modules
+        }
         others["delaytasks.timers.redis_link"] = {"within": lambda _limit_s, work, **_: work()}
-        # No process has a number of the play's; the pool of the play tells who died.
+        # The pids are simulated; the simulated pool reports deaths.
         others["delaytasks.worker.lease_keeper"] = {"has_exited": lambda _pid: False}
         with installed(times, others):
             logger.setLevel(logging.CRITICAL)
             try:
-                yield Stage(store, times)
+                yield SimulationStage(store, times)
             finally:
                 logger.setLevel(level)
                 store.close()
 
 
 class Timer:
-    """As `threading.Timer`, for the host that starts it."""
+    """Replaces `threading.Timer` on a host."""
 
     daemon = True
 

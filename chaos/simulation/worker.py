@@ -1,4 +1,4 @@
-"""A worker: its real desk, and a pool whose processes have real runners."""
+"""A worker: the real worker runtime, and a pool whose processes have real runners."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from billiard.exceptions import WorkerLostError
 
-from chaos.checker import Flaw
+from chaos.checker import Violation
 from chaos.simulation.broker import Message
+from chaos.simulation.stage import Play
 from chaos.simulation.world import Host
 from delaytasks.core.errors import StoreError
 from delaytasks.core.events import Events
@@ -25,20 +26,17 @@ from delaytasks.worker.job import Job
 from delaytasks.worker.processes import Renewals
 from delaytasks.worker.runtime import WorkerRuntime
 
-if TYPE_CHECKING:
-    from chaos.simulation.stage import Play
-
 CHILDREN = 2
-#: Loops of a desk that have something to do here.
+#: The loops of a worker runtime that are simulated.
 DRIVEN = frozenset({"wheel", "leases", "sweep", "redis_poller", "redis_listener"})
-#: With which a loop may fail.
+#: The errors that a loop may report.
 EXPECTED = ("StoreUnavailableError: ", "OutcomeUnknownError: ")
 
 
 class Child(Host):
     """A process of the pool."""
 
-    def __init__(self, worker: Worker, pid: int) -> None:
+    def __init__(self, worker: SimulatedWorker, pid: int) -> None:
         super().__init__(f"{worker.name}/{pid}")
         self.pid = pid
         self._worker = worker
@@ -57,7 +55,9 @@ class Child(Host):
             may_leave=True,
             renewed_at=lambda: worker.processes.renewals.last(0),
         )
-        self._boxes = self._runner._chunks._time_budget = Boxes(play, self, self._runner)  # type: ignore[assignment]
+        self._time_budgets = self._runner._chunks._time_budget = TimeBudgets(
+            play, self, self._runner
+        )  # type: ignore[assignment]
         self.skew_us = worker.skew_us
         self.actor = play.world.start(self, self._serve)
 
@@ -85,12 +85,15 @@ class Child(Host):
                 return self._runner.drain(job.drain, job.priorities, job.limit, job.serve_s)
             return self._runner.run(job.entries, job.serve_s)
         except Exception as error:
-            said, is_stores = f"{type(error).__name__}: {error}", isinstance(error, StoreError)
-            return Report(left=self._runner.left, error=said, is_stores_error=is_stores)
+            error_text, is_stores = (
+                f"{type(error).__name__}: {error}",
+                isinstance(error, StoreError),
+            )
+            return Report(left=self._runner.left, error=error_text, is_stores_error=is_stores)
 
 
-class Boxes:
-    """In the place of the thread that watches the time boxes of a process."""
+class TimeBudgets:
+    """Replaces the thread that watches the time budgets of a process."""
 
     def __init__(self, play: Play, host: Host, runner: Runner) -> None:
         self._play = play
@@ -115,14 +118,14 @@ class Boxes:
                     try:
                         self._expire(chunk)
                     except Exception:
-                        pass  # its rows are still the runner's
+                        pass  # the rows still belong to the runner
             if not over:
                 self._play.world.rest(
                     min((ends - now for ends in self._open.values()), default=None)
                 )
 
 
-class Worker(Host):
+class SimulatedWorker(Host):
     def __init__(self, play: Play, name: str, skew_us: int) -> None:
         super().__init__(name)
         self.play = play
@@ -131,7 +134,7 @@ class Worker(Host):
         self.inbox: deque[Message] = deque()
         self._calls: deque[Callable[[], None]] = deque()
         self.jobs: deque[tuple[Job, Callable[[Report], None], Callable[[Any], None]]] = deque()
-        #: What the worker's code knows of the pool.
+        #: The attributes of the pool that the worker's code uses.
         self.limit = self.num_processes = CHILDREN
         self.clock = play.clock()
         self.events = Events()
@@ -158,9 +161,14 @@ class Worker(Host):
         )
         policies = SimpleNamespace(stamp=0)
         shard = SimpleNamespace(
-            number=0, clock=self.clock, sweeper=sweeper, store=store, policies=policies,
-            named=lambda what: what, close=lambda: None,
-        )  # fmt: skip
+            number=0,
+            clock=self.clock,
+            sweeper=sweeper,
+            store=store,
+            policies=policies,
+            named=lambda what: what,
+            close=lambda: None,
+        )
         self.processes = SimpleNamespace(
             name=lambda pid: f"{self.name}/{pid}",
             queues=["default"],
@@ -169,11 +177,20 @@ class Worker(Host):
         )
         redis_timer = self.timer if isinstance(self.timer, RedisTimer) else None
         delays: Any = SimpleNamespace(
-            settings=play.settings, events=self.events, registry=play.registry, clock=self.clock, shards=[shard],
-            processes=self.processes, redis_timer=redis_timer, direct_timer=None, inline_timer=self.timer,
-            timer=self.timer, queues=None, publisher=None,
+            settings=play.settings,
+            events=self.events,
+            registry=play.registry,
+            clock=self.clock,
+            shards=[shard],
+            processes=self.processes,
+            redis_timer=redis_timer,
+            direct_timer=None,
+            inline_timer=self.timer,
+            timer=self.timer,
+            queues=None,
+            publisher=None,
             routes=SimpleNamespace(shards=[shard], each=lambda work: work(shard)),
-        )  # fmt: skip
+        )
         hub = SimpleNamespace(call_soon=self.soon)
         return build_runtime(
             delays, SimpleNamespace(hub=hub, pool=self, consumer=None, hostname=self.name)
@@ -241,7 +258,7 @@ class Worker(Host):
 
     def _hear(self, name: str, fields: dict[str, Any]) -> None:
         if name == "loop.failed" and not fields["error"].startswith(EXPECTED):
-            self.play.flaws.append((0, Flaw("I8", "failed", f"{fields}")))
+            self.play.violations.append((0, Violation("I8", "failed", f"{fields}")))
 
     # -- the pool ---------------------------------------------------------------------------------
 
@@ -258,7 +275,7 @@ class Worker(Host):
         return object()
 
     def replace_dead(self) -> None:
-        """As the pool does it; called now and then."""
+        """Replace dead processes, as the pool does periodically."""
         for number, child in enumerate(self.children):
             if child.is_dead:
                 if child.job is not None:
@@ -272,10 +289,12 @@ class Worker(Host):
             )
         )
 
-    # -- its end ----------------------------------------------------------------------------------
+    # -- end --------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """In order: what is held is sent back, and the pool's processes finish what they have."""
+        """Shut down warmly: return the held entries, and let the pool processes finish their
+        chunks.
+        """
         self.is_stopping = True
         self.runtime.stop()
         while any(child.job is not None and not child.is_dead for child in self.children):
@@ -283,6 +302,6 @@ class Worker(Host):
         self.is_stopped = True
 
     def kill(self) -> None:
-        """With its children; called by somebody else."""
+        """Kill the worker with its pool processes."""
         for host in self.family:
             self.play.world.kill(host)

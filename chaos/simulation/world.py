@@ -1,4 +1,7 @@
-"""Who does what next: actors on hosts take turns, in an order and at a pace that a seed draws."""
+"""The scheduler of the simulation.
+
+Actors on hosts run one at a time, in an order and at a pace that a seed determines.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,17 @@ from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 
 from chaos.simulation.clock import Times
 
-#: What one step takes, in seconds, and how often.
+#: The distribution of the duration of a step: (probability, maximum seconds).
 PACE = ((0.6, 0.0), (0.35, 0.004), (0.05, 0.15))
 NEVER = 1 << 62
 
 
 class Dead(BaseException):
-    """Ends what a host does that was killed: whatever it tries on its way out has no effect."""
+    """Ends the actors of a killed host. Whatever they do while they unwind has no effect."""
 
 
 class Host:
-    """A process: it is killed or frozen as a whole, and has a clock of its own."""
+    """A process: it is killed or frozen as a whole, and has its own clock."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -31,14 +34,14 @@ class Host:
 
     @property
     def family(self) -> Sequence[Host]:
-        """Those that are frozen together, as by SIGSTOP to a group of processes."""
+        """The hosts that are frozen together, as by SIGSTOP to a process group."""
         return [self]
 
 
 class Actor:
     """A thread of a host."""
 
-    def __init__(self, world: World, host: Host, work: Callable[[], None]) -> None:
+    def __init__(self, world: SimulatedWorld, host: Host, work: Callable[[], None]) -> None:
         self.host = host
         self.wakes_us = world.times.now_us
         self.is_resting = self.is_woken = False
@@ -47,12 +50,12 @@ class Actor:
         self.greenlet: Any = greenlet(self._run, world.hub)
 
     def wake(self) -> None:
-        """Its rest is over; the next one is, if it does not rest."""
+        """End the current rest, or skip the next one."""
         self.is_woken = True
         if self.is_resting:
             self.wakes_us = self._world.times.now_us
 
-    set = wake  # as the event of a loop
+    set = wake  # the interface of a loop's event
 
     def _run(self) -> None:
         try:
@@ -63,13 +66,13 @@ class Actor:
             self._world.ended(self)
 
 
-class World:
+class SimulatedWorld:
     def __init__(self, times: Times, seed: int) -> None:
         self.times = times
         self.chance = random.Random(seed)
         self.hub: Any = getcurrent()
         self._actors: list[Actor] = []
-        #: Of hosts that were killed: they must not end before the world does.
+        #: The actors of killed hosts. They end together with the world.
         self._parked: list[Actor] = []
         self._current: Actor | None = None
         self._step_s: dict[float, float] = {}
@@ -78,7 +81,7 @@ class World:
 
     @property
     def host(self) -> Host | None:
-        """Whose turn it is."""
+        """The host of the running actor."""
         return None if self._current is None else self._current.host
 
     @property
@@ -96,14 +99,14 @@ class World:
             if actor in some:
                 some.remove(actor)
 
-    # -- what actors call -------------------------------------------------------------------------
+    # -- called by actors -------------------------------------------------------------------------
 
     def pause(self, seconds: float) -> None:
-        """Others have their turns; so long at least."""
+        """Let other actors run for at least `seconds`."""
         self._rest(self.times.now_us + math.ceil(seconds * 1e6))
 
     def rest(self, seconds: float | None) -> None:
-        """As `pause`, or until somebody wakes this actor: None is for as long as it takes."""
+        """Pause, but end early when the actor is woken. None rests until then."""
         actor = self.actor
         actor.is_resting = True
         if actor.is_woken:
@@ -112,7 +115,7 @@ class World:
         actor.is_resting = actor.is_woken = False
 
     def step(self) -> None:
-        """Something that takes a moment."""
+        """Take a random short time."""
         drawn = self.chance.random()
         for share, longest in PACE:
             if drawn < share:
@@ -131,7 +134,7 @@ class World:
         if actor.host.is_dead:
             raise Dead
 
-    # -- what nemeses call ------------------------------------------------------------------------
+    # -- called by faults -------------------------------------------------------------------------
 
     def kill(self, host: Host) -> None:
         host.is_dead = True
@@ -142,14 +145,14 @@ class World:
             raise Dead
 
     def freeze(self, host: Host, seconds: float) -> None:
-        """With its family."""
+        """Freeze the host with its family."""
         for one in host.family:
             one.frozen_until_us = self.times.now_us + math.ceil(seconds * 1e6)
 
-    # -- turns ------------------------------------------------------------------------------------
+    # -- scheduling -------------------------------------------------------------------------------
 
     def run(self, is_over: Callable[[], bool]) -> None:
-        """Until it is over. Time stands still as long as somebody is ready."""
+        """Run actors until `is_over` returns True. Time advances only if no actor is ready."""
         while not is_over():
             now_us = self.times.now_us
             ready = [
@@ -166,7 +169,7 @@ class World:
             self._current = None
 
     def close(self) -> None:
-        """Ends all actors."""
+        """End all actors."""
         for actor in self._actors:
             actor.host.is_dead = True
         for actor in [*self._actors, *self._parked]:
@@ -177,9 +180,9 @@ class World:
 
 
 class Lock:
-    """As `threading.Lock`, for actors."""
+    """Replaces `threading.Lock` for actors."""
 
-    world: World
+    world: SimulatedWorld
 
     def __init__(self) -> None:
         self._is_held = False

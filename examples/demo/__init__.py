@@ -1,4 +1,6 @@
-"""A shop that closes unpaid orders, with everything that goes wrong in a minute of its life: `./dev demo`.
+"""A demo, `./dev demo`: a shop that closes unpaid orders, while a worker and a payment partner
+fail.
 
-Read `shop.py` (what the shop runs) and `story.py` (what happens to it); the rest starts processes and draws.
+Read `shop.py` (the processors of the shop) and `story.py` (the events). The other modules start
+processes and draw the display.
 """

@@ -83,13 +83,13 @@ def _play(console: Console, folder: Path, picture: Path | None) -> int:
         wrong = complaints(shop)
         if wrong or not is_over:
             console.print(
-                f"[bold red]{len(wrong)} tasks did not end as they should have:[/]",
+                f"[bold red]{len(wrong)} tasks did not end as expected:[/]",
                 *wrong[:20],
                 sep="\n",
             )
             for name in ("one", "two"):
                 console.print(
-                    f"--- worker {name} said:", servers.log(name)[-3000:], sep="\n", markup=False
+                    f"--- log of worker {name}:", servers.log(name)[-3000:], sep="\n", markup=False
                 )
             return 1
         console.print(SUCCESS)

@@ -1,4 +1,7 @@
-"""The shop's celeryconfig. Times are short, so that a recovery takes seconds; the defaults are calmer."""
+"""The shop's celeryconfig.
+
+The intervals are shorter than the defaults, so that recovery takes seconds.
+"""
 
 from __future__ import annotations
 

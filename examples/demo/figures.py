@@ -7,10 +7,11 @@ from rich.table import Table
 from delaytasks import DelayTask, Status
 from examples.demo.story import Shop
 
-#: Usual lateness is far below it, that of tasks which the sweep has to find is far above it.
+#: Usual lateness is far below this value. Tasks that the sweep has to find are far above it.
 HIT_MS = 100.0
-#: A claim is let in by the database's clock; when it began is told by what its process knows of that clock, which may
-#: be behind it by half of the time that asking took: while seven processes start on two cores, many milliseconds.
+#: The tolerance between two clocks. The database's clock admits a claim, but the process records
+#: its begin by its own estimate of that clock. The estimate may be off by half the duration of the
+#: query, which takes many milliseconds while seven processes start on two cores.
 CLOCKS_MS = 50.0
 
 
@@ -20,7 +21,9 @@ def lateness_ms(task: DelayTask) -> float:
 
 
 def is_hit(task: DelayTask, shop: Shop) -> bool:
-    """Whether the dead worker had it: it was running there, or waited in its memory until the sweep found it."""
+    """Return whether the killed worker had the task: it ran there, or waited in the worker's
+    memory.
+    """
     is_after = shop.killed_at is not None and task.expected_time > shop.killed_at
     return task.id in shop.interrupted or (is_after and lateness_ms(task) > HIT_MS)
 
@@ -72,14 +75,15 @@ def outcome_table(shop: Shop) -> Table:
 
 
 def complaints(shop: Shop) -> list[str]:
-    """Whatever differs between what the shop did and what the table says; empty when nothing was lost."""
+    """Return the differences between the shop's records and the table."""
     by_id = {task.id: task for task in (*shop.orders_now, *shop.payments_now)}
     found = []
     for order, id in shop.placed.items():
         expected = Status.CANCELLED if order in shop.paid else Status.DONE
         if id not in by_id or by_id[id].status is not expected:
             found.append(
-                f"order {order}: {by_id[id].status.name if id in by_id else 'lost'}, not {expected.name}"
+                f"order {order}: {by_id[id].status.name if id in by_id else 'lost'}, not "
+                f"{expected.name}"
             )
     for order, id in shop.payments.items():
         if id not in by_id or by_id[id].status is not Status.DONE:

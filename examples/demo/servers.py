@@ -1,4 +1,4 @@
-"""The demo's own broker, workers and beat, in a temporary folder, and their end."""
+"""The broker, the workers and the beat of the demo, in a temporary folder."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Servers:
             self._wait(name, functools.partial(self._says_ready, name))
 
     def kill(self, name: str) -> None:
-        """As if its machine were gone: the worker and its pool at once, nothing said to anybody."""
+        """Kill the worker with its pool, as a power failure does."""
         os.killpg(self._processes[name].pid, signal.SIGKILL)
 
     def stop(self) -> None:
@@ -64,7 +64,7 @@ class Servers:
             try:
                 os.killpg(process.pid, signal.SIGKILL)
             except OSError:
-                pass  # nobody is left
+                pass  # all processes have ended
         embedded.leave(self._data_dir)
 
     def log(self, name: str) -> str:
@@ -95,5 +95,5 @@ class Servers:
         deadline = time.monotonic() + START_S
         while not is_ready():
             if self._processes[name].poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{name} did not start; it said:\n{self.log(name)[-2000:]}")
+                raise RuntimeError(f"{name} did not start; its log:\n{self.log(name)[-2000:]}")
             time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""What happens in the shop: orders are placed and paid or not, a partner is down, a worker is killed."""
+"""The events in the shop: customers place and pay orders, a partner fails, a worker is killed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from delaytasks.api import default
 
 ORDERS = 200
 PLACING_S = 5.0
-#: An order is closed when it is not paid by then. A real shop says 30 minutes.
+#: The range of the time in which an order must be paid. A real shop uses 30 minutes.
 TIME_TO_PAY_S = (8.0, 12.0)
-#: Of ten orders so many are paid, and for one of ten the money comes through the slow partner.
+#: The number of orders in ten that are paid; one of them is paid through the slow partner.
 PAID_OF_TEN = 4
-#: One order has many items, and takes a second and a half to close; a worker is killed while it does.
+#: One order has many items and takes 1.5 s to close. A worker is killed meanwhile.
 LARGE_ORDER, LARGE = 65, 300
 KILL_AT_S = 10.0
 PARTNER_BACK_AT_S = 13.0
@@ -30,9 +30,9 @@ LOOK_S = 0.25
 
 @dataclass
 class Shop:
-    """What the shop knows of itself, to be compared with the table in the end."""
+    """The shop's own records, which are compared with the table at the end."""
 
-    placed: dict[int, int] = field(default_factory=dict)  # order → id of its task
+    placed: dict[int, int] = field(default_factory=dict)  # order → task id
     paid: set[int] = field(default_factory=set)
     payments: dict[int, int] = field(default_factory=dict)
     retries: int = 0
@@ -58,7 +58,7 @@ class Story:
         self._seen_again: set[int] = set()
 
     def run(self, draw: Callable[[Shop], None]) -> bool:
-        """True when every order has come to its end before the deadline."""
+        """Run the story. Return True if every order ended before the deadline."""
         began = time.monotonic()
         while (now := time.monotonic() - began) < DEADLINE_S:
             self._place(now)
@@ -101,7 +101,7 @@ class Story:
             self._to_pay.remove((due, order))
             try:
                 if not delaytasks.cancel(tag="order.close", key=f"order-{order}"):
-                    continue  # the order is closed, or is being closed: too late to pay
+                    continue  # the order is closed or being closed, so it is too late to pay
             except DelayTaskError:
                 continue
             self.shop.paid.add(order)
@@ -113,7 +113,7 @@ class Story:
             if len(self.shop.paid) == 1:
                 self._tell(f"order {order} is paid: its closing is cancelled by its key")
 
-    # -- trouble ----------------------------------------------------------------------------------
+    # -- faults -----------------------------------------------------------------------------------
 
     def _kill_a_worker(self) -> None:
         running = [
@@ -135,7 +135,7 @@ class Story:
                 f"kill -9 of worker {worker}, while it closes order {running[0].body['order']}"
             )
 
-    # -- looking ----------------------------------------------------------------------------------
+    # -- observation ------------------------------------------------------------------------------
 
     def _look(self) -> None:
         shop = self.shop
@@ -147,9 +147,10 @@ class Story:
                 shop.retries += 1
                 if shop.retries == 1:
                     self._tell(
-                        f"payment of order {task.body['order']} FAILED: {str(task.error).strip().splitlines()[-1]}"
+                        f"payment of order {task.body['order']} FAILED: "
+                        f"{str(task.error).strip().splitlines()[-1]}"
                     )
-                    self._tell(f"failed payments are tried again every {RETRY_AFTER_S:g} s")
+                    self._tell(f"failed payments are retried every {RETRY_AFTER_S:g} s")
         for task in shop.orders_now:
             if (
                 task.id in shop.interrupted

@@ -1,4 +1,4 @@
-"""What a newcomer runs first."""
+"""The first command of a newcomer."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ def test_the_procfile_has_a_line_for_each_process() -> None:
     )
 
 
-def test_honcho_runs_worker_and_beat_with_nothing_configured(folder: UserFolder) -> None:
-    # Without Flower, since its port may be in use here.
+def test_honcho_runs_worker_and_beat_without_configuration(folder: UserFolder) -> None:
+    # Without Flower, since its port may be in use on this machine.
     folder.start(
         [sys.executable, "-m", "honcho", "start", "embedded", "worker", "beat"], " ready[.]"
     )

@@ -1,4 +1,4 @@
-"""`delaytasks up` in a folder of its own, with nothing configured: everything is embedded."""
+"""`delaytasks up` in an empty folder without configuration: all servers are embedded."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_up_runs_tasks_restarts_a_killed_worker_and_stops_cleanly(up: UserFolder
     assert stops == ["beat", "worker", "redis", "all"] or stops == ["beat", "worker", "all"]
 
 
-def test_what_was_scheduled_survives_a_restart_of_up(up: UserFolder) -> None:
+def test_scheduled_tasks_survive_a_restart_of_up(up: UserFolder) -> None:
     up.up("--no-flower")
     far = up.schedule("note", 3600, text="far")
     near = up.schedule("note", 8, text="near")
@@ -107,7 +107,7 @@ def test_flower_shows_the_tasks_that_up_runs(up: UserFolder) -> None:
             with urllib.request.urlopen(f"{url[0]}/api/tasks", timeout=5) as answer:
                 return any(task["name"] == "note" for task in json.load(answer).values())
         except urllib.error.URLError:
-            return False  # it is starting
+            return False  # it is still starting
 
     wait_until(seen, 30, "the task in Flower", every_s=0.2)
     assert up.stop() == 0

@@ -1,4 +1,4 @@
-"""A folder of a user: processors, a celeryconfig.py, and what is started there, with nothing else configured."""
+"""A user's folder with processors and a celeryconfig.py, and its processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 DELAYTASKS = [sys.executable, "-c", "from delaytasks.cli.main import main; main()"]
-#: Its processes are found by a variable that they all inherit.
+#: All processes that are started here inherit this variable, which identifies them.
 MARK = "DELAYTASKS_TEST_UP"
 
 
@@ -41,7 +41,7 @@ def slow(body):
 
 
 class UserFolder:
-    """What is started in it, and all that this starts, can be found and ended."""
+    """A folder whose processes can be found and ended, including indirectly started ones."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -56,7 +56,7 @@ class UserFolder:
         self._starts = 0
 
     def start(self, command: list[str], until: str) -> None:
-        """Runs a command, and waits for a line in its log."""
+        """Run a command, and wait for a line in its log."""
         self._starts += 1
         self._log = self.folder / f"{self._starts}.log"
         with self._log.open("wb") as log:
@@ -85,7 +85,7 @@ class UserFolder:
         assert re.search(pattern, self.log()), self.log()
 
     def run(self, *arguments: str) -> Any:
-        """A command in another shell of the folder."""
+        """Run a command in another shell of the folder."""
         command = [*DELAYTASKS, *arguments, "--json"]
         done = subprocess.run(
             command, cwd=self.folder, env=self.environ, capture_output=True, text=True, check=False
@@ -102,12 +102,12 @@ class UserFolder:
         return file.read_text().split() if file.exists() else []
 
     def processes(self) -> dict[int, str]:
-        """The command line of every process that came from us."""
-        # Redis writes over its environment, and shows its socket.
+        """Return the command line of every process that was started here."""
+        # Redis overwrites its environment, but its command line shows its socket.
         return marked(f"{MARK}={self.mark}", str(socket_path(self.folder / ".delaytasks")))
 
     def pid_of(self, words: str) -> int:
-        """The oldest process with these words: a worker's main process, not one of its pool."""
+        """Return the oldest process with these words, which is not a pool process."""
         return min(pid for pid, line in self.processes().items() if words in line)
 
     def end(self) -> None:

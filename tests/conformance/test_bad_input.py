@@ -31,7 +31,7 @@ SECRET = "s3cr3t-canary"
 SQL = "x'; DROP TABLE s_yb_delay_task_message; -- %s %(a)s :id \\ \" ?"
 
 
-class DatabaseAddress:
+class RefusingClient:
     """A `DelayTasks` on empty tables, and what has become of them."""
 
     def __init__(self, url: str, store: Store, **changes: Any) -> None:
@@ -81,11 +81,11 @@ class DatabaseAddress:
 
 
 @pytest.fixture
-def make(store: Store, database_url: str) -> Iterator[Callable[..., DatabaseAddress]]:
-    made: list[DatabaseAddress] = []
+def make(store: Store, database_url: str) -> Iterator[Callable[..., RefusingClient]]:
+    made: list[RefusingClient] = []
 
-    def new(**changes: Any) -> DatabaseAddress:
-        made.append(DatabaseAddress(database_url, store, **changes))
+    def new(**changes: Any) -> RefusingClient:
+        made.append(RefusingClient(database_url, store, **changes))
         return made[-1]
 
     yield new
@@ -94,7 +94,7 @@ def make(store: Store, database_url: str) -> Iterator[Callable[..., DatabaseAddr
 
 
 @pytest.fixture
-def place(make: Callable[..., DatabaseAddress]) -> DatabaseAddress:
+def place(make: Callable[..., RefusingClient]) -> RefusingClient:
     return make()
 
 
@@ -125,7 +125,7 @@ BAD_DELAYS = [
 ]
 
 
-def test_a_delay_that_is_no_delay_is_refused_by_every_call(place: DatabaseAddress) -> None:
+def test_a_delay_that_is_no_delay_is_refused_by_every_call(place: RefusingClient) -> None:
     for delay in BAD_DELAYS:
         waits, failed = place.put(), place.put(Status.FAILED)
         with place.refuses(e.InvalidDelayError):
@@ -142,7 +142,7 @@ def test_a_delay_that_is_no_delay_is_refused_by_every_call(place: DatabaseAddres
             place.delays.retry(failed, delay)
 
 
-def test_a_longest_wait_is_a_delay_of_what_is_replaced(place: DatabaseAddress) -> None:
+def test_a_longest_wait_is_a_delay_of_what_is_replaced(place: RefusingClient) -> None:
     waits = place.put(key="k")
     at = datetime(2030, 1, 1, tzinfo=UTC)
     for max_wait in [*BAD_DELAYS, 0, "0s", "soon"]:
@@ -173,7 +173,7 @@ def test_a_longest_wait_is_a_delay_of_what_is_replaced(place: DatabaseAddress) -
 
 
 def test_a_delay_above_the_setting_is_refused_and_one_at_it_is_not(
-    make: Callable[..., DatabaseAddress],
+    make: Callable[..., RefusingClient],
 ) -> None:
     place = make(max_delay_s=100)
     place.delays.schedule_delay("mail", {}, 100)
@@ -183,7 +183,7 @@ def test_a_delay_above_the_setting_is_refused_and_one_at_it_is_not(
         place.delays.schedule_at("mail", {}, datetime.max.replace(tzinfo=UTC))
 
 
-def test_a_datetime_without_a_zone_is_refused_by_every_call(place: DatabaseAddress) -> None:
+def test_a_datetime_without_a_zone_is_refused_by_every_call(place: RefusingClient) -> None:
     waits, naive = place.put(), datetime(2030, 1, 1)
     with place.refuses(e.NaiveDatetimeError, "2030"):
         place.delays.schedule_at("mail", {}, naive)
@@ -196,7 +196,7 @@ def test_a_datetime_without_a_zone_is_refused_by_every_call(place: DatabaseAddre
             place.delays.find(**{where: naive})
 
 
-def test_an_instant_that_is_no_datetime_is_refused(place: DatabaseAddress) -> None:
+def test_an_instant_that_is_no_datetime_is_refused(place: RefusingClient) -> None:
     for when in ["2030-01-01T00:00:00Z", 1893456000, None, object()]:
         with place.refuses(e.InvalidScheduleError):
             place.delays.schedule_at("mail", {}, when)
@@ -207,13 +207,13 @@ class FarEast(tzinfo):
         return timedelta(hours=14)
 
 
-def test_an_instant_that_utc_can_not_say_is_refused(place: DatabaseAddress) -> None:
+def test_an_instant_that_utc_can_not_say_is_refused(place: RefusingClient) -> None:
     with place.refuses(e.InvalidScheduleError):
-        place.delays.schedule_at("mail", {}, datetime(1, 1, 1, tzinfo=FarEast()))
+        place.delays.schedule_at("mail", {}, datetime(1, 1, 1, tzinfo=FarEast()))  # type: ignore[abstract]
 
 
 @pytest.mark.parametrize("year", [1, 1500, 1969, 2001])
-def test_the_past_is_accepted_and_runs_now(place: DatabaseAddress, year: int) -> None:
+def test_the_past_is_accepted_and_runs_now(place: RefusingClient, year: int) -> None:
     ran: list[Any] = []
     place.delays.processor("mail")(ran.append)
     before = place.delays.clock.now()
@@ -226,7 +226,7 @@ def test_the_past_is_accepted_and_runs_now(place: DatabaseAddress, year: int) ->
     assert place.delays.get(moved).status is Status.DONE
 
 
-def test_a_delay_and_an_instant_together_or_neither_are_refused(place: DatabaseAddress) -> None:
+def test_a_delay_and_an_instant_together_or_neither_are_refused(place: RefusingClient) -> None:
     waits, when = place.put(), datetime(2030, 1, 1, tzinfo=UTC)
     for delay, instant in ((5, when), (None, None)):
         with place.refuses(e.InvalidScheduleError):
@@ -235,7 +235,7 @@ def test_a_delay_and_an_instant_together_or_neither_are_refused(place: DatabaseA
             place.delays.reschedule(waits, delay, when=instant)
 
 
-def test_schedule_many_refuses_what_is_no_task(place: DatabaseAddress) -> None:
+def test_schedule_many_refuses_what_is_no_task(place: RefusingClient) -> None:
     for item in [None, "mail", ("mail", {}), ("mail", {}, 1, 2), ["mail", {}, 1], Unsayable()]:
         with place.refuses(e.InvalidScheduleError):
             place.delays.schedule_many([("mail", {}, 5), item])
@@ -278,7 +278,7 @@ NOT_JSON = [
 ]
 
 
-def test_a_body_that_json_can_not_say_is_refused_by_its_place(place: DatabaseAddress) -> None:
+def test_a_body_that_json_can_not_say_is_refused_by_its_place(place: RefusingClient) -> None:
     for body, where in NOT_JSON:
         with place.refuses(e.BodyNotJSONError, where):
             place.delays.schedule_delay("mail", body, 5)
@@ -288,7 +288,7 @@ def test_a_body_that_json_can_not_say_is_refused_by_its_place(place: DatabaseAdd
             place.delays.schedule_delay("mail", body, 5, key="k", on_conflict="replace")
 
 
-def test_a_body_a_hundred_deep_is_accepted(place: DatabaseAddress) -> None:
+def test_a_body_a_hundred_deep_is_accepted(place: RefusingClient) -> None:
     task = place.delays.schedule_delay("mail", nested(100), 60)
     assert place.delays.get(task).body == nested(100)
 
@@ -297,7 +297,7 @@ def test_a_body_a_hundred_deep_is_accepted(place: DatabaseAddress) -> None:
     "second", [object(), float("nan"), nested(100_000)], ids=lambda s: type(s).__name__
 )
 def test_a_body_that_changes_while_it_is_written_is_refused(
-    place: DatabaseAddress, second: Any
+    place: RefusingClient, second: Any
 ) -> None:
     class TwoFaced(list):  # type: ignore[type-arg]
         def __iter__(self) -> Iterator[Any]:
@@ -308,7 +308,7 @@ def test_a_body_that_changes_while_it_is_written_is_refused(
         place.delays.schedule_delay("mail", TwoFaced([1]), 5)
 
 
-def test_a_body_is_measured_in_bytes(make: Callable[..., DatabaseAddress]) -> None:
+def test_a_body_is_measured_in_bytes(make: Callable[..., RefusingClient]) -> None:
     place = make(max_body_bytes=1000)
     for body in ("a" * 998, "é" * 499, "😀" * 249 + "aa"):
         task = place.delays.schedule_delay("mail", body, 60)
@@ -317,7 +317,7 @@ def test_a_body_is_measured_in_bytes(make: Callable[..., DatabaseAddress]) -> No
             place.delays.schedule_delay("mail", body + "b", 60)
 
 
-def test_a_body_of_the_default_size_fits_every_database(place: DatabaseAddress) -> None:
+def test_a_body_of_the_default_size_fits_every_database(place: RefusingClient) -> None:
     body = "😀" * 65_535 + "a" * 2
     task = place.delays.schedule_delay("mail", body, 60)
     assert place.delays.get(task).body == body
@@ -326,7 +326,7 @@ def test_a_body_of_the_default_size_fits_every_database(place: DatabaseAddress) 
         place.delays.schedule_delay("mail", body + "b", 60)
 
 
-def test_a_body_that_holds_one_part_many_times_is_refused_at_once(place: DatabaseAddress) -> None:
+def test_a_body_that_holds_one_part_many_times_is_refused_at_once(place: RefusingClient) -> None:
     body: list[Any] = ["x"]
     for _ in range(90):
         body = [body, body]
@@ -337,7 +337,7 @@ def test_a_body_that_holds_one_part_many_times_is_refused_at_once(place: Databas
 UNSTORABLE = ["a\x00b", "\x00", "\ud800", "x\udfff", "\udc00\ud800"]
 
 
-def test_text_that_a_database_can_not_store_is_refused_on_each(place: DatabaseAddress) -> None:
+def test_text_that_a_database_can_not_store_is_refused_on_each(place: RefusingClient) -> None:
     for bad in UNSTORABLE:
         for body in (bad, [bad], {"a": bad}, {bad: 1}):
             with place.refuses(e.BodyNotStorableError, "$"):
@@ -354,19 +354,19 @@ def test_text_that_a_database_can_not_store_is_refused_on_each(place: DatabaseAd
             place.delays.cancel(tag="mail", key=bad)
 
 
-def test_text_that_only_looks_unstorable_is_stored(place: DatabaseAddress) -> None:
+def test_text_that_only_looks_unstorable_is_stored(place: RefusingClient) -> None:
     body = {"\\u0000": "\\ud800", "\x01\x1f\x7f": "\ufffe\ufeff\u2028"}
     assert place.delays.get(place.delays.schedule_delay("mail", body, 60)).body == body
 
 
-def test_integers_are_exact(place: DatabaseAddress) -> None:
+def test_integers_are_exact(place: RefusingClient) -> None:
     body = [2**53 + 1, -(2**53) - 1, 2**63, 2**64 + 1, -(10**40), 10**4000, {"n": 9007199254740993}]
     task = place.delays.schedule_delay("mail", body, 60)
     assert place.delays.get(task).body == body
     assert place.delays.get(task).as_json()["body"] == body
 
 
-def test_sql_in_tag_key_and_body_is_stored_literally(place: DatabaseAddress) -> None:
+def test_sql_in_tag_key_and_body_is_stored_literally(place: RefusingClient) -> None:
     ran: list[Any] = []
     place.delays.processor(SQL)(ran.append)
     task = place.delays.schedule_delay(SQL, {SQL: SQL}, 0, key=SQL)
@@ -398,7 +398,7 @@ BAD_NAMES = [
 ]
 
 
-def by_tag(place: DatabaseAddress, tag: Any) -> list[Callable[[], Any]]:
+def by_tag(place: RefusingClient, tag: Any) -> list[Callable[[], Any]]:
     return [
         lambda: place.delays.schedule_delay(tag, {}, 5),
         lambda: place.delays.schedule_many([("mail", {}, 5), (tag, {}, 5)]),
@@ -406,7 +406,7 @@ def by_tag(place: DatabaseAddress, tag: Any) -> list[Callable[[], Any]]:
     ]
 
 
-def by_key(place: DatabaseAddress, key: Any) -> list[Callable[[], Any]]:
+def by_key(place: RefusingClient, key: Any) -> list[Callable[[], Any]]:
     return [
         lambda: place.delays.schedule_delay("mail", {}, 5, key=key),
         lambda: place.delays.schedule_many(
@@ -420,7 +420,7 @@ def by_key(place: DatabaseAddress, key: Any) -> list[Callable[[], Any]]:
     ]
 
 
-def by_queue(place: DatabaseAddress, queue: Any) -> list[Callable[[], Any]]:
+def by_queue(place: RefusingClient, queue: Any) -> list[Callable[[], Any]]:
     return [
         lambda: place.delays.schedule_delay("mail", {}, 5, queue=queue),
         lambda: place.delays.schedule_many(
@@ -430,7 +430,7 @@ def by_queue(place: DatabaseAddress, queue: Any) -> list[Callable[[], Any]]:
     ]
 
 
-def by_id(place: DatabaseAddress, id: Any) -> list[Callable[[], Any]]:
+def by_id(place: RefusingClient, id: Any) -> list[Callable[[], Any]]:
     return [
         lambda: place.delays.get(id),
         lambda: place.delays.cancel(id, strict=True),
@@ -440,7 +440,7 @@ def by_id(place: DatabaseAddress, id: Any) -> list[Callable[[], Any]]:
     ]
 
 
-def test_a_tag_that_is_no_name_is_refused(place: DatabaseAddress) -> None:
+def test_a_tag_that_is_no_name_is_refused(place: RefusingClient) -> None:
     for tag in [*BAD_NAMES, "x" * 129]:
         for call in by_tag(place, tag):
             with place.refuses(e.InvalidTagError):
@@ -450,14 +450,14 @@ def test_a_tag_that_is_no_name_is_refused(place: DatabaseAddress) -> None:
                 place.delays.find(tag=tag)
 
 
-def test_a_key_that_is_no_name_is_refused(place: DatabaseAddress) -> None:
+def test_a_key_that_is_no_name_is_refused(place: RefusingClient) -> None:
     for key in [*(name for name in BAD_NAMES if name is not None), "x" * 192]:
         for call in by_key(place, key):
             with place.refuses(e.InvalidKeyError):
                 call()
 
 
-def test_a_queue_that_a_broker_could_not_have_is_refused(place: DatabaseAddress) -> None:
+def test_a_queue_that_a_broker_could_not_have_is_refused(place: RefusingClient) -> None:
     for_paths_and_patterns = [
         "a b",
         "../../etc/passwd",
@@ -474,7 +474,7 @@ def test_a_queue_that_a_broker_could_not_have_is_refused(place: DatabaseAddress)
                 call()
 
 
-def test_names_at_their_longest_are_accepted(place: DatabaseAddress) -> None:
+def test_names_at_their_longest_are_accepted(place: RefusingClient) -> None:
     tag, key, queue = "😀" * 128, "ü" * 191, "q" * 100
     task = place.delays.schedule_delay(tag, {}, 60, key=key, queue=queue)
     found = place.delays.get(tag=tag, key=key)
@@ -491,7 +491,7 @@ class Level(int, enum.Enum):
     ID = 4711
 
 
-def test_enums_are_what_they_stand_for(place: DatabaseAddress) -> None:
+def test_enums_are_what_they_stand_for(place: RefusingClient) -> None:
     task = place.delays.schedule_delay(
         Name.MAIL,
         {"level": Level.HIGH, "name": Name.KEY},
@@ -514,7 +514,7 @@ def test_enums_are_what_they_stand_for(place: DatabaseAddress) -> None:
     assert [one.id for one in place.delays.find(tag=Name.MAIL)] == [4711]
 
 
-def test_a_priority_is_an_integer_from_0_to_9(place: DatabaseAddress) -> None:
+def test_a_priority_is_an_integer_from_0_to_9(place: RefusingClient) -> None:
     for priority in [-1, 10, True, 1.0, "1", None, 10**5000, Unsayable()]:
         with place.refuses(e.InvalidPriorityError):
             place.delays.schedule_delay("mail", {}, 5, priority=priority)
@@ -523,7 +523,7 @@ def test_a_priority_is_an_integer_from_0_to_9(place: DatabaseAddress) -> None:
 
 
 def test_a_tag_without_processor_is_accepted_unless_tags_are_strict(
-    make: Callable[..., DatabaseAddress],
+    make: Callable[..., RefusingClient],
 ) -> None:
     make().delays.schedule_delay("nobody", {}, 5)
     place = make(strict_tags=True)
@@ -557,7 +557,7 @@ BAD_IDS = [
 ]
 
 
-def test_an_id_that_is_no_id_is_refused_by_every_call(place: DatabaseAddress) -> None:
+def test_an_id_that_is_no_id_is_refused_by_every_call(place: RefusingClient) -> None:
     task = place.put()
     for id in BAD_IDS:
         with place.refuses(e.InvalidIdError):
@@ -573,14 +573,14 @@ def test_an_id_that_is_no_id_is_refused_by_every_call(place: DatabaseAddress) ->
             place.delays.schedule_many([NewTask("mail", {}, 5), NewTask("mail", {}, 5, id=id)])
 
 
-def test_an_id_that_nobody_has_is_not_found_by_any_call(place: DatabaseAddress) -> None:
+def test_an_id_that_nobody_has_is_not_found_by_any_call(place: RefusingClient) -> None:
     for id in [1, 2**63 - 1, "4711"]:
         for call in by_id(place, id):
             with place.refuses(e.TaskNotFoundError, str(id)):
                 call()
 
 
-def test_a_key_that_nobody_has_is_not_found_by_any_call(place: DatabaseAddress) -> None:
+def test_a_key_that_nobody_has_is_not_found_by_any_call(place: RefusingClient) -> None:
     d, name = place.delays, {"tag": "mail", "key": "k"}
     for call in (
         lambda: d.get(**name),
@@ -592,14 +592,14 @@ def test_a_key_that_nobody_has_is_not_found_by_any_call(place: DatabaseAddress) 
             call()
 
 
-def test_a_task_is_named_in_one_way(place: DatabaseAddress) -> None:
+def test_a_task_is_named_in_one_way(place: RefusingClient) -> None:
     task = place.put(key="k")
     for names in ({}, {"key": "k"}, {"tag": "mail"}, {"task": task, "tag": "mail", "key": "k"}):
         with place.refuses(e.InvalidScheduleError):
             place.delays.cancel(**names)
 
 
-def test_touch_many_takes_one_list(place: DatabaseAddress) -> None:
+def test_touch_many_takes_one_list(place: RefusingClient) -> None:
     task = place.put(key="k")
     for names in (
         {},
@@ -618,7 +618,7 @@ def test_touch_many_takes_one_list(place: DatabaseAddress) -> None:
     assert place.delays.get(task).expected_time == task.expected_time
 
 
-def test_a_key_that_is_taken_names_the_task_that_has_it(place: DatabaseAddress) -> None:
+def test_a_key_that_is_taken_names_the_task_that_has_it(place: RefusingClient) -> None:
     first = place.put(key="k")
     with place.refuses(e.DuplicateTaskError, str(first.id), "'k'"):
         place.delays.schedule_delay("mail", {}, 5, key="k")
@@ -627,7 +627,7 @@ def test_a_key_that_is_taken_names_the_task_that_has_it(place: DatabaseAddress) 
     assert caught.value.id == first.id
 
 
-def test_a_lot_with_a_key_that_is_taken_is_left_out_as_a_whole(place: DatabaseAddress) -> None:
+def test_a_lot_with_a_key_that_is_taken_is_left_out_as_a_whole(place: RefusingClient) -> None:
     place.put(key="k")
     with place.refuses(e.DuplicateTaskError):
         place.delays.schedule_many(
@@ -639,7 +639,7 @@ def test_a_lot_with_a_key_that_is_taken_is_left_out_as_a_whole(place: DatabaseAd
         )
 
 
-def test_a_typo_in_on_conflict_is_refused(place: DatabaseAddress) -> None:
+def test_a_typo_in_on_conflict_is_refused(place: RefusingClient) -> None:
     place.put(key="k")
     for typo in ["Reject", "ignore", "", None, 1, [], Unsayable()]:
         with place.refuses(e.InvalidScheduleError, "on_conflict"):
@@ -648,7 +648,7 @@ def test_a_typo_in_on_conflict_is_refused(place: DatabaseAddress) -> None:
             place.delays.schedule_many([NewTask("mail", {}, 5, key="k")], on_conflict=typo)
 
 
-def test_the_same_id_again_is_harmless_and_arms_it_again(place: DatabaseAddress) -> None:
+def test_the_same_id_again_is_harmless_and_arms_it_again(place: RefusingClient) -> None:
     first = place.delays.schedule_delay("mail", {"n": 1}, 5, id=4711)
     before = place.traces()
     again = place.delays.schedule_delay("mail", {"n": 2}, 60, id=4711)
@@ -676,7 +676,7 @@ def test_the_same_id_again_is_harmless_and_arms_it_again(place: DatabaseAddress)
     ],
     ids=lambda v: getattr(v, "name", ""),
 )
-def test_cancelling_in_each_status(place: DatabaseAddress, status: Status, answer: Any) -> None:
+def test_cancelling_in_each_status(place: RefusingClient, status: Status, answer: Any) -> None:
     task = place.put(status)
     if isinstance(answer, bool):
         assert bool(place.delays.cancel(task, strict=True)) is answer
@@ -688,7 +688,7 @@ def test_cancelling_in_each_status(place: DatabaseAddress, status: Status, answe
     assert place.delays.get(task).status is status
 
 
-def test_a_stale_version_is_refused_by_every_move(place: DatabaseAddress) -> None:
+def test_a_stale_version_is_refused_by_every_move(place: RefusingClient) -> None:
     for version in [1, -1, 2**70, 10**5000, "0", Unsayable()]:
         waits, failed = place.put(), place.put(Status.FAILED)
         with place.refuses(e.StaleVersionError):
@@ -704,13 +704,13 @@ def test_a_stale_version_is_refused_by_every_move(place: DatabaseAddress) -> Non
 # -- questions ------------------------------------------------------------------------------------
 
 
-def test_a_page_is_bounded(place: DatabaseAddress) -> None:
+def test_a_page_is_bounded(place: RefusingClient) -> None:
     for limit in [-1, 0, 1001, 10**9, 10**5000, True, 1.0, "10", None, Unsayable()]:
         with place.refuses(e.InvalidQueryError, "1 to 1000"):
             place.delays.find(limit=limit)
 
 
-def test_a_status_that_does_not_exist_is_refused(place: DatabaseAddress) -> None:
+def test_a_status_that_does_not_exist_is_refused(place: RefusingClient) -> None:
     for status in [77, -1, True, "GONE", "", 1.5, [], Unsayable()]:
         with place.refuses(e.InvalidQueryError, "NOT_COMPLETE"):
             place.delays.find(status=status)
@@ -725,14 +725,14 @@ BAD_CURSORS += [
 BAD_CURSORS += ["MTotMTAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMA=="]
 
 
-def test_a_cursor_that_find_never_gave_is_refused(place: DatabaseAddress) -> None:
+def test_a_cursor_that_find_never_gave_is_refused(place: RefusingClient) -> None:
     for cursor in BAD_CURSORS:
         place.put()
         with place.refuses(e.InvalidQueryError):
             place.delays.find(cursor=cursor)
 
 
-def test_times_at_the_ends_of_time_are_answered(place: DatabaseAddress) -> None:
+def test_times_at_the_ends_of_time_are_answered(place: RefusingClient) -> None:
     place.put()
     for instant in [datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)]:
         assert len(place.delays.find(since=instant)) + len(place.delays.find(until=instant)) == 1
@@ -742,7 +742,7 @@ def test_times_at_the_ends_of_time_are_answered(place: DatabaseAddress) -> None:
 
 
 def calls_with(
-    place: DatabaseAddress, task: DelayTask, failed: DelayTask, session: Any
+    place: RefusingClient, task: DelayTask, failed: DelayTask, session: Any
 ) -> list[Callable[[], Any]]:
     d = place.delays
     return [
@@ -760,14 +760,14 @@ def calls_with(
     ]
 
 
-def test_what_is_no_session_is_refused(place: DatabaseAddress) -> None:
+def test_what_is_no_session_is_refused(place: RefusingClient) -> None:
     for session in ["x", object(), 5, Session]:
         for call in calls_with(place, place.put(), place.put(Status.FAILED), session):
             with place.refuses(e.SessionUnusableError):
                 call()
 
 
-def test_a_closed_session_or_connection_is_refused(place: DatabaseAddress, store: Store) -> None:
+def test_a_closed_session_or_connection_is_refused(place: RefusingClient, store: Store) -> None:
     closed = Session(store.database.tx, close_resets_only=False)
     closed.close()
     connection = store.database.tx.connect()
@@ -782,7 +782,7 @@ def test_a_closed_session_or_connection_is_refused(place: DatabaseAddress, store
 
 
 def test_rows_of_nonsense_harm_neither_a_claim_nor_the_api(
-    make: Callable[..., DatabaseAddress],
+    make: Callable[..., RefusingClient],
 ) -> None:
     place = make(chunk_time_box_s=20)
     ran: list[Any] = []
@@ -852,7 +852,7 @@ def test_rows_of_nonsense_harm_neither_a_claim_nor_the_api(
 
 
 def test_a_row_of_nonsense_does_not_keep_its_neighbours_from_being_armed(
-    place: DatabaseAddress,
+    place: RefusingClient,
 ) -> None:
     soon = {"expected_time": db_now_plus(5)}
     strange = [
@@ -876,7 +876,7 @@ def test_a_row_of_nonsense_does_not_keep_its_neighbours_from_being_armed(
     assert good.id in [entry.id for entry in armed]
 
 
-def near_window(place: DatabaseAddress) -> tuple[datetime, datetime]:
+def near_window(place: RefusingClient) -> tuple[datetime, datetime]:
     now = place.delays.clock.now()
     return now, now + timedelta(seconds=30)
 
@@ -958,7 +958,7 @@ quick = fuzz(60)
         "\x7f\x01",
     ]
 )
-def test_any_json_comes_back_exactly(place: DatabaseAddress, bodies: list[Any]) -> None:
+def test_any_json_comes_back_exactly(place: RefusingClient, bodies: list[Any]) -> None:
     one = place.delays.schedule_delay("mail", bodies, 60)
     assert same(place.delays.get(one).body, bodies)
     ids: list[int] = []
@@ -977,7 +977,7 @@ def same(left: Any, right: Any) -> bool:
 
 @quick
 @given(body=junk_bodies)
-def test_any_junk_in_a_body_is_refused(place: DatabaseAddress, body: Any) -> None:
+def test_any_junk_in_a_body_is_refused(place: RefusingClient, body: Any) -> None:
     before = place.traces()
     with pytest.raises((e.BodyNotJSONError, e.BodyNotStorableError)):
         place.delays.schedule_delay("mail", body, 60)
@@ -987,7 +987,7 @@ def test_any_junk_in_a_body_is_refused(place: DatabaseAddress, body: Any) -> Non
 @quick
 @given(data=st.data())
 def test_any_arguments_are_answered_with_a_task_or_with_our_error(
-    place: DatabaseAddress, data: st.DataObject
+    place: RefusingClient, data: st.DataObject
 ) -> None:
     def some(*good: Any) -> Any:
         return data.draw(st.sampled_from(good or (None,)) | anything)
@@ -1029,7 +1029,7 @@ def test_any_arguments_are_answered_with_a_task_or_with_our_error(
         assert place.traces() == before
 
 
-def test_a_concurrency_key_is_a_key_and_may_be_long(place: DatabaseAddress) -> None:
+def test_a_concurrency_key_is_a_key_and_may_be_long(place: RefusingClient) -> None:
     for key in ["", " ", "a ", "a" * 256, "a\nb", 7, True]:
         with place.refuses(e.InvalidKeyError, "concurrency_key"):
             place.delays.schedule_delay("mail", {}, 5, concurrency_key=key)  # type: ignore[arg-type]
@@ -1039,7 +1039,7 @@ def test_a_concurrency_key_is_a_key_and_may_be_long(place: DatabaseAddress) -> N
     )
 
 
-def test_a_processor_says_whom_a_body_is_for_unless_the_task_does(place: DatabaseAddress) -> None:
+def test_a_processor_says_whom_a_body_is_for_unless_the_task_does(place: RefusingClient) -> None:
     place.delays.processor("pay", concurrency_key=lambda body: body["customer"])(lambda body: None)
     schedule = place.delays.schedule_delay
     assert place.delays.get(schedule("pay", {"customer": "c7"}, 5)).concurrency_key == "c7"

@@ -30,7 +30,7 @@ NAMES: list[Name] = [
 by_name = pytest.mark.parametrize("name", NAMES, ids=["id", "key"])
 
 
-class DatabaseAddress:
+class CancelCaller:
     """One `DelayTasks`, whose calls are made with a session or without one."""
 
     def __init__(
@@ -58,7 +58,7 @@ class DatabaseAddress:
 @pytest.fixture(params=["alone", "session"])
 def place(
     request: pytest.FixtureRequest, store: Store, database_url: str
-) -> Iterator[DatabaseAddress]:
+) -> Iterator[CancelCaller]:
     delays = delays_on(database_url, table_prefix="s_")
     record(delays)
     delays.processor("mail")(lambda body: None)
@@ -70,7 +70,7 @@ def place(
         with Session(engine) as made:
             yield made
 
-    yield DatabaseAddress(delays, nullcontext if request.param == "alone" else session)
+    yield CancelCaller(delays, nullcontext if request.param == "alone" else session)
     delays.close()
     engine.dispose()
 
@@ -81,7 +81,7 @@ def claim(store: Store) -> None:
 
 @by_name
 def test_a_task_that_waits_is_cancelled_and_never_starts(
-    place: DatabaseAddress, store: Store, name: Name
+    place: CancelCaller, store: Store, name: Name
 ) -> None:
     task = place.schedule()
     result = place.cancel(**name(task))
@@ -93,7 +93,7 @@ def test_a_task_that_waits_is_cancelled_and_never_starts(
 
 @by_name
 def test_cancelling_twice_tells_that_nothing_is_left_to_cancel(
-    place: DatabaseAddress, name: Name
+    place: CancelCaller, name: Name
 ) -> None:
     task = place.schedule()
     assert place.cancel(**name(task), strict=True)
@@ -108,7 +108,7 @@ def test_cancelling_twice_tells_that_nothing_is_left_to_cancel(
 
 @by_name
 def test_a_task_that_runs_is_not_cancelled_and_the_result_says_so(
-    place: DatabaseAddress, store: Store, name: Name
+    place: CancelCaller, store: Store, name: Name
 ) -> None:
     task = place.schedule()
     claim(store)
@@ -123,7 +123,7 @@ def test_a_task_that_runs_is_not_cancelled_and_the_result_says_so(
 @by_name
 @pytest.mark.parametrize(("tag", "status"), [("mail", Status.DONE), ("bad", Status.FAILED)])
 def test_a_task_that_ran_is_not_cancelled_and_the_result_says_so(
-    place: DatabaseAddress, name: Name, tag: str, status: Status
+    place: CancelCaller, name: Name, tag: str, status: Status
 ) -> None:
     task = place.schedule(tag)
     assert run_now(place.delays, task).status is status
@@ -140,7 +140,7 @@ def test_a_task_that_ran_is_not_cancelled_and_the_result_says_so(
     assert place.delays.get(task).status is status
 
 
-def test_a_task_that_never_was_leaves_nothing_to_cancel(place: DatabaseAddress) -> None:
+def test_a_task_that_never_was_leaves_nothing_to_cancel(place: CancelCaller) -> None:
     result = place.cancel(task=4711)
     assert not result
     assert (result.id, result.status, result.reason) == (4711, None, "there is no task 4711")
@@ -149,7 +149,7 @@ def test_a_task_that_never_was_leaves_nothing_to_cancel(place: DatabaseAddress) 
     place.refuses(TaskNotFoundError, tag="mail", key="never")
 
 
-def test_a_stale_version_and_a_bad_id_are_errors_strict_or_not(place: DatabaseAddress) -> None:
+def test_a_stale_version_and_a_bad_id_are_errors_strict_or_not(place: CancelCaller) -> None:
     task = place.schedule()
     for strict in (False, True):
         with pytest.raises(StaleVersionError):
@@ -160,7 +160,7 @@ def test_a_stale_version_and_a_bad_id_are_errors_strict_or_not(place: DatabaseAd
 
 
 def test_the_payment_of_a_customer_who_pays_while_the_order_closes_is_kept(
-    place: DatabaseAddress, store: Store, database_url: str
+    place: CancelCaller, store: Store, database_url: str
 ) -> None:
     """The flow of the docs: the cancel is part of the transaction that writes the payment."""
     engine = create_engine(database_url)
@@ -175,7 +175,7 @@ def test_the_payment_of_a_customer_who_pays_while_the_order_closes_is_kept(
 
 
 def test_a_key_that_was_taken_after_the_transaction_began_is_cancelled(
-    place: DatabaseAddress, store: Store, database_url: str
+    place: CancelCaller, store: Store, database_url: str
 ) -> None:
     """MySQL reads as of the transaction's start, and must not tell that there is no such task."""
     if not database_url.startswith(("mysql", "postgresql")):
@@ -194,7 +194,7 @@ def test_a_key_that_was_taken_after_the_transaction_began_is_cancelled(
 
 
 def test_a_key_that_changed_hands_after_the_transaction_began_names_the_task_that_has_it_now(
-    place: DatabaseAddress, store: Store, database_url: str
+    place: CancelCaller, store: Store, database_url: str
 ) -> None:
     if not database_url.startswith(("mysql", "postgresql")):
         pytest.skip(
@@ -214,7 +214,7 @@ def test_a_key_that_changed_hands_after_the_transaction_began_names_the_task_tha
 
 
 def test_a_key_that_the_transaction_itself_took_over_names_its_own_task(
-    place: DatabaseAddress, store: Store, database_url: str
+    place: CancelCaller, store: Store, database_url: str
 ) -> None:
     engine = create_engine(database_url)
     place.schedule()

@@ -359,7 +359,7 @@ def test_monitors_see_no_bodies_that_are_encrypted(open_with: Open) -> None:
     for keys, is_shown in (((), True), ((NEW,), False)):
         delays = open_with(*keys)
         task = delays.schedule_delay("mail", BODY, 60)
-        assert ("cAnArY" in repr(delays.processes.row_events()._about(task))) is is_shown
+        assert ("cAnArY" in repr(delays.processes.task_events()._about(task))) is is_shown
 
 
 def test_check_names_tasks_whose_key_is_missing(open_with: Open) -> None:

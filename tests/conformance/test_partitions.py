@@ -61,7 +61,7 @@ def meet_others(partitions: Partitions, count: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(partitions, "in_turn", after_others_came)
 
 
-class Field:
+class ConvertedTable:
     """A table that was converted ten weeks ago, with a partition for each of the weeks that followed the next one."""
 
     def __init__(self, url: str) -> None:
@@ -154,8 +154,8 @@ class Field:
 
 
 @pytest.fixture
-def field(postgresql_url: str) -> Iterator[Field]:
-    made = Field(postgresql_url)
+def field(postgresql_url: str) -> Iterator[ConvertedTable]:
+    made = ConvertedTable(postgresql_url)
     yield made
     made.close()
 
@@ -175,7 +175,7 @@ def test_partitions_meet_at_the_same_instants_whoever_makes_them_and_when() -> N
     assert periods(start + WEEK, start + WEEK, WEEK) == []
 
 
-def test_ids_of_an_instant_are_made_at_that_instant(field: Field) -> None:
+def test_ids_of_an_instant_are_made_at_that_instant(field: ConvertedTable) -> None:
     now = seconds(field.now, 0).replace(microsecond=5000)
     assert made_at(first_id(now)) == now
     assert made_at(first_id(now) + 2**22 - 1) == now
@@ -185,7 +185,7 @@ def test_ids_of_an_instant_are_made_at_that_instant(field: Field) -> None:
 # -- partitions ahead -----------------------------------------------------------------------------
 
 
-def test_each_period_has_one_partition_and_the_first_all_before(field: Field) -> None:
+def test_each_period_has_one_partition_and_the_first_all_before(field: ConvertedTable) -> None:
     *parts, default = field.partitions.all()
     assert default.is_default
     assert parts[0].since is None
@@ -199,7 +199,7 @@ def test_each_period_has_one_partition_and_the_first_all_before(field: Field) ->
 
 
 def test_partitions_are_made_once_however_many_ask_for_them(
-    field: Field, monkeypatch: pytest.MonkeyPatch
+    field: ConvertedTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = field.names()
     assert field.partitions.extend(WEEK, 4) == []
@@ -211,7 +211,7 @@ def test_partitions_are_made_once_however_many_ask_for_them(
 
 
 def test_what_was_made_is_made_though_the_turn_was_lost(
-    field: Field, monkeypatch: pytest.MonkeyPatch
+    field: ConvertedTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server or a pooler may end the connection that only keeps others waiting."""
     in_turn, ended = field.partitions.in_turn, []
@@ -226,13 +226,15 @@ def test_what_was_made_is_made_though_the_turn_was_lost(
     assert ended == [True]
 
 
-def test_another_length_begins_where_the_last_one_ends(field: Field) -> None:
+def test_another_length_begins_where_the_last_one_ends(field: ConvertedTable) -> None:
     assert len(field.partitions.extend(3 * DAY, 16)) > 3
     *parts, _ = field.partitions.all()
     assert all(a.until == b.since for a, b in itertools.pairwise(parts))
 
 
-def test_tasks_that_no_partition_is_there_for_are_kept_in_the_default_one(field: Field) -> None:
+def test_tasks_that_no_partition_is_there_for_are_kept_in_the_default_one(
+    field: ConvertedTable,
+) -> None:
     """Nobody made partitions for weeks."""
     late = 8 * WEEK
     one = field.put(-late, Status.NOT_COMPLETE)
@@ -252,7 +254,7 @@ def test_tasks_that_no_partition_is_there_for_are_kept_in_the_default_one(field:
     assert len(wanted) == 3
 
 
-def test_when_the_partitions_end_is_known(field: Field) -> None:
+def test_when_the_partitions_end_is_known(field: ConvertedTable) -> None:
     assert field.store.sweeps.partitions_end() == edge_after(field.now, WEEK) + 4 * WEEK
 
 
@@ -268,7 +270,7 @@ def test_other_databases_are_told_what_to_do_instead(url: str) -> None:
 # -- old partitions -------------------------------------------------------------------------------
 
 
-def test_an_old_partition_goes_with_all_that_is_finished_in_it(field: Field) -> None:
+def test_an_old_partition_goes_with_all_that_is_finished_in_it(field: ConvertedTable) -> None:
     for status in (Status.DONE, Status.FAILED, Status.CANCELLED):
         field.put(10 * WEEK, status)
         field.put(6 * WEEK, status)
@@ -287,7 +289,7 @@ def test_an_old_partition_goes_with_all_that_is_finished_in_it(field: Field) -> 
 
 
 @pytest.mark.parametrize("status", [*LIVE, Status.of(9)], ids=str)
-def test_what_is_not_finished_is_moved_as_it_is(field: Field, status: Status) -> None:
+def test_what_is_not_finished_is_moved_as_it_is(field: ConvertedTable, status: Status) -> None:
     """All of the row, also what another program added to the table."""
     for more in ("note text", "twice bigint GENERATED ALWAYS AS (version * 2) STORED"):
         field.run(f"ALTER TABLE {TASKS} ADD COLUMN {more}")
@@ -315,7 +317,7 @@ def test_what_is_not_finished_is_moved_as_it_is(field: Field, status: Status) ->
     assert field.rows() == {one.id: ("_default", before[1])}
 
 
-def test_what_ended_lately_stays_as_long_as_a_purge_would_leave_it(field: Field) -> None:
+def test_what_ended_lately_stays_as_long_as_a_purge_would_leave_it(field: ConvertedTable) -> None:
     long_ago = field.put(6 * WEEK, Status.FAILED, ended=5 * WEEK)
     lately = field.put(6 * WEEK, Status.FAILED, ended=2 * WEEK)
     late = field.put(6 * WEEK, Status.DONE, update_time=field.now - DAY)
@@ -328,7 +330,7 @@ def test_what_ended_lately_stays_as_long_as_a_purge_would_leave_it(field: Field)
 
 
 def test_a_partition_with_too_much_that_must_stay_is_kept(
-    field: Field, monkeypatch: pytest.MonkeyPatch
+    field: ConvertedTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pruning, "MAX_MOVED", 2)
     for _ in range(3):
@@ -341,7 +343,7 @@ def test_a_partition_with_too_much_that_must_stay_is_kept(
     assert field.drop() == [Pruned(kept[0].name, 3)]
 
 
-def test_partitions_can_be_left_as_tables_of_what_is_finished(field: Field) -> None:
+def test_partitions_can_be_left_as_tables_of_what_is_finished(field: ConvertedTable) -> None:
     done, waits = field.put(6 * WEEK), field.put(6 * WEEK, Status.NOT_COMPLETE)
     [name] = [each.name for each in field.drop(detaches_only=True) if each.moved]
     assert field.places() == ["_default"]
@@ -350,7 +352,7 @@ def test_partitions_can_be_left_as_tables_of_what_is_finished(field: Field) -> N
 
 
 def test_the_keys_and_attempts_of_what_is_dropped_go_and_those_of_what_waits_stay(
-    field: Field,
+    field: ConvertedTable,
 ) -> None:
     finished, waits = (
         field.put(6 * WEEK, task_key="f"),
@@ -384,7 +386,7 @@ def test_the_keys_and_attempts_of_what_is_dropped_go_and_those_of_what_waits_sta
         assert sorted(left) == sorted([waits.id, young.id])
 
 
-def test_what_must_stay_is_found_by_an_index_while_everybody_waits(field: Field) -> None:
+def test_what_must_stay_is_found_by_an_index_while_everybody_waits(field: ConvertedTable) -> None:
     field.fill(5000, field.now - 6 * WEEK, Status.DONE)
     field.put(6 * WEEK, Status.NOT_COMPLETE)
     shown: list[str] = []
@@ -406,7 +408,7 @@ def test_what_must_stay_is_found_by_an_index_while_everybody_waits(field: Field)
 # -- while others work ----------------------------------------------------------------------------
 
 
-def test_a_task_that_runs_meanwhile_settles(field: Field) -> None:
+def test_a_task_that_runs_meanwhile_settles(field: ConvertedTable) -> None:
     field.put(6 * WEEK, Status.NOT_COMPLETE, task_key="k")
     claims = field.store.claims("w-1", None)
     [claimed] = claims.claim_due("default", [0], 10)
@@ -425,13 +427,15 @@ def test_a_task_that_runs_meanwhile_settles(field: Field) -> None:
     assert field.places() == ["_default"]
 
 
-def _waits_for_a_lock(field: Field) -> bool:
+def _waits_for_a_lock(field: ConvertedTable) -> bool:
     return bool(
         field.run(f"SELECT 1 FROM pg_locks WHERE NOT granted AND relation = to_regclass('{TASKS}')")
     )
 
 
-def test_a_task_that_is_settled_or_retried_between_looking_and_moving_is_seen(field: Field) -> None:
+def test_a_task_that_is_settled_or_retried_between_looking_and_moving_is_seen(
+    field: ConvertedTable,
+) -> None:
     failed, running = field.put(6 * WEEK, Status.FAILED), field.put(6 * WEEK, Status.RUNNING)
     again = field.put(6 * WEEK, Status.FAILED)
     claims = field.store.claims("w-1", None)
@@ -450,7 +454,7 @@ def test_a_task_that_is_settled_or_retried_between_looking_and_moving_is_seen(fi
     assert read(field.store, again.id).error == "again"
 
 
-def test_a_task_that_is_retried_meanwhile_keeps_its_key(field: Field) -> None:
+def test_a_task_that_is_retried_meanwhile_keeps_its_key(field: ConvertedTable) -> None:
     failed = field.put(6 * WEEK, Status.FAILED, task_key="k")
     k = field.store.schema.keys
     with field.store.database.begin() as connection:
@@ -465,7 +469,7 @@ def test_a_task_that_is_retried_meanwhile_keeps_its_key(field: Field) -> None:
     assert field.store.tasks.id_of_key("mail", "k") == failed.id
 
 
-def test_a_partition_that_somebody_else_just_dropped_is_no_error(field: Field) -> None:
+def test_a_partition_that_somebody_else_just_dropped_is_no_error(field: ConvertedTable) -> None:
     waits = field.put(6 * WEEK, Status.NOT_COMPLETE)
 
     with field.upon("CREATE INDEX CONCURRENTLY", waits, lambda: _drop_all(field)):
@@ -473,7 +477,7 @@ def test_a_partition_that_somebody_else_just_dropped_is_no_error(field: Field) -
     assert list(field.rows()) == [waits.id]
 
 
-def _drop_all(field: Field) -> None:
+def _drop_all(field: ConvertedTable) -> None:
     assert list(pruning.prune(Partitions(field.store.database, PREFIX), 4 * WEEK))
 
 
@@ -481,10 +485,10 @@ def _drop_all(field: Field) -> None:
 
 
 @pytest.fixture(scope="module", params=["no", "quiet"])
-def planned(postgresql_url: str, request: pytest.FixtureRequest) -> Iterator[Field]:
+def planned(postgresql_url: str, request: pytest.FixtureRequest) -> Iterator[ConvertedTable]:
     """Six partitions of finished rows, with no statistics, or with those of a quiet time; then much is due in the last
     one."""
-    made = Field(postgresql_url)
+    made = ConvertedTable(postgresql_url)
     for name in made.names():
         made.run(f"ALTER TABLE {TASKS}{name} SET (autovacuum_enabled = off)")
     for week in range(6):
@@ -497,12 +501,12 @@ def planned(postgresql_url: str, request: pytest.FixtureRequest) -> Iterator[Fie
     made.close()
 
 
-def filled(field: Field) -> set[str]:
+def filled(field: ConvertedTable) -> set[str]:
     """The partitions that have rows: it makes no difference how one without any is read."""
     return {row[0] for row in field.run(f"SELECT DISTINCT tableoid::regclass::text FROM {TASKS}")}
 
 
-def read_as_a_whole(field: Field, shown: str) -> set[str]:
+def read_as_a_whole(field: ConvertedTable, shown: str) -> set[str]:
     return set(re.findall(r"Seq Scan on (\w+)", shown)) & filled(field)
 
 
@@ -510,7 +514,7 @@ def searched(shown: str) -> set[str]:
     return set(re.findall(rf"Scan (?:using \w+ )?on {TASKS}(_p\d+)\b", shown))
 
 
-def test_a_claim_by_id_looks_for_rows_in_their_partition_alone(planned: Field) -> None:
+def test_a_claim_by_id_looks_for_rows_in_their_partition_alone(planned: ConvertedTable) -> None:
     store, claims = planned.store, planned.store.claims("w", None)
     *some, other = store.tasks.find(None, Status.NOT_COMPLETE, None, None, None, None, 20).tasks
     claiming = plans(store, lambda: claims.claim([entry(one) for one in some]))
@@ -527,7 +531,7 @@ def test_a_claim_by_id_looks_for_rows_in_their_partition_alone(planned: Field) -
         assert "Seq Scan" not in shown.replace("Seq Scan on q_yb_delay_task_key", "")
 
 
-def test_the_slow_path_reads_no_more_than_it_takes(planned: Field) -> None:
+def test_the_slow_path_reads_no_more_than_it_takes(planned: ConvertedTable) -> None:
     """Merging the hot indexes of all partitions; those where nothing waits are empty."""
     store, claims = planned.store, planned.store.claims("w", None)
     for work in (
@@ -541,7 +545,7 @@ def test_the_slow_path_reads_no_more_than_it_takes(planned: Field) -> None:
         assert not any(f"{name}_expected_time_status_idx" in shown for name in filled(planned))
 
 
-def test_the_sweep_reads_hot_and_near_rows_by_their_indexes(planned: Field) -> None:
+def test_the_sweep_reads_hot_and_near_rows_by_their_indexes(planned: ConvertedTable) -> None:
     store, claims, now = planned.store, planned.store.claims("w", None), planned.now
     for work in (
         lambda: claims.claim_abandoned("default", [0]),

@@ -39,7 +39,7 @@ def find_it_away(*_: Any) -> list[Any]:
     raise e.StoreUnavailableError("no route to host")
 
 
-class Field:
+class PolicyHarness:
     """Tasks on a database, with sweeps and runs at the test's word."""
 
     def __init__(self, url: str) -> None:
@@ -111,8 +111,8 @@ class Field:
 
 
 @pytest.fixture(scope="module")
-def session_field(database_url: str) -> Iterator[Field]:
-    field = Field(database_url)
+def session_field(database_url: str) -> Iterator[PolicyHarness]:
+    field = PolicyHarness(database_url)
     with field.store.database.begin() as connection:
         field.store.schema.metadata.drop_all(connection)
         field.store.schema.metadata.create_all(connection)
@@ -123,16 +123,16 @@ def session_field(database_url: str) -> Iterator[Field]:
 
 
 @pytest.fixture
-def field(session_field: Field) -> Iterator[Field]:
+def field(session_field: PolicyHarness) -> Iterator[PolicyHarness]:
     """A fresh process on empty tables."""
     empty(session_field.store)
-    made = Field(session_field.url)
+    made = PolicyHarness(session_field.url)
     yield made
     made.close()
 
 
 @pytest.fixture
-def small_steps(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
+def small_steps(field: PolicyHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row at a time, and one step in a sweep."""
     monkeypatch.setattr(store_holding, "ROWS_PER_QUERY", 2)
     monkeypatch.setattr(engine_holding, "STEP", 1)
@@ -142,7 +142,9 @@ def small_steps(field: Field, monkeypatch: pytest.MonkeyPatch) -> None:
 # -- pause ----------------------------------------------------------------------------------------
 
 
-def test_what_waits_is_held_whether_it_is_due_or_far_and_nothing_else_is(field: Field) -> None:
+def test_what_waits_is_held_whether_it_is_due_or_far_and_nothing_else_is(
+    field: PolicyHarness,
+) -> None:
     paused = [
         field.add(in_s=in_s, **options)
         for in_s in (-5, 5, HOUR)
@@ -166,7 +168,7 @@ def test_what_waits_is_held_whether_it_is_due_or_far_and_nothing_else_is(field: 
     assert field.delays.get(paused[0]).version == paused[0].version + 1
 
 
-def test_a_queue_is_paused_whatever_the_tags(field: Field) -> None:
+def test_a_queue_is_paused_whatever_the_tags(field: PolicyHarness) -> None:
     slow = [field.add(tag, in_s, queue="slow") for tag in ("mail", "sms") for in_s in (-5, HOUR)]
     other = field.add("mail", -5)
     field.delays.pause(queue="slow")
@@ -175,7 +177,7 @@ def test_a_queue_is_paused_whatever_the_tags(field: Field) -> None:
     assert [(p.kind, p.name, p.held) for p in field.delays.policies()] == [("queue", "slow", 4)]
 
 
-def test_a_queue_that_is_paused_gets_no_drain_tokens(field: Field) -> None:
+def test_a_queue_that_is_paused_gets_no_drain_tokens(field: PolicyHarness) -> None:
     field.delays.store.workers.seen("w", ["default", "slow"], "solo", 1, 0)
     field.delays.pause(queue="slow")
     field.sweep()
@@ -185,7 +187,7 @@ def test_a_queue_that_is_paused_gets_no_drain_tokens(field: Field) -> None:
     assert [queue for queue, *_ in field.timer.drained] == ["default"]
 
 
-def test_what_comes_near_while_it_is_paused_is_held_and_not_armed(field: Field) -> None:
+def test_what_comes_near_while_it_is_paused_is_held_and_not_armed(field: PolicyHarness) -> None:
     field.delays.pause(tag="mail")
     field.sweep()  # the walk is over
     late = [field.add(in_s=60 + n) for n in range(3)]
@@ -202,7 +204,7 @@ def test_what_comes_near_while_it_is_paused_is_held_and_not_armed(field: Field) 
     assert field.timer.ids == [near.id]
 
 
-def test_what_is_claimed_while_it_is_paused_is_held_and_does_not_run(field: Field) -> None:
+def test_what_is_claimed_while_it_is_paused_is_held_and_does_not_run(field: PolicyHarness) -> None:
     field.delays.pause(tag="mail")
     paused, other = field.add(in_s=-5, body="paused"), field.add("sms", -5, body="other")
     report = field.run(paused, other)
@@ -219,7 +221,7 @@ def test_what_is_claimed_while_it_is_paused_is_held_and_does_not_run(field: Fiel
     assert field.run(found).claimed == 0, "nobody claims it"
 
 
-def test_a_worker_that_lost_its_lease_holds_nothing(field: Field) -> None:
+def test_a_worker_that_lost_its_lease_holds_nothing(field: PolicyHarness) -> None:
     field.delays.pause(tag="mail")
     task = field.add(in_s=-5)
     [mine] = field.store.claims("frozen", None).claim([Entry(task.id, task.version, 0)])
@@ -236,7 +238,7 @@ def test_a_worker_that_lost_its_lease_holds_nothing(field: Field) -> None:
     assert field.store.holding.hold_claimed([again]) == {task.id}
 
 
-def test_a_backlog_that_is_paused_is_held_by_those_who_drain(field: Field) -> None:
+def test_a_backlog_that_is_paused_is_held_by_those_who_drain(field: PolicyHarness) -> None:
     rows = [field.add(in_s=-5) for _ in range(7)]
     field.delays.pause(tag="mail")
     runner = field.delays.runner()
@@ -245,7 +247,7 @@ def test_a_backlog_that_is_paused_is_held_by_those_who_drain(field: Field) -> No
     assert field.ran == []
 
 
-def test_a_row_that_lapsed_is_held_like_any_other(field: Field) -> None:
+def test_a_row_that_lapsed_is_held_like_any_other(field: PolicyHarness) -> None:
     task = field.add(in_s=-5)
     t = field.store.schema.tasks
     with field.store.database.begin() as connection:
@@ -257,7 +259,7 @@ def test_a_row_that_lapsed_is_held_like_any_other(field: Field) -> None:
 
 
 def test_a_process_goes_by_a_pause_within_a_second_or_so(
-    field: Field, monkeypatch: pytest.MonkeyPatch
+    field: PolicyHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = field.process()
     assert not other.shards[0].policies.current().has_pauses
@@ -267,7 +269,9 @@ def test_a_process_goes_by_a_pause_within_a_second_or_so(
     assert other.shards[0].policies.current().pauses("mail", "default")
 
 
-def test_a_pool_process_reads_policies_when_its_main_process_has_others(field: Field) -> None:
+def test_a_pool_process_reads_policies_when_its_main_process_has_others(
+    field: PolicyHarness,
+) -> None:
     child = field.process().shards[0].policies
     reads = []
     read = child._read
@@ -284,7 +288,7 @@ def test_a_pool_process_reads_policies_when_its_main_process_has_others(field: F
 
 
 def test_a_pool_process_reads_policies_when_its_main_process_has_read_none_yet(
-    field: Field,
+    field: PolicyHarness,
 ) -> None:
     field.delays.pause(tag="mail")
     main, child = (field.process().shards[0].policies for _ in range(2))
@@ -296,7 +300,7 @@ def test_a_pool_process_reads_policies_when_its_main_process_has_read_none_yet(
 
 
 def test_who_could_never_read_the_policies_does_not_go_without_and_who_could_goes_by_what_is_known(
-    field: Field, monkeypatch: pytest.MonkeyPatch
+    field: PolicyHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     field.delays.pause(tag="mail")
     policies = field.process().shards[0].policies
@@ -312,14 +316,14 @@ def test_who_could_never_read_the_policies_does_not_go_without_and_who_could_goe
 
 
 def test_a_worker_whose_database_is_away_at_its_start_has_no_wrong_configuration(
-    field: Field, monkeypatch: pytest.MonkeyPatch
+    field: PolicyHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(field.store.policies, "check", find_it_away)
     with pytest.raises(e.StoreUnavailableError):
         field.store.check()
 
 
-def test_a_worker_that_can_not_read_the_policies_says_so_at_its_start(field: Field) -> None:
+def test_a_worker_that_can_not_read_the_policies_says_so_at_its_start(field: PolicyHarness) -> None:
     p = field.store.schema.policies
     assert field.store.check() is None  # type: ignore[func-returns-value]
     with field.store.database.begin() as connection:
@@ -335,7 +339,7 @@ def test_a_worker_that_can_not_read_the_policies_says_so_at_its_start(field: Fie
 
 
 def test_a_chunk_whose_process_can_not_read_the_policies_runs_nothing_and_the_next_one_does(
-    field: Field, monkeypatch: pytest.MonkeyPatch
+    field: PolicyHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = field.add(in_s=-5)
     child = field.process()
@@ -355,7 +359,7 @@ def test_a_chunk_whose_process_can_not_read_the_policies_runs_nothing_and_the_ne
 # -- resume ---------------------------------------------------------------------------------------
 
 
-def test_what_was_held_runs_in_the_order_of_its_times_after_resume(field: Field) -> None:
+def test_what_was_held_runs_in_the_order_of_its_times_after_resume(field: PolicyHarness) -> None:
     rows = [field.add(in_s=-in_s, body=in_s) for in_s in (10, 50, 30, 20, 40)]
     field.delays.pause(tag="mail")
     field.sweep()
@@ -374,7 +378,7 @@ def test_what_was_held_runs_in_the_order_of_its_times_after_resume(field: Field)
     )
 
 
-def test_what_is_near_is_armed_when_it_is_released(field: Field) -> None:
+def test_what_is_near_is_armed_when_it_is_released(field: PolicyHarness) -> None:
     near, far, late = field.add(in_s=20), field.add(in_s=HOUR), field.add(in_s=-5)
     field.delays.pause(tag="mail")
     field.sweep()
@@ -387,7 +391,7 @@ def test_what_is_near_is_armed_when_it_is_released(field: Field) -> None:
 
 
 def test_the_released_come_one_step_at_a_time_the_oldest_first(
-    field: Field, small_steps: None
+    field: PolicyHarness, small_steps: None
 ) -> None:
     rows = [
         field.add(in_s=-in_s, priority=priority) for priority in (0, 5) for in_s in (10, 30, 20)
@@ -407,7 +411,7 @@ def test_the_released_come_one_step_at_a_time_the_oldest_first(
     assert order == expected, "the highest priority first, then by their times"
 
 
-def test_a_tag_that_is_resumed_stays_held_in_a_queue_that_is_not(field: Field) -> None:
+def test_a_tag_that_is_resumed_stays_held_in_a_queue_that_is_not(field: PolicyHarness) -> None:
     here, there = field.add(queue="slow"), field.add()
     field.delays.pause(tag="mail")
     field.delays.pause(queue="slow")
@@ -420,7 +424,9 @@ def test_a_tag_that_is_resumed_stays_held_in_a_queue_that_is_not(field: Field) -
     assert field.statuses(here) == ["NOT_COMPLETE"]
 
 
-def test_a_worker_that_has_not_heard_of_the_resume_runs_what_it_claims(field: Field) -> None:
+def test_a_worker_that_has_not_heard_of_the_resume_runs_what_it_claims(
+    field: PolicyHarness,
+) -> None:
     field.delays.pause(tag="mail")
     stale = field.process()
     stale.shards[0].policies.follow(stale.shards[0].policies.refresh().stamp)
@@ -431,7 +437,7 @@ def test_a_worker_that_has_not_heard_of_the_resume_runs_what_it_claims(field: Fi
     assert (field.statuses(task), field.ran) == (["DONE"], ["ran"])
 
 
-def test_who_believes_in_a_pause_that_is_over_holds_nothing(field: Field) -> None:
+def test_who_believes_in_a_pause_that_is_over_holds_nothing(field: PolicyHarness) -> None:
     task = field.add()
     assert field.store.holding.hold([task.id]) == 0
     field.delays.pause(queue="default")
@@ -439,7 +445,9 @@ def test_who_believes_in_a_pause_that_is_over_holds_nothing(field: Field) -> Non
     assert field.store.holding.hold([task.id]) == 0
 
 
-def test_a_resume_between_looking_and_holding_leaves_nothing_held_or_counted(field: Field) -> None:
+def test_a_resume_between_looking_and_holding_leaves_nothing_held_or_counted(
+    field: PolicyHarness,
+) -> None:
     if field.store.database.url.get_backend_name() == "sqlite":
         pytest.skip("SQLite lets one writer in at a time")
     tasks = [field.add(), field.add("sms")]
@@ -457,7 +465,7 @@ def test_a_resume_between_looking_and_holding_leaves_nothing_held_or_counted(fie
     assert (resumed, field.statuses(*tasks)) == (["mail"], ["NOT_COMPLETE", "HELD"])
 
 
-def test_what_is_held_that_nobody_pauses_is_released(field: Field) -> None:
+def test_what_is_held_that_nobody_pauses_is_released(field: PolicyHarness) -> None:
     task = field.add()
     t = field.store.schema.tasks
     with field.store.database.begin() as connection:
@@ -466,7 +474,7 @@ def test_what_is_held_that_nobody_pauses_is_released(field: Field) -> None:
     assert field.statuses(task) == ["NOT_COMPLETE"]
 
 
-def test_a_row_that_somebody_has_locked_is_released_when_he_is_done(field: Field) -> None:
+def test_a_row_that_somebody_has_locked_is_released_when_he_is_done(field: PolicyHarness) -> None:
     if field.store.database.url.get_backend_name() == "sqlite":
         return  # its writers lock everything: nobody else's sweep runs meanwhile
     locked, free = field.add(), field.add()
@@ -489,7 +497,7 @@ def test_a_row_that_somebody_has_locked_is_released_when_he_is_done(field: Field
 
 
 def test_a_walk_takes_a_part_of_each_sweep_and_goes_on_in_the_next(
-    field: Field, small_steps: None
+    field: PolicyHarness, small_steps: None
 ) -> None:
     rows = [field.add(in_s=HOUR + n) for n in range(5)]
     others = [field.add("sms", HOUR + n) for n in range(5)]
@@ -508,7 +516,7 @@ def test_a_walk_takes_a_part_of_each_sweep_and_goes_on_in_the_next(
 
 
 def test_who_changes_his_mind_in_the_middle_has_what_he_said_last(
-    field: Field, small_steps: None
+    field: PolicyHarness, small_steps: None
 ) -> None:
     rows = [field.add(in_s=HOUR + n) for n in range(6)]
     field.delays.pause(tag="mail")
@@ -525,7 +533,7 @@ def test_who_changes_his_mind_in_the_middle_has_what_he_said_last(
 
 @pytest.mark.parametrize("verb", ["pause", "resume"])
 def test_who_dies_in_the_middle_leaves_the_rest_to_the_next(
-    field: Field, verb: str, monkeypatch: pytest.MonkeyPatch
+    field: PolicyHarness, verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [field.add(in_s=HOUR + n) for n in range(5)]
     if verb == "resume":
@@ -552,7 +560,7 @@ def test_who_dies_in_the_middle_leaves_the_rest_to_the_next(
     assert field.statuses(*rows) == [{"pause": "HELD", "resume": "NOT_COMPLETE"}[verb]] * 5
 
 
-def test_two_workers_that_walk_at_once_harm_nothing(field: Field) -> None:
+def test_two_workers_that_walk_at_once_harm_nothing(field: PolicyHarness) -> None:
     field.delays.schedule_many([NewTask("mail", n, HOUR) for n in range(1500)])
     walkers = [field.process() for _ in range(3)]
 
@@ -577,7 +585,7 @@ def test_two_workers_that_walk_at_once_harm_nothing(field: Field) -> None:
 # -- what else may be done to what is held --------------------------------------------------------
 
 
-def test_what_is_held_can_be_cancelled_moved_touched_and_replaced(field: Field) -> None:
+def test_what_is_held_can_be_cancelled_moved_touched_and_replaced(field: PolicyHarness) -> None:
     cancelled, moved, touched = field.add(), field.add(), field.add()
     replaced = field.add(key="k")
     field.delays.pause(tag="mail")
@@ -594,7 +602,7 @@ def test_what_is_held_can_be_cancelled_moved_touched_and_replaced(field: Field) 
     assert (field.statuses(due), field.ran) == (["HELD"], []), "it is paused all the same"
 
 
-def test_purging_leaves_what_is_held(field: Field) -> None:
+def test_purging_leaves_what_is_held(field: PolicyHarness) -> None:
     task, done = field.add(in_s=-5), field.add("sms", -5)
     field.delays.pause(tag="mail")
     field.sweep()
@@ -611,7 +619,7 @@ def test_purging_leaves_what_is_held(field: Field) -> None:
 # -- the policy -----------------------------------------------------------------------------------
 
 
-def test_doing_it_twice_changes_nothing(field: Field) -> None:
+def test_doing_it_twice_changes_nothing(field: PolicyHarness) -> None:
     first = field.delays.pause(tag="mail", actor="a")
     assert field.delays.pause(tag="mail", actor="b") == first
     assert field.count("policy.changed") == 1
@@ -620,7 +628,7 @@ def test_doing_it_twice_changes_nothing(field: Field) -> None:
     assert [policy.name for policy in field.delays.policies()] == ["mail"]
 
 
-def test_limits_are_kept_beside_a_pause_and_cleared_with_it(field: Field) -> None:
+def test_limits_are_kept_beside_a_pause_and_cleared_with_it(field: PolicyHarness) -> None:
     field.delays.pause(tag="mail")
     field.delays.set_policy("mail", concurrency=10, key_concurrency=2, rate="100/s")
     field.delays.resume(tag="mail")
@@ -636,7 +644,9 @@ def test_limits_are_kept_beside_a_pause_and_cleared_with_it(field: Field) -> Non
     assert field.delays.policies() == []
 
 
-def test_a_walk_that_ends_late_says_nothing_of_what_was_changed_meanwhile(field: Field) -> None:
+def test_a_walk_that_ends_late_says_nothing_of_what_was_changed_meanwhile(
+    field: PolicyHarness,
+) -> None:
     table = field.store.policies
     paused = field.delays.pause(tag="mail")
     resumed = field.delays.resume(tag="mail")
@@ -650,7 +660,7 @@ def test_a_walk_that_ends_late_says_nothing_of_what_was_changed_meanwhile(field:
     assert table.read()[0].is_applied
 
 
-def test_two_who_set_it_at_once_are_both_heard(field: Field) -> None:
+def test_two_who_set_it_at_once_are_both_heard(field: PolicyHarness) -> None:
     with ThreadPoolExecutor(8) as pool:
         calls: list[Callable[[], Any]] = [
             lambda: field.delays.pause(tag="mail"),
@@ -663,7 +673,7 @@ def test_two_who_set_it_at_once_are_both_heard(field: Field) -> None:
     assert (policy.is_paused, policy.limits, policy.version) == (True, (3, None, 5, 60.0), 3)
 
 
-def test_what_is_no_policy_is_refused(field: Field) -> None:
+def test_what_is_no_policy_is_refused(field: PolicyHarness) -> None:
     delays: Any = field.delays
     for call in (delays.pause, delays.resume, delays.clear_policy):
         for arguments in ({}, {"tag": "a", "queue": "b"}):
@@ -699,7 +709,7 @@ def test_what_is_no_policy_is_refused(field: Field) -> None:
     assert field.delays.policies() == []
 
 
-def test_without_policies_a_chunk_asks_nothing_more(field: Field) -> None:
+def test_without_policies_a_chunk_asks_nothing_more(field: PolicyHarness) -> None:
     tasks = [field.add(in_s=-5) for _ in range(3)]
     field.delays.shards[0].policies.follow(0)
     field.delays.runner()
@@ -712,7 +722,7 @@ def test_without_policies_a_chunk_asks_nothing_more(field: Field) -> None:
 
 
 def test_a_crowd_at_one_instant_is_walked_to_its_end(
-    field: Field, monkeypatch: pytest.MonkeyPatch
+    field: PolicyHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_holding, "ROWS_PER_QUERY", 3)
     at = field.store.tasks.now() + timedelta(hours=1)

@@ -158,9 +158,9 @@ def test_what_somebody_has_locked_is_passed_over_and_tried_once_more(
     delays, t = open_with(NEW), store.schema.tasks
     with store.database.begin() as somebody:
         somebody.execute(select(t.c.id).where(t.c.id == task.id).with_for_update()).all()
-        monkeypatch.setattr(rotation.time, "sleep", lambda _: None)
+        monkeypatch.setattr(rotation.time, "sleep", lambda _: None)  # type: ignore[attr-defined]
         assert rotate(delays) == (1, 0)
-        monkeypatch.setattr(rotation.time, "sleep", lambda _: somebody.commit())
+        monkeypatch.setattr(rotation.time, "sleep", lambda _: somebody.commit())  # type: ignore[attr-defined]
         assert rotate(delays) == (1, 0)
     assert {delays.get(each).body_json for each in (task, other)} == {other.body_json}
     assert are_sealed(store)

@@ -31,7 +31,7 @@ class Broker:
     def block(self, key: str) -> None:
         """Puts a string where a list, a set or a hash should be, whatever is written there meanwhile."""
         with self.redis.pipeline() as pipe:
-            pipe.delete(key).set(key, "x").execute()
+            pipe.delete(key).set(key, "x").execute()  # type: ignore[attr-defined]
 
     def worker(self, *options: str, **more: Any) -> Process:
         return self.d.worker(*options, concurrency=1, **more)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,13 +18,6 @@ from tests.webserver import Exchange, WebServer, answer
 
 REFUSED = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n"
 TAKEN = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
-
-
-@pytest.fixture
-def web() -> Iterator[WebServer]:
-    server = WebServer()
-    yield server
-    server.close()
 
 
 @pytest.fixture

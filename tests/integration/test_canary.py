@@ -34,13 +34,6 @@ HIDDEN = (SECRET, KEY, KEY.removeprefix("whsec_"), *ENCRYPTION_KEYS)
 
 
 @pytest.fixture
-def web() -> Iterator[WebServer]:
-    server = WebServer()
-    yield server
-    server.close()
-
-
-@pytest.fixture
 def deployment(
     tmp_path: Path, postgresql_url: str, start_redis: Callable[..., RedisServer]
 ) -> Iterator[tuple[Deployment, DelayTasks]]:

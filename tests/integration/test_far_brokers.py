@@ -16,8 +16,8 @@ from redis import Redis
 from delaytasks.core.events import Events
 from delaytasks.timers.publisher import Publisher
 from tests.proxy import Proxy, proxy_to
+from tests.redis_timer_harness import RedisTimerHarness
 from tests.running import ROOT, delete_keys
-from tests.unit.test_redis_timer import Bench
 from tests.waiting import wait_until
 
 LIMIT_S = 0.5
@@ -173,7 +173,9 @@ def test_a_key_that_is_not_a_list_keeps_no_other_queue_from_its_messages(far: Fa
 def test_many_threads_reach_the_redis_timer_when_it_is_far_away(redis_url: str) -> None:
     place = proxy_to(redis_url)
     place.delay_s = DELAY_S
-    bench = Bench(place.url(redis_url), publish_limit_s=LIMIT_S, namespace=f"far{id(place):x}")
+    bench = RedisTimerHarness(
+        place.url(redis_url), publish_limit_s=LIMIT_S, namespace=f"far{id(place):x}"
+    )
     try:
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(lambda id: bench.timer.arm([bench.entry(id)]), range(1, THREADS + 1)))
@@ -191,7 +193,7 @@ def test_many_threads_reach_the_redis_timer_when_it_is_far_away(redis_url: str) 
         _forget(bench, redis_url, place)
 
 
-def _all_are_armed(bench: Bench, count: int) -> None:
+def _all_are_armed(bench: RedisTimerHarness, count: int) -> None:
     wait_until(
         lambda: bench.timer.counts(["default"]) == {"default": (count, 0)},
         CONNECTED_S,
@@ -199,7 +201,7 @@ def _all_are_armed(bench: Bench, count: int) -> None:
     )
 
 
-def _forget(bench: Bench, url: str, place: Proxy) -> None:
+def _forget(bench: RedisTimerHarness, url: str, place: Proxy) -> None:
     with Redis.from_url(url) as client:
         for slot in bench.timer.slots("default"):
             client.delete(*bench.timer.keys(slot))

@@ -72,7 +72,7 @@ def connections(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Conn
     fixture, conf = BROKERS[broker]
     urls = [request.getfixturevalue(name) for name in (f"{database}_url", fixture)]
     settings = {"redis_url": request.getfixturevalue("redis_url")} if timer == "redis" else {}
-    deployment = Connections(tmp_path, *urls, conf, timer=timer, **settings)
+    deployment = Connections(tmp_path, *urls, conf, timer=timer, **settings)  # type: ignore[call-arg]
     yield deployment
     deployment.close()
 

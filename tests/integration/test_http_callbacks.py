@@ -44,13 +44,6 @@ SECRETS = ["whsec_" + base64.b64encode(letter * 32).decode() for letter in (b"a"
 PATIENCE_S = 20
 
 
-@pytest.fixture
-def web() -> Iterator[WebServer]:
-    server = WebServer()
-    yield server
-    server.close()
-
-
 class Caller:
     """A process's callbacks, with names of our own."""
 

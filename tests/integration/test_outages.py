@@ -24,7 +24,7 @@ from sqlalchemy import Engine, create_engine, func, make_url, select, text
 from delaytasks import DelayTask, DelayTasks, NewTask, Status
 from delaytasks.core import clock as clock_module
 from delaytasks.core import errors as e
-from delaytasks.timers.broker_link import CONNECT_STEP_S
+from delaytasks.timers.connection_limits import CONNECT_STEP_S
 from tests.conftest import open_store
 from tests.proxy import Proxy, proxy_to
 from tests.running import Deployment, Process

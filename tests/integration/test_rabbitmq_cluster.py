@@ -21,7 +21,7 @@ def nodes(
     own_rabbitmq: RabbitServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[RabbitServer]]:
     """Two nodes of a cluster."""
-    second = RabbitServer(tmp_path_factory.mktemp("second"), beside=own_rabbitmq)
+    second = RabbitServer(tmp_path_factory.mktemp("second"), cluster_of=own_rabbitmq)
     yield [own_rabbitmq, second]
     second.stop()
 

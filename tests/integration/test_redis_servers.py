@@ -24,9 +24,9 @@ from tests.certificates import self_signed
 from tests.conformance.timers import ALONE, burst, ran_once
 from tests.proxy import Proxy
 from tests.redis_server import RedisServer
+from tests.redis_timer_harness import RedisTimerHarness
 from tests.running import Deployment
 from tests.services import free_port, redis_answers
-from tests.unit.test_redis_timer import Bench
 from tests.waiting import wait_until
 
 Start = Callable[..., RedisServer]
@@ -36,11 +36,13 @@ SLACK_S = 0.4
 
 
 @pytest.fixture
-def connect() -> Iterator[Callable[..., Bench]]:
-    made: list[Bench] = []
+def connect() -> Iterator[Callable[..., RedisTimerHarness]]:
+    made: list[RedisTimerHarness] = []
 
-    def connect(url: str, options: dict[str, Any] | None = None, **settings: Any) -> Bench:
-        made.append(Bench(url, options, **settings))
+    def connect(
+        url: str, options: dict[str, Any] | None = None, **settings: Any
+    ) -> RedisTimerHarness:
+        made.append(RedisTimerHarness(url, options, **settings))
         return made[-1]
 
     yield connect
@@ -59,7 +61,7 @@ def took(work: Callable[[], object]) -> float:
 
 @pytest.mark.parametrize("how", ["refuse", "swallow"])
 def test_a_redis_that_is_away_holds_nobody_up_and_is_told_of_once(
-    start_redis: Start, connect: Callable[..., Bench], how: str
+    start_redis: Start, connect: Callable[..., RedisTimerHarness], how: str
 ) -> None:
     proxy = Proxy("127.0.0.1", start_redis().port)
     bench = connect(f"redis://127.0.0.1:{proxy.port}/0", publish_limit_s=LIMIT_S)
@@ -81,7 +83,7 @@ def test_a_redis_that_is_away_holds_nobody_up_and_is_told_of_once(
 
 
 def test_a_redis_that_takes_its_time_for_each_step_holds_nobody_up(
-    start_redis: Start, connect: Callable[..., Bench]
+    start_redis: Start, connect: Callable[..., RedisTimerHarness]
 ) -> None:
     proxy = Proxy("127.0.0.1", start_redis().port)
     proxy.delay_s = 0.1  # each way, for each of the steps that make a connection
@@ -98,7 +100,7 @@ def test_a_redis_that_takes_its_time_for_each_step_holds_nobody_up(
 
 
 def test_a_redis_that_was_restarted_is_used_at_once(
-    start_redis: Start, connect: Callable[..., Bench]
+    start_redis: Start, connect: Callable[..., RedisTimerHarness]
 ) -> None:
     server = start_redis()
     bench = connect(server.url)
@@ -110,7 +112,7 @@ def test_a_redis_that_was_restarted_is_used_at_once(
 
 
 def test_a_forked_child_has_a_connection_of_its_own(
-    start_redis: Start, connect: Callable[..., Bench]
+    start_redis: Start, connect: Callable[..., RedisTimerHarness]
 ) -> None:
     bench = connect(start_redis().url)
     assert bench.timer.arm([bench.entry(1)])
@@ -137,7 +139,7 @@ def test_a_forked_child_has_a_connection_of_its_own(
 
 
 def test_from_a_redis_that_is_full_entries_can_be_taken(
-    start_redis: Start, connect: Callable[..., Bench]
+    start_redis: Start, connect: Callable[..., RedisTimerHarness]
 ) -> None:
     bench = connect(start_redis().url)
     bench.timer.arm([bench.entry(id) for id in range(1, 1001)])
@@ -158,7 +160,11 @@ def test_from_a_redis_that_is_full_entries_can_be_taken(
     ],
 )
 def test_a_redis_that_may_drop_entries_is_warned_of(
-    start_redis: Start, connect: Callable[..., Bench], policy: str, maxmemory: str, warnings: int
+    start_redis: Start,
+    connect: Callable[..., RedisTimerHarness],
+    policy: str,
+    maxmemory: str,
+    warnings: int,
 ) -> None:
     bench = connect(start_redis("--maxmemory", maxmemory, "--maxmemory-policy", policy).url)
     bench.timer.link.check()
@@ -166,7 +172,7 @@ def test_a_redis_that_may_drop_entries_is_warned_of(
 
 
 def test_a_redis_that_is_too_old_is_refused(
-    start_redis: Start, connect: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+    start_redis: Start, connect: Callable[..., RedisTimerHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = connect(start_redis().url)
     bench.timer.link.check()
@@ -190,7 +196,7 @@ def allow(kind: str, *servers: RedisServer, more: str = "") -> str:
 
 
 def test_users_with_the_rights_that_the_docs_name_can_do_their_work_and_no_more(
-    start_redis: Start, connect: Callable[..., Bench]
+    start_redis: Start, connect: Callable[..., RedisTimerHarness]
 ) -> None:
     server = start_redis()
     web, worker = (
@@ -254,7 +260,7 @@ def knows_tls(program: str) -> bool:
 
 
 def test_tls_is_spoken_and_the_certificate_is_checked(
-    tls: tuple[RedisServer, str], connect: Callable[..., Bench]
+    tls: tuple[RedisServer, str], connect: Callable[..., RedisTimerHarness]
 ) -> None:
     _, url = tls
     bench = connect(url)
@@ -302,7 +308,7 @@ def cluster(start_redis: Start, tmp_path: Path) -> list[RedisServer]:
 
 
 def test_a_cluster_is_found_out_and_shares_the_slots(
-    cluster: list[RedisServer], connect: Callable[..., Bench]
+    cluster: list[RedisServer], connect: Callable[..., RedisTimerHarness]
 ) -> None:
     bench = connect(cluster[1].url)
     assert isinstance(bench.timer.link.connect(), RedisCluster)
@@ -324,7 +330,7 @@ def test_a_cluster_is_found_out_and_shares_the_slots(
 
 
 def test_in_a_cluster_the_same_users_need_the_rights_that_the_docs_add(
-    cluster: list[RedisServer], connect: Callable[..., Bench]
+    cluster: list[RedisServer], connect: Callable[..., RedisTimerHarness]
 ) -> None:
     [more] = re.findall(r"^In a cluster both need `([^`]+)` as well", PAGE, re.MULTILINE)
     web, worker = (
@@ -342,7 +348,7 @@ def test_in_a_cluster_the_same_users_need_the_rights_that_the_docs_add(
 
 
 def test_any_node_of_a_cluster_leads_to_it(
-    cluster: list[RedisServer], connect: Callable[..., Bench]
+    cluster: list[RedisServer], connect: Callable[..., RedisTimerHarness]
 ) -> None:
     nobody = f"redis://127.0.0.1:{free_port()}/0"
     bench = connect(f"{nobody};{cluster[1].url}", publish_limit_s=LIMIT_S)
@@ -351,7 +357,7 @@ def test_any_node_of_a_cluster_leads_to_it(
 
 
 def test_a_cluster_is_used_while_the_node_of_the_url_is_down(
-    cluster: list[RedisServer], connect: Callable[..., Bench]
+    cluster: list[RedisServer], connect: Callable[..., RedisTimerHarness]
 ) -> None:
     for server in cluster:
         server.client().config_set("cluster-require-full-coverage", "no")
@@ -376,7 +382,7 @@ def test_a_cluster_is_used_while_the_node_of_the_url_is_down(
 
 
 def test_sentinels_lead_to_the_primary_and_after_a_failover_to_the_new_one(
-    start_redis: Start, tmp_path: Path, connect: Callable[..., Bench]
+    start_redis: Start, tmp_path: Path, connect: Callable[..., RedisTimerHarness]
 ) -> None:
     primary = start_redis()
     replica = start_redis("--replicaof", "127.0.0.1", str(primary.port))

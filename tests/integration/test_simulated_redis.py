@@ -38,7 +38,7 @@ def test_the_simulated_redis_answers_as_a_real_one(redis_url: str) -> None:
                 continue
             assert as_told(real.execute_command(*words)) == as_told(simulated.call(*words)), words
             for key in (store, prepare):
-                there = {
+                there = {  # type: ignore[str-unpack]
                     member.decode(): score
                     for member, score in real.zrange(key, 0, -1, withscores=True)
                 }

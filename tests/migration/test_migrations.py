@@ -1,4 +1,6 @@
-"""The migrations against each database: they build the metadata's schema, also from a table that is there."""
+"""The migrations on each database: they create the schema of the metadata, or adopt an existing
+table.
+"""
 
 from __future__ import annotations
 
@@ -41,25 +43,33 @@ MISSION = [
 ]
 MISSION += ["expected_time", "execution_time", "create_time", "update_time"]
 
-#: The mission's table as somebody may have made it: narrower types, NULLs allowed, times without zone or fraction.
+#: An existing task table of another program: narrower types, NULLs allowed, times without zone or
+#: fraction.
 FOREIGN = {
     "postgresql": """
         CREATE TABLE {t} (
             id serial PRIMARY KEY, tag text NOT NULL, message_body jsonb, status int DEFAULT 0,
-            error_stack varchar(4000), version int, ip_address bigint NOT NULL DEFAULT 0, delay_time int,
+            error_stack varchar(4000), version int, ip_address bigint NOT NULL DEFAULT 0,
+            delay_time int,
             expected_time timestamp,
-            execution_time timestamp, create_time timestamp DEFAULT now(), update_time timestamp, note text)""",
+            execution_time timestamp, create_time timestamp DEFAULT now(), update_time timestamp,
+            note text)""",
     "mysql": """
         CREATE TABLE {t} (
-            id int NOT NULL AUTO_INCREMENT PRIMARY KEY, tag varchar(100) NOT NULL, message_body text, status tinyint,
-            error_stack text, version int DEFAULT NULL, ip_address int unsigned NOT NULL DEFAULT 0, delay_time int,
-            expected_time timestamp NULL, execution_time datetime, create_time timestamp NOT NULL DEFAULT
+            id int NOT NULL AUTO_INCREMENT PRIMARY KEY, tag varchar(100) NOT NULL,
+            message_body text, status tinyint,
+            error_stack text, version int DEFAULT NULL,
+            ip_address int unsigned NOT NULL DEFAULT 0, delay_time int,
+            expected_time timestamp NULL, execution_time datetime,
+            create_time timestamp NOT NULL DEFAULT
             CURRENT_TIMESTAMP ON UPDATE CURRENT_TIMESTAMP, update_time datetime, note text,
             KEY {p}idx_expectedtime_status (expected_time)) ENGINE = MyISAM CHARSET = utf8mb3""",
     "sqlite": """
         CREATE TABLE {t} (
-            id integer PRIMARY KEY AUTOINCREMENT, tag text NOT NULL, message_body text, status int, error_stack text,
-            version int, ip_address int NOT NULL DEFAULT 0, delay_time int, expected_time text, execution_time text,
+            id integer PRIMARY KEY AUTOINCREMENT, tag text NOT NULL, message_body text,
+            status int, error_stack text,
+            version int, ip_address int NOT NULL DEFAULT 0, delay_time int, expected_time text,
+            execution_time text,
             create_time text DEFAULT CURRENT_TIMESTAMP, update_time text, note text)""",
 }
 ROWS = [
@@ -89,8 +99,10 @@ def _drop(database: Database, schema: str | None) -> None:
 
 def _make_foreign(database: Database, rows: list[Any] = ROWS) -> None:
     insert = text(
-        f"INSERT INTO {TASKS} (id, tag, message_body, status, version, delay_time, expected_time, create_time, "
-        "update_time, note) VALUES (:id, 'mail', '{\"n\": 1}', :status, :version, :delay, :expected, :created, "
+        f"INSERT INTO {TASKS} (id, tag, message_body, status, version, delay_time, expected_time, "
+        "create_time, "
+        "update_time, note) VALUES (:id, 'mail', '{\"n\": 1}', :status, :version, :delay, "
+        ":expected, :created, "
         ":created, 'mine')"
     )
     with database.begin() as connection:
@@ -121,11 +133,15 @@ def _differences(database: Database, prefix: str, schema: str | None) -> list[An
         ),
     }
     with database.begin() as connection:
-        return compare_metadata(MigrationContext.configure(connection, opts=options), metadata)
+        context = MigrationContext.configure(connection, opts=options)
+        found: list[Any] = compare_metadata(context, metadata)
+        return found
 
 
 def _shape(database: Database, name: str, schema: str | None = None) -> dict[str, Any]:
-    """Everything that the database says of a table, but for the order of its columns and the names of indexes."""
+    """Return all properties of a table that the database reports, except column order and index
+    names.
+    """
     with database.begin() as connection:
         inspector, dialect = inspect(connection), connection.dialect
         shape: dict[str, Any] = {
@@ -163,7 +179,8 @@ def _insert_by_plain_sql(database: Database, tag: str) -> None:
     )
     with database.begin() as connection:
         connection.exec_driver_sql(
-            f"INSERT INTO {TASKS} (tag, message_body, status, version, delay_time, expected_time, create_time, "
+            f"INSERT INTO {TASKS} (tag, message_body, status, version, delay_time, expected_time, "
+            "create_time, "
             f"update_time) VALUES ('{tag}', '{{}}', 0, 0, 0, {now}, {now}, {now})"
         )
 
@@ -189,7 +206,7 @@ def test_upgrade_builds_exactly_the_metadatas_schema(database: Database) -> None
     assert _differences(database, PREFIX, None) == []
 
 
-def test_the_comparison_would_see_a_difference(database: Database) -> None:
+def test_the_schema_comparison_detects_a_difference(database: Database) -> None:
     migrations.upgrade(database, PREFIX)
     with database.begin() as connection:
         connection.exec_driver_sql(f"ALTER TABLE {TASKS} ADD COLUMN more integer")
@@ -202,7 +219,7 @@ def test_the_comparison_would_see_a_difference(database: Database) -> None:
     assert sorted(kinds) == ["add_table", "modify_default", "remove_column"]
 
 
-def test_the_statements_for_frameworks_make_the_same_tables(database: Database) -> None:
+def test_the_statements_for_frameworks_create_the_same_tables(database: Database) -> None:
     migrations.upgrade(database, PREFIX)
     with database.begin() as connection:
         for statement in migrations.ddl(database.url.get_backend_name(), "f_"):
@@ -222,7 +239,7 @@ def test_the_statements_for_frameworks_make_the_same_tables(database: Database) 
         )
 
 
-def test_a_table_that_a_framework_made_is_taken_as_it_is(database: Database) -> None:
+def test_a_table_that_a_framework_created_is_accepted_unchanged(database: Database) -> None:
     with database.begin() as connection:
         for statement in migrations.ddl(database.url.get_backend_name(), PREFIX):
             connection.exec_driver_sql(statement)
@@ -230,9 +247,9 @@ def test_a_table_that_a_framework_made_is_taken_as_it_is(database: Database) -> 
     assert _differences(database, PREFIX, None) == []
 
 
-def test_downgrade_drops_what_upgrade_made_and_upgrade_makes_it_again(database: Database) -> None:
+def test_downgrade_drops_the_tables_and_upgrade_creates_them_again(database: Database) -> None:
     migrations.upgrade(database, PREFIX)
-    migrations.upgrade(database, PREFIX)  # twice is harmless
+    migrations.upgrade(database, PREFIX)  # a second upgrade has no effect
     migrations.downgrade(database, PREFIX, None, "base")
     assert migrations.current(database, PREFIX) is None
     with database.begin() as connection:
@@ -256,7 +273,7 @@ def test_downgrade_never_drops_a_row(database: Database) -> None:
     assert _claims_and_settles(database, "precious")
 
 
-def test_a_table_that_is_there_is_adopted_with_its_rows(database: Database) -> None:
+def test_an_existing_table_is_adopted_with_its_rows(database: Database) -> None:
     _make_foreign(database)
     migrations.upgrade(database, PREFIX)
     with database.begin() as connection:
@@ -283,7 +300,7 @@ def test_a_table_that_is_there_is_adopted_with_its_rows(database: Database) -> N
     assert tasks[1].expected_time == created + timedelta(seconds=60)
     assert tasks[2].expected_time == created + timedelta(seconds=1)
     assert all(task.body == {"n": 1} and task.update_time == created for task in tasks.values())
-    # What ran when we came is nobody's to renew: it gets a lease, so that the sweep finds it one day.
+    # A row that ran before the adoption has no worker. It gets a lease, so that the sweep finds it.
     lease = tasks[7].lease_until
     assert lease is not None
     assert timedelta(seconds=50) < lease - store.tasks.now() <= timedelta(seconds=60)
@@ -329,7 +346,7 @@ def test_downgrade_leaves_an_adopted_table_to_its_owner(
         ),
     ],
 )
-def test_a_table_that_can_not_be_adopted_is_left_as_it_was(
+def test_a_table_that_cannot_be_adopted_is_left_unchanged(
     database: Database, ours: str, theirs: str, message: str
 ) -> None:
     made = FOREIGN[database.url.get_backend_name()].format(t=TASKS, p=PREFIX)
@@ -347,7 +364,7 @@ def test_a_table_that_can_not_be_adopted_is_left_as_it_was(
     assert migrations.current(database, PREFIX) is None
 
 
-def test_a_status_that_only_another_program_knows_is_no_obstacle(database: Database) -> None:
+def test_an_unknown_status_of_another_program_does_not_prevent_adoption(database: Database) -> None:
     _make_foreign(database, [(1, 9, 0, 0, *["2026-01-02 03:04:05"] * 2)])
     migrations.upgrade(database, PREFIX)
     store = _store(database)
@@ -365,7 +382,7 @@ def test_times_that_were_written_in_iso_form_are_due_on_time_on_sqlite(
     now = datetime.now(UTC)
     past, future = now - timedelta(minutes=1), now + timedelta(minutes=1)
     east = timezone(timedelta(hours=2))
-    said = [
+    iso_times = [
         past.isoformat(),
         past.strftime("%Y-%m-%dT%H:%M:%SZ"),
         past.astimezone(east).isoformat(" "),
@@ -373,7 +390,7 @@ def test_times_that_were_written_in_iso_form_are_due_on_time_on_sqlite(
         future.strftime("%Y-%m-%dT%H:%M:%SZ"),
         future.astimezone(east).isoformat(" "),
     ]
-    _make_foreign(database, [(n, 0, 0, 0, *[time] * 2) for n, time in enumerate(said, 1)])
+    _make_foreign(database, [(n, 0, 0, 0, *[time] * 2) for n, time in enumerate(iso_times, 1)])
     migrations.upgrade(database, PREFIX)
     store = _store(database)
     assert sorted(task.id for task in store.claims("w", None).claim_due("default", [0], 10)) == [
@@ -388,11 +405,14 @@ def test_times_that_were_written_in_iso_form_are_due_on_time_on_sqlite(
     database.dispose()
 
 
-def test_migrations_at_once_take_turns(database: Database) -> None:
-    # As processes: Alembic's own lock in our module would hide what the database must do.
+def test_simultaneous_migrations_run_one_after_the_other(database: Database) -> None:
+    # Separate processes, since Alembic's lock within one process would hide a missing database
+    # lock.
     script = (
-        "import sys; from delaytasks.storage import migrations; from delaytasks.storage.database import Database; "
-        "database = Database(sys.argv[1]); database.alone(str); print('ready', flush=True); input(); "
+        "import sys; from delaytasks.storage import migrations; from delaytasks.storage.database "
+        "import Database; "
+        "database = Database(sys.argv[1]); database.alone(str); print('ready', flush=True); "
+        "input(); "
         f"migrations.upgrade(database, {PREFIX!r})"
     )
     url = database.url.render_as_string(hide_password=False)
@@ -402,8 +422,10 @@ def test_migrations_at_once_take_turns(database: Database) -> None:
         for _ in range(4)
     ]
     for process in processes:
+        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
     for process in processes:
+        assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
     assert [process.communicate(timeout=60)[1] for process in processes] == [""] * 4
@@ -427,7 +449,7 @@ def test_a_migration_does_not_queue_behind_a_long_transaction(
     database.dispose()
 
 
-def test_a_schema_of_its_own_is_made_and_used_on_postgresql(postgresql_url: str) -> None:
+def test_a_configured_schema_is_created_and_used_on_postgresql(postgresql_url: str) -> None:
     database = Database(postgresql_url)
     migrations.upgrade(database, PREFIX, "delays")
     assert migrations.is_current(database, PREFIX, "delays")
@@ -444,7 +466,7 @@ def test_a_schema_of_its_own_is_made_and_used_on_postgresql(postgresql_url: str)
     database.dispose()
 
 
-def test_a_database_learns_its_number_once(database: Database) -> None:
+def test_a_database_gets_its_shard_number_once(database: Database) -> None:
     def number() -> int | None:
         return database.alone(lambda c: migrations.number_of(c, build_schema(PREFIX)))
 
@@ -456,18 +478,20 @@ def test_a_database_learns_its_number_once(database: Database) -> None:
         migrations.upgrade(database, PREFIX)
     migrations.downgrade(database, PREFIX, None, "0003")
     assert number() is None
-    migrations.upgrade(database, PREFIX, revision="0003", shard=2)  # which knows nothing of it
+    # an old revision without shard numbers
+    migrations.upgrade(database, PREFIX, revision="0003", shard=2)
     migrations.upgrade(database, PREFIX, shard=2)
     assert number() == 2
 
 
-def test_a_table_that_can_not_hold_emoji_is_named_with_its_remedy(mysql_url: str) -> None:
+def test_a_table_that_cannot_store_emoji_is_reported_with_the_remedy(mysql_url: str) -> None:
     database = Database(mysql_url)
     _drop(database, None)
     store = _store(database)
     with database.begin() as connection:
         connection.exec_driver_sql(
-            f"CREATE TABLE {TASKS} (id bigint PRIMARY KEY, tag varchar(128), message_body text) CHARSET utf8mb3"
+            f"CREATE TABLE {TASKS} (id bigint PRIMARY KEY, tag varchar(128), message_body text) "
+            "CHARSET utf8mb3"
         )
     with pytest.raises(ConfigError, match=r"utf8mb3.*ALTER TABLE") as caught:
         migrations.check_charset(database, store.schema)
@@ -510,7 +534,7 @@ def test_the_migration_can_be_written_as_sql_without_a_database() -> None:
     assert 'CREATE INDEX "idx_expectedTime_status"' in shown
 
 
-def test_a_half_done_migration_is_finished_by_the_next_one(mysql_url: str) -> None:
+def test_the_next_upgrade_finishes_an_interrupted_migration(mysql_url: str) -> None:
     database = Database(mysql_url)
     _drop(database, None)
     migrations.upgrade(database, PREFIX)

@@ -1,4 +1,6 @@
-"""A task table becomes a partitioned one: nothing is lost of what it was, and nobody is stopped."""
+"""The conversion of a task table to partitions: it keeps all properties, and blocks no other
+program.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,13 @@ from tests.migration.test_migrations import _differences, _insert_by_plain_sql, 
 from tests.waiting import wait_until
 
 WEEK = timedelta(days=7)
-#: The tests of the migrations have this one.
+#: The prefix of the tests of migrations.
 PREFIX = "m_"
 TASKS = PREFIX + "yb_delay_task_message"
 
 
-class DatabaseAddress:
-    """Migrated tables, and what is done to them."""
+class MigratedTables:
+    """Migrated tables, and operations on them."""
 
     def __init__(self, url: str, prefix: str = PREFIX, schema: str = "") -> None:
         self.store = Store(url, settings_for(url, table_prefix=prefix, table_schema=schema))
@@ -47,7 +49,7 @@ class DatabaseAddress:
         self.partitions = Partitions(self.store.database, prefix, self.schema)
 
     def run(self, *statements: str) -> list[Any]:
-        """The rows of the last one, if it has any."""
+        """Run the statements, and return the rows of the last one, if any."""
         with self.store.database.begin() as connection:
             for statement in statements:
                 result = connection.execute(text(statement))
@@ -75,8 +77,8 @@ class DatabaseAddress:
 
 
 @pytest.fixture
-def place(postgresql_url: str) -> Iterator[DatabaseAddress]:
-    made = DatabaseAddress(postgresql_url)
+def tables(postgresql_url: str) -> Iterator[MigratedTables]:
+    made = MigratedTables(postgresql_url)
     yield made
     made.drop()
     made.store.close()
@@ -85,112 +87,113 @@ def place(postgresql_url: str) -> Iterator[DatabaseAddress]:
 # -- what stays -----------------------------------------------------------------------------------
 
 
-def test_a_table_in_partitions_is_still_the_one_that_the_migrations_make(
-    place: DatabaseAddress,
+def test_a_partitioned_table_has_the_schema_of_the_migrations(
+    tables: MigratedTables,
 ) -> None:
-    _insert_by_plain_sql(place.store.database, "old")
-    before = _shape(place.store.database, TASKS)
+    _insert_by_plain_sql(tables.store.database, "old")
+    before = _shape(tables.store.database, TASKS)
     storage, _ = before.pop("storage"), before.pop("option postgresql_with")
-    made = place.convert()
+    made = tables.convert()
     assert len(made) == 1 + 3 + 1
-    assert place.differences() == []
-    after = _shape(place.store.database, TASKS)
-    assert after.pop("storage") is None  # it holds nothing itself
+    assert tables.differences() == []
+    after = _shape(tables.store.database, TASKS)
+    assert after.pop("storage") is None  # the partitioned table itself stores no rows
     assert after == before
     for name in made:
-        assert _shape(place.store.database, name)["storage"] == storage
-    assert place.store.check() is None  # type: ignore[func-returns-value]
+        assert _shape(tables.store.database, name)["storage"] == storage
+    assert tables.store.check() is None  # type: ignore[func-returns-value]
 
 
-def test_ids_that_the_database_makes_count_on(place: DatabaseAddress) -> None:
+def test_ids_that_the_database_generates_continue(tables: MigratedTables) -> None:
     for _ in range(3):
-        _insert_by_plain_sql(place.store.database, "old")
-    place.convert()
-    _insert_by_plain_sql(place.store.database, "new")
-    assert place.run(f"SELECT id, tag FROM {TASKS} ORDER BY id")[-1] == (4, "new")
-    assert place.claims_and_settles() == 4
+        _insert_by_plain_sql(tables.store.database, "old")
+    tables.convert()
+    _insert_by_plain_sql(tables.store.database, "new")
+    assert tables.run(f"SELECT id, tag FROM {TASKS} ORDER BY id")[-1] == (4, "new")
+    assert tables.claims_and_settles() == 4
 
 
-def test_a_table_without_rows_can_be_converted_and_counts_from_one(place: DatabaseAddress) -> None:
-    place.convert()
-    _insert_by_plain_sql(place.store.database, "new")
-    assert place.run(f"SELECT id FROM {TASKS}") == [(1,)]
+def test_a_table_without_rows_can_be_converted_and_counts_from_one(tables: MigratedTables) -> None:
+    tables.convert()
+    _insert_by_plain_sql(tables.store.database, "new")
+    assert tables.run(f"SELECT id FROM {TASKS}") == [(1,)]
 
 
-def test_whoever_may_use_the_table_still_may(place: DatabaseAddress) -> None:
+def test_privileges_on_the_table_are_kept(tables: MigratedTables) -> None:
     owner, reader = f"{PREFIX}owner_of_test", f'{PREFIX}reader "of" test'
     quoted = '"' + reader.replace('"', '""') + '"'
     query = (
-        "SELECT grantee, privilege_type, is_grantable, column_name FROM information_schema.column_privileges "
+        "SELECT grantee, privilege_type, is_grantable, column_name FROM "
+        "information_schema.column_privileges "
         f"WHERE table_name = '{TASKS}' ORDER BY 1, 2, 3, 4"
     )
-    place.run(f"CREATE ROLE {owner}", f"CREATE ROLE {quoted}")
+    tables.run(f"CREATE ROLE {owner}", f"CREATE ROLE {quoted}")
     try:
-        place.run(
+        tables.run(
             f"GRANT CREATE, USAGE ON SCHEMA public TO {owner}",
             f"ALTER TABLE {TASKS} OWNER TO {owner}",
             f"GRANT SELECT ON {TASKS} TO PUBLIC",
             f"GRANT INSERT ON {TASKS} TO {quoted} WITH GRANT OPTION",
             f"GRANT UPDATE (status) ON {TASKS} TO {quoted}",
         )
-        before = place.run(query)
-        place.convert()
-        place.partitions.extend(WEEK, 6)
-        assert place.run(query) == before
+        before = tables.run(query)
+        tables.convert()
+        tables.partitions.extend(WEEK, 6)
+        assert tables.run(query) == before
         assert any(row[0] == reader for row in before)
-        owners = place.run(
+        owners = tables.run(
             f"SELECT DISTINCT tableowner FROM pg_tables WHERE tablename LIKE '{TASKS}%'"
         )
         assert owners == [(owner,)]
     finally:
-        place.run(
+        tables.run(
             f"DROP TABLE {TASKS}",
             f"DROP OWNED BY {owner}, {quoted}",
             f"DROP ROLE {owner}, {quoted}",
         )
 
 
-def test_a_later_migration_reaches_all_partitions(place: DatabaseAddress) -> None:
-    add(place.store)
-    place.convert()
-    place.run(
+def test_a_later_migration_changes_all_partitions(tables: MigratedTables) -> None:
+    add(tables.store)
+    tables.convert()
+    tables.run(
         f"ALTER TABLE {TASKS} ADD COLUMN more integer NOT NULL DEFAULT 7",
         f"CREATE INDEX {PREFIX}more ON {TASKS} (more)",
         f"ALTER TABLE {TASKS} ALTER more TYPE bigint",
     )
-    assert place.partitions.extend(WEEK, 6)
-    now = place.store.tasks.now()
-    for days in (20, 40, 1000):  # a partition from before, one from after, and the default one
-        add(place.store, id=first_id(now + timedelta(days=days)))
-    assert place.run(f"SELECT count(*), min(more), max(more) FROM {TASKS}") == [(4, 7, 7)]
-    assert place.claims_and_settles() == 4
+    assert tables.partitions.extend(WEEK, 6)
+    now = tables.store.tasks.now()
+    for days in (20, 40, 1000):  # an older partition, a new one, and the default one
+        add(tables.store, id=first_id(now + timedelta(days=days)))
+    assert tables.run(f"SELECT count(*), min(more), max(more) FROM {TASKS}") == [(4, 7, 7)]
+    assert tables.claims_and_settles() == 4
 
 
-def test_migrations_go_down_and_up_again_on_a_table_in_partitions(place: DatabaseAddress) -> None:
-    _insert_by_plain_sql(place.store.database, "precious")
-    place.convert()
-    migrations.upgrade(place.store.database, PREFIX)
-    migrations.downgrade(place.store.database, PREFIX)
-    assert place.run(f"SELECT tag FROM {TASKS}") == [("precious",)]
-    migrations.upgrade(place.store.database, PREFIX)
-    assert place.differences() == []
-    assert place.claims_and_settles() == 1
+def test_downgrade_and_upgrade_work_on_a_partitioned_table(tables: MigratedTables) -> None:
+    _insert_by_plain_sql(tables.store.database, "precious")
+    tables.convert()
+    migrations.upgrade(tables.store.database, PREFIX)
+    migrations.downgrade(tables.store.database, PREFIX)
+    assert tables.run(f"SELECT tag FROM {TASKS}") == [("precious",)]
+    migrations.upgrade(tables.store.database, PREFIX)
+    assert tables.differences() == []
+    assert tables.claims_and_settles() == 1
 
 
-def test_names_that_must_be_quoted_are(postgresql_url: str) -> None:
-    place = DatabaseAddress(postgresql_url, "Odd_", "Order")
-    add(place.store)
-    assert place.convert()[0] == "Odd_yb_delay_task_message_first"
-    assert place.partitions.extend(WEEK, 5)
-    assert place.differences() == []
-    assert place.partitions.live() == {"Odd_yb_delay_task_message_first": 1}
-    assert place.claims_and_settles() == 1
-    place.drop()
-    place.run('DROP SCHEMA "Order" CASCADE')
-    place.store.close()
+def test_names_are_quoted_if_necessary(postgresql_url: str) -> None:
+    tables = MigratedTables(postgresql_url, "Odd_", "Order")
+    add(tables.store)
+    assert tables.convert()[0] == "Odd_yb_delay_task_message_first"
+    assert tables.partitions.extend(WEEK, 5)
+    assert tables.differences() == []
+    assert tables.partitions.live() == {"Odd_yb_delay_task_message_first": 1}
+    assert tables.claims_and_settles() == 1
+    tables.drop()
+    tables.run('DROP SCHEMA "Order" CASCADE')
+    tables.store.close()
 
 
-# -- what keeps it from being done ----------------------------------------------------------------
+# -- refused conversions ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -207,7 +210,8 @@ def test_names_that_must_be_quoted_are(postgresql_url: str) -> None:
         ("CREATE PUBLICATION m_pub FOR TABLE {t}", "publication m_pub", "DROP PUBLICATION m_pub"),
         ("CREATE TABLE m_c () INHERITS ({t})", "inheritance of m_c", "DROP TABLE m_c"),
         (
-            "CREATE TRIGGER m_t AFTER UPDATE ON {t} EXECUTE FUNCTION tsvector_update_trigger(a, b, c)",
+            "CREATE TRIGGER m_t AFTER UPDATE ON {t} EXECUTE FUNCTION tsvector_update_trigger(a, "
+            "b, c)",
             "trigger m_t",
             "DROP TRIGGER m_t ON {t}",
         ),
@@ -218,78 +222,78 @@ def test_names_that_must_be_quoted_are(postgresql_url: str) -> None:
         ),
     ],
 )
-def test_what_would_stay_behind_with_the_old_table_is_named(
-    place: DatabaseAddress, made: str, named: str, dropped: str
+def test_properties_that_a_conversion_would_lose_are_named(
+    tables: MigratedTables, made: str, named: str, dropped: str
 ) -> None:
-    place.run(made.format(t=TASKS))
+    tables.run(made.format(t=TASKS))
     with pytest.raises(ConfigError, match=f"cannot be partitioned because of: {named}. Drop"):
-        place.convert()
-    place.run(dropped.format(t=TASKS))
-    assert place.differences() == []
-    place.convert()
+        tables.convert()
+    tables.run(dropped.format(t=TASKS))
+    assert tables.differences() == []
+    tables.convert()
 
 
-def test_ids_that_are_not_in_the_order_of_time_are_refused(place: DatabaseAddress) -> None:
-    add(place.store, id=2**62)
+def test_ids_that_do_not_ascend_with_time_are_refused(tables: MigratedTables) -> None:
+    add(tables.store, id=2**62)
     with pytest.raises(ConfigError, match=r"1 ids that are not in the order of time"):
-        place.convert()
-    assert place.differences() == []
+        tables.convert()
+    assert tables.differences() == []
 
 
-def test_of_two_who_convert_at_once_the_second_is_told(
-    place: DatabaseAddress, monkeypatch: pytest.MonkeyPatch
+def test_the_second_of_two_simultaneous_conversions_is_refused(
+    tables: MigratedTables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meet_others(place.partitions, 1, monkeypatch)
+    meet_others(tables.partitions, 1, monkeypatch)
     with ThreadPoolExecutor() as pool:
-        both = [pool.submit(place.convert) for _ in range(2)]
+        both = [pool.submit(tables.convert) for _ in range(2)]
     [error] = filter(None, (one.exception() for one in both))
     assert isinstance(error, ConfigError)
     assert "is partitioned already" in str(error)
-    assert place.partitions.extend(WEEK, 4) == []
+    assert tables.partitions.extend(WEEK, 4) == []
 
 
-def test_steps_whose_answers_are_lost_are_done_once(
-    place: DatabaseAddress, monkeypatch: pytest.MonkeyPatch
+def test_steps_whose_replies_are_lost_are_done_once(
+    tables: MigratedTables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_turn = place.partitions.in_turn
+    in_turn = tables.partitions.in_turn
 
     def twice(work: Callable[[Any], Any], *otherwise: str) -> Any:
         first = in_turn(work, *otherwise)
         assert in_turn(work, *otherwise) == first
         return first
 
-    monkeypatch.setattr(place.partitions, "in_turn", twice)
-    made = place.convert()
-    more = place.partitions.extend(WEEK, 6)
-    assert [part.name for part in place.partitions.all()] == [*made[:-1], *more, made[-1]]
-    assert place.differences() == []
+    monkeypatch.setattr(tables.partitions, "in_turn", twice)
+    made = tables.convert()
+    more = tables.partitions.extend(WEEK, 6)
+    assert [part.name for part in tables.partitions.all()] == [*made[:-1], *more, made[-1]]
+    assert tables.differences() == []
 
 
-def test_what_is_done_already_or_can_not_be_is_said(place: DatabaseAddress) -> None:
+def test_a_finished_or_impossible_conversion_is_reported(tables: MigratedTables) -> None:
     with pytest.raises(
         ConfigError, match="is not partitioned; run: delaytasks db partitions convert"
     ):
-        place.partitions.all()
-    place.convert()
+        tables.partitions.all()
+    tables.convert()
     with pytest.raises(
         ConfigError, match="is partitioned already; run: delaytasks db partitions maintain"
     ):
-        place.convert()
-    place.run(f"DROP TABLE {TASKS}")
+        tables.convert()
+    tables.run(f"DROP TABLE {TASKS}")
     with pytest.raises(ConfigError, match="does not exist; run: delaytasks db upgrade"):
-        place.convert()
-    place.run(f"CREATE TABLE {TASKS} (id bigint, status int) PARTITION BY HASH (id)")
+        tables.convert()
+    tables.run(f"CREATE TABLE {TASKS} (id bigint, status int) PARTITION BY HASH (id)")
     with pytest.raises(ConfigError, match=r"partitioned by HASH \(id\)"):
-        place.partitions.extend(WEEK, 4)
+        tables.partitions.extend(WEEK, 4)
 
 
-# -- beside everybody's work ----------------------------------------------------------------------
+# -- during other work ------------------------------------------------------------------------
 
 
-def test_producers_and_workers_go_on_while_a_table_is_converted_and_partitions_are_made(
-    place: DatabaseAddress,
+def test_producers_and_workers_continue_during_a_conversion_and_while_partitions_are_created(
+    tables: MigratedTables,
 ) -> None:
-    store, stop, make_id = place.store, threading.Event(), IdMaker(wall_ms)
+    store, stop, make_id = tables.store, threading.Event(), IdMaker(wall_ms)
     scheduled, done = Counter[str](), Counter[str]()
 
     def schedule(name: str) -> None:
@@ -300,77 +304,76 @@ def test_producers_and_workers_go_on_while_a_table_is_converted_and_partitions_a
 
     def work(name: str) -> None:
         while not stop.is_set():
-            done[name] += place.claims_and_settles()
+            done[name] += tables.claims_and_settles()
 
     with ThreadPoolExecutor() as pool:
         threads = [
             pool.submit(each, f"{each.__name__}-{n}") for each in (schedule, work) for n in range(2)
         ]
         try:
-            for step in (
-                place.convert,
-                *(partial(place.partitions.extend, WEEK, ahead) for ahead in (5, 6, 7)),
-            ):
+            steps: list[Callable[[], object]] = [tables.convert]
+            steps += [partial(tables.partitions.extend, WEEK, ahead) for ahead in (5, 6, 7)]
+            for step in steps:
                 before = done.total()
                 wait_until(lambda: done.total() > before + 20, 20, "tasks to be done")  # noqa: B023
                 assert step()
         finally:
             stop.set()
     assert [thread.exception() for thread in threads] == [None] * 4
-    done["afterwards"] = place.claims_and_settles()
+    done["afterwards"] = tables.claims_and_settles()
     assert done.total() == scheduled.total() == counted(store)[Status.DONE]
-    assert place.run(f"SELECT count(*) FROM {PREFIX}yb_delay_task_key") == [(0,)]
+    assert tables.run(f"SELECT count(*) FROM {PREFIX}yb_delay_task_key") == [(0,)]
 
 
-def test_nothing_is_read_while_everybody_waits(
+def test_no_rows_are_read_under_the_exclusive_lock(
     postgresql_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What ATTACH would read a table for is known from the constraint; the server says so."""
+    """ATTACH reads no rows, since the constraint proves their range. The server logs that."""
     caplog.set_level("INFO", "sqlalchemy.dialects.postgresql")
-    place = DatabaseAddress(postgresql_url + "?options=-c%20client_min_messages%3Ddebug1")
-    place.convert()
-    place.partitions.extend(WEEK, 6)
+    tables = MigratedTables(postgresql_url + "?options=-c%20client_min_messages%3Ddebug1")
+    tables.convert()
+    tables.partitions.extend(WEEK, 6)
     implied = "constraint for {} is implied by existing constraints"
     assert caplog.text.count(implied.format(f'table "{TASKS}_first"')) == 1
     assert caplog.text.count(implied.format(f'default partition "{TASKS}_default"')) == 2
-    place.drop()
-    place.store.close()
+    tables.drop()
+    tables.store.close()
 
 
-def test_a_long_transaction_is_not_waited_for(
-    place: DatabaseAddress, monkeypatch: pytest.MonkeyPatch
+def test_a_conversion_does_not_wait_for_a_long_transaction(
+    tables: MigratedTables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(migrations, "TABLE_LOCK_TIMEOUT_S", 0.05)
-    with place.store.database.begin() as connection:
+    with tables.store.database.begin() as connection:
         connection.execute(text(f"SELECT 1 FROM {TASKS}"))
         with pytest.raises(
             StoreUnavailableError,
             match=r"lock timeout.*; nothing was changed. Run this again; .*pg_stat",
         ):
-            place.convert()
-    assert place.run(f"SELECT conname FROM pg_constraint WHERE conname = '{CHECK}'") == []
-    assert place.differences() == []
-    place.convert()
-    with place.store.database.begin() as connection:
-        place.store.tasks.insert(task(place.store), connection)
-        assert place.partitions.extend(WEEK, 5)  # waits for nobody who only schedules
+            tables.convert()
+    assert tables.run(f"SELECT conname FROM pg_constraint WHERE conname = '{CHECK}'") == []
+    assert tables.differences() == []
+    tables.convert()
+    with tables.store.database.begin() as connection:
+        tables.store.tasks.insert(task(tables.store), connection)
+        assert tables.partitions.extend(WEEK, 5)  # schedulers do not block it
 
 
-def test_a_conversion_that_fails_leaves_nothing_behind(place: DatabaseAddress) -> None:
-    place.run(f"CREATE TABLE {TASKS}_default ()")
+def test_a_failed_conversion_leaves_no_changes(tables: MigratedTables) -> None:
+    tables.run(f"CREATE TABLE {TASKS}_default ()")
     with pytest.raises(StoreError, match=r"_default.* already exists"):
-        place.convert()
-    assert place.run(f"SELECT conname FROM pg_constraint WHERE conname = '{CHECK}'") == []
-    assert place.differences() == []
-    place.run(f"DROP TABLE {TASKS}_default")
-    place.convert()
+        tables.convert()
+    assert tables.run(f"SELECT conname FROM pg_constraint WHERE conname = '{CHECK}'") == []
+    assert tables.differences() == []
+    tables.run(f"DROP TABLE {TASKS}_default")
+    tables.convert()
 
 
-def test_what_a_conversion_could_not_take_away_is_named(
-    place: DatabaseAddress, monkeypatch: pytest.MonkeyPatch
+def test_leftovers_that_a_conversion_could_not_remove_are_named(
+    tables: MigratedTables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(migrations, "TABLE_LOCK_TIMEOUT_S", 0.05)
-    database = place.store.database
+    database = tables.store.database
     with database.tx.connect() as reader:
 
         def read(_c: Any, _cursor: Any, statement: str, *_: Any) -> None:
@@ -382,19 +385,19 @@ def test_what_a_conversion_could_not_take_away_is_named(
             StoreUnavailableError,
             match=f"the constraint {CHECK} is still on {TASKS} and will refuse",
         ):
-            place.convert()
+            tables.convert()
         event.remove(database.auto, "after_cursor_execute", read)
-    place.convert()
+    tables.convert()
 
 
-def test_a_conversion_that_was_broken_off_is_told_of_and_can_be_done_again(
-    place: DatabaseAddress, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupted_conversion_is_reported_and_can_be_repeated(
+    tables: MigratedTables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert place.store.sweeps.partitions_end() is None
-    left = place.partitions.known(TASKS, f"id < {first_id(place.store.tasks.now())}")
-    left.__enter__()  # and is killed
-    end = place.store.sweeps.partitions_end()
+    assert tables.store.sweeps.partitions_end() is None
+    left = tables.partitions.known(TASKS, f"id < {first_id(tables.store.tasks.now())}")
+    left.__enter__()  # and the process is killed
+    end = tables.store.sweeps.partitions_end()
     assert end is not None
-    assert abs(end - place.store.tasks.now()) < timedelta(minutes=1)
-    place.convert()
-    assert place.run(f"SELECT conname FROM pg_constraint WHERE conname = '{CHECK}'") == []
+    assert abs(end - tables.store.tasks.now()) < timedelta(minutes=1)
+    tables.convert()
+    assert tables.run(f"SELECT conname FROM pg_constraint WHERE conname = '{CHECK}'") == []

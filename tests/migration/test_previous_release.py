@@ -1,7 +1,9 @@
-"""While a deploy rolls, the release before works on this one's tables. What its code says to each database was recorded
-when it was made (`previous_release/`), and is said again here on the newest tables, with the same answers.
+"""During a rolling deployment, the previous release works on the tables of this one.
 
-`python -m tests.migration.test_previous_release` records anew, as a part of making a release: see CONTRIBUTING.md.
+The statements of the previous release on each database were recorded (`previous_release/`). They
+are repeated here on the newest tables and must have the same results. `python -m
+tests.migration.test_previous_release` records them anew, as a part of making a release: see
+CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ PREFIX = "previous_"
 RECORDS = Path(__file__).parent / "previous_release"
 DUE = datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone.utc)
 TASK = DelayTask(1, "mail", '{"n":1}', DUE, delay_s=1, create_time=DUE)
-#: More than a statement asked for is for the driver to say.
+#: Statements whose row count is compared; other counts depend on the driver.
 COUNTED = ("INSERT", "UPDATE", "DELETE", "SELECT", "WITH")
 
 
 def work(store: Store) -> None:
-    """What producers, workers and sweeps say, each at least once."""
+    """The operations of producers, workers and sweeps, each at least once."""
     tasks, claims, sweeps = store.tasks, store.claims("w1/1", None), store.sweeps
     for id in range(1, 8):
         assert tasks.insert(replace(TASK, id=id))
@@ -67,7 +69,8 @@ def work(store: Store) -> None:
     store.database.alone(
         lambda c: c.execute(
             text(
-                f"UPDATE {store.schema.tasks.name} SET lease_until = '2026-01-02 03:04:05' WHERE status = 3"
+                f"UPDATE {store.schema.tasks.name} SET lease_until = '2026-01-02 03:04:05' WHERE "
+                "status = 3"
             )
         )
     )
@@ -81,13 +84,13 @@ def work(store: Store) -> None:
 
 @contextmanager
 def tables(url: str) -> Iterator[Store]:
-    """The newest ones, made by the migrations."""
+    """Tables of the newest migration."""
     database = Database(url)
     migrations.upgrade(database, PREFIX)
     store = Store(url, settings_for(url, table_prefix=PREFIX))
     store.database.can = replace(
         store.database.can, prepare=False
-    )  # what is prepared is the same, and is not seen
+    )  # a prepared statement has the same text, but cannot be recorded
     store = _anew(store, url)
     try:
         yield store
@@ -100,7 +103,7 @@ def tables(url: str) -> Iterator[Store]:
 
 
 def _anew(store: Store, url: str) -> Store:
-    """With statements that are not prepared: those of the claims ask at the start."""
+    """Return a store that does not prepare statements."""
     made = Store(url, settings_for(url, table_prefix=PREFIX))
     made.database.can = store.database.can
     store.close()
@@ -108,15 +111,15 @@ def _anew(store: Store, url: str) -> Store:
 
 
 def record(store: Store) -> list[dict[str, Any]]:
-    said: list[dict[str, Any]] = []
+    statements: list[dict[str, Any]] = []
 
     def note(
         connection: Any, cursor: Any, statement: str, parameters: Any, context: Any, many: bool
     ) -> None:
         if statement.startswith("BEGIN"):
-            return  # each one is its own transaction when it is said again
+            return  # each statement is its own transaction when it is repeated
         counts = statement.lstrip().upper().startswith(COUNTED)
-        said.append(
+        statements.append(
             {
                 "sql": statement,
                 "with": _plain(parameters),
@@ -131,14 +134,14 @@ def record(store: Store) -> list[dict[str, Any]]:
     work(store)
     for engine in engines:
         event.remove(engine, "after_cursor_execute", note)
-    return said
+    return statements
 
 
-def repeat(store: Store, said: list[dict[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
-    """Each statement, how many rows it met when it was recorded, and now."""
+def repeat(store: Store, statements: list[dict[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
+    """Repeat the statements. Yield each one with the recorded and the new row count."""
     raw = store.database.auto.raw_connection()
     try:
-        for each in said:
+        for each in statements:
             cursor = raw.cursor()
             (cursor.executemany if each["many"] else cursor.execute)(
                 each["sql"], _rich(each["with"])
@@ -169,12 +172,12 @@ def file_of(store: Store) -> Path:
     return RECORDS / f"{store.database.url.get_backend_name().replace('mysql', 'mariadb')}.json"
 
 
-def test_what_the_release_before_says_works_on_the_newest_tables(database_url: str) -> None:
+def test_statements_of_the_previous_release_work_on_the_newest_tables(database_url: str) -> None:
     with tables(database_url) as store:
         for sql, before, now in repeat(store, json.loads(file_of(store).read_text())):
             assert now == before, sql
         t = store.schema.tasks
-        # And this release goes on with what that one left.
+        # This release continues with the rows that the previous one left.
         claimed = store.claims("new", None).claim_due("default", [0], 100)
         assert claimed
         assert store.claims("new", None).settle(
@@ -186,8 +189,8 @@ def test_what_the_release_before_says_works_on_the_newest_tables(database_url: s
         assert len(done) == len(claimed) + 1
 
 
-def test_a_column_that_the_release_before_does_not_fill_is_noticed(database_url: str) -> None:
-    """The test above can fail: a contraction that comes too early is refused by it."""
+def test_a_column_that_the_previous_release_does_not_fill_is_noticed(database_url: str) -> None:
+    """Prove that the test above can fail: it refuses a column that is removed too early."""
     with tables(database_url) as store:
         rename = f"ALTER TABLE {store.schema.tasks.name} RENAME COLUMN lapses TO failures"
         store.database.alone(lambda c: c.execute(text(rename)))

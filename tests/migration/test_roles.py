@@ -1,4 +1,6 @@
-"""The database roles of docs/security.md: by its statements, word for word, each can do its work and nothing more."""
+"""The database roles of docs/security.md: with the documented statements, each role can do its work
+and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ ROLES = ("migrator", "web", "worker", "console", "operator")
 
 
 def documented() -> list[tuple[str, str, str]]:
-    """(privileges, tables, role) of each GRANT in the docs."""
+    """Return (privileges, tables, role) of each GRANT in the docs."""
     page = (ROOT / "docs/security.md").read_text()
     block = page.partition("## Database roles")[2].partition("```sql\n")[2].partition("```")[0]
     block = re.sub(r"--.*", "", block)
@@ -43,7 +45,7 @@ def documented() -> list[tuple[str, str, str]]:
 
 
 @dataclass
-class DatabaseAddress:
+class RoleTables:
     url: str
     names: dict[str, str]
     admin: Callable[..., None]
@@ -61,7 +63,7 @@ class DatabaseAddress:
         return made
 
     def tables(self) -> dict[str, str]:
-        """And a column of each."""
+        """Return the tables, each with one of its columns."""
         tables = build_schema().metadata.sorted_tables
         return {
             table.name: next(column.name for column in table.columns if column.name != "id")
@@ -69,7 +71,10 @@ class DatabaseAddress:
         }
 
     def may(self, role: str, statement: str) -> bool:
-        """Whether the database lets it, and be it to say what is wrong with the values; nothing comes of it."""
+        """Return whether the role may execute the statement, which changes nothing.
+
+        An error about the values counts as permission.
+        """
         engine = create_engine(self.url_of(role))
         try:
             with engine.connect() as connection:
@@ -83,7 +88,7 @@ class DatabaseAddress:
 
 
 @pytest.fixture(scope="module", params=["postgresql", "mysql"])
-def place(request: pytest.FixtureRequest) -> Iterator[DatabaseAddress]:
+def role_tables(request: pytest.FixtureRequest) -> Iterator[RoleTables]:
     shared: str = request.getfixturevalue(f"{request.param}_url")
     url, drop = own_database(shared, f"_roles{secrets.token_hex(2)}")
     engine = create_engine(url, isolation_level="AUTOCOMMIT")
@@ -97,7 +102,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[DatabaseAddress]:
             for statement in statements:
                 connection.exec_driver_sql(statement.replace("%", "%%"))
 
-    made = DatabaseAddress(url, names, admin)
+    made = RoleTables(url, names, admin)
     try:
         for account in accounts:
             admin(
@@ -112,7 +117,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[DatabaseAddress]:
         migrations.upgrade(migrator.database)
         migrator.close()
         grant(made, is_pg, [one for one in documented() if one[2] != "migrator"])
-        # An operator is a console that may do more.
+        # An operator is a console with additional privileges.
         grant(
             made,
             is_pg,
@@ -132,14 +137,14 @@ def place(request: pytest.FixtureRequest) -> Iterator[DatabaseAddress]:
         drop()
 
 
-def grant(place: DatabaseAddress, is_pg: bool, grants: Sequence[tuple[str, str, str]]) -> None:
-    database = make_url(place.url).database
+def grant(role_tables: RoleTables, is_pg: bool, grants: Sequence[tuple[str, str, str]]) -> None:
+    database = make_url(role_tables.url).database
     for privileges, tables, role in grants:
         if is_pg:
-            place.admin(f"GRANT {privileges} ON {tables} TO {place.names[role]}")
+            role_tables.admin(f"GRANT {privileges} ON {tables} TO {role_tables.names[role]}")
         elif not tables.startswith("SCHEMA"):
-            account = f"'{place.names[role]}'@'%'"
-            place.admin(
+            account = f"'{role_tables.names[role]}'@'%'"
+            role_tables.admin(
                 *(
                     f"GRANT {privileges} ON {database}.{table} TO {account}"
                     for table in tables.split(", ")
@@ -147,8 +152,8 @@ def grant(place: DatabaseAddress, is_pg: bool, grants: Sequence[tuple[str, str, 
             )
 
 
-def test_a_producer_schedules_and_moves_tasks(place: DatabaseAddress) -> None:
-    delays = place.delays("web")
+def test_a_producer_schedules_and_moves_tasks(role_tables: RoleTables) -> None:
+    delays = role_tables.delays("web")
     task = delays.schedule_delay("mail", {"n": 1}, 60, key="k")
     delays.schedule_many([("mail", {}, 60)] * 3)
     delays.schedule_delay("mail", {"n": 2}, 60, key="k", on_conflict="replace")
@@ -165,13 +170,13 @@ def test_a_producer_schedules_and_moves_tasks(place: DatabaseAddress) -> None:
     delays.close()
 
 
-def test_a_worker_runs_sweeps_and_purges(place: DatabaseAddress) -> None:
-    web, delays = place.delays("web"), place.delays("worker")
+def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables) -> None:
+    web, delays = role_tables.delays("web"), role_tables.delays("worker")
     delays.check_ready()
     ran: list[Any] = []
     delays.processor("good", keep_result=True)(ran.append)
     delays.processor("bad", retry="1h")(lambda body: 1 / 0)
-    operator = place.delays("operator")
+    operator = role_tables.delays("operator")
     operator.set_policy(tag="good", concurrency=2)
     operator.pause(tag="bad")
     operator.resume(tag="bad")
@@ -199,47 +204,49 @@ def test_a_worker_runs_sweeps_and_purges(place: DatabaseAddress) -> None:
         made.close()
 
 
-def test_check_warns_where_a_role_may_not_read_who_works(place: DatabaseAddress) -> None:
-    """A producer's role, as a deploy may have it."""
-    delays = place.delays("web")
+def test_check_warns_if_a_role_may_not_read_the_worker_table(role_tables: RoleTables) -> None:
+    """The role of a producer that runs the deploy check."""
+    delays = role_tables.delays("web")
     delays.schedule_delay("late", {}, 0)
-    place.admin(
+    role_tables.admin(
         "UPDATE yb_delay_task_message SET expected_time = '2026-01-01 00:00:00' WHERE tag = 'late'"
     )
     try:
         [warning] = [one for one in warnings_of(delays) if "fsync" not in one]
     finally:
-        place.admin("DELETE FROM yb_delay_task_message WHERE tag = 'late'")
+        role_tables.admin("DELETE FROM yb_delay_task_message WHERE tag = 'late'")
         delays.close()
     assert warning.startswith("late tasks are unknown: ")
     assert "denied" in warning
 
 
 def test_a_worker_that_may_not_read_the_number_of_changes_is_refused_with_the_cause(
-    place: DatabaseAddress,
+    role_tables: RoleTables,
 ) -> None:
-    delays = place.delays("worker")
+    delays = role_tables.delays("worker")
     table = "yb_delay_policy_change"
-    is_pg = place.url.startswith("postgresql")
-    of = f"{table} FROM {place.names['worker']}"
+    is_pg = role_tables.url.startswith("postgresql")
+    of = f"{table} FROM {role_tables.names['worker']}"
     if not is_pg:
-        of = f"{make_url(place.url).database}.{table} FROM '{place.names['worker']}'@'%'"
-    place.admin(f"REVOKE SELECT ON {of}")
+        of = (
+            f"{make_url(role_tables.url).database}.{table} FROM '{role_tables.names['worker']}'@'%'"
+        )
+    role_tables.admin(f"REVOKE SELECT ON {of}")
     try:
         with pytest.raises(ConfigError, match=rf"(?s)policies cannot be read.*denied.*{table}"):
             delays.check_ready()
     finally:
-        place.admin(f"GRANT SELECT ON {of.replace(' FROM ', ' TO ')}")
+        role_tables.admin(f"GRANT SELECT ON {of.replace(' FROM ', ' TO ')}")
         delays.close()
 
 
-def test_a_console_reads(place: DatabaseAddress) -> None:
-    web, delays = place.delays("web"), place.delays("console")
+def test_a_console_can_read(role_tables: RoleTables) -> None:
+    web, delays = role_tables.delays("web"), role_tables.delays("console")
     stats = Stats(delays.store.database, delays.store.schema)
     task = web.schedule_delay("mail", {}, 60)
     web.close()
     assert why(FactReader(delays.store, delays.settings, 15).of(task))[0].code == "future"
-    assert stats.late(3600, 20) == [], "the test before may have left tasks that are due now"
+    assert stats.late(3600, 20) == [], "an earlier test may have left due tasks"
     assert replication(delays.store.database) is not None
     assert list(stats.pending()) is not None
     assert delays.find() is not None
@@ -251,8 +258,8 @@ def test_a_console_reads(place: DatabaseAddress) -> None:
     delays.close()
 
 
-def test_an_operator_pauses_and_moves_many(place: DatabaseAddress) -> None:
-    web, delays = place.delays("web"), place.delays("operator")
+def test_an_operator_pauses_and_moves_many(role_tables: RoleTables) -> None:
+    web, delays = role_tables.delays("web"), role_tables.delays("operator")
     web.schedule_many([("many", {}, 60)] * 3)
     assert delays.cancel_many(tag="many").changed == 3
     assert delays.retry_many(tag="many", status="CANCELLED").changed == 3
@@ -262,23 +269,23 @@ def test_an_operator_pauses_and_moves_many(place: DatabaseAddress) -> None:
     delays.close()
 
 
-def test_nobody_may_do_more_than_is_said(place: DatabaseAddress) -> None:
-    """Each privilege on each table, as the database itself sees it."""
+def test_no_role_has_more_privileges_than_documented(role_tables: RoleTables) -> None:
+    """Compare each privilege on each table with the database's own catalog."""
     granted = {
         (role, privilege, table)
         for privileges, tables, role in documented()
         for privilege, table in each(privileges, tables)
     }
     granted |= {("operator", p, t) for role, p, t in granted if role in ("console", "web")}
-    columns = {**place.tables(), "yb_delay_alembic_version": "version_num"}
+    columns = {**role_tables.tables(), "yb_delay_alembic_version": "version_num"}
     for role in ("web", "worker", "console", "operator"):
         for table, column in columns.items():
             for privilege, statement in STATEMENTS.items():
-                may = place.may(role, statement.format(table=table, column=column))
+                may = role_tables.may(role, statement.format(table=table, column=column))
                 assert may == ((role, privilege, table) in granted), (role, privilege, table)
-        assert not place.may(role, "DROP TABLE yb_delay_line")
-        assert not place.may(role, "ALTER TABLE yb_delay_line ADD COLUMN x INTEGER")
-        assert not place.may(role, "CREATE TABLE made_by_a_stranger (x INTEGER)")
+        assert not role_tables.may(role, "DROP TABLE yb_delay_line")
+        assert not role_tables.may(role, "ALTER TABLE yb_delay_line ADD COLUMN x INTEGER")
+        assert not role_tables.may(role, "CREATE TABLE made_without_privilege (x INTEGER)")
 
 
 STATEMENTS = {

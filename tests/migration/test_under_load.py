@@ -1,5 +1,6 @@
-"""Migrations while others work: programs of the release before, which know nothing of what is added, go on without an
-error, on each database."""
+"""Migrations during other work: programs of the previous release continue without errors, on each
+database.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class Load:
         for version, status, target in ((0, 0, 3), (1, 3, 1)):
             fence = {"id": id, "version": version, "status": status, "target": target}
             self._say(
-                "UPDATE {t} SET status = :target, version = version + 1, update_time = CURRENT_TIMESTAMP "
+                "UPDATE {t} SET status = :target, version = version + 1, update_time = "
+                "CURRENT_TIMESTAMP "
                 "WHERE id = :id AND version = :version AND status = :status",
                 fence,
             )
@@ -93,7 +95,7 @@ class Load:
                 thread.join(30)
 
 
-def test_who_works_meanwhile_sees_no_error_and_waits_for_no_lock_for_long(
+def test_programs_that_work_during_a_migration_see_no_errors_and_no_long_locks(
     database: Database,
 ) -> None:
     load = Load(database)
@@ -107,7 +109,7 @@ def test_who_works_meanwhile_sees_no_error_and_waits_for_no_lock_for_long(
             "it to go on",
         )
     assert load.errors == []
-    # Behind a migration that waits for a lock itself, and then has it for a moment.
+    # They wait behind a migration that waits for a lock and then holds it for a moment.
     assert load.longest_s < migrations.TABLE_LOCK_TIMEOUT_S
     assert migrations.is_current(database, PREFIX)
     done = database.alone(

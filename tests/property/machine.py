@@ -1,4 +1,4 @@
-"""The model of a table of tasks, and the verbs of those who schedule and look after them."""
+"""The model of a table of tasks, and the operations of producers and operators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from chaos.simulation.broker import Broker, BrokerPublisher
+from chaos.simulation.broker import BrokerPublisher, SimulatedBroker
 from chaos.simulation.clock import Times
 from delaytasks.core.clock import Clock, from_us
 from delaytasks.core.errors import CancelTooLateError, DuplicateTaskError, InvalidStatusError
@@ -32,14 +32,14 @@ from tests.conftest import empty, settings_for
 
 MAX_LOST_LEASES, SWEEP_S, HORIZON_S, LEASE_US = 3, 5, 20, 60_000_000
 POLICIES: list[OnConflict] = ["reject", "keep", "replace"]
-#: Mostly due: what waits for its time takes part in few moves.
+#: Tasks are mostly due, since a waiting task takes part in few moves.
 DUE = st.sampled_from([True, True, True, False])
 _ids = itertools.count(1)
 
 
 @dataclass
 class Known:
-    """What the row of a task must say."""
+    """The expected content of a task's row."""
 
     task: DelayTask
     status: Status = Status.NOT_COMPLETE
@@ -48,7 +48,7 @@ class Known:
     lapses: int = 0
     due_us: int = 0
     lease_us: int = 0
-    #: The claim that may settle it, and all claims that may not any more.
+    #: The claim that may settle the task, and the claims that may no longer do it.
     claim: DelayTask | None = None
     stale: list[DelayTask] = field(default_factory=list)
 
@@ -62,9 +62,9 @@ class Known:
 
 
 class Producers(RuleBasedStateMachine):
-    """What the table must say, and the calls of producers and operators."""
+    """The expected content of the table, and the calls of producers and operators."""
 
-    store: Store  # set by the test: made once, emptied for each run
+    store: Store  # set by the test: created once, and emptied for each run
     times: Times
     tasks = Bundle("tasks")
 
@@ -74,7 +74,7 @@ class Producers(RuleBasedStateMachine):
         self.seen_us: dict[str, int] = {}
         self.begin_worker()
         self.clock = Clock(self.store.tasks.now)
-        self.broker = Broker(random.Random(0), is_reliable=True)
+        self.broker = SimulatedBroker(random.Random(0), is_reliable=True)
         publisher: Any = BrokerPublisher(self.broker, lambda: self.times.now_us)
         timer = EtaTimer(publisher, self.clock)
         settings = settings_for(
@@ -132,7 +132,7 @@ class Producers(RuleBasedStateMachine):
         made = DelayTask(
             next(_ids), "t", "{}", self.due(is_due), key=key, create_time=from_us(self.times.now_us)
         )
-        # The key of a task that gave up stays in the table, and is free all the same.
+        # The key of a task with the failure "worker lost" stays in the table, but is free.
         owner = self.known.get(self.keys.get(key, 0))
         if owner is None or owner.status in FINISHED:
             found, is_new = self.store.tasks.insert_keyed(made, policy)
@@ -207,7 +207,7 @@ class Producers(RuleBasedStateMachine):
 
     @rule(id=tasks, is_due=DUE)
     def touch(self, id: int, is_due: bool) -> None:
-        """Later only: what waits for its time is not made due."""
+        """Extend a timeout. A touch does not make a waiting task due."""
         assert self.store.touches.touch(id, self.due(is_due)) is bool(self.touched([id], is_due))
 
     @rule(ids=st.lists(tasks, max_size=4), is_due=DUE)

@@ -1,8 +1,9 @@
-"""Random verbs on a real store, against the table of moves.
+"""Random operations on a real store, checked against the table of moves.
 
-The model knows of each task its status, version, attempts, lapses and due time, and who may settle it until when.
-Whatever is called in whatever order, on a clock that is set, with a broker that is flushed and delivers again and with
-workers that die, the row must be where MOVES allows it to be, and a refused call must leave it alone.
+The model knows each task's status, version, attempts, lapses and due time, and which claim may
+settle it until when. The clock is simulated, the broker is flushed and redelivers messages, and
+workers die. After each operation, the row must be in a state that MOVES allows. A refused call must
+leave the row unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ENDS = ["succeed", "fail", "give_back", "give_back"]
 
 
 class Moves(Producers):
-    """And those of workers, sweeps and messages."""
+    """The calls of workers, sweeps and messages."""
 
     tasks = Producers.tasks
 
@@ -90,10 +91,10 @@ class Moves(Producers):
         self.took(claimed)
 
     def running(self) -> list[int]:
-        """By workers that live."""
+        """Return the tasks that run in living workers."""
         return sorted(id for id, known in self.known.items() if known.claim is not None)
 
-    @precondition(running)
+    @precondition(lambda self: bool(self.running()))
     @rule(pick=st.integers(0, 99), move=st.sampled_from(ENDS), is_later=st.booleans())
     def settle(self, pick: int, move: Any, is_later: bool) -> None:
         id = self.running()[pick % len(self.running())]
@@ -112,14 +113,16 @@ class Moves(Producers):
     @precondition(lambda self: any(known.stale for known in self.known.values()))
     @rule(id=tasks, move=st.sampled_from(ENDS))
     def settle_stale(self, id: int, move: Any) -> None:
-        """Claims that lapsed settle nothing; one that was settled may be settled again, to no effect."""
+        """Check that a claim with a lost lease settles nothing, and that a repeated settlement has
+        no effect.
+        """
         for claim in self.known[id].stale:
             self.claims.settle([Settlement(claim, move)])
 
-    @precondition(running)
+    @precondition(lambda self: bool(self.running()))
     @rule()
     def crash(self) -> None:
-        """The worker dies, and another one takes its place."""
+        """Kill the worker, and start another one."""
         for known in self.known.values():
             known.claim = None
         self.begin_worker()
@@ -153,7 +156,7 @@ class Moves(Producers):
             else:
                 known.move("recover")
 
-    @precondition(lapsing)
+    @precondition(lambda self: bool(self.lapsing()))
     @rule(limit=st.integers(1, 5))
     def lapse_some(self, limit: int) -> None:
         lapsing = self.lapsing()[:limit]
@@ -176,7 +179,7 @@ class Moves(Producers):
         silent = {
             name for name, seen_us in self.seen_us.items() if seen_us < now_us - 3e6 * SWEEP_S
         }
-        if silent:  # what they held is armed again
+        if silent:  # the entries that they held are armed again
             self.armed_us = min(self.armed_us, now_us)
         for name in silent:
             del self.seen_us[name]
@@ -194,7 +197,7 @@ class Moves(Producers):
     @precondition(lambda self: self.broker.messages)
     @rule(pick=st.integers(0, 99), is_again=st.booleans())
     def deliver(self, pick: int, is_again: bool) -> None:
-        """A message, whatever became of its tasks meanwhile; it may come once more."""
+        """Deliver a message, even if its tasks have changed since. It may be delivered twice."""
         number = pick % len(self.broker.messages)
         asked = read_message(self.broker.messages[number].read(), "default")
         if not is_again:
@@ -242,7 +245,7 @@ class Moves(Producers):
         for known in held:
             known.move("release")
 
-    @precondition(running)
+    @precondition(lambda self: bool(self.running()))
     @rule(pick=st.integers(0, 99), is_stale=st.booleans())
     def hold_back(self, pick: int, is_stale: bool) -> None:
         known = self.known[self.running()[pick % len(self.running())]]
@@ -256,7 +259,7 @@ class Moves(Producers):
         else:
             assert self.store.holding.hold_claimed([known.claim]) == set()
 
-    # -- what must hold ---------------------------------------------------------------------------
+    # -- invariants -------------------------------------------------------------------------------
 
     @invariant()
     def rows_are_as_known(self) -> None:
@@ -282,7 +285,7 @@ def replace_version(entry: Entry, version: int) -> Entry:
     return entry._replace(version=version)
 
 
-def test_no_order_of_verbs_leads_where_the_moves_do_not() -> None:
+def test_no_order_of_operations_leads_to_a_state_outside_the_moves() -> None:
     with tempfile.TemporaryDirectory() as folder:
         store, times = open_store(f"sqlite:///{Path(folder) / 'moves.sqlite3'}"), Times()
         times.serve(store)

@@ -1,4 +1,6 @@
-"""The `redis` timer against a model: whatever movers do or leave undone, an entry is in one place, once."""
+"""The `redis` timer against a model: each entry is in exactly one place, even if pollers stop
+midway.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +25,25 @@ from hypothesis.stateful import (
 from delaytasks.core.interfaces import Entry
 from delaytasks.timers.redis import AHEAD_MS, RETURN_S, Taken
 from tests.fuzzing import ASKED
-from tests.unit.test_redis_timer import Bench
+from tests.redis_timer_harness import RedisTimerHarness
 
 GRACE_MS, RETURN_MS = 1000, int(RETURN_S * 1000)
 Name = tuple[int, int, int]
 names = st.tuples(st.integers(1, 12), st.integers(0, 2), st.sampled_from([0, 0, 0, 5]))
 
 
-class Model(RuleBasedStateMachine):
-    """What must wait, by its due time in microseconds, and what must be on its way, by slot."""
+class RedisTimerModel(RuleBasedStateMachine):
+    """The waiting entries by due time in microseconds, and the prepared entries by slot."""
 
     url: ClassVar[str]
 
     def __init__(self) -> None:
         super().__init__()
-        self.bench = Bench(self.url, redis_slots=2)
+        self.bench = RedisTimerHarness(self.url, redis_slots=2)
         self.timer = self.bench.timer
         self.waiting: dict[Name, int] = {}
-        #: When it goes back, in milliseconds.
-        self.prepared: dict[Name, int] = {}
+        #: When a prepared entry returns, in milliseconds.
+        self.prepared: dict[Name, float] = {}
         self.taken: list[Taken] = []
 
     def teardown(self) -> None:
@@ -53,7 +55,7 @@ class Model(RuleBasedStateMachine):
 
     @property
     def now(self) -> float:
-        """In milliseconds, as Redis has it."""
+        """Return the time in milliseconds, as Redis uses it."""
         return self.bench.clock.now_us() / 1000
 
     def entry(self, name: Name, due_us: int = 0) -> Entry:
@@ -80,7 +82,7 @@ class Model(RuleBasedStateMachine):
 
     @rule(most=st.integers(1, 4))
     def take(self, most: int) -> None:
-        """By a mover that may hand it on later, or never."""
+        """Take entries as a poller that may hand them on later, or never."""
         for some in self.bench.take(most):
             here = {
                 name
@@ -122,7 +124,10 @@ class Model(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def hand_on(self, data: st.DataObject) -> None:
-        """As late as it may be: what went back or was armed again meanwhile is nobody's to delete."""
+        """Hand entries on as late as possible.
+
+        An entry that returned or was armed again meanwhile must not be deleted.
+        """
         if self.taken:
             some = self.taken.pop(data.draw(st.integers(0, len(self.taken) - 1)))
             self.timer.take({}, [some])
@@ -139,15 +144,15 @@ class Model(RuleBasedStateMachine):
 
 
 class First:
-    """Chooses the first taking, in the place of Hypothesis."""
+    """Chooses the first batch, instead of Hypothesis."""
 
     def draw(self, _strategy: object) -> int:
         return 0
 
 
-def test_a_ticket_is_not_given_again_when_its_entries_were_armed_again(redis_url: str) -> None:
-    Model.url = redis_url
-    model, one, other = Model(), (1, 0, 0), (8, 0, 0)
+def test_a_ticket_is_not_reused_after_its_entries_were_armed_again(redis_url: str) -> None:
+    RedisTimerModel.url = redis_url
+    model, one, other = RedisTimerModel(), (1, 0, 0), (8, 0, 0)
     first: Any = First()
     try:
         model.look()
@@ -162,22 +167,23 @@ def test_a_ticket_is_not_given_again_when_its_entries_were_armed_again(redis_url
         model.teardown()
 
 
-def test_the_timer_does_what_the_model_does(redis_url: str) -> None:
-    Model.url = redis_url
+def test_the_timer_behaves_like_the_model(redis_url: str) -> None:
+    RedisTimerModel.url = redis_url
     run_state_machine_as_test(
-        Model, settings=settings(max_examples=ASKED or 25, stateful_step_count=20, deadline=None)
+        RedisTimerModel,
+        settings=settings(max_examples=ASKED or 25, stateful_step_count=20, deadline=None),
     )
 
 
 @pytest.fixture
-def bench(redis_url: str) -> Iterator[Bench]:
-    bench = Bench(redis_url)
+def bench(redis_url: str) -> Iterator[RedisTimerHarness]:
+    bench = RedisTimerHarness(redis_url)
     yield bench
     bench.close()
 
 
-def test_movers_at_once_hand_on_each_entry_once_and_what_one_lets_fall_comes_again(
-    bench: Bench,
+def test_concurrent_pollers_hand_on_each_entry_once_and_abandoned_entries_return(
+    bench: RedisTimerHarness,
 ) -> None:
     count, redis_pollers = 3000, 4
     bench.timer.arm([bench.entry(id, priority=id % 3) for id in range(1, count + 1)])
@@ -192,7 +198,7 @@ def test_movers_at_once_hand_on_each_entry_once_and_what_one_lets_fall_comes_aga
             ids = [entry.id for some in taken for entry in some.entries]
             if not ids:
                 return
-            if turn % 3 == 2:  # it dies before it can hand on what it took
+            if turn % 3 == 2:  # it dies before it hands its entries on
                 fallen[redis_poller] += ids
             else:
                 handed[redis_poller] += ids
@@ -204,7 +210,7 @@ def test_movers_at_once_hand_on_each_entry_once_and_what_one_lets_fall_comes_aga
     lost = Counter(id for some in fallen for id in some)
     assert max((runs + lost).values()) == 1
     assert sorted(runs + lost) == list(range(1, count + 1))
-    assert lost, "some movers died"
+    assert lost, "some pollers died"
     assert sorted(int(member.split(b":")[0]) for member in bench.members("prepare")) == sorted(lost)
     bench.clock.advance(RETURN_S + 1)
     again: list[int] = []

@@ -1,4 +1,4 @@
-"""The wheel against a sorted list: whatever is added, moved, cancelled and awaited, both say the same."""
+"""The timing wheel against a sorted list: both must agree after every operation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from delaytasks.timers.timing_wheel import TimingWheel
 
 names = st.integers(0, 15)
-#: Around the next turns of a small wheel, far beyond them, and in the past.
+#: Near the next turns of a small wheel, far beyond them, and in the past.
 ahead = st.integers(-5, 40) | st.integers(0, 10**12)
 
 
@@ -28,7 +28,7 @@ class WheelAndList(RuleBasedStateMachine):
         entry = (name, self.number)
         tick = self.wheel.add(name, self.now + delta, entry)
         assert tick == max(self.now + delta, self.now + 1), (
-            "what is over already comes out at the next tick"
+            "an overdue entry expires at the next tick"
         )
         self.held[name] = (tick, entry)
 
@@ -55,7 +55,7 @@ class WheelAndList(RuleBasedStateMachine):
             "never early, never late, each once"
         )
         ticks = [self.held[name][0] for name, _ in came]
-        assert ticks == sorted(ticks), "in the order of their ticks"
+        assert ticks == sorted(ticks), "in the order of ticks"
         for name, _ in came:
             del self.held[name]
 
@@ -94,7 +94,7 @@ class WheelAndList(RuleBasedStateMachine):
         tick = self.wheel.next_tick()
         first = min((tick for tick, _ in self.held.values()), default=None)
         assert tick == (None if first is None else min(first, self.now + self.slots)), (
-            "nothing is missed, or looked for"
+            "no entry is missed or searched for"
         )
 
 

@@ -1,7 +1,7 @@
-"""Small runs of chaos, on servers of their own.
+"""Short chaos runs on private servers.
 
-`./dev chaos` without options is the one that every change has to pass (2,000 tasks, 20 kills and more, two minutes).
-Three of those are too much for the tests.
+Every change has to pass `./dev chaos` without options (2,000 tasks, more than 20 kills, two
+minutes). Three such runs would take too long for the tests.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tests.processes import marked
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
-#: Killed, frozen, emptied, restarted, cut off: less than a minute of it.
+#: All kinds of faults in less than a minute.
 SHORT = ["--tasks", "300", "--faults", "8", "--kills", "4", "--every", "1.5"]
-#: What a run says when a server is not to be had here.
+#: The exit status of a run if a server is not available.
 MISSING = 3
 SITES = [
     ("postgresql", "redis", "redis"),
@@ -57,22 +57,25 @@ def test_nothing_is_lost_early_or_run_twice_without_a_reason(site: tuple[str, st
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_run_that_is_told_to_end_leaves_no_process_and_no_file(
+def test_a_run_that_is_terminated_leaves_no_process_and_no_file(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     with subprocess.Popen(
-        chaos(("sqlite", "embedded", "eta"), "--faults", "50", "--every", "0.5"), cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)},
-    ) as run:  # fmt: skip
+        chaos(("sqlite", "embedded", "eta"), "--faults", "50", "--every", "0.5"),
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    ) as run:
         assert run.stdout is not None
-        said = ""
-        while not said.startswith("   3 "):  # some faults have struck, and others are under way
-            said = run.stdout.readline() or said
+        line = ""
+        while not line.startswith("   3 "):  # some faults are over, and others are active
+            line = run.stdout.readline() or line
             if run.poll() is not None:
                 break
         if run.returncode == MISSING:
-            pytest.skip(said)
-        assert run.returncode is None, said
+            pytest.skip(line)
+        assert run.returncode is None, line
         assert marked(str(tmp_path))
         run.send_signal(number)
         run.stdout.read()

@@ -1,32 +1,34 @@
-"""How the checker judges what nobody knows, and what explains what."""
+"""The checker's treatment of unknown answers, and of faults that explain repeated runs."""
 
 from __future__ import annotations
 
 import pytest
 
 from chaos.checker import Checker
-from chaos.history import ALL, Answer, Change, Effect, Fault, History, Ran, Told
+from chaos.history import ALL, Answer, CallRecord, Effect, Fault, History, RowChange, RunRecord
 from delaytasks.core.states import Status
 
 NOW = 1_700_000_000_000_000
 S = 1_000_000
 
 
-def told(*answers: Answer) -> list[Told]:
-    """One task, scheduled again and again with its id, to run at once."""
+def calls(*answers: Answer) -> list[CallRecord]:
+    """One task that is scheduled several times with its id, due immediately."""
     times = [(answer, NOW + n * S) for n, answer in enumerate(answers)]
-    return [Told(1, "schedule", answer, at_us, at_us + S // 2, at_us) for answer, at_us in times]
+    return [
+        CallRecord(1, "schedule", answer, at_us, at_us + S // 2, at_us) for answer, at_us in times
+    ]
 
 
-def life(at_us: int) -> tuple[list[Change], list[Ran]]:
-    """A row that is written, runs and ends."""
+def row_and_run(at_us: int) -> tuple[list[RowChange], list[RunRecord]]:
+    """A row that is inserted, runs and ends."""
     moves = [
         (None, Status.NOT_COMPLETE),
         (Status.NOT_COMPLETE, Status.RUNNING),
         (Status.RUNNING, Status.DONE),
     ]
     changes = [
-        Change(
+        RowChange(
             1,
             at_us + n * 1000,
             was,
@@ -41,7 +43,7 @@ def life(at_us: int) -> tuple[list[Change], list[Ran]]:
         )
         for n, (was, status) in enumerate(moves)
     ]
-    return changes, [Ran(1, 1, "w", at_us + 1500, at_us + 1800)]
+    return changes, [RunRecord(1, 1, "w", at_us + 1500, at_us + 1800)]
 
 
 def found(history: History) -> set[str]:
@@ -51,9 +53,9 @@ def found(history: History) -> set[str]:
 @pytest.mark.parametrize(
     "answers", [("unknown",), ("unknown", "unknown"), ("unknown", "failed"), ("unknown", "ok")]
 )
-def test_what_is_unknown_may_be_done(answers: tuple[Answer, ...]) -> None:
-    changes, ran = life(NOW + 3 * S)
-    assert found(History(told(*answers), ran, changes)) == set()
+def test_a_task_with_an_unknown_answer_may_run(answers: tuple[Answer, ...]) -> None:
+    changes, ran = row_and_run(NOW + 3 * S)
+    assert found(History(calls(*answers), ran, changes)) == set()
 
 
 @pytest.mark.parametrize(
@@ -65,41 +67,48 @@ def test_what_is_unknown_may_be_done(answers: tuple[Answer, ...]) -> None:
         (("unknown", "ok"), {"lost"}),
     ],
 )
-def test_what_is_unknown_may_not_be_done_until_somebody_says_that_it_is(
+def test_a_task_with_an_unknown_answer_may_be_missing_unless_another_call_confirms_it(
     answers: tuple[Answer, ...], kinds: set[str]
 ) -> None:
-    assert found(History(told(*answers))) == kinds
+    assert found(History(calls(*answers))) == kinds
 
 
-def test_what_was_refused_is_not_done() -> None:
-    changes, ran = life(NOW + 3 * S)
-    assert found(History(told("failed", "failed"), ran, changes)) == {"unexpected"}
+def test_a_refused_task_must_not_run() -> None:
+    changes, ran = row_and_run(NOW + 3 * S)
+    assert found(History(calls("failed", "failed"), ran, changes)) == {"unexpected"}
 
 
-def test_a_time_that_nobody_knows_is_not_early() -> None:
-    """A producer that is killed while it reschedules can not say to when."""
-    changes, ran = life(NOW)
-    asked = [Told(1, "schedule", "ok", NOW - 9 * S, NOW - 8 * S, NOW + 9 * S)]
+def test_a_run_is_not_early_if_the_due_time_is_unknown() -> None:
+    """A producer that is killed during `reschedule` does not know the new due time."""
+    changes, ran = row_and_run(NOW)
+    asked = [CallRecord(1, "schedule", "ok", NOW - 9 * S, NOW - 8 * S, NOW + 9 * S)]
     assert found(History(asked, ran, changes)) == {"early"}
     assert (
-        found(History([*asked, Told(1, "reschedule", "unknown", NOW - 7 * S, NOW)], ran, changes))
+        found(
+            History(
+                [*asked, CallRecord(1, "reschedule", "unknown", NOW - 7 * S, NOW)], ran, changes
+            )
+        )
         == set()
     )
 
 
-def test_what_is_unknown_is_not_done_early() -> None:
-    changes, ran = life(NOW - 3 * S)
-    asked = [Told(1, "schedule", "unknown", NOW - 5 * S, NOW - 4 * S, NOW)]
+def test_a_task_with_an_unknown_answer_must_not_run_early() -> None:
+    changes, ran = row_and_run(NOW - 3 * S)
+    asked = [CallRecord(1, "schedule", "unknown", NOW - 5 * S, NOW - 4 * S, NOW)]
     assert found(History(asked, ran, changes)) == {"early"}
 
 
 def lapsed(*renewals_us: int, end_us: int = NOW + 6 * S) -> History:
-    """A task that ran twice: the first claim was of a process of w1, for 4 s, renewed at these times."""
+    """A task that ran twice.
+
+    A process of w1 had the first claim for 4 s, and renewed it at these times.
+    """
     leases = [(None, 0, NOW + S), *((Status.RUNNING, 1, at_us) for at_us in renewals_us)]
     changes = [
-        Change(1, NOW, None, Status.NOT_COMPLETE, None, 0, 0, 0, NOW, None, None),
+        RowChange(1, NOW, None, Status.NOT_COMPLETE, None, 0, 0, 0, NOW, None, None),
         *(
-            Change(
+            RowChange(
                 1,
                 at,
                 was or Status.NOT_COMPLETE,
@@ -114,8 +123,8 @@ def lapsed(*renewals_us: int, end_us: int = NOW + 6 * S) -> History:
             )
             for was, version, at in leases
         ),
-        Change(1, end_us, Status.RUNNING, Status.NOT_COMPLETE, 1, 2, 1, 1, NOW, None, None),
-        Change(
+        RowChange(1, end_us, Status.RUNNING, Status.NOT_COMPLETE, 1, 2, 1, 1, NOW, None, None),
+        RowChange(
             1,
             NOW + 27 * S,
             Status.NOT_COMPLETE,
@@ -128,10 +137,12 @@ def lapsed(*renewals_us: int, end_us: int = NOW + 6 * S) -> History:
             NOW + 31 * S,
             "w2@x/22-bb",
         ),
-        Change(1, NOW + 28 * S, Status.RUNNING, Status.DONE, 3, 4, 2, 0, NOW, None, "w2@x/22-bb"),
+        RowChange(
+            1, NOW + 28 * S, Status.RUNNING, Status.DONE, 3, 4, 2, 0, NOW, None, "w2@x/22-bb"
+        ),
     ]
-    ran = [Ran(1, 1, "11", NOW + S), Ran(1, 3, "22", NOW + 27 * S, NOW + 28 * S)]
-    return History(told("ok"), ran, changes)
+    ran = [RunRecord(1, 1, "11", NOW + S), RunRecord(1, 3, "22", NOW + 27 * S, NOW + 28 * S)]
+    return History(calls("ok"), ran, changes)
 
 
 def fault(effect: Effect, *key_owners: str, since_s: float = 2, until_s: float = 5) -> Fault:
@@ -150,7 +161,7 @@ def fault(effect: Effect, *key_owners: str, since_s: float = 2, until_s: float =
     ],
     ids=lambda fault: f"{fault.effect} {fault.key_owners}",
 )
-def test_a_task_that_ran_twice_has_its_reason_in_a_fault_of_who_held_it(
+def test_a_fault_of_the_lease_owner_explains_a_second_run(
     of_its_holder: Fault,
 ) -> None:
     history = lapsed()
@@ -165,31 +176,31 @@ def test_a_task_that_ran_twice_has_its_reason_in_a_fault_of_who_held_it(
         [],
         [fault("dead", "w2@x/"), fault("away", "w2@x/"), fault("dead", "w11@x/")],  # another worker
         [fault("dead", "w1@x/12-"), fault("dead", "w1@x/1-")],  # another process of its worker
-        [fault("none")],  # a beat, or the broker
-        [fault("away")],  # the producers' way to the database
-        [fault("ending", "w1@x/")],  # a worker that is asked to end finishes what it has
+        [fault("none")],  # a beat or the broker
+        [fault("away")],  # the producers' proxy to the database
+        [fault("ending", "w1@x/")],  # a worker that is asked to end finishes its tasks
     ],
     ids=["none", "another worker", "another process", "nobody", "producers", "in order"],
 )
-def test_a_task_that_ran_twice_is_found_where_others_were_hit(of_others: list[Fault]) -> None:
+def test_a_fault_of_another_process_does_not_explain_a_second_run(of_others: list[Fault]) -> None:
     history = lapsed()
     history.faults = of_others
     assert found(history) == {"duplicated"}
 
 
-def test_who_was_killed_after_the_lease_was_over_is_no_reason() -> None:
+def test_a_kill_after_the_end_of_the_lease_explains_nothing() -> None:
     history = lapsed()
     history.faults = [fault("dead", "w1@x/", since_s=5.5)]
     assert found(history) == {"duplicated"}
 
 
-def test_who_was_killed_may_have_its_claim_made_by_a_slow_network_later() -> None:
+def test_a_slow_network_may_deliver_the_claim_of_a_killed_process_later() -> None:
     history = lapsed()
     history.faults = [fault("dead", "w1@x/", since_s=0.1, until_s=0.2)]
     assert found(history) == set()
 
 
-def test_who_renewed_after_a_fault_has_no_excuse_in_it() -> None:
+def test_a_fault_before_the_last_renewal_explains_nothing() -> None:
     history = lapsed(NOW + 3 * S, NOW + 20 * S, end_us=NOW + 25 * S)
     history.faults = [fault("away", *ALL, since_s=4, until_s=19)]
     assert found(history) == {"duplicated"}
@@ -205,7 +216,7 @@ def test_who_renewed_after_a_fault_has_no_excuse_in_it() -> None:
         ([(0, 2.5)], set()),
     ],
 )
-def test_who_was_away_for_less_than_a_third_of_its_lease_could_renew_it(
+def test_an_absence_shorter_than_a_third_of_the_lease_explains_nothing(
     spans: list[tuple[float, float]], kinds: set[str]
 ) -> None:
     history = lapsed()
@@ -223,9 +234,7 @@ def test_who_was_away_for_less_than_a_third_of_its_lease_could_renew_it(
     ],
     ids=lambda value: f"{value.effect} {value.key_owners}" if isinstance(value, Fault) else None,
 )
-def test_only_who_is_dead_loses_its_lease_before_its_time(
-    of_its_holder: Fault, kinds: set[str]
-) -> None:
+def test_only_a_dead_owner_may_lose_its_lease_early(of_its_holder: Fault, kinds: set[str]) -> None:
     history = lapsed(end_us=NOW + 3 * S)
     history.faults = [of_its_holder]
     assert found(history) == kinds
@@ -234,25 +243,23 @@ def test_only_who_is_dead_loses_its_lease_before_its_time(
 @pytest.mark.parametrize(
     ("by_s", "kinds"), [(9, set()), (15, {"late"}), (26, {"late"}), (29, set())]
 )
-def test_what_was_due_and_not_finished_in_time_is_late_though_it_was_finished(
-    by_s: int, kinds: set[str]
-) -> None:
+def test_a_task_finished_after_the_deadline_is_late(by_s: int, kinds: set[str]) -> None:
     history = lapsed()
     history.faults = [fault("dead", "w1@x/")]
     verdict = Checker(history, quiet_us=NOW + 60 * S, by_us=NOW + by_s * S).verdict()
     assert set(verdict.counts()) == kinds
 
 
-def test_what_never_ends_is_stuck_once() -> None:
+def test_a_task_that_never_ends_is_reported_once_as_stuck() -> None:
     history = lapsed()
     history.faults = [fault("dead", "w1@x/")]
     history.changes = history.changes[:-1]
-    for quiet_s in (30, 60):  # its lease is not over yet, and is
+    for quiet_s in (30, 60):  # its lease is still valid, and is over
         verdict = Checker(history, quiet_us=NOW + quiet_s * S, by_us=NOW + 29 * S).verdict()
         assert verdict.counts() == {"stuck": 1}
 
 
 @pytest.mark.parametrize(("lapses", "is_lost"), [(4, True), (5, False)])
-def test_who_gave_up_after_all_its_workers_died_is_not_lost(lapses: int, is_lost: bool) -> None:
-    failed = Change(1, NOW, Status.RUNNING, Status.FAILED, 9, 10, 5, lapses, NOW, None, None)
-    assert ("lost" in found(History(told("ok"), [], [failed]))) == is_lost
+def test_a_task_whose_workers_all_died_is_not_lost(lapses: int, is_lost: bool) -> None:
+    failed = RowChange(1, NOW, Status.RUNNING, Status.FAILED, 9, 10, 5, lapses, NOW, None, None)
+    assert ("lost" in found(History(calls("ok"), [], [failed]))) == is_lost

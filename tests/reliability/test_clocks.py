@@ -1,10 +1,11 @@
-"""Clocks an hour apart, in some of the ways. All of them are `./dev clocks`."""
+"""Some of the combinations of clocks that are an hour apart. `./dev clocks` runs all of them."""
 
 from __future__ import annotations
 
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.skipif(faketime.library() is None, reason=faketime.MISS
 
 
 @pytest.mark.parametrize(("database", "hours"), APART)
-def test_the_databases_clock_decides_and_nobody_asks_it_without_end(
+def test_the_database_clock_decides_and_is_not_polled_in_a_tight_loop(
     database: str, hours: Hours, redis_url: str, tmp_path: Path
 ) -> None:
     try:
@@ -30,26 +31,27 @@ def test_the_databases_clock_decides_and_nobody_asks_it_without_end(
             outcome = try_out(tmp_path, url, redis_url, hours)
     except MissingServiceError as error:
         pytest.skip(str(error))
-    assert outcome.flaws == [], str(outcome.verdict)
+    assert outcome.violations == [], str(outcome.verdict)
 
 
 @pytest.mark.parametrize("timer", ["eta", "redis"])
-def test_a_clock_that_is_set_while_its_worker_holds_tasks_makes_none_early_late_or_hot(
+def test_setting_the_clock_of_a_worker_that_holds_tasks_makes_no_task_early_or_late(
     timer: str, postgresql_url: str, redis_url: str, tmp_path: Path
 ) -> None:
     dial = faketime.Dial(tmp_path / "dial")
+    settings: dict[str, Any] = {"redis_url": redis_url} if timer == "redis" else {}
     d = Deployment(
         tmp_path,
         postgresql_url,
         redis_url,
         timer=timer,
-        **({"redis_url": redis_url} if timer == "redis" else {}),
+        **settings,
     )
     try:
-        worker = d.worker(**dial.environment)
+        worker = d.worker(**dict[str, Any](dial.environment))
         for ahead_s in (-HOUR_S, HOUR_S, 0):
             tasks = [d.schedule(delay=1 + n / 10) for n in range(20)]
-            time.sleep(0.5)  # they are held now
+            time.sleep(0.5)  # the worker holds them now
             dial.set(ahead_s)
             what_it_shows = d.schedule("test.time")
             d.wait_for([*tasks, what_it_shows])
@@ -61,7 +63,7 @@ def test_a_clock_that_is_set_while_its_worker_holds_tasks_makes_none_early_late_
             assert max(late) < timedelta(seconds=d.r1_s() + SLACK_S), f"late, with {ahead_s:+d} s"
             assert {(row.attempts, row.lapses) for row in rows} == {(1, 0)}, "each of them once"
             before, began = cpu_s(worker.pid), time.monotonic()
-            time.sleep(1)  # in which it has nothing to do
+            time.sleep(1)  # the worker is idle meanwhile
             assert (cpu_s(worker.pid) - before) / (time.monotonic() - began) < MOST_CPU, (
                 f"hot, with {ahead_s:+d} s"
             )

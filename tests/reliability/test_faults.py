@@ -1,4 +1,4 @@
-"""Faults that need servers or processes of their own, each with its bound: see docs/reliability.md."""
+"""Faults that need private servers or processes, each with its bound from docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def deploy(tmp_path: Path, redis_url: str) -> Iterator[Deploy]:
         deployment.close()
 
 
-def test_a_worker_that_was_frozen_past_its_lease_can_not_finish_what_it_lost(
+def test_a_worker_frozen_past_its_lease_cannot_finish_the_tasks_it_lost(
     deploy: Deploy, postgresql_url: str
 ) -> None:
     d = deploy(postgresql_url, lease_s=LEASE_S)
@@ -61,7 +61,7 @@ def test_a_worker_that_was_frozen_past_its_lease_can_not_finish_what_it_lost(
         "its late finish to be refused",
         0.05,
     )
-    assert d.delays.get(task) == done, "and nothing was changed by it"
+    assert d.delays.get(task) == done, "the refused finish changed the row"
     assert (done.attempts, done.lapses) == (2, 0)
     assert [run[1] for run in d.runs()].count("ended") == 2
 
@@ -74,27 +74,27 @@ def line(postgresql_url: str) -> Iterator[Proxy]:
     proxy.close()
 
 
-def test_a_processor_whose_lease_can_not_be_renewed_is_told_before_it_ends(
+def test_a_processor_whose_lease_cannot_be_renewed_is_notified_before_the_lease_ends(
     line: Proxy, deploy: Deploy, postgresql_url: str
 ) -> None:
     d = deploy(line.url(postgresql_url), lease_s=LEASE_S)
     d.worker(concurrency=1)
     task = d.schedule("test.guarded", body={"seconds": 10 * LEASE_S})
     wait_until(d.runs, 10, "it to begin")
-    time.sleep(LEASE_S)  # it is renewed, and told nothing
+    time.sleep(LEASE_S)  # the lease is renewed, and no signal is sent
     assert len(d.runs()) == 1
     cut = time.monotonic()
     line.swallow()
-    wait_until(lambda: len(d.runs()) > 1, LEASE_S + 1, "it to be told", 0.01)
+    wait_until(lambda: len(d.runs()) > 1, LEASE_S + 1, "it to be notified", 0.01)
     assert time.monotonic() - cut < LEASE_S
-    assert d.runs()[1][1] == "told"
+    assert d.runs()[1][1] == "notified"
     line.heal()
     wait_until(lambda: len(d.runs()) == 3, 15, "it to begin again", 0.05)
-    assert [run[1] for run in d.runs()] == ["began", "told", "began"]
+    assert [run[1] for run in d.runs()] == ["began", "notified", "began"]
     assert d.delays.get(task).attempts == 1, "none is used"
 
 
-def test_workers_go_on_within_seconds_when_a_killed_postgresql_is_back(
+def test_workers_continue_within_seconds_after_a_killed_postgresql_restarts(
     own_postgresql: PostgresServer, deploy: Deploy
 ) -> None:
     d = deploy(own_postgresql.url)
@@ -116,7 +116,7 @@ def test_workers_go_on_within_seconds_when_a_killed_postgresql_is_back(
 
 @pytest.fixture
 def small_disk(own_postgresql: PostgresServer) -> Iterator[Path]:
-    """A few megabytes in which a tablespace of this PostgreSQL lies. Only root may mount one."""
+    """A disk of a few megabytes for a tablespace of this PostgreSQL. Only root can mount one."""
     with tempfile.TemporaryDirectory(prefix="dt_test_disk_") as folder:
         Path(folder).chmod(0o755)
         mounted = subprocess.run(
@@ -145,12 +145,12 @@ def fill(folder: Path) -> Path:
             return ballast
 
 
-def test_a_full_disk_is_told_leaves_nothing_half_done_and_passes(
+def test_a_full_disk_is_reported_and_leaves_no_partial_changes(
     own_postgresql: PostgresServer, small_disk: Path, deploy: Deploy
 ) -> None:
     d = deploy(own_postgresql.url + "?options=-c%20default_tablespace%3Dsmall")
     worker = d.worker()
-    text = os.urandom(20_000).hex()  # nothing that takes less room when it is compressed
+    text = os.urandom(20_000).hex()  # incompressible text
     failing = d.schedule("test.fail", 3, body={"text": text})
     before = [d.schedule(delay=3 + n / 20) for n in range(20)]
     ballast = fill(small_disk)

@@ -1,5 +1,8 @@
-"""Too much for the database or the broker: nothing piles up, callers wait for a bounded time, it is told, and all
-tasks run."""
+"""Overload of the database or the broker.
+
+No queue grows without bounds, callers wait for a bounded time, the overload is reported, and all
+tasks run.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,9 @@ from tests.redis_server import RedisServer
 from tests.running import QUICK, Deployment, Process
 from tests.waiting import wait_until
 
-#: Each way.
+#: In each direction.
 SLOW_S = 0.1
-#: Of a call: what scheduling and sending may take, and the machine's own share when it is busy.
+#: The bound of a call: scheduling, sending, and the delays of a busy machine.
 CALL_S = 1.5
 Deploy = Callable[..., Deployment]
 
@@ -44,7 +47,7 @@ def deploy(tmp_path: Path, postgresql_url: str) -> Iterator[Deploy]:
 
 
 def longest_s(calls: int, call: Callable[[], object]) -> float:
-    """Of that many, one after the other."""
+    """Return the duration of the longest of these consecutive calls."""
     times = []
     for _ in range(calls):
         began = time.monotonic()
@@ -54,7 +57,10 @@ def longest_s(calls: int, call: Callable[[], object]) -> float:
 
 
 def schedule_in_vain(d: Deployment) -> None:
-    """The broker takes nothing: callers wait for a bounded time, one of them is told, and no thread is left waiting."""
+    """Schedule while the broker refuses messages.
+
+    Callers wait for a bounded time, one of them gets an error, and no thread keeps waiting.
+    """
     before = threading.active_count()
     assert longest_s(20, lambda: d.schedule(delay=0.1)) < CALL_S
     assert d.delays.events.counts["timer.down"] == 1
@@ -75,10 +81,11 @@ def queued(d: Deployment) -> int:
 
 
 def is_on_time(d: Deployment) -> bool:
-    """Whether the fast path brings a task: the sweep leaves it alone for the grace."""
+    """Return whether the fast path runs a task, since the sweep waits for the grace period."""
     task = d.schedule(delay=0.3)
     d.wait_for([task])
-    return next(int(run[1]) for run in d.runs() if run[0] == str(task.id)) < QUICK["grace_s"] * 1e6
+    grace_us = float(QUICK["grace_s"]) * 1e6
+    return next(int(run[1]) for run in d.runs() if run[0] == str(task.id)) < grace_us
 
 
 # -- the database ---------------------------------------------------------------------------------
@@ -91,7 +98,7 @@ def line(postgresql_url: str) -> Iterator[Proxy]:
     proxy.close()
 
 
-def test_a_database_that_answers_slowly_piles_up_nothing(
+def test_a_slow_database_does_not_make_requests_pile_up(
     line: Proxy, deploy: Deploy, postgresql_url: str, redis_url: str
 ) -> None:
     d = deploy(redis_url, line.url(postgresql_url))
@@ -102,9 +109,9 @@ def test_a_database_that_answers_slowly_piles_up_nothing(
     d.wait_for([d.schedule()])
     before = threads_of(worker)
     line.delay_s = SLOW_S
-    with ThreadPoolExecutor(30) as callers:  # more than there are connections
+    with ThreadPoolExecutor(30) as callers:  # more callers than connections
         times = list(callers.map(lambda _: longest_s(5, lambda: d.schedule(delay=1)), range(30)))
-    assert max(times) < 5, "what a connection's start takes, and a turn of others"
+    assert max(times) < 5, "the time for a connection and one turn of the other callers"
     most = 0
 
     def are_done() -> bool:
@@ -113,13 +120,13 @@ def test_a_database_that_answers_slowly_piles_up_nothing(
         return counted(direct)[Status.DONE] == 151
 
     wait_until(are_done, 30, "all tasks to run", every_s=0.1)
-    assert most <= 150, "a message for each at most, and none that is sent again and again"
+    assert most <= 150, "at most one message per task, and no repeated messages"
     assert threads_of(worker) <= before + 3
     runs = [run[0] for run in d.runs()]
     assert len(runs) == len(set(runs)) == 151
-    wait_until(lambda: "store.slow" in worker.log(), 10, "it to be told")
+    wait_until(lambda: "store.slow" in worker.log(), 10, "the event")
     line.heal()
-    wait_until(lambda: "store.quick" in worker.log(), 10, "that it is quick again to be told")
+    wait_until(lambda: "store.quick" in worker.log(), 10, "the event of the recovery")
     assert worker.log().count("store.slow") == 1
     direct.close()
 
@@ -128,7 +135,7 @@ def test_a_database_that_answers_slowly_piles_up_nothing(
 
 
 @pytest.mark.parametrize("timer", ["eta", "redis"])
-def test_a_redis_that_is_full_makes_tasks_late_and_loses_none(
+def test_a_full_redis_delays_tasks_but_loses_none(
     start_redis: Callable[..., RedisServer], deploy: Deploy, timer: str
 ) -> None:
     server = start_redis("--maxmemory-policy", "noeviction")
@@ -149,7 +156,7 @@ def test_a_redis_that_is_full_makes_tasks_late_and_loses_none(
     assert len(runs) == len(set(runs))
 
 
-def test_a_rabbitmq_that_blocks_those_who_publish_makes_tasks_late_and_loses_none(
+def test_a_rabbitmq_that_blocks_publishers_delays_tasks_but_loses_none(
     own_rabbitmq: RabbitServer, deploy: Deploy
 ) -> None:
     d = deploy(own_rabbitmq.url)
@@ -171,7 +178,7 @@ def test_a_rabbitmq_that_blocks_those_who_publish_makes_tasks_late_and_loses_non
     assert len(runs) == len(set(runs))
 
 
-def test_what_a_full_queue_refuses_is_found_by_the_sweep(
+def test_the_sweep_finds_tasks_that_a_full_queue_refused(
     own_rabbitmq: RabbitServer, deploy: Deploy
 ) -> None:
     d = deploy(own_rabbitmq.url)

@@ -1,4 +1,4 @@
-"""The checker is honest: it finds each bug that is planted in the real code, and nothing where there is none."""
+"""The checker finds each planted bug, and nothing in the unchanged code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import select, true, update
 
 from chaos.checker import _LEGAL, Checker, Verdict
-from chaos.history import Effect, Fault, History, Ran, Told
+from chaos.history import CallRecord, Effect, Fault, History, RunRecord
 from chaos.recorder import Recorder
 from delaytasks import DelayTask
 from delaytasks.core import text
@@ -28,11 +28,11 @@ from tests.benches import Bench
 from tests.conftest import open_store
 
 MAX_LOST_LEASES = 5
-Scene = Callable[["Stage"], None]
+Scene = Callable[["SmallDeployment"], None]
 
 
-class Stage:
-    """A small deployment in one process, whose messages, sweeps and workers come when the scene says so."""
+class SmallDeployment:
+    """A small deployment in one process. The scene triggers all messages, sweeps and workers."""
 
     def __init__(self, store: Store) -> None:
         self.bench = Bench(store, lease_s=60)
@@ -56,8 +56,8 @@ class Stage:
     def schedule(self, delay: float = 0, **fields: Any) -> DelayTask:
         asked_us = self.now_us()
         task = self.bench.schedule("work", delay=delay) if delay else self._due_now()
-        self.history.told.append(
-            Told(
+        self.history.call_records.append(
+            CallRecord(
                 task.id,
                 "schedule",
                 "ok",
@@ -75,7 +75,7 @@ class Stage:
         return task
 
     def deliver(self, task: DelayTask, version: int = 0) -> None:
-        """A message, to a worker that runs what it gets."""
+        """Deliver a message to a worker that runs its entries."""
         self.bench.runner.run([Entry(task.id, version, to_us(task.expected_time))])
 
     def claim(self, task: DelayTask, version: int = 0) -> DelayTask:
@@ -83,7 +83,7 @@ class Stage:
         return claimed
 
     def lease_ends(self) -> None:
-        """Time passes, and nobody renewed what runs; then the sweep comes."""
+        """Let time pass without renewals, then sweep."""
         t, over = self.store.schema.tasks, self.store.tasks.now() - timedelta(seconds=1)
         running = t.c.status == int(Status.RUNNING)
         with self.store.database.begin() as connection:
@@ -103,114 +103,118 @@ class Stage:
         return Checker(history, MAX_LOST_LEASES, self.now_us()).verdict()
 
     def _work(self, body: object, task: DelayTask) -> object:
-        begun = Ran(task.id, task.version, "worker-1", self.now_us())
-        self.history.ran.append(begun)
+        begun = RunRecord(task.id, task.version, "worker-1", self.now_us())
+        self.history.run_records.append(begun)
         try:
             return self.body(task)
         finally:
-            self.history.ran.remove(begun)
-            self.history.ran.append(replace(begun, ended_us=self.now_us()))
+            self.history.run_records.remove(begun)
+            self.history.run_records.append(replace(begun, ended_us=self.now_us()))
 
 
 @pytest.fixture
-def stage(database_url: str) -> Iterator[Stage]:
+def deployment(database_url: str) -> Iterator[SmallDeployment]:
     store = open_store(database_url, table_prefix="planted_")
-    stage = Stage(store)
-    yield stage
-    stage.recorder.stop()
+    deployment = SmallDeployment(store)
+    yield deployment
+    deployment.recorder.stop()
     with store.database.begin() as connection:
         store.schema.metadata.drop_all(connection)
     store.close()
 
 
-# -- scenes, each of which goes well as the code is ------------------------------------------------
+# -- scenes without findings in the unchanged code ---------------------------------------------
 
 
-def delivered_twice(stage: Stage) -> None:
-    task = stage.schedule()
-    stage.deliver(task)
-    stage.deliver(task)
+def delivered_twice(deployment: SmallDeployment) -> None:
+    task = deployment.schedule()
+    deployment.deliver(task)
+    deployment.deliver(task)
 
 
-def frozen_worker(stage: Stage) -> None:
-    """It is stopped past its lease, and comes back when another one has finished its task."""
-    task, since_us = stage.schedule(), stage.now_us()
-    late = stage.claim(task)
-    stage.history.ran.append(Ran(late.id, late.version, "worker-2", stage.now_us()))
-    stage.lease_ends()
-    stage.fault("SIGSTOP", since_us, "away")
-    stage.bench.runner.drain("default", [0], 10)
-    stage.store.claims("worker-2", None).settle([Settlement(late, "succeed")])
+def frozen_worker(deployment: SmallDeployment) -> None:
+    """A worker is frozen past its lease, and continues after another worker finished its task."""
+    task, since_us = deployment.schedule(), deployment.now_us()
+    late = deployment.claim(task)
+    deployment.history.run_records.append(
+        RunRecord(late.id, late.version, "worker-2", deployment.now_us())
+    )
+    deployment.lease_ends()
+    deployment.fault("SIGSTOP", since_us, "away")
+    deployment.bench.runner.drain("default", [0], 10)
+    deployment.store.claims("worker-2", None).settle([Settlement(late, "succeed")])
 
 
-def killed_producer(stage: Stage) -> None:
-    """It is killed after it was told that its task is scheduled, and before anything was armed."""
-    stage.schedule()
-    stage.bench.runner.drain("default", [0], 10)
+def killed_producer(deployment: SmallDeployment) -> None:
+    """A producer is killed after the acknowledgement, before the task is armed."""
+    deployment.schedule()
+    deployment.bench.runner.drain("default", [0], 10)
 
 
-def lost_message(stage: Stage) -> None:
+def lost_message(deployment: SmallDeployment) -> None:
     """The message of a near task is lost; the sweep sends another one."""
-    stage.schedule(delay=0.3)
-    stage.sweeper.sweep()
+    deployment.schedule(delay=0.3)
+    deployment.sweeper.sweep()
     threading.Event().wait(0.35)
-    stage.bench.runner.run(stage.bench.timer.armed)
+    deployment.bench.runner.run(deployment.bench.timer.armed)
 
 
-def early_message(stage: Stage) -> None:
-    task = stage.schedule(delay=3600)
-    stage.deliver(task)
+def early_message(deployment: SmallDeployment) -> None:
+    task = deployment.schedule(delay=3600)
+    deployment.deliver(task)
 
 
-def slow_processor(stage: Stage) -> None:
-    """Slower than its lease; meanwhile a sweep comes."""
-    task = stage.schedule()
-    since = stage.store.tasks.now() - timedelta(seconds=1)
+def slow_processor(deployment: SmallDeployment) -> None:
+    """A processor is slower than its lease; a sweep runs meanwhile."""
+    task = deployment.schedule()
+    since = deployment.store.tasks.now() - timedelta(seconds=1)
 
     def body(task: DelayTask) -> None:
-        if len(stage.history.ran) > 1:
+        if len(deployment.history.run_records) > 1:
             return
-        t = stage.store.schema.tasks
-        over = stage.store.tasks.now() - timedelta(seconds=1)
-        with stage.store.database.begin() as connection:
+        t = deployment.store.schema.tasks
+        over = deployment.store.tasks.now() - timedelta(seconds=1)
+        with deployment.store.database.begin() as connection:
             connection.execute(update(t).where(t.c.id == task.id).values(lease_until=over))
-        stage.store.leases.renew([claimed_by(stage, task)], since)
-        stage.sweep()
-        stage.bench.make_runner().drain("default", [0], 10)
+        deployment.store.leases.renew([claimed_by(deployment, task)], since)
+        deployment.sweep()
+        deployment.bench.make_runner().drain("default", [0], 10)
 
-    stage.body = body
-    stage.deliver(task)
+    deployment.body = body
+    deployment.deliver(task)
 
 
-def poison(stage: Stage) -> None:
-    """Whoever runs it dies."""
-    task = stage.schedule()
+def poison(deployment: SmallDeployment) -> None:
+    """A task kills every worker that runs it."""
+    task = deployment.schedule()
     for version in range(0, 20, 2):
-        since_us = stage.now_us()
-        found = stage.store.claims("worker-2", None).claim_alone(task.id, version)
+        since_us = deployment.now_us()
+        found = deployment.store.claims("worker-2", None).claim_alone(task.id, version)
         if not found:
             return
         [claimed] = found
-        stage.history.ran.append(Ran(claimed.id, claimed.version, "worker-2", stage.now_us()))
-        stage.lease_ends()
-        stage.fault("abort", since_us, "dead")
+        deployment.history.run_records.append(
+            RunRecord(claimed.id, claimed.version, "worker-2", deployment.now_us())
+        )
+        deployment.lease_ends()
+        deployment.fault("abort", since_us, "dead")
 
 
-def bad_error_text(stage: Stage) -> None:
+def bad_error_text(deployment: SmallDeployment) -> None:
     def body(task: DelayTask) -> None:
         raise ValueError("a \x00 and a \ud800 in the text")
 
-    stage.body = body
-    task = stage.schedule()
+    deployment.body = body
+    task = deployment.schedule()
     try:
-        stage.deliver(task)
+        deployment.deliver(task)
     except Exception:
-        stage.fault("the chunk failed", 0, "away")
-        stage.lease_ends()
+        deployment.fault("the chunk failed", 0, "away")
+        deployment.lease_ends()
 
 
-def claimed_by(stage: Stage, task: DelayTask) -> str:
-    found = stage.store.tasks.get(task.id)
+def claimed_by(deployment: SmallDeployment, task: DelayTask) -> str:
+    found = deployment.store.tasks.get(task.id)
     assert found is not None
     assert found.worker is not None
     return found.worker
@@ -229,29 +233,33 @@ SCENES: list[Scene] = [
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
-def test_nothing_is_found_where_nothing_is_wrong(stage: Stage, scene: Scene) -> None:
-    scene(stage)
-    assert str(stage.verdict()).endswith("nothing found"), str(stage.verdict())
+def test_there_are_no_findings_in_the_unchanged_code(
+    deployment: SmallDeployment, scene: Scene
+) -> None:
+    scene(deployment)
+    assert str(deployment.verdict()).endswith("nothing found"), str(deployment.verdict())
 
 
 # -- bugs -----------------------------------------------------------------------------------------
 
 
-def no_version_check_on_claim(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    claim_queries, t = stage.bench.claims._claims._claim_queries, stage.store.schema.tasks
-    pick = claim_queries._pick(select(*claim_queries._candidate).where(t.c.id == stage_id(stage)))
+def no_version_check_on_claim(deployment: SmallDeployment, patch: pytest.MonkeyPatch) -> None:
+    claim_queries, t = deployment.bench.claims._claims._claim_queries, deployment.store.schema.tasks
+    pick = claim_queries._pick(
+        select(*claim_queries._candidate).where(t.c.id == stage_id(deployment))
+    )
     patch.setattr(claim_queries, "named", lambda *which: (pick, {}))
 
 
-def stage_id(stage: Stage) -> Any:
-    t = stage.store.schema.tasks
+def stage_id(deployment: SmallDeployment) -> Any:
+    t = deployment.store.schema.tasks
     return select(t.c.id).limit(1).scalar_subquery()
 
 
-def no_fence_on_finish(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    t = stage.store.schema.tasks
+def no_fence_on_finish(deployment: SmallDeployment, patch: pytest.MonkeyPatch) -> None:
+    t = deployment.store.schema.tasks
     values = {"status": int(Status.DONE), "version": t.c.version + 1}
-    anything = Prepared(stage.store.database, update(t).where(true()).values(values))
+    anything = Prepared(deployment.store.database, update(t).where(true()).values(values))
     settle = Settlements._settled
 
     def settled(ends: Any, connection: Any, ordered: Any) -> set[int]:
@@ -263,26 +271,28 @@ def no_fence_on_finish(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Settlements, "_settled", settled)
 
 
-def acknowledged_before_it_is_written(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(stage.store.tasks, "insert", lambda task, *rest: True)
+def acknowledged_before_it_is_written(
+    deployment: SmallDeployment, patch: pytest.MonkeyPatch
+) -> None:
+    patch.setattr(deployment.store.tasks, "insert", lambda task, *rest: True)
 
 
-def no_sweep(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(stage.sweeper, "sweep", lambda: True)
+def no_sweep(deployment: SmallDeployment, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(deployment.sweeper, "sweep", lambda: True)
 
 
-def the_workers_clock_decides(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    claim_queries, t = stage.bench.claims._claims._claim_queries, stage.store.schema.tasks
-    fast = datetime.now(tz=stage.store.tasks.now().tzinfo) + timedelta(hours=2)
+def the_workers_clock_decides(deployment: SmallDeployment, patch: pytest.MonkeyPatch) -> None:
+    claim_queries, t = deployment.bench.claims._claims._claim_queries, deployment.store.schema.tasks
+    fast = datetime.now(tz=deployment.store.tasks.now().tzinfo) + timedelta(hours=2)
     pick = claim_queries._pick(select(*claim_queries._candidate).where(t.c.expected_time <= fast))
     patch.setattr(claim_queries, "named", lambda *which: (pick, {}))
 
 
-def no_heartbeat(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(stage.store.leases, "renew", lambda workers, since: 0)
+def no_heartbeat(deployment: SmallDeployment, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(deployment.store.leases, "renew", lambda workers, since: 0)
 
 
-def lapses_not_counted(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+def lapses_not_counted(deployment: SmallDeployment, patch: pytest.MonkeyPatch) -> None:
     def uncounted(t: Any, max_lost_leases: int, reason: str = "") -> Any:
         return update(t).values(
             status=int(Status.NOT_COMPLETE), version=t.c.version + 1, lease_until=None
@@ -291,12 +301,12 @@ def lapses_not_counted(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lapses, "lapse_statement", uncounted)
 
 
-def unsanitised_error_text(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+def unsanitised_error_text(deployment: SmallDeployment, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(text, "storable", lambda raw, max_bytes: raw)
 
 
-def failed_instead_of_run(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    running = stage.bench.runner._chunks._executor
+def failed_instead_of_run(deployment: SmallDeployment, patch: pytest.MonkeyPatch) -> None:
+    running = deployment.bench.runner._chunks._executor
     patch.setattr(
         running, "run", lambda processor, tasks, claimed: [Settlement(t, "fail") for t in tasks]
     )
@@ -317,35 +327,41 @@ BUGS = [
 
 @pytest.mark.parametrize(("bug", "scene", "kinds"), BUGS, ids=[bug.__name__ for bug, _, _ in BUGS])
 def test_a_planted_bug_is_found(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, bug: Any, scene: Scene, kinds: set[str]
+    deployment: SmallDeployment,
+    monkeypatch: pytest.MonkeyPatch,
+    bug: Any,
+    scene: Scene,
+    kinds: set[str],
 ) -> None:
-    bug(stage, monkeypatch)
-    scene(stage)
-    assert kinds <= set(stage.verdict().counts()), str(stage.verdict())
+    bug(deployment, monkeypatch)
+    scene(deployment)
+    assert kinds <= set(deployment.verdict().counts()), str(deployment.verdict())
 
 
-def test_a_fault_of_another_worker_hides_no_bug(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+def test_a_fault_of_another_worker_does_not_hide_a_bug(
+    deployment: SmallDeployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    no_heartbeat(stage, monkeypatch)
-    since_us = stage.now_us()
-    slow_processor(stage)
-    stage.fault("SIGSTOP", since_us, "away")
-    stage.fault("kill -9", since_us, "dead")
-    assert "duplicated" in stage.verdict().counts(), str(stage.verdict())
+    no_heartbeat(deployment, monkeypatch)
+    since_us = deployment.now_us()
+    slow_processor(deployment)
+    deployment.fault("SIGSTOP", since_us, "away")
+    deployment.fault("kill -9", since_us, "dead")
+    assert "duplicated" in deployment.verdict().counts(), str(deployment.verdict())
 
 
-def test_a_finding_tells_the_whole_story(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    no_version_check_on_claim(stage, monkeypatch)
-    delivered_twice(stage)
-    said = str(stage.verdict())
+def test_a_finding_contains_the_whole_story_of_its_task(
+    deployment: SmallDeployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_version_check_on_claim(deployment, monkeypatch)
+    delivered_twice(deployment)
+    printed = str(deployment.verdict())
     for words in (
         "producer: schedule",
         "processor: version 1 begins",
         "row: new -> NOT_COMPLETE 0",
         "DONE",
     ):
-        assert words in said
+        assert words in printed
 
 
 def test_all_moves_of_the_table_are_legal() -> None:

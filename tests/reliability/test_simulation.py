@@ -1,5 +1,7 @@
-"""Seeds of the simulation: nothing is found in the code as it is, and bugs that are planted in it are found soon.
-More seeds: `./dev simulate`."""
+"""Seeds of the simulation: no findings in the unchanged code, and planted bugs are found quickly.
+
+`./dev simulate` plays more seeds.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ import pytest
 from sqlalchemy import update
 
 from chaos.simulation.clock import Times
-from chaos.simulation.script import script
-from chaos.simulation.stage import Stage, stage
+from chaos.simulation.script import play_script
+from chaos.simulation.stage import SimulationStage, stage
 from delaytasks.core import text
 from delaytasks.core.interfaces import Claimed
 from delaytasks.core.states import MOVES, Status
@@ -27,25 +29,25 @@ from delaytasks.worker.processes import Renewals
 from delaytasks.worker.redis_poller import RedisPoller
 
 SEEDS = 120
-#: Each planted bug is found within so many; most are within twenty.
+#: Each planted bug is found within this number of seeds, most of them within twenty.
 MOST = 500
 
 
 @pytest.fixture(scope="module")
-def here() -> Iterator[Stage]:
+def here() -> Iterator[SimulationStage]:
     with stage() as made:
         yield made
 
 
-def test_nothing_is_found_where_nothing_is_wrong(here: Stage) -> None:
+def test_there_are_no_findings_in_the_unchanged_code(here: SimulationStage) -> None:
     for seed in range(SEEDS):
-        verdict = here.play(seed, script)
+        verdict = here.play(seed, play_script)
         assert not verdict.findings, f"./dev simulate --seed {seed}\n{verdict}"
 
 
-def test_a_seed_is_played_the_same_again(here: Stage) -> None:
+def test_playing_a_seed_again_gives_the_same_history(here: SimulationStage) -> None:
     def history(seed: int) -> object:
-        here.play(seed, script)
+        here.play(seed, play_script)
         return here.last.history
 
     assert history(7) == history(7)
@@ -143,7 +145,7 @@ def notices_are_not_heard(patch: pytest.MonkeyPatch) -> None:
 
 
 def leases_are_renewed_with_an_error(patch: pytest.MonkeyPatch) -> None:
-    """As an attribute that is missing."""
+    """The error of a missing attribute."""
 
     def tell(*_: object) -> None:
         raise AttributeError
@@ -170,7 +172,7 @@ BUGS: list[tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = [
 
 @pytest.mark.parametrize(("bug", "kinds"), BUGS, ids=[bug.__name__ for bug, _ in BUGS])
 def test_a_planted_bug_is_found(
-    here: Stage,
+    here: SimulationStage,
     monkeypatch: pytest.MonkeyPatch,
     bug: Callable[[pytest.MonkeyPatch], None],
     kinds: set[str],
@@ -178,7 +180,7 @@ def test_a_planted_bug_is_found(
     bug(monkeypatch)
     found: set[str] = set()
     for seed in range(MOST):
-        found |= set(here.play(seed, script).counts())
+        found |= set(here.play(seed, play_script).counts())
         if kinds & found:
             return
     pytest.fail(f"none of {kinds} in {found}")

@@ -119,7 +119,7 @@ def test_a_name_is_not_looked_up_for_each_of_many_calls_nor_trusted_for_long(
         assert str(changing.address(target, 0, 5)) == "93.184.216.34"
     with pytest.raises(ForbiddenURLError):
         changing.address(changing.check("https://partner.example:444/"), 0, 5)
-    now = addresses.monotonic()
+    now = monotonic()
     monkeypatch.setattr(addresses, "monotonic", lambda: now + addresses.RESOLVED_FOR_S + 1)
     answers.append(["169.254.169.254"])
     with pytest.raises(ForbiddenURLError):

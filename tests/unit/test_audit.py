@@ -6,7 +6,7 @@ import runpy
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,13 +15,6 @@ from tests.running import ROOT
 from tests.webserver import WebServer, answer
 
 SCRIPT = ROOT / ".ci" / "audit.py"
-
-
-@pytest.fixture
-def web() -> Iterator[WebServer]:
-    server = WebServer()
-    yield server
-    server.close()
 
 
 def audit(url: str) -> tuple[int, str]:

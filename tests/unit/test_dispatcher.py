@@ -293,7 +293,7 @@ class Processes:
     def __init__(self, bench: Bench, monkeypatch: pytest.MonkeyPatch, *pids: int) -> None:
         self.ended: list[int] = []
         bench.pool._pool = SimpleNamespace(_pool=[process_of(pid) for pid in pids])  # type: ignore[attr-defined]
-        monkeypatch.setattr(pool_module.os, "kill", lambda pid, number: self.ended.append(pid))
+        monkeypatch.setattr(pool_module.os, "kill", lambda pid, number: self.ended.append(pid))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("is_the_databases", [False, True])

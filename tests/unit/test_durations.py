@@ -6,13 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delaytasks.cli.times import (
-    parse_duration,
-    parse_instant,
-    show_duration,
-    show_from_now,
-    show_instant,
-)
+from delaytasks.cli.times import parse_instant, show_from_now, show_instant
+from delaytasks.core.durations import parse_duration, show_duration
 from delaytasks.core.errors import InvalidDelayError, InvalidScheduleError, NaiveDatetimeError
 
 NOON = datetime(2030, 1, 31, 12, tzinfo=timezone.utc)

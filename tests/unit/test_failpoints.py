@@ -7,33 +7,33 @@ from pkgutil import resolve_name
 
 import pytest
 
-from chaos.failpoints.orders import FailpointError, Orders, give
-from chaos.failpoints.places import BY_NAME, PLACES, DatabaseAddress
+from chaos.failpoints.catalogue import BY_NAME, FAILPOINTS, Failpoint
+from chaos.failpoints.orders import FailpointError, Orders, write_order
 from delaytasks.execution.settlement import Settler
 
 
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
-def test_each_failpoint_is_a_method_that_there_is(place: DatabaseAddress) -> None:
-    for at in place.at:
-        owner, _, name = f"delaytasks.{at}".rpartition(".")
+@pytest.mark.parametrize("failpoint", FAILPOINTS, ids=lambda failpoint: failpoint.name)
+def test_each_failpoint_is_an_existing_method(failpoint: Failpoint) -> None:
+    for path in failpoint.methods:
+        owner, _, name = f"delaytasks.{path}".rpartition(".")
         assert callable(getattr(resolve_name(owner), name))
 
 
 def test_each_failpoint_has_a_name_of_its_own() -> None:
-    assert len(BY_NAME) == len(PLACES)
+    assert len(BY_NAME) == len(FAILPOINTS)
 
 
 def test_an_order_is_carried_out_once_and_when_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = BY_NAME["arming again"]._replace(who="main")
-    monkeypatch.setattr("chaos.failpoints.orders.PLACES", [place])
+    failpoint = BY_NAME["arming again"]._replace(process_kind="main")
+    monkeypatch.setattr("chaos.failpoints.orders.FAILPOINTS", [failpoint])
     monkeypatch.setattr(Settler, "_arm_again", lambda self, settlements: settlements)
     arm_again = Settler._arm_again
     Orders(tmp_path)
     method = Settler._arm_again
     assert method is not arm_again
-    order = give(tmp_path, place.name, "raise", 2)
+    order = write_order(tmp_path, failpoint.name, "raise", 2)
     nobody: list[object] = []
     assert method(None, nobody) is nobody  # type: ignore[arg-type, func-returns-value]
     with pytest.raises(FailpointError):

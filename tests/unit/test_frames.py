@@ -44,8 +44,8 @@ def delays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DelayTas
 
 def job_of(kind: str, task: DelayTask) -> Job:
     if kind == "message":
-        return Job((Entry.of(task, to_us),), for_s=1)
-    return Job((), drain=task.queue, priorities=(task.priority,), limit=10, for_s=1)
+        return Job((Entry.of(task, to_us),), serve_s=1)
+    return Job((), drain=task.queue, priorities=(task.priority,), limit=10, serve_s=1)
 
 
 @pytest.mark.parametrize("kind", ["message", "drain"])
@@ -74,6 +74,8 @@ def test_a_waitlist_adds_one_frame(delays: DelayTasks) -> None:
     run_job(Job(tuple(Entry.of(task, to_us) for task in tasks), policies=None))
     assert len(seen) == 2, "the last one waits, since the job had no time for it"
     seen.clear()
-    assert run_job(Job((), line=("default", "look"), limit=10, for_s=1, policies=None)).ran == 1
+    assert (
+        run_job(Job((), waitlist=("default", "look"), limit=10, serve_s=1, policies=None)).ran == 1
+    )
     [frames] = seen
     assert len(frames) <= MAX_FRAMES + 1, frames

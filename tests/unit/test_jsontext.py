@@ -51,7 +51,7 @@ class Odd(str, Enum):
 
 @given(Json)
 def test_what_is_written_is_read_back(value: Any) -> None:
-    assert jsontext.orjson is not None, "the test extra brings it"
+    assert jsontext.orjson is not None, "the test extra brings it"  # type: ignore[attr-defined]
     assert json.loads(dump_json(value)) == value
 
 
@@ -135,7 +135,7 @@ def test_a_body_that_holds_one_text_many_times_is_refused_before_it_is_written(
     def fail(*arguments: Any, **options: Any) -> None:
         raise AssertionError("it is written")
 
-    monkeypatch.setattr(jsontext.orjson, "dumps", fail)
+    monkeypatch.setattr(jsontext.orjson, "dumps", fail)  # type: ignore[attr-defined]
     with pytest.raises(BodyTooLargeError):
         encode_body(dict.fromkeys(map(str, range(200)), "x" * 1_000_000), 256_000)
 

@@ -15,7 +15,7 @@ from delaytasks.sharding.selection import ShardSelection
 ANY = NewTask("order.close", None, 5)
 
 
-class Bench:
+class ShardSelectionHarness:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at = 1000.0
         monkeypatch.setattr(shard_selection, "monotonic", lambda: self.at)
@@ -39,11 +39,13 @@ class Bench:
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
-    return Bench(monkeypatch)
+def bench(monkeypatch: pytest.MonkeyPatch) -> ShardSelectionHarness:
+    return ShardSelectionHarness(monkeypatch)
 
 
-def test_a_shard_that_is_down_is_left_out_for_a_moment_then_one_call_tries_it(bench: Bench) -> None:
+def test_a_shard_that_is_down_is_left_out_for_a_moment_then_one_call_tries_it(
+    bench: ShardSelectionHarness,
+) -> None:
     bench.down = {1}
     assert 1 not in {bench.run() for _ in range(60)}
     assert bench.calls[1] == 1
@@ -58,7 +60,7 @@ def test_a_shard_that_is_down_is_left_out_for_a_moment_then_one_call_tries_it(be
     assert bench.first() == {0, 1, 2}
 
 
-def test_when_all_are_down_the_error_is_the_last_ones(bench: Bench) -> None:
+def test_when_all_are_down_the_error_is_the_last_ones(bench: ShardSelectionHarness) -> None:
     bench.down = {0, 1, 2}
     with pytest.raises(StoreUnavailableError, match=r"shard \d can not be reached"):
         bench.run()
@@ -67,7 +69,9 @@ def test_when_all_are_down_the_error_is_the_last_ones(bench: Bench) -> None:
     assert bench.run() == 2, "though all of them rest"
 
 
-def test_a_task_that_must_go_to_a_shard_that_is_down_goes_nowhere(bench: Bench) -> None:
+def test_a_task_that_must_go_to_a_shard_that_is_down_goes_nowhere(
+    bench: ShardSelectionHarness,
+) -> None:
     home = bench.shard_selection.home("order.close", "7")
     bench.down = {home}
     with pytest.raises(StoreUnavailableError, match=f"shard {home} "):
@@ -77,7 +81,9 @@ def test_a_task_that_must_go_to_a_shard_that_is_down_goes_nowhere(bench: Bench) 
     assert bench.calls == {home: 1}
 
 
-def test_a_shard_that_does_not_answer_is_left_out_while_it_does_not(bench: Bench) -> None:
+def test_a_shard_that_does_not_answer_is_left_out_while_it_does_not(
+    bench: ShardSelectionHarness,
+) -> None:
     def wait(shard: int) -> int:
         assert bench.first() == {0, 1, 2}
         bench.at += 1.5
@@ -88,7 +94,7 @@ def test_a_shard_that_does_not_answer_is_left_out_while_it_does_not(bench: Bench
     assert bench.first() == {0, 1, 2}
 
 
-def test_what_is_only_busy_is_not_down(bench: Bench) -> None:
+def test_what_is_only_busy_is_not_down(bench: ShardSelectionHarness) -> None:
     def busy(shard: int) -> int:
         raise StoreUnavailableError("the key changed hands")
 
@@ -98,7 +104,7 @@ def test_what_is_only_busy_is_not_down(bench: Bench) -> None:
     assert bench.events.counts["store.down"] == 0
 
 
-def test_it_is_the_shard_that_is_down_which_is_left_out(bench: Bench) -> None:
+def test_it_is_the_shard_that_is_down_which_is_left_out(bench: ShardSelectionHarness) -> None:
     """A key that moves is asked for in two shards."""
 
     def need_both(shard: int) -> int:

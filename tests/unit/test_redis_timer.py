@@ -3,73 +3,30 @@
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import Any
 
 import pytest
-from celery import Celery
 
 from delaytasks.core.clock import ManualClock, wall_ms
 from delaytasks.core.errors import ConfigError
-from delaytasks.core.events import Events
 from delaytasks.core.ids import IdMaker, shard_of
 from delaytasks.core.interfaces import Entry
-from delaytasks.core.settings import Settings, load_settings
-from delaytasks.timers.eta import EtaTimer
-from delaytasks.timers.publisher import Publisher
-from delaytasks.timers.redis import AHEAD_MS, RETURN_S, RedisTimer, Taken
+from delaytasks.core.settings import load_settings
+from delaytasks.timers.redis import AHEAD_MS, RETURN_S
 from delaytasks.timers.redis_location import redis_location
-
-
-class Bench:
-    """A timer with a namespace of its own, and a clock that the test sets."""
-
-    def __init__(self, url: str, options: dict[str, Any] | None = None, **settings: Any) -> None:
-        self.clock = ManualClock(datetime(2030, 1, 1, tzinfo=timezone.utc))
-        self.events = Events()
-        usual = {"timer": "redis", "namespace": "t" + secrets.token_hex(4), "publish_limit_s": 10}
-        self.settings = Settings(**{**usual, **settings})
-        publisher = Publisher(Celery(broker="memory://"), self.settings.namespace, 0.5, self.events)
-        place = redis_location(url, None, options)
-        self.timer = RedisTimer(
-            place, self.settings, EtaTimer(publisher, self.clock), [self.clock], self.events
-        )
-
-    def entry(self, id: int, in_ms: float = 0, **fields: Any) -> Entry:
-        return Entry(
-            id, fields.pop("version", 0), self.clock.now_us() + int(in_ms * 1000), **fields
-        )
-
-    def take(self, most: int = 100, queue: str = "default") -> list[Taken]:
-        taken = self.timer.take(dict.fromkeys(self.timer.slots(queue), most))
-        assert taken is not None
-        return taken
-
-    def take_ids(self, most: int = 100) -> list[int]:
-        return sorted(entry.id for some in self.take(most) for entry in some.entries)
-
-    def members(self, which: str) -> list[bytes]:
-        client, place = self.timer.link.connect(), ("store", "prepare").index(which)
-        keys = [self.timer.keys(slot)[place] for slot in self.timer.slots("default")]
-        return [member for key in keys for member in client.zrange(key, 0, -1) if member != b"."]
-
-    def close(self) -> None:
-        client = self.timer.link.connect()
-        for key in client.scan_iter(f"*{self.settings.namespace}*", count=1000):
-            client.delete(key)
-        self.timer.link.close()
+from tests.redis_timer_harness import RedisTimerHarness
 
 
 @pytest.fixture
-def bench(redis_url: str) -> Iterator[Bench]:
-    bench = Bench(redis_url)
+def bench(redis_url: str) -> Iterator[RedisTimerHarness]:
+    bench = RedisTimerHarness(redis_url)
     yield bench
     bench.close()
 
 
-def test_what_is_soon_due_is_taken_once_and_what_is_not_waits(bench: Bench) -> None:
+def test_what_is_soon_due_is_taken_once_and_what_is_not_waits(bench: RedisTimerHarness) -> None:
     assert bench.timer.arm(
         [bench.entry(1, AHEAD_MS), bench.entry(2, AHEAD_MS + 1), bench.entry(3, 5000)]
     )
@@ -79,19 +36,19 @@ def test_what_is_soon_due_is_taken_once_and_what_is_not_waits(bench: Bench) -> N
     assert bench.take_ids() == []
 
 
-def test_a_fraction_of_a_millisecond_is_not_cut_off(bench: Bench) -> None:
+def test_a_fraction_of_a_millisecond_is_not_cut_off(bench: RedisTimerHarness) -> None:
     armed = [bench.entry(id, id + id / 1000) for id in range(1, 100)]
     bench.timer.arm(armed)
     assert sorted(entry for some in bench.take() for entry in some.entries) == armed
 
 
-def test_an_entry_comes_out_as_it_was_armed(bench: Bench) -> None:
+def test_an_entry_comes_out_as_it_was_armed(bench: RedisTimerHarness) -> None:
     armed = bench.entry(2**63 - 1, version=7, queue="mail", priority=9)
     bench.timer.arm([armed])
     assert [entry for some in bench.take(queue="mail") for entry in some.entries] == [armed]
 
 
-def test_a_higher_priority_has_a_slot_of_its_own(bench: Bench) -> None:
+def test_a_higher_priority_has_a_slot_of_its_own(bench: RedisTimerHarness) -> None:
     entries = [
         bench.entry(id, priority=priority)
         for id, priority in ((1, -7), (1, 0), (1, 1), (2, 1), (3, 9), (4, 99))
@@ -105,7 +62,7 @@ def test_a_higher_priority_has_a_slot_of_its_own(bench: Bench) -> None:
     assert found == {(slot.priority, entry) for slot, entry in zip(slots, entries, strict=True)}
 
 
-def test_arming_again_is_harmless_and_the_last_time_counts(bench: Bench) -> None:
+def test_arming_again_is_harmless_and_the_last_time_counts(bench: RedisTimerHarness) -> None:
     for in_ms in (0, 0, 5000):
         bench.timer.arm([bench.entry(1, in_ms)])
     assert bench.take_ids() == []
@@ -113,7 +70,7 @@ def test_arming_again_is_harmless_and_the_last_time_counts(bench: Bench) -> None
     assert bench.take_ids() == [1]
 
 
-def test_disarming_takes_out_exactly_one_version_wherever_it_is(bench: Bench) -> None:
+def test_disarming_takes_out_exactly_one_version_wherever_it_is(bench: RedisTimerHarness) -> None:
     bench.timer.arm(
         [bench.entry(1), bench.entry(1, version=1), bench.entry(2), bench.entry(2, version=1)]
     )
@@ -124,7 +81,7 @@ def test_disarming_takes_out_exactly_one_version_wherever_it_is(bench: Bench) ->
     assert sorted(bench.members("prepare")) == [b"1:1", b"2:0"]
 
 
-def test_what_is_handed_on_is_deleted_and_nothing_else(bench: Bench) -> None:
+def test_what_is_handed_on_is_deleted_and_nothing_else(bench: RedisTimerHarness) -> None:
     bench.timer.arm([bench.entry(id) for id in range(1, 101)])
     first, second = bench.take(1), bench.take(1)
     bench.timer.take({}, first)
@@ -134,7 +91,7 @@ def test_what_is_handed_on_is_deleted_and_nothing_else(bench: Bench) -> None:
 
 
 def test_a_late_hand_on_leaves_what_was_taken_after_its_own_entry_was_armed_again(
-    bench: Bench,
+    bench: RedisTimerHarness,
 ) -> None:
     first = bench.entry(1)
     other_id = next(
@@ -150,7 +107,7 @@ def test_a_late_hand_on_leaves_what_was_taken_after_its_own_entry_was_armed_agai
     )
 
 
-def test_what_nobody_hands_on_is_due_again_after_its_time(bench: Bench) -> None:
+def test_what_nobody_hands_on_is_due_again_after_its_time(bench: RedisTimerHarness) -> None:
     bench.timer.arm([bench.entry(1), bench.entry(2)])
     assert bench.take_ids() == [1, 2]
     bench.clock.advance(RETURN_S - 0.001)
@@ -163,7 +120,7 @@ def test_what_nobody_hands_on_is_due_again_after_its_time(bench: Bench) -> None:
     assert RETURN_S * 1000 - 1 < returns_in_ms <= RETURN_S * 1000
 
 
-def test_what_is_too_late_is_the_tables_business(bench: Bench) -> None:
+def test_what_is_too_late_is_the_tables_business(bench: RedisTimerHarness) -> None:
     bench.timer.arm([bench.entry(1, priority=5), bench.entry(2), bench.entry(3, 1000)])
     bench.clock.advance(1.5)
     taken = bench.take()
@@ -173,7 +130,7 @@ def test_what_is_too_late_is_the_tables_business(bench: Bench) -> None:
     assert bench.members("store") == []
 
 
-def test_a_priority_that_no_row_has_is_not_asked_of_the_table(bench: Bench) -> None:
+def test_a_priority_that_no_row_has_is_not_asked_of_the_table(bench: RedisTimerHarness) -> None:
     slot = bench.timer.slots("default")[0]
     late = bench.clock.now_us() // 1000 - 100_000
     members = ["1:0:3", "2:0:99999999999999999999"]
@@ -183,7 +140,7 @@ def test_a_priority_that_no_row_has_is_not_asked_of_the_table(bench: Bench) -> N
     assert sorted(taken.priorities) == [0, 3]
 
 
-def test_the_next_time_to_look_is_told(bench: Bench) -> None:
+def test_the_next_time_to_look_is_told(bench: RedisTimerHarness) -> None:
     slot = bench.timer.slots("default")[0]
     assert [some.next_ms for some in bench.timer.take({slot: 1}) or ()] == [float("inf")]
     bench.timer.arm([bench.entry(id, 700 + id) for id in range(1, 100)])
@@ -193,7 +150,7 @@ def test_the_next_time_to_look_is_told(bench: Bench) -> None:
 
 @pytest.mark.parametrize("due_us", [700_000, 700_001, 700_499, 700_999])
 def test_when_the_time_to_look_has_come_there_is_something_to_take(
-    bench: Bench, due_us: int
+    bench: RedisTimerHarness, due_us: int
 ) -> None:
     bench.timer.arm([bench.entry(1, due_us / 1000)])
     looks_us = math.ceil(min(some.next_ms for some in bench.take()) * 1000)
@@ -201,7 +158,7 @@ def test_when_the_time_to_look_has_come_there_is_something_to_take(
     assert bench.take_ids() == [1]
 
 
-def test_a_slot_that_redis_lost_is_noticed_once(bench: Bench) -> None:
+def test_a_slot_that_redis_lost_is_noticed_once(bench: RedisTimerHarness) -> None:
     assert all(some.was_lost for some in bench.take()), "new ones are as good as lost"
     assert not any(some.was_lost for some in bench.take())
     lost = bench.timer.slots("default")[3]
@@ -212,7 +169,7 @@ def test_a_slot_that_redis_lost_is_noticed_once(bench: Bench) -> None:
 
 
 def test_only_an_entry_before_all_others_of_its_slot_is_told_of(redis_url: str) -> None:
-    bench = Bench(redis_url, redis_slots=1)
+    bench = RedisTimerHarness(redis_url, redis_slots=1)
     try:
         listener = bench.timer.listen(["default"])
         bench.timer.arm([bench.entry(7, 7000)])
@@ -233,7 +190,7 @@ def test_only_an_entry_before_all_others_of_its_slot_is_told_of(redis_url: str) 
         bench.close()
 
 
-def test_many_entries_go_in_and_come_out_in_portions(bench: Bench) -> None:
+def test_many_entries_go_in_and_come_out_in_portions(bench: RedisTimerHarness) -> None:
     entries = [bench.entry(id) for id in range(1, 20_001)]
     assert bench.timer.arm(entries)
     found: list[int] = []
@@ -242,7 +199,7 @@ def test_many_entries_go_in_and_come_out_in_portions(bench: Bench) -> None:
     assert sorted(found) == list(range(1, 20_001))
 
 
-def test_strangers_members_are_counted_and_spoil_nothing(bench: Bench) -> None:
+def test_strangers_members_are_counted_and_spoil_nothing(bench: RedisTimerHarness) -> None:
     bench.timer.arm([bench.entry(1)])
     wrong = ["0 0", "x", "1", "1:2:3:4", "0:0", f"{2**63}:0", "1:-1", "5:0:99999", "a:b"]
     for slot in bench.timer.slots("default"):
@@ -256,7 +213,7 @@ def test_strangers_members_are_counted_and_spoil_nothing(bench: Bench) -> None:
     assert bench.members("prepare") == []
 
 
-def test_entries_that_no_worker_would_take_are_not_armed(bench: Bench) -> None:
+def test_entries_that_no_worker_would_take_are_not_armed(bench: RedisTimerHarness) -> None:
     assert bench.timer.arm(
         [bench.entry(-1), bench.entry(2, queue="a queue"), bench.entry(3, version=-1)]
     )
@@ -322,7 +279,9 @@ def test_a_url_that_can_not_be_read_is_an_error_that_quotes_nothing(url: str) ->
     assert "cret" not in str(caught.value)
 
 
-def test_entries_of_a_database_whose_clock_goes_wrong_are_due_by_its_own_time(bench: Bench) -> None:
+def test_entries_of_a_database_whose_clock_goes_wrong_are_due_by_its_own_time(
+    bench: RedisTimerHarness,
+) -> None:
     other = ManualClock(datetime(2030, 1, 1, 0, 0, 30, tzinfo=timezone.utc))
     bench.timer._clocks = [bench.clock, other]
     first = bench.entry(1, 500)
@@ -339,7 +298,7 @@ def test_entries_of_a_database_whose_clock_goes_wrong_are_due_by_its_own_time(be
 
 @pytest.mark.parametrize("part", [0, 1], ids=["store", "prepare"])
 def test_a_key_of_another_type_blocks_its_slot_alone_and_is_told_of(
-    bench: Bench, part: int
+    bench: RedisTimerHarness, part: int
 ) -> None:
     timer, told = bench.timer, []
     bench.events.subscribe(

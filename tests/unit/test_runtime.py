@@ -236,7 +236,7 @@ def test_a_redis_poller_that_was_stuck_passes_on_none_of_its_entries(
         taken = take(*arguments)
         if not stuck and any(some.entries for some in taken or ()):
             stuck.append(threading.current_thread())
-            at_work.hang()
+            at_work.hang()  # type: ignore[attr-defined]
         return taken
 
     timer.take = take_once_and_hang  # type: ignore[method-assign]

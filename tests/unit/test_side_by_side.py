@@ -446,7 +446,7 @@ def test_a_row_that_may_be_killed_by_its_time_limit_waits_for_the_others(
     bench.registry.processor("wait", in_flight=5)(gate)
     beside: list[Any] = []
     bench.registry.processor("limited", time_limit=60)(
-        lambda body: beside.append((gate.inside, bench.statuses([first, second])))
+        lambda body: beside.append((gate.inside, bench.statuses([first, second])))  # type: ignore[has-type]
     )
     bench.run(first := bench.schedule("wait"))
     second = bench.schedule("wait")

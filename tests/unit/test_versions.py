@@ -43,7 +43,7 @@ def imported() -> Iterator[tuple[str, str, str]]:
                 "kombu",
                 "vine",
             ):
-                yield from ((str(file), module, name.name) for name in node.names)
+                yield from ((str(file), module, name.name) for name in node.names)  # type: ignore[attr-defined]
 
 
 def test_what_is_imported_from_celery_is_there_in_this_version() -> None:

@@ -1,1 +1,1 @@
-"""One module for each system; only its own environment has what it imports."""
+"""One module per system. Its imports exist only in the environment of the peers."""

@@ -1,4 +1,7 @@
-"""APScheduler 3 on PostgreSQL: a scheduler in the process that adds the jobs, since no others can share its store."""
+"""APScheduler 3 on PostgreSQL: the scheduler runs in the process that adds jobs.
+
+No other process can share its store.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from apscheduler.schedulers.background import BackgroundScheduler
 
 from benchmarks.notes import run
 from benchmarks.peers.program import Program, main
+from benchmarks.settings import database_url
 from benchmarks.waiting import instant
-from benchmarks.where import database_url
 
 TASK = "benchmarks.peers.programs.apscheduler:note_task"
 THREADS = 20
@@ -28,7 +31,7 @@ class ApschedulerProgram(Program):
             executors={"default": ThreadPoolExecutor(THREADS)},
             job_defaults={
                 "misfire_grace_time": None
-            },  # its default leaves out what is late by more than a second
+            },  # by default, it drops jobs that are late by more than a second
         )
         self._scheduler.start(paused=True)
 

@@ -1,4 +1,4 @@
-"""arq: a worker polls for what is due, and takes up to five times `max_jobs` in a look."""
+"""arq: a worker polls for due tasks, and fetches up to five times `max_jobs` per poll."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from arq import create_pool, func
 from arq.connections import RedisSettings
 
-from benchmarks.peers.program import SIDE_BY_SIDE, Program, main, run
+from benchmarks.peers.program import CONCURRENT_CALLS, Program, main, run
+from benchmarks.settings import redis_url
 from benchmarks.waiting import instant
-from benchmarks.where import redis_url
 
 
 async def note_task(context: dict[Any, Any], due: float) -> None:
@@ -27,7 +27,7 @@ class WorkerSettings:
 
 
 class ArqProgram(Program):
-    chunk = SIDE_BY_SIDE
+    chunk = CONCURRENT_CALLS
 
     async def prepare(self) -> None:
         self._pool = await create_pool(WorkerSettings.redis_settings)

@@ -1,4 +1,4 @@
-"""awa-pg: a core in Rust; the worker is `AsyncClient.start`."""
+"""awa-pg: the core is in Rust; the worker is `AsyncClient.start`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from awa import AsyncClient, Job
 
 from benchmarks.peers.program import Program, by_due, main, run
+from benchmarks.settings import database_url
 from benchmarks.waiting import instant
-from benchmarks.where import database_url
 
 QUEUE = "note"
-#: At once in each process, and how often it looks for what is due.
+#: Concurrent tasks per process, and the poll interval.
 WORKERS, EVERY_MS = 100, 100
 
 
 @dataclass
-class Note:
+class AwaNote:
     due: float
 
 
@@ -26,15 +26,15 @@ class AwaProgram(Program):
     async def prepare(self) -> None:
         self._client = AsyncClient(database_url())
         await self._client.migrate()
-        # What a new deployment runs on, and what its bulk call needs.
+        # A new deployment uses the queue storage, and the bulk call requires it.
         await self._client.install_queue_storage()
 
     async def schedule(self, due: float) -> None:
-        await self._client.insert(Note(due), queue=QUEUE, run_at=instant(due))
+        await self._client.insert(AwaNote(due), queue=QUEUE, run_at=instant(due))
 
     async def schedule_many(self, dues: Sequence[float]) -> None:
         calls = [
-            self._client.enqueue_many_copy([Note(due)] * count, queue=QUEUE, run_at=instant(due))
+            self._client.enqueue_many_copy([AwaNote(due)] * count, queue=QUEUE, run_at=instant(due))
             for due, count in by_due(dues)
         ]
         await asyncio.gather(*calls)
@@ -42,7 +42,7 @@ class AwaProgram(Program):
     async def work(self) -> None:
         client = AsyncClient(database_url(), max_connections=20)
 
-        @client.task(Note, queue=QUEUE)
+        @client.task(AwaNote, queue=QUEUE)
         async def note_task(job: Job) -> None:
             await run(job.args.due)
 

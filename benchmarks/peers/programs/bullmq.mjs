@@ -1,10 +1,10 @@
-// BullMQ: what program.py is for the others, in JavaScript. `node bullmq.mjs produce|work`
+// BullMQ: the equivalent of program.py in JavaScript. `node bullmq.mjs produce|work`
 import fs from "node:fs";
 import { createRequire } from "node:module";
 import readline from "node:readline";
 import { setTimeout as sleep } from "node:timers/promises";
 
-// Its packages are not beside this file.
+// The packages are installed in another folder.
 const require = createRequire(process.env.BENCH_NODE_FOLDER + "/");
 const { Queue, Worker } = require("bullmq");
 const Redis = require("ioredis");
@@ -12,7 +12,7 @@ const Redis = require("ioredis");
 const QUEUE = "bench";
 const GOLDEN = 0.6180339887498949;
 const CHUNK = 1000;
-// The documentation's advice for many short jobs: a concurrency of 100 to 300, and several processes.
+// The documentation recommends a concurrency of 100 to 300 and several processes for short jobs.
 const CONCURRENCY = 100;
 
 const connect = () => new Redis(process.env.BENCH_REDIS_URL, { maxRetriesPerRequest: null });
@@ -58,14 +58,14 @@ const verbs = {
   async schedule_many({ count, first, last, limit_s }) {
     return inSteps(count, first, last, limit_s, CHUNK, scheduleMany);
   },
-  async steady({ rate, count, lot, soonest, latest, limit_s }) {
+  async steady({ rate, count, batch, soonest, latest, limit_s }) {
     const began = wall();
     let made = 0;
-    for (; made < count && wall() - began < limit_s; made += lot) {
+    for (; made < count && wall() - began < limit_s; made += batch) {
       await sleep(Math.max(began + made / rate - wall(), 0) * 1000);
       const now = wall();
-      const dues = Array.from({ length: lot }, (_, n) => now + soonest + (latest - soonest) * (((made + n) * GOLDEN) % 1));
-      await (lot === 1 ? schedule(dues[0]) : scheduleMany(dues));
+      const dues = Array.from({ length: batch }, (_, n) => now + soonest + (latest - soonest) * (((made + n) * GOLDEN) % 1));
+      await (batch === 1 ? schedule(dues[0]) : scheduleMany(dues));
     }
     return { tasks: made, took_s: wall() - began };
   },

@@ -1,4 +1,4 @@
-"""Dramatiq on Redis: workers take in messages from a delay queue and hold them until they are due."""
+"""Dramatiq on Redis: workers fetch messages from a delay queue and hold them until they are due."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dramatiq.brokers.redis import RedisBroker
 
 from benchmarks.notes import run
 from benchmarks.peers.program import Program, main
+from benchmarks.settings import redis_url
 from benchmarks.waiting import wall
-from benchmarks.where import redis_url
 
 dramatiq.set_broker(RedisBroker(url=redis_url()))
 

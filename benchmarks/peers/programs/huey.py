@@ -1,4 +1,4 @@
-"""huey on Redis: its scheduler brings over what is due once a second, the least that it allows."""
+"""huey on Redis: its scheduler moves due tasks once a second, the shortest interval it allows."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from huey import RedisHuey
 
 from benchmarks.notes import run
 from benchmarks.peers.program import Program, main
+from benchmarks.settings import redis_url
 from benchmarks.waiting import instant
-from benchmarks.where import redis_url
 
 huey = RedisHuey("bench", url=redis_url(), results=False)
 
@@ -26,7 +26,7 @@ class HueyProgram(Program):
 
 
 if __name__ == "__main__":
-    # Tasks are named by their module, which is to be the one that the consumer imports.
+    # A task is named by its module, which has to be the one that the consumer imports.
     from benchmarks.peers.programs import huey as same
 
     main(same.HueyProgram())

@@ -1,4 +1,7 @@
-"""This project with each timer, and bare Celery eta, seen as the others are: `… ours produce SIDE`."""
+"""This project with each timer, and bare Celery eta, with the interface of the peers:
+
+`… ours produce SIDE`.
+"""
 
 from __future__ import annotations
 

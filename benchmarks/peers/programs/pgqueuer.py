@@ -1,4 +1,4 @@
-"""PgQueuer: the worker is `PgQueuer.run` on a direct asyncpg connection and uvloop, as in its own benchmark."""
+"""PgQueuer: the worker is `PgQueuer.run` with asyncpg and uvloop, as in its own benchmark."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pgqueuer.models import Job
 from pgqueuer.queries import Queries
 
 from benchmarks.peers.program import Program, main, run
+from benchmarks.settings import database_url
 from benchmarks.waiting import wall
-from benchmarks.where import database_url
 
 NAME = "note"
-#: Its documentation asks for larger batches than 10 where jobs are short.
+#: Its documentation recommends batches larger than 10 for short jobs.
 BATCH = 200
 
 
@@ -50,7 +50,7 @@ class PgQueuerProgram(Program):
 
 
 def _delay(due: float) -> timedelta:
-    """It knows delays only, no instants."""
+    """Convert to a delay, since it does not accept due times."""
     return timedelta(seconds=due - wall())
 
 

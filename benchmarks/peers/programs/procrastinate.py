@@ -1,4 +1,7 @@
-"""Procrastinate: the worker is its own command; only jobs that are due at once are notified, so it polls."""
+"""Procrastinate: the worker is its own command.
+
+It polls, since only immediate jobs are notified.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from collections.abc import Sequence
 from procrastinate import App, PsycopgConnector
 
 from benchmarks.peers.program import Program, main, run
+from benchmarks.settings import database_url
 from benchmarks.waiting import instant
-from benchmarks.where import database_url
 
 app = App(connector=PsycopgConnector(conninfo=database_url()))
 
@@ -27,7 +30,7 @@ class ProcrastinateProgram(Program):
         await note_task.configure(schedule_at=instant(due)).defer_async(due=due)
 
     async def schedule_many(self, dues: Sequence[float]) -> None:
-        # As `batch_defer_async` does it, which has one instant for all of them.
+        # The same as `batch_defer_async`, which has one due time for all jobs.
         jobs = [note_task.configure(schedule_at=instant(due)).make_new_job(due=due) for due in dues]
         await app.job_manager.batch_defer_jobs_async(jobs)
 

@@ -1,4 +1,4 @@
-"""RQ: a pool of workers, of which one brings over once a second what is due."""
+"""RQ: a worker pool, one of whose workers moves due jobs once a second."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rq import Queue
 
 from benchmarks.notes import run
 from benchmarks.peers.program import Program, main
+from benchmarks.settings import redis_url
 from benchmarks.waiting import instant
-from benchmarks.where import redis_url
 
-#: By its name: a worker imports this module under it.
+#: A name, since the worker imports this module under it.
 TASK = "benchmarks.peers.programs.rq.note_task"
 
 

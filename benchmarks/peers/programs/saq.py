@@ -1,4 +1,4 @@
-"""SAQ on Redis: once a second it looks for what is due."""
+"""SAQ on Redis: it polls for due tasks once a second."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from saq import Queue
 
-from benchmarks.peers.program import SIDE_BY_SIDE, Program, main, run
-from benchmarks.where import redis_url
+from benchmarks.peers.program import CONCURRENT_CALLS, Program, main, run
+from benchmarks.settings import redis_url
 
 queue = Queue.from_url(redis_url())
 
@@ -22,7 +22,7 @@ settings = {"queue": queue, "functions": [note], "concurrency": 10}
 
 
 class SaqProgram(Program):
-    chunk = SIDE_BY_SIDE
+    chunk = CONCURRENT_CALLS
 
     async def prepare(self) -> None:
         await queue.connect()

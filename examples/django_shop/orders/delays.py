@@ -1,4 +1,4 @@
-"""Processors. `delays.py` of every installed app is imported, in web processes and workers alike."""
+"""Processors. Web processes and workers import `delays.py` of every installed app."""
 
 from typing import Any
 

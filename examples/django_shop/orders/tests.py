@@ -1,4 +1,4 @@
-"""How a project tests what it schedules: rows are in the test's transaction, and no broker is needed."""
+"""Tests of scheduled tasks: rows are in the test's transaction, without a broker."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""A small shop. `SHOP_DATABASE_URL` and `CELERY_BROKER_URL` say where it keeps things and how its workers hear."""
+"""A small shop. `SHOP_DATABASE_URL` and `CELERY_BROKER_URL` configure its servers."""
 
 import os
 from pathlib import Path

@@ -1,21 +1,24 @@
-"""Where the services are: DELAYTASKS_BENCH_DATABASE_URL and DELAYTASKS_BENCH_BROKER_URL, or the usual local ones."""
+"""The database, the broker and the namespaces of the benchmarks.
+
+DELAYTASKS_BENCH_DATABASE_URL and DELAYTASKS_BENCH_BROKER_URL replace the local defaults.
+"""
 
 from __future__ import annotations
 
 import os
 from functools import cache
 
-#: Of each timer: deployments that share a database and a broker.
+#: The namespace of each timer: deployments that share a database and a broker.
 NAMESPACES = {"eta": "bench", "redis": "bench_redis", "direct": "bench_direct"}
 TABLE_PREFIX = "bench_"
 #: The queue of the bare Celery app.
 BARE_QUEUE = "bench_bare"
-#: A Redis database of its own: what lies there besides ours stops the run.
+#: A Redis database without other keys: a foreign key stops the run.
 _BROKER = "redis://127.0.0.1:6379/5"
 _DATABASE = "postgresql://postgres@127.0.0.1:5432/postgres"
 
-# Handed on under names that are no settings of delaytasks, whose every DELAYTASKS_* variable is one. Those of tests,
-# which may import this, are theirs.
+# The URLs get names that are not settings of delaytasks, since every variable DELAYTASKS_* is a
+# setting. Tests that import this module keep their own values.
 for _name in [
     name for name in os.environ if name.startswith("DELAYTASKS_") and "_TEST_" not in name
 ]:
@@ -33,23 +36,25 @@ def broker_url() -> str:
 
 
 def redis_url() -> str:
-    """Of the redis timer: the broker, or DELAYTASKS_BENCH_REDIS_URL beside another broker."""
+    """Return the Redis of the redis timer: the broker, or DELAYTASKS_BENCH_REDIS_URL with another
+    broker.
+    """
     is_broker = broker_url().startswith(("redis://", "rediss://"))
     return broker_url() if is_broker else os.environ.get("BENCH_REDIS_URL", _BROKER)
 
 
 def use(broker: str | None) -> None:
-    """Another broker for this run and for the processes that it starts."""
+    """Use another broker in this run and in the processes that it starts."""
     if broker is not None:
         os.environ["BENCH_BROKER_URL"] = broker
 
 
 def notes_path() -> str | None:
-    """The file in which tasks note that they ran; None in a process that runs none."""
+    """Return the file for the notes of tasks; None in a process that runs no task."""
     return os.environ.get("BENCH_NOTES")
 
 
 @cache
 def takes_s() -> float:
-    """How long each task has to take: only where that matters it is not zero."""
+    """Return the duration of each task; most cases need none."""
     return float(os.environ.get("BENCH_TAKES_S", "0"))

@@ -1,64 +1,71 @@
-"""What explains that a lease lapsed: a fault that hit whoever held it, at the time when it was to be renewed."""
+"""Explain lost leases by faults.
+
+A fault explains a lost lease if it hit the owner at the time when the lease had to be renewed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from chaos.history import Change, Fault
+from chaos.history import Fault, RowChange
 
-#: Leases are renewed each third of their time. Who could not reach the database for less than that missed no turn.
+#: Leases are renewed after each third of their duration. An owner that cannot reach the database
+#: for a shorter time misses no renewal.
 MISSED = 1 / 3
 
 
-class Held(NamedTuple):
-    """A lease that lapsed."""
+class LostLease(NamedTuple):
+    """A lease that was lost."""
 
-    #: As the row names its claim's worker and process; nobody is in no fault.
+    #: The worker and process as named in the claimed row; no fault matches an empty name.
     owner: str
-    #: When it was claimed, or renewed for the last time.
+    #: The time of the claim or of the last renewal.
     from_us: int
-    #: When it was over, or taken away before that.
+    #: The end of the lease, or the time when it was taken away earlier.
     until_us: int
 
 
-def held(claim: Change, changes: Iterable[Change], end: Change) -> Held:
+def lost_lease(claim: RowChange, changes: Iterable[RowChange], end: RowChange) -> LostLease:
     leases = [
         change
         for change in changes
         if change.version == claim.version and change.lease_until_us is not None
     ]
     if not leases:
-        return Held(claim.worker or "", claim.at_us, end.at_us)
+        return LostLease(claim.worker or "", claim.at_us, end.at_us)
     last = max(leases, key=lambda change: change.lease_until_us or 0)
-    return Held(claim.worker or "", last.at_us, min(last.lease_until_us or 0, end.at_us))
+    return LostLease(claim.worker or "", last.at_us, min(last.lease_until_us or 0, end.at_us))
 
 
-class Reasons:
+class Explanations:
     def __init__(self, faults: Sequence[Fault]) -> None:
         self._faults = [fault for fault in faults if fault.effect != "none"]
 
-    def has_ended(self, lease: Held) -> bool:
-        """Its holder is dead, so that it may lapse before its time."""
+    def has_ended(self, lease: LostLease) -> bool:
+        """Return whether the owner is dead, so that its lease may end early."""
         return any(
             fault.effect in ("dead", "ending") and fault.from_us <= lease.until_us
             for fault in self._hit(lease.owner)
         )
 
-    def explain(self, lease: Held) -> bool:
-        """Its holder was dead, or was away while it was to be renewed."""
+    def explain(self, lease: LostLease) -> bool:
+        """Return whether the owner was dead, or was away when the lease had to be renewed."""
         hit = list(self._hit(lease.owner))
         if any(fault.effect == "dead" and fault.from_us <= lease.until_us for fault in hit):
             return True
-        away_us = together_us(hit, lease)
+        away_us = time_away_us(hit, lease)
         return away_us > 0 and away_us >= MISSED * (lease.until_us - lease.from_us)
 
     def _hit(self, owner: str) -> Iterable[Fault]:
         return (fault for fault in self._faults if any(part in owner for part in fault.key_owners))
 
 
-def together_us(faults: Iterable[Fault], lease: Held) -> int:
-    """How long its holder was away in that time, by all faults: what several do at once counts once."""
+def time_away_us(faults: Iterable[Fault], lease: LostLease) -> int:
+    """Return how long faults kept the owner away during the lease.
+
+    Overlapping faults count once.
+    """
     total, known_us = 0, lease.from_us
     for fault in sorted((f for f in faults if f.effect == "away"), key=lambda f: f.from_us):
         until_us = min(fault.until_us, lease.until_us)

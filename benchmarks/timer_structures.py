@@ -1,5 +1,7 @@
-"""What the wheel is held against: other ways to keep what is due later, with the wheel's verbs. Adding what is held
-moves it, and `advance` says what tick it is."""
+"""Alternatives to the timing wheel with the same interface.
+
+Adding an existing entry moves it, and `advance` sets the current tick.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class Holder(Protocol):
 
 
 class Heap:
-    """`heapq` as its documentation shows it: what is cancelled or moved stays inside until it is due."""
+    """The `heapq` pattern of the standard library: cancelled or moved entries stay until they are
+    due.
+    """
 
     def __init__(self) -> None:
         self._heap: list[list[Any]] = []
@@ -74,7 +78,7 @@ class Sched:
 
 
 class Scan:
-    """A map, all of which is looked at in each tick."""
+    """A dictionary that is scanned in each tick."""
 
     def __init__(self) -> None:
         self._held: dict[Hashable, tuple[int, Any]] = {}
@@ -91,7 +95,7 @@ class Scan:
 
 
 class LoopTimers:
-    """A timer for each entry, in an event loop whose clock is ours; a tick is one turn of the loop."""
+    """One timer per entry in an event loop with a simulated clock. A tick is one iteration."""
 
     def __init__(self) -> None:
         self._now = 0
@@ -121,8 +125,10 @@ class LoopTimers:
 
 
 class ThreadTimers:
-    """A timer for each entry as `threading` has it: a thread that waits. The kernel is its clock, so there are no
-    ticks to be counted."""
+    """One `threading.Timer` per entry: a thread that waits.
+
+    The kernel is its clock, so ticks cannot be counted.
+    """
 
     def __init__(self) -> None:
         self._held: dict[Hashable, threading.Timer] = {}

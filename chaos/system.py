@@ -1,4 +1,4 @@
-"""A deployment of a run's own: servers, the links to them, two workers and two beats."""
+"""The deployment of a chaos run: servers, proxies in front of them, two workers and two beats."""
 
 from __future__ import annotations
 
@@ -26,16 +26,20 @@ from tests.services import MissingServiceError, free_port
 
 #: Leases and sweeps are short, so that a run takes minutes.
 SETTINGS: dict[str, Any] = {
-    "lease_s": 4, "sweep_s": 1, "self_sweep_s": 2, "grace_s": 0.5, "horizon_s": 10,
-}  # fmt: skip
+    "lease_s": 4,
+    "sweep_s": 1,
+    "self_sweep_s": 2,
+    "grace_s": 0.5,
+    "horizon_s": 10,
+}
 
 
-#: A worker may find the broker away, and then waits longer and longer.
+#: A worker may start while the broker is away, and then waits longer after each attempt.
 STARTED_S = 120.0
 
 
-class Site(NamedTuple):
-    """Which servers a run is on."""
+class ServerChoice(NamedTuple):
+    """The servers of a run."""
 
     database: str
     broker: str
@@ -45,11 +49,11 @@ class Site(NamedTuple):
         return f"{self.database}, {self.broker}, timer {self.timer}"
 
 
-class Field:
-    def __init__(self, folder: Path, site: Site) -> None:
+class SystemUnderTest:
+    def __init__(self, folder: Path, site: ServerChoice) -> None:
         self.site, self.notes = site, folder / "notes"
         self.is_over = threading.Event()
-        #: What is to be ended, the last one first.
+        #: The cleanup functions, called in reverse order.
         self._ends: list[Callable[[], object]] = []
         try:
             self._start(folder)
@@ -64,7 +68,8 @@ class Field:
         )
         self.broker: Broker = start_broker(self.site.broker, folder)
         self._ends.append(self.broker.stop)
-        #: The ways to the database, one for producers and one for workers. SQLite has none.
+        #: The proxies in front of the database: one for producers and one for workers. SQLite has
+        #: none.
         self.links = [self._link(self.database_url) for _ in range(2)] if self.database else []
         producers, workers = [link.url(self.database_url) for link in self.links] or [
             self.database_url
@@ -73,9 +78,9 @@ class Field:
         broker_url = self.broker_link.url(self.broker.url) if self.broker_link else self.broker.url
         settings = {**SETTINGS, "timer": self.site.timer}
         if self.site.timer == "redis" and self.site.broker == "rabbitmq":
-            beside = RedisServer(folder)
-            self._ends.append(beside.stop)
-            settings["redis_url"] = beside.url
+            redis_server = RedisServer(folder)
+            self._ends.append(redis_server.stop)
+            settings["redis_url"] = redis_server.url
         self.producers_url = producers
         self.deployment = Deployment(
             folder, workers, broker_url, {"imports": ["chaos.project"]}, **settings
@@ -91,29 +96,29 @@ class Field:
         self.beats = [self.new_beat(), self.new_beat()]
 
     def new_worker(self, **environment: str) -> Process:
-        # What its pool leaves behind when it is killed goes with the folder.
-        own = {**time_environment(), "TMPDIR": str(self.deployment.folder)}
+        # The files that a killed pool process leaves behind are deleted with the folder.
+        own: dict[str, Any] = {**time_environment(), "TMPDIR": str(self.deployment.folder)}
         return self.deployment.worker(ready_s=STARTED_S, **{**own, **environment})
 
     def new_beat(self, **environment: str) -> Process:
         return self.deployment.beat(**environment)
 
     def pools(self) -> list[list[int]]:
-        """The pool processes of each worker."""
+        """Return the pool processes of each worker."""
         return [children_of(worker.pid) for worker in self.workers]
 
     def written(self, pid: int) -> int:
-        """How much a process has noted."""
+        """Return the size of a process's notes."""
         path = self.notes / f"{pid}.jsonl"
         return path.stat().st_size if path.exists() else 0
 
     def queues(self) -> list[str]:
-        """As the broker knows them."""
+        """Return the names of the queues at the broker."""
         namespace = self.deployment.settings["namespace"]
         return [f"{namespace}.default", f"{namespace}.celery"]
 
     def pause(self, seconds: float) -> None:
-        """Not longer than the run lasts."""
+        """Sleep until the time is over or the run ends."""
         self.is_over.wait(seconds)
 
     def heal(self) -> None:
@@ -121,13 +126,13 @@ class Field:
             link.heal()
 
     def close(self) -> None:
-        """Ends all processes, whatever any of them says."""
+        """End all processes, and ignore their errors."""
         self.is_over.set()
         while self._ends:
             try:
                 self._ends.pop()()
             except Exception:
-                continue  # it is gone, or never came about
+                continue  # the process is gone or never started
         faketime.forget_the_dead()
 
     def waiting(self) -> int:
@@ -138,13 +143,13 @@ class Field:
     def _database(self, folder: Path) -> PostgresServer | MariaDBServer | None:
         if self.site.database == "sqlite":
             return None
-        place = folder / "database"
-        place.mkdir()
+        database_folder = folder / "database"
+        database_folder.mkdir()
         server: PostgresServer | MariaDBServer
         if self.site.database == "mariadb":
-            server = MariaDBServer(place)
+            server = MariaDBServer(database_folder)
         else:
-            server = PostgresServer(place, free_port(), MissingServiceError)
+            server = PostgresServer(database_folder, free_port(), MissingServiceError)
         self._ends.append(server.crash)
         return server
 

@@ -1,0 +1,275 @@
+"""Failpoints: steps in the processing of a task.
+
+A failpoint is a method of delaytasks and the side of the method, before or after. delaytasks itself
+contains no code for failpoints. A process that is to fail wraps these methods when it starts
+(`chaos/failpoints/orders.py`); other processes are unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+#: A producer, the main process of a worker, or a process of its pool.
+ProcessKind = Literal["producer", "main", "pool"]
+#: The bound of the recovery. R1: grace + sweep + dispatch. R2: lease + sweep + dispatch. D:
+#: dispatch.
+Bound = Literal["R1", "R2", "D"]
+#: The kind of tasks that a seed schedules, chosen so that they reach the failpoint.
+Mix = Literal[
+    "mixed",
+    "keyed",
+    "in a session",
+    "moved",
+    "not armed",
+    "far",
+    "long",
+    "overdue backlog",
+    "fatal",
+    "simultaneous",
+    "limited",
+    "effect",
+    "many",
+    "many in a session",
+    "cancelled",
+    "retried",
+    "touched",
+]
+
+
+class Failpoint(NamedTuple):
+    name: str
+    process_kind: ProcessKind
+    side: Literal["before", "after"]
+    #: Alternative methods; a deployment calls one of them.
+    methods: tuple[str, ...]
+    bound: Bound
+    mix: Mix = "mixed"
+    #: The timer that reaches the failpoint; None if both do.
+    timer: Literal["eta", "redis", None] = None
+    #: The call fails, and must leave no row behind.
+    is_refused: bool = False
+    #: A worker is asked to stop.
+    is_stopped: bool = False
+
+    def fits(self, timer: str) -> bool:
+        return self.timer in (None, timer)
+
+
+_ARM = ("timers.eta:EtaTimer.arm", "timers.redis:RedisTimer.arm")
+
+FAILPOINTS = [
+    # schedule and move
+    Failpoint("inserted", "producer", "after", ("storage.tasks:Tasks.insert",), "R1"),
+    Failpoint(
+        "inserted with a key",
+        "producer",
+        "after",
+        ("storage.tasks:Tasks.insert_keyed",),
+        "R1",
+        "keyed",
+    ),
+    Failpoint(
+        "before the commit",
+        "producer",
+        "before",
+        ("storage.transactions:SessionTransaction.after_commit",),
+        "R1",
+        "in a session",
+        is_refused=True,
+    ),
+    Failpoint(
+        "after the commit",
+        "producer",
+        "before",
+        ("scheduling.producer:Producer.arm",),
+        "R1",
+        "in a session",
+    ),
+    Failpoint(
+        "between batches",
+        "producer",
+        "before",
+        ("scheduling.producer:Producer.schedule_batch",),
+        "R1",
+        "many",
+    ),
+    Failpoint(
+        "batch inserted", "producer", "after", ("storage.tasks:Tasks.insert_many",), "R1", "many"
+    ),
+    Failpoint(
+        "batches before the commit",
+        "producer",
+        "before",
+        ("storage.transactions:SessionTransaction.after_commit",),
+        "R1",
+        "many in a session",
+        is_refused=True,
+    ),
+    Failpoint(
+        "batches after the commit",
+        "producer",
+        "before",
+        ("scheduling.producer:Producer.arm",),
+        "R1",
+        "many in a session",
+    ),
+    Failpoint("cancelled", "producer", "after", ("storage.tasks:Tasks.cancel",), "R1", "cancelled"),
+    Failpoint("retried", "producer", "after", ("storage.tasks:Tasks.retry",), "R1", "retried"),
+    Failpoint("touched", "producer", "after", ("storage.touches:Touches.touch",), "R1", "touched"),
+    Failpoint("moved", "producer", "after", ("storage.tasks:Tasks.reschedule",), "R1", "moved"),
+    Failpoint("arming", "producer", "before", _ARM, "R1"),
+    Failpoint("armed", "producer", "after", _ARM, "D"),
+    Failpoint(
+        "disarming",
+        "producer",
+        "before",
+        ("timers.redis:RedisTimer.disarm",),
+        "R1",
+        "moved",
+        "redis",
+    ),
+    # hold in a worker
+    Failpoint("received", "main", "before", ("worker.near_entries:NearEntries.hold",), "R1"),
+    Failpoint("held", "main", "after", ("worker.near_entries:NearEntries.hold",), "R1"),
+    Failpoint("fell due", "main", "before", ("worker.dispatcher:Dispatcher.take",), "R1"),
+    Failpoint("to the pool", "main", "before", ("worker.dispatcher:Dispatcher._send",), "R1"),
+    Failpoint("in the pool", "main", "after", ("worker.dispatcher:Dispatcher._send",), "R2"),
+    Failpoint("reported", "main", "before", ("worker.dispatcher:Dispatcher._done",), "R2"),
+    Failpoint(
+        "asked to drain",
+        "main",
+        "before",
+        ("worker.dispatcher:Dispatcher.drain",),
+        "R2",
+        "not armed",
+    ),
+    Failpoint(
+        "sending back",
+        "main",
+        "after",
+        ("worker.dispatcher:Dispatcher.close",),
+        "R1",
+        is_stopped=True,
+    ),
+    # hold in Redis
+    Failpoint("taken", "main", "after", ("timers.redis:RedisTimer.take",), "R1", timer="redis"),
+    Failpoint(
+        "handing on",
+        "main",
+        "before",
+        ("worker.redis_poller:RedisPoller._pass_on",),
+        "R1",
+        timer="redis",
+    ),
+    Failpoint(
+        "handed on",
+        "main",
+        "after",
+        ("worker.redis_poller:RedisPoller._pass_on",),
+        "R1",
+        timer="redis",
+    ),
+    # claim, run and settle
+    Failpoint("claiming", "pool", "before", ("storage.claims:Claims.claim",), "R1"),
+    Failpoint("claimed", "pool", "after", ("storage.claims:Claims.claim",), "R2"),
+    Failpoint(
+        "claimed from the table",
+        "pool",
+        "after",
+        ("storage.claims:Claims.claim_due",),
+        "R2",
+        "not armed",
+    ),
+    Failpoint(
+        "claimed alone", "pool", "after", ("storage.claims:Claims.claim_abandoned",), "R2", "fatal"
+    ),
+    Failpoint("running", "pool", "before", ("execution.executor:TaskExecutor.run",), "R2"),
+    Failpoint("ran", "pool", "after", ("execution.executor:TaskExecutor.run",), "R2"),
+    Failpoint(
+        "ran simultaneously",
+        "pool",
+        "after",
+        ("execution.executor:TaskExecutor.run",),
+        "R2",
+        "simultaneous",
+    ),
+    Failpoint("completing", "pool", "after", ("storage.claims:Claims.complete",), "R2", "effect"),
+    Failpoint(
+        "completed", "pool", "after", ("execution.task_run:TaskRun._committed",), "R2", "effect"
+    ),
+    Failpoint("settling", "pool", "before", ("storage.claims:Claims.settle",), "R2"),
+    Failpoint("settled", "pool", "after", ("storage.claims:Claims.settle",), "R1"),
+    Failpoint("arming again", "pool", "before", ("execution.settlement:Settler._arm_again",), "R1"),
+    Failpoint(
+        "giving back",
+        "pool",
+        "before",
+        ("execution.chunk_runner:ChunkRunner._expire",),
+        "R2",
+        "overdue backlog",
+    ),
+    Failpoint(
+        "gave back",
+        "pool",
+        "after",
+        ("execution.chunk_runner:ChunkRunner._expire",),
+        "R2",
+        "overdue backlog",
+    ),
+    # waitlists
+    Failpoint(
+        "added to the waitlist",
+        "pool",
+        "after",
+        ("storage.waitlist:Waitlist.hold_excess",),
+        "R1",
+        "limited",
+    ),
+    Failpoint("admitted", "pool", "after", ("storage.waitlist:Waitlist.admit",), "R2", "limited"),
+    Failpoint(
+        "handing over",
+        "pool",
+        "before",
+        ("storage.claims:Claims.settle_and_admit",),
+        "R2",
+        "limited",
+    ),
+    Failpoint(
+        "handed over", "pool", "after", ("storage.claims:Claims.settle_and_admit",), "R2", "limited"
+    ),
+    # sweep
+    Failpoint(
+        "sweep begun", "main", "after", ("storage.sweep_queries:SweepQueries.begin_sweep",), "R1"
+    ),
+    Failpoint(
+        "near rows selected",
+        "main",
+        "after",
+        ("storage.sweep_queries:SweepQueries.near",),
+        "R1",
+        "far",
+    ),
+    Failpoint(
+        "near rows armed",
+        "main",
+        "before",
+        ("storage.sweep_queries:SweepQueries.mark_armed",),
+        "R1",
+        "far",
+    ),
+    Failpoint(
+        "marked", "main", "after", ("storage.sweep_queries:SweepQueries.mark_armed",), "R1", "far"
+    ),
+    Failpoint(
+        "recovered", "main", "after", ("storage.sweep_queries:SweepQueries.lapse",), "R2", "fatal"
+    ),
+    Failpoint("draining", "main", "before", ("timers.eta:EtaTimer.drain",), "R1", "not armed"),
+    Failpoint("drained", "main", "after", ("timers.eta:EtaTimer.drain",), "R1", "not armed"),
+    Failpoint("worker expired", "main", "after", ("storage.worker_table:WorkerTable.bury",), "R1"),
+    # leases
+    Failpoint("renewing", "main", "before", ("storage.leases:Leases.renew",), "R2", "long"),
+    Failpoint("renewed", "main", "after", ("storage.leases:Leases.renew",), "R2", "long"),
+    Failpoint("releasing", "main", "before", ("storage.leases:Leases.release",), "R2", "fatal"),
+    Failpoint("released", "main", "after", ("storage.leases:Leases.release",), "R2", "fatal"),
+]
+BY_NAME = {failpoint.name: failpoint for failpoint in FAILPOINTS}
