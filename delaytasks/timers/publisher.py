@@ -286,22 +286,19 @@ class Publisher:
         is_new = queue not in self._refused
         self._refused[queue] = monotonic() + REFUSED_QUEUE_REST_S
         if is_new:
-            if is_home_node_down(error):
-                remedy = (
-                    f"bring the RabbitMQ node of the queue {target.name} back, or use quorum "
-                    "queues (task_default_queue_type), which survive the loss of a node; meanwhile "
-                    "workers find its tasks in the table"
-                )
-            elif WRONG_TYPE in error:
-                remedy = (
-                    f"the key {target.name} in Redis is not a list: delete it; meanwhile its tasks "
-                    "run late"
-                )
-            else:
-                remedy = (
-                    f"the broker's queue {target.name} is not of the type that "
-                    "task_default_queue_type specifies, or its user may not use it: correct the "
-                    "setting, or delete the queue while no worker runs; meanwhile its tasks run "
-                    "late"
-                )
+            remedy = _remedy(error, target.name)
             self._events.emit("queue.refused", queue=queue, error=error, remedy=remedy)
+
+
+def _remedy(error: str, name: str) -> str:
+    if is_home_node_down(error):
+        return (
+            f"bring the RabbitMQ node of the queue {name} back, or use quorum queues "
+            "(task_default_queue_type); meanwhile workers find its tasks in the table"
+        )
+    if WRONG_TYPE in error:
+        return f"the key {name} in Redis is not a list: delete it; meanwhile its tasks run late"
+    return (
+        f"the queue {name} is not of the type in task_default_queue_type, or its user may not use it: "
+        "correct the setting, or delete the queue while no worker runs; its tasks run late meanwhile"
+    )
