@@ -174,10 +174,7 @@ class Publisher:
                 self._begin_sending()
 
     def _send_own(self, request: SendRequest, began: float, until: float) -> bool:
-        """Send in the caller's thread.
-
-        Return False if the connection broke, and the sender tries again with a new one.
-        """
+        """Return False if the connection broke, and the sender tries again with a new one."""
         try:
             if not self._is_refused(
                 request, lambda one: self._link.send([one.group], until - self._limit_s / 2)
