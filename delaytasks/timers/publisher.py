@@ -60,8 +60,7 @@ class Publisher:
     While the broker is quick and no other thread sends, the caller sends its own messages.
     Otherwise one thread, the sender, connects and sends the messages of all callers, and each
     caller waits up to its time limit. The sender still sends the messages of a caller that no
-    longer waits, since their rows are committed. If the broker is unavailable, nothing is kept for
-    it: the sweep finds the rows.
+    longer waits, since their rows are committed. Nothing is kept for an unavailable broker.
     """
 
     def __init__(self, app: Any, namespace: str, limit_s: float, events: Events) -> None:
@@ -86,8 +85,7 @@ class Publisher:
         self._waiting_messages = 0
         #: Whether a thread uses the link. Only that thread sets this to False.
         self._is_sending = False
-        #: Whether a caller reached its time limit. Until the sender succeeds or fails, no caller
-        #: waits.
+        #: Whether a caller reached its time limit: none waits until the sender succeeds or fails.
         self._is_late = False
 
     @property
@@ -176,10 +174,7 @@ class Publisher:
                 self._begin_sending()
 
     def _send_own(self, request: SendRequest, began: float, until: float) -> bool:
-        """Send in the caller's thread.
-
-        Return False if the connection broke, and the sender tries again with a new one.
-        """
+        """Return False if the connection broke, and the sender tries again with a new one."""
         try:
             if not self._is_refused(
                 request, lambda one: self._link.send([one.group], until - self._limit_s / 2)
@@ -191,8 +186,7 @@ class Publisher:
             request.end(is_sent=False)
             raise
         except Exception as error:  # each transport has errors of its own
-            # A connection that was closed meanwhile fails early; a broker that does not answer
-            # fails late.
+            # A closed connection fails early, and a broker that does not answer fails late.
             if self._link.is_lost(error) and monotonic() - began < self._limit_s / 2:
                 self._link.close()
                 with self._lock:
@@ -286,22 +280,19 @@ class Publisher:
         is_new = queue not in self._refused
         self._refused[queue] = monotonic() + REFUSED_QUEUE_REST_S
         if is_new:
-            if is_home_node_down(error):
-                remedy = (
-                    f"bring the RabbitMQ node of the queue {target.name} back, or use quorum "
-                    "queues (task_default_queue_type), which survive the loss of a node; meanwhile "
-                    "workers find its tasks in the table"
-                )
-            elif WRONG_TYPE in error:
-                remedy = (
-                    f"the key {target.name} in Redis is not a list: delete it; meanwhile its tasks "
-                    "run late"
-                )
-            else:
-                remedy = (
-                    f"the broker's queue {target.name} is not of the type that "
-                    "task_default_queue_type specifies, or its user may not use it: correct the "
-                    "setting, or delete the queue while no worker runs; meanwhile its tasks run "
-                    "late"
-                )
+            remedy = _remedy(error, target.name)
             self._events.emit("queue.refused", queue=queue, error=error, remedy=remedy)
+
+
+def _remedy(error: str, name: str) -> str:
+    if is_home_node_down(error):
+        return (
+            f"bring the RabbitMQ node of the queue {name} back, or use quorum queues "
+            "(task_default_queue_type); meanwhile workers find its tasks in the table"
+        )
+    if WRONG_TYPE in error:
+        return f"the key {name} in Redis is not a list: delete it; meanwhile its tasks run late"
+    return (
+        f"the queue {name} is not of the type in task_default_queue_type, or its user may not use "
+        "it: correct the setting, or delete the queue while no worker runs; its tasks run late"
+    )

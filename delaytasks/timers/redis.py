@@ -194,20 +194,10 @@ class RedisTimer:
     ) -> list[Taken] | None:
         """Take the entries of each slot that are due, or will be within `AHEAD_MS`.
 
-        Parameters
-        ----------
-        most
-            The largest number of entries to take, by slot.
-        handed_on
-            The results of earlier calls, whose entries are deleted now.
-        grace_of
-            Returns the grace period of a queue. Entries that are later are deleted.
-
-        Returns
-        -------
-        list of Taken
-            The entries belong to the caller until it hands them on, or for `RETURN_S`. None if
-            Redis is unavailable.
+        `most` limits the number of entries by slot. The entries of `handed_on`, the results of
+        earlier calls, are deleted, and so are entries that are later than `grace_of` their queue.
+        The caller owns the entries until it hands them on, or for `RETURN_S`. None if Redis is
+        unavailable.
         """
         now_us = self._clocks[0].now_us()
         now = now_us / 1000  # pollers wake to the microsecond
