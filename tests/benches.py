@@ -70,16 +70,14 @@ class Bench:
         self.producer = Producer(self.settings, self.store.tasks, *to)
 
     def make_runner(self, **options: Any) -> Runner:
-        parts: tuple[Any, ...] = (
+        claims: Any = self.claims
+        return Runner(
             self.settings,
-            self.claims,
+            claims,
             self.clock,
             self.registry,
             self.timer,
             self.events,
-        )
-        return Runner(
-            *parts,
             self.execute,
             lambda session, task: session and transaction_of(session),
             **options,

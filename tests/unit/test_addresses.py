@@ -6,6 +6,7 @@ from ipaddress import ip_address
 
 import pytest
 
+from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import ConfigError, ForbiddenURLError
 from delaytasks.webhooks import addresses
 from delaytasks.webhooks.addresses import Guard
